@@ -1,0 +1,2 @@
+//! The binary `zero`.
+fn main() {}

@@ -1,0 +1,141 @@
+//! The device contract: what memory, streams and events promise, whatever the hardware.
+//!
+//! It has no tensors and no operations. A back end supplies a [`Device`]; zero-comm and zero-kernels put
+//! work on its streams; a framework that has an allocator and streams of its own makes
+//! [`DeviceSlice`]s and streams from its own pointers and handles.
+//!
+//! Three rules hold everywhere:
+//! 1. **Every operation names its stream.** There is no default stream. Operations of one stream run in
+//!    the order in which they were enqueued; between streams only events order anything.
+//! 2. **Errors are sticky.** The first failed operation poisons its stream: later operations are skipped,
+//!    and [`Stream::synchronize`] and events recorded after it return the error.
+//! 3. **Waits have limits.** Every call that blocks the host takes the longest time it may take.
+
+mod dtype;
+mod error;
+mod slice;
+
+use std::fmt::Debug;
+use std::ptr::NonNull;
+use std::time::Duration;
+
+pub use dtype::{DType, Element};
+pub use error::DeviceError;
+pub use slice::{AnySlice, DeviceSlice};
+
+/// What kind of hardware a device is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DeviceKind {
+    /// The host's own memory and cores: slices can be read as Rust slices.
+    Host,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+/// Where blocks come from: the source of **backings**, large allocations that a pool cuts into blocks.
+pub trait Memory: Debug + Send + Sync {
+    /// Allocates `bytes` bytes, aligned to [`Memory::granularity_bytes`]; contents are undefined.
+    ///
+    /// # Errors
+    /// The device has no such memory left, or the call failed.
+    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError>;
+
+    /// Gives a backing back.
+    ///
+    /// # Safety
+    /// `ptr` came from `allocate(bytes)` of this memory, is given back once, and no enqueued operation
+    /// uses it any more.
+    unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize);
+
+    /// The alignment of every backing; a power of two, at least 64.
+    fn granularity_bytes(&self) -> usize;
+}
+
+/// A device: memory, streams and copies between the two sides.
+pub trait Device: Memory + Clone + 'static {
+    /// An ordered queue of operations; cloning gives another handle of the same queue.
+    type Stream: Stream<Event = Self::Event>;
+    /// A point in a stream.
+    type Event: Event;
+
+    /// What kind of hardware this is.
+    fn kind(&self) -> DeviceKind;
+
+    /// Makes a stream; `name` appears in errors and timelines.
+    ///
+    /// # Errors
+    /// The device has no stream left.
+    fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError>;
+
+    /// Enqueues a copy of `src` to `dst`, both on the device and not overlapping.
+    ///
+    /// # Errors
+    /// Lengths or dtypes differ, or the stream is gone.
+    fn copy(&self, stream: &Self::Stream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError>;
+
+    /// Enqueues setting all bytes of `dst` to zero.
+    ///
+    /// # Errors
+    /// The stream is gone.
+    fn fill_zero(&self, stream: &Self::Stream, dst: AnySlice) -> Result<(), DeviceError>;
+
+    /// Enqueues a copy of `src` from the host to `dst` and waits for it, at most `limit`.
+    ///
+    /// # Errors
+    /// Lengths differ, an earlier operation of the stream failed, or the limit passed.
+    fn upload(&self, stream: &Self::Stream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError>;
+
+    /// Enqueues a copy of `src` to the host and waits for it, at most `limit`.
+    ///
+    /// # Errors
+    /// Lengths differ, an earlier operation of the stream failed, or the limit passed.
+    fn download(
+        &self,
+        stream: &Self::Stream,
+        src: AnySlice,
+        dst: &mut [u8],
+        limit: Duration,
+    ) -> Result<(), DeviceError>;
+}
+
+/// An ordered queue of operations on a device.
+pub trait Stream: Clone + Debug + Send + Sync + 'static {
+    /// A point in this kind of stream.
+    type Event: Event;
+
+    /// The name that the stream was made with.
+    fn name(&self) -> &str;
+
+    /// Marks the point after everything enqueued so far.
+    ///
+    /// # Errors
+    /// The stream is gone.
+    fn record(&self) -> Result<Self::Event, DeviceError>;
+
+    /// Makes everything enqueued from now on wait for `event`; the host does not wait.
+    ///
+    /// # Errors
+    /// The stream is gone.
+    fn wait(&self, event: &Self::Event) -> Result<(), DeviceError>;
+
+    /// Blocks the host until everything enqueued so far has run, at most `limit`.
+    ///
+    /// # Errors
+    /// The first error of the stream, or [`DeviceError::TimedOut`].
+    fn synchronize(&self, limit: Duration) -> Result<(), DeviceError>;
+}
+
+/// A point in a stream, reached when everything before it has run. Cloning gives the same point.
+pub trait Event: Clone + Debug + Send + Sync + 'static {
+    /// Whether the point is reached, without waiting.
+    ///
+    /// # Errors
+    /// The error that stopped the stream before this point.
+    fn is_done(&self) -> Result<bool, DeviceError>;
+
+    /// Blocks the host until the point is reached, at most `limit`.
+    ///
+    /// # Errors
+    /// The error that stopped the stream before this point, or [`DeviceError::TimedOut`].
+    fn synchronize(&self, limit: Duration) -> Result<(), DeviceError>;
+}

@@ -1,0 +1,183 @@
+//! Non-owning views of device memory.
+//!
+//! Making a slice is the one unsafe step: its maker promises, for as long as any copy of the slice or any
+//! operation enqueued with it may be used, that the memory stays valid, and that conflicting accesses are
+//! ordered by streams and events. Passing slices on is then safe, as with a kernel launch.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::{DType, DeviceError, Element};
+
+/// A typed view of `len` elements of device memory. `Copy`, and owns nothing.
+pub struct DeviceSlice<T> {
+    ptr: *mut T,
+    len: usize,
+    _elements: PhantomData<T>,
+}
+
+// SAFETY: a slice is an address and a length; its maker promised that accesses through it are ordered.
+unsafe impl<T: Send> Send for DeviceSlice<T> {}
+// SAFETY: as above; `&DeviceSlice` gives no more than a copy of it does.
+unsafe impl<T: Send> Sync for DeviceSlice<T> {}
+
+impl<T> Clone for DeviceSlice<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for DeviceSlice<T> {}
+
+impl<T> std::fmt::Debug for DeviceSlice<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DeviceSlice({:p}; {})", self.ptr, self.len)
+    }
+}
+
+impl<T> DeviceSlice<T> {
+    /// A view of `len` elements at `ptr`.
+    ///
+    /// # Safety
+    /// `ptr` is aligned for `T` and valid for reads and writes of `len` elements (null is fine for 0), for
+    /// as long as any copy of the slice or operation enqueued with it is used; conflicting accesses to
+    /// it are ordered by streams and events.
+    pub const unsafe fn from_raw_parts(ptr: *mut T, len: usize) -> Self {
+        Self { ptr, len, _elements: PhantomData }
+    }
+
+    /// How many elements.
+    pub const fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub const fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// The address of the first element, on the device.
+    pub const fn as_ptr(self) -> *mut T {
+        self.ptr
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Panics
+    /// `range` is not within the slice, as with a Rust slice.
+    pub fn slice(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len, "range {range:?} of a slice of {}", self.len);
+        Self { ptr: self.ptr.wrapping_add(range.start), len: range.end - range.start, _elements: PhantomData }
+    }
+
+    /// The elements, where the device is the host.
+    ///
+    /// # Safety
+    /// The memory is the host's, initialised, and nothing writes to it while the result lives.
+    pub unsafe fn as_host<'a>(self) -> &'a [T] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: valid and aligned by the promise of `from_raw_parts`, unwritten by the caller's.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
+    }
+
+    /// The elements, writable, where the device is the host.
+    ///
+    /// # Safety
+    /// The memory is the host's, initialised, and nothing else accesses it while the result lives.
+    pub unsafe fn as_host_mut<'a>(self) -> &'a mut [T] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        // SAFETY: valid and aligned by the promise of `from_raw_parts`, exclusive by the caller's.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
+    }
+}
+
+impl<T: Element> DeviceSlice<T> {
+    /// The same view with its dtype known only at run time.
+    pub fn erase(self) -> AnySlice {
+        AnySlice { ptr: self.ptr.cast(), len: self.len, dtype: T::DTYPE }
+    }
+}
+
+/// A view whose dtype is known at run time. `Copy`, and owns nothing.
+#[derive(Clone, Copy)]
+pub struct AnySlice {
+    ptr: *mut u8,
+    len: usize,
+    dtype: DType,
+}
+
+// SAFETY: as for `DeviceSlice`.
+unsafe impl Send for AnySlice {}
+// SAFETY: as for `DeviceSlice`.
+unsafe impl Sync for AnySlice {}
+
+impl std::fmt::Debug for AnySlice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "AnySlice({:p}; {} x {})", self.ptr, self.len, self.dtype)
+    }
+}
+
+impl AnySlice {
+    /// A view of `len` elements of `dtype` at `ptr`.
+    ///
+    /// # Safety
+    /// As for [`DeviceSlice::from_raw_parts`].
+    pub const unsafe fn from_raw_parts(ptr: *mut u8, len: usize, dtype: DType) -> Self {
+        Self { ptr, len, dtype }
+    }
+
+    /// How many elements.
+    pub const fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub const fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// How many bytes.
+    pub const fn len_bytes(self) -> usize {
+        self.len * self.dtype.size_bytes()
+    }
+
+    /// The type of the elements.
+    pub const fn dtype(self) -> DType {
+        self.dtype
+    }
+
+    /// The address of the first element, on the device.
+    pub const fn as_ptr(self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Panics
+    /// `range` is not within the slice, as with a Rust slice.
+    pub fn slice(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len, "range {range:?} of a slice of {}", self.len);
+        let ptr = self.ptr.wrapping_add(range.start * self.dtype.size_bytes());
+        Self { ptr, len: range.end - range.start, dtype: self.dtype }
+    }
+
+    /// The same memory as bytes.
+    pub const fn bytes(self) -> Self {
+        Self { ptr: self.ptr, len: self.len_bytes(), dtype: DType::U8 }
+    }
+
+    /// The view with its type.
+    ///
+    /// # Errors
+    /// The elements are of another dtype.
+    pub fn typed<T: Element>(self) -> Result<DeviceSlice<T>, DeviceError> {
+        if self.dtype == T::DTYPE {
+            Ok(DeviceSlice { ptr: self.ptr.cast(), len: self.len, _elements: PhantomData })
+        } else {
+            Err(DeviceError::DTypeMismatch { expected: T::DTYPE, got: self.dtype })
+        }
+    }
+}

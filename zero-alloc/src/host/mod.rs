@@ -1,0 +1,116 @@
+//! The host back end: the machine's own memory, and streams that are real queues on worker threads.
+//!
+//! Streams have teeth here: two streams really run at once, ordered by nothing but recorded events, so a
+//! forgotten wait fails on a machine without a GPU.
+
+mod stream;
+
+use std::alloc::Layout;
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use crate::device::{AnySlice, Device, DeviceError, DeviceKind, Memory};
+pub use stream::{HostEvent, HostStream};
+
+/// The host as a device.
+#[derive(Clone, Debug, Default)]
+pub struct HostDevice;
+
+impl HostDevice {
+    /// The host.
+    pub fn new() -> Self {
+        Self
+    }
+}
+
+const ALIGN_BYTES: usize = 4096;
+
+impl Memory for HostDevice {
+    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+        let out_of_memory = |detail: &str| DeviceError::OutOfMemory { asked_bytes: bytes, detail: detail.into() };
+        let layout = Layout::from_size_align(bytes.max(1), ALIGN_BYTES)
+            .map_err(|_| out_of_memory("beyond the address space"))?;
+        // SAFETY: the layout has a size above 0.
+        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+        NonNull::new(ptr).ok_or_else(|| out_of_memory("the system allocator refused"))
+    }
+
+    unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
+        // SAFETY: the same size and alignment went through `from_size_align` in `allocate`.
+        let layout = unsafe { Layout::from_size_align_unchecked(bytes.max(1), ALIGN_BYTES) };
+        // SAFETY: by the caller's promise `ptr` came from `allocate` with this layout.
+        unsafe { std::alloc::dealloc(ptr.as_ptr(), layout) };
+    }
+
+    fn granularity_bytes(&self) -> usize {
+        ALIGN_BYTES
+    }
+}
+
+fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), DeviceError> {
+    if expected == got { Ok(()) } else { Err(DeviceError::LengthMismatch { what, expected, got }) }
+}
+
+impl Device for HostDevice {
+    type Stream = HostStream;
+    type Event = HostEvent;
+
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Host
+    }
+
+    fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
+        HostStream::spawn(name)
+    }
+
+    fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+        same_len("copy", src.len(), dst.len())?;
+        if src.dtype() != dst.dtype() {
+            return Err(DeviceError::DTypeMismatch { expected: src.dtype(), got: dst.dtype() });
+        }
+        let (src, dst) = (src.bytes().typed::<u8>()?, dst.bytes().typed::<u8>()?);
+        stream.enqueue("copy", move || {
+            // SAFETY: host memory, and the slices' makers promised ordered accesses.
+            let (src, dst) = unsafe { (src.as_host(), dst.as_host_mut()) };
+            dst.copy_from_slice(src);
+            Ok(())
+        })
+    }
+
+    fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
+        let dst = dst.bytes().typed::<u8>()?;
+        stream.enqueue("fill_zero", move || {
+            // SAFETY: host memory, and the slice's maker promised ordered accesses.
+            unsafe { dst.as_host_mut() }.fill(0);
+            Ok(())
+        })
+    }
+
+    fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+        use crate::device::Stream;
+        same_len("upload", dst.len_bytes(), src.len())?;
+        let (src, dst) = (src.to_vec(), dst.bytes().typed::<u8>()?);
+        stream.enqueue("upload", move || {
+            // SAFETY: host memory, and the slice's maker promised ordered accesses.
+            unsafe { dst.as_host_mut() }.copy_from_slice(&src);
+            Ok(())
+        })?;
+        stream.synchronize(limit)
+    }
+
+    fn download(
+        &self,
+        stream: &HostStream,
+        src: AnySlice,
+        dst: &mut [u8],
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
+        use crate::device::Stream;
+        same_len("download", src.len_bytes(), dst.len())?;
+        stream.synchronize(limit)?;
+        let src = src.bytes().typed::<u8>()?;
+        // SAFETY: host memory; the stream is drained, and the slice's maker promised ordered accesses.
+        dst.copy_from_slice(unsafe { src.as_host() });
+        Ok(())
+    }
+}

@@ -1,0 +1,7 @@
+//! The arena that does not fragment, and the device contract.
+
+pub mod device;
+pub mod host;
+pub mod pool;
+
+pub use pool::{AllocError, Block, Held, Pool, Purpose, Report};

@@ -1,0 +1,5 @@
+//! Fused AdamW, cast, norm and overflow check.
+
+mod kernels;
+
+pub use kernels::{AdamArgs, AdamHyper, GradStats, KernelError, Kernels, StepScalars};

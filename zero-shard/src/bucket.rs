@@ -1,0 +1,60 @@
+//! Cutting a unit's gradient into buckets of constant capacity.
+//!
+//! A bucket carries the same piece of every rank's shard, one **segment** a rank, end to end, so that one
+//! reduce-scatter gives each rank its own segment summed, and the sum goes straight into a contiguous
+//! range of that rank's shard:
+//!
+//! ```text
+//! flat gradient    | ..aaa... | ..bbb... | ..ccc... |     shards of ranks 0, 1, 2; the piece 2..5 of each
+//! bucket           | aaa | bbb | ccc |
+//! ```
+
+use std::ops::Range;
+
+use crate::UnitLayout;
+
+/// One bucket's worth of a unit: the same range of every rank's shard.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BucketPiece {
+    /// Range within the shard of each rank.
+    pub in_shard: Range<u64>,
+    /// Ranks, hence segments in the bucket.
+    pub world_size: u64,
+    /// Distance between the same elements of neighbouring ranks in the flat parameter.
+    pub shard_elems: u64,
+}
+
+impl BucketPiece {
+    /// Elements of one rank's segment.
+    pub fn segment_elems(&self) -> u64 {
+        self.in_shard.end - self.in_shard.start
+    }
+
+    /// Elements in the bucket: `segment_elems * world_size`.
+    pub fn elems(&self) -> u64 {
+        self.segment_elems() * self.world_size
+    }
+
+    /// For each rank in order: where its segment lies in the unit's flat parameter.
+    pub fn segments(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        (0..self.world_size).map(|rank| {
+            let base = rank * self.shard_elems;
+            base + self.in_shard.start..base + self.in_shard.end
+        })
+    }
+}
+
+/// Cuts `unit` into pieces of at most `capacity_elems` elements each over all ranks (at least one element
+/// a rank, so a capacity below the world size is taken as the world size).
+pub fn bucket_pieces(
+    unit: &UnitLayout,
+    world_size: u64,
+    capacity_elems: u64,
+) -> impl Iterator<Item = BucketPiece> + use<> {
+    let (shard_elems, step) = (unit.shard_elems, (capacity_elems / world_size).max(1));
+    (0..shard_elems.div_ceil(step)).map(move |i| BucketPiece {
+        in_shard: i * step..((i + 1) * step).min(shard_elems),
+        world_size,
+        shard_elems,
+    })
+}
