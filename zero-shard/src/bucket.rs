@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use crate::UnitLayout;
+use crate::{Layout, ShardError, UnitLayout};
 
 /// One bucket's worth of a unit: the same range of every rank's shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,10 +51,30 @@ pub fn bucket_pieces(
     world_size: u64,
     capacity_elems: u64,
 ) -> impl Iterator<Item = BucketPiece> + use<> {
-    let (shard_elems, step) = (unit.shard_elems, (capacity_elems / world_size).max(1));
+    pieces(unit.shard_elems, world_size.max(1), (capacity_elems / world_size.max(1)).max(1))
+}
+
+fn pieces(shard_elems: u64, world_size: u64, step: u64) -> impl Iterator<Item = BucketPiece> + use<> {
     (0..shard_elems.div_ceil(step)).map(move |i| BucketPiece {
-        in_shard: i * step..((i + 1) * step).min(shard_elems),
+        in_shard: i * step..i * step + step.min(shard_elems - i * step),
         world_size,
         shard_elems,
     })
+}
+
+impl Layout {
+    /// As [`bucket_pieces`], and every segment but the last of the unit is a multiple of the shard's
+    /// alignment (so a capacity below one alignment a rank is taken as that).
+    ///
+    /// # Errors
+    /// There is no such unit.
+    pub fn buckets(
+        &self,
+        unit: usize,
+        capacity_elems: u64,
+    ) -> Result<impl Iterator<Item = BucketPiece> + use<>, ShardError> {
+        let per_rank = capacity_elems / self.world_size();
+        let step = (per_rank - per_rank % self.align_elems()).max(self.align_elems());
+        Ok(pieces(self.unit(unit)?.shard_elems, self.world_size(), step))
+    }
 }

@@ -12,13 +12,19 @@
 //! Two storages hold a model, and both are laid out here: the **whole** storage is all padded flat
 //! parameters end to end (`padded_elems`); the **shard** storage of a rank is its shards of all units end
 //! to end (`shard_elems = padded_elems / world_size`).
+//!
+//! A third numbering knows neither ranks nor padding: the **global** index counts the elements of all
+//! parameters in order, `0..numel_elems`. It is the same at every world size and alignment.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::ShardError;
+use crate::index::{NameIndex, NameRef};
 
 /// A parameter before it is placed: its name and shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ParamSpec {
     /// Name, unique within the model.
     pub name: String,
@@ -31,12 +37,25 @@ impl ParamSpec {
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
         Self { name: name.into(), shape: shape.into() }
     }
+
+    /// How many elements it has, the product of its extents.
+    ///
+    /// # Errors
+    /// The product does not fit 64 bits.
+    pub fn numel_elems(&self) -> Result<u64, ShardError> {
+        if self.shape.contains(&0) {
+            return Ok(0);
+        }
+        let product = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
+        product.ok_or_else(|| ShardError::TooLarge { what: self.name.clone() })
+    }
 }
 
 /// Parameters that are gathered, released and reduced together, before they are placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct UnitSpec {
-    /// Name, unique within the model.
+    /// Name, unique among the units.
     pub name: String,
     /// The parameters, in the order in which they lie in the flat parameter.
     pub params: Vec<ParamSpec>,
@@ -46,6 +65,44 @@ impl UnitSpec {
     /// A unit of this name and these parameters.
     pub fn new(name: impl Into<String>, params: impl Into<Vec<ParamSpec>>) -> Self {
         Self { name: name.into(), params: params.into() }
+    }
+}
+
+/// A second name for a parameter, as a model with tied embeddings has: no elements of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Tie {
+    /// The unit that uses the parameter under this name.
+    pub unit: String,
+    /// The second name.
+    pub name: String,
+    /// The parameter that holds the elements.
+    pub target: String,
+}
+
+impl Tie {
+    /// `unit` uses `target` under `name`.
+    pub fn new(unit: impl Into<String>, name: impl Into<String>, target: impl Into<String>) -> Self {
+        Self { unit: unit.into(), name: name.into(), target: target.into() }
+    }
+}
+
+/// What a layout has beyond units and ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct LayoutOptions {
+    /// Every shard is a multiple of this. See [`align_elems_for`](crate::align_elems_for) for bytes.
+    pub shard_align_elems: u64,
+    /// Every parameter starts at a multiple of this in its flat parameter; the gaps are padding.
+    pub param_align_elems: u64,
+    /// Second names of parameters.
+    pub ties: Vec<Tie>,
+}
+
+impl Default for LayoutOptions {
+    /// No alignment, no ties.
+    fn default() -> Self {
+        Self { shard_align_elems: 1, param_align_elems: 1, ties: Vec::new() }
     }
 }
 
@@ -60,12 +117,19 @@ pub struct ParamPlacement {
     pub offset_elems: u64,
     /// How many elements it has.
     pub numel_elems: u64,
+    /// Where it starts in the global numbering.
+    pub global_offset_elems: u64,
 }
 
 impl ParamPlacement {
     /// The parameter's range in the unit's flat parameter.
     pub fn range(&self) -> Range<u64> {
         self.offset_elems..self.offset_elems + self.numel_elems
+    }
+
+    /// The parameter's range in the global numbering.
+    pub fn global_range(&self) -> Range<u64> {
+        self.global_offset_elems..self.global_offset_elems + self.numel_elems
     }
 }
 
@@ -74,7 +138,7 @@ impl ParamPlacement {
 pub struct UnitLayout {
     /// Name of the unit.
     pub name: String,
-    /// The parameters, by ascending offset, without gaps.
+    /// The parameters, by ascending offset, without gaps but those of `param_align_elems`.
     pub params: Vec<ParamPlacement>,
     /// Elements of the flat parameter that belong to parameters.
     pub numel_elems: u64,
@@ -86,17 +150,21 @@ pub struct UnitLayout {
     pub whole_offset_elems: u64,
     /// Where this unit's shard starts in a rank's shard storage.
     pub shard_offset_elems: u64,
+    /// Where this unit starts in the global numbering.
+    pub global_offset_elems: u64,
 }
 
 impl UnitLayout {
-    /// Elements of padding at the end of the flat parameter.
+    /// Elements of padding in the flat parameter, at its end and in gaps between aligned parameters.
     pub fn padding_elems(&self) -> u64 {
         self.padded_elems - self.numel_elems
     }
 
-    /// The part of the flat parameter that `rank` owns (it may lie partly or wholly in the padding).
+    /// The part of the flat parameter that `rank` owns (it may lie partly or wholly in the padding; a rank
+    /// that the world does not have owns an empty range at the end).
     pub fn shard(&self, rank: u64) -> Range<u64> {
-        rank * self.shard_elems..(rank + 1) * self.shard_elems
+        let start = rank.saturating_mul(self.shard_elems).min(self.padded_elems);
+        start..start.saturating_add(self.shard_elems).min(self.padded_elems)
     }
 
     /// The rank that owns element `elem` of the flat parameter; `None` past its end.
@@ -115,14 +183,26 @@ impl UnitLayout {
     }
 }
 
+/// Which parameter: the unit, and the parameter within the unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ParamId {
+    /// Position of the unit in [`Layout::units`].
+    pub unit: usize,
+    /// Position of the parameter in [`UnitLayout::params`].
+    pub param: usize,
+}
+
 /// The layout of a model over `world_size` ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub(crate) units: Vec<UnitLayout>,
     pub(crate) world_size: u64,
-    pub(crate) align_elems: u64,
+    pub(crate) options: LayoutOptions,
     pub(crate) numel_elems: u64,
     pub(crate) shard_elems: u64,
+    names: NameIndex,
+    /// (unit that uses, parameter used), in the order of `options.ties`.
+    ties: Vec<(usize, ParamId)>,
 }
 
 impl Layout {
@@ -131,51 +211,62 @@ impl Layout {
     /// # Errors
     /// A world of no ranks, an alignment of 0, a name used twice, or a size beyond 64 bits.
     pub fn new(units: &[UnitSpec], world_size: u64, align_elems: u64) -> Result<Self, ShardError> {
+        let options = LayoutOptions { shard_align_elems: align_elems, ..LayoutOptions::default() };
+        Self::with_options(units, world_size, options)
+    }
+
+    /// Lays out `units` over `world_size` ranks.
+    ///
+    /// # Errors
+    /// As [`Layout::new`], or a tie of a unit or parameter that does not exist.
+    pub fn with_options(units: &[UnitSpec], world_size: u64, options: LayoutOptions) -> Result<Self, ShardError> {
         if world_size == 0 {
             return Err(ShardError::NoRanks);
         }
-        if align_elems == 0 {
+        if options.shard_align_elems == 0 || options.param_align_elems == 0 {
             return Err(ShardError::ZeroAlignment);
         }
-        let mut names = std::collections::HashSet::new();
         let (mut placed, mut whole, mut shard, mut numel) = (Vec::with_capacity(units.len()), 0u64, 0u64, 0u64);
         for unit in units {
-            let overflow = || ShardError::TooLarge { what: unit.name.clone() };
-            let (mut params, mut end) = (Vec::with_capacity(unit.params.len()), 0u64);
-            for param in &unit.params {
-                if !names.insert(param.name.as_str()) {
-                    return Err(ShardError::DuplicateName { name: param.name.clone() });
-                }
-                let n = param.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d)).ok_or_else(overflow)?;
-                params.push(ParamPlacement {
-                    name: param.name.clone(),
-                    shape: param.shape.clone(),
-                    offset_elems: end,
-                    numel_elems: n,
-                });
-                end = end.checked_add(n).ok_or_else(overflow)?;
-            }
-            let shard_elems = end.div_ceil(world_size).checked_next_multiple_of(align_elems).ok_or_else(overflow)?;
-            let padded_elems = shard_elems.checked_mul(world_size).ok_or_else(overflow)?;
-            placed.push(UnitLayout {
-                name: unit.name.clone(),
-                params,
-                numel_elems: end,
-                shard_elems,
-                padded_elems,
-                whole_offset_elems: whole,
-                shard_offset_elems: shard,
-            });
-            whole = whole.checked_add(padded_elems).ok_or_else(overflow)?;
-            shard += shard_elems;
-            numel += end;
+            let unit = place(unit, world_size, &options, [whole, shard, numel])?;
+            let overflow = || ShardError::TooLarge { what: "the whole model".into() };
+            whole = whole.checked_add(unit.padded_elems).ok_or_else(overflow)?;
+            // Both are at most `whole`, so they cannot overflow where it does not.
+            shard += unit.shard_elems;
+            numel += unit.numel_elems;
+            placed.push(unit);
         }
-        Ok(Self { units: placed, world_size, align_elems, numel_elems: numel, shard_elems: shard })
+        let mut unit_names = HashMap::with_capacity(units.len());
+        for (i, unit) in units.iter().enumerate() {
+            if unit_names.insert(unit.name.as_str(), i).is_some() {
+                return Err(ShardError::DuplicateName { name: unit.name.clone() });
+            }
+        }
+        let tie_names = options.ties.iter().map(|t| t.name.as_str());
+        let names = NameIndex::new(&placed, tie_names, |r| name_of(&placed, &options.ties, r))?;
+        let mut ties = Vec::with_capacity(options.ties.len());
+        for tie in &options.ties {
+            let user = unit_names.get(tie.unit.as_str());
+            let user = *user.ok_or_else(|| ShardError::UnknownUnitName { name: tie.unit.clone() })?;
+            match names.find(&tie.target, |r| name_of(&placed, &options.ties, r)) {
+                Some(NameRef::Param(id)) => ties.push((user, id)),
+                _ => return Err(ShardError::UnknownParam { name: tie.target.clone() }),
+            }
+        }
+        Ok(Self { units: placed, world_size, options, numel_elems: numel, shard_elems: shard, names, ties })
     }
 
     /// The units, in forward order.
     pub fn units(&self) -> &[UnitLayout] {
         &self.units
+    }
+
+    /// Unit number `unit`.
+    ///
+    /// # Errors
+    /// There is no such unit.
+    pub fn unit(&self, unit: usize) -> Result<&UnitLayout, ShardError> {
+        self.units.get(unit).ok_or(ShardError::UnknownUnit { unit, units: self.units.len() })
     }
 
     /// How many ranks share the model.
@@ -185,7 +276,12 @@ impl Layout {
 
     /// Every shard is a multiple of this.
     pub fn align_elems(&self) -> u64 {
-        self.align_elems
+        self.options.shard_align_elems
+    }
+
+    /// Alignments and ties.
+    pub fn options(&self) -> &LayoutOptions {
+        &self.options
     }
 
     /// Elements of all parameters: Ψ of the formulas.
@@ -201,5 +297,76 @@ impl Layout {
     /// Elements of the whole storage: Ψ and the padding.
     pub fn padded_elems(&self) -> u64 {
         self.shard_elems * self.world_size
+    }
+
+    /// The parameter of this name, or that a tie of this name stands for. O(log n).
+    pub fn find_param(&self, name: &str) -> Option<ParamId> {
+        match self.names.find(name, |r| name_of(&self.units, &self.options.ties, r))? {
+            NameRef::Param(id) => Some(id),
+            NameRef::Tie(i) => Some(self.ties[i].1),
+        }
+    }
+
+    /// The placement of a parameter; `None` if there is no such parameter.
+    pub fn param(&self, id: ParamId) -> Option<&ParamPlacement> {
+        self.units.get(id.unit)?.params.get(id.param)
+    }
+
+    /// The ties, each with the unit that uses the parameter and the parameter that holds the elements.
+    pub fn ties(&self) -> impl Iterator<Item = (&Tie, usize, ParamId)> {
+        self.options.ties.iter().zip(&self.ties).map(|(tie, &(user, id))| (tie, user, id))
+    }
+
+    /// The units that must be gathered while `unit` computes: itself, and those that hold a parameter tied
+    /// into it. Ascending, each once.
+    pub fn units_needed_by(&self, unit: usize) -> Vec<usize> {
+        let tied = self.ties.iter().filter(|(user, _)| *user == unit).map(|(_, id)| id.unit);
+        let mut needed: Vec<usize> = std::iter::once(unit).chain(tied).collect();
+        needed.sort_unstable();
+        needed.dedup();
+        needed
+    }
+}
+
+/// Places the parameters of one unit, which starts at `[whole, shard, global]`.
+fn place(
+    unit: &UnitSpec,
+    world_size: u64,
+    options: &LayoutOptions,
+    [whole, shard, global]: [u64; 3],
+) -> Result<UnitLayout, ShardError> {
+    let overflow = || ShardError::TooLarge { what: unit.name.clone() };
+    let (mut params, mut end, mut numel) = (Vec::with_capacity(unit.params.len()), 0u64, 0u64);
+    for param in &unit.params {
+        let n = param.numel_elems()?;
+        let offset = end.checked_next_multiple_of(options.param_align_elems).ok_or_else(overflow)?;
+        params.push(ParamPlacement {
+            name: param.name.clone(),
+            shape: param.shape.clone(),
+            offset_elems: offset,
+            numel_elems: n,
+            global_offset_elems: global.checked_add(numel).ok_or_else(overflow)?,
+        });
+        end = offset.checked_add(n).ok_or_else(overflow)?;
+        numel += n; // at most `end`
+    }
+    let per_rank = end.div_ceil(world_size);
+    let shard_elems = per_rank.checked_next_multiple_of(options.shard_align_elems).ok_or_else(overflow)?;
+    Ok(UnitLayout {
+        name: unit.name.clone(),
+        params,
+        numel_elems: numel,
+        shard_elems,
+        padded_elems: shard_elems.checked_mul(world_size).ok_or_else(overflow)?,
+        whole_offset_elems: whole,
+        shard_offset_elems: shard,
+        global_offset_elems: global,
+    })
+}
+
+fn name_of<'a>(units: &'a [UnitLayout], ties: &'a [Tie], at: NameRef) -> &'a str {
+    match at {
+        NameRef::Param(id) => &units[id.unit].params[id.param].name,
+        NameRef::Tie(i) => &ties[i].name,
     }
 }

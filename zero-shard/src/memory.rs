@@ -1,0 +1,79 @@
+//! Bytes that a rank keeps from step to step.
+//!
+//! With Ψ elements over N ranks, p, g and K bytes for each element's parameter, gradient and optimizer
+//! state (arXiv 1910.02054, section 5, figure 1):
+//!
+//! | stage | params | grads | optimizer |
+//! |---|---|---|---|
+//! | 0 | pΨ | gΨ | KΨ |
+//! | 1 | pΨ | gΨ | KΨ/N |
+//! | 2 | pΨ | gΨ/N | KΨ/N |
+//! | 3 | pΨ/N | gΨ/N | KΨ/N |
+//!
+//! From a [`Layout`] they are exact, padding included; from a plain Ψ a share is rounded up to a whole element.
+
+use crate::{Layout, ShardError, Widths, ZeroStage};
+
+/// Bytes that one rank keeps, by purpose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct StateBytes {
+    /// Parameters.
+    pub params_bytes: u64,
+    /// Gradients.
+    pub grads_bytes: u64,
+    /// Optimizer state, master weights included.
+    pub optimizer_bytes: u64,
+}
+
+impl StateBytes {
+    /// Of `whole_elems` elements, of which a rank's share is `shard_elems`.
+    ///
+    /// # Errors
+    /// The sum does not fit 64 bits.
+    pub fn of(stage: ZeroStage, widths: &Widths, whole_elems: u64, shard_elems: u64) -> Result<Self, ShardError> {
+        let bytes = |sharded: bool, width: u64| {
+            let elems = if sharded { shard_elems } else { whole_elems };
+            elems.checked_mul(width).ok_or_else(|| ShardError::TooLarge { what: "bytes of a rank".into() })
+        };
+        let bytes = Self {
+            params_bytes: bytes(stage.shards_params(), widths.param_bytes)?,
+            grads_bytes: bytes(stage.shards_grads(), widths.grad_bytes)?,
+            optimizer_bytes: bytes(stage.shards_optimizer(), widths.optimizer_bytes)?,
+        };
+        let sum = bytes.params_bytes.checked_add(bytes.grads_bytes);
+        let sum = sum.and_then(|sum| sum.checked_add(bytes.optimizer_bytes));
+        sum.map(|_| bytes).ok_or_else(|| ShardError::TooLarge { what: "bytes of a rank".into() })
+    }
+
+    /// Of Ψ = `numel_elems` elements over `world_size` ranks, without padding.
+    ///
+    /// # Errors
+    /// A world of no ranks, or a sum that does not fit 64 bits.
+    pub fn of_elems(
+        stage: ZeroStage,
+        widths: &Widths,
+        numel_elems: u64,
+        world_size: u64,
+    ) -> Result<Self, ShardError> {
+        if world_size == 0 {
+            return Err(ShardError::NoRanks);
+        }
+        Self::of(stage, widths, numel_elems, numel_elems.div_ceil(world_size))
+    }
+
+    /// All of it.
+    pub fn total_bytes(&self) -> u64 {
+        self.params_bytes + self.grads_bytes + self.optimizer_bytes
+    }
+}
+
+impl Layout {
+    /// What each rank keeps at `stage`, exactly, padding included.
+    ///
+    /// # Errors
+    /// The sum does not fit 64 bits.
+    pub fn state_bytes(&self, stage: ZeroStage, widths: &Widths) -> Result<StateBytes, ShardError> {
+        StateBytes::of(stage, widths, self.padded_elems(), self.shard_elems())
+    }
+}

@@ -1,0 +1,82 @@
+//! Bytes that a rank sends in a step.
+//!
+//! With Ψ elements over N ranks and A micro-batches a step (arXiv 1910.02054, section 7), each term times
+//! (N-1)/N:
+//!
+//! | stage | reduce-scatter | all-gather | all-reduce | sum |
+//! |---|---|---|---|---|
+//! | 0 | | | 2AΨ | 2AΨ |
+//! | 1, 2 | AΨ | Ψ | | (A+1)Ψ |
+//! | 3 | AΨ | 2AΨ | | 3AΨ |
+//!
+//! Gradients are reduced at every micro-batch at every stage, which keeps the stages bit-identical. At
+//! stage 3 the gathers are at most 2A: a unit that stays gathered from forward to backward, or from one
+//! micro-batch to the next, saves one; the prefetch plan counts exactly.
+
+use crate::{Layout, ShardError, Widths, ZeroStage};
+
+/// Bytes that one rank sends in a step, by collective.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct StepTraffic {
+    /// By reduce-scatter: gradients, at their travelling width.
+    pub reduce_scatter_bytes: u64,
+    /// By all-gather: parameters.
+    pub all_gather_bytes: u64,
+    /// By all-reduce: gradients of stage 0, at their travelling width.
+    pub all_reduce_bytes: u64,
+}
+
+impl StepTraffic {
+    /// Of a model whose shards have `shard_elems` elements on each of `world_size` ranks.
+    ///
+    /// # Errors
+    /// A world of no ranks, or a sum that does not fit 64 bits.
+    pub fn of(
+        stage: ZeroStage,
+        widths: &Widths,
+        shard_elems: u64,
+        world_size: u64,
+        grad_accum_steps: u64,
+    ) -> Result<Self, ShardError> {
+        let others = world_size.checked_sub(1).ok_or(ShardError::NoRanks)?;
+        let bytes = |times: u64, width: u64| -> Option<u64> {
+            shard_elems.checked_mul(others)?.checked_mul(width)?.checked_mul(times)
+        };
+        let (a, grad, param) = (grad_accum_steps, widths.comm_grad_bytes, widths.param_bytes);
+        let traffic = match stage {
+            ZeroStage::Zero => (Some(0), Some(0), a.checked_mul(2).and_then(|times| bytes(times, grad))),
+            ZeroStage::One | ZeroStage::Two => (bytes(a, grad), bytes(1, param), Some(0)),
+            ZeroStage::Three => (bytes(a, grad), a.checked_mul(2).and_then(|times| bytes(times, param)), Some(0)),
+        };
+        let traffic = match traffic {
+            (Some(reduce_scatter_bytes), Some(all_gather_bytes), Some(all_reduce_bytes)) => {
+                Some(Self { reduce_scatter_bytes, all_gather_bytes, all_reduce_bytes })
+            }
+            _ => None,
+        };
+        let fits = |t: &Self| t.reduce_scatter_bytes.checked_add(t.all_gather_bytes).is_some();
+        traffic.filter(fits).ok_or_else(|| ShardError::TooLarge { what: "bytes sent in a step".into() })
+    }
+
+    /// All of it (a step uses either all-reduce or the other two).
+    pub fn total_bytes(&self) -> u64 {
+        self.reduce_scatter_bytes + self.all_gather_bytes + self.all_reduce_bytes
+    }
+}
+
+impl Layout {
+    /// What each rank sends in a step of `grad_accum_steps` micro-batches, exactly, padding included; at
+    /// stage 3 the most.
+    ///
+    /// # Errors
+    /// The sum does not fit 64 bits.
+    pub fn step_traffic(
+        &self,
+        stage: ZeroStage,
+        widths: &Widths,
+        grad_accum_steps: u64,
+    ) -> Result<StepTraffic, ShardError> {
+        StepTraffic::of(stage, widths, self.shard_elems(), self.world_size(), grad_accum_steps)
+    }
+}

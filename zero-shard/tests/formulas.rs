@@ -1,0 +1,128 @@
+//! Memory and traffic against the formulas of the paper, written out here a second time.
+
+mod support;
+
+use proptest::prelude::*;
+use support::{cases, huge_layout};
+use zero_shard::{ShardError, StateBytes, StepTraffic, Widths, ZeroStage};
+
+fn gigabytes(stage: ZeroStage, elems: u64, ranks: u64) -> f64 {
+    StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, ranks).unwrap().total_bytes() as f64 / 1e9
+}
+
+/// arXiv 1910.02054, table 1: GB a device for stages 1, 2 and 3. It prints three digits, cut off where
+/// there are that many before the point and rounded where there are not.
+#[test]
+fn table_1_of_the_paper() {
+    let table: [(u64, [[&str; 6]; 3]); 3] = [
+        (
+            7_500_000_000,
+            [
+                ["120", "52.5", "35.6", "31.4", "30.4", "30.1"],
+                ["120", "41.3", "21.6", "16.6", "15.4", "15.1"],
+                ["120", "30", "7.5", "1.88", "0.47", "0.12"],
+            ],
+        ),
+        (
+            128_000_000_000,
+            [
+                ["2048", "896", "608", "536", "518", "513"],
+                ["2048", "704", "368", "284", "263", "257"],
+                ["2048", "512", "128", "32", "8", "2"],
+            ],
+        ),
+        (
+            1_000_000_000_000,
+            [
+                ["16000", "7000", "4750", "4187", "4046", "4011"],
+                ["16000", "5500", "2875", "2218", "2054", "2013"],
+                ["16000", "4000", "1000", "250", "62.5", "15.6"],
+            ],
+        ),
+    ];
+    for (elems, stages) in table {
+        for (stage, row) in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three].into_iter().zip(stages) {
+            for (ranks, printed) in [1, 4, 16, 64, 256, 1024].into_iter().zip(row) {
+                let exact = gigabytes(stage, elems, ranks);
+                let decimals = printed.split_once('.').map_or(0, |(_, digits)| digits.len());
+                let digit = 10f64.powi(decimals as i32);
+                let shown = (if exact >= 100.0 { (exact * digit).floor() } else { (exact * digit).round() }) / digit;
+                assert_eq!(format!("{shown:.decimals$}"), printed, "{elems} at stage {stage} on {ranks}: {exact}");
+            }
+        }
+    }
+    assert_eq!(gigabytes(ZeroStage::Zero, 7_500_000_000, 1024), 120.0);
+}
+
+#[test]
+fn widths_of_adam() {
+    assert_eq!(Widths::adam(4, 1), Widths::FP32_ADAM);
+    assert_eq!(Widths::adam(4, 8), Widths::FP32_ADAM);
+    assert_eq!(Widths::adam(2, 1), Widths::MIXED_ADAM);
+    assert_eq!(Widths::adam(2, 2), Widths::MIXED_ADAM_ACCUMULATING);
+    let total = |w: Widths| w.param_bytes + w.grad_bytes + w.optimizer_bytes;
+    let all = [Widths::FP32_ADAM, Widths::MIXED_ADAM, Widths::MIXED_ADAM_ACCUMULATING];
+    assert_eq!(all.map(total), [16, 16, 18]);
+}
+
+#[test]
+fn stages_have_numbers() {
+    let numbers: Vec<_> = (0..5).map(ZeroStage::from_number).collect();
+    assert_eq!(numbers[..4], ZeroStage::ALL.map(Some));
+    assert_eq!(numbers[4], None);
+    assert_eq!(ZeroStage::ALL.map(|s| s.to_string()), ["0", "1", "2", "3"]);
+}
+
+#[test]
+fn formulas_that_overflow_are_errors() {
+    let too_large = |e: ShardError| assert!(matches!(e, ShardError::TooLarge { .. }), "{e}");
+    for stage in ZeroStage::ALL {
+        too_large(StateBytes::of_elems(stage, &Widths::MIXED_ADAM, u64::MAX, 1).unwrap_err());
+        too_large(StateBytes::of_elems(stage, &Widths::MIXED_ADAM, u64::MAX / 13, 1).unwrap_err());
+        too_large(StepTraffic::of(stage, &Widths::MIXED_ADAM, u64::MAX / 2, 3, 1).unwrap_err());
+        too_large(StepTraffic::of(stage, &Widths::MIXED_ADAM, 1, 3, u64::MAX / 2).unwrap_err());
+        let none = StateBytes::of_elems(stage, &Widths::MIXED_ADAM, 10, 0).unwrap_err();
+        assert_eq!(none, ShardError::NoRanks);
+        assert_eq!(StepTraffic::of(stage, &Widths::MIXED_ADAM, 1, 0, 1).unwrap_err(), ShardError::NoRanks);
+    }
+    too_large(StepTraffic::of(ZeroStage::One, &Widths::MIXED_ADAM, u64::MAX / 5, 2, 2).unwrap_err());
+}
+
+proptest! {
+    #![proptest_config(cases(300))]
+
+    #[test]
+    fn memory_and_traffic_of_a_layout_are_the_formulas(layout in huge_layout(), a in 1u64..9) {
+        let w = Widths::adam(2, a);
+        let (psi, shard, n) = (layout.padded_elems(), layout.shard_elems(), layout.world_size());
+        prop_assert_eq!(psi, shard * n);
+        let kept = ZeroStage::ALL.map(|s| layout.state_bytes(s, &w).unwrap());
+        let g = if a == 1 { 2 } else { 4 };
+        let formula = [
+            (2 * psi, g * psi, 12 * psi), (2 * psi, g * psi, 12 * shard),
+            (2 * psi, g * shard, 12 * shard), (2 * shard, g * shard, 12 * shard),
+        ];
+        for (got, (p, g, k)) in kept.iter().zip(formula) {
+            prop_assert_eq!((got.params_bytes, got.grads_bytes, got.optimizer_bytes), (p, g, k));
+            prop_assert_eq!(got.total_bytes(), p + g + k);
+        }
+        // What travels, times (N-1)/N.
+        let wire = |elems: u64| elems / n * (n - 1) * 2;
+        let sent = ZeroStage::ALL.map(|s| layout.step_traffic(s, &w, a).unwrap());
+        prop_assert_eq!(sent[0].all_reduce_bytes, 2 * a * wire(psi));
+        prop_assert_eq!(sent[0].total_bytes(), 2 * a * wire(psi));
+        prop_assert_eq!((sent[1].reduce_scatter_bytes, sent[1].all_gather_bytes), (a * wire(psi), wire(psi)));
+        prop_assert_eq!(sent[2], sent[1]);
+        prop_assert_eq!((sent[3].reduce_scatter_bytes, sent[3].all_gather_bytes), (a * wire(psi), 2 * a * wire(psi)));
+    }
+
+    /// More ranks never cost a rank more, and a higher stage never more than a lower one.
+    #[test]
+    fn memory_falls_with_ranks_and_stage(elems in 0u64..10_000_000_000_000, n in 1u64..65_536, more in 1u64..1000) {
+        let bytes = |s, n| StateBytes::of_elems(s, &Widths::MIXED_ADAM, elems, n).unwrap().total_bytes();
+        for stage in ZeroStage::ALL {
+            prop_assert!(bytes(stage, n + more) <= bytes(stage, n));
+        }
+        prop_assert!(ZeroStage::ALL.windows(2).all(|s| bytes(s[1], n) <= bytes(s[0], n)));
+    }
+}
