@@ -1,1 +1,4 @@
 //! The reference trainer.
+
+pub mod model;
+pub mod random;

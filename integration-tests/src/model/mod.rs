@@ -1,0 +1,3 @@
+//! The model: a GPT-2 transformer.
+
+pub mod config;
