@@ -2,6 +2,7 @@
 
 pub mod device;
 pub mod host;
+pub mod planner;
 pub mod pool;
 
 pub use pool::{AllocError, Block, Held, Pool, Purpose, Report};

@@ -106,6 +106,9 @@ pub trait Stream: Clone + Debug + Send + Sync + 'static {
     /// The name that the stream was made with.
     fn name(&self) -> &str;
 
+    /// Tells queues apart: the same for clones of one stream, different for any two streams of a process.
+    fn id(&self) -> u64;
+
     /// Marks the point after everything enqueued so far.
     ///
     /// # Errors

@@ -3,23 +3,37 @@
 //! Streams have teeth here: two streams really run at once, ordered by nothing but recorded events, so a
 //! forgotten wait fails on a machine without a GPU.
 
+mod event;
+mod gate;
 mod stream;
+mod timeline;
 
 use std::alloc::Layout;
 use std::ptr::NonNull;
 use std::time::Duration;
 
 use crate::device::{AnySlice, Device, DeviceError, DeviceKind, Memory};
-pub use stream::{HostEvent, HostStream};
+pub use event::HostEvent;
+pub use gate::Gate;
+pub use stream::HostStream;
+pub use timeline::{OpSpan, Timeline};
 
 /// The host as a device.
 #[derive(Clone, Debug, Default)]
-pub struct HostDevice;
+pub struct HostDevice {
+    timeline: Option<Timeline>,
+}
 
 impl HostDevice {
     /// The host.
     pub fn new() -> Self {
-        Self
+        Self::default()
+    }
+
+    /// The same, where streams made from now on record their operations in `timeline`.
+    #[must_use]
+    pub fn with_timeline(self, timeline: Timeline) -> Self {
+        Self { timeline: Some(timeline) }
     }
 }
 
@@ -60,7 +74,7 @@ impl Device for HostDevice {
     }
 
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
-        HostStream::spawn(name)
+        HostStream::spawn(name, self.timeline.clone())
     }
 
     fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
@@ -70,9 +84,10 @@ impl Device for HostDevice {
         }
         let (src, dst) = (src.bytes().typed::<u8>()?, dst.bytes().typed::<u8>()?);
         stream.enqueue("copy", move || {
-            // SAFETY: host memory, and the slices' makers promised ordered accesses.
-            let (src, dst) = unsafe { (src.as_host(), dst.as_host_mut()) };
-            dst.copy_from_slice(src);
+            // SAFETY: host memory, and the slice's maker promised ordered accesses.
+            let src = unsafe { src.as_host() };
+            // SAFETY: as above; the two do not overlap.
+            unsafe { dst.as_host_mut() }.copy_from_slice(src);
             Ok(())
         })
     }

@@ -1,0 +1,54 @@
+//! Points in host streams.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use super::Gate;
+use crate::device::{DeviceError, Event};
+
+struct Point {
+    stream: Arc<str>,
+    /// Set once, when the point is reached or its stream failed before it.
+    result: OnceLock<Result<(), DeviceError>>,
+    gate: Gate<()>,
+}
+
+/// A point in a [`HostStream`](super::HostStream).
+#[derive(Clone)]
+pub struct HostEvent(Arc<Point>);
+
+impl std::fmt::Debug for HostEvent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "HostEvent({}, {:?})", self.0.stream, self.0.result.get())
+    }
+}
+
+impl HostEvent {
+    pub(super) fn new(stream: Arc<str>) -> Self {
+        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Gate::new(()) }))
+    }
+
+    /// Marks the point as reached; the first call counts.
+    pub(super) fn reach(&self, failed: Option<DeviceError>) {
+        let _ = self.0.result.set(failed.map_or(Ok(()), Err));
+        self.0.gate.update(|()| ());
+    }
+
+    /// The result, if it is there.
+    pub(super) fn result(&self) -> Option<Result<(), DeviceError>> {
+        self.0.result.get().cloned()
+    }
+}
+
+impl Event for HostEvent {
+    fn is_done(&self) -> Result<bool, DeviceError> {
+        self.result().transpose().map(|reached| reached.is_some())
+    }
+
+    fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
+        if let Some(result) = self.result() {
+            return result;
+        }
+        self.0.gate.wait_until(limit, || format!("stream {}", self.0.stream), |()| self.result())?
+    }
+}

@@ -1,0 +1,37 @@
+//! What a block is held for.
+
+use crate::planner::Side;
+
+/// What a block is held for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Purpose {
+    /// Parameters, or this rank's shard of them.
+    Params,
+    /// Gradients kept between micro-batches, or this rank's shard of them.
+    Grads,
+    /// Master weights and moments.
+    Optimizer,
+    /// Communication buckets and gathered units.
+    Buckets,
+    /// Activations and the checkpoints of them.
+    Activations,
+    /// Scratch of operations.
+    Workspace,
+}
+
+impl Purpose {
+    /// All of them, in the order of [`Report::purposes`](super::Report::purposes).
+    pub const ALL: [Self; 6] =
+        [Self::Params, Self::Grads, Self::Optimizer, Self::Buckets, Self::Activations, Self::Workspace];
+}
+
+impl Purpose {
+    /// The end of the arena where blocks of this purpose lie: state that lives as long as the model at the low
+    /// end, what comes and goes within a step at the high end.
+    pub(super) fn side(self) -> Side {
+        match self {
+            Self::Params | Self::Grads | Self::Optimizer => Side::Low,
+            Self::Buckets | Self::Activations | Self::Workspace => Side::High,
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! What a pool holds, by purpose.
+
+use super::Purpose;
+
+/// What one purpose holds, in bytes as asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Now.
+    pub live_bytes: usize,
+    /// At most, since the pool was made or [`Pool::reset_peaks`](super::Pool::reset_peaks).
+    pub peak_bytes: usize,
+}
+
+/// What a pool holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// By purpose, in the order of [`Purpose::ALL`].
+    pub purposes: [Held; 6],
+    /// All purposes together.
+    pub total: Held,
+    /// Taken from the device.
+    pub reserved_bytes: usize,
+    /// Calls of [`crate::device::Memory::allocate`] so far: it stands still in a steady step.
+    pub backing_allocations: u64,
+}
+
+impl Report {
+    /// What `purpose` holds.
+    pub fn of(&self, purpose: Purpose) -> Held {
+        self.purposes[purpose as usize]
+    }
+}
+
+/// The running account of a pool.
+#[derive(Debug, Default)]
+pub(super) struct Account(pub(super) Report);
+
+impl Account {
+    fn each(&mut self, purpose: Purpose, change: impl Fn(&mut Held)) {
+        change(&mut self.0.purposes[purpose as usize]);
+        change(&mut self.0.total);
+    }
+
+    pub(super) fn add(&mut self, purpose: Purpose, bytes: usize) {
+        self.each(purpose, |held| {
+            held.live_bytes += bytes;
+            held.peak_bytes = held.peak_bytes.max(held.live_bytes);
+        });
+    }
+
+    pub(super) fn sub(&mut self, purpose: Purpose, bytes: usize) {
+        self.each(purpose, |held| held.live_bytes -= bytes);
+    }
+
+    pub(super) fn reset_peaks(&mut self) {
+        for held in self.0.purposes.iter_mut().chain([&mut self.0.total]) {
+            held.peak_bytes = held.live_bytes;
+        }
+    }
+}

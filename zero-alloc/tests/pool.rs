@@ -1,0 +1,245 @@
+//! What the pool promises: accounting, budgets, reuse in stream order, and that nothing leaks.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Event, Memory, Stream};
+use zero_alloc::host::{Gate, HostDevice, HostEvent, HostStream};
+use zero_alloc::{AllocError, Block, Pool, Purpose};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The host, counting what it has lent.
+#[derive(Clone, Debug, Default)]
+struct Counting {
+    host: HostDevice,
+    lent_bytes: Arc<AtomicUsize>,
+}
+
+impl Memory for Counting {
+    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+        self.lent_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.host.allocate(bytes)
+    }
+    unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
+        self.lent_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { self.host.deallocate(ptr, bytes) };
+    }
+    fn granularity_bytes(&self) -> usize {
+        self.host.granularity_bytes()
+    }
+}
+
+impl Device for Counting {
+    type Stream = HostStream;
+    type Event = HostEvent;
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Host
+    }
+    fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
+        self.host.create_stream(name)
+    }
+    fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+        self.host.copy(stream, src, dst)
+    }
+    fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
+        self.host.fill_zero(stream, dst)
+    }
+    fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+        self.host.upload(stream, src, dst, limit)
+    }
+    fn download(
+        &self,
+        stream: &HostStream,
+        src: AnySlice,
+        dst: &mut [u8],
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
+        self.host.download(stream, src, dst, limit)
+    }
+}
+
+fn address(block: &Block<impl Device>) -> usize {
+    // SAFETY: only the address is looked at.
+    unsafe { block.slice() }.as_ptr().addr()
+}
+
+fn setup(budget_bytes: usize) -> (Pool<HostDevice>, HostStream, HostStream) {
+    let device = HostDevice::new();
+    let a = device.create_stream("a").expect("a stream");
+    let b = device.create_stream("b").expect("a stream");
+    (Pool::new(device, budget_bytes), a, b)
+}
+
+#[test]
+fn blocks_are_accounted_by_purpose_as_asked_for() {
+    let (pool, stream, _) = setup(1 << 20);
+    let params = pool.allocate(3, DType::Bf16, Purpose::Params, &stream).expect("room");
+    let grads = pool.allocate(5, DType::F32, Purpose::Grads, &stream).expect("room");
+    let report = pool.report();
+    assert_eq!(report.of(Purpose::Params).live_bytes, 6);
+    assert_eq!(report.of(Purpose::Grads).live_bytes, 20);
+    assert_eq!((report.total.live_bytes, report.total.peak_bytes), (26, 26));
+    assert!(report.reserved_bytes >= 26);
+    drop(grads);
+    let report = pool.report();
+    assert_eq!(report.of(Purpose::Grads).live_bytes, 0);
+    assert_eq!(report.of(Purpose::Grads).peak_bytes, 20);
+    assert_eq!((report.total.live_bytes, report.total.peak_bytes), (6, 26));
+    pool.reset_peaks();
+    assert_eq!(pool.report().total.peak_bytes, 6);
+    drop(params);
+}
+
+#[test]
+fn a_block_of_nothing_is_fine() {
+    let (pool, stream, _) = setup(0);
+    let mut block = pool.allocate(0, DType::F32, Purpose::Params, &stream).expect("nothing is asked for");
+    assert!(block.is_empty());
+    // SAFETY: of length 0.
+    let slice = unsafe { block.typed::<f32>() }.expect("f32");
+    // SAFETY: of length 0.
+    assert!(unsafe { slice.as_host() }.is_empty());
+    block.record_use(&stream).expect("recorded");
+    drop(block);
+    assert_eq!(pool.report().reserved_bytes, 0);
+}
+
+#[test]
+fn the_budget_is_a_limit_and_its_error_has_the_numbers() {
+    let (pool, stream, _) = setup(1000);
+    let held = pool.allocate(600, DType::U8, Purpose::Params, &stream).expect("room");
+    let error = pool.allocate(401, DType::U8, Purpose::Buckets, &stream).expect_err("over the budget");
+    let AllocError::OutOfMemory { asked_bytes, purpose, live_bytes, budget_bytes, .. } = error else {
+        panic!("{error}");
+    };
+    assert_eq!((asked_bytes, purpose, live_bytes, budget_bytes), (401, Purpose::Buckets, 600, 1000));
+    let _rest = pool.allocate(400, DType::U8, Purpose::Buckets, &stream).expect("just fits");
+    assert_eq!(pool.report().total.live_bytes, 1000);
+    let huge = pool.allocate(usize::MAX / 2, DType::F64, Purpose::Params, &stream).expect_err("overflows");
+    assert!(matches!(huge, AllocError::OutOfMemory { .. }), "{huge}");
+    drop(held);
+    assert_eq!(pool.report().total.live_bytes, 400);
+}
+
+#[test]
+fn a_steady_step_takes_nothing_from_the_device() {
+    let (pool, compute, comm) = setup(1 << 26);
+    let state = pool.allocate(100_000, DType::F32, Purpose::Optimizer, &compute).expect("room");
+    let mut after_second = 0;
+    for step in 0..10 {
+        let mut held = Vec::new();
+        for i in 0..20usize {
+            let (stream, purpose) =
+                if i % 3 == 0 { (&comm, Purpose::Buckets) } else { (&compute, Purpose::Activations) };
+            let mut block = pool.allocate(1000 * (1 + i * 7 % 5), DType::F32, purpose, stream).expect("room");
+            block.record_use(&compute).expect("recorded");
+            if i % 2 == 0 {
+                held.push(block);
+            }
+        }
+        if step == 1 {
+            after_second = pool.report().backing_allocations;
+        }
+    }
+    assert_eq!(pool.report().backing_allocations, after_second);
+    drop(state);
+}
+
+/// Enqueues an operation that runs only when the gate opens.
+fn hold(stream: &HostStream) -> Arc<Gate<bool>> {
+    let gate = Arc::new(Gate::new(false));
+    let held = Arc::clone(&gate);
+    let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
+    stream.enqueue("hold", op).expect("enqueued");
+    gate
+}
+
+#[test]
+fn the_same_stream_reuses_at_once() {
+    let (pool, a, _) = setup(1 << 20);
+    let gate = hold(&a);
+    let block = pool.allocate(1 << 20, DType::U8, Purpose::Buckets, &a).expect("room");
+    let first = address(&block);
+    drop(block);
+    let block = pool.allocate(1 << 20, DType::U8, Purpose::Buckets, &a).expect("room");
+    assert_eq!(address(&block), first);
+    gate.update(|open| *open = true);
+    a.synchronize(LIMIT).expect("ran");
+}
+
+#[test]
+fn another_stream_reuses_behind_the_recorded_uses_and_the_home_stream() {
+    for recorded in [false, true] {
+        let (pool, a, b) = setup(1 << 20);
+        let mut block = pool.allocate(1 << 20, DType::U8, Purpose::Buckets, &a).expect("room");
+        let first = address(&block);
+        let gate = hold(&a);
+        if recorded {
+            block.record_use(&a).expect("recorded");
+        }
+        drop(block);
+        let block = pool.allocate(1 << 20, DType::U8, Purpose::Buckets, &b).expect("room");
+        assert_eq!(address(&block), first);
+        let reused = b.record().expect("recorded");
+        assert_eq!(reused.is_done(), Ok(false));
+        gate.update(|open| *open = true);
+        reused.synchronize(LIMIT).expect("reached");
+    }
+}
+
+#[test]
+fn a_part_taken_leaves_the_hazard_of_the_rest() {
+    let (pool, a, b) = setup(1 << 20);
+    let block = pool.allocate(1 << 20, DType::U8, Purpose::Params, &a).expect("room");
+    let gate = hold(&a);
+    drop(block);
+    let first = pool.allocate(1 << 10, DType::U8, Purpose::Params, &a).expect("room");
+    let second = pool.allocate(1 << 10, DType::U8, Purpose::Params, &b).expect("room");
+    let reused = b.record().expect("recorded");
+    assert_eq!(reused.is_done(), Ok(false));
+    gate.update(|open| *open = true);
+    reused.synchronize(LIMIT).expect("reached");
+    drop((first, second));
+}
+
+#[test]
+fn everything_goes_back_when_the_last_block_is_gone() {
+    let device = Counting::default();
+    let stream = device.create_stream("a").expect("a stream");
+    let pool = Pool::new(device.clone(), 1 << 30);
+    let block = pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("room");
+    drop(pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("room"));
+    drop(pool);
+    assert!(device.lent_bytes.load(Ordering::Relaxed) >= 5 << 20);
+    stream.synchronize(LIMIT).expect("ran");
+    drop(block);
+    wait_for_nothing_lent(&device);
+}
+
+#[test]
+fn memory_under_a_running_operation_is_not_given_back() {
+    let device = Counting::default();
+    let stream = device.create_stream("a").expect("a stream");
+    let pool = Pool::new(device.clone(), 1 << 30);
+    let block = pool.allocate(100, DType::U8, Purpose::Params, &stream).expect("room");
+    let gate = hold(&stream);
+    drop((pool, block));
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(device.lent_bytes.load(Ordering::Relaxed) > 0);
+    gate.update(|open| *open = true);
+    wait_for_nothing_lent(&device);
+}
+
+fn wait_for_nothing_lent(device: &Counting) {
+    for _ in 0..6000 {
+        if device.lent_bytes.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{} bytes are still lent", device.lent_bytes.load(Ordering::Relaxed));
+}
