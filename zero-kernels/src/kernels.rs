@@ -24,6 +24,32 @@ pub enum KernelError {
         /// The dtype.
         dtype: zero_alloc::device::DType,
     },
+    /// A slice does not start at a multiple of its element's size.
+    #[error("{what}: address {address:#x} is not a multiple of {align_bytes} bytes")]
+    Misaligned {
+        /// The operation and argument.
+        what: &'static str,
+        /// Where the slice starts.
+        address: usize,
+        /// The size of an element.
+        align_bytes: usize,
+    },
+    /// A slice that is written shares memory with another argument.
+    #[error("{first} and {second} overlap")]
+    Overlap {
+        /// The operation and argument that is written.
+        first: &'static str,
+        /// The other argument.
+        second: &'static str,
+    },
+    /// The operating system refused the threads of the host's operations.
+    #[error("cannot start {threads} threads: {message}")]
+    Threads {
+        /// Threads asked for.
+        threads: usize,
+        /// What was said.
+        message: String,
+    },
     /// The stream refused.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -46,27 +72,27 @@ pub struct GradStats {
 pub struct StepScalars {
     /// Multiplies every gradient: clip / (loss_scale x ranks x micro-batches).
     pub grad_scale: f32,
-    /// Learning rate.
+    /// Learning rate, for the decay.
     pub lr: f32,
-    /// 1 - beta1^t.
-    pub bias_correction1: f32,
+    /// lr / (1 - beta1^t), divided in fp64.
+    pub step_size: f32,
     /// sqrt(1 - beta2^t).
     pub bias_correction2_sqrt: f32,
     /// Not 0: the step is skipped, nothing is written.
     pub skip: u32,
 }
 
-/// Constants of Adam.
+/// Constants of Adam. In fp64, since `1 - beta2` of an fp32 beta2 is already wrong in the fifth digit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamHyper {
     /// Decay of the first moment.
-    pub beta1: f32,
+    pub beta1: f64,
     /// Decay of the second moment.
-    pub beta2: f32,
+    pub beta2: f64,
     /// Added to the denominator.
-    pub eps: f32,
+    pub eps: f64,
     /// Weight decay.
-    pub weight_decay: f32,
+    pub weight_decay: f64,
     /// AdamW (decoupled decay) if true, Adam with L2 if false.
     pub decoupled: bool,
 }

@@ -1,5 +1,9 @@
 //! Fused AdamW, cast, norm and overflow check.
 
+mod float;
+pub mod host;
 mod kernels;
+pub mod reference;
 
+pub use float::Float;
 pub use kernels::{AdamArgs, AdamHyper, GradStats, KernelError, Kernels, StepScalars};

@@ -1,0 +1,197 @@
+//! Fused AdamW and Adam: unscale, clip, decay, moments, update and narrowing in one pass over memory.
+//!
+//! With `g` the gradient times `grad_scale`, `t` the step, all in fp32 and in this order:
+//!
+//! ```text
+//! AdamW:  w = w * (1 - lr * weight_decay)          Adam:  g = fma(weight_decay, w, g)
+//! m = fma(1 - beta1, g - m, m)
+//! v = fma((1 - beta2) * g, g, v * beta2)
+//! w = w - (lr / (1 - beta1^t)) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//! ```
+//!
+//! It is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), fused multiply-adds included.
+//! Sources: Kingma & Ba, arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
+
+use multiversion::multiversion;
+
+use super::same_len;
+use crate::{AdamHyper, Float, KernelError, StepScalars};
+
+/// The slices of one Adam step; all have one length.
+#[derive(Debug)]
+pub struct AdamSlices<'a, W, M, G, P> {
+    /// Weights, updated: the fp32 masters, or the parameter itself where training keeps no masters.
+    pub weights: &'a mut [W],
+    /// First moment, updated.
+    pub first_moment: &'a mut [M],
+    /// Second moment, updated.
+    pub second_moment: &'a mut [M],
+    /// Gradient, as it travelled: scaled.
+    pub grad: &'a [G],
+    /// Where the new weights go a second time, in the parameter's own dtype.
+    pub param_out: Option<&'a mut [P]>,
+}
+
+impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
+    /// How many elements the step has, if all slices agree.
+    ///
+    /// # Errors
+    /// A slice has another length than the weights.
+    pub fn checked_len(&self) -> Result<usize, KernelError> {
+        let n = self.weights.len();
+        same_len("adam: first_moment", n, self.first_moment.len())?;
+        same_len("adam: second_moment", n, self.second_moment.len())?;
+        same_len("adam: grad", n, self.grad.len())?;
+        same_len("adam: param_out", n, self.param_out.as_ref().map_or(n, |p| p.len()))?;
+        Ok(n)
+    }
+
+    /// The first `at` elements and the rest.
+    ///
+    /// # Panics
+    /// A slice has fewer than `at` elements.
+    pub fn split_at(self, at: usize) -> (Self, Self) {
+        let (weights, weights_rest) = self.weights.split_at_mut(at);
+        let (first_moment, first_rest) = self.first_moment.split_at_mut(at);
+        let (second_moment, second_rest) = self.second_moment.split_at_mut(at);
+        let (grad, grad_rest) = self.grad.split_at(at);
+        let (param_out, param_rest) = match self.param_out {
+            Some(p) => {
+                let (p, rest) = p.split_at_mut(at);
+                (Some(p), Some(rest))
+            }
+            None => (None, None),
+        };
+        (
+            Self { weights, first_moment, second_moment, grad, param_out },
+            Self {
+                weights: weights_rest,
+                first_moment: first_rest,
+                second_moment: second_rest,
+                grad: grad_rest,
+                param_out: param_rest,
+            },
+        )
+    }
+}
+
+/// What one step multiplies with, in fp32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Coefficients {
+    pub(crate) grad_scale: f32,
+    /// 1 - lr * weight_decay.
+    pub(crate) keep: f32,
+    pub(crate) weight_decay: f32,
+    pub(crate) one_minus_beta1: f32,
+    pub(crate) beta2: f32,
+    pub(crate) one_minus_beta2: f32,
+    pub(crate) bias_correction2_sqrt: f32,
+    pub(crate) eps: f32,
+    /// lr / (1 - beta1^t).
+    pub(crate) step_size: f32,
+}
+
+impl Coefficients {
+    pub(crate) fn new(scalars: &StepScalars, hyper: &AdamHyper) -> Self {
+        Self {
+            grad_scale: scalars.grad_scale,
+            keep: 1.0 - scalars.lr * hyper.weight_decay as f32,
+            weight_decay: hyper.weight_decay as f32,
+            one_minus_beta1: (1.0 - hyper.beta1) as f32,
+            beta2: hyper.beta2 as f32,
+            one_minus_beta2: (1.0 - hyper.beta2) as f32,
+            bias_correction2_sqrt: scalars.bias_correction2_sqrt,
+            eps: hyper.eps as f32,
+            step_size: scalars.step_size,
+        }
+    }
+}
+
+/// One element: the new weight and moments.
+#[inline(always)]
+fn element<const DECOUPLED: bool>(c: &Coefficients, w: f32, m: f32, v: f32, g: f32) -> (f32, f32, f32) {
+    let g = g * c.grad_scale;
+    let (w, g) = if DECOUPLED { (w * c.keep, g) } else { (w, c.weight_decay.mul_add(w, g)) };
+    let m = c.one_minus_beta1.mul_add(g - m, m);
+    let v = (c.one_minus_beta2 * g).mul_add(g, v * c.beta2);
+    let denominator = v.sqrt() / c.bias_correction2_sqrt + c.eps;
+    (w - (c.step_size * m) / denominator, m, v)
+}
+
+#[multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
+    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
+))]
+fn update<W: Float, M: Float, G: Float, const DECOUPLED: bool>(
+    weights: &mut [W],
+    first_moment: &mut [M],
+    second_moment: &mut [M],
+    grad: &[G],
+    c: Coefficients,
+) {
+    let n = weights.len();
+    let (first_moment, second_moment, grad) = (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
+    for i in 0..n {
+        let (w, m, v, g) =
+            (weights[i].to_f32(), first_moment[i].to_f32(), second_moment[i].to_f32(), grad[i].to_f32());
+        let (w, m, v) = element::<DECOUPLED>(&c, w, m, v, g);
+        weights[i] = W::from_f32(w);
+        first_moment[i] = M::from_f32(m);
+        second_moment[i] = M::from_f32(v);
+    }
+}
+
+#[multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
+    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
+))]
+fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bool>(
+    weights: &mut [W],
+    first_moment: &mut [M],
+    second_moment: &mut [M],
+    grad: &[G],
+    param_out: &mut [P],
+    c: Coefficients,
+) {
+    let n = weights.len();
+    let (first_moment, second_moment) = (&mut first_moment[..n], &mut second_moment[..n]);
+    let (grad, param_out) = (&grad[..n], &mut param_out[..n]);
+    for i in 0..n {
+        let (w, m, v, g) =
+            (weights[i].to_f32(), first_moment[i].to_f32(), second_moment[i].to_f32(), grad[i].to_f32());
+        let (w, m, v) = element::<DECOUPLED>(&c, w, m, v, g);
+        weights[i] = W::from_f32(w);
+        first_moment[i] = M::from_f32(m);
+        second_moment[i] = M::from_f32(v);
+        param_out[i] = P::from_f32(w);
+    }
+}
+
+/// One fused step of AdamW (`hyper.decoupled`) or Adam with L2 over all elements of `slices`, on this thread.
+/// With `scalars.skip` nothing is written.
+///
+/// # Errors
+/// The slices' lengths differ.
+pub fn adam<W: Float, M: Float, G: Float, P: Float>(
+    slices: AdamSlices<'_, W, M, G, P>,
+    scalars: &StepScalars,
+    hyper: &AdamHyper,
+) -> Result<(), KernelError> {
+    slices.checked_len()?;
+    if scalars.skip != 0 {
+        return Ok(());
+    }
+    let c = Coefficients::new(scalars, hyper);
+    let AdamSlices { weights, first_moment, second_moment, grad, param_out } = slices;
+    match (param_out, hyper.decoupled) {
+        (None, true) => update::<W, M, G, true>(weights, first_moment, second_moment, grad, c),
+        (None, false) => update::<W, M, G, false>(weights, first_moment, second_moment, grad, c),
+        (Some(p), true) => {
+            update_and_narrow::<W, M, G, P, true>(weights, first_moment, second_moment, grad, p, c);
+        }
+        (Some(p), false) => {
+            update_and_narrow::<W, M, G, P, false>(weights, first_moment, second_moment, grad, p, c);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! The operations split over threads. The split never shows in a result.
+
+use std::sync::Arc;
+
+use super::grad_stats::{CHUNK_ELEMS, add, chunk};
+use super::{AdamSlices, accumulate, adam, cast, same_len};
+use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
+
+/// Fewer elements than this are not worth a second thread.
+const MIN_PART_ELEMS: usize = 32 * 1024;
+
+/// A fixed number of threads. Cloning gives another handle of the same threads.
+#[derive(Clone, Debug)]
+pub struct Workers {
+    /// `None`: the calling thread does it all.
+    pool: Option<Arc<rayon::ThreadPool>>,
+}
+
+impl Workers {
+    /// `threads` threads; with 0 or 1 the calling thread does the work.
+    ///
+    /// # Errors
+    /// The operating system refused a thread.
+    pub fn new(threads: usize) -> Result<Self, KernelError> {
+        if threads <= 1 {
+            return Ok(Self { pool: None });
+        }
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|i| format!("zero-kernels-{i}"))
+            .build()
+            .map_err(|e| KernelError::Threads { threads, message: e.to_string() })?;
+        Ok(Self { pool: Some(Arc::new(pool)) })
+    }
+
+    /// How many threads work.
+    pub fn threads(&self) -> usize {
+        self.pool.as_ref().map_or(1, |p| p.current_num_threads())
+    }
+
+    /// How long the parts of `len` elements are, in multiples of the grain; at least `len` where one
+    /// thread is enough.
+    fn part_elems(&self, len: usize) -> usize {
+        len.div_ceil(self.threads()).next_multiple_of(CHUNK_ELEMS).max(MIN_PART_ELEMS)
+    }
+
+    /// Runs `work` on every part, in any order, and returns when all are done.
+    fn each<P: Send>(&self, parts: impl IntoIterator<Item = P>, work: impl Fn(P) + Sync) {
+        match &self.pool {
+            None => parts.into_iter().for_each(work),
+            Some(pool) => {
+                let (parts, work) = (parts.into_iter(), &work);
+                pool.in_place_scope(|scope| parts.for_each(|part| scope.spawn(move |_| work(part))));
+            }
+        }
+    }
+
+    /// [`adam`](super::adam()) over these threads.
+    ///
+    /// # Errors
+    /// The slices' lengths differ.
+    pub fn adam<W: Float, M: Float, G: Float, P: Float>(
+        &self,
+        slices: AdamSlices<'_, W, M, G, P>,
+        scalars: &StepScalars,
+        hyper: &AdamHyper,
+    ) -> Result<(), KernelError> {
+        let len = slices.checked_len()?;
+        let part_elems = self.part_elems(len);
+        if len <= part_elems {
+            return adam(slices, scalars, hyper);
+        }
+        let mut rest = Some(slices);
+        let parts = std::iter::from_fn(|| {
+            let slices = rest.take()?;
+            if slices.weights.len() <= part_elems {
+                return Some(slices);
+            }
+            let (part, after) = slices.split_at(part_elems);
+            rest = Some(after);
+            Some(part)
+        });
+        self.each(parts, |part| {
+            let equal = adam(part, scalars, hyper);
+            debug_assert!(equal.is_ok(), "the lengths were checked above");
+        });
+        Ok(())
+    }
+
+    /// [`cast`](super::cast()) over these threads.
+    ///
+    /// # Errors
+    /// The lengths differ.
+    pub fn cast<S: Float, D: Float>(&self, src: &[S], dst: &mut [D], scale: f32) -> Result<(), KernelError> {
+        same_len("cast: dst", src.len(), dst.len())?;
+        let part_elems = self.part_elems(src.len());
+        if src.len() <= part_elems {
+            return cast(src, dst, scale);
+        }
+        self.each(src.chunks(part_elems).zip(dst.chunks_mut(part_elems)), |(src, dst)| {
+            let equal = cast(src, dst, scale);
+            debug_assert!(equal.is_ok(), "the lengths were checked above");
+        });
+        Ok(())
+    }
+
+    /// [`accumulate`](super::accumulate()) over these threads.
+    ///
+    /// # Errors
+    /// The lengths differ.
+    pub fn accumulate<G: Float>(&self, grad: &[G], acc: &mut [f32]) -> Result<(), KernelError> {
+        same_len("accumulate: acc", grad.len(), acc.len())?;
+        let part_elems = self.part_elems(grad.len());
+        if grad.len() <= part_elems {
+            return accumulate(grad, acc);
+        }
+        self.each(grad.chunks(part_elems).zip(acc.chunks_mut(part_elems)), |(grad, acc)| {
+            let equal = accumulate(grad, acc);
+            debug_assert!(equal.is_ok(), "the lengths were checked above");
+        });
+        Ok(())
+    }
+
+    /// [`grad_stats`](super::grad_stats()) over these threads: the same bits.
+    pub fn grad_stats<G: Float>(&self, grad: &[G]) -> GradStats {
+        let part_elems = self.part_elems(grad.len());
+        if grad.len() <= part_elems {
+            return super::grad_stats(grad);
+        }
+        // A part is a whole number of chunks, so its partial results are those of the whole gradient.
+        let mut partials = vec![GradStats::default(); grad.len().div_ceil(CHUNK_ELEMS)];
+        let parts = grad.chunks(part_elems).zip(partials.chunks_mut(part_elems / CHUNK_ELEMS));
+        self.each(parts, |(grad, partials)| {
+            for (g, out) in grad.chunks(CHUNK_ELEMS).zip(partials) {
+                *out = chunk(g);
+            }
+        });
+        let mut stats = GradStats::default();
+        partials.iter().for_each(|p| add(&mut stats, p));
+        stats
+    }
+}

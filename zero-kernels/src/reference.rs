@@ -1,0 +1,106 @@
+//! The oracle of each operation: a plain loop with the same signature, to read and to test against.
+//!
+//! Nothing here is fast, split or vectorised by intent; conversions are those of crate `half`.
+
+use half::{bf16, f16};
+use zero_alloc::device::DType;
+
+use crate::host::AdamSlices;
+use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
+
+fn widen<T: Float>(x: T) -> f32 {
+    let bytes = bytemuck::bytes_of(&x);
+    match T::DTYPE {
+        DType::Bf16 => bytemuck::pod_read_unaligned::<bf16>(bytes).to_f32(),
+        DType::F16 => bytemuck::pod_read_unaligned::<f16>(bytes).to_f32(),
+        _ => bytemuck::pod_read_unaligned::<f32>(bytes),
+    }
+}
+
+fn narrow<T: Float>(x: f32) -> T {
+    match T::DTYPE {
+        DType::Bf16 => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&bf16::from_f32(x))),
+        DType::F16 => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&f16::from_f32(x))),
+        _ => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&x)),
+    }
+}
+
+fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+    if expected == got { Ok(()) } else { Err(KernelError::LengthMismatch { what, expected, got }) }
+}
+
+/// See [`crate::host::adam`]: PyTorch's AdamW and Adam, element by element.
+///
+/// # Errors
+/// The slices' lengths differ.
+pub fn adam<W: Float, M: Float, G: Float, P: Float>(
+    mut slices: AdamSlices<'_, W, M, G, P>,
+    scalars: &StepScalars,
+    hyper: &AdamHyper,
+) -> Result<(), KernelError> {
+    let n = slices.checked_len()?;
+    if scalars.skip != 0 {
+        return Ok(());
+    }
+    let (beta1, beta2) = (hyper.beta1, hyper.beta2);
+    let weight_decay = hyper.weight_decay as f32;
+    for i in 0..n {
+        let mut w = widen(slices.weights[i]);
+        let mut m = widen(slices.first_moment[i]);
+        let mut v = widen(slices.second_moment[i]);
+        let mut g = widen(slices.grad[i]) * scalars.grad_scale;
+        if hyper.decoupled {
+            w *= 1.0 - scalars.lr * weight_decay;
+        } else {
+            g = weight_decay.mul_add(w, g);
+        }
+        m = ((1.0 - beta1) as f32).mul_add(g - m, m);
+        v = ((1.0 - beta2) as f32 * g).mul_add(g, v * beta2 as f32);
+        w -= scalars.step_size * m / (v.sqrt() / scalars.bias_correction2_sqrt + hyper.eps as f32);
+        slices.weights[i] = narrow(w);
+        slices.first_moment[i] = narrow(m);
+        slices.second_moment[i] = narrow(v);
+        if let Some(p) = &mut slices.param_out {
+            p[i] = narrow(w);
+        }
+    }
+    Ok(())
+}
+
+/// See [`crate::host::cast`].
+///
+/// # Errors
+/// The lengths differ.
+pub fn cast<S: Float, D: Float>(src: &[S], dst: &mut [D], scale: f32) -> Result<(), KernelError> {
+    same_len("cast: dst", src.len(), dst.len())?;
+    for i in 0..src.len() {
+        dst[i] = narrow(widen(src[i]) * scale);
+    }
+    Ok(())
+}
+
+/// See [`crate::host::accumulate`].
+///
+/// # Errors
+/// The lengths differ.
+pub fn accumulate<G: Float>(grad: &[G], acc: &mut [f32]) -> Result<(), KernelError> {
+    same_len("accumulate: acc", grad.len(), acc.len())?;
+    for i in 0..grad.len() {
+        acc[i] += widen(grad[i]);
+    }
+    Ok(())
+}
+
+/// See [`crate::host::grad_stats`]: the same sum in plain order, so equal to within fp64 rounding only.
+pub fn grad_stats<G: Float>(grad: &[G]) -> GradStats {
+    let mut stats = GradStats::default();
+    for &g in grad {
+        let g = widen(g);
+        if g.is_finite() {
+            stats.sum_sq += f64::from(g) * f64::from(g);
+        } else {
+            stats.nonfinite += 1;
+        }
+    }
+    stats
+}

@@ -1,0 +1,87 @@
+//! Inputs that find mistakes: every kind of number, lengths around vector widths, misaligned starts.
+#![allow(unreachable_pub)]
+
+use zero_kernels::{AdamHyper, Float, StepScalars};
+
+/// Lengths around the vector widths and the grains of threads.
+pub const LENGTHS: [usize; 7] = [0, 1, 7, 8, 9, 255, if cfg!(miri) { 700 } else { (1 << 20) + 3 }];
+
+/// SplitMix64: random numbers that need no crate.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Of magnitude 2^-20 to 2^3, either sign.
+    pub fn value(&mut self) -> f32 {
+        let r = self.next();
+        let magnitude = f32::from_bits(((107 + (r % 23) as u32) << 23) | (r >> 41) as u32 & 0x7f_ffff);
+        if r & (1 << 40) == 0 { magnitude } else { -magnitude }
+    }
+}
+
+/// Values that break careless arithmetic.
+pub const SPECIAL: [f32; 14] = [
+    0.0,
+    -0.0,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    f32::NAN,
+    1e-45,
+    -1e-40,
+    6e-8,
+    65504.0,
+    65520.0,
+    f32::MAX,
+    f32::MIN,
+    f32::MIN_POSITIVE,
+    1.0,
+];
+
+/// `len` random values, about one in 16 of them special where asked for.
+pub fn values<T: Float>(len: usize, seed: u64, special: bool) -> Vec<T> {
+    let mut random = Random(seed);
+    let mut next = || match random.next() {
+        r if special && r.is_multiple_of(16) => SPECIAL[(r >> 8) as usize % SPECIAL.len()],
+        _ => random.value(),
+    };
+    (0..len).map(|_| T::from_f32(next())).collect()
+}
+
+/// `len` random values that are not negative: second moments.
+pub fn squares<T: Float>(len: usize, seed: u64) -> Vec<T> {
+    values::<f32>(len, seed, false).into_iter().map(|x| T::from_f32(x * x)).collect()
+}
+
+/// Equal in every bit, NaN payloads aside.
+pub fn assert_same<T: Float>(what: &str, ours: &[T], theirs: &[T]) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    for (i, (a, b)) in ours.iter().zip(theirs).enumerate() {
+        let (a, b) = (a.to_f32(), b.to_f32());
+        assert!(
+            a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()),
+            "{what}: element {i} of {}: {a:e}, expected {b:e}",
+            ours.len()
+        );
+    }
+}
+
+/// Step 3 of AdamW.
+pub fn scalars(lr: f32, grad_scale: f32) -> StepScalars {
+    StepScalars {
+        grad_scale,
+        lr,
+        step_size: (f64::from(lr) / (1.0 - 0.9f64.powi(3))) as f32,
+        bias_correction2_sqrt: (1.0 - 0.999f64.powi(3)).sqrt() as f32,
+        skip: 0,
+    }
+}
+
+pub fn hyper(decoupled: bool) -> AdamHyper {
+    AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled }
+}

@@ -1,0 +1,238 @@
+//! Every operation against its plain loop: all dtypes, lengths, misaligned starts, special values, poisoned
+//! outputs, threads. Equality is of bits.
+
+mod common;
+
+use common::{LENGTHS, assert_same, hyper, scalars, squares, values};
+use half::{bf16, f16};
+use zero_kernels::host::{self, AdamSlices, Workers};
+use zero_kernels::{Float, StepScalars, reference};
+
+/// Elements before the range and after it, which nothing may touch.
+const OFFSETS: [usize; 3] = [0, 1, 3];
+
+fn workers() -> Vec<Workers> {
+    let counts: &[usize] = if cfg!(miri) { &[1] } else { &[1, 2, 5] };
+    counts.iter().map(|&n| Workers::new(n).unwrap()).collect()
+}
+
+#[derive(Clone)]
+struct State<W, M, P> {
+    weights: Vec<W>,
+    first_moment: Vec<M>,
+    second_moment: Vec<M>,
+    param_out: Vec<P>,
+}
+
+impl<W: Float, M: Float, P: Float> State<W, M, P> {
+    /// The moments are finite, the gradient brings the special values; the output is poisoned.
+    fn new(len: usize) -> Self {
+        Self {
+            weights: values(len, 1, false),
+            first_moment: values(len, 2, false),
+            second_moment: squares(len, 3),
+            param_out: vec![P::from_f32(f32::NAN); len],
+        }
+    }
+
+    fn slices<'a, G>(&'a mut self, grad: &'a [G], from: usize, with_param: bool) -> AdamSlices<'a, W, M, G, P> {
+        AdamSlices {
+            weights: &mut self.weights[from..],
+            first_moment: &mut self.first_moment[from..],
+            second_moment: &mut self.second_moment[from..],
+            grad: &grad[from..],
+            param_out: with_param.then_some(&mut self.param_out[from..]),
+        }
+    }
+
+    fn assert_same(&self, what: &str, other: &Self) {
+        assert_same(&format!("{what}: weights"), &self.weights, &other.weights);
+        assert_same(&format!("{what}: first_moment"), &self.first_moment, &other.first_moment);
+        assert_same(&format!("{what}: second_moment"), &self.second_moment, &other.second_moment);
+        assert_same(&format!("{what}: param_out"), &self.param_out, &other.param_out);
+    }
+}
+
+fn check_adam<W: Float, M: Float, G: Float, P: Float>(with_param: bool) {
+    let what = format!("{} {} {} {}", W::DTYPE, M::DTYPE, G::DTYPE, P::DTYPE);
+    for (i, &len) in LENGTHS.iter().enumerate() {
+        let from = OFFSETS[i % OFFSETS.len()];
+        let (start, grad) = (State::<W, M, P>::new(len + from), values::<G>(len + from, 4, true));
+        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
+        let mut expected = start.clone();
+        reference::adam(expected.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
+        let mut ours = start.clone();
+        host::adam(ours.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
+        ours.assert_same(&what, &expected);
+        for workers in workers() {
+            let mut ours = start.clone();
+            workers.adam(ours.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
+            ours.assert_same(&format!("{what}, {} threads", workers.threads()), &expected);
+        }
+    }
+}
+
+#[test]
+fn adam_with_fp32_masters_and_every_gradient_and_parameter_type() {
+    check_adam::<f32, f32, f32, f32>(false);
+    check_adam::<f32, f32, bf16, f32>(false);
+    check_adam::<f32, f32, f16, f32>(false);
+    check_adam::<f32, f32, f32, f32>(true);
+    check_adam::<f32, f32, f32, bf16>(true);
+    check_adam::<f32, f32, f32, f16>(true);
+    check_adam::<f32, f32, bf16, f32>(true);
+    check_adam::<f32, f32, bf16, bf16>(true);
+    check_adam::<f32, f32, bf16, f16>(true);
+    check_adam::<f32, f32, f16, f32>(true);
+    check_adam::<f32, f32, f16, bf16>(true);
+    check_adam::<f32, f32, f16, f16>(true);
+}
+
+#[test]
+fn adam_without_masters_and_with_sixteen_bit_moments() {
+    check_adam::<bf16, f32, bf16, f32>(false);
+    check_adam::<f16, f32, f16, f32>(false);
+    check_adam::<bf16, bf16, bf16, f32>(false);
+    check_adam::<f16, f16, f16, f32>(false);
+}
+
+#[test]
+fn adam_does_not_depend_on_how_a_range_is_cut() {
+    let len = 203;
+    let grad = values::<bf16>(len, 4, true);
+    let (start, scalars, hyper) = (State::<f32, f32, bf16>::new(len), scalars(1e-2, 0.37), hyper(true));
+    let mut whole = start.clone();
+    host::adam(whole.slices(&grad, 0, true), &scalars, &hyper).unwrap();
+    for cut in 0..=len {
+        let mut parts = start.clone();
+        let (a, b) = parts.slices(&grad, 0, true).split_at(cut);
+        host::adam(a, &scalars, &hyper).unwrap();
+        host::adam(b, &scalars, &hyper).unwrap();
+        parts.assert_same(&format!("cut at {cut}"), &whole);
+    }
+}
+
+#[test]
+fn a_skipped_step_writes_nothing() {
+    let grad = values::<bf16>(255, 4, true);
+    let start = State::<f32, f32, bf16>::new(255);
+    let mut after = start.clone();
+    let skip = StepScalars { skip: 1, ..scalars(1e-2, 1.0) };
+    host::adam(after.slices(&grad, 0, true), &skip, &hyper(true)).unwrap();
+    after.assert_same("skipped", &start);
+    reference::adam(after.slices(&grad, 0, true), &skip, &hyper(true)).unwrap();
+    after.assert_same("skipped by the oracle", &start);
+}
+
+fn check_cast<S: Float, D: Float>() {
+    for (i, &len) in LENGTHS.iter().enumerate() {
+        let from = OFFSETS[i % OFFSETS.len()];
+        for scale in [1.0, 0.125, 3.7e4] {
+            let src = values::<S>(len + from, 5, true);
+            let poison = vec![D::from_f32(f32::NAN); len + from];
+            let mut expected = poison.clone();
+            reference::cast(&src[from..], &mut expected[from..], scale).unwrap();
+            let mut ours = poison.clone();
+            host::cast(&src[from..], &mut ours[from..], scale).unwrap();
+            assert_same(&format!("cast {} to {}", S::DTYPE, D::DTYPE), &ours, &expected);
+            for workers in workers() {
+                let mut ours = poison.clone();
+                workers.cast(&src[from..], &mut ours[from..], scale).unwrap();
+                assert_same("cast in threads", &ours, &expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn cast_between_all_types() {
+    check_cast::<f32, f32>();
+    check_cast::<f32, bf16>();
+    check_cast::<f32, f16>();
+    check_cast::<bf16, f32>();
+    check_cast::<bf16, bf16>();
+    check_cast::<bf16, f16>();
+    check_cast::<f16, f32>();
+    check_cast::<f16, bf16>();
+    check_cast::<f16, f16>();
+}
+
+fn check_accumulate<G: Float>() {
+    for (i, &len) in LENGTHS.iter().enumerate() {
+        let from = OFFSETS[i % OFFSETS.len()];
+        let (grad, start) = (values::<G>(len + from, 6, true), values::<f32>(len + from, 7, false));
+        let mut expected = start.clone();
+        reference::accumulate(&grad[from..], &mut expected[from..]).unwrap();
+        let mut ours = start.clone();
+        host::accumulate(&grad[from..], &mut ours[from..]).unwrap();
+        assert_same("accumulate", &ours, &expected);
+        for workers in workers() {
+            let mut ours = start.clone();
+            workers.accumulate(&grad[from..], &mut ours[from..]).unwrap();
+            assert_same("accumulate in threads", &ours, &expected);
+        }
+    }
+}
+
+#[test]
+fn accumulate_from_all_types() {
+    check_accumulate::<f32>();
+    check_accumulate::<bf16>();
+    check_accumulate::<f16>();
+}
+
+fn check_stats<G: Float>() {
+    for &len in &LENGTHS {
+        let grad = values::<G>(len, 8, true);
+        let (ours, expected) = (host::grad_stats(&grad), reference::grad_stats(&grad));
+        assert_eq!(ours.nonfinite, expected.nonfinite);
+        // Two orders of an fp64 sum of `len` terms that are not negative.
+        let bound = len as f64 * f64::EPSILON * expected.sum_sq;
+        assert!((ours.sum_sq - expected.sum_sq).abs() <= bound, "{} and {}", ours.sum_sq, expected.sum_sq);
+        for from in OFFSETS {
+            // The same values at another alignment.
+            let mut moved = vec![G::from_f32(1.0); from];
+            moved.extend_from_slice(&grad);
+            for workers in workers() {
+                let again = workers.grad_stats(&moved[from..]);
+                assert_eq!(again.sum_sq.to_bits(), ours.sum_sq.to_bits(), "{} threads", workers.threads());
+                assert_eq!(again.nonfinite, ours.nonfinite);
+            }
+        }
+    }
+}
+
+#[test]
+fn grad_stats_have_the_same_bits_in_any_place_and_number_of_threads() {
+    check_stats::<f32>();
+    check_stats::<bf16>();
+    check_stats::<f16>();
+}
+
+#[test]
+fn the_sum_of_squares_does_not_overflow_or_vanish() {
+    let huge = host::grad_stats(&[f32::MAX; 1000]);
+    assert_eq!(huge.nonfinite, 0);
+    assert!((huge.sum_sq / (1000.0 * f64::from(f32::MAX).powi(2)) - 1.0).abs() < 1e-12);
+    let tiny = host::grad_stats(&[f32::from_bits(1); 16]);
+    assert_eq!(tiny.sum_sq, 16.0 * f64::from(f32::from_bits(1)).powi(2));
+}
+
+#[test]
+fn slices_of_different_lengths_are_refused() {
+    let (mut w, mut m, mut v, mut p) = ([0f32; 4], [0f32; 4], [0f32; 4], [bf16::ZERO; 3]);
+    let slices = AdamSlices {
+        weights: &mut w[..],
+        first_moment: &mut m[..],
+        second_moment: &mut v[..],
+        grad: &[0f32; 4][..],
+        param_out: Some(&mut p[..]),
+    };
+    let error = host::adam(slices, &scalars(1e-3, 1.0), &hyper(true)).unwrap_err();
+    assert_eq!(error.to_string(), "adam: param_out: expected 4 elements, got 3");
+    assert!(host::cast(&[1f32; 2], &mut [0f32; 3], 1.0).is_err());
+    assert!(host::accumulate(&[1f32; 2], &mut [0f32; 3]).is_err());
+    let workers = Workers::new(1).unwrap();
+    assert!(workers.cast(&[1f32; 2], &mut [0f32; 3], 1.0).is_err());
+    assert!(workers.accumulate(&[1f32; 2], &mut [0f32; 3]).is_err());
+}

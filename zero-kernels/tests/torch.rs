@@ -1,0 +1,62 @@
+//! AdamW and Adam of PyTorch, ten steps, element by element (tests/data/torch_adam.safetensors).
+
+#![cfg(not(miri))]
+
+use safetensors::SafeTensors;
+use zero_kernels::host::{AdamSlices, adam};
+use zero_kernels::{AdamHyper, StepScalars};
+
+const FILE: &[u8] = include_bytes!("data/torch_adam.safetensors");
+
+fn tensor(name: &str) -> Vec<f32> {
+    let file = SafeTensors::deserialize(FILE).unwrap();
+    bytemuck::pod_collect_to_vec(file.tensor(name).unwrap().data())
+}
+
+fn ulps(a: f32, b: f32) -> u32 {
+    (a.to_bits() as i32).abs_diff(b.to_bits() as i32)
+}
+
+/// Runs the case; `close(t, ours, torch's)` says whether a parameter is near enough after step t.
+fn check(name: &str, lr: f64, hyper: AdamHyper, close: impl Fn(i32, f32, f32) -> bool) {
+    let mut weights = tensor(&format!("{name}.param0"));
+    let (mut first_moment, mut second_moment) = (vec![0f32; weights.len()], vec![0f32; weights.len()]);
+    for t in 1..=10 {
+        let scalars = StepScalars {
+            grad_scale: 1.0,
+            lr: lr as f32,
+            step_size: (lr / (1.0 - hyper.beta1.powi(t))) as f32,
+            bias_correction2_sqrt: (1.0 - hyper.beta2.powi(t)).sqrt() as f32,
+            skip: 0,
+        };
+        let slices = AdamSlices::<_, _, _, f32> {
+            weights: &mut weights[..],
+            first_moment: &mut first_moment[..],
+            second_moment: &mut second_moment[..],
+            grad: &tensor(&format!("{name}.grad{}", t - 1))[..],
+            param_out: None,
+        };
+        adam(slices, &scalars, &hyper).unwrap();
+        for (i, (&ours, &theirs)) in weights.iter().zip(&tensor(&format!("{name}.param{t}"))).enumerate() {
+            assert!(close(t, ours, theirs), "{name}, step {t}, element {i}: {ours:e}, torch {theirs:e}");
+        }
+    }
+    assert_eq!(first_moment, tensor(&format!("{name}.exp_avg")));
+    assert_eq!(second_moment, tensor(&format!("{name}.exp_avg_sq")));
+}
+
+#[test]
+fn adamw_agrees_to_the_last_place_and_its_moments_exactly() {
+    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
+    check("adamw_1", 1e-3, hyper, |_, a, b| ulps(a, b) <= 1);
+    let hyper = AdamHyper { beta2: 0.95, weight_decay: 0.1, ..hyper };
+    check("adamw_1025", 3e-4, hyper, |_, a, b| ulps(a, b) <= 1);
+}
+
+#[test]
+fn adam_with_l2_agrees() {
+    // A parameter that crosses zero has no leading digits left: there the rounding of the `t` updates, about lr
+    // each, is the bound.
+    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.05, decoupled: false };
+    check("adam_l2_257", 1e-2, hyper, |t, a, b| ulps(a, b) <= 1 || (a - b).abs() <= t as f32 * 1e-2 * f32::EPSILON);
+}
