@@ -1,4 +1,5 @@
 //! The reference trainer.
 
+pub mod hf;
 pub mod model;
 pub mod random;
