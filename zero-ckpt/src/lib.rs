@@ -1,1 +1,38 @@
-//! Under construction.
+#![doc = include_str!("../README.md")]
+#![deny(unsafe_code)]
+
+#[cfg(target_endian = "big")]
+compile_error!("zero-ckpt stores little-endian elements and has been written for little-endian machines");
+
+mod catalog;
+mod coverage;
+mod dir;
+mod dtype;
+mod error;
+mod header;
+mod manifest;
+mod model;
+#[allow(unsafe_code)] // two derives that prove a page to be plain bytes
+mod pages;
+mod plan;
+mod reader;
+mod report;
+mod shard;
+mod shard_file;
+mod store;
+mod transfer;
+mod verify;
+
+pub use dtype::StateDtype;
+pub use error::CkptError;
+pub use header::{Header, MAX_HEADER_BYTES, TensorEntry};
+pub use manifest::{FORMAT_VERSION, FileRecord, Hex64, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest};
+pub use model::{ModelSpec, ParamRecord, UnitRecord};
+pub use pages::Pages;
+pub use plan::{BLOCK_BYTES, BLOCK_TABLE, Piece, StateSpec, checksum};
+pub use reader::{Reader, View};
+pub use report::{Published, Receipt, frame_bytes};
+pub use shard::ShardData;
+pub use store::{STAGES, SaveMeta, Stage, Store, StoreOptions};
+pub use transfer::IoOptions;
+pub use verify::Verified;

@@ -1,0 +1,227 @@
+//! A directory held open, so that nothing in it is reached by a path that someone could bend.
+//!
+//! Names are single components, links are not followed, and only regular files are opened.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+
+use crate::CkptError;
+
+const DIR_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+
+/// An open directory.
+pub(crate) struct Dir {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+impl Dir {
+    /// Opens the directory that the user named; links in that path are the user's own.
+    pub(crate) fn open(path: &Path) -> Result<Self, CkptError> {
+        let fd = fs::open(path, DIR_FLAGS, Mode::empty()).map_err(CkptError::os("open", path))?;
+        Ok(Self { fd, path: path.to_path_buf() })
+    }
+
+    /// Makes the directory and its parents where they are missing, and opens it.
+    pub(crate) fn create(path: &Path) -> Result<Self, CkptError> {
+        std::fs::create_dir_all(path).map_err(CkptError::io("create", path))?;
+        Self::open(path)
+    }
+
+    /// Where it was opened.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens a directory within; never through a link.
+    pub(crate) fn open_dir(&self, name: &str) -> Result<Self, CkptError> {
+        self.check(name)?;
+        let path = self.path.join(name);
+        let fd = fs::openat(&self.fd, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty())
+            .map_err(CkptError::os("open", &path))?;
+        Ok(Self { fd, path })
+    }
+
+    /// Makes a directory within, which may be there already, and opens it.
+    pub(crate) fn create_dir(&self, name: &str) -> Result<Self, CkptError> {
+        self.check(name)?;
+        match fs::mkdirat(&self.fd, name, Mode::from_raw_mode(0o777)) {
+            Ok(()) | Err(Errno::EXIST) => self.open_dir(name),
+            Err(errno) => Err(CkptError::os("create", self.path.join(name))(errno)),
+        }
+    }
+
+    /// Opens a regular file for reading and says how long it is.
+    pub(crate) fn open_file(&self, name: &str, direct: bool) -> Result<(File, u64), CkptError> {
+        self.check(name)?;
+        let path = self.path.join(name);
+        let flags = FILE_FLAGS | OFlags::RDONLY | if direct { OFlags::DIRECT } else { OFlags::empty() };
+        let file = File::from(match fs::openat(&self.fd, name, flags, Mode::empty()) {
+            Err(Errno::LOOP) => return Err(self.unsafe_name(name, "is a link")),
+            other => other.map_err(CkptError::os("open", &path))?,
+        });
+        let meta = file.metadata().map_err(CkptError::io("examine", &path))?;
+        if !meta.is_file() {
+            return Err(self.unsafe_name(name, "is no regular file"));
+        }
+        Ok((file, meta.len()))
+    }
+
+    /// A new file for writing; it must not exist. Direct I/O where the file system has it.
+    pub(crate) fn create_file(&self, name: &str, direct: bool) -> Result<File, CkptError> {
+        self.check(name)?;
+        let base = FILE_FLAGS | OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
+        let open = |flags| fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
+        let fd = match open(if direct { base | OFlags::DIRECT } else { base }) {
+            // Some systems make the file before they refuse direct I/O.
+            Err(Errno::INVAL) if direct => {
+                let _ = fs::unlinkat(&self.fd, name, AtFlags::empty());
+                open(base)
+            }
+            other => other,
+        };
+        fd.map(File::from).map_err(CkptError::os("create", self.path.join(name)))
+    }
+
+    /// A small file, whole or with an error when above `limit_bytes`.
+    pub(crate) fn read_small(&self, name: &str, limit_bytes: u64) -> Result<Vec<u8>, CkptError> {
+        let (file, len) = self.open_file(name, false)?;
+        let path = self.path.join(name);
+        if len > limit_bytes {
+            return Err(CkptError::argument(
+                format!("length of {}", path.display()),
+                format!("at most {limit_bytes} bytes"),
+                len,
+            ));
+        }
+        let mut bytes = Vec::new();
+        file.take(limit_bytes).read_to_end(&mut bytes).map_err(CkptError::io("read", &path))?;
+        Ok(bytes)
+    }
+
+    /// Writes a new file and syncs it; removes what is left of it on failure.
+    pub(crate) fn write_new(&self, name: &str, bytes: &[u8]) -> Result<(), CkptError> {
+        let mut file = self.create_file(name, false)?;
+        let done = file.write_all(bytes).and_then(|()| file.sync_all());
+        done.map_err(|e| {
+            let _ = self.remove_file(name);
+            CkptError::io("write", self.path.join(name))(e)
+        })
+    }
+
+    /// Moves `name` to `to_dir/to`, replacing a file of that name.
+    pub(crate) fn rename(&self, name: &str, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        self.check(to)?;
+        fs::renameat(&self.fd, name, &to_dir.fd, to).map_err(CkptError::os("move into place", to_dir.path.join(to)))
+    }
+
+    /// Swaps two entries in one step; `Ok(false)` where the file system cannot.
+    pub(crate) fn exchange(&self, name: &str, to_dir: &Dir, to: &str) -> Result<bool, CkptError> {
+        self.check(name)?;
+        self.check(to)?;
+        match fs::renameat_with(&self.fd, name, &to_dir.fd, to, RenameFlags::EXCHANGE) {
+            Ok(()) => Ok(true),
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
+            Err(errno) => Err(CkptError::os("move into place", to_dir.path.join(to))(errno)),
+        }
+    }
+
+    /// Removes a file (or link).
+    pub(crate) fn remove_file(&self, name: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        fs::unlinkat(&self.fd, name, AtFlags::empty()).map_err(CkptError::os("remove", self.path.join(name)))
+    }
+
+    /// Removes a file, or a directory with all that is in it; never through a link.
+    pub(crate) fn remove(&self, name: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        let path = self.path.join(name);
+        match std::fs::symlink_metadata(&path) {
+            Ok(meta) if meta.is_dir() => std::fs::remove_dir_all(&path).map_err(CkptError::io("remove", path)),
+            _ => self.remove_file(name),
+        }
+    }
+
+    /// Whether there is anything of this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// The names within that are plain (see `is_plain`) or hidden, sorted.
+    pub(crate) fn names(&self) -> Result<Vec<String>, CkptError> {
+        let entries = std::fs::read_dir(&self.path).map_err(CkptError::io("list", &self.path))?;
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(CkptError::io("list", &self.path))?;
+            names.extend(entry.file_name().into_string().ok());
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Makes renames and new names durable.
+    pub(crate) fn sync(&self) -> Result<(), CkptError> {
+        match fs::fsync(&self.fd) {
+            // Some network file systems have no sync of directories.
+            Ok(()) | Err(Errno::INVAL | Errno::ROFS) => Ok(()),
+            Err(errno) => Err(CkptError::os("sync", &self.path)(errno)),
+        }
+    }
+
+    fn check(&self, name: &str) -> Result<(), CkptError> {
+        if is_component(name) { Ok(()) } else { Err(self.unsafe_name(name, "is no plain file name")) }
+    }
+
+    fn unsafe_name(&self, name: &str, why: &'static str) -> CkptError {
+        CkptError::UnsafeName { dir: self.path.clone(), name: name.chars().take(80).collect(), why }
+    }
+}
+
+fn is_component(name: &str) -> bool {
+    let allowed = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+    (1..=200).contains(&name.len()) && name.bytes().all(allowed) && name != "." && name != ".."
+}
+
+/// A name that a manifest may give to a file: letters, digits, `.`, `_`, `-`, at most 200, no dot in front.
+pub(crate) fn is_plain(name: &str) -> bool {
+    is_component(name) && !name.starts_with('.')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_lead_elsewhere_are_refused() {
+        for bad in ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\0b", "ü", &"x".repeat(201)] {
+            assert!(!is_component(bad), "{bad:?}");
+        }
+        assert!(is_component(".staging") && !is_plain(".staging") && is_plain("shard-00000-of-00004.safetensors"));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn links_pipes_and_directories_are_not_opened() {
+        let tmp = tempfile::tempdir().unwrap();
+        std::fs::write(tmp.path().join("real"), "x").unwrap();
+        std::os::unix::fs::symlink("real", tmp.path().join("link")).unwrap();
+        std::os::unix::fs::symlink("/", tmp.path().join("linkdir")).unwrap();
+        std::fs::create_dir(tmp.path().join("dir")).unwrap();
+        let pipe = tmp.path().join("pipe");
+        fs::mknodat(fs::CWD, &pipe, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        let dir = Dir::open(tmp.path()).unwrap();
+        assert!(dir.open_file("real", false).is_ok());
+        for name in ["link", "dir", "pipe"] {
+            assert!(matches!(dir.open_file(name, false), Err(CkptError::UnsafeName { .. })), "{name}");
+        }
+        assert!(dir.open_dir("linkdir").is_err());
+        assert!(dir.has("link") && !dir.has("nothing"));
+    }
+}

@@ -1,0 +1,37 @@
+//! Memory that starts on a page boundary, as direct I/O wants it.
+
+/// Alignment of direct I/O: offsets, lengths and addresses are multiples of this.
+pub(crate) const PAGE_BYTES: usize = 4096;
+
+// The derives prove that a page is plain bytes without padding.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(4096))]
+struct Page([u8; PAGE_BYTES]);
+
+/// Page-aligned bytes, zeroed at first.
+pub struct Pages {
+    pages: Box<[Page]>,
+    len_bytes: usize,
+}
+
+impl Pages {
+    /// `len_bytes` zeroed bytes, rounded up to whole pages underneath.
+    pub fn new(len_bytes: usize) -> Self {
+        Self { pages: bytemuck::zeroed_slice_box(len_bytes.div_ceil(PAGE_BYTES)), len_bytes }
+    }
+
+    /// The bytes asked for.
+    pub fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.pages)[..self.len_bytes]
+    }
+
+    /// The bytes asked for.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.pages)[..self.len_bytes]
+    }
+
+    /// Whole pages, those bytes included that round the length up.
+    pub(crate) fn whole(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.pages)
+    }
+}

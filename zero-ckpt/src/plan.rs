@@ -1,0 +1,177 @@
+//! Where each element lies in a shard file: pure arithmetic, shared by writer, reader and verifier.
+//!
+//! ```text
+//! | u64 n | JSON, spaces | zero.block_crc64 | master/h.0[0:64] | master/h.1[..] | first_moment/h.0[..] | ... |
+//! 0       8              8 + n              data (multiple of 4096)
+//!         '------------------------ front ----'------------------- state ----------------------------------'
+//! ```
+//!
+//! A file holds, for every state of the checkpoint and every **piece** of the rank, one tensor. A piece is a
+//! range of real elements of one unit; padding is never stored.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::header::{Header, TensorEntry};
+use crate::pages::PAGE_BYTES;
+use crate::{CkptError, StateDtype};
+
+/// Bytes of state that one checksum covers, counted from the start of the state.
+pub const BLOCK_BYTES: u64 = 256 * 1024;
+/// Name of the tensor that holds the checksums.
+pub const BLOCK_TABLE: &str = "zero.block_crc64";
+
+/// A state that a checkpoint holds for every element: its name and element type.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StateSpec {
+    /// `master`, `first_moment`, `second_moment`, or any other name.
+    pub name: String,
+    /// Element type in the files.
+    pub dtype: StateDtype,
+}
+
+/// A range of real elements of one unit's flat parameter: `(unit, start, end)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Piece(pub u64, pub u64, pub u64);
+
+impl Piece {
+    /// Elements.
+    pub fn elems(self) -> u64 {
+        self.2.saturating_sub(self.1)
+    }
+}
+
+/// The tensors of one shard file and their places.
+#[derive(Clone, Debug)]
+pub(crate) struct FilePlan {
+    pub(crate) pieces: Vec<Piece>,
+    /// For each state, where it starts in the state bytes; one more entry for the end.
+    state_starts: Vec<u64>,
+    /// For each piece, how many elements of the file lie before it; one more entry for the end.
+    piece_starts: Vec<u64>,
+    dtypes: Vec<StateDtype>,
+}
+
+impl FilePlan {
+    /// Places `pieces` for `states`; `None` where a size does not fit 64 bits.
+    pub(crate) fn new(states: &[StateSpec], pieces: Vec<Piece>) -> Option<Self> {
+        let mut piece_starts = vec![0u64];
+        for piece in &pieces {
+            let end = piece_starts.last()?.checked_add(piece.2.checked_sub(piece.1)?)?;
+            piece_starts.push(end);
+        }
+        let (elems, mut state_starts) = (*piece_starts.last()?, vec![0u64]);
+        for state in states {
+            let end = state_starts.last()?.checked_add(elems.checked_mul(state.dtype.bytes())?)?;
+            state_starts.push(end);
+        }
+        // Room for header and table on top must fit as well.
+        state_starts.last()?.checked_add(1 << 40)?;
+        Some(Self { pieces, state_starts, piece_starts, dtypes: states.iter().map(|s| s.dtype).collect() })
+    }
+
+    /// Bytes of state in the file.
+    pub(crate) fn state_bytes(&self) -> u64 {
+        self.state_starts.last().copied().unwrap_or(0)
+    }
+
+    /// Checksummed blocks of the state.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.state_bytes().div_ceil(BLOCK_BYTES)
+    }
+
+    /// Bytes of the table of checksums.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        self.blocks() * 8
+    }
+
+    /// The bytes of piece `piece` of state `state`, counted from the start of the state bytes.
+    pub(crate) fn tensor_range(&self, state: usize, piece: usize) -> Range<u64> {
+        let (base, width) = (self.state_starts[state], self.dtypes[state].bytes());
+        base + self.piece_starts[piece] * width..base + self.piece_starts[piece + 1] * width
+    }
+
+    /// The header of the file; `unit_name` names the units.
+    pub(crate) fn header<'a>(
+        &self,
+        states: &[StateSpec],
+        unit_name: impl Fn(u64) -> &'a str,
+        metadata: BTreeMap<String, String>,
+    ) -> Header {
+        let table = self.table_bytes();
+        let mut tensors = vec![TensorEntry {
+            name: BLOCK_TABLE.into(),
+            dtype: "U64".into(),
+            shape: vec![self.blocks()],
+            range: 0..table,
+        }];
+        for (s, state) in states.iter().enumerate() {
+            for (p, piece) in self.pieces.iter().enumerate() {
+                let Range { start, end } = self.tensor_range(s, p);
+                tensors.push(TensorEntry {
+                    name: tensor_name(&state.name, unit_name(piece.0), piece),
+                    dtype: state.dtype.name().into(),
+                    shape: vec![piece.elems()],
+                    range: table + start..table + end,
+                });
+            }
+        }
+        Header { metadata, tensors, data_start: 0 }
+    }
+
+    /// Whether a header read from a file has exactly the tensors of this plan, and where the state starts.
+    pub(crate) fn check<'a>(
+        &self,
+        header: &Header,
+        states: &[StateSpec],
+        unit_name: impl Fn(u64) -> &'a str,
+    ) -> Result<u64, String> {
+        let expected = self.header(states, unit_name, BTreeMap::new()).tensors;
+        if header.tensors.len() != expected.len() {
+            return Err(format!("{} tensors; the manifest says {}", header.tensors.len(), expected.len()));
+        }
+        if let Some((e, g)) = expected.iter().zip(&header.tensors).find(|(e, g)| e != g) {
+            return Err(format!(
+                "tensor {:?} where the manifest says {:?}, or another place or type",
+                g.name, e.name
+            ));
+        }
+        let start = header.data_start + self.table_bytes();
+        if !start.is_multiple_of(PAGE_BYTES as u64) {
+            return Err(format!("the state starts at byte {start}, no multiple of {PAGE_BYTES}"));
+        }
+        Ok(start)
+    }
+}
+
+/// `master/h.0[128:256]`.
+pub(crate) fn tensor_name(state: &str, unit: &str, piece: &Piece) -> String {
+    format!("{state}/{unit}[{}:{}]", piece.1, piece.2)
+}
+
+/// CRC-64/NVME, the checksum of the format.
+pub fn checksum(bytes: &[u8]) -> u64 {
+    crc_fast::crc64_nvme(bytes)
+}
+
+/// States in the order in which files hold them: wider elements first, so that every tensor is aligned to
+/// its element, otherwise as given.
+pub(crate) fn ordered(mut states: Vec<StateSpec>) -> Vec<StateSpec> {
+    states.sort_by_key(|s| std::cmp::Reverse(s.dtype.bytes()));
+    states
+}
+
+/// The pieces of `rank`: its shard of every unit without the padding.
+pub(crate) fn pieces_of(layout: &zero_shard::Layout, rank: u64) -> Result<Vec<Piece>, CkptError> {
+    if rank >= layout.world_size() {
+        return Err(CkptError::argument("rank", format!("below {}", layout.world_size()), rank));
+    }
+    let pieces = layout.units().iter().enumerate().map(|(u, unit)| {
+        let shard = unit.shard(rank);
+        Piece(u as u64, shard.start.min(unit.numel_elems), shard.end.min(unit.numel_elems))
+    });
+    Ok(pieces.filter(|p| p.elems() > 0).collect())
+}

@@ -1,0 +1,511 @@
+//! Saving: every rank stages its file, rank 0 publishes all of them at once.
+//!
+//! ```text
+//! each rank   stage     DIR/.staging/step-00000030.rank-00002.<random>   written, synced      -> receipt
+//! all ranks   exchange  the receipts (or errors)
+//! rank 0      publish   DIR/.staging/step-00000030.<random>/             files moved in, manifest written, synced
+//!                       DIR/step-00000030/                               one rename, directory synced
+//!                       DIR/latest                                       one rename, directory synced
+//!                       old checkpoints beyond the last k                moved out, then removed
+//! all ranks   exchange  the verdict
+//! ```
+//!
+//! A crash at any point leaves `latest` and the checkpoint it names as they were, or as they are to be. Staged
+//! files of runs that died are swept at the next publication of their step or a later one.
+
+use std::fs::File;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use serde_json::Value;
+use zero_shard::Layout;
+
+use crate::catalog::{self, Entry, LATEST, LOCK, STAGING, latest_line, step_name, step_of};
+use crate::dir::Dir;
+use crate::manifest::{FORMAT_VERSION, FileRecord, Hex64, LayoutRecord, MANIFEST_NAME, Manifest};
+use crate::pages::{PAGE_BYTES, Pages};
+use crate::plan::{FilePlan, checksum};
+use crate::report::{Published, Receipt, frame_bytes, from_frame, middle_cut, to_frame};
+use crate::transfer::{self, IoOptions, Source};
+use crate::{CkptError, ModelSpec, Piece, ShardData, StateSpec};
+
+/// A point of the protocol, for tests that stop a run there and for progress displays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Stage {
+    /// The rank's file exists, empty.
+    FileCreated,
+    /// Its state is written, not synced.
+    StateWritten,
+    /// It is whole and synced.
+    FileSynced,
+    /// Rank 0: the directory to publish exists, empty.
+    DirCreated,
+    /// Rank 0: the files are in it.
+    FilesMoved,
+    /// Rank 0: so is the manifest; all is synced.
+    ManifestSynced,
+    /// Rank 0: the checkpoint has its name.
+    Renamed,
+    /// Rank 0: `latest` names it.
+    LatestMoved,
+    /// Rank 0: old checkpoints are gone.
+    Pruned,
+}
+
+/// All points, in order.
+pub const STAGES: [Stage; 9] = [
+    Stage::FileCreated,
+    Stage::StateWritten,
+    Stage::FileSynced,
+    Stage::DirCreated,
+    Stage::FilesMoved,
+    Stage::ManifestSynced,
+    Stage::Renamed,
+    Stage::LatestMoved,
+    Stage::Pruned,
+];
+
+/// How to save.
+#[derive(Clone, Debug, Default)]
+pub struct StoreOptions {
+    /// Keep this many checkpoints, the newest; `None` keeps all.
+    pub keep_last: Option<usize>,
+    /// How files are written.
+    pub io: IoOptions,
+}
+
+/// What a checkpoint says besides its state. The same on every rank; rank 0's is stored.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SaveMeta {
+    /// Steps done.
+    pub step: u64,
+    /// ZeRO stage, 0 to 3.
+    pub stage: u8,
+    /// Dtype of the parameters.
+    pub dtype: String,
+    /// The trainer's own words: data position, seed, schedule, loss scale.
+    pub trainer: Value,
+    /// The model's `config.json` for export, or null.
+    pub model_config: Value,
+}
+
+type Observer = Box<dyn Fn(Stage) + Send + Sync>;
+
+/// A rank's door to the directory that a run saves into.
+pub struct Store {
+    dir: Dir,
+    staging: Dir,
+    rank: u64,
+    options: StoreOptions,
+    observer: Option<Observer>,
+    /// Rank 0: what is published, oldest save first.
+    published: Mutex<Vec<Entry>>,
+    _lock: Option<File>,
+}
+
+impl Store {
+    /// Opens (and makes, where missing) `path` to save into it as `rank`. Rank 0 holds the directory against
+    /// other runs until the store is dropped or its process ends, however it ends.
+    ///
+    /// # Errors
+    /// The directory cannot be made or written, or another live run saves into it ([`CkptError::Busy`]).
+    pub fn create(path: impl AsRef<Path>, rank: u64, options: StoreOptions) -> Result<Self, CkptError> {
+        let dir = Dir::create(path.as_ref())?;
+        let lock = if rank == 0 { lock(&dir)? } else { None };
+        let staging = dir.create_dir(STAGING)?;
+        let probe = format!("probe.{}", random());
+        staging.write_new(&probe, b"")?;
+        let _ = staging.remove_file(&probe);
+        let published = if rank == 0 { catalog::list(&dir)?.0 } else { Vec::new() };
+        Ok(Self { dir, staging, rank, options, observer: None, published: Mutex::new(published), _lock: lock })
+    }
+
+    /// Calls `observer` at each point of the protocol.
+    pub fn observe(mut self, observer: impl Fn(Stage) + Send + Sync + 'static) -> Self {
+        self.observer = Some(Box::new(observer));
+        self
+    }
+
+    /// Where this store saves.
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u64 {
+        self.rank
+    }
+
+    /// Whether the checkpoints that are here already are of this model; asked before training, it saves the
+    /// hours until the first save. Rank 0 knows; the others agree to all.
+    ///
+    /// # Errors
+    /// [`CkptError::AnotherModel`] with the first difference.
+    pub fn check_model(&self, model: &ModelSpec) -> Result<(), CkptError> {
+        let published = self.published.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match published.last().and_then(|e| Some((e, e.model.difference(model)?))) {
+            Some((entry, difference)) => {
+                Err(CkptError::AnotherModel { path: self.dir.path().join(&entry.name), difference })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Saves a checkpoint together with the other ranks, and returns on all of them the same: what was
+    /// published, or the error of the first rank that failed. All ranks call it, with the same `meta`.
+    ///
+    /// `exchange` is the communicator: it takes this rank's frame and returns the frames of all ranks in rank
+    /// order; all frames have [`frame_bytes`] bytes. It is called twice, on every rank, whatever goes wrong.
+    ///
+    /// # Errors
+    /// The error of any rank, as [`CkptError::Rank`]; or the exchange failed.
+    pub fn save<E: std::fmt::Display>(
+        &self,
+        meta: &SaveMeta,
+        shard: &ShardData<'_>,
+        exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Published, CkptError> {
+        let staged = self.stage(meta.step, shard);
+        self.agree(meta, shard.layout(), staged, exchange)
+    }
+
+    /// The second half of a save: exchange, publication, verdict.
+    pub(crate) fn agree<E: std::fmt::Display>(
+        &self,
+        meta: &SaveMeta,
+        layout: &Layout,
+        staged: Result<Receipt, CkptError>,
+        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Published, CkptError> {
+        let len = frame_bytes(layout);
+        let mut swap = |frame: Vec<u8>| {
+            let frames = exchange(&frame).map_err(|e| CkptError::Exchange { message: e.to_string() })?;
+            match frames.len() as u64 == layout.world_size() {
+                true => Ok(frames),
+                false => Err(CkptError::argument("frames exchanged", layout.world_size(), frames.len())),
+            }
+        };
+        let frames = match swap(to_frame(self.rank, staged.as_ref(), len)) {
+            Ok(frames) => frames,
+            Err(error) => {
+                staged.iter().for_each(|receipt| self.discard(receipt));
+                return Err(error);
+            }
+        };
+        let receipts = frames.iter().enumerate().map(|(r, f)| from_frame::<Receipt>(f, r as u64)).collect();
+        let verdict = if self.rank == 0 {
+            self.publish(meta, layout, receipts)
+        } else {
+            // What the verdict of this rank says is not read; rank 0 decides.
+            Err(CkptError::Receipts { why: "rank 0 decides".into() })
+        };
+        let frames = swap(to_frame(self.rank, verdict.as_ref(), len));
+        match (self.rank, verdict, frames) {
+            (0, Ok(_), Err(error)) | (1.., _, Err(error)) => Err(error),
+            (0, verdict, _) => verdict,
+            (1.., _, Ok(frames)) => match from_frame::<Published>(&frames[0], 0) {
+                // The message names the rank at fault already.
+                Err(CkptError::Rank { message, .. }) => Err(signed(message)),
+                other => other,
+            },
+        }
+    }
+
+    /// Writes this rank's file into the staging directory and syncs it.
+    ///
+    /// # Errors
+    /// State is missing, or the system refused; nothing is left behind.
+    pub fn stage(&self, step: u64, shard: &ShardData<'_>) -> Result<Receipt, CkptError> {
+        if shard.rank() != self.rank {
+            return Err(CkptError::argument("rank of the shard", self.rank, shard.rank()));
+        }
+        self.stage_source(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source()?)
+    }
+
+    /// Writes a file whose state bytes are `source`.
+    pub(crate) fn stage_source(
+        &self,
+        step: u64,
+        layout: &Layout,
+        states: Vec<StateSpec>,
+        pieces: Vec<Piece>,
+        source: &Source<'_>,
+    ) -> Result<Receipt, CkptError> {
+        let plan = FilePlan::new(&states, pieces)
+            .filter(|plan| plan.state_bytes() == source.len())
+            .ok_or_else(|| CkptError::argument("bytes of state", "those of the plan", source.len()))?;
+        let metadata = [
+            ("format", "zero-ckpt shard".to_string()),
+            ("version", FORMAT_VERSION.to_string()),
+            ("rank", self.rank.to_string()),
+            ("world_size", layout.world_size().to_string()),
+            ("step", step.to_string()),
+        ];
+        let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
+        let header = plan.header(&states, |u| layout.units()[u as usize].name.as_str(), metadata);
+        let header = header.encode(PAGE_BYTES as u64, plan.table_bytes());
+        let front_bytes = header.len() as u64 + plan.table_bytes();
+        let bytes = front_bytes + plan.state_bytes();
+
+        let name = format!("{}.rank-{:05}.{}", step_name(step), self.rank, random());
+        let path = self.staging.path().join(&name);
+        let file = self.staging.create_file(&name, self.options.io.direct)?;
+        self.at(Stage::FileCreated);
+        let write = || {
+            // Takes the space before anything is written, where the file system can.
+            match rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
+                Err(e) if e != rustix::io::Errno::OPNOTSUPP && e != rustix::io::Errno::INVAL => return Err(e.into()),
+                _ => {}
+            }
+            let table = transfer::write(&file, front_bytes, source, self.options.io)?;
+            let mut front = Pages::new(front_bytes as usize);
+            let (head, tail) = front.bytes_mut().split_at_mut(header.len());
+            head.copy_from_slice(&header);
+            tail.chunks_exact_mut(8).zip(&table).for_each(|(to, crc)| to.copy_from_slice(&crc.to_le_bytes()));
+            let crc = checksum(front.bytes());
+            transfer::write_at(&file, front.whole(), 0)?;
+            file.set_len(bytes)?;
+            self.at(Stage::StateWritten);
+            file.sync_all()?;
+            Ok(crc)
+        };
+        let crc = write().map_err(|e| {
+            let _ = self.staging.remove_file(&name);
+            CkptError::io("write", path)(e)
+        })?;
+        self.at(Stage::FileSynced);
+        let FilePlan { pieces, .. } = plan;
+        Ok(Receipt { rank: self.rank, step, file: name, bytes, front_crc64: Hex64(crc), states, pieces })
+    }
+
+    /// Removes a staged file that will not be published.
+    pub fn discard(&self, receipt: &Receipt) {
+        let _ = self.staging.remove_file(&receipt.file);
+    }
+
+    /// Rank 0: makes a checkpoint of the receipts of all ranks, given in rank order, and names it in `latest`.
+    /// Where a rank failed, or anything goes wrong before the checkpoint has its name, what is staged of this
+    /// save is removed and all that was published before stays as it is.
+    ///
+    /// # Errors
+    /// The first rank's error, receipts that do not fit together, another model in this directory, or the system refused.
+    pub fn publish(
+        &self,
+        meta: &SaveMeta,
+        layout: &Layout,
+        receipts: Vec<Result<Receipt, CkptError>>,
+    ) -> Result<Published, CkptError> {
+        let (mut good, mut failure) = (Vec::new(), None);
+        for result in receipts {
+            match result {
+                Ok(receipt) => good.push(receipt),
+                Err(error) => failure = failure.or(Some(error)),
+            }
+        }
+        let result = failure.map_or(Ok(()), Err).and_then(|()| self.publish_receipts(meta, layout, &good));
+        if result.is_err() {
+            good.iter().for_each(|receipt| self.discard(receipt));
+        }
+        result
+    }
+
+    fn publish_receipts(
+        &self,
+        meta: &SaveMeta,
+        layout: &Layout,
+        receipts: &[Receipt],
+    ) -> Result<Published, CkptError> {
+        let model = ModelSpec::from(layout);
+        self.check_model(&model)?;
+        let mut published = self.published.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
+        let name = step_name(meta.step);
+        let manifest = manifest_of(meta, layout, model, sequence, receipts, &self.dir.path().join(&name))?;
+        for receipt in receipts {
+            self.check_staged(receipt)?;
+        }
+
+        let dir_name = format!("{name}.{}", random());
+        let ready = self.staging.create_dir(&dir_name)?;
+        self.at(Stage::DirCreated);
+        let assembled = self.assemble(&ready, receipts, &manifest).and_then(|()| self.give_name(&dir_name, &name));
+        if let Err(error) = assembled {
+            let _ = self.staging.remove(&dir_name);
+            return Err(error);
+        }
+        // From here on the checkpoint is whole and has its name: a failure is reported, nothing is undone.
+        self.at(Stage::Renamed);
+        self.move_latest(&name)?;
+        self.at(Stage::LatestMoved);
+        published.retain(|e| e.name != name);
+        published.push(Entry { name: name.clone(), sequence, model: manifest.model });
+        let notices = self.prune(&mut published, meta.step);
+        self.at(Stage::Pruned);
+        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
+        Ok(Published { name, step: meta.step, sequence, bytes, notices })
+    }
+
+    /// The staged file is here, on this machine's view of the file system, and is the one of the receipt.
+    fn check_staged(&self, receipt: &Receipt) -> Result<(), CkptError> {
+        let rank = receipt.rank;
+        let seen = self.staging.open_file(&receipt.file, false).map_err(|e| CkptError::Receipts {
+            why: format!("rank 0 does not see the file of rank {rank}; is the directory shared? ({e})"),
+        })?;
+        match seen.1 == receipt.bytes {
+            true => Ok(()),
+            false => Err(CkptError::WrongLength {
+                path: self.staging.path().join(&receipt.file),
+                expected_bytes: receipt.bytes,
+                got_bytes: seen.1,
+            }),
+        }
+    }
+
+    fn assemble(&self, ready: &Dir, receipts: &[Receipt], manifest: &Manifest) -> Result<(), CkptError> {
+        for (receipt, file) in receipts.iter().zip(&manifest.files) {
+            self.staging.rename(&receipt.file, ready, &file.name)?;
+        }
+        self.at(Stage::FilesMoved);
+        ready.write_new(MANIFEST_NAME, &manifest.encode()?)?;
+        ready.sync()?;
+        self.at(Stage::ManifestSynced);
+        Ok(())
+    }
+
+    /// Gives the finished directory its name; a checkpoint that has it already is swapped out and removed.
+    fn give_name(&self, dir_name: &str, name: &str) -> Result<(), CkptError> {
+        if !self.dir.has(name) {
+            self.staging.rename(dir_name, &self.dir, name)?;
+        } else if self.staging.exchange(dir_name, &self.dir, name)? {
+            let _ = self.staging.remove(dir_name);
+        } else {
+            let old = format!("{name}.old.{}", random());
+            self.dir.rename(name, &self.staging, &old)?;
+            self.staging.rename(dir_name, &self.dir, name)?;
+            let _ = self.staging.remove(&old);
+        }
+        self.dir.sync()
+    }
+
+    fn move_latest(&self, name: &str) -> Result<(), CkptError> {
+        let file = format!("latest.{}", random());
+        self.staging.write_new(&file, latest_line(name).as_bytes())?;
+        self.staging.rename(&file, &self.dir, LATEST).inspect_err(|_| {
+            let _ = self.staging.remove_file(&file);
+        })?;
+        self.dir.sync()
+    }
+
+    /// Removes checkpoints beyond the last k, and what dead runs left staged of steps up to this one.
+    fn prune(&self, published: &mut Vec<Entry>, step: u64) -> Vec<String> {
+        let mut notices = Vec::new();
+        let excess = self.options.keep_last.map_or(0, |keep| published.len().saturating_sub(keep.max(1)));
+        for entry in published.drain(..excess) {
+            // First out of sight in one step, so that no reader ever finds half of it.
+            let old = format!("{}.old.{}", entry.name, random());
+            let gone = self.dir.rename(&entry.name, &self.staging, &old).and_then(|()| self.staging.remove(&old));
+            notices.extend(gone.err().map(|e| e.to_string()));
+        }
+        for name in self.staging.names().unwrap_or_default() {
+            let of_step = name.split('.').next().and_then(step_of);
+            if of_step.is_some_and(|s| s <= step) || name.starts_with("latest.") || name.starts_with("probe.") {
+                let _ = self.staging.remove(&name);
+            }
+        }
+        notices.iter_mut().for_each(|n| *n = middle_cut(n));
+        notices.truncate(3);
+        notices
+    }
+
+    fn at(&self, stage: Stage) {
+        if let Some(observer) = &self.observer {
+            observer(stage);
+        }
+    }
+}
+
+/// The manifest of these receipts, checked as a reader will check it.
+fn manifest_of(
+    meta: &SaveMeta,
+    layout: &Layout,
+    model: ModelSpec,
+    sequence: u64,
+    receipts: &[Receipt],
+    path: &Path,
+) -> Result<Manifest, CkptError> {
+    let unfit = |why: String| CkptError::Receipts { why };
+    let world_size = layout.world_size();
+    if receipts.len() as u64 != world_size {
+        return Err(unfit(format!("{} receipts of {world_size} ranks", receipts.len())));
+    }
+    let states = receipts.first().map(|r| r.states.clone()).unwrap_or_default();
+    for (rank, receipt) in receipts.iter().enumerate() {
+        if receipt.rank != rank as u64 || receipt.step != meta.step {
+            let found = format!("rank {}, step {}", receipt.rank, receipt.step);
+            return Err(unfit(format!("expected rank {rank}, step {}; got {found}", meta.step)));
+        }
+        if receipt.states != states {
+            return Err(unfit(format!("rank {rank} has states {:?}, rank 0 has {states:?}", receipt.states)));
+        }
+    }
+    let files = receipts.iter().map(|r| FileRecord {
+        name: format!("shard-{:05}-of-{world_size:05}.safetensors", r.rank),
+        bytes: r.bytes,
+        front_crc64: r.front_crc64,
+        pieces: r.pieces.clone(),
+    });
+    let manifest = Manifest {
+        step: meta.step,
+        sequence,
+        stage: meta.stage,
+        dtype: meta.dtype.clone(),
+        model,
+        layout: LayoutRecord { world_size, align_elems: layout.align_elems() },
+        states,
+        files: files.collect(),
+        trainer: meta.trainer.clone(),
+        model_config: meta.model_config.clone(),
+    };
+    manifest.check(&path.join(MANIFEST_NAME))?;
+    Ok(manifest)
+}
+
+/// Takes the directory for this run; `None` where the file system has no locks.
+fn lock(dir: &Dir) -> Result<Option<File>, CkptError> {
+    use std::io::Write;
+    let path: PathBuf = dir.path().join(LOCK);
+    let mut options = File::options();
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, rustix::fs::OFlags::NOFOLLOW.bits() as i32);
+    let mut file = options.create(true).read(true).append(true).open(&path).map_err(CkptError::io("open", &path))?;
+    match file.try_lock() {
+        Ok(()) => {
+            let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+            let _ = file.set_len(0);
+            let _ = write!(file, "process {} on {}", std::process::id(), host.trim());
+            Ok(Some(file))
+        }
+        Err(std::fs::TryLockError::WouldBlock) => {
+            let holder = dir.read_small(LOCK, 4096).unwrap_or_default();
+            let holder: String = String::from_utf8_lossy(&holder).chars().take(200).collect();
+            Err(CkptError::Busy { dir: dir.path().into(), holder })
+        }
+        Err(std::fs::TryLockError::Error(_)) => Ok(None),
+    }
+}
+
+/// An error that rank 0 passed on: "rank 2: no space" stays rank 2's.
+fn signed(message: String) -> CkptError {
+    let rank = message.strip_prefix("rank ").and_then(|m| m.split_once(": "));
+    match rank.and_then(|(r, rest)| Some((r.parse().ok()?, rest))) {
+        Some((rank, rest)) => CkptError::Rank { rank, message: rest.into() },
+        None => CkptError::Rank { rank: 0, message },
+    }
+}
+
+fn random() -> String {
+    let mut hasher = RandomState::new().build_hasher();
+    hasher.write_u32(std::process::id());
+    format!("{:016x}", hasher.finish())
+}

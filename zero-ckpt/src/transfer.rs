@@ -1,0 +1,245 @@
+//! Moving state between memory and a shard file: several threads, page-aligned buffers, a checksum a block.
+//!
+//! Buffers of this module: each thread owns one [`Pages`] of `chunk_bytes` for the length of a call; nothing
+//! else is allocated, however large the state. A source that is page-aligned itself is written without a copy.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rustix::fs::OFlags;
+
+use crate::pages::{PAGE_BYTES, Pages};
+use crate::plan::{BLOCK_BYTES, checksum};
+
+/// How files are read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoOptions {
+    /// Threads a file, at least 1.
+    pub threads: usize,
+    /// Bytes that a thread moves at once; a multiple of [`BLOCK_BYTES`] is used.
+    pub chunk_bytes: u64,
+    /// Bypass the page cache where the file system can.
+    pub direct: bool,
+}
+
+impl Default for IoOptions {
+    fn default() -> Self {
+        Self { threads: 4, chunk_bytes: 4 << 20, direct: true }
+    }
+}
+
+impl IoOptions {
+    fn chunk(&self) -> u64 {
+        self.chunk_bytes.next_multiple_of(BLOCK_BYTES).clamp(BLOCK_BYTES, 1 << 30)
+    }
+}
+
+/// Slices that are one run of bytes, end to end.
+pub(crate) struct Source<'a> {
+    parts: Vec<&'a [u8]>,
+    starts: Vec<u64>,
+    len: u64,
+}
+
+impl<'a> Source<'a> {
+    pub(crate) fn new(parts: Vec<&'a [u8]>) -> Self {
+        let mut len = 0;
+        let mut start_of = |part: &&[u8]| {
+            len += part.len() as u64;
+            len - part.len() as u64
+        };
+        let starts = parts.iter().map(&mut start_of).collect();
+        Self { parts, starts, len }
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The bytes of `range` where they lie in one part.
+    fn whole(&self, range: &Range<u64>) -> Option<&'a [u8]> {
+        let i = self.starts.partition_point(|s| *s <= range.start).checked_sub(1)?;
+        self.parts[i].get((range.start - self.starts[i]) as usize..(range.end - self.starts[i]) as usize)
+    }
+
+    /// Copies `range` to the front of `out`.
+    fn copy(&self, range: Range<u64>, out: &mut [u8]) {
+        let mut i = self.starts.partition_point(|s| *s <= range.start).saturating_sub(1);
+        let mut at = range.start;
+        while at < range.end {
+            let part = &self.parts[i][(at - self.starts[i]) as usize..];
+            let n = part.len().min((range.end - at) as usize);
+            out[(at - range.start) as usize..][..n].copy_from_slice(&part[..n]);
+            at += n as u64;
+            i += 1;
+        }
+    }
+}
+
+/// Writes `source` at `offset` (a multiple of the page) and returns the checksum of each of its blocks. Up to
+/// a page of zeros may lie behind it afterwards; the caller cuts the file.
+pub(crate) fn write(file: &File, offset: u64, source: &Source<'_>, io: IoOptions) -> io::Result<Vec<u64>> {
+    let (chunk, len) = (io.chunk(), source.len());
+    let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES)).map(|_| AtomicU64::new(0)).collect();
+    let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let work = || {
+        let mut buffer = None;
+        loop {
+            let start = next.fetch_add(1, Ordering::Relaxed).saturating_mul(chunk);
+            if start >= len || stop.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            let range = start..len.min(start + chunk);
+            let n = (range.end - range.start) as usize;
+            let aligned = |b: &&[u8]| b.as_ptr().addr().is_multiple_of(PAGE_BYTES) && n.is_multiple_of(PAGE_BYTES);
+            let bytes = match source.whole(&range).filter(aligned) {
+                Some(bytes) => bytes,
+                None => {
+                    let whole = buffer.get_or_insert_with(|| Pages::new(chunk.min(len) as usize)).whole();
+                    source.copy(range, whole);
+                    let padded = n.next_multiple_of(PAGE_BYTES);
+                    whole[n..padded].fill(0);
+                    &whole[..padded]
+                }
+            };
+            let first = (start / BLOCK_BYTES) as usize;
+            for (slot, block) in checksums[first..].iter().zip(bytes[..n].chunks(BLOCK_BYTES as usize)) {
+                slot.store(checksum(block), Ordering::Relaxed);
+            }
+            if let Err(e) = write_at(file, bytes, offset + start) {
+                stop.store(true, Ordering::Relaxed);
+                return Err(e);
+            }
+        }
+    };
+    in_parallel(io.threads.min(len.div_ceil(chunk) as usize), work)?;
+    Ok(checksums.into_iter().map(AtomicU64::into_inner).collect())
+}
+
+/// Writes page-aligned bytes; where the file refuses direct I/O, goes on without.
+pub(crate) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    match file.write_all_at(bytes, offset) {
+        Err(e) if e.kind() == io::ErrorKind::InvalidInput && no_direct(file) => file.write_all_at(bytes, offset),
+        other => other,
+    }
+}
+
+/// Switches direct I/O off; whether it was on.
+fn no_direct(file: &File) -> bool {
+    rustix::fs::fcntl_getfl(file).is_ok_and(|flags| {
+        flags.contains(OFlags::DIRECT) && rustix::fs::fcntl_setfl(file, flags - OFlags::DIRECT).is_ok()
+    })
+}
+
+/// What went wrong with a verified read.
+pub(crate) enum ReadError {
+    Io(io::Error),
+    /// Block, checksum recorded, checksum found.
+    Corrupt(u64, u64, u64),
+}
+
+/// The state of a shard file, for reading.
+pub(crate) struct StateFile<'a> {
+    /// Opened with direct I/O or without.
+    pub(crate) file: &'a File,
+    /// Where the state starts, a multiple of the page.
+    pub(crate) offset: u64,
+    /// Bytes of state.
+    pub(crate) len: u64,
+    /// Checksum of each block.
+    pub(crate) table: &'a [u64],
+}
+
+impl StateFile<'_> {
+    /// Reads bytes `start..start + out.len()` of the state, every block that they touch verified. The range lies within.
+    pub(crate) fn read(&self, start: u64, out: &mut [u8], io: IoOptions) -> Result<(), ReadError> {
+        self.stream(start..start + out.len() as u64, out, io)
+    }
+
+    /// Reads and verifies all blocks and keeps nothing.
+    pub(crate) fn verify(&self, io: IoOptions) -> Result<(), ReadError> {
+        self.stream(0..self.len, &mut [], io)
+    }
+
+    fn stream(&self, range: Range<u64>, out: &mut [u8], io: IoOptions) -> Result<(), ReadError> {
+        let (chunk, keep) = (io.chunk(), !out.is_empty());
+        let mut rest = out;
+        let mut at = range.start;
+        // Cuts at multiples of the chunk, so that no block is read twice.
+        let pieces = std::iter::from_fn(|| {
+            (at < range.end).then(|| {
+                let end = range.end.min((at / chunk + 1) * chunk);
+                let n = if keep { (end - at) as usize } else { 0 };
+                let (head, tail) = std::mem::take(&mut rest).split_at_mut(n);
+                rest = tail;
+                (std::mem::replace(&mut at, end)..end, head)
+            })
+        });
+        let count = (range.end.div_ceil(chunk)).saturating_sub(range.start / chunk);
+        let pieces = Mutex::new(pieces);
+        let work = || {
+            let mut buffer: Option<Pages> = None;
+            loop {
+                let piece = pieces.lock().map_or(None, |mut p| p.next());
+                let Some((want, out)) = piece else { return Ok(()) };
+                let window =
+                    want.start / BLOCK_BYTES * BLOCK_BYTES..want.end.next_multiple_of(BLOCK_BYTES).min(self.len);
+                let n = (window.end - window.start) as usize;
+                if buffer.as_ref().is_none_or(|b| b.bytes().len() < n) {
+                    buffer = Some(Pages::new(n));
+                }
+                let Some(buffer) = &mut buffer else { return Ok(()) };
+                let buffer = buffer.whole();
+                let padded = n.next_multiple_of(PAGE_BYTES);
+                read_at(self.file, &mut buffer[..padded], self.offset + window.start, n).map_err(ReadError::Io)?;
+                let first = window.start / BLOCK_BYTES;
+                for (i, block) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
+                    let (expected, got) = (self.table[first as usize + i], checksum(block));
+                    if expected != got {
+                        return Err(ReadError::Corrupt(first + i as u64, expected, got));
+                    }
+                }
+                if keep {
+                    out.copy_from_slice(&buffer[(want.start - window.start) as usize..][..out.len()]);
+                }
+            }
+        };
+        in_parallel(io.threads.min(count as usize), work)
+    }
+}
+
+/// Reads at least `need` bytes into a page-aligned buffer that may reach past the end of the file.
+fn read_at(file: &File, buffer: &mut [u8], offset: u64, need: usize) -> io::Result<()> {
+    let mut done = 0;
+    while done < need {
+        match file.read_at(&mut buffer[done..], offset + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput && no_direct(file) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// Runs `work` on up to `threads` threads, this one among them; the first error of any.
+fn in_parallel<E: Send>(threads: usize, work: impl Fn() -> Result<(), E> + Sync) -> Result<(), E> {
+    std::thread::scope(|scope| {
+        let builder = || std::thread::Builder::new().name("zero-ckpt-io".into());
+        // A thread that cannot be started is one fewer; the work is shared out by need.
+        let others: Vec<_> = (1..threads).filter_map(|_| builder().spawn_scoped(scope, &work).ok()).collect();
+        let mut result = work();
+        for other in others {
+            match other.join() {
+                Ok(theirs) => result = result.and(theirs),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        result
+    })
+}
