@@ -1,5 +1,7 @@
 //! The reference trainer.
 
+pub mod error;
 pub mod hf;
 pub mod model;
+pub mod ops;
 pub mod random;

@@ -1,3 +1,64 @@
-//! The model: a GPT-2 transformer.
+//! What a model is to the trainer: units of parameters, and passes that read them.
+//!
+//! A [`Model`] computes; it owns activations and nothing else. The stages hand it parameters just before
+//! each pass and take the gradients just after, so that they decide what is held, gathered, reduced and
+//! freed. A pass usually reads one unit; the head of a GPT-2 with a tied embedding reads two.
 
 pub mod config;
+pub mod gpt2;
+
+use zero_alloc::device::{AnySlice, Device, DeviceSlice};
+use zero_shard::UnitSpec;
+
+use crate::error::TrainError;
+
+/// A stretch of the model between two points where parameters may be gathered and freed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pass {
+    /// Units whose parameters the forward reads.
+    pub forward_reads: Vec<usize>,
+    /// Units whose parameters the backward reads.
+    pub backward_reads: Vec<usize>,
+    /// Units to whose gradients the backward adds.
+    pub grads: Vec<usize>,
+}
+
+/// A model on a device. All calls enqueue on `stream` and return.
+pub trait Model<D: Device>: Send {
+    /// The units and their parameters.
+    fn units(&self) -> Vec<UnitSpec>;
+
+    /// The passes in forward order; backward runs them in reverse.
+    fn passes(&self) -> &[Pass];
+
+    /// Takes the next micro-batch: token ids `[batch, seq]`, and the ids that follow them.
+    ///
+    /// # Errors
+    /// The stream refused.
+    fn set_batch(&mut self, stream: &D::Stream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError>;
+
+    /// Computes pass `pass` forward; `params` are the flat parameters of its `forward_reads`, in order, in
+    /// fp32, bf16 or fp16.
+    ///
+    /// # Errors
+    /// The stream refused.
+    fn forward(&mut self, stream: &D::Stream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError>;
+
+    /// Computes pass `pass` backward: `params` are those of its `backward_reads`; to `grads`, the flat
+    /// gradients of its `grads` in order, it adds the gradient of `loss_scale` x the mean loss of the
+    /// micro-batch. Before the first pass that adds to it, a gradient is zero.
+    ///
+    /// # Errors
+    /// The stream refused.
+    fn backward(
+        &mut self,
+        stream: &D::Stream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        loss_scale: f32,
+    ) -> Result<(), TrainError>;
+
+    /// One fp64: the mean loss of each micro-batch in nats is added to it as its backward runs.
+    fn loss(&self) -> DeviceSlice<f64>;
+}

@@ -1,0 +1,134 @@
+//! The activations of a [`super::Gpt2`]: what it allocates, and the views that its passes take.
+//!
+//! A `*Slices` value is what an enqueued pass captures; its `view()` gives the plain slices that the
+//! arithmetic works on.
+
+use zero_alloc::device::{DType, DeviceSlice};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::{Block, Pool, Purpose};
+
+use super::Gpt2Options;
+use crate::error::TrainError;
+use crate::model::config::GptConfig;
+
+/// Logits of at most this many elements are in memory at once (64 MiB).
+const LOGITS_ELEMS: usize = 16 << 20;
+
+/// Declares slices cut from one allocation, and the view of them as host slices.
+macro_rules! views {
+    ($(#[$doc:meta])* $slices:ident, $view:ident { $($field:ident),* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $slices { $(pub(super) $field: DeviceSlice<f32>),* }
+
+        pub(super) struct $view<'a> { $(pub(super) $field: &'a mut [f32]),* }
+
+        impl $slices {
+            /// Elements of each field in order, cut from `all`.
+            fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> Self {
+                let mut parts = cut(all, sizes);
+                Self { $($field: parts.next().unwrap_or_else(|| all.slice(0..0))),* }
+            }
+
+            /// The buffers as host slices; for the pass that the stream runs now.
+            pub(super) fn view<'a>(self) -> $view<'a> {
+                // SAFETY: distinct parts of a block that the model holds as long as its stream runs, and
+                // all passes that use them are ordered by that one stream.
+                $view { $($field: unsafe { self.$field.as_host_mut() }),* }
+            }
+        }
+    };
+}
+
+views! {
+    /// Activations of a block: `[M, C]` but for the statistics `[M, 2]`, `qkv` `[M, 3 C]`, `lse`
+    /// `[batch, heads, seq]`, `fc` and `act` `[M, F]`.
+    BlockSlices, BlockView { ln1, ln1_stats, qkv, attended, lse, mid, ln2, ln2_stats, fc, act }
+}
+views! {
+    /// The head's layer norm: `out` `[M, C]`, `stats` `[M, 2]`.
+    HeadSlices, HeadView { out, stats }
+}
+views! {
+    /// Gradients of activations: `dres` and `narrow` `[M, C]`, `wide` `[M, max(F, 3 C)]`, and some rows
+    /// of `logits`.
+    ScratchSlices, ScratchView { dres, narrow, wide, logits }
+}
+
+/// What a pass reads and writes.
+pub(super) struct Activations {
+    pub(super) input: DeviceSlice<f32>,
+    pub(super) output: DeviceSlice<f32>,
+    pub(super) block: BlockSlices,
+}
+
+/// All buffers; the blocks are held so that the slices stay valid.
+pub(super) struct Buffers {
+    residual: Vec<DeviceSlice<f32>>,
+    blocks: Vec<BlockSlices>,
+    pub(super) head: HeadSlices,
+    pub(super) scratch: ScratchSlices,
+    pub(super) upcast: DeviceSlice<f32>,
+    pub(super) loss: DeviceSlice<f64>,
+    _held: Vec<Block<HostDevice>>,
+}
+
+impl Buffers {
+    pub(super) fn new(
+        config: &GptConfig,
+        options: &Gpt2Options,
+        upcast: usize,
+        pool: &Pool<HostDevice>,
+        stream: &HostStream,
+    ) -> Result<Self, TrainError> {
+        let (c, f) = (config.n_embd, config.n_inner);
+        let tokens = options.micro_batch * options.seq_len;
+        let row = tokens * c;
+        let block =
+            [row, 2 * tokens, 3 * row, row, tokens * config.n_head, row, row, 2 * tokens, tokens * f, tokens * f];
+        let logits = config.vocab_size * (LOGITS_ELEMS / config.vocab_size).clamp(1, tokens);
+
+        let mut held = Vec::new();
+        let mut take = |elems: usize, dtype, purpose| {
+            let block = pool.allocate(elems, dtype, purpose, stream)?;
+            // SAFETY: the block lives in `Buffers::_held` beside every copy of the slice, and the model is
+            // dropped after its stream is drained.
+            let slice = unsafe { block.slice() };
+            held.push(block);
+            Ok::<_, TrainError>(slice)
+        };
+        let mut floats = |elems, purpose| Ok::<_, TrainError>(take(elems, DType::F32, purpose)?.typed::<f32>()?);
+
+        let distinct = if options.activation_checkpointing { 1 } else { config.n_layer };
+        let residual = (0..=config.n_layer).map(|_| floats(row, Purpose::Activations)).collect::<Result<_, _>>()?;
+        let blocks = (0..distinct)
+            .map(|_| Ok(BlockSlices::cut(floats(block.iter().sum(), Purpose::Activations)?, &block)))
+            .collect::<Result<_, TrainError>>()?;
+        let head = [row, 2 * tokens];
+        let head = HeadSlices::cut(floats(head.iter().sum(), Purpose::Activations)?, &head);
+        let scratch = [row, row, tokens * f.max(3 * c), logits];
+        let scratch = ScratchSlices::cut(floats(scratch.iter().sum(), Purpose::Activations)?, &scratch);
+        let upcast = floats(upcast, Purpose::Workspace)?;
+        let loss = take(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;
+        Ok(Self { residual, blocks, head, scratch, upcast, loss, _held: held })
+    }
+
+    /// Buffers of pass `pass`: the embedding's output is `residual[0]`, the head's input the last.
+    pub(super) fn of_pass(&self, pass: usize) -> Activations {
+        let last = self.residual.len() - 1;
+        Activations {
+            input: self.residual[pass.saturating_sub(1)],
+            output: self.residual[pass.min(last)],
+            block: self.blocks[pass.saturating_sub(1).min(self.blocks.len() - 1)],
+        }
+    }
+}
+
+/// Consecutive parts of `all` of these sizes.
+fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> impl Iterator<Item = DeviceSlice<f32>> + '_ {
+    let mut end = 0;
+    sizes.iter().map(move |&n| {
+        end += n;
+        all.slice(end - n..end)
+    })
+}

@@ -1,0 +1,273 @@
+//! GPT-2 on the host: pre-LN blocks, learned positions, tanh GELU, tied or untied head, in fp32.
+//!
+//! Buffers and their lives, with M = batch x seq tokens, C the width, F the MLP's width:
+//!
+//! | buffer | elements | life |
+//! |---|---|---|
+//! | `residual[i]` | M x C, one a block and one for the head | written by forward, read by backward |
+//! | `block[i]` | about (8 C + 2 F) M | forward to backward; with activation checkpointing one serves all blocks |
+//! | `head` | M x C | forward to backward of the head |
+//! | `scratch` | gradients of activations and the logits | within a backward pass, but for `dres`, which goes from pass to pass |
+//! | `upcast` | the parameters of a pass | within a pass; only where parameters have 16 bits |
+
+mod block;
+mod buffers;
+mod head;
+mod params;
+
+use std::sync::Arc;
+
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_shard::UnitSpec;
+
+use super::config::GptConfig;
+use super::{Model, Pass};
+use crate::error::TrainError;
+use crate::ops::{Threads, attention, embedding};
+use buffers::{Activations, Buffers};
+use params::{Flat, UnitParams};
+
+/// How a [`Gpt2`] is run.
+#[derive(Clone, Debug)]
+pub struct Gpt2Options {
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Type of the parameters given to the passes.
+    pub dtype: DType,
+    /// Keep only the input of each block, and compute the rest again in backward.
+    pub activation_checkpointing: bool,
+}
+
+/// A GPT-2 on the host.
+pub struct Gpt2 {
+    config: GptConfig,
+    options: Gpt2Options,
+    passes: Vec<Pass>,
+    params: Arc<Vec<UnitParams>>,
+    buffers: Buffers,
+    threads: Threads,
+    inputs: Arc<Vec<u32>>,
+    targets: Arc<Vec<u32>>,
+}
+
+impl Gpt2 {
+    /// Allocates activations for the model from `pool`, first used on `stream`.
+    ///
+    /// # Errors
+    /// The configuration is not valid, the sequence is longer than its positions, or memory ran out.
+    pub fn new(
+        config: GptConfig,
+        options: Gpt2Options,
+        pool: &Pool<HostDevice>,
+        stream: &HostStream,
+        threads: Threads,
+    ) -> Result<Self, TrainError> {
+        config.validate()?;
+        if options.seq_len == 0 || options.seq_len > config.n_positions || options.micro_batch == 0 {
+            return Err(TrainError::Usage(format!(
+                "micro-batch {} x sequence {}: the model takes 1 to {} positions and at least one sequence",
+                options.micro_batch, options.seq_len, config.n_positions
+            )));
+        }
+        let units = config.units();
+        let params = units.iter().map(UnitParams::new).collect();
+        let passes = passes(&config);
+        let upcast = if options.dtype == DType::F32 { 0 } else { widest_pass(&passes, &units) };
+        let buffers = Buffers::new(&config, &options, upcast, pool, stream)?;
+        Ok(Self {
+            config,
+            options,
+            passes,
+            params: Arc::new(params),
+            buffers,
+            threads,
+            inputs: Arc::default(),
+            targets: Arc::default(),
+        })
+    }
+
+    /// Enqueues the logits `[micro_batch * seq_len, vocab]` after a forward of every pass.
+    ///
+    /// # Errors
+    /// The stream refused.
+    pub fn logits(&self, stream: &HostStream, params: &[AnySlice], out: DeviceSlice<f32>) -> Result<(), TrainError> {
+        let (head, vocab) = (self.buffers.head, self.config.vocab_size);
+        self.enqueue(stream, "logits", self.passes.len() - 1, params, &[], move |flat, _| {
+            // SAFETY: the buffer is this model's, and the stream orders its passes.
+            let x = unsafe { head.out.as_host() };
+            // SAFETY: the caller gave the slice to be written.
+            let out = unsafe { out.as_host_mut() };
+            head::logits(out, x, flat.head_weight(), vocab);
+        })
+    }
+
+    /// Enqueues `work` on the threads of this rank, with the flat parameters of the pass in fp32 and the
+    /// gradients, both as host slices.
+    fn enqueue(
+        &self,
+        stream: &HostStream,
+        label: &'static str,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        work: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
+    ) -> Result<(), TrainError> {
+        let reads = self.passes[pass].forward_reads.clone();
+        let (all, threads, upcast) = (Arc::clone(&self.params), self.threads.clone(), self.buffers.upcast);
+        let (params, grads) = (params.to_vec(), grads.to_vec());
+        stream.enqueue(label, move || {
+            threads.run(|| {
+                let mut flats = Vec::with_capacity(params.len());
+                let mut used = 0;
+                for slice in params {
+                    flats.push(in_fp32(slice, upcast, &mut used)?);
+                }
+                // SAFETY: the trainer gave distinct gradients for this pass alone, ordered by the stream.
+                let grads = grads.into_iter().map(|g| unsafe { g.as_host_mut() }).collect();
+                work(Flat { units: &all, reads: &reads, flats }, grads);
+                Ok(())
+            })
+        })?;
+        Ok(())
+    }
+
+    fn attention_shape(&self) -> attention::Shape {
+        attention::Shape {
+            batch: self.options.micro_batch,
+            seq: self.options.seq_len,
+            heads: self.config.n_head,
+            d: self.config.head_dim(),
+        }
+    }
+}
+
+/// The flat parameter as fp32: itself, or its copy behind the `used` elements of `upcast`.
+fn in_fp32<'a>(slice: AnySlice, upcast: DeviceSlice<f32>, used: &mut usize) -> Result<&'a [f32], DeviceError> {
+    if slice.dtype() == DType::F32 {
+        // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
+        return Ok(unsafe { slice.typed::<f32>()?.as_host() });
+    }
+    let copy = upcast.slice(*used..*used + slice.len());
+    *used += slice.len();
+    // SAFETY: the workspace is this model's, and the stream orders its passes.
+    let out = unsafe { copy.as_host_mut() };
+    params::upcast(slice, out)?;
+    // SAFETY: as above; the writable view has ended.
+    Ok(unsafe { copy.as_host() })
+}
+
+/// Embedding, each block, head: units in the same order.
+fn passes(config: &GptConfig) -> Vec<Pass> {
+    let head = config.n_layer + 1;
+    let mut passes = vec![Pass { forward_reads: vec![0], backward_reads: vec![], grads: vec![0] }];
+    let block = |i| Pass { forward_reads: vec![i], backward_reads: vec![i], grads: vec![i] };
+    passes.extend((1..head).map(block));
+    let reads = if config.tied_head { vec![head, 0] } else { vec![head] };
+    passes.push(Pass { forward_reads: reads.clone(), backward_reads: reads.clone(), grads: reads });
+    passes
+}
+
+fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
+    // Padding travels with a flat parameter, but only its real elements are upcast.
+    let numel = |&u: &usize| units[u].params.iter().map(|p| p.shape.iter().product::<u64>() as usize).sum::<usize>();
+    passes.iter().map(|p| p.forward_reads.iter().map(numel).sum()).max().unwrap_or(0)
+}
+
+impl Model<HostDevice> for Gpt2 {
+    fn units(&self) -> Vec<UnitSpec> {
+        self.config.units()
+    }
+
+    fn passes(&self) -> &[Pass] {
+        &self.passes
+    }
+
+    fn set_batch(&mut self, _stream: &HostStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+        self.inputs = Arc::new(inputs.to_vec());
+        self.targets = Arc::new(targets.to_vec());
+        Ok(())
+    }
+
+    fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+        let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
+        let Activations { input, output, block } = self.buffers.of_pass(pass);
+        if pass == 0 {
+            let tokens = Arc::clone(&self.inputs);
+            return self.enqueue(stream, "forward embedding", pass, params, &[], move |flat, _| {
+                // SAFETY: the buffer is this model's, and the stream orders its passes.
+                let x = unsafe { output.as_host_mut() };
+                embedding::forward(x, &tokens, flat.get(0, "wte"), flat.get(0, "wpe"), seq, c);
+            });
+        }
+        // SAFETY of the views below: the buffers are this model's, and the stream orders its passes.
+        if pass + 1 == self.passes.len() {
+            let head = self.buffers.head;
+            return self.enqueue(stream, "forward head", pass, params, &[], move |flat, _| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                head::forward(&mut head.view(), x, &flat, eps);
+            });
+        }
+        let shape = self.attention_shape();
+        self.enqueue(stream, "forward block", pass, params, &[], move |flat, _| {
+            // SAFETY: as above.
+            let x = unsafe { input.as_host() };
+            // SAFETY: as above; input and output are different buffers.
+            let out = unsafe { output.as_host_mut() };
+            block::forward(&mut block.view(), x, &flat, shape, eps);
+            block::output(out, &block.view(), &flat);
+        })
+    }
+
+    fn backward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        loss_scale: f32,
+    ) -> Result<(), TrainError> {
+        let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
+        let Activations { input, block, .. } = self.buffers.of_pass(pass);
+        let scratch = self.buffers.scratch;
+        // SAFETY of the views below: the buffers are this model's, and the stream orders its passes.
+        if pass == 0 {
+            let tokens = Arc::clone(&self.inputs);
+            let layout = Arc::clone(&self.params);
+            return self.enqueue(stream, "backward embedding", pass, params, grads, move |_, mut grads| {
+                let [dwte, dwpe] = layout[0].split_mut(grads[0], ["wte", "wpe"]);
+                embedding::backward(dwte, dwpe, &tokens, scratch.view().dres, seq, c);
+            });
+        }
+        if pass + 1 == self.passes.len() {
+            let (head, loss, targets) = (self.buffers.head, self.buffers.loss, Arc::clone(&self.targets));
+            let tokens = self.options.micro_batch * seq;
+            return self.enqueue(stream, "backward head", pass, params, grads, move |flat, grads| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                let scale = loss_scale / tokens as f32;
+                let sum = head::backward(scratch.view(), &head.view(), x, &targets, &flat, grads, scale);
+                // SAFETY: as above.
+                let loss = unsafe { loss.as_host_mut() };
+                loss[0] += sum / tokens as f64;
+            });
+        }
+        let (shape, again) = (self.attention_shape(), self.options.activation_checkpointing);
+        self.enqueue(stream, "backward block", pass, params, grads, move |flat, mut grads| {
+            // SAFETY: as above.
+            let x = unsafe { input.as_host() };
+            if again {
+                block::forward(&mut block.view(), x, &flat, shape, eps);
+            }
+            block::backward(scratch.view(), &block.view(), x, &flat, grads[0], shape);
+        })
+    }
+
+    fn loss(&self) -> DeviceSlice<f64> {
+        self.buffers.loss
+    }
+}

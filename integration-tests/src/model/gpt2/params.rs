@@ -1,0 +1,87 @@
+//! Where each parameter lies in the flat parameter of its unit.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+use zero_alloc::device::{AnySlice, DType, DeviceError, Element};
+use zero_kernels::host;
+use zero_shard::UnitSpec;
+
+use crate::ops::rows_per_thread;
+
+/// Parameters of a unit by the end of their name (`attn.c_attn.weight` without its `transformer.h.0.`).
+pub(super) struct UnitParams(Vec<(String, Range<usize>)>);
+
+impl UnitParams {
+    pub(super) fn new(unit: &UnitSpec) -> Self {
+        let mut end = 0;
+        let place = |p: &zero_shard::ParamSpec| {
+            let start = end;
+            end += p.shape.iter().product::<u64>() as usize;
+            (p.name.clone(), start..end)
+        };
+        Self(unit.params.iter().map(place).collect())
+    }
+
+    fn range(&self, part: &str) -> Range<usize> {
+        let found = self.0.iter().find(|(name, _)| name.contains(part)).map(|(_, range)| range.clone());
+        debug_assert!(found.is_some(), "no parameter {part}");
+        found.unwrap_or_default()
+    }
+
+    /// The named parts of a flat gradient, which lie in it in this order.
+    pub(super) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32], parts: [&str; N]) -> [&'a mut [f32]; N] {
+        let (mut rest, mut done) = (flat, 0);
+        parts.map(|part| {
+            let range = self.range(part);
+            let (_, tail) = std::mem::take(&mut rest).split_at_mut(range.start - done);
+            let (found, tail) = tail.split_at_mut(range.len());
+            (rest, done) = (tail, range.end);
+            found
+        })
+    }
+}
+
+/// The flat parameters of a pass in fp32, by the units that it reads.
+pub(super) struct Flat<'a> {
+    pub(super) units: &'a [UnitParams],
+    pub(super) reads: &'a [usize],
+    pub(super) flats: Vec<&'a [f32]>,
+}
+
+impl<'a> Flat<'a> {
+    /// The parameter of the `read`-th unit whose name contains `part`.
+    pub(super) fn get(&self, read: usize, part: &str) -> &'a [f32] {
+        &self.flats[read][self.units[self.reads[read]].range(part)]
+    }
+
+    /// Layout of the `read`-th unit.
+    pub(super) fn unit(&self, read: usize) -> &'a UnitParams {
+        &self.units[self.reads[read]]
+    }
+
+    /// The matrix `[vocab, c]` of the head: its own, or the embedding's where tied.
+    pub(super) fn head_weight(&self) -> &'a [f32] {
+        if self.flats.len() > 1 { self.get(1, "wte") } else { self.get(0, "lm_head") }
+    }
+}
+
+/// `out` = `slice` in fp32, on all threads.
+pub(super) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
+    fn from<T: Element>(
+        slice: AnySlice,
+        out: &mut [f32],
+        cast: impl Fn(&[T], &mut [f32]) + Sync,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
+        let src = unsafe { slice.typed::<T>()?.as_host() };
+        let n = rows_per_thread(out.len());
+        (out.par_chunks_mut(n), src.par_chunks(n)).into_par_iter().for_each(|(out, src)| cast(src, out));
+        Ok(())
+    }
+    match slice.dtype() {
+        DType::Bf16 => from::<bf16>(slice, out, |src, out| host::cast(src, out, 1.0)),
+        _ => from::<f16>(slice, out, |src, out| host::cast(src, out, 1.0)),
+    }
+}

@@ -1,0 +1,155 @@
+//! Causal self-attention of several heads, without a T x T matrix in memory.
+//!
+//! Shapes: qkv `[batch, seq, 3, heads, d]`, out `[batch, seq, heads, d]`, log-sum-exp `[batch, heads, seq]`.
+//! Queries are taken in blocks of [`BLOCK`] rows against all keys up to the diagonal; the backward pass
+//! recomputes the probabilities of a block from the log-sum-exp (FlashAttention's idea, arXiv 2205.14135,
+//! with whole rows in place of its running softmax).
+
+use faer::prelude::ReborrowMut;
+use faer::{Accum, MatMut, MatRef};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::linear::{gemm, mat, mat_mut};
+use super::math;
+
+const BLOCK: usize = 64;
+
+/// Sizes of an attention.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens a sequence.
+    pub seq: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Elements of a head.
+    pub d: usize,
+}
+
+impl Shape {
+    fn scale(self) -> f32 {
+        1.0 / (self.d as f32).sqrt()
+    }
+
+    /// Query, key and value `[seq, d]` of one head.
+    fn qkv(self, qkv: &[f32], b: usize, h: usize) -> [MatRef<'_, f32>; 3] {
+        let c = self.heads * self.d;
+        let all = mat(qkv, self.batch * self.seq, 3 * c).subrows(b * self.seq, self.seq);
+        [0, 1, 2].map(|i| all.subcols(i * c + h * self.d, self.d))
+    }
+
+    /// `[batch * seq, parts * heads * d]` cut into its `[seq, d]` tiles, those of batch b, part i, head h at
+    /// `(b * parts + i) * heads + h`.
+    fn tiles(self, data: &mut [f32], parts: usize) -> Vec<MatMut<'_, f32>> {
+        let mut tiles = Vec::with_capacity(self.batch * parts * self.heads);
+        let mut rest = mat_mut(data, self.batch * self.seq, parts * self.heads * self.d);
+        for _ in 0..self.batch {
+            let (mut rows, below) = rest.split_at_row_mut(self.seq);
+            rest = below;
+            for _ in 0..parts * self.heads {
+                let (tile, right) = rows.split_at_col_mut(self.d);
+                rows = right;
+                tiles.push(tile);
+            }
+        }
+        tiles
+    }
+}
+
+/// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass.
+pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], shape: Shape) {
+    let Shape { seq, heads, .. } = shape;
+    let tiles = shape.tiles(out, 1);
+    (tiles, lse.par_chunks_mut(seq)).into_par_iter().enumerate().for_each(|(task, (mut out, lse))| {
+        let [q, k, v] = shape.qkv(qkv, task / heads, task % heads);
+        let mut probs = vec![0.0; BLOCK.min(seq) * seq];
+        for start in (0..seq).step_by(BLOCK) {
+            let rows = BLOCK.min(seq - start);
+            let cols = start + rows;
+            let probs = &mut probs[..rows * cols];
+            let q = q.subrows(start, rows);
+            gemm(mat_mut(probs, rows, cols), Accum::Replace, q, k.subrows(0, cols).transpose(), shape.scale());
+            softmax_rows(probs, &mut lse[start..cols], start);
+            let out = out.rb_mut().subrows_mut(start, rows);
+            gemm(out, Accum::Replace, mat(probs, rows, cols), v.subrows(0, cols), 1.0);
+        }
+    });
+}
+
+/// `dqkv` = the gradient of qkv, overwritten.
+pub fn backward(dqkv: &mut [f32], dout: &[f32], qkv: &[f32], out: &[f32], lse: &[f32], shape: Shape) {
+    let Shape { batch, seq, heads, d } = shape;
+    let mut tiles: Vec<Option<MatMut<'_, f32>>> = shape.tiles(dqkv, 3).into_iter().map(Some).collect();
+    let mut tasks = Vec::with_capacity(batch * heads);
+    for task in 0..batch * heads {
+        let (b, h) = (task / heads, task % heads);
+        let mut take = |part: usize| tiles[(b * 3 + part) * heads + h].take();
+        if let (Some(dq), Some(dk), Some(dv)) = (take(0), take(1), take(2)) {
+            tasks.push((b, h, dq, dk, dv));
+        }
+    }
+    let whole = |x| mat(x, batch * seq, heads * d);
+    tasks.into_par_iter().for_each(|(b, h, mut dq, mut dk, mut dv)| {
+        let [q, k, v] = shape.qkv(qkv, b, h);
+        let [out, dout] = [out, dout].map(|x| whole(x).subrows(b * seq, seq).subcols(h * d, d));
+        let lse = &lse[(b * heads + h) * seq..][..seq];
+        let mut probs = vec![0.0; BLOCK.min(seq) * seq];
+        let mut dprobs = probs.clone();
+        dk.fill(0.0);
+        dv.fill(0.0);
+        for start in (0..seq).step_by(BLOCK) {
+            let rows = BLOCK.min(seq - start);
+            let cols = start + rows;
+            let (probs, dprobs) = (&mut probs[..rows * cols], &mut dprobs[..rows * cols]);
+            let [q, out, dout] = [q, out, dout].map(|x| x.subrows(start, rows));
+            let [k, v] = [k, v].map(|x| x.subrows(0, cols));
+            gemm(mat_mut(probs, rows, cols), Accum::Replace, q, k.transpose(), shape.scale());
+            gemm(mat_mut(dprobs, rows, cols), Accum::Replace, dout, v.transpose(), 1.0);
+            let deltas: Vec<f32> = (0..rows).map(|i| (0..d).map(|j| out[(i, j)] * dout[(i, j)]).sum()).collect();
+            softmax_backward_rows(probs, dprobs, &lse[start..cols], &deltas, start, shape.scale());
+            let (probs, dprobs) = (mat(probs, rows, cols), mat(dprobs, rows, cols));
+            gemm(dq.rb_mut().subrows_mut(start, rows), Accum::Replace, dprobs, k, 1.0);
+            gemm(dk.rb_mut().subrows_mut(0, cols), Accum::Add, dprobs.transpose(), q, 1.0);
+            gemm(dv.rb_mut().subrows_mut(0, cols), Accum::Add, probs.transpose(), dout, 1.0);
+        }
+    });
+}
+
+/// Scores to probabilities, row by row: row i attends to columns 0..=start + i, the rest become 0.
+#[multiversion(targets = "simd")]
+fn softmax_rows(scores: &mut [f32], lse: &mut [f32], start: usize) {
+    let cols = scores.len() / lse.len();
+    for (i, (row, lse)) in scores.chunks_exact_mut(cols).zip(lse).enumerate() {
+        let (seen, hidden) = row.split_at_mut(start + i + 1);
+        let max = math::max(seen);
+        for x in seen.iter_mut() {
+            *x = math::exp(*x - max);
+        }
+        let sum = math::sum_by(seen.len(), |j| seen[j]);
+        let factor = 1.0 / sum;
+        for x in seen.iter_mut() {
+            *x *= factor;
+        }
+        hidden.fill(0.0);
+        *lse = max + sum.ln();
+    }
+}
+
+/// Scores to probabilities from their log-sum-exp, and `dp` to the gradient of the scores before scaling:
+/// ds = p (dp - delta) scale.
+#[multiversion(targets = "simd")]
+fn softmax_backward_rows(p: &mut [f32], dp: &mut [f32], lse: &[f32], deltas: &[f32], start: usize, scale: f32) {
+    let cols = p.len() / lse.len();
+    let rows = p.chunks_exact_mut(cols).zip(dp.chunks_exact_mut(cols)).zip(lse.iter().zip(deltas));
+    for (i, ((p, dp), (&lse, &delta))) in rows.enumerate() {
+        let seen = start + i + 1;
+        for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
+            *p = math::exp(*p - lse);
+            *dp = *p * (*dp - delta) * scale;
+        }
+        p[seen..].fill(0.0);
+        dp[seen..].fill(0.0);
+    }
+}

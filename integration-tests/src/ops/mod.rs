@@ -1,0 +1,40 @@
+//! The operations of the reference trainer on the host, forward and backward, in fp32.
+//!
+//! All are plain functions over slices. They run in parallel over rows with rayon, in whatever pool they
+//! are called from: [`Threads`] is that pool, one for each rank. How the rows are cut depends on the number
+//! of threads alone, so a rank's results do not depend on timing. Matrix products are faer's.
+
+pub mod attention;
+pub mod cross_entropy;
+pub mod embedding;
+pub mod gelu;
+pub mod layer_norm;
+pub mod linear;
+mod math;
+
+use std::sync::Arc;
+
+/// The threads of one rank.
+#[derive(Clone, Debug)]
+pub struct Threads(Arc<rayon::ThreadPool>);
+
+impl Threads {
+    /// A pool of `count` threads (at least one).
+    ///
+    /// # Errors
+    /// The system gives no more threads.
+    pub fn new(count: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
+        let builder = rayon::ThreadPoolBuilder::new().num_threads(count.max(1));
+        Ok(Self(Arc::new(builder.thread_name(|i| format!("ops-{i}")).build()?)))
+    }
+
+    /// Runs `work` in the pool.
+    pub fn run<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        self.0.install(work)
+    }
+}
+
+/// Rows a thread takes when `rows` rows are cut evenly over the threads of the current pool.
+pub(crate) fn rows_per_thread(rows: usize) -> usize {
+    rows.div_ceil(rayon::current_num_threads()).max(1)
+}
