@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use zero_alloc::device::{AnySlice, DType, DeviceError, Element};
-use zero_kernels::host;
+use zero_kernels::{Float, host};
 use zero_shard::UnitSpec;
 
 use crate::ops::rows_per_thread;
@@ -69,19 +69,19 @@ impl<'a> Flat<'a> {
 
 /// `out` = `slice` in fp32, on all threads.
 pub(super) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
-    fn from<T: Element>(
-        slice: AnySlice,
-        out: &mut [f32],
-        cast: impl Fn(&[T], &mut [f32]) + Sync,
-    ) -> Result<(), DeviceError> {
+    fn from<T: Element + Float>(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
         // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
         let src = unsafe { slice.typed::<T>()?.as_host() };
         let n = rows_per_thread(out.len());
-        (out.par_chunks_mut(n), src.par_chunks(n)).into_par_iter().for_each(|(out, src)| cast(src, out));
-        Ok(())
+        let parts = (out.par_chunks_mut(n), src.par_chunks(n)).into_par_iter();
+        parts.try_for_each(|(out, src)| host::cast(src, out, 1.0)).map_err(|e| DeviceError::Operation {
+            stream: String::new(),
+            op: "upcast".to_owned(),
+            message: e.to_string(),
+        })
     }
     match slice.dtype() {
-        DType::Bf16 => from::<bf16>(slice, out, |src, out| host::cast(src, out, 1.0)),
-        _ => from::<f16>(slice, out, |src, out| host::cast(src, out, 1.0)),
+        DType::Bf16 => from::<bf16>(slice, out),
+        _ => from::<f16>(slice, out),
     }
 }
