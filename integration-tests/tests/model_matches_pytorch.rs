@@ -25,7 +25,7 @@ fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
 }
 
 fn check(threads: usize, activation_checkpointing: bool) {
-    let config = GptConfig::from_json(&std::fs::read_to_string(oracle("model/config.json")).unwrap()).unwrap().0;
+    let config = GptConfig::from_hf_json(&std::fs::read_to_string(oracle("model/config.json")).unwrap()).unwrap().0;
     let device = HostDevice::new();
     let stream = device.create_stream("compute").unwrap();
     let pool = Pool::new(device, usize::MAX);

@@ -1,5 +1,5 @@
 //! What the tests share: the PyTorch results in tests/data, and norms.
-#![allow(dead_code, missing_docs)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::path::PathBuf;
 
