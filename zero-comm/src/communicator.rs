@@ -4,17 +4,32 @@
 //! A call enqueues and returns; the operation runs in stream order, and its failure poisons the stream.
 //! Sums of fp16 and bf16 are taken in fp32 in rank order and rounded once.
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError};
+use std::sync::Arc;
+
+use zero_alloc::device::{AnySlice, Device};
+
+use crate::CommError;
 
 /// How elements of different ranks are combined, in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// Their sum.
+    /// Their sum (of bytes: modulo 256).
     Sum,
-    /// Their sum divided by the number of ranks.
+    /// Their sum divided by the number of ranks (not of bytes).
     Avg,
-    /// The greatest.
+    /// The greatest; NaN if one of them is NaN.
     Max,
+}
+
+impl ReduceOp {
+    /// `sum`, `avg` or `max`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Avg => "avg",
+            Self::Max => "max",
+        }
+    }
 }
 
 /// Which collective.
@@ -34,10 +49,27 @@ pub enum Collective {
     Barrier,
 }
 
+impl Collective {
+    /// The name of the method that does it: `reduce_scatter`, `all_gather`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllGather => "all_gather",
+            Self::AllReduce => "all_reduce",
+            Self::Broadcast => "broadcast",
+            Self::AllToAll => "all_to_all",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
 /// Bytes that this rank has sent, by collective: what a rank must put on a wire with a bandwidth-optimal
 /// algorithm, S being the bytes of the whole buffer and N the ranks: (N-1)/N x S for reduce-scatter,
 /// all-gather and all-to-all, twice that for all-reduce; for broadcast S (N-1)/N on every rank
 /// (scatter and all-gather, the root's scatter included).
+///
+/// Where S is not divisible by N, the buffer counts as cut by [`balanced_range`](crate::balanced_range), and
+/// the bytes are those of this rank's part: exact integers whose sum over the ranks is N times the formula.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// By reduce-scatter.
@@ -50,48 +82,28 @@ pub struct Traffic {
     pub broadcast_bytes: u64,
     /// By all-to-all.
     pub all_to_all_bytes: u64,
+    /// By [`Communicator::control_all_gather`]: votes, norms and losses, a few bytes a step.
+    pub control_bytes: u64,
 }
 
-/// Why a collective could not be enqueued or did not finish.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum CommError {
-    /// The counts of a call do not fit together.
-    #[error("{what}: expected {expected} elements, got {got}")]
-    Count {
-        /// The call and argument.
-        what: &'static str,
-        /// Elements expected.
-        expected: usize,
-        /// Elements given.
-        got: usize,
-    },
-    /// The operation is not defined for the dtype.
-    #[error("{collective:?} with {op:?} is not defined for {dtype}")]
-    Unsupported {
-        /// The collective.
-        collective: Collective,
-        /// The reduction.
-        op: ReduceOp,
-        /// The dtype.
-        dtype: DType,
-    },
-    /// A rank died, stalled, called something else or aborted.
-    #[error("rank {rank}: {message}")]
-    Peer {
-        /// The rank at fault.
-        rank: usize,
-        /// What was seen.
-        message: String,
-    },
-    /// The stream refused.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
+impl Traffic {
+    /// What was sent since `earlier`, a reading of the same communicator.
+    #[must_use]
+    pub fn since(self, earlier: Self) -> Self {
+        Self {
+            reduce_scatter_bytes: self.reduce_scatter_bytes - earlier.reduce_scatter_bytes,
+            all_gather_bytes: self.all_gather_bytes - earlier.all_gather_bytes,
+            all_reduce_bytes: self.all_reduce_bytes - earlier.all_reduce_bytes,
+            broadcast_bytes: self.broadcast_bytes - earlier.broadcast_bytes,
+            all_to_all_bytes: self.all_to_all_bytes - earlier.all_to_all_bytes,
+            control_bytes: self.control_bytes - earlier.control_bytes,
+        }
+    }
 }
 
 /// A group of ranks. `send` and `recv` follow NCCL: elements are counted, `recv` may be the rank's own
 /// part of `send` (reduce_scatter) or `send` the rank's own part of `recv` (all_gather), or both the same
-/// (all_reduce); any other overlap is forbidden.
+/// (all_reduce); any other overlap is an error.
 pub trait Communicator<D: Device>: Send + Sync {
     /// This rank.
     fn rank(&self) -> usize;
@@ -111,11 +123,45 @@ pub trait Communicator<D: Device>: Send + Sync {
         op: ReduceOp,
     ) -> Result<(), CommError>;
 
+    /// Reduce-scatter with a segment of `counts[q]` elements for rank q, end to end in `send`;
+    /// `recv.len() == counts[rank]`. All ranks pass the same counts; zeros are fine.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn reduce_scatter_uneven(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<(), CommError>;
+
     /// `recv[q * send.len() + i] = send_q[i]` for all ranks q; `recv.len() == send.len() * world_size`.
     ///
     /// # Errors
     /// Counts or dtypes do not fit, or the stream refused.
     fn all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError>;
+
+    /// All-gather of `counts[q]` elements from rank q, end to end in `recv`; `send.len() == counts[rank]`.
+    /// All ranks pass the same counts; zeros are fine.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn all_gather_uneven(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+    ) -> Result<(), CommError>;
+
+    /// [`all_gather`](Self::all_gather) of a few bytes that steer the run (votes, norms, losses): the same
+    /// operation, counted in [`Traffic::control_bytes`].
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn control_all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError>;
 
     /// `recv[i] = op over ranks q of send_q[i]`; `send.len() == recv.len()`.
     ///
@@ -141,9 +187,20 @@ pub trait Communicator<D: Device>: Send + Sync {
     /// The stream refused.
     fn barrier(&self, stream: &D::Stream) -> Result<(), CommError>;
 
+    /// The communicator of the ranks that pass the same `color`, numbered by `key`, then by rank here; `None`
+    /// for a rank that passes no color. Every rank calls it; the host waits for the others, within the time limit.
+    /// The new communicator counts its own traffic; an abort here reaches it, but not the other way round.
+    ///
+    /// # Errors
+    /// A rank failed, or did not come.
+    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<D>>>, CommError>;
+
     /// Bytes sent so far, counted when enqueued.
     fn traffic(&self) -> Traffic;
 
     /// Ends every collective under way or to come, on all ranks, with an error that names this rank and `reason`.
     fn abort(&self, reason: &str);
+
+    /// The first failure of the group, as every rank sees it: the cause behind a poisoned stream.
+    fn failure(&self) -> Option<CommError>;
 }

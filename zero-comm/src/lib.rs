@@ -1,5 +1,11 @@
 //! Collectives on explicit streams, gradient buckets and unit prefetch.
 
+mod call;
 mod communicator;
+mod error;
+mod reduce;
+pub mod threads;
 
-pub use communicator::{Collective, CommError, Communicator, ReduceOp, Traffic};
+pub use call::{Call, Checked, Group, Segments, balanced_range};
+pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
+pub use error::CommError;

@@ -1,0 +1,285 @@
+//! A collective call as plain data: what ranks compare, and the checks and counts that all back ends share.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use zero_alloc::device::{AnySlice, DType};
+
+use crate::{Collective, CommError, ReduceOp, Traffic};
+
+/// Part `index` of `len` elements cut in `parts` parts as equal as can be, the longer ones first.
+///
+/// # Panics
+/// There are no parts.
+pub const fn balanced_range(len: usize, parts: usize, index: usize) -> Range<usize> {
+    let (base, longer) = (len / parts, len % parts);
+    let start = index * base + if index < longer { index } else { longer };
+    start..start + base + if index < longer { 1 } else { 0 }
+}
+
+/// How the whole buffer of a call is cut among the ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Segments {
+    /// The same number of elements for each rank.
+    Even(usize),
+    /// These numbers of elements.
+    Uneven(Arc<[usize]>),
+    /// This many elements in all, as [`balanced_range`] cuts them.
+    Balanced(usize),
+}
+
+impl Segments {
+    /// Where the segment of `rank` lies in the whole buffer.
+    pub fn range(&self, rank: usize, world_size: usize) -> Range<usize> {
+        match self {
+            Self::Even(n) => rank * n..(rank + 1) * n,
+            Self::Uneven(counts) => {
+                let start = counts[..rank].iter().sum();
+                start..start + counts[rank]
+            }
+            Self::Balanced(len) => balanced_range(*len, world_size, rank),
+        }
+    }
+
+    /// Elements of the whole buffer.
+    pub fn total(&self, world_size: usize) -> usize {
+        match self {
+            Self::Even(n) => n * world_size,
+            Self::Uneven(counts) => counts.iter().sum(),
+            Self::Balanced(len) => *len,
+        }
+    }
+}
+
+/// What a rank called: the same on every rank, or the call is a mismatch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Which collective.
+    pub collective: Collective,
+    /// The reduction, where there is one.
+    pub op: Option<ReduceOp>,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// The whole buffer and its cut.
+    pub segments: Segments,
+    /// The root, where there is one.
+    pub root: Option<usize>,
+    /// Whether it counts as control traffic.
+    pub control: bool,
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.control {
+            f.write_str("control_")?;
+        }
+        f.write_str(self.collective.name())?;
+        if let Some(op) = self.op {
+            write!(f, "({})", op.name())?;
+        }
+        match &self.segments {
+            _ if self.collective == Collective::Barrier => {}
+            Segments::Even(n) => write!(f, " of {n} x {} a rank", self.dtype)?,
+            Segments::Uneven(counts) => write!(f, " of {counts:?} x {}", self.dtype)?,
+            Segments::Balanced(len) => write!(f, " of {len} x {}", self.dtype)?,
+        }
+        self.root.map_or(Ok(()), |root| write!(f, " from rank {root}"))
+    }
+}
+
+/// A call that has passed the checks: its description and the buffers of this rank.
+#[derive(Clone, Debug)]
+pub struct Checked {
+    /// What all ranks must agree on.
+    pub call: Call,
+    /// What this rank gives.
+    pub send: AnySlice,
+    /// Where this rank's result goes.
+    pub recv: AnySlice,
+}
+
+/// Of which group the checks speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// This rank.
+    pub rank: usize,
+    /// How many ranks.
+    pub world_size: usize,
+}
+
+impl Group {
+    /// Checks a reduce-scatter with equal segments.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn reduce_scatter(self, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<Checked, CommError> {
+        let segments = Segments::Even(recv.len());
+        self.check(Collective::ReduceScatter, Some(op), segments, send, recv)
+    }
+
+    /// Checks a reduce-scatter with segments of `counts`.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn reduce_scatter_uneven(
+        self,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<Checked, CommError> {
+        let segments = self.uneven(Collective::ReduceScatter, counts)?;
+        self.check(Collective::ReduceScatter, Some(op), segments, send, recv)
+    }
+
+    /// Checks an all-gather with equal segments.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn all_gather(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
+        self.check(Collective::AllGather, None, Segments::Even(send.len()), send, recv)
+    }
+
+    /// Checks an all-gather with segments of `counts`.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn all_gather_uneven(self, send: AnySlice, recv: AnySlice, counts: &[usize]) -> Result<Checked, CommError> {
+        let segments = self.uneven(Collective::AllGather, counts)?;
+        self.check(Collective::AllGather, None, segments, send, recv)
+    }
+
+    /// Checks an all-gather of control traffic.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn control_all_gather(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
+        let mut checked = self.all_gather(send, recv)?;
+        checked.call.control = true;
+        Ok(checked)
+    }
+
+    /// Checks an all-reduce.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn all_reduce(self, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<Checked, CommError> {
+        self.check(Collective::AllReduce, Some(op), Segments::Balanced(send.len()), send, recv)
+    }
+
+    /// Checks a broadcast.
+    ///
+    /// # Errors
+    /// There is no such root.
+    pub fn broadcast(self, buffer: AnySlice, root: usize) -> Result<Checked, CommError> {
+        if root >= self.world_size {
+            return Err(CommError::NoSuchRoot { root, world_size: self.world_size });
+        }
+        let mut checked =
+            self.check(Collective::Broadcast, None, Segments::Balanced(buffer.len()), buffer, buffer)?;
+        checked.call.root = Some(root);
+        Ok(checked)
+    }
+
+    /// Checks an all-to-all.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn all_to_all(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
+        let (len, world_size) = (send.len(), self.world_size);
+        if !len.is_multiple_of(world_size) {
+            return Err(CommError::NotDivisible { collective: Collective::AllToAll, len, world_size });
+        }
+        self.check(Collective::AllToAll, None, Segments::Even(len / world_size), send, recv)
+    }
+
+    /// A barrier: nothing to check.
+    pub fn barrier(self) -> Checked {
+        // SAFETY: no elements.
+        let none = unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8) };
+        let (collective, segments) = (Collective::Barrier, Segments::Even(0));
+        let call = Call { collective, op: None, dtype: DType::U8, segments, root: None, control: false };
+        Checked { call, send: none, recv: none }
+    }
+
+    fn uneven(self, collective: Collective, counts: &[usize]) -> Result<Segments, CommError> {
+        if counts.len() != self.world_size {
+            return Err(CommError::RankCounts { collective, expected: self.world_size, got: counts.len() });
+        }
+        // No buffer is that long: counts beyond it would only overflow the sums below.
+        let total = counts.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
+        if total.is_none_or(|total| total > isize::MAX as usize) {
+            return Err(CommError::CountsTooLarge { collective });
+        }
+        Ok(Segments::Uneven(counts.into()))
+    }
+
+    fn check(
+        self,
+        collective: Collective,
+        op: Option<ReduceOp>,
+        segments: Segments,
+        send: AnySlice,
+        recv: AnySlice,
+    ) -> Result<Checked, CommError> {
+        use Collective::{AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter};
+        if send.dtype() != recv.dtype() {
+            return Err(CommError::DTypes { collective, send: send.dtype(), recv: recv.dtype() });
+        }
+        let (whole, own) = (segments.total(self.world_size), segments.range(self.rank, self.world_size));
+        let (in_send, in_recv, send_name, recv_name) = match collective {
+            ReduceScatter => (whole, own.len(), "reduce_scatter, send", "reduce_scatter, recv"),
+            AllGather => (own.len(), whole, "all_gather, send", "all_gather, recv"),
+            AllReduce => (whole, whole, "all_reduce, send", "all_reduce, recv"),
+            AllToAll => (whole, whole, "all_to_all, send", "all_to_all, recv"),
+            Broadcast => (whole, whole, "broadcast", "broadcast"),
+            Barrier => (0, 0, "barrier", "barrier"),
+        };
+        for (what, expected, got) in [(send_name, in_send, send.len()), (recv_name, in_recv, recv.len())] {
+            if expected != got {
+                return Err(CommError::Count { what, expected, got });
+            }
+        }
+        if let (Some(op), DType::U8) = (op, send.dtype())
+            && op == ReduceOp::Avg
+        {
+            return Err(CommError::Unsupported { collective, op, dtype: DType::U8 });
+        }
+        let in_place = match collective {
+            ReduceScatter => send.slice(own).as_ptr() == recv.as_ptr(),
+            AllGather => recv.slice(own).as_ptr() == send.as_ptr(),
+            AllReduce | Broadcast => send.as_ptr() == recv.as_ptr(),
+            AllToAll | Barrier => false,
+        };
+        if !in_place && overlap(send, recv) {
+            return Err(CommError::Overlap { collective });
+        }
+        let call = Call { collective, op, dtype: send.dtype(), segments, root: None, control: false };
+        Ok(Checked { call, send, recv })
+    }
+
+    /// Adds to `traffic` what this rank must send in `call`.
+    pub fn count(self, call: &Call, traffic: &mut Traffic) {
+        let Self { rank, world_size } = self;
+        let bytes = |elems: usize| (elems * call.dtype.size_bytes()) as u64;
+        let (whole, own) = (call.segments.total(world_size), call.segments.range(rank, world_size).len());
+        // A reduce-scatter sends every segment but the own to its owner; an all-gather sends the own
+        // segment to every other rank.
+        let (scattered, gathered) = (bytes(whole - own), bytes(own * (world_size - 1)));
+        match call.collective {
+            Collective::AllGather if call.control => traffic.control_bytes += gathered,
+            Collective::ReduceScatter => traffic.reduce_scatter_bytes += scattered,
+            Collective::AllGather => traffic.all_gather_bytes += gathered,
+            Collective::AllReduce => traffic.all_reduce_bytes += scattered + gathered,
+            Collective::Broadcast => traffic.broadcast_bytes += gathered,
+            Collective::AllToAll => traffic.all_to_all_bytes += scattered,
+            Collective::Barrier => {}
+        }
+    }
+}
+
+fn overlap(a: AnySlice, b: AnySlice) -> bool {
+    let (a0, b0) = (a.as_ptr() as usize, b.as_ptr() as usize);
+    !a.is_empty() && !b.is_empty() && a0 < b0 + b.len_bytes() && b0 < a0 + a.len_bytes()
+}

@@ -1,0 +1,214 @@
+//! All ranks in one process: each rank's stream works straight on its peers' buffers.
+//!
+//! ```text
+//! rank 0's stream   ... | post, wait | work | wait | ...
+//! rank 1's stream     ... | post, wait | work | wait | ...
+//! ```
+//!
+//! An operation posts its call and buffers, waits until every rank has posted the same call of the same
+//! sequence number, does its share ([`work`]) and waits until every rank has done its own; only then may
+//! buffers change again. There are no copies between: each byte of a result is written once, by the rank that
+//! computed it. A waiting rank sleeps; it never spins.
+//!
+//! **Failure.** The first failure of the world ends it: every collective under way or to come returns that
+//! failure on every rank. No rank leaves an operation while another still works in its buffers.
+
+mod rendezvous;
+mod work;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use zero_alloc::device::{AnySlice, DeviceError, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+
+use crate::call::{Checked, Group};
+use crate::{CommError, Communicator, ReduceOp, Traffic};
+use rendezvous::{Shared, Ticket};
+
+/// How a world of threads behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// How long a rank waits for the others before it ends the world with an error. Default: 10 minutes.
+    pub limit: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { limit: Duration::from_secs(600) }
+    }
+}
+
+/// Makes the communicators of a world of threads.
+#[derive(Clone, Copy, Debug)]
+pub struct World;
+
+impl World {
+    /// One communicator for each of `world_size` ranks, in rank order, to be given to their threads.
+    ///
+    /// # Errors
+    /// [`CommError::NoRanks`].
+    #[expect(clippy::new_ret_no_self, reason = "a world is the set of its ranks' communicators")]
+    pub fn new(world_size: usize, options: Options) -> Result<Vec<ThreadsComm>, CommError> {
+        if world_size == 0 {
+            return Err(CommError::NoRanks);
+        }
+        let shared = Arc::new(Shared::new(world_size, options));
+        Ok((0..world_size).map(|rank| ThreadsComm::new(Arc::clone(&shared), rank)).collect())
+    }
+}
+
+/// What the host thread of a rank changes when it enqueues.
+#[derive(Default)]
+struct Enqueued {
+    /// Collectives enqueued so far: the next one's sequence number.
+    sequence: u64,
+    /// Splits called so far.
+    splits: u64,
+    traffic: Traffic,
+}
+
+/// One rank's handle of a world of threads. Dropping it tells the others that this rank has left: they finish
+/// what it enqueued, and get [`CommError::Left`] from what it did not.
+///
+/// Calls may go to different streams of the rank; ranks must still enqueue them in the same order.
+pub struct ThreadsComm {
+    shared: Arc<Shared>,
+    rank: usize,
+    enqueued: Mutex<Enqueued>,
+}
+
+impl fmt::Debug for ThreadsComm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ThreadsComm(rank {} of {})", self.rank, self.shared.world_size)
+    }
+}
+
+impl Drop for ThreadsComm {
+    fn drop(&mut self) {
+        self.shared.leave(self.rank, self.enqueued.get_mut().sequence);
+    }
+}
+
+impl ThreadsComm {
+    fn new(shared: Arc<Shared>, rank: usize) -> Self {
+        Self { shared, rank, enqueued: Mutex::default() }
+    }
+
+    fn group(&self) -> Group {
+        Group { rank: self.rank, world_size: self.shared.world_size }
+    }
+
+    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+        // Held over `stream.enqueue`, so that sequence numbers and stream order agree.
+        let mut enqueued = self.enqueued.lock();
+        let (sequence, group, label) = (enqueued.sequence, self.group(), checked.call.collective.name());
+        let stream_name = stream.name().to_owned();
+        let ticket = Ticket::new(Arc::clone(&self.shared), self.rank, sequence, checked.call.clone(), stream_name);
+        enqueued.sequence += 1;
+        group.count(&checked.call, &mut enqueued.traffic);
+        stream.enqueue(label, move || {
+            ticket.run(&checked, |posted| work::run(group, &checked.call, posted)).map_err(|(error, stream)| {
+                DeviceError::Operation { stream, op: label.to_owned(), message: error.to_string() }
+            })
+        })?;
+        Ok(())
+    }
+}
+
+impl Communicator<HostDevice> for ThreadsComm {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.shared.world_size
+    }
+
+    fn reduce_scatter(
+        &self,
+        stream: &HostStream,
+        send: AnySlice,
+        recv: AnySlice,
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
+    }
+
+    fn reduce_scatter_uneven(
+        &self,
+        stream: &HostStream,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().reduce_scatter_uneven(send, recv, counts, op)?)
+    }
+
+    fn all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_gather(send, recv)?)
+    }
+
+    fn all_gather_uneven(
+        &self,
+        stream: &HostStream,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+    ) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_gather_uneven(send, recv, counts)?)
+    }
+
+    fn control_all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().control_all_gather(send, recv)?)
+    }
+
+    fn all_reduce(&self, stream: &HostStream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_reduce(send, recv, op)?)
+    }
+
+    fn broadcast(&self, stream: &HostStream, buffer: AnySlice, root: usize) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().broadcast(buffer, root)?)
+    }
+
+    fn all_to_all(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_to_all(send, recv)?)
+    }
+
+    fn barrier(&self, stream: &HostStream) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().barrier())
+    }
+
+    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+        let turn = {
+            let mut enqueued = self.enqueued.lock();
+            enqueued.splits += 1;
+            enqueued.splits - 1
+        };
+        let wanted = self.shared.split(self.rank, turn, (color, key))?;
+        let Some(color) = color else { return Ok(None) };
+        let mut members: Vec<(u64, usize)> =
+            wanted.iter().enumerate().filter(|(_, (c, _))| *c == Some(color)).map(|(r, (_, k))| (*k, r)).collect();
+        members.sort_unstable();
+        let ranks: Vec<usize> = members.into_iter().map(|(_, rank)| rank).collect();
+        let index: HashMap<usize, usize> = ranks.iter().enumerate().map(|(new, &old)| (old, new)).collect();
+        let child = self.shared.child(turn, color, ranks.len());
+        Ok(Some(Arc::new(Self::new(child, index[&self.rank]))))
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.enqueued.lock().traffic
+    }
+
+    fn abort(&self, reason: &str) {
+        self.shared.fail(CommError::Aborted { rank: self.rank, reason: reason.to_owned() });
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.shared.failure()
+    }
+}
