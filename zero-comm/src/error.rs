@@ -91,11 +91,11 @@ pub enum CommError {
         /// The one side.
         rank: usize,
         /// What it called.
-        call: Call,
+        call: Box<Call>,
         /// The other side.
         other_rank: usize,
         /// What that one called.
-        other_call: Call,
+        other_call: Box<Call>,
     },
     /// A rank did not come in time.
     #[error("collective {sequence}, {call}: rank {rank} did not come within {limit:?} (it had done {done})")]
@@ -103,7 +103,7 @@ pub enum CommError {
         /// The place of the call in the order of calls, from 0.
         sequence: u64,
         /// What was called.
-        call: Call,
+        call: Box<Call>,
         /// The rank that is missing.
         rank: usize,
         /// How long was waited.
@@ -117,7 +117,7 @@ pub enum CommError {
         /// The place of the call in the order of calls, from 0.
         sequence: u64,
         /// What was called.
-        call: Call,
+        call: Box<Call>,
         /// The rank that left.
         rank: usize,
         /// How many collectives that rank had called.
@@ -129,7 +129,7 @@ pub enum CommError {
         /// The place of the call in the order of calls, from 0.
         sequence: u64,
         /// What was called.
-        call: Call,
+        call: Box<Call>,
         /// The rank at fault.
         rank: usize,
         /// Its stream.
@@ -141,7 +141,7 @@ pub enum CommError {
         /// The place of the call in the order of calls, from 0.
         sequence: u64,
         /// What was called.
-        call: Call,
+        call: Box<Call>,
         /// The rank at fault.
         rank: usize,
     },

@@ -1,4 +1,4 @@
-//! Collectives on explicit streams, gradient buckets and unit prefetch.
+#![doc = include_str!("../README.md")]
 
 mod call;
 mod communicator;

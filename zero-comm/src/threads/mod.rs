@@ -13,10 +13,12 @@
 //! **Failure.** The first failure of the world ends it: every collective under way or to come returns that
 //! failure on every rank. No rank leaves an operation while another still works in its buffers.
 
-mod rendezvous;
+mod shared;
+mod slot;
+mod split;
+mod ticket;
 mod work;
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +29,8 @@ use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
 use crate::{CommError, Communicator, ReduceOp, Traffic};
-use rendezvous::{Shared, Ticket};
+use shared::Shared;
+use ticket::Ticket;
 
 /// How a world of threads behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,13 +109,15 @@ impl ThreadsComm {
         // Held over `stream.enqueue`, so that sequence numbers and stream order agree.
         let mut enqueued = self.enqueued.lock();
         let (sequence, group, label) = (enqueued.sequence, self.group(), checked.call.collective.name());
-        let stream_name = stream.name().to_owned();
-        let ticket = Ticket::new(Arc::clone(&self.shared), self.rank, sequence, checked.call.clone(), stream_name);
         enqueued.sequence += 1;
         group.count(&checked.call, &mut enqueued.traffic);
+        let ticket = Ticket::new(Arc::clone(&self.shared), self.rank, sequence, checked, stream.name().to_owned());
+        let name = stream.name().to_owned();
         stream.enqueue(label, move || {
-            ticket.run(&checked, |posted| work::run(group, &checked.call, posted)).map_err(|(error, stream)| {
-                DeviceError::Operation { stream, op: label.to_owned(), message: error.to_string() }
+            ticket.run(|call, posted| work::run(group, call, posted)).map_err(|error| DeviceError::Operation {
+                stream: name,
+                op: label.to_owned(),
+                message: error.to_string(),
             })
         })?;
         Ok(())
@@ -184,20 +189,13 @@ impl Communicator<HostDevice> for ThreadsComm {
     }
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
-        let turn = {
+        let number = {
             let mut enqueued = self.enqueued.lock();
             enqueued.splits += 1;
             enqueued.splits - 1
         };
-        let wanted = self.shared.split(self.rank, turn, (color, key))?;
-        let Some(color) = color else { return Ok(None) };
-        let mut members: Vec<(u64, usize)> =
-            wanted.iter().enumerate().filter(|(_, (c, _))| *c == Some(color)).map(|(r, (_, k))| (*k, r)).collect();
-        members.sort_unstable();
-        let ranks: Vec<usize> = members.into_iter().map(|(_, rank)| rank).collect();
-        let index: HashMap<usize, usize> = ranks.iter().enumerate().map(|(new, &old)| (old, new)).collect();
-        let child = self.shared.child(turn, color, ranks.len());
-        Ok(Some(Arc::new(Self::new(child, index[&self.rank]))))
+        let answer = split::split(&self.shared, self.rank, number, (color, key))?;
+        Ok(answer.map(|(rank, child)| Arc::new(Self::new(child, rank)) as Arc<dyn Communicator<HostDevice>>))
     }
 
     fn traffic(&self) -> Traffic {

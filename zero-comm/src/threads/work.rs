@@ -17,7 +17,7 @@
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
-use super::rendezvous::Posted;
+use super::slot::Posted;
 use crate::call::{Call, Group};
 use crate::reduce::{CHUNK_ELEMS, Reducible, Scratch, reduce};
 use crate::{Collective, ReduceOp};

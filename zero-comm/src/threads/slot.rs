@@ -1,0 +1,149 @@
+//! Where the ranks meet for one collective.
+//!
+//! A slot's life: *gathering* (ranks post their calls and buffers) -> *working* (all have posted the same
+//! call) -> *done* (all have worked). A failure ends it in any state. Invariants, under its gate:
+//!
+//! - `arrived` counts the ranks that have posted, `working` those that work in the posted buffers now, `done`
+//!   those that have worked; `working + done <= arrived`;
+//! - `working` is above 0 only where all have arrived; no rank starts to work after a failure;
+//! - a rank that has posted leaves only where `working` is 0 and nobody will start: its peers are out of its
+//!   buffers then.
+
+use std::time::Duration;
+
+use zero_alloc::device::AnySlice;
+use zero_alloc::host::Gate;
+
+use crate::CommError;
+use crate::call::{Call, Checked};
+
+/// The buffers that a rank has posted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Posted {
+    pub(super) send: AnySlice,
+    pub(super) recv: AnySlice,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// What the first rank posted; the others must post the same.
+    call: Option<(usize, Call)>,
+    posted: Vec<Option<Posted>>,
+    arrived: usize,
+    working: usize,
+    done: usize,
+    failure: Option<CommError>,
+}
+
+/// One collective under way.
+#[derive(Debug)]
+pub(super) struct Slot {
+    sequence: u64,
+    gate: Gate<State>,
+}
+
+/// How waiting for the others ended.
+#[derive(Debug)]
+pub(super) enum Arrival {
+    /// All are here: this rank works now, and must call [`Slot::finish`] or [`Slot::break_off`].
+    Work(Vec<Posted>),
+    /// The limit passed; these ranks are missing.
+    Late(Vec<usize>),
+}
+
+impl Slot {
+    pub(super) fn new(sequence: u64, world_size: usize) -> Self {
+        let state = State { posted: vec![None; world_size], ..State::default() };
+        Self { sequence, gate: Gate::new(state) }
+    }
+
+    /// Ends the collective for all who wait in it.
+    pub(super) fn fail(&self, error: &CommError) {
+        self.gate.update(|state| {
+            state.failure.get_or_insert_with(|| error.clone());
+        });
+    }
+
+    /// What was called, once a rank has posted.
+    pub(super) fn call(&self) -> Option<Call> {
+        self.gate.update(|state| state.call.as_ref().map(|(_, call)| call.clone()))
+    }
+
+    /// Posts the buffers of `rank`.
+    ///
+    /// # Errors
+    /// [`CommError::Mismatch`] if another rank has posted another call; nothing is posted then.
+    pub(super) fn post(&self, rank: usize, checked: &Checked) -> Result<(), CommError> {
+        self.gate.update(|state| {
+            let (other_rank, other_call) = state.call.get_or_insert_with(|| (rank, checked.call.clone()));
+            if *other_call != checked.call {
+                return Err(CommError::Mismatch {
+                    sequence: self.sequence,
+                    rank,
+                    call: Box::new(checked.call.clone()),
+                    other_rank: *other_rank,
+                    other_call: Box::new(other_call.clone()),
+                });
+            }
+            state.posted[rank] = Some(Posted { send: checked.send, recv: checked.recv });
+            state.arrived += 1;
+            Ok(())
+        })
+    }
+
+    /// Waits until all ranks have posted, at most `limit`; `rank` has.
+    ///
+    /// # Errors
+    /// The failure that ended the collective; the rank's buffers are its own again.
+    pub(super) fn arrive(&self, limit: Duration) -> Result<Arrival, CommError> {
+        let ready = |state: &mut State| {
+            if state.failure.is_none() && state.arrived == state.posted.len() {
+                state.working += 1;
+                return Some(Ok(Arrival::Work(state.posted.iter().flatten().copied().collect())));
+            }
+            state.failure.clone().filter(|_| state.working == 0).map(Err)
+        };
+        match self.gate.wait_until(limit, String::new, ready) {
+            Ok(result) => result,
+            Err(_) => Ok(Arrival::Late(
+                self.gate
+                    .update(|state| (0..state.posted.len()).filter(|&rank| state.posted[rank].is_none()).collect()),
+            )),
+        }
+    }
+
+    /// This rank has worked; waits until no rank works in its buffers any more. Whether it was the last.
+    ///
+    /// # Errors
+    /// The failure that ended the collective.
+    pub(super) fn finish(&self) -> Result<bool, CommError> {
+        let last = self.gate.update(|state| {
+            state.working -= 1;
+            state.done += 1;
+            state.done == state.posted.len()
+        });
+        self.drain(|state| state.done == state.posted.len()).map(|()| last)
+    }
+
+    /// This rank panicked while it worked: ends the collective, and waits until no rank works any more.
+    pub(super) fn break_off(&self, error: &CommError) {
+        self.gate.update(|state| {
+            state.working -= 1;
+            state.failure.get_or_insert_with(|| error.clone());
+        });
+        let _the_failure = self.drain(|_| false);
+    }
+
+    /// Waits until `done`, or until nobody works after a failure. This ends without a limit of its own: all have
+    /// arrived, and each rank's worker either works, a finite loop over memory, or sees the failure.
+    fn drain(&self, done: impl Fn(&State) -> bool) -> Result<(), CommError> {
+        let ready = |state: &mut State| {
+            if done(state) {
+                return Some(Ok(()));
+            }
+            state.failure.clone().filter(|_| state.working == 0).map(Err)
+        };
+        // A wait of the longest duration does not time out.
+        self.gate.wait_until(Duration::MAX, String::new, ready)?
+    }
+}

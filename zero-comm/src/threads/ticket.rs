@@ -1,0 +1,94 @@
+//! One rank's promise to take part in one collective.
+
+use std::sync::Arc;
+
+use super::shared::Shared;
+use super::slot::{Arrival, Posted, Slot};
+use crate::CommError;
+use crate::call::{Call, Checked};
+
+/// The promise, made when the collective is enqueued. Dropped without having been kept (the stream failed and
+/// skipped it, or the work panicked), it ends the world, so that no peer waits for this rank.
+pub(super) struct Ticket {
+    shared: Arc<Shared>,
+    rank: usize,
+    sequence: u64,
+    checked: Checked,
+    stream: String,
+    phase: Phase,
+}
+
+enum Phase {
+    Enqueued,
+    Working(Arc<Slot>),
+    Ended,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let (sequence, rank) = (self.sequence, self.rank);
+        match std::mem::replace(&mut self.phase, Phase::Ended) {
+            Phase::Ended => {}
+            Phase::Enqueued => {
+                let stream = std::mem::take(&mut self.stream);
+                self.shared.fail(CommError::Skipped { sequence, call: self.call(), rank, stream });
+            }
+            Phase::Working(slot) => {
+                let error = self.shared.fail(CommError::Panicked { sequence, call: self.call(), rank });
+                slot.break_off(&error);
+            }
+        }
+    }
+}
+
+impl Ticket {
+    pub(super) fn new(shared: Arc<Shared>, rank: usize, sequence: u64, checked: Checked, stream: String) -> Self {
+        Self { shared, rank, sequence, checked, stream, phase: Phase::Enqueued }
+    }
+
+    /// A panic may drop the ticket in this phase.
+    fn enter(&mut self, phase: Phase) {
+        self.phase = phase;
+    }
+
+    fn call(&self) -> Box<Call> {
+        Box::new(self.checked.call.clone())
+    }
+
+    /// Meets the other ranks, works, and meets them again.
+    pub(super) fn run(mut self, work: impl FnOnce(&Call, &[Posted])) -> Result<(), CommError> {
+        let result = self.arrive().and_then(|(slot, posted)| {
+            self.enter(Phase::Working(Arc::clone(&slot)));
+            work(&self.checked.call, &posted);
+            self.enter(Phase::Ended);
+            if slot.finish()? {
+                self.shared.retire(self.sequence);
+            }
+            Ok(())
+        });
+        self.phase = Phase::Ended;
+        result
+    }
+
+    fn arrive(&self) -> Result<(Arc<Slot>, Vec<Posted>), CommError> {
+        let (sequence, rank, limit) = (self.sequence, self.rank, self.shared.options.limit);
+        let slot = self.shared.open(sequence, rank)?;
+        slot.post(rank, &self.checked).map_err(|error| self.shared.fail(error))?;
+        if let Some((rank, done)) = self.shared.who_left(sequence) {
+            self.shared.fail(CommError::Left { sequence, call: self.call(), rank, done });
+        }
+        let mut arrival = slot.arrive(limit)?;
+        if let Arrival::Late(missing) = arrival {
+            if let Some(&rank) = missing.first() {
+                let done = self.shared.reached(rank);
+                self.shared.fail(CommError::Stalled { sequence, call: self.call(), rank, limit, done });
+            }
+            // Either all came at the last moment, or the failure is what this gives; neither waits.
+            arrival = slot.arrive(limit)?;
+        }
+        match arrival {
+            Arrival::Work(posted) => Ok((slot, posted)),
+            Arrival::Late(_) => Err(CommError::Peer { rank, message: "late twice".to_owned() }),
+        }
+    }
+}
