@@ -1,0 +1,328 @@
+//! The decision of a step, apart from doing it: votes of all ranks in, what to multiply with out.
+//!
+//! Every rank decides for itself from the same votes in rank order, so all decide the same, bit for bit.
+//! Gradients arrive scaled and summed; with `S` the loss scale that *their backward* used (not a later one:
+//! DeepSpeed #2686), `N` ranks and `A` micro-batches:
+//!
+//! ```text
+//! grad_norm  = sqrt(sum over ranks of sum_sq) / (S * N * A)
+//! clip       = max_grad_norm / (grad_norm + 1e-6)  where grad_norm > max_grad_norm, else 1
+//! grad_scale = clip / (S * N * A)
+//! ```
+//!
+//! A gradient that is not finite, in any dtype, on any rank, skips the step everywhere: weights, moments,
+//! Adam's step count and the schedule stay; only the loss scaler counts.
+
+use serde::{Deserialize, Serialize};
+use zero_kernels::{AdamHyper, GradStats, StepScalars};
+
+use crate::{LossScaler, LossScalerState, LossScaling, LrSchedule, OptimError};
+
+/// What a rank tells all others before a step. Plain bytes, to travel by all-gather.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Vote {
+    /// Sum of squares of the gradients that the rank votes for: its units' sums, added in order.
+    pub sum_sq: f64,
+    /// How many of them are not finite.
+    pub nonfinite: u64,
+    /// The first unit that has such; [`Vote::NO_UNIT`] if none.
+    pub first_bad_unit: u64,
+    /// This rank's part of the loss, whatever the caller sums over ranks.
+    pub loss: f64,
+}
+
+impl Vote {
+    /// No unit is bad.
+    pub const NO_UNIT: u64 = u64::MAX;
+
+    /// The vote of a rank from the statistics of its units, in order.
+    pub fn new(units: &[GradStats], loss: f64) -> Self {
+        let mut vote = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss };
+        for (unit, stats) in units.iter().enumerate() {
+            vote.sum_sq += stats.sum_sq;
+            vote.nonfinite += stats.nonfinite;
+            if stats.nonfinite > 0 && vote.first_bad_unit == Self::NO_UNIT {
+                vote.first_bad_unit = unit as u64;
+            }
+        }
+        vote
+    }
+}
+
+/// The loss scale that a step's backward used. Taken once, before the first micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BackwardScale(f64);
+
+impl BackwardScale {
+    /// The factor of the loss.
+    pub fn get(self) -> f64 {
+        self.0
+    }
+}
+
+/// Settings of the optimizer that all ranks share.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepRules {
+    /// Constants of Adam.
+    pub hyper: AdamHyper,
+    /// The base learning rate.
+    pub lr: f64,
+    /// How the rate moves.
+    pub schedule: LrSchedule,
+    /// Gradients of a greater norm are scaled down to it; 0: off.
+    pub max_grad_norm: f64,
+    /// How the loss is scaled.
+    pub loss_scaling: LossScaling,
+}
+
+impl Default for StepRules {
+    /// PyTorch's AdamW at a constant rate of 1e-3, without decay, clipping or scaling.
+    fn default() -> Self {
+        Self {
+            hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true },
+            lr: 1e-3,
+            schedule: LrSchedule::Constant,
+            max_grad_norm: 0.0,
+            loss_scaling: LossScaling::NONE,
+        }
+    }
+}
+
+impl StepRules {
+    /// Refuses settings outside their ranges.
+    ///
+    /// # Errors
+    /// Names the setting, its value and the rule.
+    pub fn check(&self) -> Result<(), OptimError> {
+        let from_zero =
+            |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
+        let beta = |name, x: f64| OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1");
+        beta("beta1", self.hyper.beta1)?;
+        beta("beta2", self.hyper.beta2)?;
+        from_zero("eps", self.hyper.eps)?;
+        from_zero("weight_decay", self.hyper.weight_decay)?;
+        from_zero("lr", self.lr)?;
+        from_zero("max_grad_norm", self.max_grad_norm)?;
+        self.schedule.check()
+    }
+}
+
+/// The scalars that a checkpoint keeps of an optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps applied: Adam's `t` before the next step.
+    pub adam_steps: u64,
+    /// Position of the learning-rate schedule.
+    pub schedule_position: u64,
+    /// Steps skipped.
+    pub skipped_steps: u64,
+    /// The loss scaler's state.
+    pub loss_scaler: LossScalerState,
+}
+
+/// Why a step was skipped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overflow {
+    /// The first rank that saw a gradient that is not finite.
+    pub rank: usize,
+    /// The first unit there.
+    pub unit: String,
+    /// How many elements are not finite, over all ranks.
+    pub nonfinite: u64,
+}
+
+/// What became of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum StepOutcome {
+    /// Weights and moments were updated.
+    Applied {
+        /// Norm of the mean gradient, before clipping.
+        grad_norm: f64,
+        /// What clipping multiplied it with; 1 if nothing.
+        clip: f64,
+        /// The learning rate.
+        lr: f64,
+        /// Sum of the votes' losses.
+        loss: f64,
+        /// The scale that the backward used.
+        loss_scale: f64,
+    },
+    /// Nothing was updated.
+    Skipped {
+        /// What was seen, and where.
+        overflow: Overflow,
+        /// The learning rate that was not used.
+        lr: f64,
+        /// Sum of the votes' losses.
+        loss: f64,
+        /// The scale that the backward used.
+        loss_scale: f64,
+        /// The scale of the next backward.
+        next_loss_scale: f64,
+    },
+}
+
+impl StepOutcome {
+    /// Whether the step was skipped.
+    pub fn is_skipped(&self) -> bool {
+        matches!(self, Self::Skipped { .. })
+    }
+
+    /// Sum of the votes' losses.
+    pub fn loss(&self) -> f64 {
+        match self {
+            Self::Applied { loss, .. } | Self::Skipped { loss, .. } => *loss,
+        }
+    }
+
+    /// The learning rate.
+    pub fn lr(&self) -> f64 {
+        match self {
+            Self::Applied { lr, .. } | Self::Skipped { lr, .. } => *lr,
+        }
+    }
+
+    /// The scale that the backward used.
+    pub fn loss_scale(&self) -> f64 {
+        match self {
+            Self::Applied { loss_scale, .. } | Self::Skipped { loss_scale, .. } => *loss_scale,
+        }
+    }
+
+    /// Norm of the mean gradient before clipping; `None` where it was not finite.
+    pub fn grad_norm(&self) -> Option<f64> {
+        match self {
+            Self::Applied { grad_norm, .. } => Some(*grad_norm),
+            Self::Skipped { .. } => None,
+        }
+    }
+}
+
+/// A step as decided.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    /// What the launches read.
+    pub scalars: StepScalars,
+    /// Constants of Adam in this step: the schedule may move the betas.
+    pub hyper: AdamHyper,
+    /// What became of the step.
+    pub outcome: StepOutcome,
+}
+
+/// Decides steps; holds what moves from step to step.
+#[derive(Clone, Debug)]
+pub struct Decider {
+    rules: StepRules,
+    scaler: LossScaler,
+    adam_steps: u64,
+    schedule_position: u64,
+    skipped_steps: u64,
+}
+
+impl Decider {
+    /// A decider before the first step.
+    ///
+    /// # Errors
+    /// A setting is outside its range.
+    pub fn new(rules: StepRules) -> Result<Self, OptimError> {
+        rules.check()?;
+        let scaler = LossScaler::new(rules.loss_scaling.clone())?;
+        Ok(Self { rules, scaler, adam_steps: 0, schedule_position: 0, skipped_steps: 0 })
+    }
+
+    /// The settings.
+    pub fn rules(&self) -> &StepRules {
+        &self.rules
+    }
+
+    /// The scale for all micro-batches of the next step.
+    pub fn backward_scale(&self) -> BackwardScale {
+        BackwardScale(self.scaler.scale())
+    }
+
+    /// What a checkpoint keeps.
+    pub fn progress(&self) -> Progress {
+        Progress {
+            adam_steps: self.adam_steps,
+            schedule_position: self.schedule_position,
+            skipped_steps: self.skipped_steps,
+            loss_scaler: self.scaler.state(),
+        }
+    }
+
+    /// Takes up where a checkpoint left off.
+    ///
+    /// # Errors
+    /// The loss scaler's state does not fit the settings.
+    pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
+        self.scaler.restore(progress.loss_scaler)?;
+        self.adam_steps = progress.adam_steps;
+        self.schedule_position = progress.schedule_position;
+        self.skipped_steps = progress.skipped_steps;
+        Ok(())
+    }
+
+    /// Decides the next step from the votes of all ranks, in rank order. `unit_names` names the units in
+    /// reports; `micro_batches` were summed.
+    ///
+    /// # Errors
+    /// No votes, no micro-batches, or an overflow with the loss scale at its minimum; nothing has changed then.
+    pub fn decide(
+        &mut self,
+        votes: &[Vote],
+        backward_scale: BackwardScale,
+        micro_batches: usize,
+        unit_names: &[String],
+    ) -> Result<Decision, OptimError> {
+        if votes.is_empty() {
+            return Err(OptimError::NoVotes);
+        }
+        OptimError::check(micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
+        let loss_scale = backward_scale.get();
+        let divisor = loss_scale * votes.len() as f64 * micro_batches as f64;
+        let sum_sq = votes.iter().fold(0.0, |sum, v| sum + v.sum_sq);
+        let loss = votes.iter().fold(0.0, |sum, v| sum + v.loss);
+        let lr = self.rules.schedule.lr(self.rules.lr, self.schedule_position);
+        let mut hyper = self.rules.hyper;
+        if let Some((beta1, beta2)) = self.rules.schedule.betas(self.schedule_position) {
+            (hyper.beta1, hyper.beta2) = (beta1, beta2);
+        }
+
+        let bad = votes.iter().position(|v| v.nonfinite > 0 || !v.sum_sq.is_finite());
+        if let Some(rank) = bad {
+            let unit = votes[rank].first_bad_unit;
+            let unit = usize::try_from(unit).ok().and_then(|u| unit_names.get(u)).cloned();
+            let unit = unit.unwrap_or_else(|| "(unknown)".into());
+            if let Err(at) = self.scaler.update(true) {
+                let step = self.adam_steps + self.skipped_steps;
+                return Err(OptimError::LossScaleAtMinimum { step, scale: at.scale, rank, unit });
+            }
+            self.skipped_steps += 1;
+            let overflow = Overflow { rank, unit, nonfinite: votes.iter().map(|v| v.nonfinite).sum() };
+            let next_loss_scale = self.scaler.scale();
+            return Ok(Decision {
+                scalars: StepScalars { skip: 1, ..StepScalars::default() },
+                hyper,
+                outcome: StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale },
+            });
+        }
+
+        let grad_norm = sum_sq.sqrt() / divisor;
+        let max = self.rules.max_grad_norm;
+        let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
+        let t = (self.adam_steps + 1) as f64;
+        let scalars = StepScalars {
+            grad_scale: (clip / divisor) as f32,
+            lr: lr as f32,
+            step_size: (lr / (1.0 - hyper.beta1.powf(t))) as f32,
+            bias_correction2_sqrt: (1.0 - hyper.beta2.powf(t)).sqrt() as f32,
+            skip: 0,
+        };
+        // A good step cannot fail.
+        let _ = self.scaler.update(false);
+        self.adam_steps += 1;
+        self.schedule_position += 1;
+        Ok(Decision { scalars, hyper, outcome: StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale } })
+    }
+}

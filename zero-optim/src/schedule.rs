@@ -1,0 +1,367 @@
+//! Learning-rate schedules, as functions of the position.
+//!
+//! The position is the number of steps applied so far: 0 at the first. A skipped step does not advance it.
+//! DeepSpeed's schedules give here, at position 0, the rate that their constructor sets and, at position
+//! `k`, the rate after the k-th `step()`. Names and parameters serialise as in a DeepSpeed configuration
+//! (`{"type": "WarmupLR", "params": {...}}`), and what is left out has DeepSpeed's default.
+//!
+//! Source: `deepspeed/runtime/lr_schedules.py` of 0.19.8; traces in tests/data/deepspeed_lr_schedules.json.
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+use crate::OptimError;
+
+/// How the learning rate moves over the steps. `base` below is the optimizer's own rate.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", content = "params")]
+pub enum LrSchedule {
+    /// `base`, always.
+    #[default]
+    Constant,
+    /// `base * (position + 1) / warmup_steps` until that reaches `base`, then `base`.
+    LinearWarmup {
+        /// The step that is the first at the full rate, counted from 1; 0 is as 1.
+        warmup_steps: u64,
+    },
+    /// From the least to the greatest rate, then constant.
+    #[serde(rename = "WarmupLR")]
+    Warmup(Warmup),
+    /// The same, then linearly down to 0.
+    #[serde(rename = "WarmupDecayLR")]
+    WarmupDecay(WarmupDecay),
+    /// From a part of `base` to `base`, then down along a cosine.
+    #[serde(rename = "WarmupCosineLR")]
+    WarmupCosine(WarmupCosine),
+    /// Up and down once (Smith, arXiv 1803.09820), then decay.
+    OneCycle(OneCycle),
+    /// Ever upwards, to find the greatest rate that trains.
+    #[serde(rename = "LRRangeTest")]
+    RangeTest(RangeTest),
+}
+
+/// The curve of a warm-up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WarmupType {
+    /// `ln(i + 1) / ln(n)`.
+    #[default]
+    Log,
+    /// `i / n`.
+    Linear,
+}
+
+/// Parameters of `WarmupLR`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Warmup {
+    /// Where it starts.
+    pub warmup_min_lr: f64,
+    /// Where it ends; `base` if not given.
+    pub warmup_max_lr: Option<f64>,
+    /// Steps of warm-up; below 2 is as 2.
+    pub warmup_num_steps: u64,
+    /// The curve.
+    pub warmup_type: WarmupType,
+}
+
+impl Default for Warmup {
+    fn default() -> Self {
+        Self { warmup_min_lr: 0.0, warmup_max_lr: None, warmup_num_steps: 1000, warmup_type: WarmupType::Log }
+    }
+}
+
+/// Parameters of `WarmupDecayLR`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WarmupDecay {
+    /// The step at which the rate is 0.
+    pub total_num_steps: u64,
+    /// Where it starts.
+    #[serde(default)]
+    pub warmup_min_lr: f64,
+    /// Where the warm-up ends.
+    #[serde(default = "default_max_lr")]
+    pub warmup_max_lr: f64,
+    /// Steps of warm-up; below 2 is as 2.
+    #[serde(default = "default_warmup_steps")]
+    pub warmup_num_steps: u64,
+    /// The curve.
+    #[serde(default)]
+    pub warmup_type: WarmupType,
+}
+
+/// Parameters of `WarmupCosineLR`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WarmupCosine {
+    /// The step at which the cosine ends.
+    pub total_num_steps: u64,
+    /// Part of `base` at the start.
+    #[serde(default)]
+    pub warmup_min_ratio: f64,
+    /// Steps of warm-up; below 2 is as 2.
+    #[serde(default = "default_warmup_steps")]
+    pub warmup_num_steps: u64,
+    /// Part of `base` at the end.
+    #[serde(default = "default_cos_min_ratio")]
+    pub cos_min_ratio: f64,
+    /// The curve of the warm-up.
+    #[serde(default)]
+    pub warmup_type: WarmupType,
+}
+
+/// Parameters of `OneCycle`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OneCycle {
+    /// The least rate.
+    pub cycle_min_lr: f64,
+    /// The greatest.
+    pub cycle_max_lr: f64,
+    /// How fast it falls after the cycle; 0: not.
+    #[serde(default)]
+    pub decay_lr_rate: f64,
+    /// Steps upwards.
+    #[serde(default = "default_cycle_steps")]
+    pub cycle_first_step_size: u64,
+    /// Steps downwards; as many if not given.
+    #[serde(default)]
+    pub cycle_second_step_size: Option<u64>,
+    /// Stairs upwards; 0: smooth.
+    #[serde(default)]
+    pub cycle_first_stair_count: u64,
+    /// Stairs downwards; as many if not given.
+    #[serde(default)]
+    pub cycle_second_stair_count: Option<u64>,
+    /// Steps of one interval of decay; 0: no decay.
+    #[serde(default)]
+    pub decay_step_size: u64,
+    /// Whether beta1 moves against the rate (and beta2 is 0.99).
+    #[serde(default = "default_true")]
+    pub cycle_momentum: bool,
+    /// The least beta1.
+    #[serde(default = "default_min_mom")]
+    pub cycle_min_mom: f64,
+    /// The greatest.
+    #[serde(default = "default_max_mom")]
+    pub cycle_max_mom: f64,
+    /// How fast beta1 grows after the cycle.
+    #[serde(default)]
+    pub decay_mom_rate: f64,
+}
+
+/// Parameters of `LRRangeTest`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RangeTest {
+    /// Where it starts.
+    pub lr_range_test_min_lr: f64,
+    /// Steps of one interval.
+    pub lr_range_test_step_size: u64,
+    /// Growth per interval, in parts of the start.
+    pub lr_range_test_step_rate: f64,
+    /// Whether it grows once an interval.
+    pub lr_range_test_staircase: bool,
+}
+
+impl Default for RangeTest {
+    fn default() -> Self {
+        Self {
+            lr_range_test_min_lr: 1e-3,
+            lr_range_test_step_size: 2000,
+            lr_range_test_step_rate: 1.0,
+            lr_range_test_staircase: false,
+        }
+    }
+}
+
+fn default_max_lr() -> f64 {
+    1e-3
+}
+fn default_warmup_steps() -> u64 {
+    1000
+}
+fn default_cos_min_ratio() -> f64 {
+    1e-4
+}
+fn default_cycle_steps() -> u64 {
+    2000
+}
+fn default_true() -> bool {
+    true
+}
+fn default_min_mom() -> f64 {
+    0.8
+}
+fn default_max_mom() -> f64 {
+    0.9
+}
+
+impl LrSchedule {
+    /// The learning rate of the step at `position`; `base` is the optimizer's own rate.
+    pub fn lr(&self, base: f64, position: u64) -> f64 {
+        // DeepSpeed's `last_batch_iteration`: -1 before the first step.
+        let iteration = position.checked_sub(1);
+        match self {
+            Self::Constant => base,
+            Self::LinearWarmup { warmup_steps } => {
+                base * (position.saturating_add(1) as f64 / (*warmup_steps).max(1) as f64).min(1.0)
+            }
+            Self::Warmup(w) => {
+                let max = w.warmup_max_lr.unwrap_or(base);
+                let gamma = |i| warmup(w.warmup_type, i, w.warmup_num_steps).unwrap_or(1.0);
+                iteration.map_or(w.warmup_min_lr, |i| w.warmup_min_lr + (max - w.warmup_min_lr) * gamma(i))
+            }
+            Self::WarmupDecay(w) => {
+                let gamma = |i| match warmup(w.warmup_type, i, w.warmup_num_steps) {
+                    Some(gamma) => gamma,
+                    None => {
+                        let (total, warm) = (w.total_num_steps as f64, w.warmup_num_steps.max(2) as f64);
+                        ((total - i as f64) / (total - warm).max(1.0)).max(0.0)
+                    }
+                };
+                let delta = w.warmup_max_lr - w.warmup_min_lr;
+                iteration.map_or(w.warmup_min_lr, |i| w.warmup_min_lr + delta * gamma(i))
+            }
+            Self::WarmupCosine(w) => iteration.map_or(0.0, |i| base * w.ratio(i)),
+            Self::OneCycle(c) => c.lr(iteration),
+            Self::RangeTest(r) => {
+                let intervals = position as f64 / r.lr_range_test_step_size.max(1) as f64;
+                let intervals = if r.lr_range_test_staircase { intervals.floor() } else { intervals };
+                r.lr_range_test_min_lr * (1.0 + r.lr_range_test_step_rate * intervals)
+            }
+        }
+    }
+
+    /// beta1 and beta2 of the step at `position`, where the schedule moves them.
+    pub fn betas(&self, position: u64) -> Option<(f64, f64)> {
+        match self {
+            Self::OneCycle(c) if c.cycle_momentum => Some((c.momentum(position.checked_sub(1)), 0.99)),
+            _ => None,
+        }
+    }
+
+    /// Refuses parameters outside their ranges.
+    ///
+    /// # Errors
+    /// Names the parameter, its value and the rule.
+    pub fn check(&self) -> Result<(), OptimError> {
+        let steps = |name, n: u64| OptimError::check(n > 0, name, 0.0, "at least 1");
+        let rate =
+            |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
+        match self {
+            Self::Constant | Self::LinearWarmup { .. } => Ok(()),
+            Self::Warmup(w) => {
+                rate("warmup_min_lr", w.warmup_min_lr)?;
+                rate("warmup_max_lr", w.warmup_max_lr.unwrap_or(0.0))?;
+                steps("warmup_num_steps", w.warmup_num_steps)
+            }
+            Self::WarmupDecay(w) => {
+                rate("warmup_min_lr", w.warmup_min_lr)?;
+                rate("warmup_max_lr", w.warmup_max_lr)?;
+                steps("warmup_num_steps", w.warmup_num_steps)
+            }
+            Self::WarmupCosine(w) => {
+                rate("warmup_min_ratio", w.warmup_min_ratio)?;
+                rate("cos_min_ratio", w.cos_min_ratio)?;
+                steps("warmup_num_steps", w.warmup_num_steps)
+            }
+            Self::OneCycle(c) => {
+                rate("cycle_min_lr", c.cycle_min_lr)?;
+                rate("cycle_max_lr", c.cycle_max_lr)?;
+                rate("decay_lr_rate", c.decay_lr_rate)?;
+                let beta = |name, x: f64| OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1");
+                beta("cycle_min_mom", c.cycle_min_mom)?;
+                beta("cycle_max_mom", c.cycle_max_mom)?;
+                steps("cycle_first_step_size", c.cycle_first_step_size)
+            }
+            Self::RangeTest(r) => {
+                rate("lr_range_test_min_lr", r.lr_range_test_min_lr)?;
+                rate("lr_range_test_step_rate", r.lr_range_test_step_rate)?;
+                steps("lr_range_test_step_size", r.lr_range_test_step_size)
+            }
+        }
+    }
+}
+
+/// The part of a warm-up of `steps` that is done at iteration `i`; `None` after it.
+fn warmup(kind: WarmupType, i: u64, steps: u64) -> Option<f64> {
+    let steps = steps.max(2);
+    (i < steps).then(|| match kind {
+        WarmupType::Log => 1.0 / (steps as f64).ln() * ((i + 1) as f64).ln(),
+        WarmupType::Linear => i as f64 / steps as f64,
+    })
+}
+
+impl WarmupCosine {
+    fn ratio(&self, i: u64) -> f64 {
+        if let Some(done) = warmup(self.warmup_type, i, self.warmup_num_steps) {
+            return self.warmup_min_ratio + done * (1.0 - self.warmup_min_ratio);
+        }
+        let warm = self.warmup_num_steps.max(2);
+        let progress = (i - warm + 1) as f64 / self.total_num_steps.saturating_sub(warm).max(1) as f64;
+        let cosine = (1.0 + (PI * progress.min(1.0)).cos()) / 2.0;
+        (self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine).max(0.0)
+    }
+}
+
+impl OneCycle {
+    fn first(&self) -> f64 {
+        self.cycle_first_step_size as f64
+    }
+
+    fn second(&self) -> f64 {
+        self.cycle_second_step_size.unwrap_or(self.cycle_first_step_size) as f64
+    }
+
+    /// How far up the cycle is: 0 at its ends, 1 at its peak.
+    fn height(&self, i: u64) -> f64 {
+        let total = self.first() + self.second();
+        let (ratio, batch) = (self.first() / total, (i + 1) as f64);
+        let cycle = (1.0 + batch / total).floor();
+        let x = 1.0 + batch / total - cycle;
+        let rising = x <= ratio;
+        let stairs = if rising {
+            self.cycle_first_stair_count
+        } else {
+            self.cycle_second_stair_count.unwrap_or(self.cycle_first_stair_count)
+        } as f64;
+        if stairs == 0.0 {
+            return if rising { x / ratio } else { (x - 1.0) / (ratio - 1.0) };
+        }
+        // From the whole number of the batch, so that rounding never costs a stair.
+        let within = batch % total;
+        let position = if within <= self.first() {
+            within * stairs / self.first()
+        } else {
+            (total - within) * stairs / self.second()
+        };
+        position.floor() / stairs
+    }
+
+    /// Steps since the end of the cycle, counted from 1; `None` within it.
+    fn after(&self, i: u64) -> Option<f64> {
+        let total = self.first() + self.second();
+        (i as f64 >= total).then_some(i as f64 - total + 1.0)
+    }
+
+    fn lr(&self, iteration: Option<u64>) -> f64 {
+        let Some(i) = iteration else { return self.cycle_min_lr };
+        match self.after(i) {
+            None => self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self.height(i),
+            Some(_) if self.decay_step_size == 0 || self.decay_lr_rate == 0.0 => self.cycle_min_lr,
+            Some(steps) => self.cycle_min_lr / (1.0 + self.decay_lr_rate * (steps / self.decay_step_size as f64)),
+        }
+    }
+
+    fn momentum(&self, iteration: Option<u64>) -> f64 {
+        let Some(i) = iteration else { return self.cycle_min_mom };
+        match self.after(i) {
+            None => self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self.height(i),
+            Some(_) if self.decay_step_size == 0 || self.decay_mom_rate == 0.0 => self.cycle_max_mom,
+            Some(steps) => self.cycle_max_mom * (1.0 + self.decay_mom_rate * (steps / self.decay_step_size as f64)),
+        }
+    }
+}

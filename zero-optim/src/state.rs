@@ -1,0 +1,29 @@
+//! The names of the state, as checkpoints know them.
+
+use serde::{Deserialize, Serialize};
+
+/// A kind of optimizer state, fp32 each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StateKind {
+    /// The weights in fp32, where parameters are bf16 or fp16.
+    Master,
+    /// Adam's running mean of gradients.
+    FirstMoment,
+    /// Adam's running mean of squared gradients.
+    SecondMoment,
+}
+
+impl StateKind {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Master, Self::FirstMoment, Self::SecondMoment];
+
+    /// The name in a checkpoint: `master`, `first_moment`, `second_moment`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Master => "master",
+            Self::FirstMoment => "first_moment",
+            Self::SecondMoment => "second_moment",
+        }
+    }
+}
