@@ -1,0 +1,207 @@
+//! A small world: some units, their shards, and ranks that are driven one after another on one stream.
+#![allow(unreachable_pub, dead_code)]
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use half::{bf16, f16};
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_kernels::host::HostKernels;
+use zero_optim::{Ballot, OptimError, Segment, ShardedAdamW, StateKind, StepOutcome, StepRules, UnitSlices, Vote};
+
+pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// Memory of a test, kept as fp32 values and as bytes of a dtype.
+pub struct Buffer {
+    bytes: Vec<u64>,
+    len: usize,
+    dtype: DType,
+}
+
+impl Buffer {
+    pub fn new(values: &[f32], dtype: DType) -> Self {
+        let mut buffer = Self { bytes: vec![0; values.len().div_ceil(2) + 1], len: values.len(), dtype };
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer.bytes);
+        for (i, &x) in values.iter().enumerate() {
+            match dtype {
+                DType::Bf16 => bytes[2 * i..2 * i + 2].copy_from_slice(&bf16::from_f32(x).to_ne_bytes()),
+                DType::F16 => bytes[2 * i..2 * i + 2].copy_from_slice(&f16::from_f32(x).to_ne_bytes()),
+                _ => bytes[4 * i..4 * i + 4].copy_from_slice(&x.to_ne_bytes()),
+            }
+        }
+        buffer
+    }
+
+    pub fn values(&self) -> Vec<f32> {
+        let bytes: &[u8] = bytemuck::cast_slice(&self.bytes);
+        (0..self.len)
+            .map(|i| match self.dtype {
+                DType::Bf16 => bf16::from_ne_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32(),
+                DType::F16 => f16::from_ne_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32(),
+                _ => f32::from_ne_bytes(bytes[4 * i..4 * i + 4].try_into().unwrap()),
+            })
+            .collect()
+    }
+
+    pub fn slice(&mut self) -> AnySlice {
+        // SAFETY: tests keep their buffers until the stream is drained, and use one stream.
+        unsafe { AnySlice::from_raw_parts(self.bytes.as_mut_ptr().cast(), self.len, self.dtype) }
+    }
+}
+
+pub struct Random(pub u64);
+
+impl Random {
+    /// In -1..1.
+    pub fn value(&mut self) -> f32 {
+        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        ((self.0 >> 40) as f32 / (1 << 23) as f32) - 1.0
+    }
+
+    pub fn values(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.value()).collect()
+    }
+}
+
+/// How a rank holds its units.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Holding {
+    /// Whole units: stage 0.
+    Whole,
+    /// Its shards: stages 1 to 3.
+    Shard,
+}
+
+/// One rank: its optimizer and its parameters.
+pub struct Rank {
+    pub optim: ShardedAdamW<HostDevice>,
+    pub params: Vec<Buffer>,
+    pub pool: Pool<HostDevice>,
+    stream: HostStream,
+    /// What this rank holds of each unit.
+    held: Vec<Range<usize>>,
+}
+
+impl Rank {
+    /// Rank `rank` of `world`; unit `u` has `units[u]` padded elements, starting as `init[u]`.
+    pub fn new(rules: &StepRules, dtype: DType, init: &[Vec<f32>], rank: usize, world: usize, how: Holding) -> Self {
+        let device = HostDevice::new();
+        let stream = device.create_stream("compute").unwrap();
+        let pool = Pool::new(device, 1 << 30);
+        let (mut segments, mut held, mut end) = (Vec::new(), Vec::new(), 0);
+        for (u, init) in init.iter().enumerate() {
+            assert!(init.len().is_multiple_of(world), "units are padded");
+            let shard = init.len() / world;
+            let own = rank * shard..(rank + 1) * shard;
+            let held_here = if how == Holding::Whole { 0..init.len() } else { own.clone() };
+            let state = end..end + held_here.len();
+            end = state.end;
+            segments.push(match how {
+                Holding::Whole => Segment::whole(format!("unit{u}"), state, own),
+                Holding::Shard => Segment::shard(format!("unit{u}"), state),
+            });
+            held.push(held_here);
+        }
+        let kernels = Arc::new(HostKernels::new(1).unwrap());
+        let mut optim = ShardedAdamW::new(&pool, kernels, &stream, rules.clone(), dtype, segments).unwrap();
+        let mut params: Vec<Buffer> =
+            init.iter().zip(&held).map(|(w, held)| Buffer::new(&w[held.clone()], dtype)).collect();
+        let slices: Vec<AnySlice> = params.iter_mut().map(Buffer::slice).collect();
+        optim.init_masters(&stream, &slices).unwrap();
+        stream.synchronize(LIMIT).unwrap();
+        Self { optim, params, pool, stream, held }
+    }
+
+    fn grads(&self, grads: &[Vec<f32>], dtype: DType) -> Vec<Buffer> {
+        grads.iter().zip(&self.held).map(|(g, held)| Buffer::new(&g[held.clone()], dtype)).collect()
+    }
+
+    pub fn vote(&mut self, grads: &[Vec<f32>], dtype: DType, loss: f64) -> Result<Vote, OptimError> {
+        let mut grads = self.grads(grads, dtype);
+        let slices: Vec<AnySlice> = grads.iter_mut().map(Buffer::slice).collect();
+        self.optim.enqueue_stats(&self.stream, &slices)?;
+        self.optim.vote(&self.stream, loss, LIMIT)
+    }
+
+    pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, ballot: Ballot<'_>) -> Result<StepOutcome, OptimError> {
+        let mut grads = self.grads(grads, dtype);
+        let pairs = grads.iter_mut().zip(&mut self.params);
+        let units: Vec<UnitSlices> =
+            pairs.map(|(grad, param)| UnitSlices { grad: grad.slice(), param: param.slice() }).collect();
+        let outcome = self.optim.step(&self.stream, &units, ballot, LIMIT)?;
+        self.stream.synchronize(LIMIT).unwrap();
+        Ok(outcome)
+    }
+
+    /// The state of one kind.
+    pub fn state(&self, kind: StateKind) -> Option<&[f32]> {
+        self.state_slice(kind).map(|s| {
+            // SAFETY: host memory, and the stream is drained after every step.
+            unsafe { s.as_host() }
+        })
+    }
+
+    pub fn write_state(&mut self, kind: StateKind, values: &[f32]) {
+        let slice = self.state_slice(kind).unwrap();
+        // SAFETY: host memory, and the stream is drained after every step.
+        unsafe { slice.as_host_mut() }.copy_from_slice(values);
+    }
+
+    fn state_slice(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
+        // SAFETY: used before the optimizer is dropped, on the one host thread of the test.
+        unsafe { self.optim.state(kind) }
+    }
+}
+
+/// A world of ranks that hold their units in one way.
+pub struct World {
+    pub ranks: Vec<Rank>,
+    how: Holding,
+}
+
+impl World {
+    pub fn new(rules: &StepRules, dtype: DType, init: &[Vec<f32>], world: usize, how: Holding) -> Self {
+        Self { ranks: (0..world).map(|r| Rank::new(rules, dtype, init, r, world, how)).collect(), how }
+    }
+
+    /// One step on all ranks with these reduced gradients (whole units, padded).
+    pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<Vote>, StepOutcome) {
+        let backward_scale = self.ranks[0].optim.backward_scale();
+        let votes: Vec<Vote> =
+            self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.vote(grads, dtype, r as f64).unwrap()).collect();
+        let ballot = Ballot { votes: &votes, backward_scale, micro_batches };
+        let mut outcomes: Vec<StepOutcome> =
+            self.ranks.iter_mut().map(|rank| rank.step(grads, dtype, ballot).unwrap()).collect();
+        let outcome = outcomes.pop().unwrap();
+        assert!(outcomes.iter().all(|o| *o == outcome), "the ranks disagree");
+        (votes, outcome)
+    }
+
+    /// The units' parameters, put together.
+    pub fn params(&self) -> Vec<Vec<f32>> {
+        let units = self.ranks[0].params.len();
+        match self.how {
+            Holding::Whole => {
+                let first: Vec<Vec<f32>> = self.ranks[0].params.iter().map(Buffer::values).collect();
+                for rank in &self.ranks {
+                    assert_eq!(rank.params.iter().map(Buffer::values).collect::<Vec<_>>(), first, "the ranks differ");
+                }
+                first
+            }
+            Holding::Shard => {
+                (0..units).map(|u| self.ranks.iter().flat_map(|rank| rank.params[u].values()).collect()).collect()
+            }
+        }
+    }
+}
+
+impl Rank {
+    pub fn write_params(&mut self) {
+        let slices: Vec<AnySlice> = self.params.iter_mut().map(Buffer::slice).collect();
+        self.optim.write_params(&self.stream, &slices).unwrap();
+        self.stream.synchronize(LIMIT).unwrap();
+    }
+}

@@ -1,0 +1,264 @@
+//! The sharded optimizer against itself unsharded and against a plain loop; skipping, resuming, memory.
+
+#![cfg(not(miri))]
+
+mod common;
+
+use common::{Buffer, Holding, LIMIT, Random, Rank, World};
+use proptest::prelude::*;
+use zero_alloc::Purpose;
+use zero_alloc::device::DType;
+use zero_kernels::AdamHyper;
+use zero_optim::{Ballot, DynamicScaling, LossScaling, LrSchedule, OptimError, StateKind, StepOutcome, StepRules};
+
+fn rules() -> StepRules {
+    StepRules {
+        hyper: AdamHyper { weight_decay: 0.1, ..StepRules::default().hyper },
+        lr: 1e-2,
+        schedule: LrSchedule::LinearWarmup { warmup_steps: 3 },
+        max_grad_norm: 1.0,
+        ..StepRules::default()
+    }
+}
+
+/// Units of these padded sizes, and gradients for some steps.
+fn material(sizes: &[usize], steps: usize, seed: u64) -> (Vec<Vec<f32>>, Vec<Vec<Vec<f32>>>) {
+    let mut random = Random(seed);
+    let init = sizes.iter().map(|&n| random.values(n)).collect();
+    let grads = (0..steps).map(|_| sizes.iter().map(|&n| random.values(n)).collect()).collect();
+    (init, grads)
+}
+
+fn bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    params.iter().map(|u| u.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
+
+    /// Stage 0 and stages 1 to 3: the same votes, norms and weights, bit for bit, with a skipped step between.
+    #[test]
+    fn sharding_changes_no_bit(
+        world in 1usize..5,
+        shards in prop::collection::vec(0usize..40, 1..4),
+        dtype in prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]),
+        grad_dtype_is_fp32: bool,
+        seed: u64,
+    ) {
+        let sizes: Vec<usize> = shards.iter().map(|n| n * world).collect();
+        let (init, mut grads) = material(&sizes, 4, seed);
+        if let Some(g) = grads[2].iter_mut().flatten().last() {
+            *g = f32::NAN;
+        }
+        let grad_dtype = if grad_dtype_is_fp32 { DType::F32 } else { dtype };
+        let mut whole = World::new(&rules(), dtype, &init, world, Holding::Whole);
+        let mut shard = World::new(&rules(), dtype, &init, world, Holding::Shard);
+        for grads in &grads {
+            let (votes0, outcome0) = whole.step(grads, grad_dtype, 3);
+            let (votes1, outcome1) = shard.step(grads, grad_dtype, 3);
+            prop_assert_eq!(votes0, votes1);
+            prop_assert_eq!(outcome0, outcome1);
+            prop_assert_eq!(bits(&whole.params()), bits(&shard.params()));
+        }
+    }
+}
+
+/// Mixed-precision AdamW in the plainest form, fp64 where it is not state.
+#[test]
+fn it_is_adamw_with_clipping_on_the_mean_gradient() {
+    let (world, micro_batches) = (3, 2);
+    let (init, grads) = material(&[9, 6], 5, 7);
+    for dtype in [DType::F32, DType::Bf16] {
+        let mut ours = World::new(&rules(), dtype, &init, world, Holding::Shard);
+        let rounded = |w: &[f32]| Buffer::new(w, dtype).values();
+        let mut weights: Vec<f64> = init.iter().flat_map(|w| rounded(w)).map(f64::from).collect();
+        let (mut m, mut v) = (vec![0f64; weights.len()], vec![0f64; weights.len()]);
+        for (t, grads) in grads.iter().enumerate() {
+            let (_, outcome) = ours.step(grads, DType::F32, micro_batches);
+            let mean: Vec<f64> =
+                grads.iter().flatten().map(|&g| f64::from(g) / (world * micro_batches) as f64).collect();
+            let norm = mean.iter().map(|g| g * g).sum::<f64>().sqrt();
+            let clip = if norm > 1.0 { 1.0 / (norm + 1e-6) } else { 1.0 };
+            let lr = 1e-2 * ((t + 1) as f64 / 3.0).min(1.0);
+            for i in 0..weights.len() {
+                let g = mean[i] * clip;
+                m[i] = 0.9 * m[i] + 0.1 * g;
+                v[i] = 0.999 * v[i] + 0.001 * g * g;
+                let (mh, vh) = (m[i] / (1.0 - 0.9f64.powi(t as i32 + 1)), v[i] / (1.0 - 0.999f64.powi(t as i32 + 1)));
+                weights[i] = weights[i] * (1.0 - lr * 0.1) - lr * mh / (vh.sqrt() + 1e-8);
+            }
+            let StepOutcome::Applied { grad_norm, clip: our_clip, lr: our_lr, loss, .. } = outcome else {
+                panic!("skipped: {outcome:?}")
+            };
+            assert!((grad_norm - norm).abs() < 1e-9 * norm && (our_clip - clip).abs() < 1e-9);
+            assert_eq!((our_lr, loss), (lr, 0.0 + 1.0 + 2.0));
+            let masters: Vec<f32> = match dtype {
+                DType::F32 => ours.params().concat(),
+                _ => {
+                    let unit = |range: std::ops::Range<usize>| {
+                        let ranks = ours.ranks.iter();
+                        ranks.flat_map(move |r| r.state(StateKind::Master).unwrap()[range.clone()].to_vec())
+                    };
+                    unit(0..3).chain(unit(3..5)).collect()
+                }
+            };
+            for (ours, expected) in masters.iter().zip(&weights) {
+                assert!((f64::from(*ours) - expected).abs() < 2e-6, "{ours} and {expected}");
+            }
+            assert_eq!(ours.params().concat(), rounded(&masters), "the parameter is the rounded master");
+        }
+    }
+}
+
+#[test]
+fn a_skipped_step_changes_nothing_but_the_loss_scale_and_names_the_place() {
+    let scaling =
+        LossScaling::Dynamic(DynamicScaling { initial_scale_power: 4, hysteresis: 1, ..Default::default() });
+    let rules = StepRules { loss_scaling: scaling, ..rules() };
+    let (init, mut grads) = material(&[4, 8], 3, 11);
+    for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+        let mut world = World::new(&rules, DType::F16, &init, 2, Holding::Shard);
+        world.step(&grads[0], DType::F16, 1);
+        let before: Vec<_> = StateKind::ALL.map(|k| world.ranks[1].state(k).unwrap().to_vec()).into();
+        let (params, progress) = (world.params(), world.ranks[1].optim.progress());
+        grads[1][1][5] = bad;
+        grads[1][1][7] = bad;
+        let (_, outcome) = world.step(&grads[1], DType::F16, 1);
+        let StepOutcome::Skipped { overflow, loss_scale, next_loss_scale, lr, .. } = outcome else {
+            panic!("not skipped: {outcome:?}")
+        };
+        // Elements 5 and 7 of unit 1 are in the second half: rank 1's shard.
+        assert_eq!((overflow.rank, overflow.unit.as_str(), overflow.nonfinite), (1, "unit1", 2));
+        assert_eq!((loss_scale, next_loss_scale), (16.0, 8.0));
+        assert_eq!(world.ranks[0].optim.backward_scale().get(), 8.0);
+        let after: Vec<_> = StateKind::ALL.map(|k| world.ranks[1].state(k).unwrap().to_vec()).into();
+        assert_eq!(after, before);
+        assert_eq!(world.params(), params);
+        let now = world.ranks[1].optim.progress();
+        assert_eq!((now.adam_steps, now.schedule_position), (progress.adam_steps, progress.schedule_position));
+        assert_eq!(now.skipped_steps, 1);
+        let (_, outcome) = world.step(&grads[2], DType::F16, 1);
+        assert_eq!(outcome.lr(), rules.schedule.lr(rules.lr, 1), "the schedule goes on where it stood: {lr}");
+    }
+}
+
+#[test]
+fn an_overflow_at_the_minimum_scale_is_an_error_that_changes_nothing() {
+    let settings = DynamicScaling { initial_scale_power: 1, hysteresis: 1, min_scale: 2.0, ..Default::default() };
+    let rules = StepRules { loss_scaling: LossScaling::Dynamic(settings), ..rules() };
+    let (init, mut grads) = material(&[4], 1, 5);
+    grads[0][0][0] = f32::INFINITY;
+    let mut rank = Rank::new(&rules, DType::F16, &init, 0, 1, Holding::Shard);
+    let backward_scale = rank.optim.backward_scale();
+    let votes = [rank.vote(&grads[0], DType::F16, 0.0).unwrap()];
+    let before = rank.optim.progress();
+    let ballot = Ballot { votes: &votes, backward_scale, micro_batches: 1 };
+    let error = rank.step(&grads[0], DType::F16, ballot).unwrap_err();
+    assert_eq!(error, OptimError::LossScaleAtMinimum { step: 0, scale: 2.0, rank: 0, unit: "unit0".into() });
+    assert!(error.to_string().contains("unit unit0 on rank 0"), "{error}");
+    assert_eq!(rank.optim.progress(), before);
+}
+
+#[test]
+fn a_run_resumed_from_its_state_goes_on_bit_for_bit() {
+    let scaling = LossScaling::Dynamic(DynamicScaling { window: 2, ..Default::default() });
+    let rules = StepRules { loss_scaling: scaling, ..rules() };
+    let (init, mut grads) = material(&[6, 0, 10], 8, 3);
+    grads[1][0][0] = f32::NAN;
+    let mut straight = World::new(&rules, DType::Bf16, &init, 2, Holding::Shard);
+    grads[..4].iter().for_each(|g| drop(straight.step(g, DType::Bf16, 1)));
+
+    // Progress travels as JSON, the masters and moments as slices; parameters are written from the masters.
+    let nothing: Vec<Vec<f32>> = init.iter().map(|u| vec![0.0; u.len()]).collect();
+    let mut resumed = World::new(&rules, DType::Bf16, &nothing, 2, Holding::Shard);
+    for (old, new) in straight.ranks.iter().zip(&mut resumed.ranks) {
+        let progress = serde_json::to_string(&old.optim.progress()).unwrap();
+        new.optim.restore(&serde_json::from_str(&progress).unwrap()).unwrap();
+        for kind in StateKind::ALL {
+            new.write_state(kind, old.state(kind).unwrap());
+        }
+        new.write_params();
+    }
+    assert_eq!(bits(&resumed.params()), bits(&straight.params()));
+    for g in &grads[4..] {
+        assert_eq!(straight.step(g, DType::Bf16, 1), resumed.step(g, DType::Bf16, 1));
+        assert_eq!(bits(&resumed.params()), bits(&straight.params()));
+    }
+}
+
+#[test]
+fn the_pool_holds_eight_or_twelve_bytes_a_parameter() {
+    let (init, grads) = material(&[12, 0, 30], 2, 9);
+    for (dtype, bytes) in [(DType::F32, 8), (DType::Bf16, 12), (DType::F16, 12)] {
+        let mut world = World::new(&rules(), dtype, &init, 3, Holding::Shard);
+        world.step(&grads[0], dtype, 1);
+        let made = world.ranks[0].pool.report().backing_allocations;
+        world.step(&grads[1], dtype, 1);
+        let report = world.ranks[0].pool.report();
+        assert_eq!(report.of(Purpose::Optimizer).live_bytes, 42 / 3 * bytes);
+        assert_eq!(report.backing_allocations, made, "a step allocates nothing");
+        let whole = World::new(&rules(), dtype, &init, 3, Holding::Whole);
+        assert_eq!(whole.ranks[0].pool.report().of(Purpose::Optimizer).live_bytes, 42 * bytes);
+    }
+}
+
+#[test]
+fn slices_that_do_not_fit_are_refused_and_change_nothing() {
+    let (init, grads) = material(&[4, 6], 1, 1);
+    let mut rank = Rank::new(&rules(), DType::Bf16, &init, 0, 2, Holding::Shard);
+    let before = rank.optim.progress();
+    let votes = [rank.vote(&grads[0], DType::Bf16, 0.0).unwrap()];
+    let backward_scale = rank.optim.backward_scale();
+    let ballot = Ballot { votes: &votes, backward_scale, micro_batches: 1 };
+
+    let short = rank.step(&grads[0][..1], DType::Bf16, ballot).unwrap_err();
+    assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 2, got: 1 });
+    rank.params[1] = Buffer::new(&[0.0; 2], DType::Bf16);
+    let short = rank.step(&grads[0], DType::Bf16, ballot).unwrap_err();
+    assert_eq!(short, OptimError::SliceLen { unit: "unit1".into(), what: "params", expected: 3, got: 2 });
+    rank.params[1] = Buffer::new(&[0.0; 3], DType::F32);
+    let wide = rank.step(&grads[0], DType::Bf16, ballot).unwrap_err();
+    let (expected, got) = (DType::Bf16, DType::F32);
+    assert_eq!(wide, OptimError::SliceDType { unit: "unit1".into(), what: "params", expected, got });
+    rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
+    let none = rank.step(&grads[0], DType::Bf16, Ballot { votes: &[], ..ballot }).unwrap_err();
+    assert_eq!(none, OptimError::NoVotes);
+    let none = rank.step(&grads[0], DType::Bf16, Ballot { micro_batches: 0, ..ballot }).unwrap_err();
+    assert!(matches!(none, OptimError::Setting { setting: "micro_batches", .. }));
+    assert_eq!(rank.optim.progress(), before);
+    assert!(!rank.step(&grads[0], DType::Bf16, ballot).unwrap().is_skipped());
+}
+
+#[test]
+fn an_optimizer_that_cannot_be_is_refused() {
+    use std::sync::Arc;
+    use zero_alloc::device::Device;
+    use zero_alloc::host::HostDevice;
+    use zero_optim::{Segment, ShardedAdamW};
+
+    let device = HostDevice::new();
+    let stream = device.create_stream("compute").unwrap();
+    let pool = zero_alloc::Pool::new(device, 1 << 20);
+    let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
+    let make = |rules: StepRules, dtype, segments: Vec<Segment>| {
+        ShardedAdamW::new(&pool, kernels.clone(), &stream, rules, dtype, segments).map(drop).unwrap_err()
+    };
+    let good = || vec![Segment::shard("a", 0..4)];
+    assert_eq!(make(rules(), DType::U8, good()), OptimError::ParamDType { dtype: DType::U8 });
+    let gap = vec![Segment::shard("a", 0..4), Segment::shard("b", 5..6)];
+    assert_eq!(make(rules(), DType::F32, gap), OptimError::Segments { unit: "b".into(), expected: 4, got: 5 });
+    let outside = vec![Segment::whole("a", 0..4, 2..5)];
+    let error = OptimError::VoteRange { unit: "a".into(), start: 2, end: 5, len: 4 };
+    assert_eq!(make(rules(), DType::F32, outside), error);
+    let hyper = AdamHyper { beta2: 1.0, ..rules().hyper };
+    let error = make(StepRules { hyper, ..rules() }, DType::F32, good());
+    assert_eq!(error.to_string(), "beta2 = 1: at least 0, below 1");
+    let error = make(StepRules { lr: f64::NAN, ..rules() }, DType::F32, good());
+    assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
+    stream_is_fine(&stream);
+}
+
+fn stream_is_fine(stream: &zero_alloc::host::HostStream) {
+    use zero_alloc::device::Stream;
+    stream.synchronize(LIMIT).unwrap();
+}
