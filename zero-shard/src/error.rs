@@ -53,6 +53,68 @@ pub enum ShardError {
         /// How many elements there are.
         len_elems: u64,
     },
+    /// Elements that no source holds.
+    Hole {
+        /// The parameter.
+        param: String,
+        /// The first range of it that is missing.
+        in_param: Range<u64>,
+    },
+    /// Elements that two sources hold, where each must have one.
+    SourcesOverlap {
+        /// The parameter.
+        param: String,
+        /// The first range of it that is held twice.
+        in_param: Range<u64>,
+        /// The two places.
+        places: [u64; 2],
+    },
+    /// One range of a target's storage that is asked to hold two things.
+    TargetsOverlap {
+        /// The place.
+        place: u64,
+        /// The range of its storage.
+        in_storage: Range<u64>,
+    },
+    /// A parameter that has another shape on the other side.
+    ShapeMismatch {
+        /// The parameter.
+        param: String,
+        /// Its shape where the elements go.
+        expected: Vec<u64>,
+        /// Its shape where they come from.
+        got: Vec<u64>,
+    },
+    /// A limit of live elements that one use of units does not fit, with all else released.
+    OverLiveLimit {
+        /// The use, or none if the persistent units alone are over.
+        use_index: Option<usize>,
+        /// Elements that must be live at once.
+        needs_elems: u64,
+        /// The limit.
+        limit_elems: u64,
+    },
+    /// A world that groups of this size do not divide.
+    NotDivisible {
+        /// Ranks in the world.
+        world_size: u64,
+        /// Ranks in a group.
+        group_size: u64,
+    },
+    /// A placement that the stage cannot have: what is not sharded does not leave the device.
+    NotSharded {
+        /// What was to be placed elsewhere.
+        what: &'static str,
+        /// The least stage that shards it.
+        needs_stage: u8,
+        /// The stage asked for.
+        stage: u8,
+    },
+    /// A parameter of the source that the target has no place for.
+    Unwanted {
+        /// The parameter.
+        param: String,
+    },
 }
 
 impl std::fmt::Display for ShardError {
@@ -69,6 +131,31 @@ impl std::fmt::Display for ShardError {
             Self::RangeOutside { what, range, len_elems } => {
                 write!(f, "range {}..{} of {what}, which has {len_elems} elements", range.start, range.end)
             }
+            Self::Hole { param, in_param } => {
+                write!(f, "no source holds elements {}..{} of {param:?}", in_param.start, in_param.end)
+            }
+            Self::SourcesOverlap { param, in_param, places: [a, b] } => {
+                write!(f, "{a} and {b} both hold elements {}..{} of {param:?}", in_param.start, in_param.end)
+            }
+            Self::TargetsOverlap { place, in_storage } => {
+                write!(f, "{place} is to hold two things at {}..{}", in_storage.start, in_storage.end)
+            }
+            Self::ShapeMismatch { param, expected, got } => {
+                write!(f, "{param:?} has shape {expected:?} in the target and {got:?} in the source")
+            }
+            Self::OverLiveLimit { use_index: Some(i), needs_elems, limit_elems } => {
+                write!(f, "use {i} needs {needs_elems} live elements, over the limit of {limit_elems}")
+            }
+            Self::OverLiveLimit { use_index: None, needs_elems, limit_elems } => {
+                write!(f, "the persistent units are {needs_elems} live elements, over the limit of {limit_elems}")
+            }
+            Self::NotDivisible { world_size, group_size } => {
+                write!(f, "{world_size} ranks cannot be divided into groups of {group_size}")
+            }
+            Self::NotSharded { what, needs_stage, stage } => {
+                write!(f, "{what} can leave the device from stage {needs_stage} on, not at stage {stage}")
+            }
+            Self::Unwanted { param } => write!(f, "the target has no parameter {param:?}, which the source holds"),
         }
     }
 }

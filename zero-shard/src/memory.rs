@@ -12,6 +12,7 @@
 //!
 //! From a [`Layout`] they are exact, padding included; from a plain Ψ a share is rounded up to a whole element.
 
+use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};
 
 /// Bytes that one rank keeps, by purpose.
@@ -33,17 +34,13 @@ impl StateBytes {
     /// The sum does not fit 64 bits.
     pub fn of(stage: ZeroStage, widths: &Widths, whole_elems: u64, shard_elems: u64) -> Result<Self, ShardError> {
         let bytes = |sharded: bool, width: u64| {
-            let elems = if sharded { shard_elems } else { whole_elems };
-            elems.checked_mul(width).ok_or_else(|| ShardError::TooLarge { what: "bytes of a rank".into() })
+            product("bytes of a rank", &[if sharded { shard_elems } else { whole_elems }, width])
         };
-        let bytes = Self {
-            params_bytes: bytes(stage.shards_params(), widths.param_bytes)?,
-            grads_bytes: bytes(stage.shards_grads(), widths.grad_bytes)?,
-            optimizer_bytes: bytes(stage.shards_optimizer(), widths.optimizer_bytes)?,
-        };
-        let sum = bytes.params_bytes.checked_add(bytes.grads_bytes);
-        let sum = sum.and_then(|sum| sum.checked_add(bytes.optimizer_bytes));
-        sum.map(|_| bytes).ok_or_else(|| ShardError::TooLarge { what: "bytes of a rank".into() })
+        let params_bytes = bytes(stage.shards_params(), widths.param_bytes)?;
+        let grads_bytes = bytes(stage.shards_grads(), widths.grad_bytes)?;
+        let optimizer_bytes = bytes(stage.shards_optimizer(), widths.optimizer_bytes)?;
+        sum("bytes of a rank", &[params_bytes, grads_bytes, optimizer_bytes])?;
+        Ok(Self { params_bytes, grads_bytes, optimizer_bytes })
     }
 
     /// Of Ψ = `numel_elems` elements over `world_size` ranks, without padding.

@@ -11,9 +11,12 @@
 //!
 //! Gradients are reduced at every micro-batch at every stage, which keeps the stages bit-identical. At
 //! stage 3 the gathers are at most 2A: a unit that stays gathered from forward to backward, or from one
-//! micro-batch to the next, saves one; the prefetch plan counts exactly.
+//! micro-batch to the next, saves one; see [`PrefetchPlan`](crate::PrefetchPlan) for the exact count.
 
+use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};
+
+const WHAT: &str = "bytes sent in a step";
 
 /// Bytes that one rank sends in a step, by collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,23 +43,19 @@ impl StepTraffic {
         grad_accum_steps: u64,
     ) -> Result<Self, ShardError> {
         let others = world_size.checked_sub(1).ok_or(ShardError::NoRanks)?;
-        let bytes = |times: u64, width: u64| -> Option<u64> {
-            shard_elems.checked_mul(others)?.checked_mul(width)?.checked_mul(times)
-        };
+        let bytes = |times: &[u64]| product(WHAT, &[&[shard_elems, others], times].concat());
         let (a, grad, param) = (grad_accum_steps, widths.comm_grad_bytes, widths.param_bytes);
         let traffic = match stage {
-            ZeroStage::Zero => (Some(0), Some(0), a.checked_mul(2).and_then(|times| bytes(times, grad))),
-            ZeroStage::One | ZeroStage::Two => (bytes(a, grad), bytes(1, param), Some(0)),
-            ZeroStage::Three => (bytes(a, grad), a.checked_mul(2).and_then(|times| bytes(times, param)), Some(0)),
+            ZeroStage::Zero => Self { all_reduce_bytes: bytes(&[2, a, grad])?, ..Self::default() },
+            ZeroStage::One | ZeroStage::Two => Self::sharded(bytes(&[a, grad])?, bytes(&[param])?),
+            ZeroStage::Three => Self::sharded(bytes(&[a, grad])?, bytes(&[2, a, param])?),
         };
-        let traffic = match traffic {
-            (Some(reduce_scatter_bytes), Some(all_gather_bytes), Some(all_reduce_bytes)) => {
-                Some(Self { reduce_scatter_bytes, all_gather_bytes, all_reduce_bytes })
-            }
-            _ => None,
-        };
-        let fits = |t: &Self| t.reduce_scatter_bytes.checked_add(t.all_gather_bytes).is_some();
-        traffic.filter(fits).ok_or_else(|| ShardError::TooLarge { what: "bytes sent in a step".into() })
+        sum(WHAT, &[traffic.reduce_scatter_bytes, traffic.all_gather_bytes])?;
+        Ok(traffic)
+    }
+
+    fn sharded(reduce_scatter_bytes: u64, all_gather_bytes: u64) -> Self {
+        Self { reduce_scatter_bytes, all_gather_bytes, all_reduce_bytes: 0 }
     }
 
     /// All of it (a step uses either all-reduce or the other two).

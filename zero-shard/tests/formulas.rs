@@ -4,7 +4,10 @@ mod support;
 
 use proptest::prelude::*;
 use support::{cases, huge_layout};
-use zero_shard::{ShardError, StateBytes, StepTraffic, Widths, ZeroStage};
+use zero_shard::{
+    ActivationBytes, ActivationOptions, MemoryModel, Placement, ShardError, StateBytes, StepTraffic, Tier,
+    TransformerShape, Widths, ZeroStage, largest,
+};
 
 fn gigabytes(stage: ZeroStage, elems: u64, ranks: u64) -> f64 {
     StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, ranks).unwrap().total_bytes() as f64 / 1e9
@@ -125,4 +128,128 @@ proptest! {
         }
         prop_assert!(ZeroStage::ALL.windows(2).all(|s| bytes(s[1], n) <= bytes(s[0], n)));
     }
+}
+
+/// arXiv 2205.05198, equations 1 and 2 (one layer, tensor parallelism of 1): sbh (34 + 5 a s / h) bytes.
+#[test]
+fn activations_are_those_of_the_paper() {
+    let shape = TransformerShape { layers: 96, hidden: 12_288, heads: 96, vocab: 51_200 };
+    let run = ActivationOptions {
+        micro_batch: 1,
+        seq_len: 2048,
+        elem_bytes: 2,
+        checkpointing: false,
+        checkpoint_shards: 1,
+        flash_attention: false,
+        dropout: true,
+    };
+    let (s, h, a) = (2048, 12_288, 96);
+    let layer = 34 * s * h + 5 * a * s * s;
+    let estimate = |run: ActivationOptions| ActivationBytes::estimate(&shape, &run).unwrap();
+    assert_eq!(estimate(run).blocks_bytes, 96 * layer);
+    assert_eq!(estimate(run).head_bytes, 2 * s * h + 4 * s * 51_200);
+    assert_eq!(estimate(ActivationOptions { micro_batch: 3, ..run }).total_bytes(), 3 * estimate(run).total_bytes());
+    let checkpointing = ActivationOptions { checkpointing: true, ..run };
+    let kept = estimate(checkpointing);
+    assert_eq!((kept.blocks_bytes, kept.recomputed_bytes), (96 * 2 * s * h, layer));
+    let shared = estimate(ActivationOptions { checkpoint_shards: 8, ..checkpointing });
+    assert_eq!(shared.blocks_bytes, 96 * 2 * s * h / 8);
+    let flash = ActivationOptions { flash_attention: true, dropout: false, ..run };
+    assert_eq!(estimate(flash).blocks_bytes, 96 * (32 * s * h + 4 * a * s));
+    let plain = ActivationOptions { dropout: false, elem_bytes: 4, ..run };
+    assert_eq!(estimate(plain).blocks_bytes, 96 * (64 * s * h + 4 * a * s * s));
+    let too_long = ActivationOptions { seq_len: u64::MAX, ..run };
+    assert!(matches!(ActivationBytes::estimate(&shape, &too_long), Err(ShardError::TooLarge { .. })));
+}
+
+#[test]
+fn a_shape_is_found_for_a_size() {
+    // GPT-3: 96 layers of width 12288 are 174 x 10^9 parameters.
+    let gpt3 = TransformerShape::with_about(174_000_000_000);
+    assert_eq!((gpt3.layers, gpt3.hidden, gpt3.heads), (96, 12_288, 96));
+    assert_eq!(gpt3.numel_elems(), Ok(12 * 96 * 12_288 * 12_288 + 50_257 * 12_288));
+    assert_eq!(TransformerShape::with_about(0).layers, 1);
+    assert!(TransformerShape::with_about(u64::MAX).numel_elems().is_ok());
+    let wide = TransformerShape { layers: 1, hidden: u64::MAX, heads: 1, vocab: 1 };
+    assert!(matches!(wide.numel_elems(), Err(ShardError::TooLarge { .. })));
+}
+
+#[test]
+fn tiers_hold_what_is_placed_on_them() {
+    let state = StateBytes { params_bytes: 20, grads_bytes: 20, optimizer_bytes: 120 };
+    let model = MemoryModel {
+        placement: Placement { params: Tier::Nvme, grads: Tier::Host, optimizer: Tier::Nvme },
+        gathered_elems: 7,
+        bucket_elems: 5,
+        buckets: 2,
+        sub_group_elems: 3,
+        sub_group_buffers: 4,
+        activations_bytes: 11,
+        ..MemoryModel::state_only(ZeroStage::Three, Widths::MIXED_ADAM)
+    };
+    let all = model.footprint(&state).unwrap();
+    let device = [all.device.gathered_bytes, all.device.buckets_bytes, all.device.activations_bytes];
+    assert_eq!((device, all.device.total_bytes()), ([14, 20, 11], Ok(45)));
+    // Two bytes of parameter and twelve of optimizer state pass through the host for each element on disk.
+    assert_eq!((all.host.staging_bytes, all.host.total_bytes()), (3 * 4 * 14, Ok(3 * 4 * 14 + 20)));
+    assert_eq!(all.nvme.total_bytes(), Ok(140));
+    let at = |stage, tier| MemoryModel {
+        placement: Placement::offload_optimizer(stage, tier),
+        ..MemoryModel::state_only(stage, Widths::MIXED_ADAM)
+    };
+    for (stage, kept) in ZeroStage::ALL.into_iter().zip([40, 40, 20, 20]) {
+        let all = at(stage, Tier::Host).footprint(&state).unwrap();
+        assert_eq!(all.device.total_bytes(), Ok(kept), "stage {stage}");
+        assert_eq!(all.host.total_bytes(), Ok(160 - kept));
+        let all = at(stage, Tier::Device).footprint(&state).unwrap();
+        assert_eq!((all.device.total_bytes(), all.host.total_bytes()), (Ok(160), Ok(0)));
+    }
+    let away = |stage, placement| MemoryModel { placement, ..MemoryModel::state_only(stage, Widths::MIXED_ADAM) };
+    let params = Placement { params: Tier::Host, ..Placement::DEVICE };
+    let grads = Placement { grads: Tier::Host, ..Placement::DEVICE };
+    assert_eq!(
+        away(ZeroStage::Two, params).footprint(&state),
+        Err(ShardError::NotSharded { what: "parameters", needs_stage: 3, stage: 2 })
+    );
+    assert_eq!(
+        away(ZeroStage::One, grads).footprint(&state),
+        Err(ShardError::NotSharded { what: "gradients", needs_stage: 2, stage: 1 })
+    );
+    let huge = MemoryModel { bucket_elems: u64::MAX, ..model };
+    assert!(matches!(huge.footprint(&state), Err(ShardError::TooLarge { .. })));
+}
+
+proptest! {
+    #![proptest_config(cases(300))]
+
+    /// The largest model fits and one more parameter does not.
+    #[test]
+    fn the_largest_model_is_the_largest(n in 1u64..5000, gib in 1u64..200, buckets in 0u64..3) {
+        let memory = gib << 30;
+        for stage in ZeroStage::ALL {
+            let model = MemoryModel {
+                bucket_elems: 500_000_000, buckets, ..MemoryModel::state_only(stage, Widths::MIXED_ADAM)
+            };
+            let total = |elems| {
+                let state = StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, n).unwrap();
+                model.footprint(&state).unwrap().device.total_bytes().unwrap()
+            };
+            let most = model.largest_model_elems(n, memory).unwrap();
+            prop_assert!(most == 0 || total(most) <= memory);
+            prop_assert!(total(most + 1) > memory);
+        }
+    }
+}
+
+#[test]
+fn the_largest_model_of_the_paper() {
+    // arXiv 1910.02054, section 5.4: 32 GB and 1024 ranks hold 2 x 10^12 parameters of stage 3's states.
+    let most = |stage| MemoryModel::state_only(stage, Widths::MIXED_ADAM).largest_model_elems(1024, 32_000_000_000);
+    assert_eq!(most(ZeroStage::Three), Ok(2_048_000_000_000));
+    assert_eq!(most(ZeroStage::Zero), Ok(2_000_000_000));
+    assert_eq!(
+        MemoryModel::state_only(ZeroStage::One, Widths::MIXED_ADAM).largest_model_elems(0, 1),
+        Err(ShardError::NoRanks)
+    );
+    assert_eq!((largest(|_| true), largest(|_| false), largest(|n| n <= 77)), (u64::MAX, 0, 77));
 }

@@ -4,9 +4,12 @@
 use proptest::prelude::*;
 use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 
-/// Cases of a property: fewer under Miri, which is a hundred times slower.
+/// Cases of a property: fewer under Miri, which is a hundred times slower; `ZERO_PROPTEST_FACTOR` times as many
+/// where that is set.
 pub(crate) fn cases(n: u32) -> ProptestConfig {
-    ProptestConfig { cases: if cfg!(miri) { 8 } else { n }, failure_persistence: None, ..ProptestConfig::default() }
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    let cases = if cfg!(miri) { 4 } else { n.saturating_mul(factor) };
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
 /// Up to four units of up to five parameters of up to three dimensions; empty ones and scalars included.

@@ -1,0 +1,56 @@
+//! Small parameters that stay whole on every rank at stage 3.
+//!
+//! Gathering a layer-norm weight costs a latency and saves nothing. Parameters up to a threshold are moved
+//! into one unit of their own, which is gathered once a step, after the optimizer, and stays; its shards,
+//! optimizer state and place in a checkpoint are those of any unit.
+
+use crate::{ShardError, UnitSpec};
+
+/// Units, of which one may be persistent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PersistentSplit {
+    /// The units: the given ones without their persistent parameters, in order, and after them the
+    /// persistent unit, if there is one.
+    pub units: Vec<UnitSpec>,
+    /// Position of the persistent unit.
+    pub persistent: Option<usize>,
+    /// Its elements.
+    pub persistent_elems: u64,
+}
+
+/// Moves the parameters of 1 to `threshold_elems` elements into a unit `name`, in order, as long as there are
+/// no more than `max_total_elems` in it. A threshold of 0 moves none.
+///
+/// # Errors
+/// The size of a parameter does not fit 64 bits, or a unit is already called `name`.
+pub fn split_persistent(
+    units: &[UnitSpec],
+    name: &str,
+    threshold_elems: u64,
+    max_total_elems: u64,
+) -> Result<PersistentSplit, ShardError> {
+    if units.iter().any(|u| u.name == name) {
+        return Err(ShardError::DuplicateName { name: name.into() });
+    }
+    let (mut rest, mut kept, mut total) = (Vec::with_capacity(units.len() + 1), Vec::new(), 0u64);
+    for unit in units {
+        let mut left = Vec::with_capacity(unit.params.len());
+        for param in &unit.params {
+            let n = param.numel_elems()?;
+            let sum = total.checked_add(n).filter(|&sum| sum <= max_total_elems);
+            match sum.filter(|_| (1..=threshold_elems).contains(&n)) {
+                Some(sum) => {
+                    total = sum;
+                    kept.push(param.clone());
+                }
+                None => left.push(param.clone()),
+            }
+        }
+        rest.push(UnitSpec::new(unit.name.clone(), left));
+    }
+    let persistent = (!kept.is_empty()).then_some(rest.len());
+    if persistent.is_some() {
+        rest.push(UnitSpec::new(name, kept));
+    }
+    Ok(PersistentSplit { units: rest, persistent, persistent_elems: total })
+}

@@ -1,0 +1,331 @@
+//! Moving a model from the ranks of one layout to those of another.
+//!
+//! A plan is a list of [`Move`]s, a contiguous copy each. Two ways to make one:
+//!
+//! - [`reshard_rank`] from one [`Layout`] to another: any world sizes, unit order and cut, alignments. It is
+//!   worked out a target rank at a time, so no rank lists what concerns others, at any scale.
+//! - [`Sources`] from any list of [`Extent`]s, as a checkpoint's manifest gives.
+//!
+//! Either way every wanted element is moved to its place exactly once, or the plan is an error that names
+//! the parameter and the range in question.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::{Layout, ShardError, StoredPiece};
+
+/// A contiguous copy. Places are ranks, files, whatever the caller numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Where the elements come from.
+    pub from: u64,
+    /// Their range in that place's storage.
+    pub from_range: Range<u64>,
+    /// Where they go.
+    pub to: u64,
+    /// Their range in that place's storage; as long as `from_range`.
+    pub to_range: Range<u64>,
+}
+
+impl Move {
+    /// How many elements are copied.
+    pub fn elems(&self) -> u64 {
+        self.to_range.end - self.to_range.start
+    }
+
+    fn continues(&self, last: &Self) -> bool {
+        (last.from, last.to) == (self.from, self.to)
+            && (last.from_range.end, last.to_range.end) == (self.from_range.start, self.to_range.start)
+    }
+}
+
+/// Appends a move, as one with the last where it continues it.
+fn push(moves: &mut Vec<Move>, next: Move) {
+    match moves.last_mut().filter(|last| next.continues(last)) {
+        Some(last) => {
+            last.from_range.end = next.from_range.end;
+            last.to_range.end = next.to_range.end;
+        }
+        None => moves.push(next),
+    }
+}
+
+/// A run of elements, and where it lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// The elements, in the global numbering of the target's layout.
+    pub elems: Range<u64>,
+    /// The place that holds them.
+    pub place: u64,
+    /// Where they start in that place's storage.
+    pub offset_elems: u64,
+}
+
+impl Extent {
+    /// This run of elements at this place.
+    pub fn new(elems: Range<u64>, place: u64, offset_elems: u64) -> Self {
+        Self { elems, place, offset_elems }
+    }
+
+    /// The part from `start` to `end`, which lie inside.
+    fn part(&self, start: u64, end: u64) -> Self {
+        Self::new(start..end, self.place, self.offset_elems + (start - self.elems.start))
+    }
+}
+
+impl Layout {
+    /// Elements `in_param` of the parameter `name`, held by `place` from `offset_elems` on.
+    ///
+    /// # Errors
+    /// There is no such parameter, or the range is reversed or leaves it.
+    pub fn extent(
+        &self,
+        name: &str,
+        in_param: Range<u64>,
+        place: u64,
+        offset_elems: u64,
+    ) -> Result<Extent, ShardError> {
+        let param = self.find_param(name).and_then(|id| self.param(id));
+        let param = param.ok_or_else(|| ShardError::UnknownParam { name: name.into() })?;
+        if in_param.start > in_param.end || in_param.end > param.numel_elems {
+            return Err(ShardError::RangeOutside {
+                what: "a parameter",
+                range: in_param,
+                len_elems: param.numel_elems,
+            });
+        }
+        let base = param.global_offset_elems;
+        Ok(Extent::new(base + in_param.start..base + in_param.end, place, offset_elems))
+    }
+
+    /// What `rank`'s shard storage holds; its place is `rank`.
+    ///
+    /// # Errors
+    /// There is no such rank.
+    pub fn shard_extents(&self, rank: u64) -> Result<impl Iterator<Item = Extent> + '_, ShardError> {
+        Ok(self.rank_pieces(rank)?.map(move |piece| {
+            let global = self.units[piece.id.unit].params[piece.id.param].global_offset_elems;
+            let elems = global + piece.in_param.start..global + piece.in_param.end;
+            Extent::new(elems, rank, piece.in_storage.start)
+        }))
+    }
+
+    /// What a whole storage holds, at `place`.
+    pub fn whole_extents(&self, place: u64) -> impl Iterator<Item = Extent> + '_ {
+        self.params().filter(|(_, p)| p.numel_elems > 0).map(move |(id, p)| {
+            Extent::new(p.global_range(), place, self.units[id.unit].whole_offset_elems + p.offset_elems)
+        })
+    }
+
+    /// The parameter that holds element `start` of the global numbering, and the part of it up to `end`.
+    fn name_range(&self, start: u64, end: u64) -> (String, Range<u64>) {
+        let at = self.locate_elem(start).and_then(|at| Some((self.param(at.id)?, at.in_param)));
+        at.map_or_else(
+            || (String::from("(past the last)"), start..end),
+            |(p, from)| (p.name.clone(), from..p.numel_elems.min(from + (end - start))),
+        )
+    }
+}
+
+/// Who holds what: disjoint extents by ascending element.
+#[derive(Clone, Debug)]
+pub struct Sources<'a> {
+    layout: &'a Layout,
+    extents: Vec<Extent>,
+}
+
+impl<'a> Sources<'a> {
+    /// Sources that hold each element at most once, numbered as in `layout`.
+    ///
+    /// # Errors
+    /// An extent is reversed, leaves the model or its storage's 64 bits, or two hold one element.
+    pub fn new(layout: &'a Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Self, ShardError> {
+        let mut extents = checked(layout, extents)?;
+        extents.sort_unstable_by_key(|e| e.elems.start);
+        for pair in extents.windows(2) {
+            let [a, b] = [&pair[0], &pair[1]];
+            if b.elems.start < a.elems.end {
+                let (param, in_param) = layout.name_range(b.elems.start, a.elems.end.min(b.elems.end));
+                return Err(ShardError::SourcesOverlap { param, in_param, places: [a.place, b.place] });
+            }
+        }
+        Ok(Self { layout, extents })
+    }
+
+    /// Sources of which several may hold one element, as where parameters are replicated: the first in the
+    /// list is taken.
+    ///
+    /// # Errors
+    /// An extent is reversed, or leaves the model or its storage's 64 bits.
+    pub fn first_of(layout: &'a Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Self, ShardError> {
+        let mut taken: BTreeMap<u64, Extent> = BTreeMap::new();
+        for extent in checked(layout, extents)? {
+            // Only what lies in the gaps between those taken before.
+            let before = taken.range(..=extent.elems.start).next_back().map(|(_, e)| e.elems.end);
+            let mut at = extent.elems.start.max(before.unwrap_or(0));
+            if at >= extent.elems.end {
+                continue;
+            }
+            let mut parts = Vec::new();
+            for other in taken.range(at..extent.elems.end).map(|(_, e)| &e.elems) {
+                parts.push(at..other.start);
+                at = other.end;
+            }
+            parts.push(at..extent.elems.end);
+            for part in parts.into_iter().filter(|part| part.start < part.end) {
+                taken.insert(part.start, extent.part(part.start, part.end));
+            }
+        }
+        Ok(Self { layout, extents: taken.into_values().collect() })
+    }
+
+    /// The extents, disjoint, by ascending element.
+    pub fn extents(&self) -> &[Extent] {
+        &self.extents
+    }
+
+    /// Whether every element of the model has a source.
+    ///
+    /// # Errors
+    /// The first hole.
+    pub fn check_complete(&self) -> Result<(), ShardError> {
+        let numel = self.layout.numel_elems();
+        let mut at = 0;
+        for next in self.extents.iter().map(|e| &e.elems).chain([&(numel..numel)]) {
+            if next.start > at {
+                return Err(self.hole(at, next.start));
+            }
+            at = next.end;
+        }
+        Ok(())
+    }
+
+    fn hole(&self, start: u64, end: u64) -> ShardError {
+        let (param, in_param) = self.layout.name_range(start, end);
+        ShardError::Hole { param, in_param }
+    }
+
+    /// The copies that bring every wanted element to its place, in the order of `wanted`.
+    ///
+    /// # Errors
+    /// A wanted extent leaves the model, two would fill one range of a storage, or no source holds an element.
+    pub fn plan(&self, wanted: impl IntoIterator<Item = Extent>) -> Result<Vec<Move>, ShardError> {
+        let wanted = checked(self.layout, wanted)?;
+        let mut filled: Vec<(u64, u64, u64)> = wanted
+            .iter()
+            .map(|w| (w.place, w.offset_elems, w.offset_elems + (w.elems.end - w.elems.start)))
+            .collect();
+        filled.sort_unstable();
+        if let Some(pair) = filled.windows(2).find(|p| p[0].0 == p[1].0 && p[1].1 < p[0].2) {
+            return Err(ShardError::TargetsOverlap {
+                place: pair[1].0,
+                in_storage: pair[1].1..pair[1].2.min(pair[0].2),
+            });
+        }
+        let mut moves = Vec::new();
+        for want in &wanted {
+            let first = self.extents.partition_point(|e| e.elems.end <= want.elems.start);
+            let mut at = want.elems.start;
+            for have in &self.extents[first..] {
+                if have.elems.start >= want.elems.end || have.elems.start > at {
+                    break;
+                }
+                let end = have.elems.end.min(want.elems.end);
+                let (from, to) = (have.part(at, end), want.part(at, end));
+                push(
+                    &mut moves,
+                    Move {
+                        from: from.place,
+                        from_range: from.offset_elems..from.offset_elems + (end - at),
+                        to: to.place,
+                        to_range: to.offset_elems..to.offset_elems + (end - at),
+                    },
+                );
+                at = end;
+            }
+            if at < want.elems.end {
+                let next = self.extents.partition_point(|e| e.elems.end <= at);
+                let next = self.extents.get(next).map_or(want.elems.end, |e| e.elems.start.min(want.elems.end));
+                return Err(self.hole(at, next));
+            }
+        }
+        Ok(moves)
+    }
+}
+
+/// The extents that are not empty, if all lie in the model and in 64 bits of storage.
+fn checked(layout: &Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Vec<Extent>, ShardError> {
+    let mut all = Vec::new();
+    for e in extents {
+        if e.elems.start > e.elems.end || e.elems.end > layout.numel_elems() {
+            let len_elems = layout.numel_elems();
+            return Err(ShardError::RangeOutside { what: "the model", range: e.elems, len_elems });
+        }
+        if e.offset_elems.checked_add(e.elems.end - e.elems.start).is_none() {
+            return Err(ShardError::TooLarge { what: format!("an offset of place {}", e.place) });
+        }
+        if e.elems.start < e.elems.end {
+            all.push(e);
+        }
+    }
+    Ok(all)
+}
+
+/// The copies that fill `rank`'s shard storage of `to` from the shard storages of `from`; places are ranks.
+///
+/// # Errors
+/// There is no such rank, or the two layouts do not hold the same parameters: one is missing in `from`
+/// ([`ShardError::Hole`]) or in `to` ([`ShardError::Unwanted`]), or has another shape.
+pub fn reshard_rank(from: &Layout, to: &Layout, rank: u64) -> Result<Vec<Move>, ShardError> {
+    check_same_params(from, to)?;
+    let mut moves = Vec::new();
+    append_rank(&mut moves, from, to, rank)?;
+    Ok(moves)
+}
+
+/// The copies that fill the shard storages of all ranks of `to`: [`reshard_rank`] of each in turn.
+///
+/// # Errors
+/// As [`reshard_rank`].
+pub fn reshard(from: &Layout, to: &Layout) -> Result<Vec<Move>, ShardError> {
+    check_same_params(from, to)?;
+    let mut moves = Vec::new();
+    for rank in 0..to.world_size() {
+        append_rank(&mut moves, from, to, rank)?;
+    }
+    Ok(moves)
+}
+
+fn append_rank(moves: &mut Vec<Move>, from: &Layout, to: &Layout, rank: u64) -> Result<(), ShardError> {
+    for StoredPiece { id, in_param, in_storage, .. } in to.rank_pieces(rank)? {
+        let name = &to.units[id.unit].params[id.param].name;
+        let hole = || ShardError::Hole { param: name.clone(), in_param: in_param.clone() };
+        let source = from.find_param(name).ok_or_else(hole)?;
+        for piece in from.locate(source, in_param.clone())? {
+            let start = in_storage.start + (piece.in_param.start - in_param.start);
+            let len = piece.in_param.end - piece.in_param.start;
+            push(
+                moves,
+                Move { from: piece.rank, from_range: piece.in_storage, to: rank, to_range: start..start + len },
+            );
+        }
+    }
+    Ok(())
+}
+
+fn check_same_params(from: &Layout, to: &Layout) -> Result<(), ShardError> {
+    let mut wanted: Vec<Vec<bool>> = from.units.iter().map(|u| vec![false; u.params.len()]).collect();
+    for (_, p) in to.params() {
+        let found = from.find_param(&p.name).and_then(|id| Some((id, from.param(id)?)));
+        let Some((id, source)) = found else {
+            return Err(ShardError::Hole { param: p.name.clone(), in_param: 0..p.numel_elems });
+        };
+        if source.shape != p.shape {
+            let (expected, got) = (p.shape.clone(), source.shape.clone());
+            return Err(ShardError::ShapeMismatch { param: p.name.clone(), expected, got });
+        }
+        wanted[id.unit][id.param] = true;
+    }
+    let unwanted = from.params().find(|(id, _)| !wanted[id.unit][id.param]);
+    unwanted.map_or(Ok(()), |(_, p)| Err(ShardError::Unwanted { param: p.name.clone() }))
+}

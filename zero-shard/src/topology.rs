@@ -1,0 +1,246 @@
+//! Two dimensions of ranks: groups (a node, say) and the positions within them.
+//!
+//! | [`Sharding`] | parameters, gradients, optimizer state | gathers | reductions |
+//! |---|---|---|---|
+//! | `Flat` (ZeRO) | over all ranks | over all ranks | over all ranks |
+//! | `Secondary` (hpZ of ZeRO++, arXiv 2306.10209) | over all ranks; of parameters also a second copy over each group | forward over all ranks, backward within the group | over all ranks |
+//! | `Replicated` (MiCS, arXiv 2205.00119; HSDP of FSDP) | over each group, every group alike | within the group | within the group, then once a step between the groups |
+
+use std::ops::Range;
+
+use crate::checked::{product, sum};
+use crate::{Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, ZeroStage};
+
+/// Ranks in groups of neighbours: rank = group x group_size + position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    world_size: u64,
+    group_size: u64,
+}
+
+impl Grid {
+    /// `world_size` ranks in groups of `group_size`.
+    ///
+    /// # Errors
+    /// There are no ranks, or the groups do not divide them.
+    pub fn new(world_size: u64, group_size: u64) -> Result<Self, ShardError> {
+        if world_size == 0 {
+            return Err(ShardError::NoRanks);
+        }
+        if group_size == 0 || !world_size.is_multiple_of(group_size) {
+            return Err(ShardError::NotDivisible { world_size, group_size });
+        }
+        Ok(Self { world_size, group_size })
+    }
+
+    /// All ranks.
+    pub fn world_size(&self) -> u64 {
+        self.world_size
+    }
+
+    /// Ranks in a group.
+    pub fn group_size(&self) -> u64 {
+        self.group_size
+    }
+
+    /// How many groups there are.
+    pub fn groups(&self) -> u64 {
+        self.world_size / self.group_size
+    }
+
+    /// The group that `rank` is in.
+    pub fn group_of(&self, rank: u64) -> u64 {
+        rank / self.group_size
+    }
+
+    /// The position of `rank` within its group.
+    pub fn position_of(&self, rank: u64) -> u64 {
+        rank % self.group_size
+    }
+
+    /// The ranks of the group that `rank` is in.
+    pub fn group_ranks(&self, rank: u64) -> Range<u64> {
+        let start = rank - self.position_of(rank);
+        start..start.saturating_add(self.group_size)
+    }
+
+    /// The ranks with `rank`'s position, one of each group, ascending: those that hold the same shard where
+    /// groups are alike.
+    pub fn peer_ranks(&self, rank: u64) -> impl Iterator<Item = u64> + use<> {
+        let (grid, position) = (*self, self.position_of(rank));
+        (0..grid.groups()).map(move |group| group * grid.group_size + position)
+    }
+}
+
+/// How a model is sharded over a [`Grid`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sharding {
+    /// Over all ranks.
+    Flat,
+    /// Over all ranks, and a second copy of the parameters over each group.
+    Secondary,
+    /// Over each group, the groups being replicas.
+    Replicated,
+}
+
+/// How a collective over all ranks crosses the groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Routing {
+    /// One ring through all ranks, group by group: (N-1)/N of the buffer leaves each group.
+    Ring,
+    /// Between ranks of one position, and within the groups: (M-1)/M of the buffer leaves each of M groups.
+    /// A rank sends (N-1)/N of the buffer either way.
+    TwoLevel,
+}
+
+/// Bytes that a rank sends in a step, and how many leave its group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct GridTraffic {
+    /// Sent by a rank, to whomever.
+    pub rank: StepTraffic,
+    /// Sent by all ranks of a group together to ranks of other groups.
+    pub group_egress_bytes: u64,
+}
+
+impl GridTraffic {
+    /// All that a rank sends.
+    pub fn rank_total_bytes(&self) -> u64 {
+        self.rank.total_bytes()
+    }
+}
+
+/// A model's layout over a grid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GridLayout {
+    grid: Grid,
+    sharding: Sharding,
+    primary: Layout,
+    secondary: Option<Layout>,
+}
+
+impl GridLayout {
+    /// Lays out `units` over `grid`.
+    ///
+    /// # Errors
+    /// As [`Layout::with_options`].
+    pub fn new(
+        units: &[UnitSpec],
+        grid: Grid,
+        sharding: Sharding,
+        options: LayoutOptions,
+    ) -> Result<Self, ShardError> {
+        let ranks = if sharding == Sharding::Replicated { grid.group_size } else { grid.world_size };
+        let primary = Layout::with_options(units, ranks, options)?;
+        let secondary = (sharding == Sharding::Secondary).then(|| primary.regroup(grid.group_size)).transpose()?;
+        Ok(Self { grid, sharding, primary, secondary })
+    }
+
+    /// The ranks.
+    pub fn grid(&self) -> Grid {
+        self.grid
+    }
+
+    /// How the model is sharded.
+    pub fn sharding(&self) -> Sharding {
+        self.sharding
+    }
+
+    /// The layout of what is sharded, over all ranks or over a group. `rank` has shard
+    /// [`GridLayout::shard_of`] of it.
+    pub fn primary(&self) -> &Layout {
+        &self.primary
+    }
+
+    /// The layout of the second copy of the parameters over a group. A rank has the shard of its position.
+    /// Its whole storage is that of the primary, so what is gathered is the same either way.
+    pub fn secondary(&self) -> Option<&Layout> {
+        self.secondary.as_ref()
+    }
+
+    /// Which shard of the primary layout `rank` holds.
+    pub fn shard_of(&self, rank: u64) -> u64 {
+        if self.sharding == Sharding::Replicated { self.grid.position_of(rank) } else { rank }
+    }
+
+    /// What each rank keeps at `stage`. A second copy is kept where parameters are sharded (stage 3).
+    ///
+    /// # Errors
+    /// The sum does not fit 64 bits.
+    pub fn state_bytes(&self, stage: ZeroStage, widths: &Widths) -> Result<StateBytes, ShardError> {
+        let mut bytes = self.primary.state_bytes(stage, widths)?;
+        if let Some(secondary) = self.secondary.as_ref().filter(|_| stage.shards_params()) {
+            let second = product("bytes of a rank", &[secondary.shard_elems(), widths.param_bytes])?;
+            sum("bytes of a rank", &[bytes.total_bytes(), second])?;
+            bytes.params_bytes += second;
+        }
+        Ok(bytes)
+    }
+
+    /// What is sent in a step of `grad_accum_steps` micro-batches, padding included; at stage 3 the most.
+    /// Between replicas gradients travel once a step at the width they are kept in.
+    ///
+    /// # Errors
+    /// A sum does not fit 64 bits.
+    pub fn step_traffic(
+        &self,
+        stage: ZeroStage,
+        widths: &Widths,
+        grad_accum_steps: u64,
+        routing: Routing,
+    ) -> Result<GridTraffic, ShardError> {
+        const WHAT: &str = "bytes sent in a step";
+        let (groups, group_size, shard) = (self.grid.groups(), self.grid.group_size, self.primary.shard_elems());
+        let mut rank = self.primary.step_traffic(stage, widths, grad_accum_steps)?;
+        // What leaves a group of a gather or reduction over all ranks, an element of the whole storage a byte.
+        let crossing = match routing {
+            _ if groups == 1 => 0,
+            Routing::Ring => product(WHAT, &[shard, self.grid.world_size - 1])?,
+            Routing::TwoLevel => product(WHAT, &[shard, group_size, groups - 1])?,
+        };
+        let (grad, param) = (widths.comm_grad_bytes, widths.param_bytes);
+        let reductions = product(WHAT, &[crossing, grad, grad_accum_steps])?;
+        let gathers = |times: u64, each: u64| product(WHAT, &[crossing, param, times, each]);
+        let group_egress_bytes = match (self.sharding, stage) {
+            (Sharding::Replicated, _) => {
+                // A shard is reduced over the groups; stage 0 shards nothing, so its all-reduce has the same
+                // three phases, within, between and within, and sends the same.
+                let part = shard.div_ceil(groups);
+                let between = product(WHAT, &[2, part, groups - 1, widths.grad_bytes])?;
+                rank.all_reduce_bytes = sum(WHAT, &[rank.all_reduce_bytes, between])?;
+                sum(WHAT, &[rank.all_reduce_bytes, rank.reduce_scatter_bytes, rank.all_gather_bytes])?;
+                product(WHAT, &[between, group_size])?
+            }
+            (_, ZeroStage::Zero) => product(WHAT, &[2, reductions])?,
+            (_, ZeroStage::One | ZeroStage::Two) => sum(WHAT, &[reductions, gathers(1, 1)?])?,
+            (Sharding::Flat, ZeroStage::Three) => sum(WHAT, &[reductions, gathers(2, grad_accum_steps)?])?,
+            (Sharding::Secondary, ZeroStage::Three) => {
+                let forward = product(WHAT, &[shard, self.grid.world_size - 1, param, grad_accum_steps])?;
+                let second = self.secondary.as_ref().map_or(0, Layout::shard_elems);
+                let backward = product(WHAT, &[second, group_size - 1, param, grad_accum_steps])?;
+                rank.all_gather_bytes = sum(WHAT, &[forward, backward])?;
+                sum(WHAT, &[reductions, gathers(1, grad_accum_steps)?])?
+            }
+        };
+        Ok(GridTraffic { rank, group_egress_bytes })
+    }
+}
+
+impl Layout {
+    /// The same whole storage cut into `parts` shards instead, each of which is that of `world_size / parts`
+    /// neighbouring ranks end to end.
+    ///
+    /// # Errors
+    /// `parts` does not divide the ranks.
+    pub fn regroup(&self, parts: u64) -> Result<Self, ShardError> {
+        let ranks_each = Grid::new(self.world_size, parts)?.groups();
+        let mut layout = self.clone();
+        layout.world_size = parts;
+        layout.shard_elems *= ranks_each;
+        for unit in &mut layout.units {
+            unit.shard_elems *= ranks_each;
+            unit.shard_offset_elems *= ranks_each;
+        }
+        Ok(layout)
+    }
+}

@@ -1,0 +1,217 @@
+//! Sub-groups, parameter groups, persistent parameters and two-dimensional topologies.
+
+mod support;
+
+use proptest::prelude::*;
+use support::{cases, huge_layout, laid_out, small_layout, small_units};
+use zero_shard::{
+    Grid, GridLayout, Layout, LayoutOptions, ParamGroups, ParamSpec, Routing, ShardError, Sharding, UnitSpec, Widths,
+    ZeroStage, split_persistent,
+};
+
+fn sub_groups_cut(layout: &Layout, capacity: u64) {
+    let groups = layout.sub_groups(capacity);
+    let (count, align) = (groups.len(), layout.align_elems());
+    let (mut end, mut sizes) = (0, (u64::MAX, 0));
+    for group in groups {
+        assert_eq!(group.start, end);
+        let len = group.end - group.start;
+        assert!(len > 0 && len <= capacity.max(align) && len.is_multiple_of(align));
+        sizes = (sizes.0.min(len), sizes.1.max(len));
+        end = group.end;
+    }
+    assert_eq!(end, layout.shard_elems());
+    assert!(count == 0 || sizes.1 - sizes.0 <= align);
+    // One fewer would not do.
+    let most = (capacity / align * align).max(align);
+    assert_eq!(count as u64, layout.shard_elems().div_ceil(most));
+}
+
+proptest! {
+    #![proptest_config(cases(200))]
+
+    #[test]
+    fn sub_groups_cover_the_storage_evenly(layout in small_layout(), capacity in 0u64..100) {
+        sub_groups_cut(&layout, capacity);
+        for group in layout.sub_groups(capacity) {
+            let (mut at, end) = (group.start, group.end);
+            for piece in layout.units_in(group).unwrap() {
+                let unit = &layout.units()[piece.unit];
+                prop_assert_eq!(piece.in_storage.start, at);
+                prop_assert_eq!(piece.in_shard.start, at - unit.shard_offset_elems);
+                prop_assert_eq!(piece.in_shard.end - piece.in_shard.start, piece.in_storage.end - at);
+                prop_assert!(piece.in_shard.end <= unit.shard_elems);
+                at = piece.in_storage.end;
+            }
+            prop_assert_eq!(at, end);
+        }
+    }
+
+    #[test]
+    fn huge_storages_are_cut_too(layout in huge_layout(), parts in 1u64..500) {
+        sub_groups_cut(&layout, layout.shard_elems() / parts);
+        sub_groups_cut(&layout, u64::MAX);
+    }
+
+    /// Runs of one group follow one another and name the group of every element.
+    #[test]
+    fn group_runs_name_every_element(layout in small_layout(), mask in any::<u64>()) {
+        let groups = ParamGroups::new(&layout, |id, _| (mask >> ((id.unit * 5 + id.param) % 64)) as usize & 1);
+        prop_assert!(groups.count() <= 2);
+        for rank in 0..layout.world_size() {
+            let runs = groups.runs(&layout, rank).unwrap();
+            prop_assert!(runs.windows(2).all(|p| p[0].in_storage.end <= p[1].in_storage.start && p[0].group != p[1].group));
+            for at in 0..layout.shard_elems() {
+                let group = runs.iter().find(|run| run.in_storage.contains(&at)).map(|run| run.group);
+                if let Some(elem) = layout.global_at(rank, at) {
+                    prop_assert_eq!(group, groups.group(layout.locate_elem(elem).unwrap().id));
+                }
+            }
+        }
+    }
+
+    /// A split moves exactly the small parameters, keeps the order, and loses none.
+    #[test]
+    fn persistent_parameters_are_the_small_ones(units in small_units(), threshold in 0u64..30, most in 0u64..60) {
+        let split = split_persistent(&units, "persistent", threshold, most).unwrap();
+        let kept = split.persistent.map(|i| split.units[i].params.clone()).unwrap_or_default();
+        let size = |p: &ParamSpec| p.numel_elems().unwrap();
+        prop_assert!(kept.iter().all(|p| (1..=threshold).contains(&size(p))));
+        prop_assert_eq!(kept.iter().map(size).sum::<u64>(), split.persistent_elems);
+        prop_assert!(split.persistent_elems <= most);
+        for (before, after) in units.iter().zip(&split.units) {
+            prop_assert_eq!(&before.name, &after.name);
+            let merged: Vec<_> = before.params.iter().filter(|p| !kept.contains(p)).cloned().collect();
+            prop_assert_eq!(&merged, &after.params);
+            // Whatever is left and small did not fit any more.
+            let left = after.params.iter().filter(|p| (1..=threshold).contains(&size(p)));
+            prop_assert!(left.map(|p| size(p) + split.persistent_elems).all(|sum| sum > most));
+        }
+        prop_assert!(threshold > 0 || split.persistent.is_none());
+    }
+
+    /// A shard of the second cut is the shards of its neighbouring ranks, end to end.
+    #[test]
+    fn regrouped_shards_are_those_of_neighbours(
+        units in small_units(), groups in 1u64..5, group_size in 1u64..5, align in 1u64..5,
+    ) {
+        let layout = laid_out(&units, groups * group_size, align, 2);
+        let again = layout.regroup(group_size).unwrap();
+        prop_assert_eq!((again.world_size(), again.padded_elems()), (group_size, layout.padded_elems()));
+        for (one, two) in layout.units().iter().zip(again.units()) {
+            prop_assert_eq!(one.whole_range(), two.whole_range());
+            for position in 0..group_size {
+                let neighbours = position * groups..(position + 1) * groups;
+                prop_assert_eq!(two.shard(position).start, one.shard(neighbours.start).start);
+                prop_assert_eq!(two.shard(position).end, one.shard(neighbours.end - 1).end);
+            }
+        }
+        for elem in 0..layout.numel_elems() {
+            prop_assert_eq!(again.owner(elem), layout.owner(elem).map(|rank| rank / groups));
+            let at = again.locate_elem(elem).unwrap();
+            prop_assert_eq!(again.global_at(at.rank, at.in_storage), Some(elem));
+        }
+    }
+
+    /// Ranks of a grid: group and position name each rank once; groups are runs, peers one of each group.
+    #[test]
+    fn grids_name_every_rank_once(groups in 1u64..20, group_size in 1u64..20) {
+        let grid = Grid::new(groups * group_size, group_size).unwrap();
+        for rank in 0..grid.world_size() {
+            prop_assert_eq!(grid.group_of(rank) * group_size + grid.position_of(rank), rank);
+            prop_assert!(grid.group_ranks(rank).contains(&rank));
+            prop_assert!(grid.group_ranks(rank).all(|r| grid.group_of(r) == grid.group_of(rank)));
+            let peers: Vec<u64> = grid.peer_ranks(rank).collect();
+            prop_assert!(peers.contains(&rank) && peers.len() as u64 == groups);
+            prop_assert!(peers.iter().all(|&r| grid.position_of(r) == grid.position_of(rank)));
+        }
+    }
+
+    /// What leaves a group, against the sum of what each pair of ranks exchanges.
+    #[test]
+    fn traffic_over_a_grid(groups in 1u64..6, group_size in 1u64..6, elems in 1u64..1000, a in 1u64..4) {
+        let units = [UnitSpec::new("u", [ParamSpec::new("p", [elems])])];
+        let (n, w) = (groups * group_size, Widths::adam(2, a));
+        let grid = Grid::new(n, group_size).unwrap();
+        let layout = |sharding| GridLayout::new(&units, grid, sharding, LayoutOptions::default()).unwrap();
+        let sent = |sharding, stage, routing| layout(sharding).step_traffic(stage, &w, a, routing).unwrap();
+        for stage in ZeroStage::ALL {
+            let flat = layout(Sharding::Flat);
+            let whole = flat.primary().padded_elems();
+            let once = flat.primary().step_traffic(stage, &w, a).unwrap();
+            for routing in [Routing::Ring, Routing::TwoLevel] {
+                // The path does not change what a rank sends, only what crosses.
+                prop_assert_eq!(sent(Sharding::Flat, stage, routing).rank, once);
+            }
+            let times = match stage.number() { 0 => 2 * a, 1 | 2 => a + 1, _ => 3 * a };
+            let part = if groups == 1 { 0 } else { 2 * times * whole };
+            let ring = sent(Sharding::Flat, stage, Routing::Ring).group_egress_bytes;
+            let two_level = sent(Sharding::Flat, stage, Routing::TwoLevel).group_egress_bytes;
+            prop_assert_eq!(ring, part / n * (n - 1));
+            prop_assert_eq!(two_level, part / groups * (groups - 1));
+            // Two levels: a rank's M - 1 shards to its peers and (P - 1) M shards within its group are the
+            // N - 1 shards of any all-gather.
+            prop_assert_eq!((groups - 1) + (group_size - 1) * groups, n - 1);
+            prop_assert!(two_level <= ring);
+        }
+        // hpZ: the backward gathers stay in the group.
+        let hpz = sent(Sharding::Secondary, ZeroStage::Three, Routing::TwoLevel);
+        let flat = sent(Sharding::Flat, ZeroStage::Three, Routing::TwoLevel);
+        let whole = layout(Sharding::Flat).primary().padded_elems();
+        prop_assert_eq!(flat.group_egress_bytes - hpz.group_egress_bytes, 2 * a * whole / groups * (groups - 1));
+        let gathers = 2 * a * (whole / n * (n - 1) + whole / group_size * (group_size - 1));
+        prop_assert_eq!(hpz.rank.all_gather_bytes, gathers);
+        // Replicas: only the reduced shard crosses, once a step.
+        let replicated = layout(Sharding::Replicated);
+        let hybrid = sent(Sharding::Replicated, ZeroStage::Three, Routing::Ring);
+        let shard = replicated.primary().shard_elems();
+        let between = 2 * shard.div_ceil(groups) * (groups - 1) * w.grad_bytes;
+        prop_assert_eq!((hybrid.rank.all_reduce_bytes, hybrid.group_egress_bytes), (between, between * group_size));
+        prop_assert_eq!(hybrid.rank.all_gather_bytes, 2 * 2 * a * shard * (group_size - 1));
+    }
+}
+
+#[test]
+fn memory_over_a_grid() {
+    let units = [UnitSpec::new("u", [ParamSpec::new("p", [6400])])];
+    let grid = Grid::new(64, 8).unwrap();
+    let bytes = |sharding, stage| {
+        let layout = GridLayout::new(&units, grid, sharding, LayoutOptions::default()).unwrap();
+        layout.state_bytes(stage, &Widths::MIXED_ADAM).unwrap().total_bytes()
+    };
+    assert_eq!(bytes(Sharding::Flat, ZeroStage::Three), 16 * 100);
+    assert_eq!(bytes(Sharding::Secondary, ZeroStage::Three), 16 * 100 + 2 * 800);
+    assert_eq!(bytes(Sharding::Secondary, ZeroStage::Two), bytes(Sharding::Flat, ZeroStage::Two));
+    assert_eq!(bytes(Sharding::Replicated, ZeroStage::Three), 16 * 800);
+    let layout = |s| GridLayout::new(&units, grid, s, LayoutOptions::default()).unwrap();
+    assert_eq!((layout(Sharding::Replicated).shard_of(19), layout(Sharding::Secondary).shard_of(19)), (3, 19));
+    assert_eq!(layout(Sharding::Secondary).secondary().map(Layout::shard_elems), Some(800));
+    assert_eq!(layout(Sharding::Flat).grid(), grid);
+    assert_eq!(layout(Sharding::Flat).sharding(), Sharding::Flat);
+}
+
+#[test]
+fn each_wrong_part_has_its_error() {
+    assert_eq!(Grid::new(0, 1), Err(ShardError::NoRanks));
+    assert_eq!(Grid::new(6, 4), Err(ShardError::NotDivisible { world_size: 6, group_size: 4 }));
+    assert_eq!(Grid::new(6, 0), Err(ShardError::NotDivisible { world_size: 6, group_size: 0 }));
+    let units = [UnitSpec::new("u", [ParamSpec::new("p", [5])])];
+    let layout = Layout::new(&units, 6, 1).unwrap();
+    assert_eq!(layout.regroup(4).err(), Some(ShardError::NotDivisible { world_size: 6, group_size: 4 }));
+    assert_eq!(split_persistent(&units, "u", 1, 1).err(), Some(ShardError::DuplicateName { name: "u".into() }));
+    let outside = layout.units_in(0..2).err();
+    assert_eq!(outside, Some(ShardError::RangeOutside { what: "a shard storage", range: 0..2, len_elems: 1 }));
+    let groups = ParamGroups::new(&Layout::new(&[], 6, 1).unwrap(), |_, _| 0);
+    assert_eq!(groups.count(), 0);
+    assert_eq!(groups.runs(&layout, 0), Err(ShardError::UnknownParam { name: "p".into() }));
+    assert_eq!(groups.runs(&layout, 6), Err(ShardError::UnknownRank { rank: 6, world_size: 6 }));
+    let huge = [UnitSpec::new("u", [ParamSpec::new("p", [u64::MAX / 64])])];
+    let grid = Grid::new(4, 2).unwrap();
+    for sharding in [Sharding::Flat, Sharding::Secondary, Sharding::Replicated] {
+        let layout = GridLayout::new(&huge, grid, sharding, LayoutOptions::default()).unwrap();
+        for stage in ZeroStage::ALL {
+            let sent = layout.step_traffic(stage, &Widths::MIXED_ADAM, 64, Routing::TwoLevel);
+            assert!(matches!(sent, Err(ShardError::TooLarge { .. })), "{sharding:?} {stage}");
+        }
+    }
+}
