@@ -1,0 +1,241 @@
+//! Gradient buckets: results do not depend on capacity, count, overlap or delays; hazards are covered.
+
+mod common;
+
+use common::{Comm, LIMIT, Random, Streams, accumulate, copy, delay, on_ranks, view};
+use proptest::prelude::*;
+use zero_alloc::device::{DType, Device, Stream};
+use zero_alloc::host::HostDevice;
+use zero_alloc::{Pool, Purpose};
+use zero_comm::threads::Options;
+use zero_comm::{BucketError, BucketOptions, Buckets, CommError, ReduceOp};
+
+#[derive(Clone, Copy, Debug)]
+enum Stage {
+    /// All-reduce, as stage 0.
+    Replicated,
+    /// Reduce-scatter straight into the shard.
+    Sharded,
+    /// Reduce-scatter and an fp32 sum over micro-batches.
+    Accumulated,
+}
+
+fn buckets(comm: &Comm, streams: &Streams, options: BucketOptions) -> (Pool<HostDevice>, Buckets<HostDevice>) {
+    let pool = Pool::new(HostDevice::new(), 1 << 24);
+    let buckets = Buckets::new(&pool, comm.clone(), streams.compute.clone(), streams.comm.clone(), options).unwrap();
+    (pool, buckets)
+}
+
+/// The gradient of `rank` in micro-batch `micro`: small integers, so that sums are exact.
+fn gradient(rank: usize, micro: usize, elems: usize) -> Vec<f32> {
+    (0..elems).map(|i| ((i * 7 + rank * 3 + micro * 5) % 11) as f32).collect()
+}
+
+/// Reduces `micro_batches` gradients of `shard_elems * n` elements through buckets; what each rank ends with.
+fn reduce(n: usize, shard_elems: usize, micro_batches: usize, stage: Stage, options: BucketOptions) -> Vec<Vec<f32>> {
+    on_ranks(n, Options::default(), |comm, streams| {
+        let rank = comm.rank();
+        let mut random = Random::new(rank as u64);
+        let (pool, buckets) = buckets(&comm, streams, options);
+        let held = pool.report().of(Purpose::Buckets);
+        assert_eq!(held.live_bytes, options.count * options.capacity_elems * 4);
+        let mut kept = vec![0f32; if matches!(stage, Stage::Replicated) { shard_elems * n } else { shard_elems }];
+        let result = view(&mut kept);
+        let mut grads: Vec<Vec<f32>> = (0..micro_batches).map(|m| gradient(rank, m, shard_elems * n)).collect();
+        let step = options.capacity_elems / n;
+        for flat in grads.iter_mut().map(|g| view(g)) {
+            for start in (0..shard_elems).step_by(step) {
+                let piece = start..(start + step).min(shard_elems);
+                let filling = buckets.begin(piece.len() * n).unwrap();
+                // SAFETY: used on the compute stream, before the launch.
+                let bucket = unsafe { filling.slice() };
+                delay(&streams.compute, &mut random);
+                let of_rank = |q: usize| q * shard_elems + piece.start..q * shard_elems + piece.end;
+                for q in 0..n {
+                    copy(
+                        &streams.compute,
+                        flat.slice(of_rank(q)),
+                        bucket.slice(q * piece.len()..(q + 1) * piece.len()),
+                    );
+                }
+                delay(&streams.comm, &mut random);
+                let done = match stage {
+                    Stage::Sharded => {
+                        filling.reduce_scatter_into(result.slice(piece), ReduceOp::Sum).unwrap().finish()
+                    }
+                    Stage::Accumulated => {
+                        let in_flight = filling.reduce_scatter(ReduceOp::Sum).unwrap();
+                        // SAFETY: used on the communication stream, before the end.
+                        accumulate(&streams.comm, unsafe { in_flight.segment() }, result.slice(piece));
+                        in_flight.finish()
+                    }
+                    Stage::Replicated => {
+                        let in_flight = filling.all_reduce(ReduceOp::Sum).unwrap();
+                        for q in 0..n {
+                            // SAFETY: used on the communication stream, before the end.
+                            let reduced = unsafe { in_flight.slice() };
+                            let segment = reduced.slice(q * piece.len()..(q + 1) * piece.len());
+                            accumulate(&streams.comm, segment, result.slice(of_rank(q)));
+                        }
+                        in_flight.finish()
+                    }
+                };
+                done.unwrap().wait_on(&streams.compute).unwrap();
+            }
+        }
+        buckets.wait_all_on(&streams.compute).unwrap();
+        streams.synchronize();
+        assert_eq!(pool.report().of(Purpose::Buckets).peak_bytes, held.live_bytes, "no more than the buckets");
+        kept
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_cut_gives_the_plain_sum(
+        n in 1usize..5, shard_elems in 0usize..40, micro_batches in 1usize..3,
+        segment in 1usize..20, count in 1usize..4, overlap in any::<bool>(),
+        stage in prop_oneof![Just(Stage::Replicated), Just(Stage::Sharded), Just(Stage::Accumulated)],
+    ) {
+        let micro_batches = if matches!(stage, Stage::Sharded) { 1 } else { micro_batches };
+        let options = BucketOptions { count, overlap, ..BucketOptions::new(segment * n, DType::F32) };
+        let mut sum = vec![0f32; shard_elems * n];
+        for micro in 0..micro_batches {
+            for rank in 0..n {
+                for (s, g) in sum.iter_mut().zip(gradient(rank, micro, shard_elems * n)) {
+                    *s += g;
+                }
+            }
+        }
+        for (rank, kept) in reduce(n, shard_elems, micro_batches, stage, options).into_iter().enumerate() {
+            let expected = match stage {
+                Stage::Replicated => &sum[..],
+                _ => &sum[rank * shard_elems..(rank + 1) * shard_elems],
+            };
+            prop_assert_eq!(&kept[..], expected);
+        }
+    }
+}
+
+/// PEERS: a reduction that waits for one of several producers.
+#[test]
+fn the_launch_waits_for_every_producer_and_producers_for_the_last_use() {
+    on_ranks(2, Options::default(), |comm, streams| {
+        let mut random = Random::new(9);
+        let second = HostDevice::new().create_stream("second producer").unwrap();
+        let (_pool, buckets) =
+            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(8, DType::F32) });
+        let mut results = vec![vec![0f32; 4]; 100];
+        let mut sources: Vec<Vec<f32>> = (0..100).map(|i| vec![i as f32; 8]).collect();
+        for (result, source) in results.iter_mut().zip(&mut sources) {
+            let mut filling = buckets.begin(8).unwrap();
+            filling.add_producer(&second).unwrap();
+            // SAFETY: used on the two producers, before the launch.
+            let (bucket, source) = (unsafe { filling.slice() }, view(source));
+            delay(&second, &mut random);
+            copy(&second, source.slice(4..8), bucket.slice(4..8));
+            delay(&streams.compute, &mut random);
+            copy(&streams.compute, source.slice(0..4), bucket.slice(0..4));
+            drop(filling.reduce_scatter_into(view(result), ReduceOp::Sum).unwrap());
+        }
+        buckets.wait_all_on(&streams.compute).unwrap();
+        streams.synchronize();
+        for (i, result) in results.iter().enumerate() {
+            assert_eq!(result, &[2.0 * i as f32; 4]);
+        }
+    });
+}
+
+#[test]
+fn a_reader_on_another_stream_holds_the_bucket_back() {
+    on_ranks(1, Options::default(), |comm, streams| {
+        let mut random = Random::new(3);
+        let reader = HostDevice::new().create_stream("reader").unwrap();
+        let (_pool, buckets) =
+            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
+        let mut read = vec![vec![0f32; 4]; 100];
+        let mut sources: Vec<Vec<f32>> = (0..100).map(|i| vec![i as f32; 4]).collect();
+        for (read, source) in read.iter_mut().zip(&mut sources) {
+            let filling = buckets.begin(4).unwrap();
+            // SAFETY: used on the compute stream, before the launch.
+            copy(&streams.compute, view(source), unsafe { filling.slice() });
+            let mut in_flight = filling.all_reduce(ReduceOp::Avg).unwrap();
+            in_flight.add_consumer(&reader).unwrap();
+            delay(&reader, &mut random);
+            // SAFETY: used on a consumer, before the end.
+            copy(&reader, unsafe { in_flight.slice() }, view(read));
+            in_flight.finish().unwrap().wait_on(&reader).unwrap();
+        }
+        reader.synchronize(LIMIT).unwrap();
+        streams.synchronize();
+        assert_eq!(read, sources);
+    });
+}
+
+#[test]
+fn a_bucket_that_is_given_up_comes_back() {
+    on_ranks(1, Options::default(), |comm, streams| {
+        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
+        for _ in 0..5 {
+            drop(buckets.begin(4).unwrap());
+        }
+        let (one, two) = (buckets.begin(4).unwrap(), buckets.begin(0).unwrap());
+        assert!(two.is_empty() && one.len() == 4);
+        assert_eq!(buckets.begin(1).unwrap_err(), BucketError::NoneFree { count: 2 });
+        assert_eq!(buckets.begin(5).unwrap_err(), BucketError::TooLong { elems: 5, capacity_elems: 4 });
+        drop((one, two));
+        let mut shard = vec![0f32; 3];
+        let refused = buckets.begin(4).unwrap().reduce_scatter_into(view(&mut shard), ReduceOp::Sum).unwrap_err();
+        assert!(matches!(refused, BucketError::Comm(CommError::Count { expected: 3, got: 4, .. })), "{refused}");
+        let both = (buckets.begin(4).unwrap(), buckets.begin(4).unwrap());
+        drop(both);
+    });
+}
+
+#[test]
+fn bad_options_are_refused() {
+    on_ranks(3, Options::default(), |comm, streams| {
+        let pool = Pool::new(HostDevice::new(), 64);
+        let make = |options| {
+            Buckets::new(&pool, comm.clone(), streams.compute.clone(), streams.comm.clone(), options).map(drop)
+        };
+        let small = BucketOptions::new(2, DType::F32);
+        assert_eq!(make(small), Err(BucketError::TooSmall { count: 2, capacity_elems: 2, world_size: 3 }));
+        let none = BucketOptions { count: 0, ..BucketOptions::new(3, DType::F32) };
+        assert_eq!(make(none), Err(BucketError::TooSmall { count: 0, capacity_elems: 3, world_size: 3 }));
+        assert!(matches!(make(BucketOptions::new(1000, DType::F32)), Err(BucketError::Alloc(_))));
+        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
+        let odd = buckets.begin(4).unwrap().reduce_scatter(ReduceOp::Sum).unwrap_err();
+        assert!(matches!(odd, BucketError::Comm(CommError::NotDivisible { len: 4, world_size: 3, .. })), "{odd}");
+    });
+}
+
+#[test]
+fn without_overlap_compute_waits_for_every_bucket() {
+    on_ranks(1, Options::default(), |comm, streams| {
+        for overlap in [true, false] {
+            let (_pool, buckets) =
+                buckets(&comm, streams, BucketOptions { overlap, ..BucketOptions::new(4, DType::F32) });
+            let open = std::sync::Arc::new(zero_alloc::host::Gate::new(false));
+            let waiting = open.clone();
+            streams
+                .comm
+                .enqueue("hold", move || waiting.wait_until(LIMIT, String::new, |open| open.then_some(())))
+                .unwrap();
+            let filling = buckets.begin(4).unwrap();
+            let _done = filling.all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
+            let point = streams.compute.record().unwrap();
+            if overlap {
+                // Nothing holds compute back.
+                zero_alloc::device::Event::synchronize(&point, LIMIT).unwrap();
+            } else {
+                let soon = std::time::Duration::from_millis(30);
+                zero_alloc::device::Event::synchronize(&point, soon).unwrap_err();
+            }
+            open.update(|open| *open = true);
+            streams.synchronize();
+        }
+    });
+}

@@ -1,0 +1,112 @@
+//! What the tests share: ranks on threads, views of vectors, delays.
+
+#![allow(dead_code, unreachable_pub, reason = "each test uses a part")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::device::{AnySlice, Device, DeviceSlice, Element, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_comm::Communicator;
+use zero_comm::threads::{Options, World};
+
+/// Longer than any test takes.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// A communicator of host ranks.
+pub type Comm = Arc<dyn Communicator<HostDevice>>;
+
+/// A view of `values`, which the test keeps until its streams are drained.
+pub fn view<T: Element>(values: &mut [T]) -> AnySlice {
+    // SAFETY: every test synchronizes its streams before it touches or drops the values.
+    unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len()) }.erase()
+}
+
+/// The streams of a rank.
+pub struct Streams {
+    pub compute: HostStream,
+    pub comm: HostStream,
+}
+
+impl Streams {
+    pub fn new(rank: usize) -> Self {
+        let device = HostDevice::new();
+        let stream = |what: &str| device.create_stream(&format!("rank {rank} {what}")).unwrap();
+        Self { compute: stream("compute"), comm: stream("comm") }
+    }
+
+    pub fn synchronize(&self) {
+        self.compute.synchronize(LIMIT).unwrap();
+        self.comm.synchronize(LIMIT).unwrap();
+    }
+}
+
+/// Runs `body` on a thread for each rank; its results by rank.
+pub fn on_ranks<R: Send>(n: usize, options: Options, body: impl Fn(Comm, &Streams) -> R + Sync) -> Vec<R> {
+    let comms = World::new(n, options).unwrap();
+    std::thread::scope(|scope| {
+        let handles: Vec<_> = comms
+            .into_iter()
+            .map(|comm| {
+                let body = &body;
+                scope.spawn(move || {
+                    let streams = Streams::new(comm.rank());
+                    let result = body(Arc::new(comm), &streams);
+                    // What is left over may still use the body's memory only if it failed to wait.
+                    let _ = (streams.compute.synchronize(LIMIT), streams.comm.synchronize(LIMIT));
+                    result
+                })
+            })
+            .collect();
+        handles.into_iter().map(|h| h.join().unwrap()).collect()
+    })
+}
+
+/// Small random numbers without a crate: xorshift64*.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % n
+    }
+}
+
+/// Lets `stream` sleep for a while, in half of the cases.
+pub fn delay(stream: &HostStream, random: &mut Random) {
+    let micros = random.below(600).saturating_sub(300);
+    if micros > 0 {
+        stream
+            .enqueue("delay", move || {
+                std::thread::sleep(Duration::from_micros(micros));
+                Ok(())
+            })
+            .unwrap();
+    }
+}
+
+/// Enqueues `dst += src` in fp32.
+pub fn accumulate(stream: &HostStream, src: AnySlice, dst: AnySlice) {
+    let (src, dst) = (src.typed::<f32>().unwrap(), dst.typed::<f32>().unwrap());
+    stream
+        .enqueue("accumulate", move || {
+            // SAFETY: host memory; the test orders accesses by events, which is what it tests.
+            let src = unsafe { src.as_host() };
+            // SAFETY: as above.
+            let dst = unsafe { dst.as_host_mut() };
+            dst.iter_mut().zip(src).for_each(|(d, s)| *d += s);
+            Ok(())
+        })
+        .unwrap();
+}
+
+/// Enqueues a copy within the host.
+pub fn copy(stream: &HostStream, src: AnySlice, dst: AnySlice) {
+    HostDevice::new().copy(stream, src, dst).unwrap();
+}

@@ -1,0 +1,179 @@
+//! Unit prefetch: values, order, limit and memory.
+
+mod common;
+
+use common::{Comm, Random, Streams, copy, delay, on_ranks, view};
+use zero_alloc::device::{AnySlice, DeviceError};
+use zero_alloc::host::HostDevice;
+use zero_alloc::{Pool, Purpose};
+use zero_comm::threads::Options;
+use zero_comm::{CommError, OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport};
+
+/// Forward and backward over four units.
+const ORDER: &[usize] = &[0, 1, 2, 3, 3, 2, 1, 0];
+/// Elements of a rank's shard of each unit.
+const SHARDS: [usize; 4] = [2, 5, 5, 3];
+
+fn prefetcher(
+    comm: &Comm,
+    streams: &Streams,
+    pool: &Pool<HostDevice>,
+    shards: Vec<AnySlice>,
+    options: PrefetchOptions,
+) -> Prefetcher<HostDevice> {
+    Prefetcher::new(pool.clone(), comm.clone(), streams.compute.clone(), streams.comm.clone(), shards, options)
+}
+
+/// Runs steps with the uses of `orders`, checks every gathered value, and returns the reports of rank 0. The
+/// shards change between steps on the compute stream, as an optimizer changes them.
+fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[usize]]) -> Vec<StepReport> {
+    let reports = on_ranks(n, Options::default(), |comm, streams| {
+        let mut random = Random::new(comm.rank() as u64);
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let value = |step: usize, unit: usize, rank: usize| (step * 100 + unit * 10 + rank) as f32;
+        let mut shards: Vec<Vec<f32>> = SHARDS.iter().map(|&len| vec![0.0; len]).collect();
+        let views: Vec<AnySlice> = shards.iter_mut().map(|s| view(s)).collect();
+        let mut prefetch = prefetcher(&comm, streams, &pool, views.clone(), options);
+        if let Some(order) = given {
+            prefetch.expect_order(order.to_vec()).unwrap();
+        }
+        let (mut reports, mut backings) = (Vec::new(), 0);
+        for (step, order) in orders.iter().enumerate() {
+            let mut new: Vec<Vec<f32>> =
+                SHARDS.iter().enumerate().map(|(u, &len)| vec![value(step, u, comm.rank()); len]).collect();
+            delay(&streams.compute, &mut random);
+            for (new, shard) in new.iter_mut().zip(&views) {
+                copy(&streams.compute, view(new), *shard);
+            }
+            let mut seen: Vec<Vec<f32>> = order.iter().map(|&unit| vec![-1.0; SHARDS[unit] * n]).collect();
+            prefetch.begin_step().unwrap();
+            for (&unit, seen) in order.iter().zip(&mut seen) {
+                let unsharded = prefetch.unshard(unit).unwrap();
+                assert!(prefetch.live_elems() <= options.max_live_elems || prefetch.live_elems() == unsharded.len());
+                delay(&streams.compute, &mut random);
+                // SAFETY: used on the compute stream, before it is resharded.
+                copy(&streams.compute, unsafe { unsharded.slice() }, view(seen));
+                prefetch.reshard(unsharded);
+            }
+            reports.push(prefetch.end_step());
+            assert_eq!(prefetch.live_elems(), 0);
+            assert_eq!(pool.report().of(Purpose::Buckets).live_bytes, 0);
+            streams.synchronize();
+            for (&unit, seen) in order.iter().zip(&seen) {
+                let expected: Vec<f32> = (0..n).flat_map(|q| vec![value(step, unit, q); SHARDS[unit]]).collect();
+                assert_eq!(seen, &expected, "step {step}, unit {unit}");
+            }
+            if step == 2 {
+                backings = pool.report().backing_allocations;
+            }
+        }
+        if orders.len() > 3 {
+            assert_eq!(pool.report().backing_allocations, backings, "a steady step takes nothing from the device");
+        }
+        reports
+    });
+    reports.into_iter().next().unwrap()
+}
+
+#[test]
+fn the_first_step_records_and_later_ones_prefetch() {
+    for n in [1, 2, 3] {
+        let reports = run(n, PrefetchOptions::default(), None, &[ORDER; 6]);
+        assert_eq!((reports[0].order, reports[0].on_demand), (OrderCheck::Recorded, 8));
+        for report in &reports[1..] {
+            let seen = (report.order, report.prefetched, report.on_demand, report.kept, report.wasted);
+            // Unit 3 is used twice in a row: once gathered, once kept.
+            assert_eq!(seen, (OrderCheck::Followed, 7, 0, 1, 0));
+            assert_eq!(report.peak_live_elems, 10 * n, "two units at a time");
+        }
+    }
+}
+
+#[test]
+fn a_given_order_prefetches_from_the_first_step() {
+    for ahead in 1..5 {
+        let options = PrefetchOptions { ahead, ..PrefetchOptions::default() };
+        for report in run(2, options, Some(ORDER), &[ORDER; 5]) {
+            assert_eq!((report.order, report.on_demand, report.wasted), (OrderCheck::Followed, 0, 0));
+        }
+    }
+}
+
+#[test]
+fn no_prefetch_gathers_on_demand() {
+    let options = PrefetchOptions { ahead: 0, ..PrefetchOptions::default() };
+    for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
+        assert_eq!((report.prefetched, report.on_demand, report.kept), (0, 7, 1));
+        assert_eq!(report.peak_live_elems, 10, "one unit at a time");
+    }
+}
+
+#[test]
+fn a_changed_order_is_reported_and_served_on_demand_and_then_expected() {
+    let other = [0, 1, 3, 2, 2, 3, 1, 0];
+    let shorter = [0, 1];
+    let reports = run(2, PrefetchOptions::default(), None, &[ORDER, ORDER, &other, &other, &shorter, &shorter]);
+    assert_eq!(reports[1].order, OrderCheck::Followed);
+    assert_eq!(reports[2].order, OrderCheck::Changed { position: 2, expected: Some(2), got: Some(3) });
+    assert_eq!((reports[2].prefetched, reports[2].on_demand, reports[2].wasted), (2, 6, 1));
+    assert_eq!((reports[3].order, reports[3].on_demand), (OrderCheck::Followed, 0));
+    assert_eq!(reports[4].order, OrderCheck::Changed { position: 2, expected: Some(3), got: None });
+    assert_eq!((reports[5].order, reports[5].prefetched), (OrderCheck::Followed, 2));
+    let longer = run(1, PrefetchOptions::default(), Some(&[0]), &[&[0, 1]]);
+    assert_eq!(longer[0].order, OrderCheck::Changed { position: 1, expected: None, got: Some(1) });
+}
+
+#[test]
+fn the_limit_of_live_elements_is_never_exceeded() {
+    // Units have 4, 10, 10 and 6 elements: room for one large unit and the last, but not for two large ones.
+    let options = PrefetchOptions { ahead: 8, max_live_elems: 16, ..PrefetchOptions::default() };
+    for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
+        assert_eq!(report.peak_live_elems, 16);
+        assert_eq!((report.prefetched, report.on_demand, report.kept), (5, 2, 1), "two large units never fit");
+    }
+    // A unit that exceeds the limit alone comes on demand, alone.
+    let options = PrefetchOptions { ahead: 8, max_live_elems: 9, ..PrefetchOptions::default() };
+    for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
+        assert_eq!(report.peak_live_elems, 10);
+    }
+}
+
+#[test]
+fn small_units_are_gathered_once_in_a_step() {
+    let options = PrefetchOptions { persistence_threshold_elems: 6, ..PrefetchOptions::default() };
+    for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
+        assert_eq!((report.prefetched, report.on_demand, report.kept, report.wasted), (6, 0, 2, 0));
+    }
+}
+
+#[test]
+fn what_cannot_be_gathered_is_an_error_and_leaves_nothing_behind() {
+    on_ranks(1, Options::default(), |comm, streams| {
+        let pool = Pool::new(HostDevice::new(), 100);
+        let mut shards: Vec<Vec<f32>> = vec![vec![1.0; 10], vec![1.0; 10], vec![1.0; 1000]];
+        let views: Vec<AnySlice> = shards.iter_mut().map(|s| view(s)).collect();
+        let options = PrefetchOptions { max_live_elems: 15, ..PrefetchOptions::default() };
+        let mut prefetch = prefetcher(&comm, streams, &pool, views, options);
+        assert_eq!(prefetch.expect_order(vec![0, 3]), Err(PrefetchError::NoSuchUnit { unit: 3, units: 3 }));
+        prefetch.begin_step().unwrap();
+        assert_eq!(prefetch.unshard(7).unwrap_err(), PrefetchError::NoSuchUnit { unit: 7, units: 3 });
+        let held = prefetch.unshard(0).unwrap();
+        assert_eq!(prefetch.unshard(0).unwrap_err(), PrefetchError::Held { unit: 0 });
+        let full = PrefetchError::LiveLimit { unit: 1, asked_elems: 10, live_elems: 10, limit_elems: 15 };
+        assert_eq!(prefetch.unshard(1).unwrap_err(), full);
+        drop(held);
+        assert_eq!(prefetch.live_elems(), 0);
+        assert!(matches!(prefetch.unshard(2).unwrap_err(), PrefetchError::Alloc(_)));
+        assert_eq!(prefetch.live_elems(), 0);
+        streams.comm.close();
+        let closed = prefetch.unshard(1).unwrap_err();
+        assert!(
+            matches!(
+                closed,
+                PrefetchError::Comm(CommError::Device(DeviceError::Closed { .. })) | PrefetchError::Alloc(_)
+            ),
+            "{closed}"
+        );
+        assert_eq!((prefetch.live_elems(), pool.report().total.live_bytes), (0, 0));
+    });
+}
