@@ -56,7 +56,6 @@ impl StateDtype {
     }
 
     /// Converts fp32 to little-endian elements, rounding to nearest even; `out.len() == values.len() * self.bytes()`.
-    #[cfg(test)]
     pub(crate) fn narrow(self, values: &[f32], out: &mut [u8]) {
         match self {
             Self::F32 => {

@@ -170,6 +170,21 @@ pub enum CkptError {
         /// What the communicator said.
         message: String,
     },
+    /// A save was begun while as many as the staging buffers allow were in flight.
+    #[error("{limit} saves are in flight, one for each staging buffer; complete one first")]
+    InFlight {
+        /// Staging buffers, hence saves at once.
+        limit: usize,
+    },
+    /// A save was to be completed and none was begun.
+    #[error("no save is in flight")]
+    NothingInFlight,
+    /// There is not enough memory for staging.
+    #[error("no memory for a staging buffer of {bytes} bytes")]
+    OutOfMemory {
+        /// The size asked for.
+        bytes: u64,
+    },
     /// The copy of the state into staging memory failed.
     #[error("the snapshot failed: {message}")]
     Snapshot {

@@ -4,12 +4,16 @@
 #[cfg(target_endian = "big")]
 compile_error!("zero-ckpt stores little-endian elements and has been written for little-endian machines");
 
+mod background;
 mod catalog;
 mod coverage;
 mod dir;
 mod dtype;
 mod error;
+mod export;
 mod header;
+mod import;
+mod inspect;
 mod manifest;
 mod model;
 #[allow(unsafe_code)] // two derives that prove a page to be plain bytes
@@ -20,12 +24,16 @@ mod report;
 mod shard;
 mod shard_file;
 mod store;
+mod tensors;
 mod transfer;
 mod verify;
 
+pub use background::{BackgroundStore, Fence, Slot, StagingMemory, staging_bytes};
 pub use dtype::StateDtype;
 pub use error::CkptError;
+pub use export::{ExportOptions, Exported};
 pub use header::{Header, MAX_HEADER_BYTES, TensorEntry};
+pub use import::import;
 pub use manifest::{FORMAT_VERSION, FileRecord, Hex64, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest};
 pub use model::{ModelSpec, ParamRecord, UnitRecord};
 pub use pages::Pages;

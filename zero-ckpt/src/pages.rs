@@ -20,6 +20,14 @@ impl Pages {
         Self { pages: bytemuck::zeroed_slice_box(len_bytes.div_ceil(PAGE_BYTES)), len_bytes }
     }
 
+    /// The same, or `None` where there is not so much memory; every page is touched, so that none is
+    /// first mapped while a step waits.
+    pub fn touched(len_bytes: usize) -> Option<Self> {
+        let mut pages = bytemuck::try_zeroed_slice_box::<Page>(len_bytes.div_ceil(PAGE_BYTES)).ok()?;
+        bytemuck::cast_slice_mut::<_, u8>(&mut pages).fill(0xa5);
+        Some(Self { pages, len_bytes })
+    }
+
     /// The bytes asked for.
     pub fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.pages)[..self.len_bytes]

@@ -3,7 +3,7 @@
 use zero_shard::Layout;
 
 use crate::plan::{ordered, pieces_of};
-use crate::transfer::Source;
+use crate::transfer::Slices;
 use crate::{CkptError, Piece, StateDtype, StateSpec};
 
 /// The state of one rank, borrowed from wherever the trainer keeps it.
@@ -113,7 +113,7 @@ impl<'a> ShardData<'a> {
     }
 
     /// All bytes of the file's state, in order, without padding.
-    pub(crate) fn source(&self) -> Result<Source<'a>, CkptError> {
+    pub(crate) fn source(&self) -> Result<Slices<'a>, CkptError> {
         let mut parts = Vec::with_capacity(self.states.len() * self.pieces.len());
         for spec in self.specs() {
             for state in self.states.iter().filter(|s| s.spec.name == spec.name) {
@@ -127,7 +127,7 @@ impl<'a> ShardData<'a> {
                 }
             }
         }
-        Ok(Source::new(parts))
+        Ok(Slices::new(parts))
     }
 }
 
@@ -141,6 +141,7 @@ fn check_len(state: &str, what: &str, elems: u64, dtype: StateDtype, bytes: &[u8
 
 #[cfg(test)]
 mod tests {
+    use crate::transfer::Source;
     use zero_shard::{ParamSpec, UnitSpec};
 
     use super::*;

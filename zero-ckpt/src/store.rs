@@ -231,7 +231,7 @@ impl Store {
         layout: &Layout,
         states: Vec<StateSpec>,
         pieces: Vec<Piece>,
-        source: &Source<'_>,
+        source: &dyn Source,
     ) -> Result<Receipt, CkptError> {
         let plan = FilePlan::new(&states, pieces)
             .filter(|plan| plan.state_bytes() == source.len())

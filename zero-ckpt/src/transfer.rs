@@ -38,14 +38,28 @@ impl IoOptions {
     }
 }
 
-/// Slices that are one run of bytes, end to end.
-pub(crate) struct Source<'a> {
+/// The state bytes of a file to be written, from wherever they come.
+pub(crate) trait Source: Sync {
+    /// How many.
+    fn len(&self) -> u64;
+
+    /// The bytes of `range`, where they lie in memory in one run.
+    fn whole(&self, _range: &Range<u64>) -> Option<&[u8]> {
+        None
+    }
+
+    /// Puts the bytes of `start..start + out.len()` into `out`. Called from several threads.
+    fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()>;
+}
+
+/// Slices in memory that are one run of bytes, end to end.
+pub(crate) struct Slices<'a> {
     parts: Vec<&'a [u8]>,
     starts: Vec<u64>,
     len: u64,
 }
 
-impl<'a> Source<'a> {
+impl<'a> Slices<'a> {
     pub(crate) fn new(parts: Vec<&'a [u8]>) -> Self {
         let mut len = 0;
         let mut start_of = |part: &&[u8]| {
@@ -56,33 +70,38 @@ impl<'a> Source<'a> {
         Self { parts, starts, len }
     }
 
-    pub(crate) fn len(&self) -> u64 {
+    /// The slices, in order.
+    pub(crate) fn parts(&self) -> &[&'a [u8]] {
+        &self.parts
+    }
+}
+
+impl Source for Slices<'_> {
+    fn len(&self) -> u64 {
         self.len
     }
 
-    /// The bytes of `range` where they lie in one part.
-    fn whole(&self, range: &Range<u64>) -> Option<&'a [u8]> {
+    fn whole(&self, range: &Range<u64>) -> Option<&[u8]> {
         let i = self.starts.partition_point(|s| *s <= range.start).checked_sub(1)?;
         self.parts[i].get((range.start - self.starts[i]) as usize..(range.end - self.starts[i]) as usize)
     }
 
-    /// Copies `range` to the front of `out`.
-    fn copy(&self, range: Range<u64>, out: &mut [u8]) {
-        let mut i = self.starts.partition_point(|s| *s <= range.start).saturating_sub(1);
-        let mut at = range.start;
-        while at < range.end {
-            let part = &self.parts[i][(at - self.starts[i]) as usize..];
-            let n = part.len().min((range.end - at) as usize);
-            out[(at - range.start) as usize..][..n].copy_from_slice(&part[..n]);
-            at += n as u64;
+    fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()> {
+        let (mut i, mut done) = (self.starts.partition_point(|s| *s <= start).saturating_sub(1), 0);
+        while done < out.len() {
+            let part = &self.parts[i][(start + done as u64 - self.starts[i]) as usize..];
+            let n = part.len().min(out.len() - done);
+            out[done..done + n].copy_from_slice(&part[..n]);
+            done += n;
             i += 1;
         }
+        Ok(())
     }
 }
 
 /// Writes `source` at `offset` (a multiple of the page) and returns the checksum of each of its blocks. Up to
 /// a page of zeros may lie behind it afterwards; the caller cuts the file.
-pub(crate) fn write(file: &File, offset: u64, source: &Source<'_>, io: IoOptions) -> io::Result<Vec<u64>> {
+pub(crate) fn write(file: &File, offset: u64, source: &dyn Source, io: IoOptions) -> io::Result<Vec<u64>> {
     let (chunk, len) = (io.chunk(), source.len());
     let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES)).map(|_| AtomicU64::new(0)).collect();
     let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -100,7 +119,7 @@ pub(crate) fn write(file: &File, offset: u64, source: &Source<'_>, io: IoOptions
                 Some(bytes) => bytes,
                 None => {
                     let whole = buffer.get_or_insert_with(|| Pages::new(chunk.min(len) as usize)).whole();
-                    source.copy(range, whole);
+                    source.fill(start, &mut whole[..n]).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
                     let padded = n.next_multiple_of(PAGE_BYTES);
                     whole[n..padded].fill(0);
                     &whole[..padded]

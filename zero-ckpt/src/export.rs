@@ -1,0 +1,158 @@
+//! Export: one streamed pass from a checkpoint to safetensors files as Hugging Face lays them out.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::header::{Header, TensorEntry};
+use crate::tensors::{INDEX, Index, SINGLE};
+use crate::{CkptError, Reader, StateDtype};
+
+/// Bytes of fp32 that are in memory at once.
+const CHUNK_ELEMS: u64 = 1 << 20;
+
+/// What to export and how.
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    /// Which state: `master` for the weights.
+    pub state: String,
+    /// Element type of the files; 16-bit types are rounded to nearest even.
+    pub dtype: StateDtype,
+    /// A new file is begun where this would be exceeded; a larger tensor has a file of its own.
+    pub max_file_bytes: u64,
+}
+
+impl Default for ExportOptions {
+    /// The weights in fp32, files of at most 5 GB as Hugging Face's.
+    fn default() -> Self {
+        Self { state: "master".into(), dtype: StateDtype::F32, max_file_bytes: 5_000_000_000 }
+    }
+}
+
+/// What was exported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exported {
+    /// The files, in the order of the model's parameters.
+    pub files: Vec<PathBuf>,
+    /// Tensors in them.
+    pub tensors: usize,
+    /// Bytes of tensors.
+    pub tensor_bytes: u64,
+}
+
+impl Reader {
+    /// Writes the parameters of one state to `out`, which must not exist or be an empty directory:
+    /// `model.safetensors`, or several files and `model.safetensors.index.json`; and the model's `config.json`
+    /// where the checkpoint has one. Every byte is verified on the way; memory is a few MiB whatever the model.
+    /// What is half written is in `out` with `.partial` behind its name, and removed on failure.
+    ///
+    /// # Errors
+    /// No such state, `out` is in the way, the checkpoint is damaged, or the system refused.
+    pub fn export(&self, out: impl AsRef<Path>, options: &ExportOptions) -> Result<Exported, CkptError> {
+        let out = out.as_ref();
+        self.state(&options.state)?;
+        if out.exists() && !std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_none()) {
+            let what = format!("{}", out.display());
+            return Err(CkptError::argument(what, "a new or empty directory", "something that is there already"));
+        }
+        let mut partial = out.as_os_str().to_os_string();
+        partial.push(".partial");
+        let partial = PathBuf::from(partial);
+        std::fs::create_dir_all(&partial).map_err(CkptError::io("create", &partial))?;
+        let result = self.export_files(&partial, options).and_then(|mut exported| {
+            std::fs::rename(&partial, out).map_err(CkptError::io("move into place", out))?;
+            exported.files.iter_mut().for_each(|f| *f = out.join(&*f));
+            Ok(exported)
+        });
+        if result.is_err() {
+            let _ = std::fs::remove_dir_all(&partial);
+        }
+        result
+    }
+
+    fn export_files(&self, dir: &Path, options: &ExportOptions) -> Result<Exported, CkptError> {
+        let groups = self.groups(options);
+        let (mut files, mut map, mut total) = (Vec::new(), BTreeMap::new(), 0);
+        for (i, group) in groups.iter().enumerate() {
+            let name = match groups.len() {
+                1 => SINGLE.to_string(),
+                n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
+            };
+            self.export_file(&dir.join(&name), group, options)?;
+            total += group.last().map_or(0, |t| t.range.end);
+            map.extend(group.iter().map(|t| (t.name.clone(), name.clone())));
+            files.push(PathBuf::from(name));
+        }
+        let tensors = map.len();
+        if files.len() > 1 {
+            let metadata = BTreeMap::from([("total_size".to_string(), serde_json::Value::from(total))]);
+            write_json(&dir.join(INDEX), &Index { metadata, weight_map: map })?;
+        }
+        if !self.manifest().model_config.is_null() {
+            write_json(&dir.join("config.json"), &self.manifest().model_config)?;
+        }
+        Ok(Exported { files, tensors, tensor_bytes: total })
+    }
+
+    /// The parameters, cut into files.
+    fn groups(&self, options: &ExportOptions) -> Vec<Vec<TensorEntry>> {
+        let (mut groups, mut end) = (vec![Vec::new()], 0u64);
+        for param in self.params() {
+            let bytes = param.numel_elems.saturating_mul(options.dtype.bytes());
+            if end > 0 && end.saturating_add(bytes) > options.max_file_bytes {
+                groups.push(Vec::new());
+                end = 0;
+            }
+            let start = end;
+            end = end.saturating_add(bytes);
+            if let Some(group) = groups.last_mut() {
+                group.push(TensorEntry {
+                    name: param.name.clone(),
+                    dtype: options.dtype.name().into(),
+                    shape: param.shape.clone(),
+                    range: start..end,
+                });
+            }
+        }
+        groups
+    }
+
+    fn export_file(&self, path: &Path, tensors: &[TensorEntry], options: &ExportOptions) -> Result<(), CkptError> {
+        let io = || CkptError::io("write", path);
+        let mut file = File::create_new(path).map_err(io())?;
+        // "pt" is what the Python library asks for.
+        let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+        let header = Header { metadata, tensors: tensors.to_vec(), data_start: 0 };
+        file.write_all(&header.encode(8, 0)).map_err(io())?;
+        let largest = tensors.iter().map(TensorEntry::elems).max().unwrap_or(0).min(CHUNK_ELEMS);
+        let mut values = vec![0.0; largest as usize];
+        let mut bytes = vec![0; values.len() * options.dtype.bytes() as usize];
+        for tensor in tensors {
+            let elems = tensor.elems();
+            let mut start = 0;
+            while start < elems {
+                let end = elems.min(start + CHUNK_ELEMS);
+                let values = &mut values[..(end - start) as usize];
+                self.read_param(&options.state, &tensor.name, start..end, values)?;
+                let bytes = &mut bytes[..values.len() * options.dtype.bytes() as usize];
+                options.dtype.narrow(values, bytes);
+                file.write_all(bytes).map_err(io())?;
+                start = end;
+            }
+        }
+        file.sync_all().map_err(io())
+    }
+}
+
+fn write_json(path: &Path, value: &impl serde::Serialize) -> Result<(), CkptError> {
+    let mut text = serde_json::to_vec_pretty(value)
+        .map_err(|e| CkptError::BadManifest { path: path.into(), why: e.to_string() })?;
+    text.push(b'\n');
+    let write = || {
+        let mut file = File::create_new(path)?;
+        file.write_all(&text)?;
+        file.sync_all()
+    };
+    write().map_err(CkptError::io("write", path))
+}
