@@ -64,8 +64,11 @@ impl TensorFile {
     }
 }
 
-/// The files of a folder (or one file), and every tensor with the file that holds it, by name.
-pub(crate) fn open_folder(path: &Path) -> Result<(Vec<TensorFile>, Vec<(usize, TensorEntry)>), CkptError> {
+/// The files of a folder, and every tensor with the file that holds it, by name.
+pub(crate) type Folder = (Vec<TensorFile>, Vec<(usize, TensorEntry)>);
+
+/// Opens the files of a folder, or one file.
+pub(crate) fn open_folder(path: &Path) -> Result<Folder, CkptError> {
     let (files, wanted) = if path.is_file() {
         (vec![TensorFile::open(path.to_path_buf())?], None)
     } else if path.join(INDEX).exists() {
