@@ -20,6 +20,7 @@ use zero_shard::Layout;
 use crate::pages::Pages;
 use crate::plan::{FilePlan, ordered, pieces_of};
 use crate::report::{Published, Receipt};
+use crate::runs::runs;
 use crate::transfer::Slices;
 use crate::{CkptError, SaveMeta, ShardData, StateSpec, Store};
 
@@ -53,8 +54,8 @@ pub struct Slot<'a> {
     pub state: &'a StateSpec,
     /// The unit.
     pub unit: usize,
-    /// Which elements of the unit's flat parameter; they start where the rank's shard does.
-    pub range: Range<u64>,
+    /// Which elements of the rank's shard of that unit.
+    pub in_shard: Range<u64>,
     /// Their bytes, little-endian, in the dtype of the state.
     pub bytes: &'a mut [u8],
 }
@@ -183,7 +184,7 @@ impl<M: StagingMemory> BackgroundStore<M> {
             self.fail("the background writer has ended".into());
             return Ok(());
         };
-        let slots = slots(&self.plan, &self.states, buffer.bytes_mut());
+        let slots = slots(&self.layout, self.store.rank(), &self.plan, &self.states, buffer.bytes_mut());
         match copy(slots) {
             Ok(fence) => {
                 let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(Job { step, buffer, fence }).is_ok());
@@ -205,7 +206,7 @@ impl<M: StagingMemory> BackgroundStore<M> {
     /// As `begin`, or the shard is not of this rank, these states and this layout, which is told on all ranks.
     pub fn begin_copy(&mut self, meta: SaveMeta, shard: &ShardData<'_>) -> Result<(), CkptError> {
         let source = match shard.source() {
-            Ok(source) if shard.specs() == self.states && shard.pieces() == self.plan.pieces => Ok(source),
+            Ok(source) if shard.specs() == self.states && *shard.layout() == *self.layout => Ok(source),
             Ok(_) => Err("the shard has other states or another layout than the store".to_string()),
             Err(e) => Err(e.to_string()),
         };
@@ -304,14 +305,22 @@ impl<M: StagingMemory> Drop for BackgroundStore<M> {
     }
 }
 
-fn slots<'a>(plan: &FilePlan, states: &'a [StateSpec], buffer: &'a mut [u8]) -> Vec<Slot<'a>> {
+fn slots<'a>(
+    layout: &Layout,
+    rank: u64,
+    plan: &FilePlan,
+    states: &'a [StateSpec],
+    buffer: &'a mut [u8],
+) -> Vec<Slot<'a>> {
     let (mut rest, mut slots) = (buffer, Vec::with_capacity(states.len() * plan.pieces.len()));
-    for (s, state) in states.iter().enumerate() {
-        for (p, piece) in plan.pieces.iter().enumerate() {
-            let tensor = plan.tensor_range(s, p);
-            let (bytes, later) = rest.split_at_mut((tensor.end - tensor.start) as usize);
-            rest = later;
-            slots.push(Slot { state, unit: piece.0 as usize, range: piece.1..piece.2, bytes });
+    for state in states {
+        for piece in &plan.pieces {
+            let unit = piece.0 as usize;
+            for run in runs(&layout.units()[unit], rank) {
+                let (bytes, later) = rest.split_at_mut((run.len() * state.dtype.bytes()) as usize);
+                rest = later;
+                slots.push(Slot { state, unit, in_shard: run.in_shard(), bytes });
+            }
         }
     }
     slots

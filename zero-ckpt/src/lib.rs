@@ -21,6 +21,7 @@ mod pages;
 mod plan;
 mod reader;
 mod report;
+mod runs;
 mod shard;
 mod shard_file;
 mod store;

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::header::{Header, TensorEntry};
 use crate::pages::PAGE_BYTES;
+use crate::runs::runs;
 use crate::{CkptError, StateDtype};
 
 /// Bytes of state that one checksum covers, counted from the start of the state.
@@ -33,7 +34,7 @@ pub struct StateSpec {
     pub dtype: StateDtype,
 }
 
-/// A range of real elements of one unit's flat parameter: `(unit, start, end)`.
+/// A range of elements of one unit, counted without padding: `(unit, start, end)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Piece(pub u64, pub u64, pub u64);
 
@@ -169,9 +170,9 @@ pub(crate) fn pieces_of(layout: &zero_shard::Layout, rank: u64) -> Result<Vec<Pi
     if rank >= layout.world_size() {
         return Err(CkptError::argument("rank", format!("below {}", layout.world_size()), rank));
     }
-    let pieces = layout.units().iter().enumerate().map(|(u, unit)| {
-        let shard = unit.shard(rank);
-        Piece(u as u64, shard.start.min(unit.numel_elems), shard.end.min(unit.numel_elems))
-    });
-    Ok(pieces.filter(|p| p.elems() > 0).collect())
+    let piece = |(u, unit): (usize, &zero_shard::UnitLayout)| {
+        let runs = runs(unit, rank);
+        Some(Piece(u as u64, runs.first()?.elems.start, runs.last()?.elems.end))
+    };
+    Ok(layout.units().iter().enumerate().filter_map(piece).collect())
 }

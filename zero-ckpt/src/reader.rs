@@ -5,12 +5,13 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use zero_shard::{Layout, ParamPlacement};
+use zero_shard::{Layout, ParamPlacement, UnitLayout};
 
 use crate::catalog;
 use crate::coverage::Coverage;
 use crate::dir::Dir;
 use crate::manifest::{MANIFEST_NAME, Manifest};
+use crate::runs::{Run, elems_of, runs};
 use crate::shard_file::{ShardFile, open_checked};
 use crate::transfer::IoOptions;
 use crate::{CkptError, ModelSpec, StateDtype};
@@ -194,7 +195,8 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
-    /// Reads elements `range` of unit `unit` of this view's layout, without padding, as fp32.
+    /// Reads elements `range` of unit `unit` of this view's layout as fp32. Elements are counted without
+    /// padding: the parameters of the unit end to end, `numel_elems` in all.
     ///
     /// # Errors
     /// No such state or unit, a range beyond the real elements, another length of `out`, or the bytes are not
@@ -205,15 +207,14 @@ impl View<'_> {
         let placed = placed.ok_or_else(|| CkptError::argument("unit", format!("below {}", units.len()), unit))?;
         check_range(&placed.name, placed.numel_elems, &range, out.len())?;
         self.reader.state(state)?;
-        // Where the stored unit is cut as this one, it is read in one run; else parameter by parameter.
-        let same = self.reader.layout.units().get(unit).is_some_and(|s| s.params == placed.params);
-        if same {
+        // Where the stored unit has these parameters, it is read in one run; else parameter by parameter.
+        if self.reader.layout.units().get(unit).is_some_and(|stored| same_params(stored, placed)) {
             return self.reader.read_stored(state, unit, range, out);
         }
         let mut rest = out;
-        let first = placed.params.partition_point(|p| p.range().end <= range.start);
+        let first = placed.params.partition_point(|p| elems_of(placed, p).end <= range.start);
         for param in &placed.params[first..] {
-            let whole = param.range();
+            let whole = elems_of(placed, param);
             let part = whole.start.max(range.start)..whole.end.min(range.end);
             if part.start >= part.end {
                 continue;
@@ -240,11 +241,15 @@ impl View<'_> {
             let what = format!("elements of the shard of unit {:?}", placed.name);
             return Err(CkptError::argument(what, placed.shard_elems, out.len()));
         }
-        let shard = placed.shard(rank);
-        let real = shard.start.min(placed.numel_elems)..shard.end.min(placed.numel_elems);
-        let (head, padding) = out.split_at_mut((real.end - real.start) as usize);
-        padding.fill(0.0);
-        self.read_range(state, unit, real, head)
+        let runs = runs(placed, rank);
+        if runs.iter().map(Run::len).sum::<u64>() < placed.shard_elems {
+            out.fill(0.0);
+        }
+        for run in runs {
+            let at = run.in_shard();
+            self.read_range(state, unit, run.elems, &mut out[at.start as usize..at.end as usize])?;
+        }
+        Ok(())
     }
 
     /// Reads the shard storage of `rank`: `layout.shard_elems()` elements, the padding set to zero.
@@ -261,6 +266,12 @@ impl View<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether two units have the same parameters in the same order.
+fn same_params(a: &UnitLayout, b: &UnitLayout) -> bool {
+    let same = |(a, b): (&ParamPlacement, &ParamPlacement)| a.name == b.name && a.shape == b.shape;
+    a.params.len() == b.params.len() && a.params.iter().zip(&b.params).all(same)
 }
 
 fn check_range(name: &str, numel: u64, range: &Range<u64>, out: usize) -> Result<(), CkptError> {

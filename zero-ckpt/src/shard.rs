@@ -3,6 +3,7 @@
 use zero_shard::Layout;
 
 use crate::plan::{ordered, pieces_of};
+use crate::runs::runs;
 use crate::transfer::Slices;
 use crate::{CkptError, Piece, StateDtype, StateSpec};
 
@@ -123,7 +124,11 @@ impl<'a> ShardData<'a> {
                         let what = format!("state {:?} of unit {:?}", spec.name, self.layout.units()[unit].name);
                         CkptError::argument(what, "data", "none")
                     })?;
-                    parts.push(&shard[..(piece.elems() * spec.dtype.bytes()) as usize]);
+                    let width = spec.dtype.bytes();
+                    for run in runs(&self.layout.units()[unit], self.rank) {
+                        let range = run.in_shard();
+                        parts.push(&shard[(range.start * width) as usize..(range.end * width) as usize]);
+                    }
                 }
             }
         }

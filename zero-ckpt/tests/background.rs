@@ -104,8 +104,8 @@ fn the_fence_is_waited_for_before_the_bytes_are_read() {
     let (open_gate, gate) = channel::<()>();
     let fill = |slots: Vec<zero_ckpt::Slot<'_>>| {
         for slot in slots {
-            let first = slot.range.start;
             let unit = &layout.units()[slot.unit];
+            let first = unit.shard(0).start + slot.in_shard.start;
             for (i, bytes) in slot.bytes.chunks_exact_mut(4).enumerate() {
                 let elem = first + i as u64;
                 let param = unit.params.iter().find(|p| p.range().contains(&elem)).unwrap();

@@ -5,7 +5,7 @@ mod common;
 
 use common::{assert_holds, layout, meta, save, storage, units};
 use zero_ckpt::{CkptError, Reader, StoreOptions};
-use zero_shard::{Layout, ParamSpec, UnitSpec};
+use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 
 #[test]
 fn every_world_size_loads_at_every_other() {
@@ -70,6 +70,22 @@ fn a_chain_of_reshards_keeps_every_bit() {
     let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(left.iter().filter(|n| n.to_string_lossy().starts_with("step-")).count(), 1, "{left:?}");
     assert_eq!(std::fs::read_dir(dir.path().join(".staging")).unwrap().count(), 0);
+}
+
+#[test]
+fn gaps_between_aligned_parameters_are_not_stored() {
+    let gapped = |ranks| {
+        let options = LayoutOptions { shard_align_elems: 8, param_align_elems: 16, ..LayoutOptions::default() };
+        Layout::with_options(&units(), ranks, options).unwrap()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path(), &gapped(3), 1, 5, &StoreOptions::default());
+    let reader = Reader::open(dir.path()).unwrap();
+    let stored: u64 = reader.manifest().files.iter().flat_map(|f| &f.pieces).map(|p| p.elems()).sum();
+    assert_eq!(stored, layout(1, 1).numel_elems());
+    for to in [gapped(2), gapped(5), layout(4, 4)] {
+        assert_holds(&reader, &to, 5);
+    }
 }
 
 #[test]

@@ -52,14 +52,16 @@ pub fn storage(layout: &Layout, rank: u64, state: &str, seed: u64) -> Vec<f32> {
 
 /// The same with zeros in the padding, as a loaded shard has them.
 pub fn loaded(layout: &Layout, rank: u64, state: &str, seed: u64) -> Vec<u32> {
-    let mut out = storage(layout, rank, state, seed);
+    let mut out = bits(&storage(layout, rank, state, seed));
     for unit in layout.units() {
         let (shard, at) = (unit.shard(rank), unit.shard_range().start);
-        for elem in shard.start.max(unit.numel_elems)..shard.end {
-            out[(at + elem - shard.start) as usize] = 0.0;
+        for elem in shard.clone() {
+            if !unit.params.iter().any(|p| p.range().contains(&elem)) {
+                out[(at + elem - shard.start) as usize] = 0;
+            }
         }
     }
-    bits(&out)
+    out
 }
 
 pub fn bits(values: &[f32]) -> Vec<u32> {
