@@ -1,0 +1,139 @@
+//! All text of a folder, in an order that does not depend on the machine.
+
+use std::fs;
+use std::path::Path;
+
+use ignore::{DirEntry, WalkBuilder};
+
+use super::DataError;
+
+/// Files above this are not taken for text that a person wrote.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// A file is taken for binary where one of its first bytes is 0.
+const PROBE_BYTES: usize = 8192;
+
+/// The text files of a folder.
+#[derive(Default)]
+pub(super) struct Documents {
+    /// Their texts, by path.
+    pub(super) texts: Vec<String>,
+    /// Files that were passed over: binary, large, or not readable.
+    pub(super) skipped_files: usize,
+}
+
+/// Reads every text file under `root`.
+///
+/// Passed over: hidden files, what the `.gitignore` files in the folder name, build folders (`target`, or
+/// with a `CACHEDIR.TAG`), symbolic links, files above 1 MiB, and what is not UTF-8 text.
+pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
+    let mut documents = Documents { texts: Vec::new(), skipped_files: 0 };
+    let walk = WalkBuilder::new(root)
+        .parents(false)
+        .git_global(false)
+        .git_exclude(false)
+        .require_git(false)
+        .follow_links(false)
+        .sort_by_file_path(Path::cmp)
+        .filter_entry(|entry| entry.depth() == 0 || !is_build_folder(entry))
+        .build();
+    for entry in walk {
+        let Ok(entry) = entry else {
+            documents.skipped_files += 1;
+            continue;
+        };
+        if !entry.file_type().is_some_and(|t| t.is_file()) {
+            continue;
+        }
+        match read_text(&entry) {
+            Some(text) if text.trim().is_empty() => {}
+            Some(text) => documents.texts.push(text),
+            None => documents.skipped_files += 1,
+        }
+    }
+    if documents.texts.is_empty() {
+        return Err(DataError::NoText { path: root.to_owned() });
+    }
+    Ok(documents)
+}
+
+fn is_build_folder(entry: &DirEntry) -> bool {
+    entry.file_type().is_some_and(|t| t.is_dir())
+        && (entry.file_name() == "target" || entry.path().join("CACHEDIR.TAG").exists())
+}
+
+/// The file's text, or none where it is not text, too large or not readable.
+fn read_text(entry: &DirEntry) -> Option<String> {
+    if entry.metadata().ok()?.len() > MAX_FILE_BYTES {
+        return None;
+    }
+    let bytes = fs::read(entry.path()).ok()?;
+    if bytes[..bytes.len().min(PROBE_BYTES)].contains(&0) {
+        return None;
+    }
+    let mut text = String::from_utf8(bytes).ok()?;
+    if !text.ends_with('\n') {
+        text.push('\n');
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_files_are_read_in_the_order_of_their_paths_and_the_rest_is_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, bytes: &[u8]| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, bytes).unwrap();
+        };
+        write("b.txt", b"second\n");
+        write("a.md", b"first");
+        write("sub/c.rs", b"third\n");
+        write("blank.txt", b" \n\n");
+        write(".hidden", b"no");
+        write(".git/config", b"no");
+        write("target/out.txt", b"no");
+        write("sub/target/out.txt", b"no");
+        write("cache/CACHEDIR.TAG", b"no");
+        write("cache/x.txt", b"no");
+        write(".gitignore", b"ignored.txt\n/deep/\n");
+        write("ignored.txt", b"no");
+        write("deep/x.txt", b"no");
+        write("binary", b"no\0");
+        write("latin1.txt", b"caf\xe9");
+        write("large.txt", &vec![b'x'; MAX_FILE_BYTES as usize + 1]);
+        write("limit.txt", &vec![b'y'; MAX_FILE_BYTES as usize]);
+        std::os::unix::fs::symlink(dir.path().join("a.md"), dir.path().join("link.md")).unwrap();
+
+        let documents = read(dir.path()).unwrap();
+        let starts: Vec<&str> = documents.texts.iter().map(|t| &t[..6]).collect();
+        assert_eq!(starts, ["first\n", "second", "yyyyyy", "third\n"]);
+        assert_eq!(documents.skipped_files, 3, "binary, latin1.txt, large.txt");
+    }
+
+    #[test]
+    fn a_folder_named_target_can_itself_be_the_data() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("target");
+        fs::create_dir(&target).unwrap();
+        fs::write(target.join("a.txt"), "text").unwrap();
+        assert_eq!(read(&target).unwrap().texts, ["text\n"]);
+    }
+
+    #[test]
+    fn a_folder_without_text_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("binary"), b"\0").unwrap();
+        let error = read(dir.path()).err().unwrap().to_string();
+        assert!(
+            error.ends_with(
+                "no text file in this folder (hidden, git-ignored, binary and large files are passed over)"
+            )
+        );
+        assert!(error.starts_with(&dir.path().display().to_string()));
+    }
+}

@@ -1,0 +1,246 @@
+//! Training data: tokens from a file of tokens, a text, or a folder of texts.
+//!
+//! Words: a **data set** is a sequence of tokens. A **row** is `seq_len` tokens of it and, as targets, the
+//! same shifted by one; a **micro-batch** is the rows that a rank computes at once. Where a row starts is a
+//! pure function of the step, the micro-batch and the row (and, for text, the seed), so the position in the
+//! data is the step, and resuming is exact.
+//!
+//! | source | tokens | rows |
+//! |---|---|---|
+//! | `NAME.bin` | little-endian u16, read from the file as needed | one after another, around again at the end |
+//! | a text file | its bytes, or through a `tokenizer.json` | windows drawn at random |
+//! | a folder | all its text files, by path | windows drawn at random |
+//!
+//! ```
+//! use integration_tests::data::{BatchAt, DataSource, Dataset};
+//!
+//! let dir = tempfile::tempdir().unwrap();
+//! let path = dir.path().join("text.txt");
+//! std::fs::write(&path, "to be or not to be, that is the question").unwrap();
+//! let data = Dataset::open(&DataSource::at(&path)).unwrap();
+//! data.validate(256, 8).unwrap();
+//!
+//! let (mut inputs, mut targets) = ([0; 16], [0; 16]);
+//! let at = BatchAt { step: 0, micro_batch_index: 0, grad_accum: 1, rank: 0, world_size: 1,
+//!     micro_batch: 2, seq_len: 8, seed: 1 };
+//! data.batch(at, &mut inputs, &mut targets).unwrap();
+//! assert_eq!(inputs[1..8], targets[..7]);
+//! println!("{}; a unigram model's loss is {:.3}", data.describe(), data.unigram_loss());
+//! ```
+//!
+//! What it does not do: shuffle whole epochs, split off a validation set, or download.
+
+mod error;
+mod folder;
+mod order;
+mod tokenize;
+mod tokens;
+
+#[cfg(test)]
+mod tests;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+pub use error::DataError;
+pub use order::BatchAt;
+
+use order::Order;
+use tokenize::TextTokenizer;
+use tokens::Tokens;
+
+/// Bytes of text that the current folder must have to be trained on unasked.
+pub const MIN_DEFAULT_BYTES: u64 = 1 << 16;
+
+/// Where data comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DataSource {
+    /// A file or folder; none is the text of the current folder.
+    pub path: Option<PathBuf>,
+    /// A Hugging Face `tokenizer.json` for text; none is one token a byte. Token files do not use it.
+    pub tokenizer: Option<PathBuf>,
+}
+
+impl DataSource {
+    /// A file or folder, with text as bytes.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self { path: Some(path.into()), tokenizer: None }
+    }
+
+    /// The same with text through a `tokenizer.json`.
+    pub fn with_tokenizer(self, tokenizer: impl Into<PathBuf>) -> Self {
+        Self { tokenizer: Some(tokenizer.into()), ..self }
+    }
+}
+
+/// An open data set.
+pub struct Dataset {
+    tokens: Tokens,
+    order: Order,
+    /// How often each token occurs.
+    counts: Vec<u64>,
+    fingerprint: u64,
+    /// The path, as errors name it.
+    name: String,
+    description: String,
+}
+
+impl Dataset {
+    /// Opens the data and passes over all of it once, to count its tokens.
+    ///
+    /// # Errors
+    /// What [`DataError`] lists of missing, unreadable, empty or malformed data.
+    pub fn open(source: &DataSource) -> Result<Self, DataError> {
+        let here = Path::new(".");
+        let path = source.path.as_deref().unwrap_or(here);
+        if !path.exists() {
+            return Err(DataError::Missing { path: path.to_owned() });
+        }
+        let is_token_file = path.is_file() && path.extension().is_some_and(|e| e == "bin");
+        if is_token_file {
+            let tokens = Tokens::open(path)?;
+            let text = format!("{}: {} tokens, in order", path.display(), grouped(tokens.len()));
+            return Self::new(tokens, Order::InOrder, path, text);
+        }
+        let tokenizer = source.tokenizer.as_deref().map(TextTokenizer::open).transpose()?;
+        let (what, bytes, tokens) = if path.is_dir() {
+            let documents = match folder::read(path) {
+                Err(DataError::NoText { .. }) if source.path.is_none() => folder::Documents::default(),
+                other => other?,
+            };
+            let bytes: u64 = documents.texts.iter().map(|t| t.len() as u64).sum();
+            if source.path.is_none() && bytes < MIN_DEFAULT_BYTES {
+                let path = std::env::current_dir().unwrap_or_else(|_| here.to_owned());
+                return Err(DataError::TooLittleHere { path, bytes, needed: MIN_DEFAULT_BYTES });
+            }
+            let what = match (documents.texts.len(), documents.skipped_files) {
+                (n, 0) => format!("{} text files", grouped(n as u64)),
+                (n, skipped) => format!("{} text files ({skipped} others passed over)", grouped(n as u64)),
+            };
+            (what, bytes, from_texts(documents.texts, tokenizer.as_ref())?)
+        } else {
+            let content = fs::read(path).map_err(|source| DataError::Read { path: path.to_owned(), source })?;
+            if content.is_empty() {
+                return Err(DataError::Empty { path: path.to_owned() });
+            }
+            ("text".to_owned(), content.len() as u64, from_bytes(path, content, tokenizer.as_ref())?)
+        };
+        let by = match &tokens {
+            Tokens::Bytes(_) => "read as bytes".to_owned(),
+            other => format!("{} tokens", grouped(other.len())),
+        };
+        let text = format!("{}: {what}, {} bytes, {by}", path.display(), grouped(bytes));
+        Self::new(tokens, Order::Random, path, text)
+    }
+
+    fn new(tokens: Tokens, order: Order, path: &Path, description: String) -> Result<Self, DataError> {
+        let census = tokens.census()?;
+        let (counts, fingerprint) = (census.counts, census.fingerprint);
+        Ok(Self { tokens, order, counts, fingerprint, name: path.display().to_string(), description })
+    }
+
+    /// Tokens in all.
+    pub fn len_tokens(&self) -> u64 {
+        self.tokens.len()
+    }
+
+    /// A checksum of all tokens (CRC-64): data that has changed since a checkpoint has another.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+
+    /// One line for a person: the source, its size, and how it is read.
+    pub fn describe(&self) -> &str {
+        &self.description
+    }
+
+    /// Checks that a model of `vocab_size` tokens can be trained on rows of `seq_len` tokens.
+    ///
+    /// # Errors
+    /// [`DataError::TooShort`], or [`DataError::OutsideVocabulary`] with the first such token and its place.
+    pub fn validate(&self, vocab_size: usize, seq_len: usize) -> Result<(), DataError> {
+        let tokens = self.tokens.len();
+        if tokens <= seq_len as u64 {
+            return Err(DataError::TooShort { name: self.name.clone(), tokens, seq_len });
+        }
+        // `counts` ends with the largest token that occurs.
+        if self.counts.len() > vocab_size {
+            let bound = u32::try_from(vocab_size).unwrap_or(u32::MAX);
+            if let Some((token, position)) = self.tokens.first_at_least(bound)? {
+                let name = self.name.clone();
+                return Err(DataError::OutsideVocabulary { name, token, position, vocab_size });
+            }
+        }
+        Ok(())
+    }
+
+    /// Cross entropy, in nats a token, of the model that knows how often each token occurs and no more.
+    pub fn unigram_loss(&self) -> f64 {
+        let total = self.tokens.len() as f64;
+        let seen = self.counts.iter().filter(|c| **c > 0);
+        seen.map(|c| *c as f64 / total).map(|p| -p * p.ln()).sum()
+    }
+
+    /// Writes the micro-batch at `at`: `inputs` and `targets` are `[micro_batch, seq_len]`, row after row.
+    ///
+    /// # Errors
+    /// Buffers of another size, a place that is none, data shorter than a row, or a failed read.
+    pub fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
+        let seq_len = at.seq_len;
+        let expected = at.micro_batch.checked_mul(seq_len);
+        if seq_len == 0 || Some(inputs.len()) != expected || inputs.len() != targets.len() {
+            let (i, t) = (inputs.len(), targets.len());
+            let what = format!("of {} x {seq_len} tokens fits {i} inputs and {t} targets", at.micro_batch);
+            return Err(DataError::BadBatch { what });
+        }
+        let mut row_tokens = vec![0; seq_len + 1];
+        let rows = inputs.chunks_exact_mut(seq_len).zip(targets.chunks_exact_mut(seq_len));
+        for (row, (inputs, targets)) in rows.enumerate() {
+            let start = self.order.start(&at, row, self.tokens.len()).ok_or_else(|| {
+                let (n, name) = (self.tokens.len(), &self.name);
+                DataError::BadBatch { what: format!("at {at:?} in the {n} tokens of {name}") }
+            })?;
+            self.tokens.read(start, &mut row_tokens)?;
+            inputs.copy_from_slice(&row_tokens[..seq_len]);
+            targets.copy_from_slice(&row_tokens[1..]);
+        }
+        Ok(())
+    }
+}
+
+/// The tokens of a folder's texts, end to end.
+fn from_texts(texts: Vec<String>, tokenizer: Option<&TextTokenizer>) -> Result<Tokens, DataError> {
+    match tokenizer {
+        None => Ok(Tokens::Bytes(texts.concat().into_bytes())),
+        Some(tokenizer) => {
+            let mut ids = Vec::new();
+            for text in texts {
+                tokenizer.encode(&text, &mut ids)?;
+            }
+            Ok(Tokens::Ids(ids))
+        }
+    }
+}
+
+/// The tokens of a file. Without a tokenizer any bytes will do.
+fn from_bytes(path: &Path, bytes: Vec<u8>, tokenizer: Option<&TextTokenizer>) -> Result<Tokens, DataError> {
+    let Some(tokenizer) = tokenizer else { return Ok(Tokens::Bytes(bytes)) };
+    let text =
+        std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 { path: path.to_owned(), at: e.valid_up_to() })?;
+    let mut ids = Vec::new();
+    tokenizer.encode(text, &mut ids)?;
+    Ok(Tokens::Ids(ids))
+}
+
+/// A number with its thousands apart: `1,234,567`.
+fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}

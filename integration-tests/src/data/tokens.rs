@@ -1,0 +1,149 @@
+//! Where tokens are kept, and the pass over all of them.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crc_fast::{CrcAlgorithm, Digest};
+
+use super::DataError;
+
+/// Bytes that are read at a time when all tokens are passed over.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// The tokens of a data set.
+pub(super) enum Tokens {
+    /// A file of u16 tokens, read where they are needed: the file may be larger than memory.
+    File { path: PathBuf, file: File, len_tokens: u64 },
+    /// Text as bytes.
+    Bytes(Vec<u8>),
+    /// The output of a tokenizer.
+    Ids(Vec<u32>),
+}
+
+/// What one pass over all tokens finds.
+pub(super) struct Census {
+    /// How often each token occurs.
+    pub(super) counts: Vec<u64>,
+    /// CRC-64 of the tokens.
+    pub(super) fingerprint: u64,
+}
+
+impl Tokens {
+    /// A file of little-endian u16 tokens.
+    pub(super) fn open(path: &Path) -> Result<Self, DataError> {
+        let read = |source| DataError::Read { path: path.to_owned(), source };
+        let file = File::open(path).map_err(read)?;
+        let bytes = file.metadata().map_err(read)?.len();
+        if bytes == 0 {
+            return Err(DataError::Empty { path: path.to_owned() });
+        }
+        if !bytes.is_multiple_of(2) {
+            return Err(DataError::OddLength { path: path.to_owned(), bytes });
+        }
+        Ok(Self::File { path: path.to_owned(), file, len_tokens: bytes / 2 })
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        match self {
+            Self::File { len_tokens, .. } => *len_tokens,
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Ids(ids) => ids.len() as u64,
+        }
+    }
+
+    /// Reads tokens `start ..`, as many as `out` holds; the caller has checked the range.
+    pub(super) fn read(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
+        match self {
+            Self::File { path, file, .. } => {
+                let mut bytes = vec![0; out.len() * 2];
+                file.read_exact_at(&mut bytes, start * 2)
+                    .map_err(|source| DataError::Read { path: path.clone(), source })?;
+                for (o, token) in out.iter_mut().zip(bytes.as_chunks().0) {
+                    *o = u32::from(u16::from_le_bytes(*token));
+                }
+            }
+            Self::Bytes(bytes) => {
+                for (o, token) in out.iter_mut().zip(&bytes[start as usize..]) {
+                    *o = u32::from(*token);
+                }
+            }
+            Self::Ids(ids) => {
+                for (o, token) in out.iter_mut().zip(&ids[start as usize..]) {
+                    *o = *token;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes over all tokens once.
+    pub(super) fn census(&self) -> Result<Census, DataError> {
+        let mut counts = Vec::new();
+        let mut crc = Digest::new(CrcAlgorithm::Crc64Nvme);
+        let mut count = |token: u32| {
+            let i = token as usize;
+            if i >= counts.len() {
+                counts.resize(i + 1, 0);
+            }
+            counts[i] += 1;
+        };
+        match self {
+            Self::Bytes(bytes) => {
+                crc.update(bytes);
+                bytes.iter().for_each(|b| count(u32::from(*b)));
+            }
+            Self::Ids(ids) => ids.iter().for_each(|id| {
+                crc.update(&id.to_le_bytes());
+                count(*id);
+            }),
+            Self::File { .. } => self.each_chunk(|_, bytes| {
+                crc.update(bytes);
+                bytes.as_chunks().0.iter().for_each(|t| count(u32::from(u16::from_le_bytes(*t))));
+                false
+            })?,
+        }
+        Ok(Census { counts, fingerprint: crc.finalize() })
+    }
+
+    /// The first token that is not below `bound`, with its position.
+    pub(super) fn first_at_least(&self, bound: u32) -> Result<Option<(u32, u64)>, DataError> {
+        let mut found = None;
+        match self {
+            Self::Bytes(bytes) => {
+                let at = bytes.iter().position(|b| u32::from(*b) >= bound);
+                found = at.map(|i| (u32::from(bytes[i]), i as u64));
+            }
+            Self::Ids(ids) => {
+                let at = ids.iter().position(|id| *id >= bound);
+                found = at.map(|i| (ids[i], i as u64));
+            }
+            Self::File { .. } => self.each_chunk(|start, bytes| {
+                let mut tokens = bytes.as_chunks().0.iter().map(|t| u32::from(u16::from_le_bytes(*t)));
+                found =
+                    tokens.clone().position(|t| t >= bound).and_then(|i| Some((tokens.nth(i)?, start + i as u64)));
+                found.is_some()
+            })?,
+        }
+        Ok(found)
+    }
+
+    /// Calls `f(first token's position, bytes)` for a token file, chunk by chunk, until it returns true.
+    fn each_chunk(&self, mut f: impl FnMut(u64, &[u8]) -> bool) -> Result<(), DataError> {
+        let Self::File { path, len_tokens, .. } = self else { return Ok(()) };
+        let read = |source: io::Error| DataError::Read { path: path.clone(), source };
+        let mut file = File::open(path).map_err(read)?.take(len_tokens * 2);
+        let mut buffer = vec![0; CHUNK_BYTES];
+        let mut done = 0;
+        while done < len_tokens * 2 {
+            let n = CHUNK_BYTES.min((len_tokens * 2 - done) as usize);
+            file.read_exact(&mut buffer[..n]).map_err(read)?;
+            if f(done / 2, &buffer[..n]) {
+                break;
+            }
+            done += n as u64;
+        }
+        Ok(())
+    }
+}
