@@ -87,6 +87,16 @@ pub struct Traffic {
 }
 
 impl Traffic {
+    /// All of them together.
+    pub const fn total_bytes(self) -> u64 {
+        self.reduce_scatter_bytes
+            + self.all_gather_bytes
+            + self.all_reduce_bytes
+            + self.broadcast_bytes
+            + self.all_to_all_bytes
+            + self.control_bytes
+    }
+
     /// What was sent since `earlier`, a reading of the same communicator.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {

@@ -3,9 +3,12 @@
 mod buckets;
 mod call;
 mod communicator;
+pub mod conformance;
 mod error;
+pub mod overlap;
 mod prefetch;
 mod reduce;
+pub mod slow;
 pub mod threads;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight};

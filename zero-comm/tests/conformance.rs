@@ -1,0 +1,28 @@
+//! The conformance suite over threads, 1 to 16 ranks.
+
+mod common;
+
+use common::on_ranks;
+use zero_alloc::host::HostDevice;
+use zero_comm::conformance::{Plan, check};
+use zero_comm::threads::Options;
+
+fn run(worlds: std::ops::RangeInclusive<usize>, cases: usize) {
+    for n in worlds {
+        for result in on_ranks(n, Options::default(), |comm, streams| {
+            check(&HostDevice::new(), &*comm, &streams.comm, Plan { seed: n as u64, cases, ..Plan::default() })
+        }) {
+            result.unwrap();
+        }
+    }
+}
+
+#[test]
+fn threads_conform_with_few_ranks() {
+    run(1..=4, 80);
+}
+
+#[test]
+fn threads_conform_with_many_ranks() {
+    run(5..=16, 14);
+}
