@@ -13,8 +13,8 @@
 //! With dropout there is a byte of mask for the outputs of attention and feed-forward and for the attention
 //! matrix, and the matrix a second time; at 2 bytes that is the paper's sbh (34 + 5 a s / h).
 
-use crate::ShardError;
 use crate::checked::{product, sum};
+use crate::{ShardError, largest};
 
 /// A decoder-only transformer whose feed-forward is four times as wide as its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,13 +34,12 @@ impl TransformerShape {
     /// The shape that has about `numel_elems` parameters in its blocks and 128 of width for each layer, as
     /// GPT-3 has (arXiv 2005.14165, table 2.1: 96 layers of width 12288); heads of 128, GPT-2's vocabulary.
     pub fn with_about(numel_elems: u64) -> Self {
-        // 12 l h h = n with h = 128 l: l is the cube root of n / (12 x 128 x 128), to the nearest.
-        let wanted = u128::from(numel_elems) * 8; // (2 l + 1)^3 compared with 8 n / (...) rounds to nearest
+        // 12 l h h = n with h = 128 l: l is the cube root of n / (12 x 128 x 128), to the nearest, which is the
+        // greatest l with (l - 1/2)^3 within it.
         let size = |twice: u128| 12 * 128 * 128 * twice * twice * twice;
-        let mut layers = 1u64;
-        while size(2 * u128::from(layers) + 1) <= wanted {
-            layers += 1;
-        }
+        let within =
+            |l: u64| l < 1 << 20 && size((2 * u128::from(l)).saturating_sub(1)) <= 8 * u128::from(numel_elems);
+        let layers = largest(within).max(1);
         Self { layers, hidden: 128 * layers, heads: layers, vocab: 50_257 }
     }
 

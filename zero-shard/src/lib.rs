@@ -1,4 +1,26 @@
-//! ZeRO's shard layout map.
+#![doc = include_str!("../README.md")]
+//!
+//! # Words
+//!
+//! - A **unit** is a list of parameters that are gathered, released and reduced together: the embedding, a
+//!   block, the head. Its parameters end to end, padded, are its **flat parameter**, which is cut into one
+//!   **shard** of equal length for each **rank**.
+//! - The **whole storage** is all flat parameters end to end; a rank's **shard storage** is its shards of all
+//!   units end to end. The **global** numbering counts the elements of all parameters, without padding.
+//! - A **bucket** is the same piece of every rank's shard: what one reduce-scatter carries. A **sub-group** is a
+//!   part of a shard storage that the optimizer steps at a time.
+//! - A **persistent** parameter stays whole on every rank at stage 3. A **tied** parameter has two names.
+//! - A **grid** is ranks in groups (nodes); see [`GridLayout`] for hpZ, MiCS and HSDP.
+//!
+//! All sizes are 64-bit counts of elements (`_elems`) or bytes (`_bytes`). A function that takes them from
+//! outside returns a [`ShardError`] with the numbers where they do not fit together.
+//!
+//! # What it does not do
+//!
+//! It holds no values, moves none, and knows no device, stream or file. It plans, the caller does: zero-comm
+//! sends what a plan says, zero-ckpt reads and writes it. It shards along the data-parallel dimension only;
+//! tensor and pipeline parallelism come before it, in the list of units it is given. Shards of a unit are of
+//! equal length: ranks of unequal memory are not weighed.
 #![forbid(unsafe_code)]
 
 mod activations;

@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::{Layout, ShardError, StoredPiece};
+use crate::{Layout, ParamId, ShardError, StoredPiece};
 
 /// A contiguous copy. Places are ranks, files, whatever the caller numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -300,7 +300,7 @@ fn append_rank(moves: &mut Vec<Move>, from: &Layout, to: &Layout, rank: u64) -> 
     for StoredPiece { id, in_param, in_storage, .. } in to.rank_pieces(rank)? {
         let name = &to.units[id.unit].params[id.param].name;
         let hole = || ShardError::Hole { param: name.clone(), in_param: in_param.clone() };
-        let source = from.find_param(name).ok_or_else(hole)?;
+        let source = find(from, id, name).ok_or_else(hole)?;
         for piece in from.locate(source, in_param.clone())? {
             let start = in_storage.start + (piece.in_param.start - in_param.start);
             let len = piece.in_param.end - piece.in_param.start;
@@ -313,10 +313,16 @@ fn append_rank(moves: &mut Vec<Move>, from: &Layout, to: &Layout, rank: u64) -> 
     Ok(())
 }
 
+/// The parameter of this name: at the same position, as it mostly is, or wherever it is.
+fn find(layout: &Layout, guess: ParamId, name: &str) -> Option<ParamId> {
+    let there = layout.param(guess).is_some_and(|p| p.name == name);
+    if there { Some(guess) } else { layout.find_param(name) }
+}
+
 fn check_same_params(from: &Layout, to: &Layout) -> Result<(), ShardError> {
     let mut wanted: Vec<Vec<bool>> = from.units.iter().map(|u| vec![false; u.params.len()]).collect();
-    for (_, p) in to.params() {
-        let found = from.find_param(&p.name).and_then(|id| Some((id, from.param(id)?)));
+    for (id, p) in to.params() {
+        let found = find(from, id, &p.name).and_then(|id| Some((id, from.param(id)?)));
         let Some((id, source)) = found else {
             return Err(ShardError::Hole { param: p.name.clone(), in_param: 0..p.numel_elems });
         };
