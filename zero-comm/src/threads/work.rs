@@ -17,6 +17,7 @@
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
+use super::past_cache;
 use super::slot::Posted;
 use crate::call::{Call, Group};
 use crate::reduce::{CHUNK_ELEMS, Reducible, Scratch, reduce};
@@ -29,34 +30,38 @@ const COPY_CHUNK_BYTES: usize = 64 * 1024;
 pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     let Group { rank, world_size } = group;
     let own = call.segments.range(rank, world_size);
+    let whole_bytes = call.segments.total(world_size) * call.dtype.size_bytes();
+    let everywhere = || -> Vec<AnySlice> { posted.iter().map(|p| p.recv.slice(own.clone())).collect() };
+    let large = |written_bytes: usize| written_bytes >= past_cache::THRESHOLD_BYTES;
     match (call.collective, call.op) {
         (Collective::ReduceScatter | Collective::AllReduce, Some(op)) => {
             let inputs: Vec<AnySlice> = posted.iter().map(|p| p.send.slice(own.clone())).collect();
-            let outputs: Vec<AnySlice> = match call.collective {
-                Collective::ReduceScatter => vec![posted[rank].recv],
-                _ => posted.iter().map(|p| p.recv.slice(own.clone())).collect(),
+            let (outputs, written_bytes) = match call.collective {
+                Collective::ReduceScatter => (vec![posted[rank].recv], whole_bytes),
+                _ => (everywhere(), whole_bytes * world_size),
             };
+            // In place, what is written has just been read into the cache.
+            let in_place = outputs.iter().any(|output| inputs.iter().any(|input| input.as_ptr() == output.as_ptr()));
+            let past_cache = large(written_bytes) && !in_place;
             match call.dtype {
-                DType::F32 => reduce_all::<f32>(op, &inputs, &outputs),
-                DType::F64 => reduce_all::<f64>(op, &inputs, &outputs),
-                DType::Bf16 => reduce_all::<bf16>(op, &inputs, &outputs),
-                DType::F16 => reduce_all::<f16>(op, &inputs, &outputs),
-                DType::U8 => reduce_all::<u8>(op, &inputs, &outputs),
+                DType::F32 => reduce_all::<f32>(op, &inputs, &outputs, past_cache),
+                DType::F64 => reduce_all::<f64>(op, &inputs, &outputs, past_cache),
+                DType::Bf16 => reduce_all::<bf16>(op, &inputs, &outputs, past_cache),
+                DType::F16 => reduce_all::<f16>(op, &inputs, &outputs, past_cache),
+                DType::U8 => reduce_all::<u8>(op, &inputs, &outputs, past_cache),
             }
         }
         (Collective::AllGather, _) => {
-            let outputs: Vec<AnySlice> = posted.iter().map(|p| p.recv.slice(own.clone())).collect();
-            copy_to_all(posted[rank].send, &outputs);
+            copy_to_all(posted[rank].send, &everywhere(), large(whole_bytes * world_size));
         }
         (Collective::Broadcast, _) => {
             let root = call.root.unwrap_or(0);
-            let outputs: Vec<AnySlice> = posted.iter().map(|p| p.recv.slice(own.clone())).collect();
-            copy_to_all(posted[root].send.slice(own), &outputs);
+            copy_to_all(posted[root].send.slice(own.clone()), &everywhere(), large(whole_bytes * world_size));
         }
         (Collective::AllToAll, _) => {
             for (q, peer) in posted.iter().enumerate() {
                 let into = posted[rank].recv.slice(call.segments.range(q, world_size));
-                copy_to_all(peer.send.slice(own.clone()), &[into]);
+                copy_to_all(peer.send.slice(own.clone()), &[into], large(whole_bytes * world_size));
             }
         }
         (Collective::Barrier | Collective::ReduceScatter | Collective::AllReduce, _) => {}
@@ -64,13 +69,14 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
 }
 
 /// The inputs combined in order, written to every output.
-fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySlice]) {
+fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySlice], past_cache: bool) {
     let typed = |slices: &[AnySlice]| -> Vec<DeviceSlice<T>> {
         slices.iter().filter_map(|slice| slice.typed().ok()).collect()
     };
     let (inputs, outputs) = (typed(inputs), typed(outputs));
     let len = inputs[0].len();
     let mut scratch = Scratch::<T>::new(len);
+    let mut rounded = vec![T::default(); if past_cache { CHUNK_ELEMS.min(len) } else { 0 }];
     for start in (0..len).step_by(CHUNK_ELEMS) {
         let chunk = start..(start + CHUNK_ELEMS).min(len);
         let input = |rank: usize| {
@@ -79,25 +85,41 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
             unsafe { inputs[rank].slice(chunk.clone()).as_host() }
         };
         reduce(op, inputs.len(), chunk.len(), &mut scratch, input, |round| {
-            for output in &outputs {
-                // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
-                round(unsafe { output.slice(chunk.clone()).as_host_mut() });
+            if past_cache {
+                let rounded = &mut rounded[..chunk.len()];
+                round(rounded);
+                for output in &outputs {
+                    let (from, to) = (rounded.as_ptr().cast(), output.slice(chunk.clone()).as_ptr().cast());
+                    // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
+                    unsafe { past_cache::copy(from, to, size_of_val(rounded)) };
+                }
+            } else {
+                for output in &outputs {
+                    // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
+                    round(unsafe { output.slice(chunk.clone()).as_host_mut() });
+                }
             }
         });
     }
 }
 
 /// `from` to every one of `to` that is not `from` itself.
-fn copy_to_all(from: AnySlice, to: &[AnySlice]) {
+fn copy_to_all(from: AnySlice, to: &[AnySlice], past_cache: bool) {
     let (from, len) = (from.bytes(), from.len_bytes());
     for start in (0..len).step_by(COPY_CHUNK_BYTES) {
         let chunk = start..(start + COPY_CHUNK_BYTES).min(len);
         let source = from.slice(chunk.clone()).as_ptr();
         for to in to.iter().map(|to| to.bytes().slice(chunk.clone()).as_ptr()).filter(|&to| to != source) {
-            // SAFETY: both are host memory that its maker keeps valid, of the chunk's length; they do not overlap,
-            // for a rank's own buffers passed the check and different ranks' buffers are different memory;
-            // only this rank accesses `to` now.
-            unsafe { std::ptr::copy_nonoverlapping(source, to, chunk.len()) };
+            // Both are host memory that its maker keeps valid, of the chunk's length; they do not overlap, for a
+            // rank's own buffers passed the check and different ranks' buffers are different memory; only this
+            // rank accesses `to` now.
+            if past_cache {
+                // SAFETY: as said above.
+                unsafe { past_cache::copy(source, to, chunk.len()) };
+            } else {
+                // SAFETY: as said above.
+                unsafe { std::ptr::copy_nonoverlapping(source, to, chunk.len()) };
+            }
         }
     }
 }
