@@ -1,5 +1,6 @@
 //! The reference trainer.
 
+pub mod cli;
 pub mod data;
 pub mod error;
 pub mod hf;
