@@ -1,6 +1,7 @@
 //! The reference trainer.
 
 pub mod cli;
+pub mod config;
 pub mod data;
 pub mod error;
 pub mod hf;

@@ -1,0 +1,178 @@
+//! One block of a configuration: keys are taken out with their types checked, and what is left is unknown.
+
+use serde_json::{Map, Value};
+
+use super::ConfigFileError;
+
+/// A JSON object in a configuration, and where it is.
+///
+/// A key with the value `"auto"` or null counts as not there: its default holds.
+pub(super) struct Block {
+    /// `zero_optimization.offload_param`, or empty for the file itself.
+    path: String,
+    keys: Map<String, Value>,
+}
+
+/// What a key that is not honoured may say without a warning: that which this program does anyway.
+#[derive(Clone, Copy)]
+pub(super) enum Usual {
+    /// This flag.
+    Flag(bool),
+    /// This number.
+    Number(u64),
+    /// Nothing: any value is worth a warning.
+    Nothing,
+}
+
+impl Block {
+    pub(super) fn root(keys: Map<String, Value>) -> Self {
+        Self::new(String::new(), keys)
+    }
+
+    fn new(path: String, mut keys: Map<String, Value>) -> Self {
+        keys.retain(|_, value| !value.is_null() && value != "auto");
+        Self { path, keys }
+    }
+
+    pub(super) fn named(path: &str, keys: Map<String, Value>) -> Self {
+        Self::new(path.to_owned(), keys)
+    }
+
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.keys.contains_key(key)
+    }
+
+    /// The key with its block: `fp16.loss_scale`.
+    pub(super) fn name(&self, key: &str) -> String {
+        if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
+    }
+
+    pub(super) fn take(&mut self, key: &str) -> Option<Value> {
+        self.keys.remove(key)
+    }
+
+    /// Makes `stage3_X` the key `X`.
+    pub(super) fn rename(&mut self, from: &str, to: &str) -> Result<(), ConfigFileError> {
+        if let Some(value) = self.keys.remove(from) {
+            if self.keys.contains_key(to) {
+                return Err(ConfigFileError::Conflict { one: self.name(from), other: self.name(to) });
+            }
+            self.keys.insert(to.to_owned(), value);
+        }
+        Ok(())
+    }
+
+    /// Takes a value that `read` understands.
+    fn typed<T>(
+        &mut self,
+        key: &str,
+        expected: &'static str,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ConfigFileError> {
+        let Some(value) = self.keys.remove(key) else { return Ok(None) };
+        let wrong = || ConfigFileError::WrongType { key: self.name(key), expected, got: shortened(&value) };
+        read(&value).map(Some).ok_or_else(wrong)
+    }
+
+    pub(super) fn flag(&mut self, key: &str) -> Result<Option<bool>, ConfigFileError> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub(super) fn count(&mut self, key: &str) -> Result<Option<u64>, ConfigFileError> {
+        self.typed(key, "a whole number, 0 or above", Value::as_u64)
+    }
+
+    pub(super) fn positive(&mut self, key: &str) -> Result<Option<u64>, ConfigFileError> {
+        self.typed(key, "a whole number above 0", |v| v.as_u64().filter(|n| *n > 0))
+    }
+
+    pub(super) fn number(&mut self, key: &str) -> Result<Option<f64>, ConfigFileError> {
+        self.typed(key, "a number", Value::as_f64)
+    }
+
+    /// A number in `range`, which `expected` names.
+    pub(super) fn number_in(
+        &mut self,
+        key: &str,
+        range: std::ops::RangeInclusive<f64>,
+        expected: &'static str,
+    ) -> Result<Option<f64>, ConfigFileError> {
+        self.typed(key, expected, |v| v.as_f64().filter(|x| range.contains(x)))
+    }
+
+    pub(super) fn text(&mut self, key: &str) -> Result<Option<String>, ConfigFileError> {
+        self.typed(key, "a string", |v| v.as_str().map(str::to_owned))
+    }
+
+    pub(super) fn block(&mut self, key: &str) -> Result<Option<Self>, ConfigFileError> {
+        let path = self.name(key);
+        let keys = self.typed(key, "an object {..}", |v| v.as_object().cloned())?;
+        Ok(keys.map(|keys| Self::new(path, keys)))
+    }
+
+    /// Takes keys that are known and not honoured: each is a warning with its reason, except where its value
+    /// is what happens anyway.
+    pub(super) fn ignore(
+        &mut self,
+        table: &[(&str, Usual, &str)],
+        warnings: &mut Vec<String>,
+    ) -> Result<(), ConfigFileError> {
+        for (key, usual, why) in table {
+            let is_usual = match usual {
+                Usual::Flag(usual) => self.flag(key)?.is_none_or(|v| v == *usual),
+                Usual::Number(usual) => self.number(key)?.is_none_or(|v| v == *usual as f64),
+                Usual::Nothing => self.take(key).is_none(),
+            };
+            if !is_usual {
+                warnings.push(format!("{} is not honoured: {why}", self.name(key)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses keys whose meaning would change the results: any value but the usual one is an error.
+    pub(super) fn refuse(&mut self, table: &[(&str, Usual, &'static str)]) -> Result<(), ConfigFileError> {
+        for (key, usual, why) in table {
+            let Some(value) = self.take(key) else { continue };
+            let is_usual = match usual {
+                Usual::Flag(usual) => value == *usual,
+                Usual::Number(usual) => value.as_f64() == Some(*usual as f64),
+                Usual::Nothing => false,
+            };
+            if !is_usual {
+                let (key, got) = (self.name(key), shortened(&value));
+                return Err(ConfigFileError::Unsupported { key, got, why });
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a block whose unknown keys are errors.
+    pub(super) fn end_strict(self) -> Result<(), ConfigFileError> {
+        match self.keys.keys().next() {
+            Some(key) => Err(ConfigFileError::UnknownKey { key: self.name(key) }),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends a block whose unknown keys are passed over, each with a warning.
+    pub(super) fn end_lenient(self, warnings: &mut Vec<String>) {
+        for key in self.keys.keys() {
+            warnings.push(format!("{} is not a key that this program knows: it is ignored", self.name(key)));
+        }
+    }
+
+    /// The keys that are left.
+    pub(super) fn into_rest(self) -> Map<String, Value> {
+        self.keys
+    }
+}
+
+/// A value for an error message.
+pub(super) fn shortened(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(40) {
+        Some((cut, _)) => format!("{}..", &text[..cut]),
+        None => text,
+    }
+}

@@ -1,0 +1,137 @@
+//! The blocks `optimizer` and `scheduler`.
+
+use serde_json::{Value, json};
+use zero_kernels::AdamHyper;
+use zero_optim::LrSchedule;
+
+use super::ConfigFileError;
+use super::block::{Block, Usual, shortened};
+
+/// `optimizer`: Adam or AdamW.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DsOptimizer {
+    /// The base learning rate.
+    pub lr: f64,
+    /// Decay rates, epsilon, weight decay, and whether the decay is decoupled.
+    pub hyper: AdamHyper,
+}
+
+/// Reads `optimizer`; `"Adam"` means AdamW unless `adam_w_mode` is false.
+pub(super) fn read_optimizer(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Option<DsOptimizer>, ConfigFileError> {
+    let Some(mut block) = root.block("optimizer")? else { return Ok(None) };
+    let Some(name) = block.text("type")? else {
+        return Err(ConfigFileError::Missing { key: "optimizer.type", why: "the file has an optimizer block" });
+    };
+    let always_decoupled = match name.to_ascii_lowercase().as_str() {
+        "adam" => false,
+        "adamw" => true,
+        _ => {
+            let (key, got) = (block.name("type"), format!("{name:?}"));
+            let why = "the optimizers here are \"Adam\" and \"AdamW\"";
+            return Err(ConfigFileError::Unsupported { key, got, why });
+        }
+    };
+    block.ignore(&[("legacy_fusion", Usual::Flag(false), "the step is always fused")], warnings)?;
+    let mut params = match block.block("params")? {
+        Some(params) => params,
+        None => Block::named("optimizer.params", serde_json::Map::new()),
+    };
+    block.end_lenient(warnings);
+
+    params.refuse(&[
+        ("bias_correction", Usual::Flag(true), "the moments are always corrected"),
+        ("amsgrad", Usual::Flag(false), "the greatest second moment is not kept"),
+        ("maximize", Usual::Flag(false), "the loss is minimized"),
+        ("fp32_optimizer_states", Usual::Flag(true), "the moments are fp32"),
+        ("max_grad_norm", Usual::Nothing, "say gradient_clipping at the top of the file, as DeepSpeed asks"),
+    ])?;
+    let fused = "the step is always fused";
+    let ignored = [
+        ("torch_adam", Usual::Flag(false), "the step is this program's own"),
+        ("fused", Usual::Flag(true), fused),
+        ("foreach", Usual::Flag(false), fused),
+        ("capturable", Usual::Flag(false), fused),
+        ("set_grad_none", Usual::Nothing, "gradient buffers are reused"),
+    ];
+    params.ignore(&ignored, warnings)?;
+    let adam_w_mode = params.flag("adam_w_mode")?.unwrap_or(true);
+    let not_negative = "a number, 0 or above";
+    let [beta1, beta2] = betas(&mut params)?;
+    let optimizer = DsOptimizer {
+        lr: params.number_in("lr", 0.0..=f64::MAX, not_negative)?.unwrap_or(1e-3),
+        hyper: AdamHyper {
+            beta1,
+            beta2,
+            eps: params.number_in("eps", 0.0..=f64::MAX, not_negative)?.unwrap_or(1e-8),
+            weight_decay: params.number_in("weight_decay", 0.0..=f64::MAX, not_negative)?.unwrap_or(0.0),
+            decoupled: always_decoupled || adam_w_mode,
+        },
+    };
+    // An optimizer refuses arguments that it does not know, and so does DeepSpeed.
+    params.end_strict()?;
+    Ok(Some(optimizer))
+}
+
+fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {
+    let Some(value) = params.take("betas") else { return Ok([0.9, 0.999]) };
+    let beta = |v: &Value| v.as_f64().filter(|x| (0.0..1.0).contains(x));
+    match value.as_array().map(Vec::as_slice) {
+        Some([one, two]) if beta(one).is_some() && beta(two).is_some() => {
+            Ok([beta(one).unwrap_or_default(), beta(two).unwrap_or_default()])
+        }
+        _ => {
+            let (key, expected) = (params.name("betas"), "two numbers of at least 0 and below 1");
+            Err(ConfigFileError::WrongType { key, expected, got: shortened(&value) })
+        }
+    }
+}
+
+/// Reads `scheduler`.
+pub(super) fn read_scheduler(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Option<LrSchedule>, ConfigFileError> {
+    let Some(mut block) = root.block("scheduler")? else { return Ok(None) };
+    let Some(name) = block.text("type")? else {
+        return Err(ConfigFileError::Missing { key: "scheduler.type", why: "the file has a scheduler block" });
+    };
+    const KNOWN: [&str; 5] = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"];
+    if !KNOWN.contains(&name.as_str()) {
+        let (key, got) = (block.name("type"), format!("{name:?}"));
+        let why = "the schedules are WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest";
+        return Err(ConfigFileError::Unsupported { key, got, why });
+    }
+    let params = block.block("params")?;
+    block.end_lenient(warnings);
+    let mut params = params.unwrap_or_else(|| Block::named("scheduler.params", serde_json::Map::new()));
+
+    if let Some(value) = params.take("last_batch_iteration").filter(|v| *v != -1) {
+        let (key, got) = (params.name("last_batch_iteration"), shortened(&value));
+        let why = "a schedule starts with the run and goes on with its checkpoint";
+        return Err(ConfigFileError::Unsupported { key, got, why });
+    }
+    let mut rest = params.into_rest();
+    // One value per parameter group; there is one group.
+    for value in rest.values_mut() {
+        if let Value::Array(items) = value
+            && items.len() == 1
+        {
+            *value = items.swap_remove(0);
+        }
+    }
+    // As in DeepSpeed, an unknown curve is the default one, with a warning.
+    if let Some(Value::String(curve)) = rest.get("warmup_type")
+        && curve != "log"
+        && curve != "linear"
+    {
+        warnings.push(format!("scheduler.params.warmup_type {curve:?} is unknown: \"log\" is used"));
+        rest.remove("warmup_type");
+    }
+    let schedule: LrSchedule = serde_json::from_value(json!({ "type": name, "params": rest }))
+        .map_err(|e| ConfigFileError::Schedule { message: e.to_string() })?;
+    schedule.check()?;
+    Ok(Some(schedule))
+}

@@ -1,0 +1,67 @@
+//! The blocks `fp16` and `bf16`: the parameters' type, and how the loss is scaled.
+
+use zero_alloc::device::DType;
+use zero_optim::{DynamicScaling, LossScaling};
+
+use super::ConfigFileError;
+use super::block::{Block, Usual};
+
+/// Reads `fp16` and `bf16` (or `bfloat16`); neither is fp32.
+pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<(DType, LossScaling), ConfigFileError> {
+    let fp16 = read_fp16(root, warnings)?;
+    let bf16 = read_bf16(root, warnings)?;
+    match (fp16, bf16) {
+        (Some(_), true) => {
+            Err(ConfigFileError::Conflict { one: "fp16.enabled".into(), other: "bf16.enabled".into() })
+        }
+        (Some(scaling), false) => Ok((DType::F16, scaling)),
+        (None, true) => Ok((DType::Bf16, LossScaling::NONE)),
+        (None, false) => Ok((DType::F32, LossScaling::NONE)),
+    }
+}
+
+/// The loss scaling of an enabled `fp16`.
+fn read_fp16(root: &mut Block, warnings: &mut Vec<String>) -> Result<Option<LossScaling>, ConfigFileError> {
+    let Some(mut block) = root.block("fp16")? else { return Ok(None) };
+    let enabled = block.flag("enabled")?.unwrap_or(false);
+    block.ignore(&[("auto_cast", Usual::Flag(false), "the inputs are tokens")], warnings)?;
+    let masters = "master weights and gradient sums are fp32";
+    block.refuse(&[("fp16_master_weights_and_grads", Usual::Flag(false), masters)])?;
+    let default = DynamicScaling::default();
+    let scale = block.number_in("loss_scale", 0.0..=f64::MAX, "0 (dynamic) or a scale above 0")?.unwrap_or(0.0);
+    let small = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+    let dynamic = DynamicScaling {
+        initial_scale_power: block.count("initial_scale_power")?.map_or(default.initial_scale_power, small),
+        window: block.positive("loss_scale_window")?.unwrap_or(default.window),
+        hysteresis: block.positive("hysteresis")?.map_or(default.hysteresis, small),
+        consecutive_hysteresis: block.flag("consecutive_hysteresis")?.unwrap_or(default.consecutive_hysteresis),
+        min_scale: block.count("min_loss_scale")?.map_or(default.min_scale, |n| n as f64),
+        ..default
+    };
+    block.end_strict()?;
+    let scaling = if scale > 0.0 { LossScaling::Static { scale } } else { LossScaling::Dynamic(dynamic) };
+    Ok(enabled.then_some(scaling))
+}
+
+/// Whether `bf16` is enabled.
+fn read_bf16(root: &mut Block, warnings: &mut Vec<String>) -> Result<bool, ConfigFileError> {
+    let (new, old) = (root.block("bf16")?, root.block("bfloat16")?);
+    if new.is_some() && old.is_some() {
+        return Err(ConfigFileError::Conflict { one: "bf16".into(), other: "bfloat16".into() });
+    }
+    let Some(mut block) = new.or(old) else { return Ok(false) };
+    let enabled = block.flag("enabled")?.unwrap_or(false);
+    let ignored = [
+        ("immediate_grad_update", Usual::Nothing, "gradients are reduced as soon as their unit's backward ends"),
+        ("check_grad_overflow", Usual::Flag(true), "gradients are always checked"),
+    ];
+    block.ignore(&ignored, warnings)?;
+    let masters = "master weights, moments and gradient sums are fp32";
+    let refused = [
+        ("bf16_master_weights_and_grads", Usual::Flag(false), masters),
+        ("bf16_optimizer_states", Usual::Flag(false), masters),
+    ];
+    block.refuse(&refused)?;
+    block.end_strict()?;
+    Ok(enabled)
+}

@@ -1,0 +1,312 @@
+//! The block `zero_optimization` and its `offload_*` blocks.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use super::ConfigFileError;
+use super::block::{Block, Usual, shortened};
+
+/// `zero_optimization`, with DeepSpeed's defaults where the file is silent.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ZeroOptimization {
+    /// 0 to 3.
+    pub stage: u8,
+    /// Gradients that are reduced together.
+    pub reduce_bucket_elems: u64,
+    /// Parameters that are gathered together at stages 1 and 2.
+    pub allgather_bucket_elems: u64,
+    /// Whether communication runs beside computation; at stage 3 unless said otherwise.
+    pub overlap_comm: bool,
+    /// Elements that the optimizer steps at once.
+    pub sub_group_elems: u64,
+    /// Elements that stage 3 gathers ahead.
+    pub prefetch_bucket_elems: u64,
+    /// Stage 3 keeps parameters of fewer elements whole on every rank.
+    pub persistence_threshold_elems: u64,
+    /// Whole parameters that stage 3 keeps at most.
+    pub max_live_elems: u64,
+    /// A parameter that is used again within so many elements is kept.
+    pub max_reuse_elems: u64,
+    /// Whether a saved model has whole 16-bit weights.
+    pub gather_16bit_weights_on_save: bool,
+    /// Where optimizer state lives.
+    pub offload_optimizer: OffloadOptimizer,
+    /// Where parameters live at stage 3.
+    pub offload_param: OffloadParam,
+}
+
+impl Default for ZeroOptimization {
+    fn default() -> Self {
+        Self {
+            stage: 0,
+            reduce_bucket_elems: 500_000_000,
+            allgather_bucket_elems: 500_000_000,
+            overlap_comm: false,
+            sub_group_elems: 1_000_000_000,
+            prefetch_bucket_elems: 50_000_000,
+            persistence_threshold_elems: 100_000,
+            max_live_elems: 1_000_000_000,
+            max_reuse_elems: 1_000_000_000,
+            gather_16bit_weights_on_save: false,
+            offload_optimizer: OffloadOptimizer::default(),
+            offload_param: OffloadParam::default(),
+        }
+    }
+}
+
+/// Where offloaded state lives.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum OffloadDevice {
+    /// With the rest, on the device.
+    #[default]
+    None,
+    /// In host memory.
+    Cpu,
+    /// In files in this folder.
+    Nvme(PathBuf),
+}
+
+/// `offload_optimizer`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OffloadOptimizer {
+    /// Where.
+    pub device: OffloadDevice,
+    /// Buffers for files.
+    pub buffer_count: u64,
+    /// Whether host memory is pinned.
+    pub pin_memory: bool,
+    /// Whether the next part is read while one is stepped.
+    pub pipeline_read: bool,
+    /// Whether the last part is written while one is stepped.
+    pub pipeline_write: bool,
+    /// The part of the state that is offloaded to the host (stage 3).
+    pub ratio: f64,
+}
+
+impl Default for OffloadOptimizer {
+    fn default() -> Self {
+        Self {
+            device: OffloadDevice::None,
+            buffer_count: 4,
+            pin_memory: true,
+            pipeline_read: false,
+            pipeline_write: false,
+            ratio: 1.0,
+        }
+    }
+}
+
+/// `offload_param`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OffloadParam {
+    /// Where.
+    pub device: OffloadDevice,
+    /// Buffers for files.
+    pub buffer_count: u64,
+    /// Elements of one buffer.
+    pub buffer_elems: u64,
+    /// Parameters kept in host memory where files are used.
+    pub max_in_cpu_elems: u64,
+    /// Whether host memory is pinned.
+    pub pin_memory: bool,
+}
+
+impl Default for OffloadParam {
+    fn default() -> Self {
+        Self {
+            device: OffloadDevice::None,
+            buffer_count: 5,
+            buffer_elems: 100_000_000,
+            max_in_cpu_elems: 1_000_000_000,
+            pin_memory: true,
+        }
+    }
+}
+
+/// Keys that have a second name with `stage3_` before it.
+const STAGE3_NAMES: [&str; 9] = [
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+];
+
+/// Keys that change speed, memory or messages, with the value that needs no word.
+const IGNORED: [(&str, Usual, &str); 24] = {
+    use Usual::{Flag, Nothing, Number};
+    let units = "parameters are gathered by unit (embedding, block, head)";
+    [
+        ("contiguous_gradients", Flag(true), "gradients are always laid end to end"),
+        ("reduce_scatter", Flag(true), "gradients are always reduce-scattered from stage 2"),
+        ("use_multi_rank_bucket_allreduce", Flag(true), "a bucket always has the gradients of all ranks' shards"),
+        ("allgather_partitions", Flag(true), "parameters are always gathered by all_gather"),
+        ("load_from_fp32_weights", Flag(true), "a checkpoint's fp32 weights are always loaded"),
+        ("elastic_checkpoint", Flag(false), "every checkpoint loads at every number of ranks"),
+        ("ignore_unused_parameters", Flag(true), "every parameter of the model is used"),
+        ("legacy_stage1", Flag(false), "stage 1 is the one of this program"),
+        ("round_robin_gradients", Flag(false), "gradients are laid out in the order of the model"),
+        ("parameter_alignment", Flag(false), "shards are always aligned"),
+        ("zero_hpz_partition_size", Number(1), "there is no second copy of the shards within a node"),
+        ("memory_efficient_linear", Flag(true), "the model has its own linear layer"),
+        ("pipeline_loading_checkpoint", Flag(false), "a checkpoint is read shard by shard"),
+        ("override_module_apply", Flag(true), "there are no modules to override"),
+        ("log_trace_cache_warnings", Flag(false), "the order of the units is known before the first step"),
+        ("enable_sanity_checks", Flag(false), "checks are always made"),
+        ("save_muon_momentum_buffer_in_memory", Flag(false), "there is no Muon here"),
+        ("leaf_module", Nothing, units),
+        ("model_persistence_threshold", Nothing, "only the threshold per parameter is used"),
+        ("module_granularity_threshold", Number(0), units),
+        ("use_all_reduce_for_fetch_params", Flag(false), "parameters are always gathered by all_gather"),
+        ("allgather_sequential", Flag(false), units),
+        ("compute_grad_norm", Flag(true), "the norm is always computed"),
+        ("cpu_offload_use_pin_memory", Nothing, "use pin_memory of the offload blocks"),
+    ]
+};
+
+/// Keys that change what is computed.
+const REFUSED: [(&str, Usual, &str); 7] = {
+    use Usual::{Flag, Nothing};
+    let exact = "this program sends gradients and parameters unquantized";
+    [
+        ("zero_quantized_weights", Flag(false), exact),
+        ("zero_quantized_nontrainable_weights", Flag(false), exact),
+        ("zero_quantized_gradients", Flag(false), exact),
+        ("zeropp_loco_param", Nothing, exact),
+        ("zenflow", Nothing, "every gradient is applied in its own step"),
+        ("mics_shard_size", Nothing, "DeepSpeed has removed it too"),
+        ("mics_hierarchical_params_gather", Nothing, "DeepSpeed has removed it too"),
+    ]
+};
+
+/// Reads `zero_optimization` of the file, an object or (of old) a flag.
+pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroOptimization, ConfigFileError> {
+    let mut block = match root.take("zero_optimization") {
+        None => return Ok(ZeroOptimization::default()),
+        Some(Value::Bool(on)) => {
+            return Ok(ZeroOptimization { stage: u8::from(on), ..ZeroOptimization::default() });
+        }
+        Some(Value::Object(keys)) => Block::named("zero_optimization", keys),
+        Some(other) => {
+            let (key, expected) = ("zero_optimization".to_owned(), "an object {..}, true or false");
+            return Err(ConfigFileError::WrongType { key, expected, got: shortened(&other) });
+        }
+    };
+    for name in STAGE3_NAMES {
+        block.rename(&format!("stage3_{name}"), name)?;
+    }
+    block.rename("stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save")?;
+    block.ignore(&IGNORED, warnings)?;
+    block.refuse(&REFUSED)?;
+
+    let default = ZeroOptimization::default();
+    let stage = block.number_in("stage", 0.0..=3.0, "0, 1, 2 or 3")?.unwrap_or(0.0);
+    if stage.fract() != 0.0 {
+        let (key, expected) = (block.name("stage"), "0, 1, 2 or 3");
+        return Err(ConfigFileError::WrongType { key, expected, got: stage.to_string() });
+    }
+    let stage = stage as u8;
+    let offload_optimizer = read_offload_optimizer(&mut block, stage, warnings)?;
+    let offload_param = read_offload_param(&mut block)?;
+    if offload_param.device != OffloadDevice::None && stage != 3 {
+        warnings.push(format!("zero_optimization.offload_param is not honoured: it needs stage 3, not {stage}"));
+    }
+    let zero = ZeroOptimization {
+        stage,
+        reduce_bucket_elems: block.positive("reduce_bucket_size")?.unwrap_or(default.reduce_bucket_elems),
+        allgather_bucket_elems: block.count("allgather_bucket_size")?.unwrap_or(default.allgather_bucket_elems),
+        overlap_comm: block.flag("overlap_comm")?.unwrap_or(stage == 3),
+        sub_group_elems: block.count("sub_group_size")?.unwrap_or(default.sub_group_elems),
+        prefetch_bucket_elems: block.count("prefetch_bucket_size")?.unwrap_or(default.prefetch_bucket_elems),
+        persistence_threshold_elems: block
+            .count("param_persistence_threshold")?
+            .unwrap_or(default.persistence_threshold_elems),
+        max_live_elems: block.count("max_live_parameters")?.unwrap_or(default.max_live_elems),
+        max_reuse_elems: block.count("max_reuse_distance")?.unwrap_or(default.max_reuse_elems),
+        gather_16bit_weights_on_save: block.flag("gather_16bit_weights_on_model_save")?.unwrap_or(false),
+        offload_optimizer,
+        offload_param,
+    };
+    block.end_strict()?;
+    Ok(zero)
+}
+
+fn read_offload_optimizer(
+    zero: &mut Block,
+    stage: u8,
+    warnings: &mut Vec<String>,
+) -> Result<OffloadOptimizer, ConfigFileError> {
+    let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
+    let default = OffloadOptimizer::default();
+    let Some(mut block) = zero.block("offload_optimizer")? else {
+        return Ok(OffloadOptimizer { device: old, ..default });
+    };
+    use Usual::{Flag, Nothing};
+    let ignored = [
+        ("fast_init", Flag(false), "state is set to zero where it lives"),
+        ("super_offload", Flag(false), "offloading has one form here"),
+        ("cpuadam_cores_perc", Nothing, "the step uses the threads of its rank"),
+    ];
+    block.ignore(&ignored, warnings)?;
+    let offload = OffloadOptimizer {
+        device: device(&mut block)?,
+        buffer_count: block.count("buffer_count")?.unwrap_or(default.buffer_count),
+        pin_memory: block.flag("pin_memory")?.unwrap_or(default.pin_memory),
+        pipeline_read: block.flag("pipeline_read")?.unwrap_or(default.pipeline_read),
+        pipeline_write: block.flag("pipeline_write")?.unwrap_or(default.pipeline_write),
+        ratio: block.number_in("ratio", 0.0..=1.0, "a number from 0 to 1")?.unwrap_or(default.ratio),
+    };
+    if offload.ratio < 1.0 && stage != 3 {
+        let (key, expected) = (block.name("ratio"), "1 (a part of the state is offloaded only at stage 3)");
+        return Err(ConfigFileError::WrongType { key, expected, got: offload.ratio.to_string() });
+    }
+    block.end_strict()?;
+    Ok(offload)
+}
+
+fn read_offload_param(zero: &mut Block) -> Result<OffloadParam, ConfigFileError> {
+    let old = old_flag(zero, "cpu_offload_param", "offload_param")?;
+    let default = OffloadParam::default();
+    let Some(mut block) = zero.block("offload_param")? else {
+        return Ok(OffloadParam { device: old, ..default });
+    };
+    let offload = OffloadParam {
+        device: device(&mut block)?,
+        buffer_count: block.count("buffer_count")?.unwrap_or(default.buffer_count),
+        buffer_elems: block.count("buffer_size")?.unwrap_or(default.buffer_elems),
+        max_in_cpu_elems: block.count("max_in_cpu")?.unwrap_or(default.max_in_cpu_elems),
+        pin_memory: block.flag("pin_memory")?.unwrap_or(default.pin_memory),
+    };
+    block.end_strict()?;
+    Ok(offload)
+}
+
+/// `cpu_offload: true`, the old form of `offload_optimizer`.
+fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<OffloadDevice, ConfigFileError> {
+    match zero.flag(old)? {
+        Some(_) if zero.has(new) => Err(ConfigFileError::Conflict { one: zero.name(old), other: zero.name(new) }),
+        Some(true) => Ok(OffloadDevice::Cpu),
+        _ => Ok(OffloadDevice::None),
+    }
+}
+
+fn device(block: &mut Block) -> Result<OffloadDevice, ConfigFileError> {
+    let path = block.text("nvme_path")?;
+    match block.text("device")?.as_deref() {
+        None | Some("none") => Ok(OffloadDevice::None),
+        Some("cpu") => Ok(OffloadDevice::Cpu),
+        Some("nvme") => match path {
+            Some(path) => Ok(OffloadDevice::Nvme(path.into())),
+            None => Err(ConfigFileError::Missing { key: "nvme_path", why: "the offload device is nvme" }),
+        },
+        Some(other) => {
+            let (key, expected) = (block.name("device"), "\"none\", \"cpu\" or \"nvme\"");
+            Err(ConfigFileError::WrongType { key, expected, got: format!("{other:?}") })
+        }
+    }
+}
