@@ -47,8 +47,7 @@ impl Float for bf16 {
         let bits = x.to_bits();
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let nan = (bits >> 16) | 0x40;
-        let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
-        Self::from_bits(if is_nan { nan } else { rounded } as u16)
+        Self::from_bits(if x.is_nan() { nan } else { rounded } as u16)
     }
 }
 

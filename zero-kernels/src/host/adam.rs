@@ -12,7 +12,9 @@
 //! It is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), fused multiply-adds included.
 //! Sources: Kingma & Ba, arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
 
+use half::bf16;
 use multiversion::multiversion;
+use zero_alloc::device::DType;
 
 use super::same_len;
 use crate::{AdamHyper, Float, KernelError, StepScalars};
@@ -167,6 +169,40 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
     }
 }
 
+/// All in bf16: two neighbours are worked on as one 32-bit word, whose halves widen and narrow in place.
+///
+/// The same arithmetic as [`update`] in a third fewer instructions. Rounding needs no care for NaN here: one
+/// that comes from bf16 values has 16 zero bits at its end, so nothing carries into the exponent.
+#[multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
+    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
+))]
+fn update_bf16_pairs<const DECOUPLED: bool>(
+    weights: &mut [[bf16; 2]],
+    first_moment: &mut [[bf16; 2]],
+    second_moment: &mut [[bf16; 2]],
+    grad: &[[bf16; 2]],
+    c: Coefficients,
+) {
+    let halves = |pair: [bf16; 2]| {
+        let word: u32 = bytemuck::cast(pair);
+        (f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000))
+    };
+    let round = |x: f32| x.to_bits().wrapping_add(0x7fff + ((x.to_bits() >> 16) & 1));
+    let join = |a: f32, b: f32| -> [bf16; 2] { bytemuck::cast((round(a) >> 16) | (round(b) & 0xffff_0000)) };
+    let n = weights.len();
+    let (first_moment, second_moment, grad) = (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
+    for i in 0..n {
+        let (w, m) = (halves(weights[i]), halves(first_moment[i]));
+        let (v, g) = (halves(second_moment[i]), halves(grad[i]));
+        let a = element::<DECOUPLED>(&c, w.0, m.0, v.0, g.0);
+        let b = element::<DECOUPLED>(&c, w.1, m.1, v.1, g.1);
+        weights[i] = join(a.0, b.0);
+        first_moment[i] = join(a.1, b.1);
+        second_moment[i] = join(a.2, b.2);
+    }
+}
+
 /// One fused step of AdamW (`hyper.decoupled`) or Adam with L2 over all elements of `slices`, on this thread.
 /// With `scalars.skip` nothing is written.
 ///
@@ -183,6 +219,12 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     }
     let c = Coefficients::new(scalars, hyper);
     let AdamSlices { weights, first_moment, second_moment, grad, param_out } = slices;
+    if let (None, Some(w), Some(m), Some(v), Some(g)) =
+        (&param_out, as_bf16_mut(weights), as_bf16_mut(first_moment), as_bf16_mut(second_moment), as_bf16(grad))
+    {
+        adam_bf16(w, m, v, g, hyper.decoupled, c);
+        return Ok(());
+    }
     match (param_out, hyper.decoupled) {
         (None, true) => update::<W, M, G, true>(weights, first_moment, second_moment, grad, c),
         (None, false) => update::<W, M, G, false>(weights, first_moment, second_moment, grad, c),
@@ -194,4 +236,26 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
         }
     }
     Ok(())
+}
+
+/// The slice as bf16, if it is of that type.
+fn as_bf16<T: Float>(x: &[T]) -> Option<&[bf16]> {
+    (T::DTYPE == DType::Bf16).then(|| bytemuck::cast_slice(x))
+}
+
+/// The slice as bf16, if it is of that type.
+fn as_bf16_mut<T: Float>(x: &mut [T]) -> Option<&mut [bf16]> {
+    (T::DTYPE == DType::Bf16).then(|| bytemuck::cast_slice_mut(x))
+}
+
+fn adam_bf16(w: &mut [bf16], m: &mut [bf16], v: &mut [bf16], g: &[bf16], decoupled: bool, c: Coefficients) {
+    let ((w, w_tail), (m, m_tail)) = (w.as_chunks_mut::<2>(), m.as_chunks_mut::<2>());
+    let ((v, v_tail), (g, g_tail)) = (v.as_chunks_mut::<2>(), g.as_chunks::<2>());
+    if decoupled {
+        update_bf16_pairs::<true>(w, m, v, g, c);
+        update::<bf16, bf16, bf16, true>(w_tail, m_tail, v_tail, g_tail, c);
+    } else {
+        update_bf16_pairs::<false>(w, m, v, g, c);
+        update::<bf16, bf16, bf16, false>(w_tail, m_tail, v_tail, g_tail, c);
+    }
 }

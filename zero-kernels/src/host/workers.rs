@@ -9,6 +9,8 @@ use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
 /// Fewer elements than this are not worth a second thread.
 const MIN_PART_ELEMS: usize = 32 * 1024;
 
+const PARTS_PER_THREAD: usize = 8;
+
 /// A fixed number of threads. Cloning gives another handle of the same threads.
 #[derive(Clone, Debug)]
 pub struct Workers {
@@ -39,9 +41,12 @@ impl Workers {
     }
 
     /// How long the parts of `len` elements are, in multiples of the grain; at least `len` where one
-    /// thread is enough.
+    /// thread is enough. Each thread gets several, so that one that is held up delays no other for long.
     fn part_elems(&self, len: usize) -> usize {
-        len.div_ceil(self.threads()).next_multiple_of(CHUNK_ELEMS).max(MIN_PART_ELEMS)
+        match self.threads() {
+            1 => len.max(1),
+            threads => len.div_ceil(threads * PARTS_PER_THREAD).next_multiple_of(CHUNK_ELEMS).max(MIN_PART_ELEMS),
+        }
     }
 
     /// Runs `work` on every part, in any order, and returns when all are done.
