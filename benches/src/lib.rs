@@ -1,1 +1,3 @@
-//! Under construction.
+//! What the measurements share.
+
+pub mod replay;

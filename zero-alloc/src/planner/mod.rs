@@ -1,7 +1,16 @@
 //! The planner: decides at which offset a block lies. Pure arithmetic, no memory is touched.
 #![deny(unsafe_code)]
 
+mod check;
+mod compaction;
+mod cost;
+mod habit;
 mod offsets;
+#[expect(clippy::module_inception, reason = "the file is named for its one type")]
+mod planner;
 mod size_class;
 
-pub use offsets::{Offsets, RangeId, Side};
+pub use compaction::{Compaction, Relocation};
+pub use cost::CostModel;
+pub use offsets::{Offsets, Pick, RangeId, Side};
+pub use planner::{Lifetime, Planner, PlannerConfig, PlannerReport, Request, Room, Shortage, TAGS};

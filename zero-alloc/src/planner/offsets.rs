@@ -4,11 +4,11 @@
 //! Two free ranges of a segment never touch: freeing joins neighbours. Free ranges are listed by
 //! [size class](super::size_class), so that finding one is a few bit operations.
 
-use super::size_class::{LEVELS, STEPS, SizeClass};
+use super::size_class::{CLASSES, STEPS, SizeClass};
 
 /// Names a used range. Valid until it is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RangeId(u32);
+pub struct RangeId(pub(super) u32);
 
 /// Which end of a free range is cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,42 +19,72 @@ pub enum Side {
     High,
 }
 
-const NONE: u32 = u32::MAX;
+/// Which of the free ranges that fit is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pick {
+    /// The smallest found within a few looks; constant time.
+    Best,
+    /// The one of the highest offset; time grows with the number of free ranges of that size or above, so it
+    /// is for large requests, of which a space can hold only few.
+    Highest,
+    /// The one of the lowest offset; as above.
+    Lowest,
+}
+
+pub(super) const NONE: u32 = u32::MAX;
 /// How many ranges of a class are looked at before the next class is taken.
 const LOOKS: usize = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+pub(super) enum State {
     Free,
     Used,
+    /// Used, and its address is known outside: it never moves.
+    Pinned,
     /// Not a range at all: the slot is spare.
     Spare,
 }
 
 #[derive(Clone, Debug)]
-struct Range {
-    start: u64,
-    bytes: u64,
-    /// Neighbours in the segment, by offset.
-    below: u32,
-    above: u32,
+pub(super) struct Range {
+    pub(super) start: u64,
+    pub(super) bytes: u64,
+    /// Neighbours by offset, in all segments.
+    pub(super) below: u32,
+    pub(super) above: u32,
     /// Neighbours in the list of the size class; of a spare slot, `later` is the next spare.
     earlier: u32,
     later: u32,
-    state: State,
+    /// Of a free range, the class in whose list it is.
+    class: SizeClass,
+    pub(super) state: State,
+    /// What the range was taken for, and log2 of the alignment it was asked with.
+    pub(super) tag: u8,
+    pub(super) align_log2: u8,
+}
+
+impl Range {
+    pub(super) fn end(&self) -> u64 {
+        self.start + self.bytes
+    }
 }
 
 /// An offset space and who uses which part of it.
 #[derive(Clone, Debug)]
 pub struct Offsets {
-    granule: u64,
-    ranges: Vec<Range>,
+    pub(super) granule: u64,
+    pub(super) ranges: Vec<Range>,
     spare: u32,
-    heads: Vec<[u32; STEPS]>,
-    steps_in_use: [u32; LEVELS],
+    granule_log2: u32,
+    /// The first range of each class, and bits that say which classes have one.
+    heads: Box<[u32; CLASSES]>,
+    steps_in_use: [u32; CLASSES / STEPS],
     levels_in_use: u64,
-    end: u64,
+    /// The ranges of the lowest and the highest offset.
+    pub(super) first: u32,
+    pub(super) last: u32,
     free_bytes: u64,
+    bytes: u64,
 }
 
 impl Offsets {
@@ -66,14 +96,32 @@ impl Offsets {
         assert!(granule.is_power_of_two(), "granule {granule} is not a power of two");
         Self {
             granule,
-            ranges: Vec::new(),
+            ranges: Vec::with_capacity(1024),
             spare: NONE,
-            heads: vec![[NONE; STEPS]; LEVELS],
-            steps_in_use: [0; LEVELS],
+            granule_log2: granule.trailing_zeros(),
+            heads: Box::new([NONE; CLASSES]),
+            steps_in_use: [0; CLASSES / STEPS],
             levels_in_use: 0,
-            end: 0,
+            first: NONE,
+            last: NONE,
             free_bytes: 0,
+            bytes: 0,
         }
+    }
+
+    /// The offset behind the last segment.
+    pub fn end(&self) -> u64 {
+        self.ranges.get(self.last as usize).map_or(0, Range::end)
+    }
+
+    /// The tag that a used range was taken with.
+    pub fn tag_of(&self, id: RangeId) -> u8 {
+        self.ranges[id.0 as usize].tag
+    }
+
+    /// Where a used range lies.
+    pub fn start_of(&self, id: RangeId) -> u64 {
+        self.ranges[id.0 as usize].start
     }
 
     /// The bytes of a used range, in whole granules.
@@ -81,45 +129,93 @@ impl Offsets {
         self.ranges[id.0 as usize].bytes
     }
 
+    /// Bytes of all segments.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Bytes in no used range.
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
 
-    /// Adds a free segment of `bytes` (rounded down to granules) behind the others and gives its first offset.
-    /// Ranges never reach from one segment into another.
+    /// Free bytes at the end of the last segment.
+    pub fn free_tail_bytes(&self) -> u64 {
+        self.ranges.get(self.last as usize).map_or(0, |r| if r.state == State::Free { r.bytes } else { 0 })
+    }
+
+    /// Adds a free segment of `bytes` (rounded down to granules, not 0) behind the others and gives its first
+    /// offset. Ranges never reach from one segment into another.
     pub fn add_segment(&mut self, bytes: u64) -> u64 {
-        let bytes = bytes & !(self.granule - 1);
-        // A gap keeps offsets of different segments apart, even one-past-the-end ones.
-        let start = self.end;
-        self.end += bytes + self.granule;
-        if bytes > 0 {
-            let range = self.slot(Range {
-                start,
-                bytes,
-                below: NONE,
-                above: NONE,
-                earlier: NONE,
-                later: NONE,
-                state: State::Free,
-            });
-            self.free_bytes += bytes;
-            self.list(range);
-        }
+        // A gap keeps segments apart.
+        let start = if self.last == NONE { 0 } else { self.end() + self.granule };
+        self.append(start, bytes & !(self.granule - 1));
         start
     }
 
-    /// Takes away the segment that starts at `start` where all of it is free; says whether it was.
+    /// Makes the last segment longer by `bytes` (rounded down to granules); the new bytes are free.
+    pub fn extend(&mut self, bytes: u64) {
+        let bytes = bytes & !(self.granule - 1);
+        let last = self.last;
+        if bytes == 0 {
+        } else if last != NONE && self.ranges[last as usize].state == State::Free {
+            self.unlist(last);
+            self.ranges[last as usize].bytes += bytes;
+            self.list(last);
+            self.free_bytes += bytes;
+            self.bytes += bytes;
+        } else {
+            self.append(self.end(), bytes);
+        }
+    }
+
+    fn append(&mut self, start: u64, bytes: u64) {
+        let below = self.last;
+        let range = self.slot(free_range(start, bytes, below, NONE));
+        if below == NONE {
+            self.first = range;
+        } else {
+            self.ranges[below as usize].above = range;
+        }
+        self.last = range;
+        self.free_bytes += bytes;
+        self.bytes += bytes;
+        self.list(range);
+    }
+
+    /// Cuts free bytes off the end of the last segment, whole multiples of `unit`; says how many.
+    pub fn trim(&mut self, unit: u64) -> u64 {
+        let bytes = self.free_tail_bytes();
+        let cut = self.end() - (self.end() - bytes).next_multiple_of(unit.max(self.granule)).min(self.end());
+        if cut == 0 {
+            return 0;
+        }
+        let last = self.last;
+        self.unlist(last);
+        if cut == bytes {
+            self.unlink(last);
+            self.retire(last);
+        } else {
+            self.ranges[last as usize].bytes -= cut;
+            self.list(last);
+        }
+        self.free_bytes -= cut;
+        self.bytes -= cut;
+        cut
+    }
+
+    /// Takes away the segment of `bytes` at `start` where all of it is free; says whether it was.
     pub fn remove_segment(&mut self, start: u64, bytes: u64) -> bool {
         let bytes = bytes & !(self.granule - 1);
-        let class = SizeClass::holding(bytes / self.granule);
-        let mut at = self.heads[class.level][class.step];
+        let mut at = self.head(self.class_of(bytes));
         while at != NONE {
             let range = &self.ranges[at as usize];
             if range.start == start && range.bytes == bytes {
                 self.unlist(at);
+                self.unlink(at);
                 self.retire(at);
                 self.free_bytes -= bytes;
+                self.bytes -= bytes;
                 return true;
             }
             at = range.later;
@@ -128,26 +224,49 @@ impl Offsets {
     }
 
     /// Takes `bytes` (rounded up to granules, not 0) at a multiple of `align` (a power of two), from the
-    /// smallest free range found that holds it; `None` where there is none.
-    pub fn take(&mut self, bytes: u64, align: u64, side: Side) -> Option<(RangeId, u64)> {
+    /// smallest free range found that holds it; `None` where there is none. `tag` is the caller's own.
+    pub fn take(&mut self, bytes: u64, align: u64, side: Side, pick: Pick, tag: u8) -> Option<(RangeId, u64)> {
         let align = align.max(self.granule);
-        let bytes = bytes.max(1).checked_next_multiple_of(self.granule)?;
-        let at = self.find(bytes, align, side)?;
-        self.unlist(at);
-        let range = &self.ranges[at as usize];
-        let start = place(range, bytes, align, side)?;
+        let bytes = bytes.max(1).checked_add(self.granule - 1)? & !(self.granule - 1);
+        let at = match pick {
+            Pick::Best => self.find(bytes, align, side)?,
+            Pick::Highest | Pick::Lowest => self.find_by_offset(bytes, align, side, pick)?,
+        };
+        let start = place(&self.ranges[at as usize], bytes, align, side)?;
         self.free_bytes -= bytes;
-        let (head, tail) = (start - range.start, range.start + range.bytes - start - bytes);
-        if head > 0 {
-            let rest = self.split_below(at, head);
-            self.list(rest);
+        let used = self.carve(at, start, bytes);
+        let range = &mut self.ranges[used as usize];
+        range.state = State::Used;
+        range.tag = tag;
+        range.align_log2 = align.trailing_zeros() as u8;
+        Some((RangeId(used), start))
+    }
+
+    /// Cuts `bytes` at `start` out of a free range; what is left of it stays listed. The cut is in no list.
+    pub(super) fn carve(&mut self, at: u32, start: u64, bytes: u64) -> u32 {
+        let range = &self.ranges[at as usize];
+        let (head, tail) = (start - range.start, range.end() - start - bytes);
+        match (head, tail) {
+            (0, 0) => {
+                self.unlist(at);
+                at
+            }
+            (0, _) => {
+                self.resize(at, start + bytes, tail);
+                self.insert_below(at, free_range(start, bytes, NONE, NONE))
+            }
+            (_, 0) => {
+                self.resize(at, start - head, head);
+                self.insert_above(at, free_range(start, bytes, NONE, NONE))
+            }
+            _ => {
+                self.resize(at, start - head, head);
+                let cut = self.insert_above(at, free_range(start, bytes, NONE, NONE));
+                let rest = self.insert_above(cut, free_range(start + bytes, tail, NONE, NONE));
+                self.list(rest);
+                cut
+            }
         }
-        if tail > 0 {
-            let rest = self.split_above(at, tail);
-            self.list(rest);
-        }
-        self.ranges[at as usize].state = State::Used;
-        Some((RangeId(at), start))
     }
 
     /// Gives a range back; says which bytes were freed.
@@ -157,37 +276,48 @@ impl Offsets {
     pub fn give(&mut self, id: RangeId) -> (u64, u64) {
         let at = id.0;
         let range = &self.ranges[at as usize];
-        assert_eq!(range.state, State::Used, "{id:?} is not in use");
+        assert!(matches!(range.state, State::Used | State::Pinned), "{id:?} is not in use");
         let (start, bytes, below, above) = (range.start, range.bytes, range.below, range.above);
         self.free_bytes += bytes;
-        self.ranges[at as usize].state = State::Free;
-        if below != NONE && self.ranges[below as usize].state == State::Free {
-            self.unlist(below);
-            let joined = &self.ranges[below as usize];
-            let (joined_start, joined_bytes, joined_below) = (joined.start, joined.bytes, joined.below);
-            let range = &mut self.ranges[at as usize];
-            range.start = joined_start;
-            range.bytes += joined_bytes;
-            range.below = joined_below;
-            if joined_below != NONE {
-                self.ranges[joined_below as usize].above = at;
+        let joins_below = self.ranges.get(below as usize).is_some_and(|r| r.state == State::Free && r.end() == start);
+        let joins_above =
+            self.ranges.get(above as usize).is_some_and(|r| r.state == State::Free && r.start == start + bytes);
+        match (joins_below, joins_above) {
+            (false, false) => {
+                self.ranges[at as usize].state = State::Free;
+                self.list(at);
             }
-            self.retire(below);
-        }
-        if above != NONE && self.ranges[above as usize].state == State::Free {
-            self.unlist(above);
-            let joined = &self.ranges[above as usize];
-            let (joined_bytes, joined_above) = (joined.bytes, joined.above);
-            let range = &mut self.ranges[at as usize];
-            range.bytes += joined_bytes;
-            range.above = joined_above;
-            if joined_above != NONE {
-                self.ranges[joined_above as usize].below = at;
+            (true, false) => {
+                let lower = &self.ranges[below as usize];
+                let (lower_start, lower_bytes) = (lower.start, lower.bytes);
+                self.unlink(at);
+                self.retire(at);
+                self.resize(below, lower_start, lower_bytes + bytes);
             }
-            self.retire(above);
+            (false, true) => {
+                let upper_bytes = self.ranges[above as usize].bytes;
+                self.unlink(at);
+                self.retire(at);
+                self.resize(above, start, bytes + upper_bytes);
+            }
+            (true, true) => {
+                let upper_bytes = self.ranges[above as usize].bytes;
+                let lower = &self.ranges[below as usize];
+                let (lower_start, lower_bytes) = (lower.start, lower.bytes);
+                self.unlink(at);
+                self.retire(at);
+                self.unlist(above);
+                self.unlink(above);
+                self.retire(above);
+                self.resize(below, lower_start, lower_bytes + bytes + upper_bytes);
+            }
         }
-        self.list(at);
         (start, bytes)
+    }
+
+    /// Says that a used range must stay where it is, or may move again.
+    pub fn pin(&mut self, id: RangeId, pinned: bool) {
+        self.ranges[id.0 as usize].state = if pinned { State::Pinned } else { State::Used };
     }
 
     /// The largest free range.
@@ -195,7 +325,7 @@ impl Offsets {
         let Some(level) = self.levels_in_use.checked_ilog2().map(|l| l as usize) else { return 0 };
         let Some(step) = self.steps_in_use[level].checked_ilog2().map(|s| s as usize) else { return 0 };
         let mut largest = 0;
-        let mut at = self.heads[level][step];
+        let mut at = self.head(SizeClass((level * STEPS + step) as u16));
         while at != NONE {
             largest = largest.max(self.ranges[at as usize].bytes);
             at = self.ranges[at as usize].later;
@@ -203,48 +333,88 @@ impl Offsets {
         largest
     }
 
-    /// Best of the first few that fit in the size's own class, else the head of the next class that has any.
+    #[inline]
+    pub(super) fn class_of(&self, bytes: u64) -> SizeClass {
+        SizeClass::holding(bytes >> self.granule_log2)
+    }
+
+    #[inline]
+    pub(super) fn head(&self, class: SizeClass) -> u32 {
+        self.heads[class.0 as usize % CLASSES]
+    }
+
+    pub(super) fn is_in_use(&self, class: SizeClass) -> bool {
+        let (level, step) = class.level_and_step();
+        self.levels_in_use >> level & 1 == 1 && self.steps_in_use[level] >> step & 1 == 1
+    }
+
+    pub(super) fn list_neighbours(&self, at: u32) -> (u32, u32) {
+        let range = &self.ranges[at as usize];
+        (range.earlier, range.later)
+    }
+
+    /// Best of the first few that fit in the size's own class, else of the next class that has any.
+    #[inline]
     fn find(&self, bytes: u64, align: u64, side: Side) -> Option<u32> {
-        let own = SizeClass::holding(bytes / self.granule);
-        let mut best = NONE;
+        let own = self.class_of(bytes);
+        if align != self.granule {
+            return self.find_aligned(own, bytes, align, side);
+        }
+        if let Some(at) = self.smallest(own, bytes, LOOKS) {
+            return Some(at);
+        }
+        match self.next_in_use(own) {
+            Some(class) => self.smallest(class, bytes, LOOKS),
+            // Nothing for sure: then every range of the own class is worth a look.
+            None => self.smallest(own, bytes, usize::MAX),
+        }
+    }
+
+    /// The smallest that holds `bytes` of the first few of a class; the first where several are equal.
+    #[inline]
+    fn smallest(&self, class: SizeClass, bytes: u64, looks: usize) -> Option<u32> {
+        let mut best = None;
         let mut best_bytes = u64::MAX;
-        let mut at = self.heads[own.level][own.step];
-        for _ in 0..LOOKS {
-            if at == NONE {
-                break;
-            }
-            let range = &self.ranges[at as usize];
-            if range.bytes < best_bytes && place(range, bytes, align, side).is_some() {
-                (best, best_bytes) = (at, range.bytes);
+        let mut at = self.head(class);
+        for _ in 0..looks {
+            let Some(range) = self.ranges.get(at as usize) else { break };
+            if range.bytes >= bytes && range.bytes < best_bytes {
+                (best, best_bytes) = (Some(at), range.bytes);
+                if best_bytes == bytes {
+                    break;
+                }
             }
             at = range.later;
         }
-        if best != NONE {
-            return Some(best);
-        }
-        let sure = SizeClass::fitting((bytes + (align - self.granule)) / self.granule)?;
-        // Between the own class and the one where all fit lie, for large alignments, some where some may.
-        let mut class = own;
-        while let Some(next) = self.next_in_use(class, 1) {
-            if next >= sure {
-                return Some(self.heads[next.level][next.step]);
-            }
-            class = next;
-            if let Some(at) = self.first_that_fits(class, bytes, align, side, LOOKS) {
+        best
+    }
+
+    /// For alignments above the granule: the first that fits, of the smallest class that has one.
+    #[cold]
+    fn find_aligned(&self, own: SizeClass, bytes: u64, align: u64, side: Side) -> Option<u32> {
+        let sure = SizeClass::fitting((bytes + (align - self.granule)) >> self.granule_log2)?;
+        let mut next = Some(own);
+        while let Some(class) = next {
+            let looks = if class < sure { LOOKS } else { 1 };
+            if let Some(at) = self.first_that_fits(class, bytes, align, side, looks) {
                 return Some(at);
             }
+            next = self.next_in_use(class);
         }
-        // Nothing for sure: then every range of the own class is worth a look.
-        self.first_that_fits(own, bytes, align, side, usize::MAX)
+        let mut next = Some(own);
+        while let Some(class) = next {
+            if let Some(at) = self.first_that_fits(class, bytes, align, side, usize::MAX) {
+                return Some(at);
+            }
+            next = self.next_in_use(class);
+        }
+        None
     }
 
     fn first_that_fits(&self, class: SizeClass, bytes: u64, align: u64, side: Side, looks: usize) -> Option<u32> {
-        let mut at = self.heads[class.level][class.step];
+        let mut at = self.head(class);
         for _ in 0..looks {
-            if at == NONE {
-                break;
-            }
-            let range = &self.ranges[at as usize];
+            let range = self.ranges.get(at as usize)?;
             if place(range, bytes, align, side).is_some() {
                 return Some(at);
             }
@@ -253,107 +423,177 @@ impl Offsets {
         None
     }
 
-    /// The first class with a free range, `skip` steps or more above `class`.
-    fn next_in_use(&self, class: SizeClass, skip: usize) -> Option<SizeClass> {
-        let first = class.step + skip;
-        let here = if first < STEPS { self.steps_in_use[class.level] & (u32::MAX << first) } else { 0 };
-        if here != 0 {
-            return Some(SizeClass { level: class.level, step: here.trailing_zeros() as usize });
+    /// The highest or the lowest of all that fit.
+    fn find_by_offset(&self, bytes: u64, align: u64, side: Side, pick: Pick) -> Option<u32> {
+        let mut best = NONE;
+        let mut best_start = 0;
+        let mut next = Some(self.class_of(bytes));
+        while let Some(class) = next {
+            let mut at = self.head(class);
+            while let Some(range) = self.ranges.get(at as usize) {
+                let better = best == NONE || (range.start > best_start) == (pick == Pick::Highest);
+                if better && place(range, bytes, align, side).is_some() {
+                    (best, best_start) = (at, range.start);
+                }
+                at = range.later;
+            }
+            next = self.next_in_use(class);
         }
-        let above = class.level + 1;
-        let levels = if above < 64 { self.levels_in_use & (u64::MAX << above) } else { 0 };
+        (best != NONE).then_some(best)
+    }
+
+    /// The first class above `class` with a free range.
+    #[inline]
+    fn next_in_use(&self, class: SizeClass) -> Option<SizeClass> {
+        let (level, step) = class.level_and_step();
+        // All bits above `step`; shifting twice keeps 32 out.
+        let here = self.steps_in_use[level] & (u32::MAX << step << 1);
+        if here != 0 {
+            return Some(SizeClass((level * STEPS) as u16 + here.trailing_zeros() as u16));
+        }
+        let levels = self.levels_in_use & (u64::MAX << level << 1);
         if levels == 0 {
             return None;
         }
         let level = levels.trailing_zeros() as usize;
-        Some(SizeClass { level, step: self.steps_in_use[level].trailing_zeros() as usize })
+        Some(SizeClass((level * STEPS) as u16 + self.steps_in_use[level % 64].trailing_zeros() as u16))
     }
 
-    fn slot(&mut self, range: Range) -> u32 {
-        if self.spare == NONE {
-            self.ranges.push(range);
-            return (self.ranges.len() - 1) as u32;
-        }
+    pub(super) fn slot(&mut self, range: Range) -> u32 {
         let at = self.spare;
-        self.spare = self.ranges[at as usize].later;
-        self.ranges[at as usize] = range;
-        at
+        if let Some(spare) = self.ranges.get_mut(at as usize) {
+            self.spare = spare.later;
+            *spare = range;
+            return at;
+        }
+        self.ranges.push(range);
+        (self.ranges.len() - 1) as u32
     }
 
-    fn retire(&mut self, at: u32) {
+    pub(super) fn retire(&mut self, at: u32) {
         let range = &mut self.ranges[at as usize];
         range.state = State::Spare;
         range.later = self.spare;
         self.spare = at;
     }
 
-    /// Cuts `bytes` off the low end of a range; they become a free range, not listed yet.
-    fn split_below(&mut self, at: u32, bytes: u64) -> u32 {
-        let Range { start, below, .. } = self.ranges[at as usize];
-        let rest =
-            self.slot(Range { start, bytes, below, above: at, earlier: NONE, later: NONE, state: State::Free });
-        if below != NONE {
-            self.ranges[below as usize].above = rest;
+    /// Notes that bytes became used by other ways than [`Offsets::take`].
+    pub(super) fn free_bytes_taken(&mut self, bytes: u64) {
+        self.free_bytes -= bytes;
+    }
+
+    /// Takes a range out of the order by offset.
+    pub(super) fn unlink(&mut self, at: u32) {
+        let Range { below, above, .. } = self.ranges[at as usize];
+        match self.ranges.get_mut(below as usize) {
+            Some(range) => range.above = above,
+            None => self.first = above,
         }
+        match self.ranges.get_mut(above as usize) {
+            Some(range) => range.below = below,
+            None => self.last = below,
+        }
+    }
+
+    /// Gives a free, listed range another extent.
+    #[inline]
+    pub(super) fn resize(&mut self, at: u32, start: u64, bytes: u64) {
+        let class = self.class_of(bytes);
         let range = &mut self.ranges[at as usize];
-        range.below = rest;
-        range.start += bytes;
-        range.bytes -= bytes;
-        rest
+        (range.start, range.bytes) = (start, bytes);
+        if range.class != class {
+            self.unlist(at);
+            self.list_as(at, class);
+        }
     }
 
-    /// Cuts `bytes` off the high end of a range; they become a free range, not listed yet.
-    fn split_above(&mut self, at: u32, bytes: u64) -> u32 {
+    /// Puts a range right below another one, in no list.
+    fn insert_below(&mut self, at: u32, range: Range) -> u32 {
+        let below = self.ranges[at as usize].below;
+        let new = self.slot(Range { below, above: at, ..range });
+        self.ranges[at as usize].below = new;
+        match self.ranges.get_mut(below as usize) {
+            Some(range) => range.above = new,
+            None => self.first = new,
+        }
+        new
+    }
+
+    /// Puts a range right above another one, in no list.
+    pub(super) fn insert_above(&mut self, at: u32, range: Range) -> u32 {
+        let above = self.ranges[at as usize].above;
+        let new = self.slot(Range { below: at, above, ..range });
+        self.ranges[at as usize].above = new;
+        match self.ranges.get_mut(above as usize) {
+            Some(range) => range.below = new,
+            None => self.last = new,
+        }
+        new
+    }
+
+    #[inline]
+    pub(super) fn list(&mut self, at: u32) {
+        let class = self.class_of(self.ranges[at as usize].bytes);
+        self.list_as(at, class);
+    }
+
+    #[inline]
+    fn list_as(&mut self, at: u32, class: SizeClass) {
+        let head = std::mem::replace(&mut self.heads[class.0 as usize % CLASSES], at);
         let range = &mut self.ranges[at as usize];
-        range.bytes -= bytes;
-        let (start, above) = (range.start + range.bytes, range.above);
-        let rest =
-            self.slot(Range { start, bytes, below: at, above, earlier: NONE, later: NONE, state: State::Free });
-        if above != NONE {
-            self.ranges[above as usize].below = rest;
+        range.class = class;
+        range.earlier = NONE;
+        range.later = head;
+        if let Some(next) = self.ranges.get_mut(head as usize) {
+            next.earlier = at;
+        } else {
+            let (level, step) = class.level_and_step();
+            self.steps_in_use[level] |= 1 << step;
+            self.levels_in_use |= 1 << level;
         }
-        self.ranges[at as usize].above = rest;
-        rest
     }
 
-    fn list(&mut self, at: u32) {
-        let class = SizeClass::holding(self.ranges[at as usize].bytes / self.granule);
-        let head = self.heads[class.level][class.step];
-        self.ranges[at as usize].earlier = NONE;
-        self.ranges[at as usize].later = head;
-        if head != NONE {
-            self.ranges[head as usize].earlier = at;
+    #[inline]
+    pub(super) fn unlist(&mut self, at: u32) {
+        let Range { class, earlier, later, .. } = self.ranges[at as usize];
+        if let Some(next) = self.ranges.get_mut(later as usize) {
+            next.earlier = earlier;
         }
-        self.heads[class.level][class.step] = at;
-        self.steps_in_use[class.level] |= 1 << class.step;
-        self.levels_in_use |= 1 << class.level;
-    }
-
-    fn unlist(&mut self, at: u32) {
-        let Range { bytes, earlier, later, .. } = self.ranges[at as usize];
-        if later != NONE {
-            self.ranges[later as usize].earlier = earlier;
-        }
-        if earlier != NONE {
-            self.ranges[earlier as usize].later = later;
+        if let Some(previous) = self.ranges.get_mut(earlier as usize) {
+            previous.later = later;
             return;
         }
-        let class = SizeClass::holding(bytes / self.granule);
-        self.heads[class.level][class.step] = later;
+        self.heads[class.0 as usize % CLASSES] = later;
         if later == NONE {
-            self.steps_in_use[class.level] &= !(1 << class.step);
-            if self.steps_in_use[class.level] == 0 {
-                self.levels_in_use &= !(1 << class.level);
+            let (level, step) = class.level_and_step();
+            self.steps_in_use[level] &= !(1 << step);
+            if self.steps_in_use[level] == 0 {
+                self.levels_in_use &= !(1 << level);
             }
         }
     }
 }
 
+pub(super) fn free_range(start: u64, bytes: u64, below: u32, above: u32) -> Range {
+    Range {
+        start,
+        bytes,
+        below,
+        above,
+        earlier: NONE,
+        later: NONE,
+        class: SizeClass(0),
+        state: State::Free,
+        tag: 0,
+        align_log2: 0,
+    }
+}
+
 /// Where in a free range `bytes` would lie.
 fn place(range: &Range, bytes: u64, align: u64, side: Side) -> Option<u64> {
-    let end = range.start + range.bytes;
+    let end = range.end();
     let start = match side {
-        Side::Low => range.start.checked_next_multiple_of(align)?,
+        Side::Low => range.start.checked_add(align - 1)? & !(align - 1),
         Side::High => end.checked_sub(bytes)? & !(align - 1),
     };
     (start >= range.start && start.checked_add(bytes)? <= end).then_some(start)

@@ -7,47 +7,48 @@
 const STEP_BITS: u32 = 5;
 /// Steps per power of two.
 pub(super) const STEPS: usize = 1 << STEP_BITS;
-/// Powers of two that a `u64` can have above the linear part, and the linear part.
-pub(super) const LEVELS: usize = 64 - STEP_BITS as usize + 1;
+/// How many classes there can be, rounded up to a power of two.
+pub(super) const CLASSES: usize = 64 * STEPS;
 
-/// A class: a level (power of two) and a step in it.
+/// A class, by number: sizes rise with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct SizeClass {
-    pub(super) level: usize,
-    pub(super) step: usize,
+pub(super) struct SizeClass(pub(super) u16);
+
+/// By how many bits a size is shifted so that [`STEP_BITS`] bits and the leading one are left of it.
+#[inline]
+const fn shift(granules: u64) -> u32 {
+    63 - STEP_BITS - (granules | STEPS as u64).leading_zeros()
 }
 
 impl SizeClass {
     /// The class that holds `granules`: the greatest whose smallest size is at most that.
+    #[inline]
     pub(super) const fn holding(granules: u64) -> Self {
-        if granules < STEPS as u64 {
-            return Self { level: 0, step: granules as usize };
-        }
-        let log2 = 63 - granules.leading_zeros();
-        let step = (granules >> (log2 - STEP_BITS)) as usize & (STEPS - 1);
-        Self { level: (log2 - STEP_BITS) as usize + 1, step }
+        let shift = shift(granules);
+        // The leading one adds a power of two's worth of steps, which is what `shift` counts from.
+        Self((shift << STEP_BITS) as u16 + (granules >> shift) as u16)
     }
 
     /// The smallest size of the class.
     #[cfg(test)]
     pub(super) const fn smallest(self) -> u64 {
-        if self.level == 0 {
-            return self.step as u64;
-        }
-        ((STEPS + self.step) as u64) << (self.level - 1)
+        let shift = (self.0 >> STEP_BITS).saturating_sub(1);
+        (self.0 as u64 - ((shift as u64) << STEP_BITS)) << shift
     }
 
     /// The first class all of whose ranges hold `granules`; none above `u64::MAX`.
+    #[inline]
     pub(super) const fn fitting(granules: u64) -> Option<Self> {
-        if granules < STEPS as u64 {
-            return Some(Self::holding(granules));
-        }
-        let log2 = 63 - granules.leading_zeros();
-        let below_a_step = (1u64 << (log2 - STEP_BITS)) - 1;
-        match granules.checked_add(below_a_step) {
+        match granules.checked_add((1 << shift(granules)) - 1) {
             Some(rounded_up) => Some(Self::holding(rounded_up)),
             None => None,
         }
+    }
+
+    /// The power of two, and the step in it.
+    #[inline]
+    pub(super) const fn level_and_step(self) -> (usize, usize) {
+        (self.0 as usize / STEPS % 64, self.0 as usize % STEPS)
     }
 }
 
@@ -64,13 +65,12 @@ mod tests {
     fn a_size_lies_in_its_class_and_not_in_the_next() {
         for size in sizes() {
             let class = SizeClass::holding(size);
-            assert!(class.level < LEVELS && class.step < STEPS, "{size}: {class:?}");
+            assert!((class.0 as usize) < CLASSES, "{size}: {class:?}");
             assert!(class.smallest() <= size, "{size}: {class:?}");
-            let next = match class {
-                SizeClass { level, step } if step + 1 < STEPS => SizeClass { level, step: step + 1 },
-                SizeClass { level, .. } if level + 1 < LEVELS => SizeClass { level: level + 1, step: 0 },
-                _ => continue,
-            };
+            if class == SizeClass::holding(u64::MAX) {
+                continue;
+            }
+            let next = SizeClass(class.0 + 1);
             assert!(size < next.smallest(), "{size}: {class:?} {next:?}");
         }
     }

@@ -24,7 +24,7 @@ use self::backings::Backings;
 use self::hazards::Hazards;
 use self::report::Account;
 use crate::device::{DType, Device};
-use crate::planner::{Offsets, RangeId};
+use crate::planner::{Offsets, Pick, RangeId};
 
 pub use block::Block;
 pub use error::AllocError;
@@ -156,13 +156,13 @@ impl<D: Device> State<D> {
         budget_bytes: usize,
     ) -> Result<(RangeId, u64), AllocError> {
         let (asked, side) = (bytes as u64, purpose.side());
-        if let Some(taken) = self.offsets.take(asked, 1, side) {
+        if let Some(taken) = self.offsets.take(asked, 1, side, Pick::Best, purpose as u8) {
             return Ok(taken);
         }
         let backing_bytes = self.backings.grow(device, bytes, budget_bytes)?;
         let start = self.offsets.add_segment(backing_bytes as u64);
         self.backings.starts_at(start);
-        self.offsets.take(asked, 1, side).ok_or(AllocError::OutOfMemory {
+        self.offsets.take(asked, 1, side, Pick::Best, purpose as u8).ok_or(AllocError::OutOfMemory {
             asked_bytes: bytes,
             purpose,
             live_bytes: self.account.0.total.live_bytes,

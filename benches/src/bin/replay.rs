@@ -1,0 +1,120 @@
+//! `replay [--json] [--slack S] [--repeats N] TRACE...`: replays allocation traces through zero-alloc's planner on
+//! a simulated device with pages of 2 MiB, and through the crate offset-allocator in the same run.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use benches::replay::planner::{OffsetAllocatorReplay, PlannerReplay, mean_ns, pairs_ns, quantile};
+use benches::replay::{Timing, Trace};
+use serde_json::json;
+use zero_alloc::planner::PlannerConfig;
+
+const USAGE: &str = "usage: replay [--json] [--slack PART] [--repeats N] TRACE.csv.gz...";
+
+struct Options {
+    json: bool,
+    slack: f64,
+    repeats: usize,
+    traces: Vec<PathBuf>,
+}
+
+fn options() -> Result<Options, String> {
+    let defaults = PlannerConfig::default();
+    let mut options = Options { json: false, slack: defaults.slack, repeats: 7, traces: Vec::new() };
+    let mut args = std::env::args_os().skip(1);
+    while let Some(arg) = args.next() {
+        let mut number = |name: &str| {
+            let value = args.next().and_then(|v| v.to_str().and_then(|v| v.parse::<f64>().ok()));
+            value.filter(|v| v.is_finite() && *v >= 0.0).ok_or(format!("{name} needs a number\n{USAGE}"))
+        };
+        match arg.to_str() {
+            Some("--json") => options.json = true,
+            Some("--slack") => options.slack = number("--slack")?,
+            Some("--repeats") => options.repeats = (number("--repeats")? as usize).max(1),
+            Some("--help" | "-h") => return Err(USAGE.to_owned()),
+            Some(flag) if flag.starts_with("--") => return Err(format!("unknown flag {flag}\n{USAGE}")),
+            _ => options.traces.push(arg.into()),
+        }
+    }
+    if options.traces.is_empty() {
+        return Err(format!("no trace is named\n{USAGE}"));
+    }
+    Ok(options)
+}
+
+fn main() -> ExitCode {
+    let options = match options() {
+        Ok(options) => options,
+        Err(message) => {
+            eprintln!("{message}");
+            return ExitCode::from(2);
+        }
+    };
+    for path in &options.traces {
+        if let Err(message) = replay(path, &options) {
+            eprintln!("{message}");
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn replay(path: &Path, options: &Options) -> Result<(), String> {
+    let trace = Trace::read(path)?;
+    let config = PlannerConfig { slack: options.slack, ..PlannerConfig::default() };
+    // The two take turns, and of each the fastest round counts: other work on the machine only adds.
+    let (mut ours, mut peer) = (Timing::MAX, Timing::MAX);
+    let mut outcome = None;
+    for _ in 0..options.repeats {
+        let mut replay = PlannerReplay::new(config);
+        ours.ns_per_pair = ours.ns_per_pair.min(mean_ns(&trace, &mut replay));
+        outcome = Some(replay.outcome);
+        let mut other = OffsetAllocatorReplay::new(trace.slots);
+        peer.ns_per_pair = peer.ns_per_pair.min(mean_ns(&trace, &mut other));
+        let pairs = pairs_ns(&trace, &mut PlannerReplay::new(config));
+        ours.p999_ns = ours.p999_ns.min(quantile(&pairs, 0.999));
+        let pairs = pairs_ns(&trace, &mut OffsetAllocatorReplay::new(trace.slots));
+        peer.p999_ns = peer.p999_ns.min(quantile(&pairs, 0.999));
+    }
+    let outcome = outcome.unwrap_or_default();
+    let ratio = outcome.reserved_peak_bytes as f64 / trace.live_peak_bytes.max(1) as f64;
+    let modelled_us_per_1000 = outcome.modelled_ns / trace.allocations.max(1) as f64;
+    if options.json {
+        let line = json!({
+            "trace": trace.name,
+            "allocations": trace.allocations,
+            "live_peak_bytes": trace.live_peak_bytes,
+            "reserved_peak_bytes": outcome.reserved_peak_bytes,
+            "ratio": ratio,
+            "bytes_moved": outcome.bytes_moved,
+            "pages_mapped": outcome.pages_mapped,
+            "compactions": outcome.compactions,
+            "grows": outcome.grows,
+            "modelled_us_per_1000_allocations": modelled_us_per_1000,
+            "ns_per_pair": ours.ns_per_pair,
+            "p999_ns": ours.p999_ns,
+            "offset_allocator_ns_per_pair": peer.ns_per_pair,
+            "offset_allocator_p999_ns": peer.p999_ns,
+        });
+        println!("{line}");
+    } else {
+        println!(
+            "{:24} live peak {:>8.3} GB  reserved {:>8.3} GB  ratio {:.4}  moved {:>8.3} GB in {} compactions  \
+             {} pages mapped  modelled {:.1} us per 1000 allocations  {:.1} ns a pair, p99.9 {:.0} ns  \
+             (offset-allocator {:.1} ns, {:.0} ns)",
+            trace.name,
+            trace.live_peak_bytes as f64 / 1e9,
+            outcome.reserved_peak_bytes as f64 / 1e9,
+            ratio,
+            outcome.bytes_moved as f64 / 1e9,
+            outcome.compactions,
+            outcome.pages_mapped,
+            modelled_us_per_1000,
+            ours.ns_per_pair,
+            ours.p999_ns,
+            peer.ns_per_pair,
+            peer.p999_ns,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,261 @@
+//! Traces of training and generation made up from a model's shapes, so that the planner is judged on more than
+//! the recorded ones. Everything follows from a seed.
+
+use super::{Op, Trace};
+
+/// What kind of program is imitated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Program {
+    /// Every step the same sequence length.
+    Fixed,
+    /// Another sequence length every step.
+    Varlen,
+    /// Varlen, with every unit's parameters gathered before use and freed after.
+    Sharded,
+    /// Training steps with rounds of generation between them, whose caches grow token by token.
+    TrainAndGenerate,
+    /// Varlen with activations recomputed in backward.
+    Checkpointed,
+}
+
+/// A model and a run of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// What it does.
+    pub program: Program,
+    /// Transformer blocks.
+    pub layers: u64,
+    /// Width.
+    pub width: u64,
+    /// Vocabulary.
+    pub vocabulary: u64,
+    /// Rows of a batch.
+    pub batch: u64,
+    /// Longest sequence.
+    pub positions: u64,
+    /// Training steps.
+    pub steps: u64,
+    /// Of the lengths.
+    pub seed: u64,
+}
+
+/// A set of shapes that covers all programs, small and large.
+pub const SHAPES: [Shape; 8] = {
+    const fn shape(program: Program, sizes: [u64; 5], steps: u64, seed: u64) -> Shape {
+        let [layers, width, vocabulary, batch, positions] = sizes;
+        Shape { program, layers, width, vocabulary, batch, positions, steps, seed }
+    }
+    [
+        shape(Program::Fixed, [12, 768, 50304, 16, 1024], 60, 1),
+        shape(Program::Fixed, [48, 1600, 50304, 8, 1024], 20, 2),
+        shape(Program::Varlen, [24, 1024, 50304, 12, 1024], 60, 3),
+        shape(Program::Varlen, [32, 4096, 128256, 2, 4096], 40, 4),
+        shape(Program::Sharded, [32, 2048, 32000, 8, 2048], 50, 5),
+        shape(Program::TrainAndGenerate, [12, 768, 50304, 16, 1024], 40, 6),
+        shape(Program::TrainAndGenerate, [24, 2048, 32000, 8, 2048], 16, 7),
+        shape(Program::Checkpointed, [40, 5120, 32000, 4, 2048], 50, 8),
+    ]
+};
+
+struct Writer {
+    trace: Trace,
+    sizes: Vec<u64>,
+    spare: Vec<u32>,
+    live_bytes: u64,
+    random: u64,
+}
+
+impl Writer {
+    fn take(&mut self, bytes: u64) -> u32 {
+        let slot = self.spare.pop().unwrap_or(self.sizes.len() as u32);
+        if slot as usize == self.sizes.len() {
+            self.sizes.push(0);
+        }
+        self.sizes[slot as usize] = bytes;
+        self.live_bytes += bytes;
+        self.trace.live_peak_bytes = self.trace.live_peak_bytes.max(self.live_bytes);
+        self.trace.allocations += 1;
+        self.trace.ops.push(Op::Allocate { slot, bytes });
+        slot
+    }
+
+    fn give(&mut self, slot: u32) {
+        self.live_bytes -= self.sizes[slot as usize];
+        self.spare.push(slot);
+        self.trace.ops.push(Op::Free { slot });
+    }
+
+    fn give_all(&mut self, slots: Vec<u32>) {
+        for slot in slots {
+            self.give(slot);
+        }
+    }
+
+    /// A temporary: taken and given.
+    fn scratch(&mut self, bytes: u64) {
+        let slot = self.take(bytes);
+        self.give(slot);
+    }
+
+    /// splitmix64
+    fn below(&mut self, bound: u64) -> u64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % bound
+    }
+}
+
+impl Shape {
+    /// The parameters of one block, in elements.
+    fn block_params(&self) -> [u64; 12] {
+        let w = self.width;
+        [w, w, 3 * w * w, 3 * w, w * w, w, w, w, 4 * w * w, 4 * w, 4 * w * w, w]
+    }
+
+    /// Makes the trace.
+    pub fn trace(&self) -> Trace {
+        let name = format!(
+            "{:?}-{}x{}-v{}-b{}-t{}-seed{}",
+            self.program, self.layers, self.width, self.vocabulary, self.batch, self.positions, self.seed
+        );
+        let mut w = Writer {
+            trace: Trace { name, ..Trace::default() },
+            sizes: Vec::new(),
+            spare: Vec::new(),
+            live_bytes: 0,
+            random: self.seed,
+        };
+        let shard = if self.program == Program::Sharded { 8 } else { 1 };
+        let embedding = self.vocabulary * self.width;
+        let mut params = vec![embedding, self.positions * self.width];
+        for _ in 0..self.layers {
+            params.extend(self.block_params());
+        }
+        for elems in &params {
+            w.take(elems * 4 / shard);
+        }
+        let mut moments = false;
+        let mut grads = Vec::new();
+        for step in 0..self.steps {
+            let length = match self.program {
+                Program::Fixed => self.positions,
+                _ => (self.positions / 4 + w.below(self.positions * 3 / 4)).next_multiple_of(8),
+            };
+            w.give_all(std::mem::take(&mut grads));
+            grads = self.train_step(&mut w, length, shard);
+            if !moments {
+                for elems in &params {
+                    w.take(elems * 4 / shard);
+                    w.take(elems * 4 / shard);
+                }
+                moments = true;
+            }
+            for elems in &params {
+                w.scratch(elems * 4 / shard);
+            }
+            if self.program == Program::TrainAndGenerate && step % 4 == 3 {
+                self.generate(&mut w);
+            }
+        }
+        w.trace.slots = w.sizes.len();
+        w.trace
+    }
+
+    /// Forward and backward; gives the gradients, which live on.
+    fn train_step(&self, w: &mut Writer, length: u64, shard: u64) -> Vec<u32> {
+        let tokens = self.batch * length;
+        let row = tokens * self.width * 2;
+        let recompute = self.program == Program::Checkpointed;
+        let unit: u64 = self.block_params().iter().sum::<u64>() * 2;
+        let inputs = w.take(tokens * 8);
+        let mut saved: Vec<Vec<u32>> = Vec::new();
+        for _ in 0..self.layers {
+            let gathered = (shard > 1).then(|| w.take(unit));
+            let kept = self.forward(w, row);
+            if recompute {
+                let input = w.take(row);
+                w.give_all(kept);
+                saved.push(vec![input]);
+            } else {
+                saved.push(kept);
+            }
+            gathered.into_iter().for_each(|g| w.give(g));
+        }
+        // Loss: logits in bf16 and fp32, then their gradient.
+        let logits = w.take(tokens * self.vocabulary * 2);
+        let wide = w.take(tokens * self.vocabulary * 4);
+        w.give(logits);
+        let probabilities = w.take(tokens * self.vocabulary * 4);
+        w.give(wide);
+        let gradient = w.take(tokens * self.vocabulary * 4);
+        w.give(probabilities);
+        let narrow = w.take(tokens * self.vocabulary * 2);
+        w.give(gradient);
+        let mut grads = vec![w.take(self.vocabulary * self.width * 4 / shard)];
+        let mut flowing = w.take(row);
+        w.give(narrow);
+        while let Some(mut kept) = saved.pop() {
+            let gathered = (shard > 1).then(|| w.take(unit));
+            if recompute {
+                w.give_all(kept);
+                kept = self.forward(w, row);
+            }
+            let whole = (shard > 1).then(|| w.take(unit));
+            while let Some(activation) = kept.pop() {
+                w.scratch(row * (1 + w.sizes[activation as usize] / row.max(1)));
+                w.give(activation);
+            }
+            let next = w.take(row);
+            w.give(flowing);
+            flowing = next;
+            if let Some(whole) = whole {
+                grads.push(w.take(unit * 2 / shard));
+                w.give(whole);
+            } else {
+                grads.extend(self.block_params().map(|elems| w.take(elems * 4)));
+            }
+            gathered.into_iter().for_each(|g| w.give(g));
+        }
+        w.give(flowing);
+        w.give(inputs);
+        grads
+    }
+
+    /// One block's forward; gives what is kept for backward.
+    fn forward(&self, w: &mut Writer, row: u64) -> Vec<u32> {
+        let statistics = row / self.width * 2;
+        let mut kept = vec![w.take(statistics), w.take(statistics), w.take(row)];
+        kept.push(w.take(3 * row));
+        w.scratch(row);
+        kept.push(w.take(row));
+        kept.push(w.take(statistics));
+        w.scratch(row);
+        kept.push(w.take(row));
+        kept.push(w.take(4 * row));
+        kept.push(w.take(4 * row));
+        w.scratch(row);
+        kept.push(w.take(row));
+        kept
+    }
+
+    /// Generation: keys and values of every block grow by concatenation.
+    fn generate(&self, w: &mut Writer) {
+        let rows = self.batch * (1 + w.below(3));
+        let prompt = 16 + w.below(self.positions / 2);
+        let tokens = 16 + w.below(48);
+        let bytes = |length: u64| rows * length * self.width * 2;
+        let mut cache: Vec<u32> = (0..2 * self.layers).map(|_| w.take(bytes(prompt))).collect();
+        for token in 1..=tokens {
+            for entry in &mut cache {
+                let longer = w.take(bytes(prompt + token));
+                w.give(*entry);
+                *entry = longer;
+            }
+            w.scratch(rows * self.width * 8);
+            w.scratch(rows * self.vocabulary * 4);
+        }
+        w.give_all(cache);
+    }
+}

@@ -1,0 +1,139 @@
+//! Allocation traces: `op,id,bytes` lines, `a` for an allocation and `f` for the end of one, plain or gzipped.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// One line of a trace. Slots count from 0 and are used again, so that a table can stand for a map of names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// `bytes` are asked for and kept in a slot.
+    Allocate {
+        /// Which.
+        slot: u32,
+        /// How many.
+        bytes: u64,
+    },
+    /// What a slot keeps is given back.
+    Free {
+        /// Which.
+        slot: u32,
+    },
+}
+
+/// A trace, checked: a slot is freed only while it keeps something.
+#[derive(Clone, Debug, Default)]
+pub struct Trace {
+    /// The file's name without its endings.
+    pub name: String,
+    /// In order.
+    pub ops: Vec<Op>,
+    /// How many slots there are.
+    pub slots: usize,
+    /// How many allocations there are.
+    pub allocations: usize,
+    /// The greatest sum of what is allocated at once.
+    pub live_peak_bytes: u64,
+}
+
+impl Trace {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// It cannot be read, or a line of it makes no sense.
+    pub fn read(path: &Path) -> Result<Self, String> {
+        let fail = |e: std::io::Error| format!("{}: {e}", path.display());
+        let mut bytes = Vec::new();
+        File::open(path).map_err(fail)?.read_to_end(&mut bytes).map_err(fail)?;
+        let mut text = String::new();
+        if bytes.starts_with(&[0x1f, 0x8b]) {
+            flate2::read::MultiGzDecoder::new(&bytes[..]).read_to_string(&mut text).map_err(fail)?;
+        } else {
+            text = String::from_utf8(bytes).map_err(|e| format!("{}: {e}", path.display()))?;
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let name = name.split(".csv").next().unwrap_or_default().to_owned();
+        Self::parse(name, &text).map_err(|e| format!("{}: {e}", path.display()))
+    }
+
+    /// Reads the lines of a trace.
+    ///
+    /// # Errors
+    /// A line makes no sense; the error has its number.
+    pub fn parse(name: String, text: &str) -> Result<Self, String> {
+        let mut trace = Self { name, ..Self::default() };
+        let mut live: HashMap<&str, (u32, u64)> = HashMap::new();
+        let mut spare: Vec<u32> = Vec::new();
+        let mut live_bytes = 0u64;
+        for (number, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || (number == 0 && line.starts_with("op,")) {
+                continue;
+            }
+            let fail = |what: &str| format!("line {}: {what}: {line:?}", number + 1);
+            let mut fields = line.split(',');
+            let (op, id, bytes) = (fields.next(), fields.next(), fields.next());
+            let id = id.ok_or_else(|| fail("no id"))?;
+            match op {
+                Some("a") => {
+                    let bytes: u64 =
+                        bytes.and_then(|b| b.trim().parse().ok()).ok_or_else(|| fail("no number of bytes"))?;
+                    let slot = spare.pop().unwrap_or_else(|| {
+                        trace.slots += 1;
+                        (trace.slots - 1) as u32
+                    });
+                    if live.insert(id, (slot, bytes)).is_some() {
+                        return Err(fail("this id is live already"));
+                    }
+                    live_bytes = live_bytes.checked_add(bytes).ok_or_else(|| fail("beyond 64 bits"))?;
+                    trace.live_peak_bytes = trace.live_peak_bytes.max(live_bytes);
+                    trace.allocations += 1;
+                    trace.ops.push(Op::Allocate { slot, bytes });
+                }
+                Some("f") => {
+                    let (slot, bytes) = live.remove(id).ok_or_else(|| fail("this id is not live"))?;
+                    live_bytes -= bytes;
+                    spare.push(slot);
+                    trace.ops.push(Op::Free { slot });
+                }
+                _ => return Err(fail("neither a nor f")),
+            }
+        }
+        Ok(trace)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_stand_for_names() {
+        let trace = Trace::parse("t".into(), "op,id,bytes\na,7,100\na,9,50\nf,7,0\na,11,20\nf,9,0\n").expect("sound");
+        let expected = [
+            Op::Allocate { slot: 0, bytes: 100 },
+            Op::Allocate { slot: 1, bytes: 50 },
+            Op::Free { slot: 0 },
+            Op::Allocate { slot: 0, bytes: 20 },
+            Op::Free { slot: 1 },
+        ];
+        assert_eq!(trace.ops, expected);
+        assert_eq!((trace.slots, trace.allocations, trace.live_peak_bytes), (2, 3, 150));
+    }
+
+    #[test]
+    fn a_line_that_makes_no_sense_is_named() {
+        for (text, what) in [
+            ("a,1,x", "line 1: no number of bytes"),
+            ("a,1,5\na,1,5", "line 2: this id is live already"),
+            ("f,1,0", "line 1: this id is not live"),
+            ("a,1,5\n\nz,1,0", "line 3: neither a nor f"),
+            ("a", "line 1: no id"),
+            ("a,1,18446744073709551615\na,2,1", "line 2: beyond 64 bits"),
+        ] {
+            let error = Trace::parse("t".into(), text).expect_err("senseless");
+            assert!(error.starts_with(what), "{error}");
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! The invariants of [`Offsets`], checked.
+
+use super::offsets::{NONE, Offsets, State};
+use super::size_class::{CLASSES, SizeClass};
+
+impl Offsets {
+    /// Checks that:
+    /// 1. ranges are in order by offset, do not overlap, and know their neighbours;
+    /// 2. starts and sizes are multiples of the granule, sizes are above 0, starts keep their alignment;
+    /// 3. no two free ranges touch;
+    /// 4. each free range is in the list of its class, and nothing else is in a list;
+    /// 5. the bits of non-empty lists, the sum of free bytes and the sum of all bytes are right.
+    ///
+    /// # Errors
+    /// The first broken one, in words.
+    pub fn check_invariants(&self) -> Result<(), String> {
+        let (mut free_bytes, mut bytes, mut free_ranges) = (0, 0, 0);
+        let (mut at, mut below) = (self.first, NONE);
+        while at != NONE {
+            let range = &self.ranges[at as usize];
+            let fail = |what: &str| Err(format!("range {at} {range:?}: {what}"));
+            if range.below != below {
+                return fail("wrong lower neighbour");
+            }
+            if range.bytes == 0 || (range.start | range.bytes) & (self.granule - 1) != 0 {
+                return fail("not in granules");
+            }
+            if let Some(lower) = self.ranges.get(below as usize) {
+                if lower.end() > range.start {
+                    return fail("overlaps the range below");
+                }
+                if lower.state == State::Free && range.state == State::Free && lower.end() == range.start {
+                    return fail("two free ranges touch");
+                }
+            }
+            match range.state {
+                State::Free => {
+                    free_bytes += range.bytes;
+                    free_ranges += 1;
+                }
+                State::Spare => return fail("a spare slot is among the ranges"),
+                State::Used | State::Pinned => {
+                    if range.start & ((1 << range.align_log2) - 1) != 0 {
+                        return fail("not aligned");
+                    }
+                }
+            }
+            bytes += range.bytes;
+            below = at;
+            at = range.above;
+        }
+        if below != self.last {
+            return Err(format!("the last range is {below}, not {}", self.last));
+        }
+        if free_bytes != self.free_bytes() || bytes != self.bytes() {
+            return Err(format!(
+                "{free_bytes} of {bytes} bytes are free, not {} of {}",
+                self.free_bytes(),
+                self.bytes()
+            ));
+        }
+        let listed = self.check_lists()?;
+        if listed != free_ranges {
+            return Err(format!("{listed} ranges are listed, {free_ranges} are free"));
+        }
+        Ok(())
+    }
+
+    fn check_lists(&self) -> Result<usize, String> {
+        let mut listed = 0;
+        for class in (0..CLASSES as u16).map(SizeClass) {
+            let (mut at, mut earlier) = (self.head(class), NONE);
+            if self.is_in_use(class) != (at != NONE) {
+                return Err(format!("the bit of {class:?} is wrong"));
+            }
+            while at != NONE {
+                let range = &self.ranges[at as usize];
+                if range.state != State::Free || class != self.class_of(range.bytes) {
+                    return Err(format!("range {at} {range:?} is in the list of {class:?}"));
+                }
+                if self.list_neighbours(at).0 != earlier {
+                    return Err(format!("range {at} {range:?}: wrong neighbour in its list"));
+                }
+                listed += 1;
+                earlier = at;
+                at = self.list_neighbours(at).1;
+            }
+        }
+        Ok(listed)
+    }
+}

@@ -1,0 +1,49 @@
+//! What it costs to move bytes and to map pages, so that policy can weigh one against the other.
+
+/// The price list of a device, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostModel {
+    /// To copy one byte within the device.
+    pub copy_byte_ns: f64,
+    /// To start one copy.
+    pub copy_call_ns: f64,
+    /// To take one page from the device.
+    pub create_page_ns: f64,
+    /// To map one page and give access to it.
+    pub map_page_ns: f64,
+    /// To unmap one page.
+    pub unmap_page_ns: f64,
+}
+
+impl CostModel {
+    /// One H200 with pages of 2 MiB, as measured for this project (2026-11-20): copies read and write
+    /// 4117 GB/s together, pages take 10.5, 26.6 and 20.6 us.
+    pub const H200: Self = Self {
+        copy_byte_ns: 2.0 / 4117.0,
+        copy_call_ns: 2_000.0,
+        create_page_ns: 10_500.0,
+        map_page_ns: 26_600.0,
+        unmap_page_ns: 20_600.0,
+    };
+
+    /// A host: about 10 GB/s of copying, cheap calls, pages mapped by the kernel in about a microsecond.
+    pub const HOST: Self = Self {
+        copy_byte_ns: 0.1,
+        copy_call_ns: 50.0,
+        create_page_ns: 1_000.0,
+        map_page_ns: 1_000.0,
+        unmap_page_ns: 500.0,
+    };
+
+    /// One copy of `bytes`.
+    #[inline]
+    pub fn copy_ns(&self, bytes: u64) -> f64 {
+        bytes as f64 * self.copy_byte_ns + self.copy_call_ns
+    }
+
+    /// One move of `bytes` by `distance`: where the two overlap it is cut in pieces that do not.
+    pub fn move_ns(&self, bytes: u64, distance: u64) -> f64 {
+        let calls = bytes.div_ceil(distance.max(1)).max(1);
+        bytes as f64 * self.copy_byte_ns + calls as f64 * self.copy_call_ns
+    }
+}

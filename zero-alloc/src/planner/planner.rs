@@ -1,0 +1,301 @@
+//! The planner: where a block lies, and what to do when none fits.
+//!
+//! The space grows at its high end, a page at a time, and only while what is reserved stays within a given
+//! part (the slack) of the greatest live size so far. Where a block does not fit and the space may not grow,
+//! bytes are made contiguous instead. So reserved memory is bounded by peak live memory whatever the order of
+//! sizes and lifetimes; placement decides only how often bytes must be moved for that.
+
+use super::compaction::{self, Compaction};
+use super::cost::CostModel;
+use super::habit::Habit;
+use super::offsets::{Offsets, RangeId};
+
+/// How long a block will live.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Lifetime {
+    /// As long as the model: taken from the low end.
+    Long,
+    /// Within a step: taken from the high end.
+    Short,
+    /// Not known.
+    #[default]
+    Unknown,
+}
+
+/// The parameters of a [`Planner`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PlannerConfig {
+    /// Sizes are rounded up to this, a power of two; blocks are aligned to it.
+    pub granule_bytes: u64,
+    /// The space grows and shrinks by multiples of this.
+    pub page_bytes: u64,
+    /// The space never grows beyond this.
+    pub limit_bytes: u64,
+    /// How much may be reserved above the greatest live size so far, as a part of it (0.02 is 2%).
+    pub slack: f64,
+    /// What moving and mapping cost.
+    pub cost: CostModel,
+}
+
+impl Default for PlannerConfig {
+    fn default() -> Self {
+        Self {
+            granule_bytes: 512,
+            page_bytes: 2 << 20,
+            limit_bytes: u64::MAX >> 1,
+            slack: 0.028,
+            cost: CostModel::H200,
+        }
+    }
+}
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// How many bytes; not 0.
+    pub bytes: u64,
+    /// A power of two; the granule at least.
+    pub align: u64,
+    /// How long.
+    pub lifetime: Lifetime,
+    /// What for: any number below [`TAGS`].
+    pub tag: u8,
+}
+
+impl Request {
+    /// `bytes`, with no more known.
+    pub const fn new(bytes: u64) -> Self {
+        Self { bytes, align: 1, lifetime: Lifetime::Unknown, tag: 0 }
+    }
+}
+
+/// How many tags are told apart.
+pub const TAGS: usize = 8;
+
+/// What would make room for a request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Room {
+    /// Reserve this many bytes more ([`Planner::grow`]).
+    Grow {
+        /// How many; a multiple of the page.
+        bytes: u64,
+    },
+    /// Move used ranges ([`Planner::apply`]).
+    Compact(Compaction),
+}
+
+/// Why there is no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shortage {
+    /// Asked for, in granules.
+    pub asked_bytes: u64,
+    /// In used ranges.
+    pub live_bytes: u64,
+    /// Reserved and in no used range.
+    pub free_bytes: u64,
+    /// The largest free range.
+    pub largest_free_bytes: u64,
+    /// The limit.
+    pub limit_bytes: u64,
+}
+
+/// What a planner holds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannerReport {
+    /// Reserved.
+    pub reserved_bytes: u64,
+    /// In used ranges, in whole granules.
+    pub live_bytes: u64,
+    /// The greatest that was live.
+    pub peak_live_bytes: u64,
+    /// Reserved and in no used range.
+    pub free_bytes: u64,
+    /// The largest free range.
+    pub largest_free_bytes: u64,
+    /// Live by tag.
+    pub by_tag: [u64; TAGS],
+}
+
+impl PlannerReport {
+    /// 0 where all free bytes are contiguous, near 1 where they are crumbs.
+    pub fn fragmentation(&self) -> f64 {
+        if self.free_bytes == 0 { 0.0 } else { 1.0 - self.largest_free_bytes as f64 / self.free_bytes as f64 }
+    }
+}
+
+/// Decides where blocks lie. Pure: it touches no memory.
+#[derive(Clone, Debug)]
+pub struct Planner {
+    space: Offsets,
+    config: PlannerConfig,
+    peak_live_bytes: u64,
+    by_tag: [u64; TAGS],
+    habit: Habit,
+    /// The peak when bytes were last moved: the same again means that the program repeats itself.
+    peak_at_compaction: u64,
+}
+
+impl Planner {
+    /// An empty space.
+    ///
+    /// # Panics
+    /// The granule or the page is not a power of two, or the page is smaller than the granule.
+    pub fn new(config: PlannerConfig) -> Self {
+        assert!(config.page_bytes.is_power_of_two() && config.page_bytes >= config.granule_bytes);
+        Self {
+            space: Offsets::new(config.granule_bytes),
+            config,
+            peak_live_bytes: 0,
+            by_tag: [0; TAGS],
+            habit: Habit::default(),
+            peak_at_compaction: 0,
+        }
+    }
+
+    /// The parameters.
+    pub fn config(&self) -> &PlannerConfig {
+        &self.config
+    }
+
+    /// Takes a range; `None` where none fits: then [`Planner::make_room`] says what to do.
+    pub fn allocate(&mut self, request: Request) -> Option<(RangeId, u64)> {
+        let free_before = self.space.free_bytes();
+        let (side, pick) = self.habit.choose(&request, self.space.bytes());
+        let taken = self.space.take(request.bytes, request.align, side, pick, request.tag % TAGS as u8)?;
+        self.by_tag[request.tag as usize % TAGS] += free_before - self.space.free_bytes();
+        self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
+        Some(taken)
+    }
+
+    /// Gives a range back; says where it was and how long.
+    ///
+    /// # Panics
+    /// It is not in use.
+    pub fn free(&mut self, id: RangeId) -> (u64, u64) {
+        let tag = self.space.tag_of(id);
+        let (start, bytes) = self.space.give(id);
+        self.by_tag[tag as usize] -= bytes;
+        (start, bytes)
+    }
+
+    /// What to do so that `request` fits: call it, do what it says and try again, until it fits.
+    ///
+    /// # Errors
+    /// Neither growing nor moving makes room within the limit.
+    pub fn make_room(&self, request: Request) -> Result<Room, Shortage> {
+        let shortage = self.shortage(request.bytes);
+        let (page, reserved) = (self.config.page_bytes, self.space.bytes());
+        let live = self.live_bytes().checked_add(shortage.asked_bytes).ok_or(shortage)?;
+        let peak = self.peak_live_bytes.max(live);
+        let with_slack = peak.saturating_add((peak as f64 * self.config.slack) as u64) & !(page - 1);
+        // What is live needs its last page whole, whatever the slack.
+        let cap = with_slack.max(live.checked_next_multiple_of(page).ok_or(shortage)?);
+        let cap = cap.min(self.config.limit_bytes & !(page - 1));
+        let missing = shortage.asked_bytes.saturating_sub(self.space.free_tail_bytes());
+        let missing = missing.saturating_add(request.align.saturating_sub(self.config.granule_bytes));
+        let grow = missing.checked_next_multiple_of(page).ok_or(shortage)?;
+        if reserved.checked_add(grow).ok_or(shortage)? <= cap {
+            return Ok(Room::Grow { bytes: grow });
+        }
+        if cap > reserved {
+            // Not enough for a hole of its own; but what is there to have makes moving cheaper.
+            return Ok(Room::Grow { bytes: cap - reserved });
+        }
+        match compaction::plan(&self.space, request.bytes, request.align, &self.config.cost) {
+            Some(plan) => Ok(Room::Compact(plan)),
+            // Pinned ranges are in the way: what the slack forbids is better than failing.
+            None if reserved + grow <= self.config.limit_bytes & !(page - 1) => Ok(Room::Grow { bytes: grow }),
+            None => Err(shortage),
+        }
+    }
+
+    /// Notes that `bytes` more are reserved, behind what was.
+    pub fn grow(&mut self, bytes: u64) {
+        self.space.extend(bytes);
+    }
+
+    /// Gives free pages at the high end back; says how many bytes.
+    pub fn shrink(&mut self) -> u64 {
+        self.space.trim(self.config.page_bytes)
+    }
+
+    /// A plan that opens `bytes` of contiguous free space, as data; nothing moves yet.
+    pub fn plan_compaction(&self, bytes: u64, align: u64) -> Option<Compaction> {
+        compaction::plan(&self.space, bytes, align, &self.config.cost)
+    }
+
+    /// Notes that the moves of `plan` are made; ranges keep their names.
+    ///
+    /// # Panics
+    /// The plan was made for another state of this planner.
+    pub fn apply(&mut self, plan: &Compaction) {
+        self.space.relocate(plan);
+        if self.peak_at_compaction == self.peak_live_bytes {
+            self.habit = self.habit.next();
+        }
+        self.peak_at_compaction = self.peak_live_bytes;
+    }
+
+    /// Says that a range must stay where it is, or may move again.
+    pub fn pin(&mut self, id: RangeId, pinned: bool) {
+        self.space.pin(id, pinned);
+    }
+
+    /// Where a range lies now.
+    pub fn offset_of(&self, id: RangeId) -> u64 {
+        self.space.start_of(id)
+    }
+
+    /// Its size in whole granules.
+    pub fn bytes_of(&self, id: RangeId) -> u64 {
+        self.space.bytes_of(id)
+    }
+
+    /// Reserved bytes.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.space.bytes()
+    }
+
+    /// Bytes of used ranges, in whole granules.
+    pub fn live_bytes(&self) -> u64 {
+        self.space.bytes() - self.space.free_bytes()
+    }
+
+    /// What is held.
+    pub fn report(&self) -> PlannerReport {
+        PlannerReport {
+            reserved_bytes: self.space.bytes(),
+            live_bytes: self.live_bytes(),
+            peak_live_bytes: self.peak_live_bytes,
+            free_bytes: self.space.free_bytes(),
+            largest_free_bytes: self.space.largest_free_bytes(),
+            by_tag: self.by_tag,
+        }
+    }
+
+    fn shortage(&self, bytes: u64) -> Shortage {
+        Shortage {
+            asked_bytes: bytes.checked_next_multiple_of(self.config.granule_bytes).unwrap_or(u64::MAX),
+            live_bytes: self.live_bytes(),
+            free_bytes: self.space.free_bytes(),
+            largest_free_bytes: self.space.largest_free_bytes(),
+            limit_bytes: self.config.limit_bytes,
+        }
+    }
+
+    /// Checks the space and the accounts; see [`Offsets::check_invariants`].
+    ///
+    /// # Errors
+    /// The first broken one, in words.
+    pub fn check_invariants(&self) -> Result<(), String> {
+        self.space.check_invariants()?;
+        let tagged: u64 = self.by_tag.iter().sum();
+        if tagged != self.live_bytes() {
+            return Err(format!("{tagged} bytes by tag, {} live", self.live_bytes()));
+        }
+        if self.live_bytes() > self.peak_live_bytes {
+            return Err(format!("{} live, above the peak {}", self.live_bytes(), self.peak_live_bytes));
+        }
+        Ok(())
+    }
+}

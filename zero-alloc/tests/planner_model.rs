@@ -1,0 +1,324 @@
+//! The planner against a naive reference, on random programs, with contents checked after every compaction.
+//!
+//! `ZERO_ALLOC_MODEL_OPS=5000000 cargo test -p zero-alloc --test planner_model` runs as long as one likes.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use zero_alloc::planner::{Compaction, CostModel, Lifetime, Planner, PlannerConfig, RangeId, Request, Room};
+
+const GRANULE: u64 = 16;
+const PAGE: u64 = 256;
+
+fn config(limit_bytes: u64, slack: f64) -> PlannerConfig {
+    PlannerConfig { granule_bytes: GRANULE, page_bytes: PAGE, limit_bytes, slack, cost: CostModel::H200 }
+}
+
+/// A planner, and what a program that uses it sees: who holds which bytes, and what is written there.
+struct Model {
+    planner: Planner,
+    memory: Vec<u8>,
+    /// By offset: size, name, fill.
+    held: BTreeMap<u64, (u64, RangeId, u8)>,
+    pinned: Vec<RangeId>,
+    compactions: usize,
+    shortages: usize,
+    fill: u8,
+}
+
+impl Model {
+    fn new(config: PlannerConfig) -> Self {
+        Self {
+            planner: Planner::new(config),
+            memory: Vec::new(),
+            held: BTreeMap::new(),
+            pinned: Vec::new(),
+            compactions: 0,
+            shortages: 0,
+            fill: 0,
+        }
+    }
+
+    fn allocate(&mut self, request: Request) {
+        let (id, start) = loop {
+            if let Some(taken) = self.planner.allocate(request) {
+                break taken;
+            }
+            match self.planner.make_room(request) {
+                Ok(Room::Grow { bytes }) => {
+                    self.planner.grow(bytes);
+                    let reserved = self.planner.reserved_bytes();
+                    self.memory.resize(reserved as usize, 0);
+                }
+                Ok(Room::Compact(plan)) => self.compact(&plan),
+                Err(shortage) => {
+                    assert_eq!(shortage.asked_bytes, request.bytes.next_multiple_of(GRANULE));
+                    assert_eq!(shortage.live_bytes, self.planner.live_bytes());
+                    self.shortages += 1;
+                    return;
+                }
+            }
+        };
+        let bytes = request.bytes.next_multiple_of(GRANULE);
+        assert_eq!(start % request.align.max(GRANULE), 0, "{request:?} at {start}");
+        assert!(start + bytes <= self.memory.len() as u64);
+        if let Some((below, (size, ..))) = self.held.range(..=start).next_back() {
+            assert!(below + size <= start, "overlaps the block below");
+        }
+        if let Some((above, _)) = self.held.range(start..).next() {
+            assert!(start + bytes <= *above, "overlaps the block above");
+        }
+        self.fill = self.fill.wrapping_add(1);
+        self.memory[start as usize..(start + bytes) as usize].fill(self.fill);
+        self.held.insert(start, (bytes, id, self.fill));
+    }
+
+    fn compact(&mut self, plan: &Compaction) {
+        self.compactions += 1;
+        for m in &plan.moves {
+            assert!(!self.pinned.contains(&m.range), "a pinned range moves");
+            for (from, to, bytes) in m.copies() {
+                assert!(from.abs_diff(to) >= bytes, "a copy overlaps itself");
+                self.memory.copy_within(from as usize..(from + bytes) as usize, to as usize);
+            }
+            let (bytes, id, fill) = self.held.remove(&m.from).expect("it was there");
+            assert_eq!((bytes, id), (m.bytes, m.range));
+            self.held.insert(m.to, (bytes, id, fill));
+        }
+        self.planner.apply(plan);
+        for (start, (bytes, id, fill)) in &self.held {
+            assert_eq!(self.planner.offset_of(*id), *start);
+            let contents = &self.memory[*start as usize..(start + bytes) as usize];
+            assert!(contents.iter().all(|b| b == fill), "the contents of {id:?} at {start} are gone");
+        }
+        let clear = self.held.range(plan.start..plan.start + plan.bytes).next().is_none();
+        assert!(clear, "the space that the plan opens is not free");
+    }
+
+    fn free(&mut self, nth: usize) {
+        let Some((&start, &(bytes, id, fill))) = self.held.iter().nth(nth % self.held.len().max(1)) else { return };
+        let contents = &self.memory[start as usize..(start + bytes) as usize];
+        assert!(contents.iter().all(|b| *b == fill), "the contents of {id:?} at {start} are gone");
+        assert_eq!(self.planner.free(id), (start, bytes));
+        self.held.remove(&start);
+        self.pinned.retain(|p| *p != id);
+    }
+
+    fn check(&self) {
+        self.planner.check_invariants().expect("sound");
+        let live: u64 = self.held.values().map(|(bytes, ..)| bytes).sum();
+        assert_eq!(self.planner.live_bytes(), live);
+    }
+}
+
+/// splitmix64
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % bound
+    }
+}
+
+fn random_request(random: &mut Random) -> Request {
+    let bytes = match random.below(10) {
+        0 => 1 + random.below(4096),
+        1..=3 => 1 + random.below(700),
+        _ => 1 + random.below(100),
+    };
+    let align = if random.below(12) == 0 { 1 << random.below(9) } else { 1 };
+    let lifetime = [Lifetime::Long, Lifetime::Short, Lifetime::Unknown][random.below(3) as usize];
+    Request { bytes, align, lifetime, tag: random.below(8) as u8 }
+}
+
+fn model_ops() -> usize {
+    let default = if cfg!(miri) { 300 } else { 300_000 };
+    std::env::var("ZERO_ALLOC_MODEL_OPS").ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+}
+
+#[test]
+fn random_programs_agree_with_the_reference() {
+    let mut random = Random(1);
+    let (mut compactions, mut shortages) = (0, 0);
+    let rounds = 10;
+    for round in 0..rounds {
+        let limit = if round % 2 == 0 { 1 << 40 } else { 16 << 10 };
+        let mut model = Model::new(config(limit, [0.0, 0.02, 0.3][round % 3]));
+        for _ in 0..model_ops() / rounds {
+            // Growing and shrinking phases, so that holes of all sizes appear.
+            let filling = model.planner.live_bytes() < random.below(30_000);
+            if filling {
+                let request = random_request(&mut random);
+                model.allocate(request);
+                if round >= 6 && random.below(20) == 0 {
+                    let id = model.held.values().next().map(|(_, id, _)| *id);
+                    if let Some(id) = id.filter(|_| model.pinned.len() < 3) {
+                        model.planner.pin(id, true);
+                        model.pinned.push(id);
+                    }
+                }
+            } else {
+                let nth = random.below(1 << 20) as usize;
+                model.free(nth);
+            }
+            model.check();
+        }
+        compactions += model.compactions;
+        shortages += model.shortages;
+    }
+    if !cfg!(miri) {
+        assert!(compactions > 100, "only {compactions} compactions were tried");
+        assert!(shortages > 10, "only {shortages} shortages were met");
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Allocate(u64, u8, u8),
+    Free(usize),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        3 => (1u64..2000, 0u8..8, 0u8..3).prop_map(|(bytes, align, lifetime)| Step::Allocate(bytes, align, lifetime)),
+        2 => (0usize..100).prop_map(Step::Free),
+    ];
+    prop::collection::vec(step, 1..120)
+}
+
+fn run(model: &mut Model, steps: &[Step]) {
+    for step in steps {
+        match *step {
+            Step::Allocate(bytes, align, lifetime) => {
+                let lifetime = [Lifetime::Long, Lifetime::Short, Lifetime::Unknown][lifetime as usize];
+                model.allocate(Request { bytes, align: 1 << align, lifetime, tag: 0 });
+            }
+            Step::Free(nth) => model.free(nth),
+        }
+        model.check();
+    }
+}
+
+fn cases(n: u32) -> ProptestConfig {
+    let cases = if cfg!(miri) { 3 } else { n };
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(cases(200))]
+
+    #[test]
+    fn freeing_everything_leaves_one_free_range(steps in steps()) {
+        let mut model = Model::new(config(1 << 40, 0.05));
+        run(&mut model, &steps);
+        while !model.held.is_empty() {
+            model.free(0);
+            model.check();
+        }
+        let report = model.planner.report();
+        prop_assert_eq!(report.largest_free_bytes, report.free_bytes);
+        prop_assert_eq!(report.free_bytes, report.reserved_bytes);
+        prop_assert_eq!(model.planner.shrink(), report.reserved_bytes);
+        model.planner.check_invariants().expect("sound");
+    }
+
+    #[test]
+    fn compaction_reaches_the_bound(steps in steps()) {
+        // Without alignment above the granule and pinned ranges, all that is free becomes contiguous.
+        let mut model = Model::new(config(1 << 40, 0.5));
+        let plain: Vec<_> = steps.iter().map(|step| match *step {
+            Step::Allocate(bytes, _, lifetime) => Step::Allocate(bytes, 0, lifetime),
+            Step::Free(nth) => Step::Free(nth),
+        }).collect();
+        run(&mut model, &plain);
+        let free = model.planner.report().free_bytes;
+        if free > 0 {
+            let plan = model.planner.plan_compaction(free, 1).expect("the bound is reached");
+            prop_assert_eq!(plan.bytes, free);
+            model.compact(&plan);
+            model.check();
+            prop_assert_eq!(model.planner.report().largest_free_bytes, free);
+            prop_assert_eq!(model.planner.report().fragmentation(), 0.0);
+        }
+        prop_assert!(model.planner.plan_compaction(free + 1, 1).is_none());
+    }
+
+    #[test]
+    fn reserved_stays_within_the_slack_of_the_peak(steps in steps(), slack in 0.0f64..0.2) {
+        let mut model = Model::new(config(1 << 40, slack));
+        let plain: Vec<_> = steps.iter().map(|step| match *step {
+            Step::Allocate(bytes, _, lifetime) => Step::Allocate(bytes, 0, lifetime),
+            Step::Free(nth) => Step::Free(nth),
+        }).collect();
+        for step in &plain {
+            run(&mut model, std::slice::from_ref(step));
+            let report = model.planner.report();
+            let bound = (report.peak_live_bytes as f64 * (1.0 + slack)) as u64;
+            prop_assert!(report.reserved_bytes <= bound.max(report.peak_live_bytes.next_multiple_of(PAGE)));
+        }
+    }
+}
+
+#[test]
+fn a_pinned_range_blocks_sliding_but_not_growing() {
+    let mut planner = Planner::new(config(1 << 20, 0.0));
+    // Long-lived ranges lie in the order in which they are asked for.
+    let request = |pages: u64| Request { lifetime: Lifetime::Long, ..Request::new(pages * PAGE) };
+    planner.grow(8 * PAGE);
+    let ids: Vec<_> = (0..8).map(|_| planner.allocate(request(1)).expect("room").0).collect();
+    for i in [0, 1, 3, 4, 6, 7] {
+        planner.free(ids[i]);
+    }
+    planner.pin(ids[2], true);
+    planner.pin(ids[5], true);
+    assert!(planner.plan_compaction(3 * PAGE, 1).is_none());
+    assert_eq!(planner.make_room(request(3)), Ok(Room::Grow { bytes: PAGE }));
+    planner.pin(ids[2], false);
+    let plan = planner.plan_compaction(3 * PAGE, 1).expect("one may move");
+    assert_eq!((plan.moves.len(), plan.moved_bytes()), (1, PAGE));
+    planner.apply(&plan);
+    planner.check_invariants().expect("sound");
+    assert!(planner.report().largest_free_bytes >= 3 * PAGE);
+}
+
+#[test]
+fn a_small_range_between_two_holes_is_evicted() {
+    let mut planner = Planner::new(config(1 << 20, 0.0));
+    planner.grow(21 * PAGE);
+    let request = |pages: u64| Request { lifetime: Lifetime::Long, ..Request::new(pages * PAGE) };
+    let take = |planner: &mut Planner, pages| planner.allocate(request(pages)).expect("room").0;
+    let low = take(&mut planner, 8);
+    let _small = take(&mut planner, 1);
+    let high = take(&mut planner, 8);
+    let _wall = take(&mut planner, 2);
+    let hole = take(&mut planner, 1);
+    let _last = take(&mut planner, 1);
+    for id in [low, high, hole] {
+        planner.free(id);
+    }
+    // 16 pages are free left and right of one used page; moving that page away opens all 17.
+    let plan = planner.plan_compaction(17 * PAGE, 1).expect("room");
+    assert_eq!(plan.moved_bytes(), PAGE);
+    planner.apply(&plan);
+    planner.check_invariants().expect("sound");
+    assert_eq!(planner.report().largest_free_bytes, 17 * PAGE);
+}
+
+#[test]
+fn a_shortage_has_the_numbers() {
+    let mut planner = Planner::new(config(4 * PAGE, 0.0));
+    planner.grow(4 * PAGE);
+    let _held = planner.allocate(Request::new(PAGE)).expect("room");
+    let shortage = planner.make_room(Request::new(4 * PAGE)).expect_err("3 of 4 pages are free");
+    assert_eq!((shortage.asked_bytes, shortage.live_bytes), (4 * PAGE, PAGE));
+    assert_eq!(
+        (shortage.free_bytes, shortage.largest_free_bytes, shortage.limit_bytes),
+        (3 * PAGE, 3 * PAGE, 4 * PAGE)
+    );
+    let absurd = planner.make_room(Request::new(u64::MAX)).expect_err("beyond any space");
+    assert_eq!(absurd.asked_bytes, u64::MAX);
+}
