@@ -82,6 +82,24 @@ pub struct StepScalars {
     pub skip: u32,
 }
 
+impl StepScalars {
+    /// The scalars of Adam's step `t`, counted from 1, at learning rate `lr`.
+    pub fn new(t: u64, lr: f64, hyper: &AdamHyper, grad_scale: f64) -> Self {
+        Self {
+            grad_scale: grad_scale as f32,
+            lr: lr as f32,
+            step_size: (lr / (1.0 - hyper.beta1.powf(t as f64))) as f32,
+            bias_correction2_sqrt: (1.0 - hyper.beta2.powf(t as f64)).sqrt() as f32,
+            skip: 0,
+        }
+    }
+
+    /// The scalars of a step that is skipped.
+    pub fn skipped() -> Self {
+        Self { skip: 1, ..Self::default() }
+    }
+}
+
 /// Constants of Adam. In fp64, since `1 - beta2` of an fp32 beta2 is already wrong in the fifth digit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamHyper {

@@ -1,4 +1,4 @@
-//! Fused AdamW, cast, norm and overflow check.
+#![doc = include_str!("../README.md")]
 
 mod float;
 pub mod host;

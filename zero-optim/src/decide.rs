@@ -302,7 +302,7 @@ impl Decider {
             let overflow = Overflow { rank, unit, nonfinite: votes.iter().map(|v| v.nonfinite).sum() };
             let next_loss_scale = self.scaler.scale();
             return Ok(Decision {
-                scalars: StepScalars { skip: 1, ..StepScalars::default() },
+                scalars: StepScalars::skipped(),
                 hyper,
                 outcome: StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale },
             });
@@ -311,14 +311,7 @@ impl Decider {
         let grad_norm = sum_sq.sqrt() / divisor;
         let max = self.rules.max_grad_norm;
         let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
-        let t = (self.adam_steps + 1) as f64;
-        let scalars = StepScalars {
-            grad_scale: (clip / divisor) as f32,
-            lr: lr as f32,
-            step_size: (lr / (1.0 - hyper.beta1.powf(t))) as f32,
-            bias_correction2_sqrt: (1.0 - hyper.beta2.powf(t)).sqrt() as f32,
-            skip: 0,
-        };
+        let scalars = StepScalars::new(self.adam_steps + 1, lr, &hyper, clip / divisor);
         // A good step cannot fail.
         let _ = self.scaler.update(false);
         self.adam_steps += 1;
