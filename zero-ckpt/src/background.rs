@@ -246,7 +246,7 @@ impl<M: StagingMemory> BackgroundStore<M> {
         let (meta, outcome) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
         let ended = || CkptError::Snapshot { message: "the background writer has ended".into() };
         let staged = outcome.unwrap_or_else(|| Err(ended()));
-        self.store.agree(&meta, &self.layout, staged, exchange)
+        self.store.finish(&meta, &self.layout, staged, exchange)
     }
 
     /// Takes what the worker has finished; waits for one where asked.

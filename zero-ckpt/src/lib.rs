@@ -4,6 +4,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("zero-ckpt stores little-endian elements and has been written for little-endian machines");
 
+mod assemble;
 mod background;
 mod catalog;
 mod coverage;
@@ -14,6 +15,7 @@ mod export;
 mod header;
 mod import;
 mod inspect;
+mod lock;
 mod manifest;
 mod model;
 #[allow(unsafe_code)] // two derives that prove a page to be plain bytes
@@ -29,6 +31,7 @@ mod tensors;
 mod transfer;
 mod verify;
 
+pub use assemble::SaveMeta;
 pub use background::{BackgroundStore, Fence, Slot, StagingMemory, staging_bytes};
 pub use dtype::StateDtype;
 pub use error::CkptError;
@@ -42,6 +45,6 @@ pub use plan::{BLOCK_BYTES, BLOCK_TABLE, Piece, StateSpec, checksum};
 pub use reader::{Reader, View};
 pub use report::{Published, Receipt, frame_bytes};
 pub use shard::ShardData;
-pub use store::{STAGES, SaveMeta, Stage, Store, StoreOptions};
+pub use store::{STAGES, Stage, Store, StoreOptions};
 pub use transfer::IoOptions;
 pub use verify::Verified;

@@ -13,17 +13,17 @@
 //! A crash at any point leaves `latest` and the checkpoint it names as they were, or as they are to be. Staged
 //! files of runs that died are swept at the next publication of their step or a later one.
 
-use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Mutex;
 
-use serde_json::Value;
 use zero_shard::Layout;
 
-use crate::catalog::{self, Entry, LATEST, LOCK, STAGING, latest_line, step_name, step_of};
+use crate::assemble::{SaveMeta, manifest_of};
+use crate::catalog::{self, Entry, LATEST, STAGING, latest_line, step_name, step_of};
 use crate::dir::Dir;
-use crate::manifest::{FORMAT_VERSION, FileRecord, Hex64, LayoutRecord, MANIFEST_NAME, Manifest};
+use crate::lock::Lock;
+use crate::manifest::{FORMAT_VERSION, Hex64, MANIFEST_NAME, Manifest};
 use crate::pages::{PAGE_BYTES, Pages};
 use crate::plan::{FilePlan, checksum};
 use crate::report::{Published, Receipt, frame_bytes, from_frame, middle_cut, to_frame};
@@ -76,21 +76,6 @@ pub struct StoreOptions {
     pub io: IoOptions,
 }
 
-/// What a checkpoint says besides its state. The same on every rank; rank 0's is stored.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct SaveMeta {
-    /// Steps done.
-    pub step: u64,
-    /// ZeRO stage, 0 to 3.
-    pub stage: u8,
-    /// Dtype of the parameters.
-    pub dtype: String,
-    /// The trainer's own words: data position, seed, schedule, loss scale.
-    pub trainer: Value,
-    /// The model's `config.json` for export, or null.
-    pub model_config: Value,
-}
-
 type Observer = Box<dyn Fn(Stage) + Send + Sync>;
 
 /// A rank's door to the directory that a run saves into.
@@ -102,7 +87,7 @@ pub struct Store {
     observer: Option<Observer>,
     /// Rank 0: what is published, oldest save first.
     published: Mutex<Vec<Entry>>,
-    _lock: Option<File>,
+    _lock: Option<Lock>,
 }
 
 impl Store {
@@ -113,7 +98,7 @@ impl Store {
     /// The directory cannot be made or written, or another live run saves into it ([`CkptError::Busy`]).
     pub fn create(path: impl AsRef<Path>, rank: u64, options: StoreOptions) -> Result<Self, CkptError> {
         let dir = Dir::create(path.as_ref())?;
-        let lock = if rank == 0 { lock(&dir)? } else { None };
+        let lock = if rank == 0 { Lock::take(&dir)? } else { None };
         let staging = dir.create_dir(STAGING)?;
         let probe = format!("probe.{}", random());
         staging.write_new(&probe, b"")?;
@@ -168,11 +153,16 @@ impl Store {
         exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Published, CkptError> {
         let staged = self.stage(meta.step, shard);
-        self.agree(meta, shard.layout(), staged, exchange)
+        self.finish(meta, shard.layout(), staged, exchange)
     }
 
-    /// The second half of a save: exchange, publication, verdict.
-    pub(crate) fn agree<E: std::fmt::Display>(
+    /// The second half of a save: exchange, publication, verdict. A rank that cannot even stage (it could not
+    /// copy its state, or any error of its own) gives that error as `staged`, and so all ranks learn of it
+    /// and none waits for another. See [`Store::save`].
+    ///
+    /// # Errors
+    /// As [`Store::save`].
+    pub fn finish<E: std::fmt::Display>(
         &self,
         meta: &SaveMeta,
         layout: &Layout,
@@ -423,75 +413,6 @@ impl Store {
         if let Some(observer) = &self.observer {
             observer(stage);
         }
-    }
-}
-
-/// The manifest of these receipts, checked as a reader will check it.
-fn manifest_of(
-    meta: &SaveMeta,
-    layout: &Layout,
-    model: ModelSpec,
-    sequence: u64,
-    receipts: &[Receipt],
-    path: &Path,
-) -> Result<Manifest, CkptError> {
-    let unfit = |why: String| CkptError::Receipts { why };
-    let world_size = layout.world_size();
-    if receipts.len() as u64 != world_size {
-        return Err(unfit(format!("{} receipts of {world_size} ranks", receipts.len())));
-    }
-    let states = receipts.first().map(|r| r.states.clone()).unwrap_or_default();
-    for (rank, receipt) in receipts.iter().enumerate() {
-        if receipt.rank != rank as u64 || receipt.step != meta.step {
-            let found = format!("rank {}, step {}", receipt.rank, receipt.step);
-            return Err(unfit(format!("expected rank {rank}, step {}; got {found}", meta.step)));
-        }
-        if receipt.states != states {
-            return Err(unfit(format!("rank {rank} has states {:?}, rank 0 has {states:?}", receipt.states)));
-        }
-    }
-    let files = receipts.iter().map(|r| FileRecord {
-        name: format!("shard-{:05}-of-{world_size:05}.safetensors", r.rank),
-        bytes: r.bytes,
-        front_crc64: r.front_crc64,
-        pieces: r.pieces.clone(),
-    });
-    let manifest = Manifest {
-        step: meta.step,
-        sequence,
-        stage: meta.stage,
-        dtype: meta.dtype.clone(),
-        model,
-        layout: LayoutRecord { world_size, align_elems: layout.align_elems() },
-        states,
-        files: files.collect(),
-        trainer: meta.trainer.clone(),
-        model_config: meta.model_config.clone(),
-    };
-    manifest.check(&path.join(MANIFEST_NAME))?;
-    Ok(manifest)
-}
-
-/// Takes the directory for this run; `None` where the file system has no locks.
-fn lock(dir: &Dir) -> Result<Option<File>, CkptError> {
-    use std::io::Write;
-    let path: PathBuf = dir.path().join(LOCK);
-    let mut options = File::options();
-    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, rustix::fs::OFlags::NOFOLLOW.bits() as i32);
-    let mut file = options.create(true).read(true).append(true).open(&path).map_err(CkptError::io("open", &path))?;
-    match file.try_lock() {
-        Ok(()) => {
-            let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-            let _ = file.set_len(0);
-            let _ = write!(file, "process {} on {}", std::process::id(), host.trim());
-            Ok(Some(file))
-        }
-        Err(std::fs::TryLockError::WouldBlock) => {
-            let holder = dir.read_small(LOCK, 4096).unwrap_or_default();
-            let holder: String = String::from_utf8_lossy(&holder).chars().take(200).collect();
-            Err(CkptError::Busy { dir: dir.path().into(), holder })
-        }
-        Err(std::fs::TryLockError::Error(_)) => Ok(None),
     }
 }
 
