@@ -321,3 +321,29 @@ proptest! {
         prop_assert_eq!(&part[..], &all[0].2[a as usize..b as usize]);
     }
 }
+
+/// transformers loads a folder of ours with every parameter found, and saves one that reads back here.
+#[test]
+#[ignore = "needs Python with torch and transformers"]
+fn transformers_reads_what_is_written_and_writes_what_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ours, theirs) = (dir.path().join("ours"), dir.path().join("theirs"));
+    for (dtype, tied_head) in [(DType::F32, true), (DType::Bf16, false)] {
+        let config = GptConfig { tied_head, ..tiny() };
+        write(&ours, &config, dtype);
+        let script = "import sys; from transformers import GPT2LMHeadModel as Model
+model, info = Model.from_pretrained(sys.argv[1], output_loading_info=True, dtype='auto')
+assert not any(info[k] for k in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), info
+model.save_pretrained(sys.argv[2])";
+        let status = std::process::Command::new("python3").args(["-c", script]).args([&ours, &theirs]).status();
+        assert!(status.unwrap().success());
+        let mut expected = params(&config);
+        if dtype == DType::Bf16 {
+            expected.iter_mut().flat_map(|p| &mut p.2).for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        }
+        let folder = HfFolder::open(&theirs).unwrap();
+        assert_eq!(folder.config(), &config);
+        assert_holds(&folder, &expected);
+        fs::remove_dir_all(&theirs).unwrap();
+    }
+}
