@@ -1,0 +1,173 @@
+//! Gradients on their way from backward to where they are kept.
+//!
+//! | buffer | elements | life |
+//! |---|---|---|
+//! | scratch slot | a unit's flat gradient in fp32 | from the first pass that adds to it until it is packed |
+//! | bucket | constant, in the travelling dtype | from packing until the reduced piece is where it is kept |
+//! | storage | all units whole, or this rank's shards | the whole run |
+//!
+//! A unit whose gradient is complete is cut into pieces; each piece is packed into a bucket (cast to the
+//! travelling dtype on the compute stream), reduced over ranks on the communication stream, and lands in
+//! the storage: written by the first micro-batch of a step, added in fp32 by the later ones.
+
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
+use zero_alloc::{Block, Purpose};
+use zero_comm::{BucketOptions, Buckets, Filling, ReduceOp};
+use zero_shard::{BucketPiece, bucket_pieces};
+
+use super::rank::Rank;
+use super::storage::Storage;
+use crate::error::TrainError;
+
+/// The gradients of one rank.
+pub(super) struct Gradients<D: Device> {
+    slots: Vec<Block<D>>,
+    /// The scratch slot of each unit.
+    slot_of: Vec<usize>,
+    buckets: Buckets<D>,
+    storage: Storage<D>,
+    compute: D::Stream,
+}
+
+impl<D: Device> Gradients<D> {
+    /// Scratch and buckets for gradients that are kept in `storage`.
+    pub(super) fn new(rank: &Rank<D>, storage: Storage<D>) -> Result<Self, TrainError> {
+        let (slot_of, sizes) = scratch_slots(rank);
+        let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
+        let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
+        let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
+        let options = BucketOptions { overlap: rank.settings.overlap, ..BucketOptions::new(capacity, rank.settings.dtype) };
+        let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
+        let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
+        Ok(Self { slots, slot_of, buckets, storage, compute })
+    }
+
+    /// The flat gradients to which the backward of `pass` adds; those that it is the first to add to are
+    /// set to zero before.
+    pub(super) fn of_pass(&self, rank: &Rank<D>, pass: usize) -> Result<Vec<DeviceSlice<f32>>, TrainError> {
+        let mut grads = Vec::new();
+        for &unit in &rank.passes[pass].grads {
+            let scratch = self.scratch(rank, unit);
+            if !rank.passes[pass + 1..].iter().any(|later| later.grads.contains(&unit)) {
+                rank.pool.device().fill_zero(&rank.compute, scratch)?;
+            }
+            grads.push(scratch.typed::<f32>()?.slice(0..rank.numel(unit)));
+        }
+        Ok(grads)
+    }
+
+    /// Sums `unit` over all ranks; every rank keeps the whole sum. `micro` counts micro-batches from 0.
+    pub(super) fn all_reduce(&self, rank: &Rank<D>, unit: usize, micro: usize) -> Result<(), TrainError> {
+        for piece in self.pieces(rank, unit) {
+            let in_flight = self.pack(rank, unit, &piece)?.all_reduce(ReduceOp::Sum)?;
+            // SAFETY: used on the communication stream alone, before `finish`.
+            let sum = unsafe { in_flight.slice() };
+            for (part, place) in parts(&piece, sum) {
+                self.land(rank, part, self.storage.unit(unit).slice(place), micro)?;
+            }
+            let _done = in_flight.finish()?;
+        }
+        Ok(())
+    }
+
+    /// Sums `unit` over all ranks; each rank keeps its shard of the sum. `micro` counts micro-batches from 0.
+    pub(super) fn reduce_scatter(&self, rank: &Rank<D>, unit: usize, micro: usize) -> Result<(), TrainError> {
+        for piece in self.pieces(rank, unit) {
+            let shard = self.storage.own(unit).slice(piece.in_shard.start as usize..piece.in_shard.end as usize);
+            let bucket = self.pack(rank, unit, &piece)?;
+            let in_flight = if micro == 0 && shard.dtype() == rank.settings.dtype {
+                bucket.reduce_scatter_into(shard, ReduceOp::Sum)?
+            } else {
+                let in_flight = bucket.reduce_scatter(ReduceOp::Sum)?;
+                // SAFETY: used on the communication stream alone, before `finish`.
+                let sum = unsafe { in_flight.segment() };
+                self.land(rank, sum, shard, micro)?;
+                in_flight
+            };
+            let _done = in_flight.finish()?;
+        }
+        Ok(())
+    }
+
+    /// Makes the compute stream wait until all gradients are where they are kept.
+    pub(super) fn wait(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+        Ok(self.buckets.wait_all_on(&rank.compute)?)
+    }
+
+    /// Where the gradients are kept.
+    pub(super) fn storage(&self) -> &Storage<D> {
+        &self.storage
+    }
+
+    fn scratch(&self, rank: &Rank<D>, unit: usize) -> AnySlice {
+        // SAFETY: the compute stream alone uses the scratch, and dropping it notes that stream.
+        let slot = unsafe { self.slots[self.slot_of[unit]].slice() };
+        slot.slice(0..rank.layout.units()[unit].padded_elems as usize)
+    }
+
+    fn pieces(&self, rank: &Rank<D>, unit: usize) -> impl Iterator<Item = BucketPiece> + use<D> {
+        let capacity = self.buckets.options().capacity_elems as u64;
+        bucket_pieces(&rank.layout.units()[unit], rank.layout.world_size(), capacity)
+    }
+
+    /// Casts a piece of the scratch into the next bucket, on the compute stream.
+    fn pack(&self, rank: &Rank<D>, unit: usize, piece: &BucketPiece) -> Result<Filling<D>, TrainError> {
+        let bucket = self.buckets.begin(piece.elems() as usize)?;
+        // SAFETY: written on the compute stream alone, before the launch.
+        let packed = unsafe { bucket.slice() };
+        let scratch = self.scratch(rank, unit);
+        for (part, place) in parts(piece, packed) {
+            rank.kernels.cast(&rank.compute, scratch.slice(place), part, 1.0)?;
+        }
+        Ok(bucket)
+    }
+
+    /// Writes or adds a reduced piece, on the communication stream.
+    fn land(&self, rank: &Rank<D>, sum: AnySlice, place: AnySlice, micro: usize) -> Result<(), TrainError> {
+        if micro == 0 {
+            rank.kernels.cast(&rank.comm_stream, sum, place, 1.0)?;
+        } else {
+            rank.kernels.accumulate(&rank.comm_stream, sum, place.typed()?)?;
+        }
+        Ok(())
+    }
+}
+
+impl<D: Device> Drop for Gradients<D> {
+    fn drop(&mut self) {
+        for slot in &mut self.slots {
+            // A stream that refuses is closed, and uses the block no more.
+            let _closed = slot.record_use(&self.compute);
+        }
+    }
+}
+
+/// The segments of a bucket with their places in the unit; one segment where the piece is the whole unit.
+fn parts(piece: &BucketPiece, bucket: AnySlice) -> Vec<(AnySlice, std::ops::Range<usize>)> {
+    if piece.elems() == piece.shard_elems * piece.world_size {
+        return vec![(bucket, 0..bucket.len())];
+    }
+    let n = piece.segment_elems() as usize;
+    let segments = piece.segments().enumerate();
+    segments.map(|(i, at)| (bucket.slice(i * n..(i + 1) * n), at.start as usize..at.end as usize)).collect()
+}
+
+/// For each unit a slot that no other unit uses between its first and last pass; and the slots' sizes.
+fn scratch_slots<D: Device>(rank: &Rank<D>) -> (Vec<usize>, Vec<usize>) {
+    let (mut slot_of, mut sizes, mut free) = (vec![0; rank.units()], Vec::<usize>::new(), Vec::new());
+    let mut placed = vec![false; rank.units()];
+    for pass in (0..rank.passes.len()).rev() {
+        for &unit in &rank.passes[pass].grads {
+            if !std::mem::replace(&mut placed[unit], true) {
+                slot_of[unit] = free.pop().unwrap_or_else(|| {
+                    sizes.push(0);
+                    sizes.len() - 1
+                });
+                let size = &mut sizes[slot_of[unit]];
+                *size = (*size).max(rank.layout.units()[unit].padded_elems as usize);
+            }
+        }
+        free.extend(rank.complete_after(pass).map(|unit| slot_of[unit]));
+    }
+    (slot_of, sizes)
+}

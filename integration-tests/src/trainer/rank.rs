@@ -1,0 +1,95 @@
+//! What one rank works with: its streams, memory, communicator and kernels, and the layout that all share.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::Pool;
+use zero_alloc::device::{DType, Device, Stream};
+use zero_comm::{Communicator, PrefetchOptions};
+use zero_kernels::Kernels;
+use zero_optim::StepRules;
+use zero_shard::{Layout, Widths, ZeroStage};
+
+use crate::error::TrainError;
+use crate::model::Pass;
+
+/// What all ranks of a run agree on.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// What is sharded.
+    pub stage: ZeroStage,
+    /// Type of parameters, and of gradients on their way.
+    pub dtype: DType,
+    /// Micro-batches of a step.
+    pub grad_accum_steps: usize,
+    /// Elements of a gradient bucket.
+    pub bucket_capacity_elems: usize,
+    /// Whether communication runs beside compute. Off, each waits for the other, and nothing is gathered ahead.
+    pub overlap: bool,
+    /// How stage 3 gathers units.
+    pub prefetch: PrefetchOptions,
+    /// The optimizer.
+    pub rules: StepRules,
+    /// The longest that a rank waits for its streams and for the others.
+    pub limit: Duration,
+}
+
+impl Settings {
+    /// The dtype in which gradients are kept until the step: fp32 where several micro-batches are summed.
+    pub fn grad_dtype(&self) -> DType {
+        if self.grad_accum_steps > 1 { DType::F32 } else { self.dtype }
+    }
+
+    /// Bytes an element, for the formulas.
+    pub fn widths(&self) -> Widths {
+        Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64)
+    }
+}
+
+/// One rank of a run.
+pub struct Rank<D: Device> {
+    /// The group of ranks.
+    pub comm: Arc<dyn Communicator<D>>,
+    /// Operations on flat ranges.
+    pub kernels: Arc<dyn Kernels<D>>,
+    /// Where all memory comes from.
+    pub pool: Pool<D>,
+    /// Forward, backward and the optimizer run here.
+    pub compute: D::Stream,
+    /// Collectives run here, beside compute, ordered by events alone.
+    pub comm_stream: D::Stream,
+    /// Who owns what.
+    pub layout: Arc<Layout>,
+    /// The passes of the model.
+    pub passes: Vec<Pass>,
+    /// What all ranks agree on.
+    pub settings: Settings,
+}
+
+impl<D: Device> Rank<D> {
+    /// Elements of `unit` that belong to parameters.
+    pub fn numel(&self, unit: usize) -> usize {
+        self.layout.units()[unit].numel_elems as usize
+    }
+
+    /// How many units.
+    pub fn units(&self) -> usize {
+        self.layout.units().len()
+    }
+
+    /// Units whose gradient is complete when the backward of pass `pass` has run (backward goes from the last
+    /// pass to the first).
+    pub fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
+        let grads = |p: usize| self.passes[p].grads.iter().copied();
+        grads(pass).filter(move |unit| !(0..pass).any(|earlier| grads(earlier).any(|u| u == *unit)))
+    }
+
+    /// Blocks the host until both streams have run dry.
+    ///
+    /// # Errors
+    /// The first error of a stream, or the limit passed.
+    pub fn synchronize(&self) -> Result<(), TrainError> {
+        self.compute.synchronize(self.settings.limit)?;
+        Ok(self.comm_stream.synchronize(self.settings.limit)?)
+    }
+}

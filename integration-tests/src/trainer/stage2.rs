@@ -1,0 +1,80 @@
+//! Stage 2: optimizer state and gradients are sharded (P_os+g of the paper).
+//!
+//! Parameters are whole on every rank, the rest is 1/N: 2 Ψ + 14 Ψ/N bytes in mixed precision. A unit's
+//! gradient is reduce-scattered as soon as its backward is done; each rank keeps the sum of its own shard and
+//! nothing else. It updates that shard, and the new parameters are all-gathered: 2 Ψ elements a step in all.
+
+use zero_alloc::Purpose;
+use zero_alloc::device::{AnySlice, Device};
+use zero_optim::{BackwardScale, ShardedAdamW};
+
+use super::gradients::Gradients;
+use super::rank::Rank;
+use super::stage::{Agreed, Say, Stage, agree_and_update, sharded_optimizer};
+use super::storage::Storage;
+use super::whole_params::WholeParams;
+use crate::error::TrainError;
+use crate::model::Model;
+
+/// One rank of stage 2.
+pub(super) struct Stage2<D: Device> {
+    /// All parameters.
+    params: WholeParams<D>,
+    /// The own shard of the gradients, summed over ranks.
+    grads: Gradients<D>,
+    /// The state of the own shard.
+    optimizer: ShardedAdamW<D>,
+}
+
+impl<D: Device> Stage2<D> {
+    pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
+        let grads = Storage::shards(rank, rank.settings.grad_dtype(), Purpose::Grads)?;
+        let (params, optimizer) = (WholeParams::new(rank)?, sharded_optimizer(rank)?);
+        Ok(Self { params, grads: Gradients::new(rank, grads)?, optimizer })
+    }
+}
+
+impl<D: Device> Stage<D> for Stage2<D> {
+    fn micro_batch(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro: usize,
+        scale: BackwardScale,
+    ) -> Result<(), TrainError> {
+        for (i, pass) in rank.passes.iter().enumerate() {
+            model.forward(&rank.compute, i, &self.params.of(rank, &pass.forward_reads)?)?;
+        }
+        for (i, pass) in rank.passes.iter().enumerate().rev() {
+            let params = self.params.of(rank, &pass.backward_reads)?;
+            let grads = self.grads.of_pass(rank, i)?;
+            model.backward(&rank.compute, i, &params, &grads, scale.get() as f32)?;
+            for unit in rank.complete_after(i) {
+                self.grads.reduce_scatter(rank, unit, micro)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, rank: &Rank<D>, say: Say, scale: BackwardScale) -> Result<Agreed, TrainError> {
+        self.grads.wait(rank)?;
+        let (params, grads) = (self.params.own(), self.grads.storage().all_own());
+        let agreed = agree_and_update(rank, &mut self.optimizer, &params, &grads, say, scale)?;
+        if !agreed.outcome.is_skipped() {
+            self.params.all_gather(rank)?;
+        }
+        Ok(agreed)
+    }
+
+    fn optimizer(&mut self) -> &mut ShardedAdamW<D> {
+        &mut self.optimizer
+    }
+
+    fn updated(&self) -> Vec<AnySlice> {
+        self.params.own()
+    }
+
+    fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        self.params.all_gather(rank)
+    }
+}

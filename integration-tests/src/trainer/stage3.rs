@@ -1,0 +1,123 @@
+//! Stage 3: optimizer state, gradients and parameters are sharded (P_os+g+p of the paper).
+//!
+//! Every rank holds 1/N of everything: 16 Ψ/N bytes. A unit is gathered just before a pass reads it and
+//! freed just after, in forward and again in backward, the next one being gathered meanwhile on the
+//! communication stream. A pass that runs backward right after its forward (the head) keeps its units
+//! between the two. Gradients go as in stage 2; after the step there is nothing to gather. At most 3 Ψ
+//! elements travel: two all-gathers and one reduce-scatter.
+
+use zero_alloc::Purpose;
+use zero_alloc::device::{AnySlice, Device};
+use zero_comm::{OrderCheck, Prefetcher, Unsharded};
+use zero_optim::{BackwardScale, ShardedAdamW};
+
+use super::gradients::Gradients;
+use super::rank::Rank;
+use super::stage::{Agreed, Say, Stage, agree_and_update, sharded_optimizer};
+use super::storage::Storage;
+use crate::error::TrainError;
+use crate::model::Model;
+
+/// One rank of stage 3.
+pub(super) struct Stage3<D: Device> {
+    /// Gathers units ahead of their use. (Dropped before the shards that it reads.)
+    prefetcher: Prefetcher<D>,
+    /// The own shard of the parameters.
+    params: Storage<D>,
+    /// The own shard of the gradients, summed over ranks.
+    grads: Gradients<D>,
+    /// The state of the own shard.
+    optimizer: ShardedAdamW<D>,
+}
+
+impl<D: Device> Stage3<D> {
+    pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
+        let params = Storage::shards(rank, rank.settings.dtype, Purpose::Params)?;
+        let grads = Storage::shards(rank, rank.settings.grad_dtype(), Purpose::Grads)?;
+        let (comm, compute, comm_stream) = (rank.comm.clone(), rank.compute.clone(), rank.comm_stream.clone());
+        let (shards, options) = (params.all_own(), rank.settings.prefetch);
+        let mut prefetcher = Prefetcher::new(rank.pool.clone(), comm, compute, comm_stream, shards, options);
+        prefetcher.expect_order(uses(rank))?;
+        let optimizer = sharded_optimizer(rank)?;
+        Ok(Self { prefetcher, params, grads: Gradients::new(rank, grads)?, optimizer })
+    }
+
+    fn unshard(&mut self, units: &[usize]) -> Result<Vec<Unsharded<D>>, TrainError> {
+        units.iter().map(|&unit| Ok(self.prefetcher.unshard(unit)?)).collect()
+    }
+
+    fn reshard(&mut self, units: Vec<Unsharded<D>>) {
+        units.into_iter().for_each(|unit| self.prefetcher.reshard(unit));
+    }
+}
+
+/// The units in the order in which a step unshards them.
+fn uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
+    let forward = rank.passes.iter().flat_map(|p| &p.forward_reads);
+    let backward = rank.passes.iter().rev().skip(1).flat_map(|p| &p.backward_reads);
+    let micro_batch: Vec<usize> = forward.chain(backward).copied().collect();
+    micro_batch.repeat(rank.settings.grad_accum_steps)
+}
+
+/// The gathered flat parameters, without their padding.
+fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>]) -> Vec<AnySlice> {
+    // SAFETY: passes read them on the compute stream, which waited for them, before they are resharded.
+    units.iter().zip(gathered).map(|(&u, g)| unsafe { g.slice() }.slice(0..rank.numel(u))).collect()
+}
+
+impl<D: Device> Stage<D> for Stage3<D> {
+    fn micro_batch(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro: usize,
+        scale: BackwardScale,
+    ) -> Result<(), TrainError> {
+        if micro == 0 {
+            self.prefetcher.begin_step()?;
+        }
+        let last = rank.passes.len() - 1;
+        let mut turning = Vec::new();
+        for (i, pass) in rank.passes.iter().enumerate() {
+            let units = self.unshard(&pass.forward_reads)?;
+            model.forward(&rank.compute, i, &params(rank, &pass.forward_reads, &units))?;
+            if i == last {
+                turning = units;
+            } else {
+                self.reshard(units);
+            }
+        }
+        for (i, pass) in rank.passes.iter().enumerate().rev() {
+            let units = if i == last { std::mem::take(&mut turning) } else { self.unshard(&pass.backward_reads)? };
+            let grads = self.grads.of_pass(rank, i)?;
+            let params = params(rank, &pass.backward_reads, &units);
+            model.backward(&rank.compute, i, &params, &grads, scale.get() as f32)?;
+            self.reshard(units);
+            for unit in rank.complete_after(i) {
+                self.grads.reduce_scatter(rank, unit, micro)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, rank: &Rank<D>, say: Say, scale: BackwardScale) -> Result<Agreed, TrainError> {
+        if let OrderCheck::Changed { position, expected, got } = self.prefetcher.end_step().order {
+            tracing::warn!(position, ?expected, ?got, "units were used in another order; not gathered ahead");
+        }
+        self.grads.wait(rank)?;
+        let (params, grads) = (self.params.all_own(), self.grads.storage().all_own());
+        agree_and_update(rank, &mut self.optimizer, &params, &grads, say, scale)
+    }
+
+    fn optimizer(&mut self) -> &mut ShardedAdamW<D> {
+        &mut self.optimizer
+    }
+
+    fn updated(&self) -> Vec<AnySlice> {
+        self.params.all_own()
+    }
+
+    fn publish(&mut self, _rank: &Rank<D>) -> Result<(), TrainError> {
+        Ok(())
+    }
+}

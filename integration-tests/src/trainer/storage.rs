@@ -1,0 +1,96 @@
+//! Flat storages of all units: whole (padded flat parameters end to end), or this rank's shards end to end.
+
+use std::ops::Range;
+
+use zero_alloc::device::{AnySlice, DType, Device};
+use zero_alloc::{Block, Purpose};
+
+use super::rank::Rank;
+use crate::error::TrainError;
+
+/// One allocation that holds a part of every unit, from the start of a run to its end.
+pub(super) struct Storage<D: Device> {
+    /// None only while dropped.
+    block: Block<D>,
+    /// Where each unit's part lies.
+    units: Vec<Range<usize>>,
+    /// Where this rank's shard lies within each unit's part.
+    own: Vec<Range<usize>>,
+    streams: [D::Stream; 2],
+}
+
+fn index(range: Range<u64>) -> Range<usize> {
+    range.start as usize..range.end as usize
+}
+
+impl<D: Device> Storage<D> {
+    /// All units whole, set to zero.
+    pub(super) fn whole(rank: &Rank<D>, dtype: DType, purpose: Purpose) -> Result<Self, TrainError> {
+        let (layout, own) = (&rank.layout, rank.comm.rank() as u64);
+        let units = layout.units().iter().map(|u| index(u.whole_range())).collect();
+        let own = layout.units().iter().map(|u| index(u.shard(own))).collect();
+        Self::new(rank, layout.padded_elems() as usize, dtype, purpose, units, own)
+    }
+
+    /// This rank's shard of every unit, set to zero.
+    pub(super) fn shards(rank: &Rank<D>, dtype: DType, purpose: Purpose) -> Result<Self, TrainError> {
+        let layout = &rank.layout;
+        let units: Vec<_> = layout.units().iter().map(|u| index(u.shard_range())).collect();
+        let own = units.iter().map(|u| 0..u.len()).collect();
+        Self::new(rank, layout.shard_elems() as usize, dtype, purpose, units, own)
+    }
+
+    fn new(
+        rank: &Rank<D>,
+        elems: usize,
+        dtype: DType,
+        purpose: Purpose,
+        units: Vec<Range<usize>>,
+        own: Vec<Range<usize>>,
+    ) -> Result<Self, TrainError> {
+        let block = rank.pool.allocate(elems, dtype, purpose, &rank.compute)?;
+        let storage = Self { block, units, own, streams: [rank.compute.clone(), rank.comm_stream.clone()] };
+        rank.pool.device().fill_zero(&rank.compute, storage.all())?;
+        Ok(storage)
+    }
+
+    fn all(&self) -> AnySlice {
+        // SAFETY: only the rank's two streams use the storage, in an order that its stage gives by events,
+        // and dropping it notes both.
+        unsafe { self.block.slice() }
+    }
+
+    /// The part that is held of `unit`: all of it with its padding, or this rank's shard.
+    pub(super) fn unit(&self, unit: usize) -> AnySlice {
+        self.all().slice(self.units[unit].clone())
+    }
+
+    /// This rank's shard of `unit`.
+    pub(super) fn own(&self, unit: usize) -> AnySlice {
+        self.unit(unit).slice(self.own[unit].clone())
+    }
+
+    /// [`Self::unit`] of all units.
+    pub(super) fn all_units(&self) -> Vec<AnySlice> {
+        (0..self.units.len()).map(|u| self.unit(u)).collect()
+    }
+
+    /// [`Self::own`] of all units.
+    pub(super) fn all_own(&self) -> Vec<AnySlice> {
+        (0..self.units.len()).map(|u| self.own(u)).collect()
+    }
+
+    /// Type of the elements.
+    pub(super) fn dtype(&self) -> DType {
+        self.block.dtype()
+    }
+}
+
+impl<D: Device> Drop for Storage<D> {
+    fn drop(&mut self) {
+        for stream in &self.streams {
+            // A stream that refuses is closed, and uses the block no more.
+            let _closed = self.block.record_use(stream);
+        }
+    }
+}

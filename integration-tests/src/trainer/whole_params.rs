@@ -1,0 +1,56 @@
+//! Parameters that every rank holds whole while each updates only its shard: stages 1 and 2.
+//!
+//! After a step the shards are gathered unit by unit on the communication stream; the next forward waits
+//! for each unit just before its first use, so that gathering hides behind the forward of the units before.
+
+use zero_alloc::Purpose;
+use zero_alloc::device::{AnySlice, Device, Stream};
+
+use super::rank::Rank;
+use super::storage::Storage;
+use crate::error::TrainError;
+
+/// All parameters of one rank.
+pub(super) struct WholeParams<D: Device> {
+    storage: Storage<D>,
+    /// The end of each unit's gather, until a forward has waited for it.
+    arriving: Vec<Option<D::Event>>,
+}
+
+impl<D: Device> WholeParams<D> {
+    pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
+        let storage = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
+        Ok(Self { storage, arriving: (0..rank.units()).map(|_| None).collect() })
+    }
+
+    /// The flat parameters of `units`, for the compute stream, which waits for those that are still arriving.
+    pub(super) fn of(&mut self, rank: &Rank<D>, units: &[usize]) -> Result<Vec<AnySlice>, TrainError> {
+        let mut params = Vec::with_capacity(units.len());
+        for &unit in units {
+            if let Some(event) = self.arriving[unit].take() {
+                rank.compute.wait(&event)?;
+            }
+            params.push(self.storage.unit(unit).slice(0..rank.numel(unit)));
+        }
+        Ok(params)
+    }
+
+    /// This rank's shard of every unit.
+    pub(super) fn own(&self) -> Vec<AnySlice> {
+        self.storage.all_own()
+    }
+
+    /// Gathers every unit from the ranks' shards, in the order of the next forward.
+    pub(super) fn all_gather(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        rank.comm_stream.wait(&rank.compute.record()?)?;
+        for unit in 0..rank.units() {
+            rank.comm.all_gather(&rank.comm_stream, self.storage.own(unit), self.storage.unit(unit))?;
+            let event = rank.comm_stream.record()?;
+            if !rank.settings.overlap {
+                rank.compute.wait(&event)?;
+            }
+            self.arriving[unit] = Some(event);
+        }
+        Ok(())
+    }
+}
