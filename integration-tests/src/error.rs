@@ -3,10 +3,14 @@
 use thiserror::Error;
 use zero_alloc::AllocError;
 use zero_alloc::device::DeviceError;
-use zero_comm::CommError;
+use zero_ckpt::CkptError;
+use zero_comm::{BucketError, CommError, PrefetchError};
 use zero_kernels::KernelError;
+use zero_optim::OptimError;
 use zero_shard::ShardError;
 
+use crate::data::DataError;
+use crate::hf::HfError;
 use crate::model::config::ConfigError;
 
 /// Why training could not start or go on.
@@ -34,4 +38,46 @@ pub enum TrainError {
     /// A launch.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// A gradient bucket.
+    #[error(transparent)]
+    Bucket(#[from] BucketError),
+    /// The gathering of a unit.
+    #[error(transparent)]
+    Prefetch(#[from] PrefetchError),
+    /// The optimizer.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
+    /// A checkpoint.
+    #[error(transparent)]
+    Ckpt(#[from] CkptError),
+    /// The trainer's state in a checkpoint.
+    #[error("{0}")]
+    State(String),
+    /// The data.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A Hugging Face folder.
+    #[error(transparent)]
+    Hf(#[from] HfError),
+    /// A file of the run: metrics, report.
+    #[error("{what} {path}: {source}")]
+    File {
+        /// What was done.
+        what: &'static str,
+        /// To which file.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The threads of a rank.
+    #[error("no threads for a rank: {0}")]
+    Threads(#[from] rayon::ThreadPoolBuildError),
+    /// A rank failed, and the run ended with it.
+    #[error("rank {rank}: {message}")]
+    Rank {
+        /// Which rank.
+        rank: usize,
+        /// What it said.
+        message: String,
+    },
 }

@@ -8,3 +8,4 @@ pub mod hf;
 pub mod model;
 pub mod ops;
 pub mod random;
+pub mod trainer;

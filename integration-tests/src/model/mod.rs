@@ -8,11 +8,11 @@ pub mod config;
 pub mod gpt2;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
-use zero_shard::UnitSpec;
 
 use crate::error::TrainError;
 
-/// A stretch of the model between two points where parameters may be gathered and freed.
+/// A stretch of the model between two points where parameters may be gathered and freed. Backward runs the
+/// passes in reverse; in the last pass, whose backward follows its forward, both read the same units.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
     /// Units whose parameters the forward reads.
@@ -25,12 +25,6 @@ pub struct Pass {
 
 /// A model on a device. All calls enqueue on `stream` and return.
 pub trait Model<D: Device>: Send {
-    /// The units and their parameters.
-    fn units(&self) -> Vec<UnitSpec>;
-
-    /// The passes in forward order; backward runs them in reverse.
-    fn passes(&self) -> &[Pass];
-
     /// Takes the next micro-batch: token ids `[batch, seq]`, and the ids that follow them.
     ///
     /// # Errors

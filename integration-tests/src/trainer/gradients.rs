@@ -36,7 +36,8 @@ impl<D: Device> Gradients<D> {
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
         let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
-        let options = BucketOptions { overlap: rank.settings.overlap, ..BucketOptions::new(capacity, rank.settings.dtype) };
+        let options =
+            BucketOptions { overlap: rank.settings.overlap, ..BucketOptions::new(capacity, rank.settings.dtype) };
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
         Ok(Self { slots, slot_of, buckets, storage, compute })

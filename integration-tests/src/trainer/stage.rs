@@ -49,7 +49,7 @@ pub trait Stage<D: Device>: Send {
 ///
 /// # Errors
 /// There is no memory for it.
-pub fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
+pub(super) fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
     Ok(match rank.settings.stage {
         ZeroStage::Zero => Box::new(dense::Dense::new(rank)?),
         ZeroStage::One => Box::new(stage1::Stage1::new(rank)?),
@@ -114,7 +114,7 @@ fn exchange<D: Device>(rank: &Rank<D>, message: Message) -> Result<Vec<Message>,
 ///
 /// # Errors
 /// A stream or a rank failed.
-pub fn exchange_bytes<D: Device>(rank: &Rank<D>, bytes: &[u8]) -> Result<Vec<u8>, TrainError> {
+pub(super) fn exchange_bytes<D: Device>(rank: &Rank<D>, bytes: &[u8]) -> Result<Vec<u8>, TrainError> {
     let (n, device, stream) = (rank.comm.world_size(), rank.pool.device(), &rank.comm_stream);
     let mut block = rank.pool.allocate(bytes.len() * n, DType::U8, Purpose::Workspace, stream)?;
     // SAFETY: used on the communication stream alone, which is noted before the block is dropped.

@@ -81,9 +81,6 @@ impl<D: Device> Storage<D> {
     }
 
     /// Type of the elements.
-    pub(super) fn dtype(&self) -> DType {
-        self.block.dtype()
-    }
 }
 
 impl<D: Device> Drop for Storage<D> {

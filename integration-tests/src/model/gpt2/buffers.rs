@@ -70,7 +70,17 @@ pub(super) struct Buffers {
     pub(super) scratch: ScratchSlices,
     pub(super) upcast: DeviceSlice<f32>,
     pub(super) loss: DeviceSlice<f64>,
-    _held: Vec<Block<HostDevice>>,
+    held: Vec<Block<HostDevice>>,
+    stream: HostStream,
+}
+
+impl Drop for Buffers {
+    fn drop(&mut self) {
+        for block in &mut self.held {
+            // A stream that refuses is closed, and uses the block no more.
+            let _closed = block.record_use(&self.stream);
+        }
+    }
 }
 
 impl Buffers {
@@ -91,8 +101,7 @@ impl Buffers {
         let mut held = Vec::new();
         let mut take = |elems: usize, dtype, purpose| {
             let block = pool.allocate(elems, dtype, purpose, stream)?;
-            // SAFETY: the block lives in `Buffers::_held` beside every copy of the slice, and the model is
-            // dropped after its stream is drained.
+            // SAFETY: the block lives in `Buffers::held`, whose drop notes the stream of all its uses.
             let slice = unsafe { block.slice() };
             held.push(block);
             Ok::<_, TrainError>(slice)
@@ -110,7 +119,7 @@ impl Buffers {
         let scratch = ScratchSlices::cut(floats(scratch.iter().sum(), Purpose::Activations)?, &scratch);
         let upcast = floats(upcast, Purpose::Workspace)?;
         let loss = take(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;
-        Ok(Self { residual, blocks, head, scratch, upcast, loss, _held: held })
+        Ok(Self { residual, blocks, head, scratch, upcast, loss, held, stream: stream.clone() })
     }
 
     /// Buffers of pass `pass`: the embedding's output is `residual[0]`, the head's input the last.

@@ -160,8 +160,8 @@ fn in_fp32<'a>(slice: AnySlice, upcast: DeviceSlice<f32>, used: &mut usize) -> R
     Ok(unsafe { copy.as_host() })
 }
 
-/// Embedding, each block, head: units in the same order.
-fn passes(config: &GptConfig) -> Vec<Pass> {
+/// The passes of a GPT-2: embedding, each block, head, as its units.
+pub fn passes(config: &GptConfig) -> Vec<Pass> {
     let head = config.n_layer + 1;
     let mut passes = vec![Pass { forward_reads: vec![0], backward_reads: vec![], grads: vec![0] }];
     let block = |i| Pass { forward_reads: vec![i], backward_reads: vec![i], grads: vec![i] };
@@ -178,14 +178,6 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
 }
 
 impl Model<HostDevice> for Gpt2 {
-    fn units(&self) -> Vec<UnitSpec> {
-        self.config.units()
-    }
-
-    fn passes(&self) -> &[Pass] {
-        &self.passes
-    }
-
     fn set_batch(&mut self, _stream: &HostStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
         self.inputs = Arc::new(inputs.to_vec());
         self.targets = Arc::new(targets.to_vec());

@@ -1,0 +1,91 @@
+//! Running all ranks as threads of this process, each with its streams and pool on the host.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use zero_alloc::Pool;
+use zero_alloc::device::Device;
+use zero_alloc::host::HostDevice;
+use zero_comm::Communicator;
+use zero_comm::threads::{Options, World};
+use zero_kernels::host::HostKernels;
+use zero_shard::Layout;
+
+use super::metrics::StepMetrics;
+use super::rank::{Rank, Settings};
+use super::run::{RankSummary, RunOptions, Workload, run_rank};
+use crate::error::TrainError;
+
+/// Elements to which shards are aligned: 32 bytes of a 16-bit type.
+pub const SHARD_ALIGN_ELEMS: u64 = 16;
+
+/// Trains on `world_size` ranks of this process, with `threads` threads each. `observe` is given rank 0's
+/// figures of each step.
+///
+/// # Errors
+/// The first rank's failure, as [`TrainError::Rank`]; the others end with it.
+pub fn run_on_threads(
+    world_size: usize,
+    threads: usize,
+    settings: &Settings,
+    workload: &dyn Workload<HostDevice>,
+    options: &RunOptions,
+    observe: &mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send),
+) -> Result<Vec<RankSummary>, TrainError> {
+    let layout = Arc::new(Layout::new(&workload.units(), world_size as u64, SHARD_ALIGN_ELEMS)?);
+    let comms = World::new(world_size, Options { limit: settings.limit })?;
+    let failed: Mutex<Option<TrainError>> = Mutex::new(None);
+    let observe = Mutex::new(observe);
+    let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {
+        let device = HostDevice::new();
+        let rank = Rank {
+            kernels: Arc::new(HostKernels::new(threads)?),
+            compute: device.create_stream(&format!("rank {index} compute"))?,
+            comm_stream: device.create_stream(&format!("rank {index} comm"))?,
+            pool: Pool::new(device, usize::MAX),
+            comm,
+            layout: Arc::clone(&layout),
+            passes: workload.passes(),
+            settings: settings.clone(),
+        };
+        let mut observe_rank = |metrics: &StepMetrics| if index == 0 { observe.lock()(metrics) } else { Ok(()) };
+        run_rank(&rank, workload, options, &mut observe_rank)
+    };
+    let summaries = std::thread::scope(|scope| {
+        let spawn = |(index, comm)| {
+            let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
+            let (run, failed) = (&run, &failed);
+            let name = format!("rank {index}");
+            let spawned = std::thread::Builder::new().name(name).spawn_scoped(scope, move || {
+                let result = catch_unwind(AssertUnwindSafe(|| run(index, Arc::clone(&comm))));
+                let error = match result {
+                    Ok(Ok(summary)) => return Some(summary),
+                    Ok(Err(error)) => error.to_string(),
+                    Err(panic) => format!("panicked: {}", panic_message(&*panic)),
+                };
+                // The first to fail is the cause; what the others say follows from it.
+                failed.lock().get_or_insert(TrainError::Rank { rank: index, message: error.clone() });
+                comm.abort(&error);
+                None
+            });
+            // A rank that has no thread has dropped its communicator, which tells the others.
+            spawned.inspect_err(|e| {
+                let message = format!("its thread was refused: {e}");
+                failed.lock().get_or_insert(TrainError::Rank { rank: index, message });
+            })
+        };
+        let ranks: Vec<_> = comms.into_iter().enumerate().map(spawn).collect();
+        ranks.into_iter().map(|rank| rank.ok().and_then(|r| r.join().ok()).flatten()).collect::<Vec<_>>()
+    });
+    match failed.into_inner() {
+        Some(error) => Err(error),
+        None => Ok(summaries.into_iter().flatten().collect()),
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}

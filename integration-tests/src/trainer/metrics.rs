@@ -1,0 +1,101 @@
+//! The figures of a step, as `--metrics` writes them: one JSON object a line.
+
+use serde::{Deserialize, Serialize};
+use zero_alloc::{Purpose, Report};
+use zero_comm::Traffic;
+
+/// One step on one rank; loss and norm are the same on all.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Steps done, this one included.
+    pub step: u64,
+    /// Mean loss over all tokens of the step, in nats.
+    pub loss: f64,
+    /// Norm of the mean gradient before clipping; null where it was not finite.
+    pub grad_norm: Option<f64>,
+    /// Learning rate.
+    pub lr: f64,
+    /// Loss scale that the backward used.
+    pub loss_scale: f64,
+    /// Whether the step was skipped because a gradient was not finite.
+    pub skipped: bool,
+    /// Tokens of all ranks in this step.
+    pub tokens: u64,
+    /// Wall time of the step.
+    pub step_ms: f64,
+    /// `tokens` by `step_ms`.
+    pub tokens_per_s: f64,
+    /// Bytes that this rank sent in this step.
+    pub comm_bytes: CommBytes,
+    /// Bytes that this rank held.
+    pub memory: MemoryBytes,
+}
+
+/// Bytes sent, by collective.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommBytes {
+    /// By reduce-scatter.
+    pub reduce_scatter: u64,
+    /// By all-gather.
+    pub all_gather: u64,
+    /// By all-reduce.
+    pub all_reduce: u64,
+    /// By the exchange of votes and losses.
+    pub control: u64,
+}
+
+impl From<Traffic> for CommBytes {
+    fn from(t: Traffic) -> Self {
+        Self {
+            reduce_scatter: t.reduce_scatter_bytes,
+            all_gather: t.all_gather_bytes,
+            all_reduce: t.all_reduce_bytes,
+            control: t.control_bytes,
+        }
+    }
+}
+
+impl CommBytes {
+    /// Without the control traffic, as the formulas count.
+    pub fn total(&self) -> u64 {
+        self.reduce_scatter + self.all_gather + self.all_reduce
+    }
+}
+
+/// Bytes held, by purpose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryBytes {
+    /// Parameters, or the shard of them.
+    pub params_bytes: u64,
+    /// Gradients kept until the step, or the shard of them.
+    pub grads_bytes: u64,
+    /// Master weights and moments.
+    pub optimizer_bytes: u64,
+    /// Buckets and gathered units, at most in this step.
+    pub buckets_bytes: u64,
+    /// Activations and their gradients, at most in this step.
+    pub activations_bytes: u64,
+    /// A unit's gradient in fp32 while backward makes it, and small scratch; at most in this step.
+    pub workspace_bytes: u64,
+    /// All of it, at most in this step.
+    pub peak_bytes: u64,
+    /// What the pool has taken from the device.
+    pub reserved_bytes: u64,
+}
+
+impl From<&Report> for MemoryBytes {
+    fn from(report: &Report) -> Self {
+        let live = |purpose| report.of(purpose).live_bytes as u64;
+        let peak = |purpose| report.of(purpose).peak_bytes as u64;
+        Self {
+            params_bytes: live(Purpose::Params),
+            grads_bytes: live(Purpose::Grads),
+            optimizer_bytes: live(Purpose::Optimizer),
+            buckets_bytes: peak(Purpose::Buckets),
+            activations_bytes: peak(Purpose::Activations),
+            workspace_bytes: peak(Purpose::Workspace),
+            peak_bytes: report.total.peak_bytes as u64,
+            reserved_bytes: report.reserved_bytes as u64,
+        }
+    }
+}

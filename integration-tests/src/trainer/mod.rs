@@ -1,0 +1,26 @@
+//! ZeRO stages 0 to 3 over the crates of the workspace.
+//!
+//! [`dense`](self) (stage 0), `stage1`, `stage2` and `stage3` each read as the algorithm does. What they share
+//! lies beside them: a [`Rank`] (streams, pool, communicator, layout), flat storages, the way of the gradients,
+//! and the end of a step. [`run_rank`] is the loop of one rank; [`run_on_threads`] runs all ranks in this process.
+
+mod dense;
+mod gradients;
+mod launch;
+mod metrics;
+mod rank;
+mod run;
+mod stage;
+mod stage1;
+mod stage2;
+mod stage3;
+mod state;
+mod storage;
+mod whole_params;
+
+pub use launch::{SHARD_ALIGN_ELEMS, run_on_threads};
+pub use metrics::{CommBytes, MemoryBytes, StepMetrics};
+pub use rank::{Rank, Settings};
+pub use run::{RankSummary, RunOptions, Workload, run_rank};
+pub use stage::{Agreed, Say, Stage};
+pub use state::TrainerState;

@@ -1,0 +1,268 @@
+//! The loop of one rank, from weights to the last checkpoint.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use zero_alloc::Pool;
+use zero_alloc::device::Device;
+use zero_ckpt::{Reader, Store, StoreOptions};
+use zero_shard::UnitSpec;
+
+use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
+use super::rank::{Rank, Settings};
+use super::stage::{self, Agreed, Say, Stage};
+use super::state::{self, TrainerState};
+use crate::data::BatchAt;
+use crate::error::TrainError;
+use crate::model::{Model, Pass};
+
+/// What is trained on what: a model with its first weights, and data.
+pub trait Workload<D: Device>: Sync {
+    /// The units of the model.
+    fn units(&self) -> Vec<UnitSpec>;
+
+    /// The passes of the model over its units, in forward order.
+    fn passes(&self) -> Vec<Pass>;
+
+    /// A rank's model, with its activations from `pool`.
+    ///
+    /// # Errors
+    /// There is no memory for it, or its settings do not fit.
+    fn model(&self, pool: &Pool<D>, compute: &D::Stream) -> Result<Box<dyn Model<D>>, TrainError>;
+
+    /// Fills `out` with elements `range` of the first value of parameter `name`.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
+    fn weights(&self, name: &str, range: std::ops::Range<u64>, out: &mut [f32]) -> Result<(), TrainError>;
+
+    /// The micro-batch at `at`.
+    ///
+    /// # Errors
+    /// The data cannot be read.
+    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError>;
+
+    /// A checksum of the data.
+    fn data_fingerprint(&self) -> u64;
+
+    /// The model's `config.json`, for export from a checkpoint.
+    fn model_config(&self) -> serde_json::Value;
+}
+
+/// How long, on how much at a time, and what to keep of it.
+#[derive(Clone, Debug)]
+pub struct RunOptions {
+    /// The step to end at.
+    pub steps: u64,
+    /// Sequences of a micro-batch, on each rank.
+    pub micro_batch: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Seed of the order of the data.
+    pub seed: u64,
+    /// Where to save, and after how many steps (0: only at the end).
+    pub checkpoint: Option<(PathBuf, u64)>,
+    /// Keep this many checkpoints; `None` keeps all.
+    pub keep_last: Option<usize>,
+    /// Where to resume from.
+    pub resume: Option<PathBuf>,
+    /// Set from outside to end the run after the step under way.
+    pub cancel: Arc<AtomicBool>,
+}
+
+/// How a run ended, as one rank saw it.
+#[derive(Clone, Debug)]
+pub struct RankSummary {
+    /// The step it ended at.
+    pub step: u64,
+    /// It ended before its last step because it was asked to.
+    pub cancelled: bool,
+    /// The step it started from.
+    pub resumed_at: u64,
+    /// The last step's figures on this rank; none if there was nothing to do.
+    pub last: Option<StepMetrics>,
+    /// The newest checkpoint of this run.
+    pub checkpoint: Option<PathBuf>,
+    /// Backings that the pool took from the device up to the second step, and in all.
+    pub backing_allocations: [u64; 2],
+}
+
+/// Trains on one rank; all ranks call it. `observe` is given each step's figures.
+///
+/// # Errors
+/// Anything that went wrong on this rank, or what another rank's failure looks like from here.
+pub fn run_rank<D: Device>(
+    rank: &Rank<D>,
+    workload: &dyn Workload<D>,
+    options: &RunOptions,
+    observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
+) -> Result<RankSummary, TrainError> {
+    let mut model = workload.model(&rank.pool, &rank.compute)?;
+    let mut stage = stage::create(rank)?;
+    let _guard = AbortOnPanic(rank);
+    let result = Runner { rank, workload, options }.run(&mut *model, &mut *stage, observe);
+    if let Err(error) = &result {
+        // Before anything is freed, so that no peer waits for this rank and no stream of ours for a peer.
+        rank.comm.abort(&error.to_string());
+    }
+    result
+}
+
+/// A panic ends the other ranks before this one's buffers are freed.
+struct AbortOnPanic<'a, D: Device>(&'a Rank<D>);
+
+impl<D: Device> Drop for AbortOnPanic<'_, D> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.comm.abort("panicked");
+        }
+    }
+}
+
+struct Runner<'a, D: Device> {
+    rank: &'a Rank<D>,
+    workload: &'a dyn Workload<D>,
+    options: &'a RunOptions,
+}
+
+impl<D: Device> Runner<'_, D> {
+    fn run(
+        &self,
+        model: &mut dyn Model<D>,
+        stage: &mut dyn Stage<D>,
+        observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
+    ) -> Result<RankSummary, TrainError> {
+        let Self { rank, workload, options } = *self;
+        let resumed_at = match &options.resume {
+            Some(dir) => state::restore(rank, stage, &Reader::open(dir)?)?.step,
+            None => {
+                state::set_weights(rank, stage, |name, range, out| workload.weights(name, range, out))?;
+                0
+            }
+        };
+        let store = match &options.checkpoint {
+            Some((dir, _)) => {
+                let store_options = StoreOptions { keep_last: options.keep_last, ..StoreOptions::default() };
+                Some(Store::create(dir, rank.comm.rank() as u64, store_options)?)
+            }
+            None => None,
+        };
+        rank.synchronize()?;
+
+        let mut summary = RankSummary {
+            step: resumed_at,
+            cancelled: false,
+            resumed_at,
+            last: None,
+            checkpoint: None,
+            backing_allocations: [0; 2],
+        };
+        let mut backings_after_two = None;
+        while summary.step < options.steps && !summary.cancelled {
+            let (metrics, stop) = self.step(model, stage, summary.step)?;
+            observe(&metrics)?;
+            summary.step = metrics.step;
+            summary.last = Some(metrics);
+            summary.cancelled = stop && summary.step < options.steps;
+            if summary.step == resumed_at + 2 {
+                backings_after_two = Some(rank.pool.report().backing_allocations);
+            }
+            if let (Some(store), Some((_, every))) = (&store, &options.checkpoint) {
+                let due = *every > 0 && summary.step.is_multiple_of(*every);
+                if due || summary.cancelled || summary.step == options.steps {
+                    summary.checkpoint = Some(self.save(stage, store, summary.step)?);
+                }
+            }
+        }
+        let backings = rank.pool.report().backing_allocations;
+        summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
+        Ok(summary)
+    }
+
+    /// One step; `done` steps are done already. Also whether a rank was asked to stop.
+    fn step(
+        &self,
+        model: &mut dyn Model<D>,
+        stage: &mut dyn Stage<D>,
+        done: u64,
+    ) -> Result<(StepMetrics, bool), TrainError> {
+        let Self { rank, workload, options } = *self;
+        let Settings { grad_accum_steps, limit, .. } = rank.settings;
+        let device = rank.pool.device();
+        let started = Instant::now();
+        let sent = rank.comm.traffic();
+        rank.pool.reset_peaks();
+
+        device.fill_zero(&rank.compute, model.loss().erase())?;
+        let scale = stage.optimizer().backward_scale();
+        let tokens = options.micro_batch * options.seq_len;
+        let (mut inputs, mut targets) = (vec![0; tokens], vec![0; tokens]);
+        for micro in 0..grad_accum_steps {
+            let at = BatchAt {
+                step: done,
+                micro_batch_index: micro as u64,
+                grad_accum: grad_accum_steps as u64,
+                rank: rank.comm.rank() as u64,
+                world_size: rank.comm.world_size() as u64,
+                micro_batch: options.micro_batch,
+                seq_len: options.seq_len,
+                seed: options.seed,
+            };
+            workload.batch(at, &mut inputs, &mut targets)?;
+            model.set_batch(&rank.compute, &inputs, &targets)?;
+            stage.micro_batch(rank, model, micro, scale)?;
+        }
+        let mut loss = 0.0f64;
+        device.download(&rank.compute, model.loss().erase(), bytemuck::bytes_of_mut(&mut loss), limit)?;
+        let say = Say { loss, stop: options.cancel.load(Ordering::Relaxed) };
+        let Agreed { outcome, stop } = stage.step(rank, say, scale)?;
+        rank.synchronize()?;
+
+        let step_ms = started.elapsed().as_secs_f64() * 1e3;
+        let micro_batches = rank.comm.world_size() * grad_accum_steps;
+        let tokens = (tokens * micro_batches) as u64;
+        let metrics = StepMetrics {
+            step: done + 1,
+            loss: outcome.loss() / micro_batches as f64,
+            grad_norm: outcome.grad_norm(),
+            lr: outcome.lr(),
+            loss_scale: outcome.loss_scale(),
+            skipped: outcome.is_skipped(),
+            tokens,
+            step_ms,
+            tokens_per_s: tokens as f64 / step_ms * 1e3,
+            comm_bytes: CommBytes::from(rank.comm.traffic().since(sent)),
+            memory: MemoryBytes::from(&rank.pool.report()),
+        };
+        if let zero_optim::StepOutcome::Skipped { overflow, next_loss_scale, .. } = &outcome
+            && rank.comm.rank() == 0
+        {
+            tracing::warn!(
+                "step {} skipped: {} gradient elements are not finite (first on rank {}, unit {}); loss scale {} -> {}",
+                metrics.step,
+                overflow.nonfinite,
+                overflow.rank,
+                overflow.unit,
+                metrics.loss_scale,
+                next_loss_scale
+            );
+        }
+        Ok((metrics, stop))
+    }
+
+    fn save(&self, stage: &mut dyn Stage<D>, store: &Store, step: u64) -> Result<PathBuf, TrainError> {
+        let state = TrainerState {
+            step,
+            progress: stage.optimizer().progress(),
+            seed: self.options.seed,
+            data_fingerprint: self.workload.data_fingerprint(),
+        };
+        let published = state::save(self.rank, stage, store, &state, &self.workload.model_config())?;
+        for notice in &published.notices {
+            tracing::warn!("checkpoint {}: {notice}", published.name);
+        }
+        Ok(store.path().join(published.name))
+    }
+}

@@ -1,0 +1,161 @@
+//! Setting, saving and restoring what a stage holds: weights and moments, as fp32, whatever the stage.
+//!
+//! Three kinds of state exist at every stage ([`StateKind`]); in fp32 training the parameters themselves are
+//! the master weights. Each unit's state is this rank's shard of it, or all of it at stage 0.
+
+use std::ops::Range;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use zero_alloc::device::{AnySlice, DType, Device};
+use zero_ckpt::{Published, Reader, SaveMeta, ShardData, Store, frame_bytes};
+use zero_optim::{Progress, StateKind};
+use zero_shard::UnitLayout;
+
+use super::rank::Rank;
+use super::stage::{Stage, exchange_bytes};
+use crate::error::TrainError;
+
+/// Sets the weights from `source`, which fills a range of a parameter, and makes them ready for the first
+/// forward.
+pub(super) fn set_weights<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    mut source: impl FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    fill(rank, stage, StateKind::Master, |unit, held, out| {
+        for param in &unit.params {
+            let at = param.range();
+            let (start, end) = (at.start.max(held.start), at.end.min(held.end));
+            if start < end {
+                let out = &mut out[(start - held.start) as usize..(end - held.start) as usize];
+                source(&param.name, start - at.start..end - at.start, out)?;
+            }
+        }
+        Ok(())
+    })?;
+    publish(rank, stage)
+}
+
+/// Sets weights, moments and progress from a checkpoint of any world size and stage.
+pub(super) fn restore<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    reader: &Reader,
+) -> Result<TrainerState, TrainError> {
+    let state = TrainerState::of(reader)?;
+    let view = reader.view(&rank.layout)?;
+    for kind in StateKind::ALL {
+        fill(rank, stage, kind, |unit, held, out| {
+            let real = held.start.min(unit.numel_elems)..held.end.min(unit.numel_elems);
+            let out = &mut out[..(real.end - real.start) as usize];
+            let index = rank.layout.units().iter().position(|u| u.name == unit.name).unwrap_or_default();
+            Ok(view.read_range(kind.name(), index, real, out)?)
+        })?;
+    }
+    stage.optimizer().restore(&state.progress)?;
+    publish(rank, stage)?;
+    Ok(state)
+}
+
+/// Saves a checkpoint together with all ranks.
+pub(super) fn save<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    store: &Store,
+    state: &TrainerState,
+    model_config: &serde_json::Value,
+) -> Result<Published, TrainError> {
+    let mut storages = Vec::new();
+    for kind in StateKind::ALL {
+        let mut storage = Vec::with_capacity(rank.layout.shard_elems() as usize);
+        for (unit, held) in held(stage, kind)?.into_iter().enumerate() {
+            let own = held.slice(stage.optimizer().segments()[unit].vote.clone());
+            let start = storage.len();
+            storage.resize(start + own.len(), 0.0f32);
+            let bytes = bytemuck::cast_slice_mut(&mut storage[start..]);
+            rank.pool.device().download(&rank.compute, own, bytes, rank.settings.limit)?;
+        }
+        storages.push((kind, storage));
+    }
+    let mut shard = ShardData::new(&rank.layout, rank.comm.rank() as u64)?;
+    for (kind, storage) in &storages {
+        shard.storage_f32(kind.name(), storage)?;
+    }
+    let meta = SaveMeta {
+        step: state.step,
+        stage: rank.settings.stage.number(),
+        dtype: rank.settings.dtype.name().to_owned(),
+        trainer: serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?,
+        model_config: model_config.clone(),
+    };
+    let frame = frame_bytes(&rank.layout);
+    Ok(store.save(&meta, &shard, |bytes| {
+        exchange_bytes(rank, bytes).map(|all| all.chunks_exact(frame).map(<[u8]>::to_vec).collect())
+    })?)
+}
+
+/// What a checkpoint keeps of a run besides its tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// Steps done; also the position in the data.
+    pub step: u64,
+    /// The optimizer's scalars.
+    pub progress: Progress,
+    /// Seed of the data order and of the initial weights.
+    pub seed: u64,
+    /// Checksum of the data.
+    pub data_fingerprint: u64,
+}
+
+impl TrainerState {
+    /// The state in a checkpoint.
+    ///
+    /// # Errors
+    /// The checkpoint was not written by this trainer.
+    pub fn of(reader: &Reader) -> Result<Self, TrainError> {
+        let read = Self::deserialize(&reader.manifest().trainer);
+        read.map_err(|e| TrainError::State(format!("{}: the trainer's state: {e}", display(reader.path()))))
+    }
+}
+
+fn display(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// The state of `kind` that this rank holds of each unit.
+fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Result<Vec<AnySlice>, TrainError> {
+    let segments = stage.optimizer().segments().to_vec();
+    // SAFETY: read and written on the compute stream, which orders the optimizer's launches.
+    match unsafe { stage.optimizer().state(kind) } {
+        Some(all) => Ok(segments.into_iter().map(|s| all.slice(s.state).erase()).collect()),
+        // fp32 training: the parameters are the masters.
+        None => Ok(stage.updated()),
+    }
+}
+
+/// Writes the state of `kind`: `source` fills what is held of a unit, elements `range` of its padded flat
+/// parameter; what it leaves is zero.
+fn fill<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    kind: StateKind,
+    mut source: impl FnMut(&UnitLayout, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    for (unit, slice) in rank.layout.units().iter().zip(held(stage, kind)?) {
+        let whole = !rank.settings.stage.shards_optimizer();
+        let range = if whole { 0..unit.padded_elems } else { unit.shard(rank.comm.rank() as u64) };
+        let mut values = vec![0.0f32; slice.len()];
+        source(unit, range, &mut values)?;
+        debug_assert_eq!(slice.dtype(), DType::F32);
+        rank.pool.device().upload(&rank.compute, bytemuck::cast_slice(&values), slice, rank.settings.limit)?;
+    }
+    Ok(())
+}
+
+/// Parameters from the masters, and ready for the next forward.
+fn publish<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
+    let params = stage.updated();
+    stage.optimizer().write_params(&rank.compute, &params)?;
+    stage.publish(rank)
+}
