@@ -9,3 +9,4 @@ pub mod model;
 pub mod ops;
 pub mod random;
 pub mod trainer;
+pub mod workload;

@@ -1,2 +1,40 @@
-//! The binary `zero`.
-fn main() {}
+//! The binary `zero`: train with ZeRO, plan memory, look after checkpoints.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use integration_tests::cli::{CliError, ckpt, train};
+
+/// ZeRO in Rust: sharded data-parallel training.
+#[derive(Parser)]
+#[command(name = "zero", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a GPT-2 over several ranks
+    Train(Box<train::TrainArgs>),
+    /// Look into, verify, export or import checkpoints
+    Ckpt(ckpt::CkptArgs),
+}
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("ZERO_LOG").unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    // A panic is a bug; the run reports it as the error of its rank, in one line.
+    std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
+    let result = std::panic::catch_unwind(|| match Cli::parse().command {
+        Command::Train(args) => train::run(&args),
+        Command::Ckpt(args) => ckpt::run(args),
+    });
+    let error = match result {
+        Ok(Ok(())) => return ExitCode::SUCCESS,
+        Ok(Err(error)) => error,
+        Err(_) => CliError::Failure("a bug: the program panicked; run with ZERO_LOG=debug to see where".to_owned()),
+    };
+    eprintln!("error: {error}");
+    ExitCode::from(error.exit_code())
+}

@@ -79,8 +79,6 @@ impl<D: Device> Storage<D> {
     pub(super) fn all_own(&self) -> Vec<AnySlice> {
         (0..self.units.len()).map(|u| self.own(u)).collect()
     }
-
-    /// Type of the elements.
 }
 
 impl<D: Device> Drop for Storage<D> {

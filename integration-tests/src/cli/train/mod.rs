@@ -1,0 +1,57 @@
+//! `zero train`: flags to a run, and the run to what a person reads.
+
+mod args;
+mod observe;
+mod plan;
+mod summary;
+
+pub use args::TrainArgs;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::CliError;
+use crate::error::TrainError;
+use crate::trainer::run_on_threads;
+use observe::Observer;
+use plan::Plan;
+
+/// Trains.
+///
+/// # Errors
+/// Wrong use, found before anything is started; or the failure that ended the run.
+pub fn run(args: &TrainArgs) -> Result<(), CliError> {
+    let mut plan = Plan::new(args)?;
+    plan.options.cancel = cancelled_by_signals()?;
+    print!("{}", summary::opening(&plan));
+    let mut observer = Observer::new(&plan)?;
+    let summaries = run_on_threads(
+        plan.ranks,
+        plan.workload.threads,
+        &plan.settings,
+        &plan.workload,
+        &plan.options,
+        &mut |metrics| observer.step(metrics),
+    );
+    observer.finish();
+    let summaries = summaries.map_err(|e| match e {
+        TrainError::Usage(message) => CliError::Usage(message),
+        other => CliError::failure(other),
+    })?;
+    let closing = summary::closing(&plan, &summaries, observer.tokens_per_s());
+    print!("{closing}");
+    observer.write_report(&plan, &summaries, &closing)
+}
+
+/// Set by the first SIGINT or SIGTERM: the run ends after the step under way. The second ends the process.
+fn cancelled_by_signals() -> Result<Arc<AtomicBool>, CliError> {
+    let cancel = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&cancel);
+    let set = ctrlc::set_handler(move || {
+        if flag.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    });
+    set.map_err(|e| CliError::Failure(format!("no handler for signals: {e}")))?;
+    Ok(cancel)
+}

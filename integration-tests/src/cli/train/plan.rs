@@ -1,0 +1,218 @@
+//! Flags over configuration file over defaults, checked before anything starts.
+
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::device::DType;
+use zero_ckpt::{ModelSpec, Reader};
+use zero_comm::PrefetchOptions;
+use zero_kernels::AdamHyper;
+use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
+use zero_shard::{Layout, ZeroStage};
+
+use super::args::{CommChoice, DTypeChoice, DeviceChoice, TrainArgs};
+use crate::cli::CliError;
+use crate::config::{DsConfig, OffloadDevice};
+use crate::data::{DataSource, Dataset};
+use crate::hf::HfFolder;
+use crate::model::config::GptConfig;
+use crate::model::gpt2::Gpt2Options;
+use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings, TrainerState};
+use crate::workload::{GptWorkload, Weights};
+
+/// Elements of a gradient bucket, however large the model: 2 MiB in fp32.
+const BUCKET_ELEMS: usize = 1 << 19;
+
+/// A run, ready to start.
+pub(super) struct Plan {
+    pub(super) ranks: usize,
+    pub(super) settings: Settings,
+    pub(super) workload: GptWorkload,
+    pub(super) options: RunOptions,
+    /// How the layout cuts the model.
+    pub(super) layout: Layout,
+    pub(super) model_name: String,
+    pub(super) metrics: Option<PathBuf>,
+    pub(super) report: Option<PathBuf>,
+    /// What the user should know before the run, a line each.
+    pub(super) notices: Vec<String>,
+}
+
+impl Plan {
+    pub(super) fn new(args: &TrainArgs) -> Result<Self, CliError> {
+        check_support(args)?;
+        let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
+        let file = file.as_ref();
+        let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
+
+        let ranks = args.ranks.unwrap_or(4);
+        if ranks == 0 || ranks > 1024 {
+            return Err(CliError::Usage(format!("--ranks {ranks}: there must be at least 1 rank, and 1024 at most")));
+        }
+        let (model_name, config, weights, tokenizer) = model(args, &mut notices)?;
+        let data = data(args, tokenizer)?;
+        let settings = settings(args, file, ranks)?;
+        let batch = file.map(|f| f.batch).unwrap_or_default();
+        let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
+        let batch = batch.resolve(ranks as u64, flags[0], flags[1], 4).map_err(CliError::usage)?;
+        let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
+        if seq_len == 0 || seq_len > config.n_positions {
+            let positions = config.n_positions;
+            return Err(CliError::Usage(format!(
+                "--seq-len {seq_len}: the model has positions for 1 to {positions} tokens"
+            )));
+        }
+        data.validate(config.vocab_size, seq_len).map_err(CliError::usage)?;
+        let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
+
+        let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
+        if let Some(dir) = &args.resume {
+            notices.extend(check_resume(dir, &layout, &data, args.seed)?);
+        }
+        // A run of the defaults shows where its checkpoint is.
+        let by_default = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
+        let checkpoint = args.checkpoint.clone().or_else(|| args.resume.clone()).or(by_default);
+        let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        Ok(Self {
+            ranks,
+            options: RunOptions {
+                steps: args.steps.unwrap_or(240),
+                micro_batch: batch.micro_batch as usize,
+                seq_len,
+                seed: args.seed,
+                checkpoint: checkpoint.map(|dir| (dir, args.checkpoint_every)),
+                keep_last: args.keep_last,
+                resume: args.resume.clone(),
+                cancel: Arc::default(),
+            },
+            workload: GptWorkload {
+                options: Gpt2Options {
+                    micro_batch: batch.micro_batch as usize,
+                    seq_len,
+                    dtype: settings.dtype,
+                    activation_checkpointing: args.activation_checkpointing || checkpointing,
+                },
+                config,
+                weights,
+                data,
+                threads: args.threads.unwrap_or_else(|| (cores / ranks).max(1)),
+            },
+            settings,
+            layout,
+            model_name,
+            metrics: args.metrics.clone(),
+            report: args.report.clone(),
+            notices,
+        })
+    }
+}
+
+/// Refuses what this build does not do.
+fn check_support(args: &TrainArgs) -> Result<(), CliError> {
+    let refuse = |what: &str| Err(CliError::Usage(format!("{what} is not in this version; see README.md")));
+    match (args.device, args.comm, args.offload.as_str()) {
+        (DeviceChoice::Cuda, ..) => refuse("--device cuda"),
+        (_, CommChoice::Nccl, _) => refuse("--comm nccl"),
+        (_, CommChoice::Mpi, _) => refuse("--comm mpi"),
+        (_, _, "none" | "cpu") => Ok(()), // on the host, the device's memory is the host's
+        (_, _, other) if other.starts_with("nvme:") => refuse("--offload nvme"),
+        (_, _, other) => Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR"))),
+    }
+}
+
+type Model = (String, GptConfig, Weights, Option<PathBuf>);
+
+/// The model, its first weights, and its tokenizer.
+fn model(args: &TrainArgs, notices: &mut Vec<String>) -> Result<Model, CliError> {
+    let name = args.model.clone().unwrap_or_else(|| "nano".to_owned());
+    if !Path::new(&name).is_dir() {
+        let config = GptConfig::preset(&name).map_err(|e| {
+            let hint = if name.contains('/') { "; there is no such folder either" } else { "" };
+            CliError::Usage(format!("--model {name}: {e}{hint}"))
+        })?;
+        return Ok((name, config, Weights::Initial(args.seed), None));
+    }
+    let folder = HfFolder::open(Path::new(&name)).map_err(CliError::usage)?;
+    notices.extend(folder.warnings().iter().cloned());
+    let (config, tokenizer) = (folder.config().clone(), folder.tokenizer());
+    Ok((name, config, Weights::Folder(folder), tokenizer))
+}
+
+fn data(args: &TrainArgs, tokenizer: Option<PathBuf>) -> Result<Dataset, CliError> {
+    let source = DataSource { path: args.data.clone(), tokenizer };
+    Dataset::open(&source).map_err(CliError::usage)
+}
+
+fn settings(args: &TrainArgs, file: Option<&DsConfig>, ranks: usize) -> Result<Settings, CliError> {
+    let stage = args.stage.or(file.map(|f| u64::from(f.zero.stage))).unwrap_or(3);
+    let stage = ZeroStage::from_number(stage)
+        .ok_or_else(|| CliError::Usage(format!("--stage {stage}: the stages are 0, 1, 2 and 3")))?;
+    if let Some(OffloadDevice::Nvme(_)) = file.map(|f| &f.zero.offload_optimizer.device) {
+        return Err(CliError::Usage("offload_optimizer to nvme is not in this version; see README.md".into()));
+    }
+    let dtype = match args.dtype {
+        Some(DTypeChoice::Fp32) => DType::F32,
+        Some(DTypeChoice::Bf16) => DType::Bf16,
+        Some(DTypeChoice::Fp16) => DType::F16,
+        None => file.map_or(DType::F32, |f| f.dtype),
+    };
+    let loss_scaling = match file {
+        Some(f) if f.dtype == dtype => f.loss_scaling.clone(),
+        _ if dtype == DType::F16 => LossScaling::Dynamic(DynamicScaling::default()),
+        _ => LossScaling::NONE,
+    };
+    let optimizer = file.and_then(|f| f.optimizer.as_ref());
+    let pytorch = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
+    let mut hyper = optimizer.map_or(pytorch, |o| o.hyper);
+    if let Some(decay) = args.weight_decay {
+        hyper.weight_decay = decay;
+    }
+    let schedule = match args.warmup_steps {
+        Some(0) => LrSchedule::Constant,
+        Some(warmup_steps) => LrSchedule::LinearWarmup { warmup_steps },
+        None => file.and_then(|f| f.schedule.clone()).unwrap_or_default(),
+    };
+    let rules = StepRules {
+        hyper,
+        lr: args.lr.or(optimizer.map(|o| o.lr)).unwrap_or(1e-3),
+        schedule,
+        max_grad_norm: args.clip.or(file.map(|f| f.gradient_clipping)).unwrap_or(0.0),
+        loss_scaling,
+    };
+    rules.check().map_err(CliError::usage)?;
+    let bucket = args.bucket_elems.or(file.map(|f| f.zero.reduce_bucket_elems as usize)).unwrap_or(BUCKET_ELEMS);
+    if bucket < ranks {
+        return Err(CliError::Usage(format!(
+            "--bucket-elems {bucket}: a bucket holds an element of each of {ranks} ranks"
+        )));
+    }
+    let overlap = !args.no_overlap && file.is_none_or(|f| f.zero.overlap_comm);
+    let prefetch = PrefetchOptions {
+        ahead: usize::from(overlap && file.is_none_or(|f| f.zero.prefetch_bucket_elems > 0)),
+        max_live_elems: file.map_or(usize::MAX, |f| f.zero.max_live_elems as usize),
+        persistence_threshold_elems: file.map_or(0, |f| f.zero.persistence_threshold_elems as usize),
+    };
+    let limit = Duration::from_secs(args.time_limit);
+    Ok(Settings { stage, dtype, grad_accum_steps: 1, bucket_capacity_elems: bucket, overlap, prefetch, rules, limit })
+}
+
+/// Whether the checkpoint is one of this model; and what differs that does not forbid to go on.
+fn check_resume(dir: &Path, layout: &Layout, data: &Dataset, seed: u64) -> Result<Vec<String>, CliError> {
+    let reader = Reader::open(dir).map_err(CliError::usage)?;
+    if let Some(difference) = reader.manifest().model.difference(&ModelSpec::from(layout)) {
+        let path = reader.path().display();
+        return Err(CliError::Usage(format!("--resume {path}: a checkpoint of another model: {difference}")));
+    }
+    let mut notices = reader.notices().to_vec();
+    let state = TrainerState::of(&reader).map_err(CliError::usage)?;
+    if state.data_fingerprint != data.fingerprint() {
+        notices.push("the data is not that of the checkpoint: the loss curve will not be the same".to_owned());
+    }
+    if state.seed != seed {
+        notices.push(format!("--seed {seed} is not that of the checkpoint, {}: other rows are drawn", state.seed));
+    }
+    Ok(notices)
+}

@@ -1,0 +1,150 @@
+//! What a run prints before and after: the setting, and the figures beside the formulas.
+
+use std::fmt::Write;
+
+use super::plan::Plan;
+use crate::trainer::{CommBytes, MemoryBytes, RankSummary};
+
+/// The setting of the run.
+pub(super) fn opening(plan: &Plan) -> String {
+    let (settings, workload) = (&plan.settings, &plan.workload);
+    let mut out = String::new();
+    for notice in &plan.notices {
+        let _ = writeln!(out, "note: {notice}");
+    }
+    let _ = writeln!(
+        out,
+        "{}: {} parameters in {}, ZeRO stage {}, {} ranks x {} threads",
+        plan.model_name,
+        thousands(plan.layout.numel_elems()),
+        settings.dtype,
+        settings.stage.number(),
+        plan.ranks,
+        workload.threads,
+    );
+    let _ = writeln!(out, "data: {}", workload.data.describe());
+    let _ = writeln!(
+        out,
+        "step: {} ranks x {} micro-batches x {} rows x {} tokens",
+        plan.ranks, settings.grad_accum_steps, plan.options.micro_batch, plan.options.seq_len
+    );
+    out
+}
+
+/// The figures of the run.
+pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], tokens_per_s: Option<f64>) -> String {
+    let mut out = String::new();
+    let Some(first) = ranks.first() else { return out };
+    let Some(last) = &first.last else {
+        let _ = writeln!(
+            out,
+            "nothing to do: the checkpoint is at step {}, and --steps {} is the step to end at",
+            first.resumed_at, plan.options.steps
+        );
+        return out;
+    };
+    if first.cancelled {
+        let _ = writeln!(out, "stopped at step {} as asked", first.step);
+    }
+    let _ = writeln!(
+        out,
+        "loss {:.4} at step {} (a model of token frequencies alone: {:.4})",
+        last.loss,
+        last.step,
+        plan.workload.data.unigram_loss()
+    );
+    if let Some(rate) = tokens_per_s {
+        let _ = writeln!(out, "{rate:.0} tokens/s (median of the steps after the second)");
+    }
+    memory_table(&mut out, plan, ranks);
+    traffic_table(&mut out, plan, &last.comm_bytes);
+    if let Some(path) = &first.checkpoint {
+        let _ = writeln!(out, "checkpoint: {}", path.display());
+    }
+    out
+}
+
+fn memory_table(out: &mut String, plan: &Plan, ranks: &[RankSummary]) {
+    let settings = &plan.settings;
+    let Ok(formula) = plan.layout.state_bytes(settings.stage, &settings.widths()) else { return };
+    let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
+    let range = |of: &dyn Fn(&MemoryBytes) -> u64| {
+        let (least, most) = (held.iter().map(of).min().unwrap_or(0), held.iter().map(of).max().unwrap_or(0));
+        if least == most { bytes(most) } else { format!("{} to {}", bytes(least), bytes(most)) }
+    };
+    let n = plan.ranks;
+    let _ = writeln!(out, "\nheld by each of {n} ranks      measured      formula (padding included)");
+    let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
+    let rows: [(&str, &dyn Fn(&MemoryBytes) -> u64, Option<u64>); 7] = [
+        ("parameters", &|m| m.params_bytes, Some(formula.params_bytes)),
+        ("gradients", &|m| m.grads_bytes, Some(formula.grads_bytes)),
+        ("optimizer state", &|m| m.optimizer_bytes, Some(formula.optimizer_bytes)),
+        ("model state", &total, Some(formula.total_bytes())),
+        ("buckets, gathered units", &|m| m.buckets_bytes, None),
+        ("activations", &|m| m.activations_bytes, None),
+        ("workspace", &|m| m.workspace_bytes, None),
+    ];
+    for (name, of, formula) in rows {
+        let _ = writeln!(out, "  {name:<24} {:>12} {:>12}", range(of), formula.map_or("-".to_owned(), bytes));
+    }
+    let stage0 = plan.layout.state_bytes(zero_shard::ZeroStage::Zero, &settings.widths()).map(|s| s.total_bytes());
+    if let (Ok(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
+        let ours = formula.total_bytes().max(1);
+        let _ = writeln!(out, "  (stage 0 would hold {}: {:.2} x)", bytes(stage0), stage0 as f64 / ours as f64);
+    }
+}
+
+fn traffic_table(out: &mut String, plan: &Plan, sent: &CommBytes) {
+    let settings = &plan.settings;
+    let accum = settings.grad_accum_steps as u64;
+    let Ok(formula) = plan.layout.step_traffic(settings.stage, &settings.widths(), accum) else { return };
+    let most = if settings.stage.shards_params() { "formula (at most)" } else { "formula" };
+    let _ = writeln!(out, "\nsent by a rank in a step       measured      {most}");
+    let rows = [
+        ("reduce-scatter", sent.reduce_scatter, formula.reduce_scatter_bytes),
+        ("all-gather", sent.all_gather, formula.all_gather_bytes),
+        ("all-reduce", sent.all_reduce, formula.all_reduce_bytes),
+        ("all", sent.total(), formula.total_bytes()),
+    ];
+    for (name, measured, formula) in rows {
+        let _ = writeln!(out, "  {name:<24} {:>12} {:>12}", bytes(measured), bytes(formula));
+    }
+}
+
+/// 1234567 as 1,234,567.
+fn thousands(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// Bytes with a binary unit, to two places.
+fn bytes(n: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let power = (1..units.len()).take_while(|&p| n >> (10 * p) > 0).count();
+    if power == 0 {
+        format!("{n} B")
+    } else {
+        format!("{:.2} {}", n as f64 / (1u64 << (10 * power)) as f64, units[power])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_for_people() {
+        assert_eq!(thousands(0), "0");
+        assert_eq!(thousands(124_439_808), "124,439,808");
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1024), "1.00 KiB");
+        assert_eq!(bytes(3 << 29), "1.50 GiB");
+    }
+}

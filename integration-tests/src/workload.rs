@@ -1,0 +1,73 @@
+//! A GPT-2 on a data set: what `zero train` trains.
+
+use std::ops::Range;
+
+use zero_alloc::Pool;
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_shard::UnitSpec;
+
+use crate::data::{BatchAt, Dataset};
+use crate::error::TrainError;
+use crate::hf::HfFolder;
+use crate::model::config::GptConfig;
+use crate::model::gpt2::{self, Gpt2, Gpt2Options};
+use crate::model::{Model, Pass};
+use crate::ops::Threads;
+use crate::trainer::Workload;
+
+/// Where the first weights come from.
+pub enum Weights {
+    /// GPT-2's initialisation, from a seed.
+    Initial(u64),
+    /// A Hugging Face folder.
+    Folder(HfFolder),
+}
+
+/// A GPT-2 with its first weights, and the data.
+pub struct GptWorkload {
+    /// The model.
+    pub config: GptConfig,
+    /// Its first weights.
+    pub weights: Weights,
+    /// What it is trained on.
+    pub data: Dataset,
+    /// How each rank runs it.
+    pub options: Gpt2Options,
+    /// Threads of each rank.
+    pub threads: usize,
+}
+
+impl Workload<HostDevice> for GptWorkload {
+    fn units(&self) -> Vec<UnitSpec> {
+        self.config.units()
+    }
+
+    fn passes(&self) -> Vec<Pass> {
+        gpt2::passes(&self.config)
+    }
+
+    fn model(&self, pool: &Pool<HostDevice>, compute: &HostStream) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+        let threads = Threads::new(self.threads)?;
+        Ok(Box::new(Gpt2::new(self.config.clone(), self.options.clone(), pool, compute, threads)?))
+    }
+
+    fn weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
+        match &self.weights {
+            Weights::Initial(seed) => Ok(self.config.fill_initial(*seed, name, range, out)?),
+            Weights::Folder(folder) => Ok(folder.read(name, range, out)?),
+        }
+    }
+
+    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
+        Ok(self.data.batch(at, inputs, targets)?)
+    }
+
+    fn data_fingerprint(&self) -> u64 {
+        self.data.fingerprint()
+    }
+
+    fn model_config(&self) -> serde_json::Value {
+        // The text is JSON that we wrote ourselves; export says so if a checkpoint has none.
+        serde_json::from_str(&self.config.to_hf_json("float32")).unwrap_or_default()
+    }
+}
