@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::{math, rows_per_thread};
 
-const TWO_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 /// `y = gelu(x)`, elementwise.

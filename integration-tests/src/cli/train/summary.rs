@@ -64,18 +64,21 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], tokens_per_s: Option<f
     out
 }
 
+/// A figure of a rank's memory.
+type Field<'a> = &'a dyn Fn(&MemoryBytes) -> u64;
+
 fn memory_table(out: &mut String, plan: &Plan, ranks: &[RankSummary]) {
     let settings = &plan.settings;
     let Ok(formula) = plan.layout.state_bytes(settings.stage, &settings.widths()) else { return };
     let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
-    let range = |of: &dyn Fn(&MemoryBytes) -> u64| {
+    let range = |of: Field<'_>| {
         let (least, most) = (held.iter().map(of).min().unwrap_or(0), held.iter().map(of).max().unwrap_or(0));
         if least == most { bytes(most) } else { format!("{} to {}", bytes(least), bytes(most)) }
     };
     let n = plan.ranks;
     let _ = writeln!(out, "\nheld by each of {n} ranks      measured      formula (padding included)");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
-    let rows: [(&str, &dyn Fn(&MemoryBytes) -> u64, Option<u64>); 7] = [
+    let rows: [(&str, Field<'_>, Option<u64>); 7] = [
         ("parameters", &|m| m.params_bytes, Some(formula.params_bytes)),
         ("gradients", &|m| m.grads_bytes, Some(formula.grads_bytes)),
         ("optimizer state", &|m| m.optimizer_bytes, Some(formula.optimizer_bytes)),
