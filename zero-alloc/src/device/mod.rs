@@ -14,6 +14,7 @@
 mod dtype;
 mod error;
 mod slice;
+pub(crate) mod watch;
 
 use std::fmt::Debug;
 use std::ptr::NonNull;
@@ -51,6 +52,33 @@ pub trait Memory: Debug + Send + Sync {
     fn granularity_bytes(&self) -> usize;
 }
 
+/// What a pool tells its device about a block's life.
+#[derive(Debug)]
+pub enum BlockNote<'a, S, E> {
+    /// It begins, first used on `stream`.
+    Taken {
+        /// Its first byte.
+        ptr: *mut u8,
+        /// Its size.
+        bytes: usize,
+        /// What it is held for.
+        purpose: crate::Purpose,
+        /// Where it is first used.
+        stream: &'a S,
+    },
+    /// It ends: what is enqueued on `home` so far may use it, and what lies before the events of `uses`.
+    Freed {
+        /// Its first byte.
+        ptr: *mut u8,
+        /// Its size.
+        bytes: usize,
+        /// The stream that it was taken on.
+        home: &'a S,
+        /// The uses noted, with the ids of their streams.
+        uses: &'a [(u64, E)],
+    },
+}
+
 /// A device: memory, streams and copies between the two sides.
 pub trait Device: Memory + Clone + 'static {
     /// An ordered queue of operations; cloning gives another handle of the same queue.
@@ -66,6 +94,9 @@ pub trait Device: Memory + Clone + 'static {
     /// # Errors
     /// The device has no stream left.
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError>;
+
+    /// Told by a pool when a block is taken and freed, for back ends that check who uses what when.
+    fn note_block(&self, _note: BlockNote<'_, Self::Stream, Self::Event>) {}
 
     /// Enqueues a copy of `src` to `dst`, both on the device and not overlapping.
     ///

@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{DType, DeviceError, Element};
+use super::{DType, DeviceError, Element, watch};
 
 /// A typed view of `len` elements of device memory. `Copy`, and owns nothing.
 pub struct DeviceSlice<T> {
@@ -77,6 +77,7 @@ impl<T> DeviceSlice<T> {
         if self.len == 0 {
             return &[];
         }
+        watch::touch(self.ptr.addr(), self.len * size_of::<T>(), false);
         // SAFETY: valid and aligned by the promise of `from_raw_parts`, unwritten by the caller's.
         unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
     }
@@ -89,6 +90,7 @@ impl<T> DeviceSlice<T> {
         if self.len == 0 {
             return &mut [];
         }
+        watch::touch(self.ptr.addr(), self.len * size_of::<T>(), true);
         // SAFETY: valid and aligned by the promise of `from_raw_parts`, exclusive by the caller's.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
     }

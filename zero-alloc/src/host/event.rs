@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::Gate;
+use super::seeded::Mark;
 use crate::device::{DeviceError, Event};
 
 struct Point {
@@ -11,6 +12,8 @@ struct Point {
     /// Set once, when the point is reached or its stream failed before it.
     result: OnceLock<Result<(), DeviceError>>,
     gate: Gate<()>,
+    /// Where it lies, for streams of the seeded scheduler.
+    mark: Option<Mark>,
 }
 
 /// A point in a [`HostStream`](super::HostStream).
@@ -25,7 +28,15 @@ impl std::fmt::Debug for HostEvent {
 
 impl HostEvent {
     pub(super) fn new(stream: Arc<str>) -> Self {
-        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Gate::new(()) }))
+        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Gate::new(()), mark: None }))
+    }
+
+    pub(super) fn marked(stream: Arc<str>, mark: Mark) -> Self {
+        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Gate::new(()), mark: Some(mark) }))
+    }
+
+    pub(super) fn mark(&self) -> Option<&Mark> {
+        self.0.mark.as_ref()
     }
 
     /// Marks the point as reached; the first call counts.
@@ -42,10 +53,18 @@ impl HostEvent {
 
 impl Event for HostEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
+        if let Some(mark) = &self.0.mark {
+            mark.poll(self);
+        }
         self.result().transpose().map(|reached| reached.is_some())
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
+        if let Some(mark) = &self.0.mark {
+            mark.wait(self, limit);
+            let late = || DeviceError::TimedOut { what: format!("stream {}", self.0.stream), limit };
+            return self.result().unwrap_or_else(|| Err(late()));
+        }
         if let Some(result) = self.result() {
             return result;
         }

@@ -8,27 +8,37 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::seeded::{self, Clock};
 use crate::device::DeviceError;
 
 /// A value that threads change and wait on.
 #[derive(Debug, Default)]
 pub struct Gate<T> {
-    value: Mutex<T>,
+    value: Mutex<Guarded<T>>,
     changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Guarded<T> {
+    value: T,
+    /// What those knew who changed it; only operations of the seeded scheduler leave something here.
+    known: Option<Clock>,
 }
 
 impl<T> Gate<T> {
     /// A gate around `value`.
     pub const fn new(value: T) -> Self {
-        Self { value: Mutex::new(value), changed: Condvar::new() }
+        Self { value: Mutex::new(Guarded { value, known: None }), changed: Condvar::new() }
     }
 
     /// Changes the value and wakes all that wait. What the caller did before is seen by every
     /// [`Gate::wait_until`] that passes afterwards.
     pub fn update<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
-        let mut value = self.value.lock();
-        let result = change(&mut value);
-        drop(value);
+        let mut guarded = self.value.lock();
+        seeded::cross(&mut guarded.known);
+        let result = change(&mut guarded.value);
+        drop(guarded);
+        seeded::progress();
         self.changed.notify_all();
         result
     }
@@ -45,21 +55,30 @@ impl<T> Gate<T> {
         mut ready: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<R, DeviceError> {
         let deadline = Instant::now().checked_add(limit);
-        let mut value = self.value.lock();
+        let mut timed_out = false;
         loop {
-            if let Some(result) = ready(&mut value) {
+            let seen = seeded::progress_so_far();
+            let mut guarded = self.value.lock();
+            if let Some(result) = ready(&mut guarded.value) {
+                seeded::pass(guarded.known.as_ref());
                 return Ok(result);
             }
-            let timed_out = match deadline {
-                Some(deadline) => self.changed.wait_until(&mut value, deadline).timed_out(),
+            if timed_out {
+                return Err(DeviceError::TimedOut { what: what(), limit });
+            }
+            if seeded::in_operation() {
+                drop(guarded);
+                seeded::block(seen, deadline);
+                timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+                continue;
+            }
+            timed_out = match deadline {
+                Some(deadline) => self.changed.wait_until(&mut guarded, deadline).timed_out(),
                 None => {
-                    self.changed.wait(&mut value);
+                    self.changed.wait(&mut guarded);
                     false
                 }
             };
-            if timed_out {
-                return ready(&mut value).ok_or_else(|| DeviceError::TimedOut { what: what(), limit });
-            }
         }
     }
 }

@@ -5,16 +5,21 @@
 
 mod event;
 mod gate;
+mod op;
+mod seeded;
 mod stream;
 mod timeline;
+mod worker;
 
 use std::alloc::Layout;
 use std::ptr::NonNull;
 use std::time::Duration;
 
-use crate::device::{AnySlice, Device, DeviceError, DeviceKind, Memory};
+use self::seeded::Scheduler;
+use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory};
 pub use event::HostEvent;
 pub use gate::Gate;
+pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;
 pub use timeline::{OpSpan, Timeline};
 
@@ -22,6 +27,7 @@ pub use timeline::{OpSpan, Timeline};
 #[derive(Clone, Debug, Default)]
 pub struct HostDevice {
     timeline: Option<Timeline>,
+    scheduler: Option<Scheduler>,
 }
 
 impl HostDevice {
@@ -33,7 +39,24 @@ impl HostDevice {
     /// The same, where streams made from now on record their operations in `timeline`.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {
-        Self { timeline: Some(timeline) }
+        Self { timeline: Some(timeline), ..self }
+    }
+
+    /// The host for tests: its streams interleave in an order that follows from `seed`, any order that streams and
+    /// events allow can come up, and an operation that touches memory out of order fails: a missing
+    /// wait or a use after free is named with the block and the streams.
+    ///
+    /// Only one operation runs at a time. Operations are seen through
+    /// [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
+    /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread; they must wait for each
+    /// other only in [`Gate`]s.
+    pub fn seeded(seed: u64) -> Self {
+        Self { timeline: None, scheduler: Some(Scheduler::new(seed)) }
+    }
+
+    /// What the seeded scheduler has found so far, in the order of finding; empty elsewhere.
+    pub fn violations(&self) -> Vec<Violation> {
+        self.scheduler.as_ref().map(Scheduler::violations).unwrap_or_default()
     }
 }
 
@@ -74,7 +97,13 @@ impl Device for HostDevice {
     }
 
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
-        HostStream::spawn(name, self.timeline.clone())
+        HostStream::spawn(name, self.timeline.clone(), self.scheduler.as_ref())
+    }
+
+    fn note_block(&self, note: BlockNote<'_, HostStream, HostEvent>) {
+        if let Some(scheduler) = &self.scheduler {
+            scheduler.note(&note);
+        }
     }
 
     fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {

@@ -23,7 +23,7 @@ use parking_lot::Mutex;
 use self::backings::Backings;
 use self::hazards::Hazards;
 use self::report::Account;
-use crate::device::{DType, Device};
+use crate::device::{BlockNote, DType, Device};
 use crate::planner::{Offsets, Pick, RangeId};
 
 pub use block::Block;
@@ -109,7 +109,9 @@ impl<D: Device> Pool<D> {
                 state.offsets.give(range);
                 return Err(error.into());
             }
-            (Some(range), state.backings.address(start))
+            let ptr = state.backings.address(start);
+            self.0.device.note_block(BlockNote::Taken { ptr, bytes, purpose, stream });
+            (Some(range), ptr)
         };
         state.account.add(purpose, bytes);
         drop(state);
@@ -140,8 +142,10 @@ impl<D: Device> Pool<D> {
     ) {
         let mut state = self.0.state.lock();
         if let Some(range) = range {
-            let (start, bytes) = state.offsets.give(range);
-            state.hazards.put(start..start + bytes, home, uses);
+            let (start, rounded) = state.offsets.give(range);
+            let ptr = state.backings.address(start);
+            self.0.device.note_block(BlockNote::Freed { ptr, bytes, home, uses: &uses });
+            state.hazards.put(start..start + rounded, home, uses);
         }
         state.account.sub(purpose, bytes);
     }

@@ -1,0 +1,249 @@
+//! The seeded scheduler: every legal order, the same for the same seed, and mistakes caught and named.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Stream};
+use zero_alloc::host::{Gate, HostDevice, HostStream, ViolationKind};
+use zero_alloc::{Block, Pool, Purpose};
+
+const LIMIT: Duration = Duration::from_secs(60);
+const SEEDS: u64 = if cfg!(miri) { 5 } else { 200 };
+
+fn slice(block: &Block<HostDevice>) -> AnySlice {
+    // SAFETY: the tests order accesses by streams and events; where they do not, the scheduler runs one
+    // operation at a time and refuses what is out of order.
+    unsafe { block.slice() }
+}
+
+fn f32s(block: &Block<HostDevice>) -> DeviceSlice<f32> {
+    slice(block).typed().expect("f32")
+}
+
+fn write(stream: &HostStream, to: DeviceSlice<f32>, value: f32) {
+    let op = move || {
+        // SAFETY: host memory; ordered as above.
+        unsafe { to.as_host_mut() }.fill(value);
+        Ok(())
+    };
+    stream.enqueue("write", op).expect("enqueued");
+}
+
+fn read(stream: &HostStream, from: DeviceSlice<f32>, expected: f32) {
+    let op = move || {
+        // SAFETY: host memory; ordered as above.
+        let seen = unsafe { from.as_host() };
+        assert!(seen.iter().all(|v| *v == expected), "saw {} instead of {expected}", seen[0]);
+        Ok(())
+    };
+    stream.enqueue("read", op).expect("enqueued");
+}
+
+struct Setup {
+    device: HostDevice,
+    pool: Pool<HostDevice>,
+    compute: HostStream,
+    comm: HostStream,
+}
+
+fn setup(seed: u64) -> Setup {
+    let device = HostDevice::seeded(seed);
+    let pool = Pool::new(device.clone(), 1 << 20);
+    let compute = device.create_stream("compute").expect("a stream");
+    let comm = device.create_stream("comm").expect("a stream");
+    Setup { device, pool, compute, comm }
+}
+
+fn order(seed: u64) -> Vec<(usize, usize)> {
+    let device = HostDevice::seeded(seed);
+    let streams: Vec<_> = (0..3).map(|i| device.create_stream(&format!("s{i}")).expect("a stream")).collect();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    for op in 0..4 {
+        for (i, stream) in streams.iter().enumerate() {
+            let seen = Arc::clone(&seen);
+            let note = move || {
+                seen.lock().expect("no panic").push((i, op));
+                Ok(())
+            };
+            stream.enqueue("note", note).expect("enqueued");
+        }
+    }
+    for stream in &streams {
+        stream.synchronize(LIMIT).expect("all ran");
+    }
+    let seen = seen.lock().expect("no panic");
+    seen.clone()
+}
+
+#[test]
+fn a_seed_gives_one_order_and_seeds_give_many() {
+    let orders: BTreeSet<_> = (0..SEEDS).map(order).collect();
+    for order in &orders {
+        for stream in 0..3 {
+            let own: Vec<_> = order.iter().filter(|(s, _)| *s == stream).map(|(_, op)| *op).collect();
+            assert_eq!(own, [0, 1, 2, 3], "a stream runs in order");
+        }
+    }
+    assert!(orders.len() as u64 > SEEDS * 3 / 4, "{} orders of {SEEDS} seeds", orders.len());
+    for seed in 0..SEEDS.min(20) {
+        assert_eq!(order(seed), order(seed));
+    }
+}
+
+#[test]
+fn a_missing_wait_is_caught_and_named_whatever_the_order() {
+    for seed in 0..SEEDS {
+        let Setup { device, pool, compute, comm } = setup(seed);
+        let block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
+        write(&compute, f32s(&block), 1.0);
+        // Here comm should wait for compute.
+        write(&comm, f32s(&block), 2.0);
+        let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
+        let Some(DeviceError::Operation { op, message, .. }) = results.iter().find_map(|r| r.clone().err()) else {
+            panic!("seed {seed}: not caught");
+        };
+        assert_eq!(op, "write");
+        for word in ["missing wait", "Buckets", "256 bytes", "stream compute", "stream comm"] {
+            assert!(message.contains(word), "{message}");
+        }
+        assert_eq!(device.violations()[0].kind, ViolationKind::Race);
+    }
+}
+
+#[test]
+fn what_is_ordered_by_events_is_fine_in_every_order() {
+    for seed in 0..SEEDS {
+        let Setup { device, pool, compute, comm } = setup(seed);
+        let mut block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
+        for round in 0..3 {
+            write(&compute, f32s(&block), round as f32);
+            comm.wait(&compute.record().expect("recorded")).expect("enqueued");
+            read(&comm, f32s(&block), round as f32);
+            read(&compute, f32s(&block), round as f32);
+            compute.wait(&comm.record().expect("recorded")).expect("enqueued");
+        }
+        block.record_use(&comm).expect("recorded");
+        drop(block);
+        // The same memory, on the other stream, behind both.
+        let block = pool.allocate(64, DType::F32, Purpose::Buckets, &comm).expect("room");
+        write(&comm, f32s(&block), 9.0);
+        comm.synchronize(LIMIT).expect("sound");
+        compute.synchronize(LIMIT).expect("sound");
+        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+    }
+}
+
+#[test]
+fn the_host_orders_what_it_waits_for() {
+    for seed in 0..SEEDS {
+        let Setup { device, pool, compute, comm } = setup(seed);
+        let block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
+        write(&compute, f32s(&block), 1.0);
+        let done = compute.record().expect("recorded");
+        if seed % 2 == 0 {
+            done.synchronize(LIMIT).expect("reached");
+        } else {
+            while !done.is_done().expect("sound") {}
+        }
+        write(&comm, f32s(&block), 2.0);
+        comm.synchronize(LIMIT).expect("sound");
+        drop(block);
+        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+    }
+}
+
+#[test]
+fn a_block_freed_under_an_unnoted_stream_is_caught() {
+    let mut kinds = BTreeSet::new();
+    for seed in 0..SEEDS {
+        let Setup { device, pool, compute, comm } = setup(seed);
+        let block = pool.allocate(64, DType::F32, Purpose::Activations, &compute).expect("room");
+        write(&compute, f32s(&block), 1.0);
+        comm.wait(&compute.record().expect("recorded")).expect("enqueued");
+        read(&comm, f32s(&block), 1.0);
+        // Here record_use(&comm) is missing.
+        drop(block);
+        let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
+        let error = results.iter().find_map(|r| r.clone().err()).expect("caught").to_string();
+        assert!(error.contains("Activations") && error.contains("stream comm"), "{error}");
+        kinds.insert(format!("{:?}", device.violations()[0].kind));
+    }
+    // The read runs before the block's end, or after it.
+    if !cfg!(miri) {
+        assert_eq!(kinds.into_iter().collect::<Vec<_>>(), ["UnnotedUse", "UseAfterFree"]);
+    }
+}
+
+/// An exchange like a collective's: each side shows its buffer, reads the other's, and, where it is careful, stays
+/// until the other has read.
+fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
+    let Setup { device, pool, compute, comm } = setup(seed);
+    let gate = Arc::new(Gate::new((0, 0)));
+    let blocks: Vec<_> = [&compute, &comm]
+        .map(|stream| pool.allocate(16, DType::F32, Purpose::Buckets, stream).expect("room"))
+        .into_iter()
+        .collect();
+    for (rank, stream) in [&compute, &comm].into_iter().enumerate() {
+        let (mine, other) = (f32s(&blocks[rank]), f32s(&blocks[1 - rank]));
+        write(stream, mine, rank as f32);
+        let gate = Arc::clone(&gate);
+        let op = move || {
+            gate.update(|(arrived, _)| *arrived += 1);
+            gate.wait_until(LIMIT, || "arrival".into(), |(arrived, _)| (*arrived == 2).then_some(()))?;
+            // SAFETY: host memory; the other side has written and will not write again before the second gate.
+            assert_eq!(unsafe { other.as_host() }[0], 1.0 - rank as f32);
+            gate.update(|(_, read)| *read += 1);
+            if careful {
+                gate.wait_until(LIMIT, || "departure".into(), |(_, read)| (*read == 2).then_some(()))?;
+            }
+            Ok(())
+        };
+        stream.enqueue("exchange", op).expect("enqueued");
+        write(stream, mine, 5.0);
+    }
+    for stream in [&compute, &comm] {
+        let result = stream.synchronize(LIMIT);
+        assert!(result.is_ok() || !careful, "seed {seed}: {result:?}");
+    }
+    device.violations()
+}
+
+#[test]
+fn operations_may_wait_for_each_other_in_gates() {
+    for seed in 0..SEEDS {
+        let violations = exchange(seed, true);
+        assert!(violations.is_empty(), "seed {seed}: {violations:?}");
+    }
+}
+
+#[test]
+fn a_gate_that_is_left_too_early_is_caught() {
+    // A rank that leaves before the other has read, and writes: in some orders the reader comes after.
+    let caught = (0..SEEDS).filter(|seed| !exchange(*seed, false).is_empty()).count() as u64;
+    assert!(caught > SEEDS / 8, "caught with {caught} of {SEEDS} seeds");
+}
+
+#[test]
+fn copies_and_fills_are_watched_too() {
+    let Setup { device, pool, compute, comm } = setup(7);
+    let a = pool.allocate(64, DType::F32, Purpose::Params, &compute).expect("room");
+    let b = pool.allocate(64, DType::F32, Purpose::Params, &compute).expect("room");
+    device.fill_zero(&compute, slice(&a)).expect("enqueued");
+    device.copy(&comm, slice(&a), slice(&b)).expect("enqueued");
+    let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
+    let error = results.iter().find_map(|r| r.clone().err()).expect("caught").to_string();
+    assert!(error.contains("fill_zero") && error.contains("copy"), "{error}");
+}
+
+#[test]
+fn what_cannot_go_on_ends_at_the_limit() {
+    let Setup { compute, .. } = setup(1);
+    let gate = Gate::new(false);
+    let limit = Duration::from_millis(3);
+    let op = move || gate.wait_until(limit, || "a peer".into(), |open| open.then_some(()));
+    compute.enqueue("wait", op).expect("enqueued");
+    let error = compute.synchronize(LIMIT).expect_err("nobody opens it");
+    let DeviceError::Operation { stream, op, message } = error else { panic!("{error}") };
+    assert_eq!((&*stream, &*op, &*message), ("compute", "wait", "a peer took longer than 3ms"));
+}
