@@ -199,7 +199,8 @@ pub trait Communicator<D: Device>: Send + Sync {
 
     /// The communicator of the ranks that pass the same `color`, numbered by `key`, then by rank here; `None`
     /// for a rank that passes no color. Every rank calls it; the host waits for the others, within the time limit.
-    /// The new communicator counts its own traffic; an abort here reaches it, but not the other way round.
+    /// The new communicator counts its own traffic. A failure here reaches it; the other way round it may (`mpi`)
+    /// or may not (`threads`).
     ///
     /// # Errors
     /// A rank failed, or did not come.

@@ -153,6 +153,14 @@ pub enum CommError {
         /// What it said.
         reason: String,
     },
+    /// The library behind a back end is missing, unfit or failed.
+    #[error("{back_end}: {message}")]
+    BackEnd {
+        /// The back end.
+        back_end: &'static str,
+        /// What was seen.
+        message: String,
+    },
     /// A rank failed in a way that the back end cannot tell more of.
     #[error("rank {rank}: {message}")]
     Peer {

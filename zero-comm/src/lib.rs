@@ -5,6 +5,8 @@ mod call;
 mod communicator;
 pub mod conformance;
 mod error;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod overlap;
 mod prefetch;
 mod reduce;
