@@ -347,3 +347,16 @@ model.save_pretrained(sys.argv[2])";
         fs::remove_dir_all(&theirs).unwrap();
     }
 }
+
+/// `/dev/full` stands for a disk without room.
+#[test]
+fn a_full_disk_is_an_error_that_names_the_file_and_leaves_the_old_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &tiny(), DType::F32);
+    let temporary = dir.path().join(format!(".model.safetensors.{}.tmp", std::process::id()));
+    std::os::unix::fs::symlink("/dev/full", &temporary).unwrap();
+    let error = FolderWriter::create(dir.path(), &tiny(), DType::F32).err().unwrap();
+    assert!(matches!(&error, HfError::Write { path, .. } if *path == temporary), "{error}");
+    assert_holds(&HfFolder::open(dir.path()).unwrap(), &params(&tiny()));
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "the temporary file is gone");
+}
