@@ -89,9 +89,9 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
                 let rounded = &mut rounded[..chunk.len()];
                 round(rounded);
                 for output in &outputs {
-                    let (from, to) = (rounded.as_ptr().cast(), output.slice(chunk.clone()).as_ptr().cast());
                     // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
-                    unsafe { past_cache::copy(from, to, size_of_val(rounded)) };
+                    let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
+                    past_cache::copy(bytemuck::cast_slice(rounded), bytemuck::cast_slice_mut(target));
                 }
             } else {
                 for output in &outputs {
@@ -105,20 +105,21 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
 
 /// `from` to every one of `to` that is not `from` itself.
 fn copy_to_all(from: AnySlice, to: &[AnySlice], past_cache: bool) {
-    let (from, len) = (from.bytes(), from.len_bytes());
+    let bytes = |slice: AnySlice| slice.bytes().typed::<u8>();
+    let (Ok(from), len) = (bytes(from), from.len_bytes()) else { return };
     for start in (0..len).step_by(COPY_CHUNK_BYTES) {
         let chunk = start..(start + COPY_CHUNK_BYTES).min(len);
-        let source = from.slice(chunk.clone()).as_ptr();
-        for to in to.iter().map(|to| to.bytes().slice(chunk.clone()).as_ptr()).filter(|&to| to != source) {
-            // Both are host memory that its maker keeps valid, of the chunk's length; they do not overlap, for a
-            // rank's own buffers passed the check and different ranks' buffers are different memory; only this
-            // rank accesses `to` now.
+        let source = from.slice(chunk.clone());
+        for to in to.iter().filter_map(|&to| bytes(to).ok()).filter(|to| to.as_ptr() != from.as_ptr()) {
+            // SAFETY: host memory that its maker keeps valid; nobody writes to it now.
+            let source = unsafe { source.as_host() };
+            // SAFETY: host memory that its maker keeps valid, apart from the source: a rank's own buffers passed the
+            // check, and different ranks' buffers are different memory; only this rank accesses it now.
+            let target = unsafe { to.slice(chunk.clone()).as_host_mut() };
             if past_cache {
-                // SAFETY: as said above.
-                unsafe { past_cache::copy(source, to, chunk.len()) };
+                past_cache::copy(source, target);
             } else {
-                // SAFETY: as said above.
-                unsafe { std::ptr::copy_nonoverlapping(source, to, chunk.len()) };
+                target.copy_from_slice(source);
             }
         }
     }

@@ -1,0 +1,225 @@
+//! Buckets and prefetch under the seeded scheduler: no order that streams and events allow gives another result,
+//! and the checker finds no access out of order. One host thread enqueues for all ranks, so a seed is an order.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::device::{AnySlice, DType, Device, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::{Block, Pool, Purpose};
+use zero_comm::threads::{Options, World};
+use zero_comm::{BucketOptions, Buckets, Communicator, PrefetchOptions, Prefetcher, ReduceOp, Unsharded};
+
+const LIMIT: Duration = Duration::from_secs(60);
+const SEEDS: u64 = if cfg!(miri) { 3 } else { 1000 };
+const RANKS: usize = 2;
+/// Elements of a rank's shard of each unit.
+const SHARDS: [usize; 3] = [3, 5, 2];
+/// Forward, then backward.
+const ORDER: [usize; 6] = [0, 1, 2, 2, 1, 0];
+
+/// Enqueues an operation on one slice to read and one to write.
+fn enqueue(stream: &HostStream, src: AnySlice, dst: AnySlice, f: impl Fn(&[f32], &mut [f32]) + Send + 'static) {
+    let (src, dst) = (src.typed::<f32>().unwrap(), dst.typed::<f32>().unwrap());
+    let op = move || {
+        // SAFETY: host memory; streams and events order the accesses, or the checker refuses them.
+        let src = unsafe { src.as_host() };
+        // SAFETY: as above.
+        let dst = unsafe { dst.as_host_mut() };
+        f(src, dst);
+        Ok(())
+    };
+    stream.enqueue("compute", op).unwrap();
+}
+
+/// One rank of a step as the trainer's stage 3 does it.
+struct Rank {
+    compute: HostStream,
+    comm: HostStream,
+    weights: Vec<Block<HostDevice>>,
+    grads: Vec<Block<HostDevice>>,
+    activation: Block<HostDevice>,
+    pool: Pool<HostDevice>,
+    prefetch: Prefetcher<HostDevice>,
+    buckets: Buckets<HostDevice>,
+    held: Option<Unsharded<HostDevice>>,
+    rank: usize,
+}
+
+/// What a test leaves out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mistake {
+    None,
+    /// The optimizer does not wait for the gradients.
+    NoWaitForGrads,
+    /// A second producer is not made known to the bucket.
+    UnknownProducer,
+    /// A unit is used after it was resharded.
+    UseAfterReshard,
+}
+
+impl Rank {
+    fn new(device: &HostDevice, comm: Arc<dyn Communicator<HostDevice>>, ahead: usize, overlap: bool) -> Self {
+        let rank = comm.rank();
+        let stream = |what: &str| device.create_stream(&format!("rank {rank} {what}")).unwrap();
+        let (compute, comm_stream) = (stream("compute"), stream("comm"));
+        let pool = Pool::new(device.clone(), 1 << 20);
+        let block = |len, purpose| pool.allocate(len, DType::F32, purpose, &compute).unwrap();
+        let weights: Vec<_> = SHARDS.iter().map(|&len| block(len, Purpose::Params)).collect();
+        let grads: Vec<_> = SHARDS.iter().map(|&len| block(len, Purpose::Grads)).collect();
+        let activation = block(SHARDS.iter().max().unwrap() * RANKS, Purpose::Activations);
+        let options = BucketOptions { overlap, ..BucketOptions::new(2 * RANKS, DType::F32) };
+        let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options).unwrap();
+        let options = PrefetchOptions { ahead, ..PrefetchOptions::default() };
+        // SAFETY: the blocks outlive the streams' work, which every test waits for.
+        let shards = weights.iter().map(|w| unsafe { w.slice() }).collect();
+        let mut prefetch = Prefetcher::new(pool.clone(), comm, compute.clone(), comm_stream.clone(), shards, options);
+        prefetch.expect_order(ORDER.to_vec()).unwrap();
+        Self { compute, comm: comm_stream, weights, grads, activation, pool, prefetch, buckets, held: None, rank }
+    }
+
+    fn slice(block: &Block<HostDevice>) -> AnySlice {
+        // SAFETY: every block is dropped after its streams are drained, or notes its uses.
+        unsafe { block.slice() }
+    }
+
+    /// Sets weights and clears gradients.
+    fn start(&mut self) {
+        for (unit, (weight, grad)) in self.weights.iter().zip(&self.grads).enumerate() {
+            let value = (10 * unit + self.rank) as f32;
+            enqueue(&self.compute, Self::slice(&self.activation).slice(0..0), Self::slice(weight), move |_, w| {
+                w.fill(value);
+            });
+            self.pool.device().fill_zero(&self.compute, Self::slice(grad)).unwrap();
+        }
+        self.comm.wait(&self.compute.record().unwrap()).unwrap();
+        self.prefetch.begin_step().unwrap();
+    }
+
+    fn begin(&mut self, use_: usize) {
+        self.held = Some(self.prefetch.unshard(ORDER[use_]).unwrap());
+    }
+
+    /// Uses the unit; in backward, sends its gradient: the gathered weights themselves, plus the rank.
+    fn finish(&mut self, use_: usize, mistake: Mistake) {
+        let (unit, backward) = (ORDER[use_], use_ >= ORDER.len() / 2);
+        let unsharded = self.held.take().unwrap();
+        // SAFETY: used on the compute stream before it is resharded, unless that is the mistake.
+        let gathered = unsafe { unsharded.slice() };
+        let activation = Self::slice(&self.activation).slice(0..gathered.len());
+        let mut unsharded = Some(unsharded);
+        if mistake == Mistake::UseAfterReshard {
+            self.prefetch.reshard(unsharded.take().unwrap());
+        }
+        enqueue(&self.compute, gathered, activation, |w, a| a.copy_from_slice(w));
+        if let Some(unsharded) = unsharded {
+            self.prefetch.reshard(unsharded);
+        }
+        if !backward {
+            return;
+        }
+        let rank = self.rank as f32;
+        for start in (0..SHARDS[unit]).step_by(2) {
+            let piece = start..(start + 2).min(SHARDS[unit]);
+            let mut filling = self.buckets.begin(piece.len() * RANKS).unwrap();
+            let helper = (mistake == Mistake::UnknownProducer || start == 2)
+                .then(|| self.pool.device().create_stream(&format!("rank {} helper", self.rank)).unwrap());
+            if let Some(helper) = &helper {
+                // The activation is this stream's to read, too.
+                helper.wait(&self.compute.record().unwrap()).unwrap();
+                if mistake != Mistake::UnknownProducer {
+                    filling.add_producer(helper).unwrap();
+                }
+            }
+            // SAFETY: used by producers before the launch.
+            let bucket = unsafe { filling.slice() };
+            for q in 0..RANKS {
+                let from = activation.slice(q * SHARDS[unit] + piece.start..q * SHARDS[unit] + piece.end);
+                let to = bucket.slice(q * piece.len()..(q + 1) * piece.len());
+                let stream = if q == 1 { helper.as_ref().unwrap_or(&self.compute) } else { &self.compute };
+                enqueue(stream, from, to, move |from, to| {
+                    to.iter_mut().zip(from).for_each(|(to, from)| *to = from + rank);
+                });
+            }
+            let in_flight = filling.reduce_scatter(ReduceOp::Sum).unwrap();
+            if let Some(helper) = &helper {
+                // The next use of the activation is behind the helper's reading.
+                self.compute.wait(&helper.record().unwrap()).unwrap();
+            }
+            // SAFETY: used on the communication stream before it is finished.
+            let segment = unsafe { in_flight.segment() };
+            enqueue(&self.comm, segment, Self::slice(&self.grads[unit]).slice(piece), |s, g| {
+                g.iter_mut().zip(s).for_each(|(g, s)| *g += s);
+            });
+            let _done = in_flight.finish().unwrap();
+        }
+    }
+
+    /// The optimizer: weights become gradients.
+    fn end(&mut self, mistake: Mistake) {
+        self.prefetch.end_step();
+        if mistake != Mistake::NoWaitForGrads {
+            self.buckets.wait_all_on(&self.compute).unwrap();
+        }
+        for (weight, grad) in self.weights.iter().zip(&self.grads) {
+            enqueue(&self.compute, Self::slice(grad), Self::slice(weight), |g, w| w.copy_from_slice(g));
+        }
+    }
+}
+
+/// A step on all ranks under `seed`; the weights of all ranks after it, if every stream ran through.
+fn step(seed: u64, ahead: usize, overlap: bool, mistake: Mistake) -> (HostDevice, Option<Vec<Vec<f32>>>) {
+    let device = HostDevice::seeded(seed);
+    let mut ranks: Vec<Rank> = World::new(RANKS, Options { limit: Duration::from_secs(5) })
+        .unwrap()
+        .into_iter()
+        .map(|comm| Rank::new(&device, Arc::new(comm), ahead, overlap))
+        .collect();
+    ranks.iter_mut().for_each(Rank::start);
+    for use_ in 0..ORDER.len() {
+        ranks.iter_mut().for_each(|rank| rank.begin(use_));
+        ranks.iter_mut().for_each(|rank| rank.finish(use_, mistake));
+    }
+    ranks.iter_mut().for_each(|rank| rank.end(mistake));
+    let ran = ranks.iter().all(|rank| rank.compute.synchronize(LIMIT).is_ok() & rank.comm.synchronize(LIMIT).is_ok());
+    let read = |block: &Block<HostDevice>| {
+        let values = Rank::slice(block).typed::<f32>().unwrap();
+        // SAFETY: all streams are drained.
+        unsafe { values.as_host() }.to_vec()
+    };
+    let weights = ran.then(|| ranks.iter().flat_map(|rank| rank.weights.iter().map(read)).collect());
+    (device, weights)
+}
+
+fn expected() -> Vec<Vec<f32>> {
+    let value = |unit: usize, rank: usize| (10 * unit + rank) as f32;
+    // A rank's shard of the sum over ranks of (gathered weights + rank).
+    let sum = |unit, rank| 2.0 * value(unit, rank) + 1.0;
+    (0..RANKS).flat_map(|rank| SHARDS.iter().enumerate().map(move |(u, &len)| vec![sum(u, rank); len])).collect()
+}
+
+#[test]
+fn every_order_gives_the_same_weights_with_overlap_and_without() {
+    for seed in 0..SEEDS {
+        let (ahead, overlap) = [(0, false), (1, true), (2, true), (6, false)][seed as usize % 4];
+        let (device, weights) = step(seed, ahead, overlap, Mistake::None);
+        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        assert_eq!(weights.as_ref(), Some(&expected()), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_forgotten_wait_for_the_gradients_is_found() {
+    assert!((0..20).all(|seed| !step(seed, 1, true, Mistake::NoWaitForGrads).0.violations().is_empty()));
+}
+
+/// PEERS: a reduction that waits for one of several producers.
+#[test]
+fn a_producer_that_the_bucket_does_not_know_is_found() {
+    assert!((0..20).all(|seed| !step(seed, 1, true, Mistake::UnknownProducer).0.violations().is_empty()));
+}
+
+#[test]
+fn a_use_after_reshard_is_found() {
+    assert!((0..20).all(|seed| !step(seed, 1, true, Mistake::UseAfterReshard).0.violations().is_empty()));
+}
