@@ -30,6 +30,7 @@ mod store;
 mod tensors;
 mod transfer;
 mod verify;
+mod view;
 
 pub use assemble::SaveMeta;
 pub use background::{BackgroundStore, Fence, Slot, StagingMemory, staging_bytes};
@@ -42,9 +43,10 @@ pub use manifest::{FORMAT_VERSION, FileRecord, Hex64, LayoutRecord, MANIFEST_NAM
 pub use model::{ModelSpec, ParamRecord, UnitRecord};
 pub use pages::Pages;
 pub use plan::{BLOCK_BYTES, BLOCK_TABLE, Piece, StateSpec, checksum};
-pub use reader::{Reader, View};
+pub use reader::Reader;
 pub use report::{Published, Receipt, frame_bytes};
 pub use shard::ShardData;
 pub use store::{STAGES, Stage, Store, StoreOptions};
 pub use transfer::IoOptions;
 pub use verify::Verified;
+pub use view::View;

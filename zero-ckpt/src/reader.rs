@@ -5,19 +5,16 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use zero_shard::{Layout, ParamPlacement, UnitLayout};
+use zero_shard::{Layout, ParamPlacement};
 
 use crate::catalog;
 use crate::coverage::Coverage;
 use crate::dir::Dir;
 use crate::manifest::{MANIFEST_NAME, Manifest};
-use crate::runs::{Run, elems_of, runs};
+use crate::plan::BLOCK_BYTES;
 use crate::shard_file::{ShardFile, open_checked};
-use crate::transfer::IoOptions;
-use crate::{CkptError, ModelSpec, StateDtype};
-
-/// Bytes converted at once where the stored dtype is not fp32.
-const CONVERT_BYTES: usize = 4 << 20;
+use crate::transfer::{IoOptions, chunks, share};
+use crate::{CkptError, ModelSpec, StateDtype, View};
 
 /// A whole checkpoint, open for reading. Ranges may be read from many threads at once.
 pub struct Reader {
@@ -112,7 +109,7 @@ impl Reader {
     pub fn view<'a>(&'a self, layout: &'a Layout) -> Result<View<'a>, CkptError> {
         match self.manifest.model.difference(&ModelSpec::from(layout)) {
             Some(difference) => Err(CkptError::AnotherModel { path: self.path().into(), difference }),
-            None => Ok(View { reader: self, layout }),
+            None => Ok(View::new(self, layout)),
         }
     }
 
@@ -122,46 +119,54 @@ impl Reader {
     /// No such state or parameter, a range outside it, another length of `out`, or the bytes are not those
     /// that were saved.
     pub fn read_param(&self, state: &str, param: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
-        let found = self.params.get(param);
-        let (unit, placed) =
-            found.ok_or_else(|| CkptError::argument("parameter", "one of this checkpoint", param))?;
+        let (unit, placed) = self.param(param)?;
         check_range(param, placed.numel_elems, &range, out.len())?;
         let stored = placed.offset_elems + range.start..placed.offset_elems + range.end;
-        self.read_stored(state, *unit, stored, out)
+        let mut reads = Vec::new();
+        self.list(state, unit, stored, out, &mut reads)?;
+        self.read_all(reads)
     }
 
-    /// Reads elements of a unit as it was stored. The range lies within the unit and `out` fits it.
-    pub(crate) fn read_stored(
+    /// Lists the reads of elements of a unit as it was stored. The range lies within the unit and `out` fits it.
+    pub(crate) fn list<'o>(
         &self,
         state: &str,
         unit: usize,
         range: Range<u64>,
-        out: &mut [f32],
+        out: &'o mut [f32],
+        reads: &mut Vec<Read<'o>>,
     ) -> Result<(), CkptError> {
         let (index, dtype) = self.state(state)?;
         let mut rest = out;
         for (held, part) in self.coverage.find(unit, range) {
-            let file = self.file(held.file)?;
-            let tensor = file.plan.tensor_range(index, held.piece).start;
+            let tensor = self.file(held.file)?.plan.tensor_range(index, held.piece).start;
             let start = tensor + (part.start - held.start) * dtype.bytes();
-            let (mut now, later) = rest.split_at_mut((part.end - part.start) as usize);
+            let (now, later) = rest.split_at_mut((part.end - part.start) as usize);
             rest = later;
-            if dtype == StateDtype::F32 {
-                file.read(&self.dir, start, bytemuck::cast_slice_mut(now), self.io)?;
-                continue;
-            }
-            let (mut at, width) = (start, dtype.bytes() as usize);
-            let mut buffer = vec![0; CONVERT_BYTES.min(now.len() * width)];
-            while !now.is_empty() {
-                let (head, tail) = now.split_at_mut(now.len().min(CONVERT_BYTES / width));
-                let bytes = &mut buffer[..head.len() * width];
-                file.read(&self.dir, at, bytes, self.io)?;
-                dtype.widen(bytes, head);
-                at += bytes.len() as u64;
-                now = tail;
-            }
+            reads.push(Read { file: held.file, start, dtype, out: now });
         }
         Ok(())
+    }
+
+    /// Does the reads, chunks of all of them shared out between threads.
+    pub(crate) fn read_all(&self, reads: Vec<Read<'_>>) -> Result<(), CkptError> {
+        let bytes: u64 = reads.iter().map(|r| r.out.len() as u64 * r.dtype.bytes()).sum();
+        // Few bytes come faster through the page cache, and on one thread.
+        let few = bytes <= 2 * BLOCK_BYTES;
+        let threads = if few { 1 } else { self.io.threads.min(bytes.div_ceil(BLOCK_BYTES) as usize) };
+        let chunks = reads.into_iter().flat_map(|read| read.chunks(self.io));
+        share(chunks, threads, |(range, read), buffer| {
+            let shard = self.file(read.file)?;
+            let file = shard.open_state(&self.dir, self.io.direct && !few)?;
+            read.dtype.widen(shard.read(&file, &range, buffer)?, read.out);
+            Ok(())
+        })
+    }
+
+    /// The unit of a parameter, and its place in it.
+    pub(crate) fn param(&self, name: &str) -> Result<(usize, &ParamPlacement), CkptError> {
+        let found = self.params.get(name).map(|(unit, placed)| (*unit, placed));
+        found.ok_or_else(|| CkptError::argument("parameter", "one of this checkpoint", name))
     }
 
     /// Place and dtype of a state.
@@ -187,94 +192,31 @@ impl Reader {
     }
 }
 
-/// A checkpoint seen through a layout of its model: other units, other ranks, another alignment, any stage.
-#[derive(Clone, Copy)]
-pub struct View<'a> {
-    reader: &'a Reader,
-    layout: &'a Layout,
+/// Elements to be read of one file.
+pub(crate) struct Read<'o> {
+    file: usize,
+    /// Where they start in the state of the file, in bytes.
+    start: u64,
+    dtype: StateDtype,
+    out: &'o mut [f32],
 }
 
-impl View<'_> {
-    /// Reads elements `range` of unit `unit` of this view's layout as fp32. Elements are counted without
-    /// padding: the parameters of the unit end to end, `numel_elems` in all.
-    ///
-    /// # Errors
-    /// No such state or unit, a range beyond the real elements, another length of `out`, or the bytes are not
-    /// those that were saved.
-    pub fn read_range(&self, state: &str, unit: usize, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
-        let units = self.layout.units();
-        let placed = units.get(unit);
-        let placed = placed.ok_or_else(|| CkptError::argument("unit", format!("below {}", units.len()), unit))?;
-        check_range(&placed.name, placed.numel_elems, &range, out.len())?;
-        self.reader.state(state)?;
-        // Where the stored unit has these parameters, it is read in one run; else parameter by parameter.
-        if self.reader.layout.units().get(unit).is_some_and(|stored| same_params(stored, placed)) {
-            return self.reader.read_stored(state, unit, range, out);
-        }
+impl<'o> Read<'o> {
+    /// Cut where chunks end: no element is cut, as every tensor is aligned to its elements.
+    fn chunks(self, io: IoOptions) -> impl Iterator<Item = (Range<u64>, Read<'o>)> {
+        let Self { file, start, dtype, out } = self;
+        let end = start + out.len() as u64 * dtype.bytes();
         let mut rest = out;
-        let first = placed.params.partition_point(|p| elems_of(placed, p).end <= range.start);
-        for param in &placed.params[first..] {
-            let whole = elems_of(placed, param);
-            let part = whole.start.max(range.start)..whole.end.min(range.end);
-            if part.start >= part.end {
-                continue;
-            }
-            let (now, later) = rest.split_at_mut((part.end - part.start) as usize);
+        chunks(start..end, io).map(move |range| {
+            let n = (range.end - range.start) / dtype.bytes();
+            let (out, later) = std::mem::take(&mut rest).split_at_mut(n as usize);
             rest = later;
-            self.reader.read_param(state, &param.name, part.start - whole.start..part.end - whole.start, now)?;
-        }
-        Ok(())
-    }
-
-    /// Reads the shard of `rank` of unit `unit`: `shard_elems` elements, the padding set to zero.
-    ///
-    /// # Errors
-    /// As [`View::read_range`].
-    pub fn read_shard(&self, state: &str, unit: usize, rank: u64, out: &mut [f32]) -> Result<(), CkptError> {
-        let units = self.layout.units();
-        let placed = units.get(unit);
-        let placed = placed.ok_or_else(|| CkptError::argument("unit", format!("below {}", units.len()), unit))?;
-        if rank >= self.layout.world_size() {
-            return Err(CkptError::argument("rank", format!("below {}", self.layout.world_size()), rank));
-        }
-        if out.len() as u64 != placed.shard_elems {
-            let what = format!("elements of the shard of unit {:?}", placed.name);
-            return Err(CkptError::argument(what, placed.shard_elems, out.len()));
-        }
-        let runs = runs(placed, rank);
-        if runs.iter().map(Run::len).sum::<u64>() < placed.shard_elems {
-            out.fill(0.0);
-        }
-        for run in runs {
-            let at = run.in_shard();
-            self.read_range(state, unit, run.elems, &mut out[at.start as usize..at.end as usize])?;
-        }
-        Ok(())
-    }
-
-    /// Reads the shard storage of `rank`: `layout.shard_elems()` elements, the padding set to zero.
-    ///
-    /// # Errors
-    /// As [`View::read_range`].
-    pub fn read_storage(&self, state: &str, rank: u64, out: &mut [f32]) -> Result<(), CkptError> {
-        if out.len() as u64 != self.layout.shard_elems() {
-            return Err(CkptError::argument("elements of the shard storage", self.layout.shard_elems(), out.len()));
-        }
-        for (u, unit) in self.layout.units().iter().enumerate() {
-            let range = unit.shard_range();
-            self.read_shard(state, u, rank, &mut out[range.start as usize..range.end as usize])?;
-        }
-        Ok(())
+            (range.clone(), Read { file, start: range.start, dtype, out })
+        })
     }
 }
 
-/// Whether two units have the same parameters in the same order.
-fn same_params(a: &UnitLayout, b: &UnitLayout) -> bool {
-    let same = |(a, b): (&ParamPlacement, &ParamPlacement)| a.name == b.name && a.shape == b.shape;
-    a.params.len() == b.params.len() && a.params.iter().zip(&b.params).all(same)
-}
-
-fn check_range(name: &str, numel: u64, range: &Range<u64>, out: usize) -> Result<(), CkptError> {
+pub(crate) fn check_range(name: &str, numel: u64, range: &Range<u64>, out: usize) -> Result<(), CkptError> {
     if range.start > range.end || range.end > numel {
         let what = format!("range of {name:?}");
         return Err(CkptError::argument(

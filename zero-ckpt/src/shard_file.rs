@@ -8,8 +8,9 @@ use crate::CkptError;
 use crate::dir::Dir;
 use crate::header::{Header, MAX_HEADER_BYTES};
 use crate::manifest::Manifest;
+use crate::pages::Pages;
 use crate::plan::{BLOCK_BYTES, FilePlan, checksum};
-use crate::transfer::{IoOptions, ReadError, StateFile};
+use crate::transfer::{IoOptions, ReadError, StateFile, chunks, share};
 
 /// What the front of a shard file says, checked against the manifest.
 #[derive(Debug)]
@@ -55,26 +56,28 @@ impl ShardFile {
         Ok(Self { plan, name: record.name.clone(), path, state_start, table })
     }
 
-    /// Reads bytes of the state, verified; `start..start + out.len()` lies within it.
-    pub(crate) fn read(&self, dir: &Dir, start: u64, out: &mut [u8], io: IoOptions) -> Result<(), CkptError> {
-        // Few bytes come faster through the page cache.
-        let direct = io.direct && out.len() as u64 > 2 * BLOCK_BYTES;
-        let file = self.reopen(dir, direct)?;
-        self.state(&file).read(start, out, io).map_err(|e| self.explain(e))
+    /// Opens the file again for reading its state.
+    pub(crate) fn open_state(&self, dir: &Dir, direct: bool) -> Result<File, CkptError> {
+        open_checked(dir, &self.name, self.state_start + self.plan.state_bytes(), direct)
+    }
+
+    /// Reads a range of the state, verified; see [`StateFile::read`].
+    pub(crate) fn read<'b>(
+        &self,
+        file: &File,
+        range: &Range<u64>,
+        buffer: &'b mut Option<Pages>,
+    ) -> Result<&'b [u8], CkptError> {
+        let (offset, len) = (self.state_start, self.plan.state_bytes());
+        let state = StateFile { file, offset, len, table: &self.table };
+        state.read(range, buffer).map_err(|e| self.explain(e))
     }
 
     /// Reads all of the state and checks it.
     pub(crate) fn verify(&self, dir: &Dir, io: IoOptions) -> Result<(), CkptError> {
-        let file = self.reopen(dir, io.direct)?;
-        self.state(&file).verify(io).map_err(|e| self.explain(e))
-    }
-
-    fn reopen(&self, dir: &Dir, direct: bool) -> Result<File, CkptError> {
-        open_checked(dir, &self.name, self.state_start + self.plan.state_bytes(), direct)
-    }
-
-    fn state<'a>(&'a self, file: &'a File) -> StateFile<'a> {
-        StateFile { file, offset: self.state_start, len: self.plan.state_bytes(), table: &self.table }
+        let file = self.open_state(dir, io.direct)?;
+        let all = chunks(0..self.plan.state_bytes(), io);
+        share(all, io.threads, |range, buffer| self.read(&file, &range, buffer).map(drop))
     }
 
     fn explain(&self, error: ReadError) -> CkptError {

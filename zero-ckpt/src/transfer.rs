@@ -18,7 +18,7 @@ use crate::plan::{BLOCK_BYTES, checksum};
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoOptions {
-    /// Threads a file, at least 1.
+    /// Threads of one call, at least 1.
     pub threads: usize,
     /// Bytes that a thread moves at once; a multiple of [`BLOCK_BYTES`] is used.
     pub chunk_bytes: u64,
@@ -161,7 +161,7 @@ pub(crate) enum ReadError {
     Corrupt(u64, u64, u64),
 }
 
-/// The state of a shard file, for reading.
+/// The state of an open shard file, for reading.
 pub(crate) struct StateFile<'a> {
     /// Opened with direct I/O or without.
     pub(crate) file: &'a File,
@@ -174,61 +174,54 @@ pub(crate) struct StateFile<'a> {
 }
 
 impl StateFile<'_> {
-    /// Reads bytes `start..start + out.len()` of the state, every block that they touch verified. The range lies within.
-    pub(crate) fn read(&self, start: u64, out: &mut [u8], io: IoOptions) -> Result<(), ReadError> {
-        self.stream(start..start + out.len() as u64, out, io)
-    }
-
-    /// Reads and verifies all blocks and keeps nothing.
-    pub(crate) fn verify(&self, io: IoOptions) -> Result<(), ReadError> {
-        self.stream(0..self.len, &mut [], io)
-    }
-
-    fn stream(&self, range: Range<u64>, out: &mut [u8], io: IoOptions) -> Result<(), ReadError> {
-        let (chunk, keep) = (io.chunk(), !out.is_empty());
-        let mut rest = out;
-        let mut at = range.start;
-        // Cuts at multiples of the chunk, so that no block is read twice.
-        let pieces = std::iter::from_fn(|| {
-            (at < range.end).then(|| {
-                let end = range.end.min((at / chunk + 1) * chunk);
-                let n = if keep { (end - at) as usize } else { 0 };
-                let (head, tail) = std::mem::take(&mut rest).split_at_mut(n);
-                rest = tail;
-                (std::mem::replace(&mut at, end)..end, head)
-            })
-        });
-        let count = (range.end.div_ceil(chunk)).saturating_sub(range.start / chunk);
-        let pieces = Mutex::new(pieces);
-        let work = || {
-            let mut buffer: Option<Pages> = None;
-            loop {
-                let piece = pieces.lock().map_or(None, |mut p| p.next());
-                let Some((want, out)) = piece else { return Ok(()) };
-                let window =
-                    want.start / BLOCK_BYTES * BLOCK_BYTES..want.end.next_multiple_of(BLOCK_BYTES).min(self.len);
-                let n = (window.end - window.start) as usize;
-                if buffer.as_ref().is_none_or(|b| b.bytes().len() < n) {
-                    buffer = Some(Pages::new(n));
-                }
-                let Some(buffer) = &mut buffer else { return Ok(()) };
-                let buffer = buffer.whole();
-                let padded = n.next_multiple_of(PAGE_BYTES);
-                read_at(self.file, &mut buffer[..padded], self.offset + window.start, n).map_err(ReadError::Io)?;
-                let first = window.start / BLOCK_BYTES;
-                for (i, block) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
-                    let (expected, got) = (self.table[first as usize + i], checksum(block));
-                    if expected != got {
-                        return Err(ReadError::Corrupt(first + i as u64, expected, got));
-                    }
-                }
-                if keep {
-                    out.copy_from_slice(&buffer[(want.start - window.start) as usize..][..out.len()]);
-                }
+    /// Reads the blocks that hold `range` of the state into `buffer`, verifies them, and returns the bytes of
+    /// the range. It lies within the state and is not empty; a buffer that is too small is replaced.
+    pub(crate) fn read<'b>(&self, range: &Range<u64>, buffer: &'b mut Option<Pages>) -> Result<&'b [u8], ReadError> {
+        let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
+        let end = range.end.next_multiple_of(BLOCK_BYTES).min(self.len);
+        let n = (end - start) as usize;
+        if buffer.as_ref().is_some_and(|b| b.bytes().len() < n) {
+            *buffer = None;
+        }
+        let buffer = buffer.get_or_insert_with(|| Pages::new(n)).whole();
+        read_at(self.file, &mut buffer[..n.next_multiple_of(PAGE_BYTES)], self.offset + start, n)
+            .map_err(ReadError::Io)?;
+        let first = start / BLOCK_BYTES;
+        for (i, block) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
+            let (expected, got) = (self.table[first as usize + i], checksum(block));
+            if expected != got {
+                return Err(ReadError::Corrupt(first + i as u64, expected, got));
             }
-        };
-        in_parallel(io.threads.min(count as usize), work)
+        }
+        Ok(&buffer[(range.start - start) as usize..(range.end - start) as usize])
     }
+}
+
+/// Cuts a range at multiples of the chunk, so that no block is read twice.
+pub(crate) fn chunks(range: Range<u64>, io: IoOptions) -> impl Iterator<Item = Range<u64>> {
+    let (chunk, mut at) = (io.chunk(), range.start);
+    std::iter::from_fn(move || {
+        let end = range.end.min((at / chunk + 1) * chunk);
+        (at < range.end).then(|| std::mem::replace(&mut at, end)..end)
+    })
+}
+
+/// Takes items until there are none or one fails, on up to `threads` threads, each with a buffer of its own.
+pub(crate) fn share<I: Send, E: Send>(
+    items: impl Iterator<Item = I> + Send,
+    threads: usize,
+    work: impl Fn(I, &mut Option<Pages>) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let (items, stop) = (Mutex::new(items), AtomicBool::new(false));
+    in_parallel(threads, || {
+        let mut buffer = None;
+        loop {
+            // A poisoned queue means that a thread has panicked; it is joined and its panic goes on.
+            let item = items.lock().map_or(None, |mut items| items.next());
+            let Some(item) = item.filter(|_| !stop.load(Ordering::Relaxed)) else { return Ok(()) };
+            work(item, &mut buffer).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
+        }
+    })
 }
 
 /// Reads at least `need` bytes into a page-aligned buffer that may reach past the end of the file.
