@@ -1,5 +1,6 @@
 //! The contract of launches: every operation names its stream, takes slices, and returns at once.
 
+use crate::step::power;
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
 /// Why a launch was refused.
@@ -85,11 +86,15 @@ pub struct StepScalars {
 impl StepScalars {
     /// The scalars of Adam's step `t`, counted from 1, at learning rate `lr`.
     pub fn new(t: u64, lr: f64, hyper: &AdamHyper, grad_scale: f64) -> Self {
+        Self::with_betas(t, lr, hyper.beta1, hyper.beta2, grad_scale)
+    }
+
+    pub(crate) fn with_betas(t: u64, lr: f64, beta1: f64, beta2: f64, grad_scale: f64) -> Self {
         Self {
             grad_scale: grad_scale as f32,
             lr: lr as f32,
-            step_size: (lr / (1.0 - hyper.beta1.powf(t as f64))) as f32,
-            bias_correction2_sqrt: (1.0 - hyper.beta2.powf(t as f64)).sqrt() as f32,
+            step_size: (lr / (1.0 - power(beta1, t))) as f32,
+            bias_correction2_sqrt: (1.0 - power(beta2, t)).sqrt() as f32,
             skip: 0,
         }
     }

@@ -209,6 +209,28 @@ fn grad_stats_have_the_same_bits_in_any_place_and_number_of_threads() {
     check_stats::<f16>();
 }
 
+/// The order of the sum as it is documented, in its plainest form: a GPU gives these bits too.
+#[test]
+fn grad_stats_add_in_the_documented_order() {
+    fn pairwise(mut lanes: Vec<f64>) -> f64 {
+        while lanes.len() > 1 {
+            let upper = lanes.split_off(lanes.len() / 2);
+            lanes.iter_mut().zip(upper).for_each(|(a, b)| *a += b);
+        }
+        lanes[0]
+    }
+    fn lanes(values: impl Iterator<Item = f64>, count: usize) -> f64 {
+        let mut sums = vec![0f64; count];
+        values.enumerate().for_each(|(i, x)| sums[i % count] += x);
+        pairwise(sums)
+    }
+    for &len in &LENGTHS {
+        let grad = values::<f32>(len, 8, false);
+        let chunks = grad.chunks(4096).map(|c| lanes(c.iter().map(|&x| f64::from(x) * f64::from(x)), 16));
+        assert_eq!(host::grad_stats(&grad).sum_sq.to_bits(), lanes(chunks, 256).to_bits(), "{len}");
+    }
+}
+
 #[test]
 fn the_sum_of_squares_does_not_overflow_or_vanish() {
     let huge = host::grad_stats(&[f32::MAX; 1000]);

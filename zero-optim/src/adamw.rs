@@ -20,9 +20,9 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{AdamArgs, GradStats, Kernels, StepScalars};
+use zero_kernels::{AdamArgs, GradStats, Kernels, StepScalars, Vote};
 
-use crate::decide::{BackwardScale, Decider, Decision, Progress, StepOutcome, StepRules, Vote};
+use crate::decide::{BackwardScale, Decider, Decision, Progress, StepOutcome, StepRules};
 use crate::{OptimError, StateKind};
 
 /// One unit's place in the state, and what of it this rank votes for.

@@ -14,41 +14,9 @@
 //! Adam's step count and the schedule stay; only the loss scaler counts.
 
 use serde::{Deserialize, Serialize};
-use zero_kernels::{AdamHyper, GradStats, StepScalars};
+use zero_kernels::{AdamHyper, StepScalars, Vote};
 
 use crate::{LossScaler, LossScalerState, LossScaling, LrSchedule, OptimError};
-
-/// What a rank tells all others before a step. Plain bytes, to travel by all-gather.
-#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub struct Vote {
-    /// Sum of squares of the gradients that the rank votes for: its units' sums, added in order.
-    pub sum_sq: f64,
-    /// How many of them are not finite.
-    pub nonfinite: u64,
-    /// The first unit that has such; [`Vote::NO_UNIT`] if none.
-    pub first_bad_unit: u64,
-    /// This rank's part of the loss, whatever the caller sums over ranks.
-    pub loss: f64,
-}
-
-impl Vote {
-    /// No unit is bad.
-    pub const NO_UNIT: u64 = u64::MAX;
-
-    /// The vote of a rank from the statistics of its units, in order.
-    pub fn new(units: &[GradStats], loss: f64) -> Self {
-        let mut vote = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss };
-        for (unit, stats) in units.iter().enumerate() {
-            vote.sum_sq += stats.sum_sq;
-            vote.nonfinite += stats.nonfinite;
-            if stats.nonfinite > 0 && vote.first_bad_unit == Self::NO_UNIT {
-                vote.first_bad_unit = unit as u64;
-            }
-        }
-        vote
-    }
-}
 
 /// The loss scale that a step's backward used. Taken once, before the first micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -289,7 +257,7 @@ impl Decider {
             (hyper.beta1, hyper.beta2) = (beta1, beta2);
         }
 
-        let bad = votes.iter().position(|v| v.nonfinite > 0 || !v.sum_sq.is_finite());
+        let bad = votes.iter().position(Vote::is_bad);
         if let Some(rank) = bad {
             let unit = votes[rank].first_bad_unit;
             let unit = usize::try_from(unit).ok().and_then(|u| unit_names.get(u)).cloned();

@@ -111,7 +111,7 @@ impl Coefficients {
 
 /// One element: the new weight and moments.
 #[inline(always)]
-fn element<const DECOUPLED: bool>(c: &Coefficients, w: f32, m: f32, v: f32, g: f32) -> (f32, f32, f32) {
+pub(super) fn element<const DECOUPLED: bool>(c: &Coefficients, w: f32, m: f32, v: f32, g: f32) -> (f32, f32, f32) {
     let g = g * c.grad_scale;
     let (w, g) = if DECOUPLED { (w * c.keep, g) } else { (w, c.weight_decay.mul_add(w, g)) };
     let m = c.one_minus_beta1.mul_add(g - m, m);

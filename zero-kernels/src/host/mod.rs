@@ -14,6 +14,8 @@ mod adam;
 mod cast;
 mod grad_stats;
 mod launch;
+mod remainder;
+mod stochastic;
 mod workers;
 
 pub use accumulate::accumulate;
@@ -21,6 +23,8 @@ pub use adam::{AdamSlices, adam};
 pub use cast::cast;
 pub use grad_stats::grad_stats;
 pub use launch::HostKernels;
+pub use remainder::{RemainderSlices, adam_remainder, join, split};
+pub use stochastic::{RoundingKey, StochasticSlices, adam_stochastic, cast_stochastic, round_stochastic};
 pub use workers::Workers;
 
 use crate::KernelError;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::grad_stats::{CHUNK_ELEMS, add, chunk};
+use super::grad_stats::{CHUNK_ELEMS, chunk, combine};
 use super::{AdamSlices, accumulate, adam, cast, same_len};
 use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
 
@@ -140,8 +140,6 @@ impl Workers {
                 *out = chunk(g);
             }
         });
-        let mut stats = GradStats::default();
-        partials.iter().for_each(|p| add(&mut stats, p));
-        stats
+        combine(partials)
     }
 }

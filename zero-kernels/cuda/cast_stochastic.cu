@@ -1,0 +1,17 @@
+// dst[i] = src[i] * scale as bf16, rounded stochastically, keyed by (seed, step, element).
+// Host twin: src/host/stochastic.rs.
+//
+// cast_stochastic. Streams of `span.wide`: 0 src, 1 dst.
+
+extern "C" __global__ __launch_bounds__(THREADS) void cast_stochastic(const f32 *src, bf16 *dst, float scale, u64 key,
+                                                                      u64 first_element, Span span) {
+    FOR_EACH_GROUP(span, group) {
+        f32 x[GROUP];
+        bf16 y[GROUP];
+        load(src, span, group, 0, x);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++)
+            y[i] = narrow_stochastic(__fmul_rn(x[i], scale), random_bits(key, first_element + group.start + i));
+        store(dst, span, group, 1, y);
+    }
+}

@@ -1,0 +1,162 @@
+// The decision of a step on the device, so that a step needs no host wait and can be captured in a graph.
+// Host twin: src/step.rs, with the same structs and the same operations in the same order. One thread each.
+//
+// make_vote: this rank's vote from the statistics of its units. decide_step: what the step multiplies with, from all
+// ranks' votes; moves the loss scale by DeepSpeed's rules.
+
+struct GradStats {
+    double sum_sq;
+    u64 nonfinite;
+};
+
+struct Vote {
+    double sum_sq;
+    u64 nonfinite;
+    u64 first_bad_unit;
+    double loss;
+};
+
+struct StepSettings {
+    double beta1;
+    double beta2;
+    double max_grad_norm;
+    double min_scale;
+    u64 window;
+    u64 micro_batches;
+    u64 lr_first_position;
+    u64 lr_count;
+    u32 dynamic;
+    u32 hysteresis;
+    u32 consecutive_hysteresis;
+    u32 fail_at_min;
+};
+
+struct StepState {
+    double loss_scale;
+    u64 iteration;
+    u64 since;
+    u64 adam_steps;
+    u64 schedule_position;
+    u64 skipped_steps;
+    u32 hysteresis_left;
+    u32 halted;
+};
+
+struct StepReport {
+    double grad_norm;
+    double clip;
+    double lr;
+    double loss;
+    double loss_scale;
+    u64 nonfinite;
+    u64 bad_rank;
+    u64 bad_unit;
+};
+
+static_assert(sizeof(Vote) == 32 && sizeof(StepSettings) == 80, "as on the host");
+static_assert(sizeof(StepState) == 56 && sizeof(StepReport) == 64, "as on the host");
+
+#define NONE 0xffffffffffffffffull
+#define HALT_AT_MINIMUM 1
+#define HALT_NO_RATE 2
+
+extern "C" __global__ void make_vote(const GradStats *units, u64 count, const double *loss, Vote *out) {
+    Vote vote = {0.0, 0, NONE, *loss};
+    for (u64 unit = 0; unit < count; unit++) {
+        vote.sum_sq = __dadd_rn(vote.sum_sq, units[unit].sum_sq);
+        vote.nonfinite += units[unit].nonfinite;
+        if (units[unit].nonfinite > 0 && vote.first_bad_unit == NONE) vote.first_bad_unit = unit;
+    }
+    *out = vote;
+}
+
+__device__ __forceinline__ bool is_finite(double x) {
+    return (__double_as_longlong(x) & 0x7ff0000000000000ll) != 0x7ff0000000000000ll;
+}
+
+// base^exponent by squaring, from the highest bit down: the same products on every machine.
+__device__ __forceinline__ double power(double base, u64 exponent) {
+    double result = 1.0;
+    for (int bit = 63; bit >= 0; bit--) {
+        result = __dmul_rn(result, result);
+        if (exponent >> bit & 1) result = __dmul_rn(result, base);
+    }
+    return result;
+}
+
+// Counts a step; false at the minimum scale.
+__device__ __forceinline__ bool update_scale(const StepSettings &set, StepState &s, bool overflow) {
+    if (!set.dynamic) {
+        s.iteration += 1;
+        return true;
+    }
+    if (overflow) {
+        if (s.hysteresis_left > 1) {
+            s.hysteresis_left -= 1;
+        } else if (s.loss_scale <= set.min_scale && set.fail_at_min) {
+            return false;
+        } else {
+            double half = s.loss_scale * 0.5;
+            s.loss_scale = half > set.min_scale ? half : set.min_scale;
+        }
+        s.since = s.iteration + 1;
+    } else {
+        u64 good = s.iteration - s.since;
+        bool grows = good > 0 && good % set.window == 0;
+        if (set.consecutive_hysteresis || grows) s.hysteresis_left = set.hysteresis;
+        if (grows) s.loss_scale = s.loss_scale * 2.0;
+    }
+    s.iteration += 1;
+    return true;
+}
+
+extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepSettings *settings, const double *lrs,
+                                       StepState *state, StepScalars *scalars, StepReport *report) {
+    StepSettings set = *settings;
+    StepState s = *state;
+    *scalars = {0.0f, 0.0f, 0.0f, 0.0f, 1};
+    // A halted run stays so until the host has looked.
+    if (s.halted) return;
+    double sum_sq = 0.0, loss = 0.0;
+    u64 nonfinite = 0, bad_rank = NONE;
+    for (u64 rank = 0; rank < ranks; rank++) {
+        sum_sq = __dadd_rn(sum_sq, votes[rank].sum_sq);
+        loss = __dadd_rn(loss, votes[rank].loss);
+        nonfinite += votes[rank].nonfinite;
+        bool bad = votes[rank].nonfinite > 0 || !is_finite(votes[rank].sum_sq);
+        if (bad && bad_rank == NONE) bad_rank = rank;
+    }
+    u64 at = s.schedule_position - set.lr_first_position;
+    if (s.schedule_position < set.lr_first_position || at >= set.lr_count) {
+        state->halted = HALT_NO_RATE;
+        return;
+    }
+    double lr = lrs[at], loss_scale = s.loss_scale;
+    u64 bad_unit = bad_rank == NONE ? NONE : votes[bad_rank].first_bad_unit;
+    if (bad_rank != NONE) {
+        *report = {0.0, 0.0, lr, loss, loss_scale, nonfinite, bad_rank, bad_unit};
+        if (!update_scale(set, s, true)) {
+            state->halted = HALT_AT_MINIMUM;
+            return;
+        }
+        s.skipped_steps += 1;
+        *state = s;
+        return;
+    }
+    double divisor = __dmul_rn(__dmul_rn(loss_scale, (double)ranks), (double)set.micro_batches);
+    double grad_norm = __ddiv_rn(__dsqrt_rn(sum_sq), divisor);
+    double clip = 1.0;
+    if (set.max_grad_norm > 0.0 && grad_norm > set.max_grad_norm)
+        clip = __ddiv_rn(set.max_grad_norm, __dadd_rn(grad_norm, 1e-6));
+    u64 t = s.adam_steps + 1;
+    scalars->grad_scale = (float)__ddiv_rn(clip, divisor);
+    scalars->lr = (float)lr;
+    scalars->step_size = (float)__ddiv_rn(lr, __dsub_rn(1.0, power(set.beta1, t)));
+    scalars->bias_correction2_sqrt = (float)__dsqrt_rn(__dsub_rn(1.0, power(set.beta2, t)));
+    scalars->skip = 0;
+    *report = {grad_norm, clip, lr, loss, loss_scale, 0, NONE, NONE};
+    update_scale(set, s, false);
+    s.adam_steps += 1;
+    s.schedule_position += 1;
+    *state = s;
+}

@@ -1,0 +1,238 @@
+//! The decision of a step as plain data, for a device that must not wait for the host: votes, settings and state in,
+//! scalars out. Kernel twin: cuda/step.cu, the same structs and the same operations in the same order.
+//!
+//! zero-optim decides on the host with names, schedules and errors; its tests hold it to [`decide_step`], bit for
+//! bit. Here the learning rates of coming steps lie in a table, since only the device knows which steps were
+//! skipped, and a run that cannot go on is *halted*: every later step is skipped until the host has looked.
+
+use crate::{GradStats, StepScalars};
+
+/// What a rank tells all others before a step. Plain bytes, to travel by all-gather.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Vote {
+    /// Sum of squares of the gradients that the rank votes for: its units' sums, added in order.
+    pub sum_sq: f64,
+    /// How many of them are not finite.
+    pub nonfinite: u64,
+    /// The first unit that has such; [`Vote::NO_UNIT`] if none.
+    pub first_bad_unit: u64,
+    /// This rank's part of the loss, whatever the caller sums over ranks.
+    pub loss: f64,
+}
+
+impl Vote {
+    /// No unit is bad.
+    pub const NO_UNIT: u64 = u64::MAX;
+
+    /// The vote of a rank from the statistics of its units, in order.
+    pub fn new(units: &[GradStats], loss: f64) -> Self {
+        let mut vote = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss };
+        for (unit, stats) in units.iter().enumerate() {
+            vote.sum_sq += stats.sum_sq;
+            vote.nonfinite += stats.nonfinite;
+            if stats.nonfinite > 0 && vote.first_bad_unit == Self::NO_UNIT {
+                vote.first_bad_unit = unit as u64;
+            }
+        }
+        vote
+    }
+
+    /// Whether the step must be skipped.
+    pub fn is_bad(&self) -> bool {
+        self.nonfinite > 0 || !self.sum_sq.is_finite()
+    }
+}
+
+/// What does not change from step to step.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct StepSettings {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Gradients of a greater norm are scaled down to it; 0: off.
+    pub max_grad_norm: f64,
+    /// The loss scale never goes below.
+    pub min_scale: f64,
+    /// Good steps in a row until the loss scale doubles; at least 1.
+    pub window: u64,
+    /// Micro-batches summed in a step.
+    pub micro_batches: u64,
+    /// The schedule's position of the first learning rate in the table.
+    pub lr_first_position: u64,
+    /// Learning rates in the table.
+    pub lr_count: u64,
+    /// Not 0: the loss scale moves.
+    pub dynamic: u32,
+    /// Overflows until the loss scale halves; at least 1.
+    pub hysteresis: u32,
+    /// Not 0: every good step refills the hysteresis.
+    pub consecutive_hysteresis: u32,
+    /// Not 0: an overflow at the minimum scale halts the run.
+    pub fail_at_min: u32,
+}
+
+/// What moves from step to step.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct StepState {
+    /// The scale of the next backward.
+    pub loss_scale: f64,
+    /// Steps decided.
+    pub iteration: u64,
+    /// Iteration after the last overflow; 0 before the first.
+    pub since: u64,
+    /// Steps applied.
+    pub adam_steps: u64,
+    /// Position of the learning-rate schedule.
+    pub schedule_position: u64,
+    /// Steps skipped.
+    pub skipped_steps: u64,
+    /// Overflows still endured, plus one.
+    pub hysteresis_left: u32,
+    /// [`StepState::RUNNING`], [`StepState::AT_MINIMUM`] or [`StepState::NO_RATE`].
+    pub halted: u32,
+}
+
+impl StepState {
+    /// `halted`: the run goes on.
+    pub const RUNNING: u32 = 0;
+    /// `halted`: gradients overflowed with the loss scale at its minimum.
+    pub const AT_MINIMUM: u32 = 1;
+    /// `halted`: the schedule's position is outside the table of learning rates.
+    pub const NO_RATE: u32 = 2;
+}
+
+/// What became of a step, for the host to read when it likes.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct StepReport {
+    /// Norm of the mean gradient before clipping; 0 if skipped.
+    pub grad_norm: f64,
+    /// What clipping multiplied it with; 0 if skipped.
+    pub clip: f64,
+    /// The learning rate.
+    pub lr: f64,
+    /// Sum of the votes' losses.
+    pub loss: f64,
+    /// The scale that the backward used.
+    pub loss_scale: f64,
+    /// Elements that are not finite, over all ranks.
+    pub nonfinite: u64,
+    /// The first rank that saw such; `u64::MAX` if none.
+    pub bad_rank: u64,
+    /// The first unit there; `u64::MAX` if none.
+    pub bad_unit: u64,
+}
+
+const _: () = assert!(size_of::<Vote>() == 32 && size_of::<StepSettings>() == 80);
+const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepReport>() == 64);
+
+/// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so the same bits, on
+/// every machine and device (a library's `pow` differs in the last place).
+pub fn power(base: f64, exponent: u64) -> f64 {
+    let mut result = 1.0;
+    for bit in (0..u64::BITS - exponent.leading_zeros()).rev() {
+        result *= result;
+        if exponent >> bit & 1 == 1 {
+            result *= base;
+        }
+    }
+    result
+}
+
+/// Decides the next step from the votes of all ranks. `None` in place of a report: the run is or becomes halted.
+///
+/// As in the kernel, the scale of the backward is the state's: it moves only here, after the gradients' step.
+pub fn decide_step(
+    votes: &[Vote],
+    settings: &StepSettings,
+    lrs: &[f64],
+    state: &mut StepState,
+) -> (StepScalars, Option<StepReport>) {
+    let skipped = StepScalars::skipped();
+    if state.halted != StepState::RUNNING {
+        return (skipped, None);
+    }
+    let position = state.schedule_position.checked_sub(settings.lr_first_position);
+    let position = position.filter(|&p| p < settings.lr_count).and_then(|p| usize::try_from(p).ok());
+    let Some(&lr) = position.and_then(|p| lrs.get(p)) else {
+        state.halted = StepState::NO_RATE;
+        return (skipped, None);
+    };
+    let sum_sq = votes.iter().fold(0.0, |sum, v| sum + v.sum_sq);
+    let loss = votes.iter().fold(0.0, |sum, v| sum + v.loss);
+    let loss_scale = state.loss_scale;
+    if let Some(rank) = votes.iter().position(Vote::is_bad) {
+        if !update_scale(settings, state, true) {
+            state.halted = StepState::AT_MINIMUM;
+            return (skipped, None);
+        }
+        state.skipped_steps += 1;
+        let (nonfinite, bad_unit) = (votes.iter().map(|v| v.nonfinite).sum(), votes[rank].first_bad_unit);
+        let bad_rank = rank as u64;
+        let report = StepReport { grad_norm: 0.0, clip: 0.0, lr, loss, loss_scale, nonfinite, bad_rank, bad_unit };
+        return (skipped, Some(report));
+    }
+    let divisor = loss_scale * votes.len() as f64 * settings.micro_batches as f64;
+    let grad_norm = sum_sq.sqrt() / divisor;
+    let clips = settings.max_grad_norm > 0.0 && grad_norm > settings.max_grad_norm;
+    let clip = if clips { settings.max_grad_norm / (grad_norm + 1e-6) } else { 1.0 };
+    let scalars = StepScalars::with_betas(state.adam_steps + 1, lr, settings.beta1, settings.beta2, clip / divisor);
+    update_scale(settings, state, false);
+    state.adam_steps += 1;
+    state.schedule_position += 1;
+    let (nonfinite, bad_rank, bad_unit) = (0, u64::MAX, u64::MAX);
+    (scalars, Some(StepReport { grad_norm, clip, lr, loss, loss_scale, nonfinite, bad_rank, bad_unit }))
+}
+
+/// Counts a step by DeepSpeed's rules; false at the minimum scale, where nothing has changed.
+fn update_scale(settings: &StepSettings, state: &mut StepState, overflow: bool) -> bool {
+    if settings.dynamic == 0 {
+        state.iteration += 1;
+        return true;
+    }
+    if overflow {
+        if state.hysteresis_left > 1 {
+            state.hysteresis_left -= 1;
+        } else if state.loss_scale <= settings.min_scale && settings.fail_at_min != 0 {
+            return false;
+        } else {
+            state.loss_scale = (state.loss_scale * 0.5).max(settings.min_scale);
+        }
+        state.since = state.iteration + 1;
+    } else {
+        let good = state.iteration - state.since;
+        let grows = good > 0 && good.is_multiple_of(settings.window);
+        if settings.consecutive_hysteresis != 0 || grows {
+            state.hysteresis_left = settings.hysteresis;
+        }
+        if grows {
+            state.loss_scale *= 2.0;
+        }
+    }
+    state.iteration += 1;
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::power;
+
+    #[test]
+    fn powers_are_near_the_librarys() {
+        for base in [0.9, 0.999, 0.95, 0.0, 1.0] {
+            for t in (0..200).chain([1000, 12345, 1 << 20, u64::MAX]) {
+                let (ours, theirs): (f64, f64) = (power(base, t), base.powf(t as f64));
+                // Each squaring doubles the relative error so far: about t roundings.
+                let bound = t as f64 * f64::EPSILON * theirs;
+                assert!(
+                    (ours - theirs).abs() <= bound.min(1.0) + f64::MIN_POSITIVE,
+                    "{base}^{t}: {ours} and {theirs}"
+                );
+            }
+        }
+    }
+}

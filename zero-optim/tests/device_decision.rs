@@ -1,0 +1,134 @@
+//! The decision that a device takes (zero_kernels::step, the twin of cuda/step.cu) is the host's, bit for bit.
+
+use proptest::prelude::*;
+use zero_kernels::step::{StepSettings, StepState, decide_step};
+use zero_optim::{Decider, DynamicScaling, LossScaling, LrSchedule, OptimError, StepOutcome, StepRules, Vote};
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn host_and_device_decide_alike(
+        steps in prop::collection::vec((0.0f64..1e9, prop::bool::weighted(0.25), 0.0f64..10.0), 1..60),
+        ranks in 1usize..5,
+        micro_batches in 1usize..4,
+        max_grad_norm in prop::sample::select(vec![0.0, 1.0]),
+        dynamic: bool,
+        window in 1u64..6,
+        hysteresis in 1u32..4,
+        consecutive_hysteresis: bool,
+        initial_scale_power in 0u32..6,
+    ) {
+        let settings = DynamicScaling {
+            initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale: 1.0, fail_at_min: true,
+        };
+        let loss_scaling = if dynamic { LossScaling::Dynamic(settings) } else { LossScaling::Static { scale: 4.0 } };
+        let schedule = LrSchedule::LinearWarmup { warmup_steps: 7 };
+        let rules = StepRules { loss_scaling, schedule, max_grad_norm, lr: 3e-4, ..StepRules::default() };
+        let lrs: Vec<f64> = (0..64).map(|p| rules.schedule.lr(rules.lr, p)).collect();
+        let device_settings = StepSettings {
+            beta1: rules.hyper.beta1,
+            beta2: rules.hyper.beta2,
+            max_grad_norm,
+            min_scale: 1.0,
+            window,
+            micro_batches: micro_batches as u64,
+            lr_first_position: 0,
+            lr_count: lrs.len() as u64,
+            dynamic: dynamic.into(),
+            hysteresis,
+            consecutive_hysteresis: consecutive_hysteresis.into(),
+            fail_at_min: 1,
+        };
+        let mut decider = Decider::new(rules).unwrap();
+        let mut state = StepState {
+            loss_scale: decider.backward_scale().get(),
+            iteration: 0,
+            since: 0,
+            adam_steps: 0,
+            schedule_position: 0,
+            skipped_steps: 0,
+            hysteresis_left: decider.progress().loss_scaler.hysteresis_left,
+            halted: StepState::RUNNING,
+        };
+        for (i, (sum_sq, bad, loss)) in steps.into_iter().enumerate() {
+            let votes: Vec<Vote> = (0..ranks)
+                .map(|r| {
+                    let bad = bad && r == i % ranks;
+                    let first_bad_unit = if bad { 0 } else { Vote::NO_UNIT };
+                    Vote { sum_sq: sum_sq / (r + 1) as f64, nonfinite: bad.into(), first_bad_unit, loss }
+                })
+                .collect();
+            let scale = decider.backward_scale();
+            let host = decider.decide(&votes, scale, micro_batches, &["unit".to_owned()]);
+            let (scalars, report) = decide_step(&votes, &device_settings, &lrs, &mut state);
+            match host {
+                Err(OptimError::LossScaleAtMinimum { .. }) => {
+                    prop_assert_eq!((report, state.halted), (None, StepState::AT_MINIMUM));
+                    break;
+                }
+                Err(other) => return Err(TestCaseError::fail(other.to_string())),
+                Ok(host) => {
+                    let report = report.unwrap();
+                    prop_assert_eq!(host.scalars, scalars);
+                    prop_assert_eq!((host.outcome.lr(), host.outcome.loss()), (report.lr, report.loss));
+                    prop_assert_eq!(host.outcome.loss_scale(), report.loss_scale);
+                    match host.outcome {
+                        StepOutcome::Applied { grad_norm, clip, .. } => {
+                            prop_assert_eq!((grad_norm, clip, u64::MAX), (report.grad_norm, report.clip, report.bad_rank));
+                        }
+                        StepOutcome::Skipped { overflow, .. } => {
+                            let expected = (overflow.rank as u64, 0, overflow.nonfinite);
+                            prop_assert_eq!((report.bad_rank, report.bad_unit, report.nonfinite), expected);
+                        }
+                    }
+                }
+            }
+            let progress = decider.progress();
+            prop_assert_eq!(progress.loss_scaler.scale, state.loss_scale);
+            prop_assert_eq!(progress.loss_scaler.hysteresis_left, if dynamic { state.hysteresis_left } else { 1 });
+            prop_assert_eq!((progress.adam_steps, progress.skipped_steps), (state.adam_steps, state.skipped_steps));
+            prop_assert_eq!(progress.schedule_position, state.schedule_position);
+        }
+    }
+}
+
+#[test]
+fn outside_the_table_of_rates_the_run_is_halted_and_stays_so() {
+    let settings = StepSettings {
+        beta1: 0.9,
+        beta2: 0.999,
+        max_grad_norm: 0.0,
+        min_scale: 1.0,
+        window: 1,
+        micro_batches: 1,
+        lr_first_position: 5,
+        lr_count: 1,
+        dynamic: 0,
+        hysteresis: 1,
+        consecutive_hysteresis: 0,
+        fail_at_min: 1,
+    };
+    let start = StepState {
+        loss_scale: 1.0,
+        iteration: 0,
+        since: 0,
+        adam_steps: 0,
+        schedule_position: 5,
+        skipped_steps: 0,
+        hysteresis_left: 1,
+        halted: StepState::RUNNING,
+    };
+    let votes = [Vote::new(&[], 0.0)];
+    let mut state = start;
+    assert_eq!(decide_step(&votes, &settings, &[1e-3], &mut state).0.skip, 0);
+    let (scalars, report) = decide_step(&votes, &settings, &[1e-3], &mut state);
+    assert_eq!((scalars.skip, report, state.halted), (1, None, StepState::NO_RATE));
+    let before = state;
+    assert_eq!(decide_step(&votes, &settings, &[1e-3], &mut state), (scalars, None));
+    assert_eq!(state, before);
+    let mut early = StepState { schedule_position: 4, ..start };
+    decide_step(&votes, &settings, &[1e-3], &mut early);
+    assert_eq!(early.halted, StepState::NO_RATE);
+}
