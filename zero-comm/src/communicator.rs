@@ -50,6 +50,10 @@ pub enum Collective {
 }
 
 impl Collective {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::ReduceScatter, Self::AllGather, Self::AllReduce, Self::Broadcast, Self::AllToAll, Self::Barrier];
+
     /// The name of the method that does it: `reduce_scatter`, `all_gather`, ...
     pub const fn name(self) -> &'static str {
         match self {

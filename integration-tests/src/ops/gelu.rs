@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::{math, rows_per_thread};
 
-const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
+const TWO_SQRT_2_OVER_PI: f32 = std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::SQRT_2;
 const CUBIC: f32 = 0.044_715;
 
 /// `y = gelu(x)`, elementwise.

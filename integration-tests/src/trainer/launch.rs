@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use zero_alloc::Pool;
-use zero_alloc::device::Device;
+use zero_alloc::device::{Device, DeviceError};
 use zero_alloc::host::HostDevice;
-use zero_comm::Communicator;
 use zero_comm::threads::{Options, World};
+use zero_comm::{Collective, Communicator};
 use zero_kernels::host::HostKernels;
 use zero_shard::Layout;
 
@@ -36,7 +36,7 @@ pub fn run_on_threads(
 ) -> Result<Vec<RankSummary>, TrainError> {
     let layout = Arc::new(Layout::new(&workload.units(), world_size as u64, SHARD_ALIGN_ELEMS)?);
     let comms = World::new(world_size, Options { limit: settings.limit })?;
-    let failed: Mutex<Option<TrainError>> = Mutex::new(None);
+    let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
     let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {
         let device = HostDevice::new();
@@ -56,32 +56,48 @@ pub fn run_on_threads(
     let summaries = std::thread::scope(|scope| {
         let spawn = |(index, comm)| {
             let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
-            let (run, failed) = (&run, &failed);
+            let (run, failures) = (&run, &failures);
             let name = format!("rank {index}");
             let spawned = std::thread::Builder::new().name(name).spawn_scoped(scope, move || {
-                let result = catch_unwind(AssertUnwindSafe(|| run(index, Arc::clone(&comm))));
-                let error = match result {
+                let (message, echo) = match catch_unwind(AssertUnwindSafe(|| run(index, Arc::clone(&comm)))) {
                     Ok(Ok(summary)) => return Some(summary),
-                    Ok(Err(error)) => error.to_string(),
-                    Err(panic) => format!("panicked: {}", panic_message(&*panic)),
+                    Ok(Err(error)) => (error.to_string(), is_echo(&error)),
+                    Err(panic) => (format!("panicked: {}", panic_message(&*panic)), false),
                 };
-                // The first to fail is the cause; what the others say follows from it.
-                failed.lock().get_or_insert(TrainError::Rank { rank: index, message: error.clone() });
-                comm.abort(&error);
+                comm.abort(&message);
+                failures.lock().push(Failure { rank: index, message, echo });
                 None
             });
             // A rank that has no thread has dropped its communicator, which tells the others.
             spawned.inspect_err(|e| {
                 let message = format!("its thread was refused: {e}");
-                failed.lock().get_or_insert(TrainError::Rank { rank: index, message });
+                failures.lock().push(Failure { rank: index, message, echo: false });
             })
         };
         let ranks: Vec<_> = comms.into_iter().enumerate().map(spawn).collect();
         ranks.into_iter().map(|rank| rank.ok().and_then(|r| r.join().ok()).flatten()).collect::<Vec<_>>()
     });
-    match failed.into_inner() {
-        Some(error) => Err(error),
+    let failures = failures.into_inner();
+    match failures.iter().find(|f| !f.echo).or(failures.first()) {
+        Some(f) => Err(TrainError::Rank { rank: f.rank, message: f.message.clone() }),
         None => Ok(summaries.into_iter().flatten().collect()),
+    }
+}
+
+/// How a rank ended.
+struct Failure {
+    rank: usize,
+    message: String,
+    /// It failed in a collective, perhaps because another rank had.
+    echo: bool,
+}
+
+fn is_echo(error: &TrainError) -> bool {
+    let collective = |op: &str| Collective::ALL.iter().any(|c| c.name() == op);
+    match error {
+        TrainError::Device(DeviceError::Operation { op, .. }) => collective(op),
+        TrainError::Comm(_) => true,
+        _ => false,
     }
 }
 

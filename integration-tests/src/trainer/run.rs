@@ -176,6 +176,13 @@ impl<D: Device> Runner<'_, D> {
                 }
             }
         }
+        // Nothing was left to do: what was loaded is saved elsewhere, cut for these ranks.
+        let elsewhere = |dir: &PathBuf| options.resume.as_ref() != Some(dir);
+        if let (Some(store), Some((dir, _)), None) = (&store, &options.checkpoint, &summary.last)
+            && elsewhere(dir)
+        {
+            summary.checkpoint = Some(self.save(stage, store, summary.step)?);
+        }
         let backings = rank.pool.report().backing_allocations;
         summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
         Ok(summary)

@@ -41,6 +41,9 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], tokens_per_s: Option<f
             "nothing to do: the checkpoint is at step {}, and --steps {} is the step to end at",
             first.resumed_at, plan.options.steps
         );
+        if let Some(path) = &first.checkpoint {
+            let _ = writeln!(out, "checkpoint: {}", path.display());
+        }
         return out;
     };
     if first.cancelled {

@@ -1,15 +1,13 @@
 //! The model alone against PyTorch: logits of the first micro-batch, and the gradients of the first step.
 
-mod support;
-
 use std::collections::HashMap;
 use std::time::Duration;
 
+use crate::support::{oracle, relative_error, tensors, tokens};
 use integration_tests::model::Model;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
 use integration_tests::ops::Threads;
-use support::{oracle, relative_error, tensors, tokens};
 use zero_alloc::Pool;
 use zero_alloc::device::{DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;

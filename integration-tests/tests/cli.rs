@@ -1,0 +1,188 @@
+//! The binary `zero` as a user runs it: what it writes, what it says of bad input, and its exit codes.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn data(name: &str) -> String {
+    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny");
+    dir.join(name).display().to_string()
+}
+
+/// `zero` with these arguments in a folder of its own.
+fn zero(dir: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_zero")).args(args).current_dir(dir).output().unwrap()
+}
+
+/// The arguments of a small run, and `more`.
+fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["train", "--model", model, "--data", tokens, "--seq-len", "32", "--micro-batch", "1"];
+    args.extend(["--ranks", "2", "--steps", "3"]);
+    for pair in more.chunks(2) {
+        match args.iter().position(|a| *a == pair[0]) {
+            Some(at) => args[at + 1] = pair[1],
+            None => args.extend(pair),
+        }
+    }
+    args
+}
+
+fn run_tiny(dir: &Path, more: &[&str]) -> Output {
+    zero(dir, &tiny(&data("model"), &data("tokens.u16.bin"), more))
+}
+
+/// The run fails with `code`, in one line on standard error that has all of `says`.
+fn fails(output: &Output, code: i32, says: &[&str]) {
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    let last = text.lines().last().unwrap_or_default();
+    assert!(last.starts_with("error: "), "{text}");
+    assert!(!text.contains("panicked"), "{text}");
+    assert_eq!(text.lines().filter(|l| l.starts_with("error: ")).count(), 1, "{text}");
+    for word in says {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+}
+
+fn succeeds(output: &Output) -> String {
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    out.into_owned()
+}
+
+fn temp() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+#[test]
+fn the_metrics_file_has_a_line_a_step_with_the_stable_keys() {
+    let dir = temp();
+    let out = succeeds(&run_tiny(dir.path(), &["--metrics", "out.jsonl", "--stage", "2"]));
+    for word in ["loss", "tokens/s", "parameters", "gradients", "optimizer state", "reduce-scatter", "formula"] {
+        assert!(out.contains(word), "{word:?} is not in: {out}");
+    }
+    let text = std::fs::read_to_string(dir.path().join("out.jsonl")).unwrap();
+    let steps: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(steps.len(), 3);
+    for (i, step) in steps.iter().enumerate() {
+        assert_eq!(step["step"], i as u64 + 1);
+        for key in ["loss", "grad_norm", "lr", "loss_scale", "tokens", "step_ms", "tokens_per_s"] {
+            assert!(step[key].is_number(), "{key}: {step}");
+        }
+        assert!(step["skipped"].is_boolean());
+        for key in ["reduce_scatter", "all_gather", "all_reduce"] {
+            assert!(step["comm_bytes"][key].is_u64(), "{key}: {step}");
+        }
+        for key in ["params", "grads", "optimizer", "buckets", "activations", "peak"] {
+            assert!(step["memory"][format!("{key}_bytes")].is_u64(), "{key}: {step}");
+        }
+    }
+}
+
+#[test]
+fn a_new_process_resumes_to_the_same_bits() {
+    let dir = temp();
+    let losses = |file: &str| {
+        let text = std::fs::read_to_string(dir.path().join(file)).unwrap();
+        text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["loss"].to_string()).collect::<Vec<_>>()
+    };
+    succeeds(&run_tiny(dir.path(), &["--steps", "6", "--metrics", "whole", "--checkpoint", "a"]));
+    succeeds(&run_tiny(dir.path(), &["--steps", "4", "--metrics", "first", "--checkpoint", "b"]));
+    succeeds(&run_tiny(dir.path(), &["--steps", "6", "--metrics", "rest", "--resume", "b"]));
+    assert_eq!(losses("whole"), [losses("first"), losses("rest")].concat());
+    for (from, to) in [("a", "whole-model"), ("b", "rest-model")] {
+        succeeds(&zero(dir.path(), &["ckpt", "export", from, to]));
+    }
+    let weights = |folder: &str| std::fs::read(dir.path().join(folder).join("model.safetensors")).unwrap();
+    assert!(weights("whole-model") == weights("rest-model"), "final weights");
+}
+
+#[test]
+fn wrong_flags() {
+    let dir = temp();
+    fails(&run_tiny(dir.path(), &["--ranks", "0"]), 2, &["--ranks 0"]);
+    fails(&run_tiny(dir.path(), &["--stage", "4"]), 2, &["--stage 4"]);
+    fails(&run_tiny(dir.path(), &["--seq-len", "65"]), 2, &["--seq-len 65", "64"]);
+    fails(&run_tiny(dir.path(), &["--seq-len", "0"]), 2, &["--seq-len 0"]);
+    fails(&run_tiny(dir.path(), &["--micro-batch", "0"]), 2, &[]);
+    fails(&run_tiny(dir.path(), &["--grad-accum", "0"]), 2, &[]);
+    fails(&run_tiny(dir.path(), &["--lr", "NaN"]), 2, &["lr"]);
+    fails(&run_tiny(dir.path(), &["--clip", "inf"]), 2, &["max_grad_norm"]);
+    fails(&run_tiny(dir.path(), &["--offload", "moon"]), 2, &["--offload moon"]);
+    fails(&run_tiny(dir.path(), &["--model", "gpt5"]), 2, &["gpt5", "nano"]);
+}
+
+#[test]
+fn bad_data() {
+    let dir = temp();
+    let write = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
+    write("empty.bin", b"");
+    write("odd.bin", b"abc");
+    write("short.bin", &[0; 20]);
+    write("outside.bin", &[[1u8, 0]; 50].concat().into_iter().chain([0, 1]).collect::<Vec<_>>());
+    fails(&run_tiny(dir.path(), &["--data", "nowhere.bin"]), 2, &["nowhere.bin"]);
+    fails(&run_tiny(dir.path(), &["--data", "empty.bin"]), 2, &["empty.bin"]);
+    fails(&run_tiny(dir.path(), &["--data", "odd.bin"]), 2, &["odd.bin"]);
+    fails(&run_tiny(dir.path(), &["--data", "short.bin"]), 2, &["short.bin", "10", "32"]);
+    fails(&run_tiny(dir.path(), &["--data", "outside.bin"]), 2, &["outside.bin", "256", "50"]);
+}
+
+#[test]
+fn bad_models() {
+    let dir = temp();
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    let copy = |name: &str| std::fs::copy(data(&format!("model/{name}")), model.join(name)).unwrap();
+    fails(&run_tiny(dir.path(), &["--model", "model"]), 2, &["config.json"]);
+    copy("config.json");
+    fails(&run_tiny(dir.path(), &["--model", "model"]), 2, &["model.safetensors"]);
+    copy("model.safetensors");
+    let config = std::fs::read_to_string(model.join("config.json")).unwrap();
+    // The folder's tensors are of width 64 and three layers.
+    std::fs::write(model.join("config.json"), config.replace("\"n_layer\": 3", "\"n_layer\": 4")).unwrap();
+    fails(&run_tiny(dir.path(), &["--model", "model"]), 2, &["h.3."]);
+    std::fs::write(model.join("config.json"), config.replace("\"n_positions\": 64", "\"n_positions\": 128")).unwrap();
+    fails(&run_tiny(dir.path(), &["--model", "model"]), 2, &["wpe", "128", "64"]);
+}
+
+#[test]
+fn bad_checkpoints() {
+    let dir = temp();
+    fails(&run_tiny(dir.path(), &["--resume", "nowhere"]), 2, &["nowhere"]);
+    std::fs::create_dir(dir.path().join("empty")).unwrap();
+    fails(&run_tiny(dir.path(), &["--resume", "empty"]), 2, &["empty"]);
+    succeeds(&run_tiny(dir.path(), &["--checkpoint", "a"]));
+    let other = ["--model", "nano", "--resume", "a", "--steps", "4", "--seq-len", "32"];
+    fails(&run_tiny(dir.path(), &other), 2, &["another model"]);
+    succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
+}
+
+/// The disk fills up while saving: the error says so, and the checkpoint before is still there.
+#[test]
+fn a_full_disk() {
+    let dir = temp();
+    let disk = dir.path().join("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "tmpfs"]).arg(&disk).status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        eprintln!("SKIPPED a_full_disk: no tmpfs can be mounted here (needs root)");
+        return;
+    }
+    let path = disk.join("ckpt").display().to_string();
+    let first = run_tiny(dir.path(), &["--checkpoint", &path]);
+    let second = run_tiny(dir.path(), &["--resume", &path, "--steps", "4", "--checkpoint-every", "1"]);
+    let third = zero(dir.path(), &["ckpt", "verify", &path]);
+    let unmounted = Command::new("umount").arg(&disk).status().unwrap();
+    succeeds(&first);
+    fails(&second, 1, &["No space left", "ckpt"]);
+    succeeds(&third);
+    assert!(unmounted.success());
+}
+
+#[test]
+fn a_metrics_file_that_cannot_be_written() {
+    let dir = temp();
+    fails(&run_tiny(dir.path(), &["--metrics", "no/such/folder.jsonl"]), 2, &["no/such/folder.jsonl"]);
+}

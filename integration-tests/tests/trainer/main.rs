@@ -1,0 +1,14 @@
+//! The trainer as a whole: PyTorch's numbers, the same bits at every stage, memory and traffic by the formulas,
+//! resume, overflow, and failures.
+//!
+//! One test program, so that the whole workspace is linked once.
+
+mod failures;
+mod identical;
+mod model;
+mod overflow;
+mod pytorch;
+mod resume;
+mod support;
+mod toy;
+mod volumes;

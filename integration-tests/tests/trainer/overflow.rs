@@ -1,0 +1,73 @@
+//! A gradient that is not finite: the step is skipped on every rank, the scale goes by DeepSpeed's rules.
+
+use zero_alloc::device::DType;
+use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
+
+use crate::support::Case;
+
+fn rules(initial_scale_power: u32) -> StepRules {
+    let dynamic = DynamicScaling { initial_scale_power, hysteresis: 1, ..DynamicScaling::default() };
+    StepRules {
+        loss_scaling: LossScaling::Dynamic(dynamic),
+        schedule: LrSchedule::LinearWarmup { warmup_steps: 100 },
+        ..StepRules::default()
+    }
+}
+
+#[test]
+fn skips_and_halves_until_gradients_fit() {
+    for stage in 0..4 {
+        let case = Case { stage, dtype: DType::F16, steps: 16, rules: rules(30), ..Case::default() };
+        let outcome = case.run_tiny();
+        let skipped = outcome.steps.iter().take_while(|s| s.skipped).count();
+        assert!((2..14).contains(&skipped), "stage {stage}: {skipped} steps were skipped");
+        assert!(outcome.steps[skipped..].iter().all(|s| !s.skipped), "stage {stage}: once they fit, they fit");
+        for (i, step) in outcome.steps.iter().enumerate() {
+            assert_eq!(step.loss_scale, 2f64.powi(30 - i.min(skipped) as i32), "halved by each skipped step");
+            assert_eq!(step.grad_norm.is_none(), step.skipped);
+        }
+        // The schedule has not moved: the first step that counts has the first rate.
+        assert_eq!(outcome.steps[skipped].lr, outcome.steps[0].lr);
+        assert!(outcome.steps[skipped + 1].lr > outcome.steps[0].lr);
+    }
+}
+
+#[test]
+fn leaves_weights_and_moments_untouched() {
+    for stage in 0..4 {
+        let all_skipped = Case { stage, dtype: DType::F16, steps: 2, rules: rules(60), ..Case::default() };
+        let outcome = all_skipped.run_tiny();
+        assert!(outcome.steps.iter().all(|s| s.skipped));
+        let untouched = Case { steps: 0, ..all_skipped.clone() };
+        let (got, start) = (outcome.state(), untouched.run_tiny());
+        assert!(start.steps.is_empty());
+        for (name, bits) in got.iter().filter(|(name, _)| name.contains("moment/")) {
+            assert!(bits.iter().all(|b| *b == 0), "stage {stage}: {name}");
+        }
+        let weights = all_skipped.tiny();
+        for unit in outcome.layout.units() {
+            for param in &unit.params {
+                let mut want = vec![0.0; param.numel_elems as usize];
+                let workload: &dyn integration_tests::trainer::Workload<_> = &weights;
+                workload.weights(&param.name, 0..param.numel_elems, &mut want).unwrap();
+                let want: Vec<u32> = want.into_iter().map(f32::to_bits).collect();
+                assert!(got[&format!("master/{}", param.name)] == want, "stage {stage}: {}", param.name);
+            }
+        }
+    }
+}
+
+/// bf16 and fp32 check too (PEERS.md: a masked NaN norm).
+#[test]
+fn a_nan_in_any_dtype_is_skipped() {
+    for dtype in [DType::F32, DType::Bf16] {
+        let case = Case { dtype, steps: 2, ..Case::default() };
+        let mut workload = case.tiny();
+        workload.config.layer_norm_epsilon = f32::MAX; // its square root is finite, but activations vanish
+        let fine = case.run(&workload);
+        assert!(fine.steps.iter().all(|s| !s.skipped));
+        let case = Case { rules: StepRules { lr: f64::from(f32::MAX), ..StepRules::default() }, ..case };
+        let outcome = Case { steps: 4, ..case }.run_tiny();
+        assert!(outcome.steps.last().unwrap().skipped, "{dtype}: weights blew up, and the step after is skipped");
+    }
+}

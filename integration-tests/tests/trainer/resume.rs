@@ -1,0 +1,46 @@
+//! A resumed run goes on as if it had never stopped; at other ranks and stages its state is the same bits.
+
+use zero_alloc::device::DType;
+
+use crate::support::{Case, Outcome};
+
+fn resumed(from: &Outcome, case: &Case) -> Outcome {
+    Case { resume: Some(from.dir.path().to_owned()), ..case.clone() }.run_tiny()
+}
+
+#[test]
+fn the_same_bits_as_without_a_stop() {
+    for dtype in [DType::F32, DType::Bf16, DType::F16] {
+        for stage in 0..4 {
+            let case = Case { stage, dtype, grad_accum: 2, steps: 6, ..Case::default() };
+            let whole = case.run_tiny();
+            let first = Case { steps: 2, ..case.clone() }.run_tiny();
+            let rest = resumed(&first, &case);
+            assert_eq!(rest.steps.len(), 4);
+            assert_eq!(whole.curve(), [first.curve(), rest.curve()].concat(), "{case:?}");
+            assert!(whole.state() == rest.state(), "{case:?}: final state");
+        }
+    }
+}
+
+/// (4, 3) -> (2, 1) -> (3, 2) -> (1, 0): what is loaded is what was saved, bit for bit, and the loss curve is that
+/// of an uninterrupted run, but for the order of sums.
+#[test]
+fn across_ranks_and_stages() {
+    // 12 rows a step whatever the ranks, so that all see the same data.
+    let at = |ranks, stage, steps| Case { ranks, stage, steps, micro_batch: 12 / ranks, ..Case::default() };
+    let uninterrupted = at(4, 3, 8).run_tiny();
+    let mut last = at(4, 3, 2).run_tiny();
+    for (i, (ranks, stage)) in [(2, 1), (3, 2), (1, 0)].into_iter().enumerate() {
+        let done = 2 * (i as u64 + 1);
+        let only_loaded = resumed(&last, &at(ranks, stage, done));
+        assert!(only_loaded.steps.is_empty());
+        assert!(only_loaded.state() == last.state(), "{ranks} ranks, stage {stage}: state as loaded and saved again");
+        last = resumed(&only_loaded, &at(ranks, stage, done + 2));
+        for (got, want) in last.steps.iter().zip(&uninterrupted.steps[done as usize..]) {
+            let error = (got.loss - want.loss).abs() / want.loss;
+            assert!(error < 1e-6, "{ranks} ranks, stage {stage}, step {}: loss differs by {error:e}", got.step);
+        }
+        assert_eq!(last.steps.len(), 2);
+    }
+}

@@ -1,0 +1,183 @@
+//! What the tests share: the PyTorch results in tests/data, runs, and norms.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use integration_tests::data::{DataSource, Dataset};
+use integration_tests::error::TrainError;
+use integration_tests::hf::HfFolder;
+use integration_tests::model::gpt2::Gpt2Options;
+use integration_tests::trainer::{
+    RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics, Workload, run_on_threads,
+};
+use integration_tests::workload::{GptWorkload, Weights};
+use safetensors::SafeTensors;
+use tempfile::TempDir;
+use zero_alloc::device::DType;
+use zero_alloc::host::HostDevice;
+use zero_ckpt::Reader;
+use zero_comm::PrefetchOptions;
+use zero_optim::StepRules;
+use zero_shard::{Layout, ZeroStage};
+
+/// A file of the oracle (see tests/data/README.md).
+pub(crate) fn oracle(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny").join(name)
+}
+
+/// All fp32 tensors of a safetensors file.
+pub(crate) fn tensors(name: &str) -> Vec<(String, Vec<f32>)> {
+    let bytes = std::fs::read(oracle(name)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let floats = |data: &[u8]| data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    file.iter().map(|(name, view)| (name.to_owned(), floats(view.data()))).collect()
+}
+
+/// ‖a - b‖ / ‖b‖ in fp64.
+pub(crate) fn relative_error(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let norm = |it: &mut dyn Iterator<Item = f64>| it.map(|x| x * x).sum::<f64>().sqrt();
+    let diff = norm(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    diff / norm(&mut want.iter().map(|x| f64::from(*x))).max(1e-30)
+}
+
+/// Little-endian u16 tokens of the oracle.
+pub(crate) fn tokens() -> Vec<u32> {
+    let bytes = std::fs::read(oracle("tokens.u16.bin")).unwrap();
+    bytes.chunks_exact(2).map(|b| u32::from(u16::from_le_bytes(b.try_into().unwrap()))).collect()
+}
+
+/// A run of the tests: what is not said is 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) ranks: usize,
+    pub(crate) stage: u64,
+    pub(crate) dtype: DType,
+    pub(crate) steps: u64,
+    pub(crate) grad_accum: usize,
+    pub(crate) micro_batch: usize,
+    pub(crate) overlap: bool,
+    pub(crate) activation_checkpointing: bool,
+    pub(crate) bucket_elems: usize,
+    pub(crate) rules: StepRules,
+    pub(crate) resume: Option<PathBuf>,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            ranks: 2,
+            stage: 3,
+            dtype: DType::F32,
+            steps: 4,
+            grad_accum: 1,
+            micro_batch: 1,
+            overlap: true,
+            activation_checkpointing: false,
+            bucket_elems: 1 << 12,
+            rules: StepRules { max_grad_norm: 1.0, ..StepRules::default() },
+            resume: None,
+        }
+    }
+}
+
+/// What came of a run.
+pub(crate) struct Outcome {
+    /// Rank 0's figures of each step.
+    pub(crate) steps: Vec<StepMetrics>,
+    pub(crate) summaries: Vec<RankSummary>,
+    pub(crate) layout: Layout,
+    pub(crate) settings: Settings,
+    /// Where the checkpoint is, as long as this lives.
+    pub(crate) dir: TempDir,
+}
+
+impl Outcome {
+    /// The bits of losses and norms.
+    pub(crate) fn curve(&self) -> Vec<(u64, Option<u64>)> {
+        self.steps.iter().map(|s| (s.loss.to_bits(), s.grad_norm.map(f64::to_bits))).collect()
+    }
+
+    /// All state of the last checkpoint: `state/parameter` to the bits of its elements.
+    pub(crate) fn state(&self) -> BTreeMap<String, Vec<u32>> {
+        let reader = Reader::open(self.dir.path()).unwrap();
+        let mut all = BTreeMap::new();
+        for state in ["master", "first_moment", "second_moment"] {
+            for param in reader.params() {
+                let mut values = vec![f32::NAN; param.numel_elems as usize];
+                reader.read_param(state, &param.name, 0..param.numel_elems, &mut values).unwrap();
+                all.insert(format!("{state}/{}", param.name), values.into_iter().map(f32::to_bits).collect());
+            }
+        }
+        all
+    }
+}
+
+impl Case {
+    /// The run's settings.
+    pub(crate) fn settings(&self) -> Settings {
+        Settings {
+            stage: ZeroStage::from_number(self.stage).unwrap(),
+            dtype: self.dtype,
+            grad_accum_steps: self.grad_accum,
+            bucket_capacity_elems: self.bucket_elems,
+            overlap: self.overlap,
+            prefetch: PrefetchOptions { ahead: usize::from(self.overlap), ..PrefetchOptions::default() },
+            rules: self.rules.clone(),
+            limit: Duration::from_secs(60),
+        }
+    }
+
+    /// Runs `workload` and saves at the end.
+    pub(crate) fn try_run(&self, workload: &dyn Workload<HostDevice>) -> Result<Outcome, TrainError> {
+        let dir = tempfile::tempdir().unwrap();
+        let options = RunOptions {
+            steps: self.steps,
+            micro_batch: self.micro_batch,
+            seq_len: 32,
+            seed: 7,
+            checkpoint: Some((dir.path().to_owned(), 0)),
+            keep_last: None,
+            resume: self.resume.clone(),
+            cancel: Arc::default(),
+        };
+        let mut steps = Vec::new();
+        let mut observe = |metrics: &StepMetrics| {
+            steps.push(metrics.clone());
+            Ok(())
+        };
+        let settings = self.settings();
+        let summaries = run_on_threads(self.ranks, 1, &settings, workload, &options, &mut observe)?;
+        let layout = Layout::new(&workload.units(), self.ranks as u64, SHARD_ALIGN_ELEMS).unwrap();
+        Ok(Outcome { steps, summaries, layout, settings, dir })
+    }
+
+    /// The same for a run that must succeed.
+    pub(crate) fn run(&self, workload: &dyn Workload<HostDevice>) -> Outcome {
+        self.try_run(workload).unwrap_or_else(|e| panic!("{self:?}: {e}"))
+    }
+
+    /// GPT-2 tiny with PyTorch's weights and tokens.
+    pub(crate) fn tiny(&self) -> GptWorkload {
+        let folder = HfFolder::open(&oracle("model")).unwrap();
+        GptWorkload {
+            config: folder.config().clone(),
+            weights: Weights::Folder(folder),
+            data: Dataset::open(&DataSource::at(oracle("tokens.u16.bin"))).unwrap(),
+            options: Gpt2Options {
+                micro_batch: self.micro_batch,
+                seq_len: 32,
+                dtype: self.dtype,
+                activation_checkpointing: self.activation_checkpointing,
+            },
+            threads: 1,
+        }
+    }
+
+    /// Runs it.
+    pub(crate) fn run_tiny(&self) -> Outcome {
+        self.run(&self.tiny())
+    }
+}

@@ -1,0 +1,158 @@
+//! A model of units of any sizes whose gradient is simple: each weight w is pulled to a target t(element,
+//! tokens), loss 0.5 (w - t)^2 a token. Forward keeps a copy of what it read, and backward insists that it reads
+//! the same.
+
+use std::sync::Arc;
+
+use half::bf16;
+use integration_tests::data::BatchAt;
+use integration_tests::error::TrainError;
+use integration_tests::model::{Model, Pass};
+use integration_tests::trainer::Workload;
+use parking_lot::Mutex;
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::{Block, Pool, Purpose};
+use zero_shard::{ParamSpec, UnitSpec};
+
+/// The toy and its sizes.
+pub(crate) struct Toy {
+    units: Vec<UnitSpec>,
+    passes: Vec<Pass>,
+    /// At this pass of its third forward, rank 0's model panics.
+    pub(crate) panic_at: Option<usize>,
+}
+
+impl Toy {
+    /// Units of parameters of these lengths, a pass each; where `tied`, the last pass uses the first unit too.
+    pub(crate) fn new(units: &[Vec<u64>], tied: bool) -> Self {
+        let spec = |(u, lengths): (usize, &Vec<u64>)| {
+            let params = lengths.iter().enumerate().map(|(p, &n)| ParamSpec::new(format!("u{u}.p{p}"), [n]));
+            UnitSpec::new(format!("u{u}"), params.collect::<Vec<_>>())
+        };
+        let reads = |u| if tied && u > 0 && u + 1 == units.len() { vec![u, 0] } else { vec![u] };
+        let pass = |u| Pass { forward_reads: reads(u), backward_reads: reads(u), grads: reads(u) };
+        Self {
+            units: units.iter().enumerate().map(spec).collect(),
+            passes: (0..units.len()).map(pass).collect(),
+            panic_at: None,
+        }
+    }
+}
+
+impl Workload<HostDevice> for Toy {
+    fn units(&self) -> Vec<UnitSpec> {
+        self.units.clone()
+    }
+
+    fn passes(&self) -> Vec<Pass> {
+        self.passes.clone()
+    }
+
+    fn model(&self, pool: &Pool<HostDevice>, compute: &HostStream) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+        let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
+        let panic_at = self.panic_at.filter(|_| compute_is_of_rank_0(compute));
+        let kept = self.passes.iter().map(|_| Arc::default()).collect();
+        Ok(Box::new(ToyModel { loss, tokens: Arc::default(), kept, panic_at, forwards: 0 }))
+    }
+
+    fn weights(&self, name: &str, range: std::ops::Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
+        let salt = name.bytes().map(u64::from).sum::<u64>();
+        for (x, i) in out.iter_mut().zip(range) {
+            *x = ((salt * 31 + i * 17) % 101) as f32 / 50.0 - 1.0;
+        }
+        Ok(())
+    }
+
+    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
+        for (i, token) in inputs.iter_mut().chain(targets).enumerate() {
+            *token = ((at.step * 7 + at.micro_batch_index * 5 + at.rank * 3 + i as u64) % 97) as u32;
+        }
+        Ok(())
+    }
+
+    fn data_fingerprint(&self) -> u64 {
+        0
+    }
+
+    fn model_config(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+}
+
+fn compute_is_of_rank_0(stream: &HostStream) -> bool {
+    use zero_alloc::device::Stream;
+    stream.name().starts_with("rank 0 ")
+}
+
+struct ToyModel {
+    loss: Block<HostDevice>,
+    tokens: Arc<Vec<u32>>,
+    kept: Vec<Arc<Mutex<Vec<f32>>>>,
+    panic_at: Option<usize>,
+    forwards: usize,
+}
+
+fn values(slice: AnySlice) -> Result<Vec<f32>, DeviceError> {
+    // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
+    Ok(match slice.dtype() {
+        DType::F32 => unsafe { slice.typed::<f32>()?.as_host() }.to_vec(),
+        // SAFETY: as above.
+        _ => unsafe { slice.typed::<bf16>()?.as_host() }.iter().map(|x| x.to_f32()).collect(),
+    })
+}
+
+impl Model<HostDevice> for ToyModel {
+    fn set_batch(&mut self, _stream: &HostStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+        self.tokens = Arc::new(inputs.iter().chain(targets).copied().collect());
+        Ok(())
+    }
+
+    fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+        self.forwards += usize::from(pass == 0);
+        let panics = self.forwards == 3 && self.panic_at == Some(pass);
+        let (kept, params) = (Arc::clone(&self.kept[pass]), params.to_vec());
+        stream.enqueue("toy forward", move || {
+            assert!(!panics, "the toy was told to panic");
+            *kept.lock() = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?.concat();
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    fn backward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        loss_scale: f32,
+    ) -> Result<(), TrainError> {
+        let (kept, tokens) = (Arc::clone(&self.kept[pass]), Arc::clone(&self.tokens));
+        let (params, grads, loss) = (params.to_vec(), grads.to_vec(), self.loss());
+        stream.enqueue("toy backward", move || {
+            let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?;
+            assert_eq!(*kept.lock(), params.concat(), "backward reads what forward read");
+            let mut sum = 0.0f64;
+            for (param, grad) in params.iter().zip(grads) {
+                // SAFETY: the trainer gave distinct gradients for this pass alone.
+                let grad = unsafe { grad.as_host_mut() };
+                for (i, (w, g)) in param.iter().zip(grad).enumerate() {
+                    let target = (tokens[i % tokens.len()] as f32 + i as f32) / 97.0;
+                    *g += loss_scale * (w - target);
+                    sum += 0.5 * f64::from(w - target).powi(2);
+                }
+            }
+            // SAFETY: the model holds the block, and this stream alone uses it.
+            let loss = unsafe { loss.as_host_mut() };
+            loss[0] += sum;
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    fn loss(&self) -> DeviceSlice<f64> {
+        // SAFETY: passes on one stream use it, which the trainer drains before the model is dropped.
+        unsafe { self.loss.typed() }.expect("it was allocated as fp64")
+    }
+}

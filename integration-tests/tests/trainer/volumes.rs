@@ -1,0 +1,86 @@
+//! Bytes held and sent, against the formulas: exact, padding included.
+
+use integration_tests::trainer::CommBytes;
+use zero_alloc::device::DType;
+use zero_shard::ZeroStage;
+
+use crate::support::{Case, Outcome};
+use crate::toy::Toy;
+
+fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
+    let (layout, settings) = (&outcome.layout, &outcome.settings);
+    let widths = settings.widths();
+    let held = layout.state_bytes(settings.stage, &widths).unwrap();
+    let sent = layout.step_traffic(settings.stage, &widths, settings.grad_accum_steps as u64).unwrap();
+    assert_eq!(outcome.summaries.len(), case.ranks);
+    for summary in &outcome.summaries {
+        let last = summary.last.as_ref().unwrap();
+        assert_eq!(last.memory.params_bytes, held.params_bytes, "{case:?}: parameters");
+        assert_eq!(last.memory.grads_bytes, held.grads_bytes, "{case:?}: gradients");
+        assert_eq!(last.memory.optimizer_bytes, held.optimizer_bytes, "{case:?}: optimizer state");
+        let CommBytes { reduce_scatter, all_gather, all_reduce, .. } = last.comm_bytes;
+        assert_eq!(reduce_scatter, sent.reduce_scatter_bytes, "{case:?}: reduce-scatter");
+        assert_eq!(all_reduce, sent.all_reduce_bytes, "{case:?}: all-reduce");
+        if settings.stage == ZeroStage::Three {
+            assert!(all_gather <= sent.all_gather_bytes, "{case:?}: all-gather {all_gather} is too much");
+        } else {
+            assert_eq!(all_gather, sent.all_gather_bytes, "{case:?}: all-gather");
+        }
+        let [after_two, in_all] = summary.backing_allocations;
+        assert_eq!(after_two, in_all, "{case:?}: the pool took memory after the second step");
+    }
+}
+
+#[test]
+fn at_every_stage_and_world_size() {
+    for ranks in [1, 2, 3, 4, 8, 16] {
+        for stage in 0..4 {
+            for (dtype, grad_accum) in [(DType::F32, 1), (DType::Bf16, 1), (DType::Bf16, 2)] {
+                let case = Case { ranks, stage, dtype, grad_accum, steps: 3, ..Case::default() };
+                held_and_sent_are_the_formulas(&case, &case.run_tiny());
+            }
+        }
+    }
+}
+
+#[test]
+fn padding_is_below_an_alignment_unit_a_shard() {
+    for ranks in [1, 3, 16] {
+        let case = Case { ranks, steps: 1, ..Case::default() };
+        let layout = case.run_tiny().layout;
+        let most = layout.units().len() as u64 * (layout.align_elems() * ranks as u64);
+        assert!(layout.padded_elems() - layout.numel_elems() < most);
+    }
+}
+
+#[test]
+fn stage_three_gathers_the_head_once_and_the_rest_twice() {
+    let case = Case { ranks: 4, ..Case::default() };
+    let outcome = case.run_tiny();
+    let units = outcome.layout.units();
+    // The embedding's backward reads no parameters, but the tied head reads the embedding: twice in all, too.
+    let head = units.last().unwrap().shard_elems;
+    let elems: u64 = units.iter().map(|u| 2 * u.shard_elems).sum::<u64>() - head;
+    assert_eq!(outcome.steps[0].comm_bytes.all_gather, elems * 4 * 3);
+}
+
+#[test]
+fn buckets_are_constant_as_the_model_grows() {
+    for stage in 0..3 {
+        let bytes = |units: &[Vec<u64>]| {
+            let outcome = Case { stage, ..Case::default() }.run(&Toy::new(units, false));
+            outcome.steps.last().unwrap().memory.buckets_bytes
+        };
+        let small = bytes(&[vec![100], vec![50]]);
+        assert_eq!(small, 2 * 4 * (1 << 12), "two buckets");
+        assert_eq!(small, bytes(&[vec![30_000], vec![20_000], vec![10_000]]));
+    }
+}
+
+#[test]
+fn stage_three_holds_two_units_beside_its_buckets() {
+    let units = vec![vec![8192u64]; 6];
+    let outcome = Case { bucket_elems: 64, ..Case::default() }.run(&Toy::new(&units, false));
+    let most = outcome.steps.last().unwrap().memory.buckets_bytes;
+    assert_eq!(most, 2 * 4 * 64 + 2 * 4 * 8192, "two buckets, the unit in use and the next");
+}
