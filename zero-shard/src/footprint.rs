@@ -5,6 +5,7 @@
 //! | parameters, gradients, optimizer state | [`StateBytes`], on the tier where [`Placement`] puts each |
 //! | gathered units | the most elements live at once; a [`PrefetchPlan`](crate::PrefetchPlan) counts them |
 //! | buckets | of constant size: they do not grow with the model |
+//! | scratch | flat gradients while a backward pass adds to them |
 //! | staging | host memory between the device and NVMe: sub-groups in flight |
 //! | activations | an estimate, such as [`ActivationBytes`](crate::ActivationBytes) |
 
@@ -59,6 +60,8 @@ pub struct TierBytes {
     pub gathered_bytes: u64,
     /// Communication buckets.
     pub buckets_bytes: u64,
+    /// Flat gradients while a backward pass adds to them.
+    pub scratch_bytes: u64,
     /// Sub-groups on their way between the host and NVMe.
     pub staging_bytes: u64,
     /// Activations.
@@ -72,8 +75,8 @@ impl TierBytes {
     /// The sum does not fit 64 bits.
     pub fn total_bytes(&self) -> Result<u64, ShardError> {
         let state = [self.state.params_bytes, self.state.grads_bytes, self.state.optimizer_bytes];
-        let rest = [self.gathered_bytes, self.buckets_bytes, self.staging_bytes, self.activations_bytes];
-        sum(WHAT, &[&state[..], &rest[..]].concat())
+        let moving = [self.gathered_bytes, self.buckets_bytes, self.scratch_bytes, self.staging_bytes];
+        sum(WHAT, &[&state[..], &moving[..], &[self.activations_bytes]].concat())
     }
 }
 
@@ -105,6 +108,8 @@ pub struct MemoryModel {
     pub bucket_elems: u64,
     /// How many buckets there are.
     pub buckets: u64,
+    /// Bytes of flat gradients to which a backward pass adds.
+    pub scratch_bytes: u64,
     /// Elements of a sub-group, for what lies on NVMe.
     pub sub_group_elems: u64,
     /// How many sub-groups are in host memory at once.
@@ -123,6 +128,7 @@ impl MemoryModel {
             gathered_elems: 0,
             bucket_elems: 0,
             buckets: 0,
+            scratch_bytes: 0,
             sub_group_elems: 0,
             sub_group_buffers: 0,
             activations_bytes: 0,
@@ -155,6 +161,7 @@ impl MemoryModel {
             state: on(Tier::Device),
             gathered_bytes: product(WHAT, &[gathered, widths.param_bytes])?,
             buckets_bytes: product(WHAT, &[self.bucket_elems, self.buckets, widths.comm_grad_bytes])?,
+            scratch_bytes: self.scratch_bytes,
             staging_bytes: 0,
             activations_bytes: self.activations_bytes,
         };

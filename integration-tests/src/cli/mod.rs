@@ -1,6 +1,7 @@
 //! The commands of the binary `zero`.
 
 pub mod ckpt;
+pub mod plan;
 pub mod train;
 
 use thiserror::Error;

@@ -1,0 +1,185 @@
+//! Flags over the configuration file over defaults.
+
+use std::path::Path;
+
+use zero_alloc::device::DType;
+use zero_shard::{
+    LayoutOptions, ParamSpec, PrefetchLimits, Tie, Tier, TransformerShape, UnitSpec, Widths, ZeroStage,
+};
+
+use super::{PlanArgs, PlanDType, usage};
+use crate::cli::CliError;
+use crate::config::{DsConfig, OffloadDevice};
+use crate::hf::HfFolder;
+use crate::model::config::GptConfig;
+
+/// Elements of a gradient bucket where nothing is said, as the trainer has it.
+const BUCKET_ELEMS: u64 = 1 << 19;
+
+/// Every shard is a multiple of this, as the trainer has it.
+const SHARD_ALIGN_ELEMS: u64 = 16;
+
+/// A model, as far as its memory depends on it.
+#[derive(Clone, Debug)]
+pub(super) struct ModelSize {
+    pub(super) name: String,
+    pub(super) units: Vec<UnitSpec>,
+    pub(super) options: LayoutOptions,
+    pub(super) shape: TransformerShape,
+    /// Only the number of parameters is known, and the shape is a usual one.
+    pub(super) assumed: bool,
+}
+
+/// Everything that is planned for.
+#[derive(Clone, Debug)]
+pub(super) struct Request {
+    pub(super) model: ModelSize,
+    pub(super) gpus: u64,
+    pub(super) nodes: u64,
+    pub(super) gpu_memory_bytes: Option<u64>,
+    pub(super) dtype: DType,
+    pub(super) micro_batch: u64,
+    pub(super) grad_accum: u64,
+    pub(super) seq_len: u64,
+    pub(super) checkpointing: bool,
+    pub(super) checkpoint_shards: u64,
+    pub(super) offload_optimizer: Tier,
+    pub(super) offload_params: Tier,
+    pub(super) bucket_elems: u64,
+    /// Limits of what stage 3 gathers; none is one unit ahead.
+    pub(super) prefetch: Option<PrefetchLimits>,
+    pub(super) persistence_threshold_elems: u64,
+    pub(super) sub_group_elems: u64,
+    pub(super) sub_group_buffers: u64,
+    pub(super) configured_stage: Option<ZeroStage>,
+}
+
+impl Request {
+    /// The request, and warnings about what it leaves out.
+    pub(super) fn new(args: &PlanArgs) -> Result<(Self, Vec<String>), CliError> {
+        let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(usage)?;
+        let mut notices = file.as_ref().map(|f| f.warnings.clone()).unwrap_or_default();
+        if args.gpus == 0 || args.nodes == 0 || !args.gpus.is_multiple_of(args.nodes) {
+            let (gpus, nodes) = (args.gpus, args.nodes);
+            return Err(CliError::Usage(format!(
+                "--gpus {gpus} --nodes {nodes}: each node has the same number, 1 or more"
+            )));
+        }
+        let (model, positions) = model(args, &mut notices)?;
+        let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
+        if seq_len == 0 || positions.is_some_and(|most| seq_len > most) {
+            let most = positions.map_or_else(String::new, |n| format!(" to {n}"));
+            return Err(CliError::Usage(format!("--seq-len {seq_len}: the model has positions for 1{most} tokens")));
+        }
+        let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
+        let batch = batch.resolve(args.gpus, args.micro_batch, args.grad_accum, 1).map_err(usage)?;
+        let zero = file.as_ref().map(|f| &f.zero);
+        let checkpointing = file.as_ref().and_then(|f| f.activation_checkpointing);
+        let request = Self {
+            model,
+            gpus: args.gpus,
+            nodes: args.nodes,
+            gpu_memory_bytes: args.gpu_memory,
+            dtype: match args.dtype {
+                Some(PlanDType::Fp32) => DType::F32,
+                Some(PlanDType::Bf16) => DType::Bf16,
+                Some(PlanDType::Fp16) => DType::F16,
+                None => file.as_ref().map_or(DType::Bf16, |f| f.dtype),
+            },
+            micro_batch: batch.micro_batch,
+            grad_accum: batch.grad_accum,
+            seq_len,
+            checkpointing: args.activation_checkpointing || checkpointing.is_some(),
+            checkpoint_shards: 1,
+            offload_optimizer: match args.offload.as_deref() {
+                None => zero.map_or(Tier::Device, |z| tier(&z.offload_optimizer.device)),
+                Some("none") => Tier::Device,
+                Some("cpu") => Tier::Host,
+                Some(folder) if folder.starts_with("nvme:") => Tier::Nvme,
+                Some(other) => {
+                    return Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR")));
+                }
+            },
+            offload_params: zero.map_or(Tier::Device, |z| tier(&z.offload_param.device)),
+            bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
+            prefetch: zero.map(|z| PrefetchLimits {
+                max_live_elems: z.max_live_elems,
+                prefetch_elems: z.prefetch_bucket_elems,
+                max_reuse_distance_elems: z.max_reuse_elems,
+            }),
+            persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
+            sub_group_elems: zero.map_or(1_000_000_000, |z| z.sub_group_elems),
+            sub_group_buffers: zero.map_or(4, |z| z.offload_optimizer.buffer_count),
+            configured_stage: zero.and_then(|z| ZeroStage::from_number(u64::from(z.stage))),
+        };
+        Ok((request, notices))
+    }
+
+    /// Bytes an element.
+    pub(super) fn widths(&self) -> Widths {
+        Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum)
+    }
+}
+
+fn tier(device: &OffloadDevice) -> Tier {
+    match device {
+        OffloadDevice::None => Tier::Device,
+        OffloadDevice::Cpu => Tier::Host,
+        OffloadDevice::Nvme(_) => Tier::Nvme,
+    }
+}
+
+/// The model, and how many positions it has where that is known.
+fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Option<u64>), CliError> {
+    match (&args.model, args.params) {
+        (Some(name), _) => {
+            let config = if Path::new(name).is_dir() {
+                let folder = HfFolder::open(Path::new(name)).map_err(usage)?;
+                notices.extend(folder.warnings().iter().cloned());
+                folder.config().clone()
+            } else {
+                GptConfig::preset(name).map_err(|e| CliError::Usage(format!("--model {name}: {e}")))?
+            };
+            config.validate().map_err(usage)?;
+            Ok((ModelSize::of(name, &config), Some(config.n_positions as u64)))
+        }
+        (None, Some(params)) => Ok((ModelSize::with_about(params), None)),
+        (None, None) => Err(CliError::Usage("name a --model or a number of --params".to_owned())),
+    }
+}
+
+impl ModelSize {
+    /// A GPT-2.
+    fn of(name: &str, config: &GptConfig) -> Self {
+        let tied = config.tied_head.then(|| Tie::new("head", "lm_head.weight", "transformer.wte.weight"));
+        let shape = TransformerShape {
+            layers: config.n_layer as u64,
+            hidden: config.n_embd as u64,
+            heads: config.n_head as u64,
+            vocab: config.vocab_size as u64,
+        };
+        let options = LayoutOptions {
+            shard_align_elems: SHARD_ALIGN_ELEMS,
+            ties: tied.into_iter().collect(),
+            ..LayoutOptions::default()
+        };
+        Self { name: name.to_owned(), units: config.units(), options, shape, assumed: false }
+    }
+
+    /// `params` parameters in layers of equal size.
+    fn with_about(params: u64) -> Self {
+        let shape = TransformerShape::with_about(params);
+        let layer = |i: u64| {
+            let (start, end) = (cut(params, i, shape.layers), cut(params, i + 1, shape.layers));
+            UnitSpec::new(format!("layer.{i}"), [ParamSpec::new(format!("layer.{i}.weight"), [end - start])])
+        };
+        let units = (0..shape.layers).map(layer).collect();
+        let name = format!("{} parameters", super::size::show_count(params));
+        Self { name, units, options: LayoutOptions::default(), shape, assumed: true }
+    }
+}
+
+/// Where part `i` of `parts` equal parts of `whole` starts.
+fn cut(whole: u64, i: u64, parts: u64) -> u64 {
+    whole / parts * i + (whole % parts).min(i)
+}
