@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use integration_tests::cli::{CliError, ckpt, train};
+use integration_tests::cli::{CliError, ckpt, plan, train};
 
 /// ZeRO in Rust: sharded data-parallel training.
 #[derive(Parser)]
@@ -17,6 +17,8 @@ struct Cli {
 enum Command {
     /// Train a GPT-2 over several ranks
     Train(Box<train::TrainArgs>),
+    /// Show what each stage keeps and sends, and which stages fit
+    Plan(plan::PlanArgs),
     /// Look into, verify, export or import checkpoints
     Ckpt(ckpt::CkptArgs),
 }
@@ -28,6 +30,7 @@ fn main() -> ExitCode {
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
     let result = std::panic::catch_unwind(|| match Cli::parse().command {
         Command::Train(args) => train::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Ckpt(args) => ckpt::run(args),
     });
     let error = match result {

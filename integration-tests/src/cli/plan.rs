@@ -20,9 +20,10 @@ use size::{parse_bytes, parse_count};
 
 /// Show what each ZeRO stage keeps in memory and sends, and which stages fit.
 #[derive(Args, Clone, Debug, Default)]
+#[command(group(clap::ArgGroup::new("size").required(true).args(["model", "params"])))]
 pub struct PlanArgs {
     /// A preset (nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b) or a Hugging Face GPT-2 folder
-    #[arg(long, value_name = "PRESET|HF_DIR", required_unless_present = "params", conflicts_with = "params")]
+    #[arg(long, value_name = "PRESET|HF_DIR")]
     pub model: Option<String>,
     /// A transformer of this many parameters, such as 7.5e9 or 7.5B, of a usual shape
     #[arg(long, value_name = "COUNT", value_parser = parse_count)]

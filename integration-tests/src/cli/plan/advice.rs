@@ -53,7 +53,7 @@ pub(super) fn advice(request: &Request, stages: &[Stage], chosen: Option<u8>) ->
     }
     let most = stages.iter().filter_map(|s| s.largest_model_params).max().unwrap_or(0);
     lines.push(match most {
-        0 => "Activations, buckets and gathered units alone are too much for any model.".to_owned(),
+        0 => "Activations, buckets and gathered units alone are more than a GPU has.".to_owned(),
         most => format!("As it is, the largest model that fits has {} parameters.", show_count(most)),
     });
     Ok(lines)

@@ -12,12 +12,10 @@ use crate::cli::CliError;
 use crate::config::{DsConfig, OffloadDevice};
 use crate::hf::HfFolder;
 use crate::model::config::GptConfig;
+use crate::trainer::SHARD_ALIGN_ELEMS;
 
 /// Elements of a gradient bucket where nothing is said, as the trainer has it.
 const BUCKET_ELEMS: u64 = 1 << 19;
-
-/// Every shard is a multiple of this, as the trainer has it.
-const SHARD_ALIGN_ELEMS: u64 = 16;
 
 /// A model, as far as its memory depends on it.
 #[derive(Clone, Debug)]
@@ -174,8 +172,7 @@ impl ModelSize {
             UnitSpec::new(format!("layer.{i}"), [ParamSpec::new(format!("layer.{i}.weight"), [end - start])])
         };
         let units = (0..shape.layers).map(layer).collect();
-        let name = format!("{} parameters", super::size::show_count(params));
-        Self { name, units, options: LayoutOptions::default(), shape, assumed: true }
+        Self { name: "transformer".to_owned(), units, options: LayoutOptions::default(), shape, assumed: true }
     }
 }
 

@@ -5,6 +5,12 @@ use std::fmt::Write;
 use super::report::{Report, Stage};
 use super::size::{show_bytes, with_commas};
 
+const NOTES: [&str; 3] = [
+    "Memory is for one GPU, 1 GB being 10^9 bytes; sent is what one GPU sends in a step, at most. Buckets are those",
+    "of communication and the flat gradient of a unit. Activations are an estimate. Leave about 1 GB for the CUDA",
+    "context and its libraries.",
+];
+
 /// The whole text, ending with a line break.
 pub(super) fn text(report: &Report) -> String {
     let mut text = String::new();
@@ -30,11 +36,9 @@ pub(super) fn text(report: &Report) -> String {
         grid(&head, rows.collect(), &mut line);
     }
     line(String::new());
-    line(
-        "Memory is for one GPU; sent is what one GPU sends in a step, at most. Activations are an estimate;"
-            .to_owned(),
-    );
-    line("leave about 1 GB for the CUDA context and its libraries. 1 GB is 10^9 bytes.".to_owned());
+    for note in NOTES {
+        line(note.to_owned());
+    }
     if !report.advice.is_empty() {
         line(String::new());
         report.advice.iter().for_each(|sentence| line(sentence.clone()));

@@ -87,7 +87,7 @@ fn the_stage_that_fits_and_sends_least_is_recommended() {
     assert_eq!(report["stages"][0]["fits"], false);
     assert!(report["advice"][0].as_str().unwrap().starts_with("Take stage 2"));
     // With less memory only stage 3 fits, however much it sends.
-    let report = json("--model gpt2-1.5b --gpus 8 --gpu-memory 9GB --activation-checkpointing");
+    let report = json("--model gpt2-1.5b --gpus 8 --gpu-memory 6GB --activation-checkpointing");
     assert_eq!(report["recommended_stage"], 3);
 }
 
@@ -95,11 +95,15 @@ fn the_stage_that_fits_and_sends_least_is_recommended() {
 fn where_nothing_fits_changes_are_named() {
     let shown = text("--model gpt2-1.5b --gpus 2 --gpu-memory 16GB --micro-batch 8");
     assert!(shown.contains("No stage fits"), "{shown}");
-    assert!(shown.contains("As it is, the largest model that fits has"), "{shown}");
+    assert!(
+        shown.contains("Stage 3 fits with --activation-checkpointing, --micro-batch 1 --grad-accum 8."),
+        "{shown}"
+    );
     let shown = text("--params 7.5e9 --gpus 4 --gpu-memory 24GB");
     assert!(shown.contains("Stage 3 fits with --offload cpu ("), "{shown}");
     assert!(shown.contains("of host memory in each node"), "{shown}");
     assert!(shown.contains("Stage 3 fits on "), "{shown}");
+    assert!(shown.contains("As it is, the largest model that fits has"), "{shown}");
     // The number of GPUs that is named fits, and one node fewer does not.
     let gpus: u64 = shown.split("Stage 3 fits on ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let fits = |gpus: u64, nodes: u64| {
@@ -107,7 +111,7 @@ fn where_nothing_fits_changes_are_named() {
     };
     assert_eq!((fits(gpus, gpus / 4), fits(gpus - 4, gpus / 4 - 1)), (Value::Bool(true), Value::Bool(false)));
     let shown = text("--params 1T --gpus 1 --gpu-memory 1GB");
-    assert!(shown.contains("Activations, buckets and gathered units alone are too much"), "{shown}");
+    assert!(shown.contains("Activations, buckets and gathered units alone are more than a GPU has"), "{shown}");
 }
 
 #[test]
@@ -118,7 +122,7 @@ fn several_nodes_have_topologies() {
     assert!(of(1, "node_egress_bytes") < of(0, "node_egress_bytes"));
     assert!(of(2, "node_egress_bytes") < of(1, "node_egress_bytes"));
     assert!(of(2, "states_bytes") > of(1, "states_bytes"));
-    assert!(of(3, "node_egress_bytes") < of(2, "node_egress_bytes"));
+    assert!(of(3, "node_egress_bytes") < of(1, "node_egress_bytes"));
     assert!(text("--params 7.5e9 --gpus 64 --nodes 8").contains("(hpZ)"));
 }
 
