@@ -4,5 +4,6 @@ pub mod device;
 pub mod host;
 pub mod planner;
 pub mod pool;
+pub mod testing;
 
-pub use pool::{AllocError, Block, Held, Pool, Purpose, Report};
+pub use pool::{AllocError, Block, Held, Movable, Pool, Purpose, Report};

@@ -11,7 +11,14 @@ const GRANULE: u64 = 16;
 const PAGE: u64 = 256;
 
 fn config(limit_bytes: u64, slack: f64) -> PlannerConfig {
-    PlannerConfig { granule_bytes: GRANULE, page_bytes: PAGE, limit_bytes, slack, cost: CostModel::H200 }
+    PlannerConfig {
+        granule_bytes: GRANULE,
+        page_bytes: PAGE,
+        limit_bytes,
+        slack,
+        stitching: false,
+        cost: CostModel::H200,
+    }
 }
 
 /// A planner, and what a program that uses it sees: who holds which bytes, and what is written there.
@@ -51,6 +58,7 @@ impl Model {
                     self.memory.resize(reserved as usize, 0);
                 }
                 Ok(Room::Compact(plan)) => self.compact(&plan),
+                Ok(Room::Stitch(plan)) => panic!("stitching is off: {plan:?}"),
                 Err(shortage) => {
                     assert_eq!(shortage.asked_bytes, request.bytes.next_multiple_of(GRANULE));
                     assert_eq!(shortage.live_bytes, self.planner.live_bytes());

@@ -89,6 +89,7 @@ impl PlannerReplay {
                     self.outcome.modelled_ns += plan.cost_ns;
                     self.planner.apply(&plan);
                 }
+                Room::Stitch(plan) => panic!("the replay does not ask for stitching: {plan:?}"),
             }
             if let Some((range, _)) = self.planner.allocate(request) {
                 return range;

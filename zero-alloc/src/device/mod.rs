@@ -13,6 +13,7 @@
 
 mod dtype;
 mod error;
+mod pages;
 mod slice;
 pub(crate) mod watch;
 
@@ -20,17 +21,23 @@ use std::fmt::Debug;
 use std::ptr::NonNull;
 use std::time::Duration;
 
+use crate::planner::CostModel;
+
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
+pub use pages::{Page, VirtualMemory};
 pub use slice::{AnySlice, DeviceSlice};
 
 /// What kind of hardware a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum DeviceKind {
     /// The host's own memory and cores: slices can be read as Rust slices.
     Host,
     /// An NVIDIA GPU.
     Cuda,
+    /// None at all: addresses are made up (see [`crate::testing::Simulated`]).
+    Simulated,
 }
 
 /// Where blocks come from: the source of **backings**, large allocations that a pool cuts into blocks.
@@ -50,6 +57,16 @@ pub trait Memory: Debug + Send + Sync {
 
     /// The alignment of every backing; a power of two, at least 64.
     fn granularity_bytes(&self) -> usize;
+
+    /// Addresses and pages apart, where the device has that; then pools take pages instead of backings.
+    fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
+        None
+    }
+
+    /// What moving and mapping cost on this device.
+    fn cost(&self) -> CostModel {
+        CostModel::HOST
+    }
 }
 
 /// What a pool tells its device about a block's life.

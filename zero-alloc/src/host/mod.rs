@@ -5,20 +5,24 @@
 
 mod event;
 mod gate;
+mod memory;
 mod op;
+mod pages;
 mod seeded;
 mod stream;
 mod timeline;
 mod worker;
 
-use std::alloc::Layout;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Duration;
 
+use self::memory::Kind;
 use self::seeded::Scheduler;
-use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory};
+use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, VirtualMemory};
 pub use event::HostEvent;
 pub use gate::Gate;
+pub use pages::HostPages;
 pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;
 pub use timeline::{OpSpan, Timeline};
@@ -28,6 +32,7 @@ pub use timeline::{OpSpan, Timeline};
 pub struct HostDevice {
     timeline: Option<Timeline>,
     scheduler: Option<Scheduler>,
+    memory: Kind,
 }
 
 impl HostDevice {
@@ -51,7 +56,20 @@ impl HostDevice {
     /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread; they must wait for each
     /// other only in [`Gate`]s.
     pub fn seeded(seed: u64) -> Self {
-        Self { timeline: None, scheduler: Some(Scheduler::new(seed)) }
+        Self { scheduler: Some(Scheduler::new(seed)), ..Self::default() }
+    }
+
+    /// The same, with memory that is locked in place, in huge pages where the system offers them: for offload, and
+    /// for copies to and from other devices.
+    #[must_use]
+    pub fn with_pinned_memory(self) -> Self {
+        Self { memory: Kind::Pinned, ..self }
+    }
+
+    /// The same, with the virtual memory of `pages`: pools then can map free pages under new addresses.
+    #[must_use]
+    pub fn with_pages(self, pages: Arc<HostPages>) -> Self {
+        Self { memory: Kind::Pages(pages), ..self }
     }
 
     /// What the seeded scheduler has found so far, in the order of finding; empty elsewhere.
@@ -60,27 +78,32 @@ impl HostDevice {
     }
 }
 
-const ALIGN_BYTES: usize = 4096;
-
 impl Memory for HostDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        let out_of_memory = |detail: &str| DeviceError::OutOfMemory { asked_bytes: bytes, detail: detail.into() };
-        let layout = Layout::from_size_align(bytes.max(1), ALIGN_BYTES)
-            .map_err(|_| out_of_memory("beyond the address space"))?;
-        // SAFETY: the layout has a size above 0.
-        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
-        NonNull::new(ptr).ok_or_else(|| out_of_memory("the system allocator refused"))
+        match &self.memory {
+            Kind::Pinned => memory::allocate_pinned(bytes),
+            Kind::Plain | Kind::Pages(_) => memory::allocate_plain(bytes),
+        }
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        // SAFETY: the same size and alignment went through `from_size_align` in `allocate`.
-        let layout = unsafe { Layout::from_size_align_unchecked(bytes.max(1), ALIGN_BYTES) };
-        // SAFETY: by the caller's promise `ptr` came from `allocate` with this layout.
-        unsafe { std::alloc::dealloc(ptr.as_ptr(), layout) };
+        match &self.memory {
+            // SAFETY: the caller's promise; the kind of a device never changes.
+            Kind::Pinned => unsafe { memory::deallocate_pinned(ptr, bytes) },
+            // SAFETY: as above.
+            Kind::Plain | Kind::Pages(_) => unsafe { memory::deallocate_plain(ptr, bytes) },
+        }
     }
 
     fn granularity_bytes(&self) -> usize {
-        ALIGN_BYTES
+        memory::ALIGN_BYTES
+    }
+
+    fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
+        match &self.memory {
+            Kind::Pages(pages) => Some(&**pages),
+            Kind::Plain | Kind::Pinned => None,
+        }
     }
 }
 

@@ -9,8 +9,10 @@ mod offsets;
 #[expect(clippy::module_inception, reason = "the file is named for its one type")]
 mod planner;
 mod size_class;
+mod stitch;
 
 pub use compaction::{Compaction, Relocation};
 pub use cost::CostModel;
 pub use offsets::{Offsets, Pick, RangeId, Side};
 pub use planner::{Lifetime, Planner, PlannerConfig, PlannerReport, Request, Room, Shortage, TAGS};
+pub use stitch::Stitch;

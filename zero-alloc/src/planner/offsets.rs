@@ -333,6 +333,16 @@ impl Offsets {
         largest
     }
 
+    /// Calls `visit` with every range by offset: first offset, bytes, tag of a used one, whether it is pinned.
+    pub(super) fn for_each(&self, visit: &mut dyn FnMut(u64, u64, Option<u8>, bool)) {
+        let mut at = self.first;
+        while let Some(range) = self.ranges.get(at as usize) {
+            let tag = (range.state != State::Free).then_some(range.tag);
+            visit(range.start, range.bytes, tag, range.state == State::Pinned);
+            at = range.above;
+        }
+    }
+
     #[inline]
     pub(super) fn class_of(&self, bytes: u64) -> SizeClass {
         SizeClass::holding(bytes >> self.granule_log2)

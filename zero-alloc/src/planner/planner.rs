@@ -9,6 +9,7 @@ use super::compaction::{self, Compaction};
 use super::cost::CostModel;
 use super::habit::Habit;
 use super::offsets::{Offsets, RangeId};
+use super::stitch::{self, Stitch};
 
 /// How long a block will live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -33,6 +34,8 @@ pub struct PlannerConfig {
     pub limit_bytes: u64,
     /// How much may be reserved above the greatest live size so far, as a part of it (0.02 is 2%).
     pub slack: f64,
+    /// Whether free pages can be mapped elsewhere (see [`Stitch`]).
+    pub stitching: bool,
     /// What moving and mapping cost.
     pub cost: CostModel,
 }
@@ -44,6 +47,7 @@ impl Default for PlannerConfig {
             page_bytes: 2 << 20,
             limit_bytes: u64::MAX >> 1,
             slack: 0.028,
+            stitching: false,
             cost: CostModel::H200,
         }
     }
@@ -82,6 +86,8 @@ pub enum Room {
     },
     /// Move used ranges ([`Planner::apply`]).
     Compact(Compaction),
+    /// Map free pages under new addresses ([`Planner::take_pieces`]); then nothing else is to be allocated.
+    Stitch(Stitch),
 }
 
 /// Why there is no room.
@@ -201,12 +207,83 @@ impl Planner {
             // Not enough for a hole of its own; but what is there to have makes moving cheaper.
             return Ok(Room::Grow { bytes: cap - reserved });
         }
-        match compaction::plan(&self.space, request.bytes, request.align, &self.config.cost) {
-            Some(plan) => Ok(Room::Compact(plan)),
+        match self.make_room_without_growing(request) {
+            Some(room) => Ok(room),
             // Pinned ranges are in the way: what the slack forbids is better than failing.
             None if reserved + grow <= self.config.limit_bytes & !(page - 1) => Ok(Room::Grow { bytes: grow }),
             None => Err(shortage),
         }
+    }
+
+    /// As [`Planner::make_room`], from what is reserved.
+    pub fn make_room_without_growing(&self, request: Request) -> Option<Room> {
+        let page = self.config.page_bytes;
+        let compact = compaction::plan(&self.space, request.bytes, request.align, &self.config.cost);
+        let stitch = (self.config.stitching && request.bytes >= page && request.align <= page)
+            .then(|| stitch::plan(&self.space, request.bytes, page, &self.config.cost))
+            .flatten();
+        match (compact, stitch) {
+            (Some(compact), Some(stitch)) if compact.cost_ns <= stitch.cost_ns => Some(Room::Compact(compact)),
+            (_, Some(stitch)) => Some(Room::Stitch(stitch)),
+            (Some(compact), None) => Some(Room::Compact(compact)),
+            (None, None) => None,
+        }
+    }
+
+    /// The free parts of `spans`.
+    pub fn free_within(&self, spans: impl IntoIterator<Item = std::ops::Range<u64>>) -> Vec<std::ops::Range<u64>> {
+        let mut free = Vec::new();
+        for span in spans {
+            self.space.for_each(&mut |start, bytes, tag, _| {
+                let (from, to) = (start.max(span.start), (start + bytes).min(span.end));
+                if tag.is_none() && from < to {
+                    free.push(from..to);
+                }
+            });
+        }
+        free
+    }
+
+    /// Takes the pieces of a plan that was made for this very state, as ranges that never move.
+    ///
+    /// # Panics
+    /// The plan was made for another state.
+    pub fn take_pieces(&mut self, plan: &Stitch, tag: u8) -> Vec<RangeId> {
+        let take =
+            |&(start, bytes): &(u64, u64)| self.take_at(start, bytes, tag).expect("the plan is of another state");
+        plan.pieces.iter().map(take).collect()
+    }
+
+    /// Takes exactly the `bytes` at `start`, whole granules, where they are free, as a range that never moves.
+    pub fn take_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
+        let id = self.space.take_at(start, bytes, tag % TAGS as u8)?;
+        self.by_tag[tag as usize % TAGS] += bytes;
+        self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
+        Some(id)
+    }
+
+    /// Adds a segment of its own; ranges never reach from one into another. For devices without virtual memory.
+    pub fn add_segment(&mut self, bytes: u64) -> u64 {
+        self.space.add_segment(bytes)
+    }
+
+    /// The largest contiguous free range that compaction could make.
+    pub fn largest_after_compaction(&self) -> u64 {
+        let granule = self.config.granule_bytes;
+        let (mut reached, mut beyond) = (self.space.largest_free_bytes(), self.space.free_bytes() + granule);
+        while beyond - reached > granule {
+            let middle = reached + (beyond - reached) / 2 / granule * granule;
+            match self.plan_compaction(middle.max(granule), 1) {
+                Some(plan) => reached = plan.bytes.max(middle),
+                None => beyond = middle,
+            }
+        }
+        reached
+    }
+
+    /// Calls `visit` with every range by offset: first offset, bytes, tag of a used one, whether it is pinned.
+    pub fn for_each_range(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
+        self.space.for_each(&mut visit);
     }
 
     /// Notes that `bytes` more are reserved, behind what was.

@@ -36,20 +36,22 @@ impl Backings {
     }
 
     /// Takes one more backing, of `bytes` or more: a quarter of what is held, so that their number stays small,
-    /// but not beyond the budget. Gives its size; [`Backings::starts_at`] must follow.
+    /// but not beyond the budget (`None` where `bytes` alone are). Gives its size; [`Backings::starts_at`]
+    /// must follow.
     pub(super) fn grow(
         &mut self,
         device: &impl Device,
         bytes: usize,
         budget_bytes: usize,
-    ) -> Result<usize, DeviceError> {
+    ) -> Result<Option<usize>, DeviceError> {
         let granularity = device.granularity_bytes();
-        let out_of_memory =
-            || DeviceError::OutOfMemory { asked_bytes: bytes, detail: "beyond the address space".into() };
-        let least = bytes.checked_next_multiple_of(granularity).ok_or_else(out_of_memory)?;
-        let ahead = (self.bytes / 4).clamp(LEAST_BYTES, MOST_AHEAD_BYTES);
-        let ahead = ahead.min(budget_bytes.saturating_sub(self.bytes)).next_multiple_of(granularity);
-        let wanted = ahead.max(least);
+        let limit = budget_bytes.checked_next_multiple_of(granularity).unwrap_or(usize::MAX);
+        let left = limit - self.bytes.min(limit);
+        let Some(least) = bytes.checked_next_multiple_of(granularity).filter(|least| *least <= left) else {
+            return Ok(None);
+        };
+        let ahead = (self.bytes / 4).clamp(LEAST_BYTES, MOST_AHEAD_BYTES).next_multiple_of(granularity);
+        let wanted = ahead.min(left / granularity * granularity).max(least);
         self.allocations += 1;
         let (ptr, bytes) = match device.allocate(wanted) {
             Ok(ptr) => (ptr, wanted),
@@ -58,7 +60,7 @@ impl Backings {
         };
         self.bytes += bytes;
         self.list.push(Backing { start: u64::MAX, bytes, ptr });
-        Ok(bytes)
+        Ok(Some(bytes))
     }
 
     /// Says which offset the newest backing got; offsets rise.

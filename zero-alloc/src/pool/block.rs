@@ -2,9 +2,9 @@
 
 use std::fmt;
 
+use super::state::Hold;
 use super::{Pool, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element, Stream};
-use crate::planner::RangeId;
 
 /// An owned piece of device memory. Dropping it gives it back in stream order.
 #[must_use = "dropping a block gives its memory back"]
@@ -14,8 +14,7 @@ pub struct Block<D: Device> {
     len: usize,
     dtype: DType,
     purpose: Purpose,
-    /// The range in the pool's offset space; none for a block of no bytes.
-    range: Option<RangeId>,
+    hold: Hold,
     home: D::Stream,
     /// The last noted use on each stream.
     uses: Vec<(u64, D::Event)>,
@@ -38,10 +37,10 @@ impl<D: Device> Block<D> {
         ptr: *mut u8,
         (len, dtype): (usize, DType),
         purpose: Purpose,
-        range: Option<RangeId>,
+        hold: Hold,
         home: D::Stream,
     ) -> Self {
-        Self { pool, ptr, len, dtype, purpose, range, home, uses: Vec::new() }
+        Self { pool, ptr, len, dtype, purpose, hold, home, uses: Vec::new() }
     }
 
     /// How many elements.
@@ -104,6 +103,7 @@ impl<D: Device> Block<D> {
 impl<D: Device> Drop for Block<D> {
     fn drop(&mut self) {
         let bytes = self.len * self.dtype.size_bytes();
-        self.pool.give_back(self.range, bytes, self.purpose, &self.home, std::mem::take(&mut self.uses));
+        let uses = std::mem::take(&mut self.uses);
+        self.pool.give_back(self.hold, (self.ptr, bytes), self.purpose, &self.home, uses);
     }
 }

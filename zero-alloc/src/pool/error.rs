@@ -7,8 +7,13 @@ use crate::device::DeviceError;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
-    /// The budget or the device has no room.
-    #[error("out of memory: asked for {asked_bytes} bytes for {purpose:?}, {live_bytes} of {budget_bytes} are live")]
+    /// The budget has no room.
+    #[error(
+        "out of memory: asked for {asked_bytes} bytes for {purpose:?}; {live_bytes} of {budget_bytes} are live, \
+         {free_bytes} are reserved and free, the largest contiguous {largest_free_bytes} \
+         ({after_compaction_bytes} after compaction); held by {}",
+        list(holders)
+    )]
     OutOfMemory {
         /// What was asked for.
         asked_bytes: usize,
@@ -18,8 +23,24 @@ pub enum AllocError {
         live_bytes: usize,
         /// The pool's limit.
         budget_bytes: usize,
+        /// Taken from the device and in no block.
+        free_bytes: usize,
+        /// The largest contiguous part of that.
+        largest_free_bytes: usize,
+        /// The largest that compaction could make of it.
+        after_compaction_bytes: usize,
+        /// Who holds what is live, the biggest first.
+        holders: Vec<(Purpose, usize)>,
     },
     /// The device failed otherwise.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+fn list(holders: &[(Purpose, usize)]) -> String {
+    if holders.is_empty() {
+        return "nobody".to_owned();
+    }
+    let words: Vec<_> = holders.iter().map(|(purpose, bytes)| format!("{purpose:?} {bytes}")).collect();
+    words.join(", ")
 }

@@ -55,6 +55,11 @@ impl<D: Device> Hazards<D> {
         self.0.insert(range.start, Hazard { end: range.end, home: home.clone(), uses: uses.into() });
     }
 
+    /// Notes that the free bytes of `range`, which has no hazard, may be touched behind `event` of `stream`.
+    pub(super) fn put_behind(&mut self, range: Range<u64>, stream: &D::Stream, event: &D::Event) {
+        self.put(range, stream, vec![(stream.id(), event.clone())]);
+    }
+
     /// Makes `stream` wait for the hazards of `range`, then forgets them there.
     pub(super) fn take(&mut self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
         let mut overlapping = Vec::new();
@@ -98,7 +103,7 @@ impl<D: Device> Hazards<D> {
     }
 }
 
-fn wait_unless_done<D: Stream>(stream: &D, event: &D::Event) -> Result<(), DeviceError> {
+pub(super) fn wait_unless_done<D: Stream>(stream: &D, event: &D::Event) -> Result<(), DeviceError> {
     match event.is_done() {
         // A failed event is reached too, and its failure is not this stream's.
         Ok(true) | Err(_) => Ok(()),

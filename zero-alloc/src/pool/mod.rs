@@ -5,15 +5,20 @@
 //!
 //! The life of memory here: a **backing** comes from [`Memory::allocate`](crate::device::Memory::allocate) and
 //! goes back when the last handle and block of the pool are gone. It is a segment of one offset space, which
-//! [`Offsets`] cuts into blocks. A freed block is free for everyone at once; what other
+//! the [`Planner`] cuts into blocks; where the device has virtual memory, pages under one range of addresses take
+//! the place of backings. A freed block is free for everyone at once; what other
 //! streams must wait for before they touch it is a **hazard** of its bytes, kept until they are taken again.
 
 mod backings;
 mod block;
 mod error;
 mod hazards;
+mod movable;
 mod purpose;
 mod report;
+mod source;
+mod state;
+mod stitched;
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,11 +28,15 @@ use parking_lot::Mutex;
 use self::backings::Backings;
 use self::hazards::Hazards;
 use self::report::Account;
+use self::source::{Arena, Source};
+use self::state::{Hold, State};
+use self::stitched::Views;
 use crate::device::{BlockNote, DType, Device};
-use crate::planner::{Offsets, Pick, RangeId};
+use crate::planner::{Planner, PlannerConfig};
 
 pub use block::Block;
 pub use error::AllocError;
+pub use movable::Movable;
 pub use purpose::Purpose;
 pub use report::{Held, Report};
 
@@ -38,13 +47,6 @@ struct Inner<D: Device> {
     device: D,
     budget_bytes: usize,
     state: Mutex<State<D>>,
-}
-
-struct State<D: Device> {
-    offsets: Offsets,
-    backings: Backings,
-    hazards: Hazards<D>,
-    account: Account,
 }
 
 /// A pool of blocks of one device. Cloning gives another handle of the same pool.
@@ -63,14 +65,35 @@ impl<D: Device> fmt::Debug for Pool<D> {
 }
 
 impl<D: Device> Pool<D> {
-    /// A pool that holds at most `budget_bytes` live. It takes nothing from the device before the first block.
+    /// A pool that takes at most `budget_bytes` from the device, rounded up to the device's granularity. It takes
+    /// nothing before the first block.
     pub fn new(device: D, budget_bytes: usize) -> Self {
         let granule = device.granularity_bytes().min(ALIGN_BYTES);
+        let mut config = PlannerConfig {
+            granule_bytes: granule as u64,
+            page_bytes: device.granularity_bytes() as u64,
+            cost: device.cost(),
+            ..PlannerConfig::default()
+        };
+        let mut source = Source::Backings(Backings::default());
+        // Without addresses there are still backings.
+        if let Some(memory) = device.virtual_memory()
+            && let Ok(arena) = Arena::new(memory, budget_bytes)
+        {
+            config.page_bytes = memory.page_bytes() as u64;
+            config.limit_bytes = arena.address_bytes() as u64;
+            config.stitching = true;
+            source = Source::Arena(arena);
+        }
         let state = State {
-            offsets: Offsets::new(granule as u64),
-            backings: Backings::default(),
+            planner: Planner::new(config),
+            source,
             hazards: Hazards::default(),
+            views: Views::default(),
+            movable: Default::default(),
             account: Account::default(),
+            moved_bytes: 0,
+            compactions: 0,
         };
         Self(Arc::new(Inner { device, budget_bytes, state: Mutex::new(state) }))
     }
@@ -92,38 +115,49 @@ impl<D: Device> Pool<D> {
         purpose: Purpose,
         stream: &D::Stream,
     ) -> Result<Block<D>, AllocError> {
+        let (hold, ptr) = self.take(len, dtype, purpose, stream)?;
+        Ok(Block::new(self.clone(), ptr, (len, dtype), purpose, hold, stream.clone()))
+    }
+
+    fn take(
+        &self,
+        len: usize,
+        dtype: DType,
+        purpose: Purpose,
+        stream: &D::Stream,
+    ) -> Result<(Hold, *mut u8), AllocError> {
         let mut state = self.0.state.lock();
-        let live_bytes = state.account.0.total.live_bytes;
         let budget_bytes = self.0.budget_bytes;
-        let out_of_memory = |asked_bytes| AllocError::OutOfMemory { asked_bytes, purpose, live_bytes, budget_bytes };
-        let bytes = len.checked_mul(dtype.size_bytes()).ok_or_else(|| out_of_memory(usize::MAX))?;
-        if bytes > budget_bytes - live_bytes {
-            return Err(out_of_memory(bytes));
-        }
-        let (range, ptr) = if bytes == 0 {
-            (None, std::ptr::null_mut())
-        } else {
-            let (range, start) = state.take(&self.0.device, bytes, purpose, budget_bytes)?;
-            let end = start + state.offsets.bytes_of(range);
-            if let Err(error) = state.hazards.take(start..end, stream) {
-                state.offsets.give(range);
-                return Err(error.into());
-            }
-            let ptr = state.backings.address(start);
-            self.0.device.note_block(BlockNote::Taken { ptr, bytes, purpose, stream });
-            (Some(range), ptr)
+        let Some(bytes) = len.checked_mul(dtype.size_bytes()) else {
+            return Err(state.out_of_memory(usize::MAX, purpose, budget_bytes));
         };
+        if bytes > budget_bytes - state.account.0.total.live_bytes {
+            return Err(state.out_of_memory(bytes, purpose, budget_bytes));
+        }
+        let mut hold = Hold::Nothing;
+        if bytes > 0 {
+            hold = state.take(&self.0.device, bytes, purpose, stream, budget_bytes)?;
+        }
+        let ptr = state.address(hold);
         state.account.add(purpose, bytes);
-        drop(state);
-        Ok(Block::new(self.clone(), ptr, (len, dtype), purpose, range, stream.clone()))
+        if bytes > 0 {
+            self.0.device.note_block(BlockNote::Taken { ptr, bytes, purpose, stream });
+        }
+        Ok((hold, ptr))
     }
 
     /// What the pool holds.
     pub fn report(&self) -> Report {
         let state = self.0.state.lock();
         let mut report = state.account.0.clone();
-        report.reserved_bytes = state.backings.bytes();
-        report.backing_allocations = state.backings.allocations();
+        report.reserved_bytes = state.source.bytes();
+        report.backing_allocations = state.source.allocations();
+        let planner = state.planner.report();
+        report.free_bytes = planner.free_bytes as usize;
+        report.largest_free_bytes = planner.largest_free_bytes as usize;
+        report.moved_bytes = state.moved_bytes;
+        report.compactions = state.compactions;
+        report.stitched_pages = state.views.mapped_pages();
         report
     }
 
@@ -132,57 +166,74 @@ impl<D: Device> Pool<D> {
         self.0.state.lock().account.reset_peaks();
     }
 
+    /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only [`Movable`] blocks move,
+    /// and only while no [`Movable::with`] runs. Says how many bytes are contiguous then: fewer than asked where
+    /// blocks with fixed addresses are in the way.
+    ///
+    /// # Errors
+    /// The stream is gone.
+    pub fn compact(&self, bytes: usize, stream: &D::Stream) -> Result<usize, AllocError> {
+        let mut state = self.0.state.lock();
+        let reachable = state.planner.largest_after_compaction();
+        let wanted = (bytes as u64).min(reachable);
+        if wanted > state.planner.report().largest_free_bytes
+            && let Some(plan) = state.planner.plan_compaction(wanted, 1)
+        {
+            state.apply(&self.0.device, &plan, stream)?;
+        }
+        Ok(state.planner.report().largest_free_bytes as usize)
+    }
+
+    /// For the end of a step: compacts everything where the largest free range is less than `1 - threshold` of what is
+    /// free. Says whether anything moved.
+    ///
+    /// # Errors
+    /// The stream is gone.
+    pub fn compact_above(&self, threshold: f64, stream: &D::Stream) -> Result<bool, AllocError> {
+        let (fragmentation, free_bytes, before) = {
+            let state = self.0.state.lock();
+            let report = state.planner.report();
+            (report.fragmentation(), report.free_bytes as usize, state.compactions)
+        };
+        if fragmentation > threshold {
+            self.compact(free_bytes, stream)?;
+        }
+        Ok(self.0.state.lock().compactions > before)
+    }
+
+    /// Checks the planner's books; for tests.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn check_invariants(&self) -> Result<(), String> {
+        self.0.state.lock().planner.check_invariants()
+    }
+
     fn give_back(
         &self,
-        range: Option<RangeId>,
-        bytes: usize,
+        hold: Hold,
+        (ptr, bytes): (*mut u8, usize),
         purpose: Purpose,
         home: &D::Stream,
         uses: Vec<(u64, D::Event)>,
     ) {
         let mut state = self.0.state.lock();
-        if let Some(range) = range {
-            let (start, rounded) = state.offsets.give(range);
-            let ptr = state.backings.address(start);
+        if bytes > 0 {
             self.0.device.note_block(BlockNote::Freed { ptr, bytes, home, uses: &uses });
-            state.hazards.put(start..start + rounded, home, uses);
         }
+        state.free(hold, home, uses);
         state.account.sub(purpose, bytes);
-    }
-}
-
-impl<D: Device> State<D> {
-    fn take(
-        &mut self,
-        device: &D,
-        bytes: usize,
-        purpose: Purpose,
-        budget_bytes: usize,
-    ) -> Result<(RangeId, u64), AllocError> {
-        let (asked, side) = (bytes as u64, purpose.side());
-        if let Some(taken) = self.offsets.take(asked, 1, side, Pick::Best, purpose as u8) {
-            return Ok(taken);
-        }
-        let backing_bytes = self.backings.grow(device, bytes, budget_bytes)?;
-        let start = self.offsets.add_segment(backing_bytes as u64);
-        self.backings.starts_at(start);
-        self.offsets.take(asked, 1, side, Pick::Best, purpose as u8).ok_or(AllocError::OutOfMemory {
-            asked_bytes: bytes,
-            purpose,
-            live_bytes: self.account.0.total.live_bytes,
-            budget_bytes,
-        })
     }
 }
 
 impl<D: Device> Drop for Inner<D> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
-        let backings = std::mem::take(&mut state.backings);
-        let hazards = std::mem::take(&mut state.hazards);
+        let source = std::mem::replace(&mut state.source, Source::Backings(Backings::default()));
+        let (views, hazards) = (std::mem::take(&mut state.views), std::mem::take(&mut state.hazards));
         if hazards.all_done() {
             // SAFETY: no block is left, and all that used the memory has run.
-            unsafe { backings.release(&self.device) };
+            unsafe { release(source, views, &self.device) };
             return;
         }
         // Waiting here could block the very stream whose end is waited for (a block may be dropped by an
@@ -192,7 +243,20 @@ impl<D: Device> Drop for Inner<D> {
         let _ = reaper.spawn(move || {
             hazards.wait_all();
             // SAFETY: no block is left, and all that used the memory has run.
-            unsafe { backings.release(&device) };
+            unsafe { release(source, views, &device) };
         });
     }
+}
+
+/// Gives everything back to the device.
+///
+/// # Safety
+/// No operation uses the memory any more.
+unsafe fn release<D: Device>(source: Source, views: Views<D>, device: &D) {
+    if let Some(memory) = device.virtual_memory() {
+        // SAFETY: the caller's promise.
+        unsafe { views.release(memory) };
+    }
+    // SAFETY: the caller's promise; the views are gone.
+    unsafe { source.release(device) };
 }

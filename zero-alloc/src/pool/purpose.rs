@@ -1,6 +1,6 @@
 //! What a block is held for.
 
-use crate::planner::Side;
+use crate::planner::Lifetime;
 
 /// What a block is held for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -26,12 +26,11 @@ impl Purpose {
 }
 
 impl Purpose {
-    /// The end of the arena where blocks of this purpose lie: state that lives as long as the model at the low
-    /// end, what comes and goes within a step at the high end.
-    pub(super) fn side(self) -> Side {
+    /// How long blocks of this purpose live: state as long as the model, the rest comes and goes within a step.
+    pub(super) fn lifetime(self) -> Lifetime {
         match self {
-            Self::Params | Self::Grads | Self::Optimizer => Side::Low,
-            Self::Buckets | Self::Activations | Self::Workspace => Side::High,
+            Self::Params | Self::Grads | Self::Optimizer => Lifetime::Long,
+            Self::Buckets | Self::Activations | Self::Workspace => Lifetime::Short,
         }
     }
 }

@@ -20,8 +20,18 @@ pub struct Report {
     pub total: Held,
     /// Taken from the device.
     pub reserved_bytes: usize,
-    /// Calls of [`crate::device::Memory::allocate`] so far: it stands still in a steady step.
+    /// How often the device was asked for more memory so far: it stands still in a steady step.
     pub backing_allocations: u64,
+    /// Taken from the device and in no block.
+    pub free_bytes: usize,
+    /// The largest contiguous part of that.
+    pub largest_free_bytes: usize,
+    /// Bytes that compaction has moved so far.
+    pub moved_bytes: u64,
+    /// How often it has.
+    pub compactions: u64,
+    /// Pages mapped for stitched blocks so far.
+    pub stitched_pages: u64,
 }
 
 impl Report {

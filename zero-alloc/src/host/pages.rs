@@ -1,0 +1,201 @@
+//! Virtual memory of the host: pages of one memory file, mapped where they are wanted (Linux).
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+
+use parking_lot::Mutex;
+
+use crate::device::{DeviceError, Page, VirtualMemory};
+
+#[derive(Debug, Default)]
+struct Pages {
+    /// How many the file has had so far.
+    made: u64,
+    spare: Vec<u64>,
+}
+
+/// The pages of one memory file (`memfd_create`). A page is named by its place in the file.
+#[derive(Debug)]
+pub struct HostPages {
+    file: OwnedFd,
+    page_bytes: usize,
+    limit_pages: u64,
+    pages: Mutex<Pages>,
+}
+
+fn failed(call: &'static str) -> DeviceError {
+    DeviceError::Driver { call, message: std::io::Error::last_os_error().to_string() }
+}
+
+impl HostPages {
+    /// Pages of `page_bytes`, rounded up to a power of two and the system's own pages; at most `limit_bytes` of them.
+    ///
+    /// # Errors
+    /// The system has no memory files.
+    pub fn new(page_bytes: usize, limit_bytes: usize) -> Result<Self, DeviceError> {
+        // SAFETY: the call reads no memory of ours.
+        let system = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+        let system = usize::try_from(system).map_err(|_| failed("sysconf"))?;
+        let page_bytes = page_bytes.max(system).checked_next_power_of_two().unwrap_or(system);
+        // SAFETY: the name is a string with its end.
+        let fd = unsafe { libc::memfd_create(c"zero-alloc".as_ptr(), libc::MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(failed("memfd_create"));
+        }
+        // SAFETY: the descriptor is new, and ours.
+        let file = unsafe { OwnedFd::from_raw_fd(fd) };
+        let limit_pages = (limit_bytes / page_bytes) as u64;
+        Ok(Self { file, page_bytes, limit_pages, pages: Mutex::default() })
+    }
+
+    /// How many pages live now.
+    pub fn live_pages(&self) -> u64 {
+        let pages = self.pages.lock();
+        pages.made - pages.spare.len() as u64
+    }
+
+    fn offset(&self, page: u64) -> libc::off_t {
+        (page * self.page_bytes as u64) as libc::off_t
+    }
+}
+
+impl VirtualMemory for HostPages {
+    fn page_bytes(&self) -> usize {
+        self.page_bytes
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+        let with_edge = bytes.checked_add(self.page_bytes).ok_or_else(|| DeviceError::OutOfMemory {
+            asked_bytes: bytes,
+            detail: "beyond the address space".into(),
+        })?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new range wherever there is room; nothing of ours is touched.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), with_edge, libc::PROT_NONE, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
+            return Err(failed("mmap"));
+        }
+        let base = base.cast::<u8>();
+        // Cut the edges off, so that the rest is aligned to pages.
+        let head = base.addr().next_multiple_of(self.page_bytes) - base.addr();
+        let start = base.wrapping_add(head);
+        let tail = self.page_bytes - head;
+        if head > 0 {
+            // SAFETY: the first `head` bytes of the new range, which nobody knows.
+            unsafe { libc::munmap(base.cast(), head) };
+        }
+        if tail > 0 {
+            // SAFETY: the last `tail` bytes of the new range, which nobody knows.
+            unsafe { libc::munmap(start.wrapping_add(bytes).cast(), tail) };
+        }
+        NonNull::new(start).ok_or_else(|| failed("mmap"))
+    }
+
+    unsafe fn release(&self, base: NonNull<u8>, bytes: usize) {
+        // SAFETY: by the caller's promise the range is ours and unused.
+        unsafe { libc::munmap(base.as_ptr().cast(), bytes) };
+    }
+
+    fn create(&self) -> Result<Page, DeviceError> {
+        let out_of_memory = |detail: String| DeviceError::OutOfMemory { asked_bytes: self.page_bytes, detail };
+        let mut pages = self.pages.lock();
+        let page = match pages.spare.pop() {
+            Some(page) => page,
+            None if pages.made >= self.limit_pages => {
+                return Err(out_of_memory(format!("the limit of {} pages is reached", self.limit_pages)));
+            }
+            None => {
+                pages.made += 1;
+                pages.made - 1
+            }
+        };
+        // Now, so that a lack of memory is an error here and not a signal later.
+        // SAFETY: the descriptor is open; the call reads no memory of ours.
+        let done = unsafe { libc::fallocate(self.file.as_raw_fd(), 0, self.offset(page), self.page_bytes as _) };
+        if done != 0 {
+            pages.spare.push(page);
+            return Err(out_of_memory(failed("fallocate").to_string()));
+        }
+        Ok(Page(page))
+    }
+
+    unsafe fn destroy(&self, page: Page) {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: the descriptor is open; by the caller's promise nobody sees the page any more.
+        unsafe { libc::fallocate(self.file.as_raw_fd(), mode, self.offset(page.0), self.page_bytes as _) };
+        self.pages.lock().spare.push(page.0);
+    }
+
+    unsafe fn map(&self, at: NonNull<u8>, pages: &[Page]) -> Result<(), DeviceError> {
+        let mut mapped = 0;
+        // Neighbours in the file need one call only.
+        for run in pages.chunk_by(|a, b| a.0 + 1 == b.0) {
+            let to = at.as_ptr().wrapping_add(mapped * self.page_bytes);
+            let bytes = run.len() * self.page_bytes;
+            let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+            // SAFETY: by the caller's promise the addresses are reserved and nothing is mapped there.
+            let done =
+                unsafe { libc::mmap(to.cast(), bytes, access, flags, self.file.as_raw_fd(), self.offset(run[0].0)) };
+            if done == libc::MAP_FAILED {
+                let error = failed("mmap");
+                // SAFETY: these were mapped just now, and nobody knows.
+                unsafe { self.unmap(at, mapped) };
+                return Err(error);
+            }
+            mapped += run.len();
+        }
+        Ok(())
+    }
+
+    unsafe fn unmap(&self, at: NonNull<u8>, pages: usize) {
+        if pages == 0 {
+            return;
+        }
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        // The addresses stay set aside, with nothing behind them.
+        // SAFETY: by the caller's promise they are mapped by us and unused.
+        unsafe { libc::mmap(at.as_ptr().cast(), pages * self.page_bytes, libc::PROT_NONE, flags, -1, 0) };
+    }
+}
+
+#[cfg(all(test, not(miri)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_shows_the_same_bytes_wherever_it_is_mapped() {
+        let memory = HostPages::new(1 << 16, 1 << 20).expect("memory files");
+        let bytes = memory.page_bytes();
+        let range = memory.reserve(4 * bytes).expect("addresses");
+        assert_eq!(range.addr().get() % bytes, 0);
+        let pages = [memory.create().expect("room"), memory.create().expect("room")];
+        // SAFETY: reserved, and nothing is mapped there.
+        unsafe { memory.map(range, &pages) }.expect("mapped");
+        let again = NonNull::new(range.as_ptr().wrapping_add(2 * bytes)).expect("in the range");
+        // SAFETY: as above; the other half of the range.
+        unsafe { memory.map(again, &[pages[1], pages[0]]) }.expect("mapped");
+        // SAFETY: mapped, readable and writable.
+        unsafe { range.as_ptr().write(7) };
+        // SAFETY: the same page, mapped.
+        assert_eq!(unsafe { range.as_ptr().wrapping_add(3 * bytes).read() }, 7);
+        // SAFETY: mapped above, and nobody looks any more.
+        unsafe { memory.unmap(range, 4) };
+        for page in pages {
+            // SAFETY: created above, mapped nowhere.
+            unsafe { memory.destroy(page) };
+        }
+        // SAFETY: reserved above.
+        unsafe { memory.release(range, 4 * bytes) };
+        assert_eq!(memory.live_pages(), 0);
+    }
+
+    #[test]
+    fn the_limit_is_an_error() {
+        let memory = HostPages::new(1 << 16, 1 << 16).expect("memory files");
+        let page = memory.create().expect("room for one");
+        assert!(matches!(memory.create(), Err(DeviceError::OutOfMemory { .. })));
+        // SAFETY: created above, mapped nowhere.
+        unsafe { memory.destroy(page) };
+        assert!(memory.create().is_ok());
+    }
+}

@@ -1,0 +1,168 @@
+//! Blocks made of free pages from several places, mapped under addresses of their own.
+//!
+//! The pages stay mapped where they are, too: a stitched block is a second view of them, and its pieces are taken
+//! from the offset space like any block. When it is freed the view is kept, and serves again when all its
+//! pieces are free. A view is unmapped only when everything that used it has run.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use super::source::Arena;
+use crate::device::{Device, DeviceError, Event, Stream, VirtualMemory};
+use crate::planner::{Planner, RangeId, Stitch};
+
+/// Views kept beyond this many are unmapped when that is possible without waiting.
+const KEPT: usize = 64;
+
+struct View<D: Device> {
+    base: NonNull<u8>,
+    bytes: usize,
+    /// First offset and size of each piece.
+    pieces: Vec<(u64, u64)>,
+    /// The pieces while a block uses them.
+    taken: Vec<RangeId>,
+    /// Behind these, nothing uses the view's addresses.
+    last_uses: Vec<D::Event>,
+}
+
+/// A view in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ViewId(usize);
+
+/// All views, in use or kept.
+pub(super) struct Views<D: Device> {
+    slots: Vec<Option<View<D>>>,
+    mapped_pages: u64,
+}
+
+// SAFETY: a view owns its addresses, which are not tied to a thread; events are Send.
+unsafe impl<D: Device> Send for Views<D> {}
+
+impl<D: Device> Default for Views<D> {
+    fn default() -> Self {
+        Self { slots: Vec::new(), mapped_pages: 0 }
+    }
+}
+
+impl<D: Device> Views<D> {
+    /// Pages mapped for views so far.
+    pub(super) fn mapped_pages(&self) -> u64 {
+        self.mapped_pages
+    }
+
+    pub(super) fn address(&self, id: ViewId) -> *mut u8 {
+        self.slots[id.0].as_ref().map_or(std::ptr::null_mut(), |view| view.base.as_ptr())
+    }
+
+    /// The offsets that a view shows.
+    pub(super) fn pieces(&self, id: ViewId) -> Vec<Range<u64>> {
+        let pieces = self.slots[id.0].as_ref().map(|view| view.pieces.as_slice()).unwrap_or_default();
+        pieces.iter().map(|(start, bytes)| *start..start + bytes).collect()
+    }
+
+    /// A kept view that holds `bytes` and whose pieces are all free; they are taken.
+    pub(super) fn reuse(&mut self, planner: &mut Planner, bytes: u64, tag: u8) -> Option<ViewId> {
+        let fits = |view: &View<D>| {
+            // Not one that wastes more than an eighth.
+            view.taken.is_empty() && view.bytes as u64 >= bytes && view.bytes as u64 <= bytes + bytes / 8
+        };
+        for (id, slot) in self.slots.iter_mut().enumerate() {
+            let Some(view) = slot.as_mut().filter(|view| fits(view)) else { continue };
+            for (start, bytes) in &view.pieces {
+                match planner.take_at(*start, *bytes, tag) {
+                    Some(range) => view.taken.push(range),
+                    None => break,
+                }
+            }
+            if view.taken.len() == view.pieces.len() {
+                return Some(ViewId(id));
+            }
+            for range in view.taken.drain(..) {
+                planner.free(range);
+            }
+        }
+        None
+    }
+
+    /// Takes the pieces of `plan` and maps them; where that fails, everything is as before.
+    pub(super) fn stitch(
+        &mut self,
+        memory: &dyn VirtualMemory,
+        arena: &Arena,
+        planner: &mut Planner,
+        plan: &Stitch,
+        tag: u8,
+    ) -> Result<ViewId, DeviceError> {
+        self.drop_some(memory);
+        let bytes = plan.bytes() as usize;
+        let base = memory.reserve(bytes)?;
+        let pages: Vec<_> =
+            plan.pieces.iter().flat_map(|(start, bytes)| arena.pages(*start..start + bytes)).copied().collect();
+        // SAFETY: just reserved, with nothing mapped; the arena's pages live as long as the pool.
+        if let Err(error) = unsafe { memory.map(base, &pages) } {
+            // SAFETY: reserved above; a failed `map` leaves nothing mapped.
+            unsafe { memory.release(base, bytes) };
+            return Err(error);
+        }
+        self.mapped_pages += pages.len() as u64;
+        let taken = planner.take_pieces(plan, tag);
+        let view = View { base, bytes, pieces: plan.pieces.clone(), taken, last_uses: Vec::new() };
+        let free = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
+        if free == self.slots.len() {
+            self.slots.push(None);
+        }
+        self.slots[free] = Some(view);
+        Ok(ViewId(free))
+    }
+
+    /// Gives the pieces back and keeps the view.
+    pub(super) fn free(&mut self, id: ViewId, planner: &mut Planner, home: &D::Stream, uses: &[(u64, D::Event)]) {
+        let Some(view) = &mut self.slots[id.0] else { return };
+        for range in view.taken.drain(..) {
+            planner.free(range);
+        }
+        view.last_uses = uses.iter().map(|(_, event)| event.clone()).collect();
+        view.last_uses.extend(home.record());
+    }
+
+    /// Unmaps views that nothing uses, if many are kept.
+    fn drop_some(&mut self, memory: &dyn VirtualMemory) {
+        let kept = self.slots.iter().flatten().filter(|view| view.taken.is_empty()).count();
+        for slot in self.slots.iter_mut() {
+            if kept <= KEPT {
+                return;
+            }
+            let done = |view: &View<D>| {
+                view.taken.is_empty() && view.last_uses.iter().all(|event| event.is_done().unwrap_or(true))
+            };
+            if slot.as_ref().is_some_and(done)
+                && let Some(view) = slot.take()
+            {
+                // SAFETY: no block has it, and all that used it has run.
+                unsafe { view.unmap(memory) };
+            }
+        }
+    }
+
+    /// Unmaps everything.
+    ///
+    /// # Safety
+    /// No operation uses the memory any more.
+    pub(super) unsafe fn release(self, memory: &dyn VirtualMemory) {
+        for view in self.slots.into_iter().flatten() {
+            // SAFETY: the caller's promise.
+            unsafe { view.unmap(memory) };
+        }
+    }
+}
+
+impl<D: Device> View<D> {
+    /// # Safety
+    /// No operation uses the view any more.
+    unsafe fn unmap(self, memory: &dyn VirtualMemory) {
+        // SAFETY: mapped by `stitch`; unused by the caller's promise.
+        unsafe { memory.unmap(self.base, self.bytes / memory.page_bytes()) };
+        // SAFETY: reserved by `stitch`, with nothing mapped any more.
+        unsafe { memory.release(self.base, self.bytes) };
+    }
+}

@@ -1,0 +1,404 @@
+//! Compaction, stitching and failures, through the pool: contents survive, addresses of fixed blocks stay, nothing leaks.
+#![cfg(not(miri))]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use zero_alloc::device::{AnySlice, DType, Device, Memory, Stream};
+use zero_alloc::host::{HostDevice, HostPages, HostStream};
+use zero_alloc::testing::{Call, Faulty, Simulated, SimulatedUse};
+use zero_alloc::{AllocError, Block, Movable, Pool, Purpose};
+
+const LIMIT: Duration = Duration::from_secs(60);
+const PAGE: usize = 1 << 16;
+
+/// The host with `pages` pages of 64 KiB.
+fn paged(pages: usize) -> (HostDevice, Arc<HostPages>) {
+    let memory = Arc::new(HostPages::new(PAGE, pages * PAGE).expect("memory files"));
+    (HostDevice::new().with_pages(Arc::clone(&memory)), memory)
+}
+
+fn stream(device: &impl Device<Stream = HostStream>) -> HostStream {
+    device.create_stream("compute").expect("a stream")
+}
+
+fn fill(device: &HostDevice, stream: &HostStream, block: &Block<HostDevice>, value: u8) {
+    // SAFETY: the block lives, and one stream does all.
+    let slice = unsafe { block.slice() };
+    device.upload(stream, &vec![value; slice.len_bytes()], slice, LIMIT).expect("uploaded");
+}
+
+fn check(device: &HostDevice, stream: &HostStream, block: &Block<HostDevice>, value: u8) {
+    // SAFETY: the block lives, and one stream does all.
+    let slice = unsafe { block.slice() };
+    let mut seen = vec![0; slice.len_bytes()];
+    device.download(stream, slice, &mut seen, LIMIT).expect("downloaded");
+    assert!(seen.iter().all(|b| *b == value), "the contents of {block:?} are gone");
+}
+
+fn address(block: &Block<impl Device>) -> usize {
+    // SAFETY: only the address is looked at.
+    unsafe { block.slice() }.as_ptr().addr()
+}
+
+/// splitmix64
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % bound
+    }
+}
+
+/// Movable blocks on two streams, and what they should hold.
+struct Program {
+    pool: Pool<HostDevice>,
+    streams: [HostStream; 2],
+    held: Vec<(Movable<HostDevice>, u8)>,
+    random: Random,
+}
+
+impl Program {
+    fn write(&self, block: &Movable<HostDevice>, stream: &HostStream, value: u8) {
+        let enqueue = |slice: AnySlice| {
+            let slice = slice.typed::<u8>()?;
+            stream.enqueue("write", move || {
+                // SAFETY: host memory; nobody else uses the block meanwhile.
+                unsafe { slice.as_host_mut() }.fill(value);
+                Ok(())
+            })
+        };
+        // SAFETY: used only by this operation, on the stream given; `step` orders the streams.
+        let done = unsafe { block.with(stream, enqueue) };
+        done.expect("the stream is there").expect("enqueued");
+    }
+
+    fn check(&self, block: &Movable<HostDevice>, stream: &HostStream, value: u8) {
+        let enqueue = |slice: AnySlice| {
+            let slice = slice.typed::<u8>()?;
+            stream.enqueue("check", move || {
+                // SAFETY: host memory; nobody writes meanwhile.
+                let seen = unsafe { slice.as_host() };
+                assert!(seen.iter().all(|b| *b == value), "contents are gone");
+                Ok(())
+            })
+        };
+        // SAFETY: used only by this operation, on the stream given; `step` orders the streams.
+        let done = unsafe { block.with(stream, enqueue) };
+        done.expect("the stream is there").expect("enqueued");
+    }
+
+    fn step(&mut self, value: u8) {
+        let compute = &self.streams[0];
+        match self.random.below(8) {
+            0..=3 => {
+                let bytes = 1 + self.random.below(40_000) as usize;
+                let purpose = Purpose::ALL[self.random.below(6) as usize];
+                match self.pool.allocate_movable(bytes, DType::U8, purpose, compute) {
+                    Ok(block) => {
+                        self.write(&block, compute, value);
+                        self.held.push((block, value));
+                    }
+                    Err(AllocError::OutOfMemory { after_compaction_bytes, asked_bytes, .. }) => {
+                        assert!(after_compaction_bytes < asked_bytes, "it would have fitted");
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            4..=5 if !self.held.is_empty() => {
+                let nth = self.random.below(self.held.len() as u64) as usize;
+                let (block, value) = self.held.swap_remove(nth);
+                self.check(&block, compute, value);
+            }
+            6 if !self.held.is_empty() => {
+                // Another stream reads: behind the writes, and noted for whatever comes.
+                let nth = self.random.below(self.held.len() as u64) as usize;
+                let other = &self.streams[1];
+                other.wait(&compute.record().expect("recorded")).expect("enqueued");
+                let (block, value) = &self.held[nth];
+                self.check(block, other, *value);
+                compute.wait(&other.record().expect("recorded")).expect("enqueued");
+            }
+            _ => {
+                let bytes = self.random.below(1 << 20) as usize;
+                let free = self.pool.report().free_bytes;
+                let largest = self.pool.compact(bytes, compute).expect("the stream is there");
+                assert!(largest <= free);
+            }
+        }
+        self.pool.check_invariants().expect("sound");
+    }
+}
+
+fn run_program(device: HostDevice, budget: usize, steps: usize, seed: u64) -> u64 {
+    let streams =
+        [device.create_stream("compute").expect("a stream"), device.create_stream("comm").expect("a stream")];
+    let pool = Pool::new(device.clone(), budget);
+    let mut program = Program { pool, streams, held: Vec::new(), random: Random(seed) };
+    for step in 0..steps {
+        program.step(step as u8);
+    }
+    for (block, value) in &program.held {
+        program.check(block, &program.streams[0], *value);
+    }
+    for stream in &program.streams {
+        stream.synchronize(LIMIT).expect("all checks hold");
+    }
+    assert!(device.violations().is_empty(), "{:?}", device.violations());
+    program.pool.report().compactions
+}
+
+#[test]
+fn contents_survive_compaction_on_backings_pages_and_under_seeds() {
+    assert!(run_program(HostDevice::new(), 1 << 20, 2000, 1) > 20);
+    assert!(run_program(paged(16).0, 16 * PAGE, 2000, 2) > 20);
+    for seed in 0..20 {
+        run_program(HostDevice::seeded(seed), 1 << 19, 150, seed);
+    }
+}
+
+#[test]
+fn a_fixed_block_stays_and_a_movable_one_makes_room() {
+    let device = HostDevice::new();
+    let stream = stream(&device);
+    let pool = Pool::new(device.clone(), 1 << 20);
+    let quarter = 1 << 18;
+    let allocate = |n| pool.allocate_movable(n, DType::U8, Purpose::Params, &stream).expect("room");
+    let (a, b, c, d) = (allocate(quarter), allocate(quarter), allocate(quarter), allocate(quarter));
+    drop((a, c));
+    assert_eq!(pool.report().largest_free_bytes, quarter);
+    // It does not fit, and so b or d is moved.
+    let fixed = pool.allocate(2 * quarter, DType::U8, Purpose::Params, &stream).expect("compaction makes room");
+    assert_eq!(pool.report().compactions, 1);
+    let at = address(&fixed);
+    drop((b, d));
+    pool.compact(1 << 19, &stream).expect("the stream is there");
+    assert_eq!(address(&fixed), at);
+    stream.synchronize(LIMIT).expect("ran");
+}
+
+#[test]
+fn fragmentation_above_a_threshold_is_compacted_at_a_step() {
+    let device = HostDevice::new();
+    let stream = stream(&device);
+    let pool = Pool::new(device, 1 << 20);
+    let blocks: Vec<_> =
+        (0..16).map(|_| pool.allocate_movable(1 << 16, DType::U8, Purpose::Params, &stream).expect("room")).collect();
+    let kept: Vec<_> = blocks.into_iter().enumerate().filter(|(i, _)| i % 2 == 1).map(|(_, b)| b).collect();
+    assert!(!pool.compact_above(0.9, &stream).expect("the stream is there"));
+    assert!(pool.compact_above(0.5, &stream).expect("the stream is there"));
+    let report = pool.report();
+    assert_eq!(report.largest_free_bytes, report.free_bytes);
+    drop(kept);
+}
+
+#[test]
+fn stitching_gives_a_large_block_and_moves_nothing() {
+    let (device, memory) = paged(16);
+    let stream = stream(&device);
+    let pool = Pool::new(device.clone(), 16 * PAGE);
+    let mut blocks: Vec<_> =
+        (0..16).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &stream).expect("room")).map(Some).collect();
+    for (i, block) in blocks.iter().flatten().enumerate() {
+        fill(&device, &stream, block, i as u8);
+    }
+    let addresses: Vec<_> = blocks.iter().flatten().map(address).collect();
+    blocks.iter_mut().step_by(2).for_each(|block| *block = None);
+    let mut mapped = 0;
+    for round in 0..5u8 {
+        // Eight pages are free, no two of them neighbours.
+        let large = pool.allocate(8 * PAGE, DType::U8, Purpose::Activations, &stream).expect("stitched");
+        fill(&device, &stream, &large, 100 + round);
+        check(&device, &stream, &large, 100 + round);
+        for (i, block) in blocks.iter().enumerate() {
+            let Some(block) = block else { continue };
+            assert_eq!(address(block), addresses[i]);
+            check(&device, &stream, block, i as u8);
+        }
+        let report = pool.report();
+        assert_eq!((report.moved_bytes, report.reserved_bytes), (0, 16 * PAGE));
+        if round == 0 {
+            mapped = report.stitched_pages;
+            assert_eq!(mapped, 8);
+        }
+        // The view is kept and serves again: nothing more is mapped.
+        assert_eq!(report.stitched_pages, mapped);
+        pool.check_invariants().expect("sound");
+    }
+    drop(blocks);
+    let whole = pool.allocate(16 * PAGE, DType::U8, Purpose::Params, &stream).expect("all is free");
+    drop((whole, pool));
+    wait_until(|| memory.live_pages() == 0);
+}
+
+#[test]
+fn a_freed_view_is_reused_behind_its_uses() {
+    let (device, _memory) = paged(4);
+    let (a, b) = (stream(&device), device.create_stream("comm").expect("a stream"));
+    let pool = Pool::new(device, 4 * PAGE);
+    let mut blocks: Vec<_> =
+        (0..4).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &a).expect("room")).map(Some).collect();
+    blocks[0] = None;
+    blocks[2] = None;
+    let gate = Arc::new(zero_alloc::host::Gate::new(false));
+    let view = pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a).expect("stitched");
+    let held = Arc::clone(&gate);
+    a.enqueue("hold", move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(())))
+        .expect("enqueued");
+    drop(view);
+    let again = pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &b).expect("stitched");
+    let reused = b.record().expect("recorded");
+    assert_eq!(zero_alloc::device::Event::is_done(&reused), Ok(false));
+    gate.update(|open| *open = true);
+    b.synchronize(LIMIT).expect("ran");
+    drop(again);
+}
+
+#[test]
+fn the_error_says_who_holds_what_and_what_compaction_would_give() {
+    let device = HostDevice::new();
+    let stream = stream(&device);
+    let pool = Pool::new(device, 1 << 20);
+    let quarter = 1 << 18;
+    let mut blocks: Vec<_> = [Purpose::Params, Purpose::Grads, Purpose::Params, Purpose::Optimizer]
+        .map(|purpose| pool.allocate(quarter, DType::U8, purpose, &stream).expect("room"))
+        .map(Some)
+        .into();
+    blocks[1] = None;
+    blocks[3] = None;
+    let error = pool.allocate(2 * quarter, DType::U8, Purpose::Buckets, &stream).expect_err("fixed blocks");
+    let AllocError::OutOfMemory {
+        free_bytes,
+        largest_free_bytes,
+        after_compaction_bytes,
+        ref holders,
+        live_bytes,
+        ..
+    } = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((live_bytes, free_bytes, largest_free_bytes), (2 * quarter, 2 * quarter, quarter));
+    assert_eq!(after_compaction_bytes, quarter);
+    assert_eq!(*holders, [(Purpose::Params, 2 * quarter)]);
+    assert!(error.to_string().ends_with("held by Params 524288"), "{error}");
+}
+
+fn wait_until(mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < LIMIT, "it never comes true");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A program that grows, fragments, stitches and compacts; errors are fine, leaks and mistakes are not.
+fn exercise<D: Device<Stream = HostStream>>(device: &D, page: usize) -> Result<(), AllocError> {
+    let stream = device.create_stream("compute")?;
+    let pool = Pool::new(device.clone(), 64 * page);
+    let live = |pool: &Pool<D>| pool.report().total.live_bytes;
+    let mut fixed = Vec::new();
+    let mut result = Ok(());
+    for i in 0..24 {
+        let before = live(&pool);
+        match pool.allocate(page, DType::U8, Purpose::Params, &stream) {
+            Ok(block) => fixed.push(block),
+            Err(error) => {
+                assert_eq!(live(&pool), before, "a failed allocation is not accounted");
+                result = Err(error);
+            }
+        }
+        if i % 3 == 2 {
+            drop(fixed.remove(fixed.len() / 2));
+        }
+        pool.check_invariants().expect("sound");
+    }
+    let mut large = Vec::new();
+    for pages in [20, 9, 30, 5] {
+        match pool.allocate(pages * page, DType::U8, Purpose::Activations, &stream) {
+            Ok(block) => large.push(block),
+            Err(error) => result = Err(error),
+        }
+        let movable = pool.allocate_movable(page / 2, DType::U8, Purpose::Buckets, &stream);
+        large.truncate(2);
+        if let Err(error) = pool.compact(8 * page, &stream) {
+            result = Err(error);
+        }
+        drop(movable);
+        pool.check_invariants().expect("sound");
+    }
+    result
+}
+
+#[test]
+fn a_simulated_device_of_139_gb_fits_on_a_laptop() {
+    let device = Simulated::new(139_000_000_000, 2 << 20);
+    let stream = stream(&device);
+    let pool = Pool::new(device.clone(), 139_000_000_000);
+    let block = pool.allocate(130_000_000_000, DType::U8, Purpose::Params, &stream).expect("room");
+    assert!(device.usage().live_bytes >= 130_000_000_000);
+    assert!(pool.allocate(20_000_000_000, DType::U8, Purpose::Params, &stream).is_err());
+    drop((block, pool));
+    wait_until(|| device.usage().live_bytes == 0);
+    assert_eq!(device.usage().reserved_address_bytes, 0);
+    assert!(device.usage().mistakes.is_empty(), "{:?}", device.usage().mistakes);
+}
+
+#[test]
+fn nothing_leaks_whatever_fails() {
+    for virtual_memory in [true, false] {
+        for call in [Call::Allocate, Call::Reserve, Call::Create, Call::Map, Call::Copy, Call::CreateStream] {
+            let mut failed = 0;
+            for nth in 1..60 {
+                let mut simulated = Simulated::new(48 << 16, 1 << 16);
+                if !virtual_memory {
+                    simulated = simulated.without_virtual_memory();
+                }
+                let device = Faulty::new(simulated);
+                device.fail(call, nth);
+                let result = exercise(&device, 1 << 16);
+                failed += usize::from(result.is_err());
+                let unused = |usage: &SimulatedUse| {
+                    (usage.live_bytes, usage.reserved_address_bytes, usage.mapped_pages) == (0, 0, 0)
+                };
+                wait_until(|| unused(&device.inner().usage()));
+                let usage = device.inner().usage();
+                assert!(usage.mistakes.is_empty(), "{call:?} {nth}: {:?}", usage.mistakes);
+                if device.calls(call) < nth {
+                    break;
+                }
+            }
+            assert!(failed > 0 || !device_makes(call, virtual_memory), "{call:?} never failed");
+        }
+    }
+}
+
+/// Whether a pool of such a device makes the call at all.
+fn device_makes(call: Call, virtual_memory: bool) -> bool {
+    match call {
+        Call::Allocate => !virtual_memory,
+        // Without addresses a pool falls back to backings, and without pages to what it has.
+        Call::Reserve | Call::Create | Call::Map => false,
+        Call::Copy => false,
+        Call::CreateStream => true,
+    }
+}
+
+#[test]
+fn pinned_memory_is_memory() {
+    let device = HostDevice::new().with_pinned_memory();
+    let Ok(ptr) = device.allocate(1 << 20) else {
+        eprintln!("skipped: this system lets us lock no memory (ulimit -l)");
+        return;
+    };
+    // SAFETY: 1 MiB, writable.
+    unsafe { ptr.as_ptr().write_bytes(7, 1 << 20) };
+    // SAFETY: within it.
+    assert_eq!(unsafe { ptr.as_ptr().wrapping_add((1 << 20) - 1).read() }, 7);
+    // SAFETY: allocated above, and not used any more.
+    unsafe { device.deallocate(ptr, 1 << 20) };
+}
