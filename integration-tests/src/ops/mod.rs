@@ -11,6 +11,8 @@ pub mod gelu;
 pub mod layer_norm;
 pub mod linear;
 mod math;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 

@@ -94,11 +94,12 @@ struct ToyModel {
 }
 
 fn values(slice: AnySlice) -> Result<Vec<f32>, DeviceError> {
-    // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
-    Ok(match slice.dtype() {
-        DType::F32 => unsafe { slice.typed::<f32>()?.as_host() }.to_vec(),
+    Ok(if slice.dtype() == DType::F32 {
+        // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
+        unsafe { slice.typed::<f32>()?.as_host() }.to_vec()
+    } else {
         // SAFETY: as above.
-        _ => unsafe { slice.typed::<bf16>()?.as_host() }.iter().map(|x| x.to_f32()).collect(),
+        unsafe { slice.typed::<bf16>()?.as_host() }.iter().map(|x| x.to_f32()).collect()
     })
 }
 

@@ -32,7 +32,7 @@ pub struct TrainArgs {
     /// Type of parameters and travelling gradients [default: fp32]
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeChoice>,
-    /// The step to end at; a resumed run does what is left [default: 240]
+    /// The step to end at; a resumed run does what is left [default: 1000]
     #[arg(long, value_name = "N")]
     pub steps: Option<u64>,
     /// Sequences of a micro-batch on each rank [default: 4]

@@ -1,6 +1,7 @@
 //! `zero train`: flags to a run, and the run to what a person reads.
 
 mod args;
+mod curve;
 mod observe;
 mod plan;
 mod summary;
@@ -38,7 +39,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         TrainError::Usage(message) => CliError::Usage(message),
         other => CliError::failure(other),
     })?;
-    let closing = summary::closing(&plan, &summaries, observer.tokens_per_s());
+    let closing = summary::closing(&plan, &summaries, &observer.seen);
     print!("{closing}");
     observer.write_report(&plan, &summaries, &closing)
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::curve;
 use super::plan::Plan;
 use crate::cli::CliError;
 use crate::error::TrainError;
@@ -15,7 +16,8 @@ use crate::trainer::{RankSummary, StepMetrics};
 pub(super) struct Observer {
     bar: ProgressBar,
     metrics: Option<(BufWriter<File>, String)>,
-    seen: Vec<StepMetrics>,
+    /// All steps so far.
+    pub(super) seen: Vec<StepMetrics>,
 }
 
 fn create(path: &Path) -> Result<File, CliError> {
@@ -58,13 +60,6 @@ impl Observer {
         self.bar.finish_and_clear();
     }
 
-    /// The median over the steps after the second.
-    pub(super) fn tokens_per_s(&self) -> Option<f64> {
-        let mut rates: Vec<f64> = self.seen.iter().skip(2).map(|m| m.tokens_per_s).collect();
-        rates.sort_by(f64::total_cmp);
-        rates.get(rates.len() / 2).copied()
-    }
-
     pub(super) fn write_report(&self, plan: &Plan, ranks: &[RankSummary], table: &str) -> Result<(), CliError> {
         let Some(dir) = &plan.report else { return Ok(()) };
         let summary = serde_json::json!({
@@ -77,7 +72,9 @@ impl Observer {
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": self.seen,
         });
-        let files = [("summary.txt", table.to_owned()), ("summary.json", format!("{summary:#}\n"))];
+        let curve = curve::svg(&self.seen, plan.workload.data.unigram_loss())?;
+        let files =
+            [("summary.txt", table.to_owned()), ("summary.json", format!("{summary:#}\n")), ("loss.svg", curve)];
         for (name, text) in files {
             let path = dir.join(name);
             fs::write(&path, text).map_err(|e| CliError::Failure(format!("writing {}: {e}", path.display())))?;

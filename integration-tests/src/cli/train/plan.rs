@@ -79,7 +79,7 @@ impl Plan {
         Ok(Self {
             ranks,
             options: RunOptions {
-                steps: args.steps.unwrap_or(240),
+                steps: args.steps.unwrap_or(1000),
                 micro_batch: batch.micro_batch as usize,
                 seq_len,
                 seed: args.seed,

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::plan::Plan;
-use crate::trainer::{CommBytes, MemoryBytes, RankSummary};
+use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics};
 
 /// The setting of the run.
 pub(super) fn opening(plan: &Plan) -> String {
@@ -32,7 +32,7 @@ pub(super) fn opening(plan: &Plan) -> String {
 }
 
 /// The figures of the run.
-pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], tokens_per_s: Option<f64>) -> String {
+pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], steps: &[StepMetrics]) -> String {
     let mut out = String::new();
     let Some(first) = ranks.first() else { return out };
     let Some(last) = &first.last else {
@@ -49,15 +49,17 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], tokens_per_s: Option<f
     if first.cancelled {
         let _ = writeln!(out, "stopped at step {} as asked", first.step);
     }
+    let newest = &steps[steps.len().saturating_sub(20)..];
     let _ = writeln!(
         out,
-        "loss {:.4} at step {} (a model of token frequencies alone: {:.4})",
-        last.loss,
+        "loss {:.4}, the mean of the last {} of {} steps (a model of token frequencies alone: {:.4})",
+        newest.iter().map(|s| s.loss).sum::<f64>() / newest.len().max(1) as f64,
+        newest.len(),
         last.step,
         plan.workload.data.unigram_loss()
     );
-    if let Some(rate) = tokens_per_s {
-        let _ = writeln!(out, "{rate:.0} tokens/s (median of the steps after the second)");
+    if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
+        let _ = writeln!(out, "{rate:.0} tokens/s, the median of the steps after the second");
     }
     memory_table(&mut out, plan, ranks);
     traffic_table(&mut out, plan, &last.comm_bytes);
@@ -115,6 +117,12 @@ fn traffic_table(out: &mut String, plan: &Plan, sent: &CommBytes) {
     for (name, measured, formula) in rows {
         let _ = writeln!(out, "  {name:<24} {:>12} {:>12}", bytes(measured), bytes(formula));
     }
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
 }
 
 /// 1234567 as 1,234,567.
