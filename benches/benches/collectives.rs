@@ -1,6 +1,6 @@
 //! Collectives over threads beside the machine's copy bandwidth and PyTorch's gloo, in one run.
 //!
-//! `cargo bench -p benches --bench collectives [-- --quick | --large] [--no-peer]`
+//! `cargo bench -p benches --bench collectives [-- --quick | --large] [--no-peer] [--op NAME]`
 //!
 //! For each size and operation, rounds of the collective, of a plain copy by as many threads, alternate; the
 //! best round of each counts. `GB/s` counts the bytes that must move through memory over all ranks, S being the
@@ -185,7 +185,8 @@ fn main() {
     let peers = if flag("--no-peer") { HashMap::new() } else { gloo(&sizes) };
     println!("| operation | ranks | bytes | us | GB/s | copy GB/s | of copy | gloo us | x gloo |");
     println!("|---|---|---|---|---|---|---|---|---|");
-    for op in OPS {
+    let only = std::env::args().skip_while(|a| a != "--op").nth(1);
+    for op in OPS.into_iter().filter(|&op| only.as_deref().is_none_or(|only| only == op)) {
         for n in [2, 4] {
             for &bytes in &sizes {
                 let (time, copy) = measure(op, n, bytes, budget);

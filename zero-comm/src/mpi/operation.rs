@@ -22,7 +22,7 @@ use super::raw::{MpiError, Request};
 use super::wire::{Notice, call_of, header, header_words};
 use super::world::{Interrupt, World};
 use crate::call::{Call, Checked};
-use crate::reduce::{CHUNK_ELEMS, Reducible, Scratch, reduce};
+use crate::reduce::{CHUNK_ELEMS, Reducible};
 use crate::{Collective, CommError, ReduceOp};
 
 /// The greatest context that fits into a tag.
@@ -264,22 +264,18 @@ impl Operation {
             self.others().map(|peer| Part { peer, bytes: places.slice(peer * len..(peer + 1) * len) }).collect();
         self.exchange(Phase::Scatter, &sends, &receives)?;
         let (mine, out) = (send.slice(own).typed::<T>()?, recv.typed::<T>()?);
-        let mut scratch = Scratch::<T>::new(len);
+        let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
         for start in (0..len).step_by(CHUNK_ELEMS) {
             let chunk = start..(start + CHUNK_ELEMS).min(len);
-            let input = |q: usize| {
-                if q == rank {
-                    // SAFETY: host memory that its maker keeps valid and that nothing writes to now; this view is
-                    // gone before `out`, which may be the same, is written.
-                    unsafe { mine.slice(chunk.clone()).as_host() }
-                } else {
-                    &staged[q * len + chunk.start..q * len + chunk.end]
-                }
-            };
-            reduce(op, n, chunk.len(), &mut scratch, input, |round| {
-                // SAFETY: host memory that its maker keeps valid and that only this operation accesses now.
-                round(unsafe { out.slice(chunk.clone()).as_host_mut() });
-            });
+            let result = &mut result[..chunk.len()];
+            // SAFETY: host memory that its maker keeps valid and that nothing writes to now; this view is gone
+            // before `out`, which may be the same, is written.
+            let mine = unsafe { mine.slice(chunk.clone()).as_host() };
+            let theirs = |q: usize| &staged[q * len + chunk.start..q * len + chunk.end];
+            let views: Vec<&[T]> = (0..n).map(|q| if q == rank { mine } else { theirs(q) }).collect();
+            T::reduce(op, &views, result);
+            // SAFETY: host memory that its maker keeps valid and that only this operation accesses now.
+            unsafe { out.slice(chunk.clone()).as_host_mut() }.copy_from_slice(result);
         }
         Ok(())
     }

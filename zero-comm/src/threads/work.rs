@@ -20,7 +20,7 @@ use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 use super::past_cache;
 use super::slot::Posted;
 use crate::call::{Call, Group};
-use crate::reduce::{CHUNK_ELEMS, Reducible, Scratch, reduce};
+use crate::reduce::{CHUNK_ELEMS, Reducible};
 use crate::{Collective, ReduceOp};
 
 /// Bytes copied at a time to all peers, so that the source is read from memory once.
@@ -75,31 +75,28 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
     };
     let (inputs, outputs) = (typed(inputs), typed(outputs));
     let len = inputs[0].len();
-    let mut scratch = Scratch::<T>::new(len);
-    let mut rounded = vec![T::default(); if past_cache { CHUNK_ELEMS.min(len) } else { 0 }];
+    let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
     for start in (0..len).step_by(CHUNK_ELEMS) {
         let chunk = start..(start + CHUNK_ELEMS).min(len);
-        let input = |rank: usize| {
-            // SAFETY: host memory that its maker keeps valid; only this rank accesses the segment now, and
-            // writes to it below, when this view is gone.
-            unsafe { inputs[rank].slice(chunk.clone()).as_host() }
-        };
-        reduce(op, inputs.len(), chunk.len(), &mut scratch, input, |round| {
+        let result = &mut result[..chunk.len()];
+        let views: Vec<&[T]> = inputs
+            .iter()
+            .map(|input| {
+                // SAFETY: host memory that its maker keeps valid; only this rank accesses the segment now, and
+                // writes to it below, when this view is gone.
+                unsafe { input.slice(chunk.clone()).as_host() }
+            })
+            .collect();
+        T::reduce(op, &views, result);
+        for output in &outputs {
+            // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
+            let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
             if past_cache {
-                let rounded = &mut rounded[..chunk.len()];
-                round(rounded);
-                for output in &outputs {
-                    // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
-                    let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
-                    past_cache::copy(bytemuck::cast_slice(rounded), bytemuck::cast_slice_mut(target));
-                }
+                past_cache::copy(bytemuck::cast_slice(result), bytemuck::cast_slice_mut(target));
             } else {
-                for output in &outputs {
-                    // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
-                    round(unsafe { output.slice(chunk.clone()).as_host_mut() });
-                }
+                target.copy_from_slice(result);
             }
-        });
+        }
     }
 }
 
