@@ -12,6 +12,11 @@
 //!
 //! With dropout there is a byte of mask for the outputs of attention and feed-forward and for the attention
 //! matrix, and the matrix a second time; at 2 bytes that is the paper's sbh (34 + 5 a s / h).
+//!
+//! Beside these there are fp32 statistics (8 bytes a token for each layer norm, 4 for each head of flash
+//! attention), the gradients that one block works on in backward (of the stream 1 sbh, of an input 1, of the
+//! feed-forward 4), and the head: input and output of its layer norm, and the logits in fp32, which their
+//! gradient overwrites.
 
 use crate::checked::{product, sum};
 use crate::{ShardError, largest};
@@ -73,15 +78,19 @@ pub struct ActivationOptions {
     pub dropout: bool,
 }
 
-/// Bytes of activations on one rank at the end of a forward pass and at the start of the backward.
+/// Bytes of activations on one rank when the backward pass begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ActivationBytes {
     /// Kept for the backward of all blocks.
     pub blocks_bytes: u64,
-    /// Of one block computed again, where checkpointing is on.
+    /// Of one block computed again, beside its input, where checkpointing is on.
     pub recomputed_bytes: u64,
-    /// Of the head: its input, and the logits in fp32, which their gradient overwrites.
+    /// Statistics of layer norms and of attention.
+    pub statistics_bytes: u64,
+    /// Gradients of one block's activations.
+    pub backward_bytes: u64,
+    /// Of the head.
     pub head_bytes: u64,
 }
 
@@ -94,30 +103,41 @@ impl ActivationBytes {
         const WHAT: &str = "bytes of activations";
         let mul = |factors: &[u64]| product(WHAT, factors);
         let tokens = mul(&[run.seq_len, run.micro_batch])?;
-        let stream = mul(&[tokens, shape.hidden])?;
-        let input = mul(&[stream, run.elem_bytes])?;
-        let masks = if run.dropout { mul(&[2, stream])? } else { 0 };
-        let matrix_bytes = match (run.flash_attention, run.dropout) {
-            (true, _) => mul(&[shape.heads, tokens, 4])?, // a logarithm of a sum a row, fp32
-            (false, dropout) => {
-                let each = if dropout { sum(WHAT, &[mul(&[2, run.elem_bytes])?, 1])? } else { run.elem_bytes };
+        let input = mul(&[tokens, shape.hidden, run.elem_bytes])?;
+        let masks = if run.dropout { mul(&[2, tokens, shape.hidden])? } else { 0 };
+        let matrix = match (run.flash_attention, run.dropout) {
+            (true, _) => 0,
+            (false, false) => mul(&[shape.heads, run.seq_len, tokens, run.elem_bytes])?,
+            (false, true) => {
+                let each = sum(WHAT, &[mul(&[2, run.elem_bytes])?, 1])?;
                 mul(&[shape.heads, run.seq_len, tokens, each])?
             }
         };
-        let block = sum(WHAT, &[mul(&[16, input])?, masks, matrix_bytes])?;
-        let head_bytes = sum(WHAT, &[input, mul(&[tokens, shape.vocab, 4])?])?;
-        let bytes = if run.checkpointing {
-            let kept = mul(&[shape.layers, input.div_ceil(run.checkpoint_shards.max(1))])?;
-            Self { blocks_bytes: kept, recomputed_bytes: block, head_bytes }
-        } else {
-            Self { blocks_bytes: mul(&[shape.layers, block])?, recomputed_bytes: 0, head_bytes }
+        let block = sum(WHAT, &[mul(&[16, input])?, masks, matrix])?;
+        let attention = if run.flash_attention { mul(&[4, shape.heads, tokens])? } else { 0 };
+        let statistics = sum(WHAT, &[mul(&[2, 8, tokens])?, attention])?;
+        let in_memory = if run.checkpointing { shape.layers.min(1) } else { shape.layers };
+        let shards = run.checkpoint_shards.max(1);
+        let (blocks_bytes, recomputed_bytes) = match (run.checkpointing, shards) {
+            (false, _) => (mul(&[shape.layers, block])?, 0),
+            (true, 1) => (mul(&[shape.layers, input])?, block - input),
+            // The shared input is gathered for the block that is computed again.
+            (true, _) => (mul(&[shape.layers, input.div_ceil(shards)])?, block),
         };
-        sum(WHAT, &[bytes.blocks_bytes, bytes.recomputed_bytes, bytes.head_bytes])?;
+        let bytes = Self {
+            blocks_bytes,
+            recomputed_bytes,
+            statistics_bytes: sum(WHAT, &[mul(&[in_memory, statistics])?, mul(&[8, tokens])?])?,
+            backward_bytes: mul(&[6, input])?,
+            head_bytes: sum(WHAT, &[mul(&[2, input])?, mul(&[tokens, shape.vocab, 4])?])?,
+        };
+        sum(WHAT, &[blocks_bytes, recomputed_bytes, bytes.statistics_bytes, bytes.backward_bytes, bytes.head_bytes])?;
         Ok(bytes)
     }
 
     /// All of it.
     pub fn total_bytes(&self) -> u64 {
-        self.blocks_bytes + self.recomputed_bytes + self.head_bytes
+        let working = self.statistics_bytes + self.backward_bytes + self.head_bytes;
+        self.blocks_bytes + self.recomputed_bytes + working
     }
 }
