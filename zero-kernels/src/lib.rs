@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod cuda;
 mod float;
 pub mod host;
 mod kernels;

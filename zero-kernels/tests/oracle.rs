@@ -182,7 +182,7 @@ fn accumulate_from_all_types() {
 }
 
 fn check_stats<G: Float>() {
-    for &len in &LENGTHS {
+    for &len in LENGTHS {
         let grad = values::<G>(len, 8, true);
         let (ours, expected) = (host::grad_stats(&grad), reference::grad_stats(&grad));
         assert_eq!(ours.nonfinite, expected.nonfinite);
@@ -224,7 +224,7 @@ fn grad_stats_add_in_the_documented_order() {
         values.enumerate().for_each(|(i, x)| sums[i % count] += x);
         pairwise(sums)
     }
-    for &len in &LENGTHS {
+    for &len in LENGTHS {
         let grad = values::<f32>(len, 8, false);
         let chunks = grad.chunks(4096).map(|c| lanes(c.iter().map(|&x| f64::from(x) * f64::from(x)), 16));
         assert_eq!(host::grad_stats(&grad).sum_sq.to_bits(), lanes(chunks, 256).to_bits(), "{len}");

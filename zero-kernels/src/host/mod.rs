@@ -27,6 +27,13 @@ pub use remainder::{RemainderSlices, adam_remainder, join, split};
 pub use stochastic::{RoundingKey, StochasticSlices, adam_stochastic, cast_stochastic, round_stochastic};
 pub use workers::Workers;
 
+/// The constants of [`grad_stats`]' order, which its kernel shares.
+pub(crate) mod stats_order {
+    #[cfg(test)]
+    pub(crate) use super::grad_stats::TOP_LANES;
+    pub(crate) use super::grad_stats::{CHUNK_ELEMS, LANES};
+}
+
 use crate::KernelError;
 
 fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {

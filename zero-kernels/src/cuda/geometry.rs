@@ -1,0 +1,178 @@
+//! How a flat range becomes a launch: which elements come before the first whole group, which streams then lie on
+//! 16-byte boundaries, and how many blocks there are. Pure arithmetic on addresses.
+//!
+//! A thread works on groups of 8 elements: 16 bytes of a 16-bit stream, 32 of an fp32 stream. Shards start at any
+//! element, so the streams of one launch may be aligned differently; the head is chosen so that as many bytes as
+//! possible go by 16-byte accesses, and a stream that is left over goes element by element.
+
+use bytemuck::{Pod, Zeroable};
+use zero_alloc::device::AnySlice;
+
+use crate::host::stats_order::{CHUNK_ELEMS, LANES};
+
+/// Threads of a block (`THREADS` of cuda/prelude.cuh).
+pub const THREADS: u32 = 256;
+/// Elements of a group (`GROUP` of cuda/prelude.cuh).
+pub const GROUP_ELEMS: u64 = 8;
+/// Bytes of a wide access.
+const WIDE_BYTES: u64 = 16;
+
+/// How a range is cut into groups: `Span` of cuda/prelude.cuh.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Span {
+    /// Elements.
+    pub len: u64,
+    /// Elements before the first whole group, fewer than a group.
+    pub head: u32,
+    /// Bit `s`: stream `s` lies on 16-byte boundaries at the groups' starts.
+    pub wide: u32,
+}
+
+impl Span {
+    /// The best cut for streams of equal length, in the order that the kernel numbers them; at most 32.
+    pub fn of(streams: &[AnySlice]) -> Self {
+        let places: Vec<(u64, u64)> =
+            streams.iter().map(|s| (s.as_ptr() as u64, s.dtype().size_bytes() as u64)).collect();
+        Self::plan(streams.first().map_or(0, |s| s.len() as u64), &places)
+    }
+
+    /// The best cut of `len` elements for streams at these addresses with elements of these sizes.
+    pub fn plan(len: u64, streams: &[(u64, u64)]) -> Self {
+        let wide_at = |head: u64| {
+            let on_boundary = |&(address, size): &(u64, u64)| (address + head * size).is_multiple_of(WIDE_BYTES);
+            let bits = streams.iter().enumerate().filter(|(_, s)| on_boundary(s));
+            bits.fold((0u32, 0u64), |(bits, bytes), (i, &(_, size))| (bits | 1 << i, bytes + size))
+        };
+        let mut best = (0, wide_at(0));
+        for head in 1..GROUP_ELEMS {
+            let this = wide_at(head);
+            if this.1 > best.1.1 {
+                best = (head, this);
+            }
+        }
+        let (head, (wide, _)) = best;
+        Self { len, head: head.min(len) as u32, wide }
+    }
+
+    /// Groups: the head, if any, and those of 8 behind it, the last of which may be shorter.
+    pub fn groups(&self) -> u64 {
+        u64::from(self.head > 0) + (self.len - u64::from(self.head)).div_ceil(GROUP_ELEMS)
+    }
+
+    /// The elements of group `index`, as `group_at` of the prelude gives them.
+    pub fn group(&self, index: u64) -> std::ops::Range<u64> {
+        let head = u64::from(self.head);
+        let whole = match index.checked_sub(u64::from(head > 0)) {
+            None => return 0..head,
+            Some(whole) => whole,
+        };
+        let start = head + whole * GROUP_ELEMS;
+        start..(start + GROUP_ELEMS).min(self.len)
+    }
+
+    /// Blocks of a launch: a thread a group while the grid allows it; the kernels stride over what is more.
+    pub fn blocks(&self) -> u32 {
+        let blocks = self.groups().div_ceil(u64::from(THREADS));
+        u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX as u32)
+    }
+}
+
+/// The launches and scratch of grad_stats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatsPlan {
+    /// Chunks, each with an fp64 sum and a 32-bit count in scratch.
+    pub chunks: u64,
+    /// Blocks of the first stage; the second has one.
+    pub blocks: u32,
+    /// Bytes of scratch: the sums, then the counts.
+    pub scratch_bytes: u64,
+}
+
+impl StatsPlan {
+    /// The plan for `len` elements; `None` beyond 2^31 blocks (over 140 thousand billion elements).
+    pub fn new(len: u64) -> Option<Self> {
+        let chunks = len.div_ceil(CHUNK_ELEMS as u64);
+        let blocks = chunks.div_ceil(u64::from(THREADS) / LANES as u64);
+        let blocks = i32::try_from(blocks).ok()?.unsigned_abs();
+        Some(Self { chunks, blocks, scratch_bytes: chunks * (8 + 4) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..Default::default() })]
+
+        #[test]
+        #[cfg_attr(miri, ignore)]
+        fn groups_cover_every_element_once_and_wide_ones_are_aligned(
+            len in 0u64..200,
+            streams in prop::collection::vec((0u64..1000, prop::sample::select(vec![2u64, 4])), 1..6),
+        ) {
+            let streams: Vec<(u64, u64)> = streams.into_iter().map(|(at, size)| (at * size, size)).collect();
+            let span = Span::plan(len, &streams);
+            prop_assert!(u64::from(span.head) < GROUP_ELEMS && u64::from(span.head) <= len);
+            let mut next = 0;
+            for i in 0..span.groups() {
+                let group = span.group(i);
+                prop_assert_eq!(group.start, next);
+                prop_assert!(group.start < group.end && group.end - group.start <= GROUP_ELEMS);
+                next = group.end;
+                let is_head = i == 0 && span.head > 0;
+                for (s, &(address, size)) in streams.iter().enumerate() {
+                    if span.wide >> s & 1 == 1 && !is_head && group.end - group.start == GROUP_ELEMS {
+                        prop_assert!((address + group.start * size).is_multiple_of(WIDE_BYTES));
+                    }
+                }
+            }
+            prop_assert_eq!(next, len);
+            // Each stream alone can always be wide: sizes divide 16.
+            for &stream in &streams {
+                prop_assert_eq!(Span::plan(100, &[stream]).wide, 1);
+            }
+        }
+    }
+
+    #[test]
+    fn a_launch_on_aligned_memory_has_no_head_and_all_streams_wide() {
+        let streams = [(4096, 4), (8192, 4), (512, 4), (64, 2), (96, 2)];
+        assert_eq!(Span::plan(1000, &streams), Span { len: 1000, head: 0, wide: 0b11111 });
+    }
+
+    #[test]
+    fn the_majority_of_bytes_goes_wide() {
+        // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is off then.
+        let streams = [(4100, 4), (8196, 4), (516, 4), (64, 2)];
+        assert_eq!(Span::plan(1000, &streams), Span { len: 1000, head: 3, wide: 0b0111 });
+        // One element past a boundary each: a head of 7 serves both widths.
+        assert_eq!(Span::plan(1000, &[(4100, 4), (66, 2)]), Span { len: 1000, head: 7, wide: 0b11 });
+    }
+
+    #[test]
+    fn grids_stay_within_what_hardware_takes() {
+        assert_eq!(Span::plan(0, &[(0, 4)]).blocks(), 0);
+        assert_eq!(Span::plan(1, &[(0, 4)]).blocks(), 1);
+        assert_eq!(Span::plan(2049, &[(0, 4)]).blocks(), 2);
+        assert_eq!(Span::plan(u64::MAX / 4, &[(0, 4)]).blocks(), i32::MAX as u32);
+        assert_eq!(StatsPlan::new(0), Some(StatsPlan { chunks: 0, blocks: 0, scratch_bytes: 0 }));
+        assert_eq!(StatsPlan::new(4097), Some(StatsPlan { chunks: 2, blocks: 1, scratch_bytes: 24 }));
+        assert_eq!(StatsPlan::new(u64::MAX), None);
+    }
+
+    /// The kernels' constants are those of the host.
+    #[test]
+    fn sources_agree_on_the_sizes() {
+        let text = crate::cuda::Source::named("grad_stats.cu").unwrap().text();
+        for (name, value) in
+            [("THREADS", THREADS as usize), ("GROUP", GROUP_ELEMS as usize), ("CHUNK", CHUNK_ELEMS), ("LANES", LANES)]
+        {
+            assert!(text.contains(&format!("#define {name} {value}\n")), "{name}");
+        }
+        assert_eq!(THREADS as usize, crate::host::stats_order::TOP_LANES, "a thread a lane in the second stage");
+    }
+}

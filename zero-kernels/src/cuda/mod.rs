@@ -1,0 +1,45 @@
+//! The operations as CUDA kernels: sources, their compilation at run time, and how ranges are cut into launches.
+//!
+//! Nothing here needs a GPU, a driver or a toolkit to build: NVRTC is looked for at run time ([`Nvrtc::find`]), and a
+//! machine without it gets [`CudaError::NoNvrtc`], which names what was tried. A kernel is compiled at first use for
+//! the device's own architecture and kept on disk ([`KernelCache`]), keyed by source, architecture, options and the
+//! version of NVRTC.
+//!
+//! | file of `cuda/` | operation | host twin |
+//! |---|---|---|
+//! | adam.cu | AdamW and Adam with fp32 masters | [`host::adam`](crate::host::adam()) |
+//! | adam_remainder.cu | the same on bf16 parameters with 16-bit remainders | [`host::adam_remainder`](crate::host::adam_remainder) |
+//! | adam_stochastic.cu | the same on bf16 weights, rounded stochastically | [`host::adam_stochastic`](crate::host::adam_stochastic) |
+//! | cast.cu, cast_stochastic.cu | conversion with a scale | [`host::cast`](crate::host::cast()), [`host::cast_stochastic`](crate::host::cast_stochastic) |
+//! | accumulate.cu | sum over micro-batches | [`host::accumulate`](crate::host::accumulate()) |
+//! | grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
+//! | step.cu | the decision of a step, one thread | [`step::decide_step`](crate::step::decide_step) |
+//!
+//! The kernels do the host twins' operations in the same order, with fused multiply-adds in the same places, so the
+//! bits should be the same but for the payloads of NaNs. **That, and every other property of a launch, has not been
+//! seen on a GPU yet**: what is tested is that they compile without spilling registers for sm_75, 80, 90 and 100, and
+//! the arithmetic of launches. Launching them comes with the CUDA device of zero-alloc.
+
+mod cache;
+mod entry;
+mod error;
+mod geometry;
+mod nvrtc;
+mod source;
+
+pub use cache::{Cached, Compile, KernelCache, Outcome};
+pub use entry::{accumulate_entry, adam_entry, adam_remainder_entry, adam_stochastic_entry, cast_entry, stats_entry};
+pub use error::CudaError;
+pub use geometry::{GROUP_ELEMS, Span, StatsPlan, THREADS};
+pub use nvrtc::{Compiled, Nvrtc};
+pub use source::{SOURCES, Source};
+
+/// A GPU architecture: `Arch(90)` is sm_90.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Arch(pub u32);
+
+impl std::fmt::Display for Arch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "sm_{}", self.0)
+    }
+}
