@@ -7,7 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use zero_alloc::Pool;
 use zero_alloc::device::{Device, DeviceError};
-use zero_alloc::host::HostDevice;
+use zero_alloc::host::{HostDevice, Timeline};
 use zero_comm::threads::{Options, World};
 use zero_comm::{Collective, Communicator};
 use zero_kernels::host::HostKernels;
@@ -39,13 +39,15 @@ pub fn run_on_threads(
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
     let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {
-        let device = HostDevice::new();
+        let timeline = Timeline::new();
+        let device = HostDevice::new().with_timeline(timeline.clone());
         let rank = Rank {
             kernels: Arc::new(HostKernels::new(threads)?),
             compute: device.create_stream(&format!("rank {index} compute"))?,
             comm_stream: device.create_stream(&format!("rank {index} comm"))?,
             pool: Pool::new(device, usize::MAX),
             comm,
+            timeline,
             layout: Arc::clone(&layout),
             passes: workload.passes(),
             settings: settings.clone(),

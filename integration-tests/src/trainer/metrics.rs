@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use zero_alloc::{Purpose, Report};
 use zero_comm::Traffic;
+use zero_comm::overlap::Overlap;
 
 /// One step on one rank; loss and norm are the same on all.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,6 +30,33 @@ pub struct StepMetrics {
     pub comm_bytes: CommBytes,
     /// Bytes that this rank held.
     pub memory: MemoryBytes,
+    /// Where the time went on this rank's streams.
+    pub overlap: OverlapMs,
+}
+
+/// Compute and communication of a step, in milliseconds, as the streams recorded them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct OverlapMs {
+    /// In which compute ran.
+    pub compute_ms: f64,
+    /// In which a collective ran, the wait for other ranks included.
+    pub comm_ms: f64,
+    /// In which a collective ran and no compute did.
+    pub exposed_comm_ms: f64,
+    /// 1 - (step - compute) / communication.
+    pub overlap_fraction: f64,
+}
+
+impl From<Overlap> for OverlapMs {
+    fn from(overlap: Overlap) -> Self {
+        let ms = |d: std::time::Duration| d.as_secs_f64() * 1e3;
+        Self {
+            compute_ms: ms(overlap.compute),
+            comm_ms: ms(overlap.comm),
+            exposed_comm_ms: ms(overlap.exposed),
+            overlap_fraction: overlap.fraction(),
+        }
+    }
 }
 
 /// Bytes sent, by collective.

@@ -10,6 +10,7 @@ mod launch;
 mod metrics;
 mod rank;
 mod run;
+mod saver;
 mod stage;
 mod stage1;
 mod stage2;
@@ -19,7 +20,7 @@ mod storage;
 mod whole_params;
 
 pub use launch::{SHARD_ALIGN_ELEMS, run_on_threads};
-pub use metrics::{CommBytes, MemoryBytes, StepMetrics};
+pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
 pub use rank::{Rank, Settings};
 pub use run::{RankSummary, RunOptions, Workload, run_rank};
 pub use stage::{Agreed, Say, Stage};

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use zero_alloc::Pool;
 use zero_alloc::device::{DType, Device, Stream};
+use zero_alloc::host::Timeline;
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
 use zero_optim::StepRules;
@@ -58,6 +59,8 @@ pub struct Rank<D: Device> {
     pub compute: D::Stream,
     /// Collectives run here, beside compute, ordered by events alone.
     pub comm_stream: D::Stream,
+    /// What ran when on the two streams.
+    pub timeline: Timeline,
     /// Who owns what.
     pub layout: Arc<Layout>,
     /// The passes of the model.

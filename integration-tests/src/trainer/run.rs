@@ -6,12 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use zero_alloc::Pool;
-use zero_alloc::device::Device;
-use zero_ckpt::{Reader, Store, StoreOptions};
+use zero_alloc::device::{Device, Stream};
+use zero_alloc::host::OpSpan;
+use zero_ckpt::Reader;
+use zero_comm::overlap::Overlap;
 use zero_shard::UnitSpec;
 
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
 use super::rank::{Rank, Settings};
+use super::saver::Saver;
 use super::stage::{self, Agreed, Say, Stage};
 use super::state::{self, TrainerState};
 use crate::data::BatchAt;
@@ -87,6 +90,16 @@ pub struct RankSummary {
     pub checkpoint: Option<PathBuf>,
     /// Backings that the pool took from the device up to the second step, and in all.
     pub backing_allocations: [u64; 2],
+    /// What ran when in the last step.
+    pub last_spans: Vec<OpSpan>,
+}
+
+/// What came of a step.
+struct Step {
+    metrics: StepMetrics,
+    /// A rank was asked to stop.
+    stop: bool,
+    spans: Vec<OpSpan>,
 }
 
 /// Trains on one rank; all ranks call it. `observe` is given each step's figures.
@@ -142,11 +155,8 @@ impl<D: Device> Runner<'_, D> {
                 0
             }
         };
-        let store = match &options.checkpoint {
-            Some((dir, _)) => {
-                let store_options = StoreOptions { keep_last: options.keep_last, ..StoreOptions::default() };
-                Some(Store::create(dir, rank.comm.rank() as u64, store_options)?)
-            }
+        let mut saver = match &options.checkpoint {
+            Some((dir, _)) => Some(Saver::new(rank, dir, options.keep_last)?),
             None => None,
         };
         rank.synchronize()?;
@@ -158,10 +168,12 @@ impl<D: Device> Runner<'_, D> {
             last: None,
             checkpoint: None,
             backing_allocations: [0; 2],
+            last_spans: Vec::new(),
         };
         let mut backings_after_two = None;
         while summary.step < options.steps && !summary.cancelled {
-            let (metrics, stop) = self.step(model, stage, summary.step)?;
+            let Step { metrics, stop, spans } = self.step(model, stage, saver.as_mut(), summary.step)?;
+            summary.last_spans = spans;
             observe(&metrics)?;
             summary.step = metrics.step;
             summary.last = Some(metrics);
@@ -169,32 +181,34 @@ impl<D: Device> Runner<'_, D> {
             if summary.step == resumed_at + 2 {
                 backings_after_two = Some(rank.pool.report().backing_allocations);
             }
-            if let (Some(store), Some((_, every))) = (&store, &options.checkpoint) {
+            if let (Some(saver), Some((_, every))) = (&mut saver, &options.checkpoint) {
                 let due = *every > 0 && summary.step.is_multiple_of(*every);
                 if due || summary.cancelled || summary.step == options.steps {
-                    summary.checkpoint = Some(self.save(stage, store, summary.step)?);
+                    self.save(stage, saver, summary.step)?;
                 }
             }
         }
-        // Nothing was left to do: what was loaded is saved elsewhere, cut for these ranks.
-        let elsewhere = |dir: &PathBuf| options.resume.as_ref() != Some(dir);
-        if let (Some(store), Some((dir, _)), None) = (&store, &options.checkpoint, &summary.last)
-            && elsewhere(dir)
-        {
-            summary.checkpoint = Some(self.save(stage, store, summary.step)?);
+        if let (Some(saver), Some((dir, _))) = (&mut saver, &options.checkpoint) {
+            // Nothing was left to do: what was loaded is saved elsewhere, cut for these ranks.
+            if summary.last.is_none() && options.resume.as_ref() != Some(dir) {
+                self.save(stage, saver, summary.step)?;
+            }
+            saver.complete(rank)?;
+            summary.checkpoint = saver.newest().map(PathBuf::from);
         }
         let backings = rank.pool.report().backing_allocations;
         summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
         Ok(summary)
     }
 
-    /// One step; `done` steps are done already. Also whether a rank was asked to stop.
+    /// One step; `done` steps are done already.
     fn step(
         &self,
         model: &mut dyn Model<D>,
         stage: &mut dyn Stage<D>,
+        mut saver: Option<&mut Saver>,
         done: u64,
-    ) -> Result<(StepMetrics, bool), TrainError> {
+    ) -> Result<Step, TrainError> {
         let Self { rank, workload, options } = *self;
         let Settings { grad_accum_steps, limit, .. } = rank.settings;
         let device = rank.pool.device();
@@ -223,10 +237,15 @@ impl<D: Device> Runner<'_, D> {
         }
         let mut loss = 0.0f64;
         device.download(&rank.compute, model.loss().erase(), bytemuck::bytes_of_mut(&mut loss), limit)?;
-        let say = Say { loss, stop: options.cancel.load(Ordering::Relaxed) };
-        let Agreed { outcome, stop } = stage.step(rank, say, scale)?;
+        let saved = saver.as_mut().is_some_and(|saver| saver.ready());
+        let say = Say { loss, stop: options.cancel.load(Ordering::Relaxed), saved };
+        let Agreed { outcome, stop, saved } = stage.step(rank, say, scale)?;
+        if let (true, Some(saver)) = (saved, saver) {
+            saver.complete(rank)?;
+        }
         rank.synchronize()?;
 
+        let spans = rank.timeline.take();
         let step_ms = started.elapsed().as_secs_f64() * 1e3;
         let micro_batches = rank.comm.world_size() * grad_accum_steps;
         let tokens = (tokens * micro_batches) as u64;
@@ -242,6 +261,7 @@ impl<D: Device> Runner<'_, D> {
             tokens_per_s: tokens as f64 / step_ms * 1e3,
             comm_bytes: CommBytes::from(rank.comm.traffic().since(sent)),
             memory: MemoryBytes::from(&rank.pool.report()),
+            overlap: Overlap::of(&spans, rank.comm_stream.name()).into(),
         };
         if let zero_optim::StepOutcome::Skipped { overflow, next_loss_scale, .. } = &outcome
             && rank.comm.rank() == 0
@@ -256,20 +276,16 @@ impl<D: Device> Runner<'_, D> {
                 next_loss_scale
             );
         }
-        Ok((metrics, stop))
+        Ok(Step { metrics, stop, spans })
     }
 
-    fn save(&self, stage: &mut dyn Stage<D>, store: &Store, step: u64) -> Result<PathBuf, TrainError> {
+    fn save(&self, stage: &mut dyn Stage<D>, saver: &mut Saver, step: u64) -> Result<(), TrainError> {
         let state = TrainerState {
             step,
             progress: stage.optimizer().progress(),
             seed: self.options.seed,
             data_fingerprint: self.workload.data_fingerprint(),
         };
-        let published = state::save(self.rank, stage, store, &state, &self.workload.model_config())?;
-        for notice in &published.notices {
-            tracing::warn!("checkpoint {}: {notice}", published.name);
-        }
-        Ok(store.path().join(published.name))
+        state::save(self.rank, stage, saver, &state, &self.workload.model_config())
     }
 }

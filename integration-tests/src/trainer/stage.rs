@@ -65,6 +65,8 @@ pub struct Say {
     pub loss: f64,
     /// It was asked to stop after this step.
     pub stop: bool,
+    /// Its file of the save under way is written.
+    pub saved: bool,
 }
 
 /// What all ranks know at the end of a step.
@@ -74,6 +76,8 @@ pub struct Agreed {
     pub outcome: StepOutcome,
     /// A rank was asked to stop.
     pub stop: bool,
+    /// All ranks' files of the save under way are written.
+    pub saved: bool,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -81,6 +85,7 @@ pub struct Agreed {
 struct Message {
     vote: Vote,
     stop: u64,
+    saved: u64,
 }
 
 /// The end of a step on every rank: statistics of the gradients that this rank votes for, an exchange of
@@ -95,13 +100,15 @@ pub(super) fn agree_and_update<D: Device>(
 ) -> Result<Agreed, TrainError> {
     let limit = rank.settings.limit;
     optimizer.enqueue_stats(&rank.compute, grads)?;
-    let message = Message { vote: optimizer.vote(&rank.compute, say.loss, limit)?, stop: u64::from(say.stop) };
+    let vote = optimizer.vote(&rank.compute, say.loss, limit)?;
+    let message = Message { vote, stop: u64::from(say.stop), saved: u64::from(say.saved) };
     let messages = exchange(rank, message)?;
     let votes: Vec<Vote> = messages.iter().map(|m| m.vote).collect();
     let ballot = Ballot { votes: &votes, backward_scale: scale, micro_batches: rank.settings.grad_accum_steps };
     let units: Vec<_> = params.iter().zip(grads).map(|(&param, &grad)| UnitSlices { grad, param }).collect();
     let outcome = optimizer.step(&rank.compute, &units, ballot, limit)?;
-    Ok(Agreed { outcome, stop: messages.iter().any(|m| m.stop != 0) })
+    let (stop, saved) = (messages.iter().any(|m| m.stop != 0), messages.iter().all(|m| m.saved != 0));
+    Ok(Agreed { outcome, stop, saved })
 }
 
 /// Every rank's `message`, in rank order.

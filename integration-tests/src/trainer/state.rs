@@ -8,12 +8,13 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType, Device};
-use zero_ckpt::{Published, Reader, SaveMeta, ShardData, Store, frame_bytes};
+use zero_ckpt::{Reader, SaveMeta};
 use zero_optim::{Progress, StateKind};
 use zero_shard::UnitLayout;
 
 use super::rank::Rank;
-use super::stage::{Stage, exchange_bytes};
+use super::saver::Saver;
+use super::stage::Stage;
 use crate::error::TrainError;
 
 /// Sets the weights from `source`, which fills a range of a parameter, and makes them ready for the first
@@ -58,29 +59,19 @@ pub(super) fn restore<D: Device>(
     Ok(state)
 }
 
-/// Saves a checkpoint together with all ranks.
+/// Begins a save of everything, together with all ranks.
 pub(super) fn save<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
-    store: &Store,
+    saver: &mut Saver,
     state: &TrainerState,
     model_config: &serde_json::Value,
-) -> Result<Published, TrainError> {
-    let mut storages = Vec::new();
+) -> Result<(), TrainError> {
+    let votes: Vec<_> = stage.optimizer().segments().iter().map(|s| s.vote.clone()).collect();
+    let mut own = Vec::new();
     for kind in StateKind::ALL {
-        let mut storage = Vec::with_capacity(rank.layout.shard_elems() as usize);
-        for (unit, held) in held(stage, kind)?.into_iter().enumerate() {
-            let own = held.slice(stage.optimizer().segments()[unit].vote.clone());
-            let start = storage.len();
-            storage.resize(start + own.len(), 0.0f32);
-            let bytes = bytemuck::cast_slice_mut(&mut storage[start..]);
-            rank.pool.device().download(&rank.compute, own, bytes, rank.settings.limit)?;
-        }
-        storages.push((kind, storage));
-    }
-    let mut shard = ShardData::new(&rank.layout, rank.comm.rank() as u64)?;
-    for (kind, storage) in &storages {
-        shard.storage_f32(kind.name(), storage)?;
+        let shards = held(stage, kind)?.into_iter().zip(&votes).map(|(held, vote)| held.slice(vote.clone()));
+        own.push((kind.name(), shards.collect::<Vec<_>>()));
     }
     let meta = SaveMeta {
         step: state.step,
@@ -89,10 +80,13 @@ pub(super) fn save<D: Device>(
         trainer: serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?,
         model_config: model_config.clone(),
     };
-    let frame = frame_bytes(&rank.layout);
-    Ok(store.save(&meta, &shard, |bytes| {
-        exchange_bytes(rank, bytes).map(|all| all.chunks_exact(frame).map(<[u8]>::to_vec).collect())
-    })?)
+    saver.begin(rank, meta, |slot| {
+        let shards = own.iter().find(|(name, _)| *name == slot.state.name);
+        let (_, shards) = shards.ok_or_else(|| TrainError::State(format!("no state {}", slot.state.name)))?;
+        let range = slot.in_shard.start as usize..slot.in_shard.end as usize;
+        let (shard, limit) = (shards[slot.unit].slice(range), rank.settings.limit);
+        Ok(rank.pool.device().download(&rank.compute, shard, slot.bytes, limit)?)
+    })
 }
 
 /// What a checkpoint keeps of a run besides its tensors.

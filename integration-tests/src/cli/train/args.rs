@@ -74,7 +74,7 @@ pub struct TrainArgs {
     /// Write one JSON object a step
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
-    /// Write the final table, the figures as JSON and the loss curve here
+    /// Write the final table, all figures as JSON, the loss curve and a timeline of rank 0's last step here
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
     /// Where the optimizer state lives: none (the device), cpu or nvme:DIR

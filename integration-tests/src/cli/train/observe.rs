@@ -72,9 +72,14 @@ impl Observer {
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": self.seen,
         });
+        let trace = zero_comm::overlap::chrome_trace(ranks.first().map_or(&[], |r| r.last_spans.as_slice()));
         let curve = curve::svg(&self.seen, plan.workload.data.unigram_loss())?;
-        let files =
-            [("summary.txt", table.to_owned()), ("summary.json", format!("{summary:#}\n")), ("loss.svg", curve)];
+        let files = [
+            ("summary.txt", table.to_owned()),
+            ("summary.json", format!("{summary:#}\n")),
+            ("loss.svg", curve),
+            ("trace.json", trace),
+        ];
         for (name, text) in files {
             let path = dir.join(name);
             fs::write(&path, text).map_err(|e| CliError::Failure(format!("writing {}: {e}", path.display())))?;
