@@ -1,4 +1,4 @@
-//! Running all ranks as threads of this process, each with its streams and pool on the host.
+//! Running ranks on the host: all as threads of this process, or one, the others being other processes.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -39,19 +39,7 @@ pub fn run_on_threads(
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
     let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {
-        let timeline = Timeline::new();
-        let device = HostDevice::new().with_timeline(timeline.clone());
-        let rank = Rank {
-            kernels: Arc::new(HostKernels::new(threads)?),
-            compute: device.create_stream(&format!("rank {index} compute"))?,
-            comm_stream: device.create_stream(&format!("rank {index} comm"))?,
-            pool: Pool::new(device, usize::MAX),
-            comm,
-            timeline,
-            layout: Arc::clone(&layout),
-            passes: workload.passes(),
-            settings: settings.clone(),
-        };
+        let rank = host_rank(comm, threads, settings, workload, Arc::clone(&layout))?;
         let mut observe_rank = |metrics: &StepMetrics| if index == 0 { observe.lock()(metrics) } else { Ok(()) };
         run_rank(&rank, workload, options, &mut observe_rank)
     };
@@ -84,6 +72,56 @@ pub fn run_on_threads(
         Some(f) => Err(TrainError::Rank { rank: f.rank, message: f.message.clone() }),
         None => Ok(summaries.into_iter().flatten().collect()),
     }
+}
+
+/// Trains as one rank of `comm`, whose other ranks are other processes. `observe` is given this rank's figures.
+///
+/// # Errors
+/// Anything that went wrong on this rank, or what another rank's failure looks like from here.
+pub fn run_as_rank(
+    comm: Arc<dyn Communicator<HostDevice>>,
+    threads: usize,
+    settings: &Settings,
+    workload: &dyn Workload<HostDevice>,
+    options: &RunOptions,
+    observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
+) -> Result<RankSummary, TrainError> {
+    let (index, world_size) = (comm.rank(), comm.world_size() as u64);
+    let layout = Arc::new(Layout::new(&workload.units(), world_size, SHARD_ALIGN_ELEMS)?);
+    let ended = catch_unwind(AssertUnwindSafe(|| {
+        let rank = host_rank(Arc::clone(&comm), threads, settings, workload, layout)?;
+        run_rank(&rank, workload, options, observe)
+    }));
+    let error = match ended {
+        Ok(Ok(summary)) => return Ok(summary),
+        Ok(Err(error)) => error.to_string(),
+        Err(panic) => format!("panicked: {}", panic_message(&*panic)),
+    };
+    comm.abort(&error);
+    Err(TrainError::Rank { rank: index, message: error })
+}
+
+/// A rank on the host, with streams and a pool of its own.
+fn host_rank(
+    comm: Arc<dyn Communicator<HostDevice>>,
+    threads: usize,
+    settings: &Settings,
+    workload: &dyn Workload<HostDevice>,
+    layout: Arc<Layout>,
+) -> Result<Rank<HostDevice>, TrainError> {
+    let (index, timeline) = (comm.rank(), Timeline::new());
+    let device = HostDevice::new().with_timeline(timeline.clone());
+    Ok(Rank {
+        kernels: Arc::new(HostKernels::new(threads)?),
+        compute: device.create_stream(&format!("rank {index} compute"))?,
+        comm_stream: device.create_stream(&format!("rank {index} comm"))?,
+        pool: Pool::new(device, usize::MAX),
+        comm,
+        timeline,
+        layout,
+        passes: workload.passes(),
+        settings: settings.clone(),
+    })
 }
 
 /// How a rank ended.

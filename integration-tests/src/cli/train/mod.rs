@@ -2,6 +2,7 @@
 
 mod args;
 mod curve;
+mod mpi;
 mod observe;
 mod plan;
 mod summary;
@@ -13,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::CliError;
 use crate::error::TrainError;
-use crate::trainer::run_on_threads;
+use crate::trainer::{RankSummary, run_on_threads};
 use observe::Observer;
 use plan::Plan;
 
@@ -22,7 +23,10 @@ use plan::Plan;
 /// # Errors
 /// Wrong use, found before anything is started; or the failure that ended the run.
 pub fn run(args: &TrainArgs) -> Result<(), CliError> {
-    let mut plan = Plan::new(args)?;
+    if mpi::asked_for(args)? {
+        return mpi::run(args);
+    }
+    let mut plan = Plan::new(args, args.ranks.unwrap_or(4))?;
     plan.options.cancel = cancelled_by_signals()?;
     print!("{}", summary::opening(&plan));
     let mut observer = Observer::new(&plan)?;
@@ -35,13 +39,21 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         &mut |metrics| observer.step(metrics),
     );
     observer.finish();
-    let summaries = summaries.map_err(|e| match e {
+    close(&plan, &observer, &summaries.map_err(failure)?)
+}
+
+/// The figures, printed and reported.
+fn close(plan: &Plan, observer: &Observer, summaries: &[RankSummary]) -> Result<(), CliError> {
+    let closing = summary::closing(plan, summaries, &observer.seen);
+    print!("{closing}");
+    observer.write_report(plan, summaries, &closing)
+}
+
+fn failure(error: TrainError) -> CliError {
+    match error {
         TrainError::Usage(message) => CliError::Usage(message),
         other => CliError::failure(other),
-    })?;
-    let closing = summary::closing(&plan, &summaries, &observer.seen);
-    print!("{closing}");
-    observer.write_report(&plan, &summaries, &closing)
+    }
 }
 
 /// Set by the first SIGINT or SIGTERM: the run ends after the step under way. The second ends the process.

@@ -41,13 +41,13 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(args: &TrainArgs) -> Result<Self, CliError> {
+    /// The run of `ranks` ranks that `args` ask for.
+    pub(super) fn new(args: &TrainArgs, ranks: usize) -> Result<Self, CliError> {
         check_support(args)?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let file = file.as_ref();
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
 
-        let ranks = args.ranks.unwrap_or(4);
         if ranks == 0 || ranks > 1024 {
             return Err(CliError::Usage(format!("--ranks {ranks}: there must be at least 1 rank, and 1024 at most")));
         }
@@ -116,7 +116,6 @@ fn check_support(args: &TrainArgs) -> Result<(), CliError> {
     match (args.device, args.comm, args.offload.as_str()) {
         (DeviceChoice::Cuda, ..) => refuse("--device cuda"),
         (_, CommChoice::Nccl, _) => refuse("--comm nccl"),
-        (_, CommChoice::Mpi, _) => refuse("--comm mpi"),
         (_, _, "none" | "cpu") => Ok(()), // on the host, the device's memory is the host's
         (_, _, other) if other.starts_with("nvme:") => refuse("--offload nvme"),
         (_, _, other) => Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR"))),

@@ -84,7 +84,9 @@ fn memory_table(out: &mut String, plan: &Plan, ranks: &[RankSummary]) {
         if least == most { bytes(most) } else { format!("{} to {}", bytes(least), bytes(most)) }
     };
     let n = plan.ranks;
-    let _ = writeln!(out, "\nheld by each of {n} ranks      measured      formula (padding included)");
+    let who = if held.len() == n { format!("each of {n} ranks") } else { "rank 0".to_owned() };
+    let _ =
+        writeln!(out, "\n{:<26} {:>12} {:>12} (padding included)", format!("held by {who}"), "measured", "formula");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
     let rows: [(&str, Field<'_>, Option<u64>); 7] = [
         ("parameters", &|m| m.params_bytes, Some(formula.params_bytes)),
@@ -110,7 +112,7 @@ fn traffic_table(out: &mut String, plan: &Plan, sent: &CommBytes) {
     let accum = settings.grad_accum_steps as u64;
     let Ok(formula) = plan.layout.step_traffic(settings.stage, &settings.widths(), accum) else { return };
     let most = if settings.stage.shards_params() { "formula (at most)" } else { "formula" };
-    let _ = writeln!(out, "\nsent by a rank in a step       measured      {most}");
+    let _ = writeln!(out, "\n{:<26} {:>12} {most:>12}", "sent by a rank in a step", "measured");
     let rows = [
         ("reduce-scatter", sent.reduce_scatter, formula.reduce_scatter_bytes),
         ("all-gather", sent.all_gather, formula.all_gather_bytes),

@@ -1,0 +1,106 @@
+//! `zero train` over `mpirun`, as real processes: the losses of a run over threads, bit for bit, and clean failures.
+//!
+//! `cargo test -p integration-tests --features mpi --test mpi`; without `mpirun` it says so and passes.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn data(name: &str) -> String {
+    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny");
+    dir.join(name).display().to_string()
+}
+
+fn has_mpirun() -> bool {
+    let found = Command::new("mpirun").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
+    if !found {
+        eprintln!("SKIPPED: no mpirun here (Debian: openmpi-bin)");
+    }
+    found
+}
+
+fn train(ranks: usize, more: &[&str]) -> Vec<String> {
+    let mut args: Vec<String> =
+        ["train", "--seq-len", "32", "--micro-batch", "1", "--clip", "1"].map(String::from).to_vec();
+    args.extend(["--model".into(), data("model"), "--data".into(), data("tokens.u16.bin")]);
+    args.extend(["--ranks".into(), ranks.to_string()]);
+    args.extend(more.iter().map(|s| (*s).to_owned()));
+    args
+}
+
+fn mpirun(ranks: usize) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
+    command.arg(env!("CARGO_BIN_EXE_zero"));
+    command
+}
+
+fn losses(file: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(file).unwrap();
+    let values = text.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+    values.map(|v| format!("{} {}", v["loss"], v["grad_norm"])).collect()
+}
+
+fn succeeds(output: &Output) {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn the_losses_are_those_of_threads() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for ranks in [2, 4] {
+        for stage in ["0", "1", "2", "3"] {
+            for dtype in ["fp32", "bf16"] {
+                let files = ["threads", "mpi"].map(|name| dir.path().join(format!("{name}-{ranks}-{stage}-{dtype}")));
+                let paths = files.each_ref().map(|f| f.display().to_string());
+                let flags = |path: &str| -> Vec<String> {
+                    train(
+                        ranks,
+                        &["--steps", "4", "--grad-accum", "2", "--stage", stage, "--dtype", dtype, "--metrics", path],
+                    )
+                };
+                succeeds(&Command::new(env!("CARGO_BIN_EXE_zero")).args(flags(&paths[0])).output().unwrap());
+                succeeds(&mpirun(ranks).args(flags(&paths[1])).output().unwrap());
+                assert_eq!(losses(&files[0]), losses(&files[1]), "{ranks} ranks, stage {stage}, {dtype}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_ends_the_run() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let metrics = dir.path().join("metrics");
+    let path = metrics.display().to_string();
+    let args = train(3, &["--steps", "1000000", "--time-limit", "20", "--metrics", &path]);
+    let mut run = mpirun(3).args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while std::fs::read_to_string(&metrics).map_or(0, |t| t.lines().count()) < 2 {
+        assert!(Instant::now() < deadline, "the run has not started");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let ranks = Command::new("pgrep").args(["-P", &run.id().to_string()]).output().unwrap();
+    let ranks = String::from_utf8(ranks.stdout).unwrap();
+    let victim = ranks.lines().last().expect("mpirun has children");
+    assert!(Command::new("kill").args(["-9", victim]).status().unwrap().success());
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let status = loop {
+        if let Some(status) = run.try_wait().unwrap() {
+            break status;
+        }
+        assert!(Instant::now() < deadline, "the run goes on without a rank");
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    assert!(!status.success());
+    let alive = |rank: &&str| Path::new(&format!("/proc/{rank}/exe")).read_link().is_ok();
+    while let Some(rank) = ranks.lines().find(alive) {
+        assert!(Instant::now() < deadline, "process {rank} is left");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
