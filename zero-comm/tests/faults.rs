@@ -1,0 +1,255 @@
+//! Every way in which a rank can fail, at every collective: all ranks end, with the same cause, in time.
+//! (`tests/mpi.rs` does the same with real processes.)
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Comm, LIMIT, Random, Streams, on_ranks, view};
+use zero_alloc::device::{AnySlice, DeviceError, Stream};
+use zero_comm::threads::Options;
+use zero_comm::{Collective, CommError, ReduceOp};
+
+const RANKS: usize = 3;
+const ALL: [Collective; 6] = [
+    Collective::ReduceScatter,
+    Collective::AllGather,
+    Collective::AllReduce,
+    Collective::Broadcast,
+    Collective::AllToAll,
+    Collective::Barrier,
+];
+
+/// What rank 1 does instead of its part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    /// Its thread ends: the communicator is dropped.
+    Dies,
+    /// Its thread ends while the others wait within the collective.
+    DiesMeanwhile,
+    /// It does nothing, for longer than the limit.
+    Stalls,
+    /// An earlier operation of its stream fails.
+    Poisoned,
+    /// An earlier operation of its stream panics.
+    Panics,
+    /// Its stream is closed.
+    Closed,
+    /// It aborts.
+    Aborts,
+    /// It calls another collective.
+    Kind,
+    /// It passes other counts.
+    Count,
+    /// It passes elements of another type.
+    DType,
+    /// It calls two collectives in the other order.
+    Order,
+}
+
+const FAULTS: [Fault; 11] = [
+    Fault::Dies,
+    Fault::DiesMeanwhile,
+    Fault::Stalls,
+    Fault::Poisoned,
+    Fault::Panics,
+    Fault::Closed,
+    Fault::Aborts,
+    Fault::Kind,
+    Fault::Count,
+    Fault::DType,
+    Fault::Order,
+];
+
+/// Calls `collective` on `len` elements of `send` and `recv`, per rank.
+fn call(
+    comm: &Comm,
+    s: &Streams,
+    which: Collective,
+    send: AnySlice,
+    recv: AnySlice,
+    len: usize,
+) -> Result<(), CommError> {
+    let (n, stream) = (comm.world_size(), &s.comm);
+    match which {
+        Collective::ReduceScatter => {
+            comm.reduce_scatter(stream, send.slice(0..len * n), recv.slice(0..len), ReduceOp::Sum)
+        }
+        Collective::AllGather => comm.all_gather(stream, send.slice(0..len), recv.slice(0..len * n)),
+        Collective::AllReduce => comm.all_reduce(stream, send.slice(0..len), recv.slice(0..len), ReduceOp::Sum),
+        Collective::Broadcast => comm.broadcast(stream, send.slice(0..len), 0),
+        Collective::AllToAll => comm.all_to_all(stream, send.slice(0..len * n), recv.slice(0..len * n)),
+        Collective::Barrier => comm.barrier(stream),
+    }
+}
+
+/// What rank 1 does; whether it stays to see the end.
+fn misbehave(fault: Fault, comm: &Comm, s: &Streams, which: Collective, buffers: [AnySlice; 4]) -> bool {
+    let [send, recv, send_bytes, recv_bytes] = buffers;
+    let other = if which == Collective::Barrier { Collective::AllGather } else { Collective::Barrier };
+    let error = || Err(DeviceError::Closed { stream: "on purpose".to_owned() });
+    match fault {
+        Fault::Dies => return false,
+        Fault::DiesMeanwhile => {
+            std::thread::sleep(Duration::from_millis(5));
+            return false;
+        }
+        Fault::Stalls => {
+            while comm.failure().is_none() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            return true;
+        }
+        Fault::Poisoned => s.comm.enqueue("bad", error).unwrap(),
+        Fault::Panics => s.comm.enqueue("bad", || panic!("on purpose")).unwrap(),
+        Fault::Closed => {
+            s.comm.close();
+            assert!(call(comm, s, which, send, recv, 8).is_err());
+            return true;
+        }
+        Fault::Aborts => comm.abort("on purpose"),
+        Fault::Kind | Fault::Order => call(comm, s, other, send, recv, 8).unwrap(),
+        Fault::Count => return call(comm, s, which, send, recv, 7).is_ok(),
+        Fault::DType => return call(comm, s, which, send_bytes, recv_bytes, 8).is_ok(),
+    }
+    call(comm, s, which, send, recv, 8).unwrap();
+    true
+}
+
+fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
+    let limit = if fault == Fault::Stalls { Duration::from_secs(1) } else { LIMIT };
+    on_ranks(RANKS, Options { limit }, |comm, s| {
+        let (mut send, mut recv) = (vec![1f32; 32], vec![1f32; 32]);
+        let (mut send_bytes, mut recv_bytes) = (vec![1u8; 32], vec![1u8; 32]);
+        let buffers = [view(&mut send), view(&mut recv), view(&mut send_bytes), view(&mut recv_bytes)];
+        // One that works, so that the failing one is number 1.
+        comm.barrier(&s.comm).unwrap();
+        s.comm.synchronize(LIMIT).unwrap();
+        if comm.rank() == 1 {
+            if !misbehave(fault, &comm, s, which, buffers) {
+                return None;
+            }
+        } else {
+            call(&comm, s, which, buffers[0], buffers[1], 8).unwrap();
+            if fault == Fault::Order {
+                let other = if which == Collective::Barrier { Collective::AllGather } else { Collective::Barrier };
+                // The world may have ended already, which closes nothing.
+                call(&comm, s, other, buffers[0], buffers[1], 8).unwrap();
+            }
+        }
+        if fault != Fault::Stalls || comm.rank() != 1 {
+            let ended = s.comm.synchronize(LIMIT);
+            assert!(ended.is_err() || fault == Fault::Closed && comm.rank() == 1, "{fault:?} at {which:?}");
+        }
+        comm.failure()
+    })
+}
+
+#[test]
+fn every_fault_at_every_collective_ends_all_ranks_with_its_cause() {
+    for which in ALL {
+        for fault in FAULTS {
+            if which == Collective::Barrier && matches!(fault, Fault::Count | Fault::DType) {
+                // A barrier has neither.
+                continue;
+            }
+            let seen = outcomes(fault, which);
+            let first = seen[0].clone().unwrap_or_else(|| panic!("{fault:?} at {which:?}: rank 0 saw nothing"));
+            for (rank, seen) in seen.iter().enumerate() {
+                let gone = rank == 1 && matches!(fault, Fault::Dies | Fault::DiesMeanwhile);
+                assert!(gone || seen.as_ref() == Some(&first), "{fault:?} at {which:?}: rank {rank}: {seen:?}");
+            }
+            let right = match (&first, fault) {
+                (CommError::Left { sequence: 1, rank: 1, done: 1, .. }, Fault::Dies | Fault::DiesMeanwhile)
+                | (CommError::Stalled { sequence: 1, rank: 1, done: 1, .. }, Fault::Stalls)
+                | (
+                    CommError::Skipped { sequence: 1, rank: 1, .. },
+                    Fault::Poisoned | Fault::Panics | Fault::Closed,
+                )
+                | (CommError::Aborted { rank: 1, .. }, Fault::Aborts) => true,
+                (
+                    CommError::Mismatch { sequence: 1, rank, other_rank, call, other_call },
+                    Fault::Kind | Fault::Count | Fault::DType | Fault::Order,
+                ) => (*rank == 1) != (*other_rank == 1) && call != other_call,
+                _ => false,
+            };
+            assert!(right, "{fault:?} at {which:?}: {first:?}");
+            let message = first.to_string();
+            assert!(message.contains("rank 1") && !message.contains('\n'), "{message}");
+            assert!(fault == Fault::Aborts || message.contains("collective 1"), "{message}");
+        }
+    }
+}
+
+/// Buffers are freed as soon as a rank sees the error: nobody may still work in them (run it under a sanitizer).
+#[test]
+fn no_rank_leaves_while_a_peer_works_in_its_buffers() {
+    for seed in 0..if cfg!(miri) { 3 } else { 60 } {
+        on_ranks(RANKS, Options::default(), |comm, s| {
+            let mut random = Random::new(seed * 10 + comm.rank() as u64);
+            for _ in 0..20 {
+                let mut values = vec![1f32; if cfg!(miri) { 300 } else { 100_000 }];
+                let buffer = view(&mut values);
+                comm.all_reduce(&s.comm, buffer, buffer, ReduceOp::Max).unwrap();
+                if comm.rank() == 1 && random.below(8) == 0 {
+                    std::thread::sleep(Duration::from_micros(random.below(100)));
+                    comm.abort("on purpose");
+                }
+                if s.comm.synchronize(LIMIT).is_err() {
+                    values.fill(2.0);
+                    drop(values);
+                    return;
+                }
+                assert!(values.iter().all(|&v| v == 1.0));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_split_that_a_rank_does_not_come_to_ends_all() {
+    for how in ["leaves", "aborts", "stalls"] {
+        let limit = if how == "stalls" { Duration::from_secs(1) } else { LIMIT };
+        let seen = on_ranks(RANKS, Options { limit }, |comm, _| {
+            match (comm.rank(), how) {
+                (1, "leaves") => return None,
+                (1, "aborts") => comm.abort("on purpose"),
+                (1, _) => {
+                    while comm.failure().is_none() {
+                        std::thread::sleep(Duration::from_millis(5));
+                    }
+                }
+                _ => assert!(comm.split(Some(0), 0).is_err()),
+            }
+            comm.failure()
+        });
+        for (rank, seen) in seen.iter().enumerate() {
+            match seen {
+                Some(CommError::Aborted { rank: 1, .. }) if how == "aborts" => {}
+                Some(CommError::Peer { rank: 1, .. }) if how != "aborts" => {}
+                None if rank == 1 && how == "leaves" => {}
+                _ => panic!("{how}: rank {rank}: {seen:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_failure_reaches_the_worlds_that_were_split_off() {
+    on_ranks(RANKS, Options::default(), |comm, s| {
+        let child = comm.split(Some((comm.rank() / 2) as u64), 0).unwrap().unwrap();
+        if comm.rank() == 2 {
+            comm.abort("on purpose");
+            return;
+        }
+        if comm.rank() == 0 {
+            // Its peer never comes.
+            child.barrier(&s.comm).unwrap();
+            s.comm.synchronize(LIMIT).unwrap_err();
+        }
+        while child.failure().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(matches!(child.failure(), Some(CommError::Aborted { rank: 2, .. })));
+    });
+}
