@@ -15,6 +15,7 @@ use crate::{Layout, ShardError, UnitLayout};
 
 /// One bucket's worth of a unit: the same range of every rank's shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct BucketPiece {
     /// Range within the shard of each rank.
     pub in_shard: Range<u64>,

@@ -185,6 +185,7 @@ impl UnitLayout {
 
 /// Which parameter: the unit, and the parameter within the unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ParamId {
     /// Position of the unit in [`Layout::units`].
     pub unit: usize,
@@ -192,8 +193,39 @@ pub struct ParamId {
     pub param: usize,
 }
 
-/// The layout of a model over `world_size` ranks.
+/// What a layout is made from, and is made from again.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct LayoutSpec {
+    /// The units, in forward order.
+    pub units: Vec<UnitSpec>,
+    /// How many ranks share the model.
+    pub world_size: u64,
+    /// Alignments and ties.
+    pub options: LayoutOptions,
+}
+
+impl TryFrom<LayoutSpec> for Layout {
+    type Error = ShardError;
+
+    fn try_from(spec: LayoutSpec) -> Result<Self, ShardError> {
+        Self::with_options(&spec.units, spec.world_size, spec.options)
+    }
+}
+
+impl From<Layout> for LayoutSpec {
+    fn from(layout: Layout) -> Self {
+        let param = |p: ParamPlacement| ParamSpec { name: p.name, shape: p.shape };
+        let unit = |u: UnitLayout| UnitSpec { name: u.name, params: u.params.into_iter().map(param).collect() };
+        let units = layout.units.into_iter().map(unit).collect();
+        Self { units, world_size: layout.world_size, options: layout.options }
+    }
+}
+
+/// The layout of a model over `world_size` ranks. It is read and written as its [`LayoutSpec`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(try_from = "LayoutSpec", into = "LayoutSpec"))]
 pub struct Layout {
     pub(crate) units: Vec<UnitLayout>,
     pub(crate) world_size: u64,

@@ -46,7 +46,7 @@ pub use align::align_elems_for;
 pub use bucket::{BucketPiece, bucket_pieces};
 pub use error::ShardError;
 pub use footprint::{Footprint, MemoryModel, Placement, Tier, TierBytes, largest};
-pub use layout::{Layout, LayoutOptions, ParamId, ParamPlacement, ParamSpec, Tie, UnitLayout, UnitSpec};
+pub use layout::{Layout, LayoutOptions, LayoutSpec, ParamId, ParamPlacement, ParamSpec, Tie, UnitLayout, UnitSpec};
 pub use lookup::{ElemLocation, ParamPiece, ShardPiece, StoredPiece};
 pub use memory::StateBytes;
 pub use persist::{PersistentSplit, split_persistent};

@@ -13,6 +13,7 @@ use crate::{Layout, ParamId, ParamPlacement, ShardError, UnitLayout};
 
 /// A part of a unit that one rank owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ShardPiece {
     /// The rank that owns it.
     pub rank: u64,
@@ -24,6 +25,7 @@ pub struct ShardPiece {
 
 /// A part of a unit that belongs to one parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ParamPiece {
     /// Position of the parameter in [`UnitLayout::params`].
     pub param: usize,
@@ -35,6 +37,7 @@ pub struct ParamPiece {
 
 /// A part of a rank's shard storage that belongs to one parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct StoredPiece {
     /// The rank whose storage it is.
     pub rank: u64,
@@ -48,6 +51,7 @@ pub struct StoredPiece {
 
 /// Where one element lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ElemLocation {
     /// The parameter it belongs to.
     pub id: ParamId,

@@ -8,6 +8,7 @@ use crate::{ShardError, UnitSpec};
 
 /// Units, of which one may be persistent.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct PersistentSplit {
     /// The units: the given ones without their persistent parameters, in order, and after them the
     /// persistent unit, if there is one.

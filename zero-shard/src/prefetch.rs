@@ -35,6 +35,7 @@ impl PrefetchLimits {
 
 /// A step of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Action {
     /// Begin to gather this unit; from here its elements are live.
     Gather(usize),
@@ -46,6 +47,7 @@ pub enum Action {
 
 /// The actions for a sequence of uses, and their totals.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct PrefetchPlan {
     /// What to do, in this order.
     pub actions: Vec<Action>,

@@ -16,6 +16,7 @@ use crate::{Layout, ParamId, ShardError, StoredPiece};
 
 /// A contiguous copy. Places are ranks, files, whatever the caller numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Move {
     /// Where the elements come from.
     pub from: u64,
@@ -52,6 +53,7 @@ fn push(moves: &mut Vec<Move>, next: Move) {
 
 /// A run of elements, and where it lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Extent {
     /// The elements, in the global numbering of the target's layout.
     pub elems: Range<u64>,

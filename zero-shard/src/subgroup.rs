@@ -10,6 +10,7 @@ use crate::{Layout, ParamId, ParamPlacement, ShardError};
 
 /// A part of a rank's shard storage that belongs to one unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct UnitPiece {
     /// Position of the unit in [`Layout::units`].
     pub unit: usize,
@@ -21,6 +22,7 @@ pub struct UnitPiece {
 
 /// A run of a rank's shard storage whose parameters are all of one group.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GroupRun {
     /// The group.
     pub group: usize,
@@ -31,6 +33,7 @@ pub struct GroupRun {
 /// Which parameters are stepped alike: weight decay or not, a learning rate of their own. Groups overlay the
 /// layout and do not change it, so every group is spread over the ranks as the units are.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ParamGroups {
     /// The group of each parameter, by unit.
     groups: Vec<Vec<usize>>,

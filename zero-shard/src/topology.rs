@@ -74,6 +74,7 @@ impl Grid {
 
 /// How a model is sharded over a [`Grid`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Sharding {
     /// Over all ranks.
     Flat,
@@ -85,6 +86,7 @@ pub enum Sharding {
 
 /// How a collective over all ranks crosses the groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Routing {
     /// One ring through all ranks, group by group: (N-1)/N of the buffer leaves each group.
     Ring,
@@ -228,14 +230,15 @@ impl GridLayout {
 
 impl Layout {
     /// The same whole storage cut into `parts` shards instead, each of which is that of `world_size / parts`
-    /// neighbouring ranks end to end.
+    /// neighbouring ranks end to end; the alignment grows by as much.
     ///
     /// # Errors
-    /// `parts` does not divide the ranks.
+    /// `parts` does not divide the ranks, or the alignment does not fit 64 bits.
     pub fn regroup(&self, parts: u64) -> Result<Self, ShardError> {
         let ranks_each = Grid::new(self.world_size, parts)?.groups();
         let mut layout = self.clone();
         layout.world_size = parts;
+        layout.options.shard_align_elems = product("an alignment", &[self.align_elems(), ranks_each])?;
         layout.shard_elems *= ranks_each;
         for unit in &mut layout.units {
             unit.shard_elems *= ranks_each;

@@ -5,7 +5,7 @@ mod support;
 
 use proptest::prelude::*;
 use support::{cases, huge_layout, huge_units, laid_out, small_layout};
-use zero_shard::{Layout, LayoutOptions, ParamId, ParamSpec, ShardError, Tie, UnitSpec};
+use zero_shard::{Layout, LayoutOptions, LayoutSpec, ParamId, ParamSpec, ShardError, Tie, UnitSpec};
 
 /// The flat parameter of a unit, element by element: the global index, or padding.
 fn plain_flat(layout: &Layout, unit: usize) -> Vec<Option<u64>> {
@@ -127,6 +127,10 @@ proptest! {
         let (mut whole, mut shard) = (0, 0);
         for unit in layout.units() {
             prop_assert_eq!(unit.shard_elems % align, 0);
+            for rank in [0, ranks / 2, ranks - 1] {
+                let shard = unit.shard(rank);
+                prop_assert_eq!(shard.end - shard.start, unit.shard_elems);
+            }
             prop_assert_eq!(unit.padded_elems, unit.shard_elems * ranks);
             prop_assert!(unit.padded_elems >= unit.numel_elems);
             prop_assert!(unit.shard_elems < unit.numel_elems.div_ceil(ranks) + align);
@@ -137,6 +141,12 @@ proptest! {
             prop_assert!(unit.shard(ranks).is_empty() && unit.shard(u64::MAX).is_empty());
         }
         prop_assert_eq!((layout.padded_elems(), layout.shard_elems()), (whole, shard));
+    }
+
+    /// A layout is made again from what it was made from.
+    #[test]
+    fn a_layout_is_its_specification(layout in small_layout()) {
+        prop_assert_eq!(Layout::try_from(LayoutSpec::from(layout.clone())), Ok(layout));
     }
 
     /// At 10^13 elements over 65,536 ranks the maps are still inverse.

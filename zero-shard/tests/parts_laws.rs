@@ -98,6 +98,8 @@ proptest! {
         let layout = laid_out(&units, groups * group_size, align, 2);
         let again = layout.regroup(group_size).unwrap();
         prop_assert_eq!((again.world_size(), again.padded_elems()), (group_size, layout.padded_elems()));
+        // It is what the longer alignment alone would give: ceil(ceil(n / P) / ka) = ceil(n / Na).
+        prop_assert_eq!(&again, &laid_out(&units, group_size, align * groups, 2));
         for (one, two) in layout.units().iter().zip(again.units()) {
             prop_assert_eq!(one.whole_range(), two.whole_range());
             for position in 0..group_size {
@@ -198,6 +200,8 @@ fn each_wrong_part_has_its_error() {
     let units = [UnitSpec::new("u", [ParamSpec::new("p", [5])])];
     let layout = Layout::new(&units, 6, 1).unwrap();
     assert_eq!(layout.regroup(4).err(), Some(ShardError::NotDivisible { world_size: 6, group_size: 4 }));
+    let far = Layout::new(&[], 4, u64::MAX).unwrap();
+    assert_eq!(far.regroup(2).err(), Some(ShardError::TooLarge { what: "an alignment".into() }));
     assert_eq!(split_persistent(&units, "u", 1, 1).err(), Some(ShardError::DuplicateName { name: "u".into() }));
     let outside = layout.units_in(0..2).err();
     assert_eq!(outside, Some(ShardError::RangeOutside { what: "a shard storage", range: 0..2, len_elems: 1 }));
