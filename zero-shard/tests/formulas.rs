@@ -200,6 +200,8 @@ fn tiers_hold_what_is_placed_on_them() {
     // Two bytes of parameter and twelve of optimizer state pass through the host for each element on disk.
     assert_eq!((all.host.staging_bytes, all.host.total_bytes()), (3 * 4 * 14, Ok(3 * 4 * 14 + 20)));
     assert_eq!(all.nvme.total_bytes(), Ok(140));
+    let grads = MemoryModel { placement: Placement { grads: Tier::Nvme, ..Placement::DEVICE }, ..model };
+    assert_eq!(grads.footprint(&state).unwrap().host.total_bytes(), Ok(3 * 4 * 2));
     let at = |stage, tier| MemoryModel {
         placement: Placement::offload_optimizer(stage, tier),
         ..MemoryModel::state_only(stage, Widths::MIXED_ADAM)

@@ -147,6 +147,15 @@ fn all_that_fits_is_kept_until_its_next_use() {
 }
 
 #[test]
+fn the_kept_unit_that_is_needed_last_makes_room() {
+    let uses: Vec<Vec<usize>> = [0, 1, 2, 3, 2, 1, 0].map(|u| vec![u]).to_vec();
+    let plan = PrefetchPlan::new(&[10; 4], &[], &uses, &limits(30, 0, 1000)).unwrap();
+    let released: Vec<_> = plan.actions.iter().filter(|a| matches!(a, Action::Release(_))).collect();
+    assert_eq!(released[0], &Action::Release(0));
+    assert_eq!(plan.gathered_elems, 50);
+}
+
+#[test]
 fn persistent_units_are_live_and_never_gathered() {
     let plan = PrefetchPlan::new(&[10, 3, 10], &[1], &pass(), &limits(23, 10, 0)).unwrap();
     assert!(!plan.actions.contains(&Action::Gather(1)));
