@@ -1,7 +1,8 @@
 //! The binary `zero` as a user runs it: what it writes, what it says of bad input, and its exit codes.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -185,4 +186,36 @@ fn a_full_disk() {
 fn a_metrics_file_that_cannot_be_written() {
     let dir = temp();
     fails(&run_tiny(dir.path(), &["--metrics", "no/such/folder.jsonl"]), 2, &["no/such/folder.jsonl"]);
+}
+
+/// Ctrl-C ends the run after the step under way, on all ranks, with a checkpoint to go on from.
+#[test]
+fn an_interrupt_saves_and_ends() {
+    let dir = temp();
+    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let more = ["--steps", "1000000", "--metrics", "m", "--checkpoint", "c"];
+    let mut run = Command::new(env!("CARGO_BIN_EXE_zero"))
+        .args(tiny(&model, &tokens, &more))
+        .current_dir(dir.path())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while std::fs::read_to_string(dir.path().join("m")).map_or(0, |t| t.lines().count()) < 3 {
+        assert!(Instant::now() < deadline, "the run has not started");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(Command::new("kill").args(["-INT", &run.id().to_string()]).status().unwrap().success());
+    let status = loop {
+        if let Some(status) = run.try_wait().unwrap() {
+            break status;
+        }
+        assert!(Instant::now() < deadline, "the run goes on after an interrupt");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert!(status.success());
+    let steps = std::fs::read_to_string(dir.path().join("m")).unwrap().lines().count();
+    let next = (steps + 1).to_string();
+    succeeds(&run_tiny(dir.path(), &["--resume", "c", "--steps", &next, "--metrics", "m2"]));
+    assert_eq!(std::fs::read_to_string(dir.path().join("m2")).unwrap().lines().count(), 1);
 }

@@ -10,5 +10,6 @@ mod overflow;
 mod pytorch;
 mod resume;
 mod support;
+mod timeline;
 mod toy;
 mod volumes;

@@ -49,6 +49,11 @@ pub(crate) fn tokens() -> Vec<u32> {
     bytes.chunks_exact(2).map(|b| u32::from(u16::from_le_bytes(b.try_into().unwrap()))).collect()
 }
 
+/// A folder in memory where there is one: checkpoints are synced, and hundreds of them wear on a disk.
+fn temporary_folder() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
 /// A run of the tests: what is not said is 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
@@ -132,7 +137,7 @@ impl Case {
 
     /// Runs `workload` and saves at the end.
     pub(crate) fn try_run(&self, workload: &dyn Workload<HostDevice>) -> Result<Outcome, TrainError> {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = temporary_folder();
         let options = RunOptions {
             steps: self.steps,
             micro_batch: self.micro_batch,

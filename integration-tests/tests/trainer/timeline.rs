@@ -1,0 +1,47 @@
+//! What runs beside what, as the streams recorded it.
+
+use zero_alloc::host::OpSpan;
+
+use crate::support::Case;
+
+fn spans(case: &Case) -> Vec<OpSpan> {
+    case.run_tiny().summaries.swap_remove(0).last_spans
+}
+
+fn of<'a>(spans: &'a [OpSpan], label: &'a str) -> impl Iterator<Item = &'a OpSpan> {
+    spans.iter().filter(move |s| s.label == label)
+}
+
+/// Communication runs while compute does: reductions inside backward, gathers before the pass that needs them is due.
+/// (DeepSpeed #7804: a fix removed all overlap, and no one noticed.)
+#[test]
+fn reductions_run_inside_backward_and_gathers_ahead() {
+    let case = Case { micro_batch: 8, bucket_elems: 1 << 16, ..Case::default() };
+    // On a machine with fewer free cores than streams a stream may come late; not every time.
+    let seen = (0..10).any(|_| {
+        let spans = spans(&case);
+        let embedding = of(&spans, "backward embedding").next().expect("the last backward pass");
+        let inside = of(&spans, "reduce_scatter").filter(|s| s.start < embedding.start).count();
+        let first_block = of(&spans, "forward block").next().expect("the first block");
+        let ahead = of(&spans, "all_gather").filter(|s| s.start < first_block.start).count();
+        // The head's and each block's gradients are complete before the embedding's backward; the embedding and the
+        // block are gathered before the block runs.
+        inside >= 2 && ahead >= 2
+    });
+    assert!(seen, "no overlap in ten runs");
+}
+
+#[test]
+fn without_overlap_no_collective_runs_beside_compute() {
+    for stage in 0..4 {
+        let case = Case { stage, overlap: false, grad_accum: 2, ..Case::default() };
+        let spans = spans(&case);
+        let work: Vec<_> = spans.iter().filter(|s| s.label != "wait").collect();
+        let (comm, compute): (Vec<_>, Vec<_>) = work.into_iter().partition(|s| s.stream.ends_with("comm"));
+        assert!(!comm.is_empty() && !compute.is_empty());
+        for c in &comm {
+            let beside = compute.iter().find(|s| s.start < c.end && c.start < s.end);
+            assert!(beside.is_none(), "stage {stage}: {c:?} beside {beside:?}");
+        }
+    }
+}
