@@ -12,6 +12,8 @@ mod dir;
 mod dtype;
 mod error;
 mod export;
+#[doc = include_str!("../FORMAT.md")]
+pub mod format {}
 mod header;
 mod import;
 mod inspect;

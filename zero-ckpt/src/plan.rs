@@ -176,3 +176,35 @@ pub(crate) fn pieces_of(layout: &zero_shard::Layout, rank: u64) -> Result<Vec<Pi
     };
     Ok(layout.units().iter().enumerate().filter_map(piece).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_the_one_of_the_format() {
+        assert_eq!(checksum(b"123456789"), 0xae8b_1486_0a79_9888);
+    }
+
+    #[test]
+    fn tensors_lie_end_to_end_and_wider_states_first() {
+        let state = |name: &str, dtype| StateSpec { name: name.into(), dtype };
+        let states = ordered(vec![state("half", StateDtype::BF16), state("whole", StateDtype::F32)]);
+        assert_eq!(states[0].name, "whole");
+        let plan = FilePlan::new(&states, vec![Piece(0, 5, 8), Piece(2, 0, 1)]).unwrap();
+        let ranges = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(s, p)| plan.tensor_range(s, p));
+        assert_eq!(ranges, [0..12, 12..16, 16..22, 22..24]);
+        assert_eq!((plan.state_bytes(), plan.blocks(), plan.table_bytes()), (24, 1, 8));
+        let header = plan.header(&states, |_| "u", BTreeMap::new());
+        assert_eq!(header.tensors[2].name, "whole/u[0:1]");
+        assert_eq!(header.tensors[2].range, 20..24);
+    }
+
+    #[test]
+    fn sizes_beyond_64_bits_are_refused() {
+        let states = vec![StateSpec { name: "s".into(), dtype: StateDtype::F32 }];
+        for pieces in [vec![Piece(0, 0, u64::MAX)], vec![Piece(0, 0, 1 << 63); 2], vec![Piece(0, 2, 1)]] {
+            assert!(FilePlan::new(&states, pieces).is_none());
+        }
+    }
+}
