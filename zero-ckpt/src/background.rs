@@ -1,9 +1,13 @@
 //! Saving while training goes on: a step waits for a copy into a staging buffer, never for the disk.
 //!
 //! ```text
-//! trainer   begin: copy -> buffer | step | step | ready? no | step | ready? yes | complete: exchange, publish
-//! worker                    fence, write file, sync ............................'
+//! trainer   begin: copy -> buffer | steps, as many as it takes ..... | advance: receipts | steps | advance: verdict
+//! worker                            fence, write file, sync -> ready   rank 0: publish -> ready
 //! ```
+//!
+//! Each step may carry the bit [`BackgroundStore::ready`] of every rank in what the ranks exchange anyway; when it
+//! is set on all, [`BackgroundStore::advance`] costs one small exchange and no wait. [`BackgroundStore::complete`]
+//! does the rest of a save at once, waiting as long as it takes.
 //!
 //! Buffers of this module: as many staging buffers as were asked for, each as large as the rank's state in its
 //! file, made once. A buffer is free, or being filled by `begin`, or with the worker until its file is
@@ -17,6 +21,7 @@ use std::thread::JoinHandle;
 
 use zero_shard::Layout;
 
+use crate::agree::Receipts;
 use crate::pages::Pages;
 use crate::plan::{FilePlan, ordered, pieces_of};
 use crate::report::{Published, Receipt};
@@ -60,13 +65,34 @@ pub struct Slot<'a> {
     pub bytes: &'a mut [u8],
 }
 
-struct Job<M> {
-    step: u64,
-    buffer: M,
-    fence: Fence,
+/// What the worker is asked to do.
+enum Job<M> {
+    Stage { step: u64, buffer: M, fence: Fence },
+    Publish { meta: SaveMeta, receipts: Receipts },
 }
 
-type Done<M> = (M, Result<Receipt, CkptError>);
+/// What the worker has done.
+enum Done<M> {
+    Staged(M, Result<Receipt, CkptError>),
+    Published(Result<Published, CkptError>),
+}
+
+/// How far a save in flight has come on this rank.
+enum Phase {
+    /// Its state is in a staging buffer, which the worker is writing.
+    Staging,
+    /// Its file is synced, or has failed; the buffer is free.
+    Staged(Result<Receipt, CkptError>),
+    /// Rank 0: the worker is publishing.
+    Publishing,
+    /// It is published, or not; the other ranks are to hear it. (On those, always so.)
+    Decided(Result<Published, CkptError>),
+}
+
+struct InFlight {
+    meta: SaveMeta,
+    phase: Phase,
+}
 
 /// A [`Store`] whose files are written behind the trainer's back. All ranks call `begin` and `complete` in the
 /// same order.
@@ -77,8 +103,8 @@ pub struct BackgroundStore<M: StagingMemory = Pages> {
     plan: FilePlan,
     limit: usize,
     free: Vec<M>,
-    /// Saves begun and not completed, oldest first: what is known of the staging of each.
-    in_flight: VecDeque<(SaveMeta, Option<Result<Receipt, CkptError>>)>,
+    /// Saves begun and not completed, oldest first.
+    in_flight: VecDeque<InFlight>,
     jobs: Option<Sender<Job<M>>>,
     done: Receiver<Done<M>>,
     worker: Option<JoinHandle<()>>,
@@ -136,12 +162,18 @@ impl<M: StagingMemory> BackgroundStore<M> {
         let work = move || {
             let (store, layout, states, plan) = mine;
             for job in todo {
-                let written = (job.fence)().map_err(|message| CkptError::Snapshot { message }).and_then(|()| {
-                    let bytes = &job.buffer.bytes()[..plan.state_bytes() as usize];
-                    let (states, pieces) = (states.clone(), plan.pieces.clone());
-                    store.stage_source(job.step, &layout, states, pieces, &Slices::new(vec![bytes]))
-                });
-                if send.send((job.buffer, written)).is_err() {
+                let done = match job {
+                    Job::Stage { step, buffer, fence } => {
+                        let staged = fence().map_err(|message| CkptError::Snapshot { message }).and_then(|()| {
+                            let bytes = &buffer.bytes()[..plan.state_bytes() as usize];
+                            let (states, pieces) = (states.clone(), plan.pieces.clone());
+                            store.stage_source(step, &layout, states, pieces, &Slices::new(vec![bytes]))
+                        });
+                        Done::Staged(buffer, staged)
+                    }
+                    Job::Publish { meta, receipts } => Done::Published(store.publish(&meta, &layout, receipts)),
+                };
+                if send.send(done).is_err() {
                     return;
                 }
             }
@@ -178,25 +210,24 @@ impl<M: StagingMemory> BackgroundStore<M> {
             return Err(CkptError::InFlight { limit: self.limit });
         }
         let step = meta.step;
-        self.in_flight.push_back((meta, None));
         // A buffer is missing only where the worker is gone with it.
-        let Some(mut buffer) = self.free.pop() else {
-            self.fail("the background writer has ended".into());
-            return Ok(());
-        };
-        let slots = slots(&self.layout, self.store.rank(), &self.plan, &self.states, buffer.bytes_mut());
-        match copy(slots) {
-            Ok(fence) => {
-                let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(Job { step, buffer, fence }).is_ok());
-                if !sent {
-                    self.fail("the background writer has ended".into());
+        let phase = match self.free.pop() {
+            None => Phase::Staged(Err(ended())),
+            Some(mut buffer) => {
+                let slots = slots(&self.layout, self.store.rank(), &self.plan, &self.states, buffer.bytes_mut());
+                match copy(slots) {
+                    Err(message) => {
+                        self.free.push(buffer);
+                        Phase::Staged(Err(CkptError::Snapshot { message }))
+                    }
+                    Ok(fence) => match self.send(Job::Stage { step, buffer, fence }) {
+                        true => Phase::Staging,
+                        false => Phase::Staged(Err(ended())),
+                    },
                 }
             }
-            Err(message) => {
-                self.free.push(buffer);
-                self.fail(message);
-            }
-        }
+        };
+        self.in_flight.push_back(InFlight { meta, phase });
         Ok(())
     }
 
@@ -224,46 +255,90 @@ impl<M: StagingMemory> BackgroundStore<M> {
         self.in_flight.len()
     }
 
-    /// Whether the oldest save in flight is staged, or has failed, on this rank. When it is on all ranks (each can
-    /// put this bit into what it exchanges each step), `complete` takes only the time of a few renames.
+    /// Whether [`BackgroundStore::advance`] would have to wait for nothing on this rank. When it is so on all
+    /// ranks, it is time to call it.
     pub fn ready(&mut self) -> bool {
         self.collect(false);
-        self.in_flight.front().is_some_and(|(_, outcome)| outcome.is_some())
+        self.in_flight.front().is_some_and(|f| matches!(f.phase, Phase::Staged(_) | Phase::Decided(_)))
     }
 
-    /// Completes the oldest save in flight with the other ranks: waits for this rank's file, exchanges,
-    /// publishes. See [`Store::save`] for `exchange`.
+    /// Takes the oldest save in flight one exchange further, together with the other ranks: the first time the
+    /// receipts, after which rank 0 publishes in the background (`None`); the second time the verdict. Waits
+    /// for this rank where it is not ready. See [`Store::save`] for `exchange`; here it is called once.
     ///
     /// # Errors
-    /// [`CkptError::NothingInFlight`]; otherwise as [`Store::save`], the same on all ranks.
-    pub fn complete<E: std::fmt::Display>(
+    /// [`CkptError::NothingInFlight`]; otherwise as [`Store::save`], the same on all ranks, and the save is over.
+    pub fn advance<E: std::fmt::Display>(
         &mut self,
-        exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
-    ) -> Result<Published, CkptError> {
-        while self.in_flight.front().is_some_and(|(_, outcome)| outcome.is_none()) {
+        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Option<Published>, CkptError> {
+        while matches!(self.in_flight.front(), Some(f) if matches!(f.phase, Phase::Staging | Phase::Publishing)) {
             self.collect(true);
         }
-        let (meta, outcome) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
-        let ended = || CkptError::Snapshot { message: "the background writer has ended".into() };
-        let staged = outcome.unwrap_or_else(|| Err(ended()));
-        self.store.finish(&meta, &self.layout, staged, exchange)
+        let InFlight { meta, phase } = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
+        match phase {
+            Phase::Decided(verdict) => self.store.share_verdict(&self.layout, verdict, &mut exchange).map(Some),
+            Phase::Staged(staged) => {
+                let receipts = self.store.share_receipts(&self.layout, staged, &mut exchange)?;
+                let phase = if self.store.rank() != 0 {
+                    Phase::Decided(self.store.decide(&meta, &self.layout, receipts))
+                } else if self.send(Job::Publish { meta: meta.clone(), receipts }) {
+                    Phase::Publishing
+                } else {
+                    Phase::Decided(Err(ended()))
+                };
+                self.in_flight.push_front(InFlight { meta, phase });
+                Ok(None)
+            }
+            Phase::Staging | Phase::Publishing => Err(ended()),
+        }
     }
 
-    /// Takes what the worker has finished; waits for one where asked.
+    /// Completes the oldest save in flight together with the other ranks, waiting as long as it takes.
+    ///
+    /// # Errors
+    /// As [`BackgroundStore::advance`].
+    pub fn complete<E: std::fmt::Display>(
+        &mut self,
+        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Published, CkptError> {
+        loop {
+            if let Some(published) = self.advance(&mut exchange)? {
+                return Ok(published);
+            }
+        }
+    }
+
+    /// Whether the worker is there to take it.
+    fn send(&self, job: Job<M>) -> bool {
+        self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok())
+    }
+
+    /// Takes what the worker has finished; waits for one thing where asked.
     fn collect(&mut self, wait: bool) {
         loop {
-            let next =
-                if wait { self.done.recv().map_err(|_| TryRecvError::Disconnected) } else { self.done.try_recv() };
+            let next = match wait {
+                true => self.done.recv().map_err(|_| TryRecvError::Disconnected),
+                false => self.done.try_recv(),
+            };
             match next {
-                Ok((buffer, outcome)) => {
+                Ok(Done::Staged(buffer, staged)) => {
                     self.free.push(buffer);
-                    self.settle(outcome);
+                    self.settle(|phase| matches!(phase, Phase::Staging), Phase::Staged(staged));
+                }
+                Ok(Done::Published(verdict)) => {
+                    self.settle(|phase| matches!(phase, Phase::Publishing), Phase::Decided(verdict));
                 }
                 Err(TryRecvError::Empty) => return,
                 Err(TryRecvError::Disconnected) => {
-                    return while self.in_flight.iter().any(|(_, o)| o.is_none()) {
-                        self.fail("the background writer has ended".into());
-                    };
+                    for save in &mut self.in_flight {
+                        match save.phase {
+                            Phase::Staging => save.phase = Phase::Staged(Err(ended())),
+                            Phase::Publishing => save.phase = Phase::Decided(Err(ended())),
+                            Phase::Staged(_) | Phase::Decided(_) => {}
+                        }
+                    }
+                    return;
                 }
             }
             if wait {
@@ -272,23 +347,16 @@ impl<M: StagingMemory> BackgroundStore<M> {
         }
     }
 
-    fn fail(&mut self, message: String) {
-        self.settle_last(Err(CkptError::Snapshot { message }));
-    }
-
-    /// The worker finishes in the order in which saves were begun.
-    fn settle(&mut self, outcome: Result<Receipt, CkptError>) {
-        if let Some((_, slot)) = self.in_flight.iter_mut().find(|(_, o)| o.is_none()) {
-            *slot = Some(outcome);
+    /// The worker does its jobs in order, so what it has finished is of the oldest save that waits for such.
+    fn settle(&mut self, waits: impl Fn(&Phase) -> bool, phase: Phase) {
+        if let Some(save) = self.in_flight.iter_mut().find(|save| waits(&save.phase)) {
+            save.phase = phase;
         }
     }
+}
 
-    /// What fails without the worker is the save begun last.
-    fn settle_last(&mut self, outcome: Result<Receipt, CkptError>) {
-        if let Some((_, slot)) = self.in_flight.iter_mut().rev().find(|(_, o)| o.is_none()) {
-            *slot = Some(outcome);
-        }
-    }
+fn ended() -> CkptError {
+    CkptError::Snapshot { message: "the background writer has ended".into() }
 }
 
 impl<M: StagingMemory> Drop for BackgroundStore<M> {
@@ -299,8 +367,10 @@ impl<M: StagingMemory> Drop for BackgroundStore<M> {
             let _ = worker.join();
         }
         self.collect(false);
-        for (_, outcome) in self.in_flight.drain(..) {
-            outcome.iter().flatten().for_each(|receipt| self.store.discard(receipt));
+        for save in self.in_flight.drain(..) {
+            if let Phase::Staged(Ok(receipt)) = save.phase {
+                self.store.discard(&receipt);
+            }
         }
     }
 }

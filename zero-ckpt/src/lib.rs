@@ -4,6 +4,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("zero-ckpt stores little-endian elements and has been written for little-endian machines");
 
+mod agree;
 mod assemble;
 mod background;
 mod catalog;

@@ -77,7 +77,8 @@ impl ShardFile {
     pub(crate) fn verify(&self, dir: &Dir, io: IoOptions) -> Result<(), CkptError> {
         let file = self.open_state(dir, io.direct)?;
         let all = chunks(0..self.plan.state_bytes(), io);
-        share(all, io.threads, |range, buffer| self.read(&file, &range, buffer).map(drop))
+        let threads = io.threads.min(chunks(0..self.plan.state_bytes(), io).take(io.threads).count());
+        share(all, threads, |range, buffer| self.read(&file, &range, buffer).map(drop))
     }
 
     fn explain(&self, error: ReadError) -> CkptError {

@@ -26,7 +26,7 @@ use crate::lock::Lock;
 use crate::manifest::{FORMAT_VERSION, Hex64, MANIFEST_NAME, Manifest};
 use crate::pages::{PAGE_BYTES, Pages};
 use crate::plan::{FilePlan, checksum};
-use crate::report::{Published, Receipt, frame_bytes, from_frame, middle_cut, to_frame};
+use crate::report::{Published, Receipt, middle_cut};
 use crate::transfer::{self, IoOptions, Source};
 use crate::{CkptError, ModelSpec, Piece, ShardData, StateSpec};
 
@@ -154,53 +154,6 @@ impl Store {
     ) -> Result<Published, CkptError> {
         let staged = self.stage(meta.step, shard);
         self.finish(meta, shard.layout(), staged, exchange)
-    }
-
-    /// The second half of a save: exchange, publication, verdict. A rank that cannot even stage (it could not
-    /// copy its state, or any error of its own) gives that error as `staged`, and so all ranks learn of it
-    /// and none waits for another. See [`Store::save`].
-    ///
-    /// # Errors
-    /// As [`Store::save`].
-    pub fn finish<E: std::fmt::Display>(
-        &self,
-        meta: &SaveMeta,
-        layout: &Layout,
-        staged: Result<Receipt, CkptError>,
-        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
-    ) -> Result<Published, CkptError> {
-        let len = frame_bytes(layout);
-        let mut swap = |frame: Vec<u8>| {
-            let frames = exchange(&frame).map_err(|e| CkptError::Exchange { message: e.to_string() })?;
-            match frames.len() as u64 == layout.world_size() {
-                true => Ok(frames),
-                false => Err(CkptError::argument("frames exchanged", layout.world_size(), frames.len())),
-            }
-        };
-        let frames = match swap(to_frame(self.rank, staged.as_ref(), len)) {
-            Ok(frames) => frames,
-            Err(error) => {
-                staged.iter().for_each(|receipt| self.discard(receipt));
-                return Err(error);
-            }
-        };
-        let receipts = frames.iter().enumerate().map(|(r, f)| from_frame::<Receipt>(f, r as u64)).collect();
-        let verdict = if self.rank == 0 {
-            self.publish(meta, layout, receipts)
-        } else {
-            // What the verdict of this rank says is not read; rank 0 decides.
-            Err(CkptError::Receipts { why: "rank 0 decides".into() })
-        };
-        let frames = swap(to_frame(self.rank, verdict.as_ref(), len));
-        match (self.rank, verdict, frames) {
-            (0, Ok(_), Err(error)) | (1.., _, Err(error)) => Err(error),
-            (0, verdict, _) => verdict,
-            (1.., _, Ok(frames)) => match from_frame::<Published>(&frames[0], 0) {
-                // The message names the rank at fault already.
-                Err(CkptError::Rank { message, .. }) => Err(signed(message)),
-                other => other,
-            },
-        }
     }
 
     /// Writes this rank's file into the staging directory and syncs it.
@@ -413,15 +366,6 @@ impl Store {
         if let Some(observer) = &self.observer {
             observer(stage);
         }
-    }
-}
-
-/// An error that rank 0 passed on: "rank 2: no space" stays rank 2's.
-fn signed(message: String) -> CkptError {
-    let rank = message.strip_prefix("rank ").and_then(|m| m.split_once(": "));
-    match rank.and_then(|(r, rest)| Some((r.parse().ok()?, rest))) {
-        Some((rank, rest)) => CkptError::Rank { rank, message: rest.into() },
-        None => CkptError::Rank { rank: 0, message },
     }
 }
 

@@ -65,6 +65,38 @@ fn a_snapshot_holds_the_values_of_its_step() {
 }
 
 #[test]
+fn steps_go_on_between_the_exchanges_and_wait_for_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (layout, world) = (layout(3, 4), World::new(3));
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let (layout, world, dir) = (&layout, &world, dir.path());
+            scope.spawn(move || {
+                let mut store = open(dir, layout, rank, 2);
+                let (mut published, mut begun) = (Vec::new(), 0);
+                for step in 0.. {
+                    if step % 3 == 0 && begun < 4 && store.in_flight() < 2 {
+                        begun += 1;
+                        begin(&mut store, layout, rank, begun).unwrap();
+                    }
+                    // What every step exchanges anyway has a bit for this.
+                    let ready = world.all_gather(rank, &[u8::from(store.ready())]).unwrap();
+                    if ready.iter().all(|bit| bit[0] == 1) {
+                        published.extend(store.advance(|f| world.all_gather(rank, f)).unwrap().map(|p| p.step));
+                    }
+                    if published.len() == 4 {
+                        break;
+                    }
+                }
+                assert_eq!(published, [1, 2, 3, 4]);
+                assert_eq!(store.in_flight(), 0);
+            });
+        }
+    });
+    assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 4);
+}
+
+#[test]
 fn a_failure_on_one_rank_surfaces_on_all_and_the_next_save_works() {
     let dir = tempfile::tempdir().unwrap();
     let (layout, world) = (layout(2, 1), World::new(2));
