@@ -1,4 +1,4 @@
-//! The arena that does not fragment, and the device contract.
+#![doc = include_str!("../README.md")]
 
 pub mod device;
 pub mod host;

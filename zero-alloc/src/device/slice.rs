@@ -171,6 +171,12 @@ impl AnySlice {
         Self { ptr: self.ptr, len: self.len_bytes(), dtype: DType::U8 }
     }
 
+    /// Tells a checking back end that the running operation reads (or, if `write`, writes) these elements: for
+    /// operations that go by the address and so are not seen through [`DeviceSlice::as_host`].
+    pub fn note_access(self, write: bool) {
+        watch::touch(self.ptr.addr(), self.len_bytes(), write);
+    }
+
     /// The view with its type.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ mod backings;
 mod block;
 mod error;
 mod hazards;
+mod map;
 mod movable;
 mod purpose;
 mod report;
@@ -36,6 +37,7 @@ use crate::planner::{Planner, PlannerConfig};
 
 pub use block::Block;
 pub use error::AllocError;
+pub use map::{MapHistory, MemoryMap, Span};
 pub use movable::Movable;
 pub use purpose::Purpose;
 pub use report::{Held, Report};
