@@ -1,26 +1,30 @@
-//! `replay [--json] [--slack S] [--repeats N] TRACE...`: replays allocation traces through zero-alloc's planner on
-//! a simulated device with pages of 2 MiB, and through the crate offset-allocator in the same run.
+//! `replay [--json] [--slack S] [--repeats N] [--synthetic] TRACE...`: replays allocation traces through zero-alloc's
+//! planner on a simulated device with pages of 2 MiB, and through the crate offset-allocator in the same run.
+//! `--synthetic` adds traces made up from models' shapes. See benches/traces/README.md.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use benches::replay::planner::{OffsetAllocatorReplay, PlannerReplay, mean_ns, pairs_ns, quantile};
+use benches::replay::synth::SHAPES;
 use benches::replay::{Timing, Trace};
 use serde_json::json;
 use zero_alloc::planner::PlannerConfig;
 
-const USAGE: &str = "usage: replay [--json] [--slack PART] [--repeats N] TRACE.csv.gz...";
+const USAGE: &str = "usage: replay [--json] [--slack PART] [--repeats N] [--synthetic] TRACE.csv.gz...";
 
 struct Options {
     json: bool,
     slack: f64,
     repeats: usize,
+    synthetic: bool,
     traces: Vec<PathBuf>,
 }
 
 fn options() -> Result<Options, String> {
     let defaults = PlannerConfig::default();
-    let mut options = Options { json: false, slack: defaults.slack, repeats: 7, traces: Vec::new() };
+    let mut options =
+        Options { json: false, slack: defaults.slack, repeats: 15, synthetic: false, traces: Vec::new() };
     let mut args = std::env::args_os().skip(1);
     while let Some(arg) = args.next() {
         let mut number = |name: &str| {
@@ -29,6 +33,7 @@ fn options() -> Result<Options, String> {
         };
         match arg.to_str() {
             Some("--json") => options.json = true,
+            Some("--synthetic") => options.synthetic = true,
             Some("--slack") => options.slack = number("--slack")?,
             Some("--repeats") => options.repeats = (number("--repeats")? as usize).max(1),
             Some("--help" | "-h") => return Err(USAGE.to_owned()),
@@ -36,7 +41,7 @@ fn options() -> Result<Options, String> {
             _ => options.traces.push(arg.into()),
         }
     }
-    if options.traces.is_empty() {
+    if options.traces.is_empty() && !options.synthetic {
         return Err(format!("no trace is named\n{USAGE}"));
     }
     Ok(options)
@@ -51,29 +56,34 @@ fn main() -> ExitCode {
         }
     };
     for path in &options.traces {
-        if let Err(message) = replay(path, &options) {
-            eprintln!("{message}");
-            return ExitCode::FAILURE;
+        match Trace::read(path) {
+            Ok(trace) => replay(&trace, &options),
+            Err(message) => {
+                eprintln!("{message}");
+                return ExitCode::FAILURE;
+            }
         }
+    }
+    for shape in SHAPES.iter().filter(|_| options.synthetic) {
+        replay(&shape.trace(), &options);
     }
     ExitCode::SUCCESS
 }
 
-fn replay(path: &Path, options: &Options) -> Result<(), String> {
-    let trace = Trace::read(path)?;
+fn replay(trace: &Trace, options: &Options) {
     let config = PlannerConfig { slack: options.slack, ..PlannerConfig::default() };
     // The two take turns, and of each the fastest round counts: other work on the machine only adds.
     let (mut ours, mut peer) = (Timing::MAX, Timing::MAX);
     let mut outcome = None;
     for _ in 0..options.repeats {
-        let mut replay = PlannerReplay::new(config);
-        ours.ns_per_pair = ours.ns_per_pair.min(mean_ns(&trace, &mut replay));
+        let mut replay = PlannerReplay::new(config, trace.slots);
+        ours.ns_per_pair = ours.ns_per_pair.min(mean_ns(trace, &mut replay));
         outcome = Some(replay.outcome);
         let mut other = OffsetAllocatorReplay::new(trace.slots);
-        peer.ns_per_pair = peer.ns_per_pair.min(mean_ns(&trace, &mut other));
-        let pairs = pairs_ns(&trace, &mut PlannerReplay::new(config));
+        peer.ns_per_pair = peer.ns_per_pair.min(mean_ns(trace, &mut other));
+        let pairs = pairs_ns(trace, &mut PlannerReplay::new(config, trace.slots));
         ours.p999_ns = ours.p999_ns.min(quantile(&pairs, 0.999));
-        let pairs = pairs_ns(&trace, &mut OffsetAllocatorReplay::new(trace.slots));
+        let pairs = pairs_ns(trace, &mut OffsetAllocatorReplay::new(trace.slots));
         peer.p999_ns = peer.p999_ns.min(quantile(&pairs, 0.999));
     }
     let outcome = outcome.unwrap_or_default();
@@ -99,7 +109,7 @@ fn replay(path: &Path, options: &Options) -> Result<(), String> {
         println!("{line}");
     } else {
         println!(
-            "{:24} live peak {:>8.3} GB  reserved {:>8.3} GB  ratio {:.4}  moved {:>8.3} GB in {} compactions  \
+            "{:40} live peak {:>8.3} GB  reserved {:>8.3} GB  ratio {:.4}  moved {:>8.3} GB in {} compactions  \
              {} pages mapped  modelled {:.1} us per 1000 allocations  {:.1} ns a pair, p99.9 {:.0} ns  \
              (offset-allocator {:.1} ns, {:.0} ns)",
             trace.name,
@@ -116,5 +126,4 @@ fn replay(path: &Path, options: &Options) -> Result<(), String> {
             peer.p999_ns,
         );
     }
-    Ok(())
 }

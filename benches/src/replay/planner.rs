@@ -57,9 +57,10 @@ pub struct PlannerReplay {
 }
 
 impl PlannerReplay {
-    /// An empty planner.
-    pub fn new(config: PlannerConfig) -> Self {
-        Self { planner: Planner::new(config), outcome: Outcome::default() }
+    /// An empty planner with slots for what a trace may need at once.
+    pub fn new(config: PlannerConfig, slots: usize) -> Self {
+        let ranges = (2 * slots + 1024).min(1 << 24);
+        Self { planner: Planner::new(config).with_capacity(ranges), outcome: Outcome::default() }
     }
 
     /// The planner.
@@ -122,7 +123,7 @@ pub struct OffsetAllocatorReplay(offset_allocator::Allocator<u32>);
 impl OffsetAllocatorReplay {
     /// An empty space.
     pub fn new(slots: usize) -> Self {
-        let nodes = (4 * slots + 1024).min(1 << 24) as u32;
+        let nodes = (2 * slots + 1024).min(1 << 24) as u32;
         Self(offset_allocator::Allocator::with_max_allocs(u32::MAX / 2, nodes))
     }
 }

@@ -67,9 +67,9 @@ pub(super) fn plan(space: &Offsets, bytes: u64, align: u64, cost: &CostModel) ->
     let bytes = bytes.checked_next_multiple_of(space.granule)?;
     let slack = align.max(space.granule) - space.granule;
     let wanted = bytes.checked_add(slack)?;
-    let slide = slide(space, wanted, cost);
-    let limit = slide.as_ref().map_or(f64::INFINITY, |s| s.cost_ns);
-    evict(space, wanted, cost, limit).or(slide)
+    let evict = evict(space, wanted, cost);
+    let limit = evict.as_ref().map_or(f64::INFINITY, |s| s.cost_ns);
+    slide(space, wanted, cost, limit).or(evict)
 }
 
 struct Window {
@@ -82,7 +82,8 @@ fn touches(range: &Range, above: &Range) -> bool {
     range.end() == above.start
 }
 
-fn slide(space: &Offsets, wanted: u64, cost: &CostModel) -> Option<Compaction> {
+/// The cheapest plan of its kind below `limit_ns`.
+fn slide(space: &Offsets, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
     let at = |i: u32| &space.ranges[i as usize];
     let mut best: Option<Compaction> = None;
     let (mut first, mut free, mut moved_ns) = (space.first, 0u64, 0.0f64);
@@ -113,10 +114,10 @@ fn slide(space: &Offsets, wanted: u64, cost: &CostModel) -> Option<Compaction> {
                 }
                 first = low.above;
             }
-            if best.as_ref().is_none_or(|b| moved_ns < b.cost_ns) {
+            if moved_ns < best.as_ref().map_or(limit_ns, |b| b.cost_ns) {
                 let plan = slide_window(space, &Window { first, last }, wanted, cost);
                 if let Some(plan) = plan
-                    && best.as_ref().is_none_or(|b| plan.cost_ns < b.cost_ns)
+                    && plan.cost_ns < best.as_ref().map_or(limit_ns, |b| b.cost_ns)
                 {
                     best = Some(plan);
                 }
@@ -152,8 +153,8 @@ fn slide_window(space: &Offsets, window: &Window, wanted: u64, cost: &CostModel)
     (bytes >= wanted).then_some(Compaction { moves, start: to, bytes, cost_ns })
 }
 
-/// The cheapest plan of its kind below `limit_ns`, among the cheapest windows.
-fn evict(space: &Offsets, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
+/// The cheapest plan of its kind, among the cheapest windows.
+fn evict(space: &Offsets, wanted: u64, cost: &CostModel) -> Option<Compaction> {
     let at = |i: u32| &space.ranges[i as usize];
     let mut windows: Vec<(f64, Window)> = Vec::new();
     let (mut first, mut moved_ns) = (space.first, 0.0f64);
@@ -172,9 +173,7 @@ fn evict(space: &Offsets, wanted: u64, cost: &CostModel, limit_ns: f64) -> Optio
             moved_ns += cost.copy_ns(range.bytes);
         }
         while range.end() - at(first).start >= wanted {
-            if moved_ns < limit_ns {
-                windows.push((moved_ns, Window { first, last }));
-            }
+            windows.push((moved_ns, Window { first, last }));
             let low = at(first);
             if first == last {
                 break;

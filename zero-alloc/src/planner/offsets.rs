@@ -33,7 +33,7 @@ pub enum Pick {
 
 pub(super) const NONE: u32 = u32::MAX;
 /// How many ranges of a class are looked at before the next class is taken.
-const LOOKS: usize = 16;
+const LOOKS: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
@@ -96,7 +96,7 @@ impl Offsets {
         assert!(granule.is_power_of_two(), "granule {granule} is not a power of two");
         Self {
             granule,
-            ranges: Vec::with_capacity(1024),
+            ranges: Vec::new(),
             spare: NONE,
             granule_log2: granule.trailing_zeros(),
             heads: Box::new([NONE; CLASSES]),
@@ -106,6 +106,18 @@ impl Offsets {
             last: NONE,
             free_bytes: 0,
             bytes: 0,
+        }
+    }
+
+    /// Makes slots for `count` ranges, used and free, so that up to so many nothing is asked of the system.
+    pub fn reserve_ranges(&mut self, count: usize) {
+        for _ in self.ranges.len()..count.min(NONE as usize) {
+            self.ranges.push(free_range(0, 0, NONE, NONE));
+        }
+        for at in (0..self.ranges.len() as u32).rev() {
+            if self.ranges[at as usize].bytes == 0 && self.ranges[at as usize].state == State::Free {
+                self.retire(at);
+            }
         }
     }
 

@@ -158,6 +158,13 @@ impl Planner {
         }
     }
 
+    /// The same with slots for `ranges` ranges, used and free: up to so many, it asks nothing of the system.
+    #[must_use]
+    pub fn with_capacity(mut self, ranges: usize) -> Self {
+        self.space.reserve_ranges(ranges);
+        self
+    }
+
     /// The parameters.
     pub fn config(&self) -> &PlannerConfig {
         &self.config
@@ -189,18 +196,19 @@ impl Planner {
     /// # Errors
     /// Neither growing nor moving makes room within the limit.
     pub fn make_room(&self, request: Request) -> Result<Room, Shortage> {
-        let shortage = self.shortage(request.bytes);
+        let shortage = || self.shortage(request.bytes);
         let (page, reserved) = (self.config.page_bytes, self.space.bytes());
-        let live = self.live_bytes().checked_add(shortage.asked_bytes).ok_or(shortage)?;
+        let asked = request.bytes.checked_next_multiple_of(self.config.granule_bytes).ok_or_else(shortage)?;
+        let live = self.live_bytes().checked_add(asked).ok_or_else(shortage)?;
         let peak = self.peak_live_bytes.max(live);
         let with_slack = peak.saturating_add((peak as f64 * self.config.slack) as u64) & !(page - 1);
         // What is live needs its last page whole, whatever the slack.
-        let cap = with_slack.max(live.checked_next_multiple_of(page).ok_or(shortage)?);
+        let cap = with_slack.max(live.checked_next_multiple_of(page).ok_or_else(shortage)?);
         let cap = cap.min(self.config.limit_bytes & !(page - 1));
-        let missing = shortage.asked_bytes.saturating_sub(self.space.free_tail_bytes());
+        let missing = asked.saturating_sub(self.space.free_tail_bytes());
         let missing = missing.saturating_add(request.align.saturating_sub(self.config.granule_bytes));
-        let grow = missing.checked_next_multiple_of(page).ok_or(shortage)?;
-        if reserved.checked_add(grow).ok_or(shortage)? <= cap {
+        let grow = missing.checked_next_multiple_of(page).ok_or_else(shortage)?;
+        if reserved.checked_add(grow).ok_or_else(shortage)? <= cap {
             return Ok(Room::Grow { bytes: grow });
         }
         if cap > reserved {
@@ -211,7 +219,7 @@ impl Planner {
             Some(room) => Ok(room),
             // Pinned ranges are in the way: what the slack forbids is better than failing.
             None if reserved + grow <= self.config.limit_bytes & !(page - 1) => Ok(Room::Grow { bytes: grow }),
-            None => Err(shortage),
+            None => Err(shortage()),
         }
     }
 
