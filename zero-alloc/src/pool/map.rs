@@ -66,7 +66,7 @@ impl MemoryMap {
                 held[span.purpose.map_or(6, |purpose| purpose as usize)] += overlap;
             }
             let most = (0..7).max_by_key(|kind| (held[*kind], std::cmp::Reverse(*kind))).unwrap_or(6);
-            line.push(LETTERS.get(most).copied().unwrap_or('.'));
+            line.push(LETTERS.get(most).copied().filter(|_| held[most] > 0).unwrap_or('.'));
         }
         line
     }
