@@ -96,7 +96,8 @@ mod tests {
 
     #[test]
     fn every_sixteen_bit_value_widens_as_in_crate_half() {
-        for bits in 0..=u16::MAX {
+        let step = if cfg!(miri) { 331 } else { 1 };
+        for bits in (0..=u16::MAX).step_by(step) {
             let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
             assert!(same(Float::to_f32(b), f32::from_bits(u32::from(bits) << 16)), "bf16 {bits:#x}");
             assert!(same(Float::to_f32(h), h.to_f32()), "fp16 {bits:#x}");
@@ -112,7 +113,7 @@ mod tests {
     #[test]
     fn narrowing_agrees_with_crate_half_around_every_tie() {
         // Every sixteen-bit pattern, and its neighbourhood at both types' rounding points.
-        let step = if cfg!(miri) { 97 } else { 1 };
+        let step = if cfg!(miri) { 331 } else { 1 };
         for high in (0..=u16::MAX).step_by(step) {
             for low in [0u32, 1, 0xfff, 0x1000, 0x1001, 0x2000, 0x3000, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 check_narrowing(f32::from_bits((u32::from(high) << 16) | low));

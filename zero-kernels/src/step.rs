@@ -224,7 +224,7 @@ mod tests {
     #[test]
     fn powers_are_near_the_librarys() {
         for base in [0.9, 0.999, 0.95, 0.0, 1.0] {
-            for t in (0..200).chain([1000, 12345, 1 << 20, u64::MAX]) {
+            for t in (0..if cfg!(miri) { 5 } else { 200 }).chain([1000, 12345, 1 << 20, u64::MAX]) {
                 let (ours, theirs): (f64, f64) = (power(base, t), base.powf(t as f64));
                 // Each squaring doubles the relative error so far: about t roundings.
                 let bound = t as f64 * f64::EPSILON * theirs;

@@ -2,9 +2,10 @@
 //!
 //! `adamw_server ELEMS THREADS` reads lines `KIND REPEATS` from its input, with KIND one of `fp32`, `bf16`
 //! (bf16 parameter and gradient, fp32 moments) and `bf16_all` (bf16 moments too), `master` (fp32 master and
-//! moments, bf16 gradient in and parameter out), and answers each with one line: milliseconds of CPU time per
+//! moments, bf16 gradient in and parameter out), or `limit` (as many bytes as `fp32`, hardly any arithmetic),
+//! and answers each with one line: milliseconds of CPU time per
 //! step over all threads (Linux; 0 elsewhere), then milliseconds of each step.
-//! See `benches/peers/adamw.py`.
+//! The memory of a kind is kept until another is asked for. See `benches/peers/adamw.py`.
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -34,22 +35,16 @@ fn cpu_ms() -> f64 {
     tasks.filter_map(ns).sum::<f64>() / 1e6
 }
 
-fn time<W: Float, M: Float, G: Float, P: Float>(
-    workers: &Workers,
-    (elems, repeats): (usize, usize),
-    with_param: bool,
-) -> Result<Vec<f64>, AnyError> {
-    let (mut weights, grad) = (values::<W>(elems, 1.0), values::<G>(elems, 0.1));
-    let (mut first_moment, mut second_moment) = (values::<M>(elems, 0.01), values::<M>(elems, 0.001));
+/// A kind of step with its memory, ready to run.
+type Step = Box<dyn FnMut() -> Result<(), AnyError>>;
+
+fn step_of<W: Float, M: Float, G: Float, P: Float>(workers: &Workers, elems: usize, with_param: bool) -> Step {
+    let (workers, grad) = (workers.clone(), values::<G>(elems, 0.1));
+    let (mut weights, mut first_moment) = (values::<W>(elems, 1.0), values::<M>(elems, 0.01));
+    let mut second_moment = values::<M>(elems, 0.001);
     let mut param_out = if with_param { values::<P>(elems, 1.0) } else { Vec::new() };
-    let scalars = StepScalars { grad_scale: 1.0, lr: 1e-3, step_size: 1e-2, bias_correction2_sqrt: 0.5, skip: 0 };
-    let (mut times, mut cpu_start) = (Vec::new(), 0.0);
-    for step in 0..=repeats {
-        // Step 0 touches the pages.
-        if step == 1 {
-            cpu_start = cpu_ms();
-        }
-        let start = Instant::now();
+    let scalars = StepScalars::new(10, 1e-3, &HYPER, 1.0);
+    Box::new(move || {
         let slices = AdamSlices {
             weights: &mut weights[..],
             first_moment: &mut first_moment[..],
@@ -57,11 +52,15 @@ fn time<W: Float, M: Float, G: Float, P: Float>(
             grad: &grad[..],
             param_out: with_param.then_some(&mut param_out[..]),
         };
-        workers.adam(slices, &scalars, &HYPER)?;
-        times.push(start.elapsed().as_secs_f64() * 1e3);
-    }
-    times[0] = (cpu_ms() - cpu_start) / repeats as f64;
-    Ok(times)
+        Ok(workers.adam(slices, &scalars, &HYPER)?)
+    })
+}
+
+/// The same memory traffic as `fp32`, 28 bytes an element, with next to no arithmetic: what the memory allows.
+fn limit_of(workers: &Workers, elems: usize) -> Step {
+    let (workers, grad) = (workers.clone(), values::<f32>(7 * elems / 3, 0.1));
+    let mut sum = values::<f32>(7 * elems / 3, 1.0);
+    Box::new(move || Ok(workers.accumulate(&grad, &mut sum)?))
 }
 
 fn main() -> Result<(), AnyError> {
@@ -71,19 +70,32 @@ fn main() -> Result<(), AnyError> {
     };
     let (elems, threads) = (number("ELEMS")?, number("THREADS")?);
     let workers = Workers::new(threads)?;
+    let mut current: Option<(String, Step)> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let (kind, repeats) = line.trim().split_once(' ').ok_or("expected: KIND REPEATS")?;
-        let work = (elems, repeats.parse()?);
-        let times = match kind {
-            "fp32" => time::<f32, f32, f32, f32>(&workers, work, false)?,
-            "bf16" => time::<bf16, f32, bf16, f32>(&workers, work, false)?,
-            "bf16_all" => time::<bf16, bf16, bf16, f32>(&workers, work, false)?,
-            "master" => time::<f32, f32, bf16, bf16>(&workers, work, true)?,
-            _ => return Err(format!("no kind {kind:?}").into()),
-        };
-        let times: Vec<String> = times.iter().map(|t| format!("{t:.6}")).collect();
-        println!("{}", times.join(" "));
+        if current.as_ref().is_none_or(|(k, _)| k != kind) {
+            current = None; // gives the memory back first
+            let mut step = match kind {
+                "fp32" => step_of::<f32, f32, f32, f32>(&workers, elems, false),
+                "bf16" => step_of::<bf16, f32, bf16, f32>(&workers, elems, false),
+                "bf16_all" => step_of::<bf16, bf16, bf16, f32>(&workers, elems, false),
+                "master" => step_of::<f32, f32, bf16, bf16>(&workers, elems, true),
+                "limit" => limit_of(&workers, elems),
+                _ => return Err(format!("no kind {kind:?}").into()),
+            };
+            step()?; // touches the pages
+            current = Some((kind.to_owned(), step));
+        }
+        let Some((_, step)) = &mut current else { continue };
+        let (repeats, cpu_start) = (repeats.parse::<usize>()?, cpu_ms());
+        let mut times = Vec::new();
+        for _ in 0..repeats {
+            let start = Instant::now();
+            step()?;
+            times.push(format!("{:.6}", start.elapsed().as_secs_f64() * 1e3));
+        }
+        println!("{:.6} {}", (cpu_ms() - cpu_start) / repeats as f64, times.join(" "));
         std::io::stdout().flush()?;
     }
     Ok(())
