@@ -1,5 +1,6 @@
 //! Inputs that find mistakes: every kind of number, lengths around vector widths, misaligned starts.
-#![allow(unreachable_pub)]
+// Each test file uses a part of it.
+#![allow(unreachable_pub, dead_code)]
 
 use zero_kernels::{AdamHyper, Float, StepScalars};
 
