@@ -16,6 +16,8 @@ step_finish() {
 }
 SECONDS=0
 trap step_finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 echo "==== $step_name"
 
 # Ends a step that cannot run here, with the reason; that is no failure.
