@@ -32,51 +32,47 @@ pub(crate) trait Reducible: Element + Default {
 /// How blocks of a type are widened, combined and rounded.
 trait Lane: Element + Default {
     type Acc: Copy + Default;
-    fn widen(from: &[Self; BLOCK], to: &mut [Self::Acc; BLOCK]);
-    fn round(from: &[Self::Acc; BLOCK], to: &mut [Self; BLOCK]);
-    fn add(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-    fn greater(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-    fn divide(a: Self::Acc, by: usize) -> Self::Acc;
+    /// `acc = from`, widened.
+    fn start(from: &[Self; BLOCK], acc: &mut [Self::Acc; BLOCK]);
+    /// `acc = acc op from`, widened.
+    fn fold(op: ReduceOp, from: &[Self; BLOCK], acc: &mut [Self::Acc; BLOCK]);
+    fn divide(acc: &mut [Self::Acc; BLOCK], by: usize);
+    /// `to = acc`, rounded.
+    fn round(acc: &[Self::Acc; BLOCK], to: &mut [Self; BLOCK]);
+}
+
+/// One block: the first rank's, then all others' in order.
+#[inline(always)]
+fn block<'a, T: Lane>(op: ReduceOp, ranks: usize, of: impl Fn(usize) -> &'a [T; BLOCK], out: &mut [T; BLOCK]) {
+    let mut acc = [T::Acc::default(); BLOCK];
+    T::start(of(0), &mut acc);
+    for rank in 1..ranks {
+        T::fold(op, of(rank), &mut acc);
+    }
+    if op == ReduceOp::Avg {
+        T::divide(&mut acc, ranks);
+    }
+    T::round(&acc, out);
 }
 
 #[inline(always)]
 fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T]) {
-    let (mut x, mut result) = ([T::default(); BLOCK], [T::default(); BLOCK]);
-    let (mut acc, mut wide) = ([T::Acc::default(); BLOCK], [T::Acc::default(); BLOCK]);
-    let mut start = 0;
-    for out in out.chunks_mut(BLOCK) {
-        for (rank, input) in inputs.iter().enumerate() {
-            // The last block may be short: what is beyond it is combined too, and goes nowhere.
-            let block = match input[start..].first_chunk::<BLOCK>() {
-                Some(block) => block,
-                None => {
-                    x[..out.len()].copy_from_slice(&input[start..start + out.len()]);
-                    &x
-                }
-            };
-            if rank == 0 {
-                T::widen(block, &mut acc);
-                continue;
-            }
-            T::widen(block, &mut wide);
-            if op == ReduceOp::Max {
-                for (a, &w) in acc.iter_mut().zip(&wide) {
-                    *a = T::greater(*a, w);
-                }
-            } else {
-                for (a, &w) in acc.iter_mut().zip(&wide) {
-                    *a = T::add(*a, w);
-                }
-            }
+    let zeros = [T::default(); BLOCK];
+    let (blocks, tail) = out.as_chunks_mut::<BLOCK>();
+    let whole = blocks.len() * BLOCK;
+    for (i, out) in blocks.iter_mut().enumerate() {
+        // All inputs have the length of the output, so there is such a block.
+        block(op, inputs.len(), |rank| inputs[rank][i * BLOCK..].first_chunk().unwrap_or(&zeros), out);
+    }
+    if !tail.is_empty() {
+        // Filled up with zeros, which are combined too and go nowhere.
+        let mut padded = vec![zeros; inputs.len()];
+        for (padded, input) in padded.iter_mut().zip(inputs) {
+            padded[..tail.len()].copy_from_slice(&input[whole..]);
         }
-        if op == ReduceOp::Avg {
-            for a in &mut acc {
-                *a = T::divide(*a, inputs.len());
-            }
-        }
-        T::round(&acc, &mut result);
-        out.copy_from_slice(&result[..out.len()]);
-        start += BLOCK;
+        let mut result = zeros;
+        block(op, inputs.len(), |rank| &padded[rank], &mut result);
+        tail.copy_from_slice(&result[..tail.len()]);
     }
 }
 
@@ -108,100 +104,87 @@ fn greater<T: PartialOrd + Copy>(a: T, b: T) -> T {
     if a >= b || a != a { a } else { b }
 }
 
-macro_rules! float_lane {
-    ($t:ty, $acc:ty, $widen:expr, $round:expr) => {
+/// A type whose elements are widened and rounded one by one.
+macro_rules! lane {
+    ($t:ty, $acc:ty, $widen:expr, $add:expr, $divide:expr, $round:expr) => {
         impl Lane for $t {
             type Acc = $acc;
 
             #[inline(always)]
-            fn widen(from: &[Self; BLOCK], to: &mut [$acc; BLOCK]) {
-                ($widen)(from, to)
+            fn start(from: &[Self; BLOCK], acc: &mut [$acc; BLOCK]) {
+                for (a, &x) in acc.iter_mut().zip(from) {
+                    *a = ($widen)(x);
+                }
             }
 
             #[inline(always)]
-            fn round(from: &[$acc; BLOCK], to: &mut [Self; BLOCK]) {
-                ($round)(from, to)
+            fn fold(op: ReduceOp, from: &[Self; BLOCK], acc: &mut [$acc; BLOCK]) {
+                for (a, &x) in acc.iter_mut().zip(from) {
+                    *a = if op == ReduceOp::Max { greater(*a, ($widen)(x)) } else { ($add)(*a, ($widen)(x)) };
+                }
             }
 
             #[inline(always)]
-            fn add(a: $acc, b: $acc) -> $acc {
-                a + b
+            fn divide(acc: &mut [$acc; BLOCK], by: usize) {
+                for a in acc {
+                    *a = ($divide)(*a, by);
+                }
             }
 
             #[inline(always)]
-            fn greater(a: $acc, b: $acc) -> $acc {
-                greater(a, b)
-            }
-
-            #[inline(always)]
-            fn divide(a: $acc, by: usize) -> $acc {
-                a / by as $acc
+            fn round(acc: &[$acc; BLOCK], to: &mut [Self; BLOCK]) {
+                for (to, &a) in to.iter_mut().zip(acc) {
+                    *to = ($round)(a);
+                }
             }
         }
     };
 }
-float_lane!(f32, f32, copy_block, copy_block);
-float_lane!(f64, f64, copy_block, copy_block);
-float_lane!(bf16, f32, widen_bf16, round_bf16);
-// `half` picks the conversion instructions of the machine at run time.
-float_lane!(
-    f16,
-    f32,
-    |from: &[f16; BLOCK], to: &mut [f32; BLOCK]| from.convert_to_f32_slice(to),
-    |from: &[f32; BLOCK], to: &mut [f16; BLOCK]| to.convert_from_f32_slice(from)
-);
-
-impl Lane for u8 {
-    type Acc = Self;
-
-    #[inline(always)]
-    fn widen(from: &[Self; BLOCK], to: &mut [Self; BLOCK]) {
-        *to = *from;
-    }
-
-    #[inline(always)]
-    fn round(from: &[Self; BLOCK], to: &mut [Self; BLOCK]) {
-        *to = *from;
-    }
-
-    #[inline(always)]
-    fn add(a: Self, b: Self) -> Self {
-        a.wrapping_add(b)
-    }
-
-    #[inline(always)]
-    fn greater(a: Self, b: Self) -> Self {
-        a.max(b)
-    }
-
-    /// Averages of bytes are refused when a call is checked.
-    #[inline(always)]
-    fn divide(a: Self, _: usize) -> Self {
-        a
-    }
-}
-
-#[inline(always)]
-fn copy_block<T: Copy>(from: &[T; BLOCK], to: &mut [T; BLOCK]) {
-    *to = *from;
-}
+lane!(f32, f32, |x| x, |a, x| a + x, |a, n| a / n as f32, |a| a);
+lane!(f64, f64, |x| x, |a, x| a + x, |a, n| a / n as f64, |a| a);
+// Averages of bytes are refused when a call is checked.
+lane!(u8, u8, |x| x, u8::wrapping_add, |a, _| a, |a| a);
+lane!(bf16, f32, widen_bf16, |a, x| a + x, |a, n| a / n as f32, round_bf16);
 
 /// bfloat16 is the upper half of an fp32.
 #[inline(always)]
-fn widen_bf16(from: &[bf16; BLOCK], to: &mut [f32; BLOCK]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = f32::from_bits(u32::from(from.to_bits()) << 16);
-    }
+fn widen_bf16(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
 /// To nearest even; a NaN stays one (its payload's upper part, made quiet).
 #[inline(always)]
-fn round_bf16(from: &[f32; BLOCK], to: &mut [bf16; BLOCK]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        let bits = from.to_bits();
-        let nearest = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        let quiet = (bits >> 16) | 0x40;
-        *to = bf16::from_bits(if from.is_nan() { quiet as u16 } else { nearest as u16 });
+fn round_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let nearest = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet = (bits >> 16) | 0x40;
+    bf16::from_bits(if x.is_nan() { quiet as u16 } else { nearest as u16 })
+}
+
+/// `half` picks the conversion instructions of the machine at run time, for a whole block.
+impl Lane for f16 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn start(from: &[Self; BLOCK], acc: &mut [f32; BLOCK]) {
+        from.convert_to_f32_slice(acc);
+    }
+
+    #[inline(always)]
+    fn fold(op: ReduceOp, from: &[Self; BLOCK], acc: &mut [f32; BLOCK]) {
+        let mut wide = [0.0; BLOCK];
+        from.convert_to_f32_slice(&mut wide);
+        f32::fold(op, &wide, acc);
+    }
+
+    #[inline(always)]
+    fn divide(acc: &mut [f32; BLOCK], by: usize) {
+        f32::divide(acc, by);
+    }
+
+    #[inline(always)]
+    fn round(acc: &[f32; BLOCK], to: &mut [Self; BLOCK]) {
+        to.convert_from_f32_slice(acc);
     }
 }
 
