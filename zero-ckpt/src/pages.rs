@@ -43,3 +43,23 @@ impl Pages {
         bytemuck::cast_slice_mut(&mut self.pages)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_aligned_and_of_the_length_asked_for() {
+        for len in [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1] {
+            let mut pages = Pages::new(len);
+            assert_eq!(pages.bytes().len(), len);
+            assert!(pages.bytes().as_ptr().addr().is_multiple_of(PAGE_BYTES));
+            assert!(pages.bytes().iter().all(|b| *b == 0));
+            pages.bytes_mut().fill(7);
+            assert_eq!(pages.whole().len(), len.next_multiple_of(PAGE_BYTES));
+            assert_eq!(pages.whole().iter().filter(|b| **b == 7).count(), len);
+        }
+        assert_eq!(Pages::touched(5).unwrap().bytes(), [0xa5; 5]);
+        assert!(Pages::touched(usize::MAX / 2).is_none());
+    }
+}

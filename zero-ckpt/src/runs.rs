@@ -86,7 +86,12 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig {
+            cases: if cfg!(miri) { 8 } else { 200 },
+            // Miri has no working directory to keep failures in.
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        })]
         #[test]
         fn every_element_is_in_one_run_where_the_layout_has_it(
             sizes in prop::collection::vec(0u64..20, 0..6), ranks in 1u64..5, align in 1u64..6, param_align in 1u64..6,

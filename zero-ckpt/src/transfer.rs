@@ -255,3 +255,45 @@ fn in_parallel<E: Send>(threads: usize, work: impl Fn() -> Result<(), E> + Sync)
         result
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_one_run_of_bytes() {
+        let bytes: Vec<u8> = (0..20).collect();
+        let slices = Slices::new(vec![&[], &bytes[..7], &[], &[], &bytes[7..8], &bytes[8..], &[]]);
+        assert_eq!(slices.len(), 20);
+        for start in 0..=20 {
+            for end in start..=20 {
+                let mut out = vec![0xff; end - start];
+                slices.fill(start as u64, &mut out).unwrap();
+                assert_eq!(out, bytes[start..end]);
+                if let Some(whole) = slices.whole(&(start as u64..end as u64)) {
+                    assert_eq!(whole, &bytes[start..end]);
+                }
+            }
+        }
+        assert!(slices.whole(&(8..20)).is_some() && slices.whole(&(6..9)).is_none());
+    }
+
+    #[test]
+    fn chunks_end_at_multiples_and_cover_the_range() {
+        let io = IoOptions { threads: 1, chunk_bytes: 1, direct: false };
+        let found: Vec<_> = chunks(5..2 * BLOCK_BYTES + 1, io).collect();
+        assert_eq!(found, [5..BLOCK_BYTES, BLOCK_BYTES..2 * BLOCK_BYTES, 2 * BLOCK_BYTES..2 * BLOCK_BYTES + 1]);
+        assert_eq!(chunks(7..7, io).count(), 0);
+    }
+
+    #[test]
+    fn work_is_shared_out_and_the_first_error_ends_it() {
+        let done = AtomicU64::new(0);
+        let all = share(0..100u64, 4, |i, _| {
+            done.fetch_add(i, Ordering::Relaxed);
+            Ok::<_, String>(())
+        });
+        assert_eq!((all, done.into_inner()), (Ok(()), 4950));
+        assert_eq!(share(0.., 3, |i, _| if i == 50 { Err(i) } else { Ok(()) }), Err(50));
+    }
+}
