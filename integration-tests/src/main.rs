@@ -1,5 +1,6 @@
 //! The binary `zero`: train with ZeRO, plan memory, look after checkpoints.
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -25,7 +26,9 @@ enum Command {
 
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("ZERO_LOG").unwrap_or_else(|_| "warn".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let terminal = std::io::stderr().is_terminal();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    log.with_ansi(terminal).with_target(false).without_time().init();
     // A panic is a bug; the run reports it as the error of its rank, in one line.
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
     let result = std::panic::catch_unwind(|| match Cli::parse().command {

@@ -53,7 +53,9 @@ impl Plan {
         }
         let (model_name, config, weights, tokenizer) = model(args, &mut notices)?;
         let data = data(args, tokenizer)?;
-        let settings = settings(args, file, ranks)?;
+        let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
+        let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
+        let settings = settings(args, file, ranks, largest_unit)?;
         let batch = file.map(|f| f.batch).unwrap_or_default();
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
         let batch = batch.resolve(ranks as u64, flags[0], flags[1], 4).map_err(CliError::usage)?;
@@ -67,7 +69,6 @@ impl Plan {
         data.validate(config.vocab_size, seq_len).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
 
-        let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
         if let Some(dir) = &args.resume {
             notices.extend(check_resume(dir, &layout, &data, args.seed)?);
         }
@@ -145,7 +146,12 @@ fn data(args: &TrainArgs, tokenizer: Option<PathBuf>) -> Result<Dataset, CliErro
     Dataset::open(&source).map_err(CliError::usage)
 }
 
-fn settings(args: &TrainArgs, file: Option<&DsConfig>, ranks: usize) -> Result<Settings, CliError> {
+fn settings(
+    args: &TrainArgs,
+    file: Option<&DsConfig>,
+    ranks: usize,
+    largest_unit: u64,
+) -> Result<Settings, CliError> {
     let stage = args.stage.or(file.map(|f| u64::from(f.zero.stage))).unwrap_or(3);
     let stage = ZeroStage::from_number(stage)
         .ok_or_else(|| CliError::Usage(format!("--stage {stage}: the stages are 0, 1, 2 and 3")))?;
@@ -182,7 +188,9 @@ fn settings(args: &TrainArgs, file: Option<&DsConfig>, ranks: usize) -> Result<S
         loss_scaling,
     };
     rules.check().map_err(CliError::usage)?;
-    let bucket = args.bucket_elems.or(file.map(|f| f.zero.reduce_bucket_elems as usize)).unwrap_or(BUCKET_ELEMS);
+    // DeepSpeed's default is 5e8 elements; here no bucket carries more than one unit.
+    let from_file = file.map(|f| f.zero.reduce_bucket_elems.min(largest_unit).max(ranks as u64) as usize);
+    let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
             "--bucket-elems {bucket}: a bucket holds an element of each of {ranks} ranks"

@@ -65,7 +65,9 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], steps: &[StepMetrics])
         let _ = writeln!(out, "{:.0}% of a step is communication that compute does not hide", exposed * 100.0);
     }
     memory_table(&mut out, plan, ranks);
-    traffic_table(&mut out, plan, &last.comm_bytes);
+    // A skipped step gathers no new parameters.
+    let applied = steps.iter().rfind(|s| !s.skipped).unwrap_or(last);
+    traffic_table(&mut out, plan, &applied.comm_bytes);
     if let Some(path) = &first.checkpoint {
         let _ = writeln!(out, "checkpoint: {}", path.display());
     }
