@@ -1,7 +1,7 @@
 //! Causal self-attention of several heads, without a T x T matrix in memory.
 //!
 //! Shapes: qkv `[batch, seq, 3, heads, d]`, out `[batch, seq, heads, d]`, log-sum-exp `[batch, heads, seq]`.
-//! Queries are taken in blocks of [`BLOCK`] rows against all keys up to the diagonal; the backward pass
+//! Queries are taken in blocks of 64 rows against all keys up to the diagonal; the backward pass
 //! recomputes the probabilities of a block from the log-sum-exp (FlashAttention's idea, arXiv 2205.14135,
 //! with whole rows in place of its running softmax).
 
