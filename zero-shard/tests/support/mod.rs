@@ -8,7 +8,7 @@ use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 /// where that is set.
 pub(crate) fn cases(n: u32) -> ProptestConfig {
     let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
-    let cases = if cfg!(miri) { 4 } else { n.saturating_mul(factor) };
+    let cases = if cfg!(miri) { 2 } else { n.saturating_mul(factor) };
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
