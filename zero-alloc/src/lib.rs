@@ -4,6 +4,7 @@ pub mod device;
 pub mod host;
 pub mod planner;
 pub mod pool;
+mod primitive;
 pub mod testing;
 
 pub use pool::{AllocError, Block, Held, Movable, Pool, Purpose, Report};

@@ -36,7 +36,7 @@ struct Model {
 impl Model {
     fn new(config: PlannerConfig) -> Self {
         Self {
-            planner: Planner::new(config),
+            planner: Planner::new(config).with_capacity(64),
             memory: Vec::new(),
             held: BTreeMap::new(),
             pinned: Vec::new(),

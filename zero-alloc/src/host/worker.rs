@@ -4,11 +4,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
-
 use super::HostEvent;
 use super::op::{Item, Named};
 use crate::device::{DeviceError, Event};
+use crate::primitive::{Condvar, Mutex};
 
 #[derive(Default)]
 struct Queue {
@@ -140,5 +139,78 @@ fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>) {
                 failed.get_or_insert(e);
             }
         }
+    }
+}
+
+/// Every order of a producer and the worker, tried by loom:
+/// `RUSTFLAGS="--cfg loom" cargo test -p zero-alloc --lib --release models`.
+#[cfg(all(test, loom))]
+mod models {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    fn shared() -> Arc<Shared> {
+        let named = Named { name: "model".into(), id: 0, timeline: None };
+        Arc::new(Shared { named, queue: Mutex::default(), arrived: Condvar::new() })
+    }
+
+    fn count(seen: &Arc<AtomicUsize>) -> Item {
+        let seen = Arc::clone(seen);
+        let op = move || {
+            seen.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        };
+        Item::Run("count", Box::new(op))
+    }
+
+    #[test]
+    fn no_wake_up_is_lost_and_what_is_enqueued_runs_before_the_end() {
+        loom::model(|| {
+            let (shared, seen) = (shared(), Arc::new(AtomicUsize::new(0)));
+            let working = Arc::clone(&shared);
+            let worker = loom::thread::spawn(move || work(&working));
+            let queue = Worker(Arc::clone(&shared));
+            queue.push(count(&seen)).expect("open");
+            let event = queue.record();
+            queue.push(count(&seen)).expect("open");
+            event.synchronize(Duration::MAX).expect("sound");
+            assert!(seen.load(Ordering::Relaxed) >= 1);
+            drop(queue);
+            worker.join().expect("the worker ends");
+            assert_eq!(seen.load(Ordering::Relaxed), 2);
+        });
+    }
+
+    #[test]
+    fn two_producers_share_a_queue() {
+        loom::model(|| {
+            let (shared, seen) = (shared(), Arc::new(AtomicUsize::new(0)));
+            let queue = Arc::new(Worker(Arc::clone(&shared)));
+            let working = Arc::clone(&shared);
+            let worker = loom::thread::spawn(move || work(&working));
+            let (other, others) = (Arc::clone(&queue), Arc::clone(&seen));
+            let producer = loom::thread::spawn(move || other.push(count(&others)).expect("open"));
+            queue.push(count(&seen)).expect("open");
+            producer.join().expect("it ends");
+            drop(queue);
+            worker.join().expect("the worker ends");
+            assert_eq!(seen.load(Ordering::Relaxed), 2);
+        });
+    }
+
+    #[test]
+    fn a_gate_wakes_whoever_waits() {
+        loom::model(|| {
+            let gate = Arc::new(super::super::Gate::new(0));
+            let other = Arc::clone(&gate);
+            let waiter = loom::thread::spawn(move || {
+                let ready = |v: &mut i32| (*v == 2).then_some(*v);
+                other.wait_until(Duration::MAX, || "two".into(), ready)
+            });
+            gate.update(|v| *v += 1);
+            gate.update(|v| *v += 1);
+            assert_eq!(waiter.join().expect("it ends"), Ok(2));
+        });
     }
 }

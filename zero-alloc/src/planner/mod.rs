@@ -8,6 +8,7 @@ mod habit;
 mod offsets;
 #[expect(clippy::module_inception, reason = "the file is named for its one type")]
 mod planner;
+mod search;
 mod size_class;
 mod stitch;
 

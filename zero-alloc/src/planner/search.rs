@@ -1,0 +1,125 @@
+//! Finding a free range that holds a request.
+
+use super::offsets::{NONE, Offsets, Pick, Range, Side};
+use super::size_class::{STEPS, SizeClass};
+
+/// How many ranges of a class are looked at before the next class is taken.
+const LOOKS: usize = 4;
+
+impl Offsets {
+    /// Best of the first few that fit in the size's own class, else of the next class that has any.
+    #[inline]
+    pub(super) fn find(&self, bytes: u64, align: u64, side: Side) -> Option<u32> {
+        let own = self.class_of(bytes);
+        if align != self.granule {
+            return self.find_aligned(own, bytes, align, side);
+        }
+        if let Some(at) = self.smallest(own, bytes, LOOKS) {
+            return Some(at);
+        }
+        match self.next_in_use(own) {
+            Some(class) => self.smallest(class, bytes, LOOKS),
+            // Nothing for sure: then every range of the own class is worth a look.
+            None => self.smallest(own, bytes, usize::MAX),
+        }
+    }
+
+    /// The smallest that holds `bytes` of the first few of a class; the first where several are equal.
+    #[inline]
+    fn smallest(&self, class: SizeClass, bytes: u64, looks: usize) -> Option<u32> {
+        let mut best = None;
+        let mut best_bytes = u64::MAX;
+        let mut at = self.head(class);
+        for _ in 0..looks {
+            let Some(range) = self.ranges.get(at as usize) else { break };
+            if range.bytes >= bytes && range.bytes < best_bytes {
+                (best, best_bytes) = (Some(at), range.bytes);
+                if best_bytes == bytes {
+                    break;
+                }
+            }
+            at = range.later;
+        }
+        best
+    }
+
+    /// For alignments above the granule: the first that fits, of the smallest class that has one.
+    #[cold]
+    fn find_aligned(&self, own: SizeClass, bytes: u64, align: u64, side: Side) -> Option<u32> {
+        let sure = SizeClass::fitting((bytes + (align - self.granule)) >> self.granule_log2)?;
+        let mut next = Some(own);
+        while let Some(class) = next {
+            let looks = if class < sure { LOOKS } else { 1 };
+            if let Some(at) = self.first_that_fits(class, bytes, align, side, looks) {
+                return Some(at);
+            }
+            next = self.next_in_use(class);
+        }
+        let mut next = Some(own);
+        while let Some(class) = next {
+            if let Some(at) = self.first_that_fits(class, bytes, align, side, usize::MAX) {
+                return Some(at);
+            }
+            next = self.next_in_use(class);
+        }
+        None
+    }
+
+    fn first_that_fits(&self, class: SizeClass, bytes: u64, align: u64, side: Side, looks: usize) -> Option<u32> {
+        let mut at = self.head(class);
+        for _ in 0..looks {
+            let range = self.ranges.get(at as usize)?;
+            if place(range, bytes, align, side).is_some() {
+                return Some(at);
+            }
+            at = range.later;
+        }
+        None
+    }
+
+    /// The highest or the lowest of all that fit.
+    pub(super) fn find_by_offset(&self, bytes: u64, align: u64, side: Side, pick: Pick) -> Option<u32> {
+        let mut best = NONE;
+        let mut best_start = 0;
+        let mut next = Some(self.class_of(bytes));
+        while let Some(class) = next {
+            let mut at = self.head(class);
+            while let Some(range) = self.ranges.get(at as usize) {
+                let better = best == NONE || (range.start > best_start) == (pick == Pick::Highest);
+                if better && place(range, bytes, align, side).is_some() {
+                    (best, best_start) = (at, range.start);
+                }
+                at = range.later;
+            }
+            next = self.next_in_use(class);
+        }
+        (best != NONE).then_some(best)
+    }
+
+    /// The first class above `class` with a free range.
+    #[inline]
+    fn next_in_use(&self, class: SizeClass) -> Option<SizeClass> {
+        let (level, step) = class.level_and_step();
+        // All bits above `step`; shifting twice keeps 32 out.
+        let here = self.steps_in_use[level] & (u32::MAX << step << 1);
+        if here != 0 {
+            return Some(SizeClass((level * STEPS) as u16 + here.trailing_zeros() as u16));
+        }
+        let levels = self.levels_in_use & (u64::MAX << level << 1);
+        if levels == 0 {
+            return None;
+        }
+        let level = levels.trailing_zeros() as usize;
+        Some(SizeClass((level * STEPS) as u16 + self.steps_in_use[level % 64].trailing_zeros() as u16))
+    }
+}
+
+/// Where in a free range `bytes` would lie.
+pub(super) fn place(range: &Range, bytes: u64, align: u64, side: Side) -> Option<u64> {
+    let end = range.end();
+    let start = match side {
+        Side::Low => range.start.checked_add(align - 1)? & !(align - 1),
+        Side::High => end.checked_sub(bytes)? & !(align - 1),
+    };
+    (start >= range.start && start.checked_add(bytes)? <= end).then_some(start)
+}

@@ -1,0 +1,78 @@
+//! Locks, and under `--cfg loom` models of them, so that loom can try every order of what threads share.
+
+#[cfg(not(loom))]
+pub(crate) use parking_lot::{Condvar, Mutex};
+
+#[cfg(loom)]
+pub(crate) use modelled::{Condvar, Mutex};
+
+#[cfg(loom)]
+mod modelled {
+    //! parking_lot's interface over loom's types. Time does not pass in a model: a wait with a limit has none.
+
+    use std::ops::{Deref, DerefMut};
+    use std::time::Instant;
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+    pub(crate) struct MutexGuard<'a, T>(Option<loom::sync::MutexGuard<'a, T>>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(loom::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            MutexGuard(Some(self.0.lock().expect("no thread of a model panics")))
+        }
+    }
+
+    impl<T> Deref for MutexGuard<'_, T> {
+        type Target = T;
+        fn deref(&self) -> &T {
+            self.0.as_ref().expect("held")
+        }
+    }
+
+    impl<T> DerefMut for MutexGuard<'_, T> {
+        fn deref_mut(&mut self) -> &mut T {
+            self.0.as_mut().expect("held")
+        }
+    }
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar(loom::sync::Condvar);
+
+    pub(crate) struct Waited;
+
+    impl Waited {
+        pub(crate) fn timed_out(&self) -> bool {
+            false
+        }
+    }
+
+    impl Condvar {
+        pub(crate) fn new() -> Self {
+            Self(loom::sync::Condvar::new())
+        }
+
+        pub(crate) fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+            let held = guard.0.take().expect("held");
+            guard.0 = Some(self.0.wait(held).expect("no thread of a model panics"));
+        }
+
+        pub(crate) fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, _deadline: Instant) -> Waited {
+            self.wait(guard);
+            Waited
+        }
+
+        pub(crate) fn notify_one(&self) {
+            self.0.notify_one();
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+    }
+}
