@@ -6,7 +6,7 @@
 //! ```
 //!
 //! An operation posts its call and buffers, waits until every rank has posted the same call of the same
-//! sequence number, does its share ([`work`]) and waits until every rank has done its own; only then may
+//! sequence number, does its share (`work`) and waits until every rank has done its own; only then may
 //! buffers change again. There are no copies between: each byte of a result is written once, by the rank that
 //! computed it. A waiting rank sleeps; it never spins.
 //!
