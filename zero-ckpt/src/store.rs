@@ -142,7 +142,7 @@ impl Store {
     /// published, or the error of the first rank that failed. All ranks call it, with the same `meta`.
     ///
     /// `exchange` is the communicator: it takes this rank's frame and returns the frames of all ranks in rank
-    /// order; all frames have [`frame_bytes`] bytes. It is called twice, on every rank, whatever goes wrong.
+    /// order; all frames have [`frame_bytes`](crate::frame_bytes) bytes. It is called twice, on every rank, whatever goes wrong.
     ///
     /// # Errors
     /// The error of any rank, as [`CkptError::Rank`]; or the exchange failed.
