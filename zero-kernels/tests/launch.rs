@@ -32,9 +32,12 @@ fn a_step_runs_in_stream_order_and_reads_its_scalars_when_it_runs() {
     let (mut w, mut m, mut v, mut p) = (vec![1f32; n], vec![0f32; n], vec![0f32; n], vec![bf16::NAN; n]);
     let (mut g, mut total) = (vec![bf16::from_f32(2.0); n], vec![0f32; n]);
     let (mut stats, mut scalars) = (vec![GradStats::default()], vec![StepScalars::default()]);
-    kernels.accumulate(&stream, any(&mut g), slice(&mut total)).unwrap();
-    kernels.accumulate(&stream, any(&mut g), slice(&mut total)).unwrap();
-    kernels.grad_stats(&stream, any(&mut total), slice(&mut stats)).unwrap();
+    // Each vector is lent once: lending it again would end the slices that are in flight.
+    let (sum, param) = (slice(&mut total), any(&mut p));
+    let grad = any(&mut g);
+    kernels.accumulate(&stream, grad, sum).unwrap();
+    kernels.accumulate(&stream, grad, sum).unwrap();
+    kernels.grad_stats(&stream, sum.erase(), slice(&mut stats)).unwrap();
     let at = slice(&mut scalars);
     stream
         .enqueue("scalars", move || {
@@ -48,13 +51,13 @@ fn a_step_runs_in_stream_order_and_reads_its_scalars_when_it_runs() {
         master: slice(&mut w),
         first_moment: slice(&mut m),
         second_moment: slice(&mut v),
-        grad: any(&mut total),
-        param_out: Some(any(&mut p)),
+        grad: sum.erase(),
+        param_out: Some(param),
         scalars: at,
         hyper: HYPER,
     };
     kernels.adam(&stream, args).unwrap();
-    kernels.cast(&stream, any(&mut p), any(&mut total), 2.0).unwrap();
+    kernels.cast(&stream, param, sum.erase(), 2.0).unwrap();
     stream.synchronize(LIMIT).unwrap();
     assert_eq!(stats[0], GradStats { sum_sq: 16.0 * n as f64, nonfinite: 0 });
     // g = 4 * 0.25 = 1; m = 0.1, v = 0.001; the step is 0.5 * 0.1/0.1 / sqrt(0.001) = 15.81.

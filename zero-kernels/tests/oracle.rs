@@ -98,7 +98,7 @@ fn adam_without_masters_and_with_sixteen_bit_moments() {
 
 #[test]
 fn adam_does_not_depend_on_how_a_range_is_cut() {
-    let len = 203;
+    let len = if cfg!(miri) { 19 } else { 203 };
     let grad = values::<bf16>(len, 4, true);
     let (start, scalars, hyper) = (State::<f32, f32, bf16>::new(len), scalars(1e-2, 0.37), hyper(true));
     let mut whole = start.clone();
@@ -235,9 +235,10 @@ fn grad_stats_add_in_the_documented_order() {
 fn the_sum_of_squares_does_not_overflow_or_vanish() {
     let huge = host::grad_stats(&[f32::MAX; 1000]);
     assert_eq!(huge.nonfinite, 0);
-    assert!((huge.sum_sq / (1000.0 * f64::from(f32::MAX).powi(2)) - 1.0).abs() < 1e-12);
+    let (max, least) = (f64::from(f32::MAX), f64::from(f32::from_bits(1)));
+    assert!((huge.sum_sq / (1000.0 * max * max) - 1.0).abs() < 1e-12);
     let tiny = host::grad_stats(&[f32::from_bits(1); 16]);
-    assert_eq!(tiny.sum_sq, 16.0 * f64::from(f32::from_bits(1)).powi(2));
+    assert_eq!(tiny.sum_sq, 16.0 * least * least);
 }
 
 #[test]
