@@ -39,11 +39,11 @@ impl LossScaling {
                 OptimError::check(positive(scale), "loss_scale", scale, "a finite number above 0")
             }
             Self::Dynamic(d) => {
-                let power = f64::from(d.initial_scale_power);
+                let (power, initial) = (f64::from(d.initial_scale_power), two_to(d.initial_scale_power));
                 OptimError::check(power <= 126.0, "initial_scale_power", power, "at most 126")?;
                 OptimError::check(d.window > 0, "loss_scale_window", 0.0, "at least 1")?;
                 OptimError::check(d.hysteresis > 0, "hysteresis", 0.0, "at least 1")?;
-                let fits = positive(d.min_scale) && d.min_scale <= power.exp2();
+                let fits = positive(d.min_scale) && d.min_scale <= initial;
                 OptimError::check(fits, "min_loss_scale", d.min_scale, "above 0, at most the initial scale")
             }
         }
@@ -117,6 +117,11 @@ pub struct AtMinimum {
     pub scale: f64,
 }
 
+/// 2 to `power`, exactly (up to 2^1023).
+fn two_to(power: u32) -> f64 {
+    f64::from_bits((1023 + u64::from(power.min(1023))) << 52)
+}
+
 /// Keeps the loss scale.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LossScaler {
@@ -133,7 +138,7 @@ impl LossScaler {
         scaling.check()?;
         let (scale, hysteresis_left) = match &scaling {
             LossScaling::Static { scale } => (*scale, 1),
-            LossScaling::Dynamic(d) => (f64::from(d.initial_scale_power).exp2(), d.hysteresis),
+            LossScaling::Dynamic(d) => (two_to(d.initial_scale_power), d.hysteresis),
         };
         Ok(Self { scaling, state: LossScalerState { scale, iteration: 0, since: 0, hysteresis_left } })
     }

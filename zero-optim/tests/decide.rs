@@ -64,7 +64,7 @@ fn gradients_are_divided_by_the_scale_that_their_backward_used() {
         Decider::new(dynamic(DynamicScaling { initial_scale_power: 4, window: 1, ..Default::default() })).unwrap();
     for step in 0..4 {
         let scale = decider.backward_scale();
-        let decision = decider.decide(&[vote(scale.get().powi(2))], scale, 1, &names()).unwrap();
+        let decision = decider.decide(&[vote(scale.get() * scale.get())], scale, 1, &names()).unwrap();
         assert_eq!(decision.scalars.grad_scale, 1.0 / scale.get() as f32, "step {step}");
         assert_eq!(decision.outcome.grad_norm(), Some(1.0));
         assert_eq!(decision.outcome.loss_scale(), scale.get());

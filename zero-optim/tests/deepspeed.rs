@@ -1,5 +1,7 @@
 //! DeepSpeed's loss scaler and schedules, trace by trace (tests/data).
 
+#![cfg(not(miri))]
+
 use serde::Deserialize;
 use zero_optim::{DynamicScaling, LossScaler, LossScaling, LrSchedule};
 
