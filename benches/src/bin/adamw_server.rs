@@ -75,7 +75,7 @@ fn main() -> Result<(), AnyError> {
         let line = line?;
         let (kind, repeats) = line.trim().split_once(' ').ok_or("expected: KIND REPEATS")?;
         if current.as_ref().is_none_or(|(k, _)| k != kind) {
-            current = None; // gives the memory back first
+            drop(current.take()); // gives the memory back before the next takes its own
             let mut step = match kind {
                 "fp32" => step_of::<f32, f32, f32, f32>(&workers, elems, false),
                 "bf16" => step_of::<bf16, f32, bf16, f32>(&workers, elems, false),
