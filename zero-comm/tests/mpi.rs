@@ -25,10 +25,10 @@ fn digest(comm: &Comm, streams: &Streams) -> u64 {
     let draw = |i: u64| ((i * 2_654_435_761 + rank * 40_503) % 10_007) as f32 * 1.7e-3 - 8.0;
     let mut wide: Vec<f32> = (0..5000).map(draw).collect();
     let mut narrow: Vec<bf16> = (0..5000).map(|i| bf16::from_f32(draw(i))).collect();
+    let (in_wide, in_narrow) = (view(&mut wide), view(&mut narrow));
     for op in [ReduceOp::Sum, ReduceOp::Avg] {
-        let (wide, narrow) = (view(&mut wide), view(&mut narrow));
-        comm.all_reduce(&streams.comm, wide, wide, op).unwrap();
-        comm.all_reduce(&streams.comm, narrow, narrow, op).unwrap();
+        comm.all_reduce(&streams.comm, in_wide, in_wide, op).unwrap();
+        comm.all_reduce(&streams.comm, in_narrow, in_narrow, op).unwrap();
     }
     streams.synchronize();
     let bits = wide.iter().map(|v| v.to_bits()).chain(narrow.iter().map(|v| u32::from(v.to_bits())));
@@ -102,7 +102,8 @@ fn rank_main(what: &str) -> ExitCode {
             let mut values = vec![vec![rank as f32; 1000]; 20];
             for (i, values) in values.iter_mut().enumerate() {
                 let stream = if i % 3 == rank % 3 { &streams.compute } else { &streams.comm };
-                comm.all_reduce(stream, view(values), view(values), ReduceOp::Max).unwrap();
+                let buffer = view(values);
+                comm.all_reduce(stream, buffer, buffer, ReduceOp::Max).unwrap();
             }
             streams.synchronize();
             assert!(values.iter().flatten().all(|&v| v == (n - 1) as f32));
@@ -113,7 +114,8 @@ fn rank_main(what: &str) -> ExitCode {
             let file = std::env::var("ZERO_TEST_FILE").expect("where to write");
             let mut values = vec![1f32; 100_000];
             for round in 0.. {
-                let called = comm.all_reduce(&streams.comm, view(&mut values), view(&mut values), ReduceOp::Max);
+                let buffer = view(&mut values);
+                let called = comm.all_reduce(&streams.comm, buffer, buffer, ReduceOp::Max);
                 if called.is_err() || streams.comm.synchronize(LIMIT).is_err() {
                     break;
                 }

@@ -80,9 +80,10 @@ fn traffic_is_the_formula() {
     let traffic = on_ranks(4, Options::default(), |comm, stream| {
         let (mut whole, mut part, mut bytes) = (vec![1f32; 12], vec![1f32; 3], vec![0u8; 32]);
         let (mut odd, mut vote) = (vec![half::bf16::ONE; 5], vec![0u8; 8]);
-        comm.reduce_scatter(stream, view(&mut whole), view(&mut part), ReduceOp::Avg).unwrap();
-        comm.all_gather(stream, view(&mut part), view(&mut whole)).unwrap();
-        comm.all_reduce(stream, view(&mut odd), view(&mut odd), ReduceOp::Sum).unwrap();
+        let (whole, part, odd) = (view(&mut whole), view(&mut part), view(&mut odd));
+        comm.reduce_scatter(stream, whole, part, ReduceOp::Avg).unwrap();
+        comm.all_gather(stream, part, whole).unwrap();
+        comm.all_reduce(stream, odd, odd, ReduceOp::Sum).unwrap();
         comm.control_all_gather(stream, view(&mut vote), view(&mut bytes)).unwrap();
         stream.synchronize(LIMIT).unwrap();
         comm.traffic()
