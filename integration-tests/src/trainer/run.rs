@@ -241,7 +241,7 @@ impl<D: Device> Runner<'_, D> {
         let say = Say { loss, stop: options.cancel.load(Ordering::Relaxed), saved };
         let Agreed { outcome, stop, saved } = stage.step(rank, say, scale)?;
         if let (true, Some(saver)) = (saved, saver) {
-            saver.complete(rank)?;
+            saver.advance(rank)?;
         }
         rank.synchronize()?;
 

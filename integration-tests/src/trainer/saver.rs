@@ -1,8 +1,9 @@
 //! Saving while training goes on: a step stalls only for the copy of the state into host memory.
 //!
 //! A save is begun by copying this rank's state into the staging buffer (on the compute stream, so it is that of
-//! after the step); a worker writes and syncs the file meanwhile. Every step the ranks tell one another
-//! whether their files are there; when all are, the save is published. A failure surfaces there, on all ranks.
+//! after the step); a worker writes and syncs the file meanwhile. Every step the ranks tell one another whether they
+//! are ready to go on with the save; when all are, it is taken further, without waiting for a disk. A failure
+//! surfaces there, on all ranks.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -50,29 +51,46 @@ impl Saver {
         Ok(begun?)
     }
 
-    /// Whether a save is under way whose file is written on this rank, or has failed.
+    /// Whether this rank would not have to wait to take the save that is under way a step further.
     pub(super) fn ready(&mut self) -> bool {
         self.background.ready()
     }
 
-    /// Publishes the save that is under way, if one is; all ranks call it.
-    pub(super) fn complete<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        if self.background.in_flight() == 0 {
-            return Ok(());
+    /// Takes the save that is under way a step further (receipts, then the verdict on the publication, which
+    /// rank 0's worker does); all ranks call it, when all are ready.
+    pub(super) fn advance<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        if self.background.in_flight() > 0
+            && let Some(published) = self.background.advance(|bytes| exchange(rank, bytes))?
+        {
+            self.published(&published);
         }
-        let frame = frame_bytes(&rank.layout);
-        let published: Published = self.background.complete(|bytes| {
-            exchange_bytes(rank, bytes).map(|all| all.chunks_exact(frame).map(<[u8]>::to_vec).collect::<Vec<_>>())
-        })?;
+        Ok(())
+    }
+
+    /// Waits until the save that is under way, if one is, is published; all ranks call it.
+    pub(super) fn complete<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        if self.background.in_flight() > 0 {
+            let published = self.background.complete(|bytes| exchange(rank, bytes))?;
+            self.published(&published);
+        }
+        Ok(())
+    }
+
+    fn published(&mut self, published: &Published) {
         for notice in &published.notices {
             tracing::warn!("checkpoint {}: {notice}", published.name);
         }
-        self.newest = Some(self.dir.join(published.name));
-        Ok(())
+        self.newest = Some(self.dir.join(&published.name));
     }
 
     /// The newest checkpoint of this run.
     pub(super) fn newest(&self) -> Option<&Path> {
         self.newest.as_deref()
     }
+}
+
+/// The frames of all ranks, in rank order.
+fn exchange<D: Device>(rank: &Rank<D>, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
+    let all = exchange_bytes(rank, bytes)?;
+    Ok(all.chunks_exact(frame_bytes(&rank.layout)).map(<[u8]>::to_vec).collect())
 }

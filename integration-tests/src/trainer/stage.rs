@@ -65,7 +65,7 @@ pub struct Say {
     pub loss: f64,
     /// It was asked to stop after this step.
     pub stop: bool,
-    /// Its file of the save under way is written.
+    /// It is ready to take the save under way a step further.
     pub saved: bool,
 }
 
@@ -76,7 +76,7 @@ pub struct Agreed {
     pub outcome: StepOutcome,
     /// A rank was asked to stop.
     pub stop: bool,
-    /// All ranks' files of the save under way are written.
+    /// All ranks are ready to take the save under way a step further.
     pub saved: bool,
 }
 
