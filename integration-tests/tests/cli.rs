@@ -158,6 +158,10 @@ fn bad_checkpoints() {
     let other = ["--model", "nano", "--resume", "a", "--steps", "4", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &other), 2, &["another model"]);
     succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
+    // A folder of another model's checkpoints is refused before the first step.
+    let into_other = ["--model", "nano", "--checkpoint", "a", "--metrics", "m", "--seq-len", "32"];
+    fails(&run_tiny(dir.path(), &into_other), 1, &["another model"]);
+    assert_eq!(std::fs::read_to_string(dir.path().join("m")).unwrap(), "");
 }
 
 /// The disk fills up while saving: the error says so, and the checkpoint before is still there.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::Device;
 use zero_ckpt::{
-    BackgroundStore, Published, SaveMeta, Slot, StateDtype, StateSpec, Store, StoreOptions, frame_bytes,
+    BackgroundStore, ModelSpec, Published, SaveMeta, Slot, StateDtype, StateSpec, Store, StoreOptions, frame_bytes,
 };
 use zero_optim::StateKind;
 
@@ -30,6 +30,8 @@ impl Saver {
     pub(super) fn new<D: Device>(rank: &Rank<D>, dir: &Path, keep_last: Option<usize>) -> Result<Self, TrainError> {
         let options = StoreOptions { keep_last, ..StoreOptions::default() };
         let store = Store::create(dir, rank.comm.rank() as u64, options)?;
+        // Now, not after hours of training.
+        store.check_model(&ModelSpec::from(&*rank.layout))?;
         let spec = |kind: StateKind| StateSpec { name: kind.name().to_owned(), dtype: StateDtype::F32 };
         let states = StateKind::ALL.map(spec).to_vec();
         let background = BackgroundStore::new(store, Arc::clone(&rank.layout), states, 1)?;
