@@ -196,6 +196,7 @@ impl<D: Device> Runner<'_, D> {
             saver.complete(rank)?;
             summary.checkpoint = saver.newest().map(PathBuf::from);
         }
+        rank.synchronize()?;
         let backings = rank.pool.report().backing_allocations;
         summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
         Ok(summary)
@@ -243,7 +244,7 @@ impl<D: Device> Runner<'_, D> {
         if let (true, Some(saver)) = (saved, saver) {
             saver.advance(rank)?;
         }
-        rank.synchronize()?;
+        // No wait here: the update, and at stages 1 and 2 the gather after it, run beside the next step's forward.
 
         let spans = rank.timeline.take();
         let step_ms = started.elapsed().as_secs_f64() * 1e3;

@@ -58,6 +58,7 @@ impl<D: Device> Stage<D> for Stage2<D> {
 
     fn step(&mut self, rank: &Rank<D>, say: Say, scale: BackwardScale) -> Result<Agreed, TrainError> {
         self.grads.wait(rank)?;
+        self.params.settle(rank)?;
         let (params, grads) = (self.params.own(), self.grads.storage().all_own());
         let agreed = agree_and_update(rank, &mut self.optimizer, &params, &grads, say, scale)?;
         if !agreed.outcome.is_skipped() {

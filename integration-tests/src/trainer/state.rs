@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType, Device};
 use zero_ckpt::{Reader, SaveMeta};
 use zero_optim::{Progress, StateKind};
-use zero_shard::UnitLayout;
 
 use super::rank::Rank;
 use super::saver::Saver;
@@ -25,7 +24,7 @@ pub(super) fn set_weights<D: Device>(
     mut source: impl FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
     fill(rank, stage, StateKind::Master, |unit, held, out| {
-        for param in &unit.params {
+        for param in &rank.layout.units()[unit].params {
             let at = param.range();
             let (start, end) = (at.start.max(held.start), at.end.min(held.end));
             if start < end {
@@ -48,10 +47,10 @@ pub(super) fn restore<D: Device>(
     let view = reader.view(&rank.layout)?;
     for kind in StateKind::ALL {
         fill(rank, stage, kind, |unit, held, out| {
-            let real = held.start.min(unit.numel_elems)..held.end.min(unit.numel_elems);
+            let numel = rank.layout.units()[unit].numel_elems;
+            let real = held.start.min(numel)..held.end.min(numel);
             let out = &mut out[..(real.end - real.start) as usize];
-            let index = rank.layout.units().iter().position(|u| u.name == unit.name).unwrap_or_default();
-            Ok(view.read_range(kind.name(), index, real, out)?)
+            Ok(view.read_range(kind.name(), unit, real, out)?)
         })?;
     }
     stage.optimizer().restore(&state.progress)?;
@@ -134,13 +133,13 @@ fn fill<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
     kind: StateKind,
-    mut source: impl FnMut(&UnitLayout, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
+    mut source: impl FnMut(usize, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
-    for (unit, slice) in rank.layout.units().iter().zip(held(stage, kind)?) {
+    for ((index, unit), slice) in rank.layout.units().iter().enumerate().zip(held(stage, kind)?) {
         let whole = !rank.settings.stage.shards_optimizer();
         let range = if whole { 0..unit.padded_elems } else { unit.shard(rank.comm.rank() as u64) };
         let mut values = vec![0.0f32; slice.len()];
-        source(unit, range, &mut values)?;
+        source(index, range, &mut values)?;
         debug_assert_eq!(slice.dtype(), DType::F32);
         rank.pool.device().upload(&rank.compute, bytemuck::cast_slice(&values), slice, rank.settings.limit)?;
     }

@@ -40,6 +40,14 @@ impl<D: Device> WholeParams<D> {
         self.storage.all_own()
     }
 
+    /// Makes the compute stream wait for what no pass has read since it was gathered, so that it may be written.
+    pub(super) fn settle(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        for event in self.arriving.iter_mut().filter_map(Option::take) {
+            rank.compute.wait(&event)?;
+        }
+        Ok(())
+    }
+
     /// Gathers every unit from the ranks' shards, in the order of the next forward.
     pub(super) fn all_gather(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         rank.comm_stream.wait(&rank.compute.record()?)?;

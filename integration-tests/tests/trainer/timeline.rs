@@ -31,6 +31,21 @@ fn reductions_run_inside_backward_and_gathers_ahead() {
     assert!(seen, "no overlap in ten runs");
 }
 
+/// At stages 1 and 2 the new parameters of one step are still arriving when the next step's forward runs.
+#[test]
+fn gathers_of_an_update_run_inside_the_next_forward() {
+    for stage in [1, 2] {
+        let case = Case { stage, micro_batch: 8, ..Case::default() };
+        let seen = (0..10).any(|_| {
+            let spans = spans(&case);
+            let head = of(&spans, "forward head").next().expect("the last forward pass");
+            let embedding = of(&spans, "forward embedding").next().expect("the first");
+            of(&spans, "all_gather").any(|s| s.end > embedding.start && s.start < head.start)
+        });
+        assert!(seen, "stage {stage}: no gather beside a forward in ten runs");
+    }
+}
+
 #[test]
 fn without_overlap_no_collective_runs_beside_compute() {
     for stage in 0..4 {
