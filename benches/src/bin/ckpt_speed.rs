@@ -103,6 +103,7 @@ fn report(table: &[(&str, Vec<f64>)], bytes: u64) {
         ("save against dd", "dd write", "save", "at least 0.9"),
         ("save against safetensors + fsync", "safetensors", "save", "at least 1.3"),
         ("save against torch DCP", "torch DCP", "save", "at least 2"),
+        ("dd itself against torch DCP", "torch DCP", "dd write", "what the disk allows"),
         ("load against dd", "dd read", "load", "at least 0.9"),
         ("stall against memcpy", "stall of a background save", "memcpy", "at most 1.3"),
     ];
