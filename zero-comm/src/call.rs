@@ -88,15 +88,29 @@ impl fmt::Display for Call {
     }
 }
 
-/// A call that has passed the checks: its description and the buffers of this rank.
+/// A call that has passed a check of [`Group`]: its description and the buffers of this rank, which fit it.
 #[derive(Clone, Debug)]
 pub struct Checked {
+    pub(crate) call: Call,
+    pub(crate) send: AnySlice,
+    pub(crate) recv: AnySlice,
+}
+
+impl Checked {
     /// What all ranks must agree on.
-    pub call: Call,
+    pub fn call(&self) -> &Call {
+        &self.call
+    }
+
     /// What this rank gives.
-    pub send: AnySlice,
+    pub fn send(&self) -> AnySlice {
+        self.send
+    }
+
     /// Where this rank's result goes.
-    pub recv: AnySlice,
+    pub fn recv(&self) -> AnySlice {
+        self.recv
+    }
 }
 
 /// Of which group the checks speak.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device};
 
-use crate::CommError;
+use crate::{Checked, CommError, Group};
 
 /// How elements of different ranks are combined, in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -118,88 +118,18 @@ impl Traffic {
 /// A group of ranks. `send` and `recv` follow NCCL: elements are counted, `recv` may be the rank's own
 /// part of `send` (reduce_scatter) or `send` the rank's own part of `recv` (all_gather), or both the same
 /// (all_reduce); any other overlap is an error.
+///
+/// A back end says who it is ([`group`](Self::group)) and runs what passed the checks ([`enqueue`](Self::enqueue));
+/// the collectives are made of these two.
 pub trait Communicator<D: Device>: Send + Sync {
-    /// This rank.
-    fn rank(&self) -> usize;
+    /// This rank and how many there are.
+    fn group(&self) -> Group;
 
-    /// How many ranks.
-    fn world_size(&self) -> usize;
-
-    /// `recv[i] = op over ranks q of send_q[rank * recv.len() + i]`; `send.len() == recv.len() * world_size`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
-    fn reduce_scatter(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        op: ReduceOp,
-    ) -> Result<(), CommError>;
-
-    /// Reduce-scatter with a segment of `counts[q]` elements for rank q, end to end in `send`;
-    /// `recv.len() == counts[rank]`. All ranks pass the same counts; zeros are fine.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
-    fn reduce_scatter_uneven(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<(), CommError>;
-
-    /// `recv[q * send.len() + i] = send_q[i]` for all ranks q; `recv.len() == send.len() * world_size`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
-    fn all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError>;
-
-    /// All-gather of `counts[q]` elements from rank q, end to end in `recv`; `send.len() == counts[rank]`.
-    /// All ranks pass the same counts; zeros are fine.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
-    fn all_gather_uneven(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-    ) -> Result<(), CommError>;
-
-    /// [`all_gather`](Self::all_gather) of a few bytes that steer the run (votes, norms, losses): the same
-    /// operation, counted in [`Traffic::control_bytes`].
-    ///
-    /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
-    fn control_all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError>;
-
-    /// `recv[i] = op over ranks q of send_q[i]`; `send.len() == recv.len()`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
-    fn all_reduce(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError>;
-
-    /// `buffer` of every rank becomes that of `root`.
-    ///
-    /// # Errors
-    /// There is no such root, or the stream refused.
-    fn broadcast(&self, stream: &D::Stream, buffer: AnySlice, root: usize) -> Result<(), CommError>;
-
-    /// `recv[q * n + i] = send_q[rank * n + i]`, `n = send.len() / world_size`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
-    fn all_to_all(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError>;
-
-    /// Nothing enqueued on `stream` after this runs before every rank's stream is here.
+    /// Enqueues a call that a check of [`group`](Self::group) let pass, and counts its traffic.
     ///
     /// # Errors
     /// The stream refused.
-    fn barrier(&self, stream: &D::Stream) -> Result<(), CommError>;
+    fn enqueue(&self, stream: &D::Stream, checked: Checked) -> Result<(), CommError>;
 
     /// The communicator of the ranks that pass the same `color`, numbered by `key`, then by rank here; `None`
     /// for a rank that passes no color. Every rank calls it; the host waits for the others, within the time limit.
@@ -218,4 +148,108 @@ pub trait Communicator<D: Device>: Send + Sync {
 
     /// The first failure of the group, as every rank sees it: the cause behind a poisoned stream.
     fn failure(&self) -> Option<CommError>;
+
+    /// This rank.
+    fn rank(&self) -> usize {
+        self.group().rank
+    }
+
+    /// How many ranks.
+    fn world_size(&self) -> usize {
+        self.group().world_size
+    }
+
+    /// `recv[i] = op over ranks q of send_q[rank * recv.len() + i]`; `send.len() == recv.len() * world_size`.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn reduce_scatter(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
+    }
+
+    /// Reduce-scatter with a segment of `counts[q]` elements for rank q, end to end in `send`;
+    /// `recv.len() == counts[rank]`. All ranks pass the same counts; zeros are fine.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn reduce_scatter_uneven(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().reduce_scatter_uneven(send, recv, counts, op)?)
+    }
+
+    /// `recv[q * send.len() + i] = send_q[i]` for all ranks q; `recv.len() == send.len() * world_size`.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_gather(send, recv)?)
+    }
+
+    /// All-gather of `counts[q]` elements from rank q, end to end in `recv`; `send.len() == counts[rank]`.
+    /// All ranks pass the same counts; zeros are fine.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn all_gather_uneven(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+    ) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_gather_uneven(send, recv, counts)?)
+    }
+
+    /// [`all_gather`](Self::all_gather) of a few bytes that steer the run (votes, norms, losses): the same
+    /// operation, counted in [`Traffic::control_bytes`].
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn control_all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().control_all_gather(send, recv)?)
+    }
+
+    /// `recv[i] = op over ranks q of send_q[i]`; `send.len() == recv.len()`.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn all_reduce(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_reduce(send, recv, op)?)
+    }
+
+    /// `buffer` of every rank becomes that of `root`.
+    ///
+    /// # Errors
+    /// There is no such root, or the stream refused.
+    fn broadcast(&self, stream: &D::Stream, buffer: AnySlice, root: usize) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().broadcast(buffer, root)?)
+    }
+
+    /// `recv[q * n + i] = send_q[rank * n + i]`, `n = send.len() / world_size`.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not fit, or the stream refused.
+    fn all_to_all(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().all_to_all(send, recv)?)
+    }
+
+    /// Nothing enqueued on `stream` after this runs before every rank's stream is here.
+    ///
+    /// # Errors
+    /// The stream refused.
+    fn barrier(&self, stream: &D::Stream) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().barrier())
+    }
 }

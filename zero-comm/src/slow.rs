@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::AnySlice;
 use zero_alloc::host::{HostDevice, HostStream};
 
-use crate::call::{Call, Checked, Group};
-use crate::{CommError, Communicator, ReduceOp, Traffic};
+use crate::call::{Checked, Group};
+use crate::{CommError, Communicator, Traffic};
 
 /// A link between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,99 +42,22 @@ impl SlowComm {
     pub fn new(inner: Arc<dyn Communicator<HostDevice>>, link: Link) -> Self {
         Self { inner, link }
     }
+}
 
+impl Communicator<HostDevice> for SlowComm {
     fn group(&self) -> Group {
-        Group { rank: self.inner.rank(), world_size: self.inner.world_size() }
+        self.inner.group()
     }
 
-    fn send(&self, stream: &HostStream, call: &Call) -> Result<(), CommError> {
+    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
         let mut traffic = Traffic::default();
-        self.group().count(call, &mut traffic);
+        self.group().count(checked.call(), &mut traffic);
         let time = self.link.time(traffic.total_bytes());
         stream.enqueue("link", move || {
             std::thread::sleep(time);
             Ok(())
         })?;
-        Ok(())
-    }
-
-    /// Sleeps for a call that `checked` let pass.
-    fn pass(&self, stream: &HostStream, checked: Result<Checked, CommError>) -> Result<(), CommError> {
-        self.send(stream, &checked?.call)
-    }
-}
-
-impl Communicator<HostDevice> for SlowComm {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.inner.world_size()
-    }
-
-    fn reduce_scatter(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.pass(stream, self.group().reduce_scatter(send, recv, op))?;
-        self.inner.reduce_scatter(stream, send, recv, op)
-    }
-
-    fn reduce_scatter_uneven(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.pass(stream, self.group().reduce_scatter_uneven(send, recv, counts, op))?;
-        self.inner.reduce_scatter_uneven(stream, send, recv, counts, op)
-    }
-
-    fn all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.pass(stream, self.group().all_gather(send, recv))?;
-        self.inner.all_gather(stream, send, recv)
-    }
-
-    fn all_gather_uneven(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-    ) -> Result<(), CommError> {
-        self.pass(stream, self.group().all_gather_uneven(send, recv, counts))?;
-        self.inner.all_gather_uneven(stream, send, recv, counts)
-    }
-
-    fn control_all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.pass(stream, self.group().control_all_gather(send, recv))?;
-        self.inner.control_all_gather(stream, send, recv)
-    }
-
-    fn all_reduce(&self, stream: &HostStream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError> {
-        self.pass(stream, self.group().all_reduce(send, recv, op))?;
-        self.inner.all_reduce(stream, send, recv, op)
-    }
-
-    fn broadcast(&self, stream: &HostStream, buffer: AnySlice, root: usize) -> Result<(), CommError> {
-        self.pass(stream, self.group().broadcast(buffer, root))?;
-        self.inner.broadcast(stream, buffer, root)
-    }
-
-    fn all_to_all(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.pass(stream, self.group().all_to_all(send, recv))?;
-        self.inner.all_to_all(stream, send, recv)
-    }
-
-    fn barrier(&self, stream: &HostStream) -> Result<(), CommError> {
-        self.pass(stream, Ok(self.group().barrier()))?;
-        self.inner.barrier(stream)
+        self.inner.enqueue(stream, checked)
     }
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {

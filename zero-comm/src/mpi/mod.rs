@@ -28,7 +28,7 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
-use crate::{CommError, Communicator, ReduceOp, Traffic};
+use crate::{CommError, Communicator, Traffic};
 use operation::{MAX_CONTEXT, Members, Operation};
 use raw::{MpiError, Raw};
 use wire::Notice;
@@ -123,14 +123,16 @@ impl fmt::Debug for MpiComm {
 }
 
 impl MpiComm {
-    fn group(&self) -> Group {
-        Group { rank: self.members.rank, world_size: self.members.world_ranks.len() }
-    }
-
     fn operation(&self, enqueued: &mut Enqueued, checked: Checked, stream: &str) -> Operation {
         let (world, members, sequence) = (Arc::clone(&self.world), self.members.clone(), enqueued.sequence);
         enqueued.sequence += 1;
         Operation { world, members, sequence, checked, stream: stream.to_owned(), begun: false }
+    }
+}
+
+impl Communicator<HostDevice> for MpiComm {
+    fn group(&self) -> Group {
+        Group { rank: self.members.rank, world_size: self.members.world_ranks.len() }
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
@@ -147,71 +149,6 @@ impl MpiComm {
             })
         })?;
         Ok(())
-    }
-}
-
-impl Communicator<HostDevice> for MpiComm {
-    fn rank(&self) -> usize {
-        self.members.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.members.world_ranks.len()
-    }
-
-    fn reduce_scatter(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
-    }
-
-    fn reduce_scatter_uneven(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().reduce_scatter_uneven(send, recv, counts, op)?)
-    }
-
-    fn all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_gather(send, recv)?)
-    }
-
-    fn all_gather_uneven(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_gather_uneven(send, recv, counts)?)
-    }
-
-    fn control_all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().control_all_gather(send, recv)?)
-    }
-
-    fn all_reduce(&self, stream: &HostStream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_reduce(send, recv, op)?)
-    }
-
-    fn broadcast(&self, stream: &HostStream, buffer: AnySlice, root: usize) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().broadcast(buffer, root)?)
-    }
-
-    fn all_to_all(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_to_all(send, recv)?)
-    }
-
-    fn barrier(&self, stream: &HostStream) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().barrier())
     }
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {

@@ -25,11 +25,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DeviceError, Stream};
+use zero_alloc::device::{DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
-use crate::{CommError, Communicator, ReduceOp, Traffic};
+use crate::{CommError, Communicator, Traffic};
 use shared::Shared;
 use ticket::Ticket;
 
@@ -101,7 +101,9 @@ impl ThreadsComm {
     fn new(shared: Arc<Shared>, rank: usize) -> Self {
         Self { shared, rank, enqueued: Mutex::default() }
     }
+}
 
+impl Communicator<HostDevice> for ThreadsComm {
     fn group(&self) -> Group {
         Group { rank: self.rank, world_size: self.shared.world_size }
     }
@@ -122,71 +124,6 @@ impl ThreadsComm {
             })
         })?;
         Ok(())
-    }
-}
-
-impl Communicator<HostDevice> for ThreadsComm {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.shared.world_size
-    }
-
-    fn reduce_scatter(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
-    }
-
-    fn reduce_scatter_uneven(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().reduce_scatter_uneven(send, recv, counts, op)?)
-    }
-
-    fn all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_gather(send, recv)?)
-    }
-
-    fn all_gather_uneven(
-        &self,
-        stream: &HostStream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_gather_uneven(send, recv, counts)?)
-    }
-
-    fn control_all_gather(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().control_all_gather(send, recv)?)
-    }
-
-    fn all_reduce(&self, stream: &HostStream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_reduce(send, recv, op)?)
-    }
-
-    fn broadcast(&self, stream: &HostStream, buffer: AnySlice, root: usize) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().broadcast(buffer, root)?)
-    }
-
-    fn all_to_all(&self, stream: &HostStream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_to_all(send, recv)?)
-    }
-
-    fn barrier(&self, stream: &HostStream) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().barrier())
     }
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
