@@ -193,7 +193,7 @@ fn settings(
     let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
-            "--bucket-elems {bucket}: a bucket holds an element of each of {ranks} ranks"
+            "--bucket-elems {bucket}: a bucket holds at least an element of each of {ranks} ranks; take {ranks} or more"
         )));
     }
     let overlap = !args.no_overlap && file.is_none_or(|f| f.zero.overlap_comm);
