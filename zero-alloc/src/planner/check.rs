@@ -1,6 +1,7 @@
 //! The invariants of [`Offsets`], checked.
 
-use super::offsets::{NONE, Offsets, State};
+use super::offsets::Offsets;
+use super::ranges::{NONE, State};
 use super::size_class::{CLASSES, SizeClass};
 
 impl Offsets {
@@ -15,7 +16,7 @@ impl Offsets {
     /// The first broken one, in words.
     pub fn check_invariants(&self) -> Result<(), String> {
         let (mut free_bytes, mut bytes, mut free_ranges) = (0, 0, 0);
-        let (mut at, mut below) = (self.first, NONE);
+        let (mut at, mut below) = (self.first(), NONE);
         while at != NONE {
             let range = &self.ranges[at as usize];
             let fail = |what: &str| Err(format!("range {at} {range:?}: {what}"));
@@ -25,7 +26,8 @@ impl Offsets {
             if range.bytes == 0 || (range.start | range.bytes) & (self.granule - 1) != 0 {
                 return fail("not in granules");
             }
-            if let Some(lower) = self.ranges.get(below as usize) {
+            if below != NONE {
+                let lower = &self.ranges[below as usize];
                 if lower.end() > range.start {
                     return fail("overlaps the range below");
                 }
@@ -49,8 +51,8 @@ impl Offsets {
             below = at;
             at = range.above;
         }
-        if below != self.last {
-            return Err(format!("the last range is {below}, not {}", self.last));
+        if below != self.last() {
+            return Err(format!("the last range is {below}, not {}", self.last()));
         }
         if free_bytes != self.free_bytes() || bytes != self.bytes() {
             return Err(format!(
@@ -70,7 +72,9 @@ impl Offsets {
         let mut listed = 0;
         for class in (0..CLASSES as u16).map(SizeClass) {
             let (mut at, mut earlier) = (self.head(class), NONE);
-            if self.is_in_use(class) != (at != NONE) {
+            let (level, step) = class.level_and_step();
+            let in_use = self.levels_in_use >> level & self.steps_in_use[level] as u64 >> step & 1 == 1;
+            if in_use != (at != NONE) {
                 return Err(format!("the bit of {class:?} is wrong"));
             }
             while at != NONE {
@@ -78,12 +82,12 @@ impl Offsets {
                 if range.state != State::Free || class != self.class_of(range.bytes) {
                     return Err(format!("range {at} {range:?} is in the list of {class:?}"));
                 }
-                if self.list_neighbours(at).0 != earlier {
+                if range.earlier != earlier {
                     return Err(format!("range {at} {range:?}: wrong neighbour in its list"));
                 }
                 listed += 1;
                 earlier = at;
-                at = self.list_neighbours(at).1;
+                at = range.later;
             }
         }
         Ok(listed)

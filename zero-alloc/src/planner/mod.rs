@@ -4,12 +4,16 @@
 mod check;
 mod compaction;
 mod cost;
+mod evict;
 mod habit;
 mod offsets;
 #[expect(clippy::module_inception, reason = "the file is named for its one type")]
 mod planner;
+mod ranges;
+mod relocate;
 mod search;
 mod size_class;
+mod slide;
 mod stitch;
 
 pub use compaction::{Compaction, Relocation};

@@ -171,6 +171,7 @@ impl Planner {
     }
 
     /// Takes a range; `None` where none fits: then [`Planner::make_room`] says what to do.
+    #[inline]
     pub fn allocate(&mut self, request: Request) -> Option<(RangeId, u64)> {
         let free_before = self.space.free_bytes();
         let (side, pick) = self.habit.choose(&request, self.space.bytes());
@@ -184,6 +185,7 @@ impl Planner {
     ///
     /// # Panics
     /// It is not in use.
+    #[inline]
     pub fn free(&mut self, id: RangeId) -> (u64, u64) {
         let tag = self.space.tag_of(id);
         let (start, bytes) = self.space.give(id);

@@ -1,6 +1,7 @@
 //! Finding a free range that holds a request.
 
-use super::offsets::{NONE, Offsets, Pick, Range, Side};
+use super::offsets::{Offsets, Pick, Side};
+use super::ranges::{NONE, Range};
 use super::size_class::{STEPS, SizeClass};
 
 /// How many ranges of a class are looked at before the next class is taken.
@@ -18,7 +19,7 @@ impl Offsets {
             return Some(at);
         }
         match self.next_in_use(own) {
-            Some(class) => self.smallest(class, bytes, LOOKS),
+            Some(class) => Some(self.head(class)),
             // Nothing for sure: then every range of the own class is worth a look.
             None => self.smallest(own, bytes, usize::MAX),
         }
@@ -31,7 +32,10 @@ impl Offsets {
         let mut best_bytes = u64::MAX;
         let mut at = self.head(class);
         for _ in 0..looks {
-            let Some(range) = self.ranges.get(at as usize) else { break };
+            if at == NONE {
+                break;
+            }
+            let range = &self.ranges[at as usize];
             if range.bytes >= bytes && range.bytes < best_bytes {
                 (best, best_bytes) = (Some(at), range.bytes);
                 if best_bytes == bytes {
@@ -68,7 +72,10 @@ impl Offsets {
     fn first_that_fits(&self, class: SizeClass, bytes: u64, align: u64, side: Side, looks: usize) -> Option<u32> {
         let mut at = self.head(class);
         for _ in 0..looks {
-            let range = self.ranges.get(at as usize)?;
+            if at == NONE {
+                break;
+            }
+            let range = &self.ranges[at as usize];
             if place(range, bytes, align, side).is_some() {
                 return Some(at);
             }
@@ -84,7 +91,8 @@ impl Offsets {
         let mut next = Some(self.class_of(bytes));
         while let Some(class) = next {
             let mut at = self.head(class);
-            while let Some(range) = self.ranges.get(at as usize) {
+            while at != NONE {
+                let range = &self.ranges[at as usize];
                 let better = best == NONE || (range.start > best_start) == (pick == Pick::Highest);
                 if better && place(range, bytes, align, side).is_some() {
                     (best, best_start) = (at, range.start);

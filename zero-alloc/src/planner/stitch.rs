@@ -4,7 +4,8 @@
 //! only the addresses through which they are seen are new. So this is plain arithmetic too: which pages.
 
 use super::cost::CostModel;
-use super::offsets::{NONE, Offsets, RangeId, State};
+use super::offsets::{Offsets, RangeId};
+use super::ranges::{NONE, State};
 
 /// Free whole pages that together hold a request.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,8 +30,9 @@ pub(super) fn plan(space: &Offsets, bytes: u64, page: u64, cost: &CostModel) -> 
         return None;
     }
     let mut runs = Vec::new();
-    let mut at = space.first;
-    while let Some(range) = space.ranges.get(at as usize) {
+    let mut at = space.first();
+    while at != NONE {
+        let range = &space.ranges[at as usize];
         if range.state == State::Free {
             let start = range.start.next_multiple_of(page);
             let end = range.end() & !(page - 1);
@@ -61,12 +63,12 @@ fn bytes_of(pieces: &[(u64, u64)]) -> u64 {
 impl Offsets {
     /// Takes exactly the `bytes` at `start`, where they are free, as a range that never moves.
     pub(super) fn take_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
-        let mut at = self.first;
-        while self.ranges.get(at as usize)?.end() < start + bytes {
+        let mut at = self.first();
+        while at != NONE && self.ranges[at as usize].end() < start + bytes {
             at = self.ranges[at as usize].above;
         }
         let hole = &self.ranges[at as usize];
-        if at == NONE || hole.state != State::Free || hole.start > start {
+        if hole.state != State::Free || hole.start > start {
             return None;
         }
         self.free_bytes_taken(bytes);

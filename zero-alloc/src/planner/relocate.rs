@@ -1,0 +1,95 @@
+//! Making the moves of a [`Compaction`] in the books.
+
+use super::compaction::Compaction;
+use super::offsets::{Offsets, RangeId};
+use super::ranges::{NONE, Range, State};
+
+impl Offsets {
+    /// Makes the moves of a plan that was made for this very state.
+    ///
+    /// # Panics
+    /// The plan was made for another state.
+    pub(super) fn relocate(&mut self, plan: &Compaction) {
+        for m in &plan.moves {
+            assert_eq!(self.start_of(m.range), m.from, "the plan is of another state");
+            let below = &self.ranges[self.ranges[m.range.0 as usize].below as usize];
+            if m.to < m.from && m.to + m.bytes > m.from
+                || below.state == State::Free && below.end() == m.from && below.start <= m.to && m.to < m.from
+            {
+                self.slide_down(m.range.0, m.to);
+            } else {
+                self.jump(m.range.0, m.to, m.hole);
+            }
+        }
+    }
+
+    /// Moves a used range down within the hole right below it.
+    fn slide_down(&mut self, at: u32, to: u64) {
+        let Range { start, bytes, below, .. } = self.ranges[at as usize];
+        let hole = &self.ranges[below as usize];
+        assert!(hole.state == State::Free && hole.end() == start && hole.start <= to, "no hole to slide into");
+        let (hole_start, distance) = (hole.start, start - to);
+        if hole_start == to {
+            self.unlist(below);
+            self.remove(below);
+        } else {
+            self.resize(below, hole_start, to - hole_start);
+        }
+        self.ranges[at as usize].start = to;
+        self.free_above(at, to + bytes, distance);
+    }
+
+    /// Makes the `bytes` from `start`, right above the range `at` and in no range, free.
+    fn free_above(&mut self, at: u32, start: u64, bytes: u64) {
+        let above = self.ranges[at as usize].above;
+        let upper = &self.ranges[above as usize];
+        if upper.state == State::Free && upper.start == start + bytes {
+            self.resize(above, start, bytes + upper.bytes);
+        } else {
+            let rest = self.insert_above(at, start, bytes);
+            self.list(rest);
+        }
+    }
+
+    /// Moves a used range into a hole elsewhere.
+    fn jump(&mut self, at: u32, to: u64, hint: u32) {
+        let bytes = self.ranges[at as usize].bytes;
+        let takes = |range: &Range| range.state == State::Free && range.start <= to && range.end() >= to + bytes;
+        let mut hole = hint;
+        if !self.ranges.get(hint as usize).is_some_and(takes) {
+            hole = self.first();
+            while hole != NONE && self.ranges[hole as usize].end() < to + bytes {
+                hole = self.ranges[hole as usize].above;
+            }
+        }
+        let range = &self.ranges[hole as usize];
+        assert!(range.state == State::Free && range.start <= to, "no hole to move into");
+        let cut = self.carve(hole, to, bytes);
+        self.swap_places(at, cut);
+        // `cut` now lies where `at` was; as a used range it can be freed, which joins neighbours.
+        self.ranges[cut as usize].state = State::Used;
+        self.free_bytes_taken(bytes);
+        self.give(RangeId(cut));
+    }
+
+    /// Exchanges the offsets and neighbours of two ranges of the same size.
+    fn swap_places(&mut self, a: u32, b: u32) {
+        let (start_a, start_b) = (self.ranges[a as usize].start, self.ranges[b as usize].start);
+        self.ranges[a as usize].start = start_b;
+        self.ranges[b as usize].start = start_a;
+        let rename = |i: u32| match i {
+            i if i == a => b,
+            i if i == b => a,
+            i => i,
+        };
+        let (below_a, above_a) = (self.ranges[a as usize].below, self.ranges[a as usize].above);
+        let (below_b, above_b) = (self.ranges[b as usize].below, self.ranges[b as usize].above);
+        (self.ranges[a as usize].below, self.ranges[a as usize].above) = (rename(below_b), rename(above_b));
+        (self.ranges[b as usize].below, self.ranges[b as usize].above) = (rename(below_a), rename(above_a));
+        for i in [a, b] {
+            let Range { below, above, .. } = self.ranges[i as usize];
+            self.ranges[below as usize].above = i;
+            self.ranges[above as usize].below = i;
+        }
+    }
+}
