@@ -2,6 +2,7 @@
 
 pub mod cli;
 pub mod config;
+pub mod cuda;
 pub mod data;
 pub mod error;
 pub mod hf;

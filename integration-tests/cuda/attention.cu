@@ -1,0 +1,366 @@
+// Causal attention of several heads on tensor cores, for 16-bit elements and head dimensions 32, 64 and 128: the
+// algorithm of FlashAttention-2 (arXiv 2307.08691). No T x T matrix is in memory. Needs sm_80. Host: src/ops/attention.rs.
+//
+// Shapes: qkv, dqkv [batch, seq, 3, heads, D]; out, dout [batch, seq, heads, D]; lse, delta [batch, heads, seq] fp32.
+// `lse` is log2 of the sum of 2^(score log2 e): base 2, so that an exponential is one instruction. `scale` is
+// log2 e / sqrt(D) where scores become powers of 2, 1 / sqrt(D) where gradients of scores become those of q and k.
+//
+// A block has WARPS warps of 16 ROW_TILES rows each; what it owns stays in registers, what it passes over comes through
+// shared memory in two alternating stages. Grid: (tiles of rows, heads, batch), the longest tiles first.
+//
+// forward: a block owns query rows and passes over the keys up to the diagonal; online softmax; writes out and lse.
+//   Memory moves q, k, v and out once: 8 batch seq heads D bytes, and the keys of a tile again from the level-2 cache.
+// backward_dq: as forward; makes delta = rowsum(out dout) on its way, and writes it for backward_dkv.
+// backward_dkv: a block owns keys and values and passes over the queries from the diagonal on.
+//   The two share no sum, so there are no atomics and the order of every sum is fixed; the price is that the scores and
+//   their gradients are computed twice: 7 products instead of 5.
+
+// Where the queries of (batch, head) begin; keys follow heads * D elements on, values another heads * D.
+struct Head {
+    u64 qkv;
+    u64 out;
+    u64 row;
+    u64 qkv_stride;
+    u64 out_stride;
+};
+
+template <int D> DEVICE Head this_head(u32 seq, u32 heads) {
+    u64 h = blockIdx.y, b = blockIdx.z;
+    u64 c = (u64)heads * D;
+    return {b * seq * 3 * c + h * D, b * seq * c + h * D, (b * heads + h) * seq, 3 * c, c};
+}
+
+template <int N, int M> DEVICE void clear(float (&x)[N][M]) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int j = 0; j < M; j++) x[i][j] = 0.0f;
+}
+
+// c += A B^T over D columns: A are the 16 rows of `left` from `row` on, B the COLS rows of `right`.
+template <class T, int D, int COLS>
+DEVICE void multiply_rows(float (&c)[COLS / 8][4], const T *left, u32 row, const T *right) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        u32 a[4], b[4];
+        load_left<D>(a, left, row, k);
+#pragma unroll
+        for (int n = 0; n < COLS / 16; n++) {
+            load_right_of_rows<D>(b, right, 16 * n, k);
+            multiply<T>(c[2 * n], a, b[0], b[1]);
+            multiply<T>(c[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// c += S X: S are sums of 16 rows and DEPTH columns, rounded to T, X the DEPTH rows of `right`.
+template <class T, int D, int DEPTH>
+DEVICE void multiply_sums(float (&c)[D / 8][4], const float (&s)[DEPTH / 8][4], const T *right) {
+#pragma unroll
+    for (int k = 0; k < DEPTH / 16; k++) {
+        u32 a[4], b[4];
+        left_of_sums<T>(a, s, k);
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            load_right<D>(b, right, 16 * k, n);
+            multiply<T>(c[2 * n], a, b[0], b[1]);
+            multiply<T>(c[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+template <class T, int D, int ROW_TILES, int WARPS, int KEYS>
+DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, float scale) {
+    constexpr int ROWS = 16 * ROW_TILES * WARPS;
+    extern __shared__ uint4 shared[];
+    T *queries = reinterpret_cast<T *>(shared), *keys = queries + ROWS * D, *values = keys + 2 * KEYS * D;
+    Head head = this_head<D>(seq, heads);
+    const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS, own = warp * 16 * ROW_TILES;
+    u32 blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
+    copy_tile<D, ROWS>(queries, q, first, seq, head.qkv_stride);
+    copy_tile<D, KEYS>(keys, k, 0, seq, head.qkv_stride);
+    copy_tile<D, KEYS>(values, v, 0, seq, head.qkv_stride);
+    copies_are_one_group();
+
+    float o[ROW_TILES][D / 8][4], peak[ROW_TILES][2], sum[ROW_TILES][2];
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+        clear(o[t]);
+        peak[t][0] = peak[t][1] = minus_infinity();
+        sum[t][0] = sum[t][1] = 0.0f;
+    }
+    for (u32 j = 0; j < blocks; j++) {
+        if (j + 1 < blocks) {
+            u32 stage = (j + 1) % 2 * KEYS * D;
+            copy_tile<D, KEYS>(keys + stage, k, (j + 1) * KEYS, seq, head.qkv_stride);
+            copy_tile<D, KEYS>(values + stage, v, (j + 1) * KEYS, seq, head.qkv_stride);
+            copies_are_one_group();
+            wait_for_copies<1>();
+        } else {
+            wait_for_copies<0>();
+        }
+        __syncthreads();
+        const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
+        // All rows of a warp may lie before these keys; the first block of keys is seen by every row.
+        if (j * KEYS < first + own + 16 * ROW_TILES) {
+            float s[ROW_TILES][KEYS / 8][4];
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++) clear(s[t]);
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                u32 a[ROW_TILES][4], b[4];
+#pragma unroll
+                for (int t = 0; t < ROW_TILES; t++) load_left<D>(a[t], queries, own + 16 * t, d);
+#pragma unroll
+                for (int n = 0; n < KEYS / 16; n++) {
+                    load_right_of_rows<D>(b, these_keys, 16 * n, d);
+#pragma unroll
+                    for (int t = 0; t < ROW_TILES; t++) {
+                        multiply<T>(s[t][2 * n], a[t], b[0], b[1]);
+                        multiply<T>(s[t][2 * n + 1], a[t], b[2], b[3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++) {
+                u32 row = first + own + 16 * t + lane / 4;
+                // Row `row + 8 half` sees the keys up to itself.
+                if (j * KEYS + KEYS > first + own + 16 * t + 1) {
+#pragma unroll
+                    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            if (j * KEYS + 8 * n + lane % 4 * 2 + i % 2 > row + i / 2 * 8) s[t][n][i] = minus_infinity();
+                }
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float max = peak[t][half];
+#pragma unroll
+                    for (int n = 0; n < KEYS / 8; n++)
+                        max = fmaxf(max, fmaxf(s[t][n][2 * half], s[t][n][2 * half + 1]));
+                    max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, 1));
+                    max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, 2));
+                    float shrink = exp2_fast((peak[t][half] - max) * scale), off = max * scale;
+                    peak[t][half] = max;
+                    float total = 0.0f;
+#pragma unroll
+                    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                        for (int i = 2 * half; i < 2 * half + 2; i++) {
+                            s[t][n][i] = exp2_fast(__fmaf_rn(s[t][n][i], scale, -off));
+                            total += s[t][n][i];
+                        }
+                    sum[t][half] = __fmaf_rn(sum[t][half], shrink, total);
+#pragma unroll
+                    for (int n = 0; n < D / 8; n++) o[t][n][2 * half] *= shrink, o[t][n][2 * half + 1] *= shrink;
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < KEYS / 16; m++) {
+                u32 a[ROW_TILES][4], b[4];
+#pragma unroll
+                for (int t = 0; t < ROW_TILES; t++) left_of_sums<T>(a[t], s[t], m);
+#pragma unroll
+                for (int n = 0; n < D / 16; n++) {
+                    load_right<D>(b, these_values, 16 * m, n);
+#pragma unroll
+                    for (int t = 0; t < ROW_TILES; t++) {
+                        multiply<T>(o[t][2 * n], a[t], b[0], b[1]);
+                        multiply<T>(o[t][2 * n + 1], a[t], b[2], b[3]);
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+        float factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float total = sum[t][half];
+            total += __shfl_xor_sync(ALL_LANES, total, 1);
+            total += __shfl_xor_sync(ALL_LANES, total, 2);
+            factor[half] = 1.0f / total;
+            u32 row = first + own + 16 * t + lane / 4 + 8 * half;
+            if (lane % 4 == 0 && row < seq) lse[head.row + row] = __fmaf_rn(peak[t][half], scale, log2f(total));
+        }
+        store_rows<D>(out + head.out, head.out_stride, first, seq, queries, own + 16 * t, o[t], factor);
+    }
+}
+
+template <class T, int D, int WARPS, int KEYS>
+DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv, const T *out, const float *lse,
+                              u32 seq, u32 heads, float scale, float slope) {
+    constexpr int ROWS = 16 * WARPS;
+    extern __shared__ uint4 shared[];
+    T *queries = reinterpret_cast<T *>(shared), *douts = queries + ROWS * D;
+    T *keys = douts + ROWS * D, *values = keys + 2 * KEYS * D;
+    __shared__ float deltas[ROWS];
+    Head head = this_head<D>(seq, heads);
+    const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
+    u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
+    u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS;
+    u32 blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
+    copy_tile<D, ROWS>(queries, q, first, seq, head.qkv_stride);
+    copy_tile<D, ROWS>(douts, dout + head.out, first, seq, head.out_stride);
+    copy_tile<D, KEYS>(keys, k, 0, seq, head.qkv_stride);
+    copy_tile<D, KEYS>(values, v, 0, seq, head.qkv_stride);
+    copies_are_one_group();
+
+    // delta: D / 8 neighbouring lanes a row.
+    for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += 32 * WARPS) {
+        u32 row = i / (D / 8), from = min(first + row, seq - 1), chunk = i % (D / 8);
+        u64 at = head.out + from * head.out_stride + chunk * 8;
+        float a[8], b[8], sum = 0.0f;
+        load_columns<8>(out + at, a);
+        load_columns<8>(dout + at, b);
+#pragma unroll
+        for (int n = 0; n < 8; n++) sum = __fmaf_rn(a[n], b[n], sum);
+#pragma unroll
+        for (int half = D / 16; half > 0; half /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, half);
+        if (chunk == 0) {
+            deltas[row] = sum;
+            if (first + row < seq) delta[head.row + first + row] = sum;
+        }
+    }
+
+    __syncthreads();
+    float dq[D / 8][4], top[2], less[2];
+    clear(dq);
+    u32 row = first + own + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        top[half] = lse[head.row + min(row + 8 * half, seq - 1)];
+        less[half] = deltas[own + lane / 4 + 8 * half];
+    }
+    for (u32 j = 0; j < blocks; j++) {
+        if (j + 1 < blocks) {
+            u32 stage = (j + 1) % 2 * KEYS * D;
+            copy_tile<D, KEYS>(keys + stage, k, (j + 1) * KEYS, seq, head.qkv_stride);
+            copy_tile<D, KEYS>(values + stage, v, (j + 1) * KEYS, seq, head.qkv_stride);
+            copies_are_one_group();
+            wait_for_copies<1>();
+        } else {
+            wait_for_copies<0>();
+        }
+        __syncthreads();
+        const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
+        if (j * KEYS < first + own + 16) {
+            float s[KEYS / 8][4], dp[KEYS / 8][4];
+            clear(s);
+            clear(dp);
+            multiply_rows<T, D, KEYS>(s, queries, own, these_keys);
+            multiply_rows<T, D, KEYS>(dp, douts, own, these_values);
+            bool diagonal = j * KEYS + KEYS > first + own + 1;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float p = exp2_fast(__fmaf_rn(s[n][i], scale, -top[i / 2]));
+                    if (diagonal && j * KEYS + 8 * n + lane % 4 * 2 + i % 2 > row + i / 2 * 8) p = 0.0f;
+                    s[n][i] = p * (dp[n][i] - less[i / 2]);
+                }
+            multiply_sums<T, D, KEYS>(dq, s, these_keys);
+        }
+        __syncthreads();
+    }
+    float factor[2] = {slope, slope};
+    store_rows<D>(dqkv + head.qkv, head.qkv_stride, first, seq, queries, own, dq, factor);
+}
+
+template <class T, int D, int WARPS, int QUERIES>
+DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float *lse, const float *delta, u32 seq,
+                               u32 heads, float scale, float slope) {
+    constexpr int ROWS = 16 * WARPS;
+    extern __shared__ uint4 shared[];
+    T *keys = reinterpret_cast<T *>(shared), *values = keys + ROWS * D;
+    T *queries = values + ROWS * D, *douts = queries + 2 * QUERIES * D;
+    __shared__ float tops[2][QUERIES], deltas[2][QUERIES];
+    Head head = this_head<D>(seq, heads);
+    const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
+    u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
+    // The first keys are seen by the most queries.
+    u32 first = blockIdx.x * ROWS, begin = first / QUERIES, end = (seq + QUERIES - 1) / QUERIES;
+
+    auto start_stage = [&](u32 j) {
+        u32 stage = j % 2;
+        copy_tile<D, QUERIES>(queries + stage * QUERIES * D, q, j * QUERIES, seq, head.qkv_stride);
+        copy_tile<D, QUERIES>(douts + stage * QUERIES * D, dout + head.out, j * QUERIES, seq, head.out_stride);
+        copies_are_one_group();
+        for (u32 i = threadIdx.x; i < QUERIES; i += 32 * WARPS) {
+            u32 from = min(j * QUERIES + i, seq - 1);
+            tops[stage][i] = lse[head.row + from];
+            deltas[stage][i] = delta[head.row + from];
+        }
+    };
+    copy_tile<D, ROWS>(keys, k, first, seq, head.qkv_stride);
+    copy_tile<D, ROWS>(values, v, first, seq, head.qkv_stride);
+    start_stage(begin);
+
+    float dk[D / 8][4], dv[D / 8][4];
+    clear(dk);
+    clear(dv);
+    u32 key = first + own + lane / 4;
+    for (u32 j = begin; j < end; j++) {
+        if (j + 1 < end) {
+            start_stage(j + 1);
+            wait_for_copies<1>();
+        } else {
+            wait_for_copies<0>();
+        }
+        __syncthreads();
+        u32 stage = j % 2;
+        const T *these_queries = queries + stage * QUERIES * D, *these_douts = douts + stage * QUERIES * D;
+        // All queries may lie before a warp's keys.
+        if (j * QUERIES + QUERIES > first + own) {
+            float p[QUERIES / 8][4], ds[QUERIES / 8][4];
+            clear(p);
+            clear(ds);
+            multiply_rows<T, D, QUERIES>(p, keys, own, these_queries);
+            multiply_rows<T, D, QUERIES>(ds, values, own, these_douts);
+            // Queries behind the last are copies of it, and must not count.
+            bool masked = j * QUERIES < first + own + 15 || j * QUERIES + QUERIES > seq;
+#pragma unroll
+            for (int n = 0; n < QUERIES / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    u32 col = 8 * n + lane % 4 * 2 + i % 2, query = j * QUERIES + col;
+                    float x = exp2_fast(__fmaf_rn(p[n][i], scale, -tops[stage][col]));
+                    if (masked && (key + i / 2 * 8 > query || query >= seq)) x = 0.0f;
+                    p[n][i] = x;
+                    ds[n][i] = x * (ds[n][i] - deltas[stage][col]);
+                }
+            multiply_sums<T, D, QUERIES>(dv, p, these_douts);
+            multiply_sums<T, D, QUERIES>(dk, ds, these_queries);
+        }
+        __syncthreads();
+    }
+    float one[2] = {1.0f, 1.0f}, factor[2] = {slope, slope};
+    T *dk_out = dqkv + head.qkv + heads * D;
+    store_rows<D>(dk_out, head.qkv_stride, first, seq, keys, own, dk, factor);
+    store_rows<D>(dk_out + heads * D, head.qkv_stride, first, seq, values, own, dv, one);
+}
+
+#define FLASH(T, D, ROW_TILES, WARPS, KEYS, BACK_WARPS, BACK_KEYS, BACK_QUERIES)                                    \
+    extern "C" __global__ __launch_bounds__(32 * WARPS) void flash_forward_##D(                                     \
+        T *out, float *lse, const T *qkv, u32 seq, u32 heads, float scale) {                                        \
+        flash_forward<T, D, ROW_TILES, WARPS, KEYS>(out, lse, qkv, seq, heads, scale);                              \
+    }                                                                                                               \
+    extern "C" __global__ __launch_bounds__(32 * BACK_WARPS) void flash_backward_dq_##D(                            \
+        T *dqkv, float *delta, const T *dout, const T *qkv, const T *out, const float *lse, u32 seq, u32 heads,     \
+        float scale, float slope) {                                                                                 \
+        flash_backward_dq<T, D, BACK_WARPS, BACK_KEYS>(dqkv, delta, dout, qkv, out, lse, seq, heads, scale, slope); \
+    }                                                                                                               \
+    extern "C" __global__ __launch_bounds__(32 * BACK_WARPS) void flash_backward_dkv_##D(                           \
+        T *dqkv, const T *dout, const T *qkv, const float *lse, const float *delta, u32 seq, u32 heads,             \
+        float scale, float slope) {                                                                                 \
+        flash_backward_dkv<T, D, BACK_WARPS, BACK_QUERIES>(dqkv, dout, qkv, lse, delta, seq, heads, scale, slope);  \
+    }
+
+// These numbers are repeated in src/cuda/attention.rs, which makes grids and shared memory of them.
+FLASH(STORAGE, 32, 2, 4, 64, 8, 64, 64)
+FLASH(STORAGE, 64, 2, 4, 64, 8, 64, 64)
+FLASH(STORAGE, 128, 1, 8, 64, 8, 32, 16)

@@ -1,0 +1,68 @@
+// Sums over rows: the gradient of a bias, in two stages with a fixed order.
+//
+// column_sums: x [rows, n] in T to partials [gridDim.y, n] fp32. A warp's lanes own 32 W neighbouring columns, its
+// block's warps every WARPS-th row of the block's chunk. Grid: (ceil(n / (32 W)), chunks); reads rows n sizeof(T) bytes.
+// sum_partials: partials [blocks, n] to out[n] +=, columns from `split` on to `rest`. Grid: ceil(n / 32) blocks of
+// WARPS warps: a lane a column, a warp every WARPS-th partial.
+
+#define WARPS 8
+
+// Adds the warps' sums of this block's columns in the order of the warps; warp 0 gets them.
+template <int W> __device__ __forceinline__ void sum_over_warps(float (&sum)[W]) {
+    __shared__ float sums[WARPS][32 * W];
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < W; i++) sums[warp][i * 32 + lane] = sum[i];
+    __syncthreads();
+    if (warp != 0) return;
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        sum[i] = sums[0][i * 32 + lane];
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) sum[i] += sums[w][i * 32 + lane];
+    }
+}
+
+template <class T, int W>
+__device__ __forceinline__ void column_sums(float *partials, const T *x, u32 rows, u32 n) {
+    u32 col = (blockIdx.x * 32 + threadIdx.x % 32) * W, warp = threadIdx.x / 32;
+    u32 chunk = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * chunk;
+    u32 end = first + chunk < rows ? first + chunk : rows;
+    float sum[W] = {};
+    if (col < n) {
+#pragma unroll 4
+        for (u32 row = first + warp; row < end; row += WARPS) {
+            float v[W];
+            load_columns<W>(x + (u64)row * n + col, v);
+#pragma unroll
+            for (int i = 0; i < W; i++) sum[i] += v[i];
+        }
+    }
+    sum_over_warps<W>(sum);
+    if (warp != 0 || col >= n) return;
+#pragma unroll
+    for (int i = 0; i < W; i++) partials[(u64)blockIdx.y * n + col + i] = sum[i];
+}
+
+#define COLUMN_SUMS(T, W)                                                                                     \
+    extern "C" __global__ __launch_bounds__(32 * WARPS) void column_sums_##W(float *partials,                  \
+                                                                             const T *x, u32 rows, u32 n) { \
+        column_sums<T, W>(partials, x, rows, n);                                                              \
+    }
+
+COLUMN_SUMS(STORAGE, 8)
+COLUMN_SUMS(STORAGE, 1)
+
+extern "C" __global__ __launch_bounds__(32 * WARPS) void sum_partials(float *out, float *rest, const float *partials,
+                                                                      u32 blocks, u32 n, u32 split) {
+    u32 col = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sum[1] = {};
+    if (col < n) {
+#pragma unroll 8
+        for (u32 block = warp; block < blocks; block += WARPS) sum[0] += partials[(u64)block * n + col];
+    }
+    sum_over_warps<1>(sum);
+    if (warp != 0 || col >= n) return;
+    float *place = col < split ? out + col : rest + (col - split);
+    *place += sum[0];
+}

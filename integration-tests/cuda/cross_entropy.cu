@@ -1,0 +1,96 @@
+// Cross entropy of logits: the loss and its gradient, in place. Host: src/ops/cross_entropy.rs.
+//
+// Shapes: logits [rows, stride] in T, of which the first `vocab` columns count; targets, losses [rows].
+//
+// cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times `scale`. A
+// block a row, rows aligned to 16 bytes. The maximum and the sum are made in one sweep (running maximum, rescaled sum:
+// Milakov and Gimelshein, arXiv 1805.02867); the second sweep finds the row in the level-2 cache. Memory moves
+// 2 rows vocab sizeof(T) bytes. Grid: rows.
+// add_mean_loss: loss += sum of losses / rows in fp64, in an order fixed by rows. One block.
+
+#define CE_THREADS 512
+#define CE_WARPS (CE_THREADS / 32)
+
+// The sum of 2^(x - max) over what a thread, warp or block has seen. In base 2, so that an exponential is one
+// instruction; x is scaled by log2 e before the maximum is taken off.
+struct Running {
+    float max;
+    float sum;
+};
+
+__device__ __forceinline__ Running merge(Running a, Running b) {
+    float max = fmaxf(a.max, b.max);
+    // Where nothing was seen both maxima are -inf, and -inf less -inf would be NaN.
+    if (max == minus_infinity()) return {max, 0.0f};
+    return {max, a.sum * exp2_fast((a.max - max) * LOG2_E) + b.sum * exp2_fast((b.max - max) * LOG2_E)};
+}
+
+template <class T>
+__device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u32 *targets, u32 vocab, u64 stride,
+                                              float scale) {
+    __shared__ Running of_warps[CE_WARPS];
+    T *row = logits + blockIdx.x * stride;
+    u32 target = targets[blockIdx.x], whole = vocab / 8 * 8;
+    float at_target = widen(row[target]);
+    Running seen = {minus_infinity(), 0.0f};
+    for (u32 col = threadIdx.x * 8; col < whole; col += CE_THREADS * 8) {
+        float x[8];
+        load_columns<8>(row + col, x);
+        float max = seen.max;
+#pragma unroll
+        for (int i = 0; i < 8; i++) max = fmaxf(max, x[i]);
+        Running these = {max, 0.0f};
+#pragma unroll
+        for (int i = 0; i < 8; i++) these.sum += exp2_fast((x[i] - max) * LOG2_E);
+        seen = merge(seen, these);
+    }
+    if (whole + threadIdx.x < vocab) seen = merge(seen, {widen(row[whole + threadIdx.x]), 1.0f});
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+        Running other = {__shfl_xor_sync(ALL_LANES, seen.max, half), __shfl_xor_sync(ALL_LANES, seen.sum, half)};
+        // The lower lane's first, so that both lanes get the same bits.
+        seen = threadIdx.x & half ? merge(other, seen) : merge(seen, other);
+    }
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = seen;
+    // Also: every thread has read the target's logit before one writes it.
+    __syncthreads();
+    seen = of_warps[0];
+#pragma unroll
+    for (int w = 1; w < CE_WARPS; w++) seen = merge(seen, of_warps[w]);
+
+    if (threadIdx.x == 0) losses[blockIdx.x] = (seen.max - at_target) + logf(seen.sum);
+    float factor = scale / seen.sum;
+    for (u32 col = threadIdx.x * 8; col < whole; col += CE_THREADS * 8) {
+        float x[8];
+        load_columns<8>(row + col, x);
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            x[i] = exp2_fast((x[i] - seen.max) * LOG2_E) * factor - (col + i == target ? scale : 0.0f);
+        store_columns<8>(row + col, x);
+    }
+    u32 col = whole + threadIdx.x;
+    if (col < vocab) {
+        float p = exp2_fast((widen(row[col]) - seen.max) * LOG2_E) * factor;
+        row[col] = narrow<T>(p - (col == target ? scale : 0.0f));
+    }
+}
+
+extern "C" __global__ __launch_bounds__(CE_THREADS) void cross_entropy(STORAGE *logits, float *losses,
+                                                                       const u32 *targets, u32 vocab, u64 stride,
+                                                                       float scale) {
+    cross_entropy<STORAGE>(logits, losses, targets, vocab, stride, scale);
+}
+
+extern "C" __global__ __launch_bounds__(1024) void add_mean_loss(double *loss, const float *losses, u32 rows) {
+    __shared__ double sums[1024];
+    double sum = 0.0;
+#pragma unroll 8
+    for (u32 i = threadIdx.x; i < rows; i += 1024) sum += losses[i];
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (u32 half = 512; half > 0; half /= 2) {
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *loss += sums[0] / rows;
+}

@@ -1,0 +1,99 @@
+// Token and position embedding. Host: src/ops/embedding.rs.
+//
+// Shapes: tokens [batch * seq]; wte [vocab, n], wpe [positions, n], x, dx [batch * seq, n] in T; dwte, dwpe as wte, wpe
+// in fp32. A thread owns W columns (8: n is a multiple of 8; else 1).
+//
+// forward: x[b, t] = wte[token] + wpe[t]. Grid: any; reads the rows of wte and writes x: 2 rows n sizeof(T) bytes.
+// backward_positions: dwpe[t] += sum over b of dx[b, t], in the order of b. Grid: any.
+// backward_tokens: dwte[token] += the rows of dx that have the token. `order` lists the rows by token, and in their
+// order where the token is the same; `starts[segment]` is where a token's rows begin in `order`, `segments[0]` the
+// number of different tokens; the host, where the tokens come from, has made these lists. Grid: (rows, ceil(n / (32 W)));
+// a block takes a segment, its warps every WARPS-th row of it: the order is fixed by the tokens alone.
+// Each backward reads dx: rows n sizeof(T) bytes.
+
+#define WARPS 8
+
+template <class T, int W>
+__device__ __forceinline__ void embedding_forward(T *x, const u32 *tokens, const T *wte, const T *wpe, u32 rows,
+                                                  u32 seq, u32 n) {
+    u32 groups = n / W;
+    u64 count = (u64)rows * groups;
+    for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
+        u32 row = (u32)(i / groups), col = (u32)(i % groups) * W;
+        float e[W], p[W];
+        load_columns<W>(wte + (u64)tokens[row] * n + col, e);
+        load_columns<W>(wpe + (u64)(row % seq) * n + col, p);
+#pragma unroll
+        for (int k = 0; k < W; k++) e[k] += p[k];
+        store_columns<W>(x + (u64)row * n + col, e);
+    }
+}
+
+template <class T, int W>
+__device__ __forceinline__ void embedding_positions(float *dwpe, const T *dx, u32 batch, u32 seq, u32 n) {
+    u32 groups = n / W;
+    u64 count = (u64)seq * groups;
+    for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
+        u32 t = (u32)(i / groups), col = (u32)(i % groups) * W;
+        float sum[W] = {};
+        for (u32 b = 0; b < batch; b++) {
+            float d[W];
+            load_columns<W>(dx + ((u64)b * seq + t) * n + col, d);
+#pragma unroll
+            for (int k = 0; k < W; k++) sum[k] += d[k];
+        }
+        float *place = dwpe + (u64)t * n + col;
+#pragma unroll
+        for (int k = 0; k < W; k++) place[k] += sum[k];
+    }
+}
+
+template <class T, int W>
+__device__ __forceinline__ void embedding_tokens(float *dwte, const u32 *tokens, const u32 *order, const u32 *starts,
+                                                 const u32 *segments, const T *dx, u32 rows, u32 n) {
+    __shared__ float sums[WARPS][32 * W];
+    u32 segment = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (segment >= segments[0]) return;
+    u32 col = (blockIdx.y * 32 + lane) * W;
+    u32 start = starts[segment], end = segment + 1 < segments[0] ? starts[segment + 1] : rows;
+    float sum[W] = {};
+    if (col < n) {
+#pragma unroll 2
+        for (u32 i = start + warp; i < end; i += WARPS) {
+            float d[W];
+            load_columns<W>(dx + (u64)order[i] * n + col, d);
+#pragma unroll
+            for (int k = 0; k < W; k++) sum[k] += d[k];
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < W; k++) sums[warp][k * 32 + lane] = sum[k];
+    __syncthreads();
+    if (warp != 0 || col >= n) return;
+    float *place = dwte + (u64)tokens[order[start]] * n + col;
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+        float total = place[k];
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) total += sums[w][k * 32 + lane];
+        place[k] = total;
+    }
+}
+
+#define EMBEDDING(T, W)                                                                                            \
+    extern "C" __global__ __launch_bounds__(THREADS) void embedding_forward_##W(                                   \
+        T *x, const u32 *tokens, const T *wte, const T *wpe, u32 rows, u32 seq, u32 n) {                           \
+        embedding_forward<T, W>(x, tokens, wte, wpe, rows, seq, n);                                                \
+    }                                                                                                              \
+    extern "C" __global__ __launch_bounds__(THREADS) void embedding_positions_##W(                                 \
+        float *dwpe, const T *dx, u32 batch, u32 seq, u32 n) {                                                     \
+        embedding_positions<T, W>(dwpe, dx, batch, seq, n);                                                        \
+    }                                                                                                              \
+    extern "C" __global__ __launch_bounds__(32 * WARPS) void embedding_tokens_##W(                                 \
+        float *dwte, const u32 *tokens, const u32 *order, const u32 *starts, const u32 *segments, const T *dx,     \
+        u32 rows, u32 n) {                                                                                         \
+        embedding_tokens<T, W>(dwte, tokens, order, starts, segments, dx, rows, n);                                \
+    }
+
+EMBEDDING(STORAGE, 8)
+EMBEDDING(STORAGE, 1)

@@ -1,0 +1,127 @@
+// Tiles of 16-bit elements in shared memory, and tensor cores on them: mma.sync m16n8k16 with fp32 sums (sm_80 on).
+//
+// A tile has rows of D elements in chunks of 16 bytes. Chunk c of row r lies at place c ^ twist(r), so that the eight
+// rows of an ldmatrix, and the rows that a warp writes fragments to, fall into different banks.
+
+#define DEVICE __device__ __forceinline__
+
+template <int D> DEVICE u32 place_in_tile(u32 row, u32 chunk) {
+    constexpr u32 CHUNKS = D / 8;
+    static_assert(CHUNKS == 4 || CHUNKS % 8 == 0, "head dimensions 32 and multiples of 64");
+    u32 twist = CHUNKS == 4 ? row / 2 % 4 : row % 8;
+    return row * D + (chunk ^ twist) * 8;
+}
+
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes from global to shared memory, without passing through registers.
+DEVICE void copy_chunk(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+DEVICE void copies_are_one_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the newest `NEWEST` groups of this thread have arrived.
+template <int NEWEST> DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
+}
+
+// Starts copying ROWS rows of D elements that lie `stride` elements apart, from row `first` on. Rows behind the last,
+// `rows` - 1, are copies of it: what is computed from them is masked or not stored.
+template <int D, int ROWS, class T>
+DEVICE void copy_tile(T *tile, const T *source, u32 first, u32 rows, u64 stride) {
+    for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += blockDim.x) {
+        u32 row = i / (D / 8), chunk = i % (D / 8);
+        u32 from = min(first + row, rows - 1);
+        copy_chunk(tile + place_in_tile<D>(row, chunk), source + from * stride + chunk * 8);
+    }
+}
+
+// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void load_matrices(u32 (&x)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+DEVICE void load_matrices_transposed(u32 (&x)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// Rows row..row+16, columns 16 k..16 k+16 of a tile, as the left operand of a product.
+template <int D, class T> DEVICE void load_left(u32 (&a)[4], const T *tile, u32 row, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices(a, tile + place_in_tile<D>(row + lane % 16, 2 * k + lane / 16));
+}
+// The right operand X^T, X being those rows and columns: b[0], b[1] for the first 8 rows, b[2], b[3] for the others.
+template <int D, class T> DEVICE void load_right_of_rows(u32 (&b)[4], const T *tile, u32 row, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices(b, tile + place_in_tile<D>(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+}
+// The right operand X itself: b[0], b[1] for its first 8 columns, b[2], b[3] for the others.
+template <int D, class T> DEVICE void load_right(u32 (&b)[4], const T *tile, u32 row, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices_transposed(b, tile + place_in_tile<D>(row + lane % 16, 2 * k + lane / 16));
+}
+
+// c += a b: a 16 x 16, b 16 x 8. Lane l holds of c the columns 2 (l % 4) and the next, of rows l / 4 (c[0], c[1]) and
+// l / 4 + 8 (c[2], c[3]).
+template <class T> DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
+template <> DEVICE void multiply<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <> DEVICE void multiply<f16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two neighbouring elements in one register, the first in the low half.
+template <class T> DEVICE u32 pack_pair(float first, float second);
+template <> DEVICE u32 pack_pair<bf16>(float first, float second) {
+    u32 x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+    return x;
+}
+template <> DEVICE u32 pack_pair<f16>(float first, float second) {
+    u32 x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+    return x;
+}
+
+// Columns 16 k..16 k+16 of sums as the left operand of the next product: a product's columns are its lanes' own.
+template <class T, int N> DEVICE void left_of_sums(u32 (&a)[4], const float (&c)[N][4], int k) {
+    a[0] = pack_pair<T>(c[2 * k][0], c[2 * k][1]);
+    a[1] = pack_pair<T>(c[2 * k][2], c[2 * k][3]);
+    a[2] = pack_pair<T>(c[2 * k + 1][0], c[2 * k + 1][1]);
+    a[3] = pack_pair<T>(c[2 * k + 1][2], c[2 * k + 1][3]);
+}
+
+// Stores a warp's 16 rows of sums, times `factor` of the lane's two rows, by way of its own rows of a tile in shared
+// memory that no other warp reads any more: row `row` of the tile goes to row `first + row` of `out`, if it is one.
+template <int D, class T>
+DEVICE void store_rows(T *out, u64 stride, u32 first, u32 rows, T *tile, u32 row, const float (&c)[D / 8][4],
+                       const float (&factor)[2]) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            T *chunk = tile + place_in_tile<D>(row + lane / 4 + 8 * half, n);
+            reinterpret_cast<u32 *>(chunk)[lane % 4] =
+                pack_pair<T>(c[n][2 * half] * factor[half], c[n][2 * half + 1] * factor[half]);
+        }
+    __syncwarp();
+#pragma unroll
+    for (u32 i = lane; i < 16 * (D / 8); i += 32) {
+        u32 r = row + i / (D / 8), chunk = i % (D / 8);
+        if (first + r < rows)
+            *reinterpret_cast<uint4 *>(out + (u64)(first + r) * stride + chunk * 8) =
+                *reinterpret_cast<const uint4 *>(tile + place_in_tile<D>(r, chunk));
+    }
+}

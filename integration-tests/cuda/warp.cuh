@@ -1,0 +1,66 @@
+// What the transformer's kernels share beside zero-kernels' prelude: sums over warps and blocks, columns of a thread.
+//
+// Each file is compiled once for every type of storage, STORAGE: f32, bf16 or f16. Arithmetic is in fp32 whatever it is;
+// every sum has an order that its sizes alone fix.
+
+#define ALL_LANES 0xffffffffu
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// 2^x by the special function unit, within 2 ulp; 0 of -inf.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) x += __shfl_xor_sync(ALL_LANES, x, half);
+    return x;
+}
+
+// W neighbouring elements of a row, widened. W is 8 (a row that 16-byte accesses fit) or 1.
+template <int W, class T> __device__ __forceinline__ void load_columns(const T *p, float (&x)[W]) {
+    if constexpr (W == 8) {
+        T raw[8];
+        load_wide(p, raw);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = widen(raw[i]);
+    } else {
+        x[0] = widen(*p);
+    }
+}
+
+template <int W, class T> __device__ __forceinline__ void store_columns(T *p, const float (&x)[W]) {
+    if constexpr (W == 8) {
+        T raw[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) raw[i] = narrow<T>(x[i]);
+        store_wide(p, raw);
+    } else {
+        *p = narrow<T>(x[0]);
+    }
+}
+
+// Sums N values over the block, whose size is a multiple of 32 and at most 1024. `lane_sums` is not to be written by
+// the next call while a thread still reads it: callers in a loop alternate between two.
+template <int N> __device__ __forceinline__ void block_sum(float (&x)[N], float (*lane_sums)[N]) {
+    u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = warp_sum(x[i]);
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) lane_sums[warp][i] = x[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = 0.0f;
+    for (u32 w = 0; w < warps; w++) {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] += lane_sums[w][i];
+    }
+}
