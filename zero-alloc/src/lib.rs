@@ -1,10 +1,12 @@
 #![doc = include_str!("../README.md")]
 
+pub mod cuda;
 pub mod device;
 pub mod host;
 pub mod planner;
 pub mod pool;
 mod primitive;
 pub mod testing;
+pub mod timeline;
 
 pub use pool::{AllocError, Block, Held, Movable, Pool, Purpose, Report};

@@ -19,6 +19,7 @@ pub(crate) mod watch;
 
 use std::fmt::Debug;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::planner::CostModel;
@@ -144,6 +145,12 @@ pub trait Device: Memory + Clone + 'static {
         dst: &mut [u8],
         limit: Duration,
     ) -> Result<(), DeviceError>;
+}
+
+/// A number that no other stream of the process has.
+pub(crate) fn next_stream_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// An ordered queue of operations on a device.

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::HostPages;
-use crate::device::DeviceError;
+use crate::device::{DeviceError, Memory};
 
 /// The alignment of backings.
 pub(super) const ALIGN_BYTES: usize = 4096;
@@ -20,6 +20,8 @@ pub(super) enum Kind {
     Pinned,
     /// Pages of a memory file.
     Pages(Arc<HostPages>),
+    /// Another's.
+    Other(Arc<dyn Memory>),
 }
 
 fn out_of_memory(bytes: usize, detail: &str) -> DeviceError {

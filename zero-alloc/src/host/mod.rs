@@ -10,7 +10,6 @@ mod op;
 mod pages;
 mod seeded;
 mod stream;
-mod timeline;
 mod worker;
 
 use std::ptr::NonNull;
@@ -20,12 +19,12 @@ use std::time::Duration;
 use self::memory::Kind;
 use self::seeded::Scheduler;
 use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, VirtualMemory};
+pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
 pub use gate::Gate;
 pub use pages::HostPages;
 pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;
-pub use timeline::{OpSpan, Timeline};
 
 /// The host as a device.
 #[derive(Clone, Debug, Default)]
@@ -72,6 +71,16 @@ impl HostDevice {
         Self { memory: Kind::Pages(pages), ..self }
     }
 
+    /// The same, with host memory of another kind: for pools of a GPU's
+    /// [`PinnedMemory`](crate::cuda::PinnedMemory).
+    ///
+    /// # Safety
+    /// What `memory` gives is the host's: readable and writable by any thread.
+    #[must_use]
+    pub unsafe fn with_memory(self, memory: Arc<dyn Memory>) -> Self {
+        Self { memory: Kind::Other(memory), ..self }
+    }
+
     /// What the seeded scheduler has found so far, in the order of finding; empty elsewhere.
     pub fn violations(&self) -> Vec<Violation> {
         self.scheduler.as_ref().map(Scheduler::violations).unwrap_or_default()
@@ -83,6 +92,7 @@ impl Memory for HostDevice {
         match &self.memory {
             Kind::Pinned => memory::allocate_pinned(bytes),
             Kind::Plain | Kind::Pages(_) => memory::allocate_plain(bytes),
+            Kind::Other(memory) => memory.allocate(bytes),
         }
     }
 
@@ -92,17 +102,23 @@ impl Memory for HostDevice {
             Kind::Pinned => unsafe { memory::deallocate_pinned(ptr, bytes) },
             // SAFETY: as above.
             Kind::Plain | Kind::Pages(_) => unsafe { memory::deallocate_plain(ptr, bytes) },
+            // SAFETY: as above.
+            Kind::Other(memory) => unsafe { memory.deallocate(ptr, bytes) },
         }
     }
 
     fn granularity_bytes(&self) -> usize {
-        memory::ALIGN_BYTES
+        match &self.memory {
+            Kind::Other(memory) => memory.granularity_bytes(),
+            _ => memory::ALIGN_BYTES,
+        }
     }
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
         match &self.memory {
             Kind::Pages(pages) => Some(&**pages),
             Kind::Plain | Kind::Pinned => None,
+            Kind::Other(memory) => memory.virtual_memory(),
         }
     }
 }

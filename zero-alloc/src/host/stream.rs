@@ -1,14 +1,13 @@
 //! Streams of the host.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::op::{Item, Named};
 use super::seeded::{Scheduler, Seat};
 use super::worker::Worker;
 use super::{HostEvent, Timeline};
-use crate::device::{DeviceError, Event, Stream};
+use crate::device::{DeviceError, Event, Stream, next_stream_id};
 
 /// A stream of the host: a queue that is run in order, by its own worker thread or by the seeded scheduler.
 /// When the last handle is gone, what is left in the queue still runs.
@@ -26,16 +25,13 @@ impl std::fmt::Debug for HostStream {
     }
 }
 
-/// Stream identities of the process.
-static NEXT_ID: AtomicU64 = AtomicU64::new(1);
-
 impl HostStream {
     pub(super) fn spawn(
         name: &str,
         timeline: Option<Timeline>,
         scheduler: Option<&Scheduler>,
     ) -> Result<Self, DeviceError> {
-        let named = Named { name: name.into(), id: NEXT_ID.fetch_add(1, Ordering::Relaxed), timeline };
+        let named = Named { name: name.into(), id: next_stream_id(), timeline };
         let queue = match scheduler {
             Some(scheduler) => Queue::Seeded(scheduler.seat(named)?),
             None => Queue::Worker(Worker::spawn(named)?),

@@ -1,0 +1,84 @@
+//! When operations ran on the device, in the time of a host's timeline.
+
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::driver::{Context, Point, Queue};
+use super::poll::Deadline;
+use crate::device::DeviceError;
+use crate::timeline::{OpSpan, Pending, Timeline};
+
+/// Elapsed times come as milliseconds in fp32: within a second they are exact to 60 ns.
+const EXACT_MS: f32 = 1_000.0;
+/// For an event on a stream that has nothing else to do.
+const ANCHOR_LIMIT: Duration = Duration::from_secs(30);
+
+/// A point of the device whose time on the host is known.
+struct Anchor {
+    point: Arc<Point>,
+    at: Duration,
+}
+
+/// Relates the events of one device to a timeline.
+pub(super) struct Clock {
+    timeline: Timeline,
+    anchor: Mutex<Anchor>,
+}
+
+impl Clock {
+    /// Sets the two clocks against each other; this waits for an otherwise idle stream.
+    pub(super) fn new(context: &Arc<Context>, timeline: Timeline) -> Result<Self, DeviceError> {
+        let queue = Queue::new(context)?;
+        let point = queue.record(true)?;
+        Deadline::after(ANCHOR_LIMIT).wait(|| "the clock of a timeline".into(), || point.query())?;
+        let anchor = Mutex::new(Anchor { point: Arc::new(point), at: timeline.now() });
+        Ok(Self { timeline, anchor })
+    }
+
+    /// Adds the operation between two points to the timeline, once it has run.
+    pub(super) fn expect(self: &Arc<Self>, label: &'static str, stream: &Arc<str>, start: Point, end: Point) {
+        let (clock, stream) = (Arc::clone(self), Arc::clone(stream));
+        self.timeline.expect(Box::new(Measured { clock, label, stream, start: Arc::new(start), end: Arc::new(end) }));
+    }
+
+    /// The time of a point that is reached.
+    fn time_of(&self, point: &Arc<Point>) -> Result<Duration, DeviceError> {
+        let mut anchor = self.anchor.lock();
+        let ms = point.since_ms(&anchor.point)?;
+        let at = if ms >= 0.0 {
+            anchor.at + Duration::from_secs_f64(f64::from(ms) / 1e3)
+        } else {
+            anchor.at.saturating_sub(Duration::from_secs_f64(f64::from(-ms) / 1e3))
+        };
+        if ms > EXACT_MS {
+            *anchor = Anchor { point: Arc::clone(point), at };
+        }
+        Ok(at)
+    }
+}
+
+/// An operation between two points.
+struct Measured {
+    clock: Arc<Clock>,
+    label: &'static str,
+    stream: Arc<str>,
+    start: Arc<Point>,
+    end: Arc<Point>,
+}
+
+impl Pending for Measured {
+    fn poll(&self) -> Poll<Option<OpSpan>> {
+        match self.end.query() {
+            Ok(false) => return Poll::Pending,
+            Ok(true) => {}
+            Err(_) => return Poll::Ready(None),
+        }
+        let (Ok(start), Ok(end)) = (self.clock.time_of(&self.start), self.clock.time_of(&self.end)) else {
+            return Poll::Ready(None);
+        };
+        Poll::Ready(Some(OpSpan { label: self.label, stream: Arc::clone(&self.stream), start, end: end.max(start) }))
+    }
+}

@@ -1,0 +1,123 @@
+//! The driver's functions, found by name.
+//!
+//! The types are cudarc's, which are made from NVIDIA's headers. Its functions are not used, for three reasons: they
+//! panic where the library or a function is missing; they return codes as a Rust enum, which a code of a newer
+//! driver does not fit; and they look for `libcuda.so` before `libcuda.so.1`, and so may find the toolkit's
+//! stub. What they are good for is below: each function here has the parameters that cudarc's has, or this file does
+//! not compile.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use cudarc::driver::sys;
+use libloading::Library;
+
+use crate::device::DeviceError;
+
+type Flags = std::ffi::c_ulonglong;
+
+macro_rules! table {
+    ($($symbol:ident($($arg:ty),*);)*) => {
+        /// The functions that are used, with the names that the library exports.
+        #[allow(non_snake_case, reason = "NVIDIA's names")]
+        pub(super) struct Table {
+            $(pub(super) $symbol: unsafe extern "C" fn($($arg),*) -> c_int,)*
+            /// Every driver has it; the newest headers name its successor only.
+            pub(super) cuEventElapsedTime: unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> c_int,
+            /// These two take any code, so they do not take cudarc's enum.
+            pub(super) cuGetErrorName: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
+            pub(super) cuGetErrorString: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
+        }
+
+        $(const _: unsafe fn($($arg),*) -> sys::CUresult = sys::$symbol;)*
+
+        impl Table {
+            /// Finds every function.
+            ///
+            /// # Errors
+            /// The first that `library` lacks is named.
+            pub(super) fn load(library: &Library, path: &str) -> Result<Self, DeviceError> {
+                Ok(Self {
+                    $($symbol: get!(library, path, $symbol),)*
+                    cuEventElapsedTime: get!(library, path, cuEventElapsedTime),
+                    cuGetErrorName: get!(library, path, cuGetErrorName),
+                    cuGetErrorString: get!(library, path, cuGetErrorString),
+                })
+            }
+        }
+    };
+}
+
+macro_rules! get {
+    ($library:ident, $path:ident, $symbol:ident) => {{
+        // SAFETY: the field that this goes to has the function's signature as NVIDIA's headers have it; the library
+        // is never unloaded.
+        let found = unsafe { $library.get(concat!(stringify!($symbol), "\0").as_bytes()) };
+        *found.map_err(|error| missing($path, stringify!($symbol), &error))?
+    }};
+}
+
+fn missing(path: &str, symbol: &'static str, error: &libloading::Error) -> DeviceError {
+    let message = format!("{path} does not have this function ({error}); the driver is too old, or not CUDA's");
+    DeviceError::Driver { call: symbol, message }
+}
+
+table! {
+    cuInit(c_uint);
+    cuDriverGetVersion(*mut c_int);
+
+    cuDeviceGet(*mut sys::CUdevice, c_int);
+    cuDeviceGetCount(*mut c_int);
+    cuDeviceGetName(*mut c_char, c_int, sys::CUdevice);
+    cuDeviceGetAttribute(*mut c_int, sys::CUdevice_attribute, sys::CUdevice);
+    cuDevicePrimaryCtxRetain(*mut sys::CUcontext, sys::CUdevice);
+    cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
+    cuCtxGetCurrent(*mut sys::CUcontext);
+    cuCtxSetCurrent(sys::CUcontext);
+    cuCtxGetDevice(*mut sys::CUdevice);
+
+    cuMemGetInfo_v2(*mut usize, *mut usize);
+    cuMemAlloc_v2(*mut sys::CUdeviceptr, usize);
+    cuMemFree_v2(sys::CUdeviceptr);
+    cuMemAllocAsync(*mut sys::CUdeviceptr, usize, sys::CUstream);
+    cuMemFreeAsync(sys::CUdeviceptr, sys::CUstream);
+    cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
+    cuMemFreeHost(*mut c_void);
+    cuMemAddressReserve(*mut sys::CUdeviceptr, usize, usize, sys::CUdeviceptr, Flags);
+    cuMemAddressFree(sys::CUdeviceptr, usize);
+    cuMemCreate(*mut sys::CUmemGenericAllocationHandle, usize, *const sys::CUmemAllocationProp, Flags);
+    cuMemRelease(sys::CUmemGenericAllocationHandle);
+    cuMemMap(sys::CUdeviceptr, usize, usize, sys::CUmemGenericAllocationHandle, Flags);
+    cuMemUnmap(sys::CUdeviceptr, usize);
+    cuMemSetAccess(sys::CUdeviceptr, usize, *const sys::CUmemAccessDesc, usize);
+    cuMemGetAllocationGranularity(*mut usize, *const sys::CUmemAllocationProp, sys::CUmemAllocationGranularity_flags);
+
+    cuMemcpyAsync(sys::CUdeviceptr, sys::CUdeviceptr, usize, sys::CUstream);
+    cuMemsetD8Async(sys::CUdeviceptr, u8, usize, sys::CUstream);
+
+    cuStreamCreate(*mut sys::CUstream, c_uint);
+    cuStreamDestroy_v2(sys::CUstream);
+    cuStreamGetCtx(sys::CUstream, *mut sys::CUcontext);
+    cuStreamWaitEvent(sys::CUstream, sys::CUevent, c_uint);
+    cuStreamQuery(sys::CUstream);
+    cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
+    cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
+    cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, Flags);
+    cuGraphLaunch(sys::CUgraphExec, sys::CUstream);
+    cuGraphExecDestroy(sys::CUgraphExec);
+    cuGraphDestroy(sys::CUgraph);
+    cuEventCreate(*mut sys::CUevent, c_uint);
+    cuEventDestroy_v2(sys::CUevent);
+    cuEventRecord(sys::CUevent, sys::CUstream);
+    cuEventQuery(sys::CUevent);
+
+    cuModuleLoadDataEx(*mut sys::CUmodule, *const c_void, c_uint, *mut sys::CUjit_option, *mut *mut c_void);
+    cuModuleUnload(sys::CUmodule);
+    cuModuleGetFunction(*mut sys::CUfunction, sys::CUmodule, *const c_char);
+    cuFuncGetAttribute(*mut c_int, sys::CUfunction_attribute, sys::CUfunction);
+    cuFuncSetAttribute(sys::CUfunction, sys::CUfunction_attribute, c_int);
+    cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, sys::CUfunction, c_int, usize);
+    cuLaunchKernel(
+        sys::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, sys::CUstream,
+        *mut *mut c_void, *mut *mut c_void
+    );
+}

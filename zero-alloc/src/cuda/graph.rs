@@ -1,0 +1,74 @@
+//! A recorded sequence of operations.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::CudaStream;
+use super::driver::Recording;
+use super::stream::Capture;
+use crate::device::DeviceError;
+
+/// Operations of one or more streams, recorded by [`CudaStream::capture`] and enqueued as one: a step of many launches
+/// costs the host one call. Whoever made it keeps alive what its operations use.
+pub struct Graph(Mutex<Recording>);
+
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Graph")
+    }
+}
+
+impl CudaStream {
+    /// Records what `enqueue` enqueues on this stream, and on streams that wait for events of it and are waited for in the
+    /// end, instead of running it. The host cannot wait for these streams meanwhile.
+    ///
+    /// # Errors
+    /// The stream is poisoned or recorded already, `enqueue` failed, or what it did cannot be recorded.
+    pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
+        self.sticky().check()?;
+        self.refuse_in_capture("capture")?;
+        self.queue().begin_capture()?;
+        let running = Running { stream: self, capture: Arc::default(), open: true };
+        self.enter(&running.capture);
+        let enqueued = enqueue();
+        let recording = running.end();
+        enqueued?;
+        Ok(Graph(Mutex::new(recording?)))
+    }
+}
+
+/// A recording that ends even if recording panics.
+struct Running<'a> {
+    stream: &'a CudaStream,
+    capture: Arc<Capture>,
+    open: bool,
+}
+
+impl Running<'_> {
+    fn end(mut self) -> Result<Recording, DeviceError> {
+        self.open = false;
+        self.capture.end();
+        self.stream.queue().end_capture()
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            self.capture.end();
+            let _ = self.stream.queue().end_capture();
+        }
+    }
+}
+
+impl Graph {
+    /// Enqueues all of it on `stream`. Launches of one graph run one after the other, on whatever streams.
+    ///
+    /// # Errors
+    /// The stream is poisoned, or the driver refuses; that poisons the stream.
+    pub fn launch(&self, stream: &CudaStream) -> Result<(), DeviceError> {
+        let recording = self.0.lock();
+        stream.labelled("graph", || recording.launch(stream.queue()))
+    }
+}

@@ -1,0 +1,103 @@
+//! Raw handles of a framework, both ways: `*mut c_void` stands for `CUcontext`, `CUstream`, `CUevent`, `CUfunction`
+//! (the runtime API's `cudaStream_t` and `cudaEvent_t` are the same handles).
+//!
+//! A framework's own pointers become slices by [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts).
+//! ```no_run
+//! use zero_alloc::cuda::{CudaDevice, interop};
+//! use zero_alloc::device::{Device, DeviceError, DeviceSlice};
+//!
+//! /// # Safety
+//! /// `grads` are `len` floats on the device, and `stream` is a stream of its primary context; both outlive this.
+//! unsafe fn clear(grads: *mut f32, len: usize, stream: *mut std::ffi::c_void) -> Result<(), DeviceError> {
+//!     let device = CudaDevice::open(0)?;
+//!     // SAFETY: the caller's promise.
+//!     let stream = unsafe { interop::stream_from_raw(&device, stream, "framework") }?;
+//!     // SAFETY: the caller's promise.
+//!     let grads = unsafe { DeviceSlice::from_raw_parts(grads, len) };
+//!     device.fill_zero(&stream, grads.erase())
+//! }
+//! ```
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::driver::{Context, Point, Queue};
+use super::stream::Sticky;
+use super::{CudaDevice, CudaEvent, CudaStream, Function};
+use crate::device::DeviceError;
+
+/// CUDA's names for its two default streams; null is the first of them too.
+const DEFAULT_STREAMS: [usize; 3] = [0, 1, 2];
+
+/// The device of a framework's context. Ours never destroys it.
+///
+/// # Errors
+/// [`DeviceError::NoDriver`], or the driver does not take it.
+///
+/// # Safety
+/// `context` is a context that outlives the device and all that is made from it.
+pub unsafe fn device_from_context(context: *mut c_void) -> Result<CudaDevice, DeviceError> {
+    if context.is_null() {
+        return Err(DeviceError::Driver { call: "device_from_context", message: "the context is null".into() });
+    }
+    // SAFETY: the caller's promise.
+    CudaDevice::in_context(unsafe { Context::foreign(context.cast()) }?)
+}
+
+/// The device's context.
+pub fn raw_context(device: &CudaDevice) -> *mut c_void {
+    device.context().raw().cast()
+}
+
+/// The context that is current on this thread, null for none.
+///
+/// # Errors
+/// [`DeviceError::NoDriver`], or the driver failed.
+pub fn current_context() -> Result<*mut c_void, DeviceError> {
+    Ok(Context::current()?.cast())
+}
+
+/// A framework's stream. Ours never destroys it.
+///
+/// # Errors
+/// It is a default stream, which every other stream of the context may wait for; or it is of another context.
+///
+/// # Safety
+/// `stream` is a stream that outlives all handles of the result.
+pub unsafe fn stream_from_raw(
+    device: &CudaDevice,
+    stream: *mut c_void,
+    name: &str,
+) -> Result<CudaStream, DeviceError> {
+    if DEFAULT_STREAMS.contains(&stream.addr()) {
+        let message = format!("{name} is a default stream, which orders itself against others; make one of its own");
+        return Err(DeviceError::Driver { call: "stream_from_raw", message });
+    }
+    // SAFETY: the caller's promise.
+    device.stream_on(unsafe { Queue::foreign(device.context(), stream.cast()) }?, name)
+}
+
+/// The stream's handle; valid while a handle of ours lives.
+pub fn raw_stream(stream: &CudaStream) -> *mut c_void {
+    stream.queue().raw().cast()
+}
+
+/// A framework's event, as it was recorded last. Ours never destroys it.
+///
+/// # Safety
+/// `event` is an event that outlives all handles of the result.
+pub unsafe fn event_from_raw(device: &CudaDevice, event: *mut c_void, name: &str) -> CudaEvent {
+    // SAFETY: the caller's promise.
+    let point = unsafe { Point::foreign(device.context(), event.cast()) };
+    CudaEvent::new(point, name.into(), Arc::<Sticky>::default(), None)
+}
+
+/// The event's handle; valid while a handle of ours lives.
+pub fn raw_event(event: &CudaEvent) -> *mut c_void {
+    event.point().raw().cast()
+}
+
+/// The kernel's handle; valid while a handle of ours lives.
+pub fn raw_function(function: &Function) -> *mut c_void {
+    function.entry().raw().cast()
+}

@@ -1,0 +1,54 @@
+//! Host memory that the device copies from and to by itself.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::CudaDevice;
+use super::driver::Context;
+use crate::device::{DeviceError, Memory};
+
+/// What the driver's pages are aligned to.
+const ALIGN_BYTES: usize = 4096;
+
+/// Pinned host memory of a device's context (`cuMemHostAlloc`, flags 0: cached, so that the host reads it fast).
+///
+/// It is a [`Memory`] to give to [`HostDevice::with_memory`](crate::host::HostDevice::with_memory): host kernels work on
+/// it, and [`CudaDevice`]'s `copy` takes its slices on either side. Taking and giving back may wait for the device.
+#[derive(Clone)]
+pub struct PinnedMemory(Arc<Context>);
+
+impl std::fmt::Debug for PinnedMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PinnedMemory(of device {})", self.0.ordinal())
+    }
+}
+
+impl PinnedMemory {
+    /// Host memory for copies from and to `device`.
+    pub fn new(device: &CudaDevice) -> Self {
+        Self(Arc::clone(device.context()))
+    }
+}
+
+impl Memory for PinnedMemory {
+    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+        let ptr = self.0.allocate_pinned(bytes)?;
+        let at = ptr.addr().get();
+        if at % ALIGN_BYTES != 0 {
+            // SAFETY: allocated just now; nobody knows it.
+            unsafe { self.0.deallocate_pinned(ptr) };
+            let message = format!("{at:#x} is not aligned to {ALIGN_BYTES} bytes");
+            return Err(DeviceError::Driver { call: "cuMemHostAlloc", message });
+        }
+        Ok(ptr)
+    }
+
+    unsafe fn deallocate(&self, ptr: NonNull<u8>, _bytes: usize) {
+        // SAFETY: the caller's promise: it came from `allocate`, nothing uses it, and it comes back once.
+        unsafe { self.0.deallocate_pinned(ptr) };
+    }
+
+    fn granularity_bytes(&self) -> usize {
+        ALIGN_BYTES
+    }
+}

@@ -1,0 +1,85 @@
+//! Waiting for a device without blocking in the driver.
+//!
+//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the host
+//! asks again and again: at once at first, then with sleeps that grow.
+
+use std::time::{Duration, Instant};
+
+use crate::device::DeviceError;
+
+/// How long the host only yields.
+const SPIN: Duration = Duration::from_micros(50);
+const LEAST_SLEEP: Duration = Duration::from_micros(10);
+const MOST_SLEEP: Duration = Duration::from_micros(500);
+
+/// The end of a wait.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deadline {
+    /// `None` is never.
+    at: Option<Instant>,
+    limit: Duration,
+}
+
+impl Deadline {
+    pub(super) fn after(limit: Duration) -> Self {
+        Self { at: Instant::now().checked_add(limit), limit }
+    }
+
+    /// Asks `ready` until it says yes.
+    ///
+    /// # Errors
+    /// `ready` failed, or [`DeviceError::TimedOut`] with the words of `what`.
+    pub(super) fn wait(
+        self,
+        what: impl FnOnce() -> String,
+        mut ready: impl FnMut() -> Result<bool, DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let start = Instant::now();
+        let mut sleep = LEAST_SLEEP;
+        loop {
+            // The clock first: what is ready when the limit passes is no failure.
+            let now = Instant::now();
+            if ready()? {
+                return Ok(());
+            }
+            if self.at.is_some_and(|at| now >= at) {
+                return Err(DeviceError::TimedOut { what: what(), limit: self.limit });
+            }
+            if now - start < SPIN {
+                std::thread::yield_now();
+                continue;
+            }
+            let left = self.at.map_or(sleep, |at| at.saturating_duration_since(now));
+            std::thread::sleep(sleep.min(left));
+            sleep = (sleep * 2).min(MOST_SLEEP);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_ready_at_last_is_waited_for() {
+        let mut left = 5;
+        let ready = || {
+            left -= 1;
+            Ok(left == 0)
+        };
+        assert_eq!(Deadline::after(Duration::MAX).wait(|| "five".into(), ready), Ok(()));
+        assert_eq!(left, 0);
+        // Also where no time is given at all.
+        assert_eq!(Deadline::after(Duration::ZERO).wait(|| "now".into(), || Ok(true)), Ok(()));
+    }
+
+    #[test]
+    fn a_limit_that_passes_and_a_failure_are_errors() {
+        let limit = Duration::from_millis(2);
+        let late = Deadline::after(limit).wait(|| "rank 3".into(), || Ok(false));
+        assert_eq!(late, Err(DeviceError::TimedOut { what: "rank 3".into(), limit }));
+        let failure = DeviceError::Closed { stream: "a".into() };
+        let failed = Deadline::after(limit).wait(|| "rank 3".into(), || Err(failure.clone()));
+        assert_eq!(failed, Err(failure));
+    }
+}
