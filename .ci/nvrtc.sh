@@ -1,0 +1,13 @@
+# Sourced by the steps that compile CUDA kernels: sets ZERO_NVRTC, or skips the step. NVRTC needs no GPU: it is the
+# library at ZERO_NVRTC, or else python3 with pip and a network puts it into target/cuda-tools (58 MB).
+if [ -z "${ZERO_NVRTC:-}" ]; then
+    tools=${CARGO_TARGET_DIR:-target}/cuda-tools
+    find_nvrtc() { find "$tools" -name 'libnvrtc.so.1[2-9]' -print -quit 2>/dev/null; }
+    if [ -z "$(find_nvrtc)" ]; then
+        command -v python3 >/dev/null || skip "no ZERO_NVRTC, and no python3 to fetch NVRTC with"
+        python3 -m pip install --quiet --disable-pip-version-check --target "$tools" nvidia-cuda-nvrtc ||
+            skip "no ZERO_NVRTC, and pip cannot fetch nvidia-cuda-nvrtc"
+    fi
+    ZERO_NVRTC=$(realpath "$(find_nvrtc)")
+fi
+export ZERO_NVRTC ZERO_REQUIRE_NVRTC=1

@@ -1,0 +1,71 @@
+//! Captures and graphs.
+
+use std::sync::Arc;
+
+use super::{Out, driver};
+use crate::driver::capture::{Capture, EXECUTABLES, GRAPHS, Mode};
+use crate::driver::device::current;
+use crate::driver::handles::fresh_number;
+use crate::driver::op::Op;
+use crate::driver::stream::stream;
+use crate::error::Failure;
+
+driver! {
+    cuStreamBeginCapture_v2(on: usize, mode: u32) {
+        current()?;
+        let mode = match mode {
+            0 => Mode::Global,
+            1 => Mode::ThreadLocal,
+            2 => Mode::Relaxed,
+            _ => return Err(Failure::InvalidValue),
+        };
+        Capture::begin(&stream(on)?, mode)
+    }
+
+    cuStreamEndCapture(on: usize, graph: Out<usize>) {
+        current()?;
+        let captured = Capture::end(&stream(on)?);
+        if captured.is_err() {
+            graph.put_if_wanted(0);
+        }
+        graph.put(GRAPHS.insert(fresh_number(), Arc::new(captured?)))
+    }
+
+    cuStreamIsCapturing(on: usize, status: Out<u32>) {
+        current()?;
+        let part = stream(on)?.part();
+        status.put(part.map_or(0, |part| if part.capture.is_valid() { 1 } else { 2 }))
+    }
+
+    cuGraphGetNodes(graph: usize, nodes: usize, count: Out<usize>) {
+        if nodes != 0 {
+            return Err(Failure::NotSupported);
+        }
+        count.put(GRAPHS.get(graph)?.nodes())
+    }
+
+    cuGraphInstantiateWithFlags(executable: Out<usize>, graph: usize, _flags: u64) {
+        current()?;
+        let graph = GRAPHS.get(graph)?;
+        executable.put(EXECUTABLES.insert(fresh_number(), graph))
+    }
+
+    cuGraphUpload(executable: usize, on: usize) {
+        stream(on)?;
+        EXECUTABLES.get(executable).map(drop)
+    }
+
+    cuGraphLaunch(executable: usize, on: usize) {
+        let on = stream(on)?;
+        current()?;
+        on.submit(Op::Graph(EXECUTABLES.get(executable)?))
+    }
+
+    cuGraphExecDestroy(executable: usize) {
+        EXECUTABLES.remove(executable).map(drop)
+    }
+
+    cuGraphDestroy(graph: usize) {
+        GRAPHS.remove(graph).map(drop)
+    }
+}

@@ -1,0 +1,74 @@
+//! Streams and host functions.
+
+use super::context::{GREATEST_PRIORITY, LEAST_PRIORITY};
+use super::{Out, driver};
+use crate::driver::device::current;
+use crate::driver::event::EVENTS;
+use crate::driver::op::{HostFunction, Op};
+use crate::driver::stream::{create, destroy, stream};
+use crate::error::{Failure, Outcome, say};
+
+/// `CU_STREAM_NON_BLOCKING`. A stream without it waits for the default stream, which nobody here uses.
+const NON_BLOCKING: u32 = 1;
+
+fn make(found: &Out<usize>, flags: u32, priority: i32) -> Outcome {
+    if flags & !NON_BLOCKING != 0 {
+        return Err(Failure::InvalidValue);
+    }
+    found.put(create(current()?, flags, priority)?)
+}
+
+driver! {
+    cuStreamCreate(found: Out<usize>, flags: u32) {
+        make(&found, flags, 0)
+    }
+
+    cuStreamCreateWithPriority(found: Out<usize>, flags: u32, priority: i32) {
+        make(&found, flags, priority.clamp(GREATEST_PRIORITY, LEAST_PRIORITY))
+    }
+
+    cuStreamDestroy_v2(on: usize) {
+        current()?;
+        destroy(on)
+    }
+
+    cuStreamGetCtx(on: usize, context: Out<usize>) {
+        context.put(stream(on)?.device.context)
+    }
+
+    cuStreamGetFlags(on: usize, flags: Out<u32>) {
+        flags.put(stream(on)?.flags)
+    }
+
+    cuStreamGetPriority(on: usize, priority: Out<i32>) {
+        priority.put(stream(on)?.priority)
+    }
+
+    cuStreamWaitEvent(on: usize, event: usize, flags: u32) {
+        if flags != 0 {
+            return Err(Failure::NotSupported);
+        }
+        current()?;
+        stream(on)?.wait_for(&*EVENTS.get(event)?)
+    }
+
+    cuStreamQuery(on: usize) {
+        current()?;
+        stream(on)?.query()
+    }
+
+    cuStreamSynchronize(on: usize) {
+        current()?;
+        stream(on)?.synchronize()
+    }
+
+    cuLaunchHostFunc(on: usize, function: Option<HostFunction>, data: usize) {
+        let on = stream(on)?;
+        current()?;
+        let Some(function) = function else {
+            say!("cuLaunchHostFunc without a function");
+            return Err(Failure::InvalidValue);
+        };
+        on.submit(Op::Host { function, data })
+    }
+}

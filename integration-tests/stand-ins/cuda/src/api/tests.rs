@@ -1,0 +1,417 @@
+//! The driver API on host memory: what a GPU's driver promises, and what it refuses.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::error::Failure;
+
+/// Calls a driver function and gives its code.
+macro_rules! code {
+    ($call:ident($($arg:expr),* $(,)?)) => {{
+        // SAFETY: pointers are to live variables; the functions check handles and addresses themselves.
+        unsafe { $call($($arg),*) }
+    }};
+}
+
+/// Calls a driver function, which must succeed.
+macro_rules! ok {
+    ($call:ident($($arg:expr),* $(,)?)) => {
+        assert_eq!(code!($call($($arg),*)), 0, stringify!($call))
+    };
+}
+
+/// Calls a driver function, which must fail in this way.
+macro_rules! fails {
+    ($failure:ident, $call:ident($($arg:expr),* $(,)?)) => {
+        assert_eq!(code!($call($($arg),*)), Failure::$failure as u32, stringify!($call))
+    };
+}
+
+/// A device of the test's own, current on this thread.
+pub(crate) fn own_device() -> i32 {
+    static NEXT: AtomicI32 = AtomicI32::new(0);
+    let (ordinal, mut context) = (NEXT.fetch_add(1, Ordering::Relaxed), 0);
+    ok!(cuInit(0));
+    ok!(cuDevicePrimaryCtxRetain((&mut context).into(), ordinal));
+    ok!(cuCtxSetCurrent(context));
+    ordinal
+}
+
+pub(crate) fn new_stream() -> usize {
+    let mut stream = 0;
+    ok!(cuStreamCreate((&mut stream).into(), 1));
+    stream
+}
+
+fn new_event() -> usize {
+    let mut event = 0;
+    ok!(cuEventCreate((&mut event).into(), 0));
+    event
+}
+
+pub(crate) fn allocate(bytes: usize) -> u64 {
+    let mut address = 0;
+    ok!(cuMemAlloc_v2((&mut address).into(), bytes));
+    address
+}
+
+pub(crate) fn upload(stream: usize, bytes: &[u8]) -> u64 {
+    let address = allocate(bytes.len());
+    ok!(cuMemcpyHtoDAsync_v2(address, bytes.as_ptr() as u64, bytes.len(), stream));
+    address
+}
+
+pub(crate) fn download(stream: usize, address: u64, bytes: usize) -> Vec<u8> {
+    let mut held = vec![0u8; bytes];
+    ok!(cuMemcpyDtoHAsync_v2(held.as_mut_ptr() as u64, address, bytes, stream));
+    held
+}
+
+#[test]
+fn a_device_says_that_it_is_a_stand_in() {
+    let ordinal = own_device();
+    let (mut name, mut major, mut bytes) = ([0 as c_char; 64], 0, 0);
+    ok!(cuDeviceGetName(name.as_mut_ptr(), 64, ordinal));
+    // SAFETY: the call has written a string that ends in zero.
+    assert_eq!(unsafe { CStr::from_ptr(name.as_ptr()) }, c"stand-in (PTX on the host)");
+    ok!(cuDeviceGetAttribute((&mut major).into(), 75, ordinal));
+    ok!(cuDeviceTotalMem_v2((&mut bytes).into(), ordinal));
+    assert_eq!((major, bytes), (99, 8 << 30));
+    fails!(InvalidDevice, cuDeviceGet((&mut major).into(), 4096));
+    fails!(InvalidValue, cuDeviceGetAttribute((&mut major).into(), 4096, ordinal));
+}
+
+#[test]
+fn codes_have_names_and_functions_addresses() {
+    let (mut text, mut found, mut status): (*const c_char, *const c_void, u32) =
+        (std::ptr::null(), std::ptr::null(), 0);
+    ok!(cuGetErrorName(700, (&mut text).into()));
+    // SAFETY: the call gave a string that lives for ever.
+    assert_eq!(unsafe { CStr::from_ptr(text) }, c"CUDA_ERROR_ILLEGAL_ADDRESS");
+    fails!(InvalidValue, cuGetErrorString(12345, (&mut text).into()));
+    ok!(cuGetProcAddress_v2(c"cuMemAlloc".into(), (&mut found).into(), 13000, 0, (&mut status).into()));
+    assert_eq!(found, cuMemAlloc_v2 as *const c_void);
+    fails!(NotFound, cuGetProcAddress_v2(c"cuNone".into(), (&mut found).into(), 13000, 0, (&mut status).into()));
+    assert!(found.is_null() && status == 1);
+}
+
+#[test]
+fn calls_without_a_context_or_with_the_default_stream_are_refused() {
+    ok!(cuInit(0));
+    let mut address = 0;
+    std::thread::spawn(move || fails!(InvalidContext, cuMemAlloc_v2((&mut address).into(), 64))).join().unwrap();
+    own_device();
+    let address = allocate(64);
+    for default in [0, 1, 2] {
+        fails!(InvalidHandle, cuMemsetD8Async(address, 0, 64, default));
+        fails!(InvalidHandle, cuStreamSynchronize(default));
+    }
+}
+
+#[test]
+fn contexts_are_pushed_and_popped() {
+    own_device();
+    let (mut first, mut now, mut popped, mut device) = (0, 0, 0, 0);
+    ok!(cuCtxGetCurrent((&mut first).into()));
+    own_device();
+    ok!(cuCtxPushCurrent_v2(first));
+    ok!(cuCtxGetDevice((&mut device).into()));
+    ok!(cuCtxPopCurrent_v2((&mut popped).into()));
+    ok!(cuCtxGetCurrent((&mut now).into()));
+    assert!(popped == first && now != first);
+    fails!(InvalidContext, cuCtxSetCurrent(12345));
+}
+
+#[test]
+fn memory_comes_filled_with_ones_and_copies_bring_bytes_back() {
+    own_device();
+    let stream = new_stream();
+    let bytes: Vec<u8> = (0..=255).collect();
+    let address = upload(stream, &bytes);
+    assert_eq!(download(stream, address, 256), bytes);
+    let other = allocate(256);
+    assert_eq!(download(stream, other, 256), [0xff; 256]);
+    ok!(cuMemcpyDtoDAsync_v2(other, address, 256, stream));
+    ok!(cuMemsetD32Async(other + 4, 0x0403_0201, 2, stream));
+    ok!(cuMemsetD8Async(other + 20, 9, 3, stream));
+    let got = download(stream, other, 24);
+    assert_eq!(got, [0, 1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4, 12, 13, 14, 15, 16, 17, 18, 19, 9, 9, 9, 23]);
+    fails!(InvalidValue, cuMemcpyDtoDAsync_v2(address + 1, address, 16, stream));
+    fails!(InvalidValue, cuMemsetD32Async(address + 2, 0, 1, stream));
+}
+
+#[test]
+fn memory_is_counted_and_runs_out() {
+    own_device();
+    let info = || {
+        let (mut free, mut total) = (0, 0);
+        ok!(cuMemGetInfo_v2((&mut free).into(), (&mut total).into()));
+        (free, total)
+    };
+    let (free, total) = info();
+    assert_eq!(free, total);
+    let (address, mut other) = (allocate(6 << 30), 0);
+    assert_eq!(info().0, free - (6 << 30));
+    fails!(OutOfMemory, cuMemAlloc_v2((&mut other).into(), 3 << 30));
+    fails!(InvalidValue, cuMemAlloc_v2((&mut other).into(), 0));
+    ok!(cuMemFree_v2(address));
+    assert_eq!(info().0, free);
+    fails!(InvalidValue, cuMemFree_v2(address));
+}
+
+#[test]
+fn a_copy_outside_live_memory_is_refused_and_one_that_comes_too_late_fails_the_context() {
+    let ordinal = own_device();
+    let (stream, gate) = (new_stream(), Gate::default());
+    let (address, other) = (allocate(64), allocate(64));
+    fails!(InvalidValue, cuMemcpyDtoDAsync_v2(address + 32, other, 33, stream));
+    fails!(InvalidValue, cuMemcpyHtoDAsync_v2(address, 16, 8, stream));
+    gate.close(stream);
+    ok!(cuMemcpyDtoDAsync_v2(other, address, 64, stream));
+    ok!(cuMemFree_v2(address));
+    gate.open();
+    fails!(IllegalAddress, cuStreamSynchronize(stream));
+    let mut again = 0;
+    fails!(IllegalAddress, cuMemAlloc_v2((&mut again).into(), 64));
+    fails!(IllegalAddress, cuCtxSynchronize());
+    ok!(cuDevicePrimaryCtxRelease_v2(ordinal));
+    fails!(InvalidContext, cuCtxSynchronize());
+    own_device();
+    ok!(cuCtxSynchronize());
+}
+
+/// A host function that holds a stream up until it is opened, at most 10 s.
+#[derive(Default)]
+struct Gate {
+    open: Box<AtomicBool>,
+}
+
+impl Gate {
+    fn close(&self, stream: usize) {
+        let data = std::ptr::from_ref::<AtomicBool>(&self.open) as usize;
+        ok!(cuLaunchHostFunc(stream, Some(Self::wait), data));
+    }
+
+    fn open(&self) {
+        self.open.store(true, Ordering::Release);
+    }
+
+    unsafe extern "C" fn wait(data: *mut c_void) {
+        // SAFETY: the gate outlives the stream's work, which every test waits for.
+        let open = unsafe { &*data.cast::<AtomicBool>() };
+        let since = Instant::now();
+        while !open.load(Ordering::Acquire) && since.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+}
+
+#[test]
+fn streams_run_side_by_side_and_events_order_them() {
+    own_device();
+    let (first, second, gate) = (new_stream(), new_stream(), Gate::default());
+    let (start, end, address) = (new_event(), new_event(), allocate(4));
+    ok!(cuEventRecord(start, first));
+    gate.close(first);
+    ok!(cuMemsetD32Async(address, 7, 1, first));
+    ok!(cuEventRecord(end, first));
+    // The second stream does not wait for the first ...
+    ok!(cuStreamSynchronize(second));
+    fails!(NotReady, cuStreamQuery(first));
+    fails!(NotReady, cuEventQuery(end));
+    let mut milliseconds = 0.0;
+    fails!(NotReady, cuEventElapsedTime((&mut milliseconds).into(), start, end));
+    // ... until it is told to.
+    ok!(cuStreamWaitEvent(second, end, 0));
+    fails!(NotReady, cuStreamQuery(second));
+    std::thread::sleep(Duration::from_millis(20));
+    gate.open();
+    assert_eq!(download(second, address, 4), [7, 0, 0, 0]);
+    ok!(cuEventSynchronize(end));
+    ok!(cuEventElapsedTime((&mut milliseconds).into(), start, end));
+    assert!((15.0..9_000.0).contains(&milliseconds), "{milliseconds}");
+    ok!(cuStreamDestroy_v2(second));
+    fails!(InvalidHandle, cuStreamQuery(second));
+}
+
+#[test]
+fn an_event_that_was_never_recorded_is_done_and_has_no_time() {
+    own_device();
+    let (stream, event, mut milliseconds) = (new_stream(), new_event(), 0.0);
+    ok!(cuEventQuery(event));
+    ok!(cuStreamWaitEvent(stream, event, 0));
+    fails!(InvalidHandle, cuEventElapsedTime((&mut milliseconds).into(), event, event));
+    ok!(cuEventDestroy_v2(event));
+    fails!(InvalidHandle, cuEventRecord(event, stream));
+}
+
+#[test]
+fn page_locked_memory_is_read_when_the_copy_runs_and_pageable_memory_at_the_call() {
+    own_device();
+    let (stream, gate) = (new_stream(), Gate::default());
+    let (to, mut pinned) = (allocate(2), 0u64);
+    ok!(cuMemHostAlloc((&mut pinned).into(), 1, 0));
+    let mut pageable = [1u8];
+    gate.close(stream);
+    let other = new_stream();
+    ok!(cuMemsetD8Async(pinned, 1, 1, other));
+    ok!(cuStreamSynchronize(other));
+    ok!(cuMemcpyHtoDAsync_v2(to, pinned, 1, stream));
+    ok!(cuMemcpyHtoDAsync_v2(to + 1, pageable.as_ptr() as u64, 1, stream));
+    pageable[0] = 2;
+    // SAFETY: page-locked memory of one byte, which no operation writes at this time.
+    unsafe { (pinned as *mut u8).write(2) };
+    gate.open();
+    assert_eq!(download(stream, to, 2), [2, 1]);
+    assert_eq!(pageable, [2]);
+    ok!(cuMemFreeHost(pinned));
+    fails!(InvalidValue, cuMemFreeHost(pinned));
+}
+
+#[test]
+fn registered_memory_is_known_until_it_is_not() {
+    let ordinal = own_device();
+    let memory = vec![0u8; 4096];
+    let (at, mut kind, mut device) = (memory.as_ptr() as u64, 0u32, -1i32);
+    fails!(InvalidValue, cuPointerGetAttribute((&raw mut kind).cast(), 2, at));
+    ok!(cuMemHostRegister_v2(at, 4096, 0));
+    fails!(HostMemoryAlreadyRegistered, cuMemHostRegister_v2(at + 8, 8, 0));
+    ok!(cuPointerGetAttribute((&raw mut kind).cast(), 2, at + 100));
+    ok!(cuPointerGetAttribute((&raw mut device).cast(), 9, at));
+    assert_eq!((kind, device), (1, ordinal));
+    ok!(cuMemHostUnregister(at));
+    fails!(HostMemoryNotRegistered, cuMemHostUnregister(at));
+}
+
+#[test]
+fn virtual_memory_moves_between_addresses_and_is_illegal_where_it_is_not() {
+    let ordinal = own_device();
+    const PAGE: usize = 2 << 20;
+    let stream = new_stream();
+    let (properties, allow) = (AllocationProperties::of_device(ordinal), AccessDescription::of_device(ordinal, true));
+    let (mut base, mut pages, mut granularity) = (0u64, [0u64; 2], 0usize);
+    ok!(cuMemGetAllocationGranularity((&mut granularity).into(), (&properties).into(), 0));
+    assert_eq!(granularity, PAGE);
+    ok!(cuMemAddressReserve((&mut base).into(), 4 * PAGE, 0, 0, 0));
+    for (index, page) in pages.iter_mut().enumerate() {
+        ok!(cuMemCreate(page.into(), PAGE, (&properties).into(), 0));
+        ok!(cuMemMap(base + (index * PAGE) as u64, PAGE, 0, *page, 0));
+    }
+    fails!(InvalidValue, cuMemsetD8Async(base, 0, 1, stream));
+    fails!(InvalidValue, cuMemSetAccess(base, 3 * PAGE, (&allow).into(), 1));
+    ok!(cuMemSetAccess(base, 2 * PAGE, (&allow).into(), 1));
+    // One operation over both pages, then the second page at another address.
+    ok!(cuMemsetD8Async(base, 5, 2 * PAGE, stream));
+    ok!(cuStreamSynchronize(stream));
+    fails!(AlreadyMapped, cuMemMap(base, PAGE, 0, pages[0], 0));
+    ok!(cuMemUnmap(base + PAGE as u64, PAGE));
+    ok!(cuMemMap(base + 3 * PAGE as u64, PAGE, 0, pages[1], 0));
+    ok!(cuMemSetAccess(base + 3 * PAGE as u64, PAGE, (&allow).into(), 1));
+    assert_eq!(download(stream, base + 3 * PAGE as u64, 16), [5; 16]);
+    fails!(InvalidValue, cuMemsetD8Async(base + PAGE as u64, 0, 1, stream));
+    fails!(InvalidValue, cuMemAddressFree(base, 4 * PAGE));
+    ok!(cuMemUnmap(base, PAGE));
+    ok!(cuMemUnmap(base + 3 * PAGE as u64, PAGE));
+    pages.iter().for_each(|&page| ok!(cuMemRelease(page)));
+    ok!(cuMemAddressFree(base, 4 * PAGE));
+    let (mut free, mut total) = (0, 0);
+    ok!(cuMemGetInfo_v2((&mut free).into(), (&mut total).into()));
+    assert_eq!(free, total);
+}
+
+#[test]
+fn memory_that_is_freed_in_stream_order_lives_until_then() {
+    own_device();
+    let (stream, gate, mut address) = (new_stream(), Gate::default(), 0u64);
+    ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
+    gate.close(stream);
+    ok!(cuMemsetD8Async(address, 0, 64, stream));
+    ok!(cuMemFreeAsync(address, stream));
+    gate.open();
+    ok!(cuStreamSynchronize(stream));
+    fails!(InvalidValue, cuMemFreeAsync(address, stream));
+}
+
+#[test]
+fn a_captured_fork_and_join_replays() {
+    own_device();
+    let (origin, side, fork, join) = (new_stream(), new_stream(), new_event(), new_event());
+    let address = allocate(8);
+    let (mut graph, mut executable, mut nodes, mut status) = (0, 0, 0, 9);
+    ok!(cuStreamBeginCapture_v2(origin, 1));
+    ok!(cuStreamIsCapturing(origin, (&mut status).into()));
+    assert_eq!(status, 1);
+    ok!(cuMemsetD32Async(address, 1, 1, origin));
+    ok!(cuEventRecord(fork, origin));
+    ok!(cuStreamWaitEvent(side, fork, 0));
+    ok!(cuMemcpyDtoDAsync_v2(address + 4, address, 4, side));
+    ok!(cuEventRecord(join, side));
+    ok!(cuStreamWaitEvent(origin, join, 0));
+    ok!(cuMemsetD32Async(address, 2, 1, origin));
+    ok!(cuStreamEndCapture(origin, (&mut graph).into()));
+    ok!(cuGraphGetNodes(graph, 0, (&mut nodes).into()));
+    assert_eq!(nodes, 3);
+    ok!(cuGraphInstantiateWithFlags((&mut executable).into(), graph, 0));
+    ok!(cuGraphDestroy(graph));
+    // Nothing has run so far.
+    assert_eq!(download(origin, address, 8), [0xff; 8]);
+    for _ in 0..2 {
+        ok!(cuGraphLaunch(executable, side));
+        assert_eq!(download(side, address, 8), [2, 0, 0, 0, 1, 0, 0, 0]);
+        ok!(cuMemsetD8Async(address, 0, 8, side));
+    }
+    ok!(cuGraphExecDestroy(executable));
+    fails!(InvalidHandle, cuGraphLaunch(executable, side));
+}
+
+#[test]
+fn captures_refuse_what_would_break_them() {
+    own_device();
+    let (origin, side, event, before) = (new_stream(), new_stream(), new_event(), new_event());
+    let (address, mut graph, mut other) = (allocate(8), 0, 0);
+    let begin = || ok!(cuStreamBeginCapture_v2(origin, 1));
+    ok!(cuEventRecord(before, side));
+    // Waiting for the host,
+    begin();
+    fails!(CaptureUnsupported, cuStreamSynchronize(origin));
+    fails!(CaptureInvalidated, cuMemsetD8Async(address, 0, 1, origin));
+    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    // allocating,
+    begin();
+    fails!(CaptureUnsupported, cuMemAlloc_v2((&mut other).into(), 64));
+    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    // work from outside,
+    begin();
+    fails!(CaptureIsolation, cuStreamWaitEvent(origin, before, 0));
+    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    // and a fork that does not come back.
+    begin();
+    ok!(cuEventRecord(event, origin));
+    ok!(cuStreamWaitEvent(side, event, 0));
+    ok!(cuMemsetD8Async(address, 0, 1, side));
+    fails!(CapturedEvent, cuEventQuery(event));
+    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    begin();
+    ok!(cuEventRecord(event, origin));
+    ok!(cuStreamWaitEvent(side, event, 0));
+    ok!(cuMemsetD8Async(address, 0, 1, side));
+    fails!(CaptureUnmatched, cuStreamEndCapture(side, (&mut graph).into()));
+    fails!(CaptureUnjoined, cuStreamEndCapture(origin, (&mut graph).into()));
+    ok!(cuStreamSynchronize(side));
+}
+
+#[test]
+fn a_host_function_that_calls_the_driver_is_refused() {
+    own_device();
+    static CODE: AtomicU32 = AtomicU32::new(0);
+    unsafe extern "C" fn call(_data: *mut c_void) {
+        CODE.store(code!(cuCtxSynchronize()), Ordering::Release);
+    }
+    let stream = new_stream();
+    ok!(cuLaunchHostFunc(stream, Some(call), 0));
+    ok!(cuStreamSynchronize(stream));
+    assert_eq!(CODE.load(Ordering::Acquire), Failure::NotPermitted as u32);
+    fails!(InvalidValue, cuLaunchHostFunc(stream, None, 0));
+}

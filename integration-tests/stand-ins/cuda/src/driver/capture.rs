@@ -1,0 +1,188 @@
+//! Captures of stream operations into graphs, and the replay of graphs.
+
+use std::sync::{Arc, Mutex};
+use std::thread::ThreadId;
+
+use super::device::Device;
+use super::handles::{Handles, lock};
+use super::op::{Op, run};
+use super::queue::Random;
+use super::stream::{Part, Stream};
+use crate::error::{Failure, Outcome};
+
+/// Which calls of which threads a capture forbids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Global,
+    ThreadLocal,
+    Relaxed,
+}
+
+#[derive(Clone)]
+struct Node {
+    op: Op,
+    after: Vec<usize>,
+}
+
+#[derive(Default)]
+struct State {
+    nodes: Vec<Node>,
+    /// The streams that take part, the origin first.
+    streams: Vec<Arc<Stream>>,
+    invalid: bool,
+}
+
+/// A capture that runs.
+pub(crate) struct Capture {
+    mode: Mode,
+    thread: ThreadId,
+    origin: usize,
+    state: Mutex<State>,
+}
+
+static RUNNING: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
+
+/// For calls that could synchronise behind a capture's back, as allocations: an error while a capture forbids them, which
+/// ends that capture too.
+pub(crate) fn forbid_while_capturing() -> Outcome {
+    let thread = std::thread::current().id();
+    let running = lock(&RUNNING);
+    let mut forbidden = Ok(());
+    for capture in running.iter() {
+        let ours = capture.thread == thread;
+        if capture.mode == Mode::Global || (capture.mode == Mode::ThreadLocal && ours) {
+            capture.invalidate();
+            forbidden = Err(Failure::CaptureUnsupported);
+        }
+    }
+    forbidden
+}
+
+impl Capture {
+    /// The stream's operations go into a graph from here on.
+    pub(crate) fn begin(stream: &Arc<Stream>, mode: Mode) -> Outcome {
+        if stream.part().is_some() {
+            return Err(Failure::Unknown);
+        }
+        let state = State { streams: vec![stream.clone()], ..State::default() };
+        let thread = std::thread::current().id();
+        let capture = Arc::new(Self { mode, thread, origin: stream.number, state: Mutex::new(state) });
+        lock(&RUNNING).push(capture.clone());
+        stream.set_part(Some(Part { capture, after: Vec::new() }));
+        Ok(())
+    }
+
+    /// Ends the capture that began in `stream`. All work that forked off must have come back to it.
+    pub(crate) fn end(stream: &Arc<Stream>) -> Outcome<Graph> {
+        let Part { capture, after } = stream.part().ok_or(Failure::Unknown)?;
+        if capture.origin != stream.number {
+            return Err(Failure::CaptureUnmatched);
+        }
+        lock(&RUNNING).retain(|other| !Arc::ptr_eq(other, &capture));
+        // A stream's lock comes before its capture's, so the streams are asked without it.
+        let streams = std::mem::take(&mut lock(&capture.state).streams);
+        let mut ends = Vec::new();
+        for taking_part in streams {
+            ends.extend(taking_part.part().map(|part| part.after).unwrap_or_default());
+            taking_part.set_part(None);
+        }
+        let mut state = lock(&capture.state);
+        if state.invalid {
+            return Err(Failure::CaptureInvalidated);
+        }
+        let mut joined = vec![false; state.nodes.len()];
+        let mut open = after;
+        while let Some(node) = open.pop() {
+            if !std::mem::replace(&mut joined[node], true) {
+                open.extend(&state.nodes[node].after);
+            }
+        }
+        if ends.iter().any(|&node| !joined[node]) {
+            return Err(Failure::CaptureUnjoined);
+        }
+        Ok(Graph { nodes: std::mem::take(&mut state.nodes) })
+    }
+
+    pub(crate) fn add(&self, op: Op, after: Vec<usize>) -> Outcome<usize> {
+        let mut state = lock(&self.state);
+        if state.invalid {
+            return Err(Failure::CaptureInvalidated);
+        }
+        state.nodes.push(Node { op, after });
+        Ok(state.nodes.len() - 1)
+    }
+
+    /// A stream takes part from here on.
+    pub(crate) fn join(&self, stream: Arc<Stream>) -> Outcome {
+        let mut state = lock(&self.state);
+        if state.invalid || state.streams.is_empty() {
+            return Err(Failure::CaptureInvalidated);
+        }
+        state.streams.push(stream);
+        Ok(())
+    }
+
+    pub(crate) fn invalidate(&self) {
+        lock(&self.state).invalid = true;
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        !lock(&self.state).invalid
+    }
+}
+
+/// Operations with what each comes behind.
+#[derive(Clone)]
+pub(crate) struct Graph {
+    nodes: Vec<Node>,
+}
+
+pub(crate) static GRAPHS: Handles<Graph> = Handles::new();
+pub(crate) static EXECUTABLES: Handles<Graph> = Handles::new();
+
+impl Graph {
+    pub(crate) fn nodes(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Runs all nodes, each behind those that it names; with a seed, in another such order each time.
+    pub(crate) fn run(&self, device: &'static Device, random: &mut Random) {
+        self.order(random).into_iter().for_each(|node| run(&self.nodes[node].op, device, random));
+    }
+
+    fn order(&self, random: &mut Random) -> Vec<usize> {
+        let mut missing: Vec<usize> = self.nodes.iter().map(|node| node.after.len()).collect();
+        let mut ready: Vec<usize> = (0..missing.len()).filter(|&node| missing[node] == 0).collect();
+        let mut order = Vec::with_capacity(missing.len());
+        while !ready.is_empty() {
+            let node = ready.remove(random.below(ready.len()));
+            order.push(node);
+            for (later, left) in missing.iter_mut().enumerate() {
+                if self.nodes[later].after.contains(&node) {
+                    *left -= 1;
+                    if *left == 0 {
+                        ready.push(later);
+                    }
+                }
+            }
+        }
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::event::Ticket;
+
+    #[test]
+    fn a_graphs_order_keeps_dependencies_and_is_otherwise_free() {
+        let node = |after: &[usize]| Node { op: Op::Record(Arc::new(Ticket::default())), after: after.to_vec() };
+        let graph = Graph { nodes: vec![node(&[]), node(&[0]), node(&[0]), node(&[1, 2])] };
+        let mut seen = std::collections::BTreeSet::new();
+        for seed in 0..32 {
+            seen.insert(graph.order(&mut Random::seeded(seed)));
+        }
+        assert_eq!(Vec::from_iter(seen), [vec![0, 1, 2, 3], vec![0, 2, 1, 3]]);
+    }
+}

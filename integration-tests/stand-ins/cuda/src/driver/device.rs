@@ -1,0 +1,135 @@
+//! Devices, each with its one primary context, and which context is current on a thread.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use super::handles::{fresh_number, lock};
+use crate::error::{Failure, Outcome, describe, say};
+use crate::settings::settings;
+
+/// A device. Its primary context lives while somebody retains it; the context's handle is `context`.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) ordinal: u32,
+    pub(crate) context: usize,
+    used_bytes: AtomicU64,
+    retained: Mutex<u32>,
+    /// The code that every call returns since an operation failed; 0 before.
+    failed: AtomicU32,
+}
+
+static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
+
+/// `cuInit`: before it there are no devices.
+pub(crate) fn init() {
+    DEVICES.get_or_init(|| (0..settings().devices).map(Device::new).collect());
+}
+
+/// All devices.
+pub(crate) fn all() -> Outcome<&'static [Device]> {
+    DEVICES.get().map(Vec::as_slice).ok_or(Failure::NotInitialized)
+}
+
+/// The device of an ordinal.
+pub(crate) fn device(ordinal: i32) -> Outcome<&'static Device> {
+    all()?.get(usize::try_from(ordinal).unwrap_or(usize::MAX)).ok_or(Failure::InvalidDevice)
+}
+
+impl Device {
+    fn new(ordinal: u32) -> Self {
+        let (used_bytes, failed) = (AtomicU64::new(0), AtomicU32::new(0));
+        Self { ordinal, context: fresh_number(), used_bytes, retained: Mutex::new(0), failed }
+    }
+
+    pub(crate) fn total_bytes(&self) -> u64 {
+        settings().memory_bytes
+    }
+
+    pub(crate) fn free_bytes(&self) -> u64 {
+        self.total_bytes().saturating_sub(self.used_bytes.load(Ordering::Relaxed))
+    }
+
+    /// Takes memory of the device, given back when the charge goes; `OutOfMemory` where less is free.
+    pub(crate) fn charge(&'static self, bytes: u64) -> Outcome<Charge> {
+        let taken = self.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+            used.checked_add(bytes).filter(|&sum| sum <= self.total_bytes())
+        });
+        taken.map(|_| Charge { device: self, bytes }).map_err(|_| Failure::OutOfMemory)
+    }
+
+    /// Notes that an operation failed: from here on every call that uses the context returns this.
+    pub(crate) fn fail(&self, failure: Failure, what: &str) {
+        let first = self.failed.compare_exchange(0, failure as u32, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if first {
+            let name = describe(failure as u32).map_or("", |(name, _)| name.trim_end_matches('\0'));
+            say!("device {}: {name}: {what}; the context is unusable from here on", self.ordinal);
+        }
+    }
+
+    /// The failure of an earlier operation, if there was one.
+    pub(crate) fn check(&self) -> Outcome {
+        Failure::from_code(self.failed.load(Ordering::Acquire)).map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn retain(&self) {
+        *lock(&self.retained) += 1;
+    }
+
+    pub(crate) fn is_retained(&self) -> bool {
+        *lock(&self.retained) > 0
+    }
+
+    /// Gives back one retention; true where it was the last.
+    pub(crate) fn release(&self) -> Outcome<bool> {
+        let mut retained = lock(&self.retained);
+        *retained = retained.checked_sub(1).ok_or(Failure::InvalidContext)?;
+        Ok(*retained == 0)
+    }
+
+    /// The context starts anew, as after the destruction of the old one.
+    pub(crate) fn forget_failure(&self) {
+        self.failed.store(0, Ordering::Release);
+    }
+}
+
+/// Memory of a device that is in use.
+#[derive(Debug)]
+pub(crate) struct Charge {
+    device: &'static Device,
+    bytes: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.device.used_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+thread_local! {
+    /// The contexts that are pushed on this thread, the current one last; 0 is none.
+    static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Works on the thread's stack of contexts.
+pub(crate) fn with_stack<T>(work: impl FnOnce(&mut Vec<usize>) -> T) -> T {
+    CURRENT.with(|stack| work(&mut stack.borrow_mut()))
+}
+
+/// The device whose context has this handle.
+pub(crate) fn of_context(context: usize) -> Outcome<&'static Device> {
+    all()?.iter().find(|d| d.context == context && d.is_retained()).ok_or(Failure::InvalidContext)
+}
+
+/// The device whose context is current on this thread, even if it failed.
+pub(crate) fn current_even_failed() -> Outcome<&'static Device> {
+    all()?;
+    let top = with_stack(|stack| stack.last().copied().unwrap_or(0));
+    of_context(top)
+}
+
+/// The device whose context is current on this thread, or the failure of the context.
+pub(crate) fn current() -> Outcome<&'static Device> {
+    let device = current_even_failed()?;
+    device.check().map(|()| device)
+}

@@ -1,0 +1,152 @@
+//! Memory from the operating system: anonymous mappings, reserved addresses, and one file in memory that all physical
+//! pages come from.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Up to this size new memory is filled with ones, so that a read of uninitialised memory is not a read of zeros.
+const FILLED_BYTES: usize = 64 << 20;
+
+/// A range of addresses that is unmapped when it goes.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: usize,
+    bytes: usize,
+}
+
+fn page_rounded(bytes: usize) -> Option<usize> {
+    bytes.checked_next_multiple_of(4096)
+}
+
+impl Mapping {
+    fn anonymous(bytes: usize, access: i32) -> io::Result<Self> {
+        let bytes = page_rounded(bytes).ok_or(io::ErrorKind::OutOfMemory)?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no other.
+        let start = unsafe { libc::mmap(ptr::null_mut(), bytes, access, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(Self { start: start as usize, bytes })
+        }
+    }
+
+    /// Readable and writable memory, filled with ones if it is not very large.
+    pub(crate) fn memory(bytes: usize) -> io::Result<Self> {
+        let mapping = Self::anonymous(bytes, libc::PROT_READ | libc::PROT_WRITE)?;
+        if bytes <= FILLED_BYTES {
+            // SAFETY: the mapping was made just now, writable, of at least `bytes`.
+            unsafe { ptr::write_bytes(mapping.start as *mut u8, 0xff, bytes) };
+        }
+        Ok(mapping)
+    }
+
+    /// Addresses with nothing behind them, at a multiple of `alignment` (a power of two).
+    pub(crate) fn reservation(bytes: usize, alignment: usize) -> io::Result<Self> {
+        let whole =
+            Self::anonymous(bytes.checked_add(alignment).ok_or(io::ErrorKind::OutOfMemory)?, libc::PROT_NONE)?;
+        let start = whole.start.next_multiple_of(alignment);
+        let (before, after) = (start - whole.start, whole.start + whole.bytes - (start + bytes));
+        let cut = Self { start, bytes };
+        for (at, len) in [(whole.start, before), (start + bytes, after)] {
+            if len > 0 {
+                // SAFETY: within the mapping that was made just now, and outside the part that is kept.
+                unsafe { libc::munmap(at as *mut libc::c_void, len) };
+            }
+        }
+        std::mem::forget(whole);
+        Ok(cut)
+    }
+
+    pub(crate) fn start(&self) -> u64 {
+        self.start as u64
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: this range was mapped by us and is unmapped once; whoever accesses it holds an `Arc` of this.
+        unsafe { libc::munmap(self.start as *mut libc::c_void, self.bytes) };
+    }
+}
+
+/// Physical memory that can be mapped at several addresses: a piece of one file in memory.
+#[derive(Debug)]
+pub(crate) struct Physical {
+    offset: u64,
+    bytes: usize,
+}
+
+fn file() -> io::Result<&'static OwnedFd> {
+    static FILE: OnceLock<Option<OwnedFd>> = OnceLock::new();
+    let made = FILE.get_or_init(|| {
+        // SAFETY: a name that ends in zero; the call makes a new descriptor.
+        let number = unsafe { libc::memfd_create(c"cuda-stand-in".as_ptr(), libc::MFD_CLOEXEC) };
+        if number < 0 {
+            return None;
+        }
+        // SAFETY: a descriptor that was made just now and that nobody else owns.
+        let file = unsafe { OwnedFd::from_raw_fd(number) };
+        // SAFETY: a live descriptor; the file is sparse, so its length costs nothing.
+        (unsafe { libc::ftruncate(file.as_raw_fd(), i64::MAX >> 8) } == 0).then_some(file)
+    });
+    made.as_ref().ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+}
+
+impl Physical {
+    /// A piece of `bytes`, a multiple of the page size.
+    pub(crate) fn new(bytes: usize) -> io::Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        file()?;
+        Ok(Self { offset: NEXT.fetch_add(bytes as u64, Ordering::Relaxed), bytes })
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Maps this memory at `address`.
+    ///
+    /// # Safety
+    /// `address` begins a reserved range of this length with nothing mapped, and stays reserved as long as it is mapped.
+    pub(crate) unsafe fn map_at(&self, address: u64) -> io::Result<()> {
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        let at = address as *mut libc::c_void;
+        let (number, offset) = (file()?.as_raw_fd(), self.offset as i64);
+        // SAFETY: replaces addresses that are reserved and empty, as the caller promises.
+        let start = unsafe { libc::mmap(at, self.bytes, access, flags, number, offset) };
+        if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Fills the memory with ones through a mapping of it.
+    ///
+    /// # Safety
+    /// It is mapped at `address`, and nobody else accesses it.
+    pub(crate) unsafe fn fill(&self, address: u64) {
+        // SAFETY: mapped writable there, as the caller promises.
+        unsafe { ptr::write_bytes(address as *mut u8, 0xff, self.bytes) };
+    }
+}
+
+impl Drop for Physical {
+    fn drop(&mut self) {
+        let Ok(file) = file() else { return };
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: a live descriptor; the piece is this object's alone and not mapped any more.
+        unsafe { libc::fallocate(file.as_raw_fd(), mode, self.offset as i64, self.bytes as i64) };
+    }
+}
+
+/// Takes the memory away from `address`, whose range stays reserved.
+///
+/// # Safety
+/// The range is reserved by us and mapped, and nobody accesses it.
+pub(crate) unsafe fn unmap(address: u64, bytes: usize) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: replaces our own mapping by an empty one.
+    let start = unsafe { libc::mmap(address as *mut libc::c_void, bytes, libc::PROT_NONE, flags, -1, 0) };
+    if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

@@ -1,0 +1,194 @@
+//! Operations of a stream, and what running one does.
+
+use std::sync::Arc;
+
+use super::capture::Graph;
+use super::device::Device;
+use super::event::Ticket;
+use super::queue::{Random, in_host_function};
+use super::space::{self, Space};
+use super::{memory, space::Kind};
+use crate::error::{Failure, Outcome};
+
+/// One end of a copy.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// Device or page-locked memory: the registry must know it.
+    Known(u64),
+    /// Memory of the process that no one told the driver about.
+    Pageable(u64),
+    /// What pageable memory held at the call.
+    Bytes(Arc<[u8]>),
+}
+
+/// What a kernel's launch comes to when its turn is there.
+pub(crate) type KernelRun = dyn Fn(&Arc<Space>) -> Result<(), (Failure, String)> + Send + Sync;
+
+/// A function of the host, in stream order.
+pub(crate) type HostFunction = unsafe extern "C" fn(*mut libc::c_void);
+
+#[derive(Clone)]
+pub(crate) enum Op {
+    Copy {
+        to: Place,
+        from: Place,
+        bytes: usize,
+    },
+    /// `pattern`'s first `width` bytes, `count` times.
+    Fill {
+        to: u64,
+        pattern: u32,
+        width: usize,
+        count: usize,
+    },
+    #[allow(dead_code)]
+    Kernel(Arc<KernelRun>),
+    Host {
+        function: HostFunction,
+        data: usize,
+    },
+    Free(u64),
+    Record(Arc<Ticket>),
+    Wait(Arc<Ticket>),
+    Graph(Arc<Graph>),
+}
+
+impl Place {
+    /// How operations see this host address.
+    pub(crate) fn of_host(address: u64) -> Self {
+        if space::now().find(address).is_some_and(|(_, r)| r.kind == Kind::Pinned) {
+            Self::Known(address)
+        } else {
+            Self::Pageable(address)
+        }
+    }
+
+    fn check(&self, space: &Space, bytes: usize, what: &str) -> Result<(), (Failure, String)> {
+        match *self {
+            Self::Known(at) if !space.holds(at, bytes as u64) => {
+                let text = format!("a copy of {bytes} bytes {what} {at:#x}, which is not all live memory");
+                Err((Failure::IllegalAddress, text))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Runs an operation of a stream of `device`. Once the context has failed only what others wait for happens.
+pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
+    random.delay();
+    match op {
+        Op::Record(ticket) => return ticket.complete(),
+        Op::Wait(ticket) => return ticket.wait(),
+        _ if device.check().is_err() => return,
+        _ => {}
+    }
+    let done = match op {
+        Op::Copy { to, from, bytes } => copy(to, from, *bytes),
+        Op::Fill { to, pattern, width, count } => fill(*to, *pattern, *width, *count),
+        Op::Kernel(kernel) => kernel(&space::now()),
+        Op::Host { function, data } => {
+            // SAFETY: the caller of cuLaunchHostFunc promises that the function may be called with this argument.
+            in_host_function(|| unsafe { function(*data as *mut libc::c_void) });
+            Ok(())
+        }
+        Op::Free(at) => memory::free(*at).map_err(|failure| (failure, format!("cuMemFreeAsync of {at:#x}"))),
+        Op::Graph(graph) => {
+            graph.run(device, random);
+            Ok(())
+        }
+        Op::Record(_) | Op::Wait(_) => Ok(()),
+    };
+    if let Err((failure, what)) = done {
+        device.fail(failure, &what);
+    }
+}
+
+fn copy(to: &Place, from: &Place, bytes: usize) -> Result<(), (Failure, String)> {
+    let space = space::now();
+    to.check(&space, bytes, "to")?;
+    from.check(&space, bytes, "from")?;
+    let moved = match (to, from) {
+        (Place::Known(to), Place::Known(from)) => {
+            // SAFETY: both ranges are live, and `space` keeps them mapped; raw bytes have no invalid values.
+            unsafe { std::ptr::copy(*from as *const u8, *to as *mut u8, bytes) };
+            Ok(())
+        }
+        (Place::Known(to), Place::Bytes(from)) if from.len() == bytes => {
+            // SAFETY: `to` is live and kept mapped by `space`; `from` has this length.
+            unsafe { std::ptr::copy(from.as_ptr(), *to as *mut u8, bytes) };
+            Ok(())
+        }
+        (Place::Known(to), Place::Pageable(from)) => transfer(*from, *to, bytes, false),
+        (Place::Pageable(to), Place::Known(from)) => transfer(*from, *to, bytes, true),
+        (Place::Pageable(to), Place::Pageable(from)) => {
+            read(*from, bytes).and_then(|between| transfer(between.as_ptr() as u64, *to, bytes, true))
+        }
+        _ => Err(Failure::InvalidValue),
+    };
+    moved.map_err(|failure| (failure, format!("a copy of {bytes} bytes from {from:?} to {to:?}")))
+}
+
+/// Reads pageable memory, whose address may be wrong.
+pub(crate) fn read(from: u64, bytes: usize) -> Outcome<Arc<[u8]>> {
+    let mut held = vec![0u8; bytes];
+    transfer(from, held.as_mut_ptr() as u64, bytes, false)?;
+    Ok(held.into())
+}
+
+/// Copies through the operating system, which refuses a bad address where a plain copy would end the process. The far
+/// end, which is read or written (`write`), is the address that may be bad.
+fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
+    let vector = |at: u64| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: bytes };
+    let (near, far) = if write { (vector(from), vector(to)) } else { (vector(to), vector(from)) };
+    let process = std::process::id() as i32;
+    let mut done = 0;
+    while done < bytes {
+        let rest = |v: &libc::iovec| libc::iovec {
+            iov_base: (v.iov_base as usize + done) as *mut libc::c_void,
+            iov_len: bytes - done,
+        };
+        let (near, far) = (rest(&near), rest(&far));
+        let moved = if write {
+            // SAFETY: `near` is readable for its length; the kernel checks `far`.
+            unsafe { libc::process_vm_writev(process, &raw const near, 1, &raw const far, 1, 0) }
+        } else {
+            // SAFETY: `near` is writable for its length; the kernel checks `far`.
+            unsafe { libc::process_vm_readv(process, &raw const near, 1, &raw const far, 1, 0) }
+        };
+        match usize::try_from(moved) {
+            Ok(0) => return Err(Failure::IllegalAddress),
+            Ok(moved) => done += moved,
+            Err(_) if std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT) => {
+                return Err(Failure::IllegalAddress);
+            }
+            Err(_) => {
+                // Where the system forbids the call, the caller's promise about the pointer must do.
+                // SAFETY: the caller of the driver promises that the pageable end is valid; the other end is checked.
+                unsafe {
+                    std::ptr::copy((from as usize + done) as *const u8, (to as usize + done) as *mut u8, bytes - done)
+                };
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn fill(to: u64, pattern: u32, width: usize, count: usize) -> Result<(), (Failure, String)> {
+    let bytes = width * count;
+    let space = space::now();
+    if !space.holds(to, bytes as u64) {
+        let what = format!("a fill of {bytes} bytes at {to:#x}, which is not all live memory");
+        return Err((Failure::IllegalAddress, what));
+    }
+    // SAFETY: live and kept mapped by `space`; the slice lives for this function only, and what it holds are bytes. A
+    // conflicting access at this time would be a race of the program under test, in which any bytes may result.
+    let target = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, bytes) };
+    let pattern = pattern.to_le_bytes();
+    match width {
+        1 => target.fill(pattern[0]),
+        _ => target.chunks_exact_mut(width).for_each(|piece| piece.copy_from_slice(&pattern[..width])),
+    }
+    Ok(())
+}

@@ -1,0 +1,177 @@
+//! Virtual memory: reserved addresses, physical memory, and the mapping of one at the other.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::device::{Charge, Device};
+use super::handles::{Handles, fresh_number, lock};
+use super::mapping::{Mapping, Physical, unmap};
+use super::space::{self, Kind};
+use crate::error::{Failure, Outcome, say};
+
+/// Sizes and addresses are multiples of this.
+pub(crate) const GRANULARITY: usize = 2 << 20;
+
+/// How long `unmap` waits for operations that still use the memory.
+const UNMAP_LIMIT: Duration = Duration::from_secs(60);
+
+/// Physical memory of a device. It lives until its handle is released and it is mapped nowhere.
+pub(crate) struct Pages {
+    physical: Physical,
+    device: &'static Device,
+    filled: Mutex<bool>,
+    _charge: Charge,
+}
+
+static HANDLES: Handles<Pages> = Handles::new();
+
+struct Reservation {
+    mapping: Mapping,
+    bytes: usize,
+}
+
+struct Mapped {
+    pages: Arc<Pages>,
+    /// Present while the device has access: it stands in the registry, and operations clone it.
+    access: Option<Arc<()>>,
+}
+
+#[derive(Default)]
+struct State {
+    reserved: BTreeMap<u64, Reservation>,
+    mapped: BTreeMap<u64, Mapped>,
+}
+
+static STATE: Mutex<State> = Mutex::new(State { reserved: BTreeMap::new(), mapped: BTreeMap::new() });
+
+fn granular(bytes: u64) -> bool {
+    bytes.is_multiple_of(GRANULARITY as u64)
+}
+
+/// Reserves addresses.
+pub(crate) fn reserve(bytes: usize, alignment: usize) -> Outcome<u64> {
+    if bytes == 0 || !granular(bytes as u64) || (alignment != 0 && !alignment.is_power_of_two()) {
+        return Err(Failure::InvalidValue);
+    }
+    let mapping = Mapping::reservation(bytes, alignment.max(GRANULARITY)).map_err(|_| Failure::OutOfMemory)?;
+    let start = mapping.start();
+    lock(&STATE).reserved.insert(start, Reservation { mapping, bytes });
+    Ok(start)
+}
+
+/// Gives reserved addresses back; nothing may be mapped there.
+pub(crate) fn free_reservation(start: u64, bytes: usize) -> Outcome {
+    let mut state = lock(&STATE);
+    let whole = state.reserved.get(&start).is_some_and(|r| r.bytes == bytes);
+    if !whole || state.mapped.range(start..start + bytes as u64).next().is_some() {
+        return Err(Failure::InvalidValue);
+    }
+    drop(state.reserved.remove(&start).map(|r| r.mapping));
+    Ok(())
+}
+
+/// Makes physical memory.
+pub(crate) fn create(device: &'static Device, bytes: usize) -> Outcome<usize> {
+    if bytes == 0 || !granular(bytes as u64) {
+        return Err(Failure::InvalidValue);
+    }
+    let charge = device.charge(bytes as u64)?;
+    let physical = Physical::new(bytes).map_err(|_| Failure::OutOfMemory)?;
+    let pages = Pages { physical, device, filled: Mutex::new(false), _charge: charge };
+    Ok(HANDLES.insert(fresh_number(), Arc::new(pages)))
+}
+
+/// Gives up the handle; the memory stays where it is mapped.
+pub(crate) fn release(handle: usize) -> Outcome {
+    HANDLES.remove(handle).map_err(|_| Failure::InvalidValue).map(drop)
+}
+
+/// Maps physical memory, all of it, at reserved addresses. Nobody has access yet.
+pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Outcome {
+    let pages = HANDLES.get(handle).map_err(|_| Failure::InvalidValue)?;
+    if offset != 0 || bytes != pages.physical.bytes() || !granular(start) {
+        return Err(Failure::InvalidValue);
+    }
+    let mut state = lock(&STATE);
+    let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
+    let reserved = state.reserved.range(..=start).next_back();
+    if reserved.is_none_or(|(&at, r)| end > at + r.bytes as u64) {
+        return Err(Failure::InvalidValue);
+    }
+    let before = state.mapped.range(..end).next_back();
+    if before.is_some_and(|(&at, m)| at + m.pages.physical.bytes() as u64 > start) {
+        return Err(Failure::AlreadyMapped);
+    }
+    // SAFETY: within a reservation, and nothing is mapped there; the lock keeps it so.
+    unsafe { pages.physical.map_at(start) }.map_err(|_| Failure::MapFailed)?;
+    let mut filled = lock(&pages.filled);
+    if !*filled {
+        // SAFETY: mapped just now, for the first time anywhere, so nobody else has an address of it.
+        unsafe { pages.physical.fill(start) };
+        *filled = true;
+    }
+    drop(filled);
+    state.mapped.insert(start, Mapped { pages, access: None });
+    Ok(())
+}
+
+/// Gives the device access to mapped memory, or takes it away. The range must hold whole mappings without a gap.
+pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
+    let mut state = lock(&STATE);
+    let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
+    let mut next = start;
+    for (&at, mapped) in state.mapped.range(start..end) {
+        if at != next {
+            break;
+        }
+        next += mapped.pages.physical.bytes() as u64;
+    }
+    if next != end || bytes == 0 {
+        return Err(Failure::InvalidValue);
+    }
+    for (&at, mapped) in state.mapped.range_mut(start..end) {
+        match (allow, mapped.access.is_some()) {
+            (true, false) => {
+                let (len, keep) = (mapped.pages.physical.bytes() as u64, Arc::new(()));
+                space::insert(at, len, Kind::Device, mapped.pages.device.ordinal, keep.clone())?;
+                mapped.access = Some(keep);
+            }
+            (false, true) => {
+                space::remove(at, Kind::Device)?;
+                mapped.access = None;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Takes mapped memory away from its addresses, whole mappings only. Waits for operations that use it.
+pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
+    let mut state = lock(&STATE);
+    let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
+    let inside: Vec<(u64, usize)> =
+        state.mapped.range(start..end).map(|(&at, m)| (at, m.pages.physical.bytes())).collect();
+    let covered: usize = inside.iter().map(|&(_, len)| len).sum();
+    if bytes == 0 || covered != bytes {
+        return Err(Failure::InvalidValue);
+    }
+    for (at, len) in inside {
+        let Some(mapped) = state.mapped.remove(&at) else { continue };
+        if let Some(access) = &mapped.access {
+            space::remove(at, Kind::Device)?;
+            let since = Instant::now();
+            while Arc::strong_count(access) > 1 {
+                if since.elapsed() > UNMAP_LIMIT {
+                    say!("cuMemUnmap: an operation has used the memory for {UNMAP_LIMIT:?}; it stays mapped");
+                    return Err(Failure::Unknown);
+                }
+                std::thread::sleep(Duration::from_micros(20));
+            }
+        }
+        // SAFETY: reserved and mapped by us; no version of the registry that is in use has it.
+        unsafe { unmap(at, len) }.map_err(|_| Failure::Unknown)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,125 @@
+//! The registry of live memory: which addresses a device may touch. It is copied on change, so that an operation works
+//! with one version and keeps all memory of that version mapped while it runs.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+
+use crate::error::{Failure, Outcome};
+
+/// Where the bytes of a range lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Device,
+    Pinned,
+}
+
+/// One live range of addresses.
+#[derive(Clone)]
+pub(crate) struct Range {
+    pub(crate) bytes: u64,
+    pub(crate) kind: Kind,
+    pub(crate) device: u32,
+    /// What keeps the addresses mapped.
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// One version of the registry.
+#[derive(Clone, Default)]
+pub(crate) struct Space {
+    ranges: BTreeMap<u64, Range>,
+    spans: OnceLock<Vec<(u64, u64)>>,
+}
+
+impl Space {
+    /// The range that holds `address`, with its start.
+    pub(crate) fn find(&self, address: u64) -> Option<(u64, &Range)> {
+        let (&start, range) = self.ranges.range(..=address).next_back()?;
+        (address - start < range.bytes).then_some((start, range))
+    }
+
+    /// Live addresses as `[start, end)`, ascending; ranges that touch are one span.
+    pub(crate) fn spans(&self) -> &[(u64, u64)] {
+        self.spans.get_or_init(|| {
+            let mut spans: Vec<(u64, u64)> = Vec::new();
+            for (&start, range) in &self.ranges {
+                match spans.last_mut() {
+                    Some(last) if last.1 == start => last.1 += range.bytes,
+                    _ => spans.push((start, start + range.bytes)),
+                }
+            }
+            spans
+        })
+    }
+
+    /// The span that holds all of `address .. address + bytes`.
+    pub(crate) fn span(&self, address: u64, bytes: u64) -> Option<(u64, u64)> {
+        let spans = self.spans();
+        let after = spans.partition_point(|&(start, _)| start <= address);
+        let span = *spans.get(after.checked_sub(1)?)?;
+        (address.checked_add(bytes)? <= span.1 && address < span.1).then_some(span)
+    }
+
+    /// Whether all of these bytes are live; no bytes always are.
+    pub(crate) fn holds(&self, address: u64, bytes: u64) -> bool {
+        bytes == 0 || self.span(address, bytes).is_some()
+    }
+}
+
+static SPACE: RwLock<Option<Arc<Space>>> = RwLock::new(None);
+
+/// The registry as it is now.
+pub(crate) fn now() -> Arc<Space> {
+    SPACE.read().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+}
+
+fn change<T>(change: impl FnOnce(&mut BTreeMap<u64, Range>) -> Outcome<T>) -> Outcome<T> {
+    let mut space = SPACE.write().unwrap_or_else(PoisonError::into_inner);
+    let space = Arc::make_mut(space.get_or_insert_default());
+    space.spans = OnceLock::new();
+    change(&mut space.ranges)
+}
+
+/// Makes a range live. `keep` is held as long as any version with the range is in use.
+pub(crate) fn insert(start: u64, bytes: u64, kind: Kind, device: u32, keep: Arc<dyn Any + Send + Sync>) -> Outcome {
+    change(|ranges| {
+        let before = ranges.range(..start + bytes).next_back();
+        if before.is_some_and(|(&at, range)| at + range.bytes > start) {
+            return Err(Failure::HostMemoryAlreadyRegistered);
+        }
+        ranges.insert(start, Range { bytes, kind, device, _keep: keep });
+        Ok(())
+    })
+}
+
+/// Ends the life of the range that begins at `start`, if it is of this kind.
+pub(crate) fn remove(start: u64, kind: Kind) -> Outcome<Range> {
+    change(|ranges| match ranges.get(&start) {
+        Some(range) if range.kind == kind => ranges.remove(&start).ok_or(Failure::InvalidValue),
+        _ => Err(Failure::InvalidValue),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn space(ranges: &[(u64, u64)]) -> Space {
+        let range = |&(start, bytes): &(u64, u64)| {
+            (start, Range { bytes, kind: Kind::Device, device: 0, _keep: Arc::new(()) })
+        };
+        Space { ranges: ranges.iter().map(range).collect(), spans: OnceLock::new() }
+    }
+
+    #[test]
+    fn ranges_that_touch_are_one_span_and_gaps_are_not() {
+        let space = space(&[(100, 10), (110, 10), (130, 10)]);
+        assert_eq!(space.spans(), [(100, 120), (130, 140)]);
+        assert!(space.holds(105, 15) && space.holds(130, 10) && space.holds(0, 0));
+        for (at, bytes) in [(99, 1), (119, 2), (120, 1), (125, 10), (139, 2), (140, 1), (u64::MAX, 2)] {
+            assert!(!space.holds(at, bytes), "{at} {bytes}");
+        }
+        assert_eq!(space.find(111).map(|(start, _)| start), Some(110));
+        assert!(space.find(120).is_none());
+    }
+}

@@ -1,0 +1,168 @@
+//! Streams: a queue, or while a capture runs a place in a graph.
+
+use std::sync::{Arc, Mutex};
+
+use super::capture::Capture;
+use super::device::{self, Device};
+use super::event::{EVENTS, Event, Recorded, Ticket};
+use super::handles::{Handles, fresh_number, lock};
+use super::op::Op;
+use super::queue::Queue;
+use crate::error::{Failure, Outcome, say};
+
+/// A stream's part in a capture: its next operation comes behind these nodes.
+#[derive(Clone)]
+pub(crate) struct Part {
+    pub(crate) capture: Arc<Capture>,
+    pub(crate) after: Vec<usize>,
+}
+
+pub(crate) struct Stream {
+    pub(crate) number: usize,
+    pub(crate) device: &'static Device,
+    pub(crate) flags: u32,
+    pub(crate) priority: i32,
+    queue: Queue,
+    part: Mutex<Option<Part>>,
+}
+
+static STREAMS: Handles<Stream> = Handles::new();
+
+/// The stream of a handle. The default streams are refused: code here never uses them.
+pub(crate) fn stream(number: usize) -> Outcome<Arc<Stream>> {
+    if number <= 2 {
+        say!("the default stream (handle {number}) is refused");
+        return Err(Failure::InvalidHandle);
+    }
+    STREAMS.get(number)
+}
+
+/// A new stream of the device.
+pub(crate) fn create(device: &'static Device, flags: u32, priority: i32) -> Outcome<usize> {
+    let number = fresh_number();
+    let queue = Queue::start(device, number)?;
+    let stream = Stream { number, device, flags, priority, queue, part: Mutex::new(None) };
+    Ok(STREAMS.insert(number, Arc::new(stream)))
+}
+
+/// The handle is stale from here on; what was submitted still runs.
+pub(crate) fn destroy(number: usize) -> Outcome {
+    stream(number)?.part().map_or(Ok(()), |part| {
+        part.capture.invalidate();
+        Err(Failure::CaptureUnsupported)
+    })?;
+    STREAMS.remove(number).map(drop)
+}
+
+/// All streams of a device.
+pub(crate) fn of_device(device: &'static Device) -> Vec<Arc<Stream>> {
+    STREAMS.select(|s| s.device.ordinal == device.ordinal).into_iter().map(|(_, stream)| stream).collect()
+}
+
+/// Ends everything that belongs to the device's context, after its work.
+pub(crate) fn destroy_all(device: &'static Device) {
+    for (number, stream) in STREAMS.select(|s| s.device.ordinal == device.ordinal) {
+        stream.queue.wait();
+        let _ = STREAMS.remove(number);
+    }
+    for (number, _) in EVENTS.select(|e| e.device.ordinal == device.ordinal) {
+        let _ = EVENTS.remove(number);
+    }
+}
+
+impl Stream {
+    pub(crate) fn part(&self) -> Option<Part> {
+        lock(&self.part).clone()
+    }
+
+    pub(crate) fn set_part(&self, part: Option<Part>) {
+        *lock(&self.part) = part;
+    }
+
+    /// An operation, behind all others of this stream. The context that is current on this thread must be the stream's.
+    pub(crate) fn submit(&self, op: Op) -> Outcome {
+        if device::current()?.ordinal != self.device.ordinal {
+            return Err(Failure::InvalidHandle);
+        }
+        let mut part = lock(&self.part);
+        match &mut *part {
+            None => self.queue.push(op),
+            Some(part) => {
+                let node = part.capture.add(op, std::mem::take(&mut part.after))?;
+                part.after = vec![node];
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn record(&self, event: &Event) -> Outcome {
+        if event.device.ordinal != self.device.ordinal {
+            return Err(Failure::InvalidHandle);
+        }
+        self.device.check()?;
+        let part = lock(&self.part);
+        let recorded = match &*part {
+            None => {
+                let ticket = Arc::new(Ticket::default());
+                self.queue.push(Op::Record(ticket.clone()));
+                Recorded::Stream(ticket)
+            }
+            Some(part) => Recorded::Capture(part.capture.clone(), part.after.clone()),
+        };
+        *lock(&event.recorded) = recorded;
+        Ok(())
+    }
+
+    /// All later operations wait for the event's last recording; an event that was never recorded is done.
+    pub(crate) fn wait_for(self: &Arc<Self>, event: &Event) -> Outcome {
+        self.device.check()?;
+        let mut part = lock(&self.part);
+        match (event.recorded(), &mut *part) {
+            (Recorded::Nothing, _) => {}
+            (Recorded::Stream(ticket), None) => self.queue.push(Op::Wait(ticket)),
+            (Recorded::Stream(_), Some(part)) => {
+                part.capture.invalidate();
+                return Err(Failure::CaptureIsolation);
+            }
+            (Recorded::Capture(capture, after), None) => {
+                capture.join(self.clone())?;
+                *part = Some(Part { capture, after });
+            }
+            (Recorded::Capture(capture, after), Some(part)) => {
+                if !Arc::ptr_eq(&capture, &part.capture) {
+                    capture.invalidate();
+                    part.capture.invalidate();
+                    return Err(Failure::CaptureMerge);
+                }
+                part.after
+                    .extend(after.iter().filter(|node| !part.after.contains(node)).copied().collect::<Vec<_>>());
+            }
+        }
+        Ok(())
+    }
+
+    fn refuse_in_capture(&self) -> Outcome {
+        match self.part() {
+            None => Ok(()),
+            Some(part) => {
+                part.capture.invalidate();
+                Err(Failure::CaptureUnsupported)
+            }
+        }
+    }
+
+    pub(crate) fn query(&self) -> Outcome {
+        self.device.check()?;
+        self.refuse_in_capture()?;
+        let idle = self.queue.is_idle();
+        self.device.check()?;
+        if idle { Ok(()) } else { Err(Failure::NotReady) }
+    }
+
+    pub(crate) fn synchronize(&self) -> Outcome {
+        self.device.check()?;
+        self.refuse_in_capture()?;
+        self.queue.wait();
+        self.device.check()
+    }
+}

@@ -1,0 +1,55 @@
+//! The environment variables, read once.
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// What the environment asks for.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    pub(crate) devices: u32,
+    pub(crate) memory_bytes: u64,
+    pub(crate) delay_seed: Option<u64>,
+    #[allow(dead_code)]
+    pub(crate) launch_limit: Duration,
+}
+
+impl Settings {
+    fn read(variable: impl Fn(&str) -> Option<String>) -> Self {
+        let number = |name: &str| {
+            let text = variable(name)?;
+            let value = text.trim().parse::<u64>().ok();
+            if value.is_none() {
+                crate::error::say!("{name}={text} is no number and is not used");
+            }
+            value
+        };
+        // Tests of this crate take a device each, so that one's failed context is not another's.
+        let devices = if cfg!(test) { 256 } else { 1 };
+        Self {
+            devices: number("ZERO_STANDIN_DEVICES").and_then(|n| u32::try_from(n).ok()).unwrap_or(devices).max(1),
+            memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(8 << 30),
+            delay_seed: number("ZERO_STANDIN_DELAY_SEED"),
+            launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
+        }
+    }
+}
+
+pub(crate) fn settings() -> &'static Settings {
+    static SETTINGS: OnceLock<Settings> = OnceLock::new();
+    SETTINGS.get_or_init(|| Settings::read(|name| std::env::var(name).ok().filter(|v| !v.is_empty())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_that_is_no_number_leaves_the_default() {
+        let read = Settings::read(|name| match name {
+            "ZERO_STANDIN_MEMORY_BYTES" => Some("4096".into()),
+            "ZERO_STANDIN_DELAY_SEED" => Some("soon".into()),
+            _ => None,
+        });
+        assert_eq!((read.memory_bytes, read.delay_seed, read.launch_limit.as_secs()), (4096, None, 300));
+    }
+}
