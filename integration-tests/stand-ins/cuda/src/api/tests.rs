@@ -214,6 +214,7 @@ fn streams_run_side_by_side_and_events_order_them() {
     let (first, second, gate) = (new_stream(), new_stream(), Gate::default());
     let (start, end, address) = (new_event(), new_event(), allocate(4));
     ok!(cuEventRecord(start, first));
+    ok!(cuEventSynchronize(start));
     gate.close(first);
     ok!(cuMemsetD32Async(address, 7, 1, first));
     ok!(cuEventRecord(end, first));
