@@ -8,8 +8,8 @@ use std::io::Write;
 
 use zero_alloc::device::DType;
 use zero_kernels::cuda::{
-    Arch, Cached, CudaError, KernelCache, Nvrtc, Outcome, SOURCES, Source, accumulate_entry, adam_entry,
-    adam_remainder_entry, adam_stochastic_entry, cast_entry, stats_entry,
+    Arch, Cached, Compile, CudaError, KernelCache, Nvrtc, Outcome, SOURCES, Source, Target, accumulate_entry,
+    adam_entry, adam_remainder_entry, adam_stochastic_entry, cast_entry, stats_entry,
 };
 
 const ARCHS: [Arch; 4] = [Arch(75), Arch(80), Arch(90), Arch(100)];
@@ -63,13 +63,13 @@ fn every_kernel_compiles_for_every_architecture_without_spilling() {
 fn check_arch(nvrtc: &Nvrtc, arch: Arch, entries: &[(&str, Vec<String>)]) {
     for (name, entries) in entries {
         let source = Source::named(name).unwrap();
-        let compiled = nvrtc.compile(source, arch, true).unwrap();
-        assert_eq!(&compiled.cubin[..4], b"\x7fELF", "{name} {arch}");
+        let compiled = nvrtc.compile(source, Target::Cubin(arch), true).unwrap();
+        assert_eq!(&compiled.image[..4], b"\x7fELF", "{name} {arch}");
         assert!(!compiled.log.contains("warning"), "{name} {arch}: {}", compiled.log);
         for entry in entries {
             // The name stands alone in the ELF file's string table.
             let needle = [b"\0", entry.as_bytes(), b"\0"].concat();
-            assert!(compiled.cubin.windows(needle.len()).any(|w| w == needle), "{name} {arch}: no {entry}");
+            assert!(compiled.image.windows(needle.len()).any(|w| w == needle), "{name} {arch}: no {entry}");
         }
         // ptxas says, for every kernel, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads".
         let spills: Vec<&str> = compiled.log.lines().filter(|l| l.contains("spill stores")).collect();
@@ -85,7 +85,7 @@ fn check_arch(nvrtc: &Nvrtc, arch: Arch, entries: &[(&str, Vec<String>)]) {
 fn a_mistake_in_a_source_is_an_error_that_names_file_and_line() {
     let Some(nvrtc) = nvrtc("a_mistake_in_a_source_is_an_error_that_names_file_and_line") else { return };
     let wrong = Source::new("wrong.cu", "\n\nextern \"C\" __global__ void f() { undeclared(); }\n");
-    let error = nvrtc.compile(&wrong, ARCHS[0], false).unwrap_err();
+    let error = nvrtc.compile(&wrong, Target::Cubin(ARCHS[0]), false).unwrap_err();
     let CudaError::Compilation { source_name, log, .. } = &error else { panic!("{error}") };
     assert_eq!(source_name, "wrong.cu");
     assert!(log.contains("wrong.cu(3)") && log.contains("undeclared"), "{log}");
@@ -94,9 +94,31 @@ fn a_mistake_in_a_source_is_an_error_that_names_file_and_line() {
 #[test]
 fn an_architecture_that_the_compiler_does_not_know_is_named() {
     let Some(nvrtc) = nvrtc("an_architecture_that_the_compiler_does_not_know_is_named") else { return };
-    let error = nvrtc.compile(&SOURCES[0], Arch(12), false).unwrap_err();
+    let error = nvrtc.compile(&SOURCES[0], Target::Cubin(Arch(12)), false).unwrap_err();
     assert!(matches!(error, CudaError::UnsupportedArch { arch: Arch(12), .. }), "{error}");
     assert!(error.to_string().contains("sm_12"), "{error}");
+}
+
+/// A device of tomorrow: its driver translates PTX of the newest architecture that is known today.
+#[test]
+fn a_device_newer_than_the_compiler_gets_ptx_with_every_entry() {
+    let Some(nvrtc) = nvrtc("a_device_newer_than_the_compiler_gets_ptx_with_every_entry") else { return };
+    let newest = Arch(*nvrtc.supported_archs().iter().max().unwrap());
+    let target = nvrtc.target(Arch(990)).unwrap();
+    assert_eq!(target, Target::Ptx(newest));
+    for (name, entries) in entries() {
+        let image = nvrtc.compile(Source::named(name).unwrap(), target, false).unwrap().image;
+        let text = std::ffi::CStr::from_bytes_with_nul(&image).expect("one zero byte, at the end").to_str().unwrap();
+        assert!(text.contains(&format!(".target sm_{}", newest.0)), "{name}");
+        for entry in entries {
+            assert!(text.contains(&format!(".entry {entry}(")), "{name}: no {entry}");
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let cache = KernelCache::at(folder.path());
+    let first = cache.get(&nvrtc, &SOURCES[4], Arch(990)).unwrap();
+    assert_eq!((first.target, &first.outcome), (target, &Outcome::Stored));
+    assert_eq!(cache.get(&nvrtc, &SOURCES[4], Arch(991)).unwrap(), Cached { outcome: Outcome::Hit, ..first });
 }
 
 #[test]

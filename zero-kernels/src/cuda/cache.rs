@@ -1,24 +1,30 @@
 //! Compiled kernels on disk: compiling takes seconds, reading takes none.
 //!
-//! A file's name is a hash of all that the machine code depends on: the source with its prelude, the architecture, and
-//! the compiler with its version and options. Files are written under another name and renamed, so that processes that
+//! A file's name is a hash of all that its content depends on: the source with its prelude, what it was compiled for (machine
+//! code and PTX are kept apart), and the compiler with its version and options. Files are written under another name and renamed, so that processes that
 //! start together never read half of one. A file that is damaged in any way is as one that is missing.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Arch, CudaError, Source};
+use super::{Arch, CudaError, Source, Target};
 
 /// Something that compiles kernels. [`Nvrtc`](super::Nvrtc) does.
 pub trait Compile {
     /// Everything of the compiler that its output depends on: name, version, options.
     fn identity(&self) -> String;
 
-    /// The machine code of `source` for `arch`.
+    /// What it makes for devices of `arch`.
+    ///
+    /// # Errors
+    /// Nothing that such a device could run.
+    fn target(&self, arch: Arch) -> Result<Target, CudaError>;
+
+    /// `source` as `target`.
     ///
     /// # Errors
     /// It does not compile.
-    fn compile(&self, source: &Source, arch: Arch) -> Result<Vec<u8>, CudaError>;
+    fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError>;
 }
 
 /// Where a kernel came from.
@@ -32,11 +38,13 @@ pub enum Outcome {
     NotStored(String),
 }
 
-/// A kernel's machine code.
+/// A compiled source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cached {
-    /// The machine code.
-    pub cubin: Vec<u8>,
+    /// What a driver loads: machine code, or PTX that ends in a zero byte.
+    pub image: Vec<u8>,
+    /// Which of the two, and for what.
+    pub target: Target,
     /// Where it came from.
     pub outcome: Outcome,
 }
@@ -68,26 +76,28 @@ impl KernelCache {
         self.folder.as_deref()
     }
 
-    /// The machine code of `source` for `arch`: from disk, or compiled and kept.
+    /// `source` for devices of `arch`: from disk, or compiled and kept.
     ///
     /// # Errors
-    /// It does not compile. A cache that cannot be written is not an error: see [`Outcome::NotStored`].
+    /// It does not compile for them. A cache that cannot be written is not an error: see [`Outcome::NotStored`].
     pub fn get(&self, compiler: &dyn Compile, source: &Source, arch: Arch) -> Result<Cached, CudaError> {
-        let key = hash(&[source.text().as_bytes(), arch.to_string().as_bytes(), compiler.identity().as_bytes()]);
+        let target = compiler.target(arch)?;
+        let key = hash(&[source.text().as_bytes(), target.to_string().as_bytes(), compiler.identity().as_bytes()]);
         let Some(folder) = &self.folder else {
             let outcome = Outcome::NotStored("no folder for compiled kernels; set ZERO_KERNEL_CACHE".into());
-            return Ok(Cached { cubin: compiler.compile(source, arch)?, outcome });
+            return Ok(Cached { image: compiler.compile(source, target)?, target, outcome });
         };
-        let path = folder.join(format!("{}-{arch}-{}.cubin", source.name.trim_end_matches(".cu"), hex(key)));
-        if let Some(cubin) = std::fs::read(&path).ok().and_then(|file| unwrap(&file, key)) {
-            return Ok(Cached { cubin, outcome: Outcome::Hit });
+        let (name, extension) = (source.name.trim_end_matches(".cu"), target.extension());
+        let path = folder.join(format!("{name}-{target}-{key:032x}.{extension}"));
+        if let Some(image) = std::fs::read(&path).ok().and_then(|file| unwrap(&file, key)) {
+            return Ok(Cached { image, target, outcome: Outcome::Hit });
         }
-        let cubin = compiler.compile(source, arch)?;
-        let outcome = match store(folder, &path, &wrap(&cubin, key)) {
+        let image = compiler.compile(source, target)?;
+        let outcome = match store(folder, &path, &wrap(&image, key)) {
             Ok(()) => Outcome::Stored,
             Err(e) => Outcome::NotStored(format!("{}: {e}", path.display())),
         };
-        Ok(Cached { cubin, outcome })
+        Ok(Cached { image, target, outcome })
     }
 }
 
@@ -110,14 +120,18 @@ fn store(folder: &Path, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     stored
 }
 
-fn wrap(cubin: &[u8], key: u128) -> Vec<u8> {
-    [MAGIC, &key.to_le_bytes()[..], &hash(&[cubin]).to_le_bytes()[..], cubin].concat()
+fn header(image: &[u8], key: u128) -> Vec<u8> {
+    [MAGIC, &key.to_le_bytes()[..], &hash(&[image]).to_le_bytes()[..]].concat()
 }
 
-/// The machine code of a file, if the file is whole and has this key.
+fn wrap(image: &[u8], key: u128) -> Vec<u8> {
+    [&header(image, key), image].concat()
+}
+
+/// What a file holds, if it is whole and has this key.
 fn unwrap(file: &[u8], key: u128) -> Option<Vec<u8>> {
-    let (header, cubin) = file.split_at_checked(HEADER_BYTES)?;
-    (header == &wrap(cubin, key)[..HEADER_BYTES]).then(|| cubin.to_vec())
+    let (start, image) = file.split_at_checked(HEADER_BYTES)?;
+    (start == header(image, key)).then(|| image.to_vec())
 }
 
 /// FNV-1a, 128 bits, of the parts with their lengths.
@@ -126,10 +140,6 @@ fn hash(parts: &[&[u8]]) -> u128 {
     bytes.fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash, byte| {
         (hash ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
     })
-}
-
-fn hex(key: u128) -> String {
-    format!("{key:032x}")
 }
 
 #[cfg(test)]
@@ -155,9 +165,13 @@ mod tests {
             self.version.into()
         }
 
-        fn compile(&self, source: &Source, arch: Arch) -> Result<Vec<u8>, CudaError> {
+        fn target(&self, arch: Arch) -> Result<Target, CudaError> {
+            Target::choose(arch, &[80, 90], self.version)
+        }
+
+        fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError> {
             self.compiled.set(self.compiled.get() + 1);
-            Ok(format!("{} {arch} {}", source.name, self.version).into_bytes())
+            Ok(format!("{} {target} {}", source.name, self.version).into_bytes())
         }
     }
 
@@ -166,7 +180,9 @@ mod tests {
 
     fn get(cache: &KernelCache, fake: &Fake, source: &Source, arch: u32) -> Outcome {
         let cached = cache.get(fake, source, Arch(arch)).unwrap();
-        assert_eq!(cached.cubin, format!("a.cu sm_{arch} {}", fake.version).into_bytes());
+        let target = fake.target(Arch(arch)).unwrap();
+        assert_eq!(cached.target, target);
+        assert_eq!(cached.image, format!("a.cu {target} {}", fake.version).into_bytes());
         cached.outcome
     }
 
@@ -183,6 +199,10 @@ mod tests {
         assert_eq!(get(&cache, &new, &A, 90), Outcome::Stored, "another compiler");
         assert_eq!(get(&cache.clone(), &old, &A, 90), Outcome::Hit);
         assert_eq!((old.compiled.get(), new.compiled.get()), (3, 1));
+        // A device that the compiler does not know gets PTX of an older one, which is not that one's machine code.
+        assert_eq!(get(&cache, &old, &A, 120), Outcome::Stored);
+        assert_eq!(get(&cache, &old, &A, 990), Outcome::Hit, "the same PTX serves any newer device");
+        assert!(matches!(cache.get(&old, &A, Arch(70)), Err(CudaError::UnsupportedArch { .. })));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Why a kernel is not there.
 
-use super::Arch;
+use super::{Arch, Target};
 
 /// Why a kernel could not be compiled.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -37,12 +37,12 @@ pub enum CudaError {
         supported: Vec<u32>,
     },
     /// The source does not compile.
-    #[error("{source_name} does not compile for {arch}:\n{log}")]
+    #[error("{source_name} does not compile for {target}:\n{log}")]
     Compilation {
         /// The source file.
         source_name: String,
-        /// The architecture.
-        arch: Arch,
+        /// What it was to become.
+        target: Target,
         /// What the compiler said.
         log: String,
     },

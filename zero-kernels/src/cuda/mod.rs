@@ -2,8 +2,8 @@
 //!
 //! Nothing here needs a GPU, a driver or a toolkit to build: NVRTC is looked for at run time ([`Nvrtc::find`]), and a
 //! machine without it gets [`CudaError::NoNvrtc`], which names what was tried. A kernel is compiled at first use for
-//! the device's own architecture and kept on disk ([`KernelCache`]), keyed by source, architecture, options and the
-//! version of NVRTC.
+//! the device's own architecture (a device newer than NVRTC gets PTX for the newest that NVRTC knows: [`Target`]) and
+//! kept on disk ([`KernelCache`]), keyed by source, target, options and the version of NVRTC.
 //!
 //! | file of `cuda/` | operation | host twin |
 //! |---|---|---|
@@ -26,6 +26,7 @@ mod error;
 mod geometry;
 mod nvrtc;
 mod source;
+mod target;
 
 pub use cache::{Cached, Compile, KernelCache, Outcome};
 pub use entry::{accumulate_entry, adam_entry, adam_remainder_entry, adam_stochastic_entry, cast_entry, stats_entry};
@@ -33,13 +34,4 @@ pub use error::CudaError;
 pub use geometry::{GROUP_ELEMS, Span, StatsPlan, THREADS};
 pub use nvrtc::{Compiled, Nvrtc};
 pub use source::{SOURCES, Source};
-
-/// A GPU architecture: `Arch(90)` is sm_90.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Arch(pub u32);
-
-impl std::fmt::Display for Arch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "sm_{}", self.0)
-    }
-}
+pub use target::{Arch, Target};

@@ -5,7 +5,7 @@ use std::ptr;
 
 use libloading::Library;
 
-use super::{Arch, Compile, CudaError, Source};
+use super::{Arch, Compile, CudaError, Source, Target};
 
 /// Options of every compilation, beside the architecture. Without `--fmad=false` the compiler would fuse where the
 /// host twins do not.
@@ -30,8 +30,8 @@ impl std::fmt::Debug for Nvrtc {
 /// What came out of a compilation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Compiled {
-    /// The machine code, an ELF file that a driver loads.
-    pub cubin: Vec<u8>,
+    /// What a driver loads: machine code, or PTX that ends in a zero byte.
+    pub image: Vec<u8>,
     /// What the compiler said: warnings, and the registers of each kernel where they were asked for.
     pub log: String,
 }
@@ -58,6 +58,8 @@ struct Calls {
     log: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
     cubin_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
     cubin: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    ptx_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
+    ptx: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
 }
 
 impl Calls {
@@ -86,6 +88,8 @@ impl Calls {
             log: get!("nvrtcGetProgramLog"),
             cubin_size: get!("nvrtcGetCUBINSize"),
             cubin: get!("nvrtcGetCUBIN"),
+            ptx_size: get!("nvrtcGetPTXSize"),
+            ptx: get!("nvrtcGetPTX"),
         })
     }
 
@@ -172,12 +176,13 @@ impl Nvrtc {
         &self.supported
     }
 
-    /// Compiles `source` to machine code for `arch`. With `report_registers` the log says, for every kernel, how many
-    /// registers it uses and how many bytes it spills.
+    /// Compiles `source` to `target`. With `report_registers` the log says, for every kernel, how many registers its
+    /// machine code uses and how many bytes it spills.
     ///
     /// # Errors
-    /// The architecture is not supported, or the source does not compile.
-    pub fn compile(&self, source: &Source, arch: Arch, report_registers: bool) -> Result<Compiled, CudaError> {
+    /// The target is not supported, or the source does not compile.
+    pub fn compile(&self, source: &Source, target: Target, report_registers: bool) -> Result<Compiled, CudaError> {
+        let (Target::Cubin(arch) | Target::Ptx(arch)) = target;
         if !self.supported.contains(&arch.0) {
             let (version, supported) = (self.version_text(), self.supported.clone());
             return Err(CudaError::UnsupportedArch { version, arch, supported });
@@ -187,7 +192,7 @@ impl Nvrtc {
                 .map_err(|_| CudaError::Call { call: "source", message: "it contains a zero byte".into() })
         };
         let (text, name) = (c_string(source.text())?, c_string(source.name.to_owned())?);
-        let mut options = vec![c_string(format!("--gpu-architecture={arch}"))?];
+        let mut options = vec![c_string(format!("--gpu-architecture={target}"))?];
         for option in OPTIONS.into_iter().chain(report_registers.then_some("--ptxas-options=-v")) {
             options.push(c_string(option.to_owned())?);
         }
@@ -205,9 +210,16 @@ impl Nvrtc {
         let log = String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned();
         if code != 0 {
             let log = if log.is_empty() { self.calls.message(code) } else { log };
-            return Err(CudaError::Compilation { source_name: source.name.to_owned(), arch, log });
+            return Err(CudaError::Compilation { source_name: source.name.to_owned(), target, log });
         }
-        Ok(Compiled { cubin: program.bytes("nvrtcGetCUBIN", self.calls.cubin_size, self.calls.cubin)?, log })
+        let mut image = match target {
+            Target::Cubin(_) => program.bytes("nvrtcGetCUBIN", self.calls.cubin_size, self.calls.cubin)?,
+            Target::Ptx(_) => program.bytes("nvrtcGetPTX", self.calls.ptx_size, self.calls.ptx)?,
+        };
+        if matches!(target, Target::Ptx(_)) && image.last() != Some(&0) {
+            image.push(0);
+        }
+        Ok(Compiled { image, log })
     }
 }
 
@@ -216,8 +228,12 @@ impl Compile for Nvrtc {
         format!("NVRTC {} {}", self.version_text(), OPTIONS.join(" "))
     }
 
-    fn compile(&self, source: &Source, arch: Arch) -> Result<Vec<u8>, CudaError> {
-        Ok(Self::compile(self, source, arch, false)?.cubin)
+    fn target(&self, arch: Arch) -> Result<Target, CudaError> {
+        Target::choose(arch, &self.supported, &self.version_text())
+    }
+
+    fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError> {
+        Ok(Self::compile(self, source, target, false)?.image)
     }
 }
 
