@@ -6,7 +6,7 @@ use std::io::Write;
 
 use integration_tests::cuda::{KernelFile, kernel_files};
 use zero_alloc::device::DType;
-use zero_kernels::cuda::{Arch, Nvrtc};
+use zero_kernels::cuda::{Arch, Nvrtc, Target};
 
 const ARCHS: [Arch; 4] = [Arch(75), Arch(80), Arch(90), Arch(100)];
 
@@ -43,13 +43,13 @@ fn check(nvrtc: &Nvrtc, arch: Arch, dtype: DType, file: &KernelFile) {
         return;
     }
     let what = format!("{} {dtype} {arch}", file.source.name);
-    let compiled = nvrtc.compile(&file.source, arch, true).unwrap();
-    assert_eq!(&compiled.cubin[..4], b"\x7fELF", "{what}");
+    let compiled = nvrtc.compile(&file.source, Target::Cubin(arch), true).unwrap();
+    assert_eq!(&compiled.image[..4], b"\x7fELF", "{what}");
     assert!(!compiled.log.contains("warning"), "{what}: {}", compiled.log);
     for entry in file.entries {
         // The name stands alone in the ELF file's string table.
         let needle = [b"\0", entry.as_bytes(), b"\0"].concat();
-        assert!(compiled.cubin.windows(needle.len()).any(|w| w == needle), "{what}: no {entry}");
+        assert!(compiled.image.windows(needle.len()).any(|w| w == needle), "{what}: no {entry}");
     }
     let spills: Vec<&str> = compiled.log.lines().filter(|l| l.contains("spill stores")).collect();
     assert_eq!(spills.len(), file.entries.len(), "{what}: a report for each kernel: {}", compiled.log);
