@@ -1,23 +1,32 @@
-//! Collectives over threads beside the machine's copy bandwidth and PyTorch's gloo, in one run.
+//! Collectives over threads beside the machine's copy bandwidth, PyTorch's gloo and Open MPI, in one run.
 //!
-//! `cargo bench -p benches --bench collectives [-- --quick | --large] [--no-peer] [--op NAME]`
+//! `cargo bench -p benches --bench collectives [-- --quick | --large] [--no-peer] [--op NAME] [--dtype NAME]`
 //!
-//! For each size and operation, rounds of the collective, of a plain copy by as many threads, alternate; the
-//! best round of each counts. `GB/s` counts the bytes that must move through memory over all ranks, S being the
-//! bytes of the whole buffer: reduce-scatter reads N S and writes S; all-gather in place reads S and writes
-//! (N-1) S; all-reduce in place reads and writes N S. `copy` counts bytes read and written, by N threads that
-//! copy as much in all. gloo is run by `benches/peers/gloo_collectives.py` (needs `python3` with torch; it is
-//! named as missing otherwise).
+//! **Bytes that must move**, over all ranks, S being the bytes of a whole buffer: reduce-scatter reads N S and
+//! writes S; all-gather in place reads S and writes (N-1) S; all-reduce in place reads and writes N S.
+//! `GB/s` counts these.
+//!
+//! **copy**: N threads, each with memory of its own, copy as many bytes in all (read and written bytes count), by
+//! `memcpy` or past the cache, whichever is faster: small sizes are copied from cache to cache. **loop**:
+//! for reduce-scatter, a plain loop of the same reads and writes, `out[i] = a[i] + b[i] + ...`, without
+//! ranks that wait for each other: what the memory allows where it is not asked for a copy. **barrier**:
+//! the collective that moves nothing: what the ranks' waiting for each other costs, twice in each collective.
+//!
+//! Rounds of all these alternate; the best round of each counts, from the first thread's start to the last one's
+//! end. gloo is run by `benches/peers/gloo_collectives.py` (`python3` with torch), Open MPI by
+//! `benches/peers/mpi_collectives.c` (`mpicc`, `mpirun`), right before; a peer that is missing is named.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
+use multiversion::multiversion;
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_comm::threads::{Options, World};
+use zero_comm::threads::{Options, ThreadsComm, World};
 use zero_comm::{Communicator, ReduceOp};
 
 const LIMIT: Duration = Duration::from_secs(600);
@@ -33,7 +42,7 @@ fn moved(op: &str, n: usize, s: usize) -> usize {
 }
 
 struct Rank {
-    comm: Arc<dyn Communicator<HostDevice>>,
+    comm: ThreadsComm,
     stream: HostStream,
     whole: AnySlice,
     part: AnySlice,
@@ -41,19 +50,69 @@ struct Rank {
 }
 
 impl Rank {
-    fn enqueue(&self, op: &str) {
+    fn new(comm: ThreadsComm, dtype: DType, bytes: usize) -> Self {
+        let device = HostDevice::new();
+        let stream = device.create_stream("comm").expect("a stream");
+        let pool = Pool::new(device.clone(), usize::MAX);
+        let len = bytes / dtype.size_bytes();
+        let block = |len| pool.allocate(len, dtype, Purpose::Workspace, &stream).expect("memory");
+        let blocks = [block(len), block(len / comm.world_size())];
+        // SAFETY: the blocks outlive the streams' work, which every round waits for.
+        let [whole, part] = [0, 1].map(|i| unsafe { blocks[i].slice() });
+        device.fill_zero(&stream, whole).and_then(|()| device.fill_zero(&stream, part)).expect("zeros");
+        Self { comm, stream, whole, part, _blocks: blocks }
+    }
+
+    fn run(&self, op: &str, repeat: u32) {
         let (n, rank) = (self.comm.world_size(), self.comm.rank());
         let own = rank * self.whole.len() / n..(rank + 1) * self.whole.len() / n;
-        match op {
-            "reduce_scatter" => self.comm.reduce_scatter(&self.stream, self.whole, self.part, ReduceOp::Sum),
-            "all_gather" => self.comm.all_gather(&self.stream, self.whole.slice(own), self.whole),
-            _ => self.comm.all_reduce(&self.stream, self.whole, self.whole, ReduceOp::Max),
+        for _ in 0..repeat {
+            match op {
+                "reduce_scatter" => self.comm.reduce_scatter(&self.stream, self.whole, self.part, ReduceOp::Sum),
+                "all_gather" => self.comm.all_gather(&self.stream, self.whole.slice(own.clone()), self.whole),
+                "barrier" => self.comm.barrier(&self.stream),
+                _ => self.comm.all_reduce(&self.stream, self.whole, self.whole, ReduceOp::Max),
+            }
+            .expect("the collective is enqueued");
         }
-        .expect("the collective is enqueued");
+        self.stream.synchronize(LIMIT).expect("the collective runs");
     }
 }
 
-/// Times what all threads do, from the first start to the last end.
+/// `out[i] = inputs[0][i] + inputs[1][i] + ...`; all are of one length.
+#[multiversion(targets = "simd")]
+fn plain_sum(inputs: &[Vec<f32>], out: &mut [f32]) {
+    match inputs {
+        [a, b] => out.iter_mut().zip(a).zip(b).for_each(|((out, a), b)| *out = a + b),
+        [a, b, c, d] => {
+            let all = out.iter_mut().zip(a).zip(b).zip(c).zip(d);
+            all.for_each(|((((out, a), b), c), d)| *out = a + b + c + d);
+        }
+        _ => {}
+    }
+}
+
+/// Copies with stores that do not enter the cache.
+#[cfg(target_arch = "x86_64")]
+fn copy_past_cache(from: &[u8], to: &mut [u8]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    let head = to.as_ptr().align_offset(size_of::<__m128i>()).min(to.len());
+    for (from, to) in from[head..].as_chunks::<16>().0.iter().zip(to[head..].as_chunks_mut::<16>().0) {
+        // SAFETY: 16 bytes.
+        let value = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
+        // SAFETY: 16 bytes, aligned behind `head`.
+        unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), value) };
+    }
+    // SAFETY: every x86-64 processor has it.
+    unsafe { _mm_sfence() };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn copy_past_cache(from: &[u8], to: &mut [u8]) {
+    to.copy_from_slice(from);
+}
+
+/// Times what all threads do, from the first start to the last end: the same time on each.
 struct Rounds {
     barrier: Barrier,
     span: Mutex<Option<(Instant, Instant)>>,
@@ -79,100 +138,119 @@ impl Rounds {
         self.barrier.wait();
         end - start
     }
+
+    /// Seconds of each contender, in turns until `budget` is spent; a turn is repeated until it is long enough to be
+    /// timed. Every thread decides by the same times, so alike.
+    fn compete(&self, budget: Duration, contenders: &mut [&mut dyn FnMut(u32)]) -> Vec<f64> {
+        let mut state = vec![(1u32, f64::INFINITY); contenders.len()];
+        let mut spent = Duration::ZERO;
+        for round in 0.. {
+            for (work, (repeat, best)) in contenders.iter_mut().zip(&mut state) {
+                let time = self.time(|| work(*repeat));
+                spent += time;
+                if round > 0 {
+                    *best = best.min(time.as_secs_f64() / f64::from(*repeat));
+                }
+                if time < Duration::from_millis(2) {
+                    *repeat *= 2;
+                }
+            }
+            if spent > budget && round > 3 {
+                break;
+            }
+        }
+        state.into_iter().map(|(_, best)| best).collect()
+    }
 }
 
-/// Seconds of one collective and of one copy, the best of interleaved rounds.
-fn measure(op: &'static str, n: usize, bytes: usize, budget: Duration) -> (f64, f64) {
+/// Seconds of one collective, of a copy, of a plain loop and of a barrier.
+fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Duration) -> [f64; 4] {
     let comms = World::new(n, Options { limit: LIMIT }).expect("a world");
-    let rounds_of = Arc::new(Rounds::new(n));
-    let threads: Vec<_> = comms
-        .into_iter()
-        .map(|comm| {
-            let rounds_of = Arc::clone(&rounds_of);
-            std::thread::spawn(move || {
-                let device = HostDevice::new();
-                let stream = device.create_stream("comm").expect("a stream");
-                let pool = Pool::new(device.clone(), usize::MAX);
-                let len = bytes / 4;
-                let block = |len| pool.allocate(len, DType::F32, Purpose::Workspace, &stream).expect("memory");
-                let blocks = [block(len), block(len / n)];
-                // SAFETY: the blocks outlive the streams' work, which every round waits for.
-                let [whole, part] = [0, 1].map(|i| unsafe { blocks[i].slice() });
-                device.fill_zero(&stream, whole).and_then(|()| device.fill_zero(&stream, part)).expect("zeros");
-                let copied = moved(op, n, bytes) / n / 2;
-                let (from, mut to) = (vec![1u8; copied], vec![2u8; copied]);
-                let rank = Rank { comm: Arc::new(comm), stream, whole, part, _blocks: blocks };
-                let (mut best, mut best_copy) = (f64::INFINITY, f64::INFINITY);
-                let mut repeat = 1;
-                let begun = Instant::now();
-                let mut rounds = 0;
-                loop {
-                    let time = rounds_of.time(|| {
-                        for _ in 0..repeat {
-                            rank.enqueue(op);
-                        }
-                        rank.stream.synchronize(LIMIT).expect("the collective runs");
-                    });
-                    let copy_time = rounds_of.time(|| {
+    let rounds = Arc::new(Rounds::new(n));
+    let spawn = |comm: ThreadsComm| {
+        let rounds = Arc::clone(&rounds);
+        std::thread::spawn(move || {
+            let rank = Rank::new(comm, dtype, bytes);
+            let copied = moved(op, n, bytes) / n / 2;
+            let (from, mut to, mut past) = (vec![1u8; copied], vec![2u8; copied], vec![3u8; copied]);
+            let inputs = vec![vec![1f32; bytes / 4 / n]; n];
+            let mut out = vec![0f32; bytes / 4 / n];
+            let times = rounds.compete(
+                budget,
+                &mut [
+                    &mut |repeat| rank.run(op, repeat),
+                    &mut |repeat| {
                         for _ in 0..repeat {
                             to.copy_from_slice(std::hint::black_box(&from));
                             std::hint::black_box(&mut to);
                         }
-                    });
-                    if rounds > 0 {
-                        best = best.min(time.as_secs_f64() / f64::from(repeat));
-                        best_copy = best_copy.min(copy_time.as_secs_f64() / f64::from(repeat));
-                    }
-                    rounds += 1;
-                    // All ranks decide alike: rank 0's clock, spread by a collective of 4 bytes.
-                    let mut flag = [if begun.elapsed() > budget && rounds > 3 { 1f32 } else { 0.0 }];
-                    let mut each = [if time < Duration::from_millis(2) { 1f32 } else { 0.0 }];
-                    for value in [&mut flag, &mut each] {
-                        // SAFETY: the value outlives the collective, which is waited for at once.
-                        let slice = unsafe { zero_alloc::device::DeviceSlice::from_raw_parts(value.as_mut_ptr(), 1) };
-                        rank.comm.broadcast(&rank.stream, slice.erase(), 0).expect("a broadcast");
-                        rank.stream.synchronize(LIMIT).expect("the broadcast runs");
-                    }
-                    if flag[0] > 0.0 {
-                        return (best, best_copy);
-                    }
-                    if each[0] > 0.0 {
-                        repeat *= 2;
-                    }
-                }
-            })
+                    },
+                    &mut |repeat| {
+                        for _ in 0..repeat {
+                            copy_past_cache(std::hint::black_box(&from), &mut past);
+                            std::hint::black_box(&mut past);
+                        }
+                    },
+                    &mut |repeat| {
+                        for _ in 0..repeat {
+                            plain_sum(std::hint::black_box(&inputs), &mut out);
+                            std::hint::black_box(&mut out);
+                        }
+                    },
+                    &mut |repeat| rank.run("barrier", repeat),
+                ],
+            );
+            [times[0], times[1].min(times[2]), times[3], times[4]]
         })
-        .collect();
-    let results: Vec<(f64, f64)> = threads.into_iter().map(|t| t.join().expect("a rank")).collect();
-    results.into_iter().fold((0.0, 0.0), |(a, b), (c, d)| (f64::max(a, c), f64::max(b, d)))
+    };
+    let threads: Vec<_> = comms.into_iter().map(spawn).collect();
+    let mut results = threads.into_iter().map(|t| t.join().expect("a rank"));
+    results.next().expect("there are ranks")
 }
 
-/// gloo's seconds by operation, ranks and bytes; empty where it is missing.
-fn gloo(sizes: &[usize]) -> HashMap<(String, usize, usize), f64> {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/gloo_collectives.py");
-    let sizes: Vec<String> = sizes.iter().map(ToString::to_string).collect();
-    let output = match Command::new("python3").arg(script).args(&sizes).output() {
+/// A peer's seconds by operation, ranks and bytes.
+type Seconds = HashMap<(String, usize, usize), f64>;
+
+/// Runs a peer and reads its lines; where it is missing, says why.
+fn peer(name: &str, command: &mut Command) -> Seconds {
+    let output = match command.output() {
         Ok(output) if output.status.success() => output,
         Ok(output) => {
-            println!("gloo is missing: {}", String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or(""));
-            return HashMap::new();
+            println!("{name} is missing: {}", String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or(""));
+            return Seconds::new();
         }
-        Err(e) => {
-            println!("gloo is missing: python3: {e}");
-            return HashMap::new();
+        Err(error) => {
+            println!("{name} is missing: {error}");
+            return Seconds::new();
         }
     };
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let parse = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let [op, ranks, bytes, seconds] = words[..] else { return None };
         Some(((op.to_owned(), ranks.parse().ok()?, bytes.parse().ok()?), seconds.parse().ok()?))
     };
-    text.lines().filter_map(parse).collect()
+    String::from_utf8_lossy(&output.stdout).lines().filter_map(parse).collect()
+}
+
+fn gloo(sizes: &[String]) -> Seconds {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/gloo_collectives.py");
+    peer("gloo", Command::new("python3").arg(script).args(sizes))
+}
+
+fn open_mpi(sizes: &[String]) -> Seconds {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/mpi_collectives.c");
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mpi_collectives");
+    let _no_lines = peer("mpicc", Command::new("mpicc").arg("-O2").arg(source).arg("-o").arg(&program));
+    let run = |n: &str| {
+        let launch = ["--allow-run-as-root", "--oversubscribe", "-n", n];
+        peer("Open MPI", Command::new("mpirun").args(launch).arg(&program).args(sizes))
+    };
+    [run("2"), run("4")].into_iter().flatten().collect()
 }
 
 fn main() {
     let flag = |name: &str| std::env::args().any(|a| a == name);
+    let value = |name: &str| std::env::args().skip_while(|a| a != name).nth(1);
     let powers: &[u32] = if flag("--large") {
         &[24, 26, 28]
     } else if flag("--quick") {
@@ -181,25 +259,35 @@ fn main() {
         &[10, 13, 16, 18, 20, 22, 24, 26, 28]
     };
     let sizes: Vec<usize> = powers.iter().map(|p| 1usize << p).collect();
-    let budget = Duration::from_millis(if flag("--quick") { 150 } else { 600 });
-    let peers = if flag("--no-peer") { HashMap::new() } else { gloo(&sizes) };
-    println!("| operation | ranks | bytes | us | GB/s | copy GB/s | of copy | gloo us | x gloo |");
-    println!("|---|---|---|---|---|---|---|---|---|");
-    let only = std::env::args().skip_while(|a| a != "--op").nth(1);
+    let dtype = match value("--dtype").as_deref() {
+        None | Some("fp32") => DType::F32,
+        Some("bf16") => DType::Bf16,
+        Some("fp16") => DType::F16,
+        Some(other) => return println!("--dtype fp32, bf16 or fp16, not {other}"),
+    };
+    let budget = Duration::from_millis(if flag("--quick") { 200 } else { 800 });
+    let texts: Vec<String> = sizes.iter().map(ToString::to_string).collect();
+    // The peers take fp32.
+    let peers = !flag("--no-peer") && dtype == DType::F32;
+    let (gloo, mpi) = if peers { (gloo(&texts), open_mpi(&texts)) } else { Default::default() };
+    println!("| operation | ranks | bytes | us | GB/s | of copy | of loop | barrier us | x gloo | x Open MPI |");
+    println!("|---|---|---|---|---|---|---|---|---|---|");
+    let only = value("--op");
     for op in OPS.into_iter().filter(|&op| only.as_deref().is_none_or(|only| only == op)) {
         for n in [2, 4] {
             for &bytes in &sizes {
-                let (time, copy) = measure(op, n, bytes, budget);
-                let total = moved(op, n, bytes) as f64 / 1e9;
-                let gloo = peers.get(&(op.to_owned(), n, bytes));
-                let peer = gloo.map_or("-".into(), |g| format!("{:.0}", g * 1e6));
-                let ratio = gloo.map_or("-".into(), |g| format!("{:.1}", g / time));
+                let [time, copy, plain, barrier] = measure(op, dtype, n, bytes, budget);
+                let rate = moved(op, n, bytes) as f64 / 1e9 / time;
+                let key = (op.to_owned(), n, bytes);
+                let beside = |peer: &Seconds| peer.get(&key).map_or("-".into(), |p| format!("{:.1}", p / time));
+                let of_loop = if op == "reduce_scatter" { format!("{:.2}", plain / time) } else { "-".to_owned() };
                 println!(
-                    "| {op} | {n} | {bytes} | {:.1} | {:.2} | {:.2} | {:.2} | {peer} | {ratio} |",
+                    "| {op} | {n} | {bytes} | {:.1} | {rate:.1} | {:.2} | {of_loop} | {:.1} | {} | {} |",
                     time * 1e6,
-                    total / time,
-                    total / copy,
-                    copy / time
+                    copy / time,
+                    barrier * 1e6,
+                    beside(&gloo),
+                    beside(&mpi),
                 );
             }
         }

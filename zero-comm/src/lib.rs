@@ -8,6 +8,7 @@ mod error;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod overlap;
+mod past_cache;
 mod prefetch;
 mod reduce;
 pub mod slow;

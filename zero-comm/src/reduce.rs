@@ -4,29 +4,41 @@
 //! 16-bit types are widened to fp32, combined there and rounded once, to nearest even.
 //!
 //! The kernel goes through all inputs side by side, one block of [`BLOCK`] elements at a time whose running
-//! result stays in registers. So memory sees one forward stream for each rank, which is what its prefetchers are
-//! good at: combining one whole chunk after the other takes 1.5 to 2 times as long.
+//! result stays in registers, and goes straight from there to where it is wanted. So memory sees one forward stream
+//! for each rank, which is what its prefetchers are good at, asked for a little ahead since they stop at
+//! the end of a page; and each byte is read or written once.
 //!
 //! The loops are plain; `multiversion` compiles them for several instruction sets and picks at run time. No sum
 //! is contracted or reordered, so all versions give the same bits.
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use multiversion::multiversion;
 use zero_alloc::device::Element;
 
-use crate::ReduceOp;
+use crate::{ReduceOp, past_cache};
 
-/// Elements that callers hand over at a time: the result of a chunk stays in the first-level cache.
+/// Elements that callers hand over at a time where a result is copied on: it stays in the first-level cache.
 pub(crate) const CHUNK_ELEMS: usize = 4096;
 
-/// Elements whose running result is in registers.
+/// Elements whose running result is in registers: of any type, whole lines of the cache.
 const BLOCK: usize = 64;
+
+/// How far ahead of the block at work its successors are asked for.
+const AHEAD_BYTES: usize = 1024;
+
+/// Where results go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Store {
+    /// Into the cache, as usual.
+    Cached,
+    /// Past the cache: for results that are larger.
+    PastCache,
+}
 
 /// An element that can be combined.
 pub(crate) trait Reducible: Element + Default {
     /// `out[i]` = the elements `i` of all inputs, combined in order. All are of one length, and there is an input.
-    fn reduce(op: ReduceOp, inputs: &[&[Self]], out: &mut [Self]);
+    fn reduce(op: ReduceOp, inputs: &[&[Self]], out: &mut [Self], store: Store);
 }
 
 /// How blocks of a type are widened, combined and rounded.
@@ -56,41 +68,69 @@ fn block<'a, T: Lane>(op: ReduceOp, ranks: usize, of: impl Fn(usize) -> &'a [T; 
 }
 
 #[inline(always)]
-fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T]) {
-    let zeros = [T::default(); BLOCK];
+fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
+    // Past the cache go whole lines: what is before the first is a block that is not full.
+    let head = match store {
+        Store::Cached => 0,
+        Store::PastCache => out.as_ptr().align_offset(past_cache::LINE_BYTES).min(out.len()),
+    };
+    let (out_head, out) = out.split_at_mut(head);
+    partial(op, inputs, 0, out_head);
     let (blocks, tail) = out.as_chunks_mut::<BLOCK>();
-    let whole = blocks.len() * BLOCK;
+    let whole = head + blocks.len() * BLOCK;
     for (i, out) in blocks.iter_mut().enumerate() {
-        // All inputs have the length of the output, so there is such a block.
-        block(op, inputs.len(), |rank| inputs[rank][i * BLOCK..].first_chunk().unwrap_or(&zeros), out);
-    }
-    if !tail.is_empty() {
-        // Filled up with zeros, which are combined too and go nowhere.
-        let mut padded = vec![zeros; inputs.len()];
-        for (padded, input) in padded.iter_mut().zip(inputs) {
-            padded[..tail.len()].copy_from_slice(&input[whole..]);
+        let at = head + i * BLOCK;
+        for input in inputs {
+            for line in (0..BLOCK * size_of::<T>()).step_by(past_cache::LINE_BYTES) {
+                past_cache::prefetch(input.as_ptr().wrapping_add(at).wrapping_byte_add(line + AHEAD_BYTES));
+            }
         }
-        let mut result = zeros;
-        block(op, inputs.len(), |rank| &padded[rank], &mut result);
-        tail.copy_from_slice(&result[..tail.len()]);
+        let zeros = &[T::default(); BLOCK];
+        let mut result = *zeros;
+        // All inputs have the length of the output, so there is such a block.
+        block(op, inputs.len(), |rank| inputs[rank][at..].first_chunk().unwrap_or(zeros), &mut result);
+        match store {
+            Store::Cached => *out = result,
+            Store::PastCache => past_cache::lines(bytemuck::cast_slice(&result), bytemuck::cast_slice_mut(out)),
+        }
     }
+    partial(op, inputs, whole, tail);
+    if store == Store::PastCache {
+        past_cache::fence();
+    }
+}
+
+/// Less than a block, from element `at`: filled up with zeros, which are combined too and go nowhere.
+#[inline(always)]
+fn partial<T: Lane>(op: ReduceOp, inputs: &[&[T]], at: usize, out: &mut [T]) {
+    if out.is_empty() {
+        return;
+    }
+    let zeros = [T::default(); BLOCK];
+    let mut padded = vec![zeros; inputs.len()];
+    for (padded, input) in padded.iter_mut().zip(inputs) {
+        padded[..out.len()].copy_from_slice(&input[at..at + out.len()]);
+    }
+    let mut result = zeros;
+    block(op, inputs.len(), |rank| &padded[rank], &mut result);
+    out.copy_from_slice(&result[..out.len()]);
 }
 
 macro_rules! reducible {
     ($($t:ty => $f:ident),*) => {$(
         #[multiversion(targets = "simd")]
-        fn $f(op: ReduceOp, inputs: &[&[$t]], out: &mut [$t]) {
+        fn $f(op: ReduceOp, inputs: &[&[$t]], out: &mut [$t], store: Store) {
             // Each operation gets loops of its own.
             match op {
-                ReduceOp::Sum => kernel(ReduceOp::Sum, inputs, out),
-                ReduceOp::Avg => kernel(ReduceOp::Avg, inputs, out),
-                ReduceOp::Max => kernel(ReduceOp::Max, inputs, out),
+                ReduceOp::Sum => kernel(ReduceOp::Sum, inputs, out, store),
+                ReduceOp::Avg => kernel(ReduceOp::Avg, inputs, out, store),
+                ReduceOp::Max => kernel(ReduceOp::Max, inputs, out, store),
             }
         }
 
         impl Reducible for $t {
-            fn reduce(op: ReduceOp, inputs: &[&[Self]], out: &mut [Self]) {
-                $f(op, inputs, out);
+            fn reduce(op: ReduceOp, inputs: &[&[Self]], out: &mut [Self], store: Store) {
+                $f(op, inputs, out, store);
             }
         }
     )*};
@@ -161,31 +201,49 @@ fn round_bf16(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet as u16 } else { nearest as u16 })
 }
 
-/// `half` picks the conversion instructions of the machine at run time, for a whole block.
-impl Lane for f16 {
-    type Acc = f32;
+lane!(f16, f32, widen_f16, |a, x| a + x, |a, n| a / n as f32, round_f16);
 
-    #[inline(always)]
-    fn start(from: &[Self; BLOCK], acc: &mut [f32; BLOCK]) {
-        from.convert_to_f32_slice(acc);
-    }
+/// The parts of binary16, and fp32's where they are shifted to.
+mod f16_parts {
+    pub(super) const EXPONENT: u32 = 0x7c00;
+    pub(super) const SIGN: u32 = 0x8000;
+    pub(super) const NAN: u32 = 0x7e00;
+    /// Digits that fp32 has beyond it.
+    pub(super) const EXTRA_DIGITS: u32 = 13;
+    /// 2^112, between the two biases of the exponent, as fp32.
+    pub(super) const REBIAS: u32 = (127 + 112) << 23;
+    /// 2^-14, the least normal number, as fp32.
+    pub(super) const LEAST_NORMAL: u32 = (127 - 14) << 23;
+    /// 2^16, beyond all finite numbers, as fp32.
+    pub(super) const BEYOND: u32 = (127 + 16) << 23;
+}
 
-    #[inline(always)]
-    fn fold(op: ReduceOp, from: &[Self; BLOCK], acc: &mut [f32; BLOCK]) {
-        let mut wide = [0.0; BLOCK];
-        from.convert_to_f32_slice(&mut wide);
-        f32::fold(op, &wide, acc);
-    }
+/// Exact. The bits in fp32's places are a number 2^112 too small, subnormal ones included.
+#[inline(always)]
+fn widen_f16(x: f16) -> f32 {
+    use f16_parts::{EXPONENT, EXTRA_DIGITS, REBIAS, SIGN};
+    let bits = u32::from(x.to_bits());
+    let magnitude = (bits & !SIGN) << EXTRA_DIGITS;
+    let finite = (f32::from_bits(magnitude) * f32::from_bits(REBIAS)).to_bits();
+    let magnitude = if bits & EXPONENT == EXPONENT { magnitude | f32::INFINITY.to_bits() } else { finite };
+    f32::from_bits(magnitude | (bits & SIGN) << 16)
+}
 
-    #[inline(always)]
-    fn divide(acc: &mut [f32; BLOCK], by: usize) {
-        f32::divide(acc, by);
-    }
-
-    #[inline(always)]
-    fn round(acc: &[f32; BLOCK], to: &mut [Self; BLOCK]) {
-        to.convert_from_f32_slice(acc);
-    }
+/// To nearest even; too large becomes infinite; a NaN stays one.
+#[inline(always)]
+fn round_f16(x: f32) -> f16 {
+    use f16_parts::{BEYOND, EXPONENT, EXTRA_DIGITS, LEAST_NORMAL, NAN, SIGN};
+    let sign = (x.to_bits() >> 16) & SIGN;
+    let magnitude = x.to_bits() & !(SIGN << 16);
+    // The carry out of rounding may raise the exponent, which is right, up to infinity.
+    let half_less_one = (1 << (EXTRA_DIGITS - 1)) - 1;
+    let nearest = magnitude.wrapping_add(half_less_one + ((magnitude >> EXTRA_DIGITS) & 1));
+    let normal = nearest.wrapping_sub(112 << 23) >> EXTRA_DIGITS;
+    // One unit in the last place of 0.5 is that of subnormal numbers, so this sum rounds to them.
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let special = if x.is_nan() { NAN } else { EXPONENT };
+    let finite = if magnitude < LEAST_NORMAL { subnormal } else { normal };
+    f16::from_bits((sign | if magnitude >= BEYOND { special } else { finite }) as u16)
 }
 
 #[cfg(test)]
@@ -216,7 +274,14 @@ mod tests {
         let inputs: Vec<Vec<T>> = bits.iter().map(|bits| bits.iter().map(|&b| of(b)).collect()).collect();
         let inputs: Vec<&[T]> = inputs.iter().map(|input| &input[..]).collect();
         let mut out = vec![T::default(); inputs[0].len()];
-        T::reduce(op, &inputs, &mut out);
+        T::reduce(op, &inputs, &mut out, Store::Cached);
+        // Wherever in a line the target starts.
+        let mut past = vec![T::default(); out.len() + 40];
+        for offset in [0, 1, 39] {
+            let place = &mut past[offset..offset + out.len()];
+            T::reduce(op, &inputs, place, Store::PastCache);
+            assert_eq!(bytemuck::cast_slice::<T, u8>(place), bytemuck::cast_slice::<T, u8>(&out));
+        }
         for (i, &got) in out.iter().enumerate() {
             let values: Vec<f32> = inputs.iter().map(|input| to_f32(input[i])).collect();
             let expected = from_f32(plain(op, &values));
@@ -239,6 +304,22 @@ mod tests {
             check(op, &bits, f32::from_bits, |x| x, |x| x);
             check(op, &bits, |b| bf16::from_bits(b as u16), bf16::to_f32, bf16::from_f32);
             check(op, &bits, |b| f16::from_bits(b as u16), f16::to_f32, f16::from_f32);
+        }
+    }
+
+    #[test]
+    fn halves_widen_and_round_as_the_crate_half_says() {
+        for bits in 0..=u16::MAX {
+            let x = f16::from_bits(bits);
+            let wide = widen_f16(x);
+            assert!(wide.to_bits() == x.to_f32().to_bits() || wide.is_nan() && x.is_nan(), "{bits:x}");
+            assert!(round_f16(wide) == x || x.is_nan() && round_f16(wide).is_nan(), "{bits:x}");
+            // Around the middle between this number and the next, and around this number.
+            let middle = wide.to_bits() ^ (1 << 12);
+            for near in [wide.to_bits(), middle].into_iter().flat_map(|b| b.saturating_sub(2)..=b.saturating_add(2)) {
+                let (got, expected) = (round_f16(f32::from_bits(near)), f16::from_f32(f32::from_bits(near)));
+                assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(), "{near:x}");
+            }
         }
     }
 }

@@ -4,17 +4,32 @@
 //! that through a [`Gate`], and by no other lock that is held across a wait: then the seeded scheduler knows
 //! that the operation is blocked and runs another stream, and the checker knows what is ordered behind what.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::seeded::{self, Clock};
 use crate::device::DeviceError;
 use crate::primitive::{Condvar, Mutex};
 
+/// What a waiter does before it goes to sleep, since waking it up takes several microseconds: it looks `times` times
+/// whether the value has changed, and after each look lets other threads have the core.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Looks {
+    /// How many looks.
+    pub times: u32,
+    /// For how many turns of a loop each goes on: some 50 to a microsecond. None where threads outnumber cores, so
+    /// that no core is kept from whoever is waited for.
+    pub spins: u32,
+}
+
 /// A value that threads change and wait on.
 #[derive(Debug, Default)]
 pub struct Gate<T> {
     value: Mutex<Guarded<T>>,
     changed: Condvar,
+    /// How often the value has changed.
+    version: AtomicU64,
+    looks: Looks,
 }
 
 #[derive(Debug, Default)]
@@ -28,13 +43,30 @@ impl<T> Gate<T> {
     /// A gate around `value`.
     #[cfg(not(loom))]
     pub const fn new(value: T) -> Self {
-        Self { value: Mutex::new(Guarded { value, known: None }), changed: Condvar::new() }
+        Self {
+            value: Mutex::new(Guarded { value, known: None }),
+            changed: Condvar::new(),
+            version: AtomicU64::new(0),
+            looks: Looks { times: 0, spins: 0 },
+        }
     }
 
     /// A gate around `value`, in a model.
     #[cfg(loom)]
     pub fn new(value: T) -> Self {
-        Self { value: Mutex::new(Guarded { value, known: None }), changed: Condvar::new() }
+        Self {
+            value: Mutex::new(Guarded { value, known: None }),
+            changed: Condvar::new(),
+            version: AtomicU64::new(0),
+            looks: Looks { times: 0, spins: 0 },
+        }
+    }
+
+    /// The same gate, whose waiters look before they sleep.
+    #[must_use]
+    pub const fn looking(mut self, looks: Looks) -> Self {
+        self.looks = looks;
+        self
     }
 
     /// Changes the value and wakes all that wait. What the caller did before is seen by every
@@ -43,6 +75,7 @@ impl<T> Gate<T> {
         let mut guarded = self.value.lock();
         seeded::cross(&mut guarded.known);
         let result = change(&mut guarded.value);
+        self.version.fetch_add(1, Ordering::Release);
         drop(guarded);
         seeded::progress();
         self.changed.notify_all();
@@ -60,7 +93,8 @@ impl<T> Gate<T> {
         what: impl FnOnce() -> String,
         mut ready: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<R, DeviceError> {
-        let deadline = Instant::now().checked_add(limit);
+        let mut looks = self.looks.times;
+        let mut deadline = None;
         let mut timed_out = false;
         loop {
             let seen = seeded::progress_so_far();
@@ -72,6 +106,13 @@ impl<T> Gate<T> {
             if timed_out {
                 return Err(DeviceError::TimedOut { what: what(), limit });
             }
+            if looks > 0 && !seeded::in_operation() {
+                let seen = self.version.load(Ordering::Relaxed);
+                drop(guarded);
+                self.look(&mut looks, seen);
+                continue;
+            }
+            let deadline = *deadline.get_or_insert_with(|| Instant::now().checked_add(limit));
             if seeded::in_operation() {
                 drop(guarded);
                 seeded::block(seen, deadline);
@@ -85,6 +126,20 @@ impl<T> Gate<T> {
                     false
                 }
             };
+        }
+    }
+
+    /// Looks until the version is not `seen` any more, while there are `looks` left.
+    fn look(&self, looks: &mut u32, seen: u64) {
+        while *looks > 0 {
+            *looks -= 1;
+            for _ in 0..=self.looks.spins {
+                if self.version.load(Ordering::Acquire) != seen {
+                    return;
+                }
+                std::hint::spin_loop();
+            }
+            std::thread::yield_now();
         }
     }
 }
@@ -107,8 +162,29 @@ mod tests {
     }
 
     #[test]
+    fn a_waiter_that_looks_first_passes_too_before_it_sleeps_and_after() {
+        for looks in [Looks::default(), Looks { times: 3, spins: 0 }, Looks { times: 1000, spins: 30 }] {
+            let gates = [0, 0].map(|value| Gate::new(value).looking(looks));
+            std::thread::scope(|s| {
+                for me in [0, 1] {
+                    let gates = &gates;
+                    s.spawn(move || {
+                        for turn in 1..if cfg!(miri) { 10 } else { 1000 } {
+                            gates[me].update(|v| *v = turn);
+                            let ready = |v: &mut i32| (*v >= turn).then_some(());
+                            gates[1 - me]
+                                .wait_until(Duration::from_secs(60), || "peer".into(), ready)
+                                .expect("it comes");
+                        }
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
     fn a_limit_that_passes_is_named() {
-        let gate = Gate::new(false);
+        let gate = Gate::new(false).looking(Looks { times: 2, spins: 2 });
         let limit = Duration::from_millis(1);
         let error = gate.wait_until(limit, || "rank 3".into(), |v| v.then_some(())).expect_err("never true");
         assert_eq!(error, DeviceError::TimedOut { what: "rank 3".into(), limit });

@@ -21,7 +21,7 @@ use self::seeded::Scheduler;
 use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, VirtualMemory};
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
-pub use gate::Gate;
+pub use gate::{Gate, Looks};
 pub use pages::HostPages;
 pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;

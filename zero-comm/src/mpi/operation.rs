@@ -22,7 +22,7 @@ use super::raw::{MpiError, Request};
 use super::wire::{Notice, call_of, header, header_words};
 use super::world::{Interrupt, World};
 use crate::call::{Call, Checked};
-use crate::reduce::{CHUNK_ELEMS, Reducible};
+use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, CommError, ReduceOp};
 
 /// The greatest context that fits into a tag.
@@ -273,7 +273,7 @@ impl Operation {
             let mine = unsafe { mine.slice(chunk.clone()).as_host() };
             let theirs = |q: usize| &staged[q * len + chunk.start..q * len + chunk.end];
             let views: Vec<&[T]> = (0..n).map(|q| if q == rank { mine } else { theirs(q) }).collect();
-            T::reduce(op, &views, result);
+            T::reduce(op, &views, result, Store::Cached);
             // SAFETY: host memory that its maker keeps valid and that only this operation accesses now.
             unsafe { out.slice(chunk.clone()).as_host_mut() }.copy_from_slice(result);
         }

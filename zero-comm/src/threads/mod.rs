@@ -13,7 +13,6 @@
 //! **Failure.** The first failure of the world ends it: every collective under way or to come returns that
 //! failure on every rank. No rank leaves an operation while another still works in its buffers.
 
-mod past_cache;
 mod shared;
 mod slot;
 mod split;

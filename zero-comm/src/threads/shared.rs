@@ -1,14 +1,16 @@
 //! What the ranks of a world share: the collectives under way, who has left, and the first failure.
 
 use std::collections::HashMap;
+use std::num::NonZero;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
+use zero_alloc::host::Looks;
 
 use super::Options;
 use super::slot::Slot;
 use super::split::Splits;
-use crate::CommError;
+use crate::{Call, CommError};
 
 #[derive(Default)]
 struct State {
@@ -28,13 +30,19 @@ pub(super) struct Shared {
     pub(super) world_size: usize,
     pub(super) options: Options,
     pub(super) splits: Splits,
+    /// What a waiting rank does before it sleeps.
+    looks: Looks,
     state: Mutex<State>,
 }
 
 impl Shared {
     pub(super) fn new(world_size: usize, options: Options) -> Self {
         let state = State { reached: vec![0; world_size], left: vec![None; world_size], ..State::default() };
-        Self { world_size, options, splits: Splits::default(), state: Mutex::new(state) }
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        // A rank for each core may wait where it is for as long as a sleeper would take to wake up; more ranks than
+        // cores only let each other go first.
+        let looks = if world_size <= cores { Looks { times: 20, spins: 50 } } else { Looks { times: 3, spins: 0 } };
+        Self { world_size, options, splits: Splits::default(), looks, state: Mutex::new(state) }
     }
 
     /// Ends the world, and those that were split off it; the first failure stands, and is returned.
@@ -61,25 +69,24 @@ impl Shared {
         self.state.lock().reached[rank]
     }
 
-    /// The slot of collective `sequence`, which `rank` has reached.
+    /// The slot of collective `sequence`, which `rank` has reached with `call`.
     ///
     /// # Errors
-    /// The world has failed.
-    pub(super) fn open(&self, sequence: u64, rank: usize) -> Result<Arc<Slot>, CommError> {
+    /// The world has failed, or a rank has left before this collective: [`Shared::leave`] sees the slots that are
+    /// open, this sees who has left.
+    pub(super) fn open(&self, sequence: u64, rank: usize, call: &Call) -> Result<Arc<Slot>, CommError> {
         let mut state = self.state.lock();
         if let Some(error) = &state.failure {
             return Err(error.clone());
         }
+        let gone = |left: &Option<u64>| left.filter(|&done| done <= sequence);
+        if let Some((rank, done)) = state.left.iter().enumerate().find_map(|(q, left)| Some((q, gone(left)?))) {
+            drop(state);
+            return Err(self.fail(CommError::Left { sequence, call: Box::new(call.clone()), rank, done }));
+        }
         state.reached[rank] = state.reached[rank].max(sequence + 1);
-        let slot = state.slots.entry(sequence).or_insert_with(|| Arc::new(Slot::new(sequence, self.world_size)));
-        Ok(Arc::clone(slot))
-    }
-
-    /// A rank that left before collective `sequence`, and how many it had enqueued. Whoever waits for a rank asks
-    /// this after posting: [`Shared::leave`] sees the slots that were posted before.
-    pub(super) fn who_left(&self, sequence: u64) -> Option<(usize, u64)> {
-        let state = self.state.lock();
-        state.left.iter().enumerate().find_map(|(q, left)| left.filter(|&c| c <= sequence).map(|c| (q, c)))
+        let new = || Arc::new(Slot::new(sequence, (rank, call.clone()), self.world_size, self.looks));
+        Ok(Arc::clone(state.slots.entry(sequence).or_insert_with(new)))
     }
 
     /// Forgets a collective that all ranks have done.
@@ -95,10 +102,9 @@ impl Shared {
             state.slots.iter().find(|(sequence, _)| **sequence >= done).map(|(&s, slot)| (s, Arc::clone(slot)))
         };
         self.splits.leave(rank);
-        if let Some((sequence, slot)) = waiting
-            && let Some(call) = slot.call()
-        {
-            self.fail(CommError::Left { sequence, call: Box::new(call), rank, done });
+        if let Some((sequence, slot)) = waiting {
+            let (_, call) = &slot.call;
+            self.fail(CommError::Left { sequence, call: Box::new(call.clone()), rank, done });
         }
     }
 

@@ -12,7 +12,7 @@
 use std::time::Duration;
 
 use zero_alloc::device::AnySlice;
-use zero_alloc::host::Gate;
+use zero_alloc::host::{Gate, Looks};
 
 use crate::CommError;
 use crate::call::{Call, Checked};
@@ -26,8 +26,6 @@ pub(super) struct Posted {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What the first rank posted; the others must post the same.
-    call: Option<(usize, Call)>,
     posted: Vec<Option<Posted>>,
     arrived: usize,
     working: usize,
@@ -39,6 +37,8 @@ struct State {
 #[derive(Debug)]
 pub(super) struct Slot {
     sequence: u64,
+    /// The rank that came first, and what it called; the others must post the same.
+    pub(super) call: (usize, Call),
     gate: Gate<State>,
 }
 
@@ -52,9 +52,9 @@ pub(super) enum Arrival {
 }
 
 impl Slot {
-    pub(super) fn new(sequence: u64, world_size: usize) -> Self {
+    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, looks: Looks) -> Self {
         let state = State { posted: vec![None; world_size], ..State::default() };
-        Self { sequence, gate: Gate::new(state) }
+        Self { sequence, call, gate: Gate::new(state).looking(looks) }
     }
 
     /// Ends the collective for all who wait in it.
@@ -64,31 +64,26 @@ impl Slot {
         });
     }
 
-    /// What was called, once a rank has posted.
-    pub(super) fn call(&self) -> Option<Call> {
-        self.gate.update(|state| state.call.as_ref().map(|(_, call)| call.clone()))
-    }
-
     /// Posts the buffers of `rank`.
     ///
     /// # Errors
     /// [`CommError::Mismatch`] if another rank has posted another call; nothing is posted then.
     pub(super) fn post(&self, rank: usize, checked: &Checked) -> Result<(), CommError> {
+        let (other_rank, other_call) = &self.call;
+        if *other_call != checked.call {
+            return Err(CommError::Mismatch {
+                sequence: self.sequence,
+                rank,
+                call: Box::new(checked.call.clone()),
+                other_rank: *other_rank,
+                other_call: Box::new(other_call.clone()),
+            });
+        }
         self.gate.update(|state| {
-            let (other_rank, other_call) = state.call.get_or_insert_with(|| (rank, checked.call.clone()));
-            if *other_call != checked.call {
-                return Err(CommError::Mismatch {
-                    sequence: self.sequence,
-                    rank,
-                    call: Box::new(checked.call.clone()),
-                    other_rank: *other_rank,
-                    other_call: Box::new(other_call.clone()),
-                });
-            }
             state.posted[rank] = Some(Posted { send: checked.send, recv: checked.recv });
             state.arrived += 1;
-            Ok(())
-        })
+        });
+        Ok(())
     }
 
     /// Waits until all ranks have posted, at most `limit`; `rank` has.

@@ -72,11 +72,8 @@ impl Ticket {
 
     fn arrive(&self) -> Result<(Arc<Slot>, Vec<Posted>), CommError> {
         let (sequence, rank, limit) = (self.sequence, self.rank, self.shared.options.limit);
-        let slot = self.shared.open(sequence, rank)?;
+        let slot = self.shared.open(sequence, rank, &self.checked.call)?;
         slot.post(rank, &self.checked).map_err(|error| self.shared.fail(error))?;
-        if let Some((rank, done)) = self.shared.who_left(sequence) {
-            self.shared.fail(CommError::Left { sequence, call: self.call(), rank, done });
-        }
         let mut arrival = slot.arrive(limit)?;
         if let Arrival::Late(missing) = arrival {
             if let Some(&rank) = missing.first() {

@@ -14,14 +14,15 @@
 //! `r` of `send` is read by rank `r` alone, before it writes there. That is the argument of every SAFETY
 //! comment here; the two meetings order these accesses against everything before and after.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
-use super::past_cache;
 use super::slot::Posted;
 use crate::call::{Call, Group};
-use crate::reduce::{CHUNK_ELEMS, Reducible};
-use crate::{Collective, ReduceOp};
+use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
+use crate::{Collective, ReduceOp, past_cache};
 
 /// Bytes copied at a time to all peers, so that the source is read from memory once.
 const COPY_CHUNK_BYTES: usize = 64 * 1024;
@@ -32,36 +33,38 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     let own = call.segments.range(rank, world_size);
     let whole_bytes = call.segments.total(world_size) * call.dtype.size_bytes();
     let everywhere = || -> Vec<AnySlice> { posted.iter().map(|p| p.recv.slice(own.clone())).collect() };
-    let large = |written_bytes: usize| written_bytes >= past_cache::THRESHOLD_BYTES;
+    // Of how many whole buffers the ranks together read and write every byte.
+    let store = |buffers: usize| {
+        if whole_bytes.saturating_mul(buffers) >= past_cache::THRESHOLD_BYTES {
+            Store::PastCache
+        } else {
+            Store::Cached
+        }
+    };
     match (call.collective, call.op) {
         (Collective::ReduceScatter | Collective::AllReduce, Some(op)) => {
             let inputs: Vec<AnySlice> = posted.iter().map(|p| p.send.slice(own.clone())).collect();
-            let (outputs, written_bytes) = match call.collective {
-                Collective::ReduceScatter => (vec![posted[rank].recv], whole_bytes),
-                _ => (everywhere(), whole_bytes * world_size),
+            let (outputs, store) = match call.collective {
+                Collective::ReduceScatter => (vec![posted[rank].recv], store(world_size + 1)),
+                _ => (everywhere(), store(2 * world_size)),
             };
-            // In place, what is written has just been read into the cache.
-            let in_place = outputs.iter().any(|output| inputs.iter().any(|input| input.as_ptr() == output.as_ptr()));
-            let past_cache = large(written_bytes) && !in_place;
             match call.dtype {
-                DType::F32 => reduce_all::<f32>(op, &inputs, &outputs, past_cache),
-                DType::F64 => reduce_all::<f64>(op, &inputs, &outputs, past_cache),
-                DType::Bf16 => reduce_all::<bf16>(op, &inputs, &outputs, past_cache),
-                DType::F16 => reduce_all::<f16>(op, &inputs, &outputs, past_cache),
-                DType::U8 => reduce_all::<u8>(op, &inputs, &outputs, past_cache),
+                DType::F32 => reduce_all::<f32>(op, &inputs, &outputs, store),
+                DType::F64 => reduce_all::<f64>(op, &inputs, &outputs, store),
+                DType::Bf16 => reduce_all::<bf16>(op, &inputs, &outputs, store),
+                DType::F16 => reduce_all::<f16>(op, &inputs, &outputs, store),
+                DType::U8 => reduce_all::<u8>(op, &inputs, &outputs, store),
             }
         }
-        (Collective::AllGather, _) => {
-            copy_to_all(posted[rank].send, &everywhere(), large(whole_bytes * world_size));
-        }
+        (Collective::AllGather, _) => copy_to_all(posted[rank].send, &everywhere(), store(world_size + 1)),
         (Collective::Broadcast, _) => {
             let root = call.root.unwrap_or(0);
-            copy_to_all(posted[root].send.slice(own.clone()), &everywhere(), large(whole_bytes * world_size));
+            copy_to_all(posted[root].send.slice(own.clone()), &everywhere(), store(world_size + 1));
         }
         (Collective::AllToAll, _) => {
             for (q, peer) in posted.iter().enumerate() {
                 let into = posted[rank].recv.slice(call.segments.range(q, world_size));
-                copy_to_all(peer.send.slice(own.clone()), &[into], large(whole_bytes * world_size));
+                copy_to_all(peer.send.slice(own.clone()), &[into], store(2 * world_size));
             }
         }
         (Collective::Barrier | Collective::ReduceScatter | Collective::AllReduce, _) => {}
@@ -69,29 +72,36 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
 }
 
 /// The inputs combined in order, written to every output.
-fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySlice], past_cache: bool) {
+fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySlice], store: Store) {
     let typed = |slices: &[AnySlice]| -> Vec<DeviceSlice<T>> {
         slices.iter().filter_map(|slice| slice.typed().ok()).collect()
     };
     let (inputs, outputs) = (typed(inputs), typed(outputs));
     let len = inputs[0].len();
+    let views = |range: Range<usize>| -> Vec<&[T]> {
+        let view = |input: &DeviceSlice<T>| {
+            // SAFETY: host memory that its maker keeps valid; only this rank accesses the segment now, and
+            // where it writes to it below, this view is gone.
+            unsafe { input.slice(range.clone()).as_host() }
+        };
+        inputs.iter().map(view).collect()
+    };
+    let in_place = outputs.iter().any(|output| inputs.iter().any(|input| input.as_ptr() == output.as_ptr()));
+    if let ([output], false) = (&outputs[..], in_place) {
+        // SAFETY: host memory that its maker keeps valid, apart from the inputs: this rank's passed the check, and
+        // different ranks' buffers are different memory; only this rank accesses it now.
+        return T::reduce(op, &views(0..len), unsafe { output.as_host_mut() }, store);
+    }
     let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
     for start in (0..len).step_by(CHUNK_ELEMS) {
         let chunk = start..(start + CHUNK_ELEMS).min(len);
         let result = &mut result[..chunk.len()];
-        let views: Vec<&[T]> = inputs
-            .iter()
-            .map(|input| {
-                // SAFETY: host memory that its maker keeps valid; only this rank accesses the segment now, and
-                // writes to it below, when this view is gone.
-                unsafe { input.slice(chunk.clone()).as_host() }
-            })
-            .collect();
-        T::reduce(op, &views, result);
+        T::reduce(op, &views(chunk.clone()), result, Store::Cached);
         for output in &outputs {
             // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
             let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
-            if past_cache {
+            // In place, what is written has just been read into the cache.
+            if store == Store::PastCache && !in_place {
                 past_cache::copy(bytemuck::cast_slice(result), bytemuck::cast_slice_mut(target));
             } else {
                 target.copy_from_slice(result);
@@ -101,7 +111,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
 }
 
 /// `from` to every one of `to` that is not `from` itself.
-fn copy_to_all(from: AnySlice, to: &[AnySlice], past_cache: bool) {
+fn copy_to_all(from: AnySlice, to: &[AnySlice], store: Store) {
     let bytes = |slice: AnySlice| slice.bytes().typed::<u8>();
     let (Ok(from), len) = (bytes(from), from.len_bytes()) else { return };
     for start in (0..len).step_by(COPY_CHUNK_BYTES) {
@@ -113,7 +123,7 @@ fn copy_to_all(from: AnySlice, to: &[AnySlice], past_cache: bool) {
             // SAFETY: host memory that its maker keeps valid, apart from the source: a rank's own buffers passed the
             // check, and different ranks' buffers are different memory; only this rank accesses it now.
             let target = unsafe { to.slice(chunk.clone()).as_host_mut() };
-            if past_cache {
+            if store == Store::PastCache {
                 past_cache::copy(source, target);
             } else {
                 target.copy_from_slice(source);
