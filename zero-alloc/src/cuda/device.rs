@@ -276,7 +276,8 @@ impl Device for CudaDevice {
         same_len("upload", dst.len_bytes(), src.len())?;
         stream.refuse_in_capture("upload")?;
         let deadline = Deadline::after(limit);
-        stream.labelled("upload", || self.shared.staging.upload(stream, src, dst.bytes(), deadline))
+        stream.labelled("upload", || self.shared.staging.upload(stream, src, dst.bytes(), deadline))?;
+        stream.check()
     }
 
     fn download(
@@ -289,6 +290,7 @@ impl Device for CudaDevice {
         same_len("download", src.len_bytes(), dst.len())?;
         stream.refuse_in_capture("download")?;
         let deadline = Deadline::after(limit);
-        stream.labelled("download", || self.shared.staging.download(stream, src.bytes(), dst, deadline))
+        stream.labelled("download", || self.shared.staging.download(stream, src.bytes(), dst, deadline))?;
+        stream.check()
     }
 }

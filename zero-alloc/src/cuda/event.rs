@@ -6,14 +6,15 @@ use std::time::Duration;
 
 use super::driver::Point;
 use super::poll::Deadline;
-use super::stream::{Capture, Sticky};
+use super::sticky::Sticky;
+use super::stream::Capture;
 use crate::device::{DeviceError, Event};
 
 struct Inner {
     point: Point,
     stream: Arc<str>,
-    /// The failure of its stream, if there is one.
-    sticky: Arc<Sticky>,
+    /// The failures of its stream, and its position there.
+    sticky: (Arc<Sticky>, u64),
     /// It was recorded into a graph: it orders what is recorded there, and means nothing afterwards.
     capture: Option<Arc<Capture>>,
     done: AtomicBool,
@@ -30,7 +31,12 @@ impl std::fmt::Debug for CudaEvent {
 }
 
 impl CudaEvent {
-    pub(super) fn new(point: Point, stream: Arc<str>, sticky: Arc<Sticky>, capture: Option<Arc<Capture>>) -> Self {
+    pub(super) fn new(
+        point: Point,
+        stream: Arc<str>,
+        sticky: (Arc<Sticky>, u64),
+        capture: Option<Arc<Capture>>,
+    ) -> Self {
         Self(Arc::new(Inner { point, stream, sticky, capture, done: AtomicBool::new(false) }))
     }
 
@@ -38,8 +44,8 @@ impl CudaEvent {
         &self.0.point
     }
 
-    pub(super) fn sticky(&self) -> &Sticky {
-        &self.0.sticky
+    pub(super) fn sticky(&self) -> (&Arc<Sticky>, u64) {
+        (&self.0.sticky.0, self.0.sticky.1)
     }
 
     pub(super) fn capture(&self) -> Option<&Arc<Capture>> {
@@ -53,18 +59,24 @@ impl Event for CudaEvent {
         if event.done.load(Ordering::Acquire) {
             return Ok(true);
         }
-        event.sticky.check()?;
         if let Some(capture) = &event.capture {
             return Ok(capture.is_over());
         }
-        let done = event.point.query().map_err(|error| event.sticky.fail(&event.stream, "an operation", error))?;
-        if done {
-            event.done.store(true, Ordering::Release);
+        let (sticky, position) = &event.sticky;
+        let done = event.point.query().map_err(|error| sticky.fail(&event.stream, "an operation", 0, error))?;
+        if !done {
+            // Also where the stream has failed: until then what is before this point may still use memory.
+            return Ok(false);
         }
-        Ok(done)
+        sticky.check_before(*position)?;
+        event.done.store(true, Ordering::Release);
+        Ok(true)
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
-        Deadline::after(limit).wait(|| format!("stream {}", self.0.stream), || self.is_done())
+        let waited = Deadline::after(limit).wait(|| format!("stream {}", self.0.stream), || self.is_done());
+        // The failure of an operation says more than that a limit passed.
+        let (sticky, position) = &self.0.sticky;
+        if waited.is_err() { sticky.check_before(*position).and(waited) } else { waited }
     }
 }

@@ -26,7 +26,7 @@ impl CudaStream {
     /// # Errors
     /// The stream is poisoned or recorded already, `enqueue` failed, or what it did cannot be recorded.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
-        self.sticky().check()?;
+        self.check()?;
         self.refuse_in_capture("capture")?;
         self.queue().begin_capture()?;
         let running = Running { stream: self, capture: Arc::default(), open: true };

@@ -22,7 +22,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::driver::{Context, Point, Queue};
-use super::stream::Sticky;
+use super::sticky::Sticky;
 use super::{CudaDevice, CudaEvent, CudaStream, Function};
 use crate::device::DeviceError;
 
@@ -89,7 +89,7 @@ pub fn raw_stream(stream: &CudaStream) -> *mut c_void {
 pub unsafe fn event_from_raw(device: &CudaDevice, event: *mut c_void, name: &str) -> CudaEvent {
     // SAFETY: the caller's promise.
     let point = unsafe { Point::foreign(device.context(), event.cast()) };
-    CudaEvent::new(point, name.into(), Arc::<Sticky>::default(), None)
+    CudaEvent::new(point, name.into(), (Arc::<Sticky>::default(), 0), None)
 }
 
 /// The event's handle; valid while a handle of ours lives.

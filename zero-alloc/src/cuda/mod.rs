@@ -22,6 +22,7 @@ mod module;
 mod pinned;
 mod poll;
 mod staging;
+mod sticky;
 mod stream;
 
 pub use device::CudaDevice;

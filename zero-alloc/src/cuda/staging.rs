@@ -46,13 +46,8 @@ impl Buffer {
 
     fn settle(&mut self, stream: &CudaStream, deadline: Deadline) -> Result<(), DeviceError> {
         if let Some(point) = &self.busy {
-            deadline.wait(
-                || format!("stream {}", stream.name()),
-                || {
-                    stream.sticky().check()?;
-                    point.query().map_err(|error| stream.sticky().fail(stream.name(), "an operation", error))
-                },
-            )?;
+            let ready = || point.query().map_err(|error| stream.lost(error));
+            deadline.wait(|| format!("stream {}", stream.name()), ready)?;
             self.busy = None;
         }
         Ok(())

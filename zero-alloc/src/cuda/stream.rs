@@ -1,7 +1,7 @@
 //! CUDA streams.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -10,30 +10,8 @@ use super::CudaEvent;
 use super::clock::Clock;
 use super::driver::Queue;
 use super::poll::Deadline;
-use crate::device::{DeviceError, Stream, next_stream_id};
-
-/// The first failure of a stream.
-#[derive(Debug, Default)]
-pub(super) struct Sticky(OnceLock<DeviceError>);
-
-impl Sticky {
-    pub(super) fn check(&self) -> Result<(), DeviceError> {
-        self.0.get().map_or(Ok(()), |error| Err(error.clone()))
-    }
-
-    /// Notes a failure of `op`; the first one counts, and is returned.
-    pub(super) fn fail(&self, stream: &str, op: &str, error: DeviceError) -> DeviceError {
-        let named = match error {
-            DeviceError::Driver { call, message } => DeviceError::Operation {
-                stream: stream.to_owned(),
-                op: op.to_owned(),
-                message: format!("{call}: {message}"),
-            },
-            named => named,
-        };
-        self.0.get_or_init(|| named).clone()
-    }
-}
+use super::sticky::Sticky;
+use crate::device::{DeviceError, Stream, next_stream_id, run_named};
 
 /// A recording of operations that is going on, or is over.
 #[derive(Debug, Default)]
@@ -82,8 +60,14 @@ impl CudaStream {
         &self.0.queue
     }
 
-    pub(super) fn sticky(&self) -> &Arc<Sticky> {
-        &self.0.sticky
+    /// What poisoned the stream, if anything did.
+    pub(super) fn check(&self) -> Result<(), DeviceError> {
+        self.0.sticky.check()
+    }
+
+    /// Notes what the device said when it was asked: whatever was not known to have run is lost.
+    pub(super) fn lost(&self, error: DeviceError) -> DeviceError {
+        self.0.sticky.fail(&self.0.name, "an operation", 0, error)
     }
 
     /// Enqueues what `enqueue` enqueues on this stream as one operation: `op` names it in errors, and in the timeline
@@ -114,14 +98,42 @@ impl CudaStream {
         op: &str,
         enqueue: impl FnOnce() -> Result<R, DeviceError>,
     ) -> Result<R, DeviceError> {
-        self.0.sticky.check()?;
-        enqueue().map_err(|error| self.0.sticky.fail(&self.0.name, op, error))
+        let sticky = &self.0.sticky;
+        sticky.check()?;
+        let position = sticky.position();
+        enqueue().map_err(|error| sticky.fail(&self.0.name, op, position, error))
+    }
+
+    /// Enqueues an operation of the host, which a thread of the driver runs in the stream's order; `label` names it in
+    /// errors and timelines. An `Err` or a panic poisons the stream, and later operations of the host are skipped; what
+    /// is already enqueued on the device behind it runs.
+    ///
+    /// The operation must not call CUDA, nor wait for anything that does.
+    ///
+    /// # Errors
+    /// What poisoned the stream earlier, or the stream is recorded into a graph.
+    pub fn enqueue_host(
+        &self,
+        label: &'static str,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        self.refuse_in_capture("enqueue_host")?;
+        let (sticky, name) = (Arc::clone(&self.0.sticky), Arc::clone(&self.0.name));
+        let position = sticky.position();
+        let run = move || {
+            if sticky.check_before(position).is_ok() {
+                let failed = run_named(&name, label, op).err();
+                failed.map(|error| sticky.fail(&name, label, position, error));
+            }
+        };
+        self.labelled(label, || self.0.queue.call_host(Box::new(run)))
     }
 
     /// Poisons the stream from outside: for libraries that learn later that what they enqueued failed. Operations and
-    /// waits are refused from now on, and [`Stream::synchronize`] and events not yet reached return the error.
+    /// waits are refused from now on; [`Stream::synchronize`] and events not known to be reached return the error,
+    /// also those of streams that wait for this one.
     pub fn poison(&self, error: DeviceError) {
-        self.0.sticky.fail(&self.0.name, "an operation", error);
+        self.lost(error);
     }
 
     /// The recording that this stream is in now.
@@ -160,37 +172,37 @@ impl Stream for CudaStream {
 
     fn record(&self) -> Result<CudaEvent, DeviceError> {
         let stream = &*self.0;
+        let position = stream.sticky.position();
         // A poisoned stream still has points: they return its error.
-        let point = stream.queue.record(false).map_err(|error| stream.sticky.fail(&stream.name, "record", error))?;
-        Ok(CudaEvent::new(point, Arc::clone(&stream.name), Arc::clone(&stream.sticky), self.capture_now()))
+        let point = stream.queue.record(false).map_err(|error| self.lost(error))?;
+        Ok(CudaEvent::new(
+            point,
+            Arc::clone(&stream.name),
+            (Arc::clone(&stream.sticky), position),
+            self.capture_now(),
+        ))
     }
 
     fn wait(&self, event: &CudaEvent) -> Result<(), DeviceError> {
-        use crate::device::Event;
-        if let Err(error) = event.sticky().check()
-            && event.is_done().is_err()
-        {
-            // What waits for a failed stream fails with it.
-            self.0.sticky.fail(&self.0.name, "wait", error);
-            return Ok(());
-        }
         match event.capture() {
-            // Over: it meant an order within the graph, which there is now nobody to have.
+            // Over: it meant an order within the graph.
             Some(capture) if capture.is_over() => return Ok(()),
             Some(capture) => self.enter(capture),
             None => {}
         }
-        self.labelled("wait", || self.0.queue.wait(event.point()))
+        let (sticky, position) = event.sticky();
+        self.labelled("wait", || self.0.queue.wait(event.point()))?;
+        if !Arc::ptr_eq(sticky, &self.0.sticky) {
+            sticky.is_waited_for(position, &self.0.sticky, self.0.sticky.position());
+        }
+        Ok(())
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
-        let stream = &*self.0;
-        stream.sticky.check()?;
         self.refuse_in_capture("synchronize")?;
-        let ready = || {
-            stream.sticky.check()?;
-            stream.queue.query().map_err(|error| stream.sticky.fail(&stream.name, "an operation", error))
-        };
-        Deadline::after(limit).wait(|| format!("stream {}", stream.name), ready)
+        let ready = || self.0.queue.query().map_err(|error| self.lost(error));
+        let waited = Deadline::after(limit).wait(|| format!("stream {}", self.0.name), ready);
+        // The failure of an operation says more than that a limit passed.
+        self.check().and(waited)
     }
 }

@@ -13,6 +13,7 @@
 
 mod dtype;
 mod error;
+mod named;
 mod pages;
 mod slice;
 pub(crate) mod watch;
@@ -26,6 +27,7 @@ use crate::planner::CostModel;
 
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
+pub(crate) use named::run_named;
 pub use pages::{Page, VirtualMemory};
 pub use slice::{AnySlice, DeviceSlice};
 

@@ -1,11 +1,9 @@
 //! What lies in a stream's queue, and how an operation is run.
 
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::{HostEvent, OpSpan, Timeline};
-use crate::device::DeviceError;
+use crate::device::{DeviceError, run_named};
 
 pub(super) type Op = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
 
@@ -30,13 +28,7 @@ impl Named {
 
     /// Runs an operation; its error or panic gets the names of the stream and the operation.
     pub(super) fn call(&self, label: &'static str, op: Op) -> Result<(), DeviceError> {
-        let (stream, op_name) = (self.name.to_string(), label.to_owned());
-        self.timed(label, || match catch_unwind(AssertUnwindSafe(op)) {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(e @ (DeviceError::Operation { .. } | DeviceError::Panicked { .. }))) => Err(e),
-            Ok(Err(e)) => Err(DeviceError::Operation { stream, op: op_name, message: e.to_string() }),
-            Err(panic) => Err(DeviceError::Panicked { stream, op: op_name, message: message_of(&*panic) }),
-        })
+        self.timed(label, || run_named(&self.name, label, op))
     }
 
     /// Runs `work` and records when.
@@ -47,9 +39,4 @@ impl Named {
         timeline.push(OpSpan { label, stream: Arc::clone(&self.name), start, end: timeline.now() });
         result
     }
-}
-
-fn message_of(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }

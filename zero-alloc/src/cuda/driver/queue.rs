@@ -1,6 +1,6 @@
 //! Streams, events, and recorded graphs.
 
-use std::ffi::c_uint;
+use std::ffi::{c_uint, c_void};
 use std::sync::Arc;
 
 use cudarc::driver::sys;
@@ -112,6 +112,20 @@ impl Queue {
         self.context.driver.check("cuMemsetD8Async", code)
     }
 
+    /// Enqueues an operation of the host, which must not panic; a thread of the driver runs it.
+    pub(in super::super) fn call_host(&self, op: HostOp) -> Result<(), DeviceError> {
+        self.context.bind()?;
+        let op = Box::into_raw(Box::new(op));
+        // SAFETY: the stream lives; `run_host` takes what `op` points to, and is called once.
+        let code = unsafe { (self.context.driver.table.cuLaunchHostFunc)(self.raw, Some(run_host), op.cast()) };
+        let enqueued = self.context.driver.check("cuLaunchHostFunc", code);
+        if enqueued.is_err() {
+            // SAFETY: made above; the driver did not take it.
+            drop(unsafe { Box::from_raw(op) });
+        }
+        enqueued
+    }
+
     /// From now on what is enqueued is recorded, and does not run.
     pub(in super::super) fn begin_capture(&self) -> Result<(), DeviceError> {
         self.context.bind()?;
@@ -146,6 +160,15 @@ impl Drop for Queue {
             unsafe { (self.context.driver.table.cuStreamDestroy_v2)(self.raw) };
         }
     }
+}
+
+/// An operation of the host.
+pub(in super::super) type HostOp = Box<dyn FnOnce() + Send>;
+
+unsafe extern "C" fn run_host(op: *mut c_void) {
+    // SAFETY: `call_host` made it for this one call.
+    let op = unsafe { Box::from_raw(op.cast::<HostOp>()) };
+    op();
 }
 
 /// An event that was recorded once; the driver's event is used again when this goes.

@@ -92,6 +92,7 @@ table! {
     cuMemGetAllocationGranularity(*mut usize, *const sys::CUmemAllocationProp, sys::CUmemAllocationGranularity_flags);
 
     cuMemcpyAsync(sys::CUdeviceptr, sys::CUdeviceptr, usize, sys::CUstream);
+    cuLaunchHostFunc(sys::CUstream, sys::CUhostFn, *mut c_void);
     cuMemsetD8Async(sys::CUdeviceptr, u8, usize, sys::CUstream);
 
     cuStreamCreate(*mut sys::CUstream, c_uint);

@@ -1,0 +1,140 @@
+//! The back ends that the suite runs for.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::device::{AnySlice, Device, DeviceError};
+use zero_alloc::host::{Gate, HostDevice, HostPages, HostStream};
+use zero_alloc::{Block, Movable, Pool};
+
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+/// A device, and how to put an operation of the host into one of its streams.
+pub(crate) trait Backend {
+    type Device: Device;
+
+    fn device(&self) -> Self::Device;
+
+    fn enqueue(
+        stream: &Stream<Self>,
+        label: &'static str,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError>;
+
+    fn stream(device: &Self::Device, name: &str) -> Stream<Self> {
+        device.create_stream(name).expect("a stream")
+    }
+
+    /// Enqueues an operation that runs only when the gate opens.
+    fn hold(stream: &Stream<Self>) -> Arc<Gate<bool>> {
+        let gate = Arc::new(Gate::new(false));
+        let held = Arc::clone(&gate);
+        let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
+        Self::enqueue(stream, "hold", op).expect("enqueued");
+        gate
+    }
+}
+
+pub(crate) type Stream<B> = <<B as Backend>::Device as Device>::Stream;
+
+pub(crate) fn open(gate: &Gate<bool>) {
+    gate.update(|open| *open = true);
+}
+
+pub(crate) fn address(block: &Block<impl Device>) -> usize {
+    // SAFETY: only the address is looked at.
+    unsafe { block.slice() }.as_ptr().addr()
+}
+
+/// Writes `value` to all of a block, in the order of `stream`.
+pub(crate) fn fill<D: Device>(pool: &Pool<D>, stream: &D::Stream, slice: AnySlice, value: u8) {
+    pool.device().upload(stream, &vec![value; slice.len_bytes()], slice, LIMIT).expect("uploaded");
+}
+
+/// Reads all of a block, in the order of `stream`.
+pub(crate) fn check<D: Device>(pool: &Pool<D>, stream: &D::Stream, slice: AnySlice, value: u8) {
+    let mut seen = vec![!value; slice.len_bytes()];
+    pool.device().download(stream, slice, &mut seen, LIMIT).expect("downloaded");
+    let wrong = seen.iter().position(|byte| *byte != value);
+    assert_eq!(wrong, None, "of {} bytes that should be {value}", seen.len());
+}
+
+/// The same for a block that may move.
+pub(crate) fn fill_movable<D: Device>(pool: &Pool<D>, stream: &D::Stream, block: &Movable<D>, value: u8) {
+    // SAFETY: the slice is used only within, on the stream given; the tests order streams by events.
+    unsafe { block.with(stream, |slice| fill(pool, stream, slice, value)) }.expect("the stream is there");
+}
+
+pub(crate) fn check_movable<D: Device>(pool: &Pool<D>, stream: &D::Stream, block: &Movable<D>, value: u8) {
+    // SAFETY: the slice is used only within, on the stream given; the tests order streams by events.
+    unsafe { block.with(stream, |slice| check(pool, stream, slice, value)) }.expect("the stream is there");
+}
+
+/// splitmix64
+pub(crate) struct Random(pub u64);
+
+impl Random {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % bound
+    }
+}
+
+/// The host, with backings or with pages of 64 KiB.
+#[derive(Default)]
+pub(crate) struct Host {
+    pub paged: bool,
+}
+
+impl Backend for Host {
+    type Device = HostDevice;
+
+    fn device(&self) -> HostDevice {
+        let host = HostDevice::new();
+        if self.paged {
+            host.with_pages(Arc::new(HostPages::new(1 << 16, 256 << 20).expect("memory files")))
+        } else {
+            host
+        }
+    }
+
+    fn enqueue(
+        stream: &HostStream,
+        label: &'static str,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        stream.enqueue(label, op)
+    }
+}
+
+/// The first GPU, with each kind of memory.
+pub(crate) enum Cuda {
+    Pages,
+    Backings,
+    StreamOrdered,
+}
+
+impl Backend for Cuda {
+    type Device = CudaDevice;
+
+    fn device(&self) -> CudaDevice {
+        let device = CudaDevice::open(0).expect("a CUDA device");
+        match self {
+            Self::Pages => device,
+            Self::Backings => device.with_backings(),
+            Self::StreamOrdered => device.with_stream_ordered_memory(),
+        }
+    }
+
+    fn enqueue(
+        stream: &CudaStream,
+        label: &'static str,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        stream.enqueue_host(label, op)
+    }
+}

@@ -1,0 +1,125 @@
+//! Copies between the two sides, and on the device.
+
+use std::time::Duration;
+
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
+
+use crate::backend::{Backend, LIMIT, Random, open};
+
+/// Memory of a device for one test.
+struct Lent<'a, D: Device> {
+    device: &'a D,
+    ptr: std::ptr::NonNull<u8>,
+    bytes: usize,
+}
+
+impl<'a, D: Device> Lent<'a, D> {
+    fn new(device: &'a D, bytes: usize) -> Self {
+        Self { device, ptr: device.allocate(bytes).expect("room"), bytes }
+    }
+
+    fn slice(&self) -> AnySlice {
+        // SAFETY: the tests wait for all that uses the slice before this goes, and order it by streams and events.
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
+    }
+}
+
+impl<D: Device> Drop for Lent<'_, D> {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`; the tests have waited for all that used it.
+        unsafe { self.device.deallocate(self.ptr, self.bytes) };
+    }
+}
+
+fn random_bytes(len: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random(seed);
+    (0..len).map(|_| random.below(256) as u8).collect()
+}
+
+pub(crate) fn what_is_uploaded_comes_back_whatever_length_and_place<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let stream = B::stream(&device, "compute");
+    // Beyond what a back end may stage at once.
+    let most = if cfg!(miri) { 5_000 } else { (9 << 20) + 5 };
+    let memory = Lent::new(&device, most + 300);
+    for (seed, len) in [0, 1, 7, 256, 4095, 4097, most / 2, most].into_iter().enumerate() {
+        for offset in [0, 3, 255] {
+            let sent = random_bytes(len, seed as u64);
+            let slice = memory.slice().slice(offset..offset + len);
+            device.upload(&stream, &sent, slice, LIMIT).expect("uploaded");
+            let mut seen = vec![0; len];
+            device.download(&stream, slice, &mut seen, LIMIT).expect("downloaded");
+            assert!(seen == sent, "{len} bytes at {offset}");
+        }
+    }
+}
+
+pub(crate) fn copies_and_zeros_arrive_in_the_order_of_the_stream<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let stream = B::stream(&device, "compute");
+    let memory = Lent::new(&device, 3000);
+    let [a, b, c] = [0, 1000, 2000].map(|at| memory.slice().slice(at..at + 1000));
+    let sent = random_bytes(1000, 9);
+    device.upload(&stream, &sent, a, LIMIT).expect("uploaded");
+    device.copy(&stream, a, b).expect("enqueued");
+    device.fill_zero(&stream, a.slice(10..20)).expect("enqueued");
+    device.copy(&stream, a, c).expect("enqueued");
+    // Of nothing: fine, and nothing happens.
+    device.copy(&stream, a.slice(0..0), b.slice(5..5)).expect("enqueued");
+    device.fill_zero(&stream, b.slice(7..7)).expect("enqueued");
+    let mut seen = vec![0; 3000];
+    device.download(&stream, memory.slice(), &mut seen, LIMIT).expect("downloaded");
+    let mut holed = sent.clone();
+    holed[10..20].fill(0);
+    assert_eq!(seen[..1000], holed);
+    assert_eq!(seen[1000..2000], sent);
+    assert_eq!(seen[2000..], holed);
+}
+
+pub(crate) fn wrong_lengths_and_types_are_errors<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let stream = B::stream(&device, "compute");
+    let memory = Lent::new(&device, 64);
+    let slice = memory.slice();
+    // SAFETY: the same memory as fewer, larger elements.
+    let floats = unsafe { AnySlice::from_raw_parts(slice.as_ptr(), 16, DType::F32) };
+    let length = |what, expected, got| Err(DeviceError::LengthMismatch { what, expected, got });
+    assert_eq!(device.upload(&stream, &[0; 63], slice, LIMIT), length("upload", 64, 63));
+    assert_eq!(device.download(&stream, floats, &mut [0; 65], LIMIT), length("download", 64, 65));
+    assert_eq!(device.copy(&stream, slice.slice(0..8), slice.slice(8..17)), length("copy", 8, 9));
+    let types = device.copy(&stream, slice.slice(0..16), floats);
+    assert_eq!(types, Err(DeviceError::DTypeMismatch { expected: DType::U8, got: DType::F32 }));
+    // None of them is a failure of the stream.
+    stream.synchronize(LIMIT).expect("sound");
+}
+
+pub(crate) fn a_copy_behind_a_held_stream_ends_at_its_limit_and_leaves_others_alone<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let (held, free) = (B::stream(&device, "held"), B::stream(&device, "free"));
+    let (first, second) = (Lent::new(&device, 1000), Lent::new(&device, 1000));
+    device.upload(&held, &[1; 1000], first.slice(), LIMIT).expect("uploaded");
+    let gate = B::hold(&held);
+    let limit = Duration::from_millis(5);
+    let mut untouched = [7; 1000];
+    for _ in 0..3 {
+        let late = device.download(&held, first.slice(), &mut untouched, limit);
+        assert!(matches!(late, Err(DeviceError::TimedOut { .. })), "{late:?}");
+        let late = device.upload(&held, &[2; 1000], first.slice(), limit);
+        assert!(matches!(late, Err(DeviceError::TimedOut { .. })), "{late:?}");
+    }
+    // Meanwhile another stream copies as ever, through whatever the two above still use.
+    for value in 3..10 {
+        device.upload(&free, &[value; 1000], second.slice(), LIMIT).expect("uploaded");
+        let mut seen = [0; 1000];
+        device.download(&free, second.slice(), &mut seen, LIMIT).expect("downloaded");
+        assert_eq!(seen, [value; 1000]);
+    }
+    open(&gate);
+    held.synchronize(LIMIT).expect("ran");
+    assert!(held.record().expect("recorded").synchronize(LIMIT).is_ok());
+    // What was enqueued has run: the upload arrived late, the download did not write where nobody waits any more.
+    let mut seen = [0; 1000];
+    device.download(&held, first.slice(), &mut seen, LIMIT).expect("downloaded");
+    assert_eq!(seen, [2; 1000]);
+    assert_eq!(untouched, [7; 1000]);
+}

@@ -1,0 +1,103 @@
+//! Pools: reuse in stream order, steadiness, budgets.
+
+use zero_alloc::device::{DType, Event, Stream};
+use zero_alloc::{AllocError, Pool, Purpose};
+
+use crate::backend::{Backend, LIMIT, address, open};
+
+/// One page of every back end, or more.
+const WHOLE: usize = 2 << 20;
+
+pub(crate) fn the_same_stream_reuses_at_once<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let a = B::stream(&device, "a");
+    let pool = Pool::new(device, WHOLE);
+    let gate = B::hold(&a);
+    let block = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &a).expect("room");
+    let first = address(&block);
+    drop(block);
+    let block = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &a).expect("room");
+    assert_eq!(address(&block), first);
+    open(&gate);
+    a.synchronize(LIMIT).expect("ran");
+}
+
+pub(crate) fn another_stream_reuses_behind_the_recorded_uses_and_the_home_stream<B: Backend>(backend: &B) {
+    for recorded in [false, true] {
+        let device = backend.device();
+        let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+        let pool = Pool::new(device, WHOLE);
+        let mut block = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &a).expect("room");
+        let first = address(&block);
+        let gate = B::hold(&a);
+        if recorded {
+            block.record_use(&a).expect("recorded");
+        }
+        drop(block);
+        let block = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &b).expect("room");
+        assert_eq!(address(&block), first);
+        let reused = b.record().expect("recorded");
+        assert_eq!(reused.is_done(), Ok(false));
+        open(&gate);
+        reused.synchronize(LIMIT).expect("reached");
+    }
+}
+
+pub(crate) fn a_part_taken_leaves_the_hazard_of_the_rest<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+    let pool = Pool::new(device, WHOLE);
+    let block = pool.allocate(WHOLE, DType::U8, Purpose::Params, &a).expect("room");
+    let gate = B::hold(&a);
+    drop(block);
+    let first = pool.allocate(1 << 10, DType::U8, Purpose::Params, &a).expect("room");
+    let second = pool.allocate(1 << 10, DType::U8, Purpose::Params, &b).expect("room");
+    let reused = b.record().expect("recorded");
+    assert_eq!(reused.is_done(), Ok(false));
+    open(&gate);
+    reused.synchronize(LIMIT).expect("reached");
+    drop((first, second));
+}
+
+pub(crate) fn a_steady_step_takes_nothing_from_the_device<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let (compute, comm) = (B::stream(&device, "compute"), B::stream(&device, "comm"));
+    let pool = Pool::new(device, 1 << 26);
+    let state = pool.allocate(100_000, DType::F32, Purpose::Optimizer, &compute).expect("room");
+    let mut after_second = 0;
+    for step in 0..10 {
+        let mut held = Vec::new();
+        for i in 0..20usize {
+            let (stream, purpose) =
+                if i % 3 == 0 { (&comm, Purpose::Buckets) } else { (&compute, Purpose::Activations) };
+            let mut block = pool.allocate(1000 * (1 + i * 7 % 5), DType::F32, purpose, stream).expect("room");
+            block.record_use(&compute).expect("recorded");
+            if i % 2 == 0 {
+                held.push(block);
+            }
+        }
+        if step == 1 {
+            after_second = pool.report().backing_allocations;
+        }
+    }
+    assert_eq!(pool.report().backing_allocations, after_second);
+    drop(state);
+}
+
+pub(crate) fn the_budget_is_a_limit_and_its_error_has_the_numbers<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let stream = B::stream(&device, "compute");
+    let pool = Pool::new(device, 1000);
+    let held = pool.allocate(600, DType::U8, Purpose::Params, &stream).expect("room");
+    let error = pool.allocate(401, DType::U8, Purpose::Buckets, &stream).expect_err("over the budget");
+    let AllocError::OutOfMemory { asked_bytes, purpose, live_bytes, budget_bytes, .. } = error else {
+        panic!("{error}");
+    };
+    assert_eq!((asked_bytes, purpose, live_bytes, budget_bytes), (401, Purpose::Buckets, 600, 1000));
+    let _rest = pool.allocate(400, DType::U8, Purpose::Buckets, &stream).expect("just fits");
+    assert_eq!(pool.report().total.live_bytes, 1000);
+    let huge = pool.allocate(usize::MAX / 2, DType::F64, Purpose::Params, &stream).expect_err("overflows");
+    assert!(matches!(huge, AllocError::OutOfMemory { .. }), "{huge}");
+    drop(held);
+    assert_eq!(pool.report().total.live_bytes, 400);
+}

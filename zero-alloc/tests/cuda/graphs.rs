@@ -1,0 +1,93 @@
+//! Recorded operations.
+
+use zero_alloc::Pool;
+use zero_alloc::device::{Device, DeviceError, Event, Stream};
+
+use crate::kernels::{launch, scale_add};
+use crate::{LIMIT, floats, open, read, slice};
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_cuda_graph_runs_what_was_recorded_each_time_and_not_before() {
+    let device = open();
+    let stream = device.create_stream("compute").expect("a stream");
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let (x, y) = (floats(&pool, &stream, 300, 1.0), floats(&pool, &stream, 300, 0.0));
+    let graph = stream
+        .capture(|| {
+            launch(&function, &stream, slice(&x), 2.0, 1.0)?;
+            launch(&function, &stream, slice(&x), 1.0, 1.0)?;
+            device.copy(&stream, slice(&x), slice(&y))?;
+            device.fill_zero(&stream, slice(&y).slice(0..1))
+        })
+        .expect("recorded");
+    assert_eq!(read(&device, &stream, &x), [1.0; 300]);
+    for expected in [4.0, 10.0, 22.0] {
+        graph.launch(&stream).expect("enqueued");
+        assert_eq!(read(&device, &stream, &x), [expected; 300]);
+        let seen = read(&device, &stream, &y);
+        assert_eq!((seen[0], &seen[1..]), (0.0, &[expected; 299][..]));
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_cuda_graph_goes_over_streams_by_events() {
+    let device = open();
+    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let x = floats(&pool, &a, 300, 1.0);
+    let mut inside = None;
+    let graph = a
+        .capture(|| {
+            launch(&function, &a, slice(&x), 2.0, 0.0)?;
+            let fork = a.record()?;
+            assert_eq!(fork.is_done(), Ok(false));
+            b.wait(&fork)?;
+            launch(&function, &b, slice(&x), 1.0, 3.0)?;
+            // The host cannot wait for a stream that was drawn in.
+            assert!(b.synchronize(LIMIT).is_err());
+            let join = b.record()?;
+            a.wait(&join)?;
+            inside = Some(join);
+            launch(&function, &a, slice(&x), 10.0, 0.0)
+        })
+        .expect("recorded");
+    graph.launch(&a).expect("enqueued");
+    assert_eq!(read(&device, &a, &x), [50.0; 300]);
+    // Points of a recording mean nothing afterwards, and both streams are as before.
+    let inside = inside.expect("recorded");
+    assert_eq!(inside.is_done(), Ok(true));
+    b.wait(&inside).expect("nothing to wait for");
+    b.synchronize(LIMIT).expect("sound");
+    a.synchronize(LIMIT).expect("sound");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn what_cannot_be_recorded_into_a_cuda_graph_is_an_error_and_ends_it() {
+    let device = open();
+    let stream = device.create_stream("compute").expect("a stream");
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let x = floats(&pool, &stream, 10, 1.0);
+    let refusals = |what: Result<(), DeviceError>| {
+        let error = what.expect_err("the host cannot wait for what does not run").to_string();
+        assert!(error.contains("stream compute is recorded into a graph"), "{error}");
+    };
+    let failed = stream.capture(|| {
+        refusals(stream.synchronize(LIMIT));
+        refusals(device.upload(&stream, &[0; 40], slice(&x), LIMIT));
+        refusals(device.download(&stream, slice(&x), &mut [0; 40], LIMIT));
+        refusals(stream.enqueue_host("host", || Ok(())));
+        refusals(stream.capture(|| Ok(())).map(drop));
+        Err(DeviceError::Closed { stream: "mine".into() })
+    });
+    assert_eq!(failed.expect_err("the closure failed"), DeviceError::Closed { stream: "mine".into() });
+    // A panic ends it, too.
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| stream.capture(|| panic!("mine"))));
+    assert!(panicked.is_err());
+    // Refusals are no failures of the stream.
+    assert_eq!(read(&device, &stream, &x), [1.0; 10]);
+}

@@ -1,0 +1,78 @@
+//! A framework's handles, both ways.
+
+use zero_alloc::Pool;
+use zero_alloc::cuda::interop;
+use zero_alloc::device::{Device, DeviceError, Event, Stream};
+
+use crate::kernels::{launch, scale_add};
+use crate::{LIMIT, floats, open, read, slice};
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_framework_s_cuda_stream_and_ours_are_one() {
+    let device = open();
+    // Ours plays the framework's.
+    let theirs = device.create_stream("theirs").expect("a stream");
+    let raw = interop::raw_stream(&theirs);
+    // SAFETY: `theirs` outlives it.
+    let ours = unsafe { interop::stream_from_raw(&device, raw, "ours") }.expect("a stream");
+    assert_eq!((interop::raw_stream(&ours), ours.name()), (raw, "ours"));
+    assert_ne!(ours.id(), theirs.id());
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let x = floats(&pool, &ours, 100, 1.0);
+    launch(&function, &ours, slice(&x), 2.0, 0.0).expect("enqueued");
+    launch(&function, &theirs, slice(&x), 1.0, 1.0).expect("enqueued");
+    assert_eq!(read(&device, &theirs, &x), [3.0; 100]);
+    drop(ours);
+    // A stream that is not ours is not destroyed by us.
+    launch(&function, &theirs, slice(&x), 1.0, 1.0).expect("enqueued");
+    assert_eq!(read(&device, &theirs, &x), [4.0; 100]);
+    assert!(!interop::raw_function(&function).is_null());
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn the_default_streams_of_cuda_are_refused() {
+    let device = open();
+    for raw in [0usize, 1, 2] {
+        // SAFETY: CUDA's own handles of the default streams.
+        let refused = unsafe { interop::stream_from_raw(&device, std::ptr::without_provenance_mut(raw), "default") };
+        let error = refused.expect_err("a default stream").to_string();
+        assert!(error.contains("default is a default stream"), "{error}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_framework_s_cuda_event_orders_ours() {
+    let device = open();
+    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let theirs = a.record().expect("recorded");
+    // SAFETY: `theirs` outlives it.
+    let ours = unsafe { interop::event_from_raw(&device, interop::raw_event(&theirs), "theirs") };
+    b.wait(&ours).expect("enqueued");
+    b.synchronize(LIMIT).expect("ran");
+    ours.synchronize(LIMIT).expect("reached");
+    drop(ours);
+    assert_eq!(theirs.is_done(), Ok(true));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_framework_s_cuda_context_is_used_as_it_is() {
+    let device = open();
+    device.bind().expect("current");
+    let raw = interop::current_context().expect("a driver");
+    assert_eq!(raw, interop::raw_context(&device));
+    // SAFETY: `device` outlives it.
+    let again = unsafe { interop::device_from_context(raw) }.expect("a device");
+    assert_eq!((again.name(), again.ordinal()), (device.name(), device.ordinal()));
+    let stream = again.create_stream("compute").expect("a stream");
+    let pool = Pool::new(again.clone(), 8 << 20);
+    let x = floats(&pool, &stream, 100, 5.0);
+    assert_eq!(read(&device, &stream, &x), [5.0; 100]);
+    // SAFETY: null is refused before anything else.
+    let null = unsafe { interop::device_from_context(std::ptr::null_mut()) }.expect_err("null");
+    assert!(matches!(null, DeviceError::Driver { call: "device_from_context", .. }), "{null}");
+}

@@ -1,0 +1,171 @@
+//! Modules and launches.
+
+use std::ffi::c_void;
+
+use zero_alloc::Pool;
+use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
+use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
+
+use crate::{LIMIT, floats, open, read, slice};
+
+/// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. PTX of the oldest version that knows sm_50, so
+/// that any driver compiles it.
+const PTX: &str = "
+.version 6.0
+.target sm_50
+.address_size 64
+
+.visible .entry scale_add(
+    .param .u64 x,
+    .param .u32 n,
+    .param .f32 scale,
+    .param .f32 add
+)
+{
+    .reg .pred %p<2>;
+    .reg .f32 %f<5>;
+    .reg .b32 %r<6>;
+    .reg .b64 %rd<5>;
+
+    ld.param.u64 %rd1, [x];
+    ld.param.u32 %r1, [n];
+    ld.param.f32 %f1, [scale];
+    ld.param.f32 %f2, [add];
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.s32 %r5, %r2, %r3, %r4;
+    setp.ge.u32 %p1, %r5, %r1;
+    @%p1 bra DONE;
+    cvta.to.global.u64 %rd2, %rd1;
+    mul.wide.u32 %rd3, %r5, 4;
+    add.s64 %rd4, %rd2, %rd3;
+    ld.global.f32 %f3, [%rd4];
+    mul.rn.f32 %f4, %f3, %f1;
+    add.rn.f32 %f4, %f4, %f2;
+    st.global.f32 [%rd4], %f4;
+DONE:
+    ret;
+}
+\0";
+
+pub(crate) fn scale_add(device: &CudaDevice) -> Function {
+    let module = device.load_module(PTX.as_bytes()).expect("it compiles");
+    // The function keeps its module.
+    module.function("scale_add").expect("it is there")
+}
+
+/// x = x * scale + add.
+pub(crate) fn launch(
+    function: &Function,
+    stream: &CudaStream,
+    x: AnySlice,
+    scale: f32,
+    add: f32,
+) -> Result<(), DeviceError> {
+    let (mut x, mut n, mut scale, mut add) = (x.as_ptr(), x.len() as u32, scale, add);
+    let mut args: [*mut c_void; 4] =
+        [(&raw mut x).cast(), (&raw mut n).cast(), (&raw mut scale).cast(), (&raw mut add).cast()];
+    // SAFETY: the kernel's four parameters; `x` has `n` floats, and the tests order its uses.
+    unsafe { function.launch(stream, [n.div_ceil(128).max(1), 1, 1], [128, 1, 1], 0, &mut args) }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_kernel_of_cuda_runs_in_the_order_of_its_stream() {
+    let device = open();
+    let stream = device.create_stream("compute").expect("a stream");
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    assert_eq!(function.name(), "scale_add");
+    assert!(function.registers() > 0);
+    assert_eq!(function.local_bytes(), 0);
+    assert!(function.blocks_per_multiprocessor(128, 0).expect("a number") >= 1);
+    for len in [1, 127, 128, 1000] {
+        let x = floats(&pool, &stream, len, 3.0);
+        launch(&function, &stream, slice(&x), 2.0, 1.0).expect("enqueued");
+        launch(&function, &stream, slice(&x), 10.0, -4.0).expect("enqueued");
+        assert_eq!(read(&device, &stream, &x), vec![66.0; len]);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn what_is_no_module_of_cuda_is_an_error_that_says_why() {
+    let device = open();
+    let fails = |image: &[u8]| device.load_module(image).expect_err("no module").to_string();
+    assert!(fails(b"").contains("neither machine code nor PTX"));
+    assert!(fails(&PTX.as_bytes()[..PTX.len() - 1]).contains("zero byte"));
+    let broken = PTX.replace("mul.rn.f32", "mul.wrong.f32");
+    let error = fails(broken.as_bytes());
+    assert!(error.starts_with("cuModuleLoadData: CUDA_ERROR_"), "{error}");
+    let module = device.load_module(PTX.as_bytes()).expect("it compiles");
+    let error = module.function("no_such_kernel").expect_err("there is none").to_string();
+    assert!(error.contains("CUDA_ERROR_NOT_FOUND") && error.contains("no_such_kernel"), "{error}");
+    assert!(module.function("zero\0byte").is_err());
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_launch_that_cuda_refuses_is_named_and_poisons_its_stream_only() {
+    let device = open();
+    let (stream, other) =
+        (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let x = floats(&pool, &stream, 10, 1.0);
+    // SAFETY: no launch: there are no blocks of 4096 threads.
+    let refused = unsafe { function.launch(&stream, [1; 3], [4096, 1, 1], 0, &mut []) }.expect_err("refused");
+    let DeviceError::Operation { stream: at, op, message } = &refused else { panic!("{refused}") };
+    assert_eq!((at.as_str(), op.as_str()), ("a", "scale_add"));
+    assert!(message.starts_with("cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"), "{message}");
+    // Sticky: nothing more runs there.
+    assert_eq!(launch(&function, &stream, slice(&x), 2.0, 0.0), Err(refused.clone()));
+    assert_eq!(device.fill_zero(&stream, slice(&x)), Err(refused.clone()));
+    assert_eq!(stream.synchronize(LIMIT), Err(refused));
+    launch(&function, &other, slice(&x), 2.0, 0.0).expect("enqueued");
+    assert_eq!(read(&device, &other, &x), [2.0; 10]);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_stream_of_cuda_poisoned_from_outside_fails_with_all_that_waits_for_it() {
+    let device = open();
+    let (comm, compute) =
+        (device.create_stream("comm").expect("a stream"), device.create_stream("compute").expect("a stream"));
+    let reached = comm.record().expect("recorded");
+    reached_by_now(&reached);
+    compute.wait(&comm.record().expect("recorded")).expect("enqueued");
+    comm.poison(DeviceError::Driver { call: "ncclAllGather", message: "rank 3 is gone".into() });
+    let expected = DeviceError::Operation {
+        stream: "comm".into(),
+        op: "an operation".into(),
+        message: "ncclAllGather: rank 3 is gone".into(),
+    };
+    assert_eq!(comm.synchronize(LIMIT), Err(expected.clone()));
+    assert_eq!(compute.synchronize(LIMIT), Err(expected));
+    reached_by_now(&reached);
+}
+
+fn reached_by_now(event: &zero_alloc::cuda::CudaEvent) {
+    use zero_alloc::device::Event;
+    event.synchronize(LIMIT).expect("reached");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn more_shared_memory_than_cuda_gives_without_leave() {
+    let device = open();
+    let function = scale_add(&device);
+    let stream = device.create_stream("compute").expect("a stream");
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let x = floats(&pool, &stream, 10, 1.0);
+    function.allow_shared_bytes(64 << 10).expect("every device since sm_70 has that");
+    let (mut at, mut n, mut scale, mut add) = (slice(&x).as_ptr(), 10u32, 4.0f32, 0.0f32);
+    let mut args: [*mut c_void; 4] =
+        [(&raw mut at).cast(), (&raw mut n).cast(), (&raw mut scale).cast(), (&raw mut add).cast()];
+    // SAFETY: the kernel's four parameters; `x` has 10 floats.
+    unsafe { function.launch(&stream, [1; 3], [32, 1, 1], 64 << 10, &mut args) }.expect("enqueued");
+    assert_eq!(read(&device, &stream, &x), [4.0; 10]);
+    assert!(function.allow_shared_bytes(1 << 30).is_err());
+}

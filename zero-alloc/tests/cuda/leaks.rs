@@ -1,0 +1,77 @@
+//! What the driver says is free, before and after.
+
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::device::{DType, Device, Stream};
+use zero_alloc::{Pool, Purpose};
+
+use crate::{LIMIT, open};
+
+/// Allocates, frees, stitches and compacts `rounds` times, in pools that come and go.
+fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
+    let page = device_page(device);
+    for _ in 0..rounds / 100 {
+        let pool = Pool::new(device.clone(), 8 * page);
+        let mut held = Vec::new();
+        for round in 0..100usize {
+            let bytes = page / 8 + round % 7 * page / 16;
+            match pool.allocate(bytes, DType::U8, Purpose::Activations, stream) {
+                Ok(block) => held.push(Some(block)),
+                Err(_) => held.clear(),
+            }
+            let movable = pool.allocate_movable(bytes / 2, DType::U8, Purpose::Params, stream);
+            if round % 3 == 1 {
+                let nth = round % held.len().max(1);
+                held.get_mut(nth).map(Option::take);
+            }
+            if round % 10 == 9 {
+                pool.compact(4 * page, stream).expect("the stream is there");
+                drop(pool.allocate(3 * page, DType::U8, Purpose::Buckets, stream));
+            }
+            drop(movable);
+        }
+        drop(held);
+        // So that the pool goes at once, with all that it has.
+        stream.synchronize(LIMIT).expect("sound");
+    }
+}
+
+fn device_page(device: &CudaDevice) -> usize {
+    use zero_alloc::device::Memory;
+    device.virtual_memory().map_or(2 << 20, |memory| memory.page_bytes())
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn no_cuda_memory_leaks_in_ten_thousand_rounds() {
+    for device in [open(), open().with_backings(), open().with_stream_ordered_memory()] {
+        let stream = device.create_stream("compute").expect("a stream");
+        // What the driver keeps for itself it takes in the first rounds.
+        churn(&device, &stream, 200);
+        let (before, _) = device.memory_bytes().expect("a number");
+        churn(&device, &stream, 10_000);
+        let (after, _) = device.memory_bytes().expect("a number");
+        assert!(after >= before, "{} bytes are gone: {device:?}", before - after);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn no_cuda_memory_leaks_with_devices_that_come_and_go() {
+    let rounds = |n: usize| {
+        for _ in 0..n {
+            let device = open();
+            let stream = device.create_stream("compute").expect("a stream");
+            let pool = Pool::new(device.clone(), 8 << 20);
+            let block = pool.allocate(1 << 20, DType::U8, Purpose::Params, &stream).expect("room");
+            // SAFETY: the block lives, and one stream does all.
+            device.upload(&stream, &vec![1; 1 << 20], unsafe { block.slice() }, LIMIT).expect("uploaded");
+        }
+    };
+    // This one keeps the primary context.
+    let device = open();
+    rounds(2);
+    let (before, _) = device.memory_bytes().expect("a number");
+    rounds(20);
+    let (after, _) = device.memory_bytes().expect("a number");
+    assert!(after >= before, "{} bytes are gone", before - after);
+}

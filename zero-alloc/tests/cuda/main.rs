@@ -1,0 +1,74 @@
+//! What only CUDA has: modules, graphs, pinned memory, a framework's handles, times from the device, leaks that the
+//! driver can see. What it shares with other back ends is in `conformance`.
+//!
+//! They need a device (`cargo gpu-test`); without one, the stand-in of `integration-tests/stand-ins` will do.
+
+mod graphs;
+mod handles;
+mod kernels;
+mod leaks;
+mod pinned;
+mod timelines;
+
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::device::{AnySlice, DType, Device};
+use zero_alloc::{Block, Pool, Purpose};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn open() -> CudaDevice {
+    CudaDevice::open(0).expect("a CUDA device")
+}
+
+/// A block of `len` floats, all `value`.
+fn floats(pool: &Pool<CudaDevice>, stream: &CudaStream, len: usize, value: f32) -> Block<CudaDevice> {
+    let block = pool.allocate(len, DType::F32, Purpose::Params, stream).expect("room");
+    let bytes: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), len).flatten().collect();
+    pool.device().upload(stream, &bytes, slice(&block), LIMIT).expect("uploaded");
+    block
+}
+
+fn slice(block: &Block<CudaDevice>) -> AnySlice {
+    // SAFETY: the tests keep their blocks until all that uses them has run, and order it by streams and events.
+    unsafe { block.slice() }
+}
+
+/// The floats of a block.
+fn read(device: &CudaDevice, stream: &CudaStream, block: &Block<CudaDevice>) -> Vec<f32> {
+    let mut bytes = vec![0; block.len() * 4];
+    device.download(stream, slice(block), &mut bytes, LIMIT).expect("downloaded");
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+#[test]
+fn without_a_driver_everything_says_so() {
+    // SAFETY: loading runs the library's initialisers; the name is the driver's.
+    let driver = unsafe { libloading::Library::new("libcuda.so.1") };
+    match (CudaDevice::count(), CudaDevice::open(0)) {
+        (Err(count), Err(open)) if driver.is_err() => {
+            assert_eq!(count, open);
+            let text = open.to_string();
+            assert!(text.starts_with("no driver found") && text.contains("libcuda.so.1"), "{text}");
+        }
+        (count, open) => assert!(driver.is_ok(), "{count:?} {open:?}"),
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_device_says_what_it_is() {
+    let device = open();
+    assert!(CudaDevice::count().expect("a driver") >= 1);
+    assert_eq!(device.ordinal(), 0);
+    assert!(!device.name().is_empty() && format!("{device:?}").contains(device.name()));
+    assert!(device.arch().0 >= 5 && device.multiprocessors() >= 1);
+    assert!(device.driver_version().expect("a version") >= (11, 2));
+    let (free, total) = device.memory_bytes().expect("a number");
+    assert!(0 < free && free <= total);
+    device.bind().expect("current");
+    let count = CudaDevice::count().expect("a driver");
+    let error = CudaDevice::open(count).expect_err("there is one fewer");
+    assert!(error.to_string().contains("CUDA_ERROR_INVALID_DEVICE"), "{error}");
+}
