@@ -115,8 +115,8 @@ impl CudaDevice {
     }
 
     /// The same with backings from the driver's own pool, by `cuMemAllocAsync`: taking and giving back wait for no
-    /// kernel, so they are safe beside a pending collective. The driver keeps what is given back until its next
-    /// synchronisation.
+    /// kernel, so they are safe beside a pending collective. The driver keeps what is given back, until
+    /// [`CudaDevice::trim`].
     #[must_use]
     pub fn with_stream_ordered_memory(self) -> Self {
         Self { kind: Kind::StreamOrdered, ..self }
@@ -156,6 +156,14 @@ impl CudaDevice {
     /// The driver failed.
     pub fn memory_bytes(&self) -> Result<(usize, usize), DeviceError> {
         self.shared.context.memory_bytes()
+    }
+
+    /// Takes what the driver's own pool holds in reserve away from it, for whoever else wants it.
+    ///
+    /// # Errors
+    /// The driver failed.
+    pub fn trim(&self) -> Result<(), DeviceError> {
+        self.shared.context.trim()
     }
 
     /// Makes the device's context current on this thread, for libraries that expect that (cuBLASLt, NCCL). Our

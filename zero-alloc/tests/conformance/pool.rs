@@ -87,17 +87,19 @@ pub(crate) fn a_steady_step_takes_nothing_from_the_device<B: Backend>(backend: &
 pub(crate) fn the_budget_is_a_limit_and_its_error_has_the_numbers<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
-    let pool = Pool::new(device, 1000);
-    let held = pool.allocate(600, DType::U8, Purpose::Params, &stream).expect("room");
-    let error = pool.allocate(401, DType::U8, Purpose::Buckets, &stream).expect_err("over the budget");
+    let (budget, most) = (4 * WHOLE, 3 * WHOLE);
+    let pool = Pool::new(device, budget);
+    let held = pool.allocate(most, DType::U8, Purpose::Params, &stream).expect("room");
+    let error = pool.allocate(WHOLE + 1, DType::U8, Purpose::Buckets, &stream).expect_err("over the budget");
     let AllocError::OutOfMemory { asked_bytes, purpose, live_bytes, budget_bytes, .. } = error else {
         panic!("{error}");
     };
-    assert_eq!((asked_bytes, purpose, live_bytes, budget_bytes), (401, Purpose::Buckets, 600, 1000));
-    let _rest = pool.allocate(400, DType::U8, Purpose::Buckets, &stream).expect("just fits");
-    assert_eq!(pool.report().total.live_bytes, 1000);
+    assert_eq!((asked_bytes, purpose, live_bytes, budget_bytes), (WHOLE + 1, Purpose::Buckets, most, budget));
+    let rest = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &stream).expect("just fits");
+    assert_eq!(pool.report().total.live_bytes, budget);
     let huge = pool.allocate(usize::MAX / 2, DType::F64, Purpose::Params, &stream).expect_err("overflows");
     assert!(matches!(huge, AllocError::OutOfMemory { .. }), "{huge}");
     drop(held);
-    assert_eq!(pool.report().total.live_bytes, 400);
+    assert_eq!(pool.report().total.live_bytes, WHOLE);
+    drop(rest);
 }

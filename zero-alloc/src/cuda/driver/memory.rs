@@ -41,6 +41,17 @@ impl Context {
 }
 
 impl Context {
+    /// Gives back what the driver's own pool holds and nobody has.
+    pub(in super::super) fn trim(&self) -> Result<(), DeviceError> {
+        self.bind()?;
+        let (driver, mut pool) = (self.driver, std::ptr::null_mut());
+        // SAFETY: writes one handle.
+        let code = unsafe { (driver.table.cuDeviceGetDefaultMemPool)(&raw mut pool, self.device) };
+        driver.check("cuDeviceGetDefaultMemPool", code)?;
+        // SAFETY: the device's own pool, which always lives.
+        driver.check("cuMemPoolTrimTo", unsafe { (driver.table.cuMemPoolTrimTo)(pool, 0) })
+    }
+
     /// Host memory that the device reads and writes directly. Flags 0: write-combined memory would be slow for
     /// the host to read.
     pub(in super::super) fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {

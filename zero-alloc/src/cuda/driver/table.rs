@@ -80,6 +80,8 @@ table! {
     cuMemFree_v2(sys::CUdeviceptr);
     cuMemAllocAsync(*mut sys::CUdeviceptr, usize, sys::CUstream);
     cuMemFreeAsync(sys::CUdeviceptr, sys::CUstream);
+    cuDeviceGetDefaultMemPool(*mut sys::CUmemoryPool, sys::CUdevice);
+    cuMemPoolTrimTo(sys::CUmemoryPool, usize);
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
     cuMemAddressReserve(*mut sys::CUdeviceptr, usize, usize, sys::CUdeviceptr, Flags);
