@@ -9,6 +9,7 @@ use zero_kernels::KernelError;
 use zero_optim::OptimError;
 use zero_shard::ShardError;
 
+use crate::cuda::OpError;
 use crate::data::DataError;
 use crate::hf::HfError;
 use crate::model::config::ConfigError;
@@ -38,6 +39,9 @@ pub enum TrainError {
     /// A launch.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// An operation of a model on CUDA.
+    #[error(transparent)]
+    Op(#[from] OpError),
     /// A gradient bucket.
     #[error(transparent)]
     Bucket(#[from] BucketError),

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use zero_alloc::Pool;
+use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
 
@@ -10,6 +11,7 @@ use crate::data::{BatchAt, Dataset};
 use crate::error::TrainError;
 use crate::hf::HfFolder;
 use crate::model::config::GptConfig;
+use crate::model::gpt2::cuda::CudaGpt2;
 use crate::model::gpt2::{self, Gpt2, Gpt2Options};
 use crate::model::{Model, Pass};
 use crate::ops::Threads;
@@ -33,41 +35,71 @@ pub struct GptWorkload {
     pub data: Dataset,
     /// How each rank runs it.
     pub options: Gpt2Options,
-    /// Threads of each rank.
+    /// Threads of each rank, on the host.
     pub threads: usize,
 }
 
-impl Workload<HostDevice> for GptWorkload {
-    fn units(&self) -> Vec<UnitSpec> {
-        self.config.units()
-    }
+/// What does not depend on the device; `model` is the function that makes the model.
+macro_rules! workload {
+    ($device:ty, $stream:ty, $model:ident) => {
+        impl Workload<$device> for GptWorkload {
+            fn units(&self) -> Vec<UnitSpec> {
+                self.config.units()
+            }
 
-    fn passes(&self) -> Vec<Pass> {
-        gpt2::passes(&self.config)
-    }
+            fn passes(&self) -> Vec<Pass> {
+                gpt2::passes(&self.config)
+            }
 
-    fn model(&self, pool: &Pool<HostDevice>, compute: &HostStream) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+            fn model(&self, pool: &Pool<$device>, compute: &$stream) -> Result<Box<dyn Model<$device>>, TrainError> {
+                self.$model(pool, compute)
+            }
+
+            fn weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
+                self.first_weights(name, range, out)
+            }
+
+            fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
+                Ok(self.data.batch(at, inputs, targets)?)
+            }
+
+            fn data_fingerprint(&self) -> u64 {
+                self.data.fingerprint()
+            }
+
+            fn model_config(&self) -> serde_json::Value {
+                // The text is JSON that we wrote ourselves; export says so if a checkpoint has none.
+                serde_json::from_str(&self.config.to_hf_json("float32")).unwrap_or_default()
+            }
+        }
+    };
+}
+
+workload!(HostDevice, HostStream, on_host);
+workload!(CudaDevice, CudaStream, on_cuda);
+
+impl GptWorkload {
+    fn on_host(
+        &self,
+        pool: &Pool<HostDevice>,
+        compute: &HostStream,
+    ) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
         let threads = Threads::new(self.threads)?;
         Ok(Box::new(Gpt2::new(self.config.clone(), self.options.clone(), pool, compute, threads)?))
     }
 
-    fn weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
+    fn on_cuda(
+        &self,
+        pool: &Pool<CudaDevice>,
+        compute: &CudaStream,
+    ) -> Result<Box<dyn Model<CudaDevice>>, TrainError> {
+        Ok(Box::new(CudaGpt2::new(self.config.clone(), self.options.clone(), pool, compute)?))
+    }
+
+    fn first_weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
         match &self.weights {
             Weights::Initial(seed) => Ok(self.config.fill_initial(*seed, name, range, out)?),
             Weights::Folder(folder) => Ok(folder.read(name, range, out)?),
         }
-    }
-
-    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
-        Ok(self.data.batch(at, inputs, targets)?)
-    }
-
-    fn data_fingerprint(&self) -> u64 {
-        self.data.fingerprint()
-    }
-
-    fn model_config(&self) -> serde_json::Value {
-        // The text is JSON that we wrote ourselves; export says so if a checkpoint has none.
-        serde_json::from_str(&self.config.to_hf_json("float32")).unwrap_or_default()
     }
 }

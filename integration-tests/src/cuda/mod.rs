@@ -1,4 +1,5 @@
-//! A transformer's operations on CUDA: kernels of our own, compiled at run time for the type that a run computes in.
+//! A transformer's operations on CUDA: kernels of our own, compiled at run time for the type that a run computes in, and
+//! matrix products by cuBLASLt.
 //!
 //! | file of `cuda/` | operation | on the host |
 //! |---|---|---|
@@ -12,6 +13,17 @@
 //!
 //! No kernel adds by atomics: the bits of a result depend on the sizes alone, not on timing or on the device.
 
+pub mod attention;
+pub mod column_sums;
+pub mod cross_entropy;
+pub mod embedding;
+mod error;
+pub mod gelu;
+mod launch;
+pub mod layer_norm;
+pub mod matmul;
 mod sources;
 
+pub use error::OpError;
+pub use launch::OpKernels;
 pub use sources::{KernelFile, kernel_files};

@@ -1,6 +1,7 @@
 //! A gradient that is not finite: the step is skipped on every rank, the scale goes by DeepSpeed's rules.
 
 use zero_alloc::device::DType;
+use zero_alloc::host::HostDevice;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
 
 use crate::support::Case;
@@ -48,7 +49,7 @@ fn leaves_weights_and_moments_untouched() {
         for unit in outcome.layout.units() {
             for param in &unit.params {
                 let mut want = vec![0.0; param.numel_elems as usize];
-                let workload: &dyn integration_tests::trainer::Workload<_> = &weights;
+                let workload: &dyn integration_tests::trainer::Workload<HostDevice> = &weights;
                 workload.weights(&param.name, 0..param.numel_elems, &mut want).unwrap();
                 let want: Vec<u32> = want.into_iter().map(f32::to_bits).collect();
                 assert!(got[&format!("master/{}", param.name)] == want, "stage {stage}: {}", param.name);

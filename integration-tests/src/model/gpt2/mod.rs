@@ -12,6 +12,7 @@
 
 mod block;
 mod buffers;
+pub mod cuda;
 mod head;
 mod params;
 
@@ -42,6 +43,20 @@ pub struct Gpt2Options {
     pub activation_checkpointing: bool,
 }
 
+impl Gpt2Options {
+    /// Checks the configuration, and that the model takes batches of this size.
+    fn validate(&self, config: &GptConfig) -> Result<(), TrainError> {
+        config.validate()?;
+        if self.seq_len == 0 || self.seq_len > config.n_positions || self.micro_batch == 0 {
+            return Err(TrainError::Usage(format!(
+                "micro-batch {} x sequence {}: the model takes 1 to {} positions and at least one sequence",
+                self.micro_batch, self.seq_len, config.n_positions
+            )));
+        }
+        Ok(())
+    }
+}
+
 /// A GPT-2 on the host.
 pub struct Gpt2 {
     config: GptConfig,
@@ -66,13 +81,7 @@ impl Gpt2 {
         stream: &HostStream,
         threads: Threads,
     ) -> Result<Self, TrainError> {
-        config.validate()?;
-        if options.seq_len == 0 || options.seq_len > config.n_positions || options.micro_batch == 0 {
-            return Err(TrainError::Usage(format!(
-                "micro-batch {} x sequence {}: the model takes 1 to {} positions and at least one sequence",
-                options.micro_batch, options.seq_len, config.n_positions
-            )));
-        }
+        options.validate(&config)?;
         let units = config.units();
         let params = units.iter().map(UnitParams::new).collect();
         let passes = passes(&config);

@@ -24,7 +24,8 @@ impl UnitParams {
         Self(unit.params.iter().map(place).collect())
     }
 
-    fn range(&self, part: &str) -> Range<usize> {
+    /// Where the parameter whose name contains `part` lies.
+    pub(super) fn range(&self, part: &str) -> Range<usize> {
         let found = self.0.iter().find(|(name, _)| name.contains(part)).map(|(_, range)| range.clone());
         debug_assert!(found.is_some(), "no parameter {part}");
         found.unwrap_or_default()

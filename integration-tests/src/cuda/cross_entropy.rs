@@ -1,0 +1,64 @@
+//! Launches of cross_entropy.cu.
+
+use zero_alloc::cuda::CudaStream;
+use zero_alloc::device::{AnySlice, DeviceSlice};
+
+use super::error::{OpError, check_len};
+use super::launch::{OpKernels, Shape, size};
+
+/// Threads of a block (`CE_THREADS` of the source).
+const BLOCK: u32 = 512;
+/// Threads of the one block that adds the losses up.
+const SUM_BLOCK: u32 = 1024;
+
+/// Elements from one row of logits to the next, so that all rows are aligned to 128 bytes of a 16-bit type.
+pub fn stride_elems(vocab: usize) -> usize {
+    vocab.next_multiple_of(64)
+}
+
+/// `losses[row] = -log softmax(logits)[target]` in nats, and the first `vocab` columns of `logits` `[rows, stride_elems]`
+/// become their gradient times `scale`. Targets were checked against the vocabulary when the data was opened.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream refused.
+pub fn forward_backward(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    logits: AnySlice,
+    losses: DeviceSlice<f32>,
+    targets: DeviceSlice<u32>,
+    vocab: usize,
+    scale: f32,
+) -> Result<(), OpError> {
+    let (rows, stride) = (targets.len(), stride_elems(vocab));
+    check_len("cross entropy: losses", losses.len(), rows)?;
+    // The kernel's wide accesses need it, and stride_elems keeps it from row to row.
+    check_len("cross entropy: logits' address modulo 16", logits.as_ptr().addr() % 16, 0)?;
+    let args = [
+        ops.stored("cross entropy: logits", logits, rows * stride)?,
+        losses.into(),
+        targets.into(),
+        size("cross entropy: vocabulary", vocab)?.into(),
+        (stride as u64).into(),
+        scale.into(),
+    ];
+    let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
+    // SAFETY: the parameters of cross_entropy, whose lengths were checked.
+    unsafe { ops.launch(stream, "cross entropy", "cross_entropy", shape, args) }
+}
+
+/// `loss[0] += sum of losses / rows`, in fp64 and an order that their number fixes.
+///
+/// # Errors
+/// Lengths do not fit, or the stream refused.
+pub fn add_mean(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    loss: DeviceSlice<f64>,
+    losses: DeviceSlice<f32>,
+) -> Result<(), OpError> {
+    check_len("mean loss: loss", loss.len(), 1)?;
+    let args = [loss.into(), losses.into(), size("mean loss: losses", losses.len())?.into()];
+    // SAFETY: the parameters of add_mean_loss.
+    unsafe { ops.launch(stream, "mean loss", "add_mean_loss", Shape::blocks(1, SUM_BLOCK), args) }
+}

@@ -1,0 +1,135 @@
+//! Launches of embedding.cu, and the lists that its backward pass goes by.
+//!
+//! Shapes: tokens `[rows]`, rows = batch x seq; wte `[vocab, n]`, wpe `[positions, n]`, x, dx `[rows, n]` in the kernels'
+//! type; dwte, dwpe in fp32. Tokens were checked against the vocabulary when the data was opened.
+
+use zero_alloc::cuda::CudaStream;
+use zero_alloc::device::{AnySlice, DeviceSlice};
+
+use super::error::{OpError, check_len};
+use super::launch::{OpKernels, Shape, columns, size};
+
+/// The tokens of a micro-batch on the device, and which rows have the same.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenLists {
+    /// The token of each row.
+    pub tokens: DeviceSlice<u32>,
+    /// All rows, by their token, and in their own order where it is the same.
+    pub order: DeviceSlice<u32>,
+    /// Where in `order` each different token begins; as long as `order`.
+    pub starts: DeviceSlice<u32>,
+    /// One: how many different tokens there are.
+    pub segments: DeviceSlice<u32>,
+}
+
+/// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and `starts` are as long as
+/// `tokens`; what `starts` holds behind the segments is left as it was.
+pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32 {
+    for (row, place) in order.iter_mut().enumerate() {
+        *place = row as u32;
+    }
+    // Rows differ, so an unstable sort has one result.
+    order.sort_unstable_by_key(|&row| (tokens[row as usize], row));
+    let mut segments = 0;
+    for i in 0..order.len() {
+        if i == 0 || tokens[order[i] as usize] != tokens[order[i - 1] as usize] {
+            starts[segments] = i as u32;
+            segments += 1;
+        }
+    }
+    segments as u32
+}
+
+/// `x[b, t] = wte[token] + wpe[t]`.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream refused.
+pub fn forward(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    x: AnySlice,
+    tokens: DeviceSlice<u32>,
+    [wte, wpe]: [AnySlice; 2],
+    seq: usize,
+) -> Result<(), OpError> {
+    let rows = tokens.len();
+    let n = x.len() / rows.max(1);
+    let columns = columns(n, &[x, wte, wpe]);
+    at_least("embedding: wpe", wpe.len(), seq * n)?;
+    let args = [
+        ops.stored("embedding: x", x, rows * n)?,
+        tokens.into(),
+        ops.stored("embedding: wte", wte, wte.len())?,
+        ops.stored("embedding: wpe", wpe, wpe.len())?,
+        size("embedding: rows", rows)?.into(),
+        size("embedding: seq", seq)?.into(),
+        size("embedding: width", n)?.into(),
+    ];
+    let shape = Shape::over((rows * n / columns) as u64);
+    // SAFETY: the parameters of embedding_forward; lengths were checked, tokens when the data was opened.
+    unsafe { ops.launch(stream, "embedding", &format!("embedding_forward_{columns}"), shape, args) }
+}
+
+/// `dwte[token] += dx` and `dwpe[t] += dx`, in an order that the tokens alone fix.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream refused.
+pub fn backward(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    [dwte, dwpe]: [DeviceSlice<f32>; 2],
+    lists: &TokenLists,
+    dx: AnySlice,
+    seq: usize,
+) -> Result<(), OpError> {
+    let rows = lists.tokens.len();
+    let n = dx.len() / rows.max(1);
+    let columns = columns(n, &[dx]);
+    check_len("embedding: order", lists.order.len(), rows)?;
+    check_len("embedding: starts", lists.starts.len(), rows)?;
+    check_len("embedding: segments", lists.segments.len(), 1)?;
+    check_len("embedding: rows", rows % seq.max(1), 0)?;
+    at_least("embedding: dwpe", dwpe.len(), seq * n)?;
+    check_len("embedding: dwte", dwte.len() % n.max(1), 0)?;
+    let dx = ops.stored("embedding: dx", dx, rows * n)?;
+    let (rows32, n32) = (size("embedding: rows", rows)?, size("embedding: width", n)?);
+    let args = [
+        dwte.into(),
+        lists.tokens.into(),
+        lists.order.into(),
+        lists.starts.into(),
+        lists.segments.into(),
+        dx,
+        rows32.into(),
+        n32.into(),
+    ];
+    let shape =
+        Shape { grid: [rows32.max(1), n.div_ceil(32 * columns).max(1) as u32, 1], block: 256, shared_bytes: 0 };
+    let entry = format!("embedding_tokens_{columns}");
+    // SAFETY: the parameters of embedding_tokens; lengths were checked, and `sort_tokens` made the lists.
+    unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }?;
+    let batch = size("embedding: batch", rows / seq.max(1))?;
+    let args = [dwpe.into(), dx, batch.into(), size("embedding: seq", seq)?.into(), n32.into()];
+    let (shape, entry) = (Shape::over((seq * n / columns) as u64), format!("embedding_positions_{columns}"));
+    // SAFETY: the parameters of embedding_positions, whose lengths were checked.
+    unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }
+}
+
+fn at_least(what: &'static str, got: usize, least: usize) -> Result<(), OpError> {
+    if got >= least { Ok(()) } else { Err(OpError::Length { what, expected: least, got }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_listed_by_token_and_then_in_their_order() {
+        let tokens = [7, 2, 7, 0, 2, 7];
+        let (mut order, mut starts) = ([99; 6], [99; 6]);
+        assert_eq!(sort_tokens(&tokens, &mut order, &mut starts), 3);
+        assert_eq!(order, [3, 1, 4, 0, 2, 5]);
+        assert_eq!(starts[..3], [0, 1, 3]);
+        assert_eq!(sort_tokens(&[], &mut [], &mut []), 0);
+    }
+}

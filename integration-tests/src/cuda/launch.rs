@@ -1,0 +1,173 @@
+//! The loaded kernels of one type of storage, and how they are launched.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_kernels::cuda::{Arch, Compile, KernelCache, Span};
+
+use super::error::OpError;
+use super::kernel_files;
+
+/// Threads of a block where a kernel works element by element (`THREADS` of the prelude).
+pub(super) const THREADS: u32 = 256;
+/// Blocks of a kernel that takes any grid: enough for the largest devices, each thread then takes several groups.
+const MAX_BLOCKS: u64 = 132 * 16;
+
+/// The kernels for activations of one type, loaded on a device.
+pub struct OpKernels {
+    dtype: DType,
+    arch: Arch,
+    functions: HashMap<&'static str, Function>,
+}
+
+impl std::fmt::Debug for OpKernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "OpKernels({}, {})", self.dtype, self.arch)
+    }
+}
+
+impl OpKernels {
+    /// Compiles what is not in `cache`, and loads all kernels for `dtype` that `device` can run.
+    ///
+    /// # Errors
+    /// No kernels are made for `dtype`, they do not compile, or the driver refuses them.
+    pub fn load(
+        device: &CudaDevice,
+        dtype: DType,
+        compiler: &dyn Compile,
+        cache: &KernelCache,
+    ) -> Result<Self, OpError> {
+        let (major, minor) = device.arch();
+        let arch = Arch(major * 10 + minor);
+        let mut functions = HashMap::new();
+        for file in kernel_files(dtype)?.iter().filter(|file| file.oldest <= arch) {
+            let module = device.load_module(&cache.get(compiler, &file.source, arch)?.image)?;
+            for &entry in file.entries {
+                functions.insert(entry, module.function(entry)?);
+            }
+        }
+        Ok(Self { dtype, arch, functions })
+    }
+
+    /// The type of activations and parameters.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub(super) fn function(&self, entry: &str) -> Result<&Function, OpError> {
+        let missing = || OpError::NoKernel { entry: entry.to_owned(), dtype: self.dtype };
+        self.functions.get(entry).ok_or_else(missing)
+    }
+
+    /// The address of an argument of the kernels' own type.
+    pub(super) fn stored(&self, what: &'static str, slice: AnySlice, len: usize) -> Result<Arg, OpError> {
+        if slice.dtype() != self.dtype {
+            return Err(OpError::DType { what, expected: self.dtype, got: slice.dtype() });
+        }
+        super::error::check_len(what, slice.len(), len)?;
+        Ok(slice.into())
+    }
+
+    /// Enqueues `entry` on `stream`; `op` is its name in errors and timelines.
+    ///
+    /// # Safety
+    /// `args` are the kernel's parameters in order, and within the slices among them lies what it touches.
+    pub(super) unsafe fn launch<const N: usize>(
+        &self,
+        stream: &CudaStream,
+        op: &'static str,
+        entry: &str,
+        shape: Shape,
+        args: [Arg; N],
+    ) -> Result<(), OpError> {
+        let function = self.function(entry)?;
+        let mut args = args;
+        let mut pointers = args.each_mut().map(|arg| (&raw mut arg.0).cast::<c_void>());
+        let Shape { grid, block, shared_bytes } = shape;
+        // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low bytes of an `Arg` are
+        // its value), and slices were made with the promise that accesses are ordered.
+        let launch = || unsafe { function.launch(stream, grid, [block, 1, 1], shared_bytes, &mut pointers) };
+        Ok(stream.labelled(op, launch)?)
+    }
+}
+
+/// The blocks of a launch, the threads of each, and their dynamic shared memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub(super) grid: [u32; 3],
+    pub(super) block: u32,
+    pub(super) shared_bytes: u32,
+}
+
+impl Shape {
+    /// `blocks` blocks of `block` threads.
+    pub(super) fn blocks(blocks: u32, block: u32) -> Self {
+        Self { grid: [blocks, 1, 1], block, shared_bytes: 0 }
+    }
+
+    /// Threads for `items` items, of which each thread takes every gridDim-th.
+    pub(super) fn over(items: u64) -> Self {
+        Self::blocks(items.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32, THREADS)
+    }
+}
+
+/// A parameter of a kernel: its bytes, at the start.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(8))]
+pub(super) struct Arg([u64; 2]);
+
+impl From<u32> for Arg {
+    fn from(x: u32) -> Self {
+        Self([u64::from(x), 0])
+    }
+}
+
+impl From<u64> for Arg {
+    fn from(x: u64) -> Self {
+        Self([x, 0])
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(x: f32) -> Self {
+        x.to_bits().into()
+    }
+}
+
+impl From<AnySlice> for Arg {
+    fn from(slice: AnySlice) -> Self {
+        (slice.as_ptr().expose_provenance() as u64).into()
+    }
+}
+
+impl<T> From<DeviceSlice<T>> for Arg {
+    fn from(slice: DeviceSlice<T>) -> Self {
+        (slice.as_ptr().expose_provenance() as u64).into()
+    }
+}
+
+impl From<Span> for Arg {
+    fn from(span: Span) -> Self {
+        Self(bytemuck::cast(span))
+    }
+}
+
+// The low bytes of a number come first.
+const _: () = assert!(cfg!(target_endian = "little") && size_of::<Span>() == 16);
+
+/// Columns of a thread in rows of `n` elements: 8 where 16-byte accesses fit all `slices`, else 1.
+pub(super) fn columns(n: usize, slices: &[AnySlice]) -> usize {
+    let aligned = |s: &AnySlice| s.as_ptr().addr().is_multiple_of(16);
+    if n.is_multiple_of(8) && slices.iter().all(aligned) { 8 } else { 1 }
+}
+
+/// A size as the kernels take it.
+pub(super) fn size(what: &'static str, n: usize) -> Result<u32, OpError> {
+    u32::try_from(n).ok().filter(|&n| n <= i32::MAX as u32).ok_or(OpError::Size {
+        what,
+        got: n,
+        takes: "less than 2^31",
+    })
+}

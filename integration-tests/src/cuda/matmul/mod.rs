@@ -1,0 +1,316 @@
+//! Matrix products by cuBLASLt, with biases and GELU in the same pass over memory.
+//!
+//! All matrices here are row-major. The library is column-major, so it is given the transposed product:
+//! `(x w)^T = w^T x^T`, where a row-major matrix is its own transpose in column-major order.
+
+mod library;
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::device::{AnySlice, DType, DeviceError};
+
+use super::error::{OpError, check_len};
+use library::{Addresses, Algorithm, Attribute, CublasLt, Description, Layouts, MatrixLayout, data_type};
+
+pub use library::LibraryError;
+
+/// Bytes that algorithms may ask for: what NVIDIA recommends for its larger devices.
+pub const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// A row-major matrix: rows of `cols` elements, `stride` elements apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix {
+    /// Where it lies; `(rows - 1) * stride + cols` elements are used.
+    pub data: AnySlice,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Elements from one row to the next.
+    pub stride: usize,
+    transposed: bool,
+}
+
+impl Matrix {
+    /// All of `data` as rows of `cols` elements.
+    pub fn new(data: AnySlice, cols: usize) -> Self {
+        Self::with_stride(data, cols, cols)
+    }
+
+    /// Rows of `cols` elements, `stride` elements apart: as many as `data` has strides.
+    pub fn with_stride(data: AnySlice, cols: usize, stride: usize) -> Self {
+        Self { data, rows: data.len() / stride.max(1), cols, stride, transposed: false }
+    }
+
+    /// The transposed matrix, without moving anything.
+    #[must_use]
+    pub fn t(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
+    }
+
+    /// Rows and columns as they lie in memory.
+    fn stored(&self) -> [usize; 2] {
+        if self.transposed { [self.cols, self.rows] } else { [self.rows, self.cols] }
+    }
+
+    /// The greatest power of two, at most 256, that divides the address.
+    fn alignment(&self) -> u32 {
+        1 << self.data.as_ptr().addr().trailing_zeros().min(8)
+    }
+}
+
+/// What is done to the sums before they are stored.
+#[derive(Clone, Copy, Debug)]
+pub enum Epilogue {
+    /// Nothing.
+    None,
+    /// A bias for each column.
+    Bias(AnySlice),
+    /// A bias for each column, then GELU; what it is given is kept for the backward pass.
+    BiasGelu {
+        /// The bias.
+        bias: AnySlice,
+        /// Where GELU's input goes, in the shape of the result.
+        input: AnySlice,
+    },
+    /// Times the slope of GELU at its input.
+    GeluBackward {
+        /// GELU's input, in the shape of the result.
+        input: AnySlice,
+    },
+}
+
+impl Epilogue {
+    /// `cublasLtEpilogue_t`.
+    fn code(self) -> u32 {
+        match self {
+            Self::None => 1,
+            Self::Bias(_) => 4,
+            Self::BiasGelu { .. } => 32 | 128 | 4,
+            Self::GeluBackward { .. } => 64 | 128,
+        }
+    }
+
+    fn bias(self) -> Option<AnySlice> {
+        match self {
+            Self::Bias(bias) | Self::BiasGelu { bias, .. } => Some(bias),
+            _ => None,
+        }
+    }
+
+    fn gelu_input(self) -> Option<AnySlice> {
+        match self {
+            Self::BiasGelu { input, .. } | Self::GeluBackward { input } => Some(input),
+            _ => None,
+        }
+    }
+}
+
+/// `out = epilogue(left right + add)`.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// `[m, k]`.
+    pub left: Matrix,
+    /// `[k, n]`.
+    pub right: Matrix,
+    /// `[m, n]`, not transposed; may be of another type than the factors.
+    pub out: Matrix,
+    /// `[m, n]` as `out` lies; `out` itself to add to it.
+    pub add: Option<Matrix>,
+    /// What is done to the sums.
+    pub epilogue: Epilogue,
+}
+
+/// All that the choice of an algorithm depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    sizes: [usize; 3],
+    strides: [usize; 4],
+    transposed: [bool; 2],
+    dtypes: [DType; 2],
+    alignments: [u32; 4],
+    adds: bool,
+    epilogue: u32,
+}
+
+struct Plan {
+    description: Description,
+    layouts: Layouts,
+    algorithm: Algorithm,
+}
+
+/// Matrix products on a device; algorithms are chosen once for each shape.
+pub struct Matmul {
+    library: Arc<CublasLt>,
+    workspace: AnySlice,
+    plans: Mutex<HashMap<Key, Option<Plan>>>,
+}
+
+impl std::fmt::Debug for Matmul {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Matmul({} shapes)", self.plans.lock().len())
+    }
+}
+
+impl Matmul {
+    /// Finds the library. `workspace` (see [`WORKSPACE_BYTES`]) is used by one stream at a time.
+    ///
+    /// # Errors
+    /// [`LibraryError::NotFound`], or the library cannot serve this device.
+    pub fn new(device: &CudaDevice, workspace: AnySlice) -> Result<Self, OpError> {
+        device.bind()?;
+        Ok(Self { library: CublasLt::find()?, workspace: workspace.bytes(), plans: Mutex::default() })
+    }
+
+    /// Whether the library can compute `product` as it is.
+    ///
+    /// # Errors
+    /// The matrices do not fit one another.
+    pub fn supports(&self, product: &Product) -> Result<bool, OpError> {
+        let key = check(product)?;
+        let mut plans = self.plans.lock();
+        Ok(self.plan(&mut plans, key, product)?.is_some())
+    }
+
+    /// Enqueues `product` on `stream`.
+    ///
+    /// # Errors
+    /// The matrices do not fit one another, the library knows no way, or the stream refused.
+    pub fn run(&self, stream: &CudaStream, product: &Product) -> Result<(), OpError> {
+        let key = check(product)?;
+        let mut plans = self.plans.lock();
+        let Some(plan) = self.plan(&mut plans, key, product)? else {
+            let [m, n, k] = key.sizes;
+            let product = format!("[{m}, {k}] x [{k}, {n}], {} to {}, {key:?}", key.dtypes[0], key.dtypes[1]);
+            return Err(LibraryError::NoAlgorithm { product }.into());
+        };
+        plan.point_at(product)?;
+        let Product { left, right, out, add, .. } = product;
+        // Nothing is added: the library then does not read c.
+        let (c, beta) = add.as_ref().map_or((out, 0.0), |add| (add, 1.0));
+        let at = Addresses {
+            a: right.data.as_ptr().cast_const().cast(),
+            b: left.data.as_ptr().cast_const().cast(),
+            c: c.data.as_ptr().cast_const().cast(),
+            d: out.data.as_ptr().cast(),
+        };
+        let workspace = self.workspace.as_ptr().cast();
+        let Plan { description, layouts, algorithm } = plan;
+        let enqueue = || {
+            // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid and that accesses are
+            // ordered by the stream; the workspace is as large as the algorithm was allowed to ask for.
+            unsafe { self.library.matmul(stream, description, layouts, at, beta, algorithm, workspace) }
+                .map_err(|e| DeviceError::Driver { call: "cublasLtMatmul", message: e.to_string() })
+        };
+        Ok(stream.labelled("matmul", enqueue)?)
+    }
+
+    fn plan<'a>(
+        &self,
+        plans: &'a mut HashMap<Key, Option<Plan>>,
+        key: Key,
+        product: &Product,
+    ) -> Result<Option<&'a Plan>, OpError> {
+        let plan = match plans.entry(key) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(self.make_plan(&key, product)?),
+        };
+        Ok(plan.as_ref())
+    }
+
+    fn make_plan(&self, key: &Key, product: &Product) -> Result<Option<Plan>, OpError> {
+        let library = &self.library;
+        let Product { left, right, out, add, epilogue } = product;
+        let layout = |m: &Matrix, dtype: DType| {
+            let code = data_type(dtype).ok_or(zero_kernels::KernelError::Unsupported { what: "matmul", dtype })?;
+            let [rows, cols] = m.stored();
+            // The rows of a row-major matrix are a column-major one's columns.
+            Ok::<_, OpError>(MatrixLayout::new(library, code, cols, rows, m.stride)?)
+        };
+        let layouts = Layouts {
+            a: layout(right, key.dtypes[0])?,
+            b: layout(left, key.dtypes[0])?,
+            c: layout(add.as_ref().unwrap_or(out), key.dtypes[1])?,
+            d: layout(out, key.dtypes[1])?,
+        };
+        let description = Description::new(library)?;
+        description.set_number(Attribute::TransposeA, u32::from(right.transposed))?;
+        description.set_number(Attribute::TransposeB, u32::from(left.transposed))?;
+        description.set_number(Attribute::Epilogue, epilogue.code())?;
+        if epilogue.gelu_input().is_some() {
+            description.set_wide(Attribute::AuxStride, out.cols as u64)?;
+        }
+        let plan = Plan { description, layouts, algorithm: Algorithm::default() };
+        plan.point_at(product)?;
+        let found = library.choose(&plan.description, &plan.layouts, key.alignments, self.workspace.len())?;
+        Ok(found.map(|algorithm| Plan { algorithm, ..plan }))
+    }
+}
+
+impl Plan {
+    /// Gives the description the addresses of this product's bias and GELU input.
+    fn point_at(&self, product: &Product) -> Result<(), LibraryError> {
+        if let Some(bias) = product.epilogue.bias() {
+            self.description.set_wide(Attribute::BiasPointer, bias.as_ptr().addr() as u64)?;
+        }
+        if let Some(input) = product.epilogue.gelu_input() {
+            self.description.set_wide(Attribute::AuxPointer, input.as_ptr().addr() as u64)?;
+        }
+        Ok(())
+    }
+}
+
+/// Compares the sizes and types of a product's matrices.
+fn check(product: &Product) -> Result<Key, OpError> {
+    let Product { left, right, out, add, epilogue } = product;
+    let (m, n, k) = (left.rows, right.cols, left.cols);
+    check_len("matmul: rows of the right factor", right.rows, k)?;
+    check_len("matmul: rows of the result", out.rows, m)?;
+    check_len("matmul: columns of the result", out.cols, n)?;
+    check_len("matmul: a transposed result", usize::from(out.transposed), 0)?;
+    for (what, matrix) in [
+        ("matmul: left", Some(left)),
+        ("matmul: right", Some(right)),
+        ("matmul: result", Some(out)),
+        ("matmul: addend", add.as_ref()),
+    ] {
+        let Some(matrix) = matrix else { continue };
+        let [rows, cols] = matrix.stored();
+        let needs = rows.saturating_sub(1) * matrix.stride + cols;
+        if matrix.stride < cols || matrix.data.len() < needs {
+            return Err(OpError::Length { what, expected: needs, got: matrix.data.len() });
+        }
+    }
+    let same = |what, expected: DType, got: DType| {
+        if expected == got { Ok(()) } else { Err(OpError::DType { what, expected, got }) }
+    };
+    same("matmul: right", left.data.dtype(), right.data.dtype())?;
+    if let Some(add) = add {
+        check_len("matmul: rows of the addend", add.rows, m)?;
+        check_len("matmul: columns of the addend", add.cols, n)?;
+        check_len("matmul: a transposed addend", usize::from(add.transposed), 0)?;
+        same("matmul: addend", out.data.dtype(), add.data.dtype())?;
+    }
+    if let Some(bias) = epilogue.bias() {
+        check_len("matmul: bias", bias.len(), n)?;
+        same("matmul: bias", out.data.dtype(), bias.dtype())?;
+    }
+    if let Some(input) = epilogue.gelu_input() {
+        check_len("matmul: GELU's input", input.len(), m * n)?;
+        same("matmul: GELU's input", out.data.dtype(), input.dtype())?;
+    }
+    let c = add.as_ref().unwrap_or(out);
+    Ok(Key {
+        sizes: [m, n, k],
+        strides: [left.stride, right.stride, c.stride, out.stride],
+        transposed: [left.transposed, right.transposed],
+        dtypes: [left.data.dtype(), out.data.dtype()],
+        alignments: [right.alignment(), left.alignment(), c.alignment(), out.alignment()],
+        adds: add.is_some(),
+        epilogue: epilogue.code(),
+    })
+}

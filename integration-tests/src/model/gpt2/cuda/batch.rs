@@ -1,0 +1,141 @@
+//! Tokens on their way to the device: written into pinned memory on the host, copied by the stream.
+//!
+//! The device has one place for them, since the stream orders the copy behind the last use; the host has several, so that
+//! it runs ahead of the device.
+
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, CudaEvent, CudaStream, PinnedMemory};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Memory, Stream};
+
+use crate::cuda::embedding::{TokenLists, sort_tokens};
+use crate::error::TrainError;
+
+/// Micro-batches that the host may be ahead.
+const SLOTS: usize = 4;
+/// The longest that the host waits for the device to take a batch.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, and one count.
+pub(super) fn device_bytes(tokens: usize) -> usize {
+    words(tokens) * size_of::<u32>()
+}
+
+fn words(tokens: usize) -> usize {
+    4 * tokens + 1
+}
+
+/// The batches of a model.
+pub(super) struct Batches {
+    device: CudaDevice,
+    tokens: usize,
+    /// On the device.
+    place: AnySlice,
+    slots: Vec<Slot>,
+    next: usize,
+}
+
+impl Batches {
+    /// For micro-batches of `tokens` tokens in `place`, [`device_bytes`] long.
+    pub(super) fn new(device: &CudaDevice, tokens: usize, place: AnySlice) -> Result<Self, TrainError> {
+        let slots = (0..SLOTS).map(|_| Slot::new(device, device_bytes(tokens))).collect::<Result<_, _>>()?;
+        Ok(Self { device: device.clone(), tokens, place, slots, next: 0 })
+    }
+
+    /// Enqueues the copy of a batch.
+    pub(super) fn set(&mut self, stream: &CudaStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+        let tokens = self.tokens;
+        if inputs.len() != tokens || targets.len() != tokens {
+            let (a, b) = (inputs.len(), targets.len());
+            return Err(TrainError::Usage(format!(
+                "a batch of {a} inputs and {b} targets; the model takes {tokens}"
+            )));
+        }
+        let slot = &mut self.slots[self.next];
+        self.next = (self.next + 1) % SLOTS;
+        slot.wait()?;
+        let words = slot.words();
+        let (lists, count) = words.split_at_mut(4 * tokens);
+        let (sent, lists) = lists.split_at_mut(2 * tokens);
+        let (order, starts) = lists.split_at_mut(tokens);
+        sent[..tokens].copy_from_slice(inputs);
+        sent[tokens..].copy_from_slice(targets);
+        count[0] = sort_tokens(inputs, order, starts);
+        self.device.copy(stream, slot.bytes(), self.place)?;
+        slot.taken = Some(stream.record()?);
+        Ok(())
+    }
+
+    /// The lists of the batch set last.
+    pub(super) fn lists(&self) -> TokenLists {
+        let n = self.tokens;
+        let at = |i: usize| self.words(i * n, n);
+        TokenLists { tokens: at(0), order: at(2), starts: at(3), segments: self.words(4 * n, 1) }
+    }
+
+    /// The targets of the batch set last.
+    pub(super) fn targets(&self) -> DeviceSlice<u32> {
+        self.words(self.tokens, self.tokens)
+    }
+
+    fn words(&self, start: usize, len: usize) -> DeviceSlice<u32> {
+        let first = self.place.as_ptr().cast::<u32>().wrapping_add(start);
+        // SAFETY: within `place`, which is a block's start and so aligned; its maker's promise covers the rest.
+        unsafe { DeviceSlice::from_raw_parts(first, len) }
+    }
+}
+
+/// Pinned memory of one batch.
+struct Slot {
+    memory: PinnedMemory,
+    ptr: NonNull<u8>,
+    len_bytes: usize,
+    /// Reached when the copy from here has run.
+    taken: Option<CudaEvent>,
+}
+
+// SAFETY: the slot owns its memory; the address is not tied to a thread.
+unsafe impl Send for Slot {}
+
+impl Slot {
+    fn new(device: &CudaDevice, len_bytes: usize) -> Result<Self, DeviceError> {
+        let memory = PinnedMemory::new(device);
+        let ptr = memory.allocate(len_bytes)?;
+        // SAFETY: `len_bytes` bytes, allocated just now: pinned memory starts undefined, and is lent out as numbers below.
+        unsafe { ptr.write_bytes(0, len_bytes) };
+        Ok(Self { memory, ptr, len_bytes, taken: None })
+    }
+
+    /// Waits until the device has taken what is here.
+    fn wait(&mut self) -> Result<(), DeviceError> {
+        if let Some(taken) = &self.taken {
+            taken.synchronize(LIMIT)?;
+        }
+        self.taken = None;
+        Ok(())
+    }
+
+    /// The memory; after [`Self::wait`].
+    fn words(&mut self) -> &mut [u32] {
+        debug_assert!(self.taken.is_none());
+        // SAFETY: aligned to pages, as long as was allocated and initialised; no copy from it is under way.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len_bytes / size_of::<u32>()) }
+    }
+
+    fn bytes(&self) -> AnySlice {
+        // SAFETY: valid until the slot is dropped, which waits for the copy; the host writes it after `wait` only.
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.len_bytes, DType::U8) }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        // A failed stream runs no copy; one that does not end in time keeps its memory.
+        let Err(DeviceError::TimedOut { .. }) = self.wait() else {
+            // SAFETY: allocated with these bytes; the copy from it has run, or never will.
+            unsafe { self.memory.deallocate(self.ptr, self.len_bytes) };
+            return;
+        };
+    }
+}

@@ -1,0 +1,84 @@
+//! The final layer norm, the logits and the loss on CUDA.
+//!
+//! Forward stops at the layer norm: the logits are made, turned into their gradient and used up in backward, as many rows
+//! at a time as there is memory for.
+
+use zero_alloc::cuda::CudaStream;
+use zero_alloc::device::{AnySlice, Device, DeviceSlice};
+
+use super::buffers::{HeadSlices, ScratchSlices};
+use super::{Flat, Ops};
+use crate::cuda::matmul::{Epilogue, Matrix, Product};
+use crate::cuda::{OpError, cross_entropy, layer_norm};
+
+/// `h.out = ln_f(x)`.
+pub(super) fn forward(
+    ops: &Ops,
+    stream: &CudaStream,
+    h: &HeadSlices,
+    x: AnySlice,
+    p: &Flat<'_>,
+    eps: f32,
+) -> Result<(), OpError> {
+    let (gain, bias) = (p.get(0, "ln_f.weight"), p.get(0, "ln_f.bias"));
+    layer_norm::forward(&ops.kernels, stream, h.out, h.stats, x, gain, bias, eps)
+}
+
+/// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`.
+pub(super) fn logits(
+    ops: &Ops,
+    stream: &CudaStream,
+    out: AnySlice,
+    x: AnySlice,
+    p: &Flat<'_>,
+    vocab: usize,
+) -> Result<(), OpError> {
+    let (read, part) = p.head_matrix();
+    let w = p.get(read, part);
+    let c = w.len() / vocab;
+    let out = Matrix::with_stride(out, vocab, cross_entropy::stride_elems(vocab));
+    let (left, right) = (Matrix::new(x, c), Matrix::new(w, c).t());
+    ops.matmul.run(stream, &Product { left, right, out, add: None, epilogue: Epilogue::None })
+}
+
+/// Writes `s.losses`; on return `s.dres` is the gradient of `x`, and the gradients of the head's unit, and of the
+/// embedding's where tied, have been added to. `scale` is that of each token's loss.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn backward(
+    ops: &Ops,
+    stream: &CudaStream,
+    s: &ScratchSlices,
+    h: &HeadSlices,
+    x: AnySlice,
+    targets: DeviceSlice<u32>,
+    p: &Flat<'_>,
+    scale: f32,
+) -> Result<(), OpError> {
+    let kernels = &ops.kernels;
+    let (read, part) = p.head_matrix();
+    let (w, dw) = (p.get(read, part), p.grad(read, part));
+    let c = x.len() / targets.len().max(1);
+    let vocab = w.len() / c.max(1);
+    let stride = cross_entropy::stride_elems(vocab);
+    let rows = s.logits.len() / stride;
+    for start in (0..targets.len()).step_by(rows) {
+        let end = targets.len().min(start + rows);
+        let (out, dout) = (h.out.slice(start * c..end * c), s.narrow.slice(start * c..end * c));
+        let part = s.logits.slice(0..(end - start) * stride);
+        logits(ops, stream, part, out, p, vocab)?;
+        let (losses, targets) = (s.losses.slice(start..end), targets.slice(start..end));
+        cross_entropy::forward_backward(kernels, stream, part, losses, targets, vocab, scale)?;
+        let dlogits = Matrix::with_stride(part, vocab, stride);
+        let (right, out_matrix) = (Matrix::new(w, c), Matrix::new(dout, c));
+        let product = Product { left: dlogits, right, out: out_matrix, add: None, epilogue: Epilogue::None };
+        ops.matmul.run(stream, &product)?;
+        let sum = Matrix::new(dw.erase(), c);
+        let (left, right) = (dlogits.t(), Matrix::new(out, c));
+        let product = Product { left, right, out: sum, add: Some(sum), epilogue: Epilogue::None };
+        ops.matmul.run(stream, &product)?;
+    }
+    ops.device.fill_zero(stream, s.dres)?;
+    let own = [p.grad(0, "ln_f.weight"), p.grad(0, "ln_f.bias")];
+    let gain = p.get(0, "ln_f.weight");
+    layer_norm::backward(kernels, stream, s.dres, own, s.narrow, x, h.stats, gain, s.partials)
+}

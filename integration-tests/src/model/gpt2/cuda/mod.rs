@@ -1,0 +1,184 @@
+//! GPT-2 on CUDA: the host's passes, with activations in the type of the parameters and statistics in fp32.
+//!
+//! Buffers and their lives, with M = batch x seq tokens, C the width, F the MLP's width, `act` the type of activations:
+//!
+//! | buffer | elements | life |
+//! |---|---|---|
+//! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward |
+//! | `block[i]` | (7 C + 2 F) M `act`, statistics in fp32 | forward to backward; with activation checkpointing one serves all blocks |
+//! | `head` | M x C `act` | forward to backward of the head |
+//! | `scratch` | gradients of activations, partial sums, and the logits | within a backward pass, but for `dres`, which goes from pass to pass |
+//! | `batch` | tokens and the lists that the embedding's backward goes by | one micro-batch; copied from pinned memory |
+//!
+//! A pass enqueues kernels and products and returns: no allocation, and no wait but for a batch's pinned memory, where the
+//! device is several micro-batches behind.
+
+mod batch;
+mod block;
+mod buffers;
+mod head;
+
+use zero_alloc::Pool;
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_kernels::cuda::{KernelCache, Nvrtc};
+
+use super::params::UnitParams;
+use super::{Gpt2Options, passes};
+use crate::cuda::attention::{Attention, Shape};
+use crate::cuda::matmul::{Matmul, Product};
+use crate::cuda::{OpError, OpKernels, embedding};
+use crate::error::TrainError;
+use crate::model::config::GptConfig;
+use crate::model::{Model, Pass};
+use batch::Batches;
+use buffers::{Activations, Buffers};
+
+/// A GPT-2 on a GPU.
+pub struct CudaGpt2 {
+    config: GptConfig,
+    options: Gpt2Options,
+    passes: Vec<Pass>,
+    params: Vec<UnitParams>,
+    ops: Ops,
+    batches: Batches,
+    buffers: Buffers,
+}
+
+/// What the passes compute with.
+struct Ops {
+    kernels: OpKernels,
+    matmul: Matmul,
+    attention: Attention,
+    device: CudaDevice,
+}
+
+impl Ops {
+    /// Whether a product can do GELU too. In fp32 the library is not asked: our own kernels are as exact as fp32 is.
+    fn fuses_gelu(&self, product: &Product) -> Result<bool, OpError> {
+        Ok(self.kernels.dtype() != DType::F32 && self.matmul.supports(product)?)
+    }
+}
+
+impl CudaGpt2 {
+    /// Allocates activations for the model from `pool`, first used on `stream`; compiles the kernels that are not in the
+    /// user's [`KernelCache`], which takes seconds.
+    ///
+    /// # Errors
+    /// The configuration is not valid or has sizes that no kernel takes, the sequence is longer than its positions, memory
+    /// ran out, or NVRTC or cuBLASLt is missing.
+    pub fn new(
+        config: GptConfig,
+        options: Gpt2Options,
+        pool: &Pool<CudaDevice>,
+        stream: &CudaStream,
+    ) -> Result<Self, TrainError> {
+        options.validate(&config)?;
+        let device = pool.device();
+        let kernels =
+            OpKernels::load(device, options.dtype, &Nvrtc::find().map_err(OpError::from)?, &KernelCache::of_user())?;
+        let Gpt2Options { micro_batch: batch, seq_len: seq, .. } = options;
+        let shape = Shape { batch, seq, heads: config.n_head, d: config.head_dim() };
+        let attention = Attention::new(&kernels, shape)?;
+        let buffers = Buffers::new(&config, &options, pool, stream)?;
+        let matmul = Matmul::new(device, buffers.matmul_workspace)?;
+        let params: Vec<_> = config.units().iter().map(UnitParams::new).collect();
+        let batches = Batches::new(device, batch * seq, buffers.batch)?;
+        let (passes, ops) = (passes(&config), Ops { kernels, matmul, attention, device: device.clone() });
+        Ok(Self { config, options, passes, params, ops, batches, buffers })
+    }
+
+    /// Enqueues the logits `[micro_batch * seq_len, stride_elems(vocab)]` after a forward of every pass.
+    ///
+    /// # Errors
+    /// The stream refused.
+    pub fn logits(&self, stream: &CudaStream, params: &[AnySlice], out: AnySlice) -> Result<(), TrainError> {
+        let flat = self.flat(self.passes.len() - 1, params);
+        Ok(head::logits(&self.ops, stream, out, self.buffers.head.out, &flat, self.config.vocab_size)?)
+    }
+
+    fn flat<'a>(&'a self, pass: usize, params: &'a [AnySlice]) -> Flat<'a> {
+        Flat { units: &self.params, reads: &self.passes[pass].forward_reads, params, grads: &[] }
+    }
+}
+
+/// The flat parameters of a pass, and its flat gradients, by the units that it reads.
+#[derive(Clone, Copy)]
+struct Flat<'a> {
+    units: &'a [UnitParams],
+    reads: &'a [usize],
+    params: &'a [AnySlice],
+    grads: &'a [DeviceSlice<f32>],
+}
+
+impl Flat<'_> {
+    /// The parameter of the `read`-th unit whose name contains `part`.
+    fn get(&self, read: usize, part: &str) -> AnySlice {
+        self.params[read].slice(self.units[self.reads[read]].range(part))
+    }
+
+    /// Its gradient.
+    fn grad(&self, read: usize, part: &str) -> DeviceSlice<f32> {
+        self.grads[read].slice(self.units[self.reads[read]].range(part))
+    }
+
+    /// Where the head's matrix is: its own, or the embedding's where tied.
+    fn head_matrix(&self) -> (usize, &'static str) {
+        if self.reads.len() > 1 { (1, "wte") } else { (0, "lm_head") }
+    }
+}
+
+impl Model<CudaDevice> for CudaGpt2 {
+    fn set_batch(&mut self, stream: &CudaStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+        self.batches.set(stream, inputs, targets)
+    }
+
+    fn forward(&mut self, stream: &CudaStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+        let (ops, flat) = (&self.ops, self.flat(pass, params));
+        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
+        let Activations { input, output, block } = self.buffers.of_pass(pass);
+        if pass == 0 {
+            let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
+            embedding::forward(&ops.kernels, stream, output, self.batches.lists().tokens, tables, seq)?;
+        } else if pass + 1 == self.passes.len() {
+            head::forward(ops, stream, &self.buffers.head, input, &flat, eps)?;
+        } else {
+            block::forward(ops, stream, &block, input, &flat, eps)?;
+            block::output(ops, stream, output, &block, &flat)?;
+        }
+        Ok(())
+    }
+
+    fn backward(
+        &mut self,
+        stream: &CudaStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        loss_scale: f32,
+    ) -> Result<(), TrainError> {
+        let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
+        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
+        let Activations { input, block, .. } = self.buffers.of_pass(pass);
+        let scratch = &self.buffers.scratch;
+        if pass == 0 {
+            let tables = [flat.grad(0, "wte"), flat.grad(0, "wpe")];
+            embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
+        } else if pass + 1 == self.passes.len() {
+            let scale = loss_scale / (self.options.micro_batch * seq) as f32;
+            let targets = self.batches.targets();
+            head::backward(ops, stream, scratch, &self.buffers.head, input, targets, &flat, scale)?;
+            crate::cuda::cross_entropy::add_mean(&ops.kernels, stream, self.buffers.loss, scratch.losses)?;
+        } else {
+            if self.options.activation_checkpointing {
+                block::forward(ops, stream, &block, input, &flat, eps)?;
+            }
+            block::backward(ops, stream, scratch, &block, input, &flat)?;
+        }
+        Ok(())
+    }
+
+    fn loss(&self) -> DeviceSlice<f64> {
+        self.buffers.loss
+    }
+}

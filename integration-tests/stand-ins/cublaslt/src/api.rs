@@ -1,0 +1,343 @@
+//! The library's functions, with C's names and types.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use crate::product::{Description, Layout, NOTHING, Product, is_supported};
+use crate::storage::Storage;
+
+/// `cublasStatus_t`.
+type Status = c_int;
+const SUCCESS: Status = 0;
+const INVALID_VALUE: Status = 7;
+const EXECUTION_FAILED: Status = 13;
+const INTERNAL_ERROR: Status = 14;
+const NOT_SUPPORTED: Status = 15;
+
+/// `cublasLtMatmulHeuristicResult_t`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct HeuristicResult {
+    algorithm: [u64; 8],
+    workspace_bytes: usize,
+    state: Status,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+/// The text of a status.
+#[unsafe(no_mangle)]
+pub extern "C" fn cublasLtGetStatusString(status: Status) -> *const c_char {
+    let text: &CStr = match status {
+        SUCCESS => c"CUBLAS_STATUS_SUCCESS",
+        INVALID_VALUE => c"CUBLAS_STATUS_INVALID_VALUE",
+        EXECUTION_FAILED => c"CUBLAS_STATUS_EXECUTION_FAILED",
+        INTERNAL_ERROR => c"CUBLAS_STATUS_INTERNAL_ERROR",
+        NOT_SUPPORTED => c"CUBLAS_STATUS_NOT_SUPPORTED",
+        _ => c"an unknown status",
+    };
+    text.as_ptr()
+}
+
+/// Makes `value` an object whose handle goes to `out`.
+///
+/// # Safety
+/// `out` is null or valid for a write.
+unsafe fn make<T>(out: *mut *mut c_void, value: T) -> Status {
+    if out.is_null() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: not null, so valid.
+    unsafe { out.write(Box::into_raw(Box::new(value)).cast()) };
+    SUCCESS
+}
+
+/// # Safety
+/// `object` is null or was made by `make::<T>` and is not used again.
+unsafe fn destroy<T>(object: *mut c_void) -> Status {
+    if object.is_null() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: the caller's promise.
+    drop(unsafe { Box::from_raw(object.cast::<T>()) });
+    SUCCESS
+}
+
+/// # Safety
+/// `place` is null or valid for reading a `T` of `size` bytes.
+unsafe fn read<T: Copy>(place: *const c_void, size: usize) -> Option<T> {
+    // SAFETY: the caller's promise.
+    (!place.is_null() && size == size_of::<T>()).then(|| unsafe { place.cast::<T>().read_unaligned() })
+}
+
+/// Makes a handle.
+///
+/// # Safety
+/// `out` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtCreate(out: *mut *mut c_void) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { make(out, 0u8) }
+}
+
+/// Ends a handle.
+///
+/// # Safety
+/// `handle` was made by `cublasLtCreate` and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtDestroy(handle: *mut c_void) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { destroy::<u8>(handle) }
+}
+
+/// Makes a description of a product; only fp32 sums and fp32 alpha and beta are known.
+///
+/// # Safety
+/// `out` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatmulDescCreate(out: *mut *mut c_void, compute: c_int, scale: c_int) -> Status {
+    if (compute, scale) != (68, 0) {
+        return NOT_SUPPORTED;
+    }
+    let plain = Description { transposed: [false; 2], epilogue: NOTHING, bias: 0, aux: 0, aux_stride: 0 };
+    // SAFETY: the caller's promise.
+    unsafe { make(out, plain) }
+}
+
+/// Ends a description.
+///
+/// # Safety
+/// It was made by `cublasLtMatmulDescCreate` and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatmulDescDestroy(description: *mut c_void) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { destroy::<Description>(description) }
+}
+
+/// Sets an attribute.
+///
+/// # Safety
+/// The description lives and is not used by another thread; `value` is valid for reading `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
+    description: *mut c_void,
+    attribute: c_int,
+    value: *const c_void,
+    size: usize,
+) -> Status {
+    // SAFETY: the caller's promise.
+    let Some(what) = (unsafe { description.cast::<Description>().as_mut() }) else { return INVALID_VALUE };
+    // SAFETY: the caller's promise.
+    let number = unsafe { read::<u32>(value, size) };
+    // SAFETY: the caller's promise.
+    let wide = unsafe { read::<u64>(value, size) };
+    match (attribute, number, wide) {
+        (3, Some(op @ (0 | 1)), _) => what.transposed[0] = op == 1,
+        (4, Some(op @ (0 | 1)), _) => what.transposed[1] = op == 1,
+        (7, Some(epilogue), _) => what.epilogue = epilogue,
+        (8, _, Some(address)) => what.bias = address,
+        (11, _, Some(address)) => what.aux = address,
+        (12, _, Some(stride)) => what.aux_stride = stride as usize,
+        (3 | 4 | 7 | 8 | 11 | 12, ..) => return INVALID_VALUE,
+        _ => return NOT_SUPPORTED,
+    }
+    SUCCESS
+}
+
+/// Makes a layout.
+///
+/// # Safety
+/// `out` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatrixLayoutCreate(
+    out: *mut *mut c_void,
+    data_type: c_int,
+    rows: u64,
+    cols: u64,
+    stride: i64,
+) -> Status {
+    let Some(storage) = Storage::from_code(data_type) else { return NOT_SUPPORTED };
+    let Ok(stride) = usize::try_from(stride) else { return INVALID_VALUE };
+    // SAFETY: the caller's promise.
+    unsafe { make(out, Layout { storage, rows: rows as usize, cols: cols as usize, stride }) }
+}
+
+/// Ends a layout.
+///
+/// # Safety
+/// It was made by `cublasLtMatrixLayoutCreate` and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { destroy::<Layout>(layout) }
+}
+
+/// Makes preferences, which are ignored here.
+///
+/// # Safety
+/// `out` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatmulPreferenceCreate(out: *mut *mut c_void) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { make(out, 0u8) }
+}
+
+/// Ends preferences.
+///
+/// # Safety
+/// They were made by `cublasLtMatmulPreferenceCreate` and are not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { destroy::<u8>(preference) }
+}
+
+/// Takes a workspace limit and alignments.
+#[unsafe(no_mangle)]
+pub extern "C" fn cublasLtMatmulPreferenceSetAttribute(
+    _preference: *mut c_void,
+    attribute: c_int,
+    value: *const c_void,
+    size: usize,
+) -> Status {
+    match (attribute, size) {
+        (1, 8) | (5..=8, 4) if !value.is_null() => SUCCESS,
+        _ => INVALID_VALUE,
+    }
+}
+
+/// # Safety
+/// Null, or live layouts.
+unsafe fn layouts(handles: [*mut c_void; 4]) -> Option<[Layout; 4]> {
+    // SAFETY: the caller's promise.
+    let [a, b, c, d] = handles.map(|h| unsafe { h.cast::<Layout>().as_ref() }.copied());
+    Some([a?, b?, c?, d?])
+}
+
+fn gelu_is_known() -> bool {
+    std::env::var_os("ZERO_STANDIN_NO_GELU").is_none_or(|v| v != "1")
+}
+
+/// One algorithm, for what is known.
+///
+/// # Safety
+/// Handles are null or live; `results` is valid for as many as are asked for, `count` for a write.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
+    _handle: *mut c_void,
+    description: *mut c_void,
+    a: *mut c_void,
+    b: *mut c_void,
+    c: *mut c_void,
+    d: *mut c_void,
+    _preference: *mut c_void,
+    asked: c_int,
+    results: *mut HeuristicResult,
+    count: *mut c_int,
+) -> Status {
+    // SAFETY: the caller's promise.
+    let what = unsafe { description.cast::<Description>().as_ref() };
+    // SAFETY: the caller's promise.
+    let layouts = unsafe { layouts([a, b, c, d]) };
+    let (Some(what), Some(layouts)) = (what, layouts) else { return INVALID_VALUE };
+    if asked < 1 || results.is_null() || count.is_null() {
+        return INVALID_VALUE;
+    }
+    if !is_supported(what, &layouts, gelu_is_known()) {
+        // SAFETY: not null, so valid.
+        unsafe { count.write(0) };
+        return NOT_SUPPORTED;
+    }
+    let only =
+        HeuristicResult { algorithm: [1; 8], workspace_bytes: 1 << 10, state: SUCCESS, waves: 1.0, reserved: [0; 4] };
+    // SAFETY: not null, so valid for at least one.
+    unsafe { results.write(only) };
+    // SAFETY: not null, so valid.
+    unsafe { count.write(1) };
+    SUCCESS
+}
+
+type HostFunction = unsafe extern "C" fn(*mut c_void);
+type LaunchHostFunction = unsafe extern "C" fn(*mut c_void, HostFunction, *mut c_void) -> u32;
+
+/// The driver's function that runs one of ours when its turn in a stream comes. The driver is loaded already.
+fn launcher() -> Option<LaunchHostFunction> {
+    static FOUND: OnceLock<Option<(LaunchHostFunction, Library)>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        // SAFETY: the driver's library, which the process has loaded: its initialisers have run.
+        let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
+        // SAFETY: cuda.h gives the function this signature.
+        let function = *unsafe { library.get::<LaunchHostFunction>(b"cuLaunchHostFunc\0") }.ok()?;
+        Some((function, library))
+    });
+    found.as_ref().map(|(function, _)| *function)
+}
+
+/// # Safety
+/// `product` is one whose promises hold when the stream comes to it.
+unsafe extern "C" fn run(product: *mut c_void) {
+    // A panic must not cross into C; what the product was to write then stays as it was.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: made by `cublasLtMatmul`, never freed.
+        let product = unsafe { &*product.cast::<Product>() };
+        // SAFETY: the caller of `cublasLtMatmul` promised it.
+        unsafe { product.run() };
+    }));
+}
+
+/// Enqueues a product.
+///
+/// # Safety
+/// As cublasLt.h says: live handles, matrices as the layouts describe, valid until the stream has run.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn cublasLtMatmul(
+    _handle: *mut c_void,
+    description: *mut c_void,
+    alpha: *const f32,
+    a: *const c_void,
+    a_layout: *mut c_void,
+    b: *const c_void,
+    b_layout: *mut c_void,
+    beta: *const f32,
+    c: *const c_void,
+    c_layout: *mut c_void,
+    d: *mut c_void,
+    d_layout: *mut c_void,
+    algorithm: *const c_void,
+    workspace: *mut c_void,
+    workspace_bytes: usize,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    let what = unsafe { description.cast::<Description>().as_ref() };
+    // SAFETY: the caller's promise.
+    let layouts = unsafe { layouts([a_layout, b_layout, c_layout, d_layout]) };
+    // SAFETY: the caller's promise.
+    let alpha = unsafe { alpha.as_ref() };
+    // SAFETY: the caller's promise.
+    let beta = unsafe { beta.as_ref() };
+    let (Some(what), Some(layouts), Some(&alpha), Some(&beta)) = (what, layouts, alpha, beta) else {
+        return INVALID_VALUE;
+    };
+    let at = [a, b, c, d.cast_const()].map(|p| p.addr() as u64);
+    let lacks = algorithm.is_null() || workspace.is_null() || workspace_bytes < 1 << 10 || stream.is_null();
+    if lacks || at.contains(&0) {
+        return INVALID_VALUE;
+    }
+    if !is_supported(what, &layouts, gelu_is_known()) {
+        return NOT_SUPPORTED;
+    }
+    let Some(launch) = launcher() else { return INTERNAL_ERROR };
+    // Never freed: a graph may run it any number of times. Some 200 bytes a product, in a test tool.
+    let product = Box::into_raw(Box::new(Product { what: *what, layouts, at, alpha, beta }));
+    // SAFETY: a live stream by the caller's promise; `run` takes what was made just now.
+    match unsafe { launch(stream, run, product.cast()) } {
+        0 => SUCCESS,
+        _ => EXECUTION_FAILED,
+    }
+}

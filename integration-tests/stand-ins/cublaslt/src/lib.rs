@@ -1,0 +1,12 @@
+//! Stands in for `libcublasLt` on machines without a GPU, beside the stand-in for `libcuda`, whose device memory is host
+//! memory. The products that this workspace asks for are computed by plain loops in fp32, when their turn in the stream
+//! comes (`cuLaunchHostFunc`); what it does not know it refuses, as `CUBLAS_STATUS_NOT_SUPPORTED`.
+//!
+//! `ZERO_STANDIN_NO_GELU=1`: products with GELU are not supported, as on older libraries, so that callers' own kernels
+//! are tested too. Its times mean nothing.
+
+mod api;
+mod product;
+mod storage;
+
+pub use api::*;

@@ -1,0 +1,227 @@
+//! The arithmetic: `d = epilogue(alpha op(a) op(b) + beta c + bias)`, all matrices column-major.
+
+use crate::storage::Storage;
+
+/// A column-major matrix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Layout {
+    pub(crate) storage: Storage,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) stride: usize,
+}
+
+/// What is done beside the product (`cublasLtMatmulDescAttributes_t`).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Description {
+    pub(crate) transposed: [bool; 2],
+    pub(crate) epilogue: u32,
+    pub(crate) bias: u64,
+    pub(crate) aux: u64,
+    pub(crate) aux_stride: usize,
+}
+
+/// Bits of `cublasLtEpilogue_t`.
+pub(crate) const NOTHING: u32 = 1;
+pub(crate) const BIAS: u32 = 4;
+pub(crate) const GELU: u32 = 32;
+pub(crate) const GELU_BACKWARD: u32 = 64;
+pub(crate) const AUX: u32 = 128;
+
+/// One call of `cublasLtMatmul`, with everything copied that its caller may change.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Product {
+    pub(crate) what: Description,
+    /// Of a, b, c and d.
+    pub(crate) layouts: [Layout; 4],
+    pub(crate) at: [u64; 4],
+    pub(crate) alpha: f32,
+    pub(crate) beta: f32,
+}
+
+/// Whether the sizes agree and the types and the epilogue are known.
+pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu: bool) -> bool {
+    let op = |l: &Layout, transposed: bool| if transposed { [l.cols, l.rows] } else { [l.rows, l.cols] };
+    let ([m, k], [k_b, n]) = (op(a, what.transposed[0]), op(b, what.transposed[1]));
+    let has_aux = what.epilogue & AUX != 0;
+    let known = match what.epilogue {
+        NOTHING | BIAS => true,
+        e if e == GELU | AUX | BIAS || e == GELU_BACKWARD | AUX => gelu && d.storage != Storage::F32,
+        _ => false,
+    };
+    known
+        && k == k_b
+        && [c.rows, c.cols] == [m, n]
+        && [d.rows, d.cols] == [m, n]
+        && [a, b, c, d].iter().all(|l| l.stride >= l.rows)
+        && a.storage == b.storage
+        && c.storage == d.storage
+        && (d.storage == a.storage || d.storage == Storage::F32)
+        && (!has_aux || (what.aux_stride >= m && what.aux_stride.is_multiple_of(8)))
+}
+
+impl Product {
+    /// Computes it.
+    ///
+    /// # Safety
+    /// All addresses are of arrays as the layouts and the description say, which nothing else writes meanwhile, and d and
+    /// the auxiliary array nothing else reads.
+    pub(crate) unsafe fn run(&self) {
+        let [a, b, c, d] = self.layouts;
+        let k = if self.what.transposed[0] { a.rows } else { a.cols };
+        // Rows of op(a) and columns of op(b), each contiguous.
+        // SAFETY: the caller's promise.
+        let left = unsafe { gather(self.at[0], &a, !self.what.transposed[0]) };
+        // SAFETY: the caller's promise.
+        let right = unsafe { gather(self.at[1], &b, self.what.transposed[1]) };
+        for j in 0..d.cols {
+            for i in 0..d.rows {
+                let mut x = self.alpha * dot(&left[i * k..][..k], &right[j * k..][..k]);
+                // Where beta is 0 the library does not read c, which may hold anything.
+                if self.beta != 0.0 {
+                    // SAFETY: the caller's promise.
+                    x += self.beta * unsafe { c.storage.read(self.at[2], i + j * c.stride) };
+                }
+                // SAFETY: the caller's promise.
+                x = unsafe { self.finish(x, i, j) };
+                // SAFETY: the caller's promise.
+                unsafe { d.storage.write(self.at[3], i + j * d.stride, x) };
+            }
+        }
+    }
+
+    /// The epilogue of element (i, j).
+    ///
+    /// # Safety
+    /// As for `run`.
+    unsafe fn finish(&self, mut x: f32, i: usize, j: usize) -> f32 {
+        let (what, storage) = (&self.what, self.layouts[3].storage);
+        let aux = i + j * what.aux_stride;
+        if what.epilogue & BIAS != 0 {
+            // SAFETY: the caller's promise.
+            x += unsafe { storage.read(what.bias, i) };
+        }
+        if what.epilogue & GELU != 0 {
+            // SAFETY: the caller's promise.
+            unsafe { storage.write(what.aux, aux, x) };
+            x = gelu(x);
+        }
+        if what.epilogue & GELU_BACKWARD != 0 {
+            // SAFETY: the caller's promise.
+            x *= gelu_slope(unsafe { storage.read(what.aux, aux) });
+        }
+        x
+    }
+}
+
+/// All elements: row after row, or column after column.
+///
+/// # Safety
+/// The array is as the layout says, and nothing writes it meanwhile.
+unsafe fn gather(at: u64, l: &Layout, by_rows: bool) -> Vec<f32> {
+    let (outer, inner) = if by_rows { (l.rows, l.cols) } else { (l.cols, l.rows) };
+    let mut all = Vec::with_capacity(outer * inner);
+    for o in 0..outer {
+        for i in 0..inner {
+            let (row, col) = if by_rows { (o, i) } else { (i, o) };
+            // SAFETY: within the matrix.
+            all.push(unsafe { l.storage.read(at, row + col * l.stride) });
+        }
+    }
+    all
+}
+
+/// In eight sums, so that the loop is fast.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 8];
+    let (a_chunks, b_chunks) = (a.chunks_exact(8), b.chunks_exact(8));
+    let rest: f32 = a_chunks.remainder().iter().zip(b_chunks.remainder()).map(|(a, b)| a * b).sum();
+    for (a, b) in a_chunks.zip(b_chunks) {
+        for i in 0..8 {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    sums.iter().sum::<f32>() + rest
+}
+
+/// The tanh form.
+fn gelu(x: f32) -> f32 {
+    0.5 * x * (1.0 + inner(x).tanh())
+}
+
+fn gelu_slope(x: f32) -> f32 {
+    let t = inner(x).tanh();
+    0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * ROOT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x)
+}
+
+const ROOT_2_OVER_PI: f32 = 0.797_884_6;
+const CUBIC: f32 = 0.044_715;
+
+fn inner(x: f32) -> f32 {
+    ROOT_2_OVER_PI * (x + CUBIC * x * x * x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(rows: usize, cols: usize, stride: usize) -> Layout {
+        Layout { storage: Storage::F32, rows, cols, stride }
+    }
+
+    const PLAIN: Description =
+        Description { transposed: [false; 2], epilogue: NOTHING, bias: 0, aux: 0, aux_stride: 0 };
+
+    fn address(x: &mut [f32]) -> u64 {
+        x.as_mut_ptr().expose_provenance() as u64
+    }
+
+    #[test]
+    fn a_product_with_strides_transposition_bias_and_addend() {
+        // a = [1 3; 2 4] (stride 3), b^T stored as [5 6 7; 8 9 10]^T..., c all 100, bias [1000, 2000].
+        let mut a = [1.0, 2.0, -1.0, 3.0, 4.0, -1.0];
+        let mut b = [5.0, 6.0, 7.0, 8.0, 9.0, 10.0];
+        let mut c = [100.0; 6];
+        let mut d = [f32::NAN; 12];
+        let mut bias = [1000.0, 2000.0];
+        let what = Description { transposed: [false, true], epilogue: BIAS, bias: address(&mut bias), ..PLAIN };
+        let layouts = [layout(2, 2, 3), layout(3, 2, 3), layout(2, 3, 2), layout(2, 3, 4)];
+        assert!(is_supported(&what, &layouts, true));
+        let at = [address(&mut a), address(&mut b), address(&mut c), address(&mut d)];
+        // SAFETY: arrays of this test, as large as the layouts say.
+        unsafe { Product { what, layouts, at, alpha: 1.0, beta: 2.0 }.run() };
+        // b^T = [5 6 7; 8 9 10]; a b^T = [29 33 37; 42 48 54].
+        let want = [1229.0, 2242.0, 1233.0, 2248.0, 1237.0, 2254.0];
+        assert_eq!([d[0], d[1], d[4], d[5], d[8], d[9]], want);
+        assert!(d[2].is_nan() && d[3].is_nan(), "between columns nothing is written");
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_supported() {
+        let good = [layout(2, 4, 2), layout(4, 3, 4), layout(2, 3, 2), layout(2, 3, 2)];
+        assert!(is_supported(&PLAIN, &good, true));
+        let with = |epilogue| Description { epilogue, aux_stride: 8, ..PLAIN };
+        let half = good.map(|l| Layout { storage: Storage::Bf16, ..l });
+        assert!(is_supported(&with(GELU | AUX | BIAS), &half, true));
+        assert!(!is_supported(&with(GELU | AUX | BIAS), &half, false), "switched off");
+        assert!(!is_supported(&with(GELU | AUX | BIAS), &good, true), "in fp32");
+        assert!(!is_supported(&Description { aux_stride: 9, ..with(GELU_BACKWARD | AUX) }, &half, true));
+        assert!(!is_supported(&with(2), &good, true), "ReLU");
+        assert!(!is_supported(&Description { transposed: [true, false], ..PLAIN }, &good, true), "sizes");
+        let [a, b, c, d] = half;
+        let wide = |l| Layout { storage: Storage::F32, ..l };
+        assert!(is_supported(&PLAIN, &[a, b, wide(c), wide(d)], true));
+        assert!(!is_supported(&PLAIN, &[a, wide(b), c, d], true));
+        assert!(!is_supported(&PLAIN, &[a, b, c, Layout { stride: 1, ..d }], true));
+    }
+
+    #[test]
+    fn gelu_has_the_slope_that_it_says() {
+        for i in -40..40 {
+            let x = i as f32 * 0.1;
+            let slope = (f64::from(gelu(x + 1e-2)) - f64::from(gelu(x - 1e-2))) / 2e-2;
+            assert!((f64::from(gelu_slope(x)) - slope).abs() < 1e-4, "{x}");
+        }
+        assert!((gelu(1.0) - 0.841_192).abs() < 1e-6);
+    }
+}

@@ -1,0 +1,60 @@
+//! Elements of a matrix in memory, read and written as fp32.
+
+use half::{bf16, f16};
+
+/// The types that are known, by their `cudaDataType_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Storage {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Storage {
+    pub(crate) fn from_code(code: i32) -> Option<Self> {
+        match code {
+            0 => Some(Self::F32),
+            2 => Some(Self::F16),
+            14 => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+
+    fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    /// Element `index` of the array at `base`.
+    ///
+    /// # Safety
+    /// The array is of this type and has that element, which nothing writes meanwhile.
+    pub(crate) unsafe fn read(self, base: u64, index: usize) -> f32 {
+        let at = std::ptr::with_exposed_provenance::<u8>(base as usize).wrapping_add(index * self.bytes());
+        let mut bytes = [0u8; 4];
+        // SAFETY: the caller's promise; at most 4 bytes.
+        unsafe { std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), self.bytes()) };
+        let half = u16::from_le_bytes([bytes[0], bytes[1]]);
+        match self {
+            Self::F32 => f32::from_le_bytes(bytes),
+            Self::F16 => f16::from_bits(half).to_f32(),
+            Self::Bf16 => bf16::from_bits(half).to_f32(),
+        }
+    }
+
+    /// Writes element `index` of the array at `base`, rounded to nearest even.
+    ///
+    /// # Safety
+    /// The array is of this type and has that element, which nothing else accesses meanwhile.
+    pub(crate) unsafe fn write(self, base: u64, index: usize, value: f32) {
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(base as usize).wrapping_add(index * self.bytes());
+        let half = match self {
+            Self::F32 => 0,
+            Self::F16 => f16::from_f32(value).to_bits(),
+            Self::Bf16 => bf16::from_f32(value).to_bits(),
+        };
+        let (whole, half) = (value.to_le_bytes(), half.to_le_bytes());
+        let source = if self == Self::F32 { whole.as_ptr() } else { half.as_ptr() };
+        // SAFETY: the caller's promise; as many bytes as the type has.
+        unsafe { std::ptr::copy_nonoverlapping(source, at, self.bytes()) };
+    }
+}
