@@ -24,7 +24,6 @@ struct StepSettings {
     u64 window;
     u64 micro_batches;
     u64 lr_first_position;
-    u64 lr_count;
     u32 dynamic;
     u32 hysteresis;
     u32 consecutive_hysteresis;
@@ -51,10 +50,14 @@ struct StepReport {
     u64 nonfinite;
     u64 bad_rank;
     u64 bad_unit;
+    double next_loss_scale;
+    u64 iteration;
+    u32 skipped;
+    u32 halted;
 };
 
-static_assert(sizeof(Vote) == 32 && sizeof(StepSettings) == 80, "as on the host");
-static_assert(sizeof(StepState) == 56 && sizeof(StepReport) == 64, "as on the host");
+static_assert(sizeof(Vote) == 32 && sizeof(StepSettings) == 72, "as on the host");
+static_assert(sizeof(StepState) == 56 && sizeof(StepReport) == 88, "as on the host");
 
 #define NONE 0xffffffffffffffffull
 #define HALT_AT_MINIMUM 1
@@ -111,52 +114,54 @@ __device__ __forceinline__ bool update_scale(const StepSettings &set, StepState 
 }
 
 extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepSettings *settings, const double *lrs,
-                                       StepState *state, StepScalars *scalars, StepReport *report) {
+                                       u64 lr_count, StepState *state, StepScalars *scalars, StepReport *reports,
+                                       u64 report_count) {
     StepSettings set = *settings;
     StepState s = *state;
     *scalars = {0.0f, 0.0f, 0.0f, 0.0f, 1};
     // A halted run stays so until the host has looked.
     if (s.halted) return;
-    double sum_sq = 0.0, loss = 0.0;
-    u64 nonfinite = 0, bad_rank = NONE;
+    double sum_sq = 0.0;
+    StepReport report = {0.0, 0.0, 0.0, 0.0, s.loss_scale, 0, NONE, NONE, 0.0, s.iteration, 1, 0};
     for (u64 rank = 0; rank < ranks; rank++) {
         sum_sq = __dadd_rn(sum_sq, votes[rank].sum_sq);
-        loss = __dadd_rn(loss, votes[rank].loss);
-        nonfinite += votes[rank].nonfinite;
+        report.loss = __dadd_rn(report.loss, votes[rank].loss);
+        report.nonfinite += votes[rank].nonfinite;
         bool bad = votes[rank].nonfinite > 0 || !is_finite(votes[rank].sum_sq);
-        if (bad && bad_rank == NONE) bad_rank = rank;
+        if (bad && report.bad_rank == NONE) {
+            report.bad_rank = rank;
+            report.bad_unit = votes[rank].first_bad_unit;
+        }
     }
     u64 at = s.schedule_position - set.lr_first_position;
-    if (s.schedule_position < set.lr_first_position || at >= set.lr_count) {
-        state->halted = HALT_NO_RATE;
-        return;
+    if (s.schedule_position < set.lr_first_position || at >= lr_count) {
+        s.halted = HALT_NO_RATE;
+    } else if (report.bad_rank != NONE) {
+        report.lr = lrs[at];
+        if (update_scale(set, s, true))
+            s.skipped_steps += 1;
+        else
+            s.halted = HALT_AT_MINIMUM;
+    } else {
+        double divisor = __dmul_rn(__dmul_rn(s.loss_scale, (double)ranks), (double)set.micro_batches);
+        report.lr = lrs[at];
+        report.grad_norm = __ddiv_rn(__dsqrt_rn(sum_sq), divisor);
+        report.clip = 1.0;
+        if (set.max_grad_norm > 0.0 && report.grad_norm > set.max_grad_norm)
+            report.clip = __ddiv_rn(set.max_grad_norm, __dadd_rn(report.grad_norm, 1e-6));
+        report.skipped = 0;
+        u64 t = s.adam_steps + 1;
+        scalars->grad_scale = (float)__ddiv_rn(report.clip, divisor);
+        scalars->lr = (float)report.lr;
+        scalars->step_size = (float)__ddiv_rn(report.lr, __dsub_rn(1.0, power(set.beta1, t)));
+        scalars->bias_correction2_sqrt = (float)__dsqrt_rn(__dsub_rn(1.0, power(set.beta2, t)));
+        scalars->skip = 0;
+        update_scale(set, s, false);
+        s.adam_steps += 1;
+        s.schedule_position += 1;
     }
-    double lr = lrs[at], loss_scale = s.loss_scale;
-    u64 bad_unit = bad_rank == NONE ? NONE : votes[bad_rank].first_bad_unit;
-    if (bad_rank != NONE) {
-        *report = {0.0, 0.0, lr, loss, loss_scale, nonfinite, bad_rank, bad_unit};
-        if (!update_scale(set, s, true)) {
-            state->halted = HALT_AT_MINIMUM;
-            return;
-        }
-        s.skipped_steps += 1;
-        *state = s;
-        return;
-    }
-    double divisor = __dmul_rn(__dmul_rn(loss_scale, (double)ranks), (double)set.micro_batches);
-    double grad_norm = __ddiv_rn(__dsqrt_rn(sum_sq), divisor);
-    double clip = 1.0;
-    if (set.max_grad_norm > 0.0 && grad_norm > set.max_grad_norm)
-        clip = __ddiv_rn(set.max_grad_norm, __dadd_rn(grad_norm, 1e-6));
-    u64 t = s.adam_steps + 1;
-    scalars->grad_scale = (float)__ddiv_rn(clip, divisor);
-    scalars->lr = (float)lr;
-    scalars->step_size = (float)__ddiv_rn(lr, __dsub_rn(1.0, power(set.beta1, t)));
-    scalars->bias_correction2_sqrt = (float)__dsqrt_rn(__dsub_rn(1.0, power(set.beta2, t)));
-    scalars->skip = 0;
-    *report = {grad_norm, clip, lr, loss, loss_scale, 0, NONE, NONE};
-    update_scale(set, s, false);
-    s.adam_steps += 1;
-    s.schedule_position += 1;
+    report.next_loss_scale = s.loss_scale;
+    report.halted = s.halted;
+    reports[report.iteration % report_count] = report;
     *state = s;
 }

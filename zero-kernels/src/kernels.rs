@@ -1,7 +1,10 @@
 //! The contract of launches: every operation names its stream, takes slices, and returns at once.
 
-use crate::step::power;
+use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
+
+use crate::host::RoundingKey;
+use crate::step::{StepReport, StepSettings, StepState, Vote, power};
 
 /// Why a launch was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -51,6 +54,9 @@ pub enum KernelError {
         /// What was said.
         message: String,
     },
+    /// A CUDA kernel could not be compiled.
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::CudaError),
     /// The stream refused.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -120,6 +126,33 @@ pub struct AdamHyper {
     pub decoupled: bool,
 }
 
+impl AdamHyper {
+    /// The constants as every back end uses them.
+    pub fn constants(&self) -> AdamConstants {
+        AdamConstants {
+            one_minus_beta1: (1.0 - self.beta1) as f32,
+            beta2: self.beta2 as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
+            eps: self.eps as f32,
+            weight_decay: self.weight_decay as f32,
+            decoupled: self.decoupled.into(),
+        }
+    }
+}
+
+/// Constants of Adam, rounded to fp32: `AdamConstants` of cuda/prelude.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct AdamConstants {
+    pub(crate) one_minus_beta1: f32,
+    pub(crate) beta2: f32,
+    pub(crate) one_minus_beta2: f32,
+    pub(crate) eps: f32,
+    pub(crate) weight_decay: f32,
+    /// Not 0: AdamW.
+    pub(crate) decoupled: u32,
+}
+
 /// One AdamW launch: all slices have one length.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamArgs {
@@ -139,30 +172,142 @@ pub struct AdamArgs {
     pub hyper: AdamHyper,
 }
 
-/// The operations of a ZeRO step, enqueued on streams of `D`.
+/// One AdamW launch on weights that are a bf16 parameter and a 16-bit remainder: all slices have one length.
+#[derive(Clone, Copy, Debug)]
+pub struct RemainderArgs {
+    /// The parameter, updated.
+    pub param: DeviceSlice<bf16>,
+    /// Its remainder, updated.
+    pub remainder: DeviceSlice<i16>,
+    /// fp32, updated.
+    pub first_moment: DeviceSlice<f32>,
+    /// fp32, updated.
+    pub second_moment: DeviceSlice<f32>,
+    /// fp32, bf16 or fp16.
+    pub grad: AnySlice,
+    /// The step's scalars, read when the launch runs.
+    pub scalars: DeviceSlice<StepScalars>,
+    /// Constants.
+    pub hyper: AdamHyper,
+}
+
+/// One AdamW launch on bf16 weights that are rounded stochastically: all slices have one length.
+#[derive(Clone, Copy, Debug)]
+pub struct StochasticArgs {
+    /// The weights, updated.
+    pub weights: DeviceSlice<bf16>,
+    /// fp32, updated.
+    pub first_moment: DeviceSlice<f32>,
+    /// fp32, updated.
+    pub second_moment: DeviceSlice<f32>,
+    /// fp32, bf16 or fp16.
+    pub grad: AnySlice,
+    /// The step's scalars, read when the launch runs.
+    pub scalars: DeviceSlice<StepScalars>,
+    /// Constants.
+    pub hyper: AdamHyper,
+    /// What rounding is keyed by. Given at the call: a recorded launch has the same one at every replay.
+    pub key: RoundingKey,
+}
+
+/// The decision of a step, all of it in device memory (see [`crate::step`]).
+#[derive(Clone, Copy, Debug)]
+pub struct DecideArgs {
+    /// The votes of all ranks, in rank order.
+    pub votes: DeviceSlice<Vote>,
+    /// One, read.
+    pub settings: DeviceSlice<StepSettings>,
+    /// The learning rates of `lr_count` positions of the schedule, or more; read.
+    pub lrs: DeviceSlice<f64>,
+    /// One, updated.
+    pub state: DeviceSlice<StepState>,
+    /// One, written: what the step's Adam launches read.
+    pub scalars: DeviceSlice<StepScalars>,
+    /// At least one; the report of iteration `i` goes to place `i % len`.
+    pub reports: DeviceSlice<StepReport>,
+}
+
+/// The operations of a ZeRO step, enqueued on streams of `D`. Arguments are checked at the call: lengths, dtypes,
+/// alignment, and that nothing that is written overlaps anything else. Empty ranges are fine, and cost nothing.
+///
+/// No operation allocates, waits, or leaves anything to the host, so all of them can be recorded into a graph.
 pub trait Kernels<D: Device>: Send + Sync {
     /// One fused Adam step over a flat range.
     ///
     /// # Errors
-    /// Lengths or dtypes do not fit, or the stream refused.
+    /// The arguments do not fit, or the stream refused.
     fn adam(&self, stream: &D::Stream, args: AdamArgs) -> Result<(), KernelError>;
+
+    /// One fused Adam step over a flat range of parameters with remainders: the same bits as [`Self::adam`] with fp32
+    /// masters.
+    ///
+    /// # Errors
+    /// The arguments do not fit, or the stream refused.
+    fn adam_remainder(&self, stream: &D::Stream, args: RemainderArgs) -> Result<(), KernelError>;
+
+    /// One fused Adam step over a flat range of bf16 weights, rounded stochastically.
+    ///
+    /// # Errors
+    /// The arguments do not fit, or the stream refused.
+    fn adam_stochastic(&self, stream: &D::Stream, args: StochasticArgs) -> Result<(), KernelError>;
 
     /// `dst[i] = src[i] * scale`, rounded to nearest even; any of fp32, bf16, fp16 to any.
     ///
     /// # Errors
-    /// Lengths or dtypes do not fit, or the stream refused.
+    /// The arguments do not fit, or the stream refused.
     fn cast(&self, stream: &D::Stream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError>;
+
+    /// `dst[i] = src[i] * scale`, rounded stochastically.
+    ///
+    /// # Errors
+    /// The arguments do not fit, or the stream refused.
+    fn cast_stochastic(
+        &self,
+        stream: &D::Stream,
+        src: DeviceSlice<f32>,
+        dst: DeviceSlice<bf16>,
+        scale: f32,
+        key: RoundingKey,
+    ) -> Result<(), KernelError>;
 
     /// `acc[i] += grad[i]` in fp32.
     ///
     /// # Errors
-    /// Lengths or dtypes do not fit, or the stream refused.
+    /// The arguments do not fit, or the stream refused.
     fn accumulate(&self, stream: &D::Stream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError>;
 
+    /// Elements of the scratch that [`Self::grad_stats`] needs for gradients of up to `len` elements; 0 on the host.
+    fn stats_scratch_elems(&self, len: usize) -> usize;
+
     /// `out[0]` becomes the statistics of `grad`: the same bits for the same values, whatever the
-    /// alignment or the number of threads.
+    /// alignment or the number of threads. `scratch` is the caller's, used until the launch has run, of at least
+    /// [`Self::stats_scratch_elems`].
     ///
     /// # Errors
-    /// The dtype does not fit, or the stream refused.
-    fn grad_stats(&self, stream: &D::Stream, grad: AnySlice, out: DeviceSlice<GradStats>) -> Result<(), KernelError>;
+    /// The arguments do not fit, or the stream refused.
+    fn grad_stats(
+        &self,
+        stream: &D::Stream,
+        grad: AnySlice,
+        scratch: DeviceSlice<f64>,
+        out: DeviceSlice<GradStats>,
+    ) -> Result<(), KernelError>;
+
+    /// `out[0]` becomes this rank's vote, from the statistics of its units, in order, and one loss.
+    ///
+    /// # Errors
+    /// The arguments do not fit, or the stream refused.
+    fn make_vote(
+        &self,
+        stream: &D::Stream,
+        units: DeviceSlice<GradStats>,
+        loss: DeviceSlice<f64>,
+        out: DeviceSlice<Vote>,
+    ) -> Result<(), KernelError>;
+
+    /// The decision of a step from the votes of all ranks: [`crate::step::decide_step`], in stream order.
+    ///
+    /// # Errors
+    /// The arguments do not fit, or the stream refused.
+    fn decide_step(&self, stream: &D::Stream, args: DecideArgs) -> Result<(), KernelError>;
 }

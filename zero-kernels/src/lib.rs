@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod check;
 pub mod cuda;
 mod float;
 pub mod host;
@@ -9,5 +10,8 @@ pub mod reference;
 pub mod step;
 
 pub use float::Float;
-pub use kernels::{AdamArgs, AdamHyper, GradStats, KernelError, Kernels, StepScalars};
+pub use kernels::{
+    AdamArgs, AdamConstants, AdamHyper, DecideArgs, GradStats, KernelError, Kernels, RemainderArgs, StepScalars,
+    StochasticArgs,
+};
 pub use step::Vote;

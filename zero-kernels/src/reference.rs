@@ -5,6 +5,7 @@
 use half::{bf16, f16};
 use zero_alloc::device::DType;
 
+use crate::check::same_len;
 use crate::host::AdamSlices;
 use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
 
@@ -23,10 +24,6 @@ fn narrow<T: Float>(x: f32) -> T {
         DType::F16 => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&f16::from_f32(x))),
         _ => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&x)),
     }
-}
-
-fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    if expected == got { Ok(()) } else { Err(KernelError::LengthMismatch { what, expected, got }) }
 }
 
 /// See [`crate::host::adam`]: PyTorch's AdamW and Adam, element by element.

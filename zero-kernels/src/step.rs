@@ -3,7 +3,8 @@
 //!
 //! zero-optim decides on the host with names, schedules and errors; its tests hold it to [`decide_step`], bit for
 //! bit. Here the learning rates of coming steps lie in a table, since only the device knows which steps were
-//! skipped, and a run that cannot go on is *halted*: every later step is skipped until the host has looked.
+//! skipped, and a run that cannot go on is *halted*: every later step is skipped until the host has looked. What
+//! became of a step is told in a [`StepReport`], in a ring that the host reads when it likes.
 
 use crate::{GradStats, StepScalars};
 
@@ -62,8 +63,6 @@ pub struct StepSettings {
     pub micro_batches: u64,
     /// The schedule's position of the first learning rate in the table.
     pub lr_first_position: u64,
-    /// Learning rates in the table.
-    pub lr_count: u64,
     /// Not 0: the loss scale moves.
     pub dynamic: u32,
     /// Overflows until the loss scale halves; at least 1.
@@ -105,8 +104,9 @@ impl StepState {
     pub const NO_RATE: u32 = 2;
 }
 
-/// What became of a step, for the host to read when it likes.
-#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+/// What became of a step, for the host to read when it likes. The step at which a run is halted has a report; later
+/// ones have none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepReport {
     /// Norm of the mean gradient before clipping; 0 if skipped.
@@ -125,10 +125,18 @@ pub struct StepReport {
     pub bad_rank: u64,
     /// The first unit there; `u64::MAX` if none.
     pub bad_unit: u64,
+    /// The scale of the next backward.
+    pub next_loss_scale: f64,
+    /// Steps decided before this one.
+    pub iteration: u64,
+    /// Not 0: Adam's update was skipped.
+    pub skipped: u32,
+    /// What halted the run at this step: [`StepState::AT_MINIMUM`], [`StepState::NO_RATE`], or 0.
+    pub halted: u32,
 }
 
-const _: () = assert!(size_of::<Vote>() == 32 && size_of::<StepSettings>() == 80);
-const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepReport>() == 64);
+const _: () = assert!(size_of::<Vote>() == 32 && size_of::<StepSettings>() == 72);
+const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepReport>() == 88);
 
 /// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so the same bits, on
 /// every machine and device (a library's `pow` differs in the last place).
@@ -143,9 +151,10 @@ pub fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// Decides the next step from the votes of all ranks. `None` in place of a report: the run is or becomes halted.
+/// Decides the next step from the votes of all ranks. `None` in place of a report: the run was halted before.
 ///
-/// As in the kernel, the scale of the backward is the state's: it moves only here, after the gradients' step.
+/// As in the kernel, the scale of the backward is the state's: it moves only here, after the gradients' step. `lrs`
+/// holds the learning rates of the schedule's positions from `lr_first_position` on.
 pub fn decide_step(
     votes: &[Vote],
     settings: &StepSettings,
@@ -156,36 +165,45 @@ pub fn decide_step(
     if state.halted != StepState::RUNNING {
         return (skipped, None);
     }
-    let position = state.schedule_position.checked_sub(settings.lr_first_position);
-    let position = position.filter(|&p| p < settings.lr_count).and_then(|p| usize::try_from(p).ok());
-    let Some(&lr) = position.and_then(|p| lrs.get(p)) else {
-        state.halted = StepState::NO_RATE;
-        return (skipped, None);
-    };
     let sum_sq = votes.iter().fold(0.0, |sum, v| sum + v.sum_sq);
-    let loss = votes.iter().fold(0.0, |sum, v| sum + v.loss);
-    let loss_scale = state.loss_scale;
-    if let Some(rank) = votes.iter().position(Vote::is_bad) {
-        if !update_scale(settings, state, true) {
-            state.halted = StepState::AT_MINIMUM;
-            return (skipped, None);
+    let bad_rank = votes.iter().position(Vote::is_bad);
+    let mut report = StepReport {
+        loss: votes.iter().fold(0.0, |sum, v| sum + v.loss),
+        loss_scale: state.loss_scale,
+        nonfinite: votes.iter().map(|v| v.nonfinite).sum(),
+        bad_rank: bad_rank.map_or(u64::MAX, |r| r as u64),
+        bad_unit: bad_rank.map_or(u64::MAX, |r| votes[r].first_bad_unit),
+        iteration: state.iteration,
+        skipped: 1,
+        ..StepReport::default()
+    };
+    let position = state.schedule_position.checked_sub(settings.lr_first_position);
+    let lr = position.and_then(|p| lrs.get(usize::try_from(p).ok()?));
+    let mut scalars = skipped;
+    if let Some(&lr) = lr {
+        report.lr = lr;
+        if bad_rank.is_some() {
+            if update_scale(settings, state, true) {
+                state.skipped_steps += 1;
+            } else {
+                state.halted = StepState::AT_MINIMUM;
+            }
+        } else {
+            let divisor = state.loss_scale * votes.len() as f64 * settings.micro_batches as f64;
+            let (grad_norm, max) = (sum_sq.sqrt() / divisor, settings.max_grad_norm);
+            let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
+            let t = state.adam_steps + 1;
+            scalars = StepScalars::with_betas(t, lr, settings.beta1, settings.beta2, clip / divisor);
+            (report.grad_norm, report.clip, report.skipped) = (grad_norm, clip, 0);
+            update_scale(settings, state, false);
+            state.adam_steps += 1;
+            state.schedule_position += 1;
         }
-        state.skipped_steps += 1;
-        let (nonfinite, bad_unit) = (votes.iter().map(|v| v.nonfinite).sum(), votes[rank].first_bad_unit);
-        let bad_rank = rank as u64;
-        let report = StepReport { grad_norm: 0.0, clip: 0.0, lr, loss, loss_scale, nonfinite, bad_rank, bad_unit };
-        return (skipped, Some(report));
+    } else {
+        state.halted = StepState::NO_RATE;
     }
-    let divisor = loss_scale * votes.len() as f64 * settings.micro_batches as f64;
-    let grad_norm = sum_sq.sqrt() / divisor;
-    let clips = settings.max_grad_norm > 0.0 && grad_norm > settings.max_grad_norm;
-    let clip = if clips { settings.max_grad_norm / (grad_norm + 1e-6) } else { 1.0 };
-    let scalars = StepScalars::with_betas(state.adam_steps + 1, lr, settings.beta1, settings.beta2, clip / divisor);
-    update_scale(settings, state, false);
-    state.adam_steps += 1;
-    state.schedule_position += 1;
-    let (nonfinite, bad_rank, bad_unit) = (0, u64::MAX, u64::MAX);
-    (scalars, Some(StepReport { grad_norm, clip, lr, loss, loss_scale, nonfinite, bad_rank, bad_unit }))
+    (report.next_loss_scale, report.halted) = (state.loss_scale, state.halted);
+    (scalars, Some(report))
 }
 
 /// Counts a step by DeepSpeed's rules; false at the minimum scale, where nothing has changed.

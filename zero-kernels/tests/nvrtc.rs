@@ -6,11 +6,12 @@
 
 use std::io::Write;
 
-use zero_alloc::device::DType;
-use zero_kernels::cuda::{
-    Arch, Cached, Compile, CudaError, KernelCache, Nvrtc, Outcome, SOURCES, Source, Target, accumulate_entry,
-    adam_entry, adam_remainder_entry, adam_stochastic_entry, cast_entry, stats_entry,
-};
+use half::bf16;
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_kernels::cuda::plan::{self, Launch};
+use zero_kernels::cuda::{Arch, Cached, Compile, CudaError, KernelCache, Nvrtc, Outcome, SOURCES, Source, Target};
+use zero_kernels::host::RoundingKey;
+use zero_kernels::{AdamArgs, AdamHyper, DecideArgs, RemainderArgs, StochasticArgs};
 
 const ARCHS: [Arch; 4] = [Arch(75), Arch(80), Arch(90), Arch(100)];
 
@@ -27,30 +28,15 @@ fn nvrtc(test: &str) -> Option<Nvrtc> {
     }
 }
 
-fn entries() -> Vec<(&'static str, Vec<String>)> {
-    let floats = [DType::F32, DType::Bf16, DType::F16];
-    let pairs = || floats.iter().flat_map(|&a| floats.iter().map(move |&b| (a, b)));
-    let mut adam: Vec<String> = floats.iter().map(|&g| adam_entry(g, None).unwrap()).collect();
-    adam.extend(pairs().map(|(g, p)| adam_entry(g, Some(p)).unwrap()));
-    let mut stats: Vec<String> = floats.iter().map(|&g| stats_entry(g).unwrap()).collect();
-    stats.push("grad_stats_combine".into());
-    vec![
-        ("adam.cu", adam),
-        ("adam_remainder.cu", floats.iter().map(|&g| adam_remainder_entry(g).unwrap()).collect()),
-        ("adam_stochastic.cu", floats.iter().map(|&g| adam_stochastic_entry(g).unwrap()).collect()),
-        ("cast.cu", pairs().map(|(s, d)| cast_entry(s, d).unwrap()).collect()),
-        ("cast_stochastic.cu", vec!["cast_stochastic".into()]),
-        ("accumulate.cu", floats.iter().map(|&g| accumulate_entry(g).unwrap()).collect()),
-        ("grad_stats.cu", stats),
-        ("step.cu", vec!["make_vote".into(), "decide_step".into()]),
-    ]
+fn entries() -> Vec<(&'static str, Vec<&'static str>)> {
+    SOURCES.iter().map(|source| (source.name, source.entries())).collect()
 }
 
 #[test]
 fn every_kernel_compiles_for_every_architecture_without_spilling() {
     let Some(nvrtc) = nvrtc("every_kernel_compiles_for_every_architecture_without_spilling") else { return };
     let entries = entries();
-    assert_eq!(entries.iter().map(|(name, _)| *name).collect::<Vec<_>>(), SOURCES.map(|s| s.name));
+    assert_eq!(entries.iter().map(|(_, entries)| entries.len()).sum::<usize>(), 12 + 3 + 3 + 9 + 1 + 3 + 4 + 2);
     // NVRTC compiles for each architecture on its own: two threads halve the wait.
     std::thread::scope(|scope| {
         for archs in [&ARCHS[..2], &ARCHS[2..]] {
@@ -60,7 +46,7 @@ fn every_kernel_compiles_for_every_architecture_without_spilling() {
     });
 }
 
-fn check_arch(nvrtc: &Nvrtc, arch: Arch, entries: &[(&str, Vec<String>)]) {
+fn check_arch(nvrtc: &Nvrtc, arch: Arch, entries: &[(&str, Vec<&str>)]) {
     for (name, entries) in entries {
         let source = Source::named(name).unwrap();
         let compiled = nvrtc.compile(source, Target::Cubin(arch), true).unwrap();
@@ -132,13 +118,87 @@ fn a_compiled_kernel_comes_from_the_cache_the_second_time() {
     assert_eq!(second, Cached { outcome: Outcome::Hit, ..first });
 }
 
+/// Places in memory that nobody touches.
+fn at<T>(place: usize, len: usize) -> DeviceSlice<T> {
+    // SAFETY: planning computes with addresses and never follows them.
+    unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(place), len) }
+}
+
+fn any(place: usize, len: usize, dtype: DType) -> AnySlice {
+    // SAFETY: as above.
+    unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(place), len, dtype) }
+}
+
+/// One launch of every kernel there is.
+fn every_launch() -> Vec<Launch> {
+    const N: usize = 1000;
+    let floats = [DType::F32, DType::Bf16, DType::F16];
+    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+    let (first_moment, second_moment, scalars) = (at(0x2000, N), at(0x4000, N), at(0x1000, 1));
+    let key = RoundingKey { key: 1, first_element: 2 };
+    let mut launches = Vec::new();
+    for grad in floats {
+        let grad = any(0x6000, N, grad);
+        for param in [None, Some(floats[0]), Some(floats[1]), Some(floats[2])] {
+            let param_out = param.map(|dtype| any(0xa000, N, dtype));
+            let master = at(0x8000, N);
+            let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
+            launches.extend(plan::adam(&args).unwrap());
+        }
+        for dst in floats {
+            launches.extend(plan::cast(grad, any(0x8000, N, dst), 2.0).unwrap());
+        }
+        let (param, remainder) = (at(0x8000, N), at(0xa000, N));
+        let args = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
+        launches.extend(plan::adam_remainder(&args).unwrap());
+        let args = StochasticArgs { weights: param, first_moment, second_moment, grad, scalars, hyper, key };
+        launches.extend(plan::adam_stochastic(&args).unwrap());
+        launches.extend(plan::accumulate(grad, at(0x8000, N)).unwrap());
+        let (chunks, combine) = plan::grad_stats(grad, at(0x8000, 100), at(0xa000, 1)).unwrap();
+        launches.extend(chunks.into_iter().chain([combine]));
+    }
+    launches.extend(plan::cast_stochastic(at(0x2000, N), at::<bf16>(0x8000, N), 2.0, key).unwrap());
+    launches.push(plan::make_vote(at(0x1000, 3), at(0x2000, 1), at(0x3000, 1)).unwrap());
+    let (votes, settings, lrs) = (at(0x1000, 2), at(0x2000, 1), at(0x3000, 9));
+    let args =
+        DecideArgs { votes, settings, lrs, state: at(0x4000, 1), scalars: at(0x5000, 1), reports: at(0x6000, 4) };
+    launches.push(plan::decide_step(&args).unwrap());
+    launches
+}
+
+/// The sizes of an entry's parameters, from its PTX.
+fn parameter_sizes(ptx: &str, entry: &str) -> Vec<usize> {
+    let start = ptx.find(&format!(".entry {entry}(")).expect(entry);
+    let list = &ptx[start..][..ptx[start..].find(')').unwrap()];
+    let declared = list.split(".param ").skip(1);
+    declared
+        .map(|text| {
+            let word = |prefix: &str| text.split_whitespace().find_map(|w| w.strip_prefix(prefix)).map(str::to_owned);
+            match text.find('[') {
+                Some(open) => text[open + 1..text.find(']').unwrap()].parse().unwrap(),
+                None => [".u", ".s", ".f", ".b"].iter().find_map(|p| word(p)).unwrap().parse::<usize>().unwrap() / 8,
+            }
+        })
+        .collect()
+}
+
 #[test]
-fn dtypes_without_a_kernel_are_refused() {
-    assert!(adam_entry(DType::F64, None).is_err());
-    assert!(adam_entry(DType::F32, Some(DType::U8)).is_err());
-    assert!(cast_entry(DType::U8, DType::F32).is_err());
-    assert!(accumulate_entry(DType::F64).is_err());
-    assert!(stats_entry(DType::F64).is_err());
-    assert!(adam_remainder_entry(DType::U8).is_err());
-    assert!(adam_stochastic_entry(DType::U8).is_err());
+fn what_a_launch_passes_is_what_the_compiled_kernel_takes() {
+    let Some(nvrtc) = nvrtc("what_a_launch_passes_is_what_the_compiled_kernel_takes") else { return };
+    let launches = every_launch();
+    let mut entries: Vec<_> = launches.iter().map(|l| l.entry).collect();
+    entries.sort_unstable();
+    entries.dedup();
+    let mut all: Vec<_> = SOURCES.iter().flat_map(Source::entries).collect();
+    all.sort_unstable();
+    assert_eq!(entries, all, "every kernel is launched by some operation");
+    for source in SOURCES {
+        let target = nvrtc.target(Arch(990)).unwrap();
+        let image = nvrtc.compile(&source, target, false).unwrap().image;
+        let ptx = std::str::from_utf8(&image).unwrap();
+        for launch in launches.iter().chain(&plan::idle(0)).filter(|l| l.source == source.name) {
+            let passed: Vec<usize> = launch.params.iter().map(plan::Param::size_bytes).collect();
+            assert_eq!(passed, parameter_sizes(ptx, launch.entry), "{}", launch.entry);
+        }
+    }
 }

@@ -7,6 +7,7 @@
 //! | first_moment, second_moment | state elements, fp32 | `Optimizer` | always |
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
 //! | stats | 16 bytes a unit | `Workspace` | always |
+//! | stats_scratch | as the kernels say, for the largest unit | `Workspace` | on a GPU |
 //! | scalars | 20 bytes | `Workspace` | always |
 //!
 //! The state elements are this rank's shard storage (stages 1 to 3) or the whole storage (stage 0), end to
@@ -14,54 +15,17 @@
 //! and at each step one gradient slice and one parameter slice a segment, wherever these lie.
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{AdamArgs, GradStats, Kernels, StepScalars, Vote};
+use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, StepScalars, Vote};
 
-use crate::decide::{BackwardScale, Decider, Decision, Progress, StepOutcome, StepRules};
+use crate::decide::{BackwardScale, Decider, Progress, StepOutcome, StepRules};
+use crate::on_device::OnDevice;
+use crate::segments::{Segment, SubGroup, UnitSlices, check_segments, sub_groups};
 use crate::{OptimError, StateKind};
-
-/// One unit's place in the state, and what of it this rank votes for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Segment {
-    /// The unit's name, for reports.
-    pub name: String,
-    /// Its elements of the state storage.
-    pub state: Range<usize>,
-    /// The elements, counted from the segment's start, whose gradients this rank votes for: its own shard.
-    pub vote: Range<usize>,
-}
-
-impl Segment {
-    /// A segment that holds this rank's shard, and votes for all of it: stages 1 to 3.
-    pub fn shard(name: impl Into<String>, state: Range<usize>) -> Self {
-        let vote = 0..state.end.saturating_sub(state.start);
-        Self { name: name.into(), state, vote }
-    }
-
-    /// A segment that holds a whole unit, and votes for this rank's shard of it: stage 0. So the votes, and
-    /// the norm, have the same bits as at the other stages.
-    pub fn whole(name: impl Into<String>, state: Range<usize>, own_shard: Range<usize>) -> Self {
-        Self { name: name.into(), state, vote: own_shard }
-    }
-
-    fn len(&self) -> usize {
-        self.state.end - self.state.start
-    }
-}
-
-/// The slices of one unit in a step.
-#[derive(Clone, Copy, Debug)]
-pub struct UnitSlices {
-    /// The gradient, reduced over ranks: fp32, bf16 or fp16, as many elements as the segment.
-    pub grad: AnySlice,
-    /// The parameter in its own dtype, as many elements. It is written.
-    pub param: AnySlice,
-}
 
 /// What all ranks gather before a step.
 #[derive(Clone, Copy, Debug)]
@@ -76,19 +40,22 @@ pub struct Ballot<'a> {
 
 /// AdamW over this rank's part of the state. One host thread drives it, on one compute stream.
 pub struct ShardedAdamW<D: Device> {
-    device: D,
-    kernels: Arc<dyn Kernels<D>>,
-    decider: Decider,
+    pub(crate) device: D,
+    pub(crate) kernels: Arc<dyn Kernels<D>>,
+    pub(crate) decider: Decider,
     param_dtype: DType,
     segments: Vec<Segment>,
-    names: Vec<String>,
+    pub(crate) names: Vec<String>,
     master: Option<Block<D>>,
     first_moment: Block<D>,
     second_moment: Block<D>,
     stats: Block<D>,
+    stats_scratch: Block<D>,
     scalars: Block<D>,
+    /// What steps need that are decided on the device.
+    pub(crate) on_device: Option<OnDevice<D>>,
     /// The stream of the last launch, behind which the blocks are given back.
-    stream: D::Stream,
+    pub(crate) stream: D::Stream,
 }
 
 impl<D: Device> fmt::Debug for ShardedAdamW<D> {
@@ -121,6 +88,8 @@ impl<D: Device> ShardedAdamW<D> {
         let decider = Decider::new(rules)?;
         let elems = check_segments(&segments)?;
         let state = || pool.allocate(elems, DType::F32, Purpose::Optimizer, stream);
+        let largest = segments.iter().map(|s| s.vote.len()).max().unwrap_or(0);
+        let scratch_elems = kernels.stats_scratch_elems(largest);
         let optim = Self {
             device: pool.device().clone(),
             kernels,
@@ -131,7 +100,9 @@ impl<D: Device> ShardedAdamW<D> {
             second_moment: state()?,
             // Two eight-byte words a unit, as `GradStats`; five four-byte words, as `StepScalars`.
             stats: pool.allocate(2 * segments.len(), DType::F64, Purpose::Workspace, stream)?,
+            stats_scratch: pool.allocate(scratch_elems, DType::F64, Purpose::Workspace, stream)?,
             scalars: pool.allocate(5, DType::F32, Purpose::Workspace, stream)?,
+            on_device: None,
             names: segments.iter().map(|s| s.name.clone()).collect(),
             segments,
             stream: stream.clone(),
@@ -196,9 +167,9 @@ impl<D: Device> ShardedAdamW<D> {
     pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("grads", grads.len(), grads.iter().copied())?;
         self.stream = stream.clone();
-        let stats = self.stats_slice();
+        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
         for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
-            self.kernels.grad_stats(stream, grad.slice(segment.vote.clone()), stats.slice(i..i + 1))?;
+            self.kernels.grad_stats(stream, grad.slice(segment.vote.clone()), scratch, stats.slice(i..i + 1))?;
         }
         Ok(())
     }
@@ -226,54 +197,42 @@ impl<D: Device> ShardedAdamW<D> {
         ballot: Ballot<'_>,
         limit: Duration,
     ) -> Result<StepOutcome, OptimError> {
-        self.check_slices("grads", units.len(), units.iter().map(|u| u.grad))?;
-        self.check_slices("params", units.len(), units.iter().map(|u| u.param))?;
-        for (segment, unit) in self.segments.iter().zip(units) {
-            if unit.param.dtype() != self.param_dtype {
-                let (expected, got) = (self.param_dtype, unit.param.dtype());
-                return Err(OptimError::SliceDType { unit: segment.name.clone(), what: "params", expected, got });
-            }
-        }
+        self.check_units(units)?;
         self.stream = stream.clone();
         let Ballot { votes, backward_scale, micro_batches } = ballot;
         let decision = self.decider.decide(votes, backward_scale, micro_batches, &self.names)?;
         if !decision.outcome.is_skipped() {
-            self.enqueue_update(stream, units, &decision, limit)?;
+            let scalars = view(&self.scalars);
+            self.device.upload(stream, bytemuck::bytes_of(&decision.scalars), scalars, limit)?;
+            self.enqueue_adam(stream, units, decision.hyper)?;
         }
         Ok(decision.outcome)
     }
 
-    fn enqueue_update(
+    /// Enqueues the update, with the scalars that lie in device memory when the stream gets there.
+    pub(crate) fn enqueue_adam(
         &self,
         stream: &D::Stream,
         units: &[UnitSlices],
-        decision: &Decision,
-        limit: Duration,
+        hyper: AdamHyper,
     ) -> Result<(), OptimError> {
-        let scalars = view(&self.scalars);
-        self.device.upload(stream, bytemuck::bytes_of(&decision.scalars), scalars, limit)?;
-        // SAFETY: the block holds five four-byte words, as `StepScalars` does, and is aligned for them; it
-        // lives as long as `self`, whose drop notes the stream.
-        let scalars = unsafe { DeviceSlice::from_raw_parts(scalars.as_ptr().cast::<StepScalars>(), 1) };
         let first_moment = view(&self.first_moment).typed::<f32>()?;
         let second_moment = view(&self.second_moment).typed::<f32>()?;
         let master = self.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
-        for (segment, unit) in self.segments.iter().zip(units) {
-            if segment.state.is_empty() {
-                continue;
-            }
+        let join = self.device.kind() == DeviceKind::Cuda;
+        for SubGroup { state, slices } in sub_groups(&self.segments, units, join) {
             let (master, param_out) = match master {
-                Some(master) => (master.slice(segment.state.clone()), Some(unit.param)),
-                None => (unit.param.typed::<f32>()?, None),
+                Some(master) => (master.slice(state.clone()), Some(slices.param)),
+                None => (slices.param.typed::<f32>()?, None),
             };
             let args = AdamArgs {
                 master,
-                first_moment: first_moment.slice(segment.state.clone()),
-                second_moment: second_moment.slice(segment.state.clone()),
-                grad: unit.grad,
+                first_moment: first_moment.slice(state.clone()),
+                second_moment: second_moment.slice(state),
+                grad: slices.grad,
                 param_out,
-                scalars,
-                hyper: decision.hyper,
+                scalars: self.scalars_slice(),
+                hyper,
             };
             self.kernels.adam(stream, args)?;
         }
@@ -315,18 +274,45 @@ impl<D: Device> ShardedAdamW<D> {
         self.decider.progress()
     }
 
-    /// Takes up the scalars of a checkpoint. The state itself is written through [`Self::state`].
+    /// Takes up the scalars of a checkpoint. The state itself is written through [`Self::state`]. Steps are decided on the
+    /// device again only after another [`Self::decide_on_device`].
     ///
     /// # Errors
     /// They do not fit the settings.
     pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
+        self.forget_device();
         self.decider.restore(progress)
     }
 
-    fn stats_slice(&self) -> DeviceSlice<GradStats> {
+    /// Gives the blocks of decisions on the device back, behind the last launch.
+    pub(crate) fn forget_device(&mut self) {
+        if let Some(mut on_device) = self.on_device.take() {
+            on_device.record_use(&self.stream);
+        }
+    }
+
+    pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
+        // SAFETY: the block holds five four-byte words, as `StepScalars` does, and is aligned for them; it
+        // lives as long as `self`, whose drop notes the stream.
+        unsafe { DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1) }
+    }
+
+    pub(crate) fn stats_slice(&self) -> DeviceSlice<GradStats> {
         // SAFETY: the block holds two eight-byte words a unit, as `GradStats` does, and is aligned for them;
         // it lives as long as `self`, whose drop notes the stream.
         unsafe { DeviceSlice::from_raw_parts(view(&self.stats).as_ptr().cast(), self.segments.len()) }
+    }
+
+    pub(crate) fn check_units(&self, units: &[UnitSlices]) -> Result<(), OptimError> {
+        self.check_slices("grads", units.len(), units.iter().map(|u| u.grad))?;
+        self.check_slices("params", units.len(), units.iter().map(|u| u.param))?;
+        for (segment, unit) in self.segments.iter().zip(units) {
+            if unit.param.dtype() != self.param_dtype {
+                let (expected, got) = (self.param_dtype, unit.param.dtype());
+                return Err(OptimError::SliceDType { unit: segment.name.clone(), what: "params", expected, got });
+            }
+        }
+        Ok(())
     }
 
     fn check_slices(
@@ -351,7 +337,14 @@ impl<D: Device> ShardedAdamW<D> {
 
 impl<D: Device> Drop for ShardedAdamW<D> {
     fn drop(&mut self) {
-        let blocks = [&mut self.first_moment, &mut self.second_moment, &mut self.stats, &mut self.scalars];
+        self.forget_device();
+        let blocks = [
+            &mut self.first_moment,
+            &mut self.second_moment,
+            &mut self.stats,
+            &mut self.stats_scratch,
+            &mut self.scalars,
+        ];
         for block in self.master.iter_mut().chain(blocks) {
             // A stream that is gone runs nothing any more.
             let _ = block.record_use(&self.stream);
@@ -360,24 +353,8 @@ impl<D: Device> Drop for ShardedAdamW<D> {
 }
 
 /// The block as a slice, for launches of its owner.
-fn view<D: Device>(block: &Block<D>) -> AnySlice {
+pub(crate) fn view<D: Device>(block: &Block<D>) -> AnySlice {
     // SAFETY: the optimizer owns the block; all its launches are on streams that its drop or `record_use`
     // notes, and one host thread enqueues them in order.
     unsafe { block.slice() }
-}
-
-/// Elements of the state, if the segments tile it and vote within themselves.
-fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> {
-    let mut end = 0;
-    for s in segments {
-        if s.state.start != end || s.state.end < s.state.start {
-            return Err(OptimError::Segments { unit: s.name.clone(), expected: end, got: s.state.start });
-        }
-        if s.vote.start > s.vote.end || s.vote.end > s.len() {
-            let (start, end) = (s.vote.start, s.vote.end);
-            return Err(OptimError::VoteRange { unit: s.name.clone(), start, end, len: s.len() });
-        }
-        end = s.state.end;
-    }
-    Ok(end)
 }

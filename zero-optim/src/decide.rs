@@ -14,6 +14,7 @@
 //! Adam's step count and the schedule stay; only the loss scaler counts.
 
 use serde::{Deserialize, Serialize};
+use zero_kernels::step::{StepReport, StepState};
 use zero_kernels::{AdamHyper, StepScalars, Vote};
 
 use crate::{LossScaler, LossScalerState, LossScaling, LrSchedule, OptimError};
@@ -231,6 +232,32 @@ impl Decider {
         Ok(())
     }
 
+    /// Takes the same step that a device has decided, from its report.
+    ///
+    /// # Errors
+    /// The run was halted at this step.
+    pub(crate) fn follow(&mut self, report: &StepReport, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
+        let &StepReport { grad_norm, clip, lr, loss, loss_scale, next_loss_scale, nonfinite, .. } = report;
+        if report.halted == StepState::NO_RATE {
+            return Err(OptimError::NoRate { position: self.schedule_position });
+        }
+        if report.skipped == 0 {
+            // A good step cannot fail.
+            let _ = self.scaler.update(false);
+            self.adam_steps += 1;
+            self.schedule_position += 1;
+            return Ok(StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale });
+        }
+        let (rank, unit) = (report.bad_rank as usize, unit_name(report.bad_unit, unit_names));
+        if let Err(at) = self.scaler.update(true) {
+            let step = self.adam_steps + self.skipped_steps;
+            return Err(OptimError::LossScaleAtMinimum { step, scale: at.scale, rank, unit });
+        }
+        self.skipped_steps += 1;
+        let overflow = Overflow { rank, unit, nonfinite };
+        Ok(StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale })
+    }
+
     /// Decides the next step from the votes of all ranks, in rank order. `unit_names` names the units in
     /// reports; `micro_batches` were summed.
     ///
@@ -259,9 +286,7 @@ impl Decider {
 
         let bad = votes.iter().position(Vote::is_bad);
         if let Some(rank) = bad {
-            let unit = votes[rank].first_bad_unit;
-            let unit = usize::try_from(unit).ok().and_then(|u| unit_names.get(u)).cloned();
-            let unit = unit.unwrap_or_else(|| "(unknown)".into());
+            let unit = unit_name(votes[rank].first_bad_unit, unit_names);
             if let Err(at) = self.scaler.update(true) {
                 let step = self.adam_steps + self.skipped_steps;
                 return Err(OptimError::LossScaleAtMinimum { step, scale: at.scale, rank, unit });
@@ -286,4 +311,9 @@ impl Decider {
         self.schedule_position += 1;
         Ok(Decision { scalars, hyper, outcome: StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale } })
     }
+}
+
+fn unit_name(unit: u64, names: &[String]) -> String {
+    let name = usize::try_from(unit).ok().and_then(|u| names.get(u)).cloned();
+    name.unwrap_or_else(|| "(unknown)".into())
 }

@@ -98,6 +98,27 @@ pub enum OptimError {
         /// The first unit there.
         unit: String,
     },
+    /// The device cannot decide a schedule that moves the betas.
+    #[error("the schedule moves Adam's betas, which are fixed where the device decides: decide on the host")]
+    BetasMove,
+    /// A step that is decided on the device before `decide_on_device`.
+    #[error("steps are not decided on the device: call decide_on_device first")]
+    NotOnDevice,
+    /// Reports of steps under way would be lost.
+    #[error("steps are under way whose reports are not read: call all_reports first")]
+    ReportsLeft,
+    /// A report was overwritten before it was read.
+    #[error("the report of step {iteration} is gone: more than 64 steps were enqueued without reading reports")]
+    ReportLost {
+        /// Steps decided before it.
+        iteration: u64,
+    },
+    /// The device has no learning rate for the schedule's position.
+    #[error("no learning rate on the device for position {position} of the schedule: call decide_on_device again")]
+    NoRate {
+        /// The position.
+        position: u64,
+    },
     /// A saved state does not fit the settings.
     #[error("saved {what} does not fit: {reason}")]
     Restore {

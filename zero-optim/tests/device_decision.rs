@@ -35,7 +35,6 @@ proptest! {
             window,
             micro_batches: micro_batches as u64,
             lr_first_position: 0,
-            lr_count: lrs.len() as u64,
             dynamic: dynamic.into(),
             hysteresis,
             consecutive_hysteresis: consecutive_hysteresis.into(),
@@ -65,7 +64,8 @@ proptest! {
             let (scalars, report) = decide_step(&votes, &device_settings, &lrs, &mut state);
             match host {
                 Err(OptimError::LossScaleAtMinimum { .. }) => {
-                    prop_assert_eq!((report, state.halted), (None, StepState::AT_MINIMUM));
+                    prop_assert_eq!(report.unwrap().halted, StepState::AT_MINIMUM);
+                    prop_assert_eq!((state.halted, scalars.skip), (StepState::AT_MINIMUM, 1));
                     break;
                 }
                 Err(other) => return Err(TestCaseError::fail(other.to_string())),
@@ -74,6 +74,9 @@ proptest! {
                     prop_assert_eq!(host.scalars, scalars);
                     prop_assert_eq!((host.outcome.lr(), host.outcome.loss()), (report.lr, report.loss));
                     prop_assert_eq!(host.outcome.loss_scale(), report.loss_scale);
+                    prop_assert_eq!(decider.backward_scale().get(), report.next_loss_scale);
+                    prop_assert_eq!((report.iteration, report.halted), (i as u64, StepState::RUNNING));
+                    prop_assert_eq!(host.outcome.is_skipped(), report.skipped != 0);
                     match host.outcome {
                         StepOutcome::Applied { grad_norm, clip, .. } => {
                             prop_assert_eq!((grad_norm, clip, u64::MAX), (report.grad_norm, report.clip, report.bad_rank));
@@ -104,7 +107,6 @@ fn outside_the_table_of_rates_the_run_is_halted_and_stays_so() {
         window: 1,
         micro_batches: 1,
         lr_first_position: 5,
-        lr_count: 1,
         dynamic: 0,
         hysteresis: 1,
         consecutive_hysteresis: 0,
@@ -124,7 +126,7 @@ fn outside_the_table_of_rates_the_run_is_halted_and_stays_so() {
     let mut state = start;
     assert_eq!(decide_step(&votes, &settings, &[1e-3], &mut state).0.skip, 0);
     let (scalars, report) = decide_step(&votes, &settings, &[1e-3], &mut state);
-    assert_eq!((scalars.skip, report, state.halted), (1, None, StepState::NO_RATE));
+    assert_eq!((scalars.skip, report.unwrap().halted, state.halted), (1, StepState::NO_RATE, StepState::NO_RATE));
     let before = state;
     assert_eq!(decide_step(&votes, &settings, &[1e-3], &mut state), (scalars, None));
     assert_eq!(state, before);

@@ -15,23 +15,29 @@
 //! | grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
 //! | step.cu | the decision of a step, one thread | [`step::decide_step`](crate::step::decide_step) |
 //!
+//! [`CudaKernels`] launches them. What an operation becomes is planned as data ([`plan`]), so that dispatch, geometry and
+//! parameters are tested without a GPU; a [`Loader`] turns sources into kernels, also those of other crates.
+//!
 //! The kernels do the host twins' operations in the same order, with fused multiply-adds in the same places, so the
-//! bits should be the same but for the payloads of NaNs. **That, and every other property of a launch, has not been
-//! seen on a GPU yet**: what is tested is that they compile without spilling registers for sm_75, 80, 90 and 100, and
-//! the arithmetic of launches. Launching them comes with the CUDA device of zero-alloc.
+//! bits are the same but for the payloads of NaNs: seen on the stand-in of a GPU, which interprets PTX, and **not on a
+//! GPU yet**.
 
 mod cache;
 mod entry;
 mod error;
 mod geometry;
+mod launch;
+mod loader;
 mod nvrtc;
+pub mod plan;
 mod source;
 mod target;
 
 pub use cache::{Cached, Compile, KernelCache, Outcome};
-pub use entry::{accumulate_entry, adam_entry, adam_remainder_entry, adam_stochastic_entry, cast_entry, stats_entry};
 pub use error::CudaError;
 pub use geometry::{GROUP_ELEMS, Span, StatsPlan, THREADS};
+pub use launch::CudaKernels;
+pub use loader::{Functions, Loader};
 pub use nvrtc::{Compiled, Nvrtc};
 pub use source::{SOURCES, Source};
 pub use target::{Arch, Target};

@@ -72,7 +72,7 @@ impl Calls {
                 *found.map_err(|e| CudaError::MissingSymbol {
                     library: path.to_owned(),
                     symbol: $symbol,
-                    message: e.to_string(),
+                    message: said(&e),
                 })?
             }};
         }
@@ -127,6 +127,17 @@ fn candidates(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     all
 }
 
+/// What the loader said, with its reasons.
+fn said(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut reason = error.source();
+    while let Some(error) = reason {
+        text = format!("{text}: {error}");
+        reason = error.source();
+    }
+    text
+}
+
 impl Nvrtc {
     /// Looks for the library: at `ZERO_NVRTC`, or by its usual names.
     ///
@@ -146,7 +157,7 @@ impl Nvrtc {
             // SAFETY: loading runs the library's initialisers; the names are NVRTC's, or the user's choice.
             match unsafe { Library::new(path) } {
                 Ok(library) => return Self::new(library, path),
-                Err(error) => tried.push(error.to_string()),
+                Err(error) => tried.push(format!("{path}: {}", said(&error))),
             }
         }
         Err(CudaError::NoNvrtc { tried })

@@ -41,6 +41,11 @@ pub const SOURCES: [Source; 8] = sources![
 ];
 
 impl Source {
+    /// The kernels of a source of this crate; none of one's own.
+    pub fn entries(&self) -> Vec<&'static str> {
+        super::entry::of_source(self.name)
+    }
+
     /// The source of this file name.
     pub fn named(name: &str) -> Option<&'static Self> {
         const ALL: &[Source] = &SOURCES;

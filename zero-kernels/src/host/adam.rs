@@ -95,15 +95,16 @@ pub(crate) struct Coefficients {
 
 impl Coefficients {
     pub(crate) fn new(scalars: &StepScalars, hyper: &AdamHyper) -> Self {
+        let c = hyper.constants();
         Self {
             grad_scale: scalars.grad_scale,
-            keep: 1.0 - scalars.lr * hyper.weight_decay as f32,
-            weight_decay: hyper.weight_decay as f32,
-            one_minus_beta1: (1.0 - hyper.beta1) as f32,
-            beta2: hyper.beta2 as f32,
-            one_minus_beta2: (1.0 - hyper.beta2) as f32,
+            keep: 1.0 - scalars.lr * c.weight_decay,
+            weight_decay: c.weight_decay,
+            one_minus_beta1: c.one_minus_beta1,
+            beta2: c.beta2,
+            one_minus_beta2: c.one_minus_beta2,
             bias_correction2_sqrt: scalars.bias_correction2_sqrt,
-            eps: hyper.eps as f32,
+            eps: c.eps,
             step_size: scalars.step_size,
         }
     }

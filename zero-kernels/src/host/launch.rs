@@ -4,8 +4,13 @@ use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice, Element};
 use zero_alloc::host::{HostDevice, HostStream};
 
-use super::{AdamSlices, Workers, same_len};
-use crate::{AdamArgs, AdamHyper, Float, GradStats, KernelError, Kernels, StepScalars};
+use super::{
+    AdamSlices, RemainderSlices, RoundingKey, StochasticSlices, Workers, adam_remainder, adam_stochastic,
+    cast_stochastic,
+};
+use crate::kernels::{DecideArgs, RemainderArgs, StochasticArgs};
+use crate::step::{self, Vote};
+use crate::{AdamArgs, AdamHyper, Float, GradStats, KernelError, Kernels, StepScalars, check};
 
 /// The operations on the host's streams, each split over a fixed number of threads.
 #[derive(Clone, Debug)]
@@ -25,43 +30,6 @@ impl HostKernels {
     /// Operations on threads that are shared with others.
     pub fn with_workers(workers: Workers) -> Self {
         Self { workers }
-    }
-}
-
-/// Where a slice lies.
-#[derive(Clone, Copy)]
-struct Extent {
-    what: &'static str,
-    start: usize,
-    end: usize,
-}
-
-impl Extent {
-    fn of(what: &'static str, slice: AnySlice) -> Self {
-        let start = slice.as_ptr() as usize;
-        Self { what, start, end: start.saturating_add(slice.len_bytes()) }
-    }
-}
-
-/// Refuses a written slice that shares memory with another argument: `&mut` must be exclusive.
-fn disjoint(written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
-    for (i, a) in written.iter().enumerate() {
-        for b in written[i + 1..].iter().chain(read) {
-            if a.start < b.end && b.start < a.end {
-                return Err(KernelError::Overlap { first: a.what, second: b.what });
-            }
-        }
-    }
-    Ok(())
-}
-
-fn aligned(what: &'static str, slice: AnySlice) -> Result<(), KernelError> {
-    let align_bytes = slice.dtype().size_bytes();
-    let address = slice.as_ptr() as usize;
-    if slice.is_empty() || address.is_multiple_of(align_bytes) {
-        Ok(())
-    } else {
-        Err(KernelError::Misaligned { what, address, align_bytes })
     }
 }
 
@@ -129,34 +97,80 @@ impl HostKernels {
 
 impl Kernels<HostDevice> for HostKernels {
     fn adam(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
-        let n = args.master.len();
-        same_len("adam: first_moment", n, args.first_moment.len())?;
-        same_len("adam: second_moment", n, args.second_moment.len())?;
-        same_len("adam: grad", n, args.grad.len())?;
-        same_len("adam: param_out", n, args.param_out.map_or(n, AnySlice::len))?;
-        same_len("adam: scalars", 1, args.scalars.len())?;
-        aligned("adam: grad", args.grad)?;
-        let mut written = vec![
-            Extent::of("adam: master", args.master.erase()),
-            Extent::of("adam: first_moment", args.first_moment.erase()),
-            Extent::of("adam: second_moment", args.second_moment.erase()),
-        ];
-        if let Some(param_out) = args.param_out {
-            aligned("adam: param_out", param_out)?;
-            written.push(Extent::of("adam: param_out", param_out));
-        }
-        disjoint(&written, &[Extent::of("adam: grad", args.grad)])?;
+        check::adam(&args)?;
         with_float!("adam: grad", args.grad.dtype(), G => match args.param_out {
             None => self.enqueue_adam::<G, f32>(stream, args),
             Some(p) => with_float!("adam: param_out", p.dtype(), P => self.enqueue_adam::<G, P>(stream, args)),
         })
     }
 
+    fn adam_remainder(&self, stream: &HostStream, args: RemainderArgs) -> Result<(), KernelError> {
+        check::adam_remainder(&args)?;
+        with_float!("adam_remainder: grad", args.grad.dtype(), G => {
+            let grad = args.grad.typed::<G>()?;
+            stream.enqueue("adam_remainder", move || {
+                // SAFETY: host memory; its maker promised ordered accesses.
+                let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
+                // SAFETY: as above, and disjoint from the others.
+                let param = unsafe { args.param.as_host_mut() };
+                // SAFETY: as for the parameter.
+                let remainder = unsafe { args.remainder.as_host_mut() };
+                // SAFETY: as for the parameter.
+                let first_moment = unsafe { args.first_moment.as_host_mut() };
+                // SAFETY: as for the parameter.
+                let second_moment = unsafe { args.second_moment.as_host_mut() };
+                // SAFETY: as for the parameter; nothing writes to it.
+                let grad = unsafe { grad.as_host() };
+                let slices = RemainderSlices { param, remainder, first_moment, second_moment, grad };
+                adam_remainder(slices, &scalars, &args.hyper).map_err(failed)
+            })?;
+            Ok(())
+        })
+    }
+
+    fn adam_stochastic(&self, stream: &HostStream, args: StochasticArgs) -> Result<(), KernelError> {
+        check::adam_stochastic(&args)?;
+        with_float!("adam_stochastic: grad", args.grad.dtype(), G => {
+            let grad = args.grad.typed::<G>()?;
+            stream.enqueue("adam_stochastic", move || {
+                // SAFETY: host memory; its maker promised ordered accesses.
+                let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
+                // SAFETY: as above, and disjoint from the others.
+                let weights = unsafe { args.weights.as_host_mut() };
+                // SAFETY: as for the weights.
+                let first_moment = unsafe { args.first_moment.as_host_mut() };
+                // SAFETY: as for the weights.
+                let second_moment = unsafe { args.second_moment.as_host_mut() };
+                // SAFETY: as for the weights; nothing writes to it.
+                let grad = unsafe { grad.as_host() };
+                let slices = StochasticSlices { weights, first_moment, second_moment, grad };
+                adam_stochastic(slices, &scalars, &args.hyper, args.key).map_err(failed)
+            })?;
+            Ok(())
+        })
+    }
+
+    fn cast_stochastic(
+        &self,
+        stream: &HostStream,
+        src: DeviceSlice<f32>,
+        dst: DeviceSlice<bf16>,
+        scale: f32,
+        key: RoundingKey,
+    ) -> Result<(), KernelError> {
+        check::cast(src.erase(), dst.erase())?;
+        stream.enqueue("cast_stochastic", move || {
+            // SAFETY: host memory; its maker promised ordered accesses.
+            let src = unsafe { src.as_host() };
+            // SAFETY: as above, and disjoint from `src`.
+            let dst = unsafe { dst.as_host_mut() };
+            cast_stochastic(src, dst, scale, key).map_err(failed)
+        })?;
+        Ok(())
+    }
+
     fn cast(&self, stream: &HostStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
-        same_len("cast: dst", src.len(), dst.len())?;
-        aligned("cast: src", src)?;
-        aligned("cast: dst", dst)?;
-        disjoint(&[Extent::of("cast: dst", dst)], &[Extent::of("cast: src", src)])?;
+        check::cast(src, dst)?;
         let workers = self.workers.clone();
         with_float!("cast: src", src.dtype(), S => with_float!("cast: dst", dst.dtype(), D => {
             let (src, dst) = (src.typed::<S>()?, dst.typed::<D>()?);
@@ -172,9 +186,7 @@ impl Kernels<HostDevice> for HostKernels {
     }
 
     fn accumulate(&self, stream: &HostStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
-        same_len("accumulate: acc", grad.len(), acc.len())?;
-        aligned("accumulate: grad", grad)?;
-        disjoint(&[Extent::of("accumulate: acc", acc.erase())], &[Extent::of("accumulate: grad", grad)])?;
+        check::accumulate(grad, acc)?;
         let workers = self.workers.clone();
         with_float!("accumulate: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
@@ -189,14 +201,19 @@ impl Kernels<HostDevice> for HostKernels {
         })
     }
 
+    /// The host needs none.
+    fn stats_scratch_elems(&self, _len: usize) -> usize {
+        0
+    }
+
     fn grad_stats(
         &self,
         stream: &HostStream,
         grad: AnySlice,
+        scratch: DeviceSlice<f64>,
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError> {
-        same_len("grad_stats: out", 1, out.len())?;
-        aligned("grad_stats: grad", grad)?;
+        check::grad_stats(grad, scratch, 0, out)?;
         let workers = self.workers.clone();
         with_float!("grad_stats: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
@@ -209,6 +226,54 @@ impl Kernels<HostDevice> for HostKernels {
             })?;
             Ok(())
         })
+    }
+
+    fn make_vote(
+        &self,
+        stream: &HostStream,
+        units: DeviceSlice<GradStats>,
+        loss: DeviceSlice<f64>,
+        out: DeviceSlice<Vote>,
+    ) -> Result<(), KernelError> {
+        check::make_vote(units, loss, out)?;
+        stream.enqueue("make_vote", move || {
+            // SAFETY: host memory; its maker promised ordered accesses.
+            let units = unsafe { units.as_host() };
+            // SAFETY: as above.
+            let loss = unsafe { read_first(loss) }.unwrap_or_default();
+            // SAFETY: as above, and nothing else accesses it now.
+            unsafe { out.as_host_mut() }.fill(Vote::new(units, loss));
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    fn decide_step(&self, stream: &HostStream, args: DecideArgs) -> Result<(), KernelError> {
+        check::decide_step(&args)?;
+        stream.enqueue("decide_step", move || {
+            let DecideArgs { votes, settings, lrs, state, scalars, reports } = args;
+            // SAFETY: host memory; its maker promised ordered accesses.
+            let votes = unsafe { votes.as_host() };
+            // SAFETY: as above.
+            let settings = unsafe { settings.as_host() };
+            // SAFETY: as above.
+            let lrs = unsafe { lrs.as_host() };
+            // SAFETY: as above, and disjoint from all others.
+            let state = unsafe { state.as_host_mut() };
+            // SAFETY: as for the state.
+            let scalars = unsafe { scalars.as_host_mut() };
+            // SAFETY: as for the state.
+            let reports = unsafe { reports.as_host_mut() };
+            if let ([settings], [state]) = (settings, state) {
+                let (decided, report) = step::decide_step(votes, settings, lrs, state);
+                scalars.fill(decided);
+                if let Some(report) = report {
+                    reports[(report.iteration % reports.len() as u64) as usize] = report;
+                }
+            }
+            Ok(())
+        })?;
+        Ok(())
     }
 }
 

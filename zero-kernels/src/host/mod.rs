@@ -34,8 +34,4 @@ pub(crate) mod stats_order {
     pub(crate) use super::grad_stats::{CHUNK_ELEMS, LANES};
 }
 
-use crate::KernelError;
-
-fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    if expected == got { Ok(()) } else { Err(KernelError::LengthMismatch { what, expected, got }) }
-}
+use crate::check::same_len;

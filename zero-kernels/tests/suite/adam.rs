@@ -1,0 +1,232 @@
+//! Adam in its three forms, against the plain loop, bit for bit, and against fp64.
+
+use half::{bf16, f16};
+use zero_alloc::device::Device;
+use zero_kernels::host::{RemainderSlices, RoundingKey, StochasticSlices, join, split};
+use zero_kernels::{AdamArgs, AdamHyper, Float, RemainderArgs, StepScalars, StochasticArgs, host, random, reference};
+
+use super::Rig;
+use crate::common::{assert_same, hyper, scalars, squares, values};
+
+/// Where stream `s` of case `i` starts: aligned, all off alike, or each off differently.
+pub(super) fn from(i: usize, s: usize) -> usize {
+    [0, i, 3 * i + 5 * s][i % 3] % 8
+}
+
+struct State {
+    weights: Vec<f32>,
+    first_moment: Vec<f32>,
+    second_moment: Vec<f32>,
+}
+
+impl State {
+    fn new(len: usize) -> Self {
+        Self { weights: values(len, 1, false), first_moment: values(len, 2, false), second_moment: squares(len, 3) }
+    }
+
+    fn slices<'a, G, P>(
+        &'a mut self,
+        grad: &'a [G],
+        param: Option<&'a mut [P]>,
+    ) -> host::AdamSlices<'a, f32, f32, G, P> {
+        let Self { weights, first_moment, second_moment } = self;
+        host::AdamSlices { weights, first_moment, second_moment, grad, param_out: param }
+    }
+}
+
+/// One step, with or without a parameter in its own type, at every length and place.
+fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
+    for (i, len) in rig.lengths().into_iter().enumerate() {
+        for decoupled in [true, false] {
+            let what = format!("{} elements, gradient {}, parameter {}", len, G::DTYPE, P::DTYPE);
+            let (start, grad) = (State::new(len), values::<G>(len, 4, true));
+            let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(decoupled));
+            let master = rig.buffer(&start.weights, from(i, 0));
+            let first_moment = rig.buffer(&start.first_moment, from(i, 1));
+            let second_moment = rig.buffer(&start.second_moment, from(i, 2));
+            let on_device = rig.buffer(&grad, from(i, 3));
+            let param = rig.poisoned::<P>(len, from(i, 4));
+            let at = rig.buffer(&[scalars], 0);
+            let args = AdamArgs {
+                master: master.slice(),
+                first_moment: first_moment.slice(),
+                second_moment: second_moment.slice(),
+                grad: on_device.any(),
+                param_out: with_param.then(|| param.any()),
+                scalars: at.slice(),
+                hyper,
+            };
+            rig.kernels.adam(&rig.stream, args).unwrap();
+
+            let (mut expected, mut narrow) = (State::new(len), param_poison::<P>(len));
+            reference::adam(expected.slices(&grad, with_param.then_some(&mut narrow[..])), &scalars, &hyper).unwrap();
+            assert_same(&format!("{what}: master"), &master.read(), &expected.weights);
+            assert_same(&format!("{what}: first moment"), &first_moment.read(), &expected.first_moment);
+            assert_same(&format!("{what}: second moment"), &second_moment.read(), &expected.second_moment);
+            assert_same(&format!("{what}: parameter"), &param.read(), &narrow);
+            assert_same(&format!("{what}: gradient"), &on_device.read(), &grad);
+            near_fp64(&start, &grad, &scalars, &hyper, &expected);
+        }
+    }
+}
+
+fn param_poison<P: Float>(len: usize) -> Vec<P> {
+    vec![P::from_f32(f32::NAN); len]
+}
+
+/// The plain loop itself is within a few roundings of the formula in fp64, where that is finite.
+fn near_fp64<G: Float>(start: &State, grad: &[G], s: &StepScalars, h: &AdamHyper, ours: &State) {
+    const U: f64 = f32::EPSILON as f64 / 2.0;
+    let least = f64::from(f32::from_bits(1));
+    for (i, grad) in grad.iter().enumerate() {
+        let (w0, m0) = (f64::from(start.weights[i]), f64::from(start.first_moment[i]));
+        let (v0, plain) = (f64::from(start.second_moment[i]), f64::from(grad.to_f32()) * f64::from(s.grad_scale));
+        if !plain.is_finite() || plain.abs() > 1e18 {
+            continue;
+        }
+        let (w, g, largest) = if h.decoupled {
+            (w0 * (1.0 - f64::from(s.lr) * h.weight_decay), plain, plain.abs())
+        } else {
+            (w0, plain + h.weight_decay * w0, plain.abs() + (h.weight_decay * w0).abs())
+        };
+        let m = h.beta1 * m0 + (1.0 - h.beta1) * g;
+        let v = h.beta2 * v0 + (1.0 - h.beta2) * g * g;
+        let denominator = v.sqrt() / f64::from(s.bias_correction2_sqrt) + h.eps;
+        let update = f64::from(s.step_size) * m / denominator;
+        let m_error = 8.0 * U * (m0.abs() + largest) + least;
+        let v_error = 8.0 * U * (h.beta2 * v0 + (1.0 - h.beta2) * largest * largest) + least;
+        let relative = m_error / m.abs().max(least) + v_error / v.max(least) + 8.0 * U;
+        let w_error = 8.0 * U * (w0.abs() + w.abs() + update.abs()) + update.abs() * relative;
+        for (what, ours, exact, error) in [
+            ("first moment", ours.first_moment[i], m, m_error),
+            ("second moment", ours.second_moment[i], v, v_error),
+            ("weight", ours.weights[i], w - update, w_error),
+        ] {
+            assert!((f64::from(ours) - exact).abs() <= error, "{what} {i}: {ours:e}, in fp64 {exact:e} +- {error:e}");
+        }
+    }
+}
+
+pub fn adam_without_a_parameter_of_its_own<D: Device>(rig: &Rig<D>) {
+    check::<D, f32, f32>(rig, false);
+    check::<D, bf16, f32>(rig, false);
+    check::<D, f16, f32>(rig, false);
+}
+
+pub fn adam_to_fp32_parameters<D: Device>(rig: &Rig<D>) {
+    check::<D, f32, f32>(rig, true);
+    check::<D, bf16, f32>(rig, true);
+    check::<D, f16, f32>(rig, true);
+}
+
+pub fn adam_to_bf16_parameters<D: Device>(rig: &Rig<D>) {
+    check::<D, f32, bf16>(rig, true);
+    check::<D, bf16, bf16>(rig, true);
+    check::<D, f16, bf16>(rig, true);
+}
+
+pub fn adam_to_fp16_parameters<D: Device>(rig: &Rig<D>) {
+    check::<D, f32, f16>(rig, true);
+    check::<D, bf16, f16>(rig, true);
+    check::<D, f16, f16>(rig, true);
+}
+
+fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
+    for (i, len) in rig.lengths().into_iter().enumerate() {
+        let (mut m, mut v, grad) = (values::<f32>(len, 2, false), squares::<f32>(len, 3), values::<G>(len, 4, true));
+        let (mut param, mut remainder): (Vec<bf16>, Vec<i16>) =
+            values::<f32>(len, 1, false).into_iter().map(split).unzip();
+        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
+        let (on_param, on_remainder) = (rig.buffer(&param, from(i, 0)), rig.buffer(&remainder, from(i, 1)));
+        let (on_m, on_v) = (rig.buffer(&m, from(i, 2)), rig.buffer(&v, from(i, 3)));
+        let (on_grad, at) = (rig.buffer(&grad, from(i, 4)), rig.buffer(&[scalars], 0));
+        let args = RemainderArgs {
+            param: on_param.slice(),
+            remainder: on_remainder.slice(),
+            first_moment: on_m.slice(),
+            second_moment: on_v.slice(),
+            grad: on_grad.any(),
+            scalars: at.slice(),
+            hyper,
+        };
+        rig.kernels.adam_remainder(&rig.stream, args).unwrap();
+        let slices = RemainderSlices {
+            param: &mut param,
+            remainder: &mut remainder,
+            first_moment: &mut m,
+            second_moment: &mut v,
+            grad: &grad,
+        };
+        host::adam_remainder(slices, &scalars, &hyper).unwrap();
+        let join =
+            |(p, r): (Vec<bf16>, Vec<i16>)| -> Vec<f32> { p.into_iter().zip(r).map(|(p, r)| join(p, r)).collect() };
+        assert_same("weights", &join((on_param.read(), on_remainder.read())), &join((param, remainder)));
+        assert_same("first moment", &on_m.read(), &m);
+        assert_same("second moment", &on_v.read(), &v);
+    }
+}
+
+pub fn adam_on_parameters_with_remainders<D: Device>(rig: &Rig<D>) {
+    check_remainder::<D, f32>(rig);
+    check_remainder::<D, bf16>(rig);
+    check_remainder::<D, f16>(rig);
+}
+
+fn check_stochastic<D: Device, G: Float>(rig: &Rig<D>) {
+    for (i, len) in rig.lengths().into_iter().enumerate() {
+        let (mut m, mut v, grad) = (values::<f32>(len, 2, false), squares::<f32>(len, 3), values::<G>(len, 4, true));
+        let mut weights = values::<bf16>(len, 1, false);
+        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
+        // The range crosses 2^32 elements: both halves of an element's number count.
+        let key = RoundingKey { key: random::key(7, i as u64), first_element: (1 << 32) - 100 };
+        let (on_weights, on_grad) = (rig.buffer(&weights, from(i, 0)), rig.buffer(&grad, from(i, 3)));
+        let (on_m, on_v, at) = (rig.buffer(&m, from(i, 1)), rig.buffer(&v, from(i, 2)), rig.buffer(&[scalars], 0));
+        let args = StochasticArgs {
+            weights: on_weights.slice(),
+            first_moment: on_m.slice(),
+            second_moment: on_v.slice(),
+            grad: on_grad.any(),
+            scalars: at.slice(),
+            hyper,
+            key,
+        };
+        rig.kernels.adam_stochastic(&rig.stream, args).unwrap();
+        let slices =
+            StochasticSlices { weights: &mut weights, first_moment: &mut m, second_moment: &mut v, grad: &grad };
+        host::adam_stochastic(slices, &scalars, &hyper, key).unwrap();
+        assert_same("weights", &on_weights.read(), &weights);
+        assert_same("first moment", &on_m.read(), &m);
+        assert_same("second moment", &on_v.read(), &v);
+    }
+}
+
+pub fn adam_on_weights_that_are_rounded_stochastically<D: Device>(rig: &Rig<D>) {
+    check_stochastic::<D, f32>(rig);
+    check_stochastic::<D, bf16>(rig);
+    check_stochastic::<D, f16>(rig);
+}
+
+pub fn a_skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
+    let len = rig.most_elems.min(255);
+    let (start, grad) = (State::new(len), values::<bf16>(len, 4, true));
+    let (wide, narrow) = (rig.buffer(&start.weights, 1), rig.buffer(&values::<bf16>(len, 5, false), 0));
+    let (m, v) = (rig.buffer(&start.first_moment, 0), rig.buffer(&start.second_moment, 0));
+    let (g, r) = (rig.buffer(&grad, 0), rig.buffer(&vec![5i16; len], 0));
+    let (at, param) = (rig.buffer(&[StepScalars::skipped()], 0), rig.poisoned::<bf16>(len, 0));
+    let (first_moment, second_moment, grad, hyper) = (m.slice(), v.slice(), g.any(), hyper(true));
+    let (master, param_out, scalars) = (wide.slice(), Some(param.any()), at.slice());
+    let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
+    rig.kernels.adam(&rig.stream, args).unwrap();
+    let (param16, remainder) = (narrow.slice(), r.slice());
+    let args = RemainderArgs { param: param16, remainder, first_moment, second_moment, grad, scalars, hyper };
+    rig.kernels.adam_remainder(&rig.stream, args).unwrap();
+    let key = RoundingKey { key: 1, first_element: 0 };
+    let args = StochasticArgs { weights: param16, first_moment, second_moment, grad, scalars, hyper, key };
+    rig.kernels.adam_stochastic(&rig.stream, args).unwrap();
+    assert_same("master", &wide.read(), &start.weights);
+    assert_same("weights", &narrow.read(), &values::<bf16>(len, 5, false));
+    assert_same("first moment", &m.read(), &start.first_moment);
+    assert_same("second moment", &v.read(), &start.second_moment);
+    assert_same("parameter", &param.read(), &param_poison::<bf16>(len));
+    assert_eq!(r.read(), vec![5; len]);
+}

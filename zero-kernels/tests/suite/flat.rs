@@ -1,0 +1,120 @@
+//! Casts, sums and statistics of flat ranges, against the plain loops, bit for bit.
+
+use half::{bf16, f16};
+use zero_alloc::device::Device;
+use zero_kernels::host::RoundingKey;
+use zero_kernels::{Float, GradStats, host, random, reference};
+
+use super::Rig;
+use super::adam::from;
+use crate::common::{assert_same, values};
+
+fn check_cast<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
+    for (i, len) in rig.lengths().into_iter().enumerate() {
+        for scale in [1.0, 0.125, 3.7e4] {
+            let src = values::<S>(len, 5, true);
+            let (on_src, dst) = (rig.buffer(&src, from(i, 0)), rig.poisoned::<T>(len, from(i, 1)));
+            rig.kernels.cast(&rig.stream, on_src.any(), dst.any(), scale).unwrap();
+            let mut expected = vec![T::from_f32(f32::NAN); len];
+            reference::cast(&src, &mut expected, scale).unwrap();
+            assert_same(&format!("cast {} to {}", S::DTYPE, T::DTYPE), &dst.read(), &expected);
+            assert_same("the source", &on_src.read(), &src);
+        }
+    }
+}
+
+pub fn cast_from_fp32<D: Device>(rig: &Rig<D>) {
+    check_cast::<D, f32, f32>(rig);
+    check_cast::<D, f32, bf16>(rig);
+    check_cast::<D, f32, f16>(rig);
+}
+
+pub fn cast_from_bf16<D: Device>(rig: &Rig<D>) {
+    check_cast::<D, bf16, f32>(rig);
+    check_cast::<D, bf16, bf16>(rig);
+    check_cast::<D, bf16, f16>(rig);
+}
+
+pub fn cast_from_fp16<D: Device>(rig: &Rig<D>) {
+    check_cast::<D, f16, f32>(rig);
+    check_cast::<D, f16, bf16>(rig);
+    check_cast::<D, f16, f16>(rig);
+}
+
+/// Every sixteen-bit value, widened; and fp32 values around every rounding point of both types, narrowed.
+pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
+    let step = if rig.most_elems < 1 << 16 { 61 } else { 1 };
+    let highs = || (0..=u16::MAX).step_by(step);
+    let halves: Vec<f16> = highs().map(f16::from_bits).collect();
+    let (src, dst) = (rig.buffer(&halves, 0), rig.poisoned::<f32>(halves.len(), 0));
+    rig.kernels.cast(&rig.stream, src.any(), dst.any(), 1.0).unwrap();
+    assert_same("fp16 widened", &dst.read(), &halves.iter().map(|h| h.to_f32()).collect::<Vec<_>>());
+    for low in [0u32, 1, 0xfff, 0x1000, 0x1001, 0x3000, 0x7fff, 0x8000, 0x8001, 0xffff] {
+        let wide: Vec<f32> = highs().map(|high| f32::from_bits((u32::from(high) << 16) | low)).collect();
+        let src = rig.buffer(&wide, 0);
+        let (b, h) = (rig.poisoned::<bf16>(wide.len(), 0), rig.poisoned::<f16>(wide.len(), 0));
+        rig.kernels.cast(&rig.stream, src.any(), b.any(), 1.0).unwrap();
+        rig.kernels.cast(&rig.stream, src.any(), h.any(), 1.0).unwrap();
+        assert_same("bf16", &b.read(), &wide.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
+        assert_same("fp16", &h.read(), &wide.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>());
+    }
+}
+
+pub fn cast_that_rounds_stochastically<D: Device>(rig: &Rig<D>) {
+    for (i, len) in rig.lengths().into_iter().enumerate() {
+        let (src, key) = (values::<f32>(len, 5, true), RoundingKey { key: random::key(1, 2), first_element: 77 });
+        let (on_src, dst) = (rig.buffer(&src, from(i, 0)), rig.poisoned::<bf16>(len, from(i, 1)));
+        rig.kernels.cast_stochastic(&rig.stream, on_src.slice(), dst.slice(), 3.0, key).unwrap();
+        let mut expected = vec![bf16::NAN; len];
+        host::cast_stochastic(&src, &mut expected, 3.0, key).unwrap();
+        assert_same("stochastic", &dst.read(), &expected);
+    }
+}
+
+fn check_accumulate<D: Device, G: Float>(rig: &Rig<D>) {
+    for (i, len) in rig.lengths().into_iter().enumerate() {
+        let (grad, mut acc) = (values::<G>(len, 6, true), values::<f32>(len, 7, true));
+        let (on_grad, on_acc) = (rig.buffer(&grad, from(i, 0)), rig.buffer(&acc, from(i, 1)));
+        rig.kernels.accumulate(&rig.stream, on_grad.any(), on_acc.slice()).unwrap();
+        reference::accumulate(&grad, &mut acc).unwrap();
+        assert_same("accumulate", &on_acc.read(), &acc);
+    }
+}
+
+pub fn accumulate_from_every_type<D: Device>(rig: &Rig<D>) {
+    check_accumulate::<D, f32>(rig);
+    check_accumulate::<D, bf16>(rig);
+    check_accumulate::<D, f16>(rig);
+}
+
+fn check_stats<D: Device, G: Float>(rig: &Rig<D>) {
+    // Several chunks of 4096, several blocks of 16 chunks, and lanes of the second stage that have more than one.
+    let long = [4095, 4096, 4097, 70_001].into_iter().filter(|&n| n < 20 * rig.most_elems);
+    for (i, len) in rig.lengths().into_iter().chain(long).enumerate() {
+        let grad = values::<G>(len, 8, true);
+        let on_grad = rig.buffer(&grad, from(i, 1));
+        let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(len), 0);
+        let out = rig.poisoned::<GradStats>(1, 0);
+        rig.kernels.grad_stats(&rig.stream, on_grad.any(), scratch.slice(), out.slice()).unwrap();
+        let expected = host::grad_stats(&grad);
+        let ours = out.read()[0];
+        assert_eq!((ours.sum_sq.to_bits(), ours.nonfinite), (expected.sum_sq.to_bits(), expected.nonfinite), "{len}");
+        scratch.read();
+    }
+}
+
+pub fn grad_stats_of_every_type<D: Device>(rig: &Rig<D>) {
+    check_stats::<D, f32>(rig);
+    check_stats::<D, bf16>(rig);
+    check_stats::<D, f16>(rig);
+}
+
+pub fn grad_stats_of_extremes<D: Device>(rig: &Rig<D>) {
+    for value in [f32::MAX, f32::from_bits(1), f32::NAN] {
+        let grad = rig.buffer(&[value; 33], 0);
+        let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(33), 0);
+        let out = rig.poisoned::<GradStats>(1, 0);
+        rig.kernels.grad_stats(&rig.stream, grad.any(), scratch.slice(), out.slice()).unwrap();
+        assert_eq!(out.read()[0], host::grad_stats(&[value; 33]));
+    }
+}

@@ -1,0 +1,165 @@
+//! What launches refuse, on every device with the same words; and that they refuse before anything runs.
+
+use half::bf16;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
+use zero_kernels::host::RoundingKey;
+use zero_kernels::step::{StepReport, StepSettings, StepState};
+use zero_kernels::{AdamArgs, DecideArgs, GradStats, KernelError, RemainderArgs, StepScalars, StochasticArgs, Vote};
+
+use super::Rig;
+use crate::common::hyper;
+
+fn length(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+    Err(KernelError::LengthMismatch { what, expected, got })
+}
+
+fn unsupported(what: &'static str, dtype: DType) -> Result<(), KernelError> {
+    Err(KernelError::Unsupported { what, dtype })
+}
+
+fn overlap(first: &'static str, second: &'static str) -> Result<(), KernelError> {
+    Err(KernelError::Overlap { first, second })
+}
+
+/// The same place as elements of another type.
+fn cast<T: Element, U>(slice: DeviceSlice<T>, len: usize) -> DeviceSlice<U> {
+    // SAFETY: refused before any use.
+    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast(), len) }
+}
+
+pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
+    let (master, m, v) = (rig.buffer(&[1f32; 8], 0), rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f32; 8], 0));
+    let (grad, scalars) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[StepScalars::skipped()], 0));
+    let doubles = rig.buffer(&[0f64; 8], 0);
+    let good = AdamArgs {
+        master: master.slice(),
+        first_moment: m.slice(),
+        second_moment: v.slice(),
+        grad: grad.any(),
+        param_out: None,
+        scalars: scalars.slice(),
+        hyper: hyper(true),
+    };
+    let run = |args: AdamArgs| rig.kernels.adam(&rig.stream, args);
+    assert_eq!(run(AdamArgs { grad: good.grad.slice(0..7), ..good }), length("adam: grad", 8, 7));
+    let first_moment = good.first_moment.slice(0..7);
+    assert_eq!(run(AdamArgs { first_moment, ..good }), length("adam: first_moment", 8, 7));
+    let second_moment = good.second_moment.slice(0..7);
+    assert_eq!(run(AdamArgs { second_moment, ..good }), length("adam: second_moment", 8, 7));
+    let param_out = Some(doubles.any().slice(0..7));
+    assert_eq!(run(AdamArgs { param_out, ..good }), length("adam: param_out", 8, 7));
+    let scalars = good.scalars.slice(0..0);
+    assert_eq!(run(AdamArgs { scalars, ..good }), length("adam: scalars", 1, 0));
+
+    assert_eq!(run(AdamArgs { grad: doubles.any(), ..good }), unsupported("adam: grad", DType::F64));
+    let param_out = Some(doubles.any());
+    assert_eq!(run(AdamArgs { param_out, ..good }), unsupported("adam: param_out", DType::F64));
+
+    let param_out = Some(good.master.erase());
+    assert_eq!(run(AdamArgs { param_out, ..good }), overlap("adam: master", "adam: param_out"));
+    let grad = good.second_moment.erase();
+    assert_eq!(run(AdamArgs { grad, ..good }), overlap("adam: second_moment", "adam: grad"));
+    let scalars = cast(good.first_moment, 1);
+    assert_eq!(run(AdamArgs { scalars, ..good }), overlap("adam: first_moment", "adam: scalars"));
+
+    // SAFETY: within the doubles; it is refused before any use.
+    let askew =
+        unsafe { AnySlice::from_raw_parts(doubles.slice().as_ptr().cast::<u8>().wrapping_add(1), 8, DType::Bf16) };
+    let error = run(AdamArgs { grad: askew, ..good }).unwrap_err();
+    let address = askew.as_ptr() as usize;
+    assert_eq!(error, KernelError::Misaligned { what: "adam: grad", address, align_bytes: 2 });
+
+    run(good).unwrap();
+    assert_eq!(master.read(), [1.0; 8], "the stream is fine, and the step was a skipped one");
+}
+
+pub fn bad_arguments_of_adam_without_masters<D: Device>(rig: &Rig<D>) {
+    let (weights, r) = (rig.buffer(&[bf16::ONE; 8], 0), rig.buffer(&[0i16; 8], 0));
+    let (m, v, doubles) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f64; 8], 0));
+    let (grad, scalars) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[StepScalars::skipped()], 0));
+    let (first_moment, second_moment, scalars) = (m.slice(), v.slice(), scalars.slice());
+    let (param, remainder, hyper, grad) = (weights.slice(), r.slice(), hyper(true), grad.any());
+    let good = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
+    let run = |args: RemainderArgs| rig.kernels.adam_remainder(&rig.stream, args);
+    let short = RemainderArgs { remainder: remainder.slice(0..7), ..good };
+    assert_eq!(run(short), length("adam_remainder: remainder", 8, 7));
+    assert_eq!(run(RemainderArgs { grad: grad.slice(0..7), ..good }), length("adam_remainder: grad", 8, 7));
+    let wide = RemainderArgs { grad: doubles.any(), ..good };
+    assert_eq!(run(wide), unsupported("adam_remainder: grad", DType::F64));
+    let shared = RemainderArgs { remainder: cast(param, 8), ..good };
+    assert_eq!(run(shared), overlap("adam_remainder: param", "adam_remainder: remainder"));
+    run(good).unwrap();
+
+    let key = RoundingKey { key: 0, first_element: 0 };
+    let good = StochasticArgs { weights: param, first_moment, second_moment, grad, scalars, hyper, key };
+    let run = |args: StochasticArgs| rig.kernels.adam_stochastic(&rig.stream, args);
+    let short = StochasticArgs { first_moment: first_moment.slice(0..7), ..good };
+    assert_eq!(run(short), length("adam_stochastic: first_moment", 8, 7));
+    let wide = StochasticArgs { grad: doubles.any(), ..good };
+    assert_eq!(run(wide), unsupported("adam_stochastic: grad", DType::F64));
+    let shared = StochasticArgs { grad: param.erase(), ..good };
+    assert_eq!(run(shared), overlap("adam_stochastic: weights", "adam_stochastic: grad"));
+    run(good).unwrap();
+    assert_eq!(weights.read(), [bf16::ONE; 8]);
+}
+
+pub fn bad_arguments_of_casts_sums_and_statistics<D: Device>(rig: &Rig<D>) {
+    let (stream, kernels) = (&rig.stream, &rig.kernels);
+    let (floats, doubles) = (rig.buffer(&[1f32; 8], 0), rig.buffer(&[0f64; 8], 0));
+    let (all, key) = (floats.any(), RoundingKey { key: 0, first_element: 0 });
+    assert_eq!(kernels.cast(stream, all, doubles.any(), 1.0), unsupported("cast: dst", DType::F64));
+    assert_eq!(kernels.cast(stream, doubles.any(), all, 1.0), unsupported("cast: src", DType::F64));
+    assert_eq!(kernels.cast(stream, all, all, 1.0), overlap("cast: dst", "cast: src"));
+    assert_eq!(kernels.cast(stream, all, all.slice(1..3), 1.0), length("cast: dst", 8, 2));
+    let halves = cast(floats.slice(), 8);
+    assert_eq!(kernels.cast_stochastic(stream, floats.slice(), halves, 1.0, key), overlap("cast: dst", "cast: src"));
+
+    let acc = floats.slice();
+    assert_eq!(kernels.accumulate(stream, doubles.any(), acc), unsupported("accumulate: grad", DType::F64));
+    assert_eq!(kernels.accumulate(stream, all, acc.slice(0..1)), length("accumulate: acc", 8, 1));
+    assert_eq!(kernels.accumulate(stream, all, acc), overlap("accumulate: acc", "accumulate: grad"));
+
+    let (out, scratch) = (rig.poisoned::<GradStats>(2, 0), rig.poisoned::<f64>(kernels.stats_scratch_elems(8), 0));
+    let (one, two, scratch) = (out.slice().slice(0..1), out.slice(), scratch.slice());
+    assert_eq!(kernels.grad_stats(stream, all, scratch, two), length("grad_stats: out", 1, 2));
+    let wide = kernels.grad_stats(stream, doubles.any(), scratch, one);
+    assert_eq!(wide, unsupported("grad_stats: grad", DType::F64));
+    let shared = kernels.grad_stats(stream, all, scratch, cast(acc, 1));
+    assert_eq!(shared, overlap("grad_stats: out", "grad_stats: grad"));
+    let needed = kernels.stats_scratch_elems(8);
+    if needed > 0 {
+        let short = kernels.grad_stats(stream, all, scratch.slice(0..needed - 1), one);
+        assert_eq!(short, length("grad_stats: scratch", needed, needed - 1));
+    }
+    assert_eq!(floats.read(), [1.0; 8]);
+}
+
+pub fn bad_arguments_of_decisions<D: Device>(rig: &Rig<D>) {
+    let (bytes, reports) = (rig.buffer(&[0f64; 40], 0), rig.poisoned::<StepReport>(1, 0));
+    let (scalars, votes) = (rig.poisoned::<StepScalars>(1, 0), rig.buffer(&[Vote::new(&[], 0.0)], 0));
+    let place = bytes.slice();
+    let settings: DeviceSlice<StepSettings> = cast(place, 1);
+    let state: DeviceSlice<StepState> = cast(place.slice(10..20), 1);
+    let good = DecideArgs {
+        votes: votes.slice(),
+        settings,
+        lrs: place.slice(30..31),
+        state,
+        scalars: scalars.slice(),
+        reports: reports.slice(),
+    };
+    let run = |args: DecideArgs| rig.kernels.decide_step(&rig.stream, args);
+    assert_eq!(run(DecideArgs { votes: votes.slice().slice(0..0), ..good }), length("decide_step: votes", 1, 0));
+    assert_eq!(
+        run(DecideArgs { reports: reports.slice().slice(0..0), ..good }),
+        length("decide_step: reports", 1, 0)
+    );
+    assert_eq!(run(DecideArgs { state: cast(place.slice(10..31), 3), ..good }), length("decide_step: state", 1, 3));
+    let shared = DecideArgs { state: cast(place, 1), ..good };
+    assert_eq!(run(shared), overlap("decide_step: state", "decide_step: settings"));
+    let units = rig.buffer(&[GradStats::default()], 0);
+    let vote = |loss, out| rig.kernels.make_vote(&rig.stream, units.slice(), loss, out);
+    assert_eq!(vote(place, votes.slice()), length("make_vote: loss", 1, 40));
+    assert_eq!(vote(place.slice(0..1), cast(place, 1)), overlap("make_vote: out", "make_vote: loss"));
+    assert_eq!(bytes.read(), [0.0; 40]);
+}

@@ -1,0 +1,312 @@
+//! Steps that are decided on the device: the host enqueues them and waits for nothing.
+//!
+//! Votes are gathered in device memory, a kernel decides ([`zero_kernels::step`]), Adam's launches read what it decided,
+//! and a report of each step lies in a ring until the host reads it. So a step can be recorded into a graph and replayed.
+//!
+//! | buffer | bytes | held for |
+//! |---|---|---|
+//! | control: settings, state, all ranks' votes, a ring of 64 reports | 128 + 32 a rank + 5632 | `Workspace` |
+//! | learning rates of the coming steps | 8 a step | `Workspace` |
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bytemuck::{Pod, Zeroable};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Stream};
+use zero_alloc::{Block, Pool, Purpose};
+use zero_kernels::step::{StepReport, StepSettings, StepState};
+use zero_kernels::{DecideArgs, Vote};
+
+use crate::adamw::view;
+use crate::{LossScaling, OptimError, ShardedAdamW, StepOutcome, UnitSlices};
+
+/// Reports that are kept until they are read.
+const REPORTS: usize = 64;
+
+/// What steps that are decided on the device have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSteps {
+    /// This rank.
+    pub rank: usize,
+    /// How many there are.
+    pub ranks: usize,
+    /// Micro-batches summed in a step.
+    pub micro_batches: usize,
+    /// For how many steps learning rates are put on the device. Behind them the run is halted until
+    /// [`ShardedAdamW::decide_on_device`] is called again.
+    pub steps: usize,
+}
+
+/// The votes in device memory, as bytes, to be gathered before a step.
+#[derive(Clone, Copy, Debug)]
+pub struct VoteSlices {
+    /// This rank's: within `all`, at its own place.
+    pub own: AnySlice,
+    /// All ranks', in rank order.
+    pub all: AnySlice,
+}
+
+pub(crate) struct OnDevice<D: Device> {
+    plan: DeviceSteps,
+    control: Block<D>,
+    lrs: Block<D>,
+    /// Reports are read here, beside what runs.
+    reading: D::Stream,
+    /// Steps whose reports are not read yet, and the points at which these are there.
+    expected: VecDeque<(u64, D::Event)>,
+    /// The iteration of the next step.
+    next: u64,
+    /// Why no step goes on.
+    halted: Option<OptimError>,
+}
+
+/// How the control block begins.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Control {
+    settings: StepSettings,
+    state: StepState,
+}
+
+const WORD_BYTES: usize = size_of::<f64>();
+const CONTROL_WORDS: usize = size_of::<Control>() / WORD_BYTES;
+const VOTE_WORDS: usize = size_of::<Vote>() / WORD_BYTES;
+const REPORT_WORDS: usize = size_of::<StepReport>() / WORD_BYTES;
+
+impl<D: Device> OnDevice<D> {
+    /// `len` values of `T` at word `word` of the control block.
+    fn place<T>(&self, word: usize, len: usize) -> DeviceSlice<T> {
+        const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES) && align_of::<T>() <= WORD_BYTES) };
+        let words = view(&self.control).slice(word..word + len * size_of::<T>() / WORD_BYTES);
+        // SAFETY: as many words as the values have, aligned as words; the block lives as long as the optimizer, whose
+        // drop notes the streams.
+        unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len) }
+    }
+
+    fn votes(&self) -> DeviceSlice<Vote> {
+        self.place(CONTROL_WORDS, self.plan.ranks)
+    }
+
+    fn reports(&self) -> DeviceSlice<StepReport> {
+        self.place(CONTROL_WORDS + self.plan.ranks * VOTE_WORDS, REPORTS)
+    }
+
+    /// Notes that what is enqueued on `stream`, and the reading of reports, may use the blocks.
+    pub(crate) fn record_use(&mut self, stream: &D::Stream) {
+        for block in [&mut self.control, &mut self.lrs] {
+            for stream in [stream, &self.reading] {
+                // A stream that refuses is closed, and uses the block no more.
+                let _closed = block.record_use(stream);
+            }
+        }
+    }
+}
+
+fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
+    // SAFETY: the same memory, for as long.
+    unsafe { AnySlice::from_raw_parts(slice.as_ptr().cast(), slice.len() * size_of::<T>(), DType::U8) }
+}
+
+impl<D: Device> ShardedAdamW<D> {
+    /// Puts everything that decisions need on the device; the next steps are taken by [`Self::enqueue_vote`] and
+    /// [`Self::enqueue_step`]. Call it again for the steps behind `plan.steps`, with all reports read. Blocks the host.
+    ///
+    /// # Errors
+    /// The schedule moves the betas, which the device cannot; a report is not read yet; or there is no memory.
+    pub fn decide_on_device(
+        &mut self,
+        pool: &Pool<D>,
+        stream: &D::Stream,
+        plan: DeviceSteps,
+        limit: Duration,
+    ) -> Result<(), OptimError> {
+        let rules = self.decider.rules();
+        let at = self.decider.progress();
+        if rules.schedule.betas(at.schedule_position).is_some() {
+            return Err(OptimError::BetasMove);
+        }
+        if self.on_device.as_ref().is_some_and(|d| !d.expected.is_empty()) {
+            return Err(OptimError::ReportsLeft);
+        }
+        OptimError::check(plan.micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
+        OptimError::check(plan.rank < plan.ranks, "rank", plan.rank as f64, "less than the number of ranks")?;
+        let lrs: Vec<f64> =
+            (0..plan.steps as u64).map(|s| rules.schedule.lr(rules.lr, at.schedule_position + s)).collect();
+        let control = Control { settings: settings(rules, &plan, at.schedule_position), state: state(&at) };
+        let words = CONTROL_WORDS + plan.ranks * VOTE_WORDS + REPORTS * REPORT_WORDS;
+        let on_device = OnDevice {
+            plan,
+            control: pool.allocate(words, DType::F64, Purpose::Workspace, stream)?,
+            lrs: pool.allocate(lrs.len(), DType::F64, Purpose::Workspace, stream)?,
+            reading: pool.device().create_stream("reports")?,
+            expected: VecDeque::new(),
+            next: at.loss_scaler.iteration,
+            halted: None,
+        };
+        let device = pool.device();
+        device.fill_zero(stream, view(&on_device.control))?;
+        device.upload(stream, bytemuck::bytes_of(&control), bytes(on_device.place::<Control>(0, 1)), limit)?;
+        device.upload(stream, bytemuck::cast_slice(&lrs), view(&on_device.lrs), limit)?;
+        self.forget_device();
+        self.stream = stream.clone();
+        self.on_device = Some(on_device);
+        Ok(())
+    }
+
+    fn on_device(&self) -> Result<&OnDevice<D>, OptimError> {
+        self.on_device.as_ref().ok_or(OptimError::NotOnDevice)
+    }
+
+    /// Enqueues this rank's vote, from statistics that [`Self::enqueue_stats`] has enqueued and the loss that lies at
+    /// `loss` when the stream gets there. Gather `own` of all ranks into `all`, then call [`Self::enqueue_step`].
+    ///
+    /// # Errors
+    /// Steps are not decided on the device, or the stream refused.
+    pub fn enqueue_vote(&mut self, stream: &D::Stream, loss: DeviceSlice<f64>) -> Result<VoteSlices, OptimError> {
+        self.stream = stream.clone();
+        let on_device = self.on_device()?;
+        let (rank, votes) = (on_device.plan.rank, on_device.votes());
+        let own = votes.slice(rank..rank + 1);
+        self.kernels.make_vote(stream, self.stats_slice(), loss, own)?;
+        Ok(VoteSlices { own: bytes(own), all: bytes(votes) })
+    }
+
+    /// Enqueues the decision of the step and the update, which does nothing where the step is skipped. The stream is
+    /// behind the gathering of the votes. The host waits for nothing and learns nothing: see [`Self::expect_report`].
+    ///
+    /// # Errors
+    /// The slices do not fit the segments, steps are not decided on the device, or the stream refused.
+    pub fn enqueue_step(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
+        self.check_units(units)?;
+        self.stream = stream.clone();
+        let on_device = self.on_device()?;
+        let args = DecideArgs {
+            votes: on_device.votes(),
+            settings: on_device.place(0, 1),
+            lrs: view(&on_device.lrs).typed()?,
+            state: on_device.place(size_of::<StepSettings>() / WORD_BYTES, 1),
+            scalars: self.scalars_slice(),
+            reports: on_device.reports(),
+        };
+        self.kernels.decide_step(stream, args)?;
+        let hyper = self.decider.rules().hyper;
+        self.enqueue_adam(stream, units, hyper)
+    }
+
+    /// Notes that one step was enqueued on `stream`, by [`Self::enqueue_step`] or by a graph that holds one: its report is
+    /// there when the stream gets here. The oldest are lost where more than 64 are not read.
+    ///
+    /// # Errors
+    /// Steps are not decided on the device, or the stream is gone.
+    pub fn expect_report(&mut self, stream: &D::Stream) -> Result<(), OptimError> {
+        let point = stream.record()?;
+        let on_device = self.on_device.as_mut().ok_or(OptimError::NotOnDevice)?;
+        on_device.expected.push_back((on_device.next, point));
+        on_device.next += 1;
+        Ok(())
+    }
+
+    /// What became of steps that have been decided and were not reported yet, in order, without waiting for any other. The
+    /// optimizer's [`progress`](Self::progress) and [`backward_scale`](Self::backward_scale) move with the reports.
+    ///
+    /// # Errors
+    /// A step failed; or the run is halted, since gradients overflowed with the loss scale at its minimum or learning
+    /// rates are used up.
+    pub fn reports(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+        let Some(on_device) = &self.on_device else { return Ok(Vec::new()) };
+        let mut count = 0;
+        for (_, point) in &on_device.expected {
+            if !point.is_done()? {
+                break;
+            }
+            count += 1;
+        }
+        self.read_reports(count, limit)
+    }
+
+    /// [`Self::reports`] of all steps that are expected, waiting for them, at most `limit`.
+    ///
+    /// # Errors
+    /// As for [`Self::reports`], or the limit passed.
+    pub fn all_reports(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+        let Some(on_device) = &self.on_device else { return Ok(Vec::new()) };
+        if let Some((_, last)) = on_device.expected.back() {
+            last.synchronize(limit)?;
+        }
+        let count = on_device.expected.len();
+        self.read_reports(count, limit)
+    }
+
+    /// Reads the first `count` reports, which are there.
+    fn read_reports(&mut self, count: usize, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+        let on_device = self.on_device.as_mut().ok_or(OptimError::NotOnDevice)?;
+        if let Some(error) = &on_device.halted {
+            return Err(error.clone());
+        }
+        let Some((_, last)) = count.checked_sub(1).and_then(|last| on_device.expected.get(last)) else {
+            return Ok(Vec::new());
+        };
+        on_device.reading.wait(last)?;
+        let mut ring = vec![StepReport::default(); REPORTS];
+        let from = bytes(on_device.reports());
+        self.device.download(&on_device.reading, from, bytemuck::cast_slice_mut(&mut ring), limit)?;
+        let mut outcomes = Vec::with_capacity(count);
+        for (iteration, _) in on_device.expected.drain(..count) {
+            let report = &ring[(iteration % REPORTS as u64) as usize];
+            if report.iteration != iteration {
+                on_device.halted = Some(OptimError::ReportLost { iteration });
+                break;
+            }
+            match self.decider.follow(report, &self.names) {
+                Ok(outcome) => outcomes.push(outcome),
+                Err(error) => {
+                    on_device.halted = Some(error);
+                    break;
+                }
+            }
+        }
+        match &on_device.halted {
+            // What came before the failure is told first; the failure, at the next call.
+            Some(error) if outcomes.is_empty() => Err(error.clone()),
+            _ => Ok(outcomes),
+        }
+    }
+}
+
+fn settings(rules: &crate::StepRules, plan: &DeviceSteps, position: u64) -> StepSettings {
+    let mut settings = StepSettings {
+        beta1: rules.hyper.beta1,
+        beta2: rules.hyper.beta2,
+        max_grad_norm: rules.max_grad_norm,
+        min_scale: 0.0,
+        window: 1,
+        micro_batches: plan.micro_batches as u64,
+        lr_first_position: position,
+        dynamic: 0,
+        hysteresis: 1,
+        consecutive_hysteresis: 0,
+        fail_at_min: 0,
+    };
+    if let LossScaling::Dynamic(d) = &rules.loss_scaling {
+        settings.min_scale = d.min_scale;
+        settings.window = d.window;
+        settings.dynamic = 1;
+        settings.hysteresis = d.hysteresis;
+        settings.consecutive_hysteresis = d.consecutive_hysteresis.into();
+        settings.fail_at_min = d.fail_at_min.into();
+    }
+    settings
+}
+
+fn state(progress: &crate::Progress) -> StepState {
+    StepState {
+        loss_scale: progress.loss_scaler.scale,
+        iteration: progress.loss_scaler.iteration,
+        since: progress.loss_scaler.since,
+        adam_steps: progress.adam_steps,
+        schedule_position: progress.schedule_position,
+        skipped_steps: progress.skipped_steps,
+        hysteresis_left: progress.loss_scaler.hysteresis_left,
+        halted: StepState::RUNNING,
+    }
+}
