@@ -19,6 +19,9 @@
 mod api;
 mod driver;
 mod error;
+mod exec;
+mod ops;
+mod ptx;
 mod settings;
 
 pub use api::*;

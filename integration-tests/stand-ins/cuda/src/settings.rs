@@ -9,7 +9,6 @@ pub(crate) struct Settings {
     pub(crate) devices: u32,
     pub(crate) memory_bytes: u64,
     pub(crate) delay_seed: Option<u64>,
-    #[allow(dead_code)]
     pub(crate) launch_limit: Duration,
 }
 

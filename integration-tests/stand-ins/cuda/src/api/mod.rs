@@ -64,6 +64,12 @@ impl<T: Copy> From<&T> for In<T> {
     }
 }
 
+impl<T: Copy> From<&[T]> for In<T> {
+    fn from(places: &[T]) -> Self {
+        Self(places.as_ptr())
+    }
+}
+
 impl<T: Copy> In<T> {
     fn get(&self) -> Outcome<T> {
         self.at(0)

@@ -1,10 +1,231 @@
-//! Modules and launches.
-use super::{Out, driver};
-use crate::error::Failure;
+//! Modules, functions and launches.
+
+use std::ffi::CStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::device::{SHARED_BYTES, SHARED_OPTIN_BYTES};
+use super::{In, Out, Text, driver};
+use crate::driver::device::{Device, current};
+use crate::driver::handles::{Handles, fresh_number};
+use crate::driver::op::Op;
+use crate::driver::stream::stream;
+use crate::error::{Failure, Outcome, say};
+use crate::exec::block::LaunchShape;
+use crate::exec::grid::run_grid;
+use crate::exec::program::Program;
+use crate::ptx::module::{LoadError, Loaded, load};
+
+static MODULES: Handles<Loaded> = Handles::new();
+static FUNCTIONS: Handles<Function> = Handles::new();
+
+/// A kernel of a module. It stays valid as long as the module.
+struct Function {
+    module: usize,
+    device: &'static Device,
+    program: Arc<Program>,
+    /// The most dynamic shared memory that a launch may ask for.
+    dynamic_limit: AtomicU32,
+}
+
+/// `CU_JIT_ERROR_LOG_BUFFER` and its size, among the options.
+const ERROR_LOG: u32 = 5;
+const ERROR_LOG_BYTES: u32 = 6;
+
+/// The text of an image, which must be PTX that ends in zero. Machine code is refused: this device has its own.
+fn text_of(image: *const u8) -> Outcome<&'static str> {
+    let first: [u8; 4] = In(image.cast::<[u8; 4]>()).get()?;
+    if first == *b"\x7fELF" || first == 0xba55_ed50u32.to_le_bytes() {
+        say!("the image is machine code, and this device takes PTX only");
+        return Err(Failure::NoBinaryForGpu);
+    }
+    // SAFETY: an image that is no machine code is a string that ends in zero, as the caller promises.
+    let text = unsafe { CStr::from_ptr(image.cast()) };
+    text.to_str().map_err(|_| Failure::InvalidImage)
+}
+
+fn load_module(found: &Out<usize>, image: *const u8, log: Option<(*mut u8, usize)>) -> Outcome {
+    let device = current()?;
+    match load(device, text_of(image)?) {
+        Ok(loaded) => found.put(MODULES.insert(fresh_number(), Arc::new(loaded))),
+        Err(LoadError::Driver(failure)) => Err(failure),
+        Err(LoadError::Ptx(mistake)) => {
+            say!("PTX, {mistake}");
+            if let Some((buffer, room)) = log.filter(|(_, room)| *room > 0) {
+                let text = format!("cuda stand-in: PTX, {mistake}");
+                let kept = text.bytes().take(room - 1).chain([0]);
+                kept.enumerate().try_for_each(|(index, byte)| Out(buffer.wrapping_add(index)).put(byte))?;
+            }
+            Err(Failure::InvalidPtx)
+        }
+    }
+}
+
+/// Where errors of the compiler go, if the options say so.
+fn error_log(count: u32, options: &In<u32>, values: &In<usize>) -> Outcome<Option<(*mut u8, usize)>> {
+    let (mut buffer, mut room) = (0, 0);
+    for index in 0..count as usize {
+        match options.at(index)? {
+            ERROR_LOG => buffer = values.at(index)?,
+            // A number in place of a pointer.
+            ERROR_LOG_BYTES => room = values.at(index)? & 0xffff_ffff,
+            _ => {}
+        }
+    }
+    Ok((buffer != 0).then_some((buffer as *mut u8, room)))
+}
+
+/// The arguments as the kernel sees them, from a pointer to each.
+fn arguments(program: &Program, values: &In<*const u8>) -> Outcome<Vec<u8>> {
+    let mut bytes = Vec::new();
+    for (index, &(offset, size)) in program.params.iter().enumerate() {
+        bytes.resize(offset, 0);
+        let value = values.at(index)?;
+        for byte in 0..size {
+            bytes.push(In(value.wrapping_add(byte)).get()?);
+        }
+    }
+    Ok(bytes)
+}
+
+impl Function {
+    fn check(&self, grid: [u32; 3], block: [u32; 3], dynamic: u32) -> Outcome {
+        let bad = |what: &str| {
+            say!("launch of {}: {what} (grid {grid:?}, block {block:?}, {dynamic} B dynamic)", self.program.name);
+            Err(Failure::InvalidValue)
+        };
+        if grid.contains(&0) || grid[0] > i32::MAX as u32 || grid[1] > 65535 || grid[2] > 65535 {
+            return bad("the grid is empty or too large");
+        }
+        let threads = block.iter().try_fold(1u32, |all, &n| all.checked_mul(n)).unwrap_or(u32::MAX);
+        if block.contains(&0) || block[2] > 64 || threads > self.program.max_threads {
+            return bad("the block is empty or too large");
+        }
+        if self.program.required_block.is_some_and(|required| required != block) {
+            return bad("the kernel requires another block");
+        }
+        if dynamic > self.dynamic_limit.load(Ordering::Relaxed) {
+            return bad("more dynamic shared memory than allowed");
+        }
+        Ok(())
+    }
+}
+
+fn attribute(function: &Function, number: u32) -> Outcome<i32> {
+    let program = &function.program;
+    Ok(match number {
+        0 => program.max_threads as i32,
+        1 => program.shared_bytes as i32,
+        2 => 0,
+        3 => program.local_bytes as i32,
+        4 => program.registers as i32,
+        5 => 92,
+        6 => 990,
+        8 => function.dynamic_limit.load(Ordering::Relaxed) as i32,
+        _ => return Err(Failure::InvalidValue),
+    })
+}
 
 driver! {
-    cuModuleLoadData(module: Out<usize>, _image: usize) {
-        module.put(0)?;
-        Err(Failure::NotSupported)
+    cuModuleLoadData(found: Out<usize>, image: *const u8) {
+        load_module(&found, image, None)
+    }
+
+    cuModuleLoadDataEx(found: Out<usize>, image: *const u8, count: u32, options: In<u32>, values: In<usize>) {
+        load_module(&found, image, error_log(count, &options, &values)?)
+    }
+
+    cuModuleUnload(module: usize) {
+        current()?;
+        MODULES.remove(module)?;
+        for (number, _) in FUNCTIONS.select(|f| f.module == module) {
+            let _ = FUNCTIONS.remove(number);
+        }
+        Ok(())
+    }
+
+    cuModuleGetFunction(found: Out<usize>, module: usize, name: Text) {
+        let device = current()?;
+        let program = MODULES.get(module)?.kernels.get(&name.get()?).cloned().ok_or(Failure::NotFound)?;
+        let free = (SHARED_BYTES as u32).saturating_sub(program.shared_bytes as u32);
+        let function = Function { module, device, program, dynamic_limit: AtomicU32::new(free) };
+        found.put(FUNCTIONS.insert(fresh_number(), Arc::new(function)))
+    }
+
+    cuModuleGetGlobal_v2(address: Out<u64>, bytes: Out<usize>, module: usize, name: Text) {
+        current()?;
+        let (at, size) = MODULES.get(module)?.variables.get(&name.get()?).copied().ok_or(Failure::NotFound)?;
+        address.put_if_wanted(at);
+        bytes.put_if_wanted(size);
+        Ok(())
+    }
+
+    cuModuleGetLoadingMode(mode: Out<u32>) {
+        // Eager: all of a module is decoded when it is loaded.
+        mode.put(1)
+    }
+
+    cuFuncGetAttribute(value: Out<i32>, number: u32, function: usize) {
+        value.put(attribute(&*FUNCTIONS.get(function)?, number)?)
+    }
+
+    cuFuncSetAttribute(function: usize, number: u32, value: i32) {
+        current()?;
+        let function = FUNCTIONS.get(function)?;
+        match (number, u32::try_from(value)) {
+            (8, Ok(bytes)) if bytes + function.program.shared_bytes as u32 <= SHARED_OPTIN_BYTES as u32 => {
+                function.dynamic_limit.store(bytes, Ordering::Relaxed);
+                Ok(())
+            }
+            // The share of shared memory in the cache.
+            (9, _) => Ok(()),
+            _ => Err(Failure::InvalidValue),
+        }
+    }
+
+    cuFuncSetCacheConfig(function: usize, _config: u32) {
+        FUNCTIONS.get(function).map(drop)
+    }
+
+    cuFuncLoad(function: usize) {
+        FUNCTIONS.get(function).map(drop)
+    }
+
+    cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<i32>, function: usize, threads: i32, dynamic: usize) {
+        let function = FUNCTIONS.get(function)?;
+        let threads = u32::try_from(threads).ok().filter(|&n| n > 0 && n <= 1024).ok_or(Failure::InvalidValue)?;
+        let shared = function.program.shared_bytes + dynamic + 1024;
+        let by_shared = (228 << 10) / shared;
+        blocks.put((2048 / threads.next_multiple_of(32)).min(16).min(by_shared as u32) as i32)
+    }
+
+    cuLaunchKernel(
+        function: usize,
+        grid_x: u32,
+        grid_y: u32,
+        grid_z: u32,
+        block_x: u32,
+        block_y: u32,
+        block_z: u32,
+        dynamic: u32,
+        on: usize,
+        values: In<*const u8>,
+        extra: usize,
+    ) {
+        let on = stream(on)?;
+        current()?;
+        let function = FUNCTIONS.get(function)?;
+        if extra != 0 {
+            return Err(Failure::NotSupported);
+        }
+        if function.device.ordinal != on.device.ordinal {
+            return Err(Failure::InvalidHandle);
+        }
+        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        function.check(grid, block, dynamic)?;
+        let program = function.program.clone();
+        let params = arguments(&program, &values)?;
+        let shape = LaunchShape { grid, block, dynamic_bytes: dynamic as usize, params };
+        on.submit(Op::Kernel(Arc::new(move |registry| run_grid(&program, &shape, registry))))
     }
 }

@@ -41,7 +41,6 @@ pub(crate) enum Op {
         width: usize,
         count: usize,
     },
-    #[allow(dead_code)]
     Kernel(Arc<KernelRun>),
     Host {
         function: HostFunction,

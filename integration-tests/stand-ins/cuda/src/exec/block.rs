@@ -1,0 +1,242 @@
+//! A block: its warps, its shared memory, its barriers, and which addresses its threads may touch.
+
+use std::cell::UnsafeCell;
+use std::sync::Arc;
+
+use super::program::{Done, Fault, Mask, Program, Reduction, Special, lanes};
+use super::warp::{Pause, Warp};
+use crate::driver::space::Space as Registry;
+use crate::error::Failure;
+use crate::ptx::types::Space;
+
+/// Generic addresses of shared and local memory and of parameters have these high bits, which no host address has.
+const WINDOW_SHIFT: u32 = 56;
+pub(crate) const SHARED_WINDOW: u64 = 1 << WINDOW_SHIFT;
+pub(crate) const LOCAL_WINDOW: u64 = 2 << WINDOW_SHIFT;
+pub(crate) const PARAM_WINDOW: u64 = 3 << WINDOW_SHIFT;
+
+/// What is the same for all blocks of a launch.
+pub(crate) struct LaunchShape {
+    pub(crate) grid: [u32; 3],
+    pub(crate) block: [u32; 3],
+    pub(crate) dynamic_bytes: usize,
+    pub(crate) params: Vec<u8>,
+}
+
+/// Threads that came to a barrier.
+pub(crate) struct Arrival {
+    pub(crate) number: u32,
+    pub(crate) count: Option<u32>,
+    pub(crate) warp: usize,
+    pub(crate) lanes: Mask,
+    pub(crate) next: usize,
+    pub(crate) reduction: Reduction,
+    pub(crate) waits: bool,
+}
+
+/// The memory that a block's threads see.
+pub(crate) struct BlockMemory {
+    /// Keeps global memory mapped.
+    registry: Arc<Registry>,
+    /// The live range that was used last.
+    last: (u64, u64),
+    shared: Cells,
+    shared_bytes: usize,
+    params: Cells,
+    params_bytes: usize,
+    arrivals: Vec<Arrival>,
+}
+
+/// Memory that is written through pointers, in pieces of 16 bytes.
+pub(crate) type Cells = Box<[UnsafeCell<u128>]>;
+
+/// At least `bytes`, filled with ones.
+pub(crate) fn cells(bytes: usize) -> Cells {
+    (0..bytes.div_ceil(16)).map(|_| UnsafeCell::new(u128::MAX)).collect()
+}
+
+impl BlockMemory {
+    fn new(program: &Program, shape: &LaunchShape, registry: Arc<Registry>) -> Self {
+        let shared_bytes = program.shared_bytes + shape.dynamic_bytes;
+        let mut params = cells(shape.params.len());
+        for (piece, bytes) in params.iter_mut().zip(shape.params.chunks(16)) {
+            let mut whole = [0; 16];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            *piece.get_mut() = u128::from_le_bytes(whole);
+        }
+        let (shared, params_bytes) = (cells(shared_bytes), shape.params.len());
+        Self { registry, last: (1, 0), shared, shared_bytes, params, params_bytes, arrivals: Vec::new() }
+    }
+
+    pub(crate) fn arrive(&mut self, arrival: Arrival) {
+        self.arrivals.push(arrival);
+    }
+
+    /// Where `bytes` at an address of a lane lie in the host's memory: valid for reads and writes of that many bytes
+    /// while this block runs, and aligned to `bytes`, a power of two.
+    pub(crate) fn resolve(
+        &mut self,
+        warp: &Warp,
+        lane: usize,
+        space: Space,
+        address: u64,
+        bytes: usize,
+    ) -> Done<*mut u8> {
+        let (space, offset) = match space {
+            Space::Generic => match address >> WINDOW_SHIFT {
+                1 => (Space::Shared, address - SHARED_WINDOW),
+                2 => (Space::Local, address - LOCAL_WINDOW),
+                3 => (Space::Param, address - PARAM_WINDOW),
+                _ => (Space::Global, address),
+            },
+            space => (space, address),
+        };
+        if !offset.is_multiple_of(bytes as u64) {
+            return self.bad(Failure::MisalignedAddress, lane, space, offset, bytes);
+        }
+        let place = match space {
+            Space::Shared => within(self.shared.as_ptr(), self.shared_bytes, offset, bytes),
+            Space::Param => within(self.params.as_ptr(), self.params_bytes, offset, bytes),
+            Space::Local => {
+                let all = warp.local.as_ptr().wrapping_add(lane * warp.local_bytes / 16);
+                within(all, warp.local_bytes, offset, bytes)
+            }
+            Space::Generic | Space::Global | Space::Const => {
+                let inside = |(start, end): (u64, u64)| offset >= start && offset.saturating_add(bytes as u64) <= end;
+                if !inside(self.last) {
+                    match self.registry.span(offset, bytes as u64) {
+                        Some(span) => self.last = span,
+                        None => return self.bad(Failure::IllegalAddress, lane, space, offset, bytes),
+                    }
+                }
+                Some(offset as *mut u8)
+            }
+        };
+        match place {
+            Some(place) => Ok(place),
+            None => self.bad(Failure::IllegalAddress, lane, space, offset, bytes),
+        }
+    }
+
+    #[cold]
+    fn bad<T>(&self, failure: Failure, lane: usize, space: Space, offset: u64, bytes: usize) -> Done<T> {
+        let what = format!("lane {lane} accesses {bytes} bytes at {offset:#x} in {space:?} memory");
+        Err(Box::new(Fault { failure, what }))
+    }
+}
+
+fn within(base: *const UnsafeCell<u128>, size: usize, offset: u64, bytes: usize) -> Option<*mut u8> {
+    let end = offset.checked_add(bytes as u64)?;
+    (end <= size as u64).then(|| base.cast::<u8>().cast_mut().wrapping_add(offset as usize))
+}
+
+/// Runs one block to its end. `check` is asked now and then whether to go on.
+pub(crate) fn run_block(
+    program: &Program,
+    shape: &LaunchShape,
+    block: [u32; 3],
+    registry: &Arc<Registry>,
+    check: &dyn Fn() -> Done,
+) -> Done {
+    let threads = shape.block.iter().product::<u32>() as usize;
+    let mut memory = BlockMemory::new(program, shape, registry.clone());
+    let mut warps: Vec<Warp> = (0..threads.div_ceil(32))
+        .map(|index| {
+            let live = if threads - index * 32 >= 32 { !0 } else { (1 << (threads % 32)) - 1 };
+            let mut warp = Warp::new(program, index, live);
+            for &(slot, special) in &program.specials {
+                warp.regs[slot] = std::array::from_fn(|lane| value(special, program, shape, block, index, lane));
+            }
+            warp
+        })
+        .collect();
+    let mut runs = vec![true; warps.len()];
+    loop {
+        let mut ran = false;
+        for index in 0..warps.len() {
+            if runs[index] {
+                ran = true;
+                runs[index] = warps[index].run(program, &mut memory)? == Pause::Turn;
+                check()?;
+            }
+        }
+        let released = release(&mut memory.arrivals, &mut warps, &mut runs);
+        if !ran && !released {
+            if warps.iter().all(|warp| warp.live == 0) {
+                return Ok(());
+            }
+            let what = format!("kernel {}: threads wait at a barrier to which the others never come", program.name);
+            return Err(Box::new(Fault { failure: Failure::LaunchTimeout, what }));
+        }
+    }
+}
+
+/// Opens every barrier at which all that it waits for have arrived.
+fn release(arrivals: &mut Vec<Arrival>, warps: &mut [Warp], runs: &mut [bool]) -> bool {
+    let live: u32 = warps.iter().map(|warp| warp.live.count_ones()).sum();
+    let mut released = false;
+    for number in 0..16 {
+        let here = || arrivals.iter().filter(|a| a.number == number);
+        let Some(first) = here().next() else { continue };
+        let (arrived, expected) = (here().map(|a| a.lanes.count_ones()).sum::<u32>(), first.count.unwrap_or(live));
+        if arrived < expected {
+            continue;
+        }
+        released = true;
+        let yes = |arrival: &Arrival, warps: &[Warp]| {
+            let (source, negate) = match arrival.reduction {
+                Reduction::None => return 0,
+                Reduction::Count { source, negate, .. }
+                | Reduction::All { source, negate, .. }
+                | Reduction::Any { source, negate, .. } => (source, negate),
+            };
+            let values = warps[arrival.warp].preds[source];
+            (if negate { !values } else { values } & arrival.lanes).count_ones()
+        };
+        let count: u32 = here().map(|arrival| yes(arrival, warps)).sum();
+        for arrival in arrivals.extract_if(.., |a| a.number == number) {
+            let warp = &mut warps[arrival.warp];
+            match arrival.reduction {
+                Reduction::None => {}
+                Reduction::Count { to, .. } => lanes(arrival.lanes).for_each(|l| warp.regs[to][l] = u64::from(count)),
+                Reduction::All { to, .. } => {
+                    warp.set_pred(to, arrival.lanes, if count == arrived { !0 } else { 0 });
+                }
+                Reduction::Any { to, .. } => warp.set_pred(to, arrival.lanes, if count > 0 { !0 } else { 0 }),
+            }
+            if arrival.waits {
+                warp.resume(arrival.next, arrival.lanes);
+                runs[arrival.warp] = true;
+            }
+        }
+    }
+    released
+}
+
+/// A special register's value.
+fn value(special: Special, program: &Program, shape: &LaunchShape, block: [u32; 3], warp: usize, lane: usize) -> u64 {
+    let thread = (warp * 32 + lane) as u32;
+    let [x, y, _] = shape.block;
+    let equal = 1u32 << lane;
+    u64::from(match special {
+        Special::ThreadId(0) => thread % x,
+        Special::ThreadId(1) => thread / x % y,
+        Special::ThreadId(_) => thread / (x * y),
+        Special::BlockDim(axis) => shape.block[axis],
+        Special::BlockId(axis) => block[axis],
+        Special::GridDim(axis) => shape.grid[axis],
+        Special::Lane => lane as u32,
+        Special::Warp => warp as u32,
+        Special::Warps => shape.block.iter().product::<u32>().div_ceil(32),
+        Special::Multiprocessor => block[0] % 2,
+        Special::Multiprocessors => 2,
+        Special::Grid => 0,
+        Special::LanesEqual => equal,
+        Special::LanesLess => equal - 1,
+        Special::LanesLessOrEqual => equal | (equal - 1),
+        Special::LanesGreater => !(equal | (equal - 1)),
+        Special::LanesGreaterOrEqual => !(equal - 1),
+        Special::DynamicSharedBytes => shape.dynamic_bytes as u32,
+        Special::TotalSharedBytes => (program.shared_bytes + shape.dynamic_bytes) as u32,
+    })
+}

@@ -1,0 +1,6 @@
+//! The interpreter: programs that are decoded, warps of 32 lanes, blocks, grids.
+
+pub(crate) mod block;
+pub(crate) mod grid;
+pub(crate) mod program;
+pub(crate) mod warp;

@@ -1,0 +1,103 @@
+//! Copies from global to shared memory that a thread must wait for. Here they arrive at the wait and no sooner, so that a
+//! forgotten wait shows.
+
+use super::memory::{read, write};
+use super::{Decoded, unknown};
+use crate::exec::program::{Action, Flow, lanes};
+use crate::exec::warp::{AsyncCopy, Warp};
+use crate::ptx::build::{Builder, Mods};
+use crate::ptx::syntax::Operand;
+use crate::ptx::types::Space;
+
+pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
+    mods.take_of(&["async"]).ok_or("only `cp.async` is known")?;
+    if mods.take("commit_group") {
+        let action: Action = Box::new(|warp, _, mask| {
+            lanes(mask).for_each(|lane| warp.committed[lane] += 1);
+            Ok(())
+        });
+        return Ok(Flow::Do(action));
+    }
+    if mods.take("wait_all") {
+        let action: Action = Box::new(|warp, _, mask| {
+            arrive(warp, |copy| mask >> copy.lane & 1 == 1);
+            Ok(())
+        });
+        return Ok(Flow::Do(action));
+    }
+    if mods.take("wait_group") {
+        let [Operand::Integer(left)] = *operands else { return Err("no number of groups".into()) };
+        let action: Action = Box::new(move |warp, _, mask| {
+            let committed = warp.committed;
+            let due = |copy: &AsyncCopy| {
+                let lane = copy.lane as usize;
+                mask >> lane & 1 == 1 && u64::from(copy.group) + left < u64::from(committed[lane])
+            };
+            arrive(warp, due);
+            Ok(())
+        });
+        return Ok(Flow::Do(action));
+    }
+    mods.take_of(&["ca", "cg"]).ok_or("no cache")?;
+    mods.take_of(&["shared", "shared::cta"]).ok_or("only copies to shared memory are known")?;
+    mods.take_of(&["global"]).ok_or("only copies from global memory are known")?;
+    mods.ignore(&["L2::64B", "L2::128B", "L2::256B"]);
+    let operands = if mods.take("L2::cache_hint") { &operands[..operands.len().saturating_sub(1)] } else { operands };
+    let (to, from, size, present) = match operands {
+        [to, from, size] => (to, from, size, None),
+        [to, from, size, present] => (to, from, size, Some(present)),
+        _ => return Err("the number of operands is wrong".into()),
+    };
+    let bytes = match size {
+        Operand::Integer(bytes @ (4 | 8 | 16)) => *bytes as usize,
+        _ => return unknown(),
+    };
+    let (to, from) = (b.address(to, Space::Shared)?, b.address(from, Space::Global)?);
+    // Either the number of bytes that are there, or a predicate that says that none are.
+    let ignored = match present {
+        Some(operand) if b.is_pred(operand) || matches!(operand, Operand::Not(_)) => Some(b.pred_source(operand)?),
+        _ => None,
+    };
+    let present = match present {
+        Some(operand) if ignored.is_none() => Some(b.source(operand)?),
+        _ => None,
+    };
+    let action: Action = Box::new(move |warp, memory, mask| {
+        let none = ignored.map_or(0, |ignored| super::holds(warp, ignored));
+        for lane in lanes(mask) {
+            let address =
+                |warp: &Warp, of: &crate::ptx::build::Address| warp.regs[of.base][lane].wrapping_add(of.offset);
+            let count = present.map_or(bytes, |slot| (warp.regs[slot][lane] as u32 as usize).min(bytes));
+            let count = if none >> lane & 1 == 1 { 0 } else { count };
+            let at = address(warp, &to);
+            let to = memory.resolve(warp, lane, Space::Shared, at, bytes)?;
+            let mut data = [0u8; 16];
+            if count > 0 {
+                let at = address(warp, &from);
+                let from = memory.resolve(warp, lane, Space::Global, at, bytes)?;
+                for (index, byte) in data[..count].iter_mut().enumerate() {
+                    // SAFETY: `resolve` checked all bytes.
+                    *byte = unsafe { read(from.wrapping_add(index), 1) } as u8;
+                }
+            }
+            let group = warp.committed[lane];
+            warp.copies.push(AsyncCopy { lane: lane as u32, group, to, bytes: bytes as u32, data });
+        }
+        Ok(())
+    });
+    Ok(Flow::Do(action))
+}
+
+/// Copies that are due reach shared memory.
+fn arrive(warp: &mut Warp, due: impl Fn(&AsyncCopy) -> bool) {
+    warp.copies.retain(|copy| {
+        if due(copy) {
+            for (index, piece) in copy.data[..copy.bytes as usize].chunks(4).enumerate() {
+                let value = piece.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
+                // SAFETY: shared memory of the block, which is still there, resolved for all bytes when asked.
+                unsafe { write(copy.to.wrapping_add(4 * index), 4, value) };
+            }
+        }
+        !due(copy)
+    });
+}

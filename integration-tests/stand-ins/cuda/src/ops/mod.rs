@@ -1,0 +1,128 @@
+//! Instructions to actions, a file for each family.
+
+use crate::exec::program::{ALL, Action, Flow, Mask, PredSlot, Slot, lanes};
+use crate::exec::warp::Warp;
+use crate::ptx::build::{Builder, Mods};
+use crate::ptx::syntax::Operand;
+use crate::ptx::types::Type;
+
+mod async_copy;
+mod atomic;
+mod bits;
+mod compare;
+mod convert;
+mod float;
+pub(crate) mod format;
+mod integer;
+mod matrix;
+mod memory;
+mod moves;
+mod packed;
+mod sync;
+
+/// What decoding comes to; an error says what is wrong with the instruction.
+pub(crate) type Decoded<T = Flow> = Result<T, String>;
+
+/// Decodes an instruction. Its parts that no family knows make it an error.
+pub(crate) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
+    match mods.name {
+        "mov" | "cvta" | "isspacep" | "selp" | "slct" => moves::decode(mods, operands, b),
+        "ld" | "ldu" | "st" => memory::decode(mods, operands, b),
+        "atom" | "red" => atomic::decode(mods, operands, b),
+        "cvt" => convert::decode(mods, operands, b),
+        "setp" | "set" | "testp" => compare::decode(mods, operands, b),
+        "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "shf" | "prmt" | "bfe" | "bfi" | "lop3" | "popc"
+        | "clz" | "brev" | "bfind" | "bmsk" | "szext" => bits::decode(mods, operands, b),
+        "bar" | "barrier" | "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" | "membar" | "fence"
+        | "nanosleep" | "trap" | "brkpt" | "prefetch" | "prefetchu" | "discard" | "applypriority"
+        | "griddepcontrol" => sync::decode(mods, operands, b),
+        "cp" => async_copy::decode(mods, operands, b),
+        "ldmatrix" | "stmatrix" | "movmatrix" | "mma" => matrix::decode(mods, operands, b),
+        _ => {
+            let kind = mods.take_type()?;
+            match kind {
+                Type::Bits(_) | Type::Unsigned(_) | Type::Signed(_) => integer::decode(kind, mods, operands, b),
+                Type::F32 | Type::F64 => float::decode(kind, mods, operands, b),
+                Type::F16 | Type::F16x2 | Type::Bf16 | Type::Bf16x2 => packed::decode(kind, mods, operands, b),
+                Type::Pred | Type::Tf32 => unknown(),
+            }
+        }
+    }
+}
+
+/// The error of an instruction that no family knows.
+fn unknown<T>() -> Decoded<T> {
+    Err("the instruction is not supported".into())
+}
+
+/// Exactly `N` operands.
+fn exactly<const N: usize>(operands: &[Operand]) -> Decoded<&[Operand; N]> {
+    operands.try_into().map_err(|_| format!("{} operands, and not {N}", operands.len()))
+}
+
+/// Puts new values into the active lanes of a register.
+#[inline]
+fn store(warp: &mut Warp, to: Slot, mask: Mask, values: &[u64; 32]) {
+    let place = &mut warp.regs[to];
+    if mask == ALL {
+        *place = *values;
+    } else {
+        lanes(mask).for_each(|lane| place[lane] = values[lane]);
+    }
+}
+
+/// An action of one operand, lane by lane.
+fn map1(to: Slot, a: Slot, f: impl Fn(u64) -> u64 + Send + Sync + 'static) -> Flow {
+    act(move |warp, mask| {
+        let a = &warp.regs[a];
+        let values = std::array::from_fn(|lane| f(a[lane]));
+        store(warp, to, mask, &values);
+    })
+}
+
+/// An action of two operands. `f` sees the values of lanes that are not active too.
+fn map2(to: Slot, [a, b]: [Slot; 2], f: impl Fn(u64, u64) -> u64 + Send + Sync + 'static) -> Flow {
+    act(move |warp, mask| {
+        let (a, b) = (&warp.regs[a], &warp.regs[b]);
+        let values = std::array::from_fn(|lane| f(a[lane], b[lane]));
+        store(warp, to, mask, &values);
+    })
+}
+
+/// An action of three operands.
+fn map3(to: Slot, [a, b, c]: [Slot; 3], f: impl Fn(u64, u64, u64) -> u64 + Send + Sync + 'static) -> Flow {
+    act(move |warp, mask| {
+        let (a, b, c) = (&warp.regs[a], &warp.regs[b], &warp.regs[c]);
+        let values = std::array::from_fn(|lane| f(a[lane], b[lane], c[lane]));
+        store(warp, to, mask, &values);
+    })
+}
+
+/// An action on registers alone.
+fn act(f: impl Fn(&mut Warp, Mask) + Send + Sync + 'static) -> Flow {
+    let action: Action = Box::new(move |warp, _, mask| {
+        f(warp, mask);
+        Ok(())
+    });
+    Flow::Do(action)
+}
+
+/// An action that changes nothing here.
+fn nothing() -> Flow {
+    act(|_, _| {})
+}
+
+/// The lanes in which a predicate, perhaps negated, is true.
+#[inline]
+fn holds(warp: &Warp, (pred, negated): (PredSlot, bool)) -> Mask {
+    if negated { !warp.preds[pred] } else { warp.preds[pred] }
+}
+
+/// The lanes for which `f` is true.
+#[inline]
+fn mask_where(f: impl Fn(usize) -> bool) -> Mask {
+    (0..32).fold(0, |mask, lane| mask | (u32::from(f(lane)) << lane))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,99 @@
+//! A program as it is written.
+
+use super::types::{Space, Type};
+
+#[derive(Debug, Default)]
+pub(crate) struct Module {
+    pub(crate) functions: Vec<Function>,
+    pub(crate) variables: Vec<Variable>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Function {
+    pub(crate) name: String,
+    pub(crate) entry: bool,
+    pub(crate) returns: Vec<Variable>,
+    pub(crate) params: Vec<Variable>,
+    /// None of a function that is only declared.
+    pub(crate) body: Option<Vec<Statement>>,
+    /// From `.maxntid` and `.reqntid`.
+    pub(crate) max_threads: Option<u32>,
+    pub(crate) required_block: Option<[u32; 3]>,
+    pub(crate) line: u32,
+}
+
+/// Named memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Variable {
+    pub(crate) name: String,
+    pub(crate) space: Space,
+    pub(crate) align: usize,
+    pub(crate) element: Type,
+    /// 0 of an array without a length: dynamic shared memory.
+    pub(crate) bytes: usize,
+    pub(crate) external: bool,
+    pub(crate) values: Vec<Value>,
+    pub(crate) line: u32,
+}
+
+/// An element of an initialiser.
+#[derive(Clone, Debug)]
+pub(crate) enum Value {
+    Bits(u64),
+    /// The address of a variable, and an offset.
+    Address(String, i64),
+}
+
+#[derive(Debug)]
+pub(crate) struct Statement {
+    pub(crate) line: u32,
+    pub(crate) kind: StatementKind,
+}
+
+#[derive(Debug)]
+pub(crate) enum StatementKind {
+    Open,
+    Close,
+    Label(String),
+    /// `.reg .b32 %r<10>` has a count, `.reg .b32 x` has none.
+    Registers {
+        kind: Type,
+        name: String,
+        count: Option<u64>,
+    },
+    Variable(Variable),
+    /// `name: .branchtargets a, b;`
+    Targets {
+        name: String,
+        labels: Vec<String>,
+    },
+    Instruction(Instruction),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Instruction {
+    /// The predicate, and whether it is negated.
+    pub(crate) guard: Option<(String, bool)>,
+    pub(crate) opcode: String,
+    pub(crate) operands: Vec<Operand>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Operand {
+    /// A register, a variable, a label or a function.
+    Name(String),
+    /// `!%p`
+    Not(String),
+    Integer(u64),
+    F32(u32),
+    F64(u64),
+    /// `{a, b}`
+    Vector(Vec<Operand>),
+    /// `a|b`
+    Pair(Box<Operand>, Box<Operand>),
+    /// `[base + offset]`, and `name + offset` where an address is a value.
+    Address(Box<Operand>, i64),
+    Sum(String, i64),
+    /// `(a, b)` of a call.
+    List(Vec<Operand>),
+}
