@@ -169,6 +169,20 @@ pub enum CommError {
         /// What was seen.
         message: String,
     },
+    /// A library was not found.
+    #[error("{name} was not found; tried {}", tried.join(", "))]
+    NoLibrary {
+        /// Its name for people.
+        name: &'static str,
+        /// What was tried, with what the loader said.
+        tried: Vec<String>,
+    },
+    /// What a launcher says in the environment makes no sense.
+    #[error(transparent)]
+    Launch(#[from] crate::nccl::LaunchError),
+    /// The processes did not come together.
+    #[error(transparent)]
+    Rendezvous(#[from] crate::RendezvousError),
     /// The stream refused.
     #[error(transparent)]
     Device(#[from] DeviceError),

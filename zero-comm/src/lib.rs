@@ -2,11 +2,13 @@
 
 mod buckets;
 mod call;
+mod call_words;
 mod communicator;
 pub mod conformance;
 mod error;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+pub mod nccl;
 pub mod overlap;
 mod past_cache;
 mod prefetch;
@@ -18,4 +20,5 @@ pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight};
 pub use call::{Call, Checked, Group, Segments, balanced_range};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
+pub use nccl::RendezvousError;
 pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport, UnitGather, Unsharded};

@@ -19,9 +19,10 @@ use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
 use super::raw::{MpiError, Request};
-use super::wire::{Notice, call_of, header, header_words};
+use super::wire::Notice;
 use super::world::{Interrupt, World};
 use crate::call::{Call, Checked};
+use crate::call_words::{call_of, header, header_words};
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, CommError, ReduceOp};
 

@@ -1,0 +1,300 @@
+//! Who this process is: what torchrun, Open MPI and Slurm say in variables of the environment.
+//!
+//! | | torchrun, and whoever sets the same | Open MPI | Slurm (`srun`) |
+//! |---|---|---|---|
+//! | rank | `RANK` | `OMPI_COMM_WORLD_RANK` | `SLURM_PROCID` |
+//! | world_size | `WORLD_SIZE` | `OMPI_COMM_WORLD_SIZE` | `SLURM_STEP_NUM_TASKS` |
+//! | local rank | `LOCAL_RANK` | `OMPI_COMM_WORLD_LOCAL_RANK` | `SLURM_LOCALID` |
+//! | host of rank 0 | `MASTER_ADDR` | `MASTER_ADDR`, or this machine if it has all ranks | `MASTER_ADDR`, or the first of the step's nodes |
+//! | port | `MASTER_PORT` | `MASTER_PORT`, or one made of the job's name | `MASTER_PORT`, or one made of the job's number |
+//!
+//! Slurm sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script too, which is no rank; the variables of a *step* are
+//! set by `srun` alone. A step of one task is no world. The agent of torchrun listens at `MASTER_PORT` itself (it says
+//! so in `TORCHELASTIC_USE_AGENT_STORE`); rank 0 takes the port after it.
+
+use thiserror::Error;
+
+/// Who started the processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launcher {
+    /// torchrun, `zero train` itself, or anything else that sets `RANK` and `WORLD_SIZE`.
+    Torchrun,
+    /// `mpirun` of Open MPI.
+    OpenMpi,
+    /// `srun`.
+    Slurm,
+}
+
+/// This process among those that a launcher started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ranks {
+    /// This process's rank.
+    pub rank: usize,
+    /// How many ranks.
+    pub world_size: usize,
+    /// Its number among the ranks of this machine: which GPU is its own.
+    pub local_rank: usize,
+    /// The machine of rank 0: a name or an address.
+    pub host: String,
+    /// Where rank 0 listens.
+    pub port: u16,
+    /// Who said so.
+    pub launcher: Launcher,
+}
+
+/// Why the variables make no sense.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// A variable that belongs to the others is not there.
+    #[error("{present} is set, but {missing} is not")]
+    Missing {
+        /// What is there.
+        present: &'static str,
+        /// What is not.
+        missing: &'static str,
+    },
+    /// A variable does not hold what it should.
+    #[error("{variable}={value}: expected {expected}")]
+    Value {
+        /// Which.
+        variable: &'static str,
+        /// What it holds.
+        value: String,
+        /// What it should hold.
+        expected: &'static str,
+    },
+    /// A rank beyond the world.
+    #[error("{variable}={rank}, but there are {world_size} ranks")]
+    Rank {
+        /// The variable that names the rank.
+        variable: &'static str,
+        /// What it says.
+        rank: usize,
+        /// How many there are.
+        world_size: usize,
+    },
+}
+
+/// Ports that are made up: above those of services, below those that systems give to clients.
+const MADE_UP_PORTS: std::ops::Range<u16> = 20_000..30_000;
+
+/// A way to look up variables.
+struct Variables<F>(F);
+
+impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
+    fn text(&self, name: &'static str) -> Option<String> {
+        (self.0)(name).filter(|value| !value.is_empty())
+    }
+
+    fn number<T: std::str::FromStr>(&self, name: &'static str, expected: &'static str) -> Result<Option<T>, LaunchError> {
+        let Some(value) = self.text(name) else { return Ok(None) };
+        value.trim().parse().map(Some).map_err(|_| LaunchError::Value { variable: name, value, expected })
+    }
+
+    fn port(&self) -> Result<Option<u16>, LaunchError> {
+        self.number("MASTER_PORT", "a port, 1 to 65535")
+    }
+
+    fn world(
+        &self,
+        launcher: Launcher,
+        [rank_name, size_name, local_name]: [&'static str; 3],
+        (host, port): (String, u16),
+    ) -> Result<Ranks, LaunchError> {
+        let need = |name| {
+            let number = self.number(name, "a number")?;
+            number.ok_or(LaunchError::Missing { present: rank_name, missing: name })
+        };
+        let (rank, world_size): (usize, usize) = (need(rank_name)?, need(size_name)?);
+        if rank >= world_size {
+            return Err(LaunchError::Rank { variable: rank_name, rank, world_size });
+        }
+        // Without one, all ranks are on this machine.
+        let local_rank = self.number(local_name, "a number")?.unwrap_or(rank);
+        Ok(Ranks { rank, world_size, local_rank, host, port, launcher })
+    }
+}
+
+impl Ranks {
+    /// What the environment says; `None` where nobody started several processes.
+    ///
+    /// # Errors
+    /// The variables do not fit together.
+    pub fn from_env() -> Result<Option<Self>, LaunchError> {
+        Self::parse(|name| std::env::var(name).ok())
+    }
+
+    /// The same, of variables from anywhere.
+    ///
+    /// # Errors
+    /// The variables do not fit together.
+    pub fn parse(variable: impl Fn(&'static str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
+        let vars = Variables(variable);
+        if vars.text("RANK").is_some() || vars.text("WORLD_SIZE").is_some() {
+            let present = if vars.text("RANK").is_some() { "RANK" } else { "WORLD_SIZE" };
+            let missing = |missing| LaunchError::Missing { present, missing };
+            if vars.text("RANK").is_none() {
+                return Err(missing("RANK"));
+            }
+            let host = vars.text("MASTER_ADDR").ok_or(missing("MASTER_ADDR"))?;
+            let port = vars.port()?.ok_or(missing("MASTER_PORT"))?;
+            let taken = vars.text("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.eq_ignore_ascii_case("true"));
+            let port = if taken { port.checked_add(1).unwrap_or(port - 1) } else { port };
+            let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
+            return vars.world(Launcher::Torchrun, names, (host, port)).map(Some);
+        }
+        if vars.text("OMPI_COMM_WORLD_RANK").is_some() {
+            let names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"];
+            let all_here = vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
+            let here = all_here.then(|| "127.0.0.1".to_owned());
+            let missing = LaunchError::Missing { present: "OMPI_COMM_WORLD_RANK", missing: "MASTER_ADDR" };
+            let host = vars.text("MASTER_ADDR").or(here).ok_or(missing)?;
+            let job = vars.text("PMIX_NAMESPACE").unwrap_or_default();
+            let port = vars.port()?.unwrap_or_else(|| made_up_port(&job));
+            return vars.world(Launcher::OpenMpi, names, (host, port)).map(Some);
+        }
+        if vars.number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?.is_some_and(|tasks| tasks > 1) {
+            let names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"];
+            if vars.text(names[0]).is_none() {
+                return Err(LaunchError::Missing { present: names[1], missing: names[0] });
+            }
+            let first = vars.text("SLURM_STEP_NODELIST").as_deref().and_then(first_node);
+            let missing = LaunchError::Missing { present: "SLURM_PROCID", missing: "MASTER_ADDR" };
+            let host = vars.text("MASTER_ADDR").or(first).ok_or(missing)?;
+            let text = |name| vars.text(name).unwrap_or_default();
+            let job = format!("{}.{}", text("SLURM_JOB_ID"), text("SLURM_STEP_ID"));
+            let port = vars.port()?.unwrap_or_else(|| made_up_port(&job));
+            return vars.world(Launcher::Slurm, names, (host, port)).map(Some);
+        }
+        Ok(None)
+    }
+}
+
+/// A port that all processes of a job make up alike, and that another job on the machine seldom has.
+fn made_up_port(job: &str) -> u16 {
+    let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+    MADE_UP_PORTS.start + (hash % MADE_UP_PORTS.len() as u64) as u16
+}
+
+/// The first of Slurm's list of nodes: `n1` of `n1,n2`, `rack-07` of `rack-[07-09,12],other`.
+fn first_node(list: &str) -> Option<String> {
+    let end = |text: &str, ends: &[char]| text.find(ends).unwrap_or(text.len());
+    let Some(open) = list.find('[').filter(|&open| open < end(list, &[','])) else {
+        let name = &list[..end(list, &[','])];
+        return (!name.is_empty()).then(|| name.to_owned());
+    };
+    let (close, inside) = (list.find(']')?, list.get(open + 1..)?);
+    let tail = &list[close + 1..];
+    let tail = &tail[..end(tail, &[','])];
+    // A second bracket: a list of a kind that is rare; its first names are found alike.
+    let tail = if tail.contains('[') { first_node(tail)? } else { tail.to_owned() };
+    Some(format!("{}{}{tail}", &list[..open], &inside[..end(inside, &['-', ',', ']'])]))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parse(variables: &[(&str, &str)]) -> Result<Option<Ranks>, LaunchError> {
+        Ranks::parse(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))
+    }
+
+    const TORCHRUN: [(&str, &str); 5] =
+        [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "node-0"), ("MASTER_PORT", "29500")];
+    const OPEN_MPI: [(&str, &str); 4] = [
+        ("OMPI_COMM_WORLD_RANK", "3"),
+        ("OMPI_COMM_WORLD_SIZE", "4"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "3"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+    ];
+    const SLURM: [(&str, &str); 6] = [
+        ("SLURM_PROCID", "2"),
+        ("SLURM_STEP_NUM_TASKS", "16"),
+        ("SLURM_LOCALID", "2"),
+        ("SLURM_STEP_NODELIST", "gpu-[007-009,12],big"),
+        ("SLURM_JOB_ID", "4711"),
+        ("SLURM_STEP_ID", "0"),
+    ];
+
+    fn with<'a>(base: &[(&'a str, &'a str)], name: &'a str, value: &'a str) -> Vec<(&'a str, &'a str)> {
+        let others = base.iter().filter(|(n, _)| *n != name).copied();
+        others.chain([(name, value)]).collect()
+    }
+
+    #[test]
+    fn torchruns_variables() {
+        let ranks = parse(&TORCHRUN).unwrap().unwrap();
+        let host = "node-0".to_owned();
+        let launcher = Launcher::Torchrun;
+        assert_eq!(ranks, Ranks { rank: 5, world_size: 8, local_rank: 1, host, port: 29500, launcher });
+        // The agent has the port.
+        let agent = parse(&with(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "True")).unwrap().unwrap();
+        assert_eq!(agent.port, 29501);
+        // They win over Open MPI's and Slurm's.
+        assert_eq!(parse(&[&TORCHRUN[..], &OPEN_MPI, &SLURM].concat()).unwrap().unwrap(), ranks);
+    }
+
+    #[test]
+    fn open_mpis_variables() {
+        let ranks = parse(&OPEN_MPI).unwrap().unwrap();
+        assert_eq!((ranks.rank, ranks.world_size, ranks.local_rank), (3, 4, 3));
+        assert_eq!((ranks.host.as_str(), ranks.launcher), ("127.0.0.1", Launcher::OpenMpi));
+        assert!(MADE_UP_PORTS.contains(&ranks.port));
+        // Over several machines somebody must say where rank 0 is.
+        let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
+        let missing = LaunchError::Missing { present: "OMPI_COMM_WORLD_RANK", missing: "MASTER_ADDR" };
+        assert_eq!(parse(&spread), Err(missing));
+        assert_eq!(parse(&with(&spread, "MASTER_ADDR", "a")).unwrap().unwrap().host, "a");
+    }
+
+    #[test]
+    fn slurms_variables() {
+        let ranks = parse(&SLURM).unwrap().unwrap();
+        assert_eq!((ranks.rank, ranks.world_size, ranks.local_rank), (2, 16, 2));
+        assert_eq!((ranks.host.as_str(), ranks.launcher), ("gpu-007", Launcher::Slurm));
+        assert_ne!(ranks.port, parse(&with(&SLURM, "SLURM_JOB_ID", "4712")).unwrap().unwrap().port);
+        // A batch script is no rank, and neither is a step of one task.
+        assert_eq!(parse(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16")]), Ok(None));
+        assert_eq!(parse(&with(&SLURM, "SLURM_STEP_NUM_TASKS", "1")), Ok(None));
+    }
+
+    #[test]
+    fn lists_of_nodes() {
+        let cases = [("n1", "n1"), ("n1,n2", "n1"), ("r-[07-09,12],x", "r-07"), ("a[1,2]b,c", "a1b"), ("x,a[1-2]", "x")];
+        for (list, first) in cases.into_iter().chain([("a[1-2]b[3-4]", "a1b3")]) {
+            assert_eq!(first_node(list).as_deref(), Some(first), "{list}");
+        }
+        assert_eq!(first_node(""), None);
+        assert_eq!(first_node("a[1-2"), None);
+    }
+
+    #[test]
+    fn what_is_missing_or_wrong_is_named() {
+        assert_eq!(parse(&[]), Ok(None));
+        for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+            let rest: Vec<_> = TORCHRUN.into_iter().filter(|(n, _)| *n != name).collect();
+            let error = parse(&rest).unwrap_err();
+            assert!(matches!(error, LaunchError::Missing { missing, .. } if missing == name), "{name}: {error}");
+            assert!(parse(&with(&TORCHRUN, name, "")).is_err(), "{name}");
+        }
+        for (name, value) in [("RANK", "-1"), ("WORLD_SIZE", "two"), ("MASTER_PORT", "70000"), ("LOCAL_RANK", "x")] {
+            let error = parse(&with(&TORCHRUN, name, value)).unwrap_err();
+            assert!(matches!(&error, LaunchError::Value { variable, .. } if *variable == name), "{error}");
+            assert!(error.to_string().contains(value), "{error}");
+        }
+        let beyond = LaunchError::Rank { variable: "RANK", rank: 8, world_size: 8 };
+        assert_eq!(parse(&with(&TORCHRUN, "RANK", "8")), Err(beyond));
+    }
+
+    proptest! {
+        #[test]
+        fn any_list_of_nodes_gives_a_node_or_none(list in "[a-c0-2\\[\\],-]{0,12}") {
+            if let Some(node) = first_node(&list) {
+                prop_assert!(!node.contains(','), "{node}");
+            }
+        }
+    }
+}
