@@ -14,6 +14,7 @@ mod past_cache;
 mod prefetch;
 mod reduce;
 pub mod slow;
+mod solo;
 pub mod threads;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight};
@@ -22,3 +23,4 @@ pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use nccl::RendezvousError;
 pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport, UnitGather, Unsharded};
+pub use solo::Solo;

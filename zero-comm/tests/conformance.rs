@@ -4,6 +4,7 @@ mod common;
 
 use common::on_ranks;
 use zero_alloc::host::HostDevice;
+use zero_comm::Solo;
 use zero_comm::conformance::{Plan, check};
 use zero_comm::threads::Options;
 
@@ -25,4 +26,11 @@ fn threads_conform_with_few_ranks() {
 #[test]
 fn threads_conform_with_many_ranks() {
     run(5..=16, 14);
+}
+
+#[test]
+fn one_rank_alone_conforms() {
+    let device = HostDevice::new();
+    let stream = zero_alloc::device::Device::create_stream(&device, "comm").unwrap();
+    check(&device, &Solo::new(device.clone()), &stream, Plan { cases: 200, ..Plan::default() }).unwrap();
 }

@@ -45,7 +45,9 @@ pub enum RendezvousError {
         expected: usize,
     },
     /// Ranks run different versions of this program.
-    #[error("rank {rank} speaks version {says} of this protocol, rank 0 version {expected}: they run different builds")]
+    #[error(
+        "rank {rank} speaks version {says} of this protocol, rank 0 version {expected}: they run different builds"
+    )]
     Version {
         /// Which rank.
         rank: usize,

@@ -190,7 +190,8 @@ impl Hub {
             Some(CommError::Stalled { sequence, call: Box::new(call.clone()), rank, limit, done })
         };
         stalled(&|member| member.called).or_else(|| stalled(&|member| member.reached)).unwrap_or_else(|| {
-            let message = format!("collective {sequence}, {call}: all ranks are in it, and it did not end within {limit:?}");
+            let message =
+                format!("collective {sequence}, {call}: all ranks are in it, and it did not end within {limit:?}");
             CommError::Peer { rank, message }
         })
     }
@@ -200,13 +201,18 @@ impl Hub {
         let Some(place) = group.place(rank) else { return Vec::new() };
         group.members[place].left = Some(done);
         let waited_for = group.open.range(done..).next().map(|(&sequence, (_, call))| (sequence, call.clone()));
-        if group.members.iter().all(|member| member.left.is_some()) && waited_for.is_none() {
-            self.groups.remove(&context);
-        }
-        match waited_for {
-            Some((sequence, call)) => self.fail(CommError::Left { sequence, call: Box::new(call), rank, done }),
-            None => Vec::new(),
-        }
+        let split = group.splits.keys().next().copied();
+        let error = match (waited_for, split) {
+            (Some((sequence, call)), _) => CommError::Left { sequence, call: Box::new(call), rank, done },
+            (None, Some(number)) => left_before(rank, context, number),
+            (None, None) => {
+                if group.members.iter().all(|member| member.left.is_some()) {
+                    self.groups.remove(&context);
+                }
+                return Vec::new();
+            }
+        };
+        self.fail(error)
     }
 
     /// The connection of `rank` ended, or says nothing any more: `how`.
@@ -232,9 +238,8 @@ impl Hub {
         let Some(place) = group.place(rank) else { return Vec::new() };
         let n = group.ranks.len();
         if let Some(gone) = group.members.iter().position(|member| member.left.is_some()) {
-            let message = format!("left communicator {context} before split {number}");
             let rank = group.ranks[gone];
-            return self.fail(CommError::Peer { rank, message });
+            return self.fail(left_before(rank, context, number));
         }
         let wishes = group.splits.entry(number).or_insert_with(|| vec![None; n]);
         wishes[place] = Some(wish);
@@ -255,6 +260,10 @@ impl Hub {
         let wishes = group.splits.get(&number)?;
         wishes.iter().position(Option::is_none).map(|place| group.ranks[place])
     }
+}
+
+fn left_before(rank: usize, context: Context, number: u64) -> CommError {
+    CommError::Peer { rank, message: format!("left communicator {context} before its split {number}") }
 }
 
 /// The colors of a split, in order.

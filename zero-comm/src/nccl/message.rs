@@ -199,7 +199,8 @@ impl Reader<'_> {
             2 => RendezvousError::Library { rank: self.size()?, says: self.word()?, expected: self.word()? },
             kind @ (3 | 6) => {
                 let rank = self.size()?;
-                (self.word()?, self.word()?);
+                self.word()?;
+                self.word()?;
                 if kind == 3 { RendezvousError::Twice { rank } } else { RendezvousError::Died { rank } }
             }
             4 => {

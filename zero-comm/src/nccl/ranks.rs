@@ -87,7 +87,11 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         (self.0)(name).filter(|value| !value.is_empty())
     }
 
-    fn number<T: std::str::FromStr>(&self, name: &'static str, expected: &'static str) -> Result<Option<T>, LaunchError> {
+    fn number<T: std::str::FromStr>(
+        &self,
+        name: &'static str,
+        expected: &'static str,
+    ) -> Result<Option<T>, LaunchError> {
         let Some(value) = self.text(name) else { return Ok(None) };
         value.trim().parse().map(Some).map_err(|_| LaunchError::Value { variable: name, value, expected })
     }
@@ -202,8 +206,13 @@ mod tests {
         Ranks::parse(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))
     }
 
-    const TORCHRUN: [(&str, &str); 5] =
-        [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "node-0"), ("MASTER_PORT", "29500")];
+    const TORCHRUN: [(&str, &str); 5] = [
+        ("RANK", "5"),
+        ("WORLD_SIZE", "8"),
+        ("LOCAL_RANK", "1"),
+        ("MASTER_ADDR", "node-0"),
+        ("MASTER_PORT", "29500"),
+    ];
     const OPEN_MPI: [(&str, &str); 4] = [
         ("OMPI_COMM_WORLD_RANK", "3"),
         ("OMPI_COMM_WORLD_SIZE", "4"),
@@ -263,7 +272,8 @@ mod tests {
 
     #[test]
     fn lists_of_nodes() {
-        let cases = [("n1", "n1"), ("n1,n2", "n1"), ("r-[07-09,12],x", "r-07"), ("a[1,2]b,c", "a1b"), ("x,a[1-2]", "x")];
+        let cases =
+            [("n1", "n1"), ("n1,n2", "n1"), ("r-[07-09,12],x", "r-07"), ("a[1,2]b,c", "a1b"), ("x,a[1-2]", "x")];
         for (list, first) in cases.into_iter().chain([("a[1-2]b[3-4]", "a1b3")]) {
             assert_eq!(first_node(list).as_deref(), Some(first), "{list}");
         }

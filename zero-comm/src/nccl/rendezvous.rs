@@ -76,10 +76,16 @@ fn connect(ranks: &Ranks, address: &str, limit: Duration) -> Result<TcpStream, R
     let mut pause = PAUSES[0];
     loop {
         // Names are resolved anew: in a cluster a node's name may come later than its peers.
+        let most = limit.saturating_sub(begun.elapsed()).clamp(PAUSES[0], ATTEMPT);
         let attempt = (ranks.host.as_str(), ranks.port).to_socket_addrs().and_then(|addresses| {
-            let none = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            let most = limit.saturating_sub(begun.elapsed()).clamp(PAUSES[0], ATTEMPT);
-            addresses.fold(Err(none), |done, to| done.or_else(|_| TcpStream::connect_timeout(&to, most)))
+            let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+            for address in addresses {
+                match TcpStream::connect_timeout(&address, most) {
+                    Ok(stream) => return Ok(stream),
+                    Err(error) => last = error,
+                }
+            }
+            Err(last)
         });
         let error = match attempt {
             Ok(stream) => return Ok(stream),

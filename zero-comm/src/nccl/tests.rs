@@ -172,7 +172,10 @@ fn an_address_in_use_and_one_where_nobody_listens_are_errors() {
     assert!(refused.to_string().contains("MASTER_PORT"));
     drop(taken);
     let refused = refusal(join_as(&ranks(1, 2, port), SHORT));
-    assert!(matches!(&refused, RendezvousError::Unreachable { rank: 1, address: a, .. } if *a == address), "{refused}");
+    assert!(
+        matches!(&refused, RendezvousError::Unreachable { rank: 1, address: a, .. } if *a == address),
+        "{refused}"
+    );
     let nowhere = Ranks { host: "no-such-host.invalid".to_owned(), ..ranks(1, 2, port) };
     assert!(matches!(refusal(join_as(&nowhere, SHORT)), RendezvousError::Unreachable { .. }));
     let not_here = Ranks { host: "no-such-host.invalid".to_owned(), ..ranks(0, 2, port) };
@@ -271,7 +274,8 @@ fn ranks_that_do_the_same_part_without_a_failure() {
 
 #[test]
 fn different_calls_of_one_number_end_all_ranks_with_both() {
-    let others = [call(Collective::Broadcast, 7), call(Collective::AllReduce, 8), Call { dtype: DType::U8, ..broadcast(8) }];
+    let others =
+        [call(Collective::Broadcast, 7), call(Collective::AllReduce, 8), Call { dtype: DType::U8, ..broadcast(8) }];
     for other in others {
         let errors = on_ranks(3, |ranks| {
             let rank = Rank::start(&ranks, LONG);
@@ -465,7 +469,10 @@ fn a_split_that_a_rank_does_not_come_to_ends_all() {
             }
             let rank = Rank::start(&ranks, if how == "stalls" { SHORT } else { LONG });
             if ranks.rank != 1 {
-                return Some(rank.world.split(0, 0, (Some(0), 0)).unwrap_err());
+                let begun = Instant::now();
+                let error = rank.world.split(0, 0, (Some(0), 0)).unwrap_err();
+                assert!(begun.elapsed() < LONG / 2, "{how}: {:?}", begun.elapsed());
+                return Some(error);
             }
             if how == "leaves" {
                 rank.world.close(0, 0);
@@ -476,7 +483,7 @@ fn a_split_that_a_rank_does_not_come_to_ends_all() {
         for (rank, error) in errors.iter().enumerate() {
             match error {
                 Some(CommError::Peer { rank: 1, message }) => {
-                    assert!(how == "dies" || message.contains("split 0"), "{message}");
+                    assert!(how == "dies" || message.contains("split 0"), "{how}: {message}");
                 }
                 None if rank == 1 && how != "stalls" => {}
                 _ => panic!("{how}: rank {rank}: {error:?}"),

@@ -236,7 +236,9 @@ impl Shared {
                 return Some(result);
             }
             match deadline {
-                Some(deadline) if self.changed.wait_until(&mut state, deadline).timed_out() => return ready(&mut state),
+                Some(deadline) if self.changed.wait_until(&mut state, deadline).timed_out() => {
+                    return ready(&mut state);
+                }
                 Some(_) => {}
                 None => self.changed.wait(&mut state),
             }
@@ -382,10 +384,12 @@ impl Watcher {
     fn end(&self) {
         let mut state = self.shared.state.lock();
         let Some(failure) = state.failure.clone() else { return };
-        let open: Vec<_> = state.open.values_mut().map(|o| (Arc::clone(&o.transport), std::mem::take(&mut o.operations))).collect();
+        let open: Vec<_> =
+            state.open.values_mut().map(|o| (Arc::clone(&o.transport), std::mem::take(&mut o.operations))).collect();
         drop(state);
         for (transport, operations) in open {
-            operations.into_iter().for_each(|operation| (operation.poison)(&failure));
+            let broken_off = operations.into_iter().filter(|operation| !matches!((operation.ended)(), Ok(true)));
+            broken_off.for_each(|operation| (operation.poison)(&failure));
             transport.abort();
         }
         self.shared.changed.notify_all();

@@ -1,0 +1,212 @@
+//! NCCL's library, found at run time, and its functions.
+//!
+//! The types are cudarc's, made from NVIDIA's headers. Its functions are not used: they panic where the library or a
+//! function is missing, return codes as a Rust enum that a newer library's code does not fit, and never try the one
+//! name that NCCL's packages install, `libnccl.so.2`. What they are good for is below: each function here has the
+//! parameters that cudarc's has, or this file does not compile.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use cudarc::nccl::sys;
+use libloading::Library;
+
+use super::error::version_text;
+use crate::CommError;
+
+/// `ncclSuccess` and `ncclInProgress`.
+pub(super) const SUCCESS: c_int = 0;
+pub(super) const IN_PROGRESS: c_int = 7;
+
+/// The oldest NCCL that splits communicators: 2.18.
+const OLDEST: c_int = 21_800;
+
+macro_rules! get {
+    ($library:ident, $path:ident, $symbol:ident) => {{
+        // SAFETY: the field that this goes to has the function's signature as NVIDIA's headers have it; the library
+        // is never unloaded.
+        let found = unsafe { $library.get(concat!(stringify!($symbol), "\0").as_bytes()) };
+        *found.map_err(|error| missing($path, stringify!($symbol), &error))?
+    }};
+}
+
+macro_rules! table {
+    ($($field:ident = $symbol:ident($($arg:ty),*);)*) => {
+        /// The functions that are used.
+        pub(super) struct Table {
+            $(pub(super) $field: unsafe extern "C" fn($($arg),*) -> c_int,)*
+            /// Takes any code, so it does not take cudarc's enum.
+            error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+            last_error: unsafe extern "C" fn(sys::ncclComm_t) -> *const c_char,
+            /// The code is written as a number, whichever it is.
+            pub(super) async_error: unsafe extern "C" fn(sys::ncclComm_t, *mut c_int) -> c_int,
+            /// Since 2.19.
+            pub(super) register: Option<Register>,
+            pub(super) deregister: Option<unsafe extern "C" fn(sys::ncclComm_t, *mut c_void) -> c_int>,
+        }
+
+        $(const _: unsafe fn($($arg),*) -> sys::ncclResult_t = sys::$symbol;)*
+
+        impl Table {
+            fn load(library: &Library, path: &str) -> Result<Self, CommError> {
+                Ok(Self {
+                    $($field: get!(library, path, $symbol),)*
+                    error_string: get!(library, path, ncclGetErrorString),
+                    last_error: get!(library, path, ncclGetLastError),
+                    async_error: get!(library, path, ncclCommGetAsyncError),
+                    // SAFETY: as for the others.
+                    register: unsafe { library.get(b"ncclCommRegister\0") }.ok().map(|f| *f),
+                    // SAFETY: as for the others.
+                    deregister: unsafe { library.get(b"ncclCommDeregister\0") }.ok().map(|f| *f),
+                })
+            }
+        }
+    };
+}
+
+/// `ncclCommRegister`.
+pub(super) type Register = unsafe extern "C" fn(sys::ncclComm_t, *mut c_void, usize, *mut *mut c_void) -> c_int;
+
+table! {
+    get_version = ncclGetVersion(*mut c_int);
+    get_unique_id = ncclGetUniqueId(*mut sys::ncclUniqueId);
+    init = ncclCommInitRankConfig(*mut sys::ncclComm_t, c_int, sys::ncclUniqueId, c_int, *mut sys::ncclConfig_t);
+    split = ncclCommSplit(sys::ncclComm_t, c_int, c_int, *mut sys::ncclComm_t, *mut sys::ncclConfig_t);
+    finalize = ncclCommFinalize(sys::ncclComm_t);
+    destroy = ncclCommDestroy(sys::ncclComm_t);
+    abort = ncclCommAbort(sys::ncclComm_t);
+    group_start = ncclGroupStart();
+    group_end = ncclGroupEnd();
+    all_reduce = ncclAllReduce(
+        *const c_void, *mut c_void, usize, sys::ncclDataType_t, sys::ncclRedOp_t, sys::ncclComm_t, sys::cudaStream_t
+    );
+    reduce = ncclReduce(
+        *const c_void, *mut c_void, usize, sys::ncclDataType_t, sys::ncclRedOp_t, c_int, sys::ncclComm_t, sys::cudaStream_t
+    );
+    reduce_scatter = ncclReduceScatter(
+        *const c_void, *mut c_void, usize, sys::ncclDataType_t, sys::ncclRedOp_t, sys::ncclComm_t, sys::cudaStream_t
+    );
+    all_gather = ncclAllGather(
+        *const c_void, *mut c_void, usize, sys::ncclDataType_t, sys::ncclComm_t, sys::cudaStream_t
+    );
+    broadcast = ncclBroadcast(
+        *const c_void, *mut c_void, usize, sys::ncclDataType_t, c_int, sys::ncclComm_t, sys::cudaStream_t
+    );
+    send = ncclSend(*const c_void, usize, sys::ncclDataType_t, c_int, sys::ncclComm_t, sys::cudaStream_t);
+    receive = ncclRecv(*mut c_void, usize, sys::ncclDataType_t, c_int, sys::ncclComm_t, sys::cudaStream_t);
+}
+
+fn missing(path: &str, symbol: &str, error: &libloading::Error) -> CommError {
+    back_end(format!("{path} has no function {symbol} ({error}); it is too old, or not NCCL"))
+}
+
+pub(super) fn back_end(message: String) -> CommError {
+    CommError::BackEnd { back_end: "nccl", message }
+}
+
+/// The library's names, best first: `ZERO_NCCL` alone if it is set.
+fn candidates(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let usual = || ["libnccl.so.2", "libnccl.so"].map(str::to_owned).to_vec();
+    variable("ZERO_NCCL").map_or_else(usual, |path| vec![path])
+}
+
+/// NCCL.
+pub(super) struct Nccl {
+    pub(super) table: Table,
+    /// 23007 is 2.30.7.
+    pub(super) version: c_int,
+}
+
+impl Nccl {
+    /// The library of this machine; looked for once in a process.
+    pub(super) fn get() -> Result<&'static Self, CommError> {
+        static FOUND: OnceLock<Result<Nccl, CommError>> = OnceLock::new();
+        let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        FOUND.get_or_init(|| Self::find_among(&candidates(set))).as_ref().map_err(Clone::clone)
+    }
+
+    /// Loads the first library of `paths` that loads.
+    fn find_among(paths: &[String]) -> Result<Self, CommError> {
+        let mut tried = Vec::new();
+        for path in paths {
+            // SAFETY: loading runs the library's initialisers; the names are NCCL's, or the user's choice.
+            match unsafe { Library::new(path) } {
+                Ok(library) => return Self::new(library, path),
+                Err(error) => tried.push(format!("{path} ({error})")),
+            }
+        }
+        Err(CommError::NoLibrary { name: "NCCL", tried })
+    }
+
+    fn new(library: Library, path: &str) -> Result<Self, CommError> {
+        let table = Table::load(&library, path)?;
+        // NCCL has threads of its own: it is never unloaded.
+        std::mem::forget(library);
+        let mut version = 0;
+        // SAFETY: writes one number.
+        let code = unsafe { (table.get_version)(&raw mut version) };
+        let nccl = Self { table, version };
+        nccl.check("ncclGetVersion", code)?;
+        if version < OLDEST {
+            let (has, needs) = (version_text(version as u64), version_text(OLDEST as u64));
+            return Err(back_end(format!("{path} is NCCL {has}; {needs} is the oldest that can be used")));
+        }
+        Ok(nccl)
+    }
+
+    /// An error for any code but success. (Calls of a communicator that does not block may also be in progress.)
+    pub(super) fn check(&self, call: &str, code: c_int) -> Result<(), CommError> {
+        if code == SUCCESS { Ok(()) } else { Err(back_end(self.message(call, code))) }
+    }
+
+    /// NCCL's own words for a code, and for what led to it.
+    pub(super) fn message(&self, call: &str, code: c_int) -> String {
+        // SAFETY: takes any code, returns a static string.
+        let name = text(unsafe { (self.table.error_string)(code) });
+        // SAFETY: the communicator is not used; returns a string that stays until the next error of this thread.
+        let detail = text(unsafe { (self.table.last_error)(std::ptr::null_mut()) });
+        let name = name.unwrap_or_else(|| format!("error {code}"));
+        match detail.map(|detail| detail.trim().to_owned()).filter(|detail| !detail.is_empty()) {
+            Some(detail) => format!("{call}: {name}: {detail}"),
+            None => format!("{call}: {name}"),
+        }
+    }
+}
+
+fn text(text: *const c_char) -> Option<String> {
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: a string of the library, which is never unloaded.
+    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_alone_counts_where_it_is_set() {
+        assert_eq!(candidates(|_| None), ["libnccl.so.2", "libnccl.so"]);
+        assert_eq!(candidates(|name| (name == "ZERO_NCCL").then(|| "/opt/mine.so".to_owned())), ["/opt/mine.so"]);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "loads a library")]
+    fn a_missing_library_is_an_error_that_names_what_was_tried() {
+        let paths = ["libno-such-nccl.so.2".to_owned(), "libnor-this.so".to_owned()];
+        let Err(error) = Nccl::find_among(&paths) else { panic!("there is no such library") };
+        let CommError::NoLibrary { name: "NCCL", tried } = &error else { panic!("{error}") };
+        assert_eq!(tried.len(), 2);
+        let text = error.to_string();
+        assert!(text.contains("libno-such-nccl.so.2") && text.contains("libnor-this.so"), "{text}");
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    #[cfg_attr(miri, ignore = "loads a library")]
+    fn another_library_in_its_place_is_an_error_that_names_the_function() {
+        let Err(error) = Nccl::find_among(&["libc.so.6".to_owned()]) else { panic!("libc is not NCCL") };
+        assert!(error.to_string().contains("libc.so.6 has no function ncclGetVersion"), "{error}");
+    }
+}
