@@ -97,11 +97,16 @@ table! {
 }
 
 fn missing(path: &str, symbol: &str, error: &libloading::Error) -> CommError {
-    back_end(format!("{path} has no function {symbol} ({error}); it is too old, or not NCCL"))
+    back_end(format!("{path} has no function {symbol} ({}); it is too old, or not NCCL", words(error)))
 }
 
 pub(super) fn back_end(message: String) -> CommError {
     CommError::BackEnd { back_end: "nccl", message }
+}
+
+/// The loader's own words, which lie below the error's.
+fn words(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// The library's names, best first: `ZERO_NCCL` alone if it is set.
@@ -132,7 +137,7 @@ impl Nccl {
             // SAFETY: loading runs the library's initialisers; the names are NCCL's, or the user's choice.
             match unsafe { Library::new(path) } {
                 Ok(library) => return Self::new(library, path),
-                Err(error) => tried.push(format!("{path} ({error})")),
+                Err(error) => tried.push(format!("{path} ({})", words(&error))),
             }
         }
         Err(CommError::NoLibrary { name: "NCCL", tried })
