@@ -31,7 +31,7 @@ pub(super) struct Clock {
 impl Clock {
     /// Sets the two clocks against each other; this waits for an otherwise idle stream.
     pub(super) fn new(context: &Arc<Context>, timeline: Timeline) -> Result<Self, DeviceError> {
-        let queue = Queue::new(context)?;
+        let queue = Queue::new(context, false)?;
         let point = queue.record(true)?;
         Deadline::after(ANCHOR_LIMIT).wait(|| "the clock of a timeline".into(), || point.query())?;
         let anchor = Mutex::new(Anchor { point: Arc::new(point), at: timeline.now() });

@@ -175,6 +175,15 @@ impl CudaDevice {
         self.shared.context.bind()
     }
 
+    /// A stream whose blocks the device schedules before those of other streams: for communication, which otherwise
+    /// waits for compute to drain.
+    ///
+    /// # Errors
+    /// The driver failed.
+    pub fn create_urgent_stream(&self, name: &str) -> Result<CudaStream, DeviceError> {
+        self.stream_on(Queue::new(&self.shared.context, true)?, name)
+    }
+
     /// Loads kernels: a cubin or fatbin for this device, or PTX that ends in a zero byte.
     ///
     /// # Errors
@@ -203,7 +212,7 @@ impl CudaDevice {
     fn allocations(&self) -> Result<&Queue, DeviceError> {
         if self.shared.allocations.get().is_none() {
             // Another thread may be first: then this one goes.
-            let _ = self.shared.allocations.set(Queue::new(&self.shared.context)?);
+            let _ = self.shared.allocations.set(Queue::new(&self.shared.context, false)?);
         }
         let none = || DeviceError::Driver { call: "cuStreamCreate", message: "no stream for allocations".into() };
         self.shared.allocations.get().ok_or_else(none)
@@ -264,7 +273,7 @@ impl Device for CudaDevice {
     }
 
     fn create_stream(&self, name: &str) -> Result<CudaStream, DeviceError> {
-        self.stream_on(Queue::new(&self.shared.context)?, name)
+        self.stream_on(Queue::new(&self.shared.context, false)?, name)
     }
 
     /// Either side may be [`PinnedMemory`](super::PinnedMemory) instead of device memory.

@@ -52,13 +52,12 @@ impl Sticky {
     /// Notes that `op`, enqueued at `position`, failed; gives the stream's first failure. A limit that passed is no
     /// failure of the stream.
     pub(super) fn fail(&self, stream: &str, op: &str, position: u64, error: DeviceError) -> DeviceError {
-        let named = match error {
-            DeviceError::TimedOut { .. } => return error,
-            DeviceError::Operation { .. } | DeviceError::Panicked { .. } => error,
-            error => DeviceError::Operation { stream: stream.into(), op: op.into(), message: error.to_string() },
-        };
-        self.adopt(position, &named);
-        self.check().err().unwrap_or(named)
+        let named = named(stream, op, error);
+        if !matches!(named, DeviceError::TimedOut { .. }) {
+            self.adopt(position, &named);
+            return self.check().err().unwrap_or(named);
+        }
+        named
     }
 
     fn adopt(&self, position: u64, error: &DeviceError) {
@@ -91,6 +90,14 @@ impl Sticky {
         for (stream, from) in waiting {
             stream.adopt(from, error);
         }
+    }
+}
+
+/// The error with the names of the stream and the operation, where it has none yet.
+pub(super) fn named(stream: &str, op: &str, error: DeviceError) -> DeviceError {
+    match error {
+        DeviceError::TimedOut { .. } | DeviceError::Operation { .. } | DeviceError::Panicked { .. } => error,
+        error => DeviceError::Operation { stream: stream.into(), op: op.into(), message: error.to_string() },
     }
 }
 

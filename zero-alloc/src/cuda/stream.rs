@@ -10,7 +10,7 @@ use super::CudaEvent;
 use super::clock::Clock;
 use super::driver::Queue;
 use super::poll::Deadline;
-use super::sticky::Sticky;
+use super::sticky::{Sticky, named};
 use crate::device::{DeviceError, Stream, next_stream_id, run_named};
 
 /// A recording of operations that is going on, or is over.
@@ -101,7 +101,11 @@ impl CudaStream {
         let sticky = &self.0.sticky;
         sticky.check()?;
         let position = sticky.position();
-        enqueue().map_err(|error| sticky.fail(&self.0.name, op, position, error))
+        enqueue().map_err(|error| match self.capture_now() {
+            // What cannot be recorded fails the recording, not the stream.
+            Some(_) => named(&self.0.name, op, error),
+            None => sticky.fail(&self.0.name, op, position, error),
+        })
     }
 
     /// Enqueues an operation of the host, which a thread of the driver runs in the stream's order; `label` names it in

@@ -91,3 +91,31 @@ fn what_cannot_be_recorded_into_a_cuda_graph_is_an_error_and_ends_it() {
     // Refusals are no failures of the stream.
     assert_eq!(read(&device, &stream, &x), [1.0; 10]);
 }
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_failure_while_a_cuda_graph_is_recorded_is_none_of_the_stream() {
+    let device = open();
+    let (stream, other) =
+        (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let x = floats(&pool, &stream, 10, 1.0);
+    let refused = stream.capture(|| {
+        // SAFETY: no launch: there are no blocks of 4096 threads.
+        unsafe { function.launch(&stream, [1; 3], [4096, 1, 1], 0, &mut []) }
+    });
+    let error = refused.expect_err("there are no such blocks").to_string();
+    assert!(error.starts_with("scale_add on stream a: cuLaunchKernel"), "{error}");
+    // A stream that was drawn in and did not come back is an error too, and both are free again.
+    let lost = stream.capture(|| {
+        other.wait(&stream.record()?)?;
+        launch(&function, &other, slice(&x), 2.0, 0.0)
+    });
+    assert!(lost.is_err());
+    for stream in [&stream, &other] {
+        launch(&function, stream, slice(&x), 2.0, 0.0).expect("enqueued");
+        stream.synchronize(LIMIT).expect("ran");
+    }
+    assert_eq!(read(&device, &stream, &x), [4.0; 10]);
+}

@@ -3,10 +3,12 @@
 //!
 //! They need a device (`cargo gpu-test`); without one, the stand-in of `integration-tests/stand-ins` will do.
 
+mod faults;
 mod graphs;
 mod handles;
 mod kernels;
 mod leaks;
+mod limits;
 mod pinned;
 mod timelines;
 

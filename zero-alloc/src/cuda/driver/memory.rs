@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
 use super::{Context, Queue};
 use crate::device::{DeviceError, Page, VirtualMemory};
@@ -110,7 +111,11 @@ struct PageProperties {
     handles: sys::CUmemAllocationHandleType,
     location: Location,
     win32: *mut std::ffi::c_void,
-    flags: u64,
+    compression: u8,
+    /// Network cards may read and write the pages directly.
+    network: u8,
+    usage: u16,
+    reserved: [u8; 4],
 }
 
 #[repr(C)]
@@ -128,6 +133,7 @@ const _: () = assert!(size_of::<Access>() == size_of::<sys::CUmemAccessDesc>());
 pub(in super::super) struct Pages {
     context: Arc<Context>,
     page_bytes: usize,
+    network: bool,
 }
 
 impl std::fmt::Debug for Pages {
@@ -139,7 +145,9 @@ impl std::fmt::Debug for Pages {
 impl Pages {
     /// Pages as large as the device likes them.
     pub(in super::super) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
-        let mut pages = Self { context: Arc::clone(context), page_bytes: 0 };
+        let network = Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+        let network = context.attribute(network)? == 1;
+        let mut pages = Self { context: Arc::clone(context), page_bytes: 0, network };
         context.bind()?;
         let (properties, mut bytes) = (pages.properties(), 0usize);
         let recommended = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
@@ -165,7 +173,10 @@ impl Pages {
             handles: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
             location: self.location(),
             win32: std::ptr::null_mut(),
-            flags: 0,
+            compression: 0,
+            network: u8::from(self.network),
+            usage: 0,
+            reserved: [0; 4],
         }
     }
 }

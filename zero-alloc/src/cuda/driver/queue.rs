@@ -1,6 +1,6 @@
 //! Streams, events, and recorded graphs.
 
-use std::ffi::{c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
 
 use cudarc::driver::sys;
@@ -29,12 +29,15 @@ unsafe impl Send for Queue {}
 unsafe impl Sync for Queue {}
 
 impl Queue {
-    pub(in super::super) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
+    /// A stream whose blocks are scheduled before those of others if it is `urgent`.
+    pub(in super::super) fn new(context: &Arc<Context>, urgent: bool) -> Result<Self, DeviceError> {
         context.bind()?;
         let mut raw = std::ptr::null_mut();
+        // 0 is the least; lower is more urgent, and the driver takes its greatest for what is beyond that.
+        let priority = if urgent { c_int::MIN } else { 0 };
         // SAFETY: writes one handle.
-        let code = unsafe { (context.driver.table.cuStreamCreate)(&raw mut raw, NON_BLOCKING) };
-        context.driver.check("cuStreamCreate", code)?;
+        let code = unsafe { (context.driver.table.cuStreamCreateWithPriority)(&raw mut raw, NON_BLOCKING, priority) };
+        context.driver.check("cuStreamCreateWithPriority", code)?;
         Ok(Self { context: Arc::clone(context), raw, owned: true })
     }
 

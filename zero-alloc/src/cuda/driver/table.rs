@@ -97,7 +97,7 @@ table! {
     cuLaunchHostFunc(sys::CUstream, sys::CUhostFn, *mut c_void);
     cuMemsetD8Async(sys::CUdeviceptr, u8, usize, sys::CUstream);
 
-    cuStreamCreate(*mut sys::CUstream, c_uint);
+    cuStreamCreateWithPriority(*mut sys::CUstream, c_uint, c_int);
     cuStreamDestroy_v2(sys::CUstream);
     cuStreamGetCtx(sys::CUstream, *mut sys::CUcontext);
     cuStreamWaitEvent(sys::CUstream, sys::CUevent, c_uint);

@@ -1,0 +1,57 @@
+//! Faults of the device. They are final for the process's context, so each is made in a process of its own: the test
+//! starts itself again.
+
+use std::process::Command;
+
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
+
+use crate::kernels::{launch, scale_add};
+use crate::{LIMIT, floats, open, slice};
+
+const IN_CHILD: &str = "ZERO_ALLOC_TEST_FAULT";
+
+/// Runs `test` of this program in another process, which finds [`IN_CHILD`] set.
+fn run_in_child(test: &str) {
+    let program = std::env::current_exe().expect("this program");
+    let run = Command::new(program)
+        .args(["--ignored", "--exact", test, "--nocapture"])
+        .env(IN_CHILD, "1")
+        .output()
+        .expect("it starts");
+    let said = String::from_utf8_lossy(&run.stdout).into_owned() + &String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success() && said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_fault_of_a_cuda_kernel_is_named_sticks_everywhere_and_nothing_hangs() {
+    if std::env::var_os(IN_CHILD).is_none() {
+        run_in_child("faults::a_fault_of_a_cuda_kernel_is_named_sticks_everywhere_and_nothing_hangs");
+        return;
+    }
+    let device = open();
+    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let x = floats(&pool, &a, 10, 1.0);
+    let before = a.record().expect("recorded");
+    before.synchronize(LIMIT).expect("reached");
+    // SAFETY: not memory at all: the fault is what is looked at.
+    let nowhere = unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(1 << 60), 10, DType::F32) };
+    launch(&function, &a, nowhere, 1.0, 0.0).expect("enqueued");
+    let after = a.record().expect("recorded");
+    let error = after.synchronize(LIMIT).expect_err("it faulted");
+    let DeviceError::Operation { stream, message, .. } = &error else { panic!("{error}") };
+    assert_eq!(stream, "a");
+    assert!(message.contains("CUDA_ERROR_"), "{message}");
+    assert_eq!(a.synchronize(LIMIT), Err(error.clone()));
+    assert_eq!(after.is_done(), Err(error));
+    // What was known to have run has run.
+    assert_eq!(before.is_done(), Ok(true));
+    // The device is lost for every stream of the process.
+    let lost = device.upload(&b, &[0; 40], slice(&x), LIMIT).expect_err("the context is lost");
+    assert!(lost.to_string().contains("CUDA_ERROR_"), "{lost}");
+    // Everything goes without hanging or crashing.
+    drop((x, pool, before, after, a, b, function, device));
+}
