@@ -3,7 +3,6 @@
 use thiserror::Error;
 use zero_alloc::device::{DType, DeviceError};
 use zero_kernels::KernelError;
-use zero_kernels::cuda::CudaError;
 
 use super::matmul::LibraryError;
 
@@ -49,13 +48,10 @@ pub enum OpError {
         /// The type of storage.
         dtype: DType,
     },
-    /// The kernels cannot be compiled.
-    #[error(transparent)]
-    Compile(#[from] CudaError),
     /// Matrix products.
     #[error(transparent)]
     Library(#[from] LibraryError),
-    /// There are no kernels for this type.
+    /// There are no kernels for this type, or they cannot be compiled and loaded.
     #[error(transparent)]
     Kernel(#[from] KernelError),
     /// The device.

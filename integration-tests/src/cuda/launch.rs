@@ -1,11 +1,10 @@
 //! The loaded kernels of one type of storage, and how they are launched.
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 
-use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
+use zero_alloc::cuda::{CudaStream, Function};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
-use zero_kernels::cuda::{Arch, Compile, KernelCache, Span};
+use zero_kernels::cuda::{Arch, Functions, Loader, Span};
 
 use super::error::OpError;
 use super::kernel_files;
@@ -19,7 +18,7 @@ const MAX_BLOCKS: u64 = 132 * 16;
 pub struct OpKernels {
     dtype: DType,
     arch: Arch,
-    functions: HashMap<&'static str, Function>,
+    functions: Functions,
 }
 
 impl std::fmt::Debug for OpKernels {
@@ -29,24 +28,15 @@ impl std::fmt::Debug for OpKernels {
 }
 
 impl OpKernels {
-    /// Compiles what is not in `cache`, and loads all kernels for `dtype` that `device` can run.
+    /// All kernels for `dtype` that the loader's device can run.
     ///
     /// # Errors
     /// No kernels are made for `dtype`, they do not compile, or the driver refuses them.
-    pub fn load(
-        device: &CudaDevice,
-        dtype: DType,
-        compiler: &dyn Compile,
-        cache: &KernelCache,
-    ) -> Result<Self, OpError> {
-        let (major, minor) = device.arch();
-        let arch = Arch(major * 10 + minor);
-        let mut functions = HashMap::new();
+    pub fn load(loader: &Loader, dtype: DType) -> Result<Self, OpError> {
+        let arch = Arch::of_capability(loader.device().arch());
+        let mut functions = Functions::new();
         for file in kernel_files(dtype)?.iter().filter(|file| file.oldest <= arch) {
-            let module = device.load_module(&cache.get(compiler, &file.source, arch)?.image)?;
-            for &entry in file.entries {
-                functions.insert(entry, module.function(entry)?);
-            }
+            functions.extend(loader.load(&file.source, file.entries)?);
         }
         Ok(Self { dtype, arch, functions })
     }

@@ -6,6 +6,8 @@
 mod failures;
 mod identical;
 mod model;
+#[path = "../common/oracle.rs"]
+mod oracle;
 mod overflow;
 mod pytorch;
 mod resume;

@@ -24,14 +24,10 @@ pub const WORKSPACE_BYTES: usize = 32 << 20;
 /// A row-major matrix: rows of `cols` elements, `stride` elements apart.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
-    /// Where it lies; `(rows - 1) * stride + cols` elements are used.
-    pub data: AnySlice,
-    /// Rows.
-    pub rows: usize,
-    /// Columns.
-    pub cols: usize,
-    /// Elements from one row to the next.
-    pub stride: usize,
+    data: AnySlice,
+    rows: usize,
+    cols: usize,
+    stride: usize,
     transposed: bool,
 }
 

@@ -10,10 +10,6 @@ use crate::error::TrainError;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::Gpt2Options;
 
-/// Logits of at most this many bytes are in memory at once: all of them, at the sizes that one GPU trains.
-const LOGITS_BYTES: usize = 4 << 30;
-/// ... and at most this part of the device's memory.
-const LOGITS_PART: usize = 8;
 /// Buffers that share a block start at multiples of this many bytes.
 const ALIGN_BYTES: usize = 256;
 
@@ -87,6 +83,7 @@ impl Buffers {
     pub(super) fn new(
         config: &GptConfig,
         options: &Gpt2Options,
+        logits_bytes: usize,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, TrainError> {
@@ -128,7 +125,7 @@ impl Buffers {
         let head = HeadSlices { out: all.take(row, act), stats: all.floats(2 * tokens) };
 
         let wide = tokens * f.max(3 * c);
-        let logits = logits_elems(config, tokens, act, pool.device().memory_bytes()?.1);
+        let logits = logits_elems(config, tokens, act, logits_bytes);
         let width = f.max(3 * c);
         let partials = layer_norm::workspace_elems(tokens, c).max(column_sums::workspace_elems(tokens, width));
         let parts = [(2 * row + wide + logits, act), (heads + tokens + partials, DType::F32)];
@@ -164,10 +161,9 @@ impl Buffers {
 }
 
 /// Whole rows of logits, as many as there are tokens if they fit.
-fn logits_elems(config: &GptConfig, tokens: usize, act: DType, device_bytes: usize) -> usize {
+fn logits_elems(config: &GptConfig, tokens: usize, act: DType, most_bytes: usize) -> usize {
     let stride = cross_entropy::stride_elems(config.vocab_size);
-    let most = LOGITS_BYTES.min(device_bytes / LOGITS_PART) / act.size_bytes();
-    stride * (most / stride).clamp(1, tokens)
+    stride * (most_bytes / act.size_bytes() / stride).clamp(1, tokens)
 }
 
 /// Bytes of a block with these contents, cut into `parts` parts.

@@ -21,7 +21,7 @@ mod head;
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
-use zero_kernels::cuda::{KernelCache, Nvrtc};
+use zero_kernels::cuda::Loader;
 
 use super::params::UnitParams;
 use super::{Gpt2Options, passes};
@@ -33,6 +33,11 @@ use crate::model::config::GptConfig;
 use crate::model::{Model, Pass};
 use batch::Batches;
 use buffers::{Activations, Buffers};
+
+/// Logits of at most this many bytes are in memory at once: all of them, at the sizes that one GPU trains.
+const LOGITS_BYTES: usize = 4 << 30;
+/// ... and at most this part of the device's memory.
+const LOGITS_PART: usize = 8;
 
 /// A GPT-2 on a GPU.
 pub struct CudaGpt2 {
@@ -73,14 +78,28 @@ impl CudaGpt2 {
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, TrainError> {
+        let logits_bytes = LOGITS_BYTES.min(pool.device().memory_bytes()?.1 / LOGITS_PART);
+        Self::with_logits_bytes(config, options, logits_bytes, pool, stream)
+    }
+
+    /// The same, with no more than `logits_bytes` of logits in memory at once, but at least a row.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn with_logits_bytes(
+        config: GptConfig,
+        options: Gpt2Options,
+        logits_bytes: usize,
+        pool: &Pool<CudaDevice>,
+        stream: &CudaStream,
+    ) -> Result<Self, TrainError> {
         options.validate(&config)?;
         let device = pool.device();
-        let kernels =
-            OpKernels::load(device, options.dtype, &Nvrtc::find().map_err(OpError::from)?, &KernelCache::of_user())?;
+        let kernels = OpKernels::load(&Loader::new(device)?, options.dtype)?;
         let Gpt2Options { micro_batch: batch, seq_len: seq, .. } = options;
         let shape = Shape { batch, seq, heads: config.n_head, d: config.head_dim() };
         let attention = Attention::new(&kernels, shape)?;
-        let buffers = Buffers::new(&config, &options, pool, stream)?;
+        let buffers = Buffers::new(&config, &options, logits_bytes, pool, stream)?;
         let matmul = Matmul::new(device, buffers.matmul_workspace)?;
         let params: Vec<_> = config.units().iter().map(UnitParams::new).collect();
         let batches = Batches::new(device, batch * seq, buffers.batch)?;

@@ -59,9 +59,22 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     if address.is_some() { 0 } else { Failure::NotFound as u32 }
 }
 
+/// `cuGetExportTable` of the CUDA driver: there are none. NVRTC loads the driver and asks for one, and crashes where the
+/// function is missing.
+///
+/// # Safety
+/// `table` is null or valid for a write.
+#[allow(non_snake_case)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetExportTable(table: Out<*const std::ffi::c_void>, _id: *const [u8; 16]) -> u32 {
+    table.put_if_wanted(std::ptr::null());
+    Failure::NotFound as u32
+}
+
 pub(super) fn lookup(name: &str) -> Option<*const std::ffi::c_void> {
     match name {
         "cuGetErrorName" => Some(cuGetErrorName as *const std::ffi::c_void),
+        "cuGetExportTable" => Some(cuGetExportTable as *const std::ffi::c_void),
         "cuGetErrorString" => Some(cuGetErrorString as *const std::ffi::c_void),
         "cuGetProcAddress_v2" => Some(cuGetProcAddress_v2 as *const std::ffi::c_void),
         _ => None,

@@ -1,0 +1,73 @@
+//! Arguments that do not fit are errors that name them, and nothing is enqueued.
+
+use integration_tests::cuda::attention::{Attention, Shape};
+use integration_tests::cuda::matmul::{Epilogue, Matmul, Matrix, Product, WORKSPACE_BYTES};
+use integration_tests::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
+use zero_alloc::device::{DType, Stream};
+
+use crate::gpu::{Gpu, LIMIT};
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn lengths_types_and_sizes_that_do_not_fit() {
+    let gpu = Gpu::open();
+    let ops = gpu.kernels(DType::Bf16);
+    let bf16 = |n| gpu.fresh(n, DType::Bf16);
+    let stream = &gpu.stream;
+
+    let error = gelu::forward(&ops, stream, bf16(8), bf16(9)).unwrap_err();
+    assert!(matches!(error, OpError::Length { expected: 9, got: 8, .. }), "{error}");
+    let error = gelu::forward(&ops, stream, bf16(8), gpu.fresh(8, DType::F32)).unwrap_err();
+    assert!(matches!(error, OpError::DType { expected: DType::Bf16, got: DType::F32, .. }), "{error}");
+
+    let norm = |n: usize, stats| {
+        layer_norm::forward(&ops, stream, bf16(2 * n), gpu.zeros(stats), bf16(2 * n), bf16(n), bf16(n), 1e-5)
+    };
+    assert!(matches!(norm(16, 3).unwrap_err(), OpError::Length { expected: 4, got: 3, .. }));
+    assert!(matches!(norm(1025, 4).unwrap_err(), OpError::Size { got: 1025, .. }), "odd and wide");
+    assert!(matches!(norm(4104, 4).unwrap_err(), OpError::Size { got: 4104, .. }), "wide");
+    norm(4096, 4).unwrap();
+
+    let error = column_sums::add(&ops, stream, gpu.zeros(8), bf16(16), gpu.zeros(7)).unwrap_err();
+    assert!(matches!(error, OpError::Length { expected: 8, got: 7, .. }), "{error}");
+
+    let targets = gpu.words(&[1, 2]);
+    let error = cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, 1.0).unwrap_err();
+    assert!(matches!(error, OpError::Length { expected: 128, got: 64, .. }), "{error}");
+    let off = bf16(129).slice(1..129);
+    assert!(cross_entropy::forward_backward(&ops, stream, off, gpu.zeros(2), targets, 50, 1.0).is_err());
+
+    let shape = Shape { batch: 1, seq: 4, heads: 1, d: 257 };
+    assert!(matches!(Attention::new(&ops, shape).unwrap_err(), OpError::Size { got: 257, .. }));
+    let attention = Attention::new(&ops, Shape { d: 64, ..shape }).unwrap();
+    let error = attention.forward(&ops, stream, bf16(256), gpu.zeros(4), bf16(767)).unwrap_err();
+    assert!(matches!(error, OpError::Length { expected: 768, got: 767, .. }), "{error}");
+    stream.synchronize(LIMIT).unwrap();
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn matrices_that_do_not_fit() {
+    let gpu = Gpu::open();
+    let matmul = Matmul::new(&gpu.device, gpu.fresh(WORKSPACE_BYTES / 4, DType::F32)).unwrap();
+    let matrix = |rows, cols| Matrix::new(gpu.fresh(rows * cols, DType::Bf16), cols);
+    let good =
+        Product { left: matrix(4, 8), right: matrix(8, 16), out: matrix(4, 16), add: None, epilogue: Epilogue::None };
+    assert!(matmul.supports(&good).unwrap());
+    let wrong = [
+        Product { right: matrix(9, 16), ..good },
+        Product { out: matrix(5, 16), ..good },
+        Product { out: matrix(4, 8), ..good },
+        Product { out: matrix(16, 4).t(), ..good },
+        Product { add: Some(matrix(4, 15)), ..good },
+        Product { epilogue: Epilogue::Bias(gpu.fresh(15, DType::Bf16)), ..good },
+        Product { epilogue: Epilogue::Bias(gpu.fresh(16, DType::F32)), ..good },
+        Product { epilogue: Epilogue::GeluBackward { input: gpu.fresh(63, DType::Bf16) }, ..good },
+        Product { right: Matrix::new(gpu.fresh(128, DType::F16), 16), ..good },
+        Product { left: Matrix::with_stride(gpu.fresh(16, DType::Bf16), 8, 4), ..good },
+    ];
+    for (i, product) in wrong.iter().enumerate() {
+        assert!(matmul.run(&gpu.stream, product).is_err(), "{i}");
+    }
+    gpu.stream.synchronize(LIMIT).unwrap();
+}

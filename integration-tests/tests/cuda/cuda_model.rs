@@ -1,0 +1,324 @@
+//! GPT-2 on the device: PyTorch's logits, gradients and losses, the host's, and the same bits however it is run.
+
+use std::collections::HashMap;
+
+use half::bf16;
+use integration_tests::cuda::cross_entropy::stride_elems;
+use integration_tests::error::TrainError;
+use integration_tests::model::Model;
+use integration_tests::model::config::GptConfig;
+use integration_tests::model::gpt2::cuda::CudaGpt2;
+use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
+use integration_tests::ops::Threads;
+use serde_json::Value;
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
+use zero_alloc::host::HostDevice;
+use zero_kernels::host::AdamSlices;
+use zero_kernels::{AdamHyper, StepScalars, reference};
+
+use crate::gpu::{Gpu, LIMIT};
+use crate::oracle::{oracle, relative_error, tensors, tokens};
+
+const BATCH: usize = 4;
+const SEQ: usize = 32;
+/// Micro-batches of a step.
+const ACCUM: usize = 2;
+
+fn config() -> GptConfig {
+    GptConfig::from_hf_json(&std::fs::read_to_string(oracle("model/config.json")).unwrap()).unwrap().0
+}
+
+/// PyTorch's first weights, a flat parameter for each unit.
+fn weights() -> Vec<Vec<f32>> {
+    let all: HashMap<String, Vec<f32>> = tensors("model/model.safetensors").into_iter().collect();
+    let flat = |u: zero_shard::UnitSpec| u.params.iter().flat_map(|p| all[&p.name].clone()).collect();
+    config().units().into_iter().map(flat).collect()
+}
+
+fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Options {
+    Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing }
+}
+
+/// The tokens of a micro-batch, counted over steps, and those that follow them.
+fn batch(micro: usize) -> (Vec<u32>, Vec<u32>) {
+    let tokens = tokens();
+    let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
+    rows.flat_map(|at| at..at + SEQ).map(|at| (tokens[at], tokens[at + 1])).unzip()
+}
+
+/// The model with its parameters and gradients on the device.
+struct OnGpu<'a> {
+    gpu: &'a Gpu,
+    model: CudaGpt2,
+    params: Vec<AnySlice>,
+    grads: Vec<DeviceSlice<f32>>,
+}
+
+impl<'a> OnGpu<'a> {
+    fn new(gpu: &'a Gpu, options: Gpt2Options, logits_bytes: usize, weights: &[Vec<f32>]) -> Self {
+        let params: Vec<_> = weights.iter().map(|w| gpu.put(w, options.dtype)).collect();
+        let grads = weights.iter().map(|w| gpu.zeros(w.len())).collect();
+        let model = CudaGpt2::with_logits_bytes(config(), options, logits_bytes, &gpu.pool, &gpu.stream).unwrap();
+        Self { gpu, model, params, grads }
+    }
+
+    fn forward(&mut self) -> Result<(), TrainError> {
+        for (i, pass) in gpt2::passes(&config()).iter().enumerate() {
+            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| self.params[u]).collect();
+            self.model.forward(&self.gpu.stream, i, &reads)?;
+        }
+        Ok(())
+    }
+
+    fn backward(&mut self) -> Result<(), TrainError> {
+        for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
+            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| self.params[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();
+            self.model.backward(&self.gpu.stream, i, &reads, &adds, 1.0 / ACCUM as f32)?;
+        }
+        Ok(())
+    }
+
+    /// Sets gradients and loss to zero, and adds those of step `step`.
+    fn step(&mut self, step: usize) {
+        let (device, stream) = (&self.gpu.device, &self.gpu.stream);
+        device.fill_zero(stream, self.model.loss().erase()).unwrap();
+        self.grads.iter().for_each(|g| device.fill_zero(stream, g.erase()).unwrap());
+        for micro in step * ACCUM..(step + 1) * ACCUM {
+            let (inputs, targets) = batch(micro);
+            self.model.set_batch(stream, &inputs, &targets).unwrap();
+            self.forward().unwrap();
+            self.backward().unwrap();
+        }
+    }
+
+    fn loss(&self) -> f64 {
+        let mut sum = [0.0f64];
+        let bytes = bytemuck::cast_slice_mut(&mut sum);
+        self.gpu.device.download(&self.gpu.stream, self.model.loss().erase(), bytes, LIMIT).unwrap();
+        sum[0] / ACCUM as f64
+    }
+
+    fn gradients(&self) -> Vec<Vec<f32>> {
+        self.grads.iter().map(|g| self.gpu.get(g.erase())).collect()
+    }
+
+    fn logits(&self) -> Vec<f32> {
+        let (vocab, rows) = (config().vocab_size, BATCH * SEQ);
+        let stride = stride_elems(vocab);
+        let out = self.gpu.fresh(rows * stride, self.params[0].dtype());
+        let reads = [self.params[self.params.len() - 1], self.params[0]];
+        self.model.logits(&self.gpu.stream, &reads, out).unwrap();
+        self.gpu.get(out).chunks(stride).flat_map(|row| row[..vocab].to_vec()).collect()
+    }
+}
+
+/// The gradients by parameter.
+fn by_name(gradients: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
+    let mut all = Vec::new();
+    for (unit, flat) in config().units().into_iter().zip(gradients) {
+        let mut rest = flat.as_slice();
+        for param in unit.params {
+            let (own, tail) = rest.split_at(param.shape.iter().product::<u64>() as usize);
+            all.push((param.name, own.to_vec()));
+            rest = tail;
+        }
+    }
+    all
+}
+
+fn everything() -> usize {
+    usize::MAX
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn logits_and_gradients_in_fp32_are_pytorchs() {
+    let gpu = Gpu::open();
+    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), everything(), &weights());
+    tiny.step(0);
+    let got = by_name(&tiny.gradients());
+    let (inputs, targets) = batch(0);
+    tiny.model.set_batch(&gpu.stream, &inputs, &targets).unwrap();
+    tiny.forward().unwrap();
+    let error = relative_error(&tiny.logits(), &tensors("logits_first_micro_batch.safetensors")[0].1);
+    assert!(error < 1e-5, "logits differ by {error:e}");
+    let want: HashMap<_, _> = tensors("grads_first_step.safetensors").into_iter().collect();
+    assert_eq!(want.len(), got.len());
+    for (name, got) in got {
+        let error = relative_error(&got, &want[&name]);
+        assert!(error < 1e-5, "gradient of {name} differs by {error:e}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn losses_in_fp32_are_pytorchs() {
+    let expected: Value = serde_json::from_str(&std::fs::read_to_string(oracle("expected.json")).unwrap()).unwrap();
+    let gpu = Gpu::open();
+    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+    let mut masters = weights();
+    let mut moments: Vec<[Vec<f32>; 2]> = masters.iter().map(|w| [vec![0.0; w.len()], vec![0.0; w.len()]]).collect();
+    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), everything(), &masters);
+    for (step, want) in expected["steps"].as_array().unwrap().iter().enumerate() {
+        tiny.step(step);
+        let (want_loss, want_norm) = (want["loss"].as_f64().unwrap(), want["grad_norm"].as_f64().unwrap());
+        let (loss, grads) = (tiny.loss(), tiny.gradients());
+        let norm = grads.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        let (loss_error, norm_error) = ((loss - want_loss).abs() / want_loss, (norm - want_norm).abs() / want_norm);
+        assert!(loss_error < 1e-6, "step {}: loss differs by {loss_error:e}", step + 1);
+        assert!(norm_error < 1e-5, "step {}: norm differs by {norm_error:e}", step + 1);
+        let clip = if norm > 1.0 { 1.0 / (norm + 1e-6) } else { 1.0 };
+        let scalars = StepScalars::new(step as u64 + 1, 1e-3, &hyper, clip);
+        for ((unit, weights), moments) in masters.iter_mut().enumerate().zip(&mut moments) {
+            let [first_moment, second_moment] = moments;
+            let slices = AdamSlices {
+                weights: &mut weights[..],
+                first_moment,
+                second_moment,
+                grad: &grads[unit],
+                param_out: None::<&mut [f32]>,
+            };
+            reference::adam(slices, &scalars, &hyper).unwrap();
+            gpu.device.upload(&gpu.stream, bytemuck::cast_slice(weights), tiny.params[unit], LIMIT).unwrap();
+        }
+    }
+}
+
+/// A slice of a vector that outlives all uses in its function.
+fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
+    // SAFETY: the vectors live to the end of the function, which drains the stream before it looks at them.
+    unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len()) }
+}
+
+/// Loss and gradients of the first step on the host, from the same bf16 parameters.
+fn on_host(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
+    let device = HostDevice::new();
+    let stream = device.create_stream("host").unwrap();
+    let pool = Pool::new(device, usize::MAX);
+    let mut model =
+        Gpt2::new(config(), options(DType::Bf16, false), &pool, &stream, Threads::new(1).unwrap()).unwrap();
+    let mut params: Vec<Vec<bf16>> = weights.iter().map(|w| w.iter().map(|v| bf16::from_f32(*v)).collect()).collect();
+    let mut grads: Vec<Vec<f32>> = weights.iter().map(|w| vec![0.0; w.len()]).collect();
+    let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
+    let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
+    pool.device().fill_zero(&stream, model.loss().erase()).unwrap();
+    let passes = gpt2::passes(&config());
+    for micro in 0..ACCUM {
+        let (inputs, targets) = batch(micro);
+        model.set_batch(&stream, &inputs, &targets).unwrap();
+        for (i, pass) in passes.iter().enumerate() {
+            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| params[u]).collect();
+            model.forward(&stream, i, &reads).unwrap();
+        }
+        for (i, pass) in passes.iter().enumerate().rev() {
+            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| slices[u]).collect();
+            model.backward(&stream, i, &reads, &adds, 1.0 / ACCUM as f32).unwrap();
+        }
+    }
+    let mut loss = [0.0f64];
+    pool.device().download(&stream, model.loss().erase(), bytemuck::cast_slice_mut(&mut loss), LIMIT).unwrap();
+    (loss[0] / ACCUM as f64, grads)
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
+    let gpu = Gpu::open();
+    let weights = weights();
+    let (host_loss, host) = on_host(&weights);
+    for dtype in [DType::Bf16, DType::F16] {
+        let mut tiny = OnGpu::new(&gpu, options(dtype, false), everything(), &weights);
+        tiny.step(0);
+        let (loss, got) = (tiny.loss(), tiny.gradients());
+        // The host computes in fp32 from parameters rounded to bf16; here activations and their gradients are rounded too,
+        // which is what PyTorch's bf16 does.
+        let loss_error = (loss - host_loss).abs() / host_loss;
+        assert!(loss_error < 1e-4, "{dtype}: loss {loss}, on the host {host_loss}");
+        let (got, want): (Vec<f32>, Vec<f32>) = (got.concat(), host.concat());
+        let error = relative_error(&got, &want);
+        assert!(error < 1e-2, "{dtype}: gradients differ by {error:e}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn bits_do_not_depend_on_checkpointing_or_repetition() {
+    let gpu = Gpu::open();
+    for dtype in [DType::F32, DType::Bf16] {
+        let mut kept = OnGpu::new(&gpu, options(dtype, false), everything(), &weights());
+        kept.step(0);
+        let (loss, grads) = (kept.loss(), kept.gradients());
+        kept.step(0);
+        assert!(kept.loss().to_bits() == loss.to_bits() && kept.gradients() == grads, "{dtype}: the second time");
+        let mut again = OnGpu::new(&gpu, options(dtype, true), everything(), &weights());
+        again.step(0);
+        assert!(again.loss().to_bits() == loss.to_bits() && again.gradients() == grads, "{dtype}: checkpointed");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn logits_in_parts_are_logits() {
+    let gpu = Gpu::open();
+    let mut whole = OnGpu::new(&gpu, options(DType::F32, false), everything(), &weights());
+    // 50 rows at a time, of 128.
+    let part = 50 * stride_elems(config().vocab_size) * 4;
+    let mut parts = OnGpu::new(&gpu, options(DType::F32, false), part, &weights());
+    whole.step(0);
+    parts.step(0);
+    assert_eq!(parts.loss().to_bits(), whole.loss().to_bits());
+    let error = relative_error(&parts.gradients().concat(), &whole.gradients().concat());
+    assert!(error < 1e-6, "gradients differ by {error:e}");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_step_can_be_recorded_and_takes_no_memory() {
+    let gpu = Gpu::open();
+    let mut tiny = OnGpu::new(&gpu, options(DType::Bf16, false), everything(), &weights());
+    tiny.step(0);
+    let want = (tiny.loss(), tiny.gradients());
+    let before = gpu.pool.report();
+    // What the second step of a run does, but for the batch, which the host writes.
+    let (inputs, targets) = batch(0);
+    let stream = gpu.stream.clone();
+    tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
+    let graph = stream.capture(|| {
+        let failed = |e: TrainError| DeviceError::Driver { call: "capture", message: e.to_string() };
+        tiny.forward().and_then(|()| tiny.backward()).map_err(failed)
+    });
+    let graph = graph.unwrap();
+    gpu.device.fill_zero(&stream, tiny.model.loss().erase()).unwrap();
+    tiny.grads.iter().for_each(|g| gpu.device.fill_zero(&stream, g.erase()).unwrap());
+    for micro in 0..ACCUM {
+        let (inputs, targets) = batch(micro);
+        tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
+        graph.launch(&stream).unwrap();
+    }
+    assert!((tiny.loss(), tiny.gradients()) == want, "the recorded step has other bits");
+    assert_eq!(gpu.pool.report().total.live_bytes, before.total.live_bytes);
+    assert_eq!(gpu.pool.report().backing_allocations, before.backing_allocations);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn what_the_model_does_not_take_is_refused() {
+    let gpu = Gpu::open();
+    let refused = |options: Gpt2Options, config: GptConfig| {
+        CudaGpt2::new(config, options, &gpu.pool, &gpu.stream).err().unwrap().to_string()
+    };
+    let good = options(DType::F32, false);
+    let error = refused(Gpt2Options { seq_len: 65, ..good.clone() }, config());
+    assert!(error.contains("65") && error.contains("64"), "{error}");
+    let error = refused(Gpt2Options { dtype: DType::F64, ..good.clone() }, config());
+    assert!(error.contains("fp64"), "{error}");
+    let wide = GptConfig { n_embd: 260, n_head: 1, n_inner: 16, n_layer: 1, ..config() };
+    let error = refused(good, wide);
+    assert!(error.contains("260"), "{error}");
+    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), everything(), &weights());
+    let error = tiny.model.set_batch(&gpu.stream, &[0; 128], &[0; 127]).unwrap_err().to_string();
+    assert!(error.contains("127") && error.contains("128"), "{error}");
+}

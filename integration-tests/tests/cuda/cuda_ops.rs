@@ -1,0 +1,241 @@
+//! Each kernel, forward and backward, against fp64 on the same inputs.
+
+use integration_tests::cuda::attention::{Attention, Shape};
+use integration_tests::cuda::embedding::{TokenLists, sort_tokens};
+use integration_tests::cuda::{column_sums, cross_entropy, embedding, gelu, layer_norm};
+use zero_alloc::device::DType;
+
+use crate::fp64;
+use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn layer_norms() {
+    let gpu = Gpu::open();
+    for dtype in FLOATS {
+        let ops = gpu.kernels(dtype);
+        // A width of one thread, odd ones, one that several warps share, more rows than blocks take at once.
+        for (rows, n) in [(5, 8), (3, 13), (9, 776), (1, 40), (2200, 8)] {
+            let what = format!("{dtype} {rows} x {n}");
+            let (x, dy) = (values(rows * n, 1), values(rows * n, 2));
+            let (gain, bias, dx) = (values(n, 3), values(n, 4), values(rows * n, 5));
+            let r = |v: &[f32]| rounded(v, dtype);
+            let [want_y, mut want_dx, want_dgain, want_dbias] =
+                fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
+            want_dx.iter_mut().zip(r(&dx)).for_each(|(want, start)| *want += start);
+
+            let (x, dy, dx) = (gpu.put(&x, dtype), gpu.put(&dy, dtype), gpu.put(&dx, dtype));
+            let (gain, bias, y) = (gpu.put(&gain, dtype), gpu.put(&bias, dtype), gpu.fresh(rows * n, dtype));
+            let stats = gpu.floats(&vec![f32::NAN; 2 * rows]);
+            layer_norm::forward(&ops, &gpu.stream, y, stats, x, gain, bias, 1e-5).unwrap();
+            close(&gpu.get(y), &want_y, tolerance(dtype), &format!("{what}: y"));
+
+            // What is there is added to.
+            let (dgain, dbias) = (gpu.floats(&vec![1.0; n]), gpu.floats(&vec![-1.0; n]));
+            let workspace = gpu.floats(&vec![f32::NAN; layer_norm::workspace_elems(rows, n)]);
+            layer_norm::backward(&ops, &gpu.stream, dx, [dgain, dbias], dy, x, stats, gain, workspace).unwrap();
+            close(&gpu.get(dx), &want_dx, tolerance(dtype), &format!("{what}: dx"));
+            let want: Vec<f64> = want_dgain.iter().map(|v| v + 1.0).collect();
+            close(&gpu.get(dgain.erase()), &want, 2e-6, &format!("{what}: dgain"));
+            let want: Vec<f64> = want_dbias.iter().map(|v| v - 1.0).collect();
+            close(&gpu.get(dbias.erase()), &want, 2e-6, &format!("{what}: dbias"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn sums_over_rows() {
+    let gpu = Gpu::open();
+    for dtype in FLOATS {
+        let ops = gpu.kernels(dtype);
+        for (rows, n) in [(1, 8), (7, 13), (300, 264), (1030, 3)] {
+            let (x, out) = (values(rows * n, 1), values(n, 2));
+            let mut want: Vec<f64> = rounded(&out, DType::F32);
+            for row in rounded(&x, dtype).chunks(n) {
+                want.iter_mut().zip(row).for_each(|(sum, v)| *sum += v);
+            }
+            let (x, out) = (gpu.put(&x, dtype), gpu.floats(&out));
+            let workspace = gpu.floats(&vec![f32::NAN; column_sums::workspace_elems(rows, n)]);
+            column_sums::add(&ops, &gpu.stream, out, x, workspace).unwrap();
+            close(&gpu.get(out.erase()), &want, 2e-6, &format!("{dtype} {rows} x {n}"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn gelus() {
+    let gpu = Gpu::open();
+    for dtype in FLOATS {
+        let ops = gpu.kernels(dtype);
+        // The second slice starts off the 16-byte boundaries.
+        for (n, start) in [(4099, 0), (77, 3)] {
+            let x: Vec<f32> = values(n + start, 1).iter().map(|v| v * 6.0).collect();
+            let dy = values(n + start, 2);
+            let pairs: Vec<[f64; 2]> = rounded(&x, dtype)[start..].iter().map(|x| fp64::gelu(*x)).collect();
+            let want: Vec<f64> = pairs.iter().map(|p| p[0]).collect();
+            let dy64 = rounded(&dy, dtype);
+            let want_dx: Vec<f64> = pairs.iter().zip(&dy64[start..]).map(|(p, dy)| p[1] * dy).collect();
+            let part = |v: zero_alloc::device::AnySlice| v.slice(start..start + n);
+            let (x, dy) = (part(gpu.put(&x, dtype)), part(gpu.put(&dy, dtype)));
+            let y = part(gpu.fresh(n + start, dtype));
+            gelu::forward(&ops, &gpu.stream, y, x).unwrap();
+            close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: y"));
+            gelu::backward(&ops, &gpu.stream, dy, x).unwrap();
+            close(&gpu.get(dy), &want_dx, tolerance(dtype), &format!("{dtype}: dx"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn embeddings() {
+    let gpu = Gpu::open();
+    let vocab = 11;
+    for dtype in FLOATS {
+        let ops = gpu.kernels(dtype);
+        for (batch, seq, n) in [(1, 1, 8), (3, 7, 264), (40, 3, 5)] {
+            let rows = batch * seq;
+            let what = format!("{dtype} {batch} x {seq} x {n}");
+            // Token 4 is frequent, some tokens are absent.
+            let tokens: Vec<u32> = (0..rows).map(|i| if i % 3 == 0 { 4 } else { (i * i % vocab) as u32 }).collect();
+            let (wte, wpe, dx) = (values(vocab * n, 1), values((seq + 2) * n, 2), values(rows * n, 3));
+            let (e, p, d) = (rounded(&wte, dtype), rounded(&wpe, dtype), rounded(&dx, dtype));
+            let (mut want, mut want_wte, mut want_wpe) = (vec![], vec![0.5; vocab * n], vec![0.25; (seq + 2) * n]);
+            for (row, &token) in tokens.iter().enumerate() {
+                for j in 0..n {
+                    let (at_e, at_p) = (token as usize * n + j, row % seq * n + j);
+                    want.push(e[at_e] + p[at_p]);
+                    want_wte[at_e] += d[row * n + j];
+                    want_wpe[at_p] += d[row * n + j];
+                }
+            }
+            let (mut order, mut starts) = (vec![0; rows], vec![u32::MAX; rows]);
+            let segments = sort_tokens(&tokens, &mut order, &mut starts);
+            let lists = TokenLists {
+                tokens: gpu.words(&tokens),
+                order: gpu.words(&order),
+                starts: gpu.words(&starts),
+                segments: gpu.words(&[segments]),
+            };
+            let x = gpu.fresh(rows * n, dtype);
+            let tables = [gpu.put(&wte, dtype), gpu.put(&wpe, dtype)];
+            embedding::forward(&ops, &gpu.stream, x, lists.tokens, tables, seq).unwrap();
+            close(&gpu.get(x), &want, tolerance(dtype), &format!("{what}: x"));
+            let grads = [gpu.floats(&vec![0.5; vocab * n]), gpu.floats(&vec![0.25; (seq + 2) * n])];
+            embedding::backward(&ops, &gpu.stream, grads, &lists, gpu.put(&dx, dtype), seq).unwrap();
+            close(&gpu.get(grads[0].erase()), &want_wte, 2e-6, &format!("{what}: dwte"));
+            close(&gpu.get(grads[1].erase()), &want_wpe, 2e-6, &format!("{what}: dwpe"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cross_entropies() {
+    let gpu = Gpu::open();
+    for dtype in FLOATS {
+        let ops = gpu.kernels(dtype);
+        // Less than a group, with a rest, more than a block takes at once.
+        for (rows, vocab) in [(3, 5), (4, 131), (2, 9001)] {
+            let stride = cross_entropy::stride_elems(vocab);
+            let what = format!("{dtype} {rows} x {vocab}");
+            let mut logits = vec![77.0; rows * stride];
+            for (i, v) in values(rows * vocab, 1).into_iter().enumerate() {
+                logits[i / vocab * stride + i % vocab] = 10.0 * v;
+            }
+            let targets: Vec<u32> = (0..rows).map(|i| (i * 7919 % vocab) as u32).collect();
+            let real = |all: &[f64]| all.chunks(stride).flat_map(|r| r[..vocab].to_vec()).collect::<Vec<_>>();
+            let (want_loss, grad) = fp64::cross_entropy(&real(&rounded(&logits, dtype)), &targets, vocab);
+            let want: Vec<f64> = grad.iter().map(|g| 0.5 * g).collect();
+
+            let (logits, targets) = (gpu.put(&logits, dtype), gpu.words(&targets));
+            let losses = gpu.floats(&vec![f32::NAN; rows]);
+            cross_entropy::forward_backward(&ops, &gpu.stream, logits, losses, targets, vocab, 0.5).unwrap();
+            let got = gpu.get(logits);
+            assert!(
+                got.chunks(stride).all(|r| r[vocab..].iter().all(|v| *v == 77.0)),
+                "{what}: behind the vocabulary"
+            );
+            let got: Vec<f32> = got.chunks(stride).flat_map(|r| r[..vocab].to_vec()).collect();
+            close(&got, &want, tolerance(dtype), &format!("{what}: gradient"));
+            let mut loss = [1.0f64];
+            let sum = gpu.pool.allocate(1, DType::F64, zero_alloc::Purpose::Workspace, &gpu.stream).unwrap();
+            // SAFETY: the block outlives the downloads below, which drain the stream.
+            let slice = unsafe { sum.slice() };
+            use zero_alloc::device::Device;
+            gpu.device.upload(&gpu.stream, bytemuck::cast_slice(&loss), slice, crate::gpu::LIMIT).unwrap();
+            cross_entropy::add_mean(&ops, &gpu.stream, slice.typed().unwrap(), losses).unwrap();
+            gpu.device.download(&gpu.stream, slice, bytemuck::cast_slice_mut(&mut loss), crate::gpu::LIMIT).unwrap();
+            let error = (loss[0] - 1.0 - want_loss).abs() / want_loss;
+            assert!(error < 1e-6, "{what}: loss {} for {want_loss}", loss[0] - 1.0);
+        }
+    }
+}
+
+fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
+    let ops = gpu.kernels(dtype);
+    let attention = if flash { Attention::new(&ops, shape) } else { Attention::plain(&ops, shape) }.unwrap();
+    assert_eq!(attention.is_flash(), flash, "{shape:?}");
+    let what = format!("{dtype} {shape:?}{}", if flash { " on tensor cores" } else { "" });
+    let elems = shape.batch * shape.seq * shape.heads * shape.d;
+    let rows = elems / shape.d;
+    // Scores of some size, so that a wrong maximum or mask shows.
+    let qkv: Vec<f32> = values(3 * elems, 1).iter().map(|v| 2.0 * v).collect();
+    let dout = values(elems, 2);
+    let [want, want_dqkv] = fp64::attention(&rounded(&qkv, dtype), &rounded(&dout, dtype), shape);
+
+    let (qkv, dout, out) = (gpu.put(&qkv, dtype), gpu.put(&dout, dtype), gpu.fresh(elems, dtype));
+    let (lse, delta) = (gpu.floats(&vec![f32::NAN; rows]), gpu.floats(&vec![f32::NAN; rows]));
+    attention.forward(&ops, &gpu.stream, out, lse, qkv).unwrap();
+    // Probabilities are rounded to 16 bits on their way to the tensor cores.
+    let tolerance = tolerance(dtype);
+    close(&gpu.get(out), &want, tolerance, &format!("{what}: out"));
+    let dqkv = gpu.fresh(3 * elems, dtype);
+    attention.backward(&ops, &gpu.stream, dqkv, dout, qkv, out, lse, delta).unwrap();
+    let got = gpu.get(dqkv);
+    let c = shape.heads * shape.d;
+    for (part, name) in ["dq", "dk", "dv"].iter().enumerate() {
+        let pick = |i: usize| i / c % 3 == part;
+        let got: Vec<f32> = got.iter().enumerate().filter(|(i, _)| pick(*i)).map(|(_, v)| *v).collect();
+        let want: Vec<f64> = want_dqkv.iter().enumerate().filter(|(i, _)| pick(*i)).map(|(_, v)| *v).collect();
+        // With one key its probability is 1 whatever the score: the true gradients of q and k are 0.
+        if shape.seq > 1 || *name == "dv" {
+            close(&got, &want, 2.0 * tolerance, &format!("{what}: {name}"));
+        } else {
+            let most = got.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+            assert!(f64::from(most) < 10.0 * tolerance, "{what}: {name} is {most}, not 0");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_on_tensor_cores() {
+    let gpu = Gpu::open();
+    for dtype in [DType::Bf16, DType::F16] {
+        // One row; less than a tile; a tile and some; more than two tiles of rows, which do not divide.
+        for (batch, seq, heads, d) in
+            [(2, 1, 2, 64), (1, 50, 1, 32), (1, 130, 2, 64), (1, 70, 1, 128), (2, 300, 1, 32)]
+        {
+            check_attention(&gpu, dtype, Shape { batch, seq, heads, d }, true);
+        }
+    }
+    if gpu.is_real() {
+        check_attention(&gpu, DType::Bf16, Shape { batch: 2, seq: 1024, heads: 3, d: 64 }, true);
+        check_attention(&gpu, DType::Bf16, Shape { batch: 1, seq: 1000, heads: 2, d: 128 }, true);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_on_cuda_cores() {
+    let gpu = Gpu::open();
+    for dtype in FLOATS {
+        for (batch, seq, heads, d) in [(2, 1, 2, 3), (1, 31, 2, 16), (1, 70, 1, 64), (1, 33, 1, 100)] {
+            check_attention(&gpu, dtype, Shape { batch, seq, heads, d }, false);
+        }
+    }
+    check_attention(&gpu, DType::F32, Shape { batch: 1, seq: 40, heads: 1, d: 256 }, false);
+}

@@ -1,0 +1,90 @@
+//! Each operation in fp64, by its definition.
+
+use integration_tests::cuda::attention::Shape;
+
+/// y, and with `dy` the gradients of x, gain and bias.
+pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [Vec<f64>; 4] {
+    let n = gain.len();
+    let (mut y, mut dx) = (Vec::new(), Vec::new());
+    let (mut dgain, mut dbias) = (vec![0.0; n], vec![0.0; n]);
+    for (x, dy) in x.chunks(n).zip(dy.chunks(n)) {
+        let mean = x.iter().sum::<f64>() / n as f64;
+        let var = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
+        let rstd = 1.0 / (var + 1e-5).sqrt();
+        let h: Vec<f64> = x.iter().map(|v| (v - mean) * rstd).collect();
+        let g: Vec<f64> = (0..n).map(|i| dy[i] * gain[i]).collect();
+        let mean_g = g.iter().sum::<f64>() / n as f64;
+        let mean_gh = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / n as f64;
+        for i in 0..n {
+            y.push(h[i] * gain[i] + bias[i]);
+            dx.push(rstd * (g[i] - mean_g - h[i] * mean_gh));
+            dgain[i] += dy[i] * h[i];
+            dbias[i] += dy[i];
+        }
+    }
+    [y, dx, dgain, dbias]
+}
+
+/// GELU and its slope.
+pub(crate) fn gelu(x: f64) -> [f64; 2] {
+    let (root, cubic) = ((2.0 / std::f64::consts::PI).sqrt(), 0.044715);
+    let t = (root * (x + cubic * x * x * x)).tanh();
+    let slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * root * (1.0 + 3.0 * cubic * x * x);
+    [0.5 * x * (1.0 + t), slope]
+}
+
+/// The mean loss, and the gradient of the sum of losses.
+pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f64, Vec<f64>) {
+    let (mut loss, mut grad) = (0.0, Vec::new());
+    for (row, &target) in logits.chunks(vocab).zip(targets) {
+        let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
+        loss += sum.ln() + max - row[target as usize];
+        grad.extend((0..vocab).map(|i| (row[i] - max).exp() / sum - f64::from(u8::from(i == target as usize))));
+    }
+    (loss / targets.len() as f64, grad)
+}
+
+/// out `[batch, seq, heads, d]`, and with `dout` the gradient of qkv `[batch, seq, 3, heads, d]`.
+pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
+    let c = s.heads * s.d;
+    let scale = 1.0 / (s.d as f64).sqrt();
+    let (mut out, mut dqkv) = (vec![0.0; s.batch * s.seq * c], vec![0.0; s.batch * s.seq * 3 * c]);
+    for b in 0..s.batch {
+        for h in 0..s.heads {
+            let at = |part: usize, t: usize| (b * s.seq + t) * 3 * c + part * c + h * s.d;
+            let o = |t: usize| (b * s.seq + t) * c + h * s.d;
+            let dot = |a: &[f64], i: usize, b: &[f64], j: usize| (0..s.d).map(|e| a[i + e] * b[j + e]).sum::<f64>();
+            for t in 0..s.seq {
+                let weights: Vec<f64> = (0..=t).map(|u| (dot(qkv, at(0, t), qkv, at(1, u)) * scale).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                let p: Vec<f64> = weights.iter().map(|w| w / sum).collect();
+                for e in 0..s.d {
+                    out[o(t) + e] = (0..=t).map(|u| p[u] * qkv[at(2, u) + e]).sum();
+                }
+                let dp: Vec<f64> = (0..=t).map(|u| dot(dout, o(t), qkv, at(2, u))).collect();
+                let delta: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
+                for u in 0..=t {
+                    let ds = p[u] * (dp[u] - delta) * scale;
+                    for e in 0..s.d {
+                        dqkv[at(0, t) + e] += ds * qkv[at(1, u) + e];
+                        dqkv[at(1, u) + e] += ds * qkv[at(0, t) + e];
+                        dqkv[at(2, u) + e] += p[u] * dout[o(t) + e];
+                    }
+                }
+            }
+        }
+    }
+    [out, dqkv]
+}
+
+/// `a b`: a `[m, k]`, b `[k, n]`.
+pub(crate) fn matmul(a: &[f64], b: &[f64], k: usize, n: usize) -> Vec<f64> {
+    let rows = a.chunks(k).flat_map(|row| (0..n).map(move |j| (0..k).map(|i| row[i] * b[i * n + j]).sum()));
+    rows.collect()
+}
+
+/// `[rows, cols]` to `[cols, rows]`.
+pub(crate) fn transpose(x: &[f64], cols: usize) -> Vec<f64> {
+    (0..cols).flat_map(|j| x.chunks(cols).map(move |row| row[j])).collect()
+}

@@ -1,0 +1,14 @@
+//! The transformer's operations and GPT-2 on a CUDA device, or on its stand-in: each operation against fp64, the model
+//! against PyTorch and against the host.
+//!
+//! All need a device: `cargo gpu-test`, or `stand-ins/with-stand-ins cargo test -p integration-tests --test cuda --
+//! --ignored`. On a stand-in, passing is passing on the stand-in.
+
+mod cuda_errors;
+mod cuda_matmul;
+mod cuda_model;
+mod cuda_ops;
+mod fp64;
+mod gpu;
+#[path = "../common/oracle.rs"]
+mod oracle;
