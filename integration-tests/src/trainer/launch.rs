@@ -1,4 +1,4 @@
-//! Running ranks on the host: all as threads of this process, or one, the others being other processes.
+//! Running ranks: on the host all as threads of this process, or one, the others being other processes; on CUDA one.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use zero_alloc::Pool;
+use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{Device, DeviceError};
 use zero_alloc::host::{HostDevice, Timeline};
 use zero_comm::threads::{Options, World};
 use zero_comm::{Collective, Communicator};
+use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_shard::Layout;
 
@@ -86,10 +88,39 @@ pub fn run_as_rank(
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
+    let make = |comm, layout| host_rank(comm, threads, settings, workload, layout);
+    run_caught(&comm, make, workload, options, observe)
+}
+
+/// Trains as one rank of `comm` on `device`. `observe` is given this rank's figures; their overlap is of what the device
+/// ran since the figures before.
+///
+/// # Errors
+/// Anything that went wrong on this rank, or what another rank's failure looks like from here.
+pub fn run_on_cuda(
+    device: &CudaDevice,
+    comm: Arc<dyn Communicator<CudaDevice>>,
+    settings: &Settings,
+    workload: &dyn Workload<CudaDevice>,
+    options: &RunOptions,
+    observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
+) -> Result<RankSummary, TrainError> {
+    let make = |comm, layout| cuda_rank(device, comm, settings, workload, layout);
+    run_caught(&comm, make, workload, options, observe)
+}
+
+/// Makes a rank and trains as it; whatever ends it, the others are told.
+fn run_caught<D: Device>(
+    comm: &Arc<dyn Communicator<D>>,
+    make: impl FnOnce(Arc<dyn Communicator<D>>, Arc<Layout>) -> Result<Rank<D>, TrainError>,
+    workload: &dyn Workload<D>,
+    options: &RunOptions,
+    observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
+) -> Result<RankSummary, TrainError> {
     let (index, world_size) = (comm.rank(), comm.world_size() as u64);
     let layout = Arc::new(Layout::new(&workload.units(), world_size, SHARD_ALIGN_ELEMS)?);
     let ended = catch_unwind(AssertUnwindSafe(|| {
-        let rank = host_rank(Arc::clone(&comm), threads, settings, workload, layout)?;
+        let rank = make(Arc::clone(comm), layout)?;
         run_rank(&rank, workload, options, observe)
     }));
     let error = match ended {
@@ -115,6 +146,33 @@ fn host_rank(
         kernels: Arc::new(HostKernels::new(threads)?),
         compute: device.create_stream(&format!("rank {index} compute"))?,
         comm_stream: device.create_stream(&format!("rank {index} comm"))?,
+        pool: Pool::new(device, usize::MAX),
+        comm,
+        timeline,
+        layout,
+        passes: workload.passes(),
+        settings: settings.clone(),
+    })
+}
+
+/// A rank on a GPU, with streams and a pool of its own. All kernels are loaded before the first collective: loading waits
+/// for the device.
+fn cuda_rank(
+    device: &CudaDevice,
+    comm: Arc<dyn Communicator<CudaDevice>>,
+    settings: &Settings,
+    workload: &dyn Workload<CudaDevice>,
+    layout: Arc<Layout>,
+) -> Result<Rank<CudaDevice>, TrainError> {
+    let (index, timeline) = (comm.rank(), Timeline::new());
+    let device = device.clone().with_timeline(timeline.clone());
+    let compute = device.create_stream(&format!("rank {index} compute"))?;
+    let kernels = CudaKernels::new(&device)?;
+    kernels.warm(&compute, settings.limit)?;
+    Ok(Rank {
+        kernels: Arc::new(kernels),
+        comm_stream: device.create_stream(&format!("rank {index} comm"))?,
+        compute,
         pool: Pool::new(device, usize::MAX),
         comm,
         timeline,

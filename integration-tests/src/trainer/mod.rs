@@ -19,7 +19,7 @@ mod state;
 mod storage;
 mod whole_params;
 
-pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_threads};
+pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
 pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
 pub use rank::{Rank, Settings};
 pub use run::{RankSummary, RunOptions, Workload, run_rank};

@@ -8,6 +8,7 @@ mod cuda_errors;
 mod cuda_matmul;
 mod cuda_model;
 mod cuda_ops;
+mod cuda_trainer;
 mod fp64;
 mod gpu;
 #[path = "../common/oracle.rs"]

@@ -1,0 +1,149 @@
+//! The trainer on the device, one rank: PyTorch's losses at every stage, the same bits at all of them, no memory taken
+//! after the second step, and checkpoints that the host resumes.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use integration_tests::data::{DataSource, Dataset};
+use integration_tests::hf::HfFolder;
+use integration_tests::model::gpt2::Gpt2Options;
+use integration_tests::trainer::{RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda, run_on_threads};
+use integration_tests::workload::{GptWorkload, Weights};
+use serde_json::Value;
+use zero_alloc::cuda::CudaDevice;
+use zero_alloc::device::DType;
+use zero_comm::{PrefetchOptions, Solo};
+use zero_kernels::AdamHyper;
+use zero_optim::StepRules;
+use zero_shard::ZeroStage;
+
+use crate::oracle::oracle;
+
+const SEQ: usize = 32;
+const BATCH: usize = 4;
+
+fn settings(stage: u64, dtype: DType) -> Settings {
+    Settings {
+        stage: ZeroStage::from_number(stage).unwrap(),
+        dtype,
+        grad_accum_steps: 2,
+        bucket_capacity_elems: 1 << 14,
+        overlap: true,
+        prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
+        rules: StepRules {
+            hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true },
+            lr: 1e-3,
+            max_grad_norm: 1.0,
+            ..StepRules::default()
+        },
+        limit: Duration::from_secs(300),
+    }
+}
+
+fn workload(dtype: DType) -> GptWorkload {
+    let folder = HfFolder::open(&oracle("model")).unwrap();
+    GptWorkload {
+        config: folder.config().clone(),
+        weights: Weights::Folder(folder),
+        data: Dataset::open(&DataSource::at(oracle("tokens.u16.bin"))).unwrap(),
+        options: Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing: false },
+        threads: 1,
+    }
+}
+
+fn options(steps: u64, checkpoint: Option<&Path>, resume: Option<&Path>) -> RunOptions {
+    RunOptions {
+        steps,
+        micro_batch: BATCH,
+        seq_len: SEQ,
+        seed: 7,
+        checkpoint: checkpoint.map(|dir| (dir.to_owned(), 0)),
+        keep_last: None,
+        resume: resume.map(Path::to_owned),
+        cancel: Arc::default(),
+    }
+}
+
+fn on_gpu(stage: u64, dtype: DType, options: &RunOptions) -> (Vec<StepMetrics>, RankSummary) {
+    let device = CudaDevice::open(0).unwrap();
+    let comm = Arc::new(Solo::new(device.clone()));
+    let mut steps = Vec::new();
+    let mut observe = |metrics: &StepMetrics| {
+        steps.push(metrics.clone());
+        Ok(())
+    };
+    let summary =
+        run_on_cuda(&device, comm, &settings(stage, dtype), &workload(dtype), options, &mut observe).unwrap();
+    (steps, summary)
+}
+
+fn on_host(stage: u64, dtype: DType, options: &RunOptions) -> Vec<StepMetrics> {
+    let mut steps = Vec::new();
+    let mut observe = |metrics: &StepMetrics| {
+        steps.push(metrics.clone());
+        Ok(())
+    };
+    run_on_threads(1, 1, &settings(stage, dtype), &workload(dtype), options, &mut observe).unwrap();
+    steps
+}
+
+fn bits(steps: &[StepMetrics]) -> Vec<(u64, Option<u64>)> {
+    steps.iter().map(|s| (s.loss.to_bits(), s.grad_norm.map(f64::to_bits))).collect()
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
+    let expected: Value = serde_json::from_str(&std::fs::read_to_string(oracle("expected.json")).unwrap()).unwrap();
+    let mut first = None;
+    for stage in 0..4 {
+        let (steps, summary) = on_gpu(stage, DType::F32, &options(8, None, None));
+        for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
+            let (loss, norm) = (want["loss"].as_f64().unwrap(), want["grad_norm"].as_f64().unwrap());
+            let loss_error = (got.loss - loss).abs() / loss;
+            let norm_error = (got.grad_norm.unwrap() - norm).abs() / norm;
+            assert!(loss_error < 1e-6, "stage {stage}, step {}: loss differs by {loss_error:e}", got.step);
+            assert!(norm_error < 1e-5, "stage {stage}, step {}: norm differs by {norm_error:e}", got.step);
+        }
+        assert_eq!(steps.len(), 8);
+        let [after_two, at_end] = summary.backing_allocations;
+        assert_eq!(after_two, at_end, "stage {stage}: memory was taken after the second step");
+        let own = bits(&steps);
+        assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn in_bf16_it_learns_as_the_host_does() {
+    let host = on_host(2, DType::Bf16, &options(8, None, None));
+    let mut first = None;
+    for stage in 0..4 {
+        let (steps, _) = on_gpu(stage, DType::Bf16, &options(8, None, None));
+        for (got, want) in steps.iter().zip(&host) {
+            let error = (got.loss - want.loss).abs() / want.loss;
+            assert!(error < 1e-3, "stage {stage}, step {}: loss {}, on the host {}", got.step, got.loss, want.loss);
+        }
+        let own = bits(&steps);
+        assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_run_goes_on_across_device_and_host() {
+    let (straight, _) = on_gpu(3, DType::F32, &options(6, None, None));
+    let dir = tempfile::tempdir().unwrap();
+    let start = on_gpu(3, DType::F32, &options(3, Some(dir.path()), None)).0;
+    assert_eq!(bits(&start), bits(&straight[..3]));
+    let (rest, summary) = on_gpu(1, DType::F32, &options(6, None, Some(dir.path())));
+    assert_eq!(summary.resumed_at, 3);
+    assert_eq!(bits(&rest), bits(&straight[3..]), "at another stage");
+    let host = on_host(2, DType::F32, &options(6, None, Some(dir.path())));
+    for (got, want) in host.iter().zip(&straight[3..]) {
+        let error = (got.loss - want.loss).abs() / want.loss;
+        assert!(got.step == want.step && error < 1e-6, "step {}: loss differs by {error:e}", got.step);
+    }
+    assert_eq!(host.len(), 3);
+}
