@@ -1,0 +1,381 @@
+//! Steps decided on the device are the host's, bit for bit: the same outcomes, weights, moments and progress; and what
+//! goes wrong there is told with the same errors. One suite, on the host and on CUDA.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::cuda::CudaDevice;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_alloc::host::HostDevice;
+use zero_alloc::{Block, Pool, Purpose};
+use zero_kernels::Kernels;
+use zero_kernels::cuda::CudaKernels;
+use zero_kernels::host::HostKernels;
+use zero_optim::{
+    Ballot, DeviceSteps, DynamicScaling, LossScaling, LrSchedule, OneCycle, OptimError, Progress, Segment,
+    ShardedAdamW, StateKind, StepOutcome, StepRules, UnitSlices,
+};
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// Elements of a rank's shard of each unit; the shards lie end to end.
+const SHARDS: [usize; 4] = [37, 0, 300, 5];
+const RANKS: usize = 2;
+
+struct Rig<D: Device> {
+    pool: Pool<D>,
+    stream: D::Stream,
+    kernels: Arc<dyn Kernels<D>>,
+}
+
+fn host() -> Rig<HostDevice> {
+    let device = HostDevice::new();
+    let (stream, kernels) = (device.create_stream("compute").unwrap(), HostKernels::new(1).unwrap());
+    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels) }
+}
+
+fn cuda() -> Rig<CudaDevice> {
+    let device = CudaDevice::open(0).unwrap();
+    let (stream, kernels) = (device.create_stream("compute").unwrap(), CudaKernels::new(&device).unwrap());
+    kernels.warm(&stream, LIMIT).unwrap();
+    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels) }
+}
+
+impl<D: Device> Rig<D> {
+    fn block(&self, elems: usize, dtype: DType) -> Block<D> {
+        self.pool.allocate(elems, dtype, Purpose::Workspace, &self.stream).unwrap()
+    }
+
+    fn upload(&self, block: &Block<D>, bytes: &[u8]) {
+        self.pool.device().upload(&self.stream, bytes, view(block), LIMIT).unwrap();
+    }
+
+    fn read(&self, slice: AnySlice) -> Vec<u8> {
+        let mut bytes = vec![0; slice.len_bytes()];
+        self.pool.device().download(&self.stream, slice, &mut bytes, LIMIT).unwrap();
+        bytes
+    }
+}
+
+fn view<D: Device>(block: &Block<D>) -> AnySlice {
+    // SAFETY: a test's blocks are used on its one stream, which is drained before they go.
+    unsafe { block.slice() }
+}
+
+/// A rank's optimizer, with parameters and gradients of its own.
+struct Rank<D: Device> {
+    optim: ShardedAdamW<D>,
+    params: Block<D>,
+    grads: Block<D>,
+    loss: Block<D>,
+}
+
+fn units(storage: AnySlice) -> Vec<AnySlice> {
+    let mut end = 0;
+    SHARDS.map(|len| (end, end += len).0).iter().zip(SHARDS).map(|(&at, len)| storage.slice(at..at + len)).collect()
+}
+
+/// Values of a step, of one rank, in -1..1.
+fn values(seed: usize) -> Vec<f32> {
+    let mut x = seed as u64 + 1;
+    let mut next = || {
+        x = x.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        (x >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..SHARDS.iter().sum()).map(|_| next()).collect()
+}
+
+impl<D: Device> Rank<D> {
+    fn new(rig: &Rig<D>, rules: &StepRules, dtype: DType, rank: usize) -> Self {
+        let mut end = 0;
+        let segments = SHARDS.iter().enumerate().map(|(u, len)| {
+            end += len;
+            Segment::shard(format!("unit{u}"), end - len..end)
+        });
+        let segments: Vec<Segment> = segments.collect();
+        let elems = end;
+        let (params, grads, loss) = (rig.block(elems, dtype), rig.block(elems, DType::F32), rig.block(1, DType::F64));
+        let kernels = Arc::clone(&rig.kernels);
+        let mut optim = ShardedAdamW::new(&rig.pool, kernels, &rig.stream, rules.clone(), dtype, segments).unwrap();
+        rig.upload(&grads, bytemuck::cast_slice(&values(1000 + rank)));
+        optim.init_masters(&rig.stream, &units(view(&grads))).unwrap();
+        rig.kernels.cast(&rig.stream, view(&grads), view(&params), 1.0).unwrap();
+        Self { optim, params, grads, loss }
+    }
+
+    fn set_grads(&self, rig: &Rig<D>, rank: usize, step: usize, bad: bool) {
+        let mut grads = values(10 * step + rank);
+        if bad && rank == 1 {
+            grads[40] = f32::NAN;
+        }
+        rig.upload(&self.grads, bytemuck::cast_slice(&grads));
+        rig.upload(&self.loss, bytemuck::bytes_of(&loss(rank, step)));
+    }
+
+    fn units(&self) -> Vec<UnitSlices> {
+        let pairs = units(view(&self.params)).into_iter().zip(units(view(&self.grads)));
+        pairs.map(|(param, grad)| UnitSlices { grad, param }).collect()
+    }
+
+    /// Parameters and state.
+    fn bits(&self, rig: &Rig<D>) -> Vec<Vec<u8>> {
+        let mut all = vec![rig.read(view(&self.params))];
+        for kind in StateKind::ALL {
+            // SAFETY: read on the stream that the optimizer is driven on.
+            all.extend(unsafe { self.optim.state(kind) }.map(|s| rig.read(s.erase())));
+        }
+        all
+    }
+}
+
+fn loss(rank: usize, step: usize) -> f64 {
+    step as f64 + 0.25 * rank as f64
+}
+
+fn plan(rank: usize, steps: usize) -> DeviceSteps {
+    DeviceSteps { rank, ranks: RANKS, micro_batches: 3, steps }
+}
+
+/// One step decided on the host.
+fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> Result<StepOutcome, OptimError> {
+    let (backward_scale, mut votes) = (ranks[0].optim.backward_scale(), Vec::new());
+    for (r, rank) in ranks.iter_mut().enumerate() {
+        rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
+        votes.push(rank.optim.vote(&rig.stream, loss(r, step), LIMIT)?);
+    }
+    let ballot = Ballot { votes: &votes, backward_scale, micro_batches: 3 };
+    let mut outcomes = Vec::new();
+    for rank in ranks {
+        let units = rank.units();
+        outcomes.push(rank.optim.step(&rig.stream, &units, ballot, LIMIT)?);
+    }
+    assert_eq!(outcomes[0], outcomes[1]);
+    Ok(outcomes.remove(0))
+}
+
+/// One step decided on the device; the gathering of votes is plain copying.
+fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(), OptimError> {
+    let mut votes = Vec::new();
+    for rank in &mut *ranks {
+        // SAFETY: the rank's own block, used on the one stream.
+        let loss = unsafe { rank.loss.typed::<f64>() }?;
+        rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
+        votes.push(rank.optim.enqueue_vote(&rig.stream, loss)?);
+    }
+    for (from, vote) in votes.iter().enumerate() {
+        let place = from * vote.own.len()..(from + 1) * vote.own.len();
+        for (to, other) in votes.iter().enumerate().filter(|(to, _)| *to != from) {
+            assert_ne!(from, to);
+            rig.pool.device().copy(&rig.stream, vote.own, other.all.slice(place.clone()))?;
+        }
+    }
+    for rank in ranks {
+        let units = rank.units();
+        rank.optim.enqueue_step(&rig.stream, &units)?;
+    }
+    Ok(())
+}
+
+fn step_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(), OptimError> {
+    enqueue_on_device(rig, ranks)?;
+    ranks.iter_mut().try_for_each(|rank| rank.optim.expect_report(&rig.stream))
+}
+
+fn world<D: Device>(rig: &Rig<D>, rules: &StepRules, dtype: DType, steps: usize) -> Vec<Rank<D>> {
+    let mut ranks: Vec<_> = (0..RANKS).map(|r| Rank::new(rig, rules, dtype, r)).collect();
+    if steps > 0 {
+        for (r, rank) in ranks.iter_mut().enumerate() {
+            rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(r, steps), LIMIT).unwrap();
+        }
+    }
+    ranks
+}
+
+fn rules(loss_scaling: LossScaling) -> StepRules {
+    let schedule = LrSchedule::LinearWarmup { warmup_steps: 5 };
+    StepRules { lr: 1e-2, schedule, max_grad_norm: 0.5, loss_scaling, ..StepRules::default() }
+}
+
+fn dynamic() -> LossScaling {
+    let settings = DynamicScaling { initial_scale_power: 3, window: 2, hysteresis: 1, ..DynamicScaling::default() };
+    LossScaling::Dynamic(settings)
+}
+
+fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
+    ranks.iter().map(|r| r.optim.progress()).collect()
+}
+
+fn the_bits_are_those_of_steps_decided_on_the_host<D: Device>(rig: &Rig<D>) {
+    const STEPS: usize = 9;
+    for (dtype, scaling) in
+        [(DType::F32, LossScaling::NONE), (DType::Bf16, LossScaling::NONE), (DType::F16, dynamic())]
+    {
+        let rules = rules(scaling);
+        let (mut on_host, mut on_device) = (world(rig, &rules, dtype, 0), world(rig, &rules, dtype, STEPS));
+        let (mut expected, mut reported) = (Vec::new(), Vec::new());
+        for step in 0..STEPS {
+            for world in [&on_host, &on_device] {
+                world.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 3));
+            }
+            expected.push(step_on_host(rig, &mut on_host, step).unwrap());
+            step_on_device(rig, &mut on_device).unwrap();
+            // Reports come when they come; sometimes they are waited for.
+            let optim = &mut on_device[0].optim;
+            reported.extend(if step == 5 { optim.all_reports(LIMIT) } else { optim.reports(LIMIT) }.unwrap());
+            if step == 5 {
+                assert_eq!(reported, expected);
+            }
+        }
+        for (a, b) in on_host.iter().zip(&on_device) {
+            assert!(a.bits(rig) == b.bits(rig), "{dtype}: weights or state differ");
+        }
+        reported.extend(on_device[0].optim.all_reports(LIMIT).unwrap());
+        assert_eq!(reported, expected);
+        assert!(expected[3].is_skipped() && !expected[4].is_skipped());
+        assert_eq!(on_device[1].optim.all_reports(LIMIT).unwrap(), expected, "every rank learns the same");
+        assert_eq!(progress(&on_device), progress(&on_host));
+
+        // On from there: the device takes up what the host knows.
+        for (r, rank) in on_device.iter_mut().enumerate() {
+            rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(r, 1), LIMIT).unwrap();
+        }
+        let outcome = step_on_host(rig, &mut on_host, STEPS).unwrap();
+        step_on_device(rig, &mut on_device).unwrap();
+        let again = on_device[0].optim.all_reports(LIMIT).unwrap().remove(0);
+        assert_eq!(again.lr(), outcome.lr());
+        assert_eq!(again.grad_norm(), outcome.grad_norm());
+    }
+}
+
+fn a_run_that_cannot_go_on_is_halted_and_says_why<D: Device>(rig: &Rig<D>) {
+    let least = DynamicScaling { initial_scale_power: 1, hysteresis: 1, min_scale: 2.0, ..DynamicScaling::default() };
+    let mut ranks = world(rig, &rules(LossScaling::Dynamic(least)), DType::F16, 10);
+    for step in 0..4 {
+        ranks.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 1));
+        step_on_device(rig, &mut ranks).unwrap();
+    }
+    let before = ranks[0].bits(rig);
+    let optim = &mut ranks[0].optim;
+    assert_eq!(optim.all_reports(LIMIT).unwrap().len(), 1, "what came before the failure is told first");
+    let halted = OptimError::LossScaleAtMinimum { step: 1, scale: 2.0, rank: 1, unit: "unit2".into() };
+    assert_eq!(optim.reports(LIMIT), Err(halted.clone()));
+    assert_eq!(optim.all_reports(LIMIT), Err(halted));
+    assert_eq!(optim.progress().adam_steps, 1);
+    step_on_device(rig, &mut ranks).unwrap();
+    assert!(ranks[0].bits(rig) == before, "nothing moves any more");
+
+    let mut ranks = world(rig, &rules(LossScaling::NONE), DType::F32, 2);
+    for step in 0..3 {
+        ranks.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, false));
+        step_on_device(rig, &mut ranks).unwrap();
+    }
+    assert_eq!(ranks[1].optim.all_reports(LIMIT).unwrap().len(), 2);
+    assert_eq!(ranks[1].optim.all_reports(LIMIT), Err(OptimError::NoRate { position: 2 }));
+}
+
+fn what_does_not_fit_is_refused<D: Device>(rig: &Rig<D>) {
+    let mut ranks = world(rig, &rules(LossScaling::NONE), DType::F32, 0);
+    assert_eq!(step_on_device(rig, &mut ranks).unwrap_err(), OptimError::NotOnDevice);
+    assert_eq!(ranks[0].optim.reports(LIMIT), Ok(Vec::new()));
+    let rank = &mut ranks[0];
+    let refused = |plan| {
+        let rules = rules(LossScaling::NONE);
+        Rank::new(rig, &rules, DType::F32, 0).optim.decide_on_device(&rig.pool, &rig.stream, plan, LIMIT).unwrap_err()
+    };
+    let error = refused(DeviceSteps { micro_batches: 0, ..plan(0, 5) });
+    assert!(matches!(error, OptimError::Setting { setting: "micro_batches", .. }), "{error}");
+    let error = refused(plan(RANKS, 5));
+    assert!(matches!(error, OptimError::Setting { setting: "rank", .. }), "{error}");
+    let cycle = LrSchedule::OneCycle(OneCycle { cycle_momentum: true, ..one_cycle() });
+    let rules = StepRules { schedule: cycle, ..rules(LossScaling::NONE) };
+    let error =
+        Rank::new(rig, &rules, DType::F32, 0).optim.decide_on_device(&rig.pool, &rig.stream, plan(0, 5), LIMIT);
+    assert_eq!(error, Err(OptimError::BetasMove));
+
+    rank.optim.decide_on_device(&rig.pool, &rig.stream, DeviceSteps { ranks: 1, ..plan(0, 100) }, LIMIT).unwrap();
+    let short = rank.optim.enqueue_step(&rig.stream, &rank.units()[1..]).unwrap_err();
+    assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 4, got: 3 });
+    for _ in 0..65 {
+        step_on_device(rig, std::slice::from_mut(rank)).unwrap();
+    }
+    let again = rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(0, 5), LIMIT);
+    assert_eq!(again, Err(OptimError::ReportsLeft));
+    assert_eq!(rank.optim.all_reports(LIMIT), Err(OptimError::ReportLost { iteration: 0 }));
+    // A checkpoint's progress ends it; decisions are the host's until the device has taken it up.
+    let saved = rank.optim.progress();
+    rank.optim.restore(&saved).unwrap();
+    assert_eq!(rank.optim.enqueue_step(&rig.stream, &rank.units()), Err(OptimError::NotOnDevice));
+}
+
+fn one_cycle() -> OneCycle {
+    serde_json::from_str(r#"{"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 5}"#).unwrap()
+}
+
+mod on_the_host {
+    use super::host;
+
+    #[test]
+    fn the_bits_are_those_of_steps_decided_on_the_host() {
+        super::the_bits_are_those_of_steps_decided_on_the_host(&host());
+    }
+
+    #[test]
+    fn a_run_that_cannot_go_on_is_halted_and_says_why() {
+        super::a_run_that_cannot_go_on_is_halted_and_says_why(&host());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "many steps")]
+    fn what_does_not_fit_is_refused() {
+        super::what_does_not_fit_is_refused(&host());
+    }
+}
+
+mod on_cuda {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn the_bits_are_those_of_steps_decided_on_the_host() {
+        super::the_bits_are_those_of_steps_decided_on_the_host(&cuda());
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn a_run_that_cannot_go_on_is_halted_and_says_why() {
+        super::a_run_that_cannot_go_on_is_halted_and_says_why(&cuda());
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn what_does_not_fit_is_refused() {
+        super::what_does_not_fit_is_refused(&cuda());
+    }
+
+    /// A whole step, recorded once and replayed: the host says nothing but "again".
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn a_step_in_a_graph_is_the_step_itself() {
+        let (rig, rules) = (cuda(), rules(dynamic()));
+        let (mut plain, mut replayed) = (world(&rig, &rules, DType::F16, 8), world(&rig, &rules, DType::F16, 8));
+        let record = || {
+            let told = |e: OptimError| DeviceError::Driver { call: "a step", message: e.to_string() };
+            enqueue_on_device(&rig, &mut replayed).map_err(told)
+        };
+        let graph = rig.stream.capture(record).unwrap();
+        for step in 0..8 {
+            for world in [&plain, &replayed] {
+                world.iter().enumerate().for_each(|(r, rank)| rank.set_grads(&rig, r, step, step % 4 == 2));
+            }
+            step_on_device(&rig, &mut plain).unwrap();
+            graph.launch(&rig.stream).unwrap();
+            replayed.iter_mut().for_each(|rank| rank.optim.expect_report(&rig.stream).unwrap());
+        }
+        for (a, b) in plain.iter_mut().zip(&mut replayed) {
+            assert!(a.bits(&rig) == b.bits(&rig));
+            assert_eq!(a.optim.all_reports(LIMIT).unwrap(), b.optim.all_reports(LIMIT).unwrap());
+        }
+        assert_eq!(progress(&plain), progress(&replayed));
+        assert_eq!(progress(&plain)[0].skipped_steps, 2);
+        rig.stream.synchronize(LIMIT).unwrap();
+    }
+}
