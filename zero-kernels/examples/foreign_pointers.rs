@@ -1,0 +1,103 @@
+//! The fused step on a framework's own device pointers and stream: what `fused_step` does is all there is to it.
+//!
+//! Here the "framework" is a few allocations and a raw stream handle. Needs a GPU and NVRTC; says so if they are missing.
+
+use std::error::Error;
+use std::ffi::c_void;
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, interop};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
+use zero_kernels::cuda::CudaKernels;
+use zero_kernels::{AdamArgs, AdamHyper, KernelError, Kernels, StepScalars};
+
+/// What a framework has: pointers to device memory, and lengths.
+#[derive(Clone, Copy)]
+struct Tensor {
+    pointer: *mut c_void,
+    elems: usize,
+}
+
+impl Tensor {
+    /// # Safety
+    /// The memory holds that many values of `T` on the device, for as long as launches use it, ordered by streams.
+    unsafe fn view<T>(self) -> DeviceSlice<T> {
+        // SAFETY: the caller's promise.
+        unsafe { DeviceSlice::from_raw_parts(self.pointer.cast(), self.elems) }
+    }
+}
+
+const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+
+/// One AdamW step: fp32 master and moments, bf16 gradient in, bf16 parameter out.
+///
+/// # Safety
+/// As for [`Tensor::view`], of fp32, bf16 and [`StepScalars`] in this order; `stream` is a stream of the device.
+unsafe fn fused_step(
+    (device, kernels): (&CudaDevice, &CudaKernels),
+    [master, first_moment, second_moment, grad, param, scalars]: [Tensor; 6],
+    stream: *mut c_void,
+) -> Result<(), KernelError> {
+    // SAFETY: the caller's promise.
+    let stream = unsafe { interop::stream_from_raw(device, stream, "framework") }?;
+    // SAFETY: the caller's promise.
+    let [master, first_moment, second_moment] = [master, first_moment, second_moment].map(|t| unsafe { t.view() });
+    // SAFETY: the caller's promise.
+    let [grad, param] = [grad, param].map(|t| unsafe { t.view::<half::bf16>() }.erase());
+    // SAFETY: the caller's promise.
+    let scalars = unsafe { scalars.view::<StepScalars>() };
+    let args = AdamArgs { master, first_moment, second_moment, grad, param_out: Some(param), scalars, hyper: HYPER };
+    kernels.adam(&stream, args)
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let device = match CudaDevice::open(0) {
+        Err(error @ DeviceError::NoDriver { .. }) => {
+            println!("{error}");
+            return Ok(());
+        }
+        opened => opened?,
+    };
+    let (elems, limit) = (1000, Duration::from_secs(30));
+    let kernels = CudaKernels::new(&device)?;
+    let framework_stream = device.create_stream("framework's own")?;
+    kernels.warm(&framework_stream, limit)?;
+
+    // The framework's memory: master 1, moments 0, gradient 0.5, and the scalars of step 1.
+    let (master, moment) = (vec![1f32; elems], vec![0f32; elems]);
+    let (grad, param) = (vec![half::bf16::from_f32(0.5); elems], vec![half::bf16::ZERO; elems]);
+    let scalars = StepScalars::new(1, 1e-2, &HYPER, 1.0);
+    let images: [&[u8]; 6] = [
+        bytemuck::cast_slice(&master),
+        bytemuck::cast_slice(&moment),
+        bytemuck::cast_slice(&moment),
+        bytemuck::cast_slice(&grad),
+        bytemuck::cast_slice(&param),
+        bytemuck::bytes_of(&scalars),
+    ];
+    let mut tensors = Vec::new();
+    for image in images {
+        let memory = device.allocate(image.len())?;
+        // SAFETY: allocated just now.
+        let bytes = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), image.len(), DType::U8) };
+        device.upload(&framework_stream, image, bytes, limit)?;
+        tensors.push((memory, bytes));
+    }
+    let lens = [elems, elems, elems, elems, elems, 1];
+    let tensor = |i: usize| Tensor { pointer: tensors[i].0.as_ptr().cast(), elems: lens[i] };
+
+    // SAFETY: the memory above, used on this one stream, which is drained below.
+    unsafe {
+        fused_step((&device, &kernels), [0, 1, 2, 3, 4, 5].map(tensor), interop::raw_stream(&framework_stream))
+    }?;
+
+    let mut param = param;
+    device.download(&framework_stream, tensors[4].1, bytemuck::cast_slice_mut(&mut param), limit)?;
+    framework_stream.synchronize(limit)?;
+    println!("{}: {elems} parameters, 1 -> {}", device.name(), param[0]);
+    for (memory, bytes) in tensors {
+        // SAFETY: allocated above with this size; the stream is drained.
+        unsafe { device.deallocate(memory, bytes.len()) };
+    }
+    Ok(())
+}
