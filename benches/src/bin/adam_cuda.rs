@@ -1,0 +1,365 @@
+//! AdamW on a GPU beside a copy of as many bytes within its memory, in one run.
+//!
+//! ```text
+//! cargo run --release -p benches --bin adam_cuda [-- ELEMS...]      a table; without numbers 1M to 1B parameters
+//! cargo run --release -p benches --bin adam_cuda -- --serve         for benches/peers/adam_cuda.py
+//! ```
+//!
+//! bf16 gradients in and parameters out, fp32 masters and moments: 28 bytes a parameter. Each figure is a median over rounds;
+//! in a round the subjects run one after the other, each as often as fills a tenth of a second, and the host waits only at the
+//! end. `--serve` reads lines `KIND ELEMS` and answers each with milliseconds a step, measured once.
+
+use std::io::{BufRead, Write};
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use zero_alloc::cuda::{CudaDevice, CudaStream, Graph};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
+use zero_kernels::cuda::CudaKernels;
+use zero_kernels::step::{StepReport, StepSettings, StepState};
+use zero_kernels::{AdamArgs, AdamHyper, DecideArgs, Float, GradStats, Kernels, StepScalars, Vote};
+
+type AnyError = Box<dyn std::error::Error>;
+
+const LIMIT: Duration = Duration::from_secs(120);
+const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
+/// Master and moments read and written, gradient read, parameter written.
+const ADAM_BYTES: usize = 28;
+/// The norm reads the gradient once more.
+const STEP_BYTES: usize = 30;
+/// Steps that the table of learning rates lasts for.
+const RATES: usize = 1 << 20;
+const ROUNDS: usize = 9;
+
+/// Device memory that is given back at the end.
+struct Buffer {
+    device: CudaDevice,
+    ptr: NonNull<u8>,
+    bytes: usize,
+}
+
+impl Buffer {
+    fn new(device: &CudaDevice, bytes: usize) -> Result<Self, DeviceError> {
+        Ok(Self { device: device.clone(), ptr: device.allocate(bytes)?, bytes })
+    }
+
+    fn all(&self) -> AnySlice {
+        // SAFETY: the buffer's own memory; subjects outlive what they enqueue, on one stream.
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
+    }
+
+    fn typed<T>(&self, len: usize) -> DeviceSlice<T> {
+        assert!(len * size_of::<T>() <= self.bytes);
+        // SAFETY: as for `all`; the driver aligns to 256 bytes.
+        unsafe { DeviceSlice::from_raw_parts(self.ptr.as_ptr().cast(), len) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this size; every measurement ends with a drained stream.
+        unsafe { self.device.deallocate(self.ptr, self.bytes) };
+    }
+}
+
+/// What runs and is timed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    /// A copy that moves as many bytes as Adam does.
+    Copy,
+    /// The fused update alone.
+    Adam,
+    /// Norm and check, vote, decision, update.
+    Step,
+    /// The same, recorded once and replayed.
+    Graph,
+}
+
+impl Kind {
+    const ALL: [Self; 4] = [Self::Copy, Self::Adam, Self::Step, Self::Graph];
+
+    fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| format!("{kind:?}").eq_ignore_ascii_case(name))
+    }
+}
+
+/// One shard with all that a step of it needs.
+struct Shard {
+    device: CudaDevice,
+    stream: CudaStream,
+    kernels: CudaKernels,
+    elems: usize,
+    master: Buffer,
+    first_moment: Buffer,
+    second_moment: Buffer,
+    grad: Buffer,
+    param: Buffer,
+    scratch: Buffer,
+    /// Statistics, loss, vote, settings, state, scalars and report, 256 bytes each.
+    control: Buffer,
+    lrs: Buffer,
+    graph: Option<Graph>,
+    copy: Option<[Buffer; 2]>,
+}
+
+impl Shard {
+    fn new(device: &CudaDevice, stream: &CudaStream, kernels: &CudaKernels, elems: usize) -> Result<Self, AnyError> {
+        let buffer = |bytes: usize| Buffer::new(device, bytes.max(1));
+        let scratch = kernels.stats_scratch_elems(elems) * 8;
+        let shard = Self {
+            device: device.clone(),
+            stream: stream.clone(),
+            kernels: kernels.clone(),
+            elems,
+            master: buffer(4 * elems)?,
+            first_moment: buffer(4 * elems)?,
+            second_moment: buffer(4 * elems)?,
+            grad: buffer(2 * elems)?,
+            param: buffer(2 * elems)?,
+            scratch: buffer(scratch)?,
+            control: buffer(7 * 256)?,
+            lrs: buffer(8 * RATES)?,
+            graph: None,
+            copy: None,
+        };
+        shard.fill(&shard.master, |x| x)?;
+        shard.fill(&shard.first_moment, |x| x * 1e-3)?;
+        shard.fill(&shard.second_moment, |x| x * x * 1e-6)?;
+        shard.fill(&shard.grad, |x| bf16::from_f32(x * 1e-3))?;
+        shard.reset()?;
+        Ok(shard)
+    }
+
+    /// A million values that look random, again and again.
+    fn fill<T: Float>(&self, buffer: &Buffer, value: impl Fn(f32) -> T) -> Result<(), AnyError> {
+        let mut x = 1u32;
+        let mut next = || {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            value((x >> 8) as f32 / (1 << 23) as f32 - 1.0)
+        };
+        let block: Vec<T> = (0..self.elems.min(1 << 20)).map(|_| next()).collect();
+        let bytes: &[u8] = bytemuck::cast_slice(&block);
+        let (all, mut done) = (buffer.all(), bytes.len());
+        self.device.upload(&self.stream, bytes, all.slice(0..done), LIMIT)?;
+        let whole = self.elems * size_of::<T>();
+        while done < whole {
+            let next = done.min(whole - done);
+            self.device.copy(&self.stream, all.slice(0..next), all.slice(done..done + next))?;
+            done += next;
+        }
+        Ok(())
+    }
+
+    /// One value of the control block.
+    fn control<T>(&self, nth: usize) -> DeviceSlice<T> {
+        let place = self.control.all().slice(nth * 256..nth * 256 + size_of::<T>());
+        // SAFETY: the shard's own memory, aligned to 256 bytes.
+        unsafe { DeviceSlice::from_raw_parts(place.as_ptr().cast(), 1) }
+    }
+
+    /// Before the first step of a run that never clips, and never runs out of rates.
+    fn reset(&self) -> Result<(), AnyError> {
+        let settings = StepSettings {
+            beta1: HYPER.beta1,
+            beta2: HYPER.beta2,
+            max_grad_norm: 1.0,
+            min_scale: 1.0,
+            window: 1000,
+            micro_batches: 1,
+            lr_first_position: 0,
+            dynamic: 0,
+            hysteresis: 1,
+            consecutive_hysteresis: 0,
+            fail_at_min: 1,
+        };
+        let state = StepState {
+            loss_scale: 1.0,
+            iteration: 0,
+            since: 0,
+            adam_steps: 0,
+            schedule_position: 0,
+            skipped_steps: 0,
+            hysteresis_left: 1,
+            halted: StepState::RUNNING,
+        };
+        let scalars = StepScalars::new(1, 1e-4, &HYPER, 1.0);
+        let mut image = vec![0u8; 7 * 256];
+        let values = [bytemuck::bytes_of(&settings), bytemuck::bytes_of(&state), bytemuck::bytes_of(&scalars)];
+        for (value, nth) in values.into_iter().zip([3, 4, 5]) {
+            image[nth * 256..][..value.len()].copy_from_slice(value);
+        }
+        self.device.upload(&self.stream, &image, self.control.all(), LIMIT)?;
+        let lrs = vec![1e-4f64; RATES];
+        self.device.upload(&self.stream, bytemuck::cast_slice(&lrs), self.lrs.all(), LIMIT)?;
+        Ok(())
+    }
+
+    fn adam(&self) -> Result<(), AnyError> {
+        let args = AdamArgs {
+            master: self.master.typed(self.elems),
+            first_moment: self.first_moment.typed(self.elems),
+            second_moment: self.second_moment.typed(self.elems),
+            grad: self.grad.typed::<bf16>(self.elems).erase(),
+            param_out: Some(self.param.typed::<bf16>(self.elems).erase()),
+            scalars: self.control(5),
+            hyper: HYPER,
+        };
+        Ok(self.kernels.adam(&self.stream, args)?)
+    }
+
+    fn step(&self) -> Result<(), AnyError> {
+        let stats: DeviceSlice<GradStats> = self.control(0);
+        let scratch = self.scratch.typed(self.kernels.stats_scratch_elems(self.elems));
+        let vote: DeviceSlice<Vote> = self.control(2);
+        let reports: DeviceSlice<StepReport> = self.control(6);
+        let grad = self.grad.typed::<bf16>(self.elems).erase();
+        self.kernels.grad_stats(&self.stream, grad, scratch, stats)?;
+        self.kernels.make_vote(&self.stream, stats, self.control(1), vote)?;
+        let (settings, lrs, state) = (self.control(3), self.lrs.typed(RATES), self.control(4));
+        let decide = DecideArgs { votes: vote, settings, lrs, state, scalars: self.control(5), reports };
+        self.kernels.decide_step(&self.stream, decide)?;
+        self.adam()
+    }
+
+    fn enqueue(&mut self, kind: Kind) -> Result<(), AnyError> {
+        match kind {
+            Kind::Copy => {
+                if self.copy.is_none() {
+                    let bytes = ADAM_BYTES / 2 * self.elems;
+                    self.copy = Some([Buffer::new(&self.device, bytes)?, Buffer::new(&self.device, bytes)?]);
+                }
+                if let Some([from, to]) = &self.copy {
+                    self.device.copy(&self.stream, from.all(), to.all())?;
+                }
+            }
+            Kind::Adam => self.adam()?,
+            Kind::Step => self.step()?,
+            Kind::Graph => {
+                if self.graph.is_none() {
+                    let told = |e: AnyError| DeviceError::Driver { call: "a step", message: e.to_string() };
+                    self.graph = Some(self.stream.capture(|| self.step().map_err(told))?);
+                }
+                if let Some(graph) = &self.graph {
+                    graph.launch(&self.stream)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Milliseconds of one, measured over as many as fill `at_least`.
+    fn time(&mut self, kind: Kind, at_least: Duration) -> Result<f64, AnyError> {
+        self.reset()?;
+        // Once for what happens only once; then a few, to know how many fill the time.
+        self.enqueue(kind)?;
+        self.stream.synchronize(LIMIT)?;
+        let (mut count, mut done) = (2u32, 1u64);
+        loop {
+            let start = Instant::now();
+            for _ in 0..count {
+                self.enqueue(kind)?;
+            }
+            self.stream.synchronize(LIMIT)?;
+            let took = start.elapsed();
+            done += u64::from(count);
+            let enough = took >= at_least || done + 4 * u64::from(count) > RATES as u64;
+            if enough {
+                self.check(kind, done)?;
+                return Ok(took.as_secs_f64() * 1e3 / f64::from(count));
+            }
+            count *= if took * 4 < at_least { 4 } else { 2 };
+        }
+    }
+
+    /// Every step was really taken.
+    fn check(&self, kind: Kind, steps: u64) -> Result<(), AnyError> {
+        let state: DeviceSlice<StepState> = self.control(4);
+        let bytes = self.control.all().slice(4 * 256..4 * 256 + size_of::<StepState>());
+        assert_eq!(bytes.as_ptr().cast::<StepState>(), state.as_ptr());
+        let mut now = [0u8; size_of::<StepState>()];
+        self.device.download(&self.stream, bytes, &mut now, LIMIT)?;
+        let now: StepState = bytemuck::pod_read_unaligned(&now);
+        let expected = if matches!(kind, Kind::Step | Kind::Graph) { steps } else { 0 };
+        if (now.halted, now.skipped_steps, now.adam_steps) != (StepState::RUNNING, 0, expected) {
+            return Err(format!("{kind:?}: expected {expected} steps, the device says {now:?}").into());
+        }
+        Ok(())
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn table(sizes: &[usize], shard: impl Fn(usize) -> Result<Shard, AnyError>, fast: bool) -> Result<(), AnyError> {
+    let (rounds, at_least) = if fast { (1, Duration::ZERO) } else { (ROUNDS, Duration::from_millis(100)) };
+    println!("{:>12} {:>16} {:>28} {:>28} {:>28}", "parameters", "copy", "adam", "whole step", "step in a graph");
+    for &elems in sizes {
+        let mut shard = shard(elems)?;
+        let mut times: [Vec<f64>; 4] = Default::default();
+        for _ in 0..rounds {
+            for (kind, times) in Kind::ALL.into_iter().zip(&mut times) {
+                times.push(shard.time(kind, at_least)?);
+            }
+        }
+        let [copy, adam, step, graph] = times;
+        let of_copy = |times: &[f64], bytes: usize| {
+            let ratios = copy.iter().zip(times).map(|(c, t)| (bytes as f64 / t) / (ADAM_BYTES as f64 / c));
+            median(ratios.collect())
+        };
+        let gb = |ms: f64, bytes: usize| bytes as f64 * elems as f64 / ms / 1e6;
+        let column = |times: &[f64], bytes: usize| {
+            let (ms, ratio) = (median(times.to_vec()), of_copy(times, bytes));
+            format!("{ms:8.4} ms {:5.0} GB/s {ratio:5.3}", gb(ms, bytes))
+        };
+        let copied = median(copy.clone());
+        println!(
+            "{elems:>12} {copied:6.3} {:4.0} GB/s {:>28} {:>28} {:>28}",
+            gb(copied, ADAM_BYTES),
+            column(&adam, ADAM_BYTES),
+            column(&step, STEP_BYTES),
+            column(&graph, STEP_BYTES)
+        );
+    }
+    println!("(the third figure of a column: bytes a second as a share of the copy's, median over {rounds} rounds)");
+    Ok(())
+}
+
+fn serve(shard: impl Fn(usize) -> Result<Shard, AnyError>) -> Result<(), AnyError> {
+    let mut current: Option<Shard> = None;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let (kind, elems) = line.trim().split_once(' ').ok_or("expected: KIND ELEMS")?;
+        let kind = Kind::named(kind).ok_or("KIND is copy, adam, step or graph")?;
+        let elems = elems.parse()?;
+        if current.as_ref().is_none_or(|s| s.elems != elems) {
+            drop(current.take()); // gives the memory back before the next takes its own
+            current = Some(shard(elems)?);
+        }
+        if let Some(shard) = &mut current {
+            println!("{:.6}", shard.time(kind, Duration::from_millis(100))?);
+            std::io::stdout().flush()?;
+        }
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), AnyError> {
+    let device = CudaDevice::open(0)?;
+    let stand_in = device.name().contains("stand-in");
+    eprintln!("{}{}", device.name(), if stand_in { ": to see that this runs; its figures mean nothing" } else { "" });
+    let (stream, kernels) = (device.create_stream("bench")?, CudaKernels::new(&device)?);
+    kernels.warm(&stream, LIMIT)?;
+    let shard = |elems| Shard::new(&device, &stream, &kernels, elems);
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if args.iter().any(|a| a == "--serve") {
+        return serve(shard);
+    }
+    let mut sizes = args.iter().map(|a| a.parse()).collect::<Result<Vec<usize>, _>>()?;
+    if sizes.is_empty() {
+        sizes = if stand_in { vec![1000] } else { [1, 4, 16, 64, 256, 512, 1024].map(|m| m << 20).to_vec() };
+    }
+    table(&sizes, shard, stand_in)
+}
