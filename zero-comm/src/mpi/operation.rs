@@ -147,11 +147,13 @@ impl Operation {
         // `exchange` keeps the buffers until every request is done, or settled after a failure; parts that are
         // received do not overlap anything else that the phase uses.
         for part in receives {
+            part.bytes.note_access(true);
             let (to, len) = (part.bytes.as_ptr(), part.bytes.len_bytes());
             // SAFETY: as said above.
             unsafe { self.world.receive(to, len, world_rank(part), requests) }?;
         }
         for part in sends {
+            part.bytes.note_access(false);
             let (from, len) = (part.bytes.as_ptr(), part.bytes.len_bytes());
             // SAFETY: as said above.
             unsafe { self.world.send(from, len, world_rank(part), requests) }?;
@@ -291,6 +293,8 @@ fn words_of(words: &mut [u64]) -> AnySlice {
 /// `from` to `to`, unless they are the same.
 fn copy(from: AnySlice, to: AnySlice) {
     if from.as_ptr() != to.as_ptr() {
+        from.note_access(false);
+        to.note_access(true);
         // SAFETY: host memory that its makers keep valid, of one length; the check of the call allows no other
         // overlap than being the same.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len_bytes()) };
