@@ -309,7 +309,7 @@ mod tests {
 
     #[test]
     fn halves_widen_and_round_as_the_crate_half_says() {
-        for bits in 0..=u16::MAX {
+        for bits in (0..=u16::MAX).step_by(if cfg!(miri) { 977 } else { 1 }) {
             let x = f16::from_bits(bits);
             let wide = widen_f16(x);
             assert!(wide.to_bits() == x.to_f32().to_bits() || wide.is_nan() && x.is_nan(), "{bits:x}");

@@ -5,21 +5,12 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Comm, LIMIT, Random, Streams, on_ranks, view};
+use common::{Comm, LIMIT, Random, Streams, another, call, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError, Stream};
 use zero_comm::threads::Options;
 use zero_comm::{Collective, CommError, ReduceOp};
 
 const RANKS: usize = 3;
-const ALL: [Collective; 6] = [
-    Collective::ReduceScatter,
-    Collective::AllGather,
-    Collective::AllReduce,
-    Collective::Broadcast,
-    Collective::AllToAll,
-    Collective::Barrier,
-];
-
 /// What rank 1 does instead of its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
@@ -61,32 +52,10 @@ const FAULTS: [Fault; 11] = [
     Fault::Order,
 ];
 
-/// Calls `collective` on `len` elements of `send` and `recv`, per rank.
-fn call(
-    comm: &Comm,
-    s: &Streams,
-    which: Collective,
-    send: AnySlice,
-    recv: AnySlice,
-    len: usize,
-) -> Result<(), CommError> {
-    let (n, stream) = (comm.world_size(), &s.comm);
-    match which {
-        Collective::ReduceScatter => {
-            comm.reduce_scatter(stream, send.slice(0..len * n), recv.slice(0..len), ReduceOp::Sum)
-        }
-        Collective::AllGather => comm.all_gather(stream, send.slice(0..len), recv.slice(0..len * n)),
-        Collective::AllReduce => comm.all_reduce(stream, send.slice(0..len), recv.slice(0..len), ReduceOp::Sum),
-        Collective::Broadcast => comm.broadcast(stream, send.slice(0..len), 0),
-        Collective::AllToAll => comm.all_to_all(stream, send.slice(0..len * n), recv.slice(0..len * n)),
-        Collective::Barrier => comm.barrier(stream),
-    }
-}
-
 /// What rank 1 does; whether it stays to see the end.
 fn misbehave(fault: Fault, comm: &Comm, s: &Streams, which: Collective, buffers: [AnySlice; 4]) -> bool {
     let [send, recv, send_bytes, recv_bytes] = buffers;
-    let other = if which == Collective::Barrier { Collective::AllGather } else { Collective::Barrier };
+    let other = another(which);
     let error = || Err(DeviceError::Closed { stream: "on purpose".to_owned() });
     match fault {
         Fault::Dies => return false,
@@ -132,9 +101,8 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
         } else {
             call(&comm, s, which, buffers[0], buffers[1], 8).unwrap();
             if fault == Fault::Order {
-                let other = if which == Collective::Barrier { Collective::AllGather } else { Collective::Barrier };
                 // The world may have ended already, which closes nothing.
-                call(&comm, s, other, buffers[0], buffers[1], 8).unwrap();
+                call(&comm, s, another(which), buffers[0], buffers[1], 8).unwrap();
             }
         }
         if fault != Fault::Stalls || comm.rank() != 1 {
@@ -147,7 +115,7 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
 
 #[test]
 fn every_fault_at_every_collective_ends_all_ranks_with_its_cause() {
-    for which in ALL {
+    for which in Collective::ALL {
         for fault in FAULTS {
             if which == Collective::Barrier && matches!(fault, Fault::Count | Fault::DType) {
                 // A barrier has neither.

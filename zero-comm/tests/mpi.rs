@@ -6,15 +6,35 @@ mod common;
 
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Comm, LIMIT, Streams, view};
+use common::{Comm, LIMIT, Streams, another, call, view};
 use half::bf16;
-use zero_alloc::device::{DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DeviceError, Stream};
 use zero_alloc::host::HostDevice;
 use zero_comm::conformance::{Plan, check};
 use zero_comm::mpi::{MpiWorld, Options};
-use zero_comm::{CommError, ReduceOp, threads};
+use zero_comm::{Collective, CommError, ReduceOp, threads};
+
+/// Every way in which rank 1 fails.
+const FAULTS: [&str; 11] = [
+    "killed-before",
+    "killed-during",
+    "killed-after",
+    "stalled",
+    "count",
+    "kind",
+    "dtype",
+    "order",
+    "abort",
+    "poison",
+    "panic",
+];
+
+/// Elements a rank in the tests of faults, and where the count is what is wrong.
+const LEN: usize = 4096;
+const OTHER_LEN: usize = 4000;
 
 /// How long a rank waits in the tests of faults.
 const FAULT_LIMIT: Duration = Duration::from_secs(3);
@@ -42,48 +62,59 @@ fn kill_this_process() -> ! {
     }
 }
 
-/// What rank 1 does wrong; every rank then waits for its error and prints it.
-fn fault(kind: &str, comm: &Comm, streams: &Streams) -> Result<(), CommError> {
-    let (stream, at_fault) = (&streams.comm, comm.rank() == 1);
-    let (mut a, mut b, mut bytes) = (vec![1f32; 4096], vec![1f32; 8192], vec![1u8; 4096]);
-    let (a, b, bytes) = (view(&mut a), view(&mut b), view(&mut bytes));
-    comm.barrier(stream)?;
+/// What rank 1 does wrong, before it dies, stalls or comes to `which` as the others do.
+fn misbehave(
+    kind: &str,
+    which: Collective,
+    comm: &Comm,
+    streams: &Streams,
+    buffers: [AnySlice; 4],
+) -> Result<(), CommError> {
+    let (stream, [send, recv, send_bytes, recv_bytes]) = (&streams.comm, buffers);
     match kind {
-        "killed-before" if at_fault => {
+        "killed-before" => {
             streams.synchronize();
             kill_this_process();
         }
-        "killed-during" if at_fault => {
-            // The other rank is held back, so this one is waiting inside when it dies.
-            comm.all_reduce(stream, a, a, ReduceOp::Sum)?;
+        "killed-during" => {
+            // The others are held back, so this one is waiting inside when it dies.
+            call(comm, streams, which, send, recv, LEN)?;
             std::thread::sleep(Duration::from_millis(200));
             kill_this_process();
         }
-        "killed-during" => std::thread::sleep(Duration::from_millis(500)),
-        "killed-after" => {
-            comm.all_reduce(stream, a, a, ReduceOp::Sum)?;
-            stream.synchronize(LIMIT)?;
-            if at_fault {
-                kill_this_process();
-            }
-        }
-        "stalled" if at_fault => std::thread::sleep(FAULT_LIMIT * 2),
-        "count" if at_fault => comm.all_reduce(stream, b, b, ReduceOp::Sum)?,
-        "kind" if at_fault => comm.broadcast(stream, a, 0)?,
-        "dtype" if at_fault => comm.all_reduce(stream, bytes, bytes, ReduceOp::Sum)?,
-        "order" if at_fault => {
-            comm.barrier(stream)?;
-            comm.all_reduce(stream, a, a, ReduceOp::Sum)?;
-        }
-        "abort" if at_fault => comm.abort("on purpose"),
-        "poison" if at_fault => {
-            stream.enqueue("bad", || Err(DeviceError::Closed { stream: "on purpose".to_owned() }))?;
-        }
-        "panic" if at_fault => stream.enqueue("bad", || panic!("on purpose"))?,
+        "killed-after" => kill_this_process(),
+        "stalled" => std::thread::sleep(FAULT_LIMIT * 2),
+        "count" => call(comm, streams, which, send, recv, OTHER_LEN)?,
+        "dtype" => call(comm, streams, which, send_bytes, recv_bytes, LEN)?,
+        "kind" | "order" => call(comm, streams, another(which), send, recv, LEN)?,
+        "abort" => comm.abort("on purpose"),
+        "poison" => stream.enqueue("bad", || Err(DeviceError::Closed { stream: "on purpose".to_owned() }))?,
+        "panic" => stream.enqueue("bad", || panic!("on purpose"))?,
         _ => {}
     }
-    comm.all_reduce(stream, a, a, ReduceOp::Sum)?;
-    let ended = stream.synchronize(LIMIT);
+    Ok(())
+}
+
+/// Every rank waits for the error that rank 1 makes at `which`, and returns it.
+fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Result<(), CommError> {
+    let (mut send, mut recv) = (vec![1f32; LEN * 4], vec![1f32; LEN * 4]);
+    let (mut send_bytes, mut recv_bytes) = (vec![1u8; LEN * 4], vec![1u8; LEN * 4]);
+    let buffers = [view(&mut send), view(&mut recv), view(&mut send_bytes), view(&mut recv_bytes)];
+    comm.barrier(&streams.comm)?;
+    if kind == "killed-after" {
+        call(comm, streams, which, buffers[0], buffers[1], LEN)?;
+        streams.comm.synchronize(LIMIT)?;
+    }
+    if comm.rank() == 1 {
+        misbehave(kind, which, comm, streams, buffers)?;
+    } else if kind == "killed-during" {
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    call(comm, streams, which, buffers[0], buffers[1], LEN)?;
+    if kind == "order" && comm.rank() != 1 {
+        call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
+    }
+    let ended = streams.comm.synchronize(LIMIT);
     comm.failure().map_or(Ok(()), Err)?;
     Ok(ended?)
 }
@@ -128,8 +159,10 @@ fn rank_main(what: &str) -> ExitCode {
             return ExitCode::FAILURE;
         }
         "digest" => println!("rank {rank} digest {:x}", digest(&comm, &streams)),
-        kind => {
-            let error = fault(kind, &comm, &streams).expect_err("the fault is seen");
+        fault_at => {
+            let (kind, name) = fault_at.split_once('@').unwrap();
+            let which = Collective::ALL.into_iter().find(|which| which.name() == name).unwrap();
+            let error = fault(kind, which, &comm, &streams).expect_err("the fault is seen");
             println!("rank {rank} saw: {error}");
             // Time for the others to say so too, before the launcher ends them.
             std::thread::sleep(Duration::from_millis(500));
@@ -169,6 +202,32 @@ fn expect(ok: bool, what: &str, output: &Output) {
     assert!(ok, "{what}: {}\n--- stdout\n{out}\n--- stderr\n{err}", output.status);
 }
 
+/// Whether all that can tell name the right cause, in time.
+fn check_fault(kind: &str, which: Collective) {
+    let killed = kind.starts_with("killed");
+    let what = format!("{kind}@{}", which.name());
+    let (output, time) = launch(3, &what, killed);
+    let out = String::from_utf8_lossy(&output.stdout);
+    let words = match kind {
+        "killed-during" => "rank 1".to_owned(),
+        "killed-before" | "killed-after" | "stalled" => "rank 1 did not come".to_owned(),
+        "count" => format!(" of {OTHER_LEN} x fp32"),
+        "dtype" => format!(" of {LEN} x u8"),
+        "kind" | "order" => another(which).name().to_owned(),
+        "abort" => "rank 1 aborted: on purpose".to_owned(),
+        _ => "rank 1 failed before it ran".to_owned(),
+    };
+    let named = |line: &str| line.contains(&words) && (kind == "abort" || line.contains(which.name()));
+    let told = out.lines().filter(|line| line.contains("saw:") && named(line)).count();
+    // The stalled rank is still asleep when mpirun ends it.
+    let survivors = if killed || kind == "stalled" { 2 } else { 3 };
+    let within = time < FAULT_LIMIT + Duration::from_secs(20);
+    // With recovery, the launcher counts a lost rank as none of its business.
+    let reported = killed || !output.status.success();
+    expect(reported && told == survivors && within, &what, &output);
+    println!("ok: {what}: {told} ranks said '{words}' after {time:.1?}");
+}
+
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     if let [flag, what] = &args[..]
@@ -194,32 +253,23 @@ fn main() -> ExitCode {
         expect(output.status.success() && same, "the bits of threads", &output);
         println!("ok: {n} processes give the bits of {n} threads");
     }
-    let faults = [
-        ("killed-before", "rank 1 did not come"),
-        ("killed-during", "rank 1"),
-        ("killed-after", "rank 1 did not come"),
-        ("stalled", "rank 1 did not come"),
-        ("count", "all_reduce(sum) of 8192 x fp32"),
-        ("kind", "broadcast of 4096 x fp32"),
-        ("dtype", "all_reduce(sum) of 4096 x u8"),
-        ("order", "barrier"),
-        ("abort", "rank 1 aborted: on purpose"),
-        ("poison", "rank 1 failed before it ran"),
-        ("panic", "rank 1 failed before it ran"),
-    ];
-    for (kind, words) in faults {
-        let (output, time) = launch(3, kind, kind.starts_with("killed"));
-        let out = String::from_utf8_lossy(&output.stdout);
-        // The stalled rank is still asleep when mpirun ends it.
-        let survivors = if kind.starts_with("killed") || kind == "stalled" { 2 } else { 3 };
-        let told = out.lines().filter(|line| line.contains("saw:") && line.contains(words)).count();
-        let within = time < FAULT_LIMIT + Duration::from_secs(20);
-        // With recovery, the launcher counts a lost rank as none of its business.
-        let reported = kind.starts_with("killed") || !output.status.success();
-        expect(reported && told == survivors && within, kind, &output);
-        println!("ok: {kind}: {told} ranks said '{words}' after {time:.1?}");
-    }
-    let (output, time) = launch(3, "killed-before", false);
+    let cases: Vec<(&str, Collective)> =
+        FAULTS.iter().flat_map(|&f| Collective::ALL.map(|which| (f, which))).collect();
+    // Most of the time they wait for a limit, so some go on at once.
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                while let Some(&(kind, which)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    // A barrier has no count and no type.
+                    if which != Collective::Barrier || !matches!(kind, "count" | "dtype") {
+                        check_fault(kind, which);
+                    }
+                }
+            });
+        }
+    });
+    let (output, time) = launch(3, "killed-before@all_reduce", false);
     let named = String::from_utf8_lossy(&output.stderr).contains("signal 9");
     expect(!output.status.success() && named, "killed, without recovery", &output);
     println!("ok: mpirun by itself ends all after {time:.1?}");

@@ -75,6 +75,28 @@ fn every_collective_does_what_it_says() {
     }
 }
 
+/// Results larger than caches take other stores.
+#[test]
+#[cfg_attr(miri, ignore = "megabytes")]
+fn large_buffers_are_as_right_as_small_ones() {
+    // Odd, so that segments start anywhere in a line.
+    const SEGMENT: usize = (8 << 20) / 8 + 13;
+    on_ranks(2, Options::default(), |comm, stream| {
+        let value = |rank: usize, i: usize| ((i * 31 + rank * 7) % 4099) as f32;
+        let mut send: Vec<f32> = (0..2 * SEGMENT).map(|i| value(comm.rank(), i)).collect();
+        let mut part = vec![0f32; SEGMENT];
+        let (mut reduced, mut gathered) = (vec![0f32; 2 * SEGMENT], vec![0f32; 2 * SEGMENT]);
+        let whole = view(&mut send);
+        comm.reduce_scatter(stream, whole, view(&mut part), ReduceOp::Sum).unwrap();
+        comm.all_reduce(stream, whole, view(&mut reduced), ReduceOp::Sum).unwrap();
+        comm.all_gather(stream, view(&mut part), view(&mut gathered)).unwrap();
+        stream.synchronize(LIMIT).unwrap();
+        assert!((0..2 * SEGMENT).all(|i| reduced[i] == value(0, i) + value(1, i)));
+        assert_eq!(reduced, gathered);
+        assert_eq!(part, reduced[comm.rank() * SEGMENT..(comm.rank() + 1) * SEGMENT]);
+    });
+}
+
 #[test]
 fn traffic_is_the_formula() {
     let traffic = on_ranks(4, Options::default(), |comm, stream| {

@@ -8,11 +8,14 @@
 //! An operation posts its call and buffers, waits until every rank has posted the same call of the same
 //! sequence number, does its share (`work`) and waits until every rank has done its own; only then may
 //! buffers change again. There are no copies between: each byte of a result is written once, by the rank that
-//! computed it. A waiting rank sleeps; it never spins.
+//! computed it. A waiting rank looks for its peers for as long as waking it up would take (more ranks than cores: only
+//! lets them go first), then sleeps.
 //!
 //! **Failure.** The first failure of the world ends it: every collective under way or to come returns that
 //! failure on every rank. No rank leaves an operation while another still works in its buffers.
 
+#[cfg(all(test, loom))]
+mod models;
 mod shared;
 mod slot;
 mod split;

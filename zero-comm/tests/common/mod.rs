@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Element, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_comm::Communicator;
 use zero_comm::threads::{Options, World};
+use zero_comm::{Collective, CommError, Communicator, ReduceOp};
 
 /// Longer than any test takes.
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -22,6 +22,33 @@ pub type Comm = Arc<dyn Communicator<HostDevice>>;
 pub fn view<T: Element>(values: &mut [T]) -> AnySlice {
     // SAFETY: every test synchronizes its streams before it touches or drops the values.
     unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len()) }.erase()
+}
+
+/// Calls `which` with `len` elements a rank, or in all; `send` and `recv` hold that for every rank.
+pub fn call(
+    comm: &Comm,
+    s: &Streams,
+    which: Collective,
+    send: AnySlice,
+    recv: AnySlice,
+    len: usize,
+) -> Result<(), CommError> {
+    let (n, stream) = (comm.world_size(), &s.comm);
+    match which {
+        Collective::ReduceScatter => {
+            comm.reduce_scatter(stream, send.slice(0..len * n), recv.slice(0..len), ReduceOp::Sum)
+        }
+        Collective::AllGather => comm.all_gather(stream, send.slice(0..len), recv.slice(0..len * n)),
+        Collective::AllReduce => comm.all_reduce(stream, send.slice(0..len), recv.slice(0..len), ReduceOp::Sum),
+        Collective::Broadcast => comm.broadcast(stream, send.slice(0..len), 0),
+        Collective::AllToAll => comm.all_to_all(stream, send.slice(0..len * n), recv.slice(0..len * n)),
+        Collective::Barrier => comm.barrier(stream),
+    }
+}
+
+/// A collective that is not `which`.
+pub fn another(which: Collective) -> Collective {
+    if which == Collective::Barrier { Collective::AllGather } else { Collective::Barrier }
 }
 
 /// The streams of a rank.

@@ -1,0 +1,92 @@
+//! Every order of ranks that meet, fail and leave, tried by loom:
+//! `RUSTFLAGS="--cfg loom" cargo test -p zero-comm --lib --release models`.
+//!
+//! The gates are loom's; the world's own lock is an ordinary one, held across no gate, so loom takes what happens under
+//! it as one step.
+
+use std::sync::Arc;
+
+use loom::sync::atomic::{AtomicBool, Ordering};
+use loom::thread;
+
+use super::Options;
+use super::shared::Shared;
+use super::ticket::Ticket;
+use crate::{CommError, Group};
+
+/// What the model watches of each of two ranks.
+struct Watched {
+    shared: Arc<Shared>,
+    /// It has come to the collective.
+    came: [AtomicBool; 2],
+    /// It has done its share.
+    worked: [AtomicBool; 2],
+    /// It has left the collective, and may have freed its buffers.
+    left: [AtomicBool; 2],
+}
+
+impl Watched {
+    fn new() -> Arc<Self> {
+        let flags = || [AtomicBool::new(false), AtomicBool::new(false)];
+        let shared = Arc::new(Shared::new(2, Options::default()));
+        Arc::new(Self { shared, came: flags(), worked: flags(), left: flags() })
+    }
+
+    /// One collective of `rank`, which checks whenever it works that its peer is there.
+    fn run(&self, rank: usize) -> Result<(), CommError> {
+        let checked = Group { rank, world_size: 2 }.barrier();
+        let ticket = Ticket::new(Arc::clone(&self.shared), rank, 0, checked, "stream".to_owned());
+        let peer = 1 - rank;
+        self.came[rank].store(true, Ordering::SeqCst);
+        let result = ticket.run(|_, _| {
+            assert!(self.came[peer].load(Ordering::SeqCst) && !self.left[peer].load(Ordering::SeqCst));
+            self.worked[rank].store(true, Ordering::SeqCst);
+            assert!(!self.left[peer].load(Ordering::SeqCst), "the peer's buffers are in use");
+        });
+        self.left[rank].store(true, Ordering::SeqCst);
+        assert!(result.is_err() || self.worked[peer].load(Ordering::SeqCst), "a result that is not complete");
+        result
+    }
+}
+
+fn aborted() -> CommError {
+    CommError::Aborted { rank: 1, reason: "on purpose".to_owned() }
+}
+
+#[test]
+fn ranks_that_meet_both_work_and_both_go_on() {
+    loom::model(|| {
+        let watched = Watched::new();
+        let other = Arc::clone(&watched);
+        let peer = thread::spawn(move || other.run(1));
+        assert_eq!(watched.run(0), Ok(()));
+        assert_eq!(peer.join().expect("it ends"), Ok(()));
+    });
+}
+
+#[test]
+fn a_failure_at_any_moment_ends_both_and_neither_leaves_while_the_other_works() {
+    // Three threads have too many orders: those in which at most two times one is interrupted.
+    let bounded = loom::model::Builder { preemption_bound: Some(2), ..loom::model::Builder::new() };
+    bounded.check(|| {
+        let watched = Watched::new();
+        let (other, third) = (Arc::clone(&watched), Arc::clone(&watched));
+        let peer = thread::spawn(move || other.run(1));
+        let failing = thread::spawn(move || third.shared.fail(aborted()));
+        for result in [watched.run(0), peer.join().expect("it ends")] {
+            assert!(result == Ok(()) || result == Err(aborted()));
+        }
+        assert_eq!(failing.join().expect("it ends"), aborted());
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_at_any_moment_is_missed() {
+    loom::model(|| {
+        let watched = Watched::new();
+        let other = Arc::clone(&watched);
+        let peer = thread::spawn(move || other.shared.leave(1, 0));
+        assert!(matches!(watched.run(0), Err(CommError::Left { rank: 1, done: 0, .. })));
+        peer.join().expect("it ends");
+    });
+}
