@@ -114,6 +114,10 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
     if kind == "order" && comm.rank() != 1 {
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
+    if kind == "killed-during" {
+        // A barrier asks no more of a rank than to have come, so its peers miss it only now.
+        call(comm, streams, which, buffers[0], buffers[1], LEN)?;
+    }
     let ended = streams.comm.synchronize(LIMIT);
     comm.failure().map_or(Ok(()), Err)?;
     Ok(ended?)

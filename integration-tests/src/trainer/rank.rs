@@ -31,11 +31,16 @@ pub struct Settings {
     pub prefetch: PrefetchOptions,
     /// The optimizer.
     pub rules: StepRules,
-    /// The longest that a rank waits for its streams and for the others.
+    /// The longest that a rank waits for the others in a collective.
     pub limit: Duration,
 }
 
 impl Settings {
+    /// How long the host waits for a stream: longer than a collective on it takes to say which rank did not come.
+    pub fn host_limit(&self) -> Duration {
+        self.limit.saturating_mul(2)
+    }
+
     /// The dtype in which gradients are kept until the step: fp32 where several micro-batches are summed.
     pub fn grad_dtype(&self) -> DType {
         if self.grad_accum_steps > 1 { DType::F32 } else { self.dtype }
@@ -92,7 +97,7 @@ impl<D: Device> Rank<D> {
     /// # Errors
     /// The first error of a stream, or the limit passed.
     pub fn synchronize(&self) -> Result<(), TrainError> {
-        self.compute.synchronize(self.settings.limit)?;
-        Ok(self.comm_stream.synchronize(self.settings.limit)?)
+        self.compute.synchronize(self.settings.host_limit())?;
+        Ok(self.comm_stream.synchronize(self.settings.host_limit())?)
     }
 }

@@ -13,7 +13,7 @@ use zero_comm::overlap::Overlap;
 use zero_shard::UnitSpec;
 
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
-use super::rank::{Rank, Settings};
+use super::rank::Rank;
 use super::saver::Saver;
 use super::stage::{self, Agreed, Say, Stage};
 use super::state::{self, TrainerState};
@@ -211,7 +211,7 @@ impl<D: Device> Runner<'_, D> {
         done: u64,
     ) -> Result<Step, TrainError> {
         let Self { rank, workload, options } = *self;
-        let Settings { grad_accum_steps, limit, .. } = rank.settings;
+        let (grad_accum_steps, limit) = (rank.settings.grad_accum_steps, rank.settings.host_limit());
         let device = rank.pool.device();
         let started = Instant::now();
         let sent = rank.comm.traffic();

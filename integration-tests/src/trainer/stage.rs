@@ -98,7 +98,7 @@ pub(super) fn agree_and_update<D: Device>(
     say: Say,
     scale: BackwardScale,
 ) -> Result<Agreed, TrainError> {
-    let limit = rank.settings.limit;
+    let limit = rank.settings.host_limit();
     optimizer.enqueue_stats(&rank.compute, grads)?;
     let vote = optimizer.vote(&rank.compute, say.loss, limit)?;
     let message = Message { vote, stop: u64::from(say.stop), saved: u64::from(say.saved) };
@@ -129,10 +129,10 @@ pub(super) fn exchange_bytes<D: Device>(rank: &Rank<D>, bytes: &[u8]) -> Result<
     let own = all.slice(rank.comm.rank() * bytes.len()..(rank.comm.rank() + 1) * bytes.len());
     let mut received = vec![0; all.len()];
     let exchanged = device
-        .upload(stream, bytes, own, rank.settings.limit)
+        .upload(stream, bytes, own, rank.settings.host_limit())
         .map_err(TrainError::from)
         .and_then(|()| Ok(rank.comm.control_all_gather(stream, own, all)?))
-        .and_then(|()| Ok(device.download(stream, all, &mut received, rank.settings.limit)?));
+        .and_then(|()| Ok(device.download(stream, all, &mut received, rank.settings.host_limit())?));
     block.record_use(stream)?;
     exchanged.map(|()| received)
 }

@@ -83,7 +83,7 @@ pub(super) fn save<D: Device>(
         let shards = own.iter().find(|(name, _)| *name == slot.state.name);
         let (_, shards) = shards.ok_or_else(|| TrainError::State(format!("no state {}", slot.state.name)))?;
         let range = slot.in_shard.start as usize..slot.in_shard.end as usize;
-        let (shard, limit) = (shards[slot.unit].slice(range), rank.settings.limit);
+        let (shard, limit) = (shards[slot.unit].slice(range), rank.settings.host_limit());
         Ok(rank.pool.device().download(&rank.compute, shard, slot.bytes, limit)?)
     })
 }
@@ -141,7 +141,7 @@ fn fill<D: Device>(
         let mut values = vec![0.0f32; slice.len()];
         source(index, range, &mut values)?;
         debug_assert_eq!(slice.dtype(), DType::F32);
-        rank.pool.device().upload(&rank.compute, bytemuck::cast_slice(&values), slice, rank.settings.limit)?;
+        rank.pool.device().upload(&rank.compute, bytemuck::cast_slice(&values), slice, rank.settings.host_limit())?;
     }
     Ok(())
 }
