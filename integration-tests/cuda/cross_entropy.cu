@@ -1,6 +1,7 @@
 // Cross entropy of logits: the loss and its gradient, in place. Host: src/ops/cross_entropy.rs.
 //
-// Shapes: logits [rows, stride] in T, of which the first `vocab` columns count; targets, losses [rows].
+// Shapes: logits [rows, stride] in T, of which the first `vocab` columns count; targets, losses [rows]. The gradient of
+// the columns behind the vocabulary is 0, so that products may take whole rows.
 //
 // cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times `scale`. A
 // block a row, rows aligned to 16 bytes. The maximum and the sum are made in one sweep (running maximum, rescaled sum:
@@ -73,6 +74,7 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
         float p = exp2_fast((widen(row[col]) - seen.max) * LOG2_E) * factor;
         row[col] = narrow<T>(p - (col == target ? scale : 0.0f));
     }
+    for (u64 behind = vocab + threadIdx.x; behind < stride; behind += CE_THREADS) row[behind] = narrow<T>(0.0f);
 }
 
 extern "C" __global__ __launch_bounds__(CE_THREADS) void cross_entropy(STORAGE *logits, float *losses,

@@ -92,20 +92,23 @@ pub fn run_as_rank(
     run_caught(&comm, make, workload, options, observe)
 }
 
-/// Trains as one rank of `comm` on `device`. `observe` is given this rank's figures; their overlap is of what the device
-/// ran since the figures before.
+/// Trains as one rank of `comm` on `device`. `observe` is given this rank's figures; the device's operations are in its
+/// timeline, and their overlap in the figures, where `record` says so: that costs two events an operation.
 ///
 /// # Errors
 /// Anything that went wrong on this rank, or what another rank's failure looks like from here.
 pub fn run_on_cuda(
     device: &CudaDevice,
     comm: Arc<dyn Communicator<CudaDevice>>,
+    record: bool,
     settings: &Settings,
     workload: &dyn Workload<CudaDevice>,
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
-    let make = |comm, layout| cuda_rank(device, comm, settings, workload, layout);
+    let timeline = Timeline::new();
+    let device = if record { device.clone().with_timeline(timeline.clone()) } else { device.clone() };
+    let make = |comm, layout| cuda_rank(device, comm, timeline, settings, workload, layout);
     run_caught(&comm, make, workload, options, observe)
 }
 
@@ -158,14 +161,14 @@ fn host_rank(
 /// A rank on a GPU, with streams and a pool of its own. All kernels are loaded before the first collective: loading waits
 /// for the device.
 fn cuda_rank(
-    device: &CudaDevice,
+    device: CudaDevice,
     comm: Arc<dyn Communicator<CudaDevice>>,
+    timeline: Timeline,
     settings: &Settings,
     workload: &dyn Workload<CudaDevice>,
     layout: Arc<Layout>,
 ) -> Result<Rank<CudaDevice>, TrainError> {
-    let (index, timeline) = (comm.rank(), Timeline::new());
-    let device = device.clone().with_timeline(timeline.clone());
+    let index = comm.rank();
     let compute = device.create_stream(&format!("rank {index} compute"))?;
     let kernels = CudaKernels::new(&device)?;
     kernels.warm(&compute, settings.limit)?;

@@ -12,12 +12,12 @@ use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
 use integration_tests::ops::Threads;
 use serde_json::Value;
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element};
 use zero_alloc::host::HostDevice;
 use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
 
-use crate::gpu::{Gpu, LIMIT};
+use crate::gpu::{Gpu, LIMIT, values};
 use crate::oracle::{oracle, relative_error, tensors, tokens};
 
 const BATCH: usize = 4;
@@ -193,21 +193,30 @@ fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
 }
 
 /// Loss and gradients of the first step on the host, from the same bf16 parameters.
-fn on_host(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
+fn on_host_in_bf16(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
+    let rounded = |w: &Vec<f32>| w.iter().map(|v| bf16::from_f32(*v)).collect();
+    let params: Vec<Vec<bf16>> = weights.iter().map(rounded).collect();
+    on_host(&config(), options(DType::Bf16, false), params, &[batch(0), batch(1)])
+}
+
+/// Loss and gradients of a step of these micro-batches on the host.
+fn on_host<T: Element>(
+    config: &GptConfig,
+    options: Gpt2Options,
+    mut params: Vec<Vec<T>>,
+    batches: &[(Vec<u32>, Vec<u32>)],
+) -> (f64, Vec<Vec<f32>>) {
     let device = HostDevice::new();
     let stream = device.create_stream("host").unwrap();
     let pool = Pool::new(device, usize::MAX);
-    let mut model =
-        Gpt2::new(config(), options(DType::Bf16, false), &pool, &stream, Threads::new(1).unwrap()).unwrap();
-    let mut params: Vec<Vec<bf16>> = weights.iter().map(|w| w.iter().map(|v| bf16::from_f32(*v)).collect()).collect();
-    let mut grads: Vec<Vec<f32>> = weights.iter().map(|w| vec![0.0; w.len()]).collect();
+    let mut model = Gpt2::new(config.clone(), options, &pool, &stream, Threads::new(1).unwrap()).unwrap();
+    let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
     let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
     pool.device().fill_zero(&stream, model.loss().erase()).unwrap();
-    let passes = gpt2::passes(&config());
-    for micro in 0..ACCUM {
-        let (inputs, targets) = batch(micro);
-        model.set_batch(&stream, &inputs, &targets).unwrap();
+    let passes = gpt2::passes(config);
+    for (inputs, targets) in batches {
+        model.set_batch(&stream, inputs, targets).unwrap();
         for (i, pass) in passes.iter().enumerate() {
             let reads: Vec<_> = pass.forward_reads.iter().map(|&u| params[u]).collect();
             model.forward(&stream, i, &reads).unwrap();
@@ -215,12 +224,12 @@ fn on_host(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| slices[u]).collect();
-            model.backward(&stream, i, &reads, &adds, 1.0 / ACCUM as f32).unwrap();
+            model.backward(&stream, i, &reads, &adds, 1.0 / batches.len() as f32).unwrap();
         }
     }
     let mut loss = [0.0f64];
     pool.device().download(&stream, model.loss().erase(), bytemuck::cast_slice_mut(&mut loss), LIMIT).unwrap();
-    (loss[0] / ACCUM as f64, grads)
+    (loss[0] / batches.len() as f64, grads)
 }
 
 #[test]
@@ -228,7 +237,7 @@ fn on_host(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
 fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
     let gpu = Gpu::open();
     let weights = weights();
-    let (host_loss, host) = on_host(&weights);
+    let (host_loss, host) = on_host_in_bf16(&weights);
     for dtype in [DType::Bf16, DType::F16] {
         let mut tiny = OnGpu::new(&gpu, options(dtype, false), everything(), &weights);
         tiny.step(0);
@@ -241,6 +250,60 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
         let error = relative_error(&got, &want);
         assert!(error < 1e-2, "{dtype}: gradients differ by {error:e}");
     }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn any_shape_is_the_hosts() {
+    let gpu = Gpu::open();
+    let base = GptConfig { n_layer: 1, n_positions: 60, ..config() };
+    // A vocabulary and widths that are no multiples of anything; a head of its own; a vocabulary with more rows to the
+    // next round number than there are positions.
+    let shapes = [
+        GptConfig { vocab_size: 203, n_embd: 36, n_head: 3, n_inner: 71, ..base.clone() },
+        GptConfig { vocab_size: 203, n_embd: 40, n_head: 2, n_inner: 64, tied_head: false, ..base.clone() },
+        GptConfig { vocab_size: 129, n_embd: 64, n_head: 1, n_inner: 72, ..base },
+    ];
+    for config in shapes {
+        let options = Gpt2Options { micro_batch: 3, seq_len: 33, ..options(DType::F32, false) };
+        let rows = 3 * 33;
+        let params: Vec<usize> = config.units().iter().map(numel).collect();
+        let params: Vec<Vec<f32>> = params.into_iter().enumerate().map(|(u, n)| values(n, u as u64)).collect();
+        let params: Vec<Vec<f32>> = params.into_iter().map(|p| p.iter().map(|v| 0.2 * v).collect()).collect();
+        let token = |i: usize, odd: usize| (i * i * odd % config.vocab_size) as u32;
+        let tokens: (Vec<u32>, Vec<u32>) =
+            ((0..rows).map(|i| token(i, 7)).collect(), (0..rows).map(|i| token(i, 11)).collect());
+        let (want_loss, want) = on_host(&config, options.clone(), params.clone(), std::slice::from_ref(&tokens));
+
+        let mut model = CudaGpt2::new(config.clone(), options, &gpu.pool, &gpu.stream).unwrap();
+        let on_gpu: Vec<_> = params.iter().map(|p| gpu.put(p, DType::F32)).collect();
+        let grads: Vec<_> = params.iter().map(|p| gpu.zeros(p.len())).collect();
+        gpu.device.fill_zero(&gpu.stream, model.loss().erase()).unwrap();
+        model.set_batch(&gpu.stream, &tokens.0, &tokens.1).unwrap();
+        let passes = gpt2::passes(&config);
+        for (i, pass) in passes.iter().enumerate() {
+            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| on_gpu[u]).collect();
+            model.forward(&gpu.stream, i, &reads).unwrap();
+        }
+        for (i, pass) in passes.iter().enumerate().rev() {
+            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| on_gpu[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| grads[u]).collect();
+            model.backward(&gpu.stream, i, &reads, &adds, 1.0).unwrap();
+        }
+        let mut loss = [0.0f64];
+        let bytes = bytemuck::cast_slice_mut(&mut loss);
+        gpu.device.download(&gpu.stream, model.loss().erase(), bytes, LIMIT).unwrap();
+        assert!((loss[0] - want_loss).abs() / want_loss < 1e-6, "{config:?}: loss {} for {want_loss}", loss[0]);
+        for ((unit, got), want) in config.units().iter().zip(&grads).zip(&want) {
+            let error = relative_error(&gpu.get(got.erase()), want);
+            assert!(error < 1e-5, "{config:?}: gradient of {} differs by {error:e}", unit.name);
+        }
+    }
+}
+
+/// Elements of a unit.
+fn numel(unit: &zero_shard::UnitSpec) -> usize {
+    unit.params.iter().map(|p| p.shape.iter().product::<u64>() as usize).sum()
 }
 
 #[test]

@@ -74,7 +74,7 @@ fn on_gpu(stage: u64, dtype: DType, options: &RunOptions) -> (Vec<StepMetrics>, 
         Ok(())
     };
     let summary =
-        run_on_cuda(&device, comm, &settings(stage, dtype), &workload(dtype), options, &mut observe).unwrap();
+        run_on_cuda(&device, comm, true, &settings(stage, dtype), &workload(dtype), options, &mut observe).unwrap();
     (steps, summary)
 }
 
@@ -109,6 +109,8 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
         assert_eq!(steps.len(), 8);
         let [after_two, at_end] = summary.backing_allocations;
         assert_eq!(after_two, at_end, "stage {stage}: memory was taken after the second step");
+        let ran = |label| summary.last_spans.iter().any(|s| s.label == label && s.stream.ends_with("compute"));
+        assert!(["matmul", "attention", "attention backward", "cross entropy"].into_iter().all(ran));
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
     }

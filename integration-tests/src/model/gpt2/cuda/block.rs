@@ -12,26 +12,27 @@ use crate::cuda::{OpError, column_sums, gelu, layer_norm};
 pub(super) fn forward(
     ops: &Ops,
     stream: &CudaStream,
+    s: &ScratchSlices,
     a: &BlockSlices,
     x: AnySlice,
     p: &Flat<'_>,
     eps: f32,
 ) -> Result<(), OpError> {
     let (kernels, get) = (&ops.kernels, |part| p.get(0, part));
-    layer_norm::forward(kernels, stream, a.ln1, a.ln1_stats, x, get("ln_1.weight"), get("ln_1.bias"), eps)?;
+    layer_norm::forward(kernels, stream, s.normed, a.ln1_stats, x, get("ln_1.weight"), get("ln_1.bias"), eps)?;
     let bias = Epilogue::Bias(get("c_attn.bias"));
-    ops.matmul.run(stream, &linear(a.qkv, a.ln1, get("c_attn.weight"), None, bias))?;
+    ops.matmul.run(stream, &linear(a.qkv, s.normed, get("c_attn.weight"), None, bias))?;
     ops.attention.forward(kernels, stream, a.attended, a.lse, a.qkv)?;
     let bias = Epilogue::Bias(get("attn.c_proj.bias"));
     ops.matmul.run(stream, &linear(a.mid, a.attended, get("attn.c_proj.weight"), Some(x), bias))?;
-    layer_norm::forward(kernels, stream, a.ln2, a.ln2_stats, a.mid, get("ln_2.weight"), get("ln_2.bias"), eps)?;
+    layer_norm::forward(kernels, stream, s.normed, a.ln2_stats, a.mid, get("ln_2.weight"), get("ln_2.bias"), eps)?;
     let epilogue = Epilogue::BiasGelu { bias: get("c_fc.bias"), input: a.fc };
-    let fused = linear(a.act, a.ln2, get("c_fc.weight"), None, epilogue);
+    let fused = linear(a.act, s.normed, get("c_fc.weight"), None, epilogue);
     if ops.fuses_gelu(&fused)? {
         ops.matmul.run(stream, &fused)
     } else {
         let bias = Epilogue::Bias(get("c_fc.bias"));
-        ops.matmul.run(stream, &linear(a.fc, a.ln2, get("c_fc.weight"), None, bias))?;
+        ops.matmul.run(stream, &linear(a.fc, s.normed, get("c_fc.weight"), None, bias))?;
         gelu::forward(kernels, stream, a.act, a.fc)
     }
 }
@@ -56,12 +57,17 @@ pub(super) fn backward(
     a: &BlockSlices,
     x: AnySlice,
     p: &Flat<'_>,
+    eps: f32,
 ) -> Result<(), OpError> {
     let (kernels, get, grad) = (&ops.kernels, |part| p.get(0, part), |part| p.grad(0, part));
     // A layer's weights and bias, from its input and the gradient of its output.
     let weights = |name: [&'static str; 2], x, dy| {
         ops.matmul.run(stream, &weight_gradient(grad(name[0]), x, dy, grad(name[1]).len()))?;
         column_sums::add(kernels, stream, grad(name[1]), dy, s.partials)
+    };
+    // The norm's output again, with the same bits; its statistics are written as they were.
+    let normed = |name: [&'static str; 2], x, stats| {
+        layer_norm::forward(kernels, stream, s.normed, stats, x, get(name[0]), get(name[1]), eps)
     };
     let norm = |name: [&'static str; 2], x, stats| {
         let own = [grad(name[0]), grad(name[1])];
@@ -79,7 +85,8 @@ pub(super) fn backward(
         ops.matmul.run(stream, &product)?;
         gelu::backward(kernels, stream, dfc, a.fc)?;
     }
-    weights(["c_fc.weight", "c_fc.bias"], a.ln2, dfc)?;
+    normed(["ln_2.weight", "ln_2.bias"], a.mid, a.ln2_stats)?;
+    weights(["c_fc.weight", "c_fc.bias"], s.normed, dfc)?;
     ops.matmul.run(stream, &input_gradient(s.narrow, dfc, get("c_fc.weight"), f))?;
     norm(["ln_2.weight", "ln_2.bias"], a.mid, a.ln2_stats)?;
 
@@ -87,7 +94,8 @@ pub(super) fn backward(
     weights(["attn.c_proj.weight", "attn.c_proj.bias"], a.attended, s.dres)?;
     ops.matmul.run(stream, &input_gradient(s.narrow, s.dres, get("attn.c_proj.weight"), c))?;
     ops.attention.backward(kernels, stream, dqkv, s.narrow, a.qkv, a.attended, a.lse, s.delta)?;
-    weights(["c_attn.weight", "c_attn.bias"], a.ln1, dqkv)?;
+    normed(["ln_1.weight", "ln_1.bias"], x, a.ln1_stats)?;
+    weights(["c_attn.weight", "c_attn.bias"], s.normed, dqkv)?;
     ops.matmul.run(stream, &input_gradient(s.narrow, dqkv, get("c_attn.weight"), 3 * c))?;
     norm(["ln_1.weight", "ln_1.bias"], x, a.ln1_stats)
 }

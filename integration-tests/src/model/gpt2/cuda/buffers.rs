@@ -13,17 +13,15 @@ use crate::model::gpt2::Gpt2Options;
 /// Buffers that share a block start at multiples of this many bytes.
 const ALIGN_BYTES: usize = 256;
 
-/// Activations of a block: `[M, C]` but for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics `[M, 2]`, and `lse`
+/// What is kept of a block: `[M, C]` but for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics `[M, 2]`, and `lse`
 /// `[batch, heads, seq]`.
 #[derive(Clone, Copy)]
 pub(super) struct BlockSlices {
-    pub(super) ln1: AnySlice,
     pub(super) ln1_stats: DeviceSlice<f32>,
     pub(super) qkv: AnySlice,
     pub(super) attended: AnySlice,
     pub(super) lse: DeviceSlice<f32>,
     pub(super) mid: AnySlice,
-    pub(super) ln2: AnySlice,
     pub(super) ln2_stats: DeviceSlice<f32>,
     /// GELU's input.
     pub(super) fc: AnySlice,
@@ -37,10 +35,11 @@ pub(super) struct HeadSlices {
     pub(super) stats: DeviceSlice<f32>,
 }
 
-/// Gradients of activations: `dres` and `narrow` `[M, C]`, `wide` `[M, max(F, 3 C)]`, some rows of `logits`; `delta`
+/// `normed` `[M, C]`, a layer norm's output on its way into products; gradients of activations: `dres` and `narrow` `[M, C]`, `wide` `[M, max(F, 3 C)]`, some rows of `logits`; `delta`
 /// `[batch, heads, seq]` of attention; `losses` `[M]`; and the `partials` of sums over rows.
 #[derive(Clone, Copy)]
 pub(super) struct ScratchSlices {
+    pub(super) normed: AnySlice,
     pub(super) dres: AnySlice,
     pub(super) narrow: AnySlice,
     pub(super) wide: AnySlice,
@@ -103,18 +102,16 @@ impl Buffers {
         let residual = (0..=config.n_layer)
             .map(|_| Ok(Parts::new(take(row * act.size_bytes(), Purpose::Activations)?).take(row, act)))
             .collect::<Result<_, TrainError>>()?;
-        let parts = [(7 * row + 2 * tokens * f, act), (4 * tokens + heads, DType::F32)];
+        let parts = [(5 * row + 2 * tokens * f, act), (4 * tokens + heads, DType::F32)];
         let blocks = (0..distinct)
             .map(|_| {
-                let mut all = Parts::new(take(bytes(&parts, 10), Purpose::Activations)?);
+                let mut all = Parts::new(take(bytes(&parts, 8), Purpose::Activations)?);
                 Ok(BlockSlices {
-                    ln1: all.take(row, act),
                     ln1_stats: all.floats(2 * tokens),
                     qkv: all.take(3 * row, act),
                     attended: all.take(row, act),
                     lse: all.floats(heads),
                     mid: all.take(row, act),
-                    ln2: all.take(row, act),
                     ln2_stats: all.floats(2 * tokens),
                     fc: all.take(tokens * f, act),
                     act: all.take(tokens * f, act),
@@ -128,9 +125,10 @@ impl Buffers {
         let logits = logits_elems(config, tokens, act, logits_bytes);
         let width = f.max(3 * c);
         let partials = layer_norm::workspace_elems(tokens, c).max(column_sums::workspace_elems(tokens, width));
-        let parts = [(2 * row + wide + logits, act), (heads + tokens + partials, DType::F32)];
-        let mut all = Parts::new(take(bytes(&parts, 7), Purpose::Activations)?);
+        let parts = [(3 * row + wide + logits, act), (heads + tokens + partials, DType::F32)];
+        let mut all = Parts::new(take(bytes(&parts, 8), Purpose::Activations)?);
         let scratch = ScratchSlices {
+            normed: all.take(row, act),
             dres: all.take(row, act),
             narrow: all.take(row, act),
             wide: all.take(wide, act),

@@ -24,7 +24,8 @@ pub(super) fn forward(
     layer_norm::forward(&ops.kernels, stream, h.out, h.stats, x, gain, bias, eps)
 }
 
-/// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`.
+/// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, of which the columns behind the
+/// vocabulary hold anything.
 pub(super) fn logits(
     ops: &Ops,
     stream: &CudaStream,
@@ -33,10 +34,11 @@ pub(super) fn logits(
     p: &Flat<'_>,
     vocab: usize,
 ) -> Result<(), OpError> {
-    let (read, part) = p.head_matrix();
-    let w = p.get(read, part);
-    let c = w.len() / vocab;
-    let out = Matrix::with_stride(out, vocab, cross_entropy::stride_elems(vocab));
+    let stride = cross_entropy::stride_elems(vocab);
+    let c = x.len() / (out.len() / stride).max(1);
+    let (read, range) = p.head_matrix(vocab, c);
+    let w = p.params[read].slice(range);
+    let out = Matrix::with_stride(out, w.len() / c, stride);
     let (left, right) = (Matrix::new(x, c), Matrix::new(w, c).t());
     ops.matmul.run(stream, &Product { left, right, out, add: None, epilogue: Epilogue::None })
 }
@@ -52,13 +54,13 @@ pub(super) fn backward(
     x: AnySlice,
     targets: DeviceSlice<u32>,
     p: &Flat<'_>,
+    vocab: usize,
     scale: f32,
 ) -> Result<(), OpError> {
     let kernels = &ops.kernels;
-    let (read, part) = p.head_matrix();
-    let (w, dw) = (p.get(read, part), p.grad(read, part));
     let c = x.len() / targets.len().max(1);
-    let vocab = w.len() / c.max(1);
+    let (read, range) = p.head_matrix(vocab, c);
+    let (w, dw) = (p.params[read].slice(range.clone()), p.grads[read].slice(range));
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
     for start in (0..targets.len()).step_by(rows) {
@@ -68,7 +70,7 @@ pub(super) fn backward(
         logits(ops, stream, part, out, p, vocab)?;
         let (losses, targets) = (s.losses.slice(start..end), targets.slice(start..end));
         cross_entropy::forward_backward(kernels, stream, part, losses, targets, vocab, scale)?;
-        let dlogits = Matrix::with_stride(part, vocab, stride);
+        let dlogits = Matrix::with_stride(part, w.len() / c, stride);
         let (right, out_matrix) = (Matrix::new(w, c), Matrix::new(dout, c));
         let product = Product { left: dlogits, right, out: out_matrix, add: None, epilogue: Epilogue::None };
         ops.matmul.run(stream, &product)?;

@@ -5,10 +5,13 @@
 //! | buffer | elements | life |
 //! |---|---|---|
 //! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward |
-//! | `block[i]` | (7 C + 2 F) M `act`, statistics in fp32 | forward to backward; with activation checkpointing one serves all blocks |
+//! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with activation checkpointing one serves all blocks |
 //! | `head` | M x C `act` | forward to backward of the head |
 //! | `scratch` | gradients of activations, partial sums, and the logits | within a backward pass, but for `dres`, which goes from pass to pass |
 //! | `batch` | tokens and the lists that the embedding's backward goes by | one micro-batch; copied from pinned memory |
+//!
+//! The outputs of layer norms are not kept: making them again in backward takes a hundredth of a step, and they would be
+//! an eighth of what is kept.
 //!
 //! A pass enqueues kernels and products and returns: no allocation, and no wait but for a batch's pinned memory, where the
 //! device is several micro-batches behind.
@@ -18,6 +21,8 @@ mod block;
 mod buffers;
 mod head;
 
+use std::ops::Range;
+
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
@@ -26,6 +31,7 @@ use zero_kernels::cuda::Loader;
 use super::params::UnitParams;
 use super::{Gpt2Options, passes};
 use crate::cuda::attention::{Attention, Shape};
+use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::matmul::{Matmul, Product};
 use crate::cuda::{OpError, OpKernels, embedding};
 use crate::error::TrainError;
@@ -141,9 +147,14 @@ impl Flat<'_> {
         self.grads[read].slice(self.units[self.reads[read]].range(part))
     }
 
-    /// Where the head's matrix is: its own, or the embedding's where tied.
-    fn head_matrix(&self) -> (usize, &'static str) {
-        if self.reads.len() > 1 { (1, "wte") } else { (0, "lm_head") }
+    /// Where the head's matrix `[vocab, c]` is: its own, or the embedding's where tied. Where enough of the flat parameter
+    /// lies behind it, it has as many rows as a row of logits has columns: products of round sizes are faster. What those
+    /// rows give is not looked at, and their gradient is 0: with the vocabulary's 50257 rows, the 47 behind are positions'.
+    fn head_matrix(&self, vocab: usize, c: usize) -> (usize, Range<usize>) {
+        let (read, part) = if self.reads.len() > 1 { (1, "wte") } else { (0, "lm_head") };
+        let own = self.units[self.reads[read]].range(part);
+        let round = own.start..own.start + stride_elems(vocab) * c;
+        (read, if round.end <= self.params[read].len() { round } else { own })
     }
 }
 
@@ -156,13 +167,14 @@ impl Model<CudaDevice> for CudaGpt2 {
         let (ops, flat) = (&self.ops, self.flat(pass, params));
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
         let Activations { input, output, block } = self.buffers.of_pass(pass);
+        let scratch = &self.buffers.scratch;
         if pass == 0 {
             let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
             embedding::forward(&ops.kernels, stream, output, self.batches.lists().tokens, tables, seq)?;
         } else if pass + 1 == self.passes.len() {
             head::forward(ops, stream, &self.buffers.head, input, &flat, eps)?;
         } else {
-            block::forward(ops, stream, &block, input, &flat, eps)?;
+            block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
             block::output(ops, stream, output, &block, &flat)?;
         }
         Ok(())
@@ -186,13 +198,23 @@ impl Model<CudaDevice> for CudaGpt2 {
         } else if pass + 1 == self.passes.len() {
             let scale = loss_scale / (self.options.micro_batch * seq) as f32;
             let targets = self.batches.targets();
-            head::backward(ops, stream, scratch, &self.buffers.head, input, targets, &flat, scale)?;
+            head::backward(
+                ops,
+                stream,
+                scratch,
+                &self.buffers.head,
+                input,
+                targets,
+                &flat,
+                self.config.vocab_size,
+                scale,
+            )?;
             crate::cuda::cross_entropy::add_mean(&ops.kernels, stream, self.buffers.loss, scratch.losses)?;
         } else {
             if self.options.activation_checkpointing {
-                block::forward(ops, stream, &block, input, &flat, eps)?;
+                block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
             }
-            block::backward(ops, stream, scratch, &block, input, &flat)?;
+            block::backward(ops, stream, scratch, &block, input, &flat, eps)?;
         }
         Ok(())
     }

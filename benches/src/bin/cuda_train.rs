@@ -1,0 +1,113 @@
+//! The trainer's speed and memory on one GPU: the peer of the PyTorch figures in README.md.
+//!
+//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [ops]` trains a preset from random weights on random tokens, one
+//! rank, and prints one line of JSON: the median milliseconds of a step (of those behind the fifth), tokens a second, and
+//! the peak of what the pool held. With `ops` it also prints where the last step's time went, operation by operation;
+//! recording that costs time, so figures come from runs without.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use integration_tests::data::{DataSource, Dataset};
+use integration_tests::model::config::GptConfig;
+use integration_tests::model::gpt2::Gpt2Options;
+use integration_tests::trainer::{RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda};
+use integration_tests::workload::{GptWorkload, Weights};
+use zero_alloc::cuda::CudaDevice;
+use zero_alloc::device::DType;
+use zero_comm::{PrefetchOptions, Solo};
+use zero_optim::StepRules;
+use zero_shard::ZeroStage;
+
+type AnyError = Box<dyn std::error::Error>;
+
+const USAGE: &str = "usage: cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [ops]";
+/// Steps before those that count.
+const WARM_STEPS: usize = 5;
+
+fn main() -> Result<(), AnyError> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [model, batch, seq, stage, steps, flags @ ..] = args.as_slice() else { return Err(USAGE.into()) };
+    let (batch, seq, steps) = (batch.parse::<usize>()?, seq.parse::<usize>()?, steps.parse::<u64>()?);
+    let dtype = if flags.iter().any(|f| f == "fp32") { DType::F32 } else { DType::Bf16 };
+    let ops = flags.iter().any(|f| f == "ops");
+    let stage = ZeroStage::from_number(stage.parse()?).ok_or("stages are 0 to 3")?;
+    let settings = Settings {
+        stage,
+        dtype,
+        grad_accum_steps: 1,
+        bucket_capacity_elems: 1 << 25,
+        overlap: true,
+        prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
+        rules: StepRules { max_grad_norm: 1.0, ..StepRules::default() },
+        limit: Duration::from_secs(120),
+    };
+    let options = RunOptions {
+        steps,
+        micro_batch: batch,
+        seq_len: seq,
+        seed: 1,
+        checkpoint: None,
+        keep_last: None,
+        resume: None,
+        cancel: Arc::default(),
+    };
+    let folder = tempfile::tempdir()?;
+    let config = GptConfig::preset(model)?;
+    let tokens = folder.path().join("tokens.bin");
+    write_tokens(&tokens, config.vocab_size, (steps as usize * batch + 1) * seq + 1)?;
+    let workload = GptWorkload {
+        config,
+        weights: Weights::Initial(1),
+        data: Dataset::open(&DataSource::at(tokens))?,
+        options: Gpt2Options { micro_batch: batch, seq_len: seq, dtype, activation_checkpointing: false },
+        threads: 1,
+    };
+    let device = CudaDevice::open(0)?;
+    let comm = Arc::new(Solo::new(device.clone()));
+    let mut seen: Vec<StepMetrics> = Vec::new();
+    let mut observe = |metrics: &StepMetrics| {
+        seen.push(metrics.clone());
+        Ok(())
+    };
+    let summary = run_on_cuda(&device, comm, ops, &settings, &workload, &options, &mut observe)?;
+    let mut times: Vec<f64> = seen.iter().skip(WARM_STEPS).map(|m| m.step_ms).collect();
+    times.sort_by(f64::total_cmp);
+    let (Some(step_ms), Some(last)) = (times.get(times.len() / 2), seen.last()) else {
+        return Err(format!("{steps} steps; give more than {WARM_STEPS}").into());
+    };
+    let line = serde_json::json!({
+        "device": device.name(), "model": model, "batch": batch, "seq": seq, "stage": stage.number(),
+        "dtype": dtype.name(), "step_ms": step_ms, "tokens_per_s": (batch * seq) as f64 / step_ms * 1e3,
+        "peak_bytes": last.memory.peak_bytes, "loss": last.loss, "recorded": ops,
+    });
+    println!("{line}");
+    if ops {
+        print_ops(&summary);
+    }
+    Ok(())
+}
+
+/// Little-endian u16 tokens that look random.
+fn write_tokens(path: &Path, vocab: usize, count: usize) -> std::io::Result<()> {
+    let token = |i: usize| ((i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) % vocab as u64;
+    let bytes: Vec<u8> = (0..count).flat_map(|i| (token(i) as u16).to_le_bytes()).collect();
+    std::fs::write(path, bytes)
+}
+
+/// Operations of the last step on each stream, the longest first.
+fn print_ops(summary: &RankSummary) {
+    let mut by_op: BTreeMap<(&str, &str), (usize, Duration)> = BTreeMap::new();
+    for span in &summary.last_spans {
+        let (count, total) = by_op.entry((&span.stream, span.label)).or_default();
+        *count += 1;
+        *total += span.end.saturating_sub(span.start);
+    }
+    let mut rows: Vec<_> = by_op.into_iter().collect();
+    rows.sort_by_key(|(_, (_, total))| std::cmp::Reverse(*total));
+    for ((stream, op), (count, total)) in rows {
+        println!("{:10.3} ms {count:5} x {op} ({stream})", total.as_secs_f64() * 1e3);
+    }
+}
