@@ -30,6 +30,7 @@ impl Module {
     /// # Errors
     /// There is none.
     pub fn function(&self, name: &str) -> Result<Function, DeviceError> {
+        // Asking loads it now rather than at its first launch, where loading may wait for the whole device.
         let entry = Entry::find(&self.0, name)?;
         let registers = entry.attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?;
         let local_bytes = entry.attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?;
@@ -94,8 +95,8 @@ impl Function {
     /// What poisoned the stream earlier, or the driver refuses the launch; that poisons the stream.
     ///
     /// # Safety
-    /// `args` point to values of the kernel's parameter types, as many as it has; what the kernel touches is valid until
-    /// it has run, and conflicting accesses are ordered by streams and events.
+    /// `args` point to values of the kernel's parameter types, as many as it has; what the kernel touches, and a handle of
+    /// it or its module, live until it has run; conflicting accesses are ordered by streams and events.
     pub unsafe fn launch(
         &self,
         stream: &CudaStream,

@@ -112,7 +112,7 @@ impl CudaStream {
     /// errors and timelines. An `Err` or a panic poisons the stream, and later operations of the host are skipped; what
     /// is already enqueued on the device behind it runs.
     ///
-    /// The operation must not call CUDA, nor wait for anything that does.
+    /// The operation must not call CUDA, nor wait for anything that does: one thread may run those of all streams.
     ///
     /// # Errors
     /// What poisoned the stream earlier, or the stream is recorded into a graph.

@@ -123,3 +123,24 @@ pub(crate) fn a_copy_behind_a_held_stream_ends_at_its_limit_and_leaves_others_al
     assert_eq!(seen, [2; 1000]);
     assert_eq!(untouched, [7; 1000]);
 }
+
+pub(crate) fn threads_copy_at_once_without_mixing_their_bytes<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let rounds = if cfg!(miri) { 2 } else { 30 };
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let (device, stream) = (device.clone(), B::stream(&device, "compute"));
+            scope.spawn(move || {
+                let memory = Lent::new(&device, 5000);
+                for round in 0..rounds {
+                    let sent = random_bytes(5000 - round, thread * 100 + round as u64);
+                    let slice = memory.slice().slice(round..5000);
+                    device.upload(&stream, &sent, slice, LIMIT).expect("uploaded");
+                    let mut seen = vec![0; sent.len()];
+                    device.download(&stream, slice, &mut seen, LIMIT).expect("downloaded");
+                    assert!(seen == sent, "thread {thread}, round {round}");
+                }
+            });
+        }
+    });
+}

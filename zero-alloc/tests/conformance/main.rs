@@ -28,6 +28,7 @@ macro_rules! conformance {
                 copies::copies_and_zeros_arrive_in_the_order_of_the_stream,
                 copies::wrong_lengths_and_types_are_errors,
                 copies::a_copy_behind_a_held_stream_ends_at_its_limit_and_leaves_others_alone,
+                copies::threads_copy_at_once_without_mixing_their_bytes,
                 pool::the_same_stream_reuses_at_once,
                 pool::another_stream_reuses_behind_the_recorded_uses_and_the_home_stream,
                 pool::a_part_taken_leaves_the_hazard_of_the_rest,

@@ -3,7 +3,7 @@
 use zero_alloc::Pool;
 use zero_alloc::device::{Device, DeviceError, Event, Stream};
 
-use crate::kernels::{launch, scale_add};
+use crate::kernels::{launch, launch_blocks, scale_add};
 use crate::{LIMIT, floats, open, read, slice};
 
 #[test]
@@ -101,10 +101,7 @@ fn a_failure_while_a_cuda_graph_is_recorded_is_none_of_the_stream() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 10, 1.0);
-    let refused = stream.capture(|| {
-        // SAFETY: no launch: there are no blocks of 4096 threads.
-        unsafe { function.launch(&stream, [1; 3], [4096, 1, 1], 0, &mut []) }
-    });
+    let refused = stream.capture(|| launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0));
     let error = refused.expect_err("there are no such blocks").to_string();
     assert!(error.starts_with("scale_add on stream a: cuLaunchKernel"), "{error}");
     // A stream that was drawn in and did not come back is an error too, and both are free again.

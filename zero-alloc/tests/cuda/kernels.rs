@@ -63,11 +63,23 @@ pub(crate) fn launch(
     scale: f32,
     add: f32,
 ) -> Result<(), DeviceError> {
+    launch_blocks(function, stream, (x, scale, add), 128, 0)
+}
+
+/// The same in blocks of `threads`, each with `shared_bytes` that it does not use.
+pub(crate) fn launch_blocks(
+    function: &Function,
+    stream: &CudaStream,
+    (x, scale, add): (AnySlice, f32, f32),
+    threads: u32,
+    shared_bytes: u32,
+) -> Result<(), DeviceError> {
     let (mut x, mut n, mut scale, mut add) = (x.as_ptr(), x.len() as u32, scale, add);
     let mut args: [*mut c_void; 4] =
         [(&raw mut x).cast(), (&raw mut n).cast(), (&raw mut scale).cast(), (&raw mut add).cast()];
-    // SAFETY: the kernel's four parameters; `x` has `n` floats, and the tests order its uses.
-    unsafe { function.launch(stream, [n.div_ceil(128).max(1), 1, 1], [128, 1, 1], 0, &mut args) }
+    let blocks = n.div_ceil(threads).max(1);
+    // SAFETY: the kernel's four parameters; `x` has `n` floats, and the tests order its uses and keep the function.
+    unsafe { function.launch(stream, [blocks, 1, 1], [threads, 1, 1], shared_bytes, &mut args) }
 }
 
 #[test]
@@ -114,8 +126,7 @@ fn a_launch_that_cuda_refuses_is_named_and_poisons_its_stream_only() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 10, 1.0);
-    // SAFETY: no launch: there are no blocks of 4096 threads.
-    let refused = unsafe { function.launch(&stream, [1; 3], [4096, 1, 1], 0, &mut []) }.expect_err("refused");
+    let refused = launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0).expect_err("too large a block");
     let DeviceError::Operation { stream: at, op, message } = &refused else { panic!("{refused}") };
     assert_eq!((at.as_str(), op.as_str()), ("a", "scale_add"));
     assert!(message.starts_with("cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"), "{message}");
@@ -161,11 +172,7 @@ fn more_shared_memory_than_cuda_gives_without_leave() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let x = floats(&pool, &stream, 10, 1.0);
     function.allow_shared_bytes(64 << 10).expect("every device since sm_70 has that");
-    let (mut at, mut n, mut scale, mut add) = (slice(&x).as_ptr(), 10u32, 4.0f32, 0.0f32);
-    let mut args: [*mut c_void; 4] =
-        [(&raw mut at).cast(), (&raw mut n).cast(), (&raw mut scale).cast(), (&raw mut add).cast()];
-    // SAFETY: the kernel's four parameters; `x` has 10 floats.
-    unsafe { function.launch(&stream, [1; 3], [32, 1, 1], 64 << 10, &mut args) }.expect("enqueued");
+    launch_blocks(&function, &stream, (slice(&x), 4.0, 0.0), 32, 64 << 10).expect("enqueued");
     assert_eq!(read(&device, &stream, &x), [4.0; 10]);
     assert!(function.allow_shared_bytes(1 << 30).is_err());
 }

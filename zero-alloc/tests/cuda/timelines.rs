@@ -22,6 +22,7 @@ fn a_timeline_of_cuda_shows_what_ran_where_and_reading_it_waits_for_nothing() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &a, 100_000, 1.0);
+    a.synchronize(LIMIT).expect("ran");
     let uploaded = timeline.take();
     assert_eq!(&*find(&uploaded, "upload").stream, "a");
 
