@@ -4,6 +4,13 @@ use crate::api::tests::{allocate, download, new_stream, own_device, upload};
 use crate::api::*;
 
 mod arithmetic;
+mod conversions;
+mod faults;
+mod flow;
+mod matrices;
+mod memories;
+mod nvrtc;
+mod warps;
 
 const HEAD: &str = ".version 9.2\n.target sm_90\n.address_size 64\n";
 
@@ -63,6 +70,13 @@ impl Bench {
     pub(crate) fn u64s(&self, address: u64, count: usize) -> Vec<u64> {
         let bytes = download(self.stream, address, count * 8);
         bytes.chunks(8).map(|c| u64::from_le_bytes(c.try_into().unwrap())).collect()
+    }
+}
+
+impl Bench {
+    pub(crate) fn u32s(&self, address: u64, count: usize) -> Vec<u32> {
+        let bytes = download(self.stream, address, count * 4);
+        bytes.chunks(4).map(|c| u32::from_le_bytes(c.try_into().unwrap())).collect()
     }
 }
 

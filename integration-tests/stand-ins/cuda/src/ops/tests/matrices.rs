@@ -1,0 +1,77 @@
+use super::Bench;
+use crate::ops::format::{BF16, F16, Format, Rounding};
+
+/// A pattern without symmetry, exact in every format.
+fn value(row: usize, column: usize) -> f64 {
+    ((row * 37 + column * 11) % 23) as f64 / 4.0 - 2.5
+}
+
+/// The way of an attention kernel: tiles in shared memory, `ldmatrix`, `mma`, sums in registers.
+#[test]
+fn tiles_multiply_as_matrices_do() {
+    // A is 16 x 16 by rows; B is 16 x 8, kept by rows and read transposed.
+    for (name, format) in [("bf16", BF16), ("f16", F16)] {
+        let text = format!(
+            ".visible .entry f(.param .u64 a, .param .u64 b, .param .u64 out) {{
+            .shared .align 16 .b8 left[512]; .shared .align 16 .b8 right[256]; .reg .b64 %d<8>; .reg .b32 %r<24>; .reg .f32 %f<5>;
+            ld.param.u64 %d1, [a]; ld.param.u64 %d2, [b]; ld.param.u64 %d3, [out]; mov.u32 %r1, %tid.x;
+            mul.wide.u32 %d4, %r1, 16; add.s64 %d1, %d1, %d4; ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d1];
+            mov.b32 %r6, left; shl.b32 %r7, %r1, 4; add.s32 %r8, %r6, %r7; st.shared.v4.b32 [%r8], {{%r2, %r3, %r4, %r5}};
+            mul.wide.u32 %d4, %r1, 8; add.s64 %d2, %d2, %d4; ld.global.b64 %d5, [%d2];
+            mov.b32 %r9, right; shl.b32 %r7, %r1, 3; add.s32 %r10, %r9, %r7; st.shared.b64 [%r10], %d5; bar.sync 0;
+            and.b32 %r11, %r1, 15; shl.b32 %r11, %r11, 5; shr.u32 %r12, %r1, 4; shl.b32 %r12, %r12, 4; add.s32 %r11, %r11, %r12;
+            add.s32 %r11, %r11, %r6;
+            ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r13, %r14, %r15, %r16}}, [%r11];
+            and.b32 %r12, %r1, 15; shl.b32 %r12, %r12, 4; add.s32 %r12, %r12, %r9;
+            ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{%r17, %r18}}, [%r12];
+            mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f3F800000; mov.f32 %f3, 0f3F800000; mov.f32 %f4, 0f3F800000;
+            mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{%f1, %f2, %f3, %f4}}, {{%r13, %r14, %r15, %r16}},
+                {{%r17, %r18}}, {{%f1, %f2, %f3, %f4}};
+            shr.u32 %r19, %r1, 2; shl.b32 %r19, %r19, 5; and.b32 %r20, %r1, 3; shl.b32 %r20, %r20, 3; add.s32 %r19, %r19, %r20;
+            cvt.u64.u32 %d6, %r19; add.s64 %d7, %d3, %d6;
+            st.global.v2.f32 [%d7], {{%f1, %f2}}; st.global.v2.f32 [%d7+256], {{%f3, %f4}}; ret; }}"
+        );
+        let bits = |format: Format, x: f64| format.narrow(x, Rounding::Nearest) as u16;
+        let a: Vec<u16> = (0..256).map(|i| bits(format, value(i / 16, i % 16))).collect();
+        let b: Vec<u16> = (0..128).map(|i| bits(format, value(i % 8 + 3, i / 8))).collect();
+        let bench = Bench::load(&text);
+        let (a, b, out) = (bench.upload(&a), bench.upload(&b), bench.allocate(512));
+        assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]), (0, 0));
+        for (at, found) in bench.u32s(out, 128).into_iter().enumerate() {
+            let (row, column) = (at / 8, at % 8);
+            let sum: f64 = (0..16).map(|k| value(row, k) * value(column + 3, k)).sum();
+            assert_eq!(f64::from(f32::from_bits(found)), sum + 1.0, "{name} {row} {column}");
+        }
+    }
+}
+
+/// Fragments straight from memory: element by element where the manual says that lanes hold them.
+#[test]
+fn tf32_tiles_multiply_and_lose_thirteen_bits() {
+    let text = ".visible .entry f(.param .u64 a, .param .u64 b, .param .u64 out) {
+        .reg .b64 %d<8>; .reg .b32 %r<24>;
+        ld.param.u64 %d1, [a]; ld.param.u64 %d2, [b]; ld.param.u64 %d3, [out]; mov.u32 %r1, %tid.x;
+        mul.wide.u32 %d4, %r1, 16; add.s64 %d1, %d1, %d4; ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%d1];
+        mul.wide.u32 %d5, %r1, 8; add.s64 %d2, %d2, %d5; ld.global.v2.b32 {%r6, %r7}, [%d2]; mov.b32 %r8, 0;
+        mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r10, %r11, %r12, %r13}, {%r2, %r3, %r4, %r5}, {%r6, %r7},
+            {%r8, %r8, %r8, %r8};
+        add.s64 %d3, %d3, %d4; st.global.v4.b32 [%d3], {%r10, %r11, %r12, %r13}; ret; }";
+    let bench = Bench::load(text);
+    // One bit beyond what tf32 keeps, which must not count.
+    let bits = |x: f64| (x as f32).to_bits() | 0x1000;
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    for lane in 0..32 {
+        let (g, t) = (lane / 4, lane % 4);
+        a.extend([(g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)].map(|(row, k)| bits(value(row, k))));
+        b.extend([t, t + 4].map(|k| bits(value(g + 3, k))));
+    }
+    let (a, b, out) = (bench.upload(&a), bench.upload(&b), bench.allocate(512));
+    assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]), (0, 0));
+    for (at, found) in bench.u32s(out, 128).into_iter().enumerate() {
+        let (lane, r) = (at / 4, at % 4);
+        let (row, column) = (lane / 4 + 8 * (r / 2), lane % 4 * 2 + r % 2);
+        let kept = |x: f64| f64::from(f32::from_bits(bits(x) & !0x1fff));
+        let sum: f64 = (0..8).map(|k| kept(value(row, k)) * kept(value(column + 3, k))).sum();
+        assert_eq!(f32::from_bits(found), sum as f32, "{row} {column}");
+    }
+}
