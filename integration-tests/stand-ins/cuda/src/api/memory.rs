@@ -84,7 +84,7 @@ driver! {
 
     cuPointerGetAttribute(value: *mut u8, attribute: u32, address: u64) {
         let (device, start, bytes, kind) = memory::describe(address)?;
-        let is_device = kind == Kind::Device;
+        let is_device = kind != Kind::Pinned;
         match attribute {
             1 => Out(value.cast::<usize>()).put(device.context),
             2 => Out(value.cast::<u32>()).put(if is_device { 2 } else { 1 }),

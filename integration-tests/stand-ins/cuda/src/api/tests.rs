@@ -159,6 +159,12 @@ fn memory_is_counted_and_runs_out() {
     ok!(cuMemFree_v2(address));
     assert_eq!(info().0, free);
     fails!(InvalidValue, cuMemFree_v2(address));
+    // Its addresses are not given out again soon.
+    assert!((0..100).all(|_| {
+        let other = allocate(6 << 30);
+        ok!(cuMemFree_v2(other));
+        other != address
+    }));
 }
 
 #[test]
@@ -178,8 +184,13 @@ fn a_copy_outside_live_memory_is_refused_and_one_that_comes_too_late_fails_the_c
     fails!(IllegalAddress, cuCtxSynchronize());
     ok!(cuDevicePrimaryCtxRelease_v2(ordinal));
     fails!(InvalidContext, cuCtxSynchronize());
-    own_device();
+    // A new context on the device knows nothing of the old one.
+    let (mut context, mut free, mut total) = (0, 0, 0);
+    ok!(cuDevicePrimaryCtxRetain((&mut context).into(), ordinal));
     ok!(cuCtxSynchronize());
+    ok!(cuMemGetInfo_v2((&mut free).into(), (&mut total).into()));
+    assert_eq!(free, total);
+    fails!(InvalidHandle, cuStreamSynchronize(stream));
 }
 
 /// A host function that holds a stream up until it is opened, at most 10 s.
@@ -302,6 +313,7 @@ fn virtual_memory_moves_between_addresses_and_is_illegal_where_it_is_not() {
     }
     fails!(InvalidValue, cuMemsetD8Async(base, 0, 1, stream));
     fails!(InvalidValue, cuMemSetAccess(base, 3 * PAGE, (&allow).into(), 1));
+    fails!(InvalidValue, cuMemFree_v2(base));
     ok!(cuMemSetAccess(base, 2 * PAGE, (&allow).into(), 1));
     // One operation over both pages, then the second page at another address.
     ok!(cuMemsetD8Async(base, 5, 2 * PAGE, stream));

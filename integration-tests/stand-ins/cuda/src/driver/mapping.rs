@@ -1,16 +1,19 @@
 //! Memory from the operating system: anonymous mappings, reserved addresses, and one file in memory that all physical
 //! pages come from.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use super::handles::lock;
 
 /// Up to this size new memory is filled with ones, so that a read of uninitialised memory is not a read of zeros.
 const FILLED_BYTES: usize = 64 << 20;
 
-/// A range of addresses that is unmapped when it goes.
+/// A range of addresses that is given back when it goes.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: usize,
@@ -68,8 +71,36 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this range was mapped by us and is unmapped once; whoever accesses it holds an `Arc` of this.
-        unsafe { libc::munmap(self.start as *mut libc::c_void, self.bytes) };
+        // SAFETY: this range was mapped by us, and whoever accesses it holds an `Arc` of this.
+        if unsafe { unmap(self.start as u64, self.bytes) }.is_ok() {
+            Quarantine::add(self.start, self.bytes);
+        }
+    }
+}
+
+/// Addresses that were given back and stay empty for a while, so that one that is used too late is not somebody else's.
+#[derive(Default)]
+struct Quarantine {
+    ranges: VecDeque<(usize, usize)>,
+    bytes: usize,
+}
+
+impl Quarantine {
+    const MOST_RANGES: usize = 1024;
+    const MOST_BYTES: usize = 16 << 40;
+
+    fn add(start: usize, bytes: usize) {
+        static HELD: Mutex<Option<Quarantine>> = Mutex::new(None);
+        let mut held = lock(&HELD);
+        let held = held.get_or_insert_default();
+        held.ranges.push_back((start, bytes));
+        held.bytes += bytes;
+        while held.ranges.len() > Self::MOST_RANGES || held.bytes > Self::MOST_BYTES {
+            let Some((start, bytes)) = held.ranges.pop_front() else { return };
+            held.bytes -= bytes;
+            // SAFETY: mapped by us with nothing behind it, and nobody may use it any more.
+            unsafe { libc::munmap(start as *mut libc::c_void, bytes) };
+        }
     }
 }
 

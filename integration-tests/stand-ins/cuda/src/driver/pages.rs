@@ -134,11 +134,11 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
         match (allow, mapped.access.is_some()) {
             (true, false) => {
                 let (len, keep) = (mapped.pages.physical.bytes() as u64, Arc::new(()));
-                space::insert(at, len, Kind::Device, mapped.pages.device.ordinal, keep.clone())?;
+                space::insert(at, len, Kind::Mapped, mapped.pages.device.ordinal, keep.clone())?;
                 mapped.access = Some(keep);
             }
             (false, true) => {
-                space::remove(at, Kind::Device)?;
+                space::remove(at, Kind::Mapped)?;
                 mapped.access = None;
             }
             _ => {}
@@ -160,7 +160,7 @@ pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
     for (at, len) in inside {
         let Some(mapped) = state.mapped.remove(&at) else { continue };
         if let Some(access) = &mapped.access {
-            space::remove(at, Kind::Device)?;
+            space::remove(at, Kind::Mapped)?;
             let since = Instant::now();
             while Arc::strong_count(access) > 1 {
                 if since.elapsed() > UNMAP_LIMIT {

@@ -10,7 +10,11 @@ use crate::error::{Failure, Outcome};
 /// Where the bytes of a range lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
+    /// Device memory of an allocation.
     Device,
+    /// Device memory that is mapped at reserved addresses.
+    Mapped,
+    /// Page-locked memory of the host.
     Pinned,
 }
 
@@ -98,6 +102,14 @@ pub(crate) fn remove(start: u64, kind: Kind) -> Outcome<Range> {
         Some(range) if range.kind == kind => ranges.remove(&start).ok_or(Failure::InvalidValue),
         _ => Err(Failure::InvalidValue),
     })
+}
+
+/// Ends the life of all allocations of a device, as the end of its context does.
+pub(crate) fn forget(device: u32) {
+    let _ = change(|ranges| {
+        ranges.retain(|_, range| range.device != device || range.kind == Kind::Mapped);
+        Ok(())
+    });
 }
 
 #[cfg(test)]
