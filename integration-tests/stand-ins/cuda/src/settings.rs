@@ -10,6 +10,7 @@ pub(crate) struct Settings {
     pub(crate) memory_bytes: u64,
     pub(crate) delay_seed: Option<u64>,
     pub(crate) launch_limit: Duration,
+    pub(crate) find_races: bool,
 }
 
 impl Settings {
@@ -29,6 +30,8 @@ impl Settings {
             memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(8 << 30),
             delay_seed: number("ZERO_STANDIN_DELAY_SEED"),
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
+            // Tests of this crate always look for them.
+            find_races: cfg!(test) || number("ZERO_STANDIN_RACES").is_some_and(|n| n > 0),
         }
     }
 }

@@ -348,6 +348,26 @@ fn memory_that_is_freed_in_stream_order_lives_until_then() {
 }
 
 #[test]
+fn the_end_of_a_context_waits_for_streams_that_were_destroyed() {
+    let ordinal = own_device();
+    let (stream, gate, mut address) = (new_stream(), Gate::default(), 0u64);
+    ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
+    gate.close(stream);
+    ok!(cuMemFreeAsync(address, stream));
+    ok!(cuStreamDestroy_v2(stream));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(20));
+            gate.open();
+        });
+        ok!(cuDevicePrimaryCtxRelease_v2(ordinal));
+    });
+    let mut context = 0;
+    ok!(cuDevicePrimaryCtxRetain((&mut context).into(), ordinal));
+    ok!(cuCtxSynchronize());
+}
+
+#[test]
 fn a_captured_fork_and_join_replays() {
     own_device();
     let (origin, side, fork, join) = (new_stream(), new_stream(), new_event(), new_event());

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::device::Device;
@@ -35,6 +35,10 @@ impl Queue {
     pub(crate) fn start(device: &'static Device, number: usize) -> Outcome<Self> {
         let shared = Arc::new(Shared::default());
         let theirs = shared.clone();
+        let mut all = lock(&QUEUES);
+        all.retain(|(_, queue)| queue.strong_count() > 0);
+        all.push((device.ordinal, Arc::downgrade(&shared)));
+        drop(all);
         let thread = std::thread::Builder::new().name(format!("stream {number:#x}"));
         let work = move || theirs.work(device, &mut Random::of_stream(number));
         thread.spawn(work).map_err(|_| Failure::OutOfMemory)?;
@@ -55,11 +59,18 @@ impl Queue {
 
     /// Waits for all that was submitted before.
     pub(crate) fn wait(&self) {
-        let state = lock(&self.shared.state);
-        let until = state.submitted;
-        let wait = self.shared.changed.wait_while(state, |state| state.finished < until);
-        drop(wait.unwrap_or_else(PoisonError::into_inner));
+        self.shared.wait();
     }
+}
+
+/// All queues with work, also those whose streams have been destroyed.
+static QUEUES: Mutex<Vec<(u32, Weak<Shared>)>> = Mutex::new(Vec::new());
+
+/// Waits for all that was submitted to a device before.
+pub(crate) fn wait_for_all(device: u32) {
+    let queues: Vec<Arc<Shared>> =
+        lock(&QUEUES).iter().filter(|(of, _)| *of == device).filter_map(|(_, queue)| queue.upgrade()).collect();
+    queues.iter().for_each(|queue| queue.wait());
 }
 
 impl Drop for Queue {
@@ -70,6 +81,13 @@ impl Drop for Queue {
 }
 
 impl Shared {
+    fn wait(&self) {
+        let state = lock(&self.state);
+        let until = state.submitted;
+        let wait = self.changed.wait_while(state, |state| state.finished < until);
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+    }
+
     fn work(&self, device: &'static Device, random: &mut Random) {
         loop {
             let state = lock(&self.state);

@@ -7,7 +7,7 @@ use super::device::{self, Device};
 use super::event::{EVENTS, Event, Recorded, Ticket};
 use super::handles::{Handles, fresh_number, lock};
 use super::op::Op;
-use super::queue::Queue;
+use super::queue::{Queue, wait_for_all};
 use crate::error::{Failure, Outcome, say};
 
 /// A stream's part in a capture: its next operation comes behind these nodes.
@@ -62,9 +62,10 @@ pub(crate) fn of_device(device: &'static Device) -> Vec<Arc<Stream>> {
 /// Ends everything that belongs to the device's context, after its work.
 pub(crate) fn destroy_all(device: &'static Device) {
     for (number, stream) in STREAMS.select(|s| s.device.ordinal == device.ordinal) {
-        stream.queue.wait();
+        drop(stream);
         let _ = STREAMS.remove(number);
     }
+    wait_for_all(device.ordinal);
     for (number, _) in EVENTS.select(|e| e.device.ordinal == device.ordinal) {
         let _ = EVENTS.remove(number);
     }

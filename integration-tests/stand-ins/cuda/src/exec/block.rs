@@ -4,10 +4,12 @@ use std::cell::UnsafeCell;
 use std::sync::Arc;
 
 use super::program::{Done, Fault, Mask, Program, Reduction, Special, lanes};
+use super::races::{Access, Races};
 use super::warp::{Pause, Warp};
 use crate::driver::space::Space as Registry;
 use crate::error::Failure;
 use crate::ptx::types::Space;
+use crate::settings::settings;
 
 /// Generic addresses of shared and local memory and of parameters have these high bits, which no host address has.
 const WINDOW_SHIFT: u32 = 56;
@@ -45,6 +47,7 @@ pub(crate) struct BlockMemory {
     params: Cells,
     params_bytes: usize,
     arrivals: Vec<Arrival>,
+    races: Option<Races>,
 }
 
 /// Memory that is written through pointers, in pieces of 16 bytes.
@@ -64,8 +67,9 @@ impl BlockMemory {
             whole[..bytes.len()].copy_from_slice(bytes);
             *piece.get_mut() = u128::from_le_bytes(whole);
         }
+        let races = settings().find_races.then(|| Races::new(shared_bytes));
         let (shared, params_bytes) = (cells(shared_bytes), shape.params.len());
-        Self { registry, last: (1, 0), shared, shared_bytes, params, params_bytes, arrivals: Vec::new() }
+        Self { registry, last: (1, 0), shared, shared_bytes, params, params_bytes, arrivals: Vec::new(), races }
     }
 
     pub(crate) fn arrive(&mut self, arrival: Arrival) {
@@ -78,10 +82,11 @@ impl BlockMemory {
         &mut self,
         warp: &Warp,
         lane: usize,
-        space: Space,
-        address: u64,
+        place: (Space, u64),
         bytes: usize,
+        access: Access,
     ) -> Done<*mut u8> {
+        let (space, address) = place;
         let (space, offset) = match space {
             Space::Generic => match address >> WINDOW_SHIFT {
                 1 => (Space::Shared, address - SHARED_WINDOW),
@@ -113,9 +118,32 @@ impl BlockMemory {
             }
         };
         match place {
-            Some(place) => Ok(place),
+            Some(place) => {
+                if space == Space::Shared && self.races.is_some() {
+                    self.note(warp.index, lane, offset, bytes, access)?;
+                }
+                Ok(place)
+            }
             None => self.bad(Failure::IllegalAddress, lane, space, offset, bytes),
         }
+    }
+
+    /// Looks for a race, where that is asked for.
+    fn note(&mut self, warp: usize, lane: usize, offset: u64, bytes: usize, access: Access) -> Done {
+        let races = self.races.as_mut();
+        let Some(race) = races.and_then(|races| races.note(offset as usize, bytes, warp, access)) else {
+            return Ok(());
+        };
+        let what = format!(
+            "a race: lane {lane} has a {access:?} of {bytes} bytes of shared memory at {offset:#x}, which {race} since the last barrier"
+        );
+        Err(Box::new(Fault { failure: Failure::LaunchFailed, what }))
+    }
+
+    /// As `resolve`, of a copy that has arrived: the write of bytes that were resolved before.
+    pub(crate) fn note_arrival(&mut self, warp: usize, lane: usize, to: *const u8, bytes: usize) -> Done {
+        let offset = to as usize - self.shared.as_ptr() as usize;
+        self.note(warp, lane, offset as u64, bytes, Access::Write)
     }
 
     #[cold]
@@ -160,7 +188,7 @@ pub(crate) fn run_block(
                 check()?;
             }
         }
-        let released = release(&mut memory.arrivals, &mut warps, &mut runs);
+        let released = release(&mut memory, &mut warps, &mut runs);
         if !ran && !released {
             if warps.iter().all(|warp| warp.live == 0) {
                 return Ok(());
@@ -172,7 +200,8 @@ pub(crate) fn run_block(
 }
 
 /// Opens every barrier at which all that it waits for have arrived.
-fn release(arrivals: &mut Vec<Arrival>, warps: &mut [Warp], runs: &mut [bool]) -> bool {
+fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> bool {
+    let BlockMemory { arrivals, races, .. } = memory;
     let live: u32 = warps.iter().map(|warp| warp.live.count_ones()).sum();
     let mut released = false;
     for number in 0..16 {
@@ -183,6 +212,11 @@ fn release(arrivals: &mut Vec<Arrival>, warps: &mut [Warp], runs: &mut [bool]) -
             continue;
         }
         released = true;
+        // A barrier of some threads orders these only, which the search for races does not know.
+        if expected < live {
+            *races = None;
+        }
+        races.iter_mut().for_each(Races::barrier);
         let yes = |arrival: &Arrival, warps: &[Warp]| {
             let (source, negate) = match arrival.reduction {
                 Reduction::None => return 0,

@@ -3,4 +3,5 @@
 pub(crate) mod block;
 pub(crate) mod grid;
 pub(crate) mod program;
+pub(crate) mod races;
 pub(crate) mod warp;

@@ -3,7 +3,9 @@
 
 use super::memory::{read, write};
 use super::{Decoded, unknown};
-use crate::exec::program::{Action, Flow, lanes};
+use crate::exec::block::BlockMemory;
+use crate::exec::program::{Action, Done, Flow, lanes};
+use crate::exec::races::Access;
 use crate::exec::warp::{AsyncCopy, Warp};
 use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
@@ -19,22 +21,18 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         return Ok(Flow::Do(action));
     }
     if mods.take("wait_all") {
-        let action: Action = Box::new(|warp, _, mask| {
-            arrive(warp, |copy| mask >> copy.lane & 1 == 1);
-            Ok(())
-        });
+        let action: Action = Box::new(|warp, memory, mask| arrive(warp, memory, |copy| mask >> copy.lane & 1 == 1));
         return Ok(Flow::Do(action));
     }
     if mods.take("wait_group") {
         let [Operand::Integer(left)] = *operands else { return Err("no number of groups".into()) };
-        let action: Action = Box::new(move |warp, _, mask| {
+        let action: Action = Box::new(move |warp, memory, mask| {
             let committed = warp.committed;
             let due = |copy: &AsyncCopy| {
                 let lane = copy.lane as usize;
                 mask >> lane & 1 == 1 && u64::from(copy.group) + left < u64::from(committed[lane])
             };
-            arrive(warp, due);
-            Ok(())
+            arrive(warp, memory, due)
         });
         return Ok(Flow::Do(action));
     }
@@ -70,11 +68,11 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             let count = present.map_or(bytes, |slot| (warp.regs[slot][lane] as u32 as usize).min(bytes));
             let count = if none >> lane & 1 == 1 { 0 } else { count };
             let at = address(warp, &to);
-            let to = memory.resolve(warp, lane, Space::Shared, at, bytes)?;
+            let to = memory.resolve(warp, lane, (Space::Shared, at), bytes, Access::Atomic)?;
             let mut data = [0u8; 16];
             if count > 0 {
                 let at = address(warp, &from);
-                let from = memory.resolve(warp, lane, Space::Global, at, bytes)?;
+                let from = memory.resolve(warp, lane, (Space::Global, at), bytes, Access::Read)?;
                 for (index, byte) in data[..count].iter_mut().enumerate() {
                     // SAFETY: `resolve` checked all bytes.
                     *byte = unsafe { read(from.wrapping_add(index), 1) } as u8;
@@ -89,7 +87,10 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
 }
 
 /// Copies that are due reach shared memory.
-fn arrive(warp: &mut Warp, due: impl Fn(&AsyncCopy) -> bool) {
+fn arrive(warp: &mut Warp, memory: &mut BlockMemory, due: impl Fn(&AsyncCopy) -> bool) -> Done {
+    for copy in warp.copies.iter().filter(|copy| due(copy)) {
+        memory.note_arrival(warp.index, copy.lane as usize, copy.to, copy.bytes as usize)?;
+    }
     warp.copies.retain(|copy| {
         if due(copy) {
             for (index, piece) in copy.data[..copy.bytes as usize].chunks(4).enumerate() {
@@ -100,4 +101,5 @@ fn arrive(warp: &mut Warp, due: impl Fn(&AsyncCopy) -> bool) {
         }
         !due(copy)
     });
+    Ok(())
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Order
 use super::format::{BF16, F16, Format, Rounding, add_odd};
 use super::{Decoded, unknown};
 use crate::exec::program::{Action, Flow, lanes};
+use crate::exec::races::Access;
 use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Space, Type};
@@ -105,7 +106,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     let action: Action = Box::new(move |warp, memory, mask| {
         for lane in lanes(mask) {
             let at = warp.regs[address.base][lane].wrapping_add(address.offset);
-            let place = memory.resolve(warp, lane, address.space, at, size * values.len())?;
+            let place = memory.resolve(warp, lane, (address.space, at), size * values.len(), Access::Atomic)?;
             for (index, &value) in values.iter().enumerate() {
                 let (b, c) = (warp.regs[value][lane], warp.regs[new][lane]);
                 // SAFETY: `resolve` checked all bytes and their alignment.

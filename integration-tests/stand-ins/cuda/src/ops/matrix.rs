@@ -7,6 +7,7 @@ use super::memory::{read, write};
 use super::{Decoded, exactly, unknown};
 use crate::error::Failure;
 use crate::exec::program::{ALL, Action, Flow, Mask, fault};
+use crate::exec::races::Access;
 use crate::exec::warp::Warp;
 use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
@@ -53,6 +54,7 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
         return unknown();
     }
     let load = mods.name == "ldmatrix";
+    let access = if load { Access::Read } else { Access::Write };
     let [first, second] = exactly(operands)?;
     let (registers, address) = if load { (first, second) } else { (second, first) };
     let registers = if load { b.targets(registers)? } else { b.sources(registers)? };
@@ -66,7 +68,7 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
             for (row, place) in rows.iter_mut().enumerate() {
                 let lane = tile * 8 + row;
                 let at = warp.regs[address.base][lane].wrapping_add(address.offset);
-                *place = memory.resolve(warp, lane, address.space, at, 16)?;
+                *place = memory.resolve(warp, lane, (address.space, at), 16, access)?;
             }
             for lane in 0..32 {
                 for half in 0..2 {

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Rel
 
 use super::{Decoded, exactly};
 use crate::exec::program::{Action, Flow, lanes};
+use crate::exec::races::Access;
 use crate::ptx::build::{Address, Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Space, Type};
@@ -121,7 +122,7 @@ fn load_action(address: Address, size: usize, to: Vec<usize>, keeps: Vec<u64>, s
         let bases = warp.regs[address.base];
         for lane in lanes(mask) {
             let at = bases[lane].wrapping_add(address.offset);
-            let place = memory.resolve(warp, lane, address.space, at, bytes)?;
+            let place = memory.resolve(warp, lane, (address.space, at), bytes, Access::Read)?;
             for (index, (&to, &keep)) in to.iter().zip(&keeps).enumerate() {
                 // SAFETY: `resolve` checked all bytes and their alignment, which is that of the whole vector.
                 let value = unsafe { read(place.wrapping_add(index * size), size) };
@@ -137,7 +138,7 @@ fn store_action(address: Address, size: usize, from: Vec<usize>) -> Action {
     Box::new(move |warp, memory, mask| {
         for lane in lanes(mask) {
             let at = warp.regs[address.base][lane].wrapping_add(address.offset);
-            let place = memory.resolve(warp, lane, address.space, at, bytes)?;
+            let place = memory.resolve(warp, lane, (address.space, at), bytes, Access::Write)?;
             for (index, &from) in from.iter().enumerate() {
                 // SAFETY: as for loads.
                 unsafe { write(place.wrapping_add(index * size), size, warp.regs[from][lane]) };

@@ -135,3 +135,13 @@ fn launches_keep_to_the_limits_of_the_device_and_the_kernel() {
     };
     assert_eq!((attribute(0), attribute(1), attribute(3)), (128, 1024, 0));
 }
+
+#[test]
+fn a_race_in_shared_memory_is_a_failure() {
+    let store = "shl.b32 %r2, %r1, 2; and.b32 %r2, %r2, 15; mov.b32 %r3, s; add.s32 %r3, %r3, %r2;";
+    fails(Failure::LaunchFailed, &format!("{store} st.shared.b32 [%r3], %r1;"));
+    fails(
+        Failure::LaunchFailed,
+        "setp.eq.u32 %p0, %r1, 0; @%p0 st.shared.b32 [s], %r1; setp.eq.u32 %p1, %r1, 40; @%p1 ld.shared.b32 %r2, [s];",
+    );
+}
