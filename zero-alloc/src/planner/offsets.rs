@@ -292,7 +292,7 @@ impl Offsets {
     }
 
     /// Calls `visit` with every range by offset: first offset, bytes, tag of a used one, whether it is pinned.
-    pub(super) fn for_each(&self, visit: &mut dyn FnMut(u64, u64, Option<u8>, bool)) {
+    pub(crate) fn for_each(&self, visit: &mut dyn FnMut(u64, u64, Option<u8>, bool)) {
         let mut at = self.first();
         while at != NONE {
             let range = &self.ranges[at as usize];

@@ -1,15 +1,17 @@
 //! An owned piece of device memory.
 
 use std::fmt;
+use std::sync::Arc;
 
+use super::Purpose;
+use super::lane::Lane;
 use super::state::Hold;
-use super::{Pool, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element, Stream};
 
 /// An owned piece of device memory. Dropping it gives it back in stream order.
 #[must_use = "dropping a block gives its memory back"]
 pub struct Block<D: Device> {
-    pool: Pool<D>,
+    lane: Arc<Lane<D>>,
     ptr: *mut u8,
     len: usize,
     dtype: DType,
@@ -33,14 +35,14 @@ impl<D: Device> fmt::Debug for Block<D> {
 
 impl<D: Device> Block<D> {
     pub(super) fn new(
-        pool: Pool<D>,
+        lane: Arc<Lane<D>>,
         ptr: *mut u8,
         (len, dtype): (usize, DType),
         purpose: Purpose,
         hold: Hold,
         home: D::Stream,
     ) -> Self {
-        Self { pool, ptr, len, dtype, purpose, hold, home, uses: Vec::new() }
+        Self { lane, ptr, len, dtype, purpose, hold, home, uses: Vec::new() }
     }
 
     /// How many elements.
@@ -104,6 +106,6 @@ impl<D: Device> Drop for Block<D> {
     fn drop(&mut self) {
         let bytes = self.len * self.dtype.size_bytes();
         let uses = std::mem::take(&mut self.uses);
-        self.pool.give_back(self.hold, (self.ptr, bytes), self.purpose, &self.home, uses);
+        self.lane.give_back(self.hold, (self.ptr, bytes), self.purpose, &self.home, uses);
     }
 }

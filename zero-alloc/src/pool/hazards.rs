@@ -87,6 +87,29 @@ impl<D: Device> Hazards<D> {
         Ok(())
     }
 
+    /// All events behind which the bytes of `range` are free for anyone, and whether these are all: a stream that is gone
+    /// gives none.
+    pub(super) fn events_within(&self, range: Range<u64>) -> (Vec<(u64, D::Event)>, bool) {
+        let (mut events, mut recorded, mut complete) = (Vec::new(), Vec::new(), true);
+        for hazard in self.0.range(range).map(|(_, hazard)| hazard) {
+            events.extend(hazard.uses.iter().cloned());
+            if hazard.names_home() || recorded.contains(&hazard.home.id()) {
+                continue;
+            }
+            recorded.push(hazard.home.id());
+            match hazard.home.record() {
+                Ok(event) => events.push((hazard.home.id(), event)),
+                Err(_) => complete = false,
+            }
+        }
+        (events, complete)
+    }
+
+    /// Forgets the hazards that begin within `range`.
+    pub(super) fn forget(&mut self, range: Range<u64>) {
+        self.0.retain(|start, _| !range.contains(start));
+    }
+
     /// Whether everything that used any of the bytes has run, without waiting.
     pub(super) fn all_done(&self) -> bool {
         self.0.values().all(|hazard| {

@@ -1,7 +1,9 @@
 //! Pictures of a pool's memory: what holds what, and where the holes are.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
+use super::state::LENT;
 use super::{Pool, Purpose};
 use crate::device::Device;
 
@@ -32,22 +34,37 @@ const LETTERS: [char; 6] = ['P', 'G', 'O', 'B', 'A', 'W'];
 impl<D: Device> Pool<D> {
     /// What lies where now.
     pub fn map(&self) -> MemoryMap {
-        let state = self.0.state.lock();
-        let mut spans: Vec<Span> = Vec::new();
+        let (fronts, state) = self.lock();
+        let mut lent: BTreeMap<u64, (u64, Option<u8>)> = BTreeMap::new();
+        for front in &fronts {
+            front.for_each_range(|start, bytes, tag| {
+                lent.insert(start, (bytes, tag));
+            });
+        }
+        let mut map = MemoryMap::default();
         state.planner.for_each_range(|start, bytes, tag, fixed| {
-            let purpose = tag.and_then(|tag| Purpose::ALL.get(tag as usize).copied());
-            match spans.last_mut() {
-                Some(last) if (last.purpose, last.fixed) == (purpose, fixed) && last.start + last.bytes == start => {
-                    last.bytes += bytes;
-                }
-                _ => spans.push(Span { start, bytes, purpose, fixed }),
+            if tag != Some(LENT) {
+                return map.push(start, bytes, tag, fixed);
+            }
+            for (start, (bytes, tag)) in lent.range(start..start + bytes) {
+                map.push(*start, *bytes, *tag, tag.is_some());
             }
         });
-        MemoryMap { spans }
+        map
     }
 }
 
 impl MemoryMap {
+    fn push(&mut self, start: u64, bytes: u64, tag: Option<u8>, fixed: bool) {
+        let purpose = tag.and_then(|tag| Purpose::ALL.get(tag as usize).copied());
+        match self.spans.last_mut() {
+            Some(last) if (last.purpose, last.fixed) == (purpose, fixed) && last.start + last.bytes == start => {
+                last.bytes += bytes;
+            }
+            _ => self.spans.push(Span { start, bytes, purpose, fixed }),
+        }
+    }
+
     /// The offset behind the last part.
     pub fn end(&self) -> u64 {
         self.spans.last().map_or(0, |span| span.start + span.bytes)

@@ -13,7 +13,12 @@ mod backings;
 mod block;
 mod error;
 mod hazards;
+mod lane;
+#[cfg(all(test, not(loom)))]
+mod lane_tests;
 mod map;
+#[cfg(all(test, loom))]
+mod models;
 mod movable;
 mod purpose;
 mod report;
@@ -24,16 +29,16 @@ mod stitched;
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use self::backings::Backings;
 use self::hazards::Hazards;
+use self::lane::{Front, LANES, Lane};
 use self::report::Account;
 use self::source::{Arena, Source};
-use self::state::{Hold, State};
+use self::state::{Hold, LENT, Refusal, State};
 use self::stitched::Views;
 use crate::device::{BlockNote, DType, Device};
-use crate::planner::{Planner, PlannerConfig};
+use crate::planner::{Planner, PlannerConfig, Request};
+use crate::primitive::{Mutex, MutexGuard, thread_number};
 
 pub use block::Block;
 pub use error::AllocError;
@@ -45,14 +50,17 @@ pub use report::{Held, Report};
 /// Blocks are aligned to this, where the device's backings are.
 const ALIGN_BYTES: usize = 256;
 
-struct Inner<D: Device> {
+/// What all lanes share.
+struct Central<D: Device> {
     device: D,
     budget_bytes: usize,
+    /// The size of the chunks that lanes take.
+    chunk_bytes: usize,
     state: Mutex<State<D>>,
 }
 
 /// A pool of blocks of one device. Cloning gives another handle of the same pool.
-pub struct Pool<D: Device>(Arc<Inner<D>>);
+pub struct Pool<D: Device>(Arc<[Arc<Lane<D>>; LANES]>);
 
 impl<D: Device> Clone for Pool<D> {
     fn clone(&self) -> Self {
@@ -62,7 +70,7 @@ impl<D: Device> Clone for Pool<D> {
 
 impl<D: Device> fmt::Debug for Pool<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("device", &self.0.device).field("report", &self.report()).finish()
+        f.debug_struct("Pool").field("device", self.device()).field("report", &self.report()).finish()
     }
 }
 
@@ -94,15 +102,32 @@ impl<D: Device> Pool<D> {
             views: Views::default(),
             movable: Default::default(),
             account: Account::default(),
+            lent_bytes: 0,
             moved_bytes: 0,
             compactions: 0,
         };
-        Self(Arc::new(Inner { device, budget_bytes, state: Mutex::new(state) }))
+        let chunk_bytes = lane::chunk_bytes(budget_bytes, granule);
+        let central = Arc::new(Central { device, budget_bytes, chunk_bytes, state: Mutex::new(state) });
+        Self(Arc::new(std::array::from_fn(|_| Arc::new(Lane::new(Arc::clone(&central), granule as u64)))))
+    }
+
+    fn central(&self) -> &Central<D> {
+        &self.0[0].central
+    }
+
+    /// The lane of the calling thread.
+    fn lane(&self) -> &Arc<Lane<D>> {
+        &self.0[thread_number() % LANES]
+    }
+
+    /// Locks everything, in order.
+    fn lock(&self) -> (Vec<MutexGuard<'_, Front<D>>>, MutexGuard<'_, State<D>>) {
+        (self.0.iter().map(|lane| lane.lock()).collect(), self.central().state.lock())
     }
 
     /// The device whose memory this is.
     pub fn device(&self) -> &D {
-        &self.0.device
+        &self.central().device
     }
 
     /// A block of `len` elements of `dtype`, first used on `stream`; contents are undefined. What `stream` is
@@ -117,40 +142,92 @@ impl<D: Device> Pool<D> {
         purpose: Purpose,
         stream: &D::Stream,
     ) -> Result<Block<D>, AllocError> {
-        let (hold, ptr) = self.take(len, dtype, purpose, stream)?;
-        Ok(Block::new(self.clone(), ptr, (len, dtype), purpose, hold, stream.clone()))
+        let lane = self.lane();
+        let bytes = self.bytes_of(len, dtype, purpose)?;
+        let (hold, ptr) = self.take(lane, bytes, purpose, stream)?;
+        Ok(Block::new(Arc::clone(lane), ptr, (len, dtype), purpose, hold, stream.clone()))
     }
 
+    fn bytes_of(&self, len: usize, dtype: DType, purpose: Purpose) -> Result<usize, AllocError> {
+        len.checked_mul(dtype.size_bytes()).ok_or_else(|| self.out_of_memory(usize::MAX, purpose))
+    }
+
+    /// Takes bytes from the planner, or from the lane while others are at the planner.
     fn take(
         &self,
-        len: usize,
-        dtype: DType,
+        lane: &Lane<D>,
+        bytes: usize,
         purpose: Purpose,
         stream: &D::Stream,
     ) -> Result<(Hold, *mut u8), AllocError> {
-        let mut state = self.0.state.lock();
-        let budget_bytes = self.0.budget_bytes;
-        let Some(bytes) = len.checked_mul(dtype.size_bytes()) else {
-            return Err(state.out_of_memory(usize::MAX, purpose, budget_bytes));
-        };
-        if bytes > budget_bytes - state.account.0.total.live_bytes {
-            return Err(state.out_of_memory(bytes, purpose, budget_bytes));
+        let central = self.central();
+        let mut free = None;
+        if lane.serves(bytes) {
+            let mut at_lane = lane.takes_turn();
+            if !at_lane {
+                free = central.state.try_lock();
+                at_lane = free.is_none();
+                if at_lane {
+                    lane.stay();
+                }
+            }
+            if at_lane && let Some(taken) = lane.take(bytes, purpose, stream)? {
+                return Ok(taken);
+            }
         }
-        let mut hold = Hold::Nothing;
-        if bytes > 0 {
-            hold = state.take(&self.0.device, bytes, purpose, stream, budget_bytes)?;
-        }
-        let ptr = state.address(hold);
-        state.account.add(purpose, bytes);
-        if bytes > 0 {
-            self.0.device.note_block(BlockNote::Taken { ptr, bytes, purpose, stream });
-        }
-        Ok((hold, ptr))
+        self.take_central(free.unwrap_or_else(|| central.state.lock()), bytes, purpose, stream)
     }
 
-    /// What the pool holds.
+    /// Takes bytes from the planner.
+    fn take_central(
+        &self,
+        state: MutexGuard<'_, State<D>>,
+        bytes: usize,
+        purpose: Purpose,
+        stream: &D::Stream,
+    ) -> Result<(Hold, *mut u8), AllocError> {
+        match self.central().take(state, bytes, purpose, stream) {
+            Err(Refusal::NoRoom) => self.take_last(bytes, purpose, stream),
+            Err(Refusal::Failed(error)) => Err(error.into()),
+            Ok(taken) => Ok(taken),
+        }
+    }
+
+    /// Takes bytes when lanes have given back what they do not use.
+    #[cold]
+    fn take_last(&self, bytes: usize, purpose: Purpose, stream: &D::Stream) -> Result<(Hold, *mut u8), AllocError> {
+        for lane in self.0.iter() {
+            lane.return_empty(&mut lane.lock());
+        }
+        let central = self.central();
+        match central.take(central.state.lock(), bytes, purpose, stream) {
+            Err(Refusal::NoRoom) => Err(self.out_of_memory(bytes, purpose)),
+            Err(Refusal::Failed(error)) => Err(error.into()),
+            Ok(taken) => Ok(taken),
+        }
+    }
+
+    fn out_of_memory(&self, asked_bytes: usize, purpose: Purpose) -> AllocError {
+        let report = self.report();
+        let mut holders: Vec<_> =
+            Purpose::ALL.iter().map(|p| (*p, report.of(*p).live_bytes)).filter(|(_, bytes)| *bytes > 0).collect();
+        holders.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        AllocError::OutOfMemory {
+            asked_bytes,
+            purpose,
+            live_bytes: report.total.live_bytes,
+            budget_bytes: self.central().budget_bytes,
+            free_bytes: report.free_bytes,
+            largest_free_bytes: report.largest_free_bytes,
+            after_compaction_bytes: self.central().state.lock().planner.largest_after_compaction() as usize,
+            holders,
+        }
+    }
+
+    /// What the pool holds. Exact, but for peaks where several threads allocate: each thread's own peaks are summed
+    /// then, so a peak may be said too large, never too small.
     pub fn report(&self) -> Report {
-        let state = self.0.state.lock();
+        let (fronts, state) = self.lock();
         let mut report = state.account.0.clone();
         report.reserved_bytes = state.source.bytes();
         report.backing_allocations = state.source.allocations();
@@ -160,12 +237,18 @@ impl<D: Device> Pool<D> {
         report.moved_bytes = state.moved_bytes;
         report.compactions = state.compactions;
         report.stitched_pages = state.views.mapped_pages();
+        for front in &fronts {
+            report.add_held(&front.account.0);
+            report.free_bytes += front.free_bytes() as usize;
+        }
         report
     }
 
     /// Starts the peaks anew from what is live.
     pub fn reset_peaks(&self) {
-        self.0.state.lock().account.reset_peaks();
+        let (mut fronts, mut state) = self.lock();
+        state.account.reset_peaks();
+        fronts.iter_mut().for_each(|front| front.account.reset_peaks());
     }
 
     /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only [`Movable`] blocks move,
@@ -175,13 +258,13 @@ impl<D: Device> Pool<D> {
     /// # Errors
     /// The stream is gone.
     pub fn compact(&self, bytes: usize, stream: &D::Stream) -> Result<usize, AllocError> {
-        let mut state = self.0.state.lock();
+        let mut state = self.central().state.lock();
         let reachable = state.planner.largest_after_compaction();
         let wanted = (bytes as u64).min(reachable);
         if wanted > state.planner.report().largest_free_bytes
             && let Some(plan) = state.planner.plan_compaction(wanted, 1)
         {
-            state.apply(&self.0.device, &plan, stream)?;
+            state.apply(self.device(), &plan, stream)?;
         }
         Ok(state.planner.report().largest_free_bytes as usize)
     }
@@ -193,25 +276,55 @@ impl<D: Device> Pool<D> {
     /// The stream is gone.
     pub fn compact_above(&self, threshold: f64, stream: &D::Stream) -> Result<bool, AllocError> {
         let (fragmentation, free_bytes, before) = {
-            let state = self.0.state.lock();
+            let state = self.central().state.lock();
             let report = state.planner.report();
             (report.fragmentation(), report.free_bytes as usize, state.compactions)
         };
         if fragmentation > threshold {
             self.compact(free_bytes, stream)?;
         }
-        Ok(self.0.state.lock().compactions > before)
+        Ok(self.central().state.lock().compactions > before)
     }
 
-    /// Checks the planner's books; for tests.
+    /// Checks the books; for tests.
     ///
     /// # Errors
     /// What is wrong, in words.
     pub fn check_invariants(&self) -> Result<(), String> {
-        self.0.state.lock().planner.check_invariants()
+        let (fronts, state) = self.lock();
+        state.planner.check_invariants()?;
+        let lent: u64 = fronts.iter().map(|front| front.bytes()).sum();
+        if lent != state.lent_bytes as u64 || lent != state.planner.report().by_tag[LENT as usize] {
+            return Err(format!("lanes have {lent} bytes, {} are lent", state.lent_bytes));
+        }
+        fronts.iter().try_for_each(|front| front.check_invariants())
+    }
+}
+
+impl<D: Device> Central<D> {
+    /// Takes bytes behind the pool's lock.
+    fn take(
+        &self,
+        mut state: MutexGuard<'_, State<D>>,
+        bytes: usize,
+        purpose: Purpose,
+        stream: &D::Stream,
+    ) -> Result<(Hold, *mut u8), Refusal> {
+        if bytes == 0 {
+            return Ok((Hold::Nothing, std::ptr::null_mut()));
+        }
+        if bytes > state.room(self.budget_bytes) {
+            return Err(Refusal::NoRoom);
+        }
+        let request = Request { bytes: bytes as u64, align: 1, lifetime: purpose.lifetime(), tag: purpose as u8 };
+        let hold = state.take(&self.device, request, stream, self.budget_bytes)?;
+        let ptr = state.address(hold);
+        state.account.add(purpose, bytes);
+        self.device.note_block(BlockNote::Taken { ptr, bytes, purpose, stream });
+        Ok((hold, ptr))
     }
 
-    fn give_back(
+    fn give(
         &self,
         hold: Hold,
         (ptr, bytes): (*mut u8, usize),
@@ -219,16 +332,14 @@ impl<D: Device> Pool<D> {
         home: &D::Stream,
         uses: Vec<(u64, D::Event)>,
     ) {
-        let mut state = self.0.state.lock();
-        if bytes > 0 {
-            self.0.device.note_block(BlockNote::Freed { ptr, bytes, home, uses: &uses });
-        }
+        let mut state = self.state.lock();
+        self.device.note_block(BlockNote::Freed { ptr, bytes, home, uses: &uses });
         state.free(hold, home, uses);
         state.account.sub(purpose, bytes);
     }
 }
 
-impl<D: Device> Drop for Inner<D> {
+impl<D: Device> Drop for Central<D> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
         let source = std::mem::replace(&mut state.source, Source::Backings(Backings::default()));

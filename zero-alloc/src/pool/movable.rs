@@ -1,7 +1,9 @@
 //! Blocks that compaction may move.
 
 use std::fmt;
+use std::sync::Arc;
 
+use super::lane::Lane;
 use super::state::{Hold, Moving};
 use super::{AllocError, Pool, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
@@ -10,7 +12,7 @@ use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
 /// use. Dropping it gives it back in stream order.
 #[must_use = "dropping a block gives its memory back"]
 pub struct Movable<D: Device> {
-    pool: Pool<D>,
+    lane: Arc<Lane<D>>,
     hold: Hold,
     len: usize,
     dtype: DType,
@@ -36,15 +38,18 @@ impl<D: Device> Pool<D> {
         purpose: Purpose,
         stream: &D::Stream,
     ) -> Result<Movable<D>, AllocError> {
-        let (hold, _) = self.take(len, dtype, purpose, stream)?;
-        let mut state = self.0.state.lock();
+        let bytes = self.bytes_of(len, dtype, purpose)?;
+        // From the planner: a lane's blocks stay where they are.
+        let (hold, _) = self.take_central(self.central().state.lock(), bytes, purpose, stream)?;
+        let lane = self.lane();
+        let mut state = lane.central.state.lock();
         if let Hold::Range(range) = hold {
             state.planner.pin(range, false);
             let moving = Moving { home: stream.clone(), uses: Vec::new(), ready: None, pins: 0 };
             state.movable.insert(range, moving);
         }
         drop(state);
-        Ok(Movable { pool: self.clone(), hold, len, dtype, purpose, home: stream.clone() })
+        Ok(Movable { lane: Arc::clone(lane), hold, len, dtype, purpose, home: stream.clone() })
     }
 }
 
@@ -74,7 +79,7 @@ impl<D: Device> Movable<D> {
     /// The slice is used only by operations that `enqueue` puts on `stream`; conflicting accesses are ordered by
     /// streams and events.
     pub unsafe fn with<R>(&self, stream: &D::Stream, enqueue: impl FnOnce(AnySlice) -> R) -> Result<R, DeviceError> {
-        let mut state = self.pool.0.state.lock();
+        let mut state = self.lane.central.state.lock();
         let ptr = state.address(self.hold);
         if let Hold::Range(range) = self.hold
             && let Some(moving) = state.movable.get_mut(&range)
@@ -104,7 +109,7 @@ impl<D: Device> Drop for Unpin<'_, D> {
     fn drop(&mut self) {
         let Hold::Range(range) = self.block.hold else { return };
         let used = self.stream.record();
-        let mut state = self.block.pool.0.state.lock();
+        let mut state = self.block.lane.central.state.lock();
         let Some(moving) = state.movable.get_mut(&range) else { return };
         moving.pins -= 1;
         let free = moving.pins == 0;
@@ -124,7 +129,7 @@ impl<D: Device> Drop for Unpin<'_, D> {
 
 impl<D: Device> Drop for Movable<D> {
     fn drop(&mut self) {
-        let mut state = self.pool.0.state.lock();
+        let mut state = self.lane.central.state.lock();
         let uses = match self.hold {
             Hold::Range(range) => state.movable.remove(&range).map(|m| m.uses).unwrap_or_default(),
             _ => Vec::new(),

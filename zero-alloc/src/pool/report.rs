@@ -41,6 +41,17 @@ impl Report {
     }
 }
 
+impl Report {
+    /// Adds what others hold.
+    pub(super) fn add_held(&mut self, other: &Self) {
+        let others = other.purposes.iter().chain([&other.total]);
+        for (held, more) in self.purposes.iter_mut().chain([&mut self.total]).zip(others) {
+            held.live_bytes += more.live_bytes;
+            held.peak_bytes += more.peak_bytes;
+        }
+    }
+}
+
 /// The running account of a pool.
 #[derive(Debug, Default)]
 pub(super) struct Account(pub(super) Report);

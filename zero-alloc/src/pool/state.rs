@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 
+use super::Purpose;
 use super::hazards::{Hazards, wait_unless_done};
 use super::report::Account;
 use super::source::Source;
 use super::stitched::{ViewId, Views};
-use super::{AllocError, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
 use crate::planner::{Compaction, Planner, RangeId, Request, Room, Stitch};
 
@@ -17,8 +17,25 @@ pub(super) enum Hold {
     Nothing,
     /// A range of the offset space.
     Range(RangeId),
+    /// A range of the space of a lane.
+    Lane(RangeId),
     /// Several, seen through a view.
     View(ViewId),
+}
+
+/// Why bytes could not be taken.
+#[derive(Debug)]
+pub(super) enum Refusal {
+    /// Neither the device nor the budget has more, and moving does not help.
+    NoRoom,
+    /// The device failed.
+    Failed(DeviceError),
+}
+
+impl From<DeviceError> for Refusal {
+    fn from(error: DeviceError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 /// A block that may be moved while nobody looks.
@@ -38,10 +55,16 @@ pub(super) struct State<D: Device> {
     pub(super) hazards: Hazards<D>,
     pub(super) views: Views<D>,
     pub(super) movable: HashMap<RangeId, Moving<D>>,
+    /// Of the blocks that are not in lanes.
     pub(super) account: Account,
+    /// Bytes of the chunks that lanes have.
+    pub(super) lent_bytes: usize,
     pub(super) moved_bytes: u64,
     pub(super) compactions: u64,
 }
+
+/// The tag of what lanes have; those below are purposes.
+pub(super) const LENT: u8 = Purpose::ALL.len() as u8;
 
 /// Each round of [`State::take`] grows or compacts; more than a few would mean a mistake in the planner.
 const ROUNDS: usize = 8;
@@ -51,12 +74,10 @@ impl<D: Device> State<D> {
     pub(super) fn take(
         &mut self,
         device: &D,
-        bytes: usize,
-        purpose: Purpose,
+        request: Request,
         stream: &D::Stream,
         budget_bytes: usize,
-    ) -> Result<Hold, AllocError> {
-        let request = Request { bytes: bytes as u64, align: 1, lifetime: purpose.lifetime(), tag: purpose as u8 };
+    ) -> Result<Hold, Refusal> {
         for _ in 0..ROUNDS {
             if let Some((range, start)) = self.planner.allocate(request) {
                 let end = start + self.planner.bytes_of(range);
@@ -67,11 +88,16 @@ impl<D: Device> State<D> {
                 self.planner.pin(range, true);
                 return Ok(Hold::Range(range));
             }
-            if let Some(hold) = self.make_room(device, request, purpose, stream, budget_bytes)? {
+            if let Some(hold) = self.make_room(device, request, stream, budget_bytes)? {
                 return Ok(hold);
             }
         }
-        Err(self.out_of_memory(bytes, purpose, budget_bytes))
+        Err(Refusal::NoRoom)
+    }
+
+    /// What the budget leaves for new blocks.
+    pub(super) fn room(&self, budget_bytes: usize) -> usize {
+        budget_bytes.saturating_sub(self.account.0.total.live_bytes + self.lent_bytes)
     }
 
     /// Grows, moves or maps so that the request fits; a view holds it at once.
@@ -79,10 +105,9 @@ impl<D: Device> State<D> {
         &mut self,
         device: &D,
         request: Request,
-        purpose: Purpose,
         stream: &D::Stream,
         budget_bytes: usize,
-    ) -> Result<Option<Hold>, AllocError> {
+    ) -> Result<Option<Hold>, Refusal> {
         let bytes = request.bytes as usize;
         if let Source::Backings(backings) = &mut self.source {
             let refused = match backings.grow(device, bytes, budget_bytes) {
@@ -95,26 +120,26 @@ impl<D: Device> State<D> {
                 Err(error) => Some(error),
             };
             return match self.planner.plan_compaction(request.bytes, request.align) {
-                Some(plan) => self.apply(device, &plan, stream).map(|()| None),
-                None => Err(refused.map_or_else(|| self.out_of_memory(bytes, purpose, budget_bytes), Into::into)),
+                Some(plan) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
+                None => Err(refused.map_or(Refusal::NoRoom, Into::into)),
             };
         }
         if let Some(view) = self.views.reuse(&mut self.planner, request.bytes, request.tag) {
-            return self.enter(view, stream).map(Some);
+            return Ok(self.enter(view, stream).map(Some)?);
         }
         let refused = match self.planner.make_room(request) {
             Ok(Room::Grow { bytes }) => match self.grow(device, bytes) {
                 Ok(()) => return Ok(None),
                 Err(error) => error,
             },
-            Ok(Room::Compact(plan)) => return self.apply(device, &plan, stream).map(|()| None),
-            Ok(Room::Stitch(plan)) => return self.stitch(device, &plan, request.tag, stream).map(Some),
-            Err(_) => return Err(self.out_of_memory(bytes, purpose, budget_bytes)),
+            Ok(Room::Compact(plan)) => return Ok(self.apply(device, &plan, stream).map(|()| None)?),
+            Ok(Room::Stitch(plan)) => return Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
+            Err(_) => return Err(Refusal::NoRoom),
         };
         // The device has no page left: what is free already must do.
         match self.planner.make_room_without_growing(request) {
-            Some(Room::Compact(plan)) => self.apply(device, &plan, stream).map(|()| None),
-            Some(Room::Stitch(plan)) => self.stitch(device, &plan, request.tag, stream).map(Some),
+            Some(Room::Compact(plan)) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
+            Some(Room::Stitch(plan)) => Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
             _ => Err(refused.into()),
         }
     }
@@ -127,21 +152,21 @@ impl<D: Device> State<D> {
         Ok(())
     }
 
-    fn stitch(&mut self, device: &D, plan: &Stitch, tag: u8, stream: &D::Stream) -> Result<Hold, AllocError> {
+    fn stitch(&mut self, device: &D, plan: &Stitch, tag: u8, stream: &D::Stream) -> Result<Hold, DeviceError> {
         let (Source::Arena(arena), Some(memory)) = (&self.source, device.virtual_memory()) else {
-            return Err(DeviceError::Driver { call: "stitch", message: "no virtual memory".into() }.into());
+            return Err(DeviceError::Driver { call: "stitch", message: "no virtual memory".into() });
         };
         let view = self.views.stitch(memory, arena, &mut self.planner, plan, tag)?;
         self.enter(view, stream)
     }
 
     /// Orders a view that was just taken behind the earlier users of its bytes.
-    fn enter(&mut self, view: ViewId, stream: &D::Stream) -> Result<Hold, AllocError> {
+    fn enter(&mut self, view: ViewId, stream: &D::Stream) -> Result<Hold, DeviceError> {
         for piece in self.views.pieces(view) {
             if let Err(error) = self.hazards.take(piece, stream) {
                 // What was waited for is waited for; only the bytes go back.
                 self.free(Hold::View(view), stream, Vec::new());
-                return Err(error.into());
+                return Err(error);
             }
         }
         Ok(Hold::View(view))
@@ -150,7 +175,8 @@ impl<D: Device> State<D> {
     /// The address of a hold's first byte.
     pub(super) fn address(&self, hold: Hold) -> *mut u8 {
         match hold {
-            Hold::Nothing => std::ptr::null_mut(),
+            // A lane knows the addresses of what it has.
+            Hold::Nothing | Hold::Lane(_) => std::ptr::null_mut(),
             Hold::Range(range) => self.source.address(self.planner.offset_of(range)),
             Hold::View(view) => self.views.address(view),
         }
@@ -159,7 +185,7 @@ impl<D: Device> State<D> {
     /// Gives bytes back: `uses` and all of `home` so far lie before anyone else's.
     pub(super) fn free(&mut self, hold: Hold, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
         match hold {
-            Hold::Nothing => {}
+            Hold::Nothing | Hold::Lane(_) => {}
             Hold::Range(range) => {
                 self.movable.remove(&range);
                 let (start, bytes) = self.planner.free(range);
@@ -176,7 +202,7 @@ impl<D: Device> State<D> {
 
     /// Makes the moves of a plan: copies on `stream`, behind everything that used the bytes, and everyone who uses
     /// the moved blocks later comes behind the copies.
-    pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), AllocError> {
+    pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
         for m in &plan.moves {
             if let Some(moving) = self.movable.get(&m.range) {
                 for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
@@ -217,23 +243,5 @@ impl<D: Device> State<D> {
     fn bytes_at(&self, offset: u64, bytes: u64) -> AnySlice {
         // SAFETY: offsets of ranges lie within the pool's memory; `apply` orders the accesses by events.
         unsafe { AnySlice::from_raw_parts(self.source.address(offset), bytes as usize, DType::U8) }
-    }
-
-    /// The error with all its numbers.
-    pub(super) fn out_of_memory(&self, asked_bytes: usize, purpose: Purpose, budget_bytes: usize) -> AllocError {
-        let report = self.planner.report();
-        let mut holders: Vec<_> =
-            Purpose::ALL.iter().map(|p| (*p, self.account.0.of(*p).live_bytes)).filter(|(_, b)| *b > 0).collect();
-        holders.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-        AllocError::OutOfMemory {
-            asked_bytes,
-            purpose,
-            live_bytes: self.account.0.total.live_bytes,
-            budget_bytes,
-            free_bytes: report.free_bytes as usize,
-            largest_free_bytes: report.largest_free_bytes as usize,
-            after_compaction_bytes: self.planner.largest_after_compaction() as usize,
-            holders,
-        }
     }
 }
