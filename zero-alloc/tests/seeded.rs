@@ -9,7 +9,7 @@ use zero_alloc::host::{Gate, HostDevice, HostStream, ViolationKind};
 use zero_alloc::{Block, Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
-const SEEDS: u64 = if cfg!(miri) { 5 } else { 100 };
+const SEEDS: u64 = if cfg!(miri) { 5 } else { 1000 };
 
 fn slice(block: &Block<HostDevice>) -> AnySlice {
     // SAFETY: the tests order accesses by streams and events; where they do not, the scheduler runs one

@@ -1,30 +1,33 @@
 //! `replay [--json] [--slack S] [--repeats N] [--synthetic] TRACE...`: replays allocation traces through zero-alloc's
 //! planner on a simulated device with pages of 2 MiB, and through the crate offset-allocator in the same run.
-//! `--synthetic` adds traces made up from models' shapes. See benches/traces/README.md.
+//! The same trace goes through a whole pool on a simulated device too. `--synthetic` adds traces made up from models' shapes,
+//! `--random N` N more of any shape. See benches/traces/README.md.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use benches::replay::planner::{OffsetAllocatorReplay, PlannerReplay, mean_ns, pairs_ns, quantile};
-use benches::replay::synth::SHAPES;
+use benches::replay::pool;
+use benches::replay::synth::{SHAPES, Shape};
 use benches::replay::{Timing, Trace};
 use serde_json::json;
 use zero_alloc::planner::PlannerConfig;
 
-const USAGE: &str = "usage: replay [--json] [--slack PART] [--repeats N] [--synthetic] TRACE.csv.gz...";
+const USAGE: &str = "usage: replay [--json] [--slack PART] [--repeats N] [--synthetic] [--random N] TRACE.csv.gz...";
 
 struct Options {
     json: bool,
     slack: f64,
     repeats: usize,
     synthetic: bool,
+    random: u64,
     traces: Vec<PathBuf>,
 }
 
 fn options() -> Result<Options, String> {
     let defaults = PlannerConfig::default();
     let mut options =
-        Options { json: false, slack: defaults.slack, repeats: 15, synthetic: false, traces: Vec::new() };
+        Options { json: false, slack: defaults.slack, repeats: 15, synthetic: false, random: 0, traces: Vec::new() };
     let mut args = std::env::args_os().skip(1);
     while let Some(arg) = args.next() {
         let mut number = |name: &str| {
@@ -34,6 +37,7 @@ fn options() -> Result<Options, String> {
         match arg.to_str() {
             Some("--json") => options.json = true,
             Some("--synthetic") => options.synthetic = true,
+            Some("--random") => options.random = number("--random")? as u64,
             Some("--slack") => options.slack = number("--slack")?,
             Some("--repeats") => options.repeats = (number("--repeats")? as usize).max(1),
             Some("--help" | "-h") => return Err(USAGE.to_owned()),
@@ -41,7 +45,7 @@ fn options() -> Result<Options, String> {
             _ => options.traces.push(arg.into()),
         }
     }
-    if options.traces.is_empty() && !options.synthetic {
+    if options.traces.is_empty() && !options.synthetic && options.random == 0 {
         return Err(format!("no trace is named\n{USAGE}"));
     }
     Ok(options)
@@ -55,22 +59,22 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    for path in &options.traces {
-        match Trace::read(path) {
-            Ok(trace) => replay(&trace, &options),
-            Err(message) => {
-                eprintln!("{message}");
-                return ExitCode::FAILURE;
-            }
+    let recorded = options.traces.iter().map(|path| match Trace::read(path) {
+        Ok(trace) => replay(&trace, &options),
+        Err(message) => Err(message),
+    });
+    let made = SHAPES.iter().copied().filter(|_| options.synthetic).chain((0..options.random).map(Shape::random));
+    let made = made.map(|shape| replay(&shape.trace(), &options));
+    for result in recorded.chain(made) {
+        if let Err(message) = result {
+            eprintln!("{message}");
+            return ExitCode::FAILURE;
         }
-    }
-    for shape in SHAPES.iter().filter(|_| options.synthetic) {
-        replay(&shape.trace(), &options);
     }
     ExitCode::SUCCESS
 }
 
-fn replay(trace: &Trace, options: &Options) {
+fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     let config = PlannerConfig { slack: options.slack, ..PlannerConfig::default() };
     // The two take turns, and of each the fastest round counts: other work on the machine only adds.
     let (mut ours, mut peer) = (Timing::MAX, Timing::MAX);
@@ -87,7 +91,10 @@ fn replay(trace: &Trace, options: &Options) {
         peer.p999_ns = peer.p999_ns.min(quantile(&pairs, 0.999));
     }
     let outcome = outcome.unwrap_or_default();
-    let ratio = outcome.reserved_peak_bytes as f64 / trace.live_peak_bytes.max(1) as f64;
+    let pool = pool::replay(trace).map_err(|e| format!("{}: {e}", trace.name))?;
+    let live_peak_bytes = trace.live_peak_bytes.max(1) as f64;
+    let pool_ratio = pool.reserved_peak_bytes as f64 / live_peak_bytes;
+    let ratio = outcome.reserved_peak_bytes as f64 / live_peak_bytes;
     let modelled_us_per_1000 = outcome.modelled_ns / trace.allocations.max(1) as f64;
     if options.json {
         let line = json!({
@@ -101,6 +108,10 @@ fn replay(trace: &Trace, options: &Options) {
             "compactions": outcome.compactions,
             "grows": outcome.grows,
             "modelled_us_per_1000_allocations": modelled_us_per_1000,
+            "pool_reserved_peak_bytes": pool.reserved_peak_bytes,
+            "pool_ratio": pool_ratio,
+            "pool_bytes_moved": pool.bytes_moved,
+            "pool_pages_mapped": pool.pages_mapped,
             "ns_per_pair": ours.ns_per_pair,
             "p999_ns": ours.p999_ns,
             "offset_allocator_ns_per_pair": peer.ns_per_pair,
@@ -111,7 +122,7 @@ fn replay(trace: &Trace, options: &Options) {
         println!(
             "{:40} live peak {:>8.3} GB  reserved {:>8.3} GB  ratio {:.4}  moved {:>8.3} GB in {} compactions  \
              {} pages mapped  modelled {:.1} us per 1000 allocations  {:.1} ns a pair, p99.9 {:.0} ns  \
-             (offset-allocator {:.1} ns, {:.0} ns)",
+             (offset-allocator {:.1} ns, {:.0} ns)  pool: ratio {:.4}, moved {:.3} GB, {} pages mapped",
             trace.name,
             trace.live_peak_bytes as f64 / 1e9,
             outcome.reserved_peak_bytes as f64 / 1e9,
@@ -124,6 +135,10 @@ fn replay(trace: &Trace, options: &Options) {
             ours.p999_ns,
             peer.ns_per_pair,
             peer.p999_ns,
+            pool_ratio,
+            pool.bytes_moved as f64 / 1e9,
+            pool.pages_mapped,
         );
     }
+    Ok(())
 }

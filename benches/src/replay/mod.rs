@@ -1,6 +1,7 @@
-//! Replay of allocation traces through zero-alloc's planner, beside the crate offset-allocator.
+//! Replay of allocation traces through zero-alloc's planner, beside the crate offset-allocator, and through its pool.
 
 pub mod planner;
+pub mod pool;
 pub mod synth;
 pub mod trace;
 

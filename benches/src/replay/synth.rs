@@ -16,6 +16,11 @@ pub enum Program {
     TrainAndGenerate,
     /// Varlen with activations recomputed in backward.
     Checkpointed,
+    /// Varlen with evaluations between the steps: forward only, other batches, nothing kept.
+    TrainAndEvaluate,
+    /// As TrainAndGenerate, but every row's cache has a length of its own and grows by doubling, and rows end and
+    /// begin at any time.
+    TrainAndServe,
 }
 
 /// A model and a run of it.
@@ -66,6 +71,11 @@ struct Writer {
 }
 
 impl Writer {
+    fn new(name: String, seed: u64) -> Self {
+        let trace = Trace { name, ..Trace::default() };
+        Self { trace, sizes: Vec::new(), spare: Vec::new(), live_bytes: 0, random: seed }
+    }
+
     fn take(&mut self, bytes: u64) -> u32 {
         let slot = self.spare.pop().unwrap_or(self.sizes.len() as u32);
         if slot as usize == self.sizes.len() {
@@ -108,6 +118,31 @@ impl Writer {
 }
 
 impl Shape {
+    /// Any program of any plausible size, as the seed has it.
+    pub fn random(seed: u64) -> Self {
+        let mut w = Writer::new(String::new(), seed);
+        let mut one_of = |choices: &[u64]| choices[w.below(choices.len() as u64) as usize];
+        let program = match one_of(&[0, 1, 2, 3, 4, 5, 6]) {
+            0 => Program::Fixed,
+            1 => Program::Varlen,
+            2 => Program::Sharded,
+            3 => Program::TrainAndGenerate,
+            4 => Program::Checkpointed,
+            5 => Program::TrainAndEvaluate,
+            _ => Program::TrainAndServe,
+        };
+        Self {
+            program,
+            layers: one_of(&[6, 12, 20, 24, 28, 36]),
+            width: one_of(&[384, 512, 768, 1152, 1536, 2048, 3200]),
+            vocabulary: one_of(&[256, 8000, 32000, 50257, 128256]),
+            batch: one_of(&[1, 2, 3, 4, 8, 13, 16]),
+            positions: one_of(&[256, 512, 1024, 2048]),
+            steps: one_of(&[10, 20, 40]),
+            seed,
+        }
+    }
+
     /// The parameters of one block, in elements.
     fn block_params(&self) -> [u64; 12] {
         let w = self.width;
@@ -120,13 +155,7 @@ impl Shape {
             "{:?}-{}x{}-v{}-b{}-t{}-seed{}",
             self.program, self.layers, self.width, self.vocabulary, self.batch, self.positions, self.seed
         );
-        let mut w = Writer {
-            trace: Trace { name, ..Trace::default() },
-            sizes: Vec::new(),
-            spare: Vec::new(),
-            live_bytes: 0,
-            random: self.seed,
-        };
+        let mut w = Writer::new(name, self.seed);
         let shard = if self.program == Program::Sharded { 8 } else { 1 };
         let embedding = self.vocabulary * self.width;
         let mut params = vec![embedding, self.positions * self.width];
@@ -157,6 +186,12 @@ impl Shape {
             }
             if self.program == Program::TrainAndGenerate && step % 4 == 3 {
                 self.generate(&mut w);
+            }
+            if self.program == Program::TrainAndEvaluate && step % 3 == 2 {
+                self.evaluate(&mut w);
+            }
+            if self.program == Program::TrainAndServe && step % 4 == 3 {
+                self.serve(&mut w);
             }
         }
         w.trace.slots = w.sizes.len();
@@ -238,6 +273,52 @@ impl Shape {
         w.scratch(row);
         kept.push(w.take(row));
         kept
+    }
+
+    /// Evaluation: forward of some batches, with nothing kept for a backward.
+    fn evaluate(&self, w: &mut Writer) {
+        for _ in 0..2 + w.below(4) {
+            let tokens = (1 + w.below(2 * self.batch)) * (8 + w.below(self.positions));
+            let mut row = w.take(tokens * self.width * 2);
+            for _ in 0..self.layers {
+                let kept = self.forward(w, tokens * self.width * 2);
+                let next = w.take(tokens * self.width * 2);
+                w.give_all(kept);
+                w.give(row);
+                row = next;
+            }
+            w.scratch(tokens * self.vocabulary * 2);
+            w.give(row);
+        }
+    }
+
+    /// Serving: rows of any length, whose caches double when they are full.
+    fn serve(&self, w: &mut Writer) {
+        let mut rows: Vec<(u64, Vec<u32>)> = Vec::new();
+        let most = 2 * self.batch;
+        for _ in 0..8 * most {
+            if rows.len() < most as usize && w.below(3) > 0 {
+                let length = 1 + w.below(self.positions / 2);
+                let cache = (0..self.layers).map(|_| w.take(length * self.width * 4)).collect();
+                rows.push((length, cache));
+            } else if !rows.is_empty() {
+                let at = w.below(rows.len() as u64) as usize;
+                let (length, cache) = rows.swap_remove(at);
+                if length < self.positions && w.below(4) > 0 {
+                    let longer = cache.into_iter().map(|entry| {
+                        let twice = w.take(2 * length * self.width * 4);
+                        w.give(entry);
+                        twice
+                    });
+                    let longer = longer.collect();
+                    rows.push((2 * length, longer));
+                } else {
+                    w.give_all(cache);
+                }
+            }
+            w.scratch(most * self.vocabulary * 4);
+        }
+        rows.into_iter().for_each(|(_, cache)| w.give_all(cache));
     }
 
     /// Generation: keys and values of every block grow by concatenation.
