@@ -112,20 +112,32 @@ impl MapHistory {
         text
     }
 
-    /// A picture: a column for each moment, holes in grey, fixed blocks with a dark edge; a title on each part says
-    /// its size.
+    /// A picture: a column for each moment with offsets upwards, holes in grey, fixed blocks with a dark edge, and what
+    /// is held of what is reserved below; a title on each part says its size.
     pub fn svg(&self) -> String {
         const HEIGHT: f64 = 400.0;
-        const COLUMN: f64 = 60.0;
+        const COLUMN: f64 = 72.0;
+        const AXIS: f64 = 72.0;
         let end = self.maps.iter().map(|(_, map)| map.end()).max().unwrap_or(0).max(1) as f64;
-        let width = COLUMN * self.maps.len().max(1) as f64 + 140.0;
+        let width = AXIS + COLUMN * self.maps.len().max(1) as f64 + 120.0;
         let mut svg = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{}\" \
-             font-family=\"sans-serif\" font-size=\"11\">\n",
-            HEIGHT + 40.0
+             font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
+            HEIGHT + 52.0
         );
+        for tick in 0..=4 {
+            let y = HEIGHT * (1.0 - f64::from(tick) / 4.0) + 4.0;
+            let bytes = readable(end * f64::from(tick) / 4.0);
+            let _ = writeln!(
+                svg,
+                "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{bytes}</text>",
+                AXIS - 8.0,
+                y.max(8.0) + 4.0
+            );
+            let _ = writeln!(svg, "<path d=\"M{} {y}h6\" stroke=\"#999\"/>", AXIS - 6.0);
+        }
         for (column, (label, map)) in self.maps.iter().enumerate() {
-            let x = COLUMN * column as f64 + 4.0;
+            let x = AXIS + COLUMN * column as f64 + 4.0;
             for span in &map.spans {
                 let (height, bottom) = (span.bytes as f64 / end * HEIGHT, span.start as f64 / end * HEIGHT);
                 let (colour, name) = match span.purpose {
@@ -144,16 +156,30 @@ impl MapHistory {
                     span.start
                 );
             }
-            let _ = writeln!(svg, "<text x=\"{x}\" y=\"{}\">{}</text>", HEIGHT + 20.0, escape(label));
+            let sum =
+                |held: bool| map.spans.iter().filter(|s| !held || s.purpose.is_some()).map(|s| s.bytes).sum::<u64>();
+            let (held, reserved) = (readable(sum(true) as f64), readable(sum(false) as f64));
+            for (line, text) in [escape(label), format!("{held} of"), reserved].iter().enumerate() {
+                let _ = writeln!(svg, "<text x=\"{x}\" y=\"{}\">{text}</text>", HEIGHT + 18.0 + 13.0 * line as f64);
+            }
         }
-        for (i, purpose) in Purpose::ALL.iter().enumerate() {
-            let (x, y) = (width - 120.0, 14.0 + 18.0 * i as f64);
-            let _ = writeln!(svg, "<rect x=\"{x}\" y=\"{y}\" width=\"12\" height=\"12\" fill=\"{}\"/>", COLOURS[i]);
-            let _ = writeln!(svg, "<text x=\"{}\" y=\"{}\">{purpose:?}</text>", x + 18.0, y + 10.0);
+        let legend = Purpose::ALL.iter().map(|purpose| format!("{purpose:?}")).zip(COLOURS);
+        for (i, (name, colour)) in legend.chain([("free".to_owned(), FREE)]).enumerate() {
+            let (x, y) = (width - 108.0, 14.0 + 18.0 * i as f64);
+            let _ = writeln!(svg, "<rect x=\"{x}\" y=\"{y}\" width=\"12\" height=\"12\" fill=\"{colour}\"/>");
+            let _ = writeln!(svg, "<text x=\"{}\" y=\"{}\">{name}</text>", x + 18.0, y + 10.0);
         }
         svg.push_str("</svg>\n");
         svg
     }
+}
+
+/// Bytes in the unit that leaves one to three digits before the point.
+fn readable(bytes: f64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let step = ((bytes.max(1.0).log2() / 10.0) as usize).min(units.len() - 1);
+    let value = bytes / f64::powi(1024.0, step as i32);
+    if value.fract() == 0.0 { format!("{value} {}", units[step]) } else { format!("{value:.1} {}", units[step]) }
 }
 
 fn escape(text: &str) -> String {
@@ -188,7 +214,7 @@ mod tests {
         history.push("a<b", MemoryMap { spans: vec![span(0, 64, Some(Purpose::Grads)), span(64, 64, None)] });
         let svg = history.svg();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
-        for part in ["Grads: 64 bytes at 0", "free: 64 bytes at 64", "a&lt;b"] {
+        for part in ["Grads: 64 bytes at 0", "free: 64 bytes at 64", "a&lt;b", "64 B of", ">128 B<", ">free<"] {
             assert!(svg.contains(part), "{svg}");
         }
         assert!(history.text(4).starts_with("a<b |GG..|\n"), "{}", history.text(4));
