@@ -35,10 +35,10 @@ impl CostModel {
         unmap_page_ns: 500.0,
     };
 
-    /// One copy of `bytes`.
+    /// As many copies as `ranges`, of `bytes` together.
     #[inline]
-    pub fn copy_ns(&self, bytes: u64) -> f64 {
-        bytes as f64 * self.copy_byte_ns + self.copy_call_ns
+    pub(super) fn copies_ns(&self, bytes: u64, ranges: u64) -> f64 {
+        bytes as f64 * self.copy_byte_ns + ranges as f64 * self.copy_call_ns
     }
 
     /// One move of `bytes` by `distance`: where the two overlap it is cut in pieces that do not.

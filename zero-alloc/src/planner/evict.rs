@@ -13,23 +13,25 @@ pub(super) fn plan(space: &Offsets, wanted: u64, cost: &CostModel, limit_ns: f64
     let at = |i: u32| &space.ranges[i as usize];
     let mut windows: Vec<(f64, Window)> = Vec::new();
     let mut holes: Vec<Hole> = Vec::new();
-    let (mut first, mut moved_ns) = (space.first(), 0.0f64);
+    // In the window: used bytes, used ranges.
+    let (mut first, mut used, mut ranges) = (space.first(), 0u64, 0u64);
     let mut last = space.first();
     while last != NONE {
         let range = at(last);
         if range.below != NONE && !touches(at(range.below), range) {
-            (first, moved_ns) = (last, 0.0);
+            (first, used, ranges) = (last, 0, 0);
         }
         match range.state {
-            State::Used => moved_ns += cost.copy_ns(range.bytes),
+            State::Used => (used, ranges) = (used + range.bytes, ranges + 1),
             State::Free => holes.push(Hole { bytes: range.bytes, start: range.start, index: last }),
             State::Pinned | State::Spare => {
                 last = range.above;
-                (first, moved_ns) = (last, 0.0);
+                (first, used, ranges) = (last, 0, 0);
                 continue;
             }
         }
         while range.end() - at(first).start >= wanted {
+            let moved_ns = cost.copies_ns(used, ranges);
             if moved_ns < limit_ns {
                 windows.push((moved_ns, Window { first, last }));
             }
@@ -38,7 +40,7 @@ pub(super) fn plan(space: &Offsets, wanted: u64, cost: &CostModel, limit_ns: f64
                 break;
             }
             if low.state == State::Used {
-                moved_ns -= cost.copy_ns(low.bytes);
+                (used, ranges) = (used - low.bytes, ranges - 1);
             }
             first = low.above;
         }

@@ -10,19 +10,20 @@ pub(super) fn plan(space: &Offsets, wanted: u64, cost: &CostModel) -> Option<Com
     let at = |i: u32| &space.ranges[i as usize];
     let mut best: Option<Compaction> = None;
     let mut limit_ns = f64::INFINITY;
-    let (mut first, mut free, mut moved_ns) = (space.first(), 0u64, 0.0f64);
+    // In the window: free bytes, used bytes, used ranges.
+    let (mut first, mut free, mut used, mut ranges) = (space.first(), 0u64, 0u64, 0u64);
     let mut last = space.first();
     while last != NONE {
         let range = at(last);
         if range.below != NONE && !touches(at(range.below), range) {
-            (first, free, moved_ns) = (last, 0, 0.0);
+            (first, free, used, ranges) = (last, 0, 0, 0);
         }
         match range.state {
             State::Free => free += range.bytes,
-            State::Used => moved_ns += cost.copy_ns(range.bytes),
+            State::Used => (used, ranges) = (used + range.bytes, ranges + 1),
             State::Pinned | State::Spare => {
                 last = range.above;
-                (first, free, moved_ns) = (last, 0, 0.0);
+                (first, free, used, ranges) = (last, 0, 0, 0);
                 continue;
             }
         }
@@ -32,13 +33,13 @@ pub(super) fn plan(space: &Offsets, wanted: u64, cost: &CostModel) -> Option<Com
                 let low = at(first);
                 match low.state {
                     State::Free if free - low.bytes >= wanted => free -= low.bytes,
-                    State::Used => moved_ns -= cost.copy_ns(low.bytes),
+                    State::Used => (used, ranges) = (used - low.bytes, ranges - 1),
                     _ => break,
                 }
                 first = low.above;
             }
             // The sum is what moving costs at least: without cutting moves that overlap themselves.
-            if moved_ns < limit_ns
+            if cost.copies_ns(used, ranges) < limit_ns
                 && let Some(plan) = pack(space, &Window { first, last }, wanted, cost, limit_ns)
             {
                 limit_ns = plan.cost_ns;
