@@ -144,7 +144,7 @@ fn random_request(random: &mut Random) -> Request {
 }
 
 fn model_ops() -> usize {
-    let default = if cfg!(miri) { 300 } else { 300_000 };
+    let default = if cfg!(miri) { 100 } else { 300_000 };
     std::env::var("ZERO_ALLOC_MODEL_OPS").ok().and_then(|v| v.parse().ok()).unwrap_or(default)
 }
 
@@ -195,7 +195,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         3 => (1u64..2000, 0u8..8, 0u8..3).prop_map(|(bytes, align, lifetime)| Step::Allocate(bytes, align, lifetime)),
         2 => (0usize..100).prop_map(Step::Free),
     ];
-    prop::collection::vec(step, 1..120)
+    prop::collection::vec(step, 1..if cfg!(miri) { 25 } else { 120 })
 }
 
 fn run(model: &mut Model, steps: &[Step]) {
@@ -212,7 +212,7 @@ fn run(model: &mut Model, steps: &[Step]) {
 }
 
 fn cases(n: u32) -> ProptestConfig {
-    let cases = if cfg!(miri) { 3 } else { n };
+    let cases = if cfg!(miri) { 1 } else { n };
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
