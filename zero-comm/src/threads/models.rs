@@ -67,7 +67,8 @@ fn ranks_that_meet_both_work_and_both_go_on() {
 #[test]
 fn a_failure_at_any_moment_ends_both_and_neither_leaves_while_the_other_works() {
     // Three threads have too many orders: those in which at most two times one is interrupted.
-    let bounded = loom::model::Builder { preemption_bound: Some(2), ..loom::model::Builder::new() };
+    let mut bounded = loom::model::Builder::new();
+    bounded.preemption_bound = Some(2);
     bounded.check(|| {
         let watched = Watched::new();
         let (other, third) = (Arc::clone(&watched), Arc::clone(&watched));
