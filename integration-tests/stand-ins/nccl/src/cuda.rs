@@ -1,0 +1,83 @@
+//! The few functions of the driver that are needed: those of the stand-in for libcuda, which the program has loaded.
+
+use std::ffi::{c_int, c_void};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+type LaunchHostFunc = unsafe extern "C" fn(*mut c_void, unsafe extern "C" fn(*mut c_void), *mut c_void) -> c_int;
+
+struct Driver {
+    launch: LaunchHostFunc,
+    current: unsafe extern "C" fn(*mut *mut c_void) -> c_int,
+    make_current: unsafe extern "C" fn(*mut c_void) -> c_int,
+}
+
+fn driver() -> Option<&'static Driver> {
+    static DRIVER: OnceLock<Option<Driver>> = OnceLock::new();
+    let find = || {
+        // SAFETY: the program has loaded it already.
+        let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
+        let driver = Driver {
+            // SAFETY: the signature is the driver's.
+            launch: *unsafe { library.get(b"cuLaunchHostFunc\0") }.ok()?,
+            // SAFETY: as above.
+            current: *unsafe { library.get(b"cuCtxGetCurrent\0") }.ok()?,
+            // SAFETY: as above.
+            make_current: *unsafe { library.get(b"cuCtxSetCurrent\0") }.ok()?,
+        };
+        std::mem::forget(library);
+        Some(driver)
+    };
+    DRIVER.get_or_init(find).as_ref()
+}
+
+/// The context of the calling thread, to be taken to another.
+pub(crate) struct Current(*mut c_void);
+
+// SAFETY: a handle, which any thread may make current.
+unsafe impl Send for Current {}
+
+impl Current {
+    pub(crate) fn of_this_thread() -> Option<Self> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        let code = unsafe { (driver()?.current)(&raw mut context) };
+        (code == 0 && !context.is_null()).then_some(Self(context))
+    }
+
+    pub(crate) fn make(&self) -> bool {
+        // SAFETY: a context that was current.
+        driver().is_some_and(|driver| unsafe { (driver.make_current)(self.0) } == 0)
+    }
+}
+
+/// A stream of the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stream(pub(crate) *mut c_void);
+
+// SAFETY: a handle, which any thread may use.
+unsafe impl Send for Stream {}
+
+type Work = Box<dyn FnOnce() + Send>;
+
+unsafe extern "C" fn run(work: *mut c_void) {
+    // SAFETY: made by `launch`, run once.
+    let work = unsafe { Box::from_raw(work.cast::<Work>()) };
+    // A panic must not reach the driver; what it leaves undone shows as a collective that does not end.
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(*work));
+}
+
+/// Runs `work` when its turn in the stream comes; whether the driver took it.
+pub(crate) fn launch(stream: Stream, work: impl FnOnce() + Send + 'static) -> bool {
+    let Some(driver) = driver() else { return false };
+    let work: Box<Work> = Box::new(Box::new(work));
+    let raw = Box::into_raw(work).cast();
+    // SAFETY: `run` takes what is given to it here, once.
+    let taken = unsafe { (driver.launch)(stream.0, run, raw) } == 0;
+    if !taken {
+        // SAFETY: the driver has not taken it.
+        drop(unsafe { Box::from_raw(raw.cast::<Work>()) });
+    }
+    taken
+}

@@ -1,0 +1,22 @@
+//! Stands in for `libnccl.so.2` on machines without a GPU, beside the stand-in for `libcuda`, whose device memory is host
+//! memory: the functions that zero-comm calls, between processes of one machine, which pass data by files in memory.
+//!
+//! It is as strict as NCCL is where that is documented, or stricter, so that what NCCL would forgive by chance shows here:
+//!
+//! - communicators do not block: initialisation, splitting, and the first collective of each kind are in progress until
+//!   all ranks have come, and any call before that is refused;
+//! - a collective whose peers differ in kind, count or type, or do not come, never ends, until it is aborted;
+//! - collectives of a communicator run one after the other, on whatever streams;
+//! - sums of 16-bit types are rounded at each rank, and start at another rank for each part, as around a ring: they
+//!   are not the host's bits.
+//!
+//! `ZERO_STANDIN_NCCL_ERROR_AT=RANK:SEQUENCE`: that rank's communicator of the world has an asynchronous error in the
+//! collective of that number. Its times mean nothing.
+
+mod api;
+mod comm;
+mod cuda;
+mod exchange;
+mod work;
+
+pub use api::*;

@@ -1,0 +1,305 @@
+//! What the parts of an operation do with the bytes of all ranks.
+
+use half::{bf16, f16};
+
+/// Memory of the device, which is memory of the host here.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct At(pub(crate) *mut u8);
+
+// SAFETY: an address; the caller of the collective promised that nobody else uses what lies there meanwhile.
+unsafe impl Send for At {}
+
+impl At {
+    fn read(self, bytes: usize) -> Vec<u8> {
+        if bytes == 0 {
+            return Vec::new();
+        }
+        // SAFETY: the caller of the collective promised that many readable bytes.
+        unsafe { std::slice::from_raw_parts(self.0, bytes) }.to_vec()
+    }
+
+    fn write(self, offset: usize, bytes: &[u8]) {
+        if !bytes.is_empty() {
+            let to = self.0.wrapping_add(offset);
+            // SAFETY: the caller of the collective promised that many writable bytes, which are not the vector's.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        }
+    }
+}
+
+/// Which operation; the numbers are this library's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Kind {
+    AllReduce,
+    Reduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+    Send,
+    Receive,
+}
+
+/// A call, alone or in a group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    pub(crate) kind: Kind,
+    pub(crate) from: At,
+    pub(crate) to: At,
+    /// Elements, as the call counts them.
+    pub(crate) count: usize,
+    /// `ncclDataType_t`.
+    pub(crate) dtype: i32,
+    /// `ncclRedOp_t`, or 0.
+    pub(crate) op: i32,
+    /// The root or the peer, or 0.
+    pub(crate) other: usize,
+}
+
+/// Words of a part's header.
+const HEADER: usize = 5;
+
+/// A rank's part, as another rank reads it.
+struct Given<'a> {
+    header: [u64; HEADER],
+    bytes: &'a [u8],
+}
+
+/// Bytes of an element of `ncclDataType_t`; none for types that are not known here.
+pub(crate) fn width(dtype: i32) -> Option<usize> {
+    match dtype {
+        0 | 1 => Some(1),
+        6 | 9 => Some(2),
+        2 | 3 | 7 => Some(4),
+        4 | 5 | 8 => Some(8),
+        _ => None,
+    }
+}
+
+impl Part {
+    fn bytes(&self, elems: usize) -> usize {
+        elems * width(self.dtype).unwrap_or(0)
+    }
+
+    fn header(&self, len: usize) -> [u64; HEADER] {
+        [
+            self.kind as u64,
+            self.count as u64,
+            (self.dtype as u64) << 8 | self.op as u64,
+            self.other as u64,
+            len as u64,
+        ]
+    }
+
+    /// What rank `rank` of `n` gives for it: a header, and the bytes that others need.
+    fn give(&self, rank: usize, n: usize, out: &mut Vec<u8>) {
+        let elems = match self.kind {
+            Kind::AllReduce | Kind::Reduce | Kind::AllGather | Kind::Send => self.count,
+            Kind::ReduceScatter => self.count * n,
+            Kind::Broadcast if rank == self.other => self.count,
+            Kind::Broadcast | Kind::Receive => 0,
+        };
+        let bytes = self.from.read(self.bytes(elems));
+        self.header(bytes.len()).iter().for_each(|word| out.extend(word.to_le_bytes()));
+        out.extend(bytes);
+    }
+}
+
+/// What a rank gives for all parts of an operation.
+pub(crate) fn give(parts: &[Part], rank: usize, n: usize) -> Vec<u8> {
+    let mut out = Vec::new();
+    parts.iter().for_each(|part| part.give(rank, n, &mut out));
+    out
+}
+
+fn parse(mut bytes: &[u8]) -> Option<Vec<Given<'_>>> {
+    let mut all = Vec::new();
+    while !bytes.is_empty() {
+        let mut header = [0; HEADER];
+        for word in &mut header {
+            let (first, rest) = bytes.split_first_chunk::<8>()?;
+            (*word, bytes) = (u64::from_le_bytes(*first), rest);
+        }
+        let (data, rest) = bytes.split_at_checked(header[4] as usize)?;
+        all.push(Given { header, bytes: data });
+        bytes = rest;
+    }
+    Some(all)
+}
+
+/// Does the parts of rank `rank`, with what all ranks gave; `None`, and nothing done, where the ranks' calls differ.
+pub(crate) fn take(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
+    let all: Vec<Vec<Given<'_>>> = all.iter().map(|bytes| parse(bytes)).collect::<Option<_>>()?;
+    let to_peers = |kind: u64| kind == Kind::Send as u64 || kind == Kind::Receive as u64;
+    // Collectives are the same on all ranks, in the same order.
+    let shared = |given: &[Given<'_>]| -> Vec<[u64; 4]> {
+        let collectives = given.iter().filter(|part| !to_peers(part.header[0]));
+        collectives.map(|part| [part.header[0], part.header[1], part.header[2], part.header[3]]).collect()
+    };
+    let own = shared(&all[rank]);
+    if all.iter().any(|given| shared(given) != own) {
+        return None;
+    }
+    // What rank q sends to this rank, in its order.
+    let mut inboxes: Vec<Vec<&Given<'_>>> = Vec::new();
+    for given in &all {
+        let to_here = |part: &&Given<'_>| part.header[0] == Kind::Send as u64 && part.header[3] == rank as u64;
+        inboxes.push(given.iter().filter(to_here).rev().collect());
+    }
+    let mut writes: Vec<(At, usize, Vec<u8>)> = Vec::new();
+    let mut index = 0;
+    for part in parts {
+        let of = |index: usize| -> Vec<&[u8]> {
+            all.iter()
+                .filter_map(|g| g.iter().filter(|p| !to_peers(p.header[0])).nth(index))
+                .map(|p| p.bytes)
+                .collect()
+        };
+        match part.kind {
+            Kind::Send => continue,
+            Kind::Receive => {
+                let given = inboxes.get_mut(part.other)?.pop()?;
+                if (given.header[1], given.header[2]) != (part.count as u64, (part.dtype as u64) << 8) {
+                    return None;
+                }
+                writes.push((part.to, 0, given.bytes.to_vec()));
+                continue;
+            }
+            Kind::AllReduce => writes.push((part.to, 0, reduce(part, &of(index))?)),
+            Kind::Reduce if rank == part.other => writes.push((part.to, 0, reduce(part, &of(index))?)),
+            Kind::Reduce => {}
+            Kind::ReduceScatter => {
+                let own = part.bytes(part.count);
+                let segments: Vec<&[u8]> = of(index).into_iter().map(|b| &b[rank * own..(rank + 1) * own]).collect();
+                writes.push((part.to, 0, reduce(part, &segments)?));
+            }
+            Kind::AllGather => {
+                let len = part.bytes(part.count);
+                writes.extend(of(index).into_iter().enumerate().map(|(q, bytes)| (part.to, q * len, bytes.to_vec())));
+            }
+            Kind::Broadcast => writes.push((part.to, 0, of(index).get(part.other)?.to_vec())),
+        }
+        index += 1;
+    }
+    writes.iter().for_each(|(to, offset, bytes)| to.write(*offset, bytes));
+    Some(())
+}
+
+/// A type that can be reduced: added with rounding at each rank.
+trait Number: Copy + PartialOrd {
+    fn of(bytes: &[u8]) -> Self;
+    fn put(self, out: &mut Vec<u8>);
+    fn add(self, other: Self) -> Self;
+    fn divided(self, n: usize) -> Self;
+}
+
+macro_rules! numbers {
+    ($($t:ty: $add:expr, $div:expr;)*) => {$(
+        impl Number for $t {
+            fn of(bytes: &[u8]) -> Self {
+                bytes.try_into().map_or(Self::default(), Self::from_le_bytes)
+            }
+            fn put(self, out: &mut Vec<u8>) {
+                out.extend(self.to_le_bytes());
+            }
+            fn add(self, other: Self) -> Self {
+                $add(self, other)
+            }
+            fn divided(self, n: usize) -> Self {
+                $div(self, n)
+            }
+        }
+    )*};
+}
+numbers! {
+    u8: u8::wrapping_add, |a: u8, n: usize| a / n as u8;
+    f16: |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32()), |a: f16, n: usize| f16::from_f32(a.to_f32() / n as f32);
+    bf16: |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32()), |a: bf16, n: usize| bf16::from_f32(a.to_f32() / n as f32);
+    f32: |a, b| a + b, |a: f32, n: usize| a / n as f32;
+    f64: |a, b| a + b, |a: f64, n: usize| a / n as f64;
+}
+
+/// The reduction of what all ranks gave.
+fn reduce(part: &Part, all: &[&[u8]]) -> Option<Vec<u8>> {
+    match part.dtype {
+        1 => reduce_as::<u8>(part.op, all, 1),
+        6 => reduce_as::<f16>(part.op, all, 2),
+        7 => reduce_as::<f32>(part.op, all, 4),
+        8 => reduce_as::<f64>(part.op, all, 8),
+        9 => reduce_as::<bf16>(part.op, all, 2),
+        _ => None,
+    }
+}
+
+fn reduce_as<T: Number>(op: i32, all: &[&[u8]], width: usize) -> Option<Vec<u8>> {
+    let (n, len) = (all.len(), all.first()?.len());
+    let mut out = Vec::with_capacity(len);
+    for at in (0..len).step_by(width) {
+        // As around a ring: each part of the buffer begins at another rank.
+        let start = at * n / len + 1;
+        let mut values = (0..n).map(|i| T::of(&all[(start + i) % n][at..at + width]));
+        let first = values.next()?;
+        let result = match op {
+            0 => values.fold(first, T::add),
+            2 => values.fold(first, |a, b| if b > a { b } else { a }),
+            4 => values.fold(first, T::add).divided(n),
+            _ => return None,
+        };
+        result.put(&mut out);
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(parts: impl Fn(usize) -> Vec<Part>, n: usize) -> Option<()> {
+        let all: Vec<Vec<u8>> = (0..n).map(|rank| give(&parts(rank), rank, n)).collect();
+        (0..n).try_for_each(|rank| take(&parts(rank), rank, &all))
+    }
+
+    fn part(kind: Kind, from: &[f32], to: &mut [f32], count: usize, other: usize) -> Part {
+        let (from, to) = (At(from.as_ptr().cast_mut().cast()), At(to.as_mut_ptr().cast()));
+        Part { kind, from, to, count, dtype: 7, op: 0, other }
+    }
+
+    /// Rank r sends 10 r + i.
+    fn sent(n: usize, len: usize) -> Vec<Vec<f32>> {
+        (0..n).map(|r| (0..len).map(|i| (10 * r + i) as f32).collect()).collect()
+    }
+
+    #[test]
+    fn collectives_of_two_ranks() {
+        let from = sent(2, 4);
+        for (kind, count, expected) in [
+            (Kind::AllReduce, 4, [[10., 12., 14., 16.], [10., 12., 14., 16.]]),
+            (Kind::ReduceScatter, 2, [[10., 12., 0., 0.], [14., 16., 0., 0.]]),
+            (Kind::AllGather, 2, [[0., 1., 10., 11.], [0., 1., 10., 11.]]),
+            (Kind::Broadcast, 4, [[10., 11., 12., 13.], [10., 11., 12., 13.]]),
+            (Kind::Reduce, 4, [[0.; 4], [10., 12., 14., 16.]]),
+        ] {
+            let to = std::cell::RefCell::new(vec![vec![0f32; 4]; 2]);
+            let other = usize::from(matches!(kind, Kind::Broadcast | Kind::Reduce));
+            run(|r| vec![part(kind, &from[r], &mut to.borrow_mut()[r], count, other)], 2).unwrap();
+            assert_eq!(to.into_inner(), expected, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn sends_meet_receives_and_calls_that_differ_do_nothing() {
+        let from = sent(2, 1);
+        let to = std::cell::RefCell::new(vec![vec![0f32; 1]; 2]);
+        let pair = |r: usize, count| {
+            let mut to = to.borrow_mut();
+            vec![
+                part(Kind::Send, &from[r], &mut to[r], 1, 1 - r),
+                part(Kind::Receive, &from[r], &mut to[r], count, 1 - r),
+            ]
+        };
+        assert!(run(|r| pair(r, 0), 2).is_none());
+        run(|r| pair(r, 1), 2).unwrap();
+        assert_eq!(*to.borrow(), [[10.], [0.]]);
+        let differs = |r: usize| vec![part(Kind::AllReduce, &from[r], &mut to.borrow_mut()[r], r, 0)];
+        assert!(run(differs, 2).is_none());
+    }
+}

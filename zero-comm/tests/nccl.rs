@@ -1,0 +1,143 @@
+//! Ranks as processes over NCCL: this program starts itself, once a rank, and judges what comes back.
+//!
+//! On a machine with fewer GPUs than ranks they share one, which NCCL allows from 2.30 on.
+
+#[path = "nccl/rank.rs"]
+mod rank;
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use zero_comm::{CommError, nccl};
+
+/// Longer than any world here lives.
+const LIFE: Duration = Duration::from_secs(240);
+
+/// Whether there is an NCCL to test; says so if not.
+fn library() -> bool {
+    match nccl::version() {
+        Ok(version) => println!("NCCL {version}"),
+        Err(CommError::NoLibrary { .. }) => println!("skipped: no NCCL on this machine"),
+        Err(error) => panic!("{error}"),
+    }
+    nccl::version().is_ok()
+}
+
+fn finish(mut child: Child, deadline: Instant) -> Output {
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() >= deadline {
+            child.kill().unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().unwrap()
+}
+
+/// Runs `what` as `n` processes; what each printed, and how long all took.
+fn launch(n: usize, what: &str, more: &[(&str, &str)]) -> (Vec<Output>, Duration) {
+    let begun = Instant::now();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let spawn = |rank: usize| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        // Its own entry point, below.
+        command.args(["--ignored", "--exact", "--nocapture", "cuda_rank_of_a_world"]);
+        command.env(rank::WHAT, what).env("RANK", rank.to_string()).env("WORLD_SIZE", n.to_string());
+        command.env("LOCAL_RANK", rank.to_string()).env("MASTER_ADDR", "127.0.0.1");
+        command.env("MASTER_PORT", port.to_string()).env("RUST_BACKTRACE", "0");
+        command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_MAX_CTAS", "8");
+        command.envs(more.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let children: Vec<Child> = (0..n).map(spawn).collect();
+    let outputs = children.into_iter().map(|child| finish(child, begun + LIFE)).collect();
+    (outputs, begun.elapsed())
+}
+
+fn expect(ok: bool, what: &str, outputs: &[Output]) {
+    let text: Vec<String> = outputs
+        .iter()
+        .enumerate()
+        .map(|(rank, o)| {
+            let (out, err) = (String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr));
+            format!("--- rank {rank}: {}\n{out}{err}", o.status)
+        })
+        .collect();
+    assert!(ok, "{what}\n{}", text.join("\n"));
+}
+
+fn says(output: &Output, words: &str) -> bool {
+    String::from_utf8_lossy(&output.stdout).contains(words)
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_rank_of_a_world() {
+    // Nothing, unless a test below started this process.
+    if let Ok(what) = std::env::var(rank::WHAT) {
+        rank::main(&what);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_conforms_with_one_to_four_ranks() {
+    for n in 1..=if library() { 4 } else { 0 } {
+        let (outputs, time) = launch(n, "conformance", &[]);
+        let conform = |(rank, output)| says(output, &format!("rank {rank} conforms"));
+        expect(outputs.iter().enumerate().all(conform), "conformance", &outputs);
+        println!("{n} ranks conform after {time:.1?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_sums_of_16_bits_are_within_the_stated_tolerance_and_repeat() {
+    for n in 2..=if library() { 4 } else { 0 } {
+        let (outputs, _) = launch(n, "sums", &[]);
+        expect(outputs.iter().all(|o| o.status.success() && says(o, "within")), "sums", &outputs);
+    }
+}
+
+/// Every fault ends every process that is still there within the limit, with the words of its cause.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_every_fault_ends_all_ranks_with_its_cause() {
+    if !library() {
+        return;
+    }
+    let faults = [
+        ("killed-before", "rank 1 left after 1 collectives"),
+        ("killed-during", "rank 1 left after 2 collectives"),
+        ("killed-after", "rank 1"),
+        ("killed-0", "rank 0"),
+        ("stalled", "rank 1 did not come within"),
+        ("count", "all_reduce(sum) of 8192 x fp32"),
+        ("kind", "broadcast of 4096 x fp32"),
+        ("dtype", "all_reduce(sum) of 4096 x u8"),
+        ("order", "barrier"),
+        ("abort", "rank 1 aborted: on purpose"),
+        ("leaves", "rank 1 left after 1 collectives"),
+        ("poison", "rank 1 failed before it ran"),
+        ("split", "rank 1"),
+    ];
+    for (kind, words) in faults {
+        let (outputs, time) = launch(3, kind, &[]);
+        let told = outputs.iter().filter(|o| says(o, "saw:") && says(o, words)).count();
+        // The others are killed, have left, or are still asleep when it is over.
+        let survivors = if ["count", "kind", "dtype", "order", "abort", "poison"].contains(&kind) { 3 } else { 2 };
+        expect(told == survivors && time < rank::FAULT_LIMIT + Duration::from_secs(60), kind, &outputs);
+        println!("{kind}: {told} ranks said '{words}' after {time:.1?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_an_error_of_the_library_ends_all_ranks() {
+    // Only the stand-in has errors on demand.
+    if !library() || !rank::is_stand_in() {
+        return;
+    }
+    let (outputs, _) = launch(3, "abort-by-library", &[("ZERO_STANDIN_NCCL_ERROR_AT", "1:1")]);
+    let told = outputs.iter().filter(|o| says(o, "saw: rank 1: NCCL: unhandled system error")).count();
+    expect(told == 3, "an error of the library", &outputs);
+}

@@ -1,0 +1,182 @@
+//! What a process does as a rank.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use half::{bf16, f16};
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_alloc::{Block, Pool, Purpose};
+use zero_comm::conformance::{Plan, Sums, check};
+use zero_comm::nccl::{NcclCommunicator, Options, Ranks};
+use zero_comm::{CommError, Communicator, ReduceOp};
+
+/// The variable that says what.
+pub(crate) const WHAT: &str = "ZERO_TEST_RANK";
+/// How long a rank waits in the tests of faults.
+pub(crate) const FAULT_LIMIT: Duration = Duration::from_secs(4);
+const LIMIT: Duration = Duration::from_secs(120);
+
+pub(crate) fn is_stand_in() -> bool {
+    CudaDevice::open(0).unwrap().name().contains("stand-in")
+}
+
+/// A rank with a stream and memory.
+struct Rank {
+    stream: CudaStream,
+    pool: Pool<CudaDevice>,
+}
+
+impl Rank {
+    /// `len` ones of `dtype`, or zero bytes for u8.
+    fn buffer(&self, len: usize, dtype: DType) -> (AnySlice, Block<CudaDevice>) {
+        let block = self.pool.allocate(len, dtype, Purpose::Workspace, &self.stream).unwrap();
+        // SAFETY: the block is kept until the process ends, or its stream has.
+        let slice = unsafe { block.slice() };
+        let ones: Vec<u8> = match dtype {
+            DType::F32 => 1f32.to_le_bytes().repeat(len),
+            _ => vec![0; slice.len_bytes()],
+        };
+        self.pool.device().upload(&self.stream, &ones, slice, LIMIT).unwrap();
+        (slice, block)
+    }
+}
+
+fn kill_this_process() -> ! {
+    let _never = Command::new("kill").args(["-9", &std::process::id().to_string()]).status();
+    loop {
+        std::thread::sleep(Duration::from_secs(1));
+    }
+}
+
+pub(crate) fn main(what: &str) {
+    let ranks = Ranks::from_env().unwrap().unwrap();
+    let device = CudaDevice::open(ranks.local_rank % CudaDevice::count().unwrap()).unwrap();
+    let faultless = matches!(what, "conformance" | "sums");
+    let limit = if faultless || what != "stalled" { LIMIT } else { FAULT_LIMIT };
+    let comm = NcclCommunicator::join(&device, &ranks, Options { limit }).unwrap();
+    let stream = device.create_stream("comm").unwrap();
+    let rank = Rank { stream, pool: Pool::new(device.clone(), usize::MAX) };
+    match what {
+        "conformance" => {
+            let cases = if is_stand_in() { 40 } else { 120 };
+            let plan = Plan { seed: ranks.world_size as u64, cases, sums: Sums::AnyOrder, limit, ..Plan::default() };
+            check(&device, &comm, &rank.stream, plan).unwrap();
+            two_streams(&device, &comm, &rank);
+            println!("rank {} conforms", ranks.rank);
+        }
+        "sums" => sums(&comm, &rank),
+        kind => {
+            let error = fault(kind, comm, &rank).expect_err("the fault is seen");
+            println!("rank {} saw: {error}", ranks.rank);
+        }
+    }
+}
+
+/// Calls on two streams, and a piece of memory that NCCL knows.
+fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
+    let other = device.create_stream("other").unwrap();
+    let (slice, _block) = rank.buffer(1000, DType::F32);
+    // SAFETY: the block outlives the registration.
+    let registered = unsafe { comm.register(slice) };
+    let before = rank.stream.record().unwrap();
+    other.wait(&before).unwrap();
+    for i in 0..20 {
+        let (stream, next) = if i % 2 == 0 { (&rank.stream, &other) } else { (&other, &rank.stream) };
+        comm.all_reduce(stream, slice, slice, ReduceOp::Avg).unwrap();
+        next.wait(&stream.record().unwrap()).unwrap();
+    }
+    let mut bytes = vec![0; slice.len_bytes()];
+    device.download(&rank.stream, slice, &mut bytes, LIMIT).unwrap();
+    assert!(bytes.chunks(4).all(|b| b == 1f32.to_le_bytes()));
+    drop(registered);
+}
+
+/// Sums of positive 16-bit values: N - 1 roundings at most, and the same bits each time.
+fn sums(comm: &NcclCommunicator, rank: &Rank) {
+    const LEN: usize = 5000;
+    let n = comm.world_size();
+    let value = |q: usize, i: usize| 0.1 + ((i * 2_654_435_761 + q * 40_503) % 10_007) as f32 * 1e-3;
+    let device = rank.pool.device();
+    for (dtype, ulp) in [(DType::F16, f16::EPSILON.to_f32()), (DType::Bf16, bf16::EPSILON.to_f32())] {
+        let round =
+            |v: f32| if dtype == DType::F16 { f16::from_f32(v).to_bits() } else { bf16::from_f32(v).to_bits() };
+        let wide =
+            |b: u16| if dtype == DType::F16 { f16::from_bits(b).to_f32() } else { bf16::from_bits(b).to_f32() };
+        let (slice, _block) = rank.buffer(LEN, dtype);
+        let mut seen: Vec<Vec<u8>> = Vec::new();
+        for _ in 0..2 {
+            let own: Vec<u8> = (0..LEN).flat_map(|i| round(value(comm.rank(), i)).to_le_bytes()).collect();
+            device.upload(&rank.stream, &own, slice, LIMIT).unwrap();
+            comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Sum).unwrap();
+            let mut bytes = vec![0; slice.len_bytes()];
+            device.download(&rank.stream, slice, &mut bytes, LIMIT).unwrap();
+            seen.push(bytes);
+        }
+        assert_eq!(seen[0], seen[1], "the same bits each time");
+        for (i, bytes) in seen[0].chunks(2).enumerate() {
+            let got = wide(u16::from_le_bytes([bytes[0], bytes[1]]));
+            let sum: f64 = (0..n).map(|q| f64::from(wide(round(value(q, i))))).sum();
+            // A unit in the last place is at most the epsilon times the value.
+            let off = (f64::from(got) - sum).abs() / (sum * f64::from(ulp));
+            assert!(off <= (n - 1) as f64, "{dtype} {i}: {got} for {sum}: {off} units");
+        }
+    }
+    println!("within (N - 1) units in the last place");
+}
+
+/// What rank 1 (or 0) does wrong; every rank then waits for its error.
+fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommError> {
+    let (stream, at_fault) = (&rank.stream, comm.rank() == 1);
+    let ((a, _a), (b, _b)) = (rank.buffer(4096, DType::F32), rank.buffer(8192, DType::F32));
+    let (bytes, _c) = rank.buffer(4096, DType::U8);
+    comm.barrier(stream)?;
+    stream.synchronize(LIMIT)?;
+    // So that the hub has heard of it.
+    std::thread::sleep(Duration::from_millis(100));
+    match kind {
+        "killed-before" if at_fault => kill_this_process(),
+        "killed-0" if comm.rank() == 0 => kill_this_process(),
+        "killed-during" if at_fault => {
+            // It waits inside for the others, who are held back.
+            std::thread::spawn(|| {
+                std::thread::sleep(Duration::from_millis(200));
+                kill_this_process();
+            });
+        }
+        "killed-during" => std::thread::sleep(Duration::from_millis(400)),
+        "killed-after" => {
+            comm.all_reduce(stream, a, a, ReduceOp::Sum)?;
+            stream.synchronize(LIMIT)?;
+            if at_fault {
+                kill_this_process();
+            }
+        }
+        "stalled" if at_fault => std::thread::sleep(FAULT_LIMIT * 2),
+        "count" if at_fault => comm.all_reduce(stream, b, b, ReduceOp::Sum)?,
+        "kind" if at_fault => comm.broadcast(stream, a, 0)?,
+        "dtype" if at_fault => comm.all_reduce(stream, bytes, bytes, ReduceOp::Sum)?,
+        "order" if at_fault => {
+            comm.barrier(stream)?;
+            comm.all_reduce(stream, a, a, ReduceOp::Sum)?;
+        }
+        "abort" if at_fault => comm.abort("on purpose"),
+        "leaves" if at_fault => {
+            drop(comm);
+            std::process::exit(0);
+        }
+        "poison" if at_fault => stream.poison(DeviceError::Closed { stream: "on purpose".to_owned() }),
+        "split" if at_fault => std::process::exit(0),
+        "split" => return comm.split(Some(0), 0).map(|_| ()),
+        _ => {}
+    }
+    let called = comm.all_reduce(stream, a, a, ReduceOp::Sum);
+    let ended = called.and_then(|()| Ok(stream.synchronize(LIMIT)?));
+    // What differs from its peers' may seem to succeed before the hub has compared it.
+    let begun = Instant::now();
+    while comm.failure().is_none() && begun.elapsed() < FAULT_LIMIT {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    comm.failure().map_or(Ok(()), Err)?;
+    ended
+}
