@@ -123,8 +123,8 @@ fn cuda_nccl_every_fault_ends_all_ranks_with_its_cause() {
     for (kind, words) in faults {
         let (outputs, time) = launch(3, kind, &[]);
         let told = outputs.iter().filter(|o| says(o, "saw:") && says(o, words)).count();
-        // The others are killed, have left, or are still asleep when it is over.
-        let survivors = if ["count", "kind", "dtype", "order", "abort", "poison"].contains(&kind) { 3 } else { 2 };
+        let gone = kind.starts_with("killed") || ["leaves", "split"].contains(&kind);
+        let survivors = if gone { 2 } else { 3 };
         expect(told == survivors && time < rank::FAULT_LIMIT + Duration::from_secs(60), kind, &outputs);
         println!("{kind}: {told} ranks said '{words}' after {time:.1?}");
     }
