@@ -73,7 +73,7 @@ impl Ops {
 
 impl CudaGpt2 {
     /// Allocates activations for the model from `pool`, first used on `stream`; compiles the kernels that are not in the
-    /// user's [`KernelCache`], which takes seconds.
+    /// user's [`KernelCache`](zero_kernels::cuda::KernelCache), which takes seconds.
     ///
     /// # Errors
     /// The configuration is not valid or has sizes that no kernel takes, the sequence is longer than its positions, memory
