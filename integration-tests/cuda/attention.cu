@@ -30,41 +30,52 @@ template <int D> DEVICE Head this_head(u32 seq, u32 heads) {
     return {b * seq * 3 * c + h * D, b * seq * c + h * D, (b * heads + h) * seq, 3 * c, c};
 }
 
-template <int N, int M> DEVICE void clear(float (&x)[N][M]) {
+template <int TILES, int N> DEVICE void clear(float (&x)[TILES][N][4]) {
 #pragma unroll
-    for (int i = 0; i < N; i++)
+    for (int t = 0; t < TILES; t++)
 #pragma unroll
-        for (int j = 0; j < M; j++) x[i][j] = 0.0f;
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[t][n][i] = 0.0f;
 }
 
-// c += A B^T over D columns: A are the 16 rows of `left` from `row` on, B the COLS rows of `right`.
-template <class T, int D, int COLS>
-DEVICE void multiply_rows(float (&c)[COLS / 8][4], const T *left, u32 row, const T *right) {
+// c += A B^T over D columns: A are 16 TILES rows of `left` from `row` on, B the COLS rows of `right`. Each part of B is
+// read once for all tiles: with one tile, shared memory would be slower than the tensor cores.
+template <class T, int D, int COLS, int TILES>
+DEVICE void multiply_rows(float (&c)[TILES][COLS / 8][4], const T *left, u32 row, const T *right) {
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-        u32 a[4], b[4];
-        load_left<D>(a, left, row, k);
+        u32 a[TILES][4], b[4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) load_left<D>(a[t], left, row + 16 * t, k);
 #pragma unroll
         for (int n = 0; n < COLS / 16; n++) {
             load_right_of_rows<D>(b, right, 16 * n, k);
-            multiply<T>(c[2 * n], a, b[0], b[1]);
-            multiply<T>(c[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                multiply<T>(c[t][2 * n], a[t], b[0], b[1]);
+                multiply<T>(c[t][2 * n + 1], a[t], b[2], b[3]);
+            }
         }
     }
 }
 
-// c += S X: S are sums of 16 rows and DEPTH columns, rounded to T, X the DEPTH rows of `right`.
-template <class T, int D, int DEPTH>
-DEVICE void multiply_sums(float (&c)[D / 8][4], const float (&s)[DEPTH / 8][4], const T *right) {
+// c += S X: S are sums of 16 TILES rows and DEPTH columns, rounded to T, X the DEPTH rows of `right`.
+template <class T, int D, int DEPTH, int TILES>
+DEVICE void multiply_sums(float (&c)[TILES][D / 8][4], const float (&s)[TILES][DEPTH / 8][4], const T *right) {
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++) {
-        u32 a[4], b[4];
-        left_of_sums<T>(a, s, k);
+        u32 a[TILES][4], b[4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) left_of_sums<T>(a[t], s[t], k);
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             load_right<D>(b, right, 16 * k, n);
-            multiply<T>(c[2 * n], a, b[0], b[1]);
-            multiply<T>(c[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                multiply<T>(c[t][2 * n], a[t], b[0], b[1]);
+                multiply<T>(c[t][2 * n + 1], a[t], b[2], b[3]);
+            }
         }
     }
 }
@@ -85,9 +96,9 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
     copies_are_one_group();
 
     float o[ROW_TILES][D / 8][4], peak[ROW_TILES][2], sum[ROW_TILES][2];
+    clear(o);
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        clear(o[t]);
         peak[t][0] = peak[t][1] = minus_infinity();
         sum[t][0] = sum[t][1] = 0.0f;
     }
@@ -106,23 +117,8 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
         // All rows of a warp may lie before these keys; the first block of keys is seen by every row.
         if (j * KEYS < first + own + 16 * ROW_TILES) {
             float s[ROW_TILES][KEYS / 8][4];
-#pragma unroll
-            for (int t = 0; t < ROW_TILES; t++) clear(s[t]);
-#pragma unroll
-            for (int d = 0; d < D / 16; d++) {
-                u32 a[ROW_TILES][4], b[4];
-#pragma unroll
-                for (int t = 0; t < ROW_TILES; t++) load_left<D>(a[t], queries, own + 16 * t, d);
-#pragma unroll
-                for (int n = 0; n < KEYS / 16; n++) {
-                    load_right_of_rows<D>(b, these_keys, 16 * n, d);
-#pragma unroll
-                    for (int t = 0; t < ROW_TILES; t++) {
-                        multiply<T>(s[t][2 * n], a[t], b[0], b[1]);
-                        multiply<T>(s[t][2 * n + 1], a[t], b[2], b[3]);
-                    }
-                }
-            }
+            clear(s);
+            multiply_rows<T, D, KEYS, ROW_TILES>(s, queries, own, these_keys);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
                 u32 row = first + own + 16 * t + lane / 4;
@@ -157,21 +153,7 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
                     for (int n = 0; n < D / 8; n++) o[t][n][2 * half] *= shrink, o[t][n][2 * half + 1] *= shrink;
                 }
             }
-#pragma unroll
-            for (int m = 0; m < KEYS / 16; m++) {
-                u32 a[ROW_TILES][4], b[4];
-#pragma unroll
-                for (int t = 0; t < ROW_TILES; t++) left_of_sums<T>(a[t], s[t], m);
-#pragma unroll
-                for (int n = 0; n < D / 16; n++) {
-                    load_right<D>(b, these_values, 16 * m, n);
-#pragma unroll
-                    for (int t = 0; t < ROW_TILES; t++) {
-                        multiply<T>(o[t][2 * n], a[t], b[0], b[1]);
-                        multiply<T>(o[t][2 * n + 1], a[t], b[2], b[3]);
-                    }
-                }
-            }
+            multiply_sums<T, D, KEYS, ROW_TILES>(o, s, these_values);
         }
         __syncthreads();
     }
@@ -191,17 +173,17 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
     }
 }
 
-template <class T, int D, int WARPS, int KEYS>
+template <class T, int D, int ROW_TILES, int WARPS, int KEYS>
 DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv, const T *out, const float *lse,
                               u32 seq, u32 heads, float scale, float slope) {
-    constexpr int ROWS = 16 * WARPS;
+    constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *queries = reinterpret_cast<T *>(shared), *douts = queries + ROWS * D;
     T *keys = douts + ROWS * D, *values = keys + 2 * KEYS * D;
     __shared__ float deltas[ROWS];
     Head head = this_head<D>(seq, heads);
     const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
-    u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
+    u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 * ROW_TILES;
     u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS;
     u32 blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
     copy_tile<D, ROWS>(queries, q, first, seq, head.qkv_stride);
@@ -228,14 +210,16 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
     }
 
     __syncthreads();
-    float dq[D / 8][4], top[2], less[2];
+    float dq[ROW_TILES][D / 8][4], top[ROW_TILES][2], less[ROW_TILES][2];
     clear(dq);
-    u32 row = first + own + lane / 4;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        top[half] = lse[head.row + min(row + 8 * half, seq - 1)];
-        less[half] = deltas[own + lane / 4 + 8 * half];
-    }
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 row = own + 16 * t + lane / 4 + 8 * half;
+            top[t][half] = lse[head.row + min(first + row, seq - 1)];
+            less[t][half] = deltas[row];
+        }
     for (u32 j = 0; j < blocks; j++) {
         if (j + 1 < blocks) {
             u32 stage = (j + 1) % 2 * KEYS * D;
@@ -248,40 +232,45 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
         }
         __syncthreads();
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
-        if (j * KEYS < first + own + 16) {
-            float s[KEYS / 8][4], dp[KEYS / 8][4];
+        if (j * KEYS < first + own + 16 * ROW_TILES) {
+            float s[ROW_TILES][KEYS / 8][4], dp[ROW_TILES][KEYS / 8][4];
             clear(s);
             clear(dp);
-            multiply_rows<T, D, KEYS>(s, queries, own, these_keys);
-            multiply_rows<T, D, KEYS>(dp, douts, own, these_values);
+            multiply_rows<T, D, KEYS, ROW_TILES>(s, queries, own, these_keys);
+            multiply_rows<T, D, KEYS, ROW_TILES>(dp, douts, own, these_values);
             bool diagonal = j * KEYS + KEYS > first + own + 1;
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
+            for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float p = exp2_fast(__fmaf_rn(s[n][i], scale, -top[i / 2]));
-                    if (diagonal && j * KEYS + 8 * n + lane % 4 * 2 + i % 2 > row + i / 2 * 8) p = 0.0f;
-                    s[n][i] = p * (dp[n][i] - less[i / 2]);
-                }
-            multiply_sums<T, D, KEYS>(dq, s, these_keys);
+                for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        u32 row = first + own + 16 * t + lane / 4 + i / 2 * 8, key = j * KEYS + 8 * n + lane % 4 * 2 + i % 2;
+                        float p = exp2_fast(__fmaf_rn(s[t][n][i], scale, -top[t][i / 2]));
+                        if (diagonal && key > row) p = 0.0f;
+                        s[t][n][i] = p * (dp[t][n][i] - less[t][i / 2]);
+                    }
+            multiply_sums<T, D, KEYS, ROW_TILES>(dq, s, these_keys);
         }
         __syncthreads();
     }
     float factor[2] = {slope, slope};
-    store_rows<D>(dqkv + head.qkv, head.qkv_stride, first, seq, queries, own, dq, factor);
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+        store_rows<D>(dqkv + head.qkv, head.qkv_stride, first, seq, queries, own + 16 * t, dq[t], factor);
 }
 
-template <class T, int D, int WARPS, int QUERIES>
+template <class T, int D, int ROW_TILES, int WARPS, int QUERIES>
 DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float *lse, const float *delta, u32 seq,
                                u32 heads, float scale, float slope) {
-    constexpr int ROWS = 16 * WARPS;
+    constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *keys = reinterpret_cast<T *>(shared), *values = keys + ROWS * D;
     T *queries = values + ROWS * D, *douts = queries + 2 * QUERIES * D;
     __shared__ float tops[2][QUERIES], deltas[2][QUERIES];
     Head head = this_head<D>(seq, heads);
     const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
-    u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
+    u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 * ROW_TILES;
     // The first keys are seen by the most queries.
     u32 first = blockIdx.x * ROWS, begin = first / QUERIES, end = (seq + QUERIES - 1) / QUERIES;
 
@@ -300,10 +289,9 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
     copy_tile<D, ROWS>(values, v, first, seq, head.qkv_stride);
     start_stage(begin);
 
-    float dk[D / 8][4], dv[D / 8][4];
+    float dk[ROW_TILES][D / 8][4], dv[ROW_TILES][D / 8][4];
     clear(dk);
     clear(dv);
-    u32 key = first + own + lane / 4;
     for (u32 j = begin; j < end; j++) {
         if (j + 1 < end) {
             start_stage(j + 1);
@@ -316,51 +304,62 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
         const T *these_queries = queries + stage * QUERIES * D, *these_douts = douts + stage * QUERIES * D;
         // All queries may lie before a warp's keys.
         if (j * QUERIES + QUERIES > first + own) {
-            float p[QUERIES / 8][4], ds[QUERIES / 8][4];
+            float p[ROW_TILES][QUERIES / 8][4], ds[ROW_TILES][QUERIES / 8][4];
             clear(p);
             clear(ds);
-            multiply_rows<T, D, QUERIES>(p, keys, own, these_queries);
-            multiply_rows<T, D, QUERIES>(ds, values, own, these_douts);
+            multiply_rows<T, D, QUERIES, ROW_TILES>(p, keys, own, these_queries);
+            multiply_rows<T, D, QUERIES, ROW_TILES>(ds, values, own, these_douts);
             // Queries behind the last are copies of it, and must not count.
-            bool masked = j * QUERIES < first + own + 15 || j * QUERIES + QUERIES > seq;
+            bool masked = j * QUERIES < first + own + 16 * ROW_TILES - 1 || j * QUERIES + QUERIES > seq;
 #pragma unroll
             for (int n = 0; n < QUERIES / 8; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    u32 col = 8 * n + lane % 4 * 2 + i % 2, query = j * QUERIES + col;
-                    float x = exp2_fast(__fmaf_rn(p[n][i], scale, -tops[stage][col]));
-                    if (masked && (key + i / 2 * 8 > query || query >= seq)) x = 0.0f;
-                    p[n][i] = x;
-                    ds[n][i] = x * (ds[n][i] - deltas[stage][col]);
+                for (int i = 0; i < 2; i++) {
+                    u32 col = 8 * n + lane % 4 * 2 + i, query = j * QUERIES + col;
+                    float top = tops[stage][col], less = deltas[stage][col];
+#pragma unroll
+                    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            u32 key = first + own + 16 * t + lane / 4 + 8 * half;
+                            float &s = p[t][n][2 * half + i], &d = ds[t][n][2 * half + i];
+                            s = exp2_fast(__fmaf_rn(s, scale, -top));
+                            if (masked && (key > query || query >= seq)) s = 0.0f;
+                            d = s * (d - less);
+                        }
                 }
-            multiply_sums<T, D, QUERIES>(dv, p, these_douts);
-            multiply_sums<T, D, QUERIES>(dk, ds, these_queries);
+            multiply_sums<T, D, QUERIES, ROW_TILES>(dv, p, these_douts);
+            multiply_sums<T, D, QUERIES, ROW_TILES>(dk, ds, these_queries);
         }
         __syncthreads();
     }
     float one[2] = {1.0f, 1.0f}, factor[2] = {slope, slope};
     T *dk_out = dqkv + head.qkv + heads * D;
-    store_rows<D>(dk_out, head.qkv_stride, first, seq, keys, own, dk, factor);
-    store_rows<D>(dk_out + heads * D, head.qkv_stride, first, seq, values, own, dv, one);
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+        store_rows<D>(dk_out, head.qkv_stride, first, seq, keys, own + 16 * t, dk[t], factor);
+        store_rows<D>(dk_out + heads * D, head.qkv_stride, first, seq, values, own + 16 * t, dv[t], one);
+    }
 }
 
-#define FLASH(T, D, ROW_TILES, WARPS, KEYS, BACK_WARPS, BACK_KEYS, BACK_QUERIES)                                    \
-    extern "C" __global__ __launch_bounds__(32 * WARPS) void flash_forward_##D(                                     \
-        T *out, float *lse, const T *qkv, u32 seq, u32 heads, float scale) {                                        \
-        flash_forward<T, D, ROW_TILES, WARPS, KEYS>(out, lse, qkv, seq, heads, scale);                              \
-    }                                                                                                               \
-    extern "C" __global__ __launch_bounds__(32 * BACK_WARPS) void flash_backward_dq_##D(                            \
-        T *dqkv, float *delta, const T *dout, const T *qkv, const T *out, const float *lse, u32 seq, u32 heads,     \
-        float scale, float slope) {                                                                                 \
-        flash_backward_dq<T, D, BACK_WARPS, BACK_KEYS>(dqkv, delta, dout, qkv, out, lse, seq, heads, scale, slope); \
-    }                                                                                                               \
-    extern "C" __global__ __launch_bounds__(32 * BACK_WARPS) void flash_backward_dkv_##D(                           \
-        T *dqkv, const T *dout, const T *qkv, const float *lse, const float *delta, u32 seq, u32 heads,             \
-        float scale, float slope) {                                                                                 \
-        flash_backward_dkv<T, D, BACK_WARPS, BACK_QUERIES>(dqkv, dout, qkv, lse, delta, seq, heads, scale, slope);  \
+// Tiles of 16 rows that a warp owns, warps, rows of what is passed over: of forward, dq and dkv. These numbers are repeated
+// in src/cuda/attention.rs, which makes grids and shared memory of them.
+#define FLASH(T, D, FT, FW, KEYS, QT, QW, Q_KEYS, KT, KW, QUERIES)                                                     \
+    extern "C" __global__ __launch_bounds__(32 * FW) void flash_forward_##D(T *out, float *lse, const T *qkv, u32 seq, \
+                                                                            u32 heads, float scale) {                  \
+        flash_forward<T, D, FT, FW, KEYS>(out, lse, qkv, seq, heads, scale);                                           \
+    }                                                                                                                  \
+    extern "C" __global__ __launch_bounds__(32 * QW) void flash_backward_dq_##D(                                       \
+        T *dqkv, float *delta, const T *dout, const T *qkv, const T *out, const float *lse, u32 seq, u32 heads,        \
+        float scale, float slope) {                                                                                    \
+        flash_backward_dq<T, D, QT, QW, Q_KEYS>(dqkv, delta, dout, qkv, out, lse, seq, heads, scale, slope);           \
+    }                                                                                                                  \
+    extern "C" __global__ __launch_bounds__(32 * KW) void flash_backward_dkv_##D(                                      \
+        T *dqkv, const T *dout, const T *qkv, const float *lse, const float *delta, u32 seq, u32 heads, float scale,   \
+        float slope) {                                                                                                 \
+        flash_backward_dkv<T, D, KT, KW, QUERIES>(dqkv, dout, qkv, lse, delta, seq, heads, scale, slope);              \
     }
 
-// These numbers are repeated in src/cuda/attention.rs, which makes grids and shared memory of them.
-FLASH(STORAGE, 32, 2, 4, 64, 8, 64, 64)
-FLASH(STORAGE, 64, 2, 4, 64, 8, 64, 64)
-FLASH(STORAGE, 128, 1, 8, 64, 8, 32, 16)
+FLASH(STORAGE, 32, 2, 4, 64, 2, 4, 32, 2, 4, 32)
+FLASH(STORAGE, 64, 2, 4, 64, 2, 4, 32, 2, 4, 32)
+FLASH(STORAGE, 128, 1, 8, 64, 1, 8, 32, 1, 8, 16)

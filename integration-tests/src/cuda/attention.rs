@@ -51,8 +51,8 @@ struct Tiles {
 }
 
 const FLASH: [Tiles; 3] = [
-    Tiles { d: 32, forward: [128, 4, 64], dq: [128, 8, 64], dkv: [128, 8, 64] },
-    Tiles { d: 64, forward: [128, 4, 64], dq: [128, 8, 64], dkv: [128, 8, 64] },
+    Tiles { d: 32, forward: [128, 4, 64], dq: [128, 4, 32], dkv: [128, 4, 32] },
+    Tiles { d: 64, forward: [128, 4, 64], dq: [128, 4, 32], dkv: [128, 4, 32] },
     Tiles { d: 128, forward: [128, 8, 64], dq: [128, 8, 32], dkv: [128, 8, 16] },
 ];
 
