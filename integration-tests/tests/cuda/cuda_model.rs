@@ -8,135 +8,24 @@ use integration_tests::error::TrainError;
 use integration_tests::model::Model;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::cuda::CudaGpt2;
-use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
-use integration_tests::ops::Threads;
+use integration_tests::model::gpt2::{self, Gpt2Options};
 use serde_json::Value;
-use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element};
-use zero_alloc::host::HostDevice;
+use zero_alloc::device::{DType, Device, DeviceError};
 use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
 
 use crate::gpu::{Gpu, LIMIT, values};
-use crate::oracle::{oracle, relative_error, tensors, tokens};
+use crate::oracle::{oracle, relative_error, tensors};
+use crate::tiny::{ACCUM, OnGpu, batch, by_name, config, on_host, options, weights};
 
-const BATCH: usize = 4;
-const SEQ: usize = 32;
-/// Micro-batches of a step.
-const ACCUM: usize = 2;
-
-fn config() -> GptConfig {
-    GptConfig::from_hf_json(&std::fs::read_to_string(oracle("model/config.json")).unwrap()).unwrap().0
-}
-
-/// PyTorch's first weights, a flat parameter for each unit.
-fn weights() -> Vec<Vec<f32>> {
-    let all: HashMap<String, Vec<f32>> = tensors("model/model.safetensors").into_iter().collect();
-    let flat = |u: zero_shard::UnitSpec| u.params.iter().flat_map(|p| all[&p.name].clone()).collect();
-    config().units().into_iter().map(flat).collect()
-}
-
-fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Options {
-    Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing }
-}
-
-/// The tokens of a micro-batch, counted over steps, and those that follow them.
-fn batch(micro: usize) -> (Vec<u32>, Vec<u32>) {
-    let tokens = tokens();
-    let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
-    rows.flat_map(|at| at..at + SEQ).map(|at| (tokens[at], tokens[at + 1])).unzip()
-}
-
-/// The model with its parameters and gradients on the device.
-struct OnGpu<'a> {
-    gpu: &'a Gpu,
-    model: CudaGpt2,
-    params: Vec<AnySlice>,
-    grads: Vec<DeviceSlice<f32>>,
-}
-
-impl<'a> OnGpu<'a> {
-    fn new(gpu: &'a Gpu, options: Gpt2Options, logits_bytes: usize, weights: &[Vec<f32>]) -> Self {
-        let params: Vec<_> = weights.iter().map(|w| gpu.put(w, options.dtype)).collect();
-        let grads = weights.iter().map(|w| gpu.zeros(w.len())).collect();
-        let model = CudaGpt2::with_logits_bytes(config(), options, logits_bytes, &gpu.pool, &gpu.stream).unwrap();
-        Self { gpu, model, params, grads }
-    }
-
-    fn forward(&mut self) -> Result<(), TrainError> {
-        for (i, pass) in gpt2::passes(&config()).iter().enumerate() {
-            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| self.params[u]).collect();
-            self.model.forward(&self.gpu.stream, i, &reads)?;
-        }
-        Ok(())
-    }
-
-    fn backward(&mut self) -> Result<(), TrainError> {
-        for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
-            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| self.params[u]).collect();
-            let adds: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();
-            self.model.backward(&self.gpu.stream, i, &reads, &adds, 1.0 / ACCUM as f32)?;
-        }
-        Ok(())
-    }
-
-    /// Sets gradients and loss to zero, and adds those of step `step`.
-    fn step(&mut self, step: usize) {
-        let (device, stream) = (&self.gpu.device, &self.gpu.stream);
-        device.fill_zero(stream, self.model.loss().erase()).unwrap();
-        self.grads.iter().for_each(|g| device.fill_zero(stream, g.erase()).unwrap());
-        for micro in step * ACCUM..(step + 1) * ACCUM {
-            let (inputs, targets) = batch(micro);
-            self.model.set_batch(stream, &inputs, &targets).unwrap();
-            self.forward().unwrap();
-            self.backward().unwrap();
-        }
-    }
-
-    fn loss(&self) -> f64 {
-        let mut sum = [0.0f64];
-        let bytes = bytemuck::cast_slice_mut(&mut sum);
-        self.gpu.device.download(&self.gpu.stream, self.model.loss().erase(), bytes, LIMIT).unwrap();
-        sum[0] / ACCUM as f64
-    }
-
-    fn gradients(&self) -> Vec<Vec<f32>> {
-        self.grads.iter().map(|g| self.gpu.get(g.erase())).collect()
-    }
-
-    fn logits(&self) -> Vec<f32> {
-        let (vocab, rows) = (config().vocab_size, BATCH * SEQ);
-        let stride = stride_elems(vocab);
-        let out = self.gpu.fresh(rows * stride, self.params[0].dtype());
-        let reads = [self.params[self.params.len() - 1], self.params[0]];
-        self.model.logits(&self.gpu.stream, &reads, out).unwrap();
-        self.gpu.get(out).chunks(stride).flat_map(|row| row[..vocab].to_vec()).collect()
-    }
-}
-
-/// The gradients by parameter.
-fn by_name(gradients: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
-    let mut all = Vec::new();
-    for (unit, flat) in config().units().into_iter().zip(gradients) {
-        let mut rest = flat.as_slice();
-        for param in unit.params {
-            let (own, tail) = rest.split_at(param.shape.iter().product::<u64>() as usize);
-            all.push((param.name, own.to_vec()));
-            rest = tail;
-        }
-    }
-    all
-}
-
-fn everything() -> usize {
-    usize::MAX
-}
+/// All logits at once.
+const WHOLE: usize = usize::MAX;
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn logits_and_gradients_in_fp32_are_pytorchs() {
     let gpu = Gpu::open();
-    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), everything(), &weights());
+    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
     tiny.step(0);
     let got = by_name(&tiny.gradients());
     let (inputs, targets) = batch(0);
@@ -160,7 +49,7 @@ fn losses_in_fp32_are_pytorchs() {
     let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
     let mut masters = weights();
     let mut moments: Vec<[Vec<f32>; 2]> = masters.iter().map(|w| [vec![0.0; w.len()], vec![0.0; w.len()]]).collect();
-    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), everything(), &masters);
+    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &masters);
     for (step, want) in expected["steps"].as_array().unwrap().iter().enumerate() {
         tiny.step(step);
         let (want_loss, want_norm) = (want["loss"].as_f64().unwrap(), want["grad_norm"].as_f64().unwrap());
@@ -186,50 +75,11 @@ fn losses_in_fp32_are_pytorchs() {
     }
 }
 
-/// A slice of a vector that outlives all uses in its function.
-fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
-    // SAFETY: the vectors live to the end of the function, which drains the stream before it looks at them.
-    unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len()) }
-}
-
 /// Loss and gradients of the first step on the host, from the same bf16 parameters.
 fn on_host_in_bf16(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
     let rounded = |w: &Vec<f32>| w.iter().map(|v| bf16::from_f32(*v)).collect();
     let params: Vec<Vec<bf16>> = weights.iter().map(rounded).collect();
     on_host(&config(), options(DType::Bf16, false), params, &[batch(0), batch(1)])
-}
-
-/// Loss and gradients of a step of these micro-batches on the host.
-fn on_host<T: Element>(
-    config: &GptConfig,
-    options: Gpt2Options,
-    mut params: Vec<Vec<T>>,
-    batches: &[(Vec<u32>, Vec<u32>)],
-) -> (f64, Vec<Vec<f32>>) {
-    let device = HostDevice::new();
-    let stream = device.create_stream("host").unwrap();
-    let pool = Pool::new(device, usize::MAX);
-    let mut model = Gpt2::new(config.clone(), options, &pool, &stream, Threads::new(1).unwrap()).unwrap();
-    let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
-    let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
-    let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
-    pool.device().fill_zero(&stream, model.loss().erase()).unwrap();
-    let passes = gpt2::passes(config);
-    for (inputs, targets) in batches {
-        model.set_batch(&stream, inputs, targets).unwrap();
-        for (i, pass) in passes.iter().enumerate() {
-            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| params[u]).collect();
-            model.forward(&stream, i, &reads).unwrap();
-        }
-        for (i, pass) in passes.iter().enumerate().rev() {
-            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
-            let adds: Vec<_> = pass.grads.iter().map(|&u| slices[u]).collect();
-            model.backward(&stream, i, &reads, &adds, 1.0 / batches.len() as f32).unwrap();
-        }
-    }
-    let mut loss = [0.0f64];
-    pool.device().download(&stream, model.loss().erase(), bytemuck::cast_slice_mut(&mut loss), LIMIT).unwrap();
-    (loss[0] / batches.len() as f64, grads)
 }
 
 #[test]
@@ -239,7 +89,7 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
     let weights = weights();
     let (host_loss, host) = on_host_in_bf16(&weights);
     for dtype in [DType::Bf16, DType::F16] {
-        let mut tiny = OnGpu::new(&gpu, options(dtype, false), everything(), &weights);
+        let mut tiny = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights);
         tiny.step(0);
         let (loss, got) = (tiny.loss(), tiny.gradients());
         // The host computes in fp32 from parameters rounded to bf16; here activations and their gradients are rounded too,
@@ -311,12 +161,12 @@ fn numel(unit: &zero_shard::UnitSpec) -> usize {
 fn bits_do_not_depend_on_checkpointing_or_repetition() {
     let gpu = Gpu::open();
     for dtype in [DType::F32, DType::Bf16] {
-        let mut kept = OnGpu::new(&gpu, options(dtype, false), everything(), &weights());
+        let mut kept = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
         kept.step(0);
         let (loss, grads) = (kept.loss(), kept.gradients());
         kept.step(0);
         assert!(kept.loss().to_bits() == loss.to_bits() && kept.gradients() == grads, "{dtype}: the second time");
-        let mut again = OnGpu::new(&gpu, options(dtype, true), everything(), &weights());
+        let mut again = OnGpu::new(&gpu, options(dtype, true), WHOLE, &weights());
         again.step(0);
         assert!(again.loss().to_bits() == loss.to_bits() && again.gradients() == grads, "{dtype}: checkpointed");
     }
@@ -326,7 +176,7 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
 #[ignore = "needs a CUDA device"]
 fn logits_in_parts_are_logits() {
     let gpu = Gpu::open();
-    let mut whole = OnGpu::new(&gpu, options(DType::F32, false), everything(), &weights());
+    let mut whole = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
     // 50 rows at a time, of 128.
     let part = 50 * stride_elems(config().vocab_size) * 4;
     let mut parts = OnGpu::new(&gpu, options(DType::F32, false), part, &weights());
@@ -341,7 +191,7 @@ fn logits_in_parts_are_logits() {
 #[ignore = "needs a CUDA device"]
 fn a_step_can_be_recorded_and_takes_no_memory() {
     let gpu = Gpu::open();
-    let mut tiny = OnGpu::new(&gpu, options(DType::Bf16, false), everything(), &weights());
+    let mut tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights());
     tiny.step(0);
     let want = (tiny.loss(), tiny.gradients());
     let before = gpu.pool.report();
@@ -381,7 +231,7 @@ fn what_the_model_does_not_take_is_refused() {
     let wide = GptConfig { n_embd: 260, n_head: 1, n_inner: 16, n_layer: 1, ..config() };
     let error = refused(good, wide);
     assert!(error.contains("260"), "{error}");
-    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), everything(), &weights());
+    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
     let error = tiny.model.set_batch(&gpu.stream, &[0; 128], &[0; 127]).unwrap_err().to_string();
     assert!(error.contains("127") && error.contains("128"), "{error}");
 }

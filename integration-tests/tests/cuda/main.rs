@@ -13,3 +13,4 @@ mod fp64;
 mod gpu;
 #[path = "../common/oracle.rs"]
 mod oracle;
+mod tiny;

@@ -51,6 +51,11 @@ pub enum LibraryError {
     },
 }
 
+/// The loader's own words, which its error keeps as its source.
+fn said(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
+}
+
 type Status = c_int;
 type Raw = *mut c_void;
 
@@ -110,7 +115,7 @@ impl Calls {
                 *found.map_err(|e| LibraryError::MissingSymbol {
                     library: path.to_owned(),
                     symbol: $symbol,
-                    message: e.to_string(),
+                    message: said(&e),
                 })?
             }};
         }
@@ -186,7 +191,7 @@ impl CublasLt {
             // SAFETY: loading runs the library's initialisers; the names are cuBLASLt's, or the user's choice.
             match unsafe { Library::new(path) } {
                 Ok(library) => return Self::new(library, path),
-                Err(error) => tried.push(error.to_string()),
+                Err(error) => tried.push(format!("{path}: {}", said(&error))),
             }
         }
         Err(LibraryError::NotFound { tried })

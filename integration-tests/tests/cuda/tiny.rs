@@ -1,0 +1,164 @@
+//! gpt2-tiny with PyTorch's weights, tokens and micro-batches, on the device and on the host.
+
+use std::collections::HashMap;
+
+use integration_tests::cuda::cross_entropy::stride_elems;
+use integration_tests::error::TrainError;
+use integration_tests::model::Model;
+use integration_tests::model::config::GptConfig;
+use integration_tests::model::gpt2::cuda::CudaGpt2;
+use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
+use integration_tests::ops::Threads;
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
+use zero_alloc::host::HostDevice;
+
+use crate::gpu::{Gpu, LIMIT};
+use crate::oracle::{oracle, tensors, tokens};
+
+pub(crate) const BATCH: usize = 4;
+pub(crate) const SEQ: usize = 32;
+/// Micro-batches of a step.
+pub(crate) const ACCUM: usize = 2;
+
+pub(crate) fn config() -> GptConfig {
+    GptConfig::from_hf_json(&std::fs::read_to_string(oracle("model/config.json")).unwrap()).unwrap().0
+}
+
+/// PyTorch's first weights, a flat parameter for each unit.
+pub(crate) fn weights() -> Vec<Vec<f32>> {
+    let all: HashMap<String, Vec<f32>> = tensors("model/model.safetensors").into_iter().collect();
+    let flat = |u: zero_shard::UnitSpec| u.params.iter().flat_map(|p| all[&p.name].clone()).collect();
+    config().units().into_iter().map(flat).collect()
+}
+
+pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Options {
+    Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing }
+}
+
+/// The tokens of a micro-batch, counted over steps, and those that follow them.
+pub(crate) fn batch(micro: usize) -> (Vec<u32>, Vec<u32>) {
+    let tokens = tokens();
+    let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
+    rows.flat_map(|at| at..at + SEQ).map(|at| (tokens[at], tokens[at + 1])).unzip()
+}
+
+/// The model with its parameters and gradients on the device.
+pub(crate) struct OnGpu<'a> {
+    gpu: &'a Gpu,
+    pub(crate) model: CudaGpt2,
+    pub(crate) params: Vec<AnySlice>,
+    pub(crate) grads: Vec<DeviceSlice<f32>>,
+}
+
+impl<'a> OnGpu<'a> {
+    pub(crate) fn new(gpu: &'a Gpu, options: Gpt2Options, logits_bytes: usize, weights: &[Vec<f32>]) -> Self {
+        let params: Vec<_> = weights.iter().map(|w| gpu.put(w, options.dtype)).collect();
+        let grads = weights.iter().map(|w| gpu.zeros(w.len())).collect();
+        let model = CudaGpt2::with_logits_bytes(config(), options, logits_bytes, &gpu.pool, &gpu.stream).unwrap();
+        Self { gpu, model, params, grads }
+    }
+
+    pub(crate) fn forward(&mut self) -> Result<(), TrainError> {
+        for (i, pass) in gpt2::passes(&config()).iter().enumerate() {
+            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| self.params[u]).collect();
+            self.model.forward(&self.gpu.stream, i, &reads)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn backward(&mut self) -> Result<(), TrainError> {
+        for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
+            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| self.params[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();
+            self.model.backward(&self.gpu.stream, i, &reads, &adds, 1.0 / ACCUM as f32)?;
+        }
+        Ok(())
+    }
+
+    /// Sets gradients and loss to zero, and adds those of step `step`.
+    pub(crate) fn step(&mut self, step: usize) {
+        let (device, stream) = (&self.gpu.device, &self.gpu.stream);
+        device.fill_zero(stream, self.model.loss().erase()).unwrap();
+        self.grads.iter().for_each(|g| device.fill_zero(stream, g.erase()).unwrap());
+        for micro in step * ACCUM..(step + 1) * ACCUM {
+            let (inputs, targets) = batch(micro);
+            self.model.set_batch(stream, &inputs, &targets).unwrap();
+            self.forward().unwrap();
+            self.backward().unwrap();
+        }
+    }
+
+    pub(crate) fn loss(&self) -> f64 {
+        let mut sum = [0.0f64];
+        let bytes = bytemuck::cast_slice_mut(&mut sum);
+        self.gpu.device.download(&self.gpu.stream, self.model.loss().erase(), bytes, LIMIT).unwrap();
+        sum[0] / ACCUM as f64
+    }
+
+    pub(crate) fn gradients(&self) -> Vec<Vec<f32>> {
+        self.grads.iter().map(|g| self.gpu.get(g.erase())).collect()
+    }
+
+    pub(crate) fn logits(&self) -> Vec<f32> {
+        let (vocab, rows) = (config().vocab_size, BATCH * SEQ);
+        let stride = stride_elems(vocab);
+        let out = self.gpu.fresh(rows * stride, self.params[0].dtype());
+        let reads = [self.params[self.params.len() - 1], self.params[0]];
+        self.model.logits(&self.gpu.stream, &reads, out).unwrap();
+        self.gpu.get(out).chunks(stride).flat_map(|row| row[..vocab].to_vec()).collect()
+    }
+}
+
+/// The gradients by parameter.
+pub(crate) fn by_name(gradients: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
+    let mut all = Vec::new();
+    for (unit, flat) in config().units().into_iter().zip(gradients) {
+        let mut rest = flat.as_slice();
+        for param in unit.params {
+            let (own, tail) = rest.split_at(param.shape.iter().product::<u64>() as usize);
+            all.push((param.name, own.to_vec()));
+            rest = tail;
+        }
+    }
+    all
+}
+
+/// A slice of a vector that outlives all uses in its function.
+fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
+    // SAFETY: the vectors live to the end of the function, which drains the stream before it looks at them.
+    unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len()) }
+}
+
+/// Loss and gradients of a step of these micro-batches on the host.
+pub(crate) fn on_host<T: Element>(
+    config: &GptConfig,
+    options: Gpt2Options,
+    mut params: Vec<Vec<T>>,
+    batches: &[(Vec<u32>, Vec<u32>)],
+) -> (f64, Vec<Vec<f32>>) {
+    let device = HostDevice::new();
+    let stream = device.create_stream("host").unwrap();
+    let pool = Pool::new(device, usize::MAX);
+    let mut model = Gpt2::new(config.clone(), options, &pool, &stream, Threads::new(1).unwrap()).unwrap();
+    let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
+    let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
+    let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
+    pool.device().fill_zero(&stream, model.loss().erase()).unwrap();
+    let passes = gpt2::passes(config);
+    for (inputs, targets) in batches {
+        model.set_batch(&stream, inputs, targets).unwrap();
+        for (i, pass) in passes.iter().enumerate() {
+            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| params[u]).collect();
+            model.forward(&stream, i, &reads).unwrap();
+        }
+        for (i, pass) in passes.iter().enumerate().rev() {
+            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| slices[u]).collect();
+            model.backward(&stream, i, &reads, &adds, 1.0 / batches.len() as f32).unwrap();
+        }
+    }
+    let mut loss = [0.0f64];
+    pool.device().download(&stream, model.loss().erase(), bytemuck::cast_slice_mut(&mut loss), LIMIT).unwrap();
+    (loss[0] / batches.len() as f64, grads)
+}
