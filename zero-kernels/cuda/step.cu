@@ -80,7 +80,7 @@ __device__ __forceinline__ bool is_finite(double x) {
 // base^exponent by squaring, from the highest bit down: the same products on every machine.
 __device__ __forceinline__ double power(double base, u64 exponent) {
     double result = 1.0;
-    for (int bit = 63; bit >= 0; bit--) {
+    for (int bit = 63 - __clzll((long long)exponent); bit >= 0; bit--) {
         result = __dmul_rn(result, result);
         if (exponent >> bit & 1) result = __dmul_rn(result, base);
     }

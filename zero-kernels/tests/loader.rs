@@ -1,0 +1,136 @@
+//! Kernels on their way from source to device: compiled once, kept, and every way in which that fails.
+
+#![cfg(not(miri))]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_kernels::cuda::{
+    Arch, Compile, CudaError, CudaKernels, KernelCache, Loader, Nvrtc, SOURCES, Source, Target,
+};
+use zero_kernels::{KernelError, Kernels};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// NVRTC, or what goes wrong in its place; counts.
+struct Counting {
+    nvrtc: Nvrtc,
+    compiled: Arc<AtomicU32>,
+    /// What comes out instead of what NVRTC makes.
+    instead: Option<Result<Vec<u8>, CudaError>>,
+}
+
+impl Compile for Counting {
+    fn identity(&self) -> String {
+        "counting".into()
+    }
+
+    fn target(&self, arch: Arch) -> Result<Target, CudaError> {
+        self.nvrtc.target(arch)
+    }
+
+    fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError> {
+        self.compiled.fetch_add(1, Ordering::Relaxed);
+        match &self.instead {
+            Some(instead) => instead.clone(),
+            None => Compile::compile(&self.nvrtc, source, target),
+        }
+    }
+}
+
+struct Setup {
+    stream: CudaStream,
+    kernels: CudaKernels,
+    loader: Loader,
+    compiled: Arc<AtomicU32>,
+    _folder: tempfile::TempDir,
+}
+
+fn setup(instead: Option<Result<Vec<u8>, CudaError>>) -> Setup {
+    let device = CudaDevice::open(0).unwrap();
+    let (folder, compiled) = (tempfile::tempdir().unwrap(), Arc::<AtomicU32>::default());
+    let compiler = Counting { nvrtc: Nvrtc::find().unwrap(), compiled: Arc::clone(&compiled), instead };
+    let loader = Loader::with_compiler(&device, Box::new(compiler), KernelCache::at(folder.path())).unwrap();
+    let stream = device.create_stream("compute").unwrap();
+    Setup { stream, kernels: CudaKernels::with_loader(loader.clone()), loader, compiled, _folder: folder }
+}
+
+impl Setup {
+    /// A launch that touches nothing that it may not.
+    fn cast(&self, elems: usize) -> Result<(), KernelError> {
+        let mut host = vec![0f64; elems];
+        // SAFETY: launches either fail before they run, or are of no elements.
+        let slice = unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32) };
+        self.kernels.cast(&self.stream, slice.slice(0..elems / 2), slice.slice(elems / 2..elems), 1.0)
+    }
+
+    fn compiled(&self) -> u32 {
+        self.compiled.load(Ordering::Relaxed)
+    }
+}
+
+mod cuda {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn warming_compiles_every_source_once_and_no_launch_compiles_after_it() {
+        let setup = setup(None);
+        assert_eq!(setup.compiled(), 0, "nothing is compiled before it is used");
+        setup.kernels.warm(&setup.stream, LIMIT).unwrap();
+        assert_eq!(setup.compiled(), SOURCES.len() as u32);
+        setup.kernels.clone().warm(&setup.stream, LIMIT).unwrap();
+        assert_eq!(setup.compiled(), SOURCES.len() as u32, "handles share what is loaded");
+        // Another process finds it on disk; here, other kernels of the same loader.
+        CudaKernels::with_loader(setup.loader.clone()).warm(&setup.stream, LIMIT).unwrap();
+        assert_eq!(setup.compiled(), SOURCES.len() as u32);
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn empty_launches_load_nothing() {
+        let setup = setup(None);
+        setup.cast(0).unwrap();
+        setup.stream.synchronize(LIMIT).unwrap();
+        assert_eq!(setup.compiled(), 0);
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn what_does_not_compile_is_told_by_the_launch_and_leaves_the_stream_usable() {
+        let (source_name, target, log) = ("cast.cu".to_owned(), Target::Cubin(Arch(90)), "line 3: no".to_owned());
+        let error = CudaError::Compilation { source_name, target, log };
+        let setup = setup(Some(Err(error.clone())));
+        assert_eq!(setup.cast(8), Err(KernelError::Cuda(error.clone())));
+        assert_eq!(setup.cast(8), Err(KernelError::Cuda(error)), "it is tried again, not remembered");
+        assert_eq!(setup.compiled(), 2);
+        setup.stream.synchronize(LIMIT).unwrap();
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn an_image_that_the_driver_does_not_take_is_its_error() {
+        let setup = setup(Some(Ok(b"not an image\0".to_vec())));
+        let error = setup.cast(8).unwrap_err();
+        assert!(matches!(&error, KernelError::Device(DeviceError::Driver { .. })), "{error}");
+        setup.stream.synchronize(LIMIT).unwrap();
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn a_source_of_ones_own_is_loaded_by_its_entries() {
+        const OWN: Source = Source::new("own.cu", "extern \"C\" __global__ void nothing() {}");
+        let setup = setup(None);
+        let functions = setup.loader.load(&OWN, &["nothing"]).unwrap();
+        let nothing = &functions["nothing"];
+        // SAFETY: the kernel takes nothing and does nothing.
+        unsafe { nothing.launch(&setup.stream, [1; 3], [32, 1, 1], 0, &mut []) }.unwrap();
+        setup.stream.synchronize(LIMIT).unwrap();
+        let error = setup.loader.load(&OWN, &["nothing", "missing"]).unwrap_err();
+        assert!(matches!(&error, KernelError::Device(DeviceError::Driver { .. })), "{error}");
+        assert!(error.to_string().contains("missing"), "{error}");
+    }
+}
