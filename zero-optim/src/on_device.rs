@@ -253,7 +253,8 @@ impl<D: Device> ShardedAdamW<D> {
         let mut outcomes = Vec::with_capacity(count);
         for (iteration, _) in on_device.expected.drain(..count) {
             let report = &ring[(iteration % REPORTS as u64) as usize];
-            if report.iteration != iteration {
+            // A place that a later step may be writing to is not read.
+            if report.iteration != iteration || on_device.next - iteration > REPORTS as u64 {
                 on_device.halted = Some(OptimError::ReportLost { iteration });
                 break;
             }

@@ -108,8 +108,8 @@ impl Calls {
     }
 }
 
-/// The library's names, best first: `ZERO_NVRTC` alone if it is set, else the usual ones by the loader's own search
-/// and in the toolkit that `CUDA_HOME` or `CUDA_PATH` names.
+/// The library's names, best first: `ZERO_NVRTC` alone if it is set, else the usual ones by the loader's own search,
+/// in the toolkit that `CUDA_HOME` or `CUDA_PATH` names, and where toolkits are installed.
 fn candidates(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     if let Some(path) = variable("ZERO_NVRTC") {
         return vec![path];
@@ -121,7 +121,8 @@ fn candidates(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     };
     let mut all: Vec<String> = names.iter().map(|&n| n.to_owned()).collect();
     let folder = if cfg!(windows) { "bin" } else { "lib64" };
-    for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|v| variable(v)) {
+    let installed = if cfg!(windows) { None } else { Some("/usr/local/cuda".to_owned()) };
+    for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|v| variable(v)).chain(installed) {
         all.extend(names.iter().map(|n| format!("{home}/{folder}/{n}")));
     }
     all
@@ -289,6 +290,7 @@ mod tests {
         assert_eq!(candidates(chosen), ["/opt/mine.so"]);
         let usual = candidates(|name| (name == "CUDA_HOME").then(|| "/cuda".to_owned()));
         assert!(usual.len() >= 4 && usual.iter().any(|c| c.starts_with("/cuda/")), "{usual:?}");
+        assert!(cfg!(windows) || usual.last().is_some_and(|c| c.starts_with("/usr/local/cuda/")), "{usual:?}");
     }
 
     #[test]
