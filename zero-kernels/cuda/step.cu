@@ -65,6 +65,8 @@ static_assert(sizeof(StepState) == 56 && sizeof(StepReport) == 88, "as on the ho
 
 extern "C" __global__ void make_vote(const GradStats *units, u64 count, const double *loss, Vote *out) {
     Vote vote = {0.0, 0, NONE, *loss};
+    // One thread adds, in order; unrolled, so that it waits for memory once for many.
+#pragma unroll 16
     for (u64 unit = 0; unit < count; unit++) {
         vote.sum_sq = __dadd_rn(vote.sum_sq, units[unit].sum_sq);
         vote.nonfinite += units[unit].nonfinite;
@@ -123,6 +125,7 @@ extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepS
     if (s.halted) return;
     double sum_sq = 0.0;
     StepReport report = {0.0, 0.0, 0.0, 0.0, s.loss_scale, 0, NONE, NONE, 0.0, s.iteration, 1, 0};
+#pragma unroll 8
     for (u64 rank = 0; rank < ranks; rank++) {
         sum_sq = __dadd_rn(sum_sq, votes[rank].sum_sq);
         report.loss = __dadd_rn(report.loss, votes[rank].loss);

@@ -39,7 +39,7 @@ impl Rig<CudaDevice> {
         let stream = device.create_stream("compute").unwrap();
         let kernels = Arc::new(CudaKernels::new(&device).unwrap());
         // The stand-in interprets PTX.
-        let most_elems = if device.name().contains("stand-in") { 100_003 } else { (1 << 20) + 3 };
+        let most_elems = if device.name().contains("stand-in") { 33_003 } else { (1 << 20) + 3 };
         Self { device, stream, kernels, most_elems }
     }
 }
