@@ -1,7 +1,7 @@
 //! CUDA streams.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -14,20 +14,31 @@ use super::sticky::{Sticky, named};
 use crate::device::{DeviceError, Stream, next_stream_id, run_named};
 
 /// A recording of operations that is going on, or is over.
-#[derive(Debug, Default)]
-pub(super) struct Capture(AtomicBool);
+#[derive(Default)]
+pub(super) struct Capture {
+    over: AtomicBool,
+    /// A framework records this stream, and only the driver knows until when.
+    theirs: Option<Weak<Inner>>,
+}
 
 impl Capture {
     pub(super) fn is_over(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        let ended = || {
+            let stream = self.theirs.as_ref().map(Weak::upgrade);
+            stream.is_some_and(|stream| !stream.is_some_and(|stream| stream.queue.is_capturing().unwrap_or(false)))
+        };
+        if !self.over.load(Ordering::Acquire) && ended() {
+            self.end();
+        }
+        self.over.load(Ordering::Acquire)
     }
 
     pub(super) fn end(&self) {
-        self.0.store(true, Ordering::Release);
+        self.over.store(true, Ordering::Release);
     }
 }
 
-struct Inner {
+pub(super) struct Inner {
     name: Arc<str>,
     id: u64,
     queue: Queue,
@@ -145,6 +156,11 @@ impl CudaStream {
         let mut capture = self.0.capture.lock();
         if capture.as_ref().is_some_and(|capture| capture.is_over()) {
             *capture = None;
+        }
+        let queue = &self.0.queue;
+        if capture.is_none() && queue.is_foreign() && queue.is_capturing().unwrap_or(false) {
+            *capture =
+                Some(Arc::new(Capture { over: AtomicBool::new(false), theirs: Some(Arc::downgrade(&self.0)) }));
         }
         capture.clone()
     }

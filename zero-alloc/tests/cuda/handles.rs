@@ -1,8 +1,8 @@
 //! A framework's handles, both ways.
 
-use zero_alloc::Pool;
 use zero_alloc::cuda::interop;
-use zero_alloc::device::{Device, DeviceError, Event, Stream};
+use zero_alloc::device::{DType, Device, DeviceError, Event, Stream};
+use zero_alloc::{Pool, Purpose};
 
 use crate::kernels::{launch, scale_add};
 use crate::{LIMIT, floats, open, read, slice};
@@ -75,4 +75,41 @@ fn a_framework_s_cuda_context_is_used_as_it_is() {
     // SAFETY: null is refused before anything else.
     let null = unsafe { interop::device_from_context(std::ptr::null_mut()) }.expect_err("null");
     assert!(matches!(null, DeviceError::Driver { call: "device_from_context", .. }), "{null}");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_framework_records_a_cuda_graph_and_ours_notices() {
+    let device = open();
+    let theirs = device.create_stream("theirs").expect("a stream");
+    // SAFETY: `theirs` outlives it.
+    let ours = unsafe { interop::stream_from_raw(&device, interop::raw_stream(&theirs), "ours") }.expect("a stream");
+    let other = device.create_stream("other").expect("a stream");
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let x = floats(&pool, &ours, 100, 1.0);
+    let mut scratch = None;
+    let graph = theirs
+        .capture(|| {
+            let mut block = pool.allocate(100, DType::F32, Purpose::Workspace, &ours).expect("room");
+            device.copy(&ours, slice(&x), slice(&block))?;
+            launch(&function, &ours, slice(&block), 2.0, 0.0)?;
+            device.copy(&ours, slice(&block), slice(&x))?;
+            block.record_use(&ours)?;
+            assert!(ours.synchronize(LIMIT).is_err(), "the host cannot wait for what does not run");
+            scratch = Some((block, ours.record()?));
+            Ok(())
+        })
+        .expect("recorded");
+    for expected in [2.0, 4.0] {
+        graph.launch(&ours).expect("enqueued");
+        assert_eq!(read(&device, &ours, &x), [expected; 100]);
+    }
+    // The points of the recording hold nobody up: neither the next user of the block nor the end of the pool.
+    let (block, inside) = scratch.expect("recorded");
+    assert_eq!(inside.is_done(), Ok(true));
+    drop(block);
+    let again = floats(&pool, &other, 100, 3.0);
+    assert_eq!(read(&device, &other, &again), [3.0; 100]);
+    other.synchronize(LIMIT).expect("sound");
 }

@@ -1,6 +1,6 @@
 //! What the driver says is free, before and after.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{DType, Device, Stream};
@@ -36,19 +36,20 @@ fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
     }
 }
 
-/// What is free when `enough` is, or when nothing more comes back: a pool whose last operations have not run
-/// goes when they have.
+/// What is free when `enough` is; less only where that does not come to pass: a pool whose last operations have not
+/// run goes when they have, and another thread sees to it.
 fn free_at_rest(device: &CudaDevice, enough: usize) -> usize {
-    let mut free = 0;
-    for _ in 0..100 {
+    let start = Instant::now();
+    loop {
         device.trim().expect("trimmed");
-        free = device.memory_bytes().expect("a number").0;
-        if free >= enough {
-            break;
+        let free = device.memory_bytes().expect("a number").0;
+        // Without a figure to wait for, a second of rest must do.
+        let limit = if enough == usize::MAX { Duration::from_secs(1) } else { LIMIT };
+        if free >= enough || start.elapsed() > limit {
+            return free;
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    free
 }
 
 fn device_page(device: &CudaDevice) -> usize {

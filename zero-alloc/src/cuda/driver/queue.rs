@@ -139,6 +139,22 @@ impl Queue {
         self.context.driver.check("cuStreamBeginCapture", code)
     }
 
+    /// Whether somebody else may record this stream without our knowledge.
+    pub(in super::super) fn is_foreign(&self) -> bool {
+        !self.owned
+    }
+
+    /// Whether what is enqueued is recorded, by whomever.
+    pub(in super::super) fn is_capturing(&self) -> Result<bool, DeviceError> {
+        self.context.bind()?;
+        let none = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (driver, mut status) = (self.context.driver, none);
+        // SAFETY: the stream lives; writes one of the three states that CUDA has had since it records streams.
+        let code = unsafe { (driver.table.cuStreamIsCapturing)(self.raw, &raw mut status) };
+        driver.check("cuStreamIsCapturing", code)?;
+        Ok(status != none)
+    }
+
     /// Ends the recording.
     pub(in super::super) fn end_capture(&self) -> Result<Recording, DeviceError> {
         self.context.bind()?;

@@ -103,6 +103,7 @@ table! {
     cuStreamWaitEvent(sys::CUstream, sys::CUevent, c_uint);
     cuStreamQuery(sys::CUstream);
     cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
+    cuStreamIsCapturing(sys::CUstream, *mut sys::CUstreamCaptureStatus);
     cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
     cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, Flags);
     cuGraphLaunch(sys::CUgraphExec, sys::CUstream);
