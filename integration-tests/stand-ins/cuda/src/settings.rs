@@ -11,6 +11,7 @@ pub(crate) struct Settings {
     pub(crate) delay_seed: Option<u64>,
     pub(crate) launch_limit: Duration,
     pub(crate) find_races: bool,
+    pub(crate) trace: bool,
 }
 
 impl Settings {
@@ -31,6 +32,7 @@ impl Settings {
             delay_seed: number("ZERO_STANDIN_DELAY_SEED"),
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
             // Tests of this crate always look for them.
+            trace: number("ZERO_STANDIN_TRACE").is_some_and(|n| n > 0),
             find_races: cfg!(test) || number("ZERO_STANDIN_RACES").is_some_and(|n| n > 0),
         }
     }

@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 
 use crate::driver::queue::is_in_host_function;
 use crate::error::{Failure, Outcome, say};
+use crate::settings::settings;
 
 mod context;
 mod device;
@@ -113,14 +114,18 @@ fn guard(name: &str, body: impl FnOnce() -> Outcome) -> u32 {
         say!("{name} was called by a host function, which may not call the driver");
         return Failure::NotPermitted as u32;
     }
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
+    let code = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(failure)) => failure as u32,
         Err(_) => {
             say!("{name}: the stand-in itself failed; its message is above");
             Failure::Unknown as u32
         }
+    };
+    if settings().trace {
+        say!("{name}: {code}");
     }
+    code
 }
 
 /// Declares functions of the driver, and the `lookup` of their addresses by name.
