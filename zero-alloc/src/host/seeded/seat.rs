@@ -1,19 +1,20 @@
 //! A stream's place at the scheduler: enqueuing, and the thread that runs its operations.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
 use super::current::{self, Current};
-use super::{Clock, Entry, Scheduler, State, StreamState};
+use super::{Clock, Entry, Scheduler, Shared, State, StreamState};
 use crate::device::DeviceError;
 use crate::host::HostEvent;
 use crate::host::op::{Item, Named};
 
 /// Where an event lies: what is ordered before it, and, once reached, what was known there.
 pub(in crate::host) struct Mark {
-    scheduler: Scheduler,
+    /// Weak, since the scheduler keeps events. It lives as long as a stream has anything to run.
+    scheduler: Weak<Shared>,
     ordered: Clock,
     known: OnceLock<Clock>,
 }
@@ -33,24 +34,24 @@ impl Mark {
 
     /// Lets something run, as time would.
     pub(in crate::host) fn poll(&self, event: &HostEvent) {
-        self.scheduler.drive(1, None, |_| event.result().is_some());
-        self.learn(event);
+        self.drive(1, None, event);
     }
 
     /// Lets streams run until the event is reached or the limit is over.
     pub(in crate::host) fn wait(&self, event: &HostEvent, limit: Duration) {
         // A limit beyond the clock's reach is as good as an hour.
         let deadline = Instant::now().checked_add(limit).or(Instant::now().checked_add(Duration::from_secs(3600)));
-        self.scheduler.drive(usize::MAX, deadline, |_| event.result().is_some());
-        self.learn(event);
+        self.drive(usize::MAX, deadline, event);
     }
 
-    /// The host now knows what was known at the event.
-    fn learn(&self, event: &HostEvent) {
+    /// Lets streams run towards the event; once it is reached, the host knows what was known there.
+    fn drive(&self, steps: usize, deadline: Option<Instant>, event: &HostEvent) {
+        let Some(scheduler) = self.scheduler.upgrade().map(Scheduler) else { return };
+        scheduler.drive(steps, deadline, |_| event.result().is_some());
         if event.result().is_some()
             && let Some(known) = self.known.get()
         {
-            self.scheduler.0.state.lock().host.join(known);
+            scheduler.0.state.lock().host.join(known);
         }
     }
 }
@@ -134,7 +135,7 @@ impl Seat {
     fn event(&self, stream: &StreamState) -> HostEvent {
         let mut ordered = stream.ordered.clone();
         ordered.set(self.index, stream.enqueued);
-        let mark = Mark { scheduler: self.scheduler.clone(), ordered, known: OnceLock::new() };
+        let mark = Mark { scheduler: Arc::downgrade(&self.scheduler.0), ordered, known: OnceLock::new() };
         HostEvent::marked(Arc::clone(&self.named.name), mark)
     }
 
