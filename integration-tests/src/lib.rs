@@ -6,6 +6,7 @@ pub mod cuda;
 pub mod data;
 pub mod error;
 pub mod hf;
+pub mod launcher;
 pub mod model;
 pub mod ops;
 pub mod random;

@@ -41,6 +41,6 @@ fn main() -> ExitCode {
         Ok(Err(error)) => error,
         Err(_) => CliError::Failure("a bug: the program panicked; run with ZERO_LOG=debug to see where".to_owned()),
     };
-    eprintln!("error: {error}");
+    error.tell();
     ExitCode::from(error.exit_code())
 }

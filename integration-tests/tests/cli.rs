@@ -223,3 +223,17 @@ fn an_interrupt_saves_and_ends() {
     succeeds(&run_tiny(dir.path(), &["--resume", "c", "--steps", &next, "--metrics", "m2"]));
     assert_eq!(std::fs::read_to_string(dir.path().join("m2")).unwrap().lines().count(), 1);
 }
+
+#[test]
+fn cuda_without_a_driver_names_what_was_tried() {
+    if zero_alloc::cuda::CudaDevice::count().is_ok() {
+        // There is one here.
+        return;
+    }
+    let dir = temp();
+    fails(&run_tiny(dir.path(), &["--device", "cuda"]), 2, &["--device cuda", "no driver", "libcuda.so.1"]);
+    fails(&run_tiny(dir.path(), &["--comm", "nccl"]), 2, &["--device cuda", "libcuda.so.1"]);
+    fails(&run_tiny(dir.path(), &["--device", "cpu", "--comm", "nccl"]), 2, &["--comm nccl", "--device cuda"]);
+    fails(&run_tiny(dir.path(), &["--device", "cuda", "--comm", "threads"]), 2, &["NCCL"]);
+    succeeds(&run_tiny(dir.path(), &["--device", "auto"]));
+}

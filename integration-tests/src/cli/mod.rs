@@ -6,6 +6,8 @@ pub mod train;
 
 use thiserror::Error;
 
+use crate::launcher::Report;
+
 /// Why a command ended without success.
 #[derive(Debug, Error)]
 pub enum CliError {
@@ -15,6 +17,9 @@ pub enum CliError {
     /// Failure: exit code 1.
     #[error("{0}")]
     Failure(String),
+    /// Failure that another process's failure caused: exit code 1.
+    #[error("{0}")]
+    Echo(String),
 }
 
 impl CliError {
@@ -22,7 +27,16 @@ impl CliError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
-            Self::Failure(_) => 1,
+            Self::Failure(_) | Self::Echo(_) => 1,
+        }
+    }
+
+    /// Says it: to the launcher that started this process as a rank, or on standard error.
+    pub fn tell(&self) {
+        let echo = matches!(self, Self::Echo(_));
+        let report = Report { code: self.exit_code(), echo, message: self.to_string() };
+        if !report.deliver() {
+            eprintln!("error: {self}");
         }
     }
 

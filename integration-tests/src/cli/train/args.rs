@@ -17,7 +17,7 @@ pub struct TrainArgs {
     /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, or a Hugging Face GPT-2 folder [default: nano]
     #[arg(long, value_name = "PRESET|HF_DIR")]
     pub model: Option<String>,
-    /// Ranks of the data-parallel group [default: 4]
+    /// Ranks of the data-parallel group [default: 4; on CUDA one for each GPU]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
     /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters [default: 3]
@@ -26,6 +26,9 @@ pub struct TrainArgs {
     /// Where to compute
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceChoice,
+    /// Let more ranks than there are GPUs share them, for tests: speeds then mean nothing (NCCL 2.30 or later)
+    #[arg(long)]
+    pub share_gpus: bool,
     /// How ranks talk
     #[arg(long, value_enum, default_value_t)]
     pub comm: CommChoice,

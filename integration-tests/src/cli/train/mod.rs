@@ -1,7 +1,9 @@
 //! `zero train`: flags to a run, and the run to what a person reads.
 
 mod args;
+mod cuda;
 mod curve;
+mod device;
 mod mpi;
 mod observe;
 mod plan;
@@ -15,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::CliError;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, run_on_threads};
+use device::Chosen;
 use observe::Observer;
 use plan::Plan;
 
@@ -23,10 +26,13 @@ use plan::Plan;
 /// # Errors
 /// Wrong use, found before anything is started; or the failure that ended the run.
 pub fn run(args: &TrainArgs) -> Result<(), CliError> {
+    if let Chosen::Cuda { gpus, launched } = device::choose(args)? {
+        return cuda::run(args, gpus, launched);
+    }
     if mpi::asked_for(args)? {
         return mpi::run(args);
     }
-    let mut plan = Plan::new(args, args.ranks.unwrap_or(4))?;
+    let mut plan = Plan::new(args, args.ranks.unwrap_or(4), None)?;
     plan.options.cancel = cancelled_by_signals()?;
     print!("{}", summary::opening(&plan));
     let mut observer = Observer::new(&plan)?;

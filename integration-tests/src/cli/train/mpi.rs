@@ -51,7 +51,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     if args.ranks.is_some_and(|asked| asked != ranks) {
         return Err(CliError::Usage(format!("--ranks {}: mpirun started {ranks} ranks", args.ranks.unwrap_or(0))));
     }
-    let mut plan = Plan::new(args, ranks)?;
+    let mut plan = Plan::new(args, ranks, None)?;
     plan.options.cancel = cancelled_by_signals()?;
     let mut observer = if rank == 0 {
         print!("{}", summary::opening(&plan));

@@ -12,7 +12,7 @@ use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
 use zero_shard::{Layout, ZeroStage};
 
-use super::args::{CommChoice, DTypeChoice, DeviceChoice, TrainArgs};
+use super::args::{DTypeChoice, TrainArgs};
 use crate::cli::CliError;
 use crate::config::{DsConfig, OffloadDevice};
 use crate::data::{DataSource, Dataset};
@@ -28,6 +28,8 @@ const BUCKET_ELEMS: usize = 1 << 19;
 /// A run, ready to start.
 pub(super) struct Plan {
     pub(super) ranks: usize,
+    /// The name of the GPU; none on the host.
+    pub(super) device: Option<String>,
     pub(super) settings: Settings,
     pub(super) workload: GptWorkload,
     pub(super) options: RunOptions,
@@ -41,9 +43,9 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The run of `ranks` ranks that `args` ask for.
-    pub(super) fn new(args: &TrainArgs, ranks: usize) -> Result<Self, CliError> {
-        check_support(args)?;
+    /// The run of `ranks` ranks that `args` ask for, on the GPU with this name, or on the host.
+    pub(super) fn new(args: &TrainArgs, ranks: usize, device: Option<String>) -> Result<Self, CliError> {
+        check_support(args, device.is_some())?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let file = file.as_ref();
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
@@ -79,6 +81,7 @@ impl Plan {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         Ok(Self {
             ranks,
+            device,
             options: RunOptions {
                 steps: args.steps.unwrap_or(1000),
                 micro_batch: batch.micro_batch as usize,
@@ -112,14 +115,14 @@ impl Plan {
 }
 
 /// Refuses what this build does not do.
-fn check_support(args: &TrainArgs) -> Result<(), CliError> {
+fn check_support(args: &TrainArgs, on_cuda: bool) -> Result<(), CliError> {
     let refuse = |what: &str| Err(CliError::Usage(format!("{what} is not in this version; see README.md")));
-    match (args.device, args.comm, args.offload.as_str()) {
-        (DeviceChoice::Cuda, ..) => refuse("--device cuda"),
-        (_, CommChoice::Nccl, _) => refuse("--comm nccl"),
-        (_, _, "none" | "cpu") => Ok(()), // on the host, the device's memory is the host's
-        (_, _, other) if other.starts_with("nvme:") => refuse("--offload nvme"),
-        (_, _, other) => Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR"))),
+    match (on_cuda, args.offload.as_str()) {
+        (_, "none") => Ok(()),
+        (false, "cpu") => Ok(()), // on the host, the device's memory is the host's
+        (true, "cpu") => refuse("--offload cpu with --device cuda"),
+        (_, other) if other.starts_with("nvme:") => refuse("--offload nvme"),
+        (_, other) => Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR"))),
     }
 }
 

@@ -12,15 +12,15 @@ pub(super) fn opening(plan: &Plan) -> String {
     for notice in &plan.notices {
         let _ = writeln!(out, "note: {notice}");
     }
+    let each = plan.device.clone().unwrap_or_else(|| format!("{} threads", workload.threads));
     let _ = writeln!(
         out,
-        "{}: {} parameters in {}, ZeRO stage {}, {} ranks x {} threads",
+        "{}: {} parameters in {}, ZeRO stage {}, {} ranks x {each}",
         plan.model_name,
         thousands(plan.layout.numel_elems()),
         settings.dtype,
         settings.stage.number(),
         plan.ranks,
-        workload.threads,
     );
     let _ = writeln!(out, "data: {}", workload.data.describe());
     let _ = writeln!(

@@ -182,29 +182,41 @@ fn candidates(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
 impl CublasLt {
     /// Looks for the library and makes a handle for the context that is current on this thread.
     pub(super) fn find() -> Result<Arc<Self>, LibraryError> {
-        Self::find_among(&candidates(|name| std::env::var(name).ok().filter(|v| !v.is_empty())))
+        Self::find_among(&usual_paths())
     }
 
     fn find_among(paths: &[String]) -> Result<Arc<Self>, LibraryError> {
-        let mut tried = Vec::new();
-        for path in paths {
-            // SAFETY: loading runs the library's initialisers; the names are cuBLASLt's, or the user's choice.
-            match unsafe { Library::new(path) } {
-                Ok(library) => return Self::new(library, path),
-                Err(error) => tried.push(format!("{path}: {}", said(&error))),
-            }
-        }
-        Err(LibraryError::NotFound { tried })
-    }
-
-    fn new(library: Library, path: &str) -> Result<Arc<Self>, LibraryError> {
-        let calls = Calls::load(&library, path)?;
+        let (library, calls) = load_among(paths)?;
         let mut handle: Raw = ptr::null_mut();
         // SAFETY: writes one handle.
         let status = unsafe { (calls.create)(&raw mut handle) };
         calls.check("cublasLtCreate", status)?;
         Ok(Arc::new(Self { calls, handle, _library: library }))
     }
+}
+
+fn usual_paths() -> Vec<String> {
+    candidates(|name| std::env::var(name).ok().filter(|v| !v.is_empty()))
+}
+
+/// Whether the library is there, without making anything.
+pub(super) fn is_there() -> Result<(), LibraryError> {
+    load_among(&usual_paths()).map(drop)
+}
+
+fn load_among(paths: &[String]) -> Result<(Library, Calls), LibraryError> {
+    let mut tried = Vec::new();
+    for path in paths {
+        // SAFETY: loading runs the library's initialisers; the names are cuBLASLt's, or the user's choice.
+        match unsafe { Library::new(path) } {
+            Ok(library) => {
+                let calls = Calls::load(&library, path)?;
+                return Ok((library, calls));
+            }
+            Err(error) => tried.push(format!("{path}: {}", said(&error))),
+        }
+    }
+    Err(LibraryError::NotFound { tried })
 }
 
 impl Drop for CublasLt {

@@ -18,6 +18,14 @@ use library::{Addresses, Algorithm, Attribute, CublasLt, Description, Layouts, M
 
 pub use library::LibraryError;
 
+/// Looks for cuBLASLt.
+///
+/// # Errors
+/// It is not on this machine, or lacks a function.
+pub fn find_library() -> Result<(), LibraryError> {
+    library::is_there()
+}
+
 /// Bytes that algorithms may ask for: what NVIDIA recommends for its larger devices.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 

@@ -1,0 +1,146 @@
+//! `zero train --device cuda` with several ranks: one process each, over NCCL. They share one GPU where there is only one.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Longer than any run here takes.
+const LONG: Duration = Duration::from_secs(400);
+
+fn zero(dir: &Path, args: &[&str]) -> Command {
+    let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+    command.arg("train").arg("--model").arg(data.join("model")).arg("--data").arg(data.join("tokens.u16.bin"));
+    command.args(["--micro-batch", "1", "--lr", "1e-3", "--clip", "1"]);
+    for (flag, value) in [("--seq-len", "32"), ("--steps", "3")] {
+        if !args.contains(&flag) {
+            command.args([flag, value]);
+        }
+    }
+    command.args(args).current_dir(dir).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn finish(mut child: Child) -> Output {
+    let begun = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > LONG {
+            child.kill().unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.wait_with_output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    format!("{}\n{out}{err}", output.status)
+}
+
+fn run(mut command: Command) -> String {
+    let output = finish(command.spawn().unwrap());
+    assert!(output.status.success(), "{}", text(&output));
+    text(&output)
+}
+
+fn temp() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+fn steps(dir: &Path, file: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(dir.join(file)).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The processes that `pid` has started.
+fn children(pid: u32) -> Vec<u32> {
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    std::fs::read_to_string(path).unwrap_or_default().split_whitespace().filter_map(|p| p.parse().ok()).collect()
+}
+
+fn is_running(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_follow_the_host_at_every_stage_and_hold_and_send_what_it_does() {
+    let dir = temp();
+    for (stage, ranks) in [("0", "2"), ("1", "2"), ("2", "2"), ("3", "2"), ("3", "3")] {
+        let args = ["--stage", stage, "--ranks", ranks];
+        run(zero(dir.path(), &[&args[..], &["--device", "cpu", "--metrics", "host"]].concat()));
+        let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
+        let said = run(zero(dir.path(), &[&args[..], &more].concat()));
+        assert!(said.contains("ranks share GPUs: speeds mean nothing"), "{said}");
+        let (host, cuda) = (steps(dir.path(), "host"), steps(dir.path(), "cuda"));
+        assert_eq!((host.len(), cuda.len()), (3, 3));
+        for (host, cuda) in host.iter().zip(&cuda) {
+            for key in ["loss", "grad_norm"] {
+                let (host, cuda) = (host[key].as_f64().unwrap(), cuda[key].as_f64().unwrap());
+                assert!((host - cuda).abs() <= 1e-4 * host.abs(), "stage {stage}, {key}: {cuda} for {host}");
+            }
+            assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "stage {stage}");
+            for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
+                assert_eq!(host["memory"][key], cuda["memory"][key], "stage {stage}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_of_another_launcher_join_it() {
+    let dir = temp();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let start = |rank: usize| {
+        let mut command = zero(dir.path(), &["--device", "cuda", "--share-gpus"]);
+        let rank = rank.to_string();
+        command.env("RANK", &rank).env("LOCAL_RANK", &rank).env("WORLD_SIZE", "2").env("MASTER_PORT", &port);
+        command.env("MASTER_ADDR", "127.0.0.1").env("NCCL_MULTI_RANK_GPU_ENABLE", "1").spawn().unwrap()
+    };
+    let outputs = [start(0), start(1)].map(finish);
+    assert!(outputs.iter().all(|o| o.status.success()), "{}{}", text(&outputs[0]), text(&outputs[1]));
+    assert!(text(&outputs[0]).contains("held by"), "{}", text(&outputs[0]));
+    assert!(outputs[1].stdout.is_empty(), "{}", text(&outputs[1]));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_rank_that_is_killed_ends_the_run_with_its_name_and_leaves_nobody() {
+    let dir = temp();
+    let args = ["--device", "cuda", "--share-gpus", "--ranks", "3", "--steps", "100000", "--metrics", "m"];
+    let launcher = zero(dir.path(), &args).spawn().unwrap();
+    let begun = Instant::now();
+    while std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count()) < 2 {
+        assert!(begun.elapsed() < LONG, "{}", text(&finish(launcher)));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let ranks = children(launcher.id());
+    assert_eq!(ranks.len(), 3);
+    assert!(Command::new("kill").args(["-9", &ranks[1].to_string()]).status().unwrap().success());
+    let killed = Instant::now();
+    let output = finish(launcher);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(said.matches("error: ").count(), 1, "{said}");
+    assert!(said.contains("error: rank 1 was ended by signal 9"), "{said}");
+    assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
+    assert!(!ranks.iter().any(|&pid| is_running(pid)));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_say_what_is_wrong_once() {
+    let dir = temp();
+    let too_many = finish(zero(dir.path(), &["--device", "cuda", "--ranks", "64"]).spawn().unwrap());
+    assert_eq!(too_many.status.code(), Some(2), "{}", text(&too_many));
+    assert!(text(&too_many).contains("--share-gpus"), "{}", text(&too_many));
+    let args = ["--device", "cuda", "--share-gpus", "--ranks", "2", "--seq-len", "65"];
+    let wrong = finish(zero(dir.path(), &args).spawn().unwrap());
+    assert_eq!(wrong.status.code(), Some(2), "{}", text(&wrong));
+    assert_eq!(text(&wrong).matches("error: ").count(), 1, "{}", text(&wrong));
+    assert!(text(&wrong).contains("--seq-len 65"), "{}", text(&wrong));
+}
