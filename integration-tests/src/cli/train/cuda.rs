@@ -83,9 +83,10 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
         None
     };
     let (settings, workload, options) = (&plan.settings, &plan.workload, &plan.options);
-    let summary = run_on_cuda(&device, Arc::clone(&comm), settings, workload, options, &mut |metrics| {
-        observer.as_mut().map_or(Ok(()), |o| o.step(metrics))
-    });
+    let summary =
+        run_on_cuda(&device, Arc::clone(&comm), plan.is_recorded(), settings, workload, options, &mut |metrics| {
+            observer.as_mut().map_or(Ok(()), |o| o.step(metrics))
+        });
     if let Some(observer) = &observer {
         observer.finish();
     }

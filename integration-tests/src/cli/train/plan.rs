@@ -114,6 +114,13 @@ impl Plan {
     }
 }
 
+impl Plan {
+    /// Whether it is written down what ran when: always on the host, where it costs nothing, and on a GPU for a report.
+    pub(super) fn is_recorded(&self) -> bool {
+        self.device.is_none() || self.report.is_some()
+    }
+}
+
 /// Refuses what this build does not do.
 fn check_support(args: &TrainArgs, on_cuda: bool) -> Result<(), CliError> {
     let refuse = |what: &str| Err(CliError::Usage(format!("{what} is not in this version; see README.md")));

@@ -61,7 +61,8 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], steps: &[StepMetrics])
     if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
         let _ = writeln!(out, "{rate:.0} tokens/s, the median of the steps after the second");
     }
-    if let Some(exposed) = median(steps.iter().skip(2).map(|s| s.overlap.exposed_comm_ms / s.step_ms)) {
+    let exposed = median(steps.iter().skip(2).map(|s| s.overlap.exposed_comm_ms / s.step_ms));
+    if let Some(exposed) = exposed.filter(|_| plan.is_recorded()) {
         let _ = writeln!(out, "{:.0}% of a step is communication that compute does not hide", exposed * 100.0);
     }
     memory_table(&mut out, plan, ranks);
