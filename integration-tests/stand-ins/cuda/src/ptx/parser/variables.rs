@@ -1,0 +1,102 @@
+//! Declarations of memory.
+
+use super::{Parsed, Parser};
+use crate::ptx::lexer::Token;
+use crate::ptx::syntax::{Value, Variable};
+use crate::ptx::types::{Space, Type};
+
+impl Parser {
+    /// Variables of one declaration, up to its `;`.
+    pub(super) fn variables(&mut self, space: Space, external: bool) -> Parsed<Vec<Variable>> {
+        let first = self.variable(space, external)?;
+        let mut all = vec![first];
+        while self.has(',') {
+            let (name, line) = (self.word()?, self.line());
+            let like = all[0].clone();
+            all.push(Variable { name, line, values: Vec::new(), ..like });
+        }
+        self.expect(';')?;
+        Ok(all)
+    }
+
+    /// `.align 8 .b8 name[16] = {...}`, behind its space.
+    pub(super) fn variable(&mut self, space: Space, external: bool) -> Parsed<Variable> {
+        let (mut align, mut element, mut lanes, mut points) = (None, None, 1usize, false);
+        while let Some(directive) = self.directive() {
+            match &directive[1..] {
+                // Behind `.ptr` it is the alignment of what the parameter points to.
+                "align" if points => drop(self.small()?),
+                "align" => align = Some(self.small()? as usize),
+                "ptr" => points = true,
+                "global" | "const" | "shared" | "local" | "managed" => {}
+                "v2" => lanes = 2,
+                "v4" => lanes = 4,
+                other => match Type::named(other) {
+                    Some(found) => element = Some(found),
+                    None => return self.mistake(format!("unknown type `{directive}`")),
+                },
+            }
+        }
+        let (name, line) = (self.word()?, self.line());
+        let Some(element) = element else { return self.mistake(format!("{name} has no type")) };
+        let mut elements = Some(lanes);
+        let mut is_open = false;
+        while self.has('[') {
+            if self.has(']') {
+                is_open = true;
+            } else {
+                let count = self.integer()? as usize;
+                elements = elements.and_then(|n| n.checked_mul(count));
+                self.expect(']')?;
+            }
+        }
+        let mut values = Vec::new();
+        if self.has('=') {
+            self.values(&mut values)?;
+        }
+        if is_open {
+            elements = Some(values.len());
+        }
+        let bytes = elements.and_then(|n| n.checked_mul(element.bytes())).filter(|&n| n < 1 << 32);
+        let Some(bytes) = bytes else { return self.mistake(format!("{name} is too large")) };
+        let align = align.unwrap_or(element.bytes() * lanes);
+        if !align.is_power_of_two() {
+            return self.mistake(format!("{name}: an alignment of {align}"));
+        }
+        Ok(Variable { name, space, align, element, bytes, external, values, line })
+    }
+
+    fn values(&mut self, all: &mut Vec<Value>) -> Parsed<()> {
+        if self.has('{') {
+            while !self.has('}') {
+                self.values(all)?;
+                self.has(',');
+            }
+            return Ok(());
+        }
+        if self.peek() == Some(&Token::Mark('-')) {
+            all.push(Value::Bits(self.integer()?));
+            return Ok(());
+        }
+        let value = match self.next()? {
+            Token::Integer(n) => Value::Bits(n),
+            Token::F32(bits) => Value::Bits(u64::from(bits)),
+            Token::F64(bits) => Value::Bits(bits),
+            Token::Word(word) if word == "generic" => {
+                self.expect('(')?;
+                let name = self.word()?;
+                self.expect(')')?;
+                Value::Address(name, self.offset()?)
+            }
+            Token::Word(name) => Value::Address(name, self.offset()?),
+            other => return self.mistake(format!("no initial value: {other:?}")),
+        };
+        all.push(value);
+        Ok(())
+    }
+
+    /// `+ 8`, `- 8`, `+ -8` or nothing.
+    pub(super) fn offset(&mut self) -> Parsed<i64> {
+        if self.has('+') || self.peek() == Some(&Token::Mark('-')) { Ok(self.integer()? as i64) } else { Ok(0) }
+    }
+}
