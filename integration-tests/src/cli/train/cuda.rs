@@ -65,7 +65,8 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
     let mut plan = Plan::new(args, world_size, Some(device.name().to_owned()))?;
     plan.options.cancel = cancelled_by_signals()?;
-    if local_rank >= gpus {
+    // Rank 0, which prints, has a GPU that it may share: only the flag and the numbers tell it.
+    if args.share_gpus && world_size > gpus {
         plan.notices.push("ranks share GPUs: speeds mean nothing".to_owned());
     }
     let limit = Duration::from_secs(args.time_limit);
