@@ -108,7 +108,7 @@ pub enum OptimError {
     #[error("steps are under way whose reports are not read: call all_reports first")]
     ReportsLeft,
     /// A report was overwritten before it was read.
-    #[error("the report of step {iteration} is gone: more than 64 steps were enqueued without reading reports")]
+    #[error("the report of step {iteration} is gone: 64 steps or more were enqueued without reading reports")]
     ReportLost {
         /// Steps decided before it.
         iteration: u64,

@@ -194,7 +194,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Notes that one step was enqueued on `stream`, by [`Self::enqueue_step`] or by a graph that holds one: its report is
-    /// there when the stream gets here. The oldest are lost where more than 64 are not read.
+    /// there when the stream gets here. The oldest are lost where 64 or more are not read.
     ///
     /// # Errors
     /// Steps are not decided on the device, or the stream is gone.
@@ -247,17 +247,26 @@ impl<D: Device> ShardedAdamW<D> {
             return Ok(Vec::new());
         };
         on_device.reading.wait(last)?;
-        let mut ring = vec![StepReport::default(); REPORTS];
-        let from = bytes(on_device.reports());
-        self.device.download(&on_device.reading, from, bytemuck::cast_slice_mut(&mut ring), limit)?;
+        // The ring wraps at most once. Only what is asked for is read: a step under way may be writing beside it.
+        let first = on_device.expected.front().map_or(0, |(iteration, _)| *iteration);
+        let lost = first + REPORTS as u64 <= on_device.next;
+        let start = (first % REPORTS as u64) as usize;
+        let readable = if lost { 0 } else { count };
+        let mut read = vec![StepReport::default(); readable];
+        let (head, tail) = read.split_at_mut(readable.min(REPORTS - start));
+        for (place, reports) in [(start, head), (0, tail)] {
+            if !reports.is_empty() {
+                let from = bytes(on_device.reports().slice(place..place + reports.len()));
+                self.device.download(&on_device.reading, from, bytemuck::cast_slice_mut(reports), limit)?;
+            }
+        }
         let mut outcomes = Vec::with_capacity(count);
+        let mut read = read.iter();
         for (iteration, _) in on_device.expected.drain(..count) {
-            let report = &ring[(iteration % REPORTS as u64) as usize];
-            // A place that a later step may be writing to is not read.
-            if report.iteration != iteration || on_device.next - iteration > REPORTS as u64 {
+            let Some(report) = read.next().filter(|report| report.iteration == iteration) else {
                 on_device.halted = Some(OptimError::ReportLost { iteration });
                 break;
-            }
+            };
             match self.decider.follow(report, &self.names) {
                 Ok(outcome) => outcomes.push(outcome),
                 Err(error) => {

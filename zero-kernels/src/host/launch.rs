@@ -262,13 +262,13 @@ impl Kernels<HostDevice> for HostKernels {
             let state = unsafe { state.as_host_mut() };
             // SAFETY: as for the state.
             let scalars = unsafe { scalars.as_host_mut() };
-            // SAFETY: as for the state.
-            let reports = unsafe { reports.as_host_mut() };
             if let ([settings], [state]) = (settings, state) {
                 let (decided, report) = step::decide_step(votes, settings, lrs, state);
                 scalars.fill(decided);
                 if let Some(report) = report {
-                    reports[(report.iteration % reports.len() as u64) as usize] = report;
+                    let at = (report.iteration % reports.len() as u64) as usize;
+                    // SAFETY: as for the state; the other reports may be read meanwhile, and are left alone.
+                    unsafe { reports.slice(at..at + 1).as_host_mut() }.fill(report);
                 }
             }
             Ok(())
