@@ -5,7 +5,7 @@
 //! - Interrupts go to every rank, once each: a rank is in a process group of its own, so that the terminal's signals
 //!   reach this program alone, which passes them on.
 //! - When a rank fails the others have a little while to see it and to end by themselves; then they are killed. What is
-//!   told is the cause: the first rank that failed by its own fault, in its own words ([`report`]).
+//!   told is the cause: the first rank that failed by its own fault, in its own words (`report`).
 //! - When this program is killed, the system kills the ranks.
 
 mod output;
