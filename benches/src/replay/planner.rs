@@ -117,29 +117,37 @@ impl Replay for PlannerReplay {
     }
 }
 
-/// The crate offset-allocator in a space large enough to need nothing else, in units of 512 bytes.
-pub struct OffsetAllocatorReplay(offset_allocator::Allocator<u32>);
+/// The crate offset-allocator in a space large enough to need nothing else: 1 TiB, in units of 512 bytes.
+pub struct OffsetAllocatorReplay {
+    allocator: offset_allocator::Allocator<u32>,
+    /// Something did not fit: its times say nothing.
+    pub refused: bool,
+}
 
 impl OffsetAllocatorReplay {
     /// An empty space.
     pub fn new(slots: usize) -> Self {
         let nodes = (2 * slots + 1024).min(1 << 24) as u32;
-        Self(offset_allocator::Allocator::with_max_allocs(u32::MAX / 2, nodes))
+        Self { allocator: offset_allocator::Allocator::with_max_allocs(u32::MAX / 2, nodes), refused: false }
     }
 }
 
 impl Replay for OffsetAllocatorReplay {
-    type Held = offset_allocator::Allocation<u32>;
+    type Held = Option<offset_allocator::Allocation<u32>>;
 
     #[inline]
     fn allocate(&mut self, bytes: u64) -> Self::Held {
-        let units = bytes.max(1).div_ceil(512).min(u64::from(u32::MAX)) as u32;
-        self.0.allocate(units).expect("a space of 1 TiB is enough for the peer")
+        let units = u32::try_from(bytes.max(1).div_ceil(512)).ok();
+        let held = units.filter(|&units| units <= u32::MAX / 2).and_then(|units| self.allocator.allocate(units));
+        self.refused |= held.is_none();
+        held
     }
 
     #[inline]
     fn free(&mut self, held: Self::Held) {
-        self.0.free(held);
+        if let Some(held) = held {
+            self.allocator.free(held);
+        }
     }
 }
 
@@ -194,4 +202,19 @@ pub fn quantile(sorted: &[u64], part: f64) -> f64 {
     }
     let at = ((sorted.len() as f64 * part).ceil() as usize).clamp(1, sorted.len()) - 1;
     sorted[at] as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_peer_has_no_space_for_is_refused_and_not_a_panic() {
+        for (bytes, refused) in [(1, false), (1 << 39, false), (1 << 41, true), (u64::MAX, true)] {
+            let mut peer = OffsetAllocatorReplay::new(1);
+            let held = peer.allocate(bytes);
+            assert_eq!(peer.refused, refused, "{bytes}");
+            peer.free(held);
+        }
+    }
 }

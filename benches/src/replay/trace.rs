@@ -37,6 +37,9 @@ pub struct Trace {
     pub live_peak_bytes: u64,
 }
 
+/// More than any machine has; a trace that says so is damaged.
+const MAX_LIVE_BYTES: u64 = 1 << 48;
+
 impl Trace {
     /// Reads a file.
     ///
@@ -86,7 +89,10 @@ impl Trace {
                     if live.insert(id, (slot, bytes)).is_some() {
                         return Err(fail("this id is live already"));
                     }
-                    live_bytes = live_bytes.checked_add(bytes).ok_or_else(|| fail("beyond 64 bits"))?;
+                    live_bytes = live_bytes.saturating_add(bytes);
+                    if live_bytes > MAX_LIVE_BYTES {
+                        return Err(fail("more than 2^48 bytes are live"));
+                    }
                     trace.live_peak_bytes = trace.live_peak_bytes.max(live_bytes);
                     trace.allocations += 1;
                     trace.ops.push(Op::Allocate { slot, bytes });
@@ -130,7 +136,7 @@ mod tests {
             ("f,1,0", "line 1: this id is not live"),
             ("a,1,5\n\nz,1,0", "line 3: neither a nor f"),
             ("a", "line 1: no id"),
-            ("a,1,18446744073709551615\na,2,1", "line 2: beyond 64 bits"),
+            ("a,1,5\na,2,18446744073709551615", "line 2: more than 2^48 bytes are live"),
         ] {
             let error = Trace::parse("t".into(), text).expect_err("senseless");
             assert!(error.starts_with(what), "{error}");
