@@ -19,6 +19,15 @@ pub(super) enum Notice {
         /// Collectives that it had called.
         done: u64,
     },
+    /// It waits for rank `peer` of the world in collective `sequence` of `context`.
+    Waits {
+        /// Which communicator.
+        context: u32,
+        /// Which collective.
+        sequence: u64,
+        /// For whom.
+        peer: u32,
+    },
 }
 
 impl Notice {
@@ -27,6 +36,9 @@ impl Notice {
             Self::Aborted(reason) => (0u8, 0, 0, reason.as_str()),
             Self::Failed { blamed, message } => (1, *blamed as u64, 0, message.as_str()),
             Self::Left { context, done } => (2, u64::from(*context), *done, ""),
+            Self::Waits { context, sequence, peer } => {
+                (3, u64::from(*context) << 32 | u64::from(*peer), *sequence, "")
+            }
         };
         // Small enough to leave at once.
         let text = text.char_indices().take_while(|(i, _)| *i < 1000).map(|(_, c)| c).collect::<String>();
@@ -43,6 +55,7 @@ impl Notice {
             0 => Some(Self::Aborted(text())),
             1 => Some(Self::Failed { blamed: usize::try_from(a).ok()?, message: text() }),
             2 => Some(Self::Left { context: u32::try_from(a).ok()?, done: b }),
+            3 => Some(Self::Waits { context: (a >> 32) as u32, sequence: b, peer: a as u32 }),
             _ => None,
         }
     }

@@ -14,6 +14,9 @@ use crate::CommError;
 /// How long transfers may take to end after a failure, before calls are frozen.
 const SETTLE: Duration = Duration::from_secs(1);
 
+/// How long before the limit ranks ask each other whom they wait for, at most.
+const ASK: Duration = Duration::from_secs(2);
+
 /// The process's part of the world. Ranks here are those of the whole world.
 pub(super) struct World {
     pub(super) raw: Raw,
@@ -21,6 +24,8 @@ pub(super) struct World {
     failure: Mutex<Option<CommError>>,
     /// Collectives called on a communicator by a rank that has left it.
     left: Mutex<HashMap<(u32, usize), u64>>,
+    /// What ranks said that they wait for.
+    waits: Mutex<Waits>,
     /// The greatest context that this process knows of.
     pub(super) contexts: AtomicU32,
 }
@@ -39,7 +44,8 @@ pub(super) enum Interrupt {
 
 impl World {
     pub(super) fn new(raw: Raw, limit: Duration) -> Self {
-        Self { raw, limit, failure: Mutex::default(), left: Mutex::default(), contexts: AtomicU32::new(0) }
+        let (failure, left, waits) = <_>::default();
+        Self { raw, limit, failure, left, waits, contexts: AtomicU32::new(0) }
     }
 
     pub(super) fn failure(&self) -> Option<CommError> {
@@ -77,6 +83,10 @@ impl World {
                     self.left.lock().insert((context, from), done);
                     continue;
                 }
+                Some(Notice::Waits { context, sequence, peer }) => {
+                    self.waits.lock().hear(context, from, sequence, peer as usize);
+                    continue;
+                }
                 None => CommError::Peer { rank: from, message: "sent a notice that is none".to_owned() },
             };
             self.failure.lock().get_or_insert(error);
@@ -85,8 +95,13 @@ impl World {
     }
 
     /// Waits until all `requests` of collective `sequence` of communicator `context` are done.
+    ///
+    /// A rank that is waited for may itself wait for another. So before the limit each says for whom it waits,
+    /// and each that hears it answers; the one that says nothing is late.
     pub(super) fn wait(&self, requests: &mut [Request], context: u32, sequence: u64) -> Result<(), Interrupt> {
-        let deadline = Instant::now().checked_add(self.limit);
+        let begun = Instant::now();
+        let asks_after = self.limit - (self.limit / 4).min(ASK);
+        let mut said = false;
         let mut pause = Pause::default();
         loop {
             if let Some(error) = self.poll() {
@@ -100,13 +115,21 @@ impl World {
                     Err(error) => return Err(Interrupt::Broken(request.peer, error)),
                 }
             }
-            let Some(peer) = waiting else { return Ok(()) };
+            let Some(peer) = waiting else {
+                self.waits.lock().done(context, sequence);
+                return Ok(());
+            };
             let gone = self.left.lock().get(&(context, peer)).copied();
             if let Some(done) = gone.filter(|&done| done <= sequence) {
                 return Err(Interrupt::Left(peer, done));
             }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(Interrupt::Late(peer));
+            let waited = begun.elapsed();
+            if !said && (waited >= asks_after || self.waits.lock().any(context)) {
+                said = true;
+                self.notify_all(&Notice::Waits { context, sequence, peer: peer as u32 });
+            }
+            if waited >= self.limit {
+                return Err(Interrupt::Late(self.waits.lock().late(context, sequence, peer)));
             }
             pause.sleep(progress);
         }
@@ -167,6 +190,37 @@ impl World {
     }
 }
 
+/// Who said to wait for whom: of a communicator and a rank, the collective and the peer.
+#[derive(Default)]
+struct Waits(HashMap<(u32, usize), (u64, usize)>);
+
+impl Waits {
+    fn hear(&mut self, context: u32, from: usize, sequence: u64, peer: usize) {
+        self.0.insert((context, from), (sequence, peer));
+    }
+
+    /// This collective has ended: what was said of it says nothing of the next.
+    fn done(&mut self, context: u32, sequence: u64) {
+        self.0.retain(|&(c, _), &mut (s, _)| c != context || s > sequence);
+    }
+
+    fn any(&self, context: u32) -> bool {
+        self.0.keys().any(|&(c, _)| c == context)
+    }
+
+    /// Who is late, if `peer` is waited for: the end of the chain of those who wait, or `peer` if it is a ring.
+    fn late(&self, context: u32, sequence: u64, peer: usize) -> usize {
+        let mut last = peer;
+        for _ in 0..=self.0.len() {
+            match self.0.get(&(context, last)) {
+                Some(&(theirs, next)) if theirs <= sequence => last = next,
+                _ => return last,
+            }
+        }
+        peer
+    }
+}
+
 /// Sleeps between tests: not at all while bytes flow, up to half a millisecond while nothing does.
 #[derive(Default)]
 struct Pause(u32);
@@ -178,5 +232,33 @@ impl Pause {
             0..30 => std::thread::yield_now(),
             n => std::thread::sleep(Duration::from_micros(20 * u64::from(n - 29)).min(Duration::from_micros(500))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_late_rank_is_the_one_that_says_nothing() {
+        let mut waits = Waits::default();
+        assert_eq!(waits.late(0, 5, 1), 1);
+        // 1 waits for 2, 2 for 3, and 3 says nothing.
+        waits.hear(0, 1, 5, 2);
+        waits.hear(0, 2, 4, 3);
+        assert_eq!(waits.late(0, 5, 1), 3);
+        // What is said on another communicator, or of a collective further on, counts for nothing here.
+        waits.hear(1, 3, 5, 4);
+        assert_eq!(waits.late(0, 5, 1), 3);
+        waits.hear(0, 3, 6, 4);
+        assert_eq!(waits.late(0, 5, 1), 3);
+        // In a ring, the next is named.
+        waits.hear(0, 3, 5, 1);
+        assert_eq!(waits.late(0, 5, 1), 1);
+        assert!(waits.any(0) && waits.any(1) && !waits.any(2));
+        // An ended collective takes with it what was said of it.
+        waits.done(0, 5);
+        assert_eq!(waits.late(0, 6, 1), 1);
+        assert!(!waits.any(0) && waits.any(1));
     }
 }
