@@ -3,6 +3,7 @@
 pub mod cuda;
 pub mod device;
 pub mod host;
+pub mod library;
 pub mod planner;
 pub mod pool;
 mod primitive;

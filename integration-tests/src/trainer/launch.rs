@@ -5,7 +5,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use zero_alloc::Pool;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{Device, DeviceError};
 use zero_alloc::host::{HostDevice, Timeline};
@@ -108,7 +107,14 @@ pub fn run_on_cuda(
 ) -> Result<RankSummary, TrainError> {
     let timeline = Timeline::new();
     let device = if record { device.clone().with_timeline(timeline.clone()) } else { device.clone() };
-    let make = |comm, layout| cuda_rank(device, comm, timeline, settings, workload, layout);
+    let make = |comm, layout| {
+        Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, compute| {
+            let kernels = CudaKernels::new(device)?;
+            // Before the first collective: loading waits for the device.
+            kernels.warm(compute, settings.limit)?;
+            Ok(Arc::new(kernels))
+        })
+    };
     run_caught(&comm, make, workload, options, observe)
 }
 
@@ -135,7 +141,7 @@ fn run_caught<D: Device>(
     Err(TrainError::Rank { rank: index, message: error })
 }
 
-/// A rank on the host, with streams and a pool of its own.
+/// A rank on the host.
 fn host_rank(
     comm: Arc<dyn Communicator<HostDevice>>,
     threads: usize,
@@ -143,45 +149,10 @@ fn host_rank(
     workload: &dyn Workload<HostDevice>,
     layout: Arc<Layout>,
 ) -> Result<Rank<HostDevice>, TrainError> {
-    let (index, timeline) = (comm.rank(), Timeline::new());
+    let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
-    Ok(Rank {
-        kernels: Arc::new(HostKernels::new(threads)?),
-        compute: device.create_stream(&format!("rank {index} compute"))?,
-        comm_stream: device.create_stream(&format!("rank {index} comm"))?,
-        pool: Pool::new(device, usize::MAX),
-        comm,
-        timeline,
-        layout,
-        passes: workload.passes(),
-        settings: settings.clone(),
-    })
-}
-
-/// A rank on a GPU, with streams and a pool of its own. All kernels are loaded before the first collective: loading waits
-/// for the device.
-fn cuda_rank(
-    device: CudaDevice,
-    comm: Arc<dyn Communicator<CudaDevice>>,
-    timeline: Timeline,
-    settings: &Settings,
-    workload: &dyn Workload<CudaDevice>,
-    layout: Arc<Layout>,
-) -> Result<Rank<CudaDevice>, TrainError> {
-    let index = comm.rank();
-    let compute = device.create_stream(&format!("rank {index} compute"))?;
-    let kernels = CudaKernels::new(&device)?;
-    kernels.warm(&compute, settings.limit)?;
-    Ok(Rank {
-        kernels: Arc::new(kernels),
-        comm_stream: device.create_stream(&format!("rank {index} comm"))?,
-        compute,
-        pool: Pool::new(device, usize::MAX),
-        comm,
-        timeline,
-        layout,
-        passes: workload.passes(),
-        settings: settings.clone(),
+    Rank::new(device, timeline, comm, layout, workload.passes(), settings, |_, _| {
+        Ok(Arc::new(HostKernels::new(threads)?))
     })
 }
 

@@ -75,6 +75,28 @@ pub struct Rank<D: Device> {
 }
 
 impl<D: Device> Rank<D> {
+    /// A rank on `device`, whose operations `timeline` sees, with streams and a pool of its own. `kernels` makes the
+    /// kernels, on the compute stream.
+    ///
+    /// # Errors
+    /// The device refused a stream, or `kernels` failed.
+    pub fn new(
+        device: D,
+        timeline: Timeline,
+        comm: Arc<dyn Communicator<D>>,
+        layout: Arc<Layout>,
+        passes: Vec<Pass>,
+        settings: &Settings,
+        kernels: impl FnOnce(&D, &D::Stream) -> Result<Arc<dyn Kernels<D>>, TrainError>,
+    ) -> Result<Self, TrainError> {
+        let index = comm.rank();
+        let compute = device.create_stream(&format!("rank {index} compute"))?;
+        let comm_stream = device.create_stream(&format!("rank {index} comm"))?;
+        let kernels = kernels(&device, &compute)?;
+        let pool = Pool::new(device, usize::MAX);
+        Ok(Self { comm, kernels, pool, compute, comm_stream, timeline, layout, passes, settings: settings.clone() })
+    }
+
     /// Elements of `unit` that belong to parameters.
     pub fn numel(&self, unit: usize) -> usize {
         self.layout.units()[unit].numel_elems as usize

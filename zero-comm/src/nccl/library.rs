@@ -9,7 +9,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 use cudarc::nccl::sys;
-use libloading::Library;
+use zero_alloc::library::{Library, MissingFunction, Search};
 
 use super::error::version_text;
 use crate::CommError;
@@ -20,15 +20,6 @@ pub(super) const IN_PROGRESS: c_int = 7;
 
 /// The oldest NCCL that splits communicators: 2.18.
 const OLDEST: c_int = 21_800;
-
-macro_rules! get {
-    ($library:ident, $path:ident, $symbol:ident) => {{
-        // SAFETY: the field that this goes to has the function's signature as NVIDIA's headers have it; the library
-        // is never unloaded.
-        let found = unsafe { $library.get(concat!(stringify!($symbol), "\0").as_bytes()) };
-        *found.map_err(|error| missing($path, stringify!($symbol), &error))?
-    }};
-}
 
 macro_rules! table {
     ($($field:ident = $symbol:ident($($arg:ty),*);)*) => {
@@ -48,17 +39,19 @@ macro_rules! table {
         $(const _: unsafe fn($($arg),*) -> sys::ncclResult_t = sys::$symbol;)*
 
         impl Table {
-            fn load(library: &Library, path: &str) -> Result<Self, CommError> {
-                Ok(Self {
-                    $($field: get!(library, path, $symbol),)*
-                    error_string: get!(library, path, ncclGetErrorString),
-                    last_error: get!(library, path, ncclGetLastError),
-                    async_error: get!(library, path, ncclCommGetAsyncError),
-                    // SAFETY: as for the others.
-                    register: unsafe { library.get(b"ncclCommRegister\0") }.ok().map(|f| *f),
-                    // SAFETY: as for the others.
-                    deregister: unsafe { library.get(b"ncclCommDeregister\0") }.ok().map(|f| *f),
-                })
+            #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
+            fn load(library: &Library) -> Result<Self, MissingFunction> {
+                // SAFETY: each field has the signature that NVIDIA's headers give the function.
+                unsafe {
+                    Ok(Self {
+                        $($field: library.function(stringify!($symbol))?,)*
+                        error_string: library.function("ncclGetErrorString")?,
+                        last_error: library.function("ncclGetLastError")?,
+                        async_error: library.function("ncclCommGetAsyncError")?,
+                        register: library.function("ncclCommRegister").ok(),
+                        deregister: library.function("ncclCommDeregister").ok(),
+                    })
+                }
             }
         }
     };
@@ -96,24 +89,11 @@ table! {
     receive = ncclRecv(*mut c_void, usize, sys::ncclDataType_t, c_int, sys::ncclComm_t, sys::cudaStream_t);
 }
 
-fn missing(path: &str, symbol: &str, error: &libloading::Error) -> CommError {
-    back_end(format!("{path} has no function {symbol} ({}); it is too old, or not NCCL", words(error)))
-}
-
 pub(super) fn back_end(message: String) -> CommError {
     CommError::BackEnd { back_end: "nccl", message }
 }
 
-/// The loader's own words, which lie below the error's.
-fn words(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
-}
-
-/// The library's names, best first: `ZERO_NCCL` alone if it is set.
-fn candidates(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
-    let usual = || ["libnccl.so.2", "libnccl.so"].map(str::to_owned).to_vec();
-    variable("ZERO_NCCL").map_or_else(usual, |path| vec![path])
-}
+const SEARCH: Search = Search { variable: "ZERO_NCCL", names: &["libnccl.so.2", "libnccl.so"], in_toolkit: false };
 
 /// NCCL.
 pub(super) struct Nccl {
@@ -126,27 +106,15 @@ impl Nccl {
     /// The library of this machine; looked for once in a process.
     pub(super) fn get() -> Result<&'static Self, CommError> {
         static FOUND: OnceLock<Result<Nccl, CommError>> = OnceLock::new();
-        let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        FOUND.get_or_init(|| Self::find_among(&candidates(set))).as_ref().map_err(Clone::clone)
+        FOUND.get_or_init(|| Self::find_among(&SEARCH.paths())).as_ref().map_err(Clone::clone)
     }
 
     /// Loads the first library of `paths` that loads.
-    fn find_among(paths: &[String]) -> Result<Self, CommError> {
-        let mut tried = Vec::new();
-        for path in paths {
-            // SAFETY: loading runs the library's initialisers; the names are NCCL's, or the user's choice.
-            match unsafe { Library::new(path) } {
-                Ok(library) => return Self::new(library, path),
-                Err(error) => tried.push(format!("{path} ({})", words(&error))),
-            }
-        }
-        Err(CommError::NoLibrary { name: "NCCL", tried })
-    }
-
-    fn new(library: Library, path: &str) -> Result<Self, CommError> {
-        let table = Table::load(&library, path)?;
-        // NCCL has threads of its own: it is never unloaded.
-        std::mem::forget(library);
+    fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CommError> {
+        // SAFETY: the names are NCCL's, or the user's choice.
+        let library =
+            unsafe { Library::open(paths) }.map_err(|tried| CommError::NoLibrary { name: "NCCL", tried })?;
+        let table = Table::load(&library).map_err(|error| back_end(error.to_string()))?;
         let mut version = 0;
         // SAFETY: writes one number.
         let code = unsafe { (table.get_version)(&raw mut version) };
@@ -154,6 +122,7 @@ impl Nccl {
         nccl.check("ncclGetVersion", code)?;
         if version < OLDEST {
             let (has, needs) = (version_text(version as u64), version_text(OLDEST as u64));
+            let path = library.path();
             return Err(back_end(format!("{path} is NCCL {has}; {needs} is the oldest that can be used")));
         }
         Ok(nccl)
@@ -191,16 +160,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_variable_alone_counts_where_it_is_set() {
-        assert_eq!(candidates(|_| None), ["libnccl.so.2", "libnccl.so"]);
-        assert_eq!(candidates(|name| (name == "ZERO_NCCL").then(|| "/opt/mine.so".to_owned())), ["/opt/mine.so"]);
-    }
-
-    #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn a_missing_library_is_an_error_that_names_what_was_tried() {
-        let paths = ["libno-such-nccl.so.2".to_owned(), "libnor-this.so".to_owned()];
-        let Err(error) = Nccl::find_among(&paths) else { panic!("there is no such library") };
+        let Err(error) = Nccl::find_among(&["libno-such-nccl.so.2", "libnor-this.so"]) else {
+            panic!("there is no such library")
+        };
         let CommError::NoLibrary { name: "NCCL", tried } = &error else { panic!("{error}") };
         assert_eq!(tried.len(), 2);
         let text = error.to_string();
@@ -211,7 +175,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn another_library_in_its_place_is_an_error_that_names_the_function() {
-        let Err(error) = Nccl::find_among(&["libc.so.6".to_owned()]) else { panic!("libc is not NCCL") };
+        let Err(error) = Nccl::find_among(&["libc.so.6"]) else { panic!("libc is not NCCL") };
         assert!(error.to_string().contains("libc.so.6 has no function ncclGetVersion"), "{error}");
     }
 }

@@ -1,5 +1,7 @@
 //! Why a kernel is not there.
 
+use zero_alloc::library::MissingFunction;
+
 use super::{Arch, Target};
 
 /// Why a kernel could not be compiled.
@@ -17,15 +19,8 @@ pub enum CudaError {
         tried: Vec<String>,
     },
     /// The library lacks a function.
-    #[error("{library} has no {symbol}: {message}")]
-    MissingSymbol {
-        /// The library.
-        library: String,
-        /// The function.
-        symbol: &'static str,
-        /// What the loader said.
-        message: String,
-    },
+    #[error(transparent)]
+    MissingFunction(#[from] MissingFunction),
     /// This NVRTC does not compile for the architecture.
     #[error("NVRTC {version} does not compile for {arch}; it knows {}", supported.iter().map(u32::to_string).collect::<Vec<_>>().join(", "))]
     UnsupportedArch {

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 
-use libloading::Library;
+use zero_alloc::library::{Library, MissingFunction, Search};
 
 use super::{Arch, Compile, CudaError, Source, Target};
 
@@ -17,8 +17,6 @@ pub struct Nvrtc {
     version: (i32, i32),
     supported: Vec<u32>,
     calls: Calls,
-    /// Keeps `calls` valid.
-    _library: Library,
 }
 
 impl std::fmt::Debug for Nvrtc {
@@ -63,34 +61,26 @@ struct Calls {
 }
 
 impl Calls {
-    fn load(library: &Library, path: &str) -> Result<Self, CudaError> {
-        macro_rules! get {
-            ($symbol:literal) => {{
-                // SAFETY: NVRTC's header gives the function this signature; the library outlives the pointer,
-                // since `Nvrtc` holds both.
-                let found = unsafe { library.get(concat!($symbol, "\0").as_bytes()) };
-                *found.map_err(|e| CudaError::MissingSymbol {
-                    library: path.to_owned(),
-                    symbol: $symbol,
-                    message: said(&e),
-                })?
-            }};
+    #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
+    fn load(library: &Library) -> Result<Self, MissingFunction> {
+        // SAFETY: each field has the signature that NVRTC's header gives the function.
+        unsafe {
+            Ok(Self {
+                version: library.function("nvrtcVersion")?,
+                error_string: library.function("nvrtcGetErrorString")?,
+                count_archs: library.function("nvrtcGetNumSupportedArchs")?,
+                list_archs: library.function("nvrtcGetSupportedArchs")?,
+                create: library.function("nvrtcCreateProgram")?,
+                destroy: library.function("nvrtcDestroyProgram")?,
+                compile: library.function("nvrtcCompileProgram")?,
+                log_size: library.function("nvrtcGetProgramLogSize")?,
+                log: library.function("nvrtcGetProgramLog")?,
+                cubin_size: library.function("nvrtcGetCUBINSize")?,
+                cubin: library.function("nvrtcGetCUBIN")?,
+                ptx_size: library.function("nvrtcGetPTXSize")?,
+                ptx: library.function("nvrtcGetPTX")?,
+            })
         }
-        Ok(Self {
-            version: get!("nvrtcVersion"),
-            error_string: get!("nvrtcGetErrorString"),
-            count_archs: get!("nvrtcGetNumSupportedArchs"),
-            list_archs: get!("nvrtcGetSupportedArchs"),
-            create: get!("nvrtcCreateProgram"),
-            destroy: get!("nvrtcDestroyProgram"),
-            compile: get!("nvrtcCompileProgram"),
-            log_size: get!("nvrtcGetProgramLogSize"),
-            log: get!("nvrtcGetProgramLog"),
-            cubin_size: get!("nvrtcGetCUBINSize"),
-            cubin: get!("nvrtcGetCUBIN"),
-            ptx_size: get!("nvrtcGetPTXSize"),
-            ptx: get!("nvrtcGetPTX"),
-        })
     }
 
     fn check(&self, call: &'static str, code: c_int) -> Result<(), CudaError> {
@@ -108,36 +98,15 @@ impl Calls {
     }
 }
 
-/// The library's names, best first: `ZERO_NVRTC` alone if it is set, else the usual ones by the loader's own search,
-/// in the toolkit that `CUDA_HOME` or `CUDA_PATH` names, and where toolkits are installed.
-fn candidates(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
-    if let Some(path) = variable("ZERO_NVRTC") {
-        return vec![path];
-    }
-    let names: &[&str] = if cfg!(windows) {
+const SEARCH: Search = Search {
+    variable: "ZERO_NVRTC",
+    names: if cfg!(windows) {
         &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
     } else {
         &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
-    };
-    let mut all: Vec<String> = names.iter().map(|&n| n.to_owned()).collect();
-    let folder = if cfg!(windows) { "bin" } else { "lib64" };
-    let installed = if cfg!(windows) { None } else { Some("/usr/local/cuda".to_owned()) };
-    for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|v| variable(v)).chain(installed) {
-        all.extend(names.iter().map(|n| format!("{home}/{folder}/{n}")));
-    }
-    all
-}
-
-/// What the loader said, with its reasons.
-fn said(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut reason = error.source();
-    while let Some(error) = reason {
-        text = format!("{text}: {error}");
-        reason = error.source();
-    }
-    text
-}
+    },
+    in_toolkit: true,
+};
 
 impl Nvrtc {
     /// Looks for the library: at `ZERO_NVRTC`, or by its usual names.
@@ -145,27 +114,17 @@ impl Nvrtc {
     /// # Errors
     /// [`CudaError::NoNvrtc`] names what was tried; or the library is not NVRTC.
     pub fn find() -> Result<Self, CudaError> {
-        Self::find_among(&candidates(|name| std::env::var(name).ok().filter(|v| !v.is_empty())))
+        Self::find_among(&SEARCH.paths())
     }
 
     /// Loads the first library of `paths` that loads.
     ///
     /// # Errors
     /// As for [`Self::find`].
-    pub fn find_among(paths: &[String]) -> Result<Self, CudaError> {
-        let mut tried = Vec::new();
-        for path in paths {
-            // SAFETY: loading runs the library's initialisers; the names are NVRTC's, or the user's choice.
-            match unsafe { Library::new(path) } {
-                Ok(library) => return Self::new(library, path),
-                Err(error) => tried.push(format!("{path}: {}", said(&error))),
-            }
-        }
-        Err(CudaError::NoNvrtc { tried })
-    }
-
-    fn new(library: Library, path: &str) -> Result<Self, CudaError> {
-        let calls = Calls::load(&library, path)?;
+    pub fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CudaError> {
+        // SAFETY: the names are NVRTC's, or the user's choice.
+        let library = unsafe { Library::open(paths) }.map_err(|tried| CudaError::NoNvrtc { tried })?;
+        let calls = Calls::load(&library)?;
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: writes two numbers.
         calls.check("nvrtcVersion", unsafe { (calls.version)(&raw mut major, &raw mut minor) })?;
@@ -175,7 +134,7 @@ impl Nvrtc {
         // SAFETY: writes `count` numbers, which is how long `archs` is.
         calls.check("nvrtcGetSupportedArchs", unsafe { (calls.list_archs)(archs.as_mut_ptr()) })?;
         let supported = archs.into_iter().filter_map(|a| u32::try_from(a).ok()).collect();
-        Ok(Self { path: path.to_owned(), version: (major, minor), supported, calls, _library: library })
+        Ok(Self { path: library.path().to_owned(), version: (major, minor), supported, calls })
     }
 
     /// The version, as `13.2`.
@@ -285,30 +244,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_users_choice_is_the_only_one_tried() {
-        let chosen = |name: &str| (name == "ZERO_NVRTC").then(|| "/opt/mine.so".to_owned());
-        assert_eq!(candidates(chosen), ["/opt/mine.so"]);
-        let usual = candidates(|name| (name == "CUDA_HOME").then(|| "/cuda".to_owned()));
-        assert!(usual.len() >= 4 && usual.iter().any(|c| c.starts_with("/cuda/")), "{usual:?}");
-        assert!(cfg!(windows) || usual.last().is_some_and(|c| c.starts_with("/usr/local/cuda/")), "{usual:?}");
-    }
-
-    #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn a_missing_library_is_an_error_that_names_what_was_tried() {
-        let error = Nvrtc::find_among(&["libno-such-nvrtc.so.1".into(), "libnor-this.so".into()]).unwrap_err();
+        let error = Nvrtc::find_among(&["libno-such-nvrtc.so.1", "libnor-this.so"]).unwrap_err();
         let CudaError::NoNvrtc { tried } = &error else { panic!("{error}") };
         assert_eq!(tried.len(), 2);
         let text = error.to_string();
         assert!(text.contains("libno-such-nvrtc.so.1") && text.contains("libnor-this.so"), "{text}");
-        assert!(matches!(Nvrtc::find_among(&[]), Err(CudaError::NoNvrtc { .. })));
+        assert!(matches!(Nvrtc::find_among(&[] as &[&str]), Err(CudaError::NoNvrtc { .. })));
     }
 
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn another_library_in_its_place_is_an_error_that_names_the_function() {
-        let error = Nvrtc::find_among(&["libc.so.6".into()]).unwrap_err();
-        assert!(matches!(error, CudaError::MissingSymbol { symbol: "nvrtcVersion", .. }), "{error}");
+        let error = Nvrtc::find_among(&["libc.so.6"]).unwrap_err();
+        assert!(
+            matches!(&error, CudaError::MissingFunction(MissingFunction { function: "nvrtcVersion", .. })),
+            "{error}"
+        );
     }
 }

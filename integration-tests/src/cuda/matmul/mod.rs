@@ -4,6 +4,7 @@
 //! `(x w)^T = w^T x^T`, where a row-major matrix is its own transpose in column-major order.
 
 mod library;
+mod product;
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,7 +15,8 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceError};
 
 use super::error::{OpError, check_len};
-use library::{Addresses, Algorithm, Attribute, CublasLt, Description, Layouts, MatrixLayout, data_type};
+use library::{Algorithm, CublasLt};
+use product::{Addresses, Attribute, Description, Layouts, MatrixLayout, data_type};
 
 pub use library::LibraryError;
 

@@ -13,10 +13,9 @@ mod table;
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 
-use libloading::Library;
-
 use self::table::Table;
 use crate::device::DeviceError;
+use crate::library::{Library, MissingFunction};
 
 pub(super) use context::Context;
 pub(super) use memory::Pages;
@@ -48,21 +47,10 @@ impl Driver {
 
     /// Loads the first library of `names` that loads.
     pub(super) fn find_among(names: &[&str]) -> Result<Self, DeviceError> {
-        let mut tried = Vec::new();
-        for name in names {
-            // SAFETY: loading runs the library's initialisers; the names are the driver's.
-            match unsafe { Library::new(*name) } {
-                Ok(library) => return Self::new(library, name),
-                Err(error) => tried.push(format!("{name} ({error})")),
-            }
-        }
-        Err(DeviceError::NoDriver { tried })
-    }
-
-    fn new(library: Library, name: &str) -> Result<Self, DeviceError> {
-        let table = Table::load(&library, name)?;
-        // The table's functions must stay: a driver is never unloaded.
-        std::mem::forget(library);
+        // SAFETY: the names are the driver's.
+        let library = unsafe { Library::open(names) }.map_err(|tried| DeviceError::NoDriver { tried })?;
+        let missing = |e: MissingFunction| DeviceError::Driver { call: e.function, message: e.to_string() };
+        let table = Table::load(&library).map_err(missing)?;
         // SAFETY: the one flag that is allowed.
         let init = unsafe { (table.cuInit)(0) };
         Ok(Self { table, init })

@@ -9,9 +9,8 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys;
-use libloading::Library;
 
-use crate::device::DeviceError;
+use crate::library::{Library, MissingFunction};
 
 type Flags = std::ffi::c_ulonglong;
 
@@ -35,30 +34,20 @@ macro_rules! table {
             ///
             /// # Errors
             /// The first that `library` lacks is named.
-            pub(super) fn load(library: &Library, path: &str) -> Result<Self, DeviceError> {
-                Ok(Self {
-                    $($symbol: get!(library, path, $symbol),)*
-                    cuEventElapsedTime: get!(library, path, cuEventElapsedTime),
-                    cuGetErrorName: get!(library, path, cuGetErrorName),
-                    cuGetErrorString: get!(library, path, cuGetErrorString),
-                })
+            #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
+            pub(super) fn load(library: &Library) -> Result<Self, MissingFunction> {
+                // SAFETY: each field has the signature that NVIDIA's headers give the function.
+                unsafe {
+                    Ok(Self {
+                        $($symbol: library.function(stringify!($symbol))?,)*
+                        cuEventElapsedTime: library.function("cuEventElapsedTime")?,
+                        cuGetErrorName: library.function("cuGetErrorName")?,
+                        cuGetErrorString: library.function("cuGetErrorString")?,
+                    })
+                }
             }
         }
     };
-}
-
-macro_rules! get {
-    ($library:ident, $path:ident, $symbol:ident) => {{
-        // SAFETY: the field that this goes to has the function's signature as NVIDIA's headers have it; the library
-        // is never unloaded.
-        let found = unsafe { $library.get(concat!(stringify!($symbol), "\0").as_bytes()) };
-        *found.map_err(|error| missing($path, stringify!($symbol), &error))?
-    }};
-}
-
-fn missing(path: &str, symbol: &'static str, error: &libloading::Error) -> DeviceError {
-    let message = format!("{path} does not have this function ({error}); the driver is too old, or not CUDA's");
-    DeviceError::Driver { call: symbol, message }
 }
 
 table! {
