@@ -42,6 +42,8 @@ mod tests;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use indicatif::HumanCount;
+
 pub use error::DataError;
 pub use order::BatchAt;
 
@@ -99,7 +101,7 @@ impl Dataset {
         let is_token_file = path.is_file() && path.extension().is_some_and(|e| e == "bin");
         if is_token_file {
             let tokens = Tokens::open(path)?;
-            let text = format!("{}: {} tokens, in order", path.display(), grouped(tokens.len()));
+            let text = format!("{}: {} tokens, in order", path.display(), HumanCount(tokens.len()));
             return Self::new(tokens, Order::InOrder, path, text);
         }
         let tokenizer = source.tokenizer.as_deref().map(TextTokenizer::open).transpose()?;
@@ -114,8 +116,8 @@ impl Dataset {
                 return Err(DataError::TooLittleHere { path, bytes, needed: MIN_DEFAULT_BYTES });
             }
             let what = match (documents.texts.len(), documents.skipped_files) {
-                (n, 0) => format!("{} text files", grouped(n as u64)),
-                (n, skipped) => format!("{} text files ({skipped} others passed over)", grouped(n as u64)),
+                (n, 0) => format!("{} text files", HumanCount(n as u64)),
+                (n, skipped) => format!("{} text files ({skipped} others passed over)", HumanCount(n as u64)),
             };
             (what, bytes, from_texts(documents.texts, tokenizer.as_ref())?)
         } else {
@@ -127,9 +129,9 @@ impl Dataset {
         };
         let by = match &tokens {
             Tokens::Bytes(_) => "read as bytes".to_owned(),
-            other => format!("{} tokens", grouped(other.len())),
+            other => format!("{} tokens", HumanCount(other.len())),
         };
-        let text = format!("{}: {what}, {} bytes, {by}", path.display(), grouped(bytes));
+        let text = format!("{}: {what}, {} bytes, {by}", path.display(), HumanCount(bytes));
         Self::new(tokens, Order::Random, path, text)
     }
 
@@ -230,17 +232,4 @@ fn from_bytes(path: &Path, bytes: Vec<u8>, tokenizer: Option<&TextTokenizer>) ->
     let mut ids = Vec::new();
     tokenizer.encode(text, &mut ids)?;
     Ok(Tokens::Ids(ids))
-}
-
-/// A number with its thousands apart: `1,234,567`.
-fn grouped(n: u64) -> String {
-    let digits = n.to_string();
-    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }

@@ -3,12 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use indicatif::HumanCount;
 use tempfile::TempDir;
 use tokenizers::Tokenizer;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-use super::{BatchAt, DataError, DataSource, Dataset, grouped};
+use super::{BatchAt, DataError, DataSource, Dataset};
 
 const AT: BatchAt = BatchAt {
     step: 0,
@@ -152,7 +153,7 @@ fn a_tokenizer_gives_the_tokens_of_the_whole_text_however_it_is_cut() {
     // The one window of n - 1 inputs and as many targets is all of the text.
     let (inputs, targets) = batch(&data, BatchAt { micro_batch: 1, seq_len: n - 1, ..AT });
     assert!(inputs == whole.get_ids()[..n - 1] && targets == whole.get_ids()[1..]);
-    assert!(data.describe().ends_with(&format!("{} tokens", grouped(n as u64))), "{}", data.describe());
+    assert!(data.describe().ends_with(&format!("{} tokens", HumanCount(n as u64))), "{}", data.describe());
     data.validate(261, 64).unwrap();
     assert!(matches!(data.validate(260, 64), Err(DataError::OutsideVocabulary { token: 260, .. })));
 }
@@ -280,12 +281,4 @@ fn the_current_folder_is_the_default_and_too_little_text_there_says_what_to_do()
     let expected = "no --data was given and the current folder /home/a has only 12 bytes of text (65536 needed): \
                     pass --data with a text file, a folder or tokens.bin";
     assert_eq!(error, expected);
-}
-
-#[test]
-fn numbers_are_grouped_by_thousands() {
-    let cases = [(0, "0"), (999, "999"), (1000, "1,000"), (12345, "12,345"), (1234567, "1,234,567")];
-    for (n, expected) in cases {
-        assert_eq!(grouped(n), expected);
-    }
 }

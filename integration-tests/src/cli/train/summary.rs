@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use indicatif::{HumanBytes, HumanCount};
+
 use super::plan::Plan;
 use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics};
 
@@ -17,7 +19,7 @@ pub(super) fn opening(plan: &Plan) -> String {
         out,
         "{}: {} parameters in {}, ZeRO stage {}, {} ranks x {each}",
         plan.model_name,
-        thousands(plan.layout.numel_elems()),
+        HumanCount(plan.layout.numel_elems()),
         settings.dtype,
         settings.stage.number(),
         plan.ranks,
@@ -133,40 +135,6 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// 1234567 as 1,234,567.
-fn thousands(n: u64) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
-}
-
-/// Bytes with a binary unit, to two places.
 fn bytes(n: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let power = (1..units.len()).take_while(|&p| n >> (10 * p) > 0).count();
-    if power == 0 {
-        format!("{n} B")
-    } else {
-        format!("{:.2} {}", n as f64 / (1u64 << (10 * power)) as f64, units[power])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_for_people() {
-        assert_eq!(thousands(0), "0");
-        assert_eq!(thousands(124_439_808), "124,439,808");
-        assert_eq!(bytes(1023), "1023 B");
-        assert_eq!(bytes(1024), "1.00 KiB");
-        assert_eq!(bytes(3 << 29), "1.50 GiB");
-    }
+    HumanBytes(n).to_string()
 }
