@@ -8,8 +8,10 @@ command -v ip >/dev/null && command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] |
 a=zero-a-$$ b=zero-b-$$
 work=$(mktemp -d)
 hosts_down() {
-    ip netns pids $a 2>/dev/null | xargs -r kill 2>/dev/null
-    ip netns pids $b 2>/dev/null | xargs -r kill 2>/dev/null
+    # Where the link is cut, mpirun waits for its daemon whatever it is told: so the second time it is not asked.
+    for signal in TERM KILL; do
+        { ip netns pids $a; ip netns pids $b; } 2>/dev/null | xargs -r kill -$signal 2>/dev/null && sleep 1
+    done
     ip netns del $a
     ip netns del $b
     rm -rf "$work"
@@ -36,7 +38,7 @@ chmod +x "$work/agent"
 # Four ranks of a program, two on each host, for at most two minutes.
 on_hosts() {
     ip netns exec $a unshare --uts bash -c 'hostname zero-a; exec "$@"' - \
-        timeout 120 mpirun --allow-run-as-root --oversubscribe --enable-recovery \
+        timeout --kill-after=5 120 mpirun --allow-run-as-root --oversubscribe --enable-recovery \
         --host 10.77.0.1:2,10.77.0.2:2 -n 4 \
         --mca plm_rsh_agent "$work/agent" --mca btl tcp,self --mca btl_tcp_if_include 10.77.0.0/24 \
         --mca oob_tcp_if_include 10.77.0.0/24 "$@"

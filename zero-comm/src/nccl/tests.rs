@@ -76,13 +76,14 @@ fn ranks_that_come_in_time_get_what_rank_0_made() {
 #[test]
 fn a_rank_that_was_told_of_another_world_ends_the_rendezvous_for_all() {
     let port = free_port();
+    let limit = Duration::from_secs(5);
     let refusals = std::thread::scope(|scope| {
-        let first = scope.spawn(move || refusal(join_as(&ranks(0, 3, port), LONG)));
-        let right = scope.spawn(move || refusal(join_as(&ranks(1, 3, port), LONG)));
-        let wrong = scope.spawn(move || refusal(join_as(&ranks(2, 4, port), LONG)));
+        let first = scope.spawn(move || refusal(join_as(&ranks(0, 3, port), limit)));
+        let right = scope.spawn(move || refusal(join_as(&ranks(1, 3, port), limit)));
+        let wrong = scope.spawn(move || refusal(join_as(&ranks(2, 4, port), limit)));
         [first, right, wrong].map(|thread| thread.join().unwrap())
     });
-    // Who comes after the end finds nobody, or the words.
+    // Who comes after the end looks for rank 0 until the limit.
     let expected = RendezvousError::WorldSize { rank: 2, says: 4, expected: 3 };
     assert_eq!(refusals[0], expected);
     assert!(refusals.iter().filter(|r| **r == expected).count() >= 2, "{refusals:?}");
