@@ -153,14 +153,14 @@ struct StepScalars {
     float lr;
     float step_size;
     float bias_correction2_sqrt;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
     u32 skip;
 };
 
 // Constants of Adam, rounded to fp32 on the host.
 struct AdamConstants {
-    float one_minus_beta1;
-    float beta2;
-    float one_minus_beta2;
     float eps;
     float weight_decay;
     u32 decoupled;
@@ -174,8 +174,8 @@ __device__ __forceinline__ void adam_element(StepScalars s, AdamConstants c, flo
         w = __fmul_rn(w, keep);
     else
         g = __fmaf_rn(c.weight_decay, w, g);
-    m = __fmaf_rn(c.one_minus_beta1, __fsub_rn(g, m), m);
-    v = __fmaf_rn(__fmul_rn(c.one_minus_beta2, g), g, __fmul_rn(v, c.beta2));
+    m = __fmaf_rn(s.one_minus_beta1, __fsub_rn(g, m), m);
+    v = __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, __fmul_rn(v, s.beta2));
     float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), s.bias_correction2_sqrt), c.eps);
     w = __fsub_rn(w, __fdiv_rn(__fmul_rn(s.step_size, m), denominator));
 }

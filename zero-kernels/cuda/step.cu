@@ -14,20 +14,25 @@ struct Vote {
     u64 nonfinite;
     u64 first_bad_unit;
     double loss;
+    u64 flags;
 };
 
 struct StepSettings {
-    double beta1;
-    double beta2;
     double max_grad_norm;
     double min_scale;
     u64 window;
     u64 micro_batches;
-    u64 lr_first_position;
+    u64 first_position;
     u32 dynamic;
     u32 hysteresis;
     u32 consecutive_hysteresis;
     u32 fail_at_min;
+};
+
+struct StepRates {
+    double lr;
+    double beta1;
+    double beta2;
 };
 
 struct StepState {
@@ -46,6 +51,8 @@ struct StepReport {
     double clip;
     double lr;
     double loss;
+    u64 flags_any;
+    u64 flags_all;
     double loss_scale;
     u64 nonfinite;
     u64 bad_rank;
@@ -56,15 +63,16 @@ struct StepReport {
     u32 halted;
 };
 
-static_assert(sizeof(Vote) == 32 && sizeof(StepSettings) == 72, "as on the host");
-static_assert(sizeof(StepState) == 56 && sizeof(StepReport) == 88, "as on the host");
+static_assert(sizeof(Vote) == 40 && sizeof(StepSettings) == 56, "as on the host");
+static_assert(sizeof(StepState) == 56 && sizeof(StepReport) == 104, "as on the host");
 
 #define NONE 0xffffffffffffffffull
 #define HALT_AT_MINIMUM 1
 #define HALT_NO_RATE 2
 
-extern "C" __global__ void make_vote(const GradStats *units, u64 count, const double *loss, Vote *out) {
-    Vote vote = {0.0, 0, NONE, *loss};
+extern "C" __global__ void make_vote(const GradStats *units, u64 count, const double *loss, const u64 *flags,
+                                     Vote *out) {
+    Vote vote = {0.0, 0, NONE, *loss, *flags};
     // One thread adds, in order; unrolled, so that it waits for memory once for many.
 #pragma unroll 16
     for (u64 unit = 0; unit < count; unit++) {
@@ -115,20 +123,22 @@ __device__ __forceinline__ bool update_scale(const StepSettings &set, StepState 
     return true;
 }
 
-extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepSettings *settings, const double *lrs,
-                                       u64 lr_count, StepState *state, StepScalars *scalars, StepReport *reports,
+extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepSettings *settings,
+                                       const StepRates *rates, u64 rate_count, StepState *state, StepScalars *scalars, StepReport *reports,
                                        u64 report_count) {
     StepSettings set = *settings;
     StepState s = *state;
-    *scalars = {0.0f, 0.0f, 0.0f, 0.0f, 1};
+    *scalars = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1};
     // A halted run stays so until the host has looked.
     if (s.halted) return;
     double sum_sq = 0.0;
-    StepReport report = {0.0, 0.0, 0.0, 0.0, s.loss_scale, 0, NONE, NONE, 0.0, s.iteration, 1, 0};
+    StepReport report = {0.0, 0.0, 0.0, 0.0, 0, NONE, s.loss_scale, 0, NONE, NONE, 0.0, s.iteration, 1, 0};
 #pragma unroll 8
     for (u64 rank = 0; rank < ranks; rank++) {
         sum_sq = __dadd_rn(sum_sq, votes[rank].sum_sq);
         report.loss = __dadd_rn(report.loss, votes[rank].loss);
+        report.flags_any |= votes[rank].flags;
+        report.flags_all &= votes[rank].flags;
         report.nonfinite += votes[rank].nonfinite;
         bool bad = votes[rank].nonfinite > 0 || !is_finite(votes[rank].sum_sq);
         if (bad && report.bad_rank == NONE) {
@@ -136,18 +146,19 @@ extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepS
             report.bad_unit = votes[rank].first_bad_unit;
         }
     }
-    u64 at = s.schedule_position - set.lr_first_position;
-    if (s.schedule_position < set.lr_first_position || at >= lr_count) {
+    u64 at = s.schedule_position - set.first_position;
+    if (s.schedule_position < set.first_position || at >= rate_count) {
         s.halted = HALT_NO_RATE;
     } else if (report.bad_rank != NONE) {
-        report.lr = lrs[at];
+        report.lr = rates[at].lr;
         if (update_scale(set, s, true))
             s.skipped_steps += 1;
         else
             s.halted = HALT_AT_MINIMUM;
     } else {
         double divisor = __dmul_rn(__dmul_rn(s.loss_scale, (double)ranks), (double)set.micro_batches);
-        report.lr = lrs[at];
+        StepRates now = rates[at];
+        report.lr = now.lr;
         report.grad_norm = __ddiv_rn(__dsqrt_rn(sum_sq), divisor);
         report.clip = 1.0;
         if (set.max_grad_norm > 0.0 && report.grad_norm > set.max_grad_norm)
@@ -156,8 +167,11 @@ extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepS
         u64 t = s.adam_steps + 1;
         scalars->grad_scale = (float)__ddiv_rn(report.clip, divisor);
         scalars->lr = (float)report.lr;
-        scalars->step_size = (float)__ddiv_rn(report.lr, __dsub_rn(1.0, power(set.beta1, t)));
-        scalars->bias_correction2_sqrt = (float)__dsqrt_rn(__dsub_rn(1.0, power(set.beta2, t)));
+        scalars->step_size = (float)__ddiv_rn(report.lr, __dsub_rn(1.0, power(now.beta1, t)));
+        scalars->bias_correction2_sqrt = (float)__dsqrt_rn(__dsub_rn(1.0, power(now.beta2, t)));
+        scalars->one_minus_beta1 = (float)__dsub_rn(1.0, now.beta1);
+        scalars->beta2 = (float)now.beta2;
+        scalars->one_minus_beta2 = (float)__dsub_rn(1.0, now.beta2);
         scalars->skip = 0;
         update_scale(set, s, false);
         s.adam_steps += 1;

@@ -131,11 +131,17 @@ pub(crate) fn grad_stats(
 pub(crate) fn make_vote(
     units: DeviceSlice<GradStats>,
     loss: DeviceSlice<f64>,
+    flags: DeviceSlice<u64>,
     out: DeviceSlice<Vote>,
 ) -> Result<(), KernelError> {
     same_len("make_vote: loss", 1, loss.len())?;
+    same_len("make_vote: flags", 1, flags.len())?;
     same_len("make_vote: out", 1, out.len())?;
-    let read = [Extent::typed("make_vote: units", units), Extent::typed("make_vote: loss", loss)];
+    let read = [
+        Extent::typed("make_vote: units", units),
+        Extent::typed("make_vote: loss", loss),
+        Extent::typed("make_vote: flags", flags),
+    ];
     places(&[Extent::typed("make_vote: out", out)], &read)
 }
 
@@ -153,7 +159,7 @@ pub(crate) fn decide_step(args: &DecideArgs) -> Result<(), KernelError> {
     let read = [
         Extent::typed("decide_step: votes", args.votes),
         Extent::typed("decide_step: settings", args.settings),
-        Extent::typed("decide_step: lrs", args.lrs),
+        Extent::typed("decide_step: rates", args.rates),
     ];
     places(&written, &read)
 }

@@ -4,7 +4,7 @@ use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
 use crate::host::RoundingKey;
-use crate::step::{StepReport, StepSettings, StepState, Vote, power};
+use crate::step::{StepRates, StepReport, StepSettings, StepState, Vote, power};
 
 /// Why a launch was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -85,6 +85,12 @@ pub struct StepScalars {
     pub step_size: f32,
     /// sqrt(1 - beta2^t).
     pub bias_correction2_sqrt: f32,
+    /// 1 - beta1, in fp64 before it is rounded, as all that is made of the betas.
+    pub one_minus_beta1: f32,
+    /// beta2.
+    pub beta2: f32,
+    /// 1 - beta2.
+    pub one_minus_beta2: f32,
     /// Not 0: the step is skipped, nothing is written.
     pub skip: u32,
 }
@@ -92,15 +98,19 @@ pub struct StepScalars {
 impl StepScalars {
     /// The scalars of Adam's step `t`, counted from 1, at learning rate `lr`.
     pub fn new(t: u64, lr: f64, hyper: &AdamHyper, grad_scale: f64) -> Self {
-        Self::with_betas(t, lr, hyper.beta1, hyper.beta2, grad_scale)
+        Self::with_rates(t, &StepRates { lr, beta1: hyper.beta1, beta2: hyper.beta2 }, grad_scale)
     }
 
-    pub(crate) fn with_betas(t: u64, lr: f64, beta1: f64, beta2: f64, grad_scale: f64) -> Self {
+    pub(crate) fn with_rates(t: u64, rates: &StepRates, grad_scale: f64) -> Self {
+        let &StepRates { lr, beta1, beta2 } = rates;
         Self {
             grad_scale: grad_scale as f32,
             lr: lr as f32,
             step_size: (lr / (1.0 - power(beta1, t))) as f32,
             bias_correction2_sqrt: (1.0 - power(beta2, t)).sqrt() as f32,
+            one_minus_beta1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
             skip: 0,
         }
     }
@@ -127,12 +137,9 @@ pub struct AdamHyper {
 }
 
 impl AdamHyper {
-    /// The constants as every back end uses them.
+    /// What does not move, as every back end uses it; what is made of the betas is in [`StepScalars`].
     pub fn constants(&self) -> AdamConstants {
         AdamConstants {
-            one_minus_beta1: (1.0 - self.beta1) as f32,
-            beta2: self.beta2 as f32,
-            one_minus_beta2: (1.0 - self.beta2) as f32,
             eps: self.eps as f32,
             weight_decay: self.weight_decay as f32,
             decoupled: self.decoupled.into(),
@@ -144,9 +151,6 @@ impl AdamHyper {
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct AdamConstants {
-    pub(crate) one_minus_beta1: f32,
-    pub(crate) beta2: f32,
-    pub(crate) one_minus_beta2: f32,
     pub(crate) eps: f32,
     pub(crate) weight_decay: f32,
     /// Not 0: AdamW.
@@ -168,7 +172,7 @@ pub struct AdamArgs {
     pub param_out: Option<AnySlice>,
     /// The step's scalars, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
-    /// Constants.
+    /// Constants; the betas are those of the scalars.
     pub hyper: AdamHyper,
 }
 
@@ -187,7 +191,7 @@ pub struct RemainderArgs {
     pub grad: AnySlice,
     /// The step's scalars, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
-    /// Constants.
+    /// Constants; the betas are those of the scalars.
     pub hyper: AdamHyper,
 }
 
@@ -204,7 +208,7 @@ pub struct StochasticArgs {
     pub grad: AnySlice,
     /// The step's scalars, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
-    /// Constants.
+    /// Constants; the betas are those of the scalars.
     pub hyper: AdamHyper,
     /// What rounding is keyed by. Given at the call: a recorded launch has the same one at every replay.
     pub key: RoundingKey,
@@ -217,8 +221,8 @@ pub struct DecideArgs {
     pub votes: DeviceSlice<Vote>,
     /// One, read.
     pub settings: DeviceSlice<StepSettings>,
-    /// The learning rates of `lr_count` positions of the schedule, or more; read.
-    pub lrs: DeviceSlice<f64>,
+    /// Those of the schedule's positions from the settings' first on; read.
+    pub rates: DeviceSlice<StepRates>,
     /// One, updated.
     pub state: DeviceSlice<StepState>,
     /// One, written: what the step's Adam launches read.
@@ -293,7 +297,7 @@ pub trait Kernels<D: Device>: Send + Sync {
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError>;
 
-    /// `out[0]` becomes this rank's vote, from the statistics of its units, in order, and one loss.
+    /// `out[0]` becomes this rank's vote, from the statistics of its units, in order, one loss and one word of flags.
     ///
     /// # Errors
     /// The arguments do not fit, or the stream refused.
@@ -302,6 +306,7 @@ pub trait Kernels<D: Device>: Send + Sync {
         stream: &D::Stream,
         units: DeviceSlice<GradStats>,
         loss: DeviceSlice<f64>,
+        flags: DeviceSlice<u64>,
         out: DeviceSlice<Vote>,
     ) -> Result<(), KernelError>;
 

@@ -39,7 +39,6 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     if scalars.skip != 0 {
         return Ok(());
     }
-    let (beta1, beta2) = (hyper.beta1, hyper.beta2);
     let weight_decay = hyper.weight_decay as f32;
     for i in 0..n {
         let mut w = widen(slices.weights[i]);
@@ -51,8 +50,8 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
         } else {
             g = weight_decay.mul_add(w, g);
         }
-        m = ((1.0 - beta1) as f32).mul_add(g - m, m);
-        v = ((1.0 - beta2) as f32 * g).mul_add(g, v * beta2 as f32);
+        m = scalars.one_minus_beta1.mul_add(g - m, m);
+        v = (scalars.one_minus_beta2 * g).mul_add(g, v * scalars.beta2);
         w -= scalars.step_size * m / (v.sqrt() / scalars.bias_correction2_sqrt + hyper.eps as f32);
         slices.weights[i] = narrow(w);
         slices.first_moment[i] = narrow(m);

@@ -2,7 +2,7 @@
 //! scalars out. Kernel twin: cuda/step.cu, the same structs and the same operations in the same order.
 //!
 //! zero-optim decides on the host with names, schedules and errors; its tests hold it to [`decide_step`], bit for
-//! bit. Here the learning rates of coming steps lie in a table, since only the device knows which steps were
+//! bit. Here the learning rates and betas of coming steps lie in a table, since only the device knows which steps were
 //! skipped, and a run that cannot go on is *halted*: every later step is skipped until the host has looked. What
 //! became of a step is told in a [`StepReport`], in a ring that the host reads when it likes.
 
@@ -20,15 +20,17 @@ pub struct Vote {
     pub first_bad_unit: u64,
     /// This rank's part of the loss, whatever the caller sums over ranks.
     pub loss: f64,
+    /// Whatever else the caller's ranks tell one another: of each bit all learn whether any and whether all have set it.
+    pub flags: u64,
 }
 
 impl Vote {
     /// No unit is bad.
     pub const NO_UNIT: u64 = u64::MAX;
 
-    /// The vote of a rank from the statistics of its units, in order.
+    /// The vote of a rank from the statistics of its units, in order; without flags.
     pub fn new(units: &[GradStats], loss: f64) -> Self {
-        let mut vote = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss };
+        let mut vote = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss, flags: 0 };
         for (unit, stats) in units.iter().enumerate() {
             vote.sum_sq += stats.sum_sq;
             vote.nonfinite += stats.nonfinite;
@@ -49,10 +51,6 @@ impl Vote {
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepSettings {
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
     /// Gradients of a greater norm are scaled down to it; 0: off.
     pub max_grad_norm: f64,
     /// The loss scale never goes below.
@@ -61,8 +59,8 @@ pub struct StepSettings {
     pub window: u64,
     /// Micro-batches summed in a step.
     pub micro_batches: u64,
-    /// The schedule's position of the first learning rate in the table.
-    pub lr_first_position: u64,
+    /// The schedule's position of the first rates in the table.
+    pub first_position: u64,
     /// Not 0: the loss scale moves.
     pub dynamic: u32,
     /// Overflows until the loss scale halves; at least 1.
@@ -71,6 +69,18 @@ pub struct StepSettings {
     pub consecutive_hysteresis: u32,
     /// Not 0: an overflow at the minimum scale halts the run.
     pub fail_at_min: u32,
+}
+
+/// What the schedule says for one of its positions.
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct StepRates {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
 }
 
 /// What moves from step to step.
@@ -100,7 +110,7 @@ impl StepState {
     pub const RUNNING: u32 = 0;
     /// `halted`: gradients overflowed with the loss scale at its minimum.
     pub const AT_MINIMUM: u32 = 1;
-    /// `halted`: the schedule's position is outside the table of learning rates.
+    /// `halted`: the schedule's position is outside the table of rates.
     pub const NO_RATE: u32 = 2;
 }
 
@@ -117,6 +127,10 @@ pub struct StepReport {
     pub lr: f64,
     /// Sum of the votes' losses.
     pub loss: f64,
+    /// The bits that any vote's flags have.
+    pub flags_any: u64,
+    /// The bits that all votes' flags have.
+    pub flags_all: u64,
     /// The scale that the backward used.
     pub loss_scale: f64,
     /// Elements that are not finite, over all ranks.
@@ -135,8 +149,8 @@ pub struct StepReport {
     pub halted: u32,
 }
 
-const _: () = assert!(size_of::<Vote>() == 32 && size_of::<StepSettings>() == 72);
-const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepReport>() == 88);
+const _: () = assert!(size_of::<Vote>() == 40 && size_of::<StepSettings>() == 56);
+const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepReport>() == 104 && size_of::<StepRates>() == 24);
 
 /// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so the same bits, on
 /// every machine and device (a library's `pow` differs in the last place).
@@ -153,12 +167,12 @@ pub fn power(base: f64, exponent: u64) -> f64 {
 
 /// Decides the next step from the votes of all ranks. `None` in place of a report: the run was halted before.
 ///
-/// As in the kernel, the scale of the backward is the state's: it moves only here, after the gradients' step. `lrs`
-/// holds the learning rates of the schedule's positions from `lr_first_position` on.
+/// As in the kernel, the scale of the backward is the state's: it moves only here, after the gradients' step. `rates`
+/// holds those of the schedule's positions from `first_position` on.
 pub fn decide_step(
     votes: &[Vote],
     settings: &StepSettings,
-    lrs: &[f64],
+    rates: &[StepRates],
     state: &mut StepState,
 ) -> (StepScalars, Option<StepReport>) {
     let skipped = StepScalars::skipped();
@@ -169,6 +183,8 @@ pub fn decide_step(
     let bad_rank = votes.iter().position(Vote::is_bad);
     let mut report = StepReport {
         loss: votes.iter().fold(0.0, |sum, v| sum + v.loss),
+        flags_any: votes.iter().fold(0, |any, v| any | v.flags),
+        flags_all: votes.iter().fold(u64::MAX, |all, v| all & v.flags),
         loss_scale: state.loss_scale,
         nonfinite: votes.iter().map(|v| v.nonfinite).sum(),
         bad_rank: bad_rank.map_or(u64::MAX, |r| r as u64),
@@ -177,11 +193,11 @@ pub fn decide_step(
         skipped: 1,
         ..StepReport::default()
     };
-    let position = state.schedule_position.checked_sub(settings.lr_first_position);
-    let lr = position.and_then(|p| lrs.get(usize::try_from(p).ok()?));
+    let position = state.schedule_position.checked_sub(settings.first_position);
+    let rates = position.and_then(|p| rates.get(usize::try_from(p).ok()?));
     let mut scalars = skipped;
-    if let Some(&lr) = lr {
-        report.lr = lr;
+    if let Some(rates) = rates {
+        report.lr = rates.lr;
         if bad_rank.is_some() {
             if update_scale(settings, state, true) {
                 state.skipped_steps += 1;
@@ -193,7 +209,7 @@ pub fn decide_step(
             let (grad_norm, max) = (sum_sq.sqrt() / divisor, settings.max_grad_norm);
             let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
             let t = state.adam_steps + 1;
-            scalars = StepScalars::with_betas(t, lr, settings.beta1, settings.beta2, clip / divisor);
+            scalars = StepScalars::with_rates(t, rates, clip / divisor);
             (report.grad_norm, report.clip, report.skipped) = (grad_norm, clip, 0);
             update_scale(settings, state, false);
             state.adam_steps += 1;

@@ -158,10 +158,10 @@ fn every_launch() -> Vec<Launch> {
         launches.extend(chunks.into_iter().chain([combine]));
     }
     launches.extend(plan::cast_stochastic(at(0x2000, N), at::<bf16>(0x8000, N), 2.0, key).unwrap());
-    launches.push(plan::make_vote(at(0x1000, 3), at(0x2000, 1), at(0x3000, 1)).unwrap());
-    let (votes, settings, lrs) = (at(0x1000, 2), at(0x2000, 1), at(0x3000, 9));
+    launches.push(plan::make_vote(at(0x1000, 3), at(0x2000, 1), at(0x2008, 1), at(0x3000, 1)).unwrap());
+    let (votes, settings, rates) = (at(0x1000, 2), at(0x2000, 1), at(0x3000, 9));
     let args =
-        DecideArgs { votes, settings, lrs, state: at(0x4000, 1), scalars: at(0x5000, 1), reports: at(0x6000, 4) };
+        DecideArgs { votes, settings, rates, state: at(0x4000, 1), scalars: at(0x5000, 1), reports: at(0x6000, 4) };
     launches.push(plan::decide_step(&args).unwrap());
     launches
 }

@@ -8,7 +8,7 @@
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
 //! | stats | 16 bytes a unit | `Workspace` | always |
 //! | stats_scratch | as the kernels say, for the largest unit | `Workspace` | on a GPU |
-//! | scalars | 20 bytes | `Workspace` | always |
+//! | scalars | 32 bytes | `Workspace` | always |
 //!
 //! The state elements are this rank's shard storage (stages 1 to 3) or the whole storage (stage 0), end to
 //! end. The optimizer knows nothing of stages: it is given **segments**, one a unit, that tile its state,
@@ -98,10 +98,10 @@ impl<D: Device> ShardedAdamW<D> {
             master: if param_dtype == DType::F32 { None } else { Some(state()?) },
             first_moment: state()?,
             second_moment: state()?,
-            // Two eight-byte words a unit, as `GradStats`; five four-byte words, as `StepScalars`.
+            // Two eight-byte words a unit, as `GradStats`; eight four-byte words, as `StepScalars`.
             stats: pool.allocate(2 * segments.len(), DType::F64, Purpose::Workspace, stream)?,
             stats_scratch: pool.allocate(scratch_elems, DType::F64, Purpose::Workspace, stream)?,
-            scalars: pool.allocate(5, DType::F32, Purpose::Workspace, stream)?,
+            scalars: pool.allocate(8, DType::F32, Purpose::Workspace, stream)?,
             on_device: None,
             names: segments.iter().map(|s| s.name.clone()).collect(),
             segments,
@@ -292,7 +292,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
-        // SAFETY: the block holds five four-byte words, as `StepScalars` does, and is aligned for them; it
+        // SAFETY: the block holds eight four-byte words, as `StepScalars` does, and is aligned for them; it
         // lives as long as `self`, whose drop notes the stream.
         unsafe { DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1) }
     }

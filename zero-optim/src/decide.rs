@@ -14,7 +14,7 @@
 //! Adam's step count and the schedule stay; only the loss scaler counts.
 
 use serde::{Deserialize, Serialize};
-use zero_kernels::step::{StepReport, StepState};
+use zero_kernels::step::{StepRates, StepReport, StepState};
 use zero_kernels::{AdamHyper, StepScalars, Vote};
 
 use crate::{LossScaler, LossScalerState, LossScaling, LrSchedule, OptimError};
@@ -75,6 +75,13 @@ impl StepRules {
         from_zero("max_grad_norm", self.max_grad_norm)?;
         self.schedule.check()
     }
+
+    /// What the schedule says at `position`.
+    pub(crate) fn rates(&self, position: u64) -> StepRates {
+        let AdamHyper { beta1, beta2, .. } = self.hyper;
+        let (beta1, beta2) = self.schedule.betas(position).unwrap_or((beta1, beta2));
+        StepRates { lr: self.schedule.lr(self.lr, position), beta1, beta2 }
+    }
 }
 
 /// The scalars that a checkpoint keeps of an optimizer.
@@ -101,6 +108,15 @@ pub struct Overflow {
     pub nonfinite: u64,
 }
 
+/// What the ranks' flags come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flags {
+    /// The bits that any rank has set.
+    pub any: u64,
+    /// The bits that all ranks have set.
+    pub all: u64,
+}
+
 /// What became of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub enum StepOutcome {
@@ -116,6 +132,8 @@ pub enum StepOutcome {
         loss: f64,
         /// The scale that the backward used.
         loss_scale: f64,
+        /// Of the votes' flags.
+        flags: Flags,
     },
     /// Nothing was updated.
     Skipped {
@@ -129,6 +147,8 @@ pub enum StepOutcome {
         loss_scale: f64,
         /// The scale of the next backward.
         next_loss_scale: f64,
+        /// Of the votes' flags.
+        flags: Flags,
     },
 }
 
@@ -156,6 +176,13 @@ impl StepOutcome {
     pub fn loss_scale(&self) -> f64 {
         match self {
             Self::Applied { loss_scale, .. } | Self::Skipped { loss_scale, .. } => *loss_scale,
+        }
+    }
+
+    /// Of the votes' flags.
+    pub fn flags(&self) -> Flags {
+        match self {
+            Self::Applied { flags, .. } | Self::Skipped { flags, .. } => *flags,
         }
     }
 
@@ -238,6 +265,7 @@ impl Decider {
     /// The run was halted at this step.
     pub(crate) fn follow(&mut self, report: &StepReport, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
         let &StepReport { grad_norm, clip, lr, loss, loss_scale, next_loss_scale, nonfinite, .. } = report;
+        let flags = Flags { any: report.flags_any, all: report.flags_all };
         if report.halted == StepState::NO_RATE {
             return Err(OptimError::NoRate { position: self.schedule_position });
         }
@@ -246,7 +274,7 @@ impl Decider {
             let _ = self.scaler.update(false);
             self.adam_steps += 1;
             self.schedule_position += 1;
-            return Ok(StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale });
+            return Ok(StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale, flags });
         }
         let (rank, unit) = (report.bad_rank as usize, unit_name(report.bad_unit, unit_names));
         if let Err(at) = self.scaler.update(true) {
@@ -255,7 +283,7 @@ impl Decider {
         }
         self.skipped_steps += 1;
         let overflow = Overflow { rank, unit, nonfinite };
-        Ok(StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale })
+        Ok(StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale, flags })
     }
 
     /// Decides the next step from the votes of all ranks, in rank order. `unit_names` names the units in
@@ -278,11 +306,10 @@ impl Decider {
         let divisor = loss_scale * votes.len() as f64 * micro_batches as f64;
         let sum_sq = votes.iter().fold(0.0, |sum, v| sum + v.sum_sq);
         let loss = votes.iter().fold(0.0, |sum, v| sum + v.loss);
-        let lr = self.rules.schedule.lr(self.rules.lr, self.schedule_position);
-        let mut hyper = self.rules.hyper;
-        if let Some((beta1, beta2)) = self.rules.schedule.betas(self.schedule_position) {
-            (hyper.beta1, hyper.beta2) = (beta1, beta2);
-        }
+        let any = votes.iter().fold(0, |any, v| any | v.flags);
+        let flags = Flags { any, all: votes.iter().fold(u64::MAX, |all, v| all & v.flags) };
+        let StepRates { lr, beta1, beta2 } = self.rules.rates(self.schedule_position);
+        let hyper = AdamHyper { beta1, beta2, ..self.rules.hyper };
 
         let bad = votes.iter().position(Vote::is_bad);
         if let Some(rank) = bad {
@@ -297,7 +324,7 @@ impl Decider {
             return Ok(Decision {
                 scalars: StepScalars::skipped(),
                 hyper,
-                outcome: StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale },
+                outcome: StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale, flags },
             });
         }
 
@@ -309,7 +336,11 @@ impl Decider {
         let _ = self.scaler.update(false);
         self.adam_steps += 1;
         self.schedule_position += 1;
-        Ok(Decision { scalars, hyper, outcome: StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale } })
+        Ok(Decision {
+            scalars,
+            hyper,
+            outcome: StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale, flags },
+        })
     }
 }
 

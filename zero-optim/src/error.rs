@@ -98,9 +98,6 @@ pub enum OptimError {
         /// The first unit there.
         unit: String,
     },
-    /// The device cannot decide a schedule that moves the betas.
-    #[error("the schedule moves Adam's betas, which are fixed where the device decides: decide on the host")]
-    BetasMove,
     /// A step that is decided on the device before `decide_on_device`.
     #[error("steps are not decided on the device: call decide_on_device first")]
     NotOnDevice,
@@ -113,8 +110,8 @@ pub enum OptimError {
         /// Steps decided before it.
         iteration: u64,
     },
-    /// The device has no learning rate for the schedule's position.
-    #[error("no learning rate on the device for position {position} of the schedule: call decide_on_device again")]
+    /// The device has no rates for the schedule's position.
+    #[error("no rates on the device for position {position} of the schedule: call decide_on_device again")]
     NoRate {
         /// The position.
         position: u64,

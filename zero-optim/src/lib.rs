@@ -10,7 +10,7 @@ mod segments;
 mod state;
 
 pub use adamw::{Ballot, ShardedAdamW};
-pub use decide::{BackwardScale, Decider, Decision, Overflow, Progress, StepOutcome, StepRules};
+pub use decide::{BackwardScale, Decider, Decision, Flags, Overflow, Progress, StepOutcome, StepRules};
 pub use error::OptimError;
 pub use loss_scale::{AtMinimum, DynamicScaling, LossScaler, LossScalerState, LossScaling, ScaleChange};
 pub use on_device::{DeviceSteps, VoteSlices};

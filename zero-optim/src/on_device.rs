@@ -5,8 +5,8 @@
 //!
 //! | buffer | bytes | held for |
 //! |---|---|---|
-//! | control: settings, state, all ranks' votes, a ring of 64 reports | 128 + 32 a rank + 5632 | `Workspace` |
-//! | learning rates of the coming steps | 8 a step | `Workspace` |
+//! | control: settings, state, all ranks' votes, a ring of 64 reports | 112 + 40 a rank + 6656 | `Workspace` |
+//! | rates of the coming steps | 24 a step | `Workspace` |
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytemuck::{Pod, Zeroable};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Stream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::step::{StepReport, StepSettings, StepState};
+use zero_kernels::step::{StepRates, StepReport, StepSettings, StepState};
 use zero_kernels::{DecideArgs, Vote};
 
 use crate::adamw::view;
@@ -32,7 +32,7 @@ pub struct DeviceSteps {
     pub ranks: usize,
     /// Micro-batches summed in a step.
     pub micro_batches: usize,
-    /// For how many steps learning rates are put on the device. Behind them the run is halted until
+    /// For how many steps learning rates and betas are put on the device. Behind them the run is halted until
     /// [`ShardedAdamW::decide_on_device`] is called again.
     pub steps: usize,
 }
@@ -49,7 +49,7 @@ pub struct VoteSlices {
 pub(crate) struct OnDevice<D: Device> {
     plan: DeviceSteps,
     control: Block<D>,
-    lrs: Block<D>,
+    rates: Block<D>,
     /// Reports are read here, beside what runs.
     reading: D::Stream,
     /// Steps whose reports are not read yet, and the points at which these are there.
@@ -72,28 +72,50 @@ const WORD_BYTES: usize = size_of::<f64>();
 const CONTROL_WORDS: usize = size_of::<Control>() / WORD_BYTES;
 const VOTE_WORDS: usize = size_of::<Vote>() / WORD_BYTES;
 const REPORT_WORDS: usize = size_of::<StepReport>() / WORD_BYTES;
+const RATES_WORDS: usize = size_of::<StepRates>() / WORD_BYTES;
+
+/// `len` values of `T` at word `word` of a block.
+fn place<D: Device, T>(block: &Block<D>, word: usize, len: usize) -> DeviceSlice<T> {
+    const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES) && align_of::<T>() <= WORD_BYTES) };
+    let words = view(block).slice(word..word + len * size_of::<T>() / WORD_BYTES);
+    // SAFETY: as many words as the values have, aligned as words; the block lives as long as the optimizer, whose
+    // drop notes the streams.
+    unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len) }
+}
 
 impl<D: Device> OnDevice<D> {
-    /// `len` values of `T` at word `word` of the control block.
-    fn place<T>(&self, word: usize, len: usize) -> DeviceSlice<T> {
-        const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES) && align_of::<T>() <= WORD_BYTES) };
-        let words = view(&self.control).slice(word..word + len * size_of::<T>() / WORD_BYTES);
-        // SAFETY: as many words as the values have, aligned as words; the block lives as long as the optimizer, whose
-        // drop notes the streams.
-        unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len) }
+    fn new(pool: &Pool<D>, stream: &D::Stream, plan: DeviceSteps) -> Result<Self, OptimError> {
+        let words = CONTROL_WORDS + plan.ranks * VOTE_WORDS + REPORTS * REPORT_WORDS;
+        Ok(Self {
+            plan,
+            control: pool.allocate(words, DType::F64, Purpose::Workspace, stream)?,
+            rates: pool.allocate(plan.steps * RATES_WORDS, DType::F64, Purpose::Workspace, stream)?,
+            reading: pool.device().create_stream("reports")?,
+            expected: VecDeque::new(),
+            next: 0,
+            halted: None,
+        })
+    }
+
+    fn settings(&self) -> DeviceSlice<StepSettings> {
+        place(&self.control, 0, 1)
+    }
+
+    fn state(&self) -> DeviceSlice<StepState> {
+        place(&self.control, size_of::<StepSettings>() / WORD_BYTES, 1)
     }
 
     fn votes(&self) -> DeviceSlice<Vote> {
-        self.place(CONTROL_WORDS, self.plan.ranks)
+        place(&self.control, CONTROL_WORDS, self.plan.ranks)
     }
 
     fn reports(&self) -> DeviceSlice<StepReport> {
-        self.place(CONTROL_WORDS + self.plan.ranks * VOTE_WORDS, REPORTS)
+        place(&self.control, CONTROL_WORDS + self.plan.ranks * VOTE_WORDS, REPORTS)
     }
 
     /// Notes that what is enqueued on `stream`, and the reading of reports, may use the blocks.
     pub(crate) fn record_use(&mut self, stream: &D::Stream) {
-        for block in [&mut self.control, &mut self.lrs] {
+        for block in [&mut self.control, &mut self.rates] {
             for stream in [stream, &self.reading] {
                 // A stream that refuses is closed, and uses the block no more.
                 let _closed = block.record_use(stream);
@@ -109,10 +131,11 @@ fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
 
 impl<D: Device> ShardedAdamW<D> {
     /// Puts everything that decisions need on the device; the next steps are taken by [`Self::enqueue_vote`] and
-    /// [`Self::enqueue_step`]. Call it again for the steps behind `plan.steps`, with all reports read. Blocks the host.
+    /// [`Self::enqueue_step`]. Call it again for the steps behind `plan.steps`, with all reports read: with the same plan
+    /// it takes no memory then, and all slices stay where they are. Blocks the host.
     ///
     /// # Errors
-    /// The schedule moves the betas, which the device cannot; a report is not read yet; or there is no memory.
+    /// A report is not read yet, or there is no memory.
     pub fn decide_on_device(
         &mut self,
         pool: &Pool<D>,
@@ -122,34 +145,30 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), OptimError> {
         let rules = self.decider.rules();
         let at = self.decider.progress();
-        if rules.schedule.betas(at.schedule_position).is_some() {
-            return Err(OptimError::BetasMove);
-        }
         if self.on_device.as_ref().is_some_and(|d| !d.expected.is_empty()) {
             return Err(OptimError::ReportsLeft);
         }
         OptimError::check(plan.micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
         OptimError::check(plan.rank < plan.ranks, "rank", plan.rank as f64, "less than the number of ranks")?;
-        let lrs: Vec<f64> =
-            (0..plan.steps as u64).map(|s| rules.schedule.lr(rules.lr, at.schedule_position + s)).collect();
+        let rates: Vec<StepRates> = (0..plan.steps as u64).map(|s| rules.rates(at.schedule_position + s)).collect();
         let control = Control { settings: settings(rules, &plan, at.schedule_position), state: state(&at) };
-        let words = CONTROL_WORDS + plan.ranks * VOTE_WORDS + REPORTS * REPORT_WORDS;
-        let on_device = OnDevice {
-            plan,
-            control: pool.allocate(words, DType::F64, Purpose::Workspace, stream)?,
-            lrs: pool.allocate(lrs.len(), DType::F64, Purpose::Workspace, stream)?,
-            reading: pool.device().create_stream("reports")?,
-            expected: VecDeque::new(),
-            next: at.loss_scaler.iteration,
-            halted: None,
-        };
-        let device = pool.device();
-        device.fill_zero(stream, view(&on_device.control))?;
-        device.upload(stream, bytemuck::bytes_of(&control), bytes(on_device.place::<Control>(0, 1)), limit)?;
-        device.upload(stream, bytemuck::cast_slice(&lrs), view(&on_device.lrs), limit)?;
-        self.forget_device();
+        if self.on_device.as_ref().is_none_or(|d| d.plan != plan) {
+            let on_device = OnDevice::new(pool, stream, plan)?;
+            self.forget_device();
+            self.on_device = Some(on_device);
+        }
         self.stream = stream.clone();
-        self.on_device = Some(on_device);
+        let Some(on_device) = &mut self.on_device else { return Err(OptimError::NotOnDevice) };
+        (on_device.next, on_device.halted) = (at.loss_scaler.iteration, None);
+        let device = &self.device;
+        device.fill_zero(stream, view(&on_device.control))?;
+        device.upload(
+            stream,
+            bytemuck::bytes_of(&control),
+            bytes(place::<_, Control>(&on_device.control, 0, 1)),
+            limit,
+        )?;
+        device.upload(stream, bytemuck::cast_slice(&rates), view(&on_device.rates), limit)?;
         Ok(())
     }
 
@@ -157,17 +176,34 @@ impl<D: Device> ShardedAdamW<D> {
         self.on_device.as_ref().ok_or(OptimError::NotOnDevice)
     }
 
-    /// Enqueues this rank's vote, from statistics that [`Self::enqueue_stats`] has enqueued and the loss that lies at
-    /// `loss` when the stream gets there. Gather `own` of all ranks into `all`, then call [`Self::enqueue_step`].
+    /// The loss scale of the next backward, in device memory: right for what is enqueued behind the decision before it.
+    ///
+    /// # Errors
+    /// Steps are not decided on the device.
+    pub fn loss_scale(&self) -> Result<DeviceSlice<f64>, OptimError> {
+        let state = self.on_device()?.state();
+        const { assert!(std::mem::offset_of!(StepState, loss_scale) == 0) };
+        // SAFETY: the first field of the state, which lies there as long as it.
+        Ok(unsafe { DeviceSlice::from_raw_parts(state.as_ptr().cast(), 1) })
+    }
+
+    /// Enqueues this rank's vote, from statistics that [`Self::enqueue_stats`] has enqueued, and the loss and the flags
+    /// that lie at `loss` and `flags` when the stream gets there. Gather `own` of all ranks into `all`, then call
+    /// [`Self::enqueue_step`].
     ///
     /// # Errors
     /// Steps are not decided on the device, or the stream refused.
-    pub fn enqueue_vote(&mut self, stream: &D::Stream, loss: DeviceSlice<f64>) -> Result<VoteSlices, OptimError> {
+    pub fn enqueue_vote(
+        &mut self,
+        stream: &D::Stream,
+        loss: DeviceSlice<f64>,
+        flags: DeviceSlice<u64>,
+    ) -> Result<VoteSlices, OptimError> {
         self.stream = stream.clone();
         let on_device = self.on_device()?;
         let (rank, votes) = (on_device.plan.rank, on_device.votes());
         let own = votes.slice(rank..rank + 1);
-        self.kernels.make_vote(stream, self.stats_slice(), loss, own)?;
+        self.kernels.make_vote(stream, self.stats_slice(), loss, flags, own)?;
         Ok(VoteSlices { own: bytes(own), all: bytes(votes) })
     }
 
@@ -178,22 +214,40 @@ impl<D: Device> ShardedAdamW<D> {
     /// The slices do not fit the segments, steps are not decided on the device, or the stream refused.
     pub fn enqueue_step(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
         self.check_units(units)?;
+        self.enqueue_decision(stream)?;
+        self.enqueue_update(stream, units)
+    }
+
+    /// The decision of [`Self::enqueue_step`] alone: what is reported is there behind it, beside the update.
+    ///
+    /// # Errors
+    /// Steps are not decided on the device, or the stream refused.
+    pub fn enqueue_decision(&mut self, stream: &D::Stream) -> Result<(), OptimError> {
         self.stream = stream.clone();
         let on_device = self.on_device()?;
         let args = DecideArgs {
             votes: on_device.votes(),
-            settings: on_device.place(0, 1),
-            lrs: view(&on_device.lrs).typed()?,
-            state: on_device.place(size_of::<StepSettings>() / WORD_BYTES, 1),
+            settings: on_device.settings(),
+            rates: place(&on_device.rates, 0, on_device.plan.steps),
+            state: on_device.state(),
             scalars: self.scalars_slice(),
             reports: on_device.reports(),
         };
-        self.kernels.decide_step(stream, args)?;
+        Ok(self.kernels.decide_step(stream, args)?)
+    }
+
+    /// The update of [`Self::enqueue_step`] alone, behind [`Self::enqueue_decision`].
+    ///
+    /// # Errors
+    /// The slices do not fit the segments, or the stream refused.
+    pub fn enqueue_update(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
+        self.check_units(units)?;
+        self.stream = stream.clone();
         let hyper = self.decider.rules().hyper;
         self.enqueue_adam(stream, units, hyper)
     }
 
-    /// Notes that one step was enqueued on `stream`, by [`Self::enqueue_step`] or by a graph that holds one: its report is
+    /// Notes that one decision was enqueued on `stream`, by a call or by a graph that holds one: its report is
     /// there when the stream gets here. The oldest are lost where 64 or more are not read.
     ///
     /// # Errors
@@ -210,8 +264,8 @@ impl<D: Device> ShardedAdamW<D> {
     /// optimizer's [`progress`](Self::progress) and [`backward_scale`](Self::backward_scale) move with the reports.
     ///
     /// # Errors
-    /// A step failed; or the run is halted, since gradients overflowed with the loss scale at its minimum or learning
-    /// rates are used up.
+    /// A step failed; or the run is halted, since gradients overflowed with the loss scale at its minimum or rates
+    /// are used up.
     pub fn reports(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
         let Some(on_device) = &self.on_device else { return Ok(Vec::new()) };
         let mut count = 0;
@@ -285,13 +339,11 @@ impl<D: Device> ShardedAdamW<D> {
 
 fn settings(rules: &crate::StepRules, plan: &DeviceSteps, position: u64) -> StepSettings {
     let mut settings = StepSettings {
-        beta1: rules.hyper.beta1,
-        beta2: rules.hyper.beta2,
         max_grad_norm: rules.max_grad_norm,
         min_scale: 0.0,
         window: 1,
         micro_batches: plan.micro_batches as u64,
-        lr_first_position: position,
+        first_position: position,
         dynamic: 0,
         hysteresis: 1,
         consecutive_hysteresis: 0,

@@ -27,9 +27,12 @@ fn dynamic(settings: DynamicScaling) -> StepRules {
 fn a_vote_adds_units_in_order_and_names_the_first_bad_one() {
     let stats = |sum_sq, nonfinite| GradStats { sum_sq, nonfinite };
     let vote = Vote::new(&[stats(0.1, 0), stats(0.2, 2), stats(0.3, 1)], 4.0);
-    assert_eq!(vote, Vote { sum_sq: 0.1 + 0.2 + 0.3, nonfinite: 3, first_bad_unit: 1, loss: 4.0 });
-    assert_eq!(Vote::new(&[], 1.0), Vote { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Vote::NO_UNIT, loss: 1.0 });
-    assert_eq!(size_of::<Vote>(), 32, "it travels as bytes");
+    assert_eq!(vote, Vote { sum_sq: 0.1 + 0.2 + 0.3, nonfinite: 3, first_bad_unit: 1, loss: 4.0, flags: 0 });
+    assert_eq!(
+        Vote::new(&[], 1.0),
+        Vote { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Vote::NO_UNIT, loss: 1.0, flags: 0 }
+    );
+    assert_eq!(size_of::<Vote>(), 40, "it travels as bytes");
 }
 
 #[test]

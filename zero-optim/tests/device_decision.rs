@@ -1,8 +1,10 @@
 //! The decision that a device takes (zero_kernels::step, the twin of cuda/step.cu) is the host's, bit for bit.
 
 use proptest::prelude::*;
-use zero_kernels::step::{StepSettings, StepState, decide_step};
-use zero_optim::{Decider, DynamicScaling, LossScaling, LrSchedule, OptimError, StepOutcome, StepRules, Vote};
+use zero_kernels::step::{StepRates, StepSettings, StepState, decide_step};
+use zero_optim::{
+    Decider, DynamicScaling, Flags, LossScaling, LrSchedule, OneCycle, OptimError, StepOutcome, StepRules, Vote,
+};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
@@ -19,22 +21,25 @@ proptest! {
         hysteresis in 1u32..4,
         consecutive_hysteresis: bool,
         initial_scale_power in 0u32..6,
+        cycle: bool,
     ) {
         let settings = DynamicScaling {
             initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale: 1.0, fail_at_min: true,
         };
         let loss_scaling = if dynamic { LossScaling::Dynamic(settings) } else { LossScaling::Static { scale: 4.0 } };
-        let schedule = LrSchedule::LinearWarmup { warmup_steps: 7 };
+        let schedule = if cycle { LrSchedule::OneCycle(one_cycle()) } else { LrSchedule::LinearWarmup { warmup_steps: 7 } };
         let rules = StepRules { loss_scaling, schedule, max_grad_norm, lr: 3e-4, ..StepRules::default() };
-        let lrs: Vec<f64> = (0..64).map(|p| rules.schedule.lr(rules.lr, p)).collect();
+        let rates = |p| match rules.schedule.betas(p) {
+            Some((beta1, beta2)) => StepRates { lr: rules.schedule.lr(rules.lr, p), beta1, beta2 },
+            None => StepRates { lr: rules.schedule.lr(rules.lr, p), beta1: 0.9, beta2: 0.999 },
+        };
+        let rates: Vec<StepRates> = (0..64).map(rates).collect();
         let device_settings = StepSettings {
-            beta1: rules.hyper.beta1,
-            beta2: rules.hyper.beta2,
             max_grad_norm,
             min_scale: 1.0,
             window,
             micro_batches: micro_batches as u64,
-            lr_first_position: 0,
+            first_position: 0,
             dynamic: dynamic.into(),
             hysteresis,
             consecutive_hysteresis: consecutive_hysteresis.into(),
@@ -56,12 +61,13 @@ proptest! {
                 .map(|r| {
                     let bad = bad && r == i % ranks;
                     let first_bad_unit = if bad { 0 } else { Vote::NO_UNIT };
-                    Vote { sum_sq: sum_sq / (r + 1) as f64, nonfinite: bad.into(), first_bad_unit, loss }
+                    let flags = (r * 5 + i) as u64 | 16;
+                    Vote { sum_sq: sum_sq / (r + 1) as f64, nonfinite: bad.into(), first_bad_unit, loss, flags }
                 })
                 .collect();
             let scale = decider.backward_scale();
             let host = decider.decide(&votes, scale, micro_batches, &["unit".to_owned()]);
-            let (scalars, report) = decide_step(&votes, &device_settings, &lrs, &mut state);
+            let (scalars, report) = decide_step(&votes, &device_settings, &rates, &mut state);
             match host {
                 Err(OptimError::LossScaleAtMinimum { .. }) => {
                     prop_assert_eq!(report.unwrap().halted, StepState::AT_MINIMUM);
@@ -73,6 +79,9 @@ proptest! {
                     let report = report.unwrap();
                     prop_assert_eq!(host.scalars, scalars);
                     prop_assert_eq!((host.outcome.lr(), host.outcome.loss()), (report.lr, report.loss));
+                    let Flags { any, all } = host.outcome.flags();
+                    prop_assert_eq!((any, all), (report.flags_any, report.flags_all));
+                    prop_assert!(all & 16 == 16 && any & all == all);
                     prop_assert_eq!(host.outcome.loss_scale(), report.loss_scale);
                     prop_assert_eq!(decider.backward_scale().get(), report.next_loss_scale);
                     prop_assert_eq!((report.iteration, report.halted), (i as u64, StepState::RUNNING));
@@ -97,16 +106,19 @@ proptest! {
     }
 }
 
+/// Its rates and betas move.
+fn one_cycle() -> OneCycle {
+    serde_json::from_str(r#"{"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 5}"#).unwrap()
+}
+
 #[test]
 fn outside_the_table_of_rates_the_run_is_halted_and_stays_so() {
     let settings = StepSettings {
-        beta1: 0.9,
-        beta2: 0.999,
         max_grad_norm: 0.0,
         min_scale: 1.0,
         window: 1,
         micro_batches: 1,
-        lr_first_position: 5,
+        first_position: 5,
         dynamic: 0,
         hysteresis: 1,
         consecutive_hysteresis: 0,
@@ -123,14 +135,15 @@ fn outside_the_table_of_rates_the_run_is_halted_and_stays_so() {
         halted: StepState::RUNNING,
     };
     let votes = [Vote::new(&[], 0.0)];
+    let rates = [StepRates { lr: 1e-3, beta1: 0.9, beta2: 0.999 }];
     let mut state = start;
-    assert_eq!(decide_step(&votes, &settings, &[1e-3], &mut state).0.skip, 0);
-    let (scalars, report) = decide_step(&votes, &settings, &[1e-3], &mut state);
+    assert_eq!(decide_step(&votes, &settings, &rates, &mut state).0.skip, 0);
+    let (scalars, report) = decide_step(&votes, &settings, &rates, &mut state);
     assert_eq!((scalars.skip, report.unwrap().halted, state.halted), (1, StepState::NO_RATE, StepState::NO_RATE));
     let before = state;
-    assert_eq!(decide_step(&votes, &settings, &[1e-3], &mut state), (scalars, None));
+    assert_eq!(decide_step(&votes, &settings, &rates, &mut state), (scalars, None));
     assert_eq!(state, before);
     let mut early = StepState { schedule_position: 4, ..start };
-    decide_step(&votes, &settings, &[1e-3], &mut early);
+    decide_step(&votes, &settings, &rates, &mut early);
     assert_eq!(early.halted, StepState::NO_RATE);
 }

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Ballot, DeviceSteps, DynamicScaling, LossScaling, LrSchedule, OneCycle, OptimError, Progress, Segment,
-    ShardedAdamW, StateKind, StepOutcome, StepRules, UnitSlices,
+    Ballot, DeviceSteps, DynamicScaling, Flags, LossScaling, LrSchedule, OneCycle, OptimError, Progress, Segment,
+    ShardedAdamW, StateKind, StepOutcome, StepRules, UnitSlices, Vote,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -67,6 +67,7 @@ struct Rank<D: Device> {
     params: Block<D>,
     grads: Block<D>,
     loss: Block<D>,
+    flags: Block<D>,
 }
 
 fn units(storage: AnySlice) -> Vec<AnySlice> {
@@ -93,13 +94,14 @@ impl<D: Device> Rank<D> {
         });
         let segments: Vec<Segment> = segments.collect();
         let elems = end;
-        let (params, grads, loss) = (rig.block(elems, dtype), rig.block(elems, DType::F32), rig.block(1, DType::F64));
+        let (params, grads) = (rig.block(elems, dtype), rig.block(elems, DType::F32));
+        let (loss, flags) = (rig.block(1, DType::F64), rig.block(8, DType::U8));
         let kernels = Arc::clone(&rig.kernels);
         let mut optim = ShardedAdamW::new(&rig.pool, kernels, &rig.stream, rules.clone(), dtype, segments).unwrap();
         rig.upload(&grads, bytemuck::cast_slice(&values(1000 + rank)));
         optim.init_masters(&rig.stream, &units(view(&grads))).unwrap();
         rig.kernels.cast(&rig.stream, view(&grads), view(&params), 1.0).unwrap();
-        Self { optim, params, grads, loss }
+        Self { optim, params, grads, loss, flags }
     }
 
     fn set_grads(&self, rig: &Rig<D>, rank: usize, step: usize, bad: bool) {
@@ -109,6 +111,7 @@ impl<D: Device> Rank<D> {
         }
         rig.upload(&self.grads, bytemuck::cast_slice(&grads));
         rig.upload(&self.loss, bytemuck::bytes_of(&loss(rank, step)));
+        rig.upload(&self.flags, bytemuck::bytes_of(&flags(rank, step)));
     }
 
     fn units(&self) -> Vec<UnitSlices> {
@@ -131,6 +134,11 @@ fn loss(rank: usize, step: usize) -> f64 {
     step as f64 + 0.25 * rank as f64
 }
 
+/// Bit 0 on all ranks, bit 1 on the first, bit 2 on none but in every third step.
+fn flags(rank: usize, step: usize) -> u64 {
+    1 | u64::from(rank == 0) << 1 | u64::from(step.is_multiple_of(3)) << 2
+}
+
 fn plan(rank: usize, steps: usize) -> DeviceSteps {
     DeviceSteps { rank, ranks: RANKS, micro_batches: 3, steps }
 }
@@ -140,7 +148,8 @@ fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> 
     let (backward_scale, mut votes) = (ranks[0].optim.backward_scale(), Vec::new());
     for (r, rank) in ranks.iter_mut().enumerate() {
         rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
-        votes.push(rank.optim.vote(&rig.stream, loss(r, step), LIMIT)?);
+        let vote = rank.optim.vote(&rig.stream, loss(r, step), LIMIT)?;
+        votes.push(Vote { flags: flags(r, step), ..vote });
     }
     let ballot = Ballot { votes: &votes, backward_scale, micro_batches: 3 };
     let mut outcomes = Vec::new();
@@ -158,8 +167,10 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
     for rank in &mut *ranks {
         // SAFETY: the rank's own block, used on the one stream.
         let loss = unsafe { rank.loss.typed::<f64>() }?;
+        // SAFETY: as above; eight bytes at the start of a block.
+        let flags = unsafe { DeviceSlice::from_raw_parts(view(&rank.flags).as_ptr().cast(), 1) };
         rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
-        votes.push(rank.optim.enqueue_vote(&rig.stream, loss)?);
+        votes.push(rank.optim.enqueue_vote(&rig.stream, loss, flags)?);
     }
     for (from, vote) in votes.iter().enumerate() {
         let place = from * vote.own.len()..(from + 1) * vote.own.len();
@@ -206,10 +217,14 @@ fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
 
 fn the_bits_are_those_of_steps_decided_on_the_host<D: Device>(rig: &Rig<D>) {
     const STEPS: usize = 9;
-    for (dtype, scaling) in
-        [(DType::F32, LossScaling::NONE), (DType::Bf16, LossScaling::NONE), (DType::F16, dynamic())]
-    {
-        let rules = rules(scaling);
+    // A schedule that moves the betas too.
+    let cycle = StepRules { schedule: LrSchedule::OneCycle(one_cycle()), ..rules(LossScaling::NONE) };
+    for (dtype, rules) in [
+        (DType::F32, rules(LossScaling::NONE)),
+        (DType::Bf16, rules(LossScaling::NONE)),
+        (DType::F16, rules(dynamic())),
+        (DType::F32, cycle),
+    ] {
         let (mut on_host, mut on_device) = (world(rig, &rules, dtype, 0), world(rig, &rules, dtype, STEPS));
         let (mut expected, mut reported) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
@@ -231,13 +246,18 @@ fn the_bits_are_those_of_steps_decided_on_the_host<D: Device>(rig: &Rig<D>) {
         reported.extend(on_device[0].optim.all_reports(LIMIT).unwrap());
         assert_eq!(reported, expected);
         assert!(expected[3].is_skipped() && !expected[4].is_skipped());
+        assert_eq!(expected[3].flags(), Flags { any: 7, all: 5 });
+        assert_eq!(expected[4].flags(), Flags { any: 3, all: 1 });
         assert_eq!(on_device[1].optim.all_reports(LIMIT).unwrap(), expected, "every rank learns the same");
         assert_eq!(progress(&on_device), progress(&on_host));
 
-        // On from there: the device takes up what the host knows.
+        // On from there: the device takes up what the host knows, in the same place.
+        let held = |rig: &Rig<D>| rig.pool.report().total.live_bytes;
+        let (before, scale) = (held(rig), on_device[0].optim.loss_scale().unwrap().as_ptr());
         for (r, rank) in on_device.iter_mut().enumerate() {
-            rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(r, 1), LIMIT).unwrap();
+            rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(r, STEPS), LIMIT).unwrap();
         }
+        assert_eq!((held(rig), on_device[0].optim.loss_scale().unwrap().as_ptr()), (before, scale));
         let outcome = step_on_host(rig, &mut on_host, STEPS).unwrap();
         step_on_device(rig, &mut on_device).unwrap();
         let again = on_device[0].optim.all_reports(LIMIT).unwrap().remove(0);
@@ -285,11 +305,7 @@ fn what_does_not_fit_is_refused<D: Device>(rig: &Rig<D>) {
     assert!(matches!(error, OptimError::Setting { setting: "micro_batches", .. }), "{error}");
     let error = refused(plan(RANKS, 5));
     assert!(matches!(error, OptimError::Setting { setting: "rank", .. }), "{error}");
-    let cycle = LrSchedule::OneCycle(OneCycle { cycle_momentum: true, ..one_cycle() });
-    let rules = StepRules { schedule: cycle, ..rules(LossScaling::NONE) };
-    let error =
-        Rank::new(rig, &rules, DType::F32, 0).optim.decide_on_device(&rig.pool, &rig.stream, plan(0, 5), LIMIT);
-    assert_eq!(error, Err(OptimError::BetasMove));
+    assert_eq!(rank.optim.loss_scale().unwrap_err(), OptimError::NotOnDevice);
 
     rank.optim.decide_on_device(&rig.pool, &rig.stream, DeviceSteps { ranks: 1, ..plan(0, 100) }, LIMIT).unwrap();
     let short = rank.optim.enqueue_step(&rig.stream, &rank.units()[1..]).unwrap_err();

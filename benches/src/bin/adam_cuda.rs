@@ -17,7 +17,7 @@ use half::bf16;
 use zero_alloc::cuda::{CudaDevice, CudaStream, Graph};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
 use zero_kernels::cuda::CudaKernels;
-use zero_kernels::step::{StepReport, StepSettings, StepState};
+use zero_kernels::step::{StepRates, StepReport, StepSettings, StepState};
 use zero_kernels::{AdamArgs, AdamHyper, DecideArgs, Float, GradStats, Kernels, StepScalars, Vote};
 
 type AnyError = Box<dyn std::error::Error>;
@@ -98,7 +98,7 @@ struct Shard {
     scratch: Buffer,
     /// Statistics, loss, vote, settings, state, scalars and report, 256 bytes each.
     control: Buffer,
-    lrs: Buffer,
+    rates: Buffer,
     graph: Option<Graph>,
     copy: Option<[Buffer; 2]>,
 }
@@ -118,8 +118,8 @@ impl Shard {
             grad: buffer(2 * elems)?,
             param: buffer(2 * elems)?,
             scratch: buffer(scratch)?,
-            control: buffer(7 * 256)?,
-            lrs: buffer(8 * RATES)?,
+            control: buffer(8 * 256)?,
+            rates: buffer(size_of::<StepRates>() * RATES)?,
             graph: None,
             copy: None,
         };
@@ -161,13 +161,11 @@ impl Shard {
     /// Before the first step of a run that never clips, and never runs out of rates.
     fn reset(&self) -> Result<(), AnyError> {
         let settings = StepSettings {
-            beta1: HYPER.beta1,
-            beta2: HYPER.beta2,
             max_grad_norm: 1.0,
             min_scale: 1.0,
             window: 1000,
             micro_batches: 1,
-            lr_first_position: 0,
+            first_position: 0,
             dynamic: 0,
             hysteresis: 1,
             consecutive_hysteresis: 0,
@@ -184,14 +182,14 @@ impl Shard {
             halted: StepState::RUNNING,
         };
         let scalars = StepScalars::new(1, 1e-4, &HYPER, 1.0);
-        let mut image = vec![0u8; 7 * 256];
+        let mut image = vec![0u8; 8 * 256];
         let values = [bytemuck::bytes_of(&settings), bytemuck::bytes_of(&state), bytemuck::bytes_of(&scalars)];
         for (value, nth) in values.into_iter().zip([3, 4, 5]) {
             image[nth * 256..][..value.len()].copy_from_slice(value);
         }
         self.device.upload(&self.stream, &image, self.control.all(), LIMIT)?;
-        let lrs = vec![1e-4f64; RATES];
-        self.device.upload(&self.stream, bytemuck::cast_slice(&lrs), self.lrs.all(), LIMIT)?;
+        let rates = vec![StepRates { lr: 1e-4, beta1: HYPER.beta1, beta2: HYPER.beta2 }; RATES];
+        self.device.upload(&self.stream, bytemuck::cast_slice(&rates), self.rates.all(), LIMIT)?;
         Ok(())
     }
 
@@ -215,9 +213,9 @@ impl Shard {
         let reports: DeviceSlice<StepReport> = self.control(6);
         let grad = self.grad.typed::<bf16>(self.elems).erase();
         self.kernels.grad_stats(&self.stream, grad, scratch, stats)?;
-        self.kernels.make_vote(&self.stream, stats, self.control(1), vote)?;
-        let (settings, lrs, state) = (self.control(3), self.lrs.typed(RATES), self.control(4));
-        let decide = DecideArgs { votes: vote, settings, lrs, state, scalars: self.control(5), reports };
+        self.kernels.make_vote(&self.stream, stats, self.control(1), self.control(7), vote)?;
+        let (settings, rates, state) = (self.control(3), self.rates.typed(RATES), self.control(4));
+        let decide = DecideArgs { votes: vote, settings, rates, state, scalars: self.control(5), reports };
         self.kernels.decide_step(&self.stream, decide)?;
         self.adam()
     }

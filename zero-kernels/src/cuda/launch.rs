@@ -168,9 +168,10 @@ impl Kernels<CudaDevice> for CudaKernels {
         stream: &CudaStream,
         units: DeviceSlice<GradStats>,
         loss: DeviceSlice<f64>,
+        flags: DeviceSlice<u64>,
         out: DeviceSlice<Vote>,
     ) -> Result<(), KernelError> {
-        self.enqueue(stream, "make_vote", Some(&plan::make_vote(units, loss, out)?))
+        self.enqueue(stream, "make_vote", Some(&plan::make_vote(units, loss, flags, out)?))
     }
 
     fn decide_step(&self, stream: &CudaStream, args: DecideArgs) -> Result<(), KernelError> {

@@ -216,10 +216,11 @@ pub fn grad_stats(
 pub fn make_vote(
     units: DeviceSlice<GradStats>,
     loss: DeviceSlice<f64>,
+    flags: DeviceSlice<u64>,
     out: DeviceSlice<Vote>,
 ) -> Result<Launch, KernelError> {
-    check::make_vote(units, loss, out)?;
-    let params = vec![at(units), Param::U64(units.len() as u64), at(loss), at(out)];
+    check::make_vote(units, loss, flags, out)?;
+    let params = vec![at(units), Param::U64(units.len() as u64), at(loss), at(flags), at(out)];
     Ok(Launch::single("step.cu", entry::MAKE_VOTE, 1, params))
 }
 
@@ -229,9 +230,9 @@ pub fn make_vote(
 /// The arguments do not fit.
 pub fn decide_step(args: &DecideArgs) -> Result<Launch, KernelError> {
     check::decide_step(args)?;
-    let DecideArgs { votes, settings, lrs, state, scalars, reports } = *args;
+    let DecideArgs { votes, settings, rates, state, scalars, reports } = *args;
     let mut params = vec![at(votes), Param::U64(votes.len() as u64), at(settings)];
-    params.extend([at(lrs), Param::U64(lrs.len() as u64), at(state), at(scalars)]);
+    params.extend([at(rates), Param::U64(rates.len() as u64), at(state), at(scalars)]);
     params.extend([at(reports), Param::U64(reports.len() as u64)]);
     Ok(Launch::single("step.cu", entry::DECIDE_STEP, 1, params))
 }
@@ -263,7 +264,7 @@ pub fn idle(place: u64) -> Vec<Launch> {
                 "accumulate.cu" => [data(2), vec![none]].concat(),
                 _ => match entry {
                     entry::STATS_COMBINE => vec![slot(0), slot(0), zero, slot(1)],
-                    entry::MAKE_VOTE => vec![slot(0), zero, slot(1), slot(2)],
+                    entry::MAKE_VOTE => vec![slot(0), zero, slot(1), slot(1), slot(2)],
                     // A table without rates: the run is halted.
                     entry::DECIDE_STEP => {
                         vec![slot(0), zero, slot(1), slot(2), zero, slot(3), slot(4), slot(5), Param::U64(1)]

@@ -233,16 +233,19 @@ impl Kernels<HostDevice> for HostKernels {
         stream: &HostStream,
         units: DeviceSlice<GradStats>,
         loss: DeviceSlice<f64>,
+        flags: DeviceSlice<u64>,
         out: DeviceSlice<Vote>,
     ) -> Result<(), KernelError> {
-        check::make_vote(units, loss, out)?;
+        check::make_vote(units, loss, flags, out)?;
         stream.enqueue("make_vote", move || {
             // SAFETY: host memory; its maker promised ordered accesses.
             let units = unsafe { units.as_host() };
             // SAFETY: as above.
             let loss = unsafe { read_first(loss) }.unwrap_or_default();
+            // SAFETY: as above.
+            let flags = unsafe { read_first(flags) }.unwrap_or_default();
             // SAFETY: as above, and nothing else accesses it now.
-            unsafe { out.as_host_mut() }.fill(Vote::new(units, loss));
+            unsafe { out.as_host_mut() }.fill(Vote { flags, ..Vote::new(units, loss) });
             Ok(())
         })?;
         Ok(())
@@ -251,19 +254,19 @@ impl Kernels<HostDevice> for HostKernels {
     fn decide_step(&self, stream: &HostStream, args: DecideArgs) -> Result<(), KernelError> {
         check::decide_step(&args)?;
         stream.enqueue("decide_step", move || {
-            let DecideArgs { votes, settings, lrs, state, scalars, reports } = args;
+            let DecideArgs { votes, settings, rates, state, scalars, reports } = args;
             // SAFETY: host memory; its maker promised ordered accesses.
             let votes = unsafe { votes.as_host() };
             // SAFETY: as above.
             let settings = unsafe { settings.as_host() };
             // SAFETY: as above.
-            let lrs = unsafe { lrs.as_host() };
+            let rates = unsafe { rates.as_host() };
             // SAFETY: as above, and disjoint from all others.
             let state = unsafe { state.as_host_mut() };
             // SAFETY: as for the state.
             let scalars = unsafe { scalars.as_host_mut() };
             if let ([settings], [state]) = (settings, state) {
-                let (decided, report) = step::decide_step(votes, settings, lrs, state);
+                let (decided, report) = step::decide_step(votes, settings, rates, state);
                 scalars.fill(decided);
                 if let Some(report) = report {
                     let at = (report.iteration % reports.len() as u64) as usize;

@@ -79,6 +79,9 @@ pub fn scalars(lr: f32, grad_scale: f32) -> StepScalars {
         lr,
         step_size: (f64::from(lr) / (1.0 - 0.9f64.powi(3))) as f32,
         bias_correction2_sqrt: (1.0 - 0.999f64.powi(3)).sqrt() as f32,
+        one_minus_beta1: (1.0 - 0.9f64) as f32,
+        beta2: 0.999,
+        one_minus_beta2: (1.0 - 0.999f64) as f32,
         skip: 0,
     }
 }

@@ -1,7 +1,7 @@
 //! Votes and decisions, against the plain functions, bit for bit.
 
 use zero_alloc::device::Device;
-use zero_kernels::step::{StepReport, StepSettings, StepState, decide_step};
+use zero_kernels::step::{StepRates, StepReport, StepSettings, StepState, decide_step};
 use zero_kernels::{DecideArgs, GradStats, StepScalars, Vote};
 
 use super::Rig;
@@ -13,9 +13,10 @@ const GOOD: GradStats = GradStats { sum_sq: 0.1, nonfinite: 0 };
 pub fn votes<D: Device>(rig: &Rig<D>) {
     let overflown = GradStats { sum_sq: f64::INFINITY, nonfinite: 0 };
     for units in [vec![], vec![GOOD; 3], vec![GOOD, GOOD, BAD, GOOD, BAD], vec![overflown]] {
-        let (on_units, loss, out) = (rig.buffer(&units, 0), rig.buffer(&[2.5f64], 0), rig.poisoned::<Vote>(1, 0));
-        rig.kernels.make_vote(&rig.stream, on_units.slice(), loss.slice(), out.slice()).unwrap();
-        assert_eq!(out.read(), [Vote::new(&units, 2.5)]);
+        let (on_units, loss, flags) = (rig.buffer(&units, 0), rig.buffer(&[2.5f64], 0), rig.buffer(&[0xf00du64], 0));
+        let out = rig.poisoned::<Vote>(1, 0);
+        rig.kernels.make_vote(&rig.stream, on_units.slice(), loss.slice(), flags.slice(), out.slice()).unwrap();
+        assert_eq!(out.read(), [Vote { flags: 0xf00d, ..Vote::new(&units, 2.5) }]);
     }
 }
 
@@ -23,39 +24,44 @@ pub fn votes<D: Device>(rig: &Rig<D>) {
 fn check_run<D: Device>(rig: &Rig<D>, settings: StepSettings, ranks: usize, steps: u64, rates: u64, seed: u64) {
     const REPORTS: usize = 5;
     let mut random = Random(seed);
-    let lrs: Vec<f64> = (0..rates).map(|p| 1e-3 / (p + 1) as f64).collect();
+    // The betas move too.
+    let rate = |p| StepRates { lr: 1e-3 / (p + 1) as f64, beta1: 0.9 - 0.01 * (p % 7) as f64, beta2: 0.999 };
+    let rates: Vec<StepRates> = (0..rates).map(rate).collect();
     let mut state = StepState {
         loss_scale: 16.0,
         iteration: 0,
         since: 0,
         adam_steps: 0,
-        schedule_position: settings.lr_first_position,
+        schedule_position: settings.first_position,
         skipped_steps: 0,
         hysteresis_left: settings.hysteresis,
         halted: StepState::RUNNING,
     };
     let on_state = rig.buffer(&[state], 0);
-    let (on_settings, on_lrs) = (rig.buffer(&[settings], 0), rig.buffer(&lrs, 0));
+    let (on_settings, on_rates) = (rig.buffer(&[settings], 0), rig.buffer(&rates, 0));
     let (scalars, reports) = (rig.poisoned::<StepScalars>(1, 0), rig.poisoned::<StepReport>(REPORTS, 0));
     let mut expected = reports.read();
     for _ in 0..steps {
         let votes: Vec<Vote> = (0..ranks as u64)
             .map(|rank| match random.next() % (4 * ranks as u64) {
                 0 => Vote { first_bad_unit: rank, ..Vote::new(&[BAD], 1.5) },
-                r => Vote::new(&[GradStats { sum_sq: r as f64 * 17.3, nonfinite: 0 }], 0.1),
+                r => Vote {
+                    flags: random.next(),
+                    ..Vote::new(&[GradStats { sum_sq: r as f64 * 17.3, nonfinite: 0 }], 0.1)
+                },
             })
             .collect();
         let on_votes = rig.buffer(&votes, 0);
         let args = DecideArgs {
             votes: on_votes.slice(),
             settings: on_settings.slice(),
-            lrs: on_lrs.slice(),
+            rates: on_rates.slice(),
             state: on_state.slice(),
             scalars: scalars.slice(),
             reports: reports.slice(),
         };
         rig.kernels.decide_step(&rig.stream, args).unwrap();
-        let (decided, report) = decide_step(&votes, &settings, &lrs, &mut state);
+        let (decided, report) = decide_step(&votes, &settings, &rates, &mut state);
         if let Some(report) = report {
             expected[report.iteration as usize % REPORTS] = report;
         }
@@ -68,13 +74,11 @@ fn check_run<D: Device>(rig: &Rig<D>, settings: StepSettings, ranks: usize, step
 
 pub fn decisions<D: Device>(rig: &Rig<D>) {
     let settings = StepSettings {
-        beta1: 0.9,
-        beta2: 0.999,
         max_grad_norm: 1.0,
         min_scale: 4.0,
         window: 3,
         micro_batches: 2,
-        lr_first_position: 5,
+        first_position: 5,
         dynamic: 1,
         hysteresis: 2,
         consecutive_hysteresis: 0,

@@ -20,7 +20,9 @@ pub fn a_step_runs_in_stream_order_and_reads_its_scalars_when_it_runs<D: Device>
     let (param, grad) = (rig.poisoned::<bf16>(n, 0), rig.buffer(&vec![bf16::from_f32(2.0); n], 0));
     let (total, stats) = (rig.buffer(&vec![0f32; n], 0), rig.poisoned::<GradStats>(1, 0));
     let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(n), 0);
-    let later = StepScalars { grad_scale: 0.25, lr: 0.5, step_size: 5.0, bias_correction2_sqrt: 1.0, skip: 0 };
+    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true };
+    let scalars = StepScalars::new(1, 0.5, &hyper, 0.25);
+    let later = StepScalars { step_size: 5.0, bias_correction2_sqrt: 1.0, ..scalars };
     let (scalars, later) = (rig.buffer(&[StepScalars::skipped()], 0), rig.buffer(&[later], 0));
     let (kernels, stream) = (&rig.kernels, &rig.stream);
     kernels.accumulate(stream, grad.any(), total.slice()).unwrap();
@@ -33,7 +35,7 @@ pub fn a_step_runs_in_stream_order_and_reads_its_scalars_when_it_runs<D: Device>
         grad: total.any(),
         param_out: Some(param.any()),
         scalars: scalars.slice(),
-        hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true },
+        hyper,
     };
     kernels.adam(stream, args).unwrap();
     rig.device.copy(stream, bytes(&later), bytes(&scalars)).unwrap();

@@ -143,7 +143,7 @@ pub fn bad_arguments_of_decisions<D: Device>(rig: &Rig<D>) {
     let good = DecideArgs {
         votes: votes.slice(),
         settings,
-        lrs: place.slice(30..31),
+        rates: cast(place.slice(30..33), 1),
         state,
         scalars: scalars.slice(),
         reports: reports.slice(),
@@ -158,7 +158,7 @@ pub fn bad_arguments_of_decisions<D: Device>(rig: &Rig<D>) {
     let shared = DecideArgs { state: cast(place, 1), ..good };
     assert_eq!(run(shared), overlap("decide_step: state", "decide_step: settings"));
     let units = rig.buffer(&[GradStats::default()], 0);
-    let vote = |loss, out| rig.kernels.make_vote(&rig.stream, units.slice(), loss, out);
+    let vote = |loss, out| rig.kernels.make_vote(&rig.stream, units.slice(), loss, cast(place.slice(9..10), 1), out);
     assert_eq!(vote(place, votes.slice()), length("make_vote: loss", 1, 40));
     assert_eq!(vote(place.slice(0..1), cast(place, 1)), overlap("make_vote: out", "make_vote: loss"));
     assert_eq!(bytes.read(), [0.0; 40]);

@@ -24,11 +24,9 @@ fn check<D: Device>(rig: &Rig<D>, name: &str, lr: f64, hyper: AdamHyper, close: 
     let (first_moment, second_moment) = (rig.buffer(&zeroes, 0), rig.buffer(&zeroes, 0));
     for t in 1..=10 {
         let scalars = StepScalars {
-            grad_scale: 1.0,
-            lr: lr as f32,
             step_size: (lr / (1.0 - hyper.beta1.powi(t))) as f32,
             bias_correction2_sqrt: (1.0 - hyper.beta2.powi(t)).sqrt() as f32,
-            skip: 0,
+            ..StepScalars::new(t as u64, lr, &hyper, 1.0)
         };
         let (grad, scalars) = (rig.buffer(&tensor(&format!("{name}.grad{}", t - 1)), 0), rig.buffer(&[scalars], 0));
         let args = AdamArgs {
