@@ -3,10 +3,10 @@
 // Shapes: logits [rows, stride] in T, of which the first `vocab` columns count; targets, losses [rows]. The gradient of
 // the columns behind the vocabulary is 0, so that products may take whole rows.
 //
-// cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times `scale`. A
-// block a row, rows aligned to 16 bytes. The maximum and the sum are made in one sweep (running maximum, rescaled sum:
-// Milakov and Gimelshein, arXiv 1805.02867); the second sweep finds the row in the level-2 cache. Memory moves
-// 2 rows vocab sizeof(T) bytes. Grid: rows.
+// cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times loss_scale[0] /
+// tokens. A block a row, rows aligned to 16 bytes. The maximum and the sum are made in one sweep (running maximum,
+// rescaled sum: Milakov and Gimelshein, arXiv 1805.02867); the second sweep finds the row in the level-2 cache. Memory
+// moves 2 rows vocab sizeof(T) bytes. Grid: rows.
 // add_mean_loss: loss += sum of losses / rows in fp64, in an order fixed by rows. One block.
 
 #define CE_THREADS 512
@@ -79,7 +79,8 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
 
 extern "C" __global__ __launch_bounds__(CE_THREADS) void cross_entropy(STORAGE *logits, float *losses,
                                                                        const u32 *targets, u32 vocab, u64 stride,
-                                                                       float scale) {
+                                                                       const double *loss_scale, u32 tokens) {
+    float scale = __fdiv_rn((float)*loss_scale, (float)tokens);
     cross_entropy<STORAGE>(logits, losses, targets, vocab, stride, scale);
 }
 

@@ -16,6 +16,15 @@ pub fn stride_elems(vocab: usize) -> usize {
     vocab.next_multiple_of(64)
 }
 
+/// What each token's loss is multiplied with in the gradient: the loss scale by the number of tokens that are averaged.
+#[derive(Clone, Copy, Debug)]
+pub struct Scale {
+    /// One, read when the launch runs.
+    pub loss_scale: DeviceSlice<f64>,
+    /// Tokens of the mean, of which a launch may do a part.
+    pub tokens: usize,
+}
+
 /// `losses[row] = -log softmax(logits)[target]` in nats, and the first `vocab` columns of `logits` `[rows, stride_elems]`
 /// become their gradient times `scale`, the others 0. Targets were checked against the vocabulary when the data was opened.
 ///
@@ -28,10 +37,11 @@ pub fn forward_backward(
     losses: DeviceSlice<f32>,
     targets: DeviceSlice<u32>,
     vocab: usize,
-    scale: f32,
+    scale: Scale,
 ) -> Result<(), OpError> {
     let (rows, stride) = (targets.len(), stride_elems(vocab));
     check_len("cross entropy: losses", losses.len(), rows)?;
+    check_len("cross entropy: loss scale", scale.loss_scale.len(), 1)?;
     // The kernel's wide accesses need it, and stride_elems keeps it from row to row.
     check_len("cross entropy: logits' address modulo 16", logits.as_ptr().addr() % 16, 0)?;
     let args = [
@@ -40,7 +50,8 @@ pub fn forward_backward(
         targets.into(),
         size("cross entropy: vocabulary", vocab)?.into(),
         (stride as u64).into(),
-        scale.into(),
+        scale.loss_scale.into(),
+        size("cross entropy: tokens", scale.tokens)?.into(),
     ];
     let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
     // SAFETY: the parameters of cross_entropy, whose lengths were checked.

@@ -39,8 +39,8 @@ pub trait Model<D: Device>: Send {
     fn forward(&mut self, stream: &D::Stream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError>;
 
     /// Computes pass `pass` backward: `params` are those of its `backward_reads`; to `grads`, the flat
-    /// gradients of its `grads` in order, it adds the gradient of `loss_scale` x the mean loss of the
-    /// micro-batch. Before the first pass that adds to it, a gradient is zero.
+    /// gradients of its `grads` in order, it adds the gradient of `loss_scale[0]`, as it is when the stream gets
+    /// there, x the mean loss of the micro-batch. Before the first pass that adds to it, a gradient is zero.
     ///
     /// # Errors
     /// The stream refused.
@@ -50,7 +50,7 @@ pub trait Model<D: Device>: Send {
         pass: usize,
         params: &[AnySlice],
         grads: &[DeviceSlice<f32>],
-        loss_scale: f32,
+        loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError>;
 
     /// One fp64: the mean loss of each micro-batch in nats is added to it as its backward runs.

@@ -5,11 +5,11 @@
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
-use zero_optim::{BackwardScale, Segment, ShardedAdamW};
+use zero_optim::{Segment, ShardedAdamW};
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Agreed, Say, Stage, agree_and_update, optimizer};
+use super::stage::{Say, Stage, decide, optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -44,20 +44,14 @@ impl<D: Device> Dense<D> {
 }
 
 impl<D: Device> Stage<D> for Dense<D> {
-    fn micro_batch(
-        &mut self,
-        rank: &Rank<D>,
-        model: &mut dyn Model<D>,
-        micro: usize,
-        scale: BackwardScale,
-    ) -> Result<(), TrainError> {
+    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError> {
         for (i, pass) in rank.passes.iter().enumerate() {
             model.forward(&rank.compute, i, &self.params(rank, &pass.forward_reads))?;
         }
         for (i, pass) in rank.passes.iter().enumerate().rev() {
             let params = self.params(rank, &pass.backward_reads);
             let grads = self.grads.of_pass(rank, i)?;
-            model.backward(&rank.compute, i, &params, &grads, scale.get() as f32)?;
+            model.backward(&rank.compute, i, &params, &grads, self.optimizer.loss_scale()?)?;
             for unit in rank.complete_after(i) {
                 self.grads.all_reduce(rank, unit, micro)?;
             }
@@ -65,10 +59,14 @@ impl<D: Device> Stage<D> for Dense<D> {
         Ok(())
     }
 
-    fn step(&mut self, rank: &Rank<D>, say: Say, scale: BackwardScale) -> Result<Agreed, TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError> {
         self.grads.wait(rank)?;
+        decide(rank, &mut self.optimizer, &self.grads.storage().all_units(), say)
+    }
+
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         let (params, grads) = (self.params.all_units(), self.grads.storage().all_units());
-        agree_and_update(rank, &mut self.optimizer, &params, &grads, say, scale)
+        update(rank, &mut self.optimizer, &params, &grads)
     }
 
     fn optimizer(&mut self) -> &mut ShardedAdamW<D> {

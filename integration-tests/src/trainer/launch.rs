@@ -5,17 +5,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use zero_alloc::cuda::CudaDevice;
+use zero_alloc::cuda::{CudaDevice, CudaStream, PinnedMemory};
 use zero_alloc::device::{Device, DeviceError};
-use zero_alloc::host::{HostDevice, Timeline};
+use zero_alloc::host::{HostDevice, HostStream, Timeline};
 use zero_comm::threads::{Options, World};
 use zero_comm::{Collective, Communicator};
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
+use zero_optim::OptimError;
 use zero_shard::Layout;
 
 use super::metrics::StepMetrics;
-use super::rank::{Rank, Settings};
+use super::rank::{HostSide, Rank, Settings};
 use super::run::{RankSummary, RunOptions, Workload, run_rank};
 use crate::error::TrainError;
 
@@ -112,7 +113,8 @@ pub fn run_on_cuda(
             let kernels = CudaKernels::new(device)?;
             // Before the first collective: loading waits for the device.
             kernels.warm(compute, settings.limit)?;
-            Ok(Arc::new(kernels))
+            let host = HostSide { memory: Arc::new(PinnedMemory::new(device)), enqueue: CudaStream::enqueue_host };
+            Ok((Arc::new(kernels), host))
         })
     };
     run_caught(&comm, make, workload, options, observe)
@@ -151,8 +153,9 @@ fn host_rank(
 ) -> Result<Rank<HostDevice>, TrainError> {
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
-    Rank::new(device, timeline, comm, layout, workload.passes(), settings, |_, _| {
-        Ok(Arc::new(HostKernels::new(threads)?))
+    Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, _| {
+        let host = HostSide { memory: Arc::new(device.clone()), enqueue: HostStream::enqueue };
+        Ok((Arc::new(HostKernels::new(threads)?), host))
     })
 }
 
@@ -167,7 +170,8 @@ struct Failure {
 fn is_echo(error: &TrainError) -> bool {
     let collective = |op: &str| Collective::ALL.iter().any(|c| c.name() == op);
     match error {
-        TrainError::Device(DeviceError::Operation { op, .. }) => collective(op),
+        TrainError::Device(DeviceError::Operation { op, .. })
+        | TrainError::Optim(OptimError::Device(DeviceError::Operation { op, .. })) => collective(op),
         TrainError::Comm(_) => true,
         _ => false,
     }

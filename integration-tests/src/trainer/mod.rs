@@ -5,6 +5,7 @@
 //! and the end of a step. [`run_rank`] is the loop of one rank; [`run_on_threads`] runs all ranks in this process.
 
 mod dense;
+mod flags;
 mod gradients;
 mod launch;
 mod metrics;
@@ -21,7 +22,7 @@ mod whole_params;
 
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
 pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
-pub use rank::{Rank, Settings};
+pub use rank::{HostOp, HostSide, Rank, Settings};
 pub use run::{RankSummary, RunOptions, Workload, run_rank};
-pub use stage::{Agreed, Say, Stage};
+pub use stage::{Say, Stage};
 pub use state::TrainerState;

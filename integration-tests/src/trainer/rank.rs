@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{DType, Device, Stream};
+use zero_alloc::device::{DType, Device, DeviceError, Memory, Stream};
 use zero_alloc::host::Timeline;
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
@@ -52,6 +52,17 @@ impl Settings {
     }
 }
 
+/// An operation of the host in a stream.
+pub type HostOp = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
+
+/// How the host takes part in what a device's streams do.
+pub struct HostSide<D: Device> {
+    /// Memory that operations of the host use, and the device's copies.
+    pub memory: Arc<dyn Memory>,
+    /// Enqueues an operation of the host on a stream, under a label. It must not wait for the device.
+    pub enqueue: fn(&D::Stream, &'static str, HostOp) -> Result<(), DeviceError>,
+}
+
 /// One rank of a run.
 pub struct Rank<D: Device> {
     /// The group of ranks.
@@ -60,6 +71,8 @@ pub struct Rank<D: Device> {
     pub kernels: Arc<dyn Kernels<D>>,
     /// Where all memory comes from.
     pub pool: Pool<D>,
+    /// The host's part in the streams.
+    pub host: HostSide<D>,
     /// Forward, backward and the optimizer run here.
     pub compute: D::Stream,
     /// Collectives run here, beside compute, ordered by events alone.
@@ -75,11 +88,11 @@ pub struct Rank<D: Device> {
 }
 
 impl<D: Device> Rank<D> {
-    /// A rank on `device`, whose operations `timeline` sees, with streams and a pool of its own. `kernels` makes the
-    /// kernels, on the compute stream.
+    /// A rank on `device`, whose operations `timeline` sees, with streams and a pool of its own. `parts` makes the
+    /// kernels, on the compute stream, and says how the host takes part.
     ///
     /// # Errors
-    /// The device refused a stream, or `kernels` failed.
+    /// The device refused a stream, or `parts` failed.
     pub fn new(
         device: D,
         timeline: Timeline,
@@ -87,14 +100,25 @@ impl<D: Device> Rank<D> {
         layout: Arc<Layout>,
         passes: Vec<Pass>,
         settings: &Settings,
-        kernels: impl FnOnce(&D, &D::Stream) -> Result<Arc<dyn Kernels<D>>, TrainError>,
+        parts: impl FnOnce(&D, &D::Stream) -> Result<(Arc<dyn Kernels<D>>, HostSide<D>), TrainError>,
     ) -> Result<Self, TrainError> {
         let index = comm.rank();
         let compute = device.create_stream(&format!("rank {index} compute"))?;
         let comm_stream = device.create_stream(&format!("rank {index} comm"))?;
-        let kernels = kernels(&device, &compute)?;
+        let (kernels, host) = parts(&device, &compute)?;
         let pool = Pool::new(device, usize::MAX);
-        Ok(Self { comm, kernels, pool, compute, comm_stream, timeline, layout, passes, settings: settings.clone() })
+        Ok(Self {
+            comm,
+            kernels,
+            pool,
+            host,
+            compute,
+            comm_stream,
+            timeline,
+            layout,
+            passes,
+            settings: settings.clone(),
+        })
     }
 
     /// Elements of `unit` that belong to parameters.

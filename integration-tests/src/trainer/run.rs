@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use zero_alloc::Pool;
@@ -10,12 +10,14 @@ use zero_alloc::device::{Device, Stream};
 use zero_alloc::host::OpSpan;
 use zero_ckpt::Reader;
 use zero_comm::overlap::Overlap;
+use zero_optim::StepOutcome;
 use zero_shard::UnitSpec;
 
+use super::flags::{self, Flags};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
 use super::rank::Rank;
 use super::saver::Saver;
-use super::stage::{self, Agreed, Say, Stage};
+use super::stage::{self, Say, Stage};
 use super::state::{self, TrainerState};
 use crate::data::BatchAt;
 use crate::error::TrainError;
@@ -114,8 +116,9 @@ pub fn run_rank<D: Device>(
 ) -> Result<RankSummary, TrainError> {
     let mut model = workload.model(&rank.pool, &rank.compute)?;
     let mut stage = stage::create(rank)?;
+    let flags = Flags::new(rank)?;
     let _guard = AbortOnPanic(rank);
-    let result = Runner { rank, workload, options }.run(&mut *model, &mut *stage, observe);
+    let result = Runner { rank, workload, options, flags: &flags }.run(&mut *model, &mut *stage, observe);
     if let Err(error) = &result {
         // Before anything is freed, so that no peer waits for this rank and no stream of ours for a peer.
         rank.comm.abort(&error.to_string());
@@ -138,6 +141,7 @@ struct Runner<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
     options: &'a RunOptions,
+    flags: &'a Flags<'a, D>,
 }
 
 impl<D: Device> Runner<'_, D> {
@@ -147,7 +151,7 @@ impl<D: Device> Runner<'_, D> {
         stage: &mut dyn Stage<D>,
         observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
     ) -> Result<RankSummary, TrainError> {
-        let Self { rank, workload, options } = *self;
+        let Self { rank, workload, options, .. } = *self;
         let resumed_at = match &options.resume {
             Some(dir) => state::restore(rank, stage, &Reader::open(dir)?)?.step,
             None => {
@@ -172,6 +176,9 @@ impl<D: Device> Runner<'_, D> {
         };
         let mut backings_after_two = None;
         while summary.step < options.steps && !summary.cancelled {
+            if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
+                stage::decide_on_device(rank, stage)?;
+            }
             let Step { metrics, stop, spans } = self.step(model, stage, saver.as_mut(), summary.step)?;
             summary.last_spans = spans;
             observe(&metrics)?;
@@ -210,15 +217,13 @@ impl<D: Device> Runner<'_, D> {
         mut saver: Option<&mut Saver>,
         done: u64,
     ) -> Result<Step, TrainError> {
-        let Self { rank, workload, options } = *self;
-        let (grad_accum_steps, limit) = (rank.settings.grad_accum_steps, rank.settings.host_limit());
-        let device = rank.pool.device();
+        let Self { rank, workload, options, flags } = *self;
+        let grad_accum_steps = rank.settings.grad_accum_steps;
         let started = Instant::now();
         let sent = rank.comm.traffic();
         rank.pool.reset_peaks();
 
-        device.fill_zero(&rank.compute, model.loss().erase())?;
-        let scale = stage.optimizer().backward_scale();
+        rank.pool.device().fill_zero(&rank.compute, model.loss().erase())?;
         let tokens = options.micro_batch * options.seq_len;
         let (mut inputs, mut targets) = (vec![0; tokens], vec![0; tokens]);
         for micro in 0..grad_accum_steps {
@@ -234,19 +239,22 @@ impl<D: Device> Runner<'_, D> {
             };
             workload.batch(at, &mut inputs, &mut targets)?;
             model.set_batch(&rank.compute, &inputs, &targets)?;
-            stage.micro_batch(rank, model, micro, scale)?;
+            stage.micro_batch(rank, model, micro)?;
         }
-        let mut loss = 0.0f64;
-        device.download(&rank.compute, model.loss().erase(), bytemuck::bytes_of_mut(&mut loss), limit)?;
-        let saved = saver.as_mut().is_some_and(|saver| saver.ready());
-        let say = Say { loss, stop: options.cancel.load(Ordering::Relaxed), saved };
-        let Agreed { outcome, stop, saved } = stage.step(rank, say, scale)?;
-        if let (true, Some(saver)) = (saved, saver) {
+        let ready = saver.as_mut().is_some_and(|saver| saver.ready());
+        let flags = flags.enqueue(&options.cancel, ready)?;
+        stage.decide(rank, Say { loss: model.loss(), flags })?;
+        stage.optimizer().expect_report(&rank.compute)?;
+        stage.update(rank)?;
+        // The one wait of a step, for what was decided. The update runs meanwhile, and at stages 1 and 2 the gather after
+        // it beside the next step's forward.
+        let outcome = stage::outcome(rank, stage)?;
+        if let (true, Some(saver)) = (flags::ready(outcome.flags()), saver) {
             saver.advance(rank)?;
         }
-        // No wait here: the update, and at stages 1 and 2 the gather after it, run beside the next step's forward.
 
-        let spans = rank.timeline.take();
+        let streams = [rank.compute.name(), rank.comm_stream.name()];
+        let spans: Vec<_> = rank.timeline.take().into_iter().filter(|s| streams.contains(&&*s.stream)).collect();
         let step_ms = started.elapsed().as_secs_f64() * 1e3;
         let micro_batches = rank.comm.world_size() * grad_accum_steps;
         let tokens = (tokens * micro_batches) as u64;
@@ -264,7 +272,7 @@ impl<D: Device> Runner<'_, D> {
             memory: MemoryBytes::from(&rank.pool.report()),
             overlap: Overlap::of(&spans, rank.comm_stream.name()).into(),
         };
-        if let zero_optim::StepOutcome::Skipped { overflow, next_loss_scale, .. } = &outcome
+        if let StepOutcome::Skipped { overflow, next_loss_scale, .. } = &outcome
             && rank.comm.rank() == 0
         {
             tracing::warn!(
@@ -277,7 +285,7 @@ impl<D: Device> Runner<'_, D> {
                 next_loss_scale
             );
         }
-        Ok(Step { metrics, stop, spans })
+        Ok(Step { metrics, stop: flags::stop(outcome.flags()), spans })
     }
 
     fn save(&self, stage: &mut dyn Stage<D>, saver: &mut Saver, step: u64) -> Result<(), TrainError> {

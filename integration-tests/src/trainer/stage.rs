@@ -1,15 +1,17 @@
 //! What the trainer asks of a stage, and what the stages share of a step.
 
-use bytemuck::{Pod, Zeroable};
 use zero_alloc::Purpose;
-use zero_alloc::device::{AnySlice, DType, Device};
-use zero_optim::{BackwardScale, Ballot, Segment, ShardedAdamW, StepOutcome, UnitSlices, Vote};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
+use zero_optim::{DeviceSteps, Segment, ShardedAdamW, StepOutcome, UnitSlices};
 use zero_shard::ZeroStage;
 
 use super::rank::Rank;
 use super::{dense, stage1, stage2, stage3};
 use crate::error::TrainError;
 use crate::model::Model;
+
+/// For so many steps learning rates are put on the device at once.
+pub(super) const STEPS_AHEAD: u64 = 1024;
 
 /// One rank's side of a ZeRO stage.
 pub trait Stage<D: Device>: Send {
@@ -18,19 +20,20 @@ pub trait Stage<D: Device>: Send {
     ///
     /// # Errors
     /// A stream or a collective refused.
-    fn micro_batch(
-        &mut self,
-        rank: &Rank<D>,
-        model: &mut dyn Model<D>,
-        micro: usize,
-        scale: BackwardScale,
-    ) -> Result<(), TrainError>;
+    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError>;
 
-    /// The optimizer step, agreed on by all ranks; afterwards the parameters are ready for the next forward.
+    /// Enqueues the decision of the step, which all ranks take alike. The host waits for nothing.
     ///
     /// # Errors
-    /// A stream or a collective failed, on any rank.
-    fn step(&mut self, rank: &Rank<D>, say: Say, scale: BackwardScale) -> Result<Agreed, TrainError>;
+    /// A stream or a collective refused.
+    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError>;
+
+    /// Enqueues the update that was decided, which does nothing in a step that is skipped; afterwards the parameters
+    /// are ready for the next forward.
+    ///
+    /// # Errors
+    /// A stream or a collective refused.
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 
     /// The optimizer, whose state is this rank's shards, or everything at stage 0.
     fn optimizer(&mut self) -> &mut ShardedAdamW<D>;
@@ -58,63 +61,55 @@ pub(super) fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, Tra
     })
 }
 
-/// What a rank tells all others at the end of a step.
+/// What a rank tells all others at the end of a step beside its gradients' statistics, in device memory when the compute
+/// stream gets there.
 #[derive(Clone, Copy, Debug)]
 pub struct Say {
     /// Sum of its micro-batches' losses.
-    pub loss: f64,
-    /// It was asked to stop after this step.
-    pub stop: bool,
-    /// It is ready to take the save under way a step further.
-    pub saved: bool,
+    pub loss: DeviceSlice<f64>,
+    /// 64 bits, of which all learn whether any and whether all ranks have set them.
+    pub flags: DeviceSlice<u64>,
 }
 
-/// What all ranks know at the end of a step.
-#[derive(Clone, Debug)]
-pub struct Agreed {
-    /// What became of the step; its loss is the sum over ranks and micro-batches.
-    pub outcome: StepOutcome,
-    /// A rank was asked to stop.
-    pub stop: bool,
-    /// All ranks are ready to take the save under way a step further.
-    pub saved: bool,
+/// Statistics of the gradients that this rank votes for, the votes of all ranks, and one decision, the same everywhere.
+pub(super) fn decide<D: Device>(
+    rank: &Rank<D>,
+    optimizer: &mut ShardedAdamW<D>,
+    grads: &[AnySlice],
+    say: Say,
+) -> Result<(), TrainError> {
+    let Rank { compute, comm_stream, .. } = rank;
+    optimizer.enqueue_stats(compute, grads)?;
+    let votes = optimizer.enqueue_vote(compute, say.loss, say.flags)?;
+    comm_stream.wait(&compute.record()?)?;
+    rank.comm.control_all_gather(comm_stream, votes.own, votes.all)?;
+    compute.wait(&comm_stream.record()?)?;
+    Ok(optimizer.enqueue_decision(compute)?)
 }
 
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Message {
-    vote: Vote,
-    stop: u64,
-    saved: u64,
-}
-
-/// The end of a step on every rank: statistics of the gradients that this rank votes for, an exchange of
-/// votes, and one decision, the same everywhere, which the optimizer enqueues.
-pub(super) fn agree_and_update<D: Device>(
+/// The update of `params` by `grads`, as decided.
+pub(super) fn update<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut ShardedAdamW<D>,
     params: &[AnySlice],
     grads: &[AnySlice],
-    say: Say,
-    scale: BackwardScale,
-) -> Result<Agreed, TrainError> {
-    let limit = rank.settings.host_limit();
-    optimizer.enqueue_stats(&rank.compute, grads)?;
-    let vote = optimizer.vote(&rank.compute, say.loss, limit)?;
-    let message = Message { vote, stop: u64::from(say.stop), saved: u64::from(say.saved) };
-    let messages = exchange(rank, message)?;
-    let votes: Vec<Vote> = messages.iter().map(|m| m.vote).collect();
-    let ballot = Ballot { votes: &votes, backward_scale: scale, micro_batches: rank.settings.grad_accum_steps };
+) -> Result<(), TrainError> {
     let units: Vec<_> = params.iter().zip(grads).map(|(&param, &grad)| UnitSlices { grad, param }).collect();
-    let outcome = optimizer.step(&rank.compute, &units, ballot, limit)?;
-    let (stop, saved) = (messages.iter().any(|m| m.stop != 0), messages.iter().all(|m| m.saved != 0));
-    Ok(Agreed { outcome, stop, saved })
+    Ok(optimizer.enqueue_update(&rank.compute, &units)?)
 }
 
-/// Every rank's `message`, in rank order.
-fn exchange<D: Device>(rank: &Rank<D>, message: Message) -> Result<Vec<Message>, TrainError> {
-    let bytes = exchange_bytes(rank, bytemuck::bytes_of(&message))?;
-    Ok(bytes.chunks_exact(size_of::<Message>()).map(bytemuck::pod_read_unaligned).collect())
+/// Puts what the decisions of the next [`STEPS_AHEAD`] steps need on the device. The steps before are reported.
+pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
+    let Rank { comm, pool, compute, settings, .. } = rank;
+    let (rank, ranks, micro_batches) = (comm.rank(), comm.world_size(), settings.grad_accum_steps);
+    let plan = DeviceSteps { rank, ranks, micro_batches, steps: STEPS_AHEAD as usize };
+    Ok(stage.optimizer().decide_on_device(pool, compute, plan, settings.host_limit())?)
+}
+
+/// Waits until the step that was enqueued is decided, and gives what was decided.
+pub(super) fn outcome<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<StepOutcome, TrainError> {
+    let outcome = stage.optimizer().all_reports(rank.settings.host_limit())?.pop();
+    outcome.ok_or_else(|| TrainError::State("the device has not reported the step".to_owned()))
 }
 
 /// Every rank's `bytes` end to end; all ranks send the same length. Control traffic.

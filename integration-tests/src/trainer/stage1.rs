@@ -7,11 +7,11 @@
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
-use zero_optim::{BackwardScale, ShardedAdamW};
+use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Agreed, Say, Stage, agree_and_update, sharded_optimizer};
+use super::stage::{Say, Stage, decide, sharded_optimizer, update};
 use super::storage::Storage;
 use super::whole_params::WholeParams;
 use crate::error::TrainError;
@@ -36,20 +36,14 @@ impl<D: Device> Stage1<D> {
 }
 
 impl<D: Device> Stage<D> for Stage1<D> {
-    fn micro_batch(
-        &mut self,
-        rank: &Rank<D>,
-        model: &mut dyn Model<D>,
-        micro: usize,
-        scale: BackwardScale,
-    ) -> Result<(), TrainError> {
+    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError> {
         for (i, pass) in rank.passes.iter().enumerate() {
             model.forward(&rank.compute, i, &self.params.of(rank, &pass.forward_reads)?)?;
         }
         for (i, pass) in rank.passes.iter().enumerate().rev() {
             let params = self.params.of(rank, &pass.backward_reads)?;
             let grads = self.grads.of_pass(rank, i)?;
-            model.backward(&rank.compute, i, &params, &grads, scale.get() as f32)?;
+            model.backward(&rank.compute, i, &params, &grads, self.optimizer.loss_scale()?)?;
             for unit in rank.complete_after(i) {
                 self.grads.reduce_scatter(rank, unit, micro)?;
             }
@@ -57,15 +51,16 @@ impl<D: Device> Stage<D> for Stage1<D> {
         Ok(())
     }
 
-    fn step(&mut self, rank: &Rank<D>, say: Say, scale: BackwardScale) -> Result<Agreed, TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError> {
         self.grads.wait(rank)?;
+        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), say)
+    }
+
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         self.params.settle(rank)?;
         let (params, grads) = (self.params.own(), self.grads.storage().all_own());
-        let agreed = agree_and_update(rank, &mut self.optimizer, &params, &grads, say, scale)?;
-        if !agreed.outcome.is_skipped() {
-            self.params.all_gather(rank)?;
-        }
-        Ok(agreed)
+        update(rank, &mut self.optimizer, &params, &grads)?;
+        self.params.all_gather(rank)
     }
 
     fn optimizer(&mut self) -> &mut ShardedAdamW<D> {

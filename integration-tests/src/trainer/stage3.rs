@@ -9,11 +9,11 @@
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
 use zero_comm::{OrderCheck, Prefetcher, Unsharded};
-use zero_optim::{BackwardScale, ShardedAdamW};
+use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Agreed, Say, Stage, agree_and_update, sharded_optimizer};
+use super::stage::{Say, Stage, decide, sharded_optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -66,13 +66,7 @@ fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>])
 }
 
 impl<D: Device> Stage<D> for Stage3<D> {
-    fn micro_batch(
-        &mut self,
-        rank: &Rank<D>,
-        model: &mut dyn Model<D>,
-        micro: usize,
-        scale: BackwardScale,
-    ) -> Result<(), TrainError> {
+    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError> {
         if micro == 0 {
             self.prefetcher.begin_step()?;
         }
@@ -91,7 +85,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
             let units = if i == last { std::mem::take(&mut turning) } else { self.unshard(&pass.backward_reads)? };
             let grads = self.grads.of_pass(rank, i)?;
             let params = params(rank, &pass.backward_reads, &units);
-            model.backward(&rank.compute, i, &params, &grads, scale.get() as f32)?;
+            model.backward(&rank.compute, i, &params, &grads, self.optimizer.loss_scale()?)?;
             self.reshard(units);
             for unit in rank.complete_after(i) {
                 self.grads.reduce_scatter(rank, unit, micro)?;
@@ -100,13 +94,17 @@ impl<D: Device> Stage<D> for Stage3<D> {
         Ok(())
     }
 
-    fn step(&mut self, rank: &Rank<D>, say: Say, scale: BackwardScale) -> Result<Agreed, TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError> {
         if let OrderCheck::Changed { position, expected, got } = self.prefetcher.end_step().order {
             tracing::warn!(position, ?expected, ?got, "units were used in another order; not gathered ahead");
         }
         self.grads.wait(rank)?;
+        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), say)
+    }
+
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         let (params, grads) = (self.params.all_own(), self.grads.storage().all_own());
-        agree_and_update(rank, &mut self.optimizer, &params, &grads, say, scale)
+        update(rank, &mut self.optimizer, &params, &grads)
     }
 
     fn optimizer(&mut self) -> &mut ShardedAdamW<D> {

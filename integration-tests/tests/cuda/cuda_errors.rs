@@ -1,6 +1,7 @@
 //! Arguments that do not fit are errors that name them, and nothing is enqueued.
 
 use integration_tests::cuda::attention::{Attention, Shape};
+use integration_tests::cuda::cross_entropy::Scale;
 use integration_tests::cuda::matmul::{Epilogue, Matmul, Matrix, Product, WORKSPACE_BYTES};
 use integration_tests::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
 use zero_alloc::device::{DType, Stream};
@@ -31,11 +32,12 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     let error = column_sums::add(&ops, stream, gpu.zeros(8), bf16(16), gpu.zeros(7)).unwrap_err();
     assert!(matches!(error, OpError::Length { expected: 8, got: 7, .. }), "{error}");
 
-    let targets = gpu.words(&[1, 2]);
-    let error = cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, 1.0).unwrap_err();
+    let (targets, scale) = (gpu.words(&[1, 2]), Scale { loss_scale: gpu.double(1.0), tokens: 2 });
+    let error =
+        cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, scale).unwrap_err();
     assert!(matches!(error, OpError::Length { expected: 128, got: 64, .. }), "{error}");
     let off = bf16(129).slice(1..129);
-    assert!(cross_entropy::forward_backward(&ops, stream, off, gpu.zeros(2), targets, 50, 1.0).is_err());
+    assert!(cross_entropy::forward_backward(&ops, stream, off, gpu.zeros(2), targets, 50, scale).is_err());
 
     let shape = Shape { batch: 1, seq: 4, heads: 1, d: 257 };
     assert!(matches!(Attention::new(&ops, shape).unwrap_err(), OpError::Size { got: 257, .. }));

@@ -131,7 +131,7 @@ fn any_shape_is_the_hosts() {
         let grads: Vec<_> = params.iter().map(|p| gpu.zeros(p.len())).collect();
         gpu.device.fill_zero(&gpu.stream, model.loss().erase()).unwrap();
         model.set_batch(&gpu.stream, &tokens.0, &tokens.1).unwrap();
-        let passes = gpt2::passes(&config);
+        let (passes, one) = (gpt2::passes(&config), gpu.double(1.0));
         for (i, pass) in passes.iter().enumerate() {
             let reads: Vec<_> = pass.forward_reads.iter().map(|&u| on_gpu[u]).collect();
             model.forward(&gpu.stream, i, &reads).unwrap();
@@ -139,7 +139,7 @@ fn any_shape_is_the_hosts() {
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| on_gpu[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| grads[u]).collect();
-            model.backward(&gpu.stream, i, &reads, &adds, 1.0).unwrap();
+            model.backward(&gpu.stream, i, &reads, &adds, one).unwrap();
         }
         let mut loss = [0.0f64];
         let bytes = bytemuck::cast_slice_mut(&mut loss);

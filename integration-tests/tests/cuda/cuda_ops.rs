@@ -1,6 +1,7 @@
 //! Each kernel, forward and backward, against fp64 on the same inputs.
 
 use integration_tests::cuda::attention::{Attention, Shape};
+use integration_tests::cuda::cross_entropy::Scale;
 use integration_tests::cuda::embedding::{TokenLists, sort_tokens};
 use integration_tests::cuda::{column_sums, cross_entropy, embedding, gelu, layer_norm};
 use zero_alloc::device::DType;
@@ -152,7 +153,9 @@ fn cross_entropies() {
 
             let (logits, targets) = (gpu.put(&logits, dtype), gpu.words(&targets));
             let losses = gpu.floats(&vec![f32::NAN; rows]);
-            cross_entropy::forward_backward(&ops, &gpu.stream, logits, losses, targets, vocab, 0.5).unwrap();
+            // A part of the tokens that are averaged.
+            let half = Scale { loss_scale: gpu.double(8.0), tokens: 16 };
+            cross_entropy::forward_backward(&ops, &gpu.stream, logits, losses, targets, vocab, half).unwrap();
             let got = gpu.get(logits);
             assert!(
                 got.chunks(stride).all(|r| r[vocab..].iter().all(|v| *v == 0.0)),

@@ -74,6 +74,13 @@ impl Gpu {
         unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), values.len()) }
     }
 
+    /// One fp64.
+    pub(crate) fn double(&self, value: f64) -> DeviceSlice<f64> {
+        let bytes = self.bytes(&value.to_le_bytes(), 8, DType::U8);
+        // SAFETY: eight bytes at the start of a block; held as above.
+        unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), 1) }
+    }
+
     pub(crate) fn get(&self, slice: AnySlice) -> Vec<f32> {
         let mut bytes = vec![0u8; slice.len_bytes()];
         self.device.download(&self.stream, slice, &mut bytes, LIMIT).unwrap();

@@ -49,6 +49,7 @@ pub(crate) struct OnGpu<'a> {
     pub(crate) model: CudaGpt2,
     pub(crate) params: Vec<AnySlice>,
     pub(crate) grads: Vec<DeviceSlice<f32>>,
+    scale: DeviceSlice<f64>,
 }
 
 impl<'a> OnGpu<'a> {
@@ -56,7 +57,7 @@ impl<'a> OnGpu<'a> {
         let params: Vec<_> = weights.iter().map(|w| gpu.put(w, options.dtype)).collect();
         let grads = weights.iter().map(|w| gpu.zeros(w.len())).collect();
         let model = CudaGpt2::with_logits_bytes(config(), options, logits_bytes, &gpu.pool, &gpu.stream).unwrap();
-        Self { gpu, model, params, grads }
+        Self { gpu, model, params, grads, scale: gpu.double(1.0 / ACCUM as f64) }
     }
 
     pub(crate) fn forward(&mut self) -> Result<(), TrainError> {
@@ -71,7 +72,7 @@ impl<'a> OnGpu<'a> {
         for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| self.params[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();
-            self.model.backward(&self.gpu.stream, i, &reads, &adds, 1.0 / ACCUM as f32)?;
+            self.model.backward(&self.gpu.stream, i, &reads, &adds, self.scale)?;
         }
         Ok(())
     }
@@ -145,6 +146,7 @@ pub(crate) fn on_host<T: Element>(
     let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
     pool.device().fill_zero(&stream, model.loss().erase()).unwrap();
+    let mut scale = [1.0 / batches.len() as f64];
     let passes = gpt2::passes(config);
     for (inputs, targets) in batches {
         model.set_batch(&stream, inputs, targets).unwrap();
@@ -155,7 +157,7 @@ pub(crate) fn on_host<T: Element>(
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| slices[u]).collect();
-            model.backward(&stream, i, &reads, &adds, 1.0 / batches.len() as f32).unwrap();
+            model.backward(&stream, i, &reads, &adds, slice(&mut scale)).unwrap();
         }
     }
     let mut loss = [0.0f64];

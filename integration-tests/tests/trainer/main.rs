@@ -3,6 +3,7 @@
 //!
 //! One test program, so that the whole workspace is linked once.
 
+mod ends;
 mod failures;
 mod identical;
 mod model;

@@ -39,7 +39,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
     let grad_slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
 
     let mut logits = vec![f32::NAN; BATCH * SEQ * config.vocab_size];
-    let tokens = tokens();
+    let (tokens, mut half) = (tokens(), [0.5f64]);
     let passes = gpt2::passes(&config);
     for micro in 0..2 {
         let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
@@ -57,7 +57,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| grad_slices[u]).collect();
             // Each of the two micro-batches is half of the step's mean loss.
-            model.backward(&stream, i, &reads, &adds, 0.5).unwrap();
+            model.backward(&stream, i, &reads, &adds, slice(&mut half)).unwrap();
         }
     }
     stream.synchronize(LIMIT).unwrap();

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use integration_tests::data::{DataSource, Dataset};
@@ -42,6 +43,7 @@ pub(crate) struct Case {
     pub(crate) bucket_elems: usize,
     pub(crate) rules: StepRules,
     pub(crate) resume: Option<PathBuf>,
+    pub(crate) cancel: Arc<AtomicBool>,
 }
 
 impl Default for Case {
@@ -58,6 +60,7 @@ impl Default for Case {
             bucket_elems: 1 << 12,
             rules: StepRules { max_grad_norm: 1.0, ..StepRules::default() },
             resume: None,
+            cancel: Arc::default(),
         }
     }
 }
@@ -120,7 +123,7 @@ impl Case {
             checkpoint: Some((dir.path().to_owned(), 0)),
             keep_last: None,
             resume: self.resume.clone(),
-            cancel: Arc::default(),
+            cancel: Arc::clone(&self.cancel),
         };
         let mut steps = Vec::new();
         let mut observe = |metrics: &StepMetrics| {

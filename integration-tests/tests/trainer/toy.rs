@@ -3,6 +3,8 @@
 //! the same.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use half::bf16;
 use integration_tests::data::BatchAt;
@@ -21,6 +23,8 @@ pub(crate) struct Toy {
     passes: Vec<Pass>,
     /// At this pass of its third forward, rank 0's model panics.
     pub(crate) panic_at: Option<usize>,
+    /// As its third forward runs, rank 0's model asks for this.
+    pub(crate) cancel: Option<Arc<AtomicBool>>,
 }
 
 impl Toy {
@@ -36,6 +40,7 @@ impl Toy {
             units: units.iter().enumerate().map(spec).collect(),
             passes: (0..units.len()).map(pass).collect(),
             panic_at: None,
+            cancel: None,
         }
     }
 }
@@ -52,8 +57,9 @@ impl Workload<HostDevice> for Toy {
     fn model(&self, pool: &Pool<HostDevice>, compute: &HostStream) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
         let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
         let panic_at = self.panic_at.filter(|_| compute_is_of_rank_0(compute));
+        let cancel = self.cancel.clone().filter(|_| compute_is_of_rank_0(compute));
         let kept = self.passes.iter().map(|_| Arc::default()).collect();
-        Ok(Box::new(ToyModel { loss, tokens: Arc::default(), kept, panic_at, forwards: 0 }))
+        Ok(Box::new(ToyModel { loss, tokens: Arc::default(), kept, panic_at, cancel, forwards: 0 }))
     }
 
     fn weights(&self, name: &str, range: std::ops::Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
@@ -90,6 +96,7 @@ struct ToyModel {
     tokens: Arc<Vec<u32>>,
     kept: Vec<Arc<Mutex<Vec<f32>>>>,
     panic_at: Option<usize>,
+    cancel: Option<Arc<AtomicBool>>,
     forwards: usize,
 }
 
@@ -112,9 +119,14 @@ impl Model<HostDevice> for ToyModel {
     fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
         self.forwards += usize::from(pass == 0);
         let panics = self.forwards == 3 && self.panic_at == Some(pass);
+        let cancel = self.cancel.clone().filter(|_| self.forwards == 3);
         let (kept, params) = (Arc::clone(&self.kept[pass]), params.to_vec());
         stream.enqueue("toy forward", move || {
             assert!(!panics, "the toy was told to panic");
+            if let Some(cancel) = cancel {
+                std::thread::sleep(Duration::from_millis(50)); // the host has long enqueued the rest of the step
+                cancel.store(true, Ordering::Relaxed);
+            }
             *kept.lock() = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?.concat();
             Ok(())
         })?;
@@ -127,13 +139,15 @@ impl Model<HostDevice> for ToyModel {
         pass: usize,
         params: &[AnySlice],
         grads: &[DeviceSlice<f32>],
-        loss_scale: f32,
+        loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (kept, tokens) = (Arc::clone(&self.kept[pass]), Arc::clone(&self.tokens));
         let (params, grads, loss) = (params.to_vec(), grads.to_vec(), self.loss());
         stream.enqueue("toy backward", move || {
             let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?;
             assert_eq!(*kept.lock(), params.concat(), "backward reads what forward read");
+            // SAFETY: the trainer gave a scale that nothing writes before the pass has run.
+            let loss_scale = unsafe { loss_scale.as_host() }[0] as f32;
             let mut sum = 0.0f64;
             for (param, grad) in params.iter().zip(grads) {
                 // SAFETY: the trainer gave distinct gradients for this pass alone.

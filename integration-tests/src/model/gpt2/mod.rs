@@ -230,7 +230,7 @@ impl Model<HostDevice> for Gpt2 {
         pass: usize,
         params: &[AnySlice],
         grads: &[DeviceSlice<f32>],
-        loss_scale: f32,
+        loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
         let Activations { input, block, .. } = self.buffers.of_pass(pass);
@@ -250,7 +250,8 @@ impl Model<HostDevice> for Gpt2 {
             return self.enqueue(stream, "backward head", pass, params, grads, move |flat, grads| {
                 // SAFETY: as above.
                 let x = unsafe { input.as_host() };
-                let scale = loss_scale / tokens as f32;
+                // SAFETY: the trainer gave a scale that nothing writes before the pass has run.
+                let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
                 let sum = head::backward(scratch.view(), &head.view(), x, &targets, &flat, grads, scale);
                 // SAFETY: as above.
                 let loss = unsafe { loss.as_host_mut() };

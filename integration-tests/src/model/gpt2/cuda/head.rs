@@ -8,8 +8,9 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use super::buffers::{HeadSlices, ScratchSlices};
 use super::{Flat, Ops};
+use crate::cuda::cross_entropy::{self, Scale};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
-use crate::cuda::{OpError, cross_entropy, layer_norm};
+use crate::cuda::{OpError, layer_norm};
 
 /// `h.out = ln_f(x)`.
 pub(super) fn forward(
@@ -44,7 +45,7 @@ pub(super) fn logits(
 }
 
 /// Writes `s.losses`; on return `s.dres` is the gradient of `x`, and the gradients of the head's unit, and of the
-/// embedding's where tied, have been added to. `scale` is that of each token's loss.
+/// embedding's where tied, have been added to: those of `loss_scale` x the mean loss of the tokens.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward(
     ops: &Ops,
@@ -55,7 +56,7 @@ pub(super) fn backward(
     targets: DeviceSlice<u32>,
     p: &Flat<'_>,
     vocab: usize,
-    scale: f32,
+    loss_scale: DeviceSlice<f64>,
 ) -> Result<(), OpError> {
     let kernels = &ops.kernels;
     let c = x.len() / targets.len().max(1);
@@ -63,6 +64,7 @@ pub(super) fn backward(
     let (w, dw) = (p.params[read].slice(range.clone()), p.grads[read].slice(range));
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
+    let scale = Scale { loss_scale, tokens: targets.len() };
     for start in (0..targets.len()).step_by(rows) {
         let end = targets.len().min(start + rows);
         let (out, dout) = (h.out.slice(start * c..end * c), s.narrow.slice(start * c..end * c));

@@ -186,7 +186,7 @@ impl Model<CudaDevice> for CudaGpt2 {
         pass: usize,
         params: &[AnySlice],
         grads: &[DeviceSlice<f32>],
-        loss_scale: f32,
+        loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
@@ -196,7 +196,6 @@ impl Model<CudaDevice> for CudaGpt2 {
             let tables = [flat.grad(0, "wte"), flat.grad(0, "wpe")];
             embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
         } else if pass + 1 == self.passes.len() {
-            let scale = loss_scale / (self.options.micro_batch * seq) as f32;
             let targets = self.batches.targets();
             head::backward(
                 ops,
@@ -207,7 +206,7 @@ impl Model<CudaDevice> for CudaGpt2 {
                 targets,
                 &flat,
                 self.config.vocab_size,
-                scale,
+                loss_scale,
             )?;
             crate::cuda::cross_entropy::add_mean(&ops.kernels, stream, self.buffers.loss, scratch.losses)?;
         } else {
