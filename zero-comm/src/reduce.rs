@@ -248,6 +248,7 @@ fn round_f16(x: f32) -> f16 {
 
 #[cfg(test)]
 mod tests {
+    use bytemuck::bytes_of;
     use proptest::prelude::*;
 
     use super::*;
@@ -280,7 +281,9 @@ mod tests {
         for offset in [0, 1, 39] {
             let place = &mut past[offset..offset + out.len()];
             T::reduce(op, &inputs, place, Store::PastCache);
-            assert_eq!(bytemuck::cast_slice::<T, u8>(place), bytemuck::cast_slice::<T, u8>(&out));
+            // Which of several NaN a sum is, the processor says, and not the language.
+            let same = |(&a, &b): (&T, &T)| bytes_of(&a) == bytes_of(&b) || to_f32(a).is_nan() && to_f32(b).is_nan();
+            assert!(place.iter().zip(&out).all(same), "{op:?} at {offset}: {place:?}, not {out:?}");
         }
         for (i, &got) in out.iter().enumerate() {
             let values: Vec<f32> = inputs.iter().map(|input| to_f32(input[i])).collect();
