@@ -5,7 +5,8 @@ if [ -z "${ZERO_NVRTC:-}" ]; then
     find_nvrtc() { find "$tools" -name 'libnvrtc.so.1[2-9]' -print -quit 2>/dev/null; }
     if [ -z "$(find_nvrtc)" ]; then
         command -v python3 >/dev/null || skip "no ZERO_NVRTC, and no python3 to fetch NVRTC with"
-        python3 -m pip install --quiet --disable-pip-version-check --target "$tools" nvidia-cuda-nvrtc ||
+        # At most the newest that the kernels were checked with: a later compiler may spill where this one does not.
+        python3 -m pip install --quiet --disable-pip-version-check --target "$tools" 'nvidia-cuda-nvrtc<=13.5.37' ||
             skip "no ZERO_NVRTC, and pip cannot fetch nvidia-cuda-nvrtc"
     fi
     ZERO_NVRTC=$(realpath "$(find_nvrtc)")

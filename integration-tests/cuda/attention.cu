@@ -20,13 +20,13 @@ struct Head {
     u64 qkv;
     u64 out;
     u64 row;
-    u64 qkv_stride;
-    u64 out_stride;
+    u32 qkv_stride;
+    u32 out_stride;
 };
 
 template <int D> DEVICE Head this_head(u32 seq, u32 heads) {
     u64 h = blockIdx.y, b = blockIdx.z;
-    u64 c = (u64)heads * D;
+    u32 c = heads * D;
     return {b * seq * 3 * c + h * D, b * seq * c + h * D, (b * heads + h) * seq, 3 * c, c};
 }
 
@@ -80,6 +80,22 @@ DEVICE void multiply_sums(float (&c)[TILES][D / 8][4], const float (&s)[TILES][D
     }
 }
 
+// Starts to copy keys and values of block `next`, if there is one, to where the block two before it lay, and waits until
+// the block before it has arrived.
+template <class T, int D, int KEYS>
+DEVICE void copy_ahead(T *keys, T *values, const T *k, const T *v, u32 next, u32 blocks, u32 seq, u32 stride) {
+    if (next < blocks) {
+        u32 stage = next % 2 * KEYS * D;
+        copy_tile<D, KEYS>(keys + stage, k, next * KEYS, seq, stride);
+        copy_tile<D, KEYS>(values + stage, v, next * KEYS, seq, stride);
+        copies_are_one_group();
+        wait_for_copies<1>();
+    } else {
+        wait_for_copies<0>();
+    }
+    __syncthreads();
+}
+
 template <class T, int D, int ROW_TILES, int WARPS, int KEYS>
 DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, float scale) {
     constexpr int ROWS = 16 * ROW_TILES * WARPS;
@@ -103,16 +119,7 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
         sum[t][0] = sum[t][1] = 0.0f;
     }
     for (u32 j = 0; j < blocks; j++) {
-        if (j + 1 < blocks) {
-            u32 stage = (j + 1) % 2 * KEYS * D;
-            copy_tile<D, KEYS>(keys + stage, k, (j + 1) * KEYS, seq, head.qkv_stride);
-            copy_tile<D, KEYS>(values + stage, v, (j + 1) * KEYS, seq, head.qkv_stride);
-            copies_are_one_group();
-            wait_for_copies<1>();
-        } else {
-            wait_for_copies<0>();
-        }
-        __syncthreads();
+        copy_ahead<T, D, KEYS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
         // All rows of a warp may lie before these keys; the first block of keys is seen by every row.
         if (j * KEYS < first + own + 16 * ROW_TILES) {
@@ -195,7 +202,7 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
     // delta: D / 8 neighbouring lanes a row.
     for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += 32 * WARPS) {
         u32 row = i / (D / 8), from = min(first + row, seq - 1), chunk = i % (D / 8);
-        u64 at = head.out + from * head.out_stride + chunk * 8;
+        u64 at = head.out + (u64)from * head.out_stride + chunk * 8;
         float a[8], b[8], sum = 0.0f;
         load_columns<8>(out + at, a);
         load_columns<8>(dout + at, b);
@@ -221,16 +228,7 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
             less[t][half] = deltas[row];
         }
     for (u32 j = 0; j < blocks; j++) {
-        if (j + 1 < blocks) {
-            u32 stage = (j + 1) % 2 * KEYS * D;
-            copy_tile<D, KEYS>(keys + stage, k, (j + 1) * KEYS, seq, head.qkv_stride);
-            copy_tile<D, KEYS>(values + stage, v, (j + 1) * KEYS, seq, head.qkv_stride);
-            copies_are_one_group();
-            wait_for_copies<1>();
-        } else {
-            wait_for_copies<0>();
-        }
-        __syncthreads();
+        copy_ahead<T, D, KEYS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
         if (j * KEYS < first + own + 16 * ROW_TILES) {
             float s[ROW_TILES][KEYS / 8][4], dp[ROW_TILES][KEYS / 8][4];
@@ -274,15 +272,16 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
     // The first keys are seen by the most queries.
     u32 first = blockIdx.x * ROWS, begin = first / QUERIES, end = (seq + QUERIES - 1) / QUERIES;
 
+    lse += head.row, delta += head.row, dout += head.out;
     auto start_stage = [&](u32 j) {
         u32 stage = j % 2;
         copy_tile<D, QUERIES>(queries + stage * QUERIES * D, q, j * QUERIES, seq, head.qkv_stride);
-        copy_tile<D, QUERIES>(douts + stage * QUERIES * D, dout + head.out, j * QUERIES, seq, head.out_stride);
+        copy_tile<D, QUERIES>(douts + stage * QUERIES * D, dout, j * QUERIES, seq, head.out_stride);
         copies_are_one_group();
         for (u32 i = threadIdx.x; i < QUERIES; i += 32 * WARPS) {
             u32 from = min(j * QUERIES + i, seq - 1);
-            tops[stage][i] = lse[head.row + from];
-            deltas[stage][i] = delta[head.row + from];
+            tops[stage][i] = lse[from];
+            deltas[stage][i] = delta[from];
         }
     };
     copy_tile<D, ROWS>(keys, k, first, seq, head.qkv_stride);

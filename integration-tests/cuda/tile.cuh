@@ -27,11 +27,11 @@ template <int NEWEST> DEVICE void wait_for_copies() {
 // Starts copying ROWS rows of D elements that lie `stride` elements apart, from row `first` on. Rows behind the last,
 // `rows` - 1, are copies of it: what is computed from them is masked or not stored.
 template <int D, int ROWS, class T>
-DEVICE void copy_tile(T *tile, const T *source, u32 first, u32 rows, u64 stride) {
+DEVICE void copy_tile(T *tile, const T *source, u32 first, u32 rows, u32 stride) {
     for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += blockDim.x) {
         u32 row = i / (D / 8), chunk = i % (D / 8);
         u32 from = min(first + row, rows - 1);
-        copy_chunk(tile + place_in_tile<D>(row, chunk), source + from * stride + chunk * 8);
+        copy_chunk(tile + place_in_tile<D>(row, chunk), source + (u64)from * stride + chunk * 8);
     }
 }
 
@@ -105,7 +105,7 @@ template <class T, int N> DEVICE void left_of_sums(u32 (&a)[4], const float (&c)
 // Stores a warp's 16 rows of sums, times `factor` of the lane's two rows, by way of its own rows of a tile in shared
 // memory that no other warp reads any more: row `row` of the tile goes to row `first + row` of `out`, if it is one.
 template <int D, class T>
-DEVICE void store_rows(T *out, u64 stride, u32 first, u32 rows, T *tile, u32 row, const float (&c)[D / 8][4],
+DEVICE void store_rows(T *out, u32 stride, u32 first, u32 rows, T *tile, u32 row, const float (&c)[D / 8][4],
                        const float (&factor)[2]) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
