@@ -15,6 +15,12 @@ pub enum DataError {
         /// The path given.
         path: PathBuf,
     },
+    /// A pipe or a device, which has no length and is read once.
+    #[error("{}: neither a file nor a folder; write what it gives into a file", path.display())]
+    NoFile {
+        /// The path given.
+        path: PathBuf,
+    },
     /// A file could not be read.
     #[error("{}: cannot read: {source}", path.display())]
     Read {

@@ -98,6 +98,9 @@ impl Dataset {
         if !path.exists() {
             return Err(DataError::Missing { path: path.to_owned() });
         }
+        if !path.is_file() && !path.is_dir() {
+            return Err(DataError::NoFile { path: path.to_owned() });
+        }
         let is_token_file = path.is_file() && path.extension().is_some_and(|e| e == "bin");
         if is_token_file {
             let tokens = Tokens::open(path)?;

@@ -179,6 +179,7 @@ fn data_that_is_missing_empty_or_malformed_is_an_error_that_names_it() {
     let latin1 = files.write("latin1.txt", b"caf\xe9 au lait");
     let cases = [
         (DataSource::at(files.0.path().join("none.txt")), "DIR/none.txt: no such file or folder"),
+        (DataSource::at("/dev/zero"), "/dev/zero: neither a file nor a folder; write what it gives into a file"),
         (DataSource::at(files.write("empty.bin", b"")), "DIR/empty.bin: the data file is empty"),
         (DataSource::at(files.write("empty.txt", b"")), "DIR/empty.txt: the data file is empty"),
         (
