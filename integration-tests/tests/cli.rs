@@ -141,6 +141,8 @@ fn bad_models() {
     fails(&run_tiny(dir.path(), &["--model", "model"]), 2, &["model.safetensors"]);
     copy("model.safetensors");
     let config = std::fs::read_to_string(model.join("config.json")).unwrap();
+    std::fs::write(model.join("config.json"), config.replace("\"n_layer\": 3", "\"n_layer\": 1000000000")).unwrap();
+    fails(&run_tiny(dir.path(), &["--model", "model"]), 2, &["n_layer", "1000000000", "65536"]);
     // The folder's tensors are of width 64 and three layers.
     std::fs::write(model.join("config.json"), config.replace("\"n_layer\": 3", "\"n_layer\": 4")).unwrap();
     fails(&run_tiny(dir.path(), &["--model", "model"]), 2, &["h.3."]);

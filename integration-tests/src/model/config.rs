@@ -45,6 +45,12 @@ pub enum ConfigError {
     /// The parameter count does not fit the program's arithmetic.
     #[error("the model is too large: its parameter count has more than 59 bits")]
     TooLarge,
+    /// A depth that no model has: the names of its parameters alone would fill the memory.
+    #[error("the model's n_layer is {n_layer}; it must be {MAX_LAYERS} at most")]
+    TooManyLayers {
+        /// The number of blocks.
+        n_layer: usize,
+    },
     /// A number outside its range.
     #[error("the model's {field} is {value}; it must be {expected}")]
     OutOfRange {
@@ -108,6 +114,9 @@ pub enum ConfigError {
         len: usize,
     },
 }
+
+/// The most blocks of a model: their parameters are listed by name, in memory.
+const MAX_LAYERS: usize = 1 << 16;
 
 /// Names of the presets, smallest first.
 pub const PRESETS: [&str; 5] = ["nano", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b"];
@@ -180,6 +189,9 @@ impl GptConfig {
         }
         if !self.n_embd.is_multiple_of(self.n_head) {
             return Err(ConfigError::HeadsDoNotDivide { n_embd: self.n_embd, n_head: self.n_head });
+        }
+        if self.n_layer > MAX_LAYERS {
+            return Err(ConfigError::TooManyLayers { n_layer: self.n_layer });
         }
         // Each size is below 2^64, so only sizes that are each below 2^31 are multiplied: no overflow of u128.
         if sizes.iter().any(|(_, n)| *n > i32::MAX as usize) || self.count() > 1 << 59 {
@@ -322,9 +334,9 @@ mod tests {
             (GptConfig { n_head: 0, ..good.clone() }, "n_head is 0"),
             (GptConfig { n_inner: 0, ..good.clone() }, "n_inner is 0"),
             (GptConfig { n_head: 3, ..good.clone() }, "n_embd 128 is not divisible by its n_head 3"),
-            (GptConfig { n_layer: usize::MAX, ..good.clone() }, "too large"),
+            (GptConfig { n_layer: MAX_LAYERS + 1, ..good.clone() }, "n_layer is 65537; it must be 65536 at most"),
             (
-                GptConfig { n_layer: 1 << 30, n_embd: 1 << 20, n_head: 1, n_inner: 1 << 22, ..good.clone() },
+                GptConfig { n_layer: 1 << 16, n_embd: 1 << 24, n_head: 1, n_inner: 1 << 26, ..good.clone() },
                 "too large",
             ),
             (GptConfig { layer_norm_epsilon: 0.0, ..good.clone() }, "layer_norm_epsilon is 0"),
