@@ -6,10 +6,15 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
 /// The variable with the file's name.
 pub const REPORT_VARIABLE: &str = "ZERO_REPORT_FILE";
+
+/// How the names of the folders begin; the launcher's process number follows.
+const PREFIX: &str = "zero-launch-";
 
 /// Why a rank failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,9 +46,10 @@ impl Folder {
     pub(super) fn new() -> io::Result<Self> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("zero-launch-{}-{number}", std::process::id()));
+        let path = std::env::temp_dir().join(format!("{PREFIX}{}-{number}", std::process::id()));
         // What is left of a process that was killed and had the same number.
         let _ = fs::remove_dir_all(&path);
+        sweep(&std::env::temp_dir());
         fs::create_dir(&path)?;
         Ok(Self(path))
     }
@@ -57,6 +63,18 @@ impl Folder {
     }
 }
 
+/// Removes what launchers have left that were killed: folders whose process is there no more.
+fn sweep(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let number = || name.to_str()?.strip_prefix(PREFIX)?.split('-').next()?.parse().ok();
+        let Some(process) = number().and_then(Pid::from_raw) else { continue };
+        if test_kill_process(process) == Err(Errno::SRCH) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
 impl Drop for Folder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
@@ -66,6 +84,23 @@ impl Drop for Folder {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_killed_launcher_left_goes_and_what_a_running_one_has_stays() {
+        let parent = tempfile::tempdir().unwrap();
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let folder = |process: u32| parent.path().join(format!("{PREFIX}{process}-0"));
+        let (gone, here) = (folder(ended.id()), folder(std::process::id()));
+        let other = parent.path().join(format!("{PREFIX}notes"));
+        for path in [&gone, &here, &other] {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join("rank-0.json"), "{}").unwrap();
+        }
+        sweep(parent.path());
+        assert!(!gone.exists());
+        assert!(here.exists() && other.exists());
+    }
 
     #[test]
     fn a_report_arrives_and_half_of_one_is_none() {
