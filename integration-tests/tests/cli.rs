@@ -116,6 +116,20 @@ fn wrong_flags() {
 }
 
 #[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let dir = temp();
+    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let plan = vec!["plan", "--params", "1e9", "--gpus", "4"];
+    for args in [tiny(&model, &tokens, &[]), plan] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+        let status = command.args(&args).current_dir(dir.path()).stdout(writer.try_clone().unwrap()).stderr(writer);
+        assert_eq!(status.status().unwrap().code(), Some(0), "{args:?}");
+    }
+}
+
+#[test]
 fn bad_data() {
     let dir = temp();
     let write = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();

@@ -6,6 +6,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use zero_ckpt::{ExportOptions, Reader, StateDtype, Store, StoreOptions};
 
 use crate::cli::CliError;
+use crate::cli::say::{note, say};
 use crate::hf::HfFolder;
 
 /// Look into checkpoints, check them, and convert them to and from Hugging Face's layout.
@@ -81,26 +82,24 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
         Command::Inspect { checkpoint, json } => {
             let reader = open(&checkpoint)?;
             if json {
-                println!("{}", serde_json::to_string_pretty(reader.manifest()).map_err(failure)?);
+                say(serde_json::to_string_pretty(reader.manifest()).map_err(failure)? + "\n")
             } else {
-                print!("{}", reader.describe());
+                say(reader.describe())
             }
-            Ok(())
         }
         Command::Verify { checkpoint } => verify(&open(&checkpoint)?),
         Command::Export { checkpoint, out, dtype, max_shard_size, state } => {
             let reader = open(&checkpoint)?;
             let options = ExportOptions { state, dtype: dtype.into(), max_file_bytes: max_shard_size };
             let done = reader.export(&out, &options).map_err(failure)?;
-            println!(
-                "{} tensors of step {}, {} bytes, in {} file(s) in {}",
+            say(format!(
+                "{} tensors of step {}, {} bytes, in {} file(s) in {}\n",
                 done.tensors,
                 reader.manifest().step,
                 done.tensor_bytes,
                 done.files.len(),
                 out.display()
-            );
-            Ok(())
+            ))
         }
         Command::Import { model, checkpoint } => import(&model, &checkpoint),
     }
@@ -109,7 +108,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
 fn open(path: &std::path::Path) -> Result<Reader, CliError> {
     let reader = Reader::open(path).map_err(failure)?;
     for notice in reader.notices() {
-        eprintln!("passed over: {notice}");
+        note(format_args!("passed over: {notice}"));
     }
     Ok(reader)
 }
@@ -118,12 +117,8 @@ fn verify(reader: &Reader) -> Result<(), CliError> {
     let found = reader.verify();
     let files = reader.manifest().files.len();
     if found.problems.is_empty() {
-        println!(
-            "{}: whole; {files} files, {} bytes, every byte as saved",
-            reader.path().display(),
-            found.good_bytes
-        );
-        return Ok(());
+        let (path, bytes) = (reader.path().display(), found.good_bytes);
+        return say(format!("{path}: whole; {files} files, {bytes} bytes, every byte as saved\n"));
     }
     let problems: Vec<String> = found.problems.iter().map(|p| format!("  {p}")).collect();
     let path = reader.path().display();
@@ -134,7 +129,7 @@ fn verify(reader: &Reader) -> Result<(), CliError> {
 fn import(model: &std::path::Path, checkpoint: &std::path::Path) -> Result<(), CliError> {
     let folder = HfFolder::open(model).map_err(failure)?;
     for warning in folder.warnings() {
-        eprintln!("{warning}");
+        note(warning);
     }
     let units = folder.config().units();
     let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(failure)?;
@@ -145,8 +140,8 @@ fn import(model: &std::path::Path, checkpoint: &std::path::Path) -> Result<(), C
         Some((unit.name.clone(), param.name.clone()))
     };
     let published = zero_ckpt::import(model, &store, place).map_err(failure)?;
-    println!("{}: weights only, {} bytes", checkpoint.join(&published.name).display(), published.bytes);
-    Ok(())
+    let path = checkpoint.join(&published.name);
+    say(format!("{}: weights only, {} bytes\n", path.display(), published.bytes))
 }
 
 fn failure(error: impl std::fmt::Display) -> CliError {

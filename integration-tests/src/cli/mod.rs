@@ -2,6 +2,7 @@
 
 pub mod ckpt;
 pub mod plan;
+mod say;
 pub mod train;
 
 use thiserror::Error;
@@ -36,7 +37,7 @@ impl CliError {
         let echo = matches!(self, Self::Echo(_));
         let report = Report { code: self.exit_code(), echo, message: self.to_string() };
         if !report.deliver() {
-            eprintln!("error: {self}");
+            say::note(format_args!("error: {self}"));
         }
     }
 

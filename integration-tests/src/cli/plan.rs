@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use crate::cli::CliError;
+use crate::cli::say::{note, say};
 use report::Report;
 use request::Request;
 use size::{parse_bytes, parse_count};
@@ -84,14 +85,13 @@ pub enum PlanDType {
 pub fn run(args: &PlanArgs) -> Result<(), CliError> {
     let (report, notices) = plan(args)?;
     for notice in notices {
-        eprintln!("warning: {notice}");
+        note(format_args!("warning: {notice}"));
     }
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(|e| CliError::Failure(e.to_string()))?);
+        say(serde_json::to_string_pretty(&report).map_err(CliError::failure)? + "\n")
     } else {
-        print!("{}", table::text(&report));
+        say(table::text(&report))
     }
-    Ok(())
 }
 
 /// The report, and what the user should know besides.

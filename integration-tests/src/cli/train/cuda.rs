@@ -13,6 +13,7 @@ use super::observe::Observer;
 use super::plan::Plan;
 use super::{cancelled_by_signals, close, failure, summary};
 use crate::cli::CliError;
+use crate::cli::say::say;
 use crate::launcher::{Job, JobError};
 use crate::trainer::run_on_cuda;
 
@@ -78,7 +79,7 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
         _ => Arc::new(Solo::new(device.clone())),
     };
     let mut observer = if rank == 0 {
-        print!("{}", summary::opening(&plan));
+        say(summary::opening(&plan))?;
         Some(Observer::new(&plan)?)
     } else {
         None

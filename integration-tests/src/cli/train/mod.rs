@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::CliError;
+use super::say::say;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, run_on_threads};
 use device::Chosen;
@@ -34,7 +35,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     }
     let mut plan = Plan::new(args, args.ranks.unwrap_or(4), None)?;
     plan.options.cancel = cancelled_by_signals()?;
-    print!("{}", summary::opening(&plan));
+    say(summary::opening(&plan))?;
     let mut observer = Observer::new(&plan)?;
     let summaries = run_on_threads(
         plan.ranks,
@@ -51,7 +52,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
 /// The figures, printed and reported.
 fn close(plan: &Plan, observer: &Observer, summaries: &[RankSummary]) -> Result<(), CliError> {
     let closing = summary::closing(plan, summaries, &observer.seen);
-    print!("{closing}");
+    say(&closing)?;
     observer.write_report(plan, summaries, &closing)
 }
 

@@ -43,6 +43,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     use super::observe::Observer;
     use super::plan::Plan;
     use super::{cancelled_by_signals, close, failure, summary};
+    use crate::cli::say::say;
     use crate::trainer::run_as_rank;
 
     let world = MpiWorld::init(Options { limit: Duration::from_secs(args.time_limit) }).map_err(CliError::failure)?;
@@ -54,7 +55,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     let mut plan = Plan::new(args, ranks, None)?;
     plan.options.cancel = cancelled_by_signals()?;
     let mut observer = if rank == 0 {
-        print!("{}", summary::opening(&plan));
+        say(summary::opening(&plan))?;
         Some(Observer::new(&plan)?)
     } else {
         None

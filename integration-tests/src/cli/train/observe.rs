@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::curve;
 use super::plan::Plan;
 use crate::cli::CliError;
+use crate::cli::say::note;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, StepMetrics};
 
@@ -44,7 +45,8 @@ impl Observer {
         self.bar.set_message(format!("loss {:.4}  {:.0} tokens/s", metrics.loss, metrics.tokens_per_s));
         let tenth = (self.bar.length().unwrap_or(1) / 10).max(1);
         if self.bar.is_hidden() && metrics.step.is_multiple_of(tenth) {
-            eprintln!("step {}: loss {:.4}, {:.0} tokens/s", metrics.step, metrics.loss, metrics.tokens_per_s);
+            let (step, loss, speed) = (metrics.step, metrics.loss, metrics.tokens_per_s);
+            note(format_args!("step {step}: loss {loss:.4}, {speed:.0} tokens/s"));
         }
         if let Some((file, path)) = &mut self.metrics {
             let error = |source| TrainError::File { what: "writing", path: path.clone(), source };
