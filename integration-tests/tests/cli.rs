@@ -129,6 +129,27 @@ fn a_reader_that_goes_away_is_no_failure() {
     }
 }
 
+/// Each of its processes would train alone, and all write the same files.
+#[test]
+fn ranks_of_torchrun_on_the_host_are_refused() {
+    let dir = temp();
+    let run = |comm: &str, rank: &str, world_size: &str| {
+        let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+        let variables =
+            [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("LOCAL_RANK", rank), ("RANK", rank)];
+        Command::new(env!("CARGO_BIN_EXE_zero"))
+            .args(tiny(&model, &tokens, &["--device", "cpu", "--comm", comm]))
+            .envs(variables)
+            .env("WORLD_SIZE", world_size)
+            .current_dir(dir.path())
+            .output()
+            .unwrap()
+    };
+    fails(&run("auto", "1", "2"), 2, &["torchrun", "rank 1 of 2", "--ranks 2", "--comm threads"]);
+    succeeds(&run("auto", "0", "1"));
+    succeeds(&run("threads", "1", "2"));
+}
+
 #[test]
 fn bad_data() {
     let dir = temp();

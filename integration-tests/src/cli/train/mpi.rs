@@ -1,5 +1,7 @@
 //! One process a rank, under `mpirun` (cargo feature `mpi`).
 
+use zero_comm::nccl::{Launcher, Ranks};
+
 use super::CliError;
 use super::args::{CommChoice, TrainArgs};
 
@@ -16,8 +18,25 @@ pub(super) fn asked_for(args: &TrainArgs) -> Result<bool, CliError> {
         // Otherwise every process of mpirun would train all by itself.
         CommChoice::Auto if launched && cfg!(feature = "mpi") => Ok(true),
         CommChoice::Auto if launched => Err(not_built()),
-        _ => Ok(false),
+        // Variables that do not fit together are no launcher's.
+        CommChoice::Auto => check_alone(Ranks::from_env().ok().flatten().as_ref()).map(|()| false),
+        CommChoice::Nccl => Ok(false),
     }
+}
+
+/// A launcher that the host's ranks know nothing of would start the same whole run many times.
+fn check_alone(launched: Option<&Ranks>) -> Result<(), CliError> {
+    let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else { return Ok(()) };
+    let (rank, world_size) = (ranks.rank, ranks.world_size);
+    let by = match ranks.launcher {
+        Launcher::Torchrun => "torchrun (RANK, WORLD_SIZE)",
+        Launcher::OpenMpi => "mpirun",
+        Launcher::Slurm => "srun",
+    };
+    Err(CliError::Usage(format!(
+        "{by} started this process as rank {rank} of {world_size}, but on the host it would not talk to the others: \
+         start it once, with --ranks {world_size}, or under mpirun; with --comm threads each process trains by itself"
+    )))
 }
 
 fn not_built() -> CliError {
@@ -30,6 +49,27 @@ fn not_built() -> CliError {
 #[cfg(not(feature = "mpi"))]
 pub(super) fn run(_args: &TrainArgs) -> Result<(), CliError> {
     Err(not_built())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_of_another_launcher_does_not_train_alone_on_the_host() {
+        let rank = |world_size, launcher| {
+            let host = "127.0.0.1".to_owned();
+            Ranks { rank: 0, world_size, local_rank: 0, host, port: 1, launcher }
+        };
+        for launcher in [Launcher::Torchrun, Launcher::Slurm] {
+            let error = check_alone(Some(&rank(4, launcher))).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().contains("rank 0 of 4"), "{error}");
+            assert!(error.to_string().contains("--ranks 4"), "{error}");
+            check_alone(Some(&rank(1, launcher))).unwrap();
+        }
+        check_alone(None).unwrap();
+    }
 }
 
 /// Trains as one rank; rank 0 prints.
