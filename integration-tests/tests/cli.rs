@@ -107,12 +107,65 @@ fn wrong_flags() {
     fails(&run_tiny(dir.path(), &["--stage", "4"]), 2, &["--stage 4"]);
     fails(&run_tiny(dir.path(), &["--seq-len", "65"]), 2, &["--seq-len 65", "64"]);
     fails(&run_tiny(dir.path(), &["--seq-len", "0"]), 2, &["--seq-len 0"]);
-    fails(&run_tiny(dir.path(), &["--micro-batch", "0"]), 2, &[]);
-    fails(&run_tiny(dir.path(), &["--grad-accum", "0"]), 2, &[]);
+    for flag in ["--micro-batch", "--grad-accum", "--threads", "--keep-last", "--time-limit"] {
+        fails(&run_tiny(dir.path(), &[flag, "0"]), 2, &[flag, "0", "at least 1"]);
+    }
+    fails(&run_tiny(dir.path(), &["--threads", "1000"]), 2, &["--threads 1000", "2 ranks", "1024"]);
+    fails(&run_tiny(dir.path(), &["--checkpoint-every", "1"]), 2, &["--checkpoint-every", "--checkpoint"]);
+    fails(&run_tiny(dir.path(), &["--keep-last", "2"]), 2, &["--keep-last", "--checkpoint"]);
     fails(&run_tiny(dir.path(), &["--lr", "NaN"]), 2, &["lr"]);
     fails(&run_tiny(dir.path(), &["--clip", "inf"]), 2, &["max_grad_norm"]);
     fails(&run_tiny(dir.path(), &["--offload", "moon"]), 2, &["--offload moon"]);
     fails(&run_tiny(dir.path(), &["--model", "gpt5"]), 2, &["gpt5", "nano"]);
+}
+
+#[test]
+fn what_a_configuration_asks_is_done_or_refused_or_named() {
+    let dir = temp();
+    let with = |text: &str, more: &[&str]| {
+        std::fs::write(dir.path().join("ds.json"), text).unwrap();
+        run_tiny(dir.path(), &[&["--config", "ds.json"], more].concat())
+    };
+    let offload = |what: &str, to: &str| {
+        format!(r#"{{"zero_optimization": {{"stage": 3, "{what}": {{"device": "{to}", "nvme_path": "/x"}}}}}}"#)
+    };
+    for what in ["offload_optimizer", "offload_param"] {
+        fails(&with(&offload(what, "nvme"), &[]), 2, &[what, "nvme", "not in this version"]);
+        succeeds(&with(&offload(what, "cpu"), &[]));
+    }
+    // A flag wins.
+    succeeds(&with(&offload("offload_optimizer", "nvme"), &["--offload", "none"]));
+    fails(
+        &with(r#"{"fp16": {"enabled": true, "initial_scale_power": 400}}"#, &[]),
+        2,
+        &["initial_scale_power", "126"],
+    );
+    let out = succeeds(&with(r#"{"steps_per_print": 1, "zero_optimization": {"stage": 3}}"#, &[]));
+    assert!(out.contains("note: steps_per_print is not honoured"), "{out}");
+}
+
+/// Below what a pass reads no run is possible; with the least that is, only less is gathered ahead.
+#[test]
+fn a_limit_of_live_parameters_is_raised_to_what_a_pass_reads() {
+    let dir = temp();
+    let run = |limit: u64, metrics: &str| {
+        let text = format!(
+            r#"{{"zero_optimization": {{"stage": 3, "stage3_max_live_parameters": {limit}}}, "gradient_clipping": 0}}"#
+        );
+        std::fs::write(dir.path().join("ds.json"), text).unwrap();
+        let out = succeeds(&run_tiny(dir.path(), &["--config", "ds.json", "--metrics", metrics]));
+        let text = std::fs::read_to_string(dir.path().join(metrics)).unwrap();
+        let losses: Vec<String> =
+            text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["loss"].to_string()).collect();
+        (out, losses)
+    };
+    let (wide, expected) = run(1_000_000_000, "wide");
+    assert!(!wide.contains("max_live_parameters"), "{wide}");
+    for limit in [0, 100] {
+        let (out, losses) = run(limit, "narrow");
+        assert!(out.contains(&format!("stage3_max_live_parameters {limit} is less")), "{out}");
+        assert_eq!(losses, expected);
+    }
 }
 
 #[test]

@@ -80,9 +80,9 @@ pub struct TrainArgs {
     /// Write the final table, all figures as JSON, the loss curve and a timeline of rank 0's last step here
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
-    /// Where the optimizer state lives: none (the device), cpu or nvme:DIR
-    #[arg(long, value_name = "none|cpu|nvme:DIR", default_value = "none")]
-    pub offload: String,
+    /// Where the optimizer state lives: none (the device), cpu or nvme:DIR [default: none]
+    #[arg(long, value_name = "none|cpu|nvme:DIR")]
+    pub offload: Option<String>,
     /// Keep only the input of each block, and compute the rest again in backward
     #[arg(long)]
     pub activation_checkpointing: bool,

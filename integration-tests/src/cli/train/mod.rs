@@ -8,6 +8,7 @@ mod mpi;
 mod observe;
 mod plan;
 mod summary;
+mod unused;
 
 pub use args::TrainArgs;
 

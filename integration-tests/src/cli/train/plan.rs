@@ -9,16 +9,18 @@ use zero_alloc::device::DType;
 use zero_ckpt::{ModelSpec, Reader};
 use zero_comm::PrefetchOptions;
 use zero_kernels::AdamHyper;
-use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
+use zero_optim::{DynamicScaling, LossScaler, LossScaling, LrSchedule, StepRules};
 use zero_shard::{Layout, ZeroStage};
 
 use super::args::{DTypeChoice, TrainArgs};
+use super::unused;
 use crate::cli::CliError;
 use crate::config::{DsConfig, OffloadDevice};
 use crate::data::{DataSource, Dataset};
 use crate::hf::HfFolder;
+use crate::model::Pass;
 use crate::model::config::GptConfig;
-use crate::model::gpt2::Gpt2Options;
+use crate::model::gpt2::{Gpt2Options, passes};
 use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings, TrainerState};
 use crate::workload::{GptWorkload, Weights};
 
@@ -45,19 +47,18 @@ pub(super) struct Plan {
 impl Plan {
     /// The run of `ranks` ranks that `args` ask for, on the GPU with this name, or on the host.
     pub(super) fn new(args: &TrainArgs, ranks: usize, device: Option<String>) -> Result<Self, CliError> {
-        check_support(args, device.is_some())?;
+        check_numbers(args, ranks)?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let file = file.as_ref();
+        check_offload(args, file, device.is_some())?;
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
-
-        if ranks == 0 || ranks > 1024 {
-            return Err(CliError::Usage(format!("--ranks {ranks}: there must be at least 1 rank, and 1024 at most")));
-        }
+        notices.extend(file.map(unused::notices).unwrap_or_default());
         let (model_name, config, weights, tokenizer) = model(args, &mut notices)?;
         let data = data(args, tokenizer)?;
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
         let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
-        let settings = settings(args, file, ranks, largest_unit)?;
+        let mut settings = settings(args, file, ranks, largest_unit)?;
+        notices.extend(raise_live_limit(&mut settings, &layout, &config));
         let batch = file.map(|f| f.batch).unwrap_or_default();
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
         let batch = batch.resolve(ranks as u64, flags[0], flags[1], 4).map_err(CliError::usage)?;
@@ -77,6 +78,9 @@ impl Plan {
         // A run of the defaults shows where its checkpoint is.
         let by_default = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
         let checkpoint = args.checkpoint.clone().or_else(|| args.resume.clone()).or(by_default);
+        if checkpoint.is_none() && (args.checkpoint_every > 0 || args.keep_last.is_some()) {
+            return Err(CliError::Usage("--checkpoint-every and --keep-last: say where, with --checkpoint".into()));
+        }
         let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         Ok(Self {
@@ -121,16 +125,65 @@ impl Plan {
     }
 }
 
-/// Refuses what this build does not do.
-fn check_support(args: &TrainArgs, on_cuda: bool) -> Result<(), CliError> {
-    let refuse = |what: &str| Err(CliError::Usage(format!("{what} is not in this version; see README.md")));
-    match (on_cuda, args.offload.as_str()) {
-        (_, "none") => Ok(()),
-        (false, "cpu") => Ok(()), // on the host, the device's memory is the host's
-        (true, "cpu") => refuse("--offload cpu with --device cuda"),
-        (_, other) if other.starts_with("nvme:") => refuse("--offload nvme"),
-        (_, other) => Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR"))),
+/// Refuses numbers with which no run makes sense.
+fn check_numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
+    if ranks == 0 || ranks > 1024 {
+        return Err(CliError::Usage(format!("--ranks {ranks}: there must be at least 1 rank, and 1024 at most")));
     }
+    if let Some(threads) = args.threads.filter(|threads| *threads == 0 || threads.saturating_mul(ranks) > 1024) {
+        return Err(CliError::Usage(format!(
+            "--threads {threads}: each of {ranks} ranks has at least 1 thread, and all together 1024 at most"
+        )));
+    }
+    let not_zero = [
+        ("--micro-batch", args.micro_batch == Some(0)),
+        ("--grad-accum", args.grad_accum == Some(0)),
+        ("--keep-last", args.keep_last == Some(0)),
+        ("--time-limit", args.time_limit == 0),
+    ];
+    match not_zero.iter().find(|(_, is_zero)| *is_zero) {
+        Some((flag, _)) => Err(CliError::Usage(format!("{flag} 0: at least 1"))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses places of optimizer state and parameters that this build does not have.
+fn check_offload(args: &TrainArgs, file: Option<&DsConfig>, on_cuda: bool) -> Result<(), CliError> {
+    let refuse = |what: &str| Err(CliError::Usage(format!("{what} is not in this version; see README.md")));
+    // On the host, the device's memory is the host's.
+    let check = |what: &str, device: &OffloadDevice| match device {
+        OffloadDevice::Nvme(_) => refuse(&format!("{what} nvme")),
+        OffloadDevice::Cpu if on_cuda => refuse(&format!("{what} cpu with --device cuda")),
+        OffloadDevice::Cpu | OffloadDevice::None => Ok(()),
+    };
+    if let Some(file) = file {
+        check("zero_optimization.offload_param: device", &file.zero.offload_param.device)?;
+    }
+    let Some(flag) = args.offload.as_deref() else {
+        let device = file.map(|f| &f.zero.offload_optimizer.device);
+        return device.map_or(Ok(()), |device| check("zero_optimization.offload_optimizer: device", device));
+    };
+    match flag {
+        "none" => Ok(()),
+        "cpu" => check("--offload", &OffloadDevice::Cpu),
+        other if other.starts_with("nvme:") => refuse("--offload nvme"),
+        other => Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR"))),
+    }
+}
+
+/// A pass of the model cannot do without the units that it reads: a limit below them is raised, and that is said.
+fn raise_live_limit(settings: &mut Settings, layout: &Layout, config: &GptConfig) -> Option<String> {
+    let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems as usize);
+    let pass = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<usize>();
+    let least = passes(config).iter().map(pass).max().unwrap_or(0);
+    let limit = &mut settings.prefetch.max_live_elems;
+    if !settings.stage.shards_params() || *limit >= least {
+        return None;
+    }
+    let notice =
+        format!("stage3_max_live_parameters {limit} is less than one pass of the model reads: {least} is used");
+    *limit = least;
+    Some(notice)
 }
 
 type Model = (String, GptConfig, Weights, Option<PathBuf>);
@@ -165,9 +218,6 @@ fn settings(
     let stage = args.stage.or(file.map(|f| u64::from(f.zero.stage))).unwrap_or(3);
     let stage = ZeroStage::from_number(stage)
         .ok_or_else(|| CliError::Usage(format!("--stage {stage}: the stages are 0, 1, 2 and 3")))?;
-    if let Some(OffloadDevice::Nvme(_)) = file.map(|f| &f.zero.offload_optimizer.device) {
-        return Err(CliError::Usage("offload_optimizer to nvme is not in this version; see README.md".into()));
-    }
     let dtype = match args.dtype {
         Some(DTypeChoice::Fp32) => DType::F32,
         Some(DTypeChoice::Bf16) => DType::Bf16,
@@ -198,6 +248,7 @@ fn settings(
         loss_scaling,
     };
     rules.check().map_err(CliError::usage)?;
+    LossScaler::new(rules.loss_scaling.clone()).map_err(CliError::usage)?;
     // DeepSpeed's default is 5e8 elements; here no bucket carries more than one unit.
     let from_file = file.map(|f| f.zero.reduce_bucket_elems.min(largest_unit).max(ranks as u64) as usize);
     let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);
