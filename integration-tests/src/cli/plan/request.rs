@@ -63,11 +63,20 @@ impl Request {
                 "--gpus {gpus} --nodes {nodes}: each node has the same number, 1 or more"
             )));
         }
+        let not_zero = [
+            ("--micro-batch", args.micro_batch),
+            ("--grad-accum", args.grad_accum),
+            ("--bucket-elems", args.bucket_elems),
+            ("--gpu-memory", args.gpu_memory),
+        ];
+        if let Some((flag, _)) = not_zero.iter().find(|(_, number)| *number == Some(0)) {
+            return Err(CliError::Usage(format!("{flag} 0: at least 1")));
+        }
         let (model, positions) = model(args, &mut notices)?;
         let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
         if seq_len == 0 || positions.is_some_and(|most| seq_len > most) {
-            let most = positions.map_or_else(String::new, |n| format!(" to {n}"));
-            return Err(CliError::Usage(format!("--seq-len {seq_len}: the model has positions for 1{most} tokens")));
+            let most = positions.map_or("or more".to_owned(), |n| format!("to {n}"));
+            return Err(CliError::Usage(format!("--seq-len {seq_len}: the model has positions for 1 {most} tokens")));
         }
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
         let batch = batch.resolve(args.gpus, args.micro_batch, args.grad_accum, 1).map_err(usage)?;

@@ -162,7 +162,11 @@ fn each_wrong_use_is_an_error() {
         ("--model nano --gpus 6 --nodes 0", "--gpus 6 --nodes 0"),
         ("--model nano --gpus 1 --seq-len 0", "positions for 1 to 256"),
         ("--model nano --gpus 1 --seq-len 257", "positions for 1 to 256"),
-        ("--model nano --gpus 1 --micro-batch 0", "0"),
+        ("--model nano --gpus 1 --micro-batch 0", "--micro-batch 0: at least 1"),
+        ("--model nano --gpus 1 --grad-accum 0", "--grad-accum 0: at least 1"),
+        ("--model nano --gpus 1 --bucket-elems 0", "--bucket-elems 0: at least 1"),
+        ("--model nano --gpus 1 --gpu-memory 0", "--gpu-memory 0: at least 1"),
+        ("--params 1e9 --gpus 1 --seq-len 0", "positions for 1 or more tokens"),
         ("--model nano --gpus 1 --offload disk", "expected none, cpu or nvme:DIR"),
         ("--params 1e18 --gpus 1 --seq-len 18446744073709551615", "64 bits"),
     ] {
