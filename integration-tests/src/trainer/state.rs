@@ -107,6 +107,12 @@ impl TrainerState {
     /// # Errors
     /// The checkpoint was not written by this trainer.
     pub fn of(reader: &Reader) -> Result<Self, TrainError> {
+        if reader.manifest().trainer.is_null() {
+            return Err(TrainError::State(format!(
+                "{}: weights only, no run to go on with: export it with `zero ckpt export` and start with --model",
+                display(reader.path())
+            )));
+        }
         let read = Self::deserialize(&reader.manifest().trainer);
         read.map_err(|e| TrainError::State(format!("{}: the trainer's state: {e}", display(reader.path()))))
     }
