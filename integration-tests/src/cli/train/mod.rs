@@ -4,6 +4,7 @@ mod args;
 mod cuda;
 mod curve;
 mod device;
+mod memory;
 mod mpi;
 mod observe;
 mod plan;
@@ -35,6 +36,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         return mpi::run(args);
     }
     let mut plan = Plan::new(args, args.ranks.unwrap_or(4), None)?;
+    memory::check(&plan)?;
     plan.options.cancel = cancelled_by_signals()?;
     say(summary::opening(&plan))?;
     let mut observer = Observer::new(&plan)?;
