@@ -11,7 +11,7 @@ use super::clock::Clock;
 use super::driver::Queue;
 use super::poll::Deadline;
 use super::sticky::{Sticky, named};
-use crate::device::{DeviceError, Stream, next_stream_id, run_named};
+use crate::device::{DeviceError, Event, Stream, next_stream_id, run_named};
 
 /// A recording of operations that is going on, or is over.
 #[derive(Default)]
@@ -208,6 +208,8 @@ impl Stream for CudaStream {
             // Over: it meant an order within the graph.
             Some(capture) if capture.is_over() => return Ok(()),
             Some(capture) => self.enter(capture),
+            // Before the recording: once it is reached, nothing that is recorded needs it.
+            None if self.capture_now().is_some() && event.is_done()? => return Ok(()),
             None => {}
         }
         let (sticky, position) = event.sticky();

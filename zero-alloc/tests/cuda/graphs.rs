@@ -116,3 +116,31 @@ fn a_failure_while_a_cuda_graph_is_recorded_is_none_of_the_stream() {
     }
     assert_eq!(read(&device, &stream, &x), [4.0; 10]);
 }
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_point_before_a_cuda_graph_is_no_part_of_it_once_it_is_reached() {
+    let device = open();
+    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let function = scale_add(&device);
+    let x = floats(&pool, &a, 10, 1.0);
+    launch(&function, &b, slice(&x), 2.0, 0.0).expect("enqueued");
+    let before = b.record().expect("recorded");
+    b.synchronize(LIMIT).expect("ran");
+    let graph = a.capture(|| {
+        a.wait(&before)?;
+        launch(&function, &a, slice(&x), 1.0, 1.0)
+    });
+    graph.expect("recorded").launch(&a).expect("enqueued");
+    assert_eq!(read(&device, &a, &x), [3.0; 10]);
+    // One that is not reached would have to be, at every launch.
+    let (held, release) = std::sync::mpsc::channel::<()>();
+    let wait =
+        move || release.recv_timeout(LIMIT).map_err(|e| DeviceError::Driver { call: "hold", message: e.to_string() });
+    b.enqueue_host("hold", wait).expect("enqueued");
+    let ahead = b.record().expect("recorded");
+    assert!(a.capture(|| a.wait(&ahead)).is_err());
+    held.send(()).expect("held");
+    b.synchronize(LIMIT).expect("ran");
+}
