@@ -115,6 +115,21 @@ impl Traffic {
     }
 }
 
+impl std::ops::Add for Traffic {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            reduce_scatter_bytes: self.reduce_scatter_bytes + other.reduce_scatter_bytes,
+            all_gather_bytes: self.all_gather_bytes + other.all_gather_bytes,
+            all_reduce_bytes: self.all_reduce_bytes + other.all_reduce_bytes,
+            broadcast_bytes: self.broadcast_bytes + other.broadcast_bytes,
+            all_to_all_bytes: self.all_to_all_bytes + other.all_to_all_bytes,
+            control_bytes: self.control_bytes + other.control_bytes,
+        }
+    }
+}
+
 /// A group of ranks. `send` and `recv` follow NCCL: elements are counted, `recv` may be the rank's own
 /// part of `send` (reduce_scatter) or `send` the rank's own part of `recv` (all_gather), or both the same
 /// (all_reduce); any other overlap is an error.

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::cuda::{Current, Stream, launch};
+use crate::cuda::{Current, Stream, launch, launch_each};
 use crate::exchange::{Aborted, Exchange};
 use crate::work::{Kind, Part, give, take};
 
@@ -32,6 +32,8 @@ struct Order {
     /// Kinds that all ranks have called once.
     connected: HashSet<Kind>,
     splits: u64,
+    /// Operations that were recorded into graphs.
+    recorded: u64,
     /// An operation works in its buffers.
     working: bool,
 }
@@ -109,6 +111,9 @@ impl Comm {
             // As NCCL: a communicator in progress is not to be used.
             return if state == IN_PROGRESS { INVALID_ARGUMENT } else { state };
         }
+        if stream.is_capturing() {
+            return self.record(stream, parts);
+        }
         let mut order = lock(&self.order);
         let sequence = order.enqueued;
         order.enqueued += 1;
@@ -140,6 +145,37 @@ impl Comm {
         })
     }
 
+    /// Records the parts as one operation. Its runs meet those of the other ranks' operation of the same number; what is
+    /// before and behind them is the streams' business.
+    fn record(self: &Arc<Self>, stream: Stream, parts: Vec<Part>) -> i32 {
+        let mut order = lock(&self.order);
+        if parts.iter().any(|part| !order.connected.contains(&part.kind)) {
+            // NCCL would connect now; here that is done outside.
+            return INVALID_USAGE;
+        }
+        let number = order.recorded;
+        order.recorded += 1;
+        drop(order);
+        let (comm, runs) = (Arc::clone(self), AtomicU64::new(0));
+        let taken = launch_each(stream, move || {
+            let run = runs.fetch_add(1, Ordering::Relaxed);
+            let name = |run| format!("recorded-{number}-{run}");
+            let mut order = lock(&comm.order);
+            while order.working && !comm.exchange.aborted.load(Ordering::Acquire) {
+                order = comm.changed.wait(order).unwrap_or_else(PoisonError::into_inner);
+            }
+            if comm.exchange.aborted.load(Ordering::Acquire) {
+                return;
+            }
+            order.working = true;
+            drop(order);
+            let _ = comm.work(&name(run), run.checked_sub(1).map(name), &parts);
+            lock(&comm.order).working = false;
+            comm.changed.notify_all();
+        });
+        if taken { SUCCESS } else { CUDA_ERROR }
+    }
+
     /// Does an operation when the ones before it are done.
     fn run(&self, sequence: u64, parts: &[Part]) -> Result<(), Aborted> {
         let mut order = lock(&self.order);
@@ -152,18 +188,23 @@ impl Comm {
         }
         order.working = true;
         drop(order);
-        let (rank, n) = self.rank_and_size();
+        let (rank, _) = self.rank_and_size();
         if self.is_world && error_at() == Some((rank, sequence)) {
             self.set(SYSTEM_ERROR);
             return Err(self.exchange.hang());
         }
-        let all = self.exchange.meet(&sequence.to_string(), &give(parts, rank, n))?;
+        self.work(&sequence.to_string(), sequence.checked_sub(1).map(|before| before.to_string()), parts)
+    }
+
+    /// Does the parts with those of all ranks under `name`. All ranks have done `before`, or they would not be here.
+    fn work(&self, name: &str, before: Option<String>, parts: &[Part]) -> Result<(), Aborted> {
+        let (rank, n) = self.rank_and_size();
+        let all = self.exchange.meet(name, &give(parts, rank, n))?;
         if take(parts, rank, &all).is_none() {
             return Err(self.exchange.hang());
         }
-        // All ranks have done the one before, or they would not be here.
-        if let Some(before) = sequence.checked_sub(1) {
-            self.exchange.forget(&before.to_string());
+        if let Some(before) = before {
+            self.exchange.forget(&before);
         }
         Ok(())
     }

@@ -11,6 +11,7 @@ struct Driver {
     launch: LaunchHostFunc,
     current: unsafe extern "C" fn(*mut *mut c_void) -> c_int,
     make_current: unsafe extern "C" fn(*mut c_void) -> c_int,
+    is_capturing: unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int,
 }
 
 fn driver() -> Option<&'static Driver> {
@@ -25,6 +26,8 @@ fn driver() -> Option<&'static Driver> {
             current: *unsafe { library.get(b"cuCtxGetCurrent\0") }.ok()?,
             // SAFETY: as above.
             make_current: *unsafe { library.get(b"cuCtxSetCurrent\0") }.ok()?,
+            // SAFETY: as above.
+            is_capturing: *unsafe { library.get(b"cuStreamIsCapturing\0") }.ok()?,
         };
         std::mem::forget(library);
         Some(driver)
@@ -59,7 +62,32 @@ pub(crate) struct Stream(pub(crate) *mut c_void);
 // SAFETY: a handle, which any thread may use.
 unsafe impl Send for Stream {}
 
+impl Stream {
+    /// Whether it is recorded into a graph.
+    pub(crate) fn is_capturing(self) -> bool {
+        let mut status = 0;
+        // SAFETY: a stream of the caller; writes one number.
+        driver().is_some_and(|driver| unsafe { (driver.is_capturing)(self.0, &raw mut status) } == 0 && status != 0)
+    }
+}
+
 type Work = Box<dyn FnOnce() + Send>;
+type Repeated = Box<dyn Fn() + Send + Sync>;
+
+unsafe extern "C" fn repeat(work: *mut c_void) {
+    // SAFETY: leaked by `launch_each`.
+    let work = unsafe { &*work.cast::<Repeated>() };
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+}
+
+/// Records `work`, which runs whenever its turn in a launch of the graph comes; whether the driver took it. It stays for
+/// good, since nobody says when the graph is gone.
+pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'static) -> bool {
+    let Some(driver) = driver() else { return false };
+    let work: Box<Repeated> = Box::new(Box::new(work));
+    // SAFETY: `repeat` only reads what is given to it here.
+    unsafe { (driver.launch)(stream.0, repeat, std::ptr::from_mut(Box::leak(work)).cast()) == 0 }
+}
 
 unsafe extern "C" fn run(work: *mut c_void) {
     // SAFETY: made by `launch`, run once.

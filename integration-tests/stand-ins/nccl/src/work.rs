@@ -8,6 +8,8 @@ pub(crate) struct At(pub(crate) *mut u8);
 
 // SAFETY: an address; the caller of the collective promised that nobody else uses what lies there meanwhile.
 unsafe impl Send for At {}
+// SAFETY: as above.
+unsafe impl Sync for At {}
 
 impl At {
     fn read(self, bytes: usize) -> Vec<u8> {
