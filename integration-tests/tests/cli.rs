@@ -329,3 +329,9 @@ fn cuda_without_a_driver_names_what_was_tried() {
     fails(&run_tiny(dir.path(), &["--device", "cuda", "--comm", "threads"]), 2, &["NCCL"]);
     succeeds(&run_tiny(dir.path(), &["--device", "auto"]));
 }
+
+#[test]
+fn graphs_are_for_cuda() {
+    let dir = temp();
+    fails(&run_tiny(dir.path(), &["--cuda-graph", "--device", "cpu"]), 2, &["--cuda-graph", "--device cuda"]);
+}

@@ -92,6 +92,26 @@ fn cuda_ranks_follow_the_host_at_every_stage_and_hold_and_send_what_it_does() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
+fn cuda_ranks_replay_their_steps_with_the_same_bits() {
+    let dir = temp();
+    for stage in ["0", "1", "2"] {
+        let args = ["--device", "cuda", "--share-gpus", "--ranks", "2", "--stage", stage, "--steps", "6"];
+        // A save is taken further beside steps that are replayed.
+        let saves = ["--checkpoint-every", "3", "--checkpoint"];
+        run(zero(dir.path(), &[&args[..], &saves, &["a", "--metrics", "plain"]].concat()));
+        run(zero(dir.path(), &[&args[..], &saves, &["b", "--metrics", "graphs", "--cuda-graph"]].concat()));
+        let (plain, graphs) = (steps(dir.path(), "plain"), steps(dir.path(), "graphs"));
+        assert_eq!((plain.len(), graphs.len()), (6, 6));
+        for (plain, graphs) in plain.iter().zip(&graphs) {
+            for key in ["step", "loss", "grad_norm", "comm_bytes"] {
+                assert_eq!(plain[key], graphs[key], "stage {stage}, {key}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
 fn cuda_ranks_of_another_launcher_join_it() {
     let dir = temp();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
@@ -110,11 +130,21 @@ fn cuda_ranks_of_another_launcher_join_it() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_rank_that_is_killed_ends_the_run_with_its_name_and_leaves_nobody() {
+    killed_rank(&[]);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_rank_that_is_killed_while_steps_are_replayed_ends_the_run_too() {
+    killed_rank(&["--cuda-graph", "--stage", "2"]);
+}
+
+fn killed_rank(more: &[&str]) {
     let dir = temp();
     let args = ["--device", "cuda", "--share-gpus", "--ranks", "3", "--steps", "100000", "--metrics", "m"];
-    let launcher = zero(dir.path(), &args).spawn().unwrap();
+    let launcher = zero(dir.path(), &[&args[..], more].concat()).spawn().unwrap();
     let begun = Instant::now();
-    while std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count()) < 2 {
+    while std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count()) < 5 {
         assert!(begun.elapsed() < LONG, "{}", text(&finish(launcher)));
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -143,4 +173,8 @@ fn cuda_ranks_say_what_is_wrong_once() {
     assert_eq!(wrong.status.code(), Some(2), "{}", text(&wrong));
     assert_eq!(text(&wrong).matches("error: ").count(), 1, "{}", text(&wrong));
     assert!(text(&wrong).contains("--seq-len 65"), "{}", text(&wrong));
+    let args = ["--device", "cuda", "--ranks", "1", "--cuda-graph", "--stage", "3"];
+    let stage_3 = finish(zero(dir.path(), &args).spawn().unwrap());
+    assert_eq!(stage_3.status.code(), Some(2), "{}", text(&stage_3));
+    assert!(text(&stage_3).contains("--cuda-graph: steps of stage 3 cannot be recorded"), "{}", text(&stage_3));
 }

@@ -1,9 +1,9 @@
 //! The trainer's speed and memory on one GPU: the peer of the PyTorch figures in README.md.
 //!
-//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [ops]` trains a preset from random weights on random tokens, one
+//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]` trains a preset from random weights on random tokens, one
 //! rank, and prints one line of JSON: the median milliseconds of a step (of those behind the fifth), tokens a second, and
 //! the peak of what the pool held. With `ops` it also prints where the last step's time went, operation by operation;
-//! recording that costs time, so figures come from runs without.
+//! recording that costs time, so figures come from runs without. With `graph` steps are replayed (stages 0 to 2).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,7 +23,7 @@ use zero_shard::ZeroStage;
 
 type AnyError = Box<dyn std::error::Error>;
 
-const USAGE: &str = "usage: cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [ops]";
+const USAGE: &str = "usage: cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]";
 /// Steps before those that count.
 const WARM_STEPS: usize = 5;
 
@@ -42,6 +42,7 @@ fn main() -> Result<(), AnyError> {
         overlap: true,
         prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
         rules: StepRules { max_grad_norm: 1.0, ..StepRules::default() },
+        graphs: flags.iter().any(|f| f == "graph"),
         limit: Duration::from_secs(120),
     };
     let options = RunOptions {

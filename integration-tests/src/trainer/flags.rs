@@ -87,6 +87,7 @@ pub(super) fn ready(flags: zero_optim::Flags) -> bool {
 }
 
 impl<D: Device> Drop for Flags<'_, D> {
+    /// Drains the compute stream.
     fn drop(&mut self) {
         // A stream that refuses is closed, and uses the block no more.
         let _closed = self.flags.record_use(&self.rank.compute);

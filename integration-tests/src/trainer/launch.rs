@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use zero_alloc::cuda::{CudaDevice, CudaStream, PinnedMemory};
+use zero_alloc::cuda::{CudaDevice, CudaStream, Graph, PinnedMemory};
 use zero_alloc::device::{Device, DeviceError};
 use zero_alloc::host::{HostDevice, HostStream, Timeline};
 use zero_comm::threads::{Options, World};
@@ -17,6 +17,7 @@ use zero_shard::Layout;
 
 use super::metrics::StepMetrics;
 use super::rank::{HostSide, Rank, Settings};
+use super::recorder::Replay;
 use super::run::{RankSummary, RunOptions, Workload, run_rank};
 use crate::error::TrainError;
 
@@ -113,7 +114,11 @@ pub fn run_on_cuda(
             let kernels = CudaKernels::new(device)?;
             // Before the first collective: loading waits for the device.
             kernels.warm(compute, settings.limit)?;
-            let host = HostSide { memory: Arc::new(PinnedMemory::new(device)), enqueue: CudaStream::enqueue_host };
+            let host = HostSide {
+                memory: Arc::new(PinnedMemory::new(device)),
+                enqueue: CudaStream::enqueue_host,
+                record: Some(capture),
+            };
             Ok((Arc::new(kernels), host))
         })
     };
@@ -154,9 +159,22 @@ fn host_rank(
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
     Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, _| {
-        let host = HostSide { memory: Arc::new(device.clone()), enqueue: HostStream::enqueue };
+        let host = HostSide { memory: Arc::new(device.clone()), enqueue: HostStream::enqueue, record: None };
         Ok((Arc::new(HostKernels::new(threads)?), host))
     })
+}
+
+fn capture(
+    stream: &CudaStream,
+    enqueue: &mut dyn FnMut() -> Result<(), DeviceError>,
+) -> Result<Box<dyn Replay<CudaDevice>>, DeviceError> {
+    Ok(Box::new(stream.capture(enqueue)?))
+}
+
+impl Replay<CudaDevice> for Graph {
+    fn launch(&self, stream: &CudaStream) -> Result<(), DeviceError> {
+        self.launch(stream)
+    }
 }
 
 /// How a rank ended.

@@ -11,6 +11,7 @@ use zero_kernels::Kernels;
 use zero_optim::StepRules;
 use zero_shard::{Layout, Widths, ZeroStage};
 
+use super::recorder::Record;
 use crate::error::TrainError;
 use crate::model::Pass;
 
@@ -31,6 +32,8 @@ pub struct Settings {
     pub prefetch: PrefetchOptions,
     /// The optimizer.
     pub rules: StepRules,
+    /// Whether steps are recorded into graphs of the device, from the third on: on CUDA, at stages 0 to 2.
+    pub graphs: bool,
     /// The longest that a rank waits for the others in a collective.
     pub limit: Duration,
 }
@@ -61,6 +64,8 @@ pub struct HostSide<D: Device> {
     pub memory: Arc<dyn Memory>,
     /// Enqueues an operation of the host on a stream, under a label. It must not wait for the device.
     pub enqueue: fn(&D::Stream, &'static str, HostOp) -> Result<(), DeviceError>,
+    /// Records a graph, where the device has such.
+    pub record: Option<Record<D>>,
 }
 
 /// One rank of a run.

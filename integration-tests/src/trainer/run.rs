@@ -16,6 +16,7 @@ use zero_shard::UnitSpec;
 use super::flags::{self, Flags};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
 use super::rank::Rank;
+use super::recorder::{Part, Recorder};
 use super::saver::Saver;
 use super::stage::{self, Say, Stage};
 use super::state::{self, TrainerState};
@@ -114,11 +115,14 @@ pub fn run_rank<D: Device>(
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
+    let mut recorder = Recorder::new(rank)?;
     let mut model = workload.model(&rank.pool, &rank.compute)?;
     let mut stage = stage::create(rank)?;
+    // Dropped first, which drains the compute stream.
     let flags = Flags::new(rank)?;
     let _guard = AbortOnPanic(rank);
-    let result = Runner { rank, workload, options, flags: &flags }.run(&mut *model, &mut *stage, observe);
+    let result =
+        Runner { rank, workload, options, flags: &flags }.run(&mut *model, &mut *stage, &mut recorder, observe);
     if let Err(error) = &result {
         // Before anything is freed, so that no peer waits for this rank and no stream of ours for a peer.
         rank.comm.abort(&error.to_string());
@@ -149,6 +153,7 @@ impl<D: Device> Runner<'_, D> {
         &self,
         model: &mut dyn Model<D>,
         stage: &mut dyn Stage<D>,
+        recorder: &mut Recorder<'_, D>,
         observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
     ) -> Result<RankSummary, TrainError> {
         let Self { rank, workload, options, .. } = *self;
@@ -179,7 +184,7 @@ impl<D: Device> Runner<'_, D> {
             if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
                 stage::decide_on_device(rank, stage)?;
             }
-            let Step { metrics, stop, spans } = self.step(model, stage, saver.as_mut(), summary.step)?;
+            let Step { metrics, stop, spans } = self.step(model, stage, recorder, saver.as_mut(), summary.step)?;
             summary.last_spans = spans;
             observe(&metrics)?;
             summary.step = metrics.step;
@@ -187,6 +192,7 @@ impl<D: Device> Runner<'_, D> {
             summary.cancelled = stop && summary.step < options.steps;
             if summary.step == resumed_at + 2 {
                 backings_after_two = Some(rank.pool.report().backing_allocations);
+                recorder.warm();
             }
             if let (Some(saver), Some((_, every))) = (&mut saver, &options.checkpoint) {
                 let due = *every > 0 && summary.step.is_multiple_of(*every);
@@ -214,13 +220,14 @@ impl<D: Device> Runner<'_, D> {
         &self,
         model: &mut dyn Model<D>,
         stage: &mut dyn Stage<D>,
+        recorder: &mut Recorder<'_, D>,
         mut saver: Option<&mut Saver>,
         done: u64,
     ) -> Result<Step, TrainError> {
         let Self { rank, workload, options, flags } = *self;
         let grad_accum_steps = rank.settings.grad_accum_steps;
         let started = Instant::now();
-        let sent = rank.comm.traffic();
+        let sent = rank.comm.traffic() + recorder.sent();
         rank.pool.reset_peaks();
 
         rank.pool.device().fill_zero(&rank.compute, model.loss().erase())?;
@@ -239,13 +246,14 @@ impl<D: Device> Runner<'_, D> {
             };
             workload.batch(at, &mut inputs, &mut targets)?;
             model.set_batch(&rank.compute, &inputs, &targets)?;
-            stage.micro_batch(rank, model, micro)?;
+            let part = if micro == 0 { Part::First } else { Part::Later };
+            recorder.run(part, || stage.micro_batch(rank, model, micro))?;
         }
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
-        let flags = flags.enqueue(&options.cancel, ready)?;
-        stage.decide(rank, Say { loss: model.loss(), flags })?;
+        let say = Say { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
+        recorder.run(Part::Decision, || stage.decide(rank, say))?;
         stage.optimizer().expect_report(&rank.compute)?;
-        stage.update(rank)?;
+        recorder.run(Part::Update, || stage.update(rank))?;
         // The one wait of a step, for what was decided. The update runs meanwhile, and at stages 1 and 2 the gather after
         // it beside the next step's forward.
         let outcome = stage::outcome(rank, stage)?;
@@ -268,7 +276,7 @@ impl<D: Device> Runner<'_, D> {
             tokens,
             step_ms,
             tokens_per_s: tokens as f64 / step_ms * 1e3,
-            comm_bytes: CommBytes::from(rank.comm.traffic().since(sent)),
+            comm_bytes: CommBytes::from((rank.comm.traffic() + recorder.sent()).since(sent)),
             memory: MemoryBytes::from(&rank.pool.report()),
             overlap: Overlap::of(&spans, rank.comm_stream.name()).into(),
         };

@@ -13,7 +13,8 @@ use crate::model::Model;
 /// For so many steps learning rates are put on the device at once.
 pub(super) const STEPS_AHEAD: u64 = 1024;
 
-/// One rank's side of a ZeRO stage.
+/// One rank's side of a ZeRO stage. What a call enqueues at stages 0 to 2 may be recorded, and replayed in later steps in
+/// place of the call.
 pub trait Stage<D: Device>: Send {
     /// Forward and backward of the model's current micro-batch, the `micro`-th of the step; its gradients
     /// are on their way to where they are kept.

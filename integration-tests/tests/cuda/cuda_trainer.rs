@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use integration_tests::data::{DataSource, Dataset};
+use integration_tests::error::TrainError;
 use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::trainer::{RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda, run_on_threads};
@@ -13,9 +14,10 @@ use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
+use zero_ckpt::Reader;
 use zero_comm::{PrefetchOptions, Solo};
 use zero_kernels::AdamHyper;
-use zero_optim::StepRules;
+use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
 use zero_shard::ZeroStage;
 
 use crate::oracle::oracle;
@@ -37,6 +39,7 @@ fn settings(stage: u64, dtype: DType) -> Settings {
             max_grad_norm: 1.0,
             ..StepRules::default()
         },
+        graphs: false,
         limit: Duration::from_secs(300),
     }
 }
@@ -66,6 +69,10 @@ fn options(steps: u64, checkpoint: Option<&Path>, resume: Option<&Path>) -> RunO
 }
 
 fn on_gpu(stage: u64, dtype: DType, options: &RunOptions) -> (Vec<StepMetrics>, RankSummary) {
+    run(&settings(stage, dtype), options).unwrap()
+}
+
+fn run(settings: &Settings, options: &RunOptions) -> Result<(Vec<StepMetrics>, RankSummary), TrainError> {
     let device = CudaDevice::open(0).unwrap();
     let comm = Arc::new(Solo::new(device.clone()));
     let mut steps = Vec::new();
@@ -73,9 +80,9 @@ fn on_gpu(stage: u64, dtype: DType, options: &RunOptions) -> (Vec<StepMetrics>, 
         steps.push(metrics.clone());
         Ok(())
     };
-    let summary =
-        run_on_cuda(&device, comm, true, &settings(stage, dtype), &workload(dtype), options, &mut observe).unwrap();
-    (steps, summary)
+    let workload = workload(settings.dtype);
+    let summary = run_on_cuda(&device, comm, true, settings, &workload, options, &mut observe)?;
+    Ok((steps, summary))
 }
 
 fn on_host(stage: u64, dtype: DType, options: &RunOptions) -> Vec<StepMetrics> {
@@ -148,4 +155,53 @@ fn a_run_goes_on_across_device_and_host() {
         assert!(got.step == want.step && error < 1e-5, "step {}: loss differs by {error:e}", got.step);
     }
     assert_eq!(host.len(), 3);
+}
+
+/// Rates, loss scales, skipped steps and tokens are those of the step, not of the one that was recorded.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn recorded_steps_have_the_same_bits() {
+    // Its first steps overflow, and later ones let the scale grow again.
+    let scaling = DynamicScaling { initial_scale_power: 22, window: 2, hysteresis: 1, ..DynamicScaling::default() };
+    for (stage, dtype) in [(0, DType::F32), (1, DType::F16), (2, DType::Bf16)] {
+        let mut settings = settings(stage, dtype);
+        settings.rules.schedule = LrSchedule::LinearWarmup { warmup_steps: 20 };
+        if dtype == DType::F16 {
+            settings.rules.loss_scaling = LossScaling::Dynamic(scaling);
+        }
+        let (plain, recorded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (want, _) = run(&settings, &options(9, Some(plain.path()), None)).unwrap();
+        settings.graphs = true;
+        let (got, summary) = run(&settings, &options(9, Some(recorded.path()), None)).unwrap();
+        assert_eq!(bits(&got), bits(&want), "stage {stage}");
+        for (got, want) in got.iter().zip(&want) {
+            let figures = |s: &StepMetrics| (s.lr, s.loss_scale, s.skipped, s.comm_bytes);
+            assert_eq!(figures(got), figures(want), "stage {stage}, step {}", got.step);
+        }
+        assert!(weights(plain.path()) == weights(recorded.path()), "stage {stage}: weights");
+        if dtype == DType::F16 {
+            let skipped = want.iter().filter(|s| s.skipped).map(|s| s.step).collect::<Vec<_>>();
+            assert!(skipped.iter().any(|step| *step > 3) && want.iter().any(|s| !s.skipped), "skipped: {skipped:?}");
+        }
+        let [after_two, at_end] = summary.backing_allocations;
+        assert_eq!(after_two, at_end, "stage {stage}: memory was taken after the second step");
+        // What ran in the last step were graphs: two micro-batches, the decision and the update.
+        let ran = |label| summary.last_spans.iter().filter(|s| s.label == label).count();
+        assert!(ran("graph") >= 3 && ran("matmul") == 0, "stage {stage}: {:?}", summary.last_spans);
+    }
+    let refused = Settings { graphs: true, ..settings(3, DType::F32) };
+    let error = run(&refused, &options(1, None, None)).unwrap_err().to_string();
+    assert!(error.contains("stage 3 cannot be recorded"), "{error}");
+}
+
+/// The bits of the newest checkpoint's weights.
+fn weights(dir: &Path) -> Vec<u32> {
+    let reader = Reader::open(dir).unwrap();
+    let mut bits = Vec::new();
+    for param in reader.params() {
+        let mut values = vec![f32::NAN; param.numel_elems as usize];
+        reader.read_param("master", &param.name, 0..param.numel_elems, &mut values).unwrap();
+        bits.extend(values.into_iter().map(f32::to_bits));
+    }
+    bits
 }

@@ -1,7 +1,19 @@
 //! A rank that fails ends the run on all ranks, with an error that names it.
 
+use integration_tests::trainer::{Settings, StepMetrics, run_on_threads};
+
 use crate::support::Case;
 use crate::toy::Toy;
+
+#[test]
+fn graphs_on_a_device_that_has_none_are_refused() {
+    let case = Case { ranks: 1, stage: 2, ..Case::default() };
+    let settings = Settings { graphs: true, ..case.settings() };
+    let options = case.options(None);
+    let toy = Toy::new(&[vec![40]], false);
+    let error = run_on_threads(1, 1, &settings, &toy, &options, &mut |_: &StepMetrics| Ok(())).unwrap_err();
+    assert!(error.to_string().contains("on CUDA only"), "{error}");
+}
 
 #[test]
 fn a_panic_in_one_rank_ends_the_run_and_names_the_rank() {

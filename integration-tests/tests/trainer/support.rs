@@ -1,7 +1,7 @@
 //! What the tests share: runs, and what came of them.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -108,23 +108,29 @@ impl Case {
             overlap: self.overlap,
             prefetch: PrefetchOptions { ahead: usize::from(self.overlap), ..PrefetchOptions::default() },
             rules: self.rules.clone(),
+            graphs: false,
             limit: Duration::from_secs(60),
+        }
+    }
+
+    /// The run's options, with a checkpoint at the end or without.
+    pub(crate) fn options(&self, checkpoint: Option<&Path>) -> RunOptions {
+        RunOptions {
+            steps: self.steps,
+            micro_batch: self.micro_batch,
+            seq_len: 32,
+            seed: 7,
+            checkpoint: checkpoint.map(|dir| (dir.to_owned(), 0)),
+            keep_last: None,
+            resume: self.resume.clone(),
+            cancel: Arc::clone(&self.cancel),
         }
     }
 
     /// Runs `workload` and saves at the end.
     pub(crate) fn try_run(&self, workload: &dyn Workload<HostDevice>) -> Result<Outcome, TrainError> {
         let dir = temporary_folder();
-        let options = RunOptions {
-            steps: self.steps,
-            micro_batch: self.micro_batch,
-            seq_len: 32,
-            seed: 7,
-            checkpoint: Some((dir.path().to_owned(), 0)),
-            keep_last: None,
-            resume: self.resume.clone(),
-            cancel: Arc::clone(&self.cancel),
-        };
+        let options = self.options(Some(dir.path()));
         let mut steps = Vec::new();
         let mut observe = |metrics: &StepMetrics| {
             steps.push(metrics.clone());

@@ -92,6 +92,9 @@ pub struct TrainArgs {
     /// Let compute and communication wait for one another
     #[arg(long)]
     pub no_overlap: bool,
+    /// Record steps into CUDA graphs, which the third and later steps replay: stages 0 to 2 on --device cuda
+    #[arg(long)]
+    pub cuda_graph: bool,
     /// Threads of each rank [default: cores / ranks]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

@@ -21,7 +21,7 @@ use crate::hf::HfFolder;
 use crate::model::Pass;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::{Gpt2Options, passes};
-use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings, TrainerState};
+use crate::trainer::{AT_STAGE_3, RunOptions, SHARD_ALIGN_ELEMS, Settings, TrainerState};
 use crate::workload::{GptWorkload, Weights};
 
 /// Elements of a gradient bucket, however large the model: 2 MiB in fp32.
@@ -58,6 +58,7 @@ impl Plan {
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
         let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
         let mut settings = settings(args, file, ranks, largest_unit)?;
+        check_graphs(&settings, device.is_some())?;
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
         let batch = file.map(|f| f.batch).unwrap_or_default();
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
@@ -264,7 +265,27 @@ fn settings(
         persistence_threshold_elems: file.map_or(0, |f| f.zero.persistence_threshold_elems as usize),
     };
     let limit = Duration::from_secs(args.time_limit);
-    Ok(Settings { stage, dtype, grad_accum_steps: 1, bucket_capacity_elems: bucket, overlap, prefetch, rules, limit })
+    Ok(Settings {
+        stage,
+        dtype,
+        grad_accum_steps: 1,
+        bucket_capacity_elems: bucket,
+        overlap,
+        prefetch,
+        rules,
+        graphs: args.cuda_graph,
+        limit,
+    })
+}
+
+/// Refuses to record steps that cannot be recorded.
+fn check_graphs(settings: &Settings, on_cuda: bool) -> Result<(), CliError> {
+    match settings.stage {
+        _ if !settings.graphs => Ok(()),
+        _ if !on_cuda => Err(CliError::Usage("--cuda-graph is for --device cuda".to_owned())),
+        ZeroStage::Three => Err(CliError::Usage(format!("--cuda-graph: {AT_STAGE_3}; take --stage 0, 1 or 2"))),
+        _ => Ok(()),
+    }
 }
 
 /// Whether the checkpoint is one of this model; and what differs that does not forbid to go on.
