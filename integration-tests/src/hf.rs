@@ -136,6 +136,15 @@ pub enum HfError {
         /// Its type in the file.
         got: String,
     },
+    /// The configuration ties the head to the embedding, and the weights have another head.
+    #[error(
+        "{}: lm_head.weight is not the embedding, to which config.json ties it: \
+         say \"tie_word_embeddings\": false there, or take the tensor out", path.display()
+    )]
+    UntiedHead {
+        /// The file with the head.
+        path: PathBuf,
+    },
     /// A parameter that the model does not have.
     #[error("the model has no parameter {name:?}")]
     UnknownParameter {

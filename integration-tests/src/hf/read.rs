@@ -9,7 +9,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::Deserialize;
 
-use super::tensor_file::TensorFile;
+use super::tensor_file::{CHUNK_ELEMS, TensorFile};
 use super::{HfError, read_error};
 use crate::model::config::GptConfig;
 
@@ -27,6 +27,16 @@ struct Located {
     file: usize,
     info: TensorInfo,
     numel_elems: u64,
+}
+
+/// The matrix of the embedding, which a tied head shares.
+const EMBEDDING: &str = "transformer.wte.weight";
+/// A head's own matrix.
+const HEAD: &str = "lm_head.weight";
+
+/// Whether values of this type are read.
+fn is_read(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
 }
 
 impl HfFolder {
@@ -58,7 +68,7 @@ impl HfFolder {
                 let (name, expected) = (param.name, param.shape);
                 return Err(HfError::Shape { path: file_path(), name, expected, got });
             }
-            if !matches!(info.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+            if !is_read(info.dtype) {
                 let (name, got) = (param.name, format!("{:?}", info.dtype));
                 return Err(HfError::TensorType { path: file_path(), name, got });
             }
@@ -66,6 +76,11 @@ impl HfFolder {
             tensors.insert(param.name, located);
         }
         warnings.extend(weights.unused(&config));
+        if config.tied_head
+            && let Some(head) = weights.own_head(&tensors[EMBEDDING])?
+        {
+            return Err(HfError::UntiedHead { path: head });
+        }
         Ok(Self { path: path.to_owned(), config, warnings, files: weights.files, tensors })
     }
 
@@ -179,6 +194,25 @@ impl Weights {
         })
     }
 
+    /// The file of a head that is stored beside the `embedding` and differs from it.
+    fn own_head(&self, embedding: &Located) -> Result<Option<PathBuf>, HfError> {
+        let Some((head, info)) = self.find(HEAD) else { return Ok(None) };
+        let (head, tied) = (&self.files[head], &self.files[embedding.file]);
+        if info.shape != embedding.info.shape || !is_read(info.dtype) {
+            return Ok(Some(head.path.clone()));
+        }
+        let (mut ours, mut theirs) = (vec![0.0; CHUNK_ELEMS], vec![0.0; CHUNK_ELEMS]);
+        for start in (0..embedding.numel_elems).step_by(CHUNK_ELEMS) {
+            let len = (embedding.numel_elems - start).min(CHUNK_ELEMS as u64) as usize;
+            head.read(info, start, &mut ours[..len]).map_err(read_error(&head.path))?;
+            tied.read(&embedding.info, start, &mut theirs[..len]).map_err(read_error(&tied.path))?;
+            if ours[..len].iter().zip(&theirs[..len]).any(|(a, b)| a.to_bits() != b.to_bits()) {
+                return Ok(Some(head.path.clone()));
+            }
+        }
+        Ok(None)
+    }
+
     /// A warning that names the stored tensors that the model does not use.
     ///
     /// Attention masks are buffers that older files carry, and the head of a tied model repeats the
@@ -189,7 +223,7 @@ impl Weights {
         unused.retain(|stored| {
             let full = format!("transformer.{stored}");
             let is_mask = stored.ends_with(".attn.bias") || stored.ends_with(".attn.masked_bias");
-            let is_tied_head = *stored == "lm_head.weight" && config.tied_head;
+            let is_tied_head = *stored == HEAD && config.tied_head;
             !is_mask && !is_tied_head && !known.iter().any(|k| k == stored || *k == full)
         });
         unused.sort_unstable();

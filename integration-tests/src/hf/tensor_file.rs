@@ -18,7 +18,7 @@ use super::{HfError, read_error};
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Elements that are converted at a time.
-const CHUNK_ELEMS: usize = 1 << 16;
+pub(super) const CHUNK_ELEMS: usize = 1 << 16;
 
 /// An open safetensors file whose header has been checked against its length.
 pub(super) struct TensorFile {

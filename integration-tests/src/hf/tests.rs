@@ -123,13 +123,29 @@ fn names_without_prefix_masks_and_the_head_of_a_tied_model_are_understood() {
     let expected = params(&config);
     let mut stored = expected.clone();
     stored.iter_mut().for_each(|(name, _, _)| *name = name.replace("transformer.", ""));
-    stored.push(("lm_head.weight".into(), vec![11, 4], vec![9.0; 44]));
+    let embedding = stored.iter().find(|(name, ..)| name.ends_with("wte.weight")).unwrap().2.clone();
+    stored.push(("lm_head.weight".into(), vec![11, 4], embedding));
     stored.push(("h.0.attn.bias".into(), vec![1, 1, 6, 6], vec![1.0; 36]));
     stored.push(("h.0.attn.masked_bias".into(), vec![], vec![-1e4]));
     let dir = folder_of(&config, &stored);
     let folder = HfFolder::open(dir.path()).unwrap();
     assert!(folder.warnings().is_empty(), "{:?}", folder.warnings());
     assert_holds(&folder, &expected);
+}
+
+/// transformers 5 takes such a head and unties it; older ones pass it over.
+#[test]
+fn a_head_that_is_tied_and_yet_another_is_an_error() {
+    let config = tiny();
+    let embedding = params(&config).into_iter().find(|(name, ..)| name.ends_with("wte.weight")).unwrap().2;
+    let mut other = embedding.clone();
+    *other.last_mut().unwrap() += 1.0;
+    for (shape, head) in [(vec![11, 4], other), (vec![4, 11], embedding)] {
+        let mut stored = params(&config);
+        stored.push(("lm_head.weight".into(), shape, head));
+        let error = open_error(folder_of(&config, &stored).path());
+        assert!(error.contains("lm_head.weight") && error.contains("\"tie_word_embeddings\": false"), "{error}");
+    }
 }
 
 #[test]
