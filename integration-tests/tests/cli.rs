@@ -250,6 +250,15 @@ fn bad_checkpoints() {
     let other = ["--model", "nano", "--resume", "a", "--steps", "4", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &other), 2, &["another model"]);
     succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
+    // Of two the newest is damaged: the older one is taken where it is named, and not unasked.
+    let shard = dir.path().join("a/step-00000004/shard-00001-of-00002.safetensors");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let newest = ["--resume", "a", "--checkpoint", "b", "--steps", "5"];
+    fails(&run_tiny(dir.path(), &newest), 1, &["step-00000004", "damaged", "--resume DIR/step-N"]);
+    let older = ["--resume", "a/step-00000003", "--checkpoint", "b", "--steps", "5"];
+    succeeds(&run_tiny(dir.path(), &older));
     // A folder of another model's checkpoints is refused before the first step.
     let into_other = ["--model", "nano", "--checkpoint", "a", "--metrics", "m", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &into_other), 1, &["another model"]);

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType, Device};
-use zero_ckpt::{Reader, SaveMeta};
+use zero_ckpt::{CkptError, Reader, SaveMeta};
 use zero_optim::{Progress, StateKind};
 
 use super::rank::Rank;
@@ -50,12 +50,22 @@ pub(super) fn restore<D: Device>(
             let numel = rank.layout.units()[unit].numel_elems;
             let real = held.start.min(numel)..held.end.min(numel);
             let out = &mut out[..(real.end - real.start) as usize];
-            Ok(view.read_range(kind.name(), unit, real, out)?)
+            view.read_range(kind.name(), unit, real, out).map_err(unreadable)
         })?;
     }
     stage.optimizer().restore(&state.progress)?;
     publish(rank, stage)?;
     Ok(state)
+}
+
+/// A checkpoint that cannot be read, and what to do: an older one is never taken unasked.
+fn unreadable(error: CkptError) -> TrainError {
+    match error {
+        CkptError::Corrupt { .. } => TrainError::State(format!(
+            "{error}; `zero ckpt verify` finds a whole checkpoint: name its own folder, --resume DIR/step-N"
+        )),
+        other => other.into(),
+    }
 }
 
 /// Begins a save of everything, together with all ranks.
