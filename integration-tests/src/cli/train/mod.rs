@@ -8,6 +8,7 @@ mod memory;
 mod mpi;
 mod observe;
 mod plan;
+mod refused;
 mod summary;
 mod unused;
 

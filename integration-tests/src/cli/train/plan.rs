@@ -13,9 +13,9 @@ use zero_optim::{DynamicScaling, LossScaler, LossScaling, LrSchedule, StepRules}
 use zero_shard::{Layout, ZeroStage};
 
 use super::args::{DTypeChoice, TrainArgs};
-use super::unused;
+use super::{refused, unused};
 use crate::cli::CliError;
-use crate::config::{DsConfig, OffloadDevice};
+use crate::config::DsConfig;
 use crate::data::{DataSource, Dataset};
 use crate::hf::HfFolder;
 use crate::model::Pass;
@@ -47,10 +47,10 @@ pub(super) struct Plan {
 impl Plan {
     /// The run of `ranks` ranks that `args` ask for, on the GPU with this name, or on the host.
     pub(super) fn new(args: &TrainArgs, ranks: usize, device: Option<String>) -> Result<Self, CliError> {
-        check_numbers(args, ranks)?;
+        refused::numbers(args, ranks)?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let file = file.as_ref();
-        check_offload(args, file, device.is_some())?;
+        refused::offload(args, file, device.is_some())?;
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
         notices.extend(file.map(unused::notices).unwrap_or_default());
         let (model_name, config, weights, tokenizer) = model(args, &mut notices)?;
@@ -123,52 +123,6 @@ impl Plan {
     /// Whether it is written down what ran when: always on the host, where it costs nothing, and on a GPU for a report.
     pub(super) fn is_recorded(&self) -> bool {
         self.device.is_none() || self.report.is_some()
-    }
-}
-
-/// Refuses numbers with which no run makes sense.
-fn check_numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
-    if ranks == 0 || ranks > 1024 {
-        return Err(CliError::Usage(format!("--ranks {ranks}: there must be at least 1 rank, and 1024 at most")));
-    }
-    if let Some(threads) = args.threads.filter(|threads| *threads == 0 || threads.saturating_mul(ranks) > 1024) {
-        return Err(CliError::Usage(format!(
-            "--threads {threads}: each of {ranks} ranks has at least 1 thread, and all together 1024 at most"
-        )));
-    }
-    let not_zero = [
-        ("--micro-batch", args.micro_batch == Some(0)),
-        ("--grad-accum", args.grad_accum == Some(0)),
-        ("--keep-last", args.keep_last == Some(0)),
-        ("--time-limit", args.time_limit == 0),
-    ];
-    match not_zero.iter().find(|(_, is_zero)| *is_zero) {
-        Some((flag, _)) => Err(CliError::Usage(format!("{flag} 0: at least 1"))),
-        None => Ok(()),
-    }
-}
-
-/// Refuses places of optimizer state and parameters that this build does not have.
-fn check_offload(args: &TrainArgs, file: Option<&DsConfig>, on_cuda: bool) -> Result<(), CliError> {
-    let refuse = |what: &str| Err(CliError::Usage(format!("{what} is not in this version; see README.md")));
-    // On the host, the device's memory is the host's.
-    let check = |what: &str, device: &OffloadDevice| match device {
-        OffloadDevice::Nvme(_) => refuse(&format!("{what} nvme")),
-        OffloadDevice::Cpu if on_cuda => refuse(&format!("{what} cpu with --device cuda")),
-        OffloadDevice::Cpu | OffloadDevice::None => Ok(()),
-    };
-    if let Some(file) = file {
-        check("zero_optimization.offload_param: device", &file.zero.offload_param.device)?;
-    }
-    let Some(flag) = args.offload.as_deref() else {
-        let device = file.map(|f| &f.zero.offload_optimizer.device);
-        return device.map_or(Ok(()), |device| check("zero_optimization.offload_optimizer: device", device));
-    };
-    match flag {
-        "none" => Ok(()),
-        "cpu" => check("--offload", &OffloadDevice::Cpu),
-        other if other.starts_with("nvme:") => refuse("--offload nvme"),
-        other => Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR"))),
     }
 }
 
