@@ -51,27 +51,6 @@ pub(super) fn run(_args: &TrainArgs) -> Result<(), CliError> {
     Err(not_built())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_rank_of_another_launcher_does_not_train_alone_on_the_host() {
-        let rank = |world_size, launcher| {
-            let host = "127.0.0.1".to_owned();
-            Ranks { rank: 0, world_size, local_rank: 0, host, port: 1, launcher }
-        };
-        for launcher in [Launcher::Torchrun, Launcher::Slurm] {
-            let error = check_alone(Some(&rank(4, launcher))).unwrap_err();
-            assert_eq!(error.exit_code(), 2);
-            assert!(error.to_string().contains("rank 0 of 4"), "{error}");
-            assert!(error.to_string().contains("--ranks 4"), "{error}");
-            check_alone(Some(&rank(1, launcher))).unwrap();
-        }
-        check_alone(None).unwrap();
-    }
-}
-
 /// Trains as one rank; rank 0 prints.
 #[cfg(feature = "mpi")]
 pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
@@ -109,4 +88,25 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     }
     let summary = summary.map_err(failure)?;
     observer.map_or(Ok(()), |observer| close(&plan, &observer, &[summary]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_of_another_launcher_does_not_train_alone_on_the_host() {
+        let rank = |world_size, launcher| {
+            let host = "127.0.0.1".to_owned();
+            Ranks { rank: 0, world_size, local_rank: 0, host, port: 1, launcher }
+        };
+        for launcher in [Launcher::Torchrun, Launcher::Slurm] {
+            let error = check_alone(Some(&rank(4, launcher))).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().contains("rank 0 of 4"), "{error}");
+            assert!(error.to_string().contains("--ranks 4"), "{error}");
+            check_alone(Some(&rank(1, launcher))).unwrap();
+        }
+        check_alone(None).unwrap();
+    }
 }
