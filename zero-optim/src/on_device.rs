@@ -37,6 +37,17 @@ pub struct DeviceSteps {
     pub steps: usize,
 }
 
+impl DeviceSteps {
+    /// Bytes that the decisions take on the device: 24 a step, 40 a rank, and the settings, the state and the reports.
+    pub const fn bytes(&self) -> usize {
+        (self.control_words() + self.steps * RATES_WORDS) * WORD_BYTES
+    }
+
+    const fn control_words(&self) -> usize {
+        CONTROL_WORDS + self.ranks * VOTE_WORDS + REPORTS * REPORT_WORDS
+    }
+}
+
 /// The votes in device memory, as bytes, to be gathered before a step.
 #[derive(Clone, Copy, Debug)]
 pub struct VoteSlices {
@@ -85,10 +96,9 @@ fn place<D: Device, T>(block: &Block<D>, word: usize, len: usize) -> DeviceSlice
 
 impl<D: Device> OnDevice<D> {
     fn new(pool: &Pool<D>, stream: &D::Stream, plan: DeviceSteps) -> Result<Self, OptimError> {
-        let words = CONTROL_WORDS + plan.ranks * VOTE_WORDS + REPORTS * REPORT_WORDS;
         Ok(Self {
             plan,
-            control: pool.allocate(words, DType::F64, Purpose::Workspace, stream)?,
+            control: pool.allocate(plan.control_words(), DType::F64, Purpose::Workspace, stream)?,
             rates: pool.allocate(plan.steps * RATES_WORDS, DType::F64, Purpose::Workspace, stream)?,
             reading: pool.device().create_stream("reports")?,
             expected: VecDeque::new(),

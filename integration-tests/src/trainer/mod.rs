@@ -26,5 +26,5 @@ pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
 pub use rank::{HostOp, HostSide, Rank, Settings};
 pub use recorder::{AT_STAGE_3, Record, Replay};
 pub use run::{RankSummary, RunOptions, Workload, run_rank};
-pub use stage::{Say, Stage};
+pub use stage::{Say, Stage, device_steps};
 pub use state::TrainerState;

@@ -99,11 +99,19 @@ pub(super) fn update<D: Device>(
     Ok(optimizer.enqueue_update(&rank.compute, &units)?)
 }
 
+/// Steps that are decided on the device, on rank 0 of `ranks`.
+pub fn device_steps(ranks: usize) -> DeviceSteps {
+    DeviceSteps { rank: 0, ranks, micro_batches: 1, steps: STEPS_AHEAD as usize }
+}
+
 /// Puts what the decisions of the next [`STEPS_AHEAD`] steps need on the device. The steps before are reported.
 pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let Rank { comm, pool, compute, settings, .. } = rank;
-    let (rank, ranks, micro_batches) = (comm.rank(), comm.world_size(), settings.grad_accum_steps);
-    let plan = DeviceSteps { rank, ranks, micro_batches, steps: STEPS_AHEAD as usize };
+    let plan = DeviceSteps {
+        rank: comm.rank(),
+        micro_batches: settings.grad_accum_steps,
+        ..device_steps(comm.world_size())
+    };
     Ok(stage.optimizer().decide_on_device(pool, compute, plan, settings.host_limit())?)
 }
 

@@ -8,6 +8,7 @@ use zero_shard::{
 
 use super::advice;
 use super::request::Request;
+use crate::trainer::device_steps;
 
 /// What is planned for, and what it takes.
 #[derive(Clone, Debug, Serialize)]
@@ -190,7 +191,7 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
         gathered_elems: gathered_elems(request, layout)?,
         bucket_elems: request.bucket_elems.max(request.gpus),
         buckets: 2,
-        scratch_bytes: scratch_bytes(layout)?,
+        scratch_bytes: scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes() as u64),
         sub_group_elems: request.sub_group_elems.min(layout.shard_elems()),
         sub_group_buffers: request.sub_group_buffers,
         activations_bytes: ActivationBytes::estimate(&request.model.shape, &activations)?.total_bytes(),
