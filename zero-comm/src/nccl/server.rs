@@ -40,8 +40,9 @@ impl State {
         let _ = self.peers[rank].as_ref().map(|peer| send(&peer.stream, std::slice::from_ref(message)));
     }
 
+    /// Rank 0 is last: its process, and the hub with it, may end as soon as it has heard.
     fn send_all(&self, message: &Message) {
-        (0..self.peers.len()).for_each(|rank| self.send(rank, message));
+        (0..self.peers.len()).rev().for_each(|rank| self.send(rank, message));
     }
 
     fn carry_out(&self, outs: Vec<Out>) {
