@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::{Block, Purpose};
 
 use super::rank::Rank;
@@ -61,7 +61,7 @@ impl<'a, D: Device> Flags<'a, D> {
         let (word, cancel, compute) = (Word(self.word), Arc::clone(cancel), &self.rank.compute);
         let write = move || {
             let stop = if cancel.load(Ordering::Relaxed) { STOP } else { 0 };
-            // SAFETY: the drop of the flags waits for this operation; the copy before it on the stream has run.
+            // SAFETY: the drop of the flags frees the word only behind this operation; the copy before it has run.
             unsafe { word.set(stop | if ready { READY } else { 0 }) };
             Ok(())
         };
@@ -91,11 +91,10 @@ impl<D: Device> Drop for Flags<'_, D> {
     fn drop(&mut self) {
         // A stream that refuses is closed, and uses the block no more.
         let _closed = self.flags.record_use(&self.rank.compute);
-        // A stream that failed runs no operation more; of one that does not end in time the word stays.
-        let Err(DeviceError::TimedOut { .. }) = self.rank.compute.synchronize(self.rank.settings.host_limit()) else {
-            // SAFETY: allocated with these bytes; what used it has run, or never will.
+        // A stream that failed may still hold a copy of the word: it stays then, as it does where the limit passes.
+        if self.rank.compute.synchronize(self.rank.settings.host_limit()).is_ok() {
+            // SAFETY: allocated with these bytes; all that used it has run.
             unsafe { self.rank.host.memory.deallocate(self.word.cast(), BYTES) };
-            return;
-        };
+        }
     }
 }
