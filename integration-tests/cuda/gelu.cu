@@ -10,23 +10,23 @@
 __device__ __forceinline__ float logistic(float z) { return 1.0f / (1.0f + exp2_fast(-LOG2_E * z)); }
 
 template <class T> __device__ __forceinline__ void forward(T *y, const T *x, Span span) {
-    FOR_EACH_GROUP(span, group) {
+    FOR_EACH_TILE(span, tile) {
         T a[GROUP], b[GROUP];
-        load(x, span, group, 0, a);
+        load(x, span, tile, 0, a);
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
             float v = widen(a[i]);
             b[i] = narrow<T>(v * logistic(TWO_SQRT_2_OVER_PI * (v + CUBIC * v * v * v)));
         }
-        store(y, span, group, 1, b);
+        store(y, span, tile, 1, b);
     }
 }
 
 template <class T> __device__ __forceinline__ void backward(T *dy, const T *x, Span span) {
-    FOR_EACH_GROUP(span, group) {
+    FOR_EACH_TILE(span, tile) {
         T a[GROUP], b[GROUP];
-        load(x, span, group, 0, a);
-        load(dy, span, group, 1, b);
+        load(x, span, tile, 0, a);
+        load(dy, span, tile, 1, b);
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
             float v = widen(a[i]);
@@ -34,7 +34,7 @@ template <class T> __device__ __forceinline__ void backward(T *dy, const T *x, S
             float slope = TWO_SQRT_2_OVER_PI * (1.0f + 3.0f * CUBIC * v * v);
             b[i] = narrow<T>(widen(b[i]) * (s + v * s * (1.0f - s) * slope));
         }
-        store(dy, span, group, 1, b);
+        store(dy, span, tile, 1, b);
     }
 }
 

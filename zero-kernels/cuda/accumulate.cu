@@ -4,14 +4,15 @@
 
 template <class G>
 __device__ __forceinline__ void accumulate(const G *grad, f32 *acc, Span span) {
-    FOR_EACH_GROUP(span, group) {
+    FOR_EACH_TILE(span, tile) {
         G g[GROUP];
         f32 a[GROUP];
-        load(grad, span, group, 0, g);
-        load(acc, span, group, 1, a);
+        load(grad, span, tile, 0, g);
+        load(acc, span, tile, 1, a);
+        trade(g);
 #pragma unroll
         for (int i = 0; i < GROUP; i++) a[i] = __fadd_rn(a[i], widen(g[i]));
-        store(acc, span, group, 1, a);
+        store(acc, span, tile, 1, a);
     }
 }
 

@@ -3,8 +3,8 @@
 // parameters: fp32 master and moments read and written (24), gradient read (2), parameter written (2).
 //
 // adam_GRAD: the master is the parameter. adam_GRAD_PARAM: the parameter is written too, rounded.
-// Grid: any; geometry::groups suits. Streams of `span.wide`: 0 master, 1 first moment, 2 second moment, 3 gradient,
-// 4 parameter.
+// Grid: any; geometry::Span::blocks suits. Streams of `span.wide`: 0 master, 1 first moment, 2 second moment, 3 gradient,
+// 4 parameter. Three blocks a multiprocessor: as many registers as the loads of a tile need, with no spill.
 
 template <class G, class P, bool HAS_PARAM>
 __device__ __forceinline__ void adam(f32 *master, f32 *first_moment, f32 *second_moment, const G *grad, P *param,
@@ -12,34 +12,38 @@ __device__ __forceinline__ void adam(f32 *master, f32 *first_moment, f32 *second
     StepScalars s = *scalars;
     if (s.skip) return;
     float keep = adam_keep(s, c);
-    FOR_EACH_GROUP(span, group) {
+    FOR_EACH_TILE(span, tile) {
         f32 w[GROUP], m[GROUP], v[GROUP];
         G g[GROUP];
         P p[GROUP];
-        load(master, span, group, 0, w);
-        load(first_moment, span, group, 1, m);
-        load(second_moment, span, group, 2, v);
-        load(grad, span, group, 3, g);
+        load(master, span, tile, 0, w);
+        load(first_moment, span, tile, 1, m);
+        load(second_moment, span, tile, 2, v);
+        load(grad, span, tile, 3, g);
+        trade(g);
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
             adam_element(s, c, keep, w[i], m[i], v[i], widen(g[i]));
             if (HAS_PARAM) p[i] = narrow<P>(w[i]);
         }
-        store(master, span, group, 0, w);
-        store(first_moment, span, group, 1, m);
-        store(second_moment, span, group, 2, v);
-        if (HAS_PARAM) store(param, span, group, 4, p);
+        store(master, span, tile, 0, w);
+        store(first_moment, span, tile, 1, m);
+        store(second_moment, span, tile, 2, v);
+        if (HAS_PARAM) {
+            trade(p);
+            store(param, span, tile, 4, p);
+        }
     }
 }
 
 #define ADAM(G)                                                                                                    \
-    extern "C" __global__ __launch_bounds__(THREADS) void adam_##G(                                                \
+    extern "C" __global__ __launch_bounds__(THREADS, 3) void adam_##G(                                                \
         f32 *master, f32 *first_moment, f32 *second_moment, const G *grad, const StepScalars *scalars,             \
         AdamConstants constants, Span span) {                                                                      \
         adam<G, f32, false>(master, first_moment, second_moment, grad, nullptr, scalars, constants, span);         \
     }
 #define ADAM_PARAM(G, P)                                                                                           \
-    extern "C" __global__ __launch_bounds__(THREADS) void adam_##G##_##P(                                          \
+    extern "C" __global__ __launch_bounds__(THREADS, 3) void adam_##G##_##P(                                          \
         f32 *master, f32 *first_moment, f32 *second_moment, const G *grad, P *param, const StepScalars *scalars,   \
         AdamConstants constants, Span span) {                                                                      \
         adam<G, P, true>(master, first_moment, second_moment, grad, param, scalars, constants, span);              \

@@ -11,16 +11,19 @@ __device__ __forceinline__ void adam_remainder(bf16 *param, u16 *remainder, f32 
     StepScalars s = *scalars;
     if (s.skip) return;
     float keep = adam_keep(s, c);
-    FOR_EACH_GROUP(span, group) {
+    FOR_EACH_TILE(span, tile) {
         bf16 p[GROUP];
         u16 r[GROUP];
         f32 m[GROUP], v[GROUP];
         G g[GROUP];
-        load(param, span, group, 0, p);
-        load(remainder, span, group, 1, r);
-        load(first_moment, span, group, 2, m);
-        load(second_moment, span, group, 3, v);
-        load(grad, span, group, 4, g);
+        load(param, span, tile, 0, p);
+        load(remainder, span, tile, 1, r);
+        load(first_moment, span, tile, 2, m);
+        load(second_moment, span, tile, 3, v);
+        load(grad, span, tile, 4, g);
+        trade(p);
+        trade(r);
+        trade(g);
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
             // The remainder is signed: (parameter << 16) + remainder.
@@ -32,15 +35,17 @@ __device__ __forceinline__ void adam_remainder(bf16 *param, u16 *remainder, f32 
             p[i].bits = (u16)((bits + 0x8000u) >> 16);
             r[i] = (u16)bits;
         }
-        store(param, span, group, 0, p);
-        store(remainder, span, group, 1, r);
-        store(first_moment, span, group, 2, m);
-        store(second_moment, span, group, 3, v);
+        trade(p);
+        trade(r);
+        store(param, span, tile, 0, p);
+        store(remainder, span, tile, 1, r);
+        store(first_moment, span, tile, 2, m);
+        store(second_moment, span, tile, 3, v);
     }
 }
 
 #define ADAM_REMAINDER(G)                                                                                          \
-    extern "C" __global__ __launch_bounds__(THREADS) void adam_remainder_##G(                                      \
+    extern "C" __global__ __launch_bounds__(THREADS, 3) void adam_remainder_##G(                                      \
         bf16 *param, u16 *remainder, f32 *first_moment, f32 *second_moment, const G *grad,                         \
         const StepScalars *scalars, AdamConstants constants, Span span) {                                          \
         adam_remainder(param, remainder, first_moment, second_moment, grad, scalars, constants, span);             \

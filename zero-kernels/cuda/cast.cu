@@ -4,13 +4,15 @@
 
 template <class S, class D>
 __device__ __forceinline__ void cast(const S *src, D *dst, float scale, Span span) {
-    FOR_EACH_GROUP(span, group) {
+    FOR_EACH_TILE(span, tile) {
         S x[GROUP];
         D y[GROUP];
-        load(src, span, group, 0, x);
+        load(src, span, tile, 0, x);
+        trade(x);
 #pragma unroll
         for (int i = 0; i < GROUP; i++) y[i] = narrow<D>(__fmul_rn(widen(x[i]), scale));
-        store(dst, span, group, 1, y);
+        trade(y);
+        store(dst, span, tile, 1, y);
     }
 }
 

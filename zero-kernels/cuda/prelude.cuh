@@ -17,8 +17,11 @@ static_assert(sizeof(bf16) == 2 && sizeof(f16) == 2 && sizeof(u64) == 8, "as on 
 
 // Threads of a block, of every kernel that works element by element.
 #define THREADS 256
+#define WARP 32
 // Elements of a thread: 16 bytes of a 16-bit stream, twice 16 bytes of an fp32 stream.
 #define GROUP 8
+// Elements of a warp.
+#define TILE (WARP * GROUP)
 
 __device__ __forceinline__ float widen(f32 x) { return x; }
 __device__ __forceinline__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
@@ -48,36 +51,45 @@ template <> __device__ __forceinline__ f16 narrow<f16>(float x) {
     return y;
 }
 
-// How a flat range is cut into groups. `head` elements come before the first whole group, so that as many streams
-// as possible are aligned to 16 bytes at the groups' starts; bit `s` of `wide` says that stream `s` is.
+// How a flat range is cut into tiles. `head` elements come before the first whole tile, so that as many streams as
+// possible are aligned to 16 bytes at the tiles' starts; bit `s` of `wide` says that stream `s` is.
 struct Span {
     u64 len;
     u32 head;
     u32 wide;
 };
 
-// The elements of one group: those of the head, or up to GROUP behind it.
-struct Group {
+// The elements that a warp takes at once: those of the head, or up to TILE behind it.
+struct Tile {
     u64 start;
     u32 count;
 };
 
-__device__ __forceinline__ u64 group_count(Span span) {
-    return (span.head > 0) + (span.len - span.head + GROUP - 1) / GROUP;
+__device__ __forceinline__ u64 tile_count(Span span) {
+    return (span.head > 0) + (span.len - span.head + TILE - 1) / TILE;
 }
 
-__device__ __forceinline__ Group group_at(Span span, u64 index) {
+__device__ __forceinline__ Tile tile_at(Span span, u64 index) {
     if (span.head > 0) {
         if (index == 0) return {0, span.head};
         index -= 1;
     }
-    u64 start = span.head + index * GROUP;
+    u64 start = span.head + index * TILE;
     u64 left = span.len - start;
-    return {start, left < GROUP ? (u32)left : GROUP};
+    return {start, left < TILE ? (u32)left : TILE};
 }
 
-__device__ __forceinline__ bool is_wide(Span span, Group group, u32 stream) {
-    return group.count == GROUP && (span.wide >> stream & 1u);
+// Where element `i` of this thread lies in a tile of a stream of T, as it is loaded and stored. In a 16-bit stream a
+// thread has 8 neighbours; in an fp32 stream it has two runs of 4, 8 apart, and the next thread those between: so
+// every 16-byte access of two threads fills whole sectors of 32 bytes. `trade` leads from the one to the other.
+template <class T> __device__ __forceinline__ u32 place(u32 i) {
+    u32 lane = threadIdx.x % WARP;
+    return sizeof(T) == 4 ? lane / 2 * 16 + lane % 2 * 4 + i / 4 * 8 + i % 4 : lane * GROUP + i;
+}
+
+// The same for all threads of a warp.
+__device__ __forceinline__ bool is_wide(Span span, Tile tile, u32 stream) {
+    return tile.count == TILE && (span.wide >> stream & 1u);
 }
 
 __device__ __forceinline__ void unpack(uint4 q, u16 *x) {
@@ -98,54 +110,77 @@ __device__ __forceinline__ uint4 pack(const u16 *x) {
     return q;
 }
 
-// Eight 32-bit words by two 16-byte accesses.
-__device__ __forceinline__ void load_wide(const f32 *p, f32 *x) {
-    float4 a = reinterpret_cast<const float4 *>(p)[0], b = reinterpret_cast<const float4 *>(p)[1];
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+// 16 bytes by one access.
+__device__ __forceinline__ void load_16(const f32 *p, f32 *x) {
+    float4 q = *reinterpret_cast<const float4 *>(p);
+    x[0] = q.x, x[1] = q.y, x[2] = q.z, x[3] = q.w;
 }
-__device__ __forceinline__ void store_wide(f32 *p, const f32 *x) {
-    reinterpret_cast<float4 *>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
-    reinterpret_cast<float4 *>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
+__device__ __forceinline__ void store_16(f32 *p, const f32 *x) {
+    *reinterpret_cast<float4 *>(p) = make_float4(x[0], x[1], x[2], x[3]);
+}
+__device__ __forceinline__ void load_16(const u16 *p, u16 *x) { unpack(*reinterpret_cast<const uint4 *>(p), x); }
+__device__ __forceinline__ void store_16(u16 *p, const u16 *x) { *reinterpret_cast<uint4 *>(p) = pack(x); }
+__device__ __forceinline__ void load_16(const bf16 *p, bf16 *x) { load_16(&p->bits, &x->bits); }
+__device__ __forceinline__ void store_16(bf16 *p, const bf16 *x) { store_16(&p->bits, &x->bits); }
+__device__ __forceinline__ void load_16(const f16 *p, f16 *x) { load_16(&p->bits, &x->bits); }
+__device__ __forceinline__ void store_16(f16 *p, const f16 *x) { store_16(&p->bits, &x->bits); }
+
+// 8 neighbours at `p`, which is aligned to 16 bytes.
+template <class T> __device__ __forceinline__ void load_wide(const T *p, T *x) {
+#pragma unroll
+    for (u32 i = 0; i < GROUP; i += 16 / sizeof(T)) load_16(p + i, x + i);
+}
+template <class T> __device__ __forceinline__ void store_wide(T *p, const T *x) {
+#pragma unroll
+    for (u32 i = 0; i < GROUP; i += 16 / sizeof(T)) store_16(p + i, x + i);
 }
 
-// Eight 16-bit words by one 16-byte access.
-__device__ __forceinline__ void load_wide(const u16 *p, u16 *x) { unpack(*reinterpret_cast<const uint4 *>(p), x); }
-__device__ __forceinline__ void store_wide(u16 *p, const u16 *x) { *reinterpret_cast<uint4 *>(p) = pack(x); }
-__device__ __forceinline__ void load_wide(const bf16 *p, bf16 *x) { load_wide(&p->bits, &x->bits); }
-__device__ __forceinline__ void store_wide(bf16 *p, const bf16 *x) { store_wide(&p->bits, &x->bits); }
-__device__ __forceinline__ void load_wide(const f16 *p, f16 *x) { load_wide(&p->bits, &x->bits); }
-__device__ __forceinline__ void store_wide(f16 *p, const f16 *x) { store_wide(&p->bits, &x->bits); }
-
-// One group of a stream, `p` being the whole stream: what lies behind `count` is left as it was.
+// A thread's elements of a tile of a stream, `p` being the whole stream: what lies behind `count` is left as it was.
 template <class T>
-__device__ __forceinline__ void load(const T *p, Span span, Group group, u32 stream, T (&x)[GROUP]) {
-    p += group.start;
-    if (is_wide(span, group, stream)) {
-        load_wide(p, x);
+__device__ __forceinline__ void load(const T *p, Span span, Tile tile, u32 stream, T (&x)[GROUP]) {
+    p += tile.start;
+    if (is_wide(span, tile, stream)) {
+#pragma unroll
+        for (u32 i = 0; i < GROUP; i += 16 / sizeof(T)) load_16(p + place<T>(i), x + i);
     } else {
 #pragma unroll
         for (u32 i = 0; i < GROUP; i++)
-            if (i < group.count) x[i] = p[i];
+            if (place<T>(i) < tile.count) x[i] = p[place<T>(i)];
     }
 }
 
 template <class T>
-__device__ __forceinline__ void store(T *p, Span span, Group group, u32 stream, const T (&x)[GROUP]) {
-    p += group.start;
-    if (is_wide(span, group, stream)) {
-        store_wide(p, x);
+__device__ __forceinline__ void store(T *p, Span span, Tile tile, u32 stream, const T (&x)[GROUP]) {
+    p += tile.start;
+    if (is_wide(span, tile, stream)) {
+#pragma unroll
+        for (u32 i = 0; i < GROUP; i += 16 / sizeof(T)) store_16(p + place<T>(i), x + i);
     } else {
 #pragma unroll
         for (u32 i = 0; i < GROUP; i++)
-            if (i < group.count) p[i] = x[i];
+            if (place<T>(i) < tile.count) p[place<T>(i)] = x[i];
     }
 }
 
-// Runs `body` for every group of this thread.
-#define FOR_EACH_GROUP(span, group)                                                                           \
-    for (u64 index_ = (u64)blockIdx.x * THREADS + threadIdx.x, count_ = group_count(span); index_ < count_;   \
-         index_ += (u64)gridDim.x * THREADS)                                                                  \
-        if (Group group = group_at(span, index_); true)
+// From the places of a 16-bit stream to those of an fp32 stream, and back: two threads trade a half. To be called
+// by all threads of a warp; after the loads, since it waits for its own.
+__device__ __forceinline__ void trade(f32 (&)[GROUP]) {}
+__device__ __forceinline__ void trade_words(u16 *x) {
+    uint4 q = pack(x);
+    bool odd = threadIdx.x & 1;
+    u32 a = __shfl_xor_sync(0xffffffffu, odd ? q.x : q.z, 1);
+    u32 b = __shfl_xor_sync(0xffffffffu, odd ? q.y : q.w, 1);
+    unpack(odd ? make_uint4(a, b, q.z, q.w) : make_uint4(q.x, q.y, a, b), x);
+}
+__device__ __forceinline__ void trade(u16 (&x)[GROUP]) { trade_words(x); }
+__device__ __forceinline__ void trade(bf16 (&x)[GROUP]) { trade_words(&x->bits); }
+__device__ __forceinline__ void trade(f16 (&x)[GROUP]) { trade_words(&x->bits); }
+
+// Runs the body for every tile of this warp; all threads of a warp are in it together.
+#define FOR_EACH_TILE(span, tile)                                                                             \
+    for (u64 index_ = ((u64)blockIdx.x * THREADS + threadIdx.x) / WARP, count_ = tile_count(span);            \
+         index_ < count_; index_ += (u64)gridDim.x * (THREADS / WARP))                                        \
+        if (Tile tile = tile_at(span, index_); true)
 
 // What every Adam launch of a step shares (`StepScalars` of the host).
 struct StepScalars {

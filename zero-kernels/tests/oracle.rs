@@ -219,15 +219,26 @@ fn grad_stats_add_in_the_documented_order() {
         }
         lanes[0]
     }
-    fn lanes(values: impl Iterator<Item = f64>, count: usize) -> f64 {
-        let mut sums = vec![0f64; count];
-        values.enumerate().for_each(|(i, x)| sums[i % count] += x);
-        pairwise(sums)
+    fn lanes(values: impl Iterator<Item = f64>) -> Vec<f64> {
+        let mut sums = vec![0f64; 256];
+        values.enumerate().for_each(|(i, x)| sums[i % 256] += x);
+        sums
     }
-    for &len in LENGTHS {
+    fn strip(strip: &[f32]) -> f64 {
+        let sums = lanes(strip.iter().map(|&x| f64::from(x) * f64::from(x)));
+        pairwise(sums.chunks(8).map(|row| pairwise(row.to_vec())).collect())
+    }
+    fn chunk(chunk: &[f32]) -> f64 {
+        let mut strips: Vec<_> = chunk.chunks(4096).map(strip).collect();
+        strips.resize(8, 0.0);
+        pairwise(strips)
+    }
+    // More chunks than lanes to add them in.
+    let long = if cfg!(miri) { 4097 } else { 257 * 32_768 + 5 };
+    for len in LENGTHS.iter().copied().chain([long]) {
         let grad = values::<f32>(len, 8, false);
-        let chunks = grad.chunks(4096).map(|c| lanes(c.iter().map(|&x| f64::from(x) * f64::from(x)), 16));
-        assert_eq!(host::grad_stats(&grad).sum_sq.to_bits(), lanes(chunks, 256).to_bits(), "{len}");
+        let expected = pairwise(lanes(grad.chunks(32_768).map(chunk)));
+        assert_eq!(host::grad_stats(&grad).sum_sq.to_bits(), expected.to_bits(), "{len}");
     }
 }
 

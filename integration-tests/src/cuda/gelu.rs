@@ -2,7 +2,7 @@
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::AnySlice;
-use zero_kernels::cuda::{GROUP_ELEMS, Span};
+use zero_kernels::cuda::{Span, THREADS};
 
 use super::error::OpError;
 use super::launch::{OpKernels, Shape};
@@ -34,5 +34,5 @@ fn elementwise(
     let span = Span::of(&[x, y]);
     let args = [ops.stored("gelu: y", y, x.len())?, ops.stored("gelu: x", x, x.len())?, span.into()];
     // SAFETY: the parameters of both kernels, whose lengths were checked.
-    unsafe { ops.launch(stream, op, entry, Shape::over((x.len() as u64).div_ceil(GROUP_ELEMS) + 1), args) }
+    unsafe { ops.launch(stream, op, entry, Shape::over(u64::from(span.blocks()) * u64::from(THREADS)), args) }
 }

@@ -1,31 +1,35 @@
-//! How a flat range becomes a launch: which elements come before the first whole group, which streams then lie on
+//! How a flat range becomes a launch: which elements come before the first whole tile, which streams then lie on
 //! 16-byte boundaries, and how many blocks there are. Pure arithmetic on addresses.
 //!
-//! A thread works on groups of 8 elements: 16 bytes of a 16-bit stream, 32 of an fp32 stream. Shards start at any
-//! element, so the streams of one launch may be aligned differently; the head is chosen so that as many bytes as
-//! possible go by 16-byte accesses, and a stream that is left over goes element by element.
+//! A warp works on tiles of 256 elements, a thread on 8 of them: 16 bytes of a 16-bit stream, 32 of an fp32 stream.
+//! Shards start at any element, so the streams of one launch may be aligned differently; the head is chosen so that
+//! as many bytes as possible go by 16-byte accesses, and a stream that is left over goes element by element.
 
 use bytemuck::{Pod, Zeroable};
 use zero_alloc::device::AnySlice;
 
-use crate::host::stats_order::{CHUNK_ELEMS, LANES};
+use crate::host::stats_order::CHUNK_ELEMS;
 
 /// Threads of a block (`THREADS` of cuda/prelude.cuh).
 pub const THREADS: u32 = 256;
-/// Elements of a group (`GROUP` of cuda/prelude.cuh).
-pub const GROUP_ELEMS: u64 = 8;
+/// Threads of a warp (`WARP` of cuda/prelude.cuh).
+const WARP: u64 = 32;
+/// Elements of a thread (`GROUP` of cuda/prelude.cuh).
+const GROUP_ELEMS: u64 = 8;
+/// Elements of a tile (`TILE` of cuda/prelude.cuh).
+const TILE_ELEMS: u64 = WARP * GROUP_ELEMS;
 /// Bytes of a wide access.
 const WIDE_BYTES: u64 = 16;
 
-/// How a range is cut into groups: `Span` of cuda/prelude.cuh.
+/// How a range is cut into tiles: `Span` of cuda/prelude.cuh.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Span {
     /// Elements.
     pub len: u64,
-    /// Elements before the first whole group, fewer than a group.
+    /// Elements before the first whole tile: fewer than 8.
     pub head: u32,
-    /// Bit `s`: stream `s` lies on 16-byte boundaries at the groups' starts.
+    /// Bit `s`: stream `s` lies on 16-byte boundaries at the tiles' starts.
     pub wide: u32,
 }
 
@@ -55,25 +59,25 @@ impl Span {
         Self { len, head: head.min(len) as u32, wide }
     }
 
-    /// Groups: the head, if any, and those of 8 behind it, the last of which may be shorter.
-    pub fn groups(&self) -> u64 {
-        u64::from(self.head > 0) + (self.len - u64::from(self.head)).div_ceil(GROUP_ELEMS)
+    /// Tiles: the head, if any, and those of 256 behind it, the last of which may be shorter.
+    pub fn tiles(&self) -> u64 {
+        u64::from(self.head > 0) + (self.len - u64::from(self.head)).div_ceil(TILE_ELEMS)
     }
 
-    /// The elements of group `index`, as `group_at` of the prelude gives them.
-    pub fn group(&self, index: u64) -> std::ops::Range<u64> {
+    /// The elements of tile `index`, as `tile_at` of the prelude gives them.
+    pub fn tile(&self, index: u64) -> std::ops::Range<u64> {
         let head = u64::from(self.head);
         let whole = match index.checked_sub(u64::from(head > 0)) {
             None => return 0..head,
             Some(whole) => whole,
         };
-        let start = head + whole * GROUP_ELEMS;
-        start..(start + GROUP_ELEMS).min(self.len)
+        let start = head + whole * TILE_ELEMS;
+        start..(start + TILE_ELEMS).min(self.len)
     }
 
-    /// Blocks of a launch: a thread a group while the grid allows it; the kernels stride over what is more.
+    /// Blocks of a launch: a warp a tile while the grid allows it; the kernels stride over what is more.
     pub fn blocks(&self) -> u32 {
-        let blocks = self.groups().div_ceil(u64::from(THREADS));
+        let blocks = self.tiles().div_ceil(u64::from(THREADS) / WARP);
         u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX as u32)
     }
 }
@@ -81,21 +85,17 @@ impl Span {
 /// The launches and scratch of grad_stats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatsPlan {
-    /// Chunks, each with an fp64 sum and a 32-bit count in scratch.
-    pub chunks: u64,
-    /// Blocks of the first stage; the second has one.
-    pub blocks: u32,
+    /// Chunks, each a block of the first stage with an fp64 sum and a 32-bit count in scratch; the second has one block.
+    pub chunks: u32,
     /// Bytes of scratch: the sums, then the counts.
     pub scratch_bytes: u64,
 }
 
 impl StatsPlan {
-    /// The plan for `len` elements; `None` beyond 2^31 blocks (over 140 thousand billion elements).
+    /// The plan for `len` elements; `None` beyond 2^31 chunks (over 70 thousand billion elements).
     pub fn new(len: u64) -> Option<Self> {
-        let chunks = len.div_ceil(CHUNK_ELEMS as u64);
-        let blocks = chunks.div_ceil(u64::from(THREADS) / LANES as u64);
-        let blocks = i32::try_from(blocks).ok()?.unsigned_abs();
-        Some(Self { chunks, blocks, scratch_bytes: chunks * (8 + 4) })
+        let chunks = i32::try_from(len.div_ceil(CHUNK_ELEMS as u64)).ok()?.unsigned_abs();
+        Some(Self { chunks, scratch_bytes: u64::from(chunks) * (8 + 4) })
     }
 }
 
@@ -104,29 +104,30 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::host::stats_order::{STRIP_ELEMS, TOP_LANES};
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..Default::default() })]
 
         #[test]
         #[cfg_attr(miri, ignore)]
-        fn groups_cover_every_element_once_and_wide_ones_are_aligned(
-            len in 0u64..200,
+        fn tiles_cover_every_element_once_and_wide_ones_are_aligned(
+            len in 0u64..1000,
             streams in prop::collection::vec((0u64..1000, prop::sample::select(vec![2u64, 4])), 1..6),
         ) {
             let streams: Vec<(u64, u64)> = streams.into_iter().map(|(at, size)| (at * size, size)).collect();
             let span = Span::plan(len, &streams);
             prop_assert!(u64::from(span.head) < GROUP_ELEMS && u64::from(span.head) <= len);
             let mut next = 0;
-            for i in 0..span.groups() {
-                let group = span.group(i);
-                prop_assert_eq!(group.start, next);
-                prop_assert!(group.start < group.end && group.end - group.start <= GROUP_ELEMS);
-                next = group.end;
+            for i in 0..span.tiles() {
+                let tile = span.tile(i);
+                prop_assert_eq!(tile.start, next);
+                prop_assert!(tile.start < tile.end && tile.end - tile.start <= TILE_ELEMS);
+                next = tile.end;
                 let is_head = i == 0 && span.head > 0;
                 for (s, &(address, size)) in streams.iter().enumerate() {
-                    if span.wide >> s & 1 == 1 && !is_head && group.end - group.start == GROUP_ELEMS {
-                        prop_assert!((address + group.start * size).is_multiple_of(WIDE_BYTES));
+                    if span.wide >> s & 1 == 1 && !is_head && tile.end - tile.start == TILE_ELEMS {
+                        prop_assert!((address + tile.start * size).is_multiple_of(WIDE_BYTES));
                     }
                 }
             }
@@ -159,8 +160,8 @@ mod tests {
         assert_eq!(Span::plan(1, &[(0, 4)]).blocks(), 1);
         assert_eq!(Span::plan(2049, &[(0, 4)]).blocks(), 2);
         assert_eq!(Span::plan(u64::MAX / 4, &[(0, 4)]).blocks(), i32::MAX as u32);
-        assert_eq!(StatsPlan::new(0), Some(StatsPlan { chunks: 0, blocks: 0, scratch_bytes: 0 }));
-        assert_eq!(StatsPlan::new(4097), Some(StatsPlan { chunks: 2, blocks: 1, scratch_bytes: 24 }));
+        assert_eq!(StatsPlan::new(0), Some(StatsPlan { chunks: 0, scratch_bytes: 0 }));
+        assert_eq!(StatsPlan::new(32_769), Some(StatsPlan { chunks: 2, scratch_bytes: 24 }));
         assert_eq!(StatsPlan::new(u64::MAX), None);
     }
 
@@ -168,11 +169,15 @@ mod tests {
     #[test]
     fn sources_agree_on_the_sizes() {
         let text = crate::cuda::Source::named("grad_stats.cu").unwrap().text();
-        for (name, value) in
-            [("THREADS", THREADS as usize), ("GROUP", GROUP_ELEMS as usize), ("CHUNK", CHUNK_ELEMS), ("LANES", LANES)]
-        {
+        for (name, value) in [
+            ("THREADS", THREADS as usize),
+            ("WARP", WARP as usize),
+            ("GROUP", GROUP_ELEMS as usize),
+            ("CHUNK", CHUNK_ELEMS),
+            ("STRIP", STRIP_ELEMS),
+        ] {
             assert!(text.contains(&format!("#define {name} {value}\n")), "{name}");
         }
-        assert_eq!(THREADS as usize, crate::host::stats_order::TOP_LANES, "a thread a lane in the second stage");
+        assert_eq!(THREADS as usize, TOP_LANES, "a thread a lane in the second stage");
     }
 }

@@ -35,7 +35,7 @@ mod target;
 
 pub use cache::{Cached, Compile, KernelCache, Outcome};
 pub use error::CudaError;
-pub use geometry::{GROUP_ELEMS, Span, StatsPlan, THREADS};
+pub use geometry::{Span, StatsPlan, THREADS};
 pub use launch::CudaKernels;
 pub use loader::{Functions, Loader};
 pub use nvrtc::{Compiled, Nvrtc};

@@ -199,14 +199,14 @@ pub fn grad_stats(
     let entry = entry::stats(grad.dtype())?;
     check::grad_stats(grad, scratch, stats_scratch_elems(grad.len()), out)?;
     // More than 2^31 blocks do not fit any memory; then no scratch was long enough either.
-    let plan = StatsPlan::new(grad.len() as u64).unwrap_or(StatsPlan { chunks: 0, blocks: 0, scratch_bytes: 0 });
+    let plan = StatsPlan::new(grad.len() as u64).unwrap_or(StatsPlan { chunks: 0, scratch_bytes: 0 });
     let sums = scratch.as_ptr() as u64;
-    let counts = Param::Address(sums + plan.chunks * 8);
+    let counts = Param::Address(sums + u64::from(plan.chunks) * 8);
     let params = vec![any(grad), Param::U64(grad.len() as u64), Param::Address(sums), counts];
-    let first = Launch { source: "grad_stats.cu", entry, blocks: plan.blocks, threads: THREADS, params };
-    let params = vec![Param::Address(sums), counts, Param::U64(plan.chunks), at(out)];
+    let first = Launch { source: "grad_stats.cu", entry, blocks: plan.chunks, threads: THREADS, params };
+    let params = vec![Param::Address(sums), counts, Param::U64(plan.chunks.into()), at(out)];
     let second = Launch::single("grad_stats.cu", entry::STATS_COMBINE, THREADS, params);
-    Ok(((plan.blocks > 0).then_some(first), second))
+    Ok(((plan.chunks > 0).then_some(first), second))
 }
 
 /// See [`Kernels::make_vote`](crate::Kernels::make_vote).
@@ -308,7 +308,7 @@ mod tests {
         let expected = Launch {
             source: "adam.cu",
             entry: "adam_bf16_f16",
-            // 625 groups of 8 elements.
+            // 20 tiles of 256 elements, 8 a block.
             blocks: 3,
             threads: 256,
             params: vec![
@@ -347,14 +347,14 @@ mod tests {
     fn statistics_have_their_sums_before_their_counts_in_scratch() {
         let (grad, scratch): (DeviceSlice<f32>, _) = (at(0x10_0000, 70_000), at(0x1000, stats_scratch_elems(70_000)));
         let (chunks, combine) = grad_stats(grad.erase(), scratch, at(0x100, 1)).unwrap();
-        // 18 chunks: 144 bytes of sums, 72 of counts.
-        assert_eq!(scratch.len(), 27);
-        let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 144));
+        // 3 chunks: 24 bytes of sums, 12 of counts.
+        assert_eq!(scratch.len(), 5);
+        let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 24));
         let chunks = chunks.unwrap();
-        assert_eq!((chunks.blocks, &chunks.params[2..]), (2, &[sums, counts][..]));
-        assert_eq!(combine.params, [sums, counts, Param::U64(18), Param::Address(0x100)]);
-        let short = grad_stats(grad.erase(), scratch.slice(0..26), at(0x100, 1)).unwrap_err();
-        assert_eq!(short, KernelError::LengthMismatch { what: "grad_stats: scratch", expected: 27, got: 26 });
+        assert_eq!((chunks.blocks, &chunks.params[2..]), (3, &[sums, counts][..]));
+        assert_eq!(combine.params, [sums, counts, Param::U64(3), Param::Address(0x100)]);
+        let short = grad_stats(grad.erase(), scratch.slice(0..4), at(0x100, 1)).unwrap_err();
+        assert_eq!(short, KernelError::LengthMismatch { what: "grad_stats: scratch", expected: 5, got: 4 });
     }
 
     #[test]

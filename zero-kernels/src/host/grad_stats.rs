@@ -1,12 +1,14 @@
 //! Sum of squares and count of non-finite elements, deterministically.
 //!
-//! The order of the sum depends on the length alone, and suits a GPU as well as a CPU:
+//! The order of the sum depends on the length alone, and suits a GPU as well as a CPU. To add values *pairwise* is to
+//! add the upper half to the lower half until one is left.
 //!
-//! 1. The gradient is cut into chunks of [`CHUNK_ELEMS`] from its start. Within a chunk, lane `l` of [`LANES`]
-//!    sums the squares of elements `l`, `l + LANES`, ... in that order in fp64 (the square of an fp32 value is
-//!    exact there); the lanes are then added pairwise, upper half to lower half.
-//! 2. Lane `l` of [`TOP_LANES`] sums the results of chunks `l`, `l + TOP_LANES`, ... in that order; these lanes are
-//!    then added pairwise in the same way.
+//! 1. The gradient is cut into strips of [`STRIP_ELEMS`] from its start. Within a strip, lane `l` of 256 sums the
+//!    squares of elements `l`, `l + 256`, ... in that order in fp64 (the square of an fp32 value is exact there).
+//!    Each [`NEIGHBOURS`] neighbouring lanes are then added pairwise, and their 32 sums pairwise.
+//! 2. The strips of a chunk of [`CHUNK_ELEMS`] are added pairwise; those that are not there are 0.
+//! 3. Lane `l` of [`TOP_LANES`] sums the results of chunks `l`, `l + TOP_LANES`, ... in that order; these lanes are
+//!    then added pairwise.
 //!
 //! A non-finite element counts and adds 0.
 
@@ -14,10 +16,16 @@ use multiversion::multiversion;
 
 use crate::{Float, GradStats};
 
-/// Elements of a chunk: the grain of threads.
-pub(crate) const CHUNK_ELEMS: usize = 4096;
-/// Independent sums within a chunk.
-pub(crate) const LANES: usize = 16;
+/// Elements of a chunk: the grain of threads on a CPU, of blocks on a GPU.
+pub(crate) const CHUNK_ELEMS: usize = 32_768;
+/// Elements of a strip: the grain of warps.
+pub(crate) const STRIP_ELEMS: usize = 4096;
+/// Elements that a GPU's thread reads at once.
+const NEIGHBOURS: usize = 8;
+/// Independent sums within a strip.
+const LANES: usize = 32 * NEIGHBOURS;
+/// The sign of an fp32 value, without which the bits of values are ordered as they are.
+const SIGN: u32 = 1 << 31;
 /// Independent sums over chunks.
 pub(crate) const TOP_LANES: usize = 256;
 
@@ -33,12 +41,12 @@ pub(crate) fn combine(chunks: impl IntoIterator<Item = GradStats>) -> GradStats 
         sums[i % TOP_LANES] += chunk.sum_sq;
         nonfinite += chunk.nonfinite;
     }
-    GradStats { sum_sq: add_pairwise(&mut sums), nonfinite }
+    GradStats { sum_sq: add_pairwise(sums), nonfinite }
 }
 
 /// The sum of a power of two of values, upper half to lower half.
-fn add_pairwise(sums: &mut [f64]) -> f64 {
-    let mut half = sums.len() / 2;
+fn add_pairwise<const N: usize>(mut sums: [f64; N]) -> f64 {
+    let mut half = N / 2;
     while half > 0 {
         for lane in 0..half {
             sums[lane] += sums[lane + half];
@@ -49,32 +57,52 @@ fn add_pairwise(sums: &mut [f64]) -> f64 {
 }
 
 /// Statistics of one chunk.
+pub(crate) fn chunk<G: Float>(grad: &[G]) -> GradStats {
+    let (mut sums, mut nonfinite) = ([0f64; CHUNK_ELEMS / STRIP_ELEMS], 0);
+    for (sum, strip_of) in sums.iter_mut().zip(grad.chunks(STRIP_ELEMS)) {
+        let strip = strip(strip_of);
+        *sum = strip.sum_sq;
+        nonfinite += strip.nonfinite;
+    }
+    GradStats { sum_sq: add_pairwise(sums), nonfinite }
+}
+
+/// Statistics of one strip.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
-pub(crate) fn chunk<G: Float>(grad: &[G]) -> GradStats {
-    let (mut sums, mut bad) = ([0f64; LANES], [0u32; LANES]);
-    let (blocks, tail) = grad.as_chunks::<LANES>();
-    for block in blocks {
-        for lane in 0..LANES {
-            let (square, is_bad) = element(block[lane]);
-            sums[lane] += square;
-            bad[lane] += is_bad;
+fn strip<G: Float>(grad: &[G]) -> GradStats {
+    let (mut sums, mut nonfinite) = ([0f64; LANES], 0);
+    let (tiles, tail) = grad.as_chunks::<LANES>();
+    for tile in tiles {
+        let largest = tile.iter().fold(0, |max, g| max.max(g.to_f32().to_bits() & !SIGN));
+        if largest < f32::INFINITY.to_bits() {
+            for lane in 0..LANES {
+                let g = f64::from(tile[lane].to_f32());
+                sums[lane] += g * g;
+            }
+        } else {
+            nonfinite += add_finite(&mut sums, tile);
         }
     }
-    for (lane, &g) in tail.iter().enumerate() {
-        let (square, is_bad) = element(g);
-        sums[lane] += square;
-        bad[lane] += is_bad;
-    }
-    GradStats { sum_sq: add_pairwise(&mut sums), nonfinite: bad.iter().map(|&b| u64::from(b)).sum() }
+    nonfinite += add_finite(&mut sums, tail);
+    let (rows, _) = sums.as_chunks::<NEIGHBOURS>();
+    let mut row_sums = [0f64; LANES / NEIGHBOURS];
+    row_sums.iter_mut().zip(rows).for_each(|(sum, row)| *sum = add_pairwise(*row));
+    GradStats { sum_sq: add_pairwise(row_sums), nonfinite }
 }
 
-#[inline(always)]
-fn element<G: Float>(g: G) -> (f64, u32) {
-    let g = g.to_f32();
-    let finite = g.is_finite();
-    let g = f64::from(if finite { g } else { 0.0 });
-    (g * g, u32::from(!finite))
+/// Adds the squares of the finite elements to their lanes, and counts the others.
+fn add_finite<G: Float>(sums: &mut [f64; LANES], grad: &[G]) -> u64 {
+    let mut nonfinite = 0;
+    for (sum, g) in sums.iter_mut().zip(grad) {
+        let g = g.to_f32();
+        if g.is_finite() {
+            *sum += f64::from(g) * f64::from(g);
+        } else {
+            nonfinite += 1;
+        }
+    }
+    nonfinite
 }

@@ -29,9 +29,9 @@ pub use workers::Workers;
 
 /// The constants of [`grad_stats`]' order, which its kernel shares.
 pub(crate) mod stats_order {
+    pub(crate) use super::grad_stats::CHUNK_ELEMS;
     #[cfg(test)]
-    pub(crate) use super::grad_stats::TOP_LANES;
-    pub(crate) use super::grad_stats::{CHUNK_ELEMS, LANES};
+    pub(crate) use super::grad_stats::{STRIP_ELEMS, TOP_LANES};
 }
 
 use crate::check::same_len;

@@ -88,8 +88,9 @@ pub fn accumulate_from_every_type<D: Device>(rig: &Rig<D>) {
 }
 
 fn check_stats<D: Device, G: Float>(rig: &Rig<D>) {
-    // Several chunks of 4096, several blocks of 16 chunks, and lanes of the second stage that have more than one.
-    let long = [4095, 4096, 4097, 70_001].into_iter().filter(|&n| n < 20 * rig.most_elems);
+    // A strip of 4096 and its neighbours, and several chunks of 32768, the last of which lacks strips, or more than lanes to
+    // add them in.
+    let long = [4095, 4096, 4097, 70_001, 257 * 32_768 + 5].into_iter().filter(|&n| n < 20 * rig.most_elems);
     for (i, len) in rig.lengths().into_iter().chain(long).enumerate() {
         let grad = values::<G>(len, 8, true);
         let on_grad = rig.buffer(&grad, from(i, 1));
