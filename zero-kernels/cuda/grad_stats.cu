@@ -11,7 +11,7 @@
 // Tiles whose loads are under way together.
 #define BATCH 4
 
-static_assert(CHUNK == STRIPS * STRIP && STRIP % (BATCH * TILE) == 0, "a chunk is a block's, a strip a warp's");
+static_assert(CHUNK == STRIPS * STRIP && STRIP % (BATCH * TILE_ELEMS) == 0, "a chunk is a block's, a strip a warp's");
 
 struct GradStats {
     double sum_sq;
@@ -55,15 +55,15 @@ __device__ __forceinline__ void chunk_stats(const G *grad, u64 len, double *sums
     u32 count = 0;
     if (start + STRIP <= len && (u64)grad % 16 == 0) {
 #pragma unroll 1
-        for (u64 at = start; at < start + STRIP; at += BATCH * TILE) {
+        for (u64 at = start; at < start + STRIP; at += BATCH * TILE_ELEMS) {
             G g[BATCH][GROUP];
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) load_wide(grad + at + i * TILE + lane * GROUP, g[i]);
+            for (int i = 0; i < BATCH; i++) load_wide(grad + at + i * TILE_ELEMS + lane * GROUP, g[i]);
 #pragma unroll
             for (int i = 0; i < BATCH; i++) add_squares(g[i], lanes, count);
         }
     } else {
-        for (u64 at = start + lane * GROUP; at < start + STRIP && at < len; at += TILE) {
+        for (u64 at = start + lane * GROUP; at < start + STRIP && at < len; at += TILE_ELEMS) {
             G g[GROUP] = {};
 #pragma unroll
             for (int i = 0; i < GROUP; i++)

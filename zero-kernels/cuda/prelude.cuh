@@ -21,7 +21,7 @@ static_assert(sizeof(bf16) == 2 && sizeof(f16) == 2 && sizeof(u64) == 8, "as on 
 // Elements of a thread: 16 bytes of a 16-bit stream, twice 16 bytes of an fp32 stream.
 #define GROUP 8
 // Elements of a warp.
-#define TILE (WARP * GROUP)
+#define TILE_ELEMS (WARP * GROUP)
 
 __device__ __forceinline__ float widen(f32 x) { return x; }
 __device__ __forceinline__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
@@ -59,14 +59,14 @@ struct Span {
     u32 wide;
 };
 
-// The elements that a warp takes at once: those of the head, or up to TILE behind it.
+// The elements that a warp takes at once: those of the head, or up to TILE_ELEMS behind it.
 struct Tile {
     u64 start;
     u32 count;
 };
 
 __device__ __forceinline__ u64 tile_count(Span span) {
-    return (span.head > 0) + (span.len - span.head + TILE - 1) / TILE;
+    return (span.head > 0) + (span.len - span.head + TILE_ELEMS - 1) / TILE_ELEMS;
 }
 
 __device__ __forceinline__ Tile tile_at(Span span, u64 index) {
@@ -74,9 +74,9 @@ __device__ __forceinline__ Tile tile_at(Span span, u64 index) {
         if (index == 0) return {0, span.head};
         index -= 1;
     }
-    u64 start = span.head + index * TILE;
+    u64 start = span.head + index * TILE_ELEMS;
     u64 left = span.len - start;
-    return {start, left < TILE ? (u32)left : TILE};
+    return {start, left < TILE_ELEMS ? (u32)left : TILE_ELEMS};
 }
 
 // Where element `i` of this thread lies in a tile of a stream of T, as it is loaded and stored. In a 16-bit stream a
@@ -89,7 +89,7 @@ template <class T> __device__ __forceinline__ u32 place(u32 i) {
 
 // The same for all threads of a warp.
 __device__ __forceinline__ bool is_wide(Span span, Tile tile, u32 stream) {
-    return tile.count == TILE && (span.wide >> stream & 1u);
+    return tile.count == TILE_ELEMS && (span.wide >> stream & 1u);
 }
 
 __device__ __forceinline__ void unpack(uint4 q, u16 *x) {

@@ -16,7 +16,7 @@ pub const THREADS: u32 = 256;
 const WARP: u64 = 32;
 /// Elements of a thread (`GROUP` of cuda/prelude.cuh).
 const GROUP_ELEMS: u64 = 8;
-/// Elements of a tile (`TILE` of cuda/prelude.cuh).
+/// Elements of a tile (`TILE_ELEMS` of cuda/prelude.cuh).
 const TILE_ELEMS: u64 = WARP * GROUP_ELEMS;
 /// Bytes of a wide access.
 const WIDE_BYTES: u64 = 16;
