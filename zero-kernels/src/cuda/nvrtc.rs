@@ -1,6 +1,7 @@
 //! NVRTC, found at run time. All calls into the library are in this file.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::Path;
 use std::ptr;
 
 use zero_alloc::library::{Library, MissingFunction, Search};
@@ -98,6 +99,18 @@ impl Calls {
     }
 }
 
+/// NVRTC opens the library of its built-in functions by name alone, and not every build knows that it lies beside it
+/// (13.0.88 of pip does not). One that is loaded already is found. What fails here NVRTC reports when it compiles.
+fn load_builtins(nvrtc: &str) {
+    let folder = Path::new(nvrtc).parent().filter(|folder| !folder.as_os_str().is_empty());
+    for entry in folder.and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
+            // SAFETY: NVRTC's own part, which it would load itself.
+            let _loaded = unsafe { Library::open(&[entry.path().to_string_lossy()]) };
+        }
+    }
+}
+
 const SEARCH: Search = Search {
     variable: "ZERO_NVRTC",
     names: if cfg!(windows) {
@@ -124,6 +137,7 @@ impl Nvrtc {
     pub fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CudaError> {
         // SAFETY: the names are NVRTC's, or the user's choice.
         let library = unsafe { Library::open(paths) }.map_err(|tried| CudaError::NoNvrtc { tried })?;
+        load_builtins(library.path());
         let calls = Calls::load(&library)?;
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: writes two numbers.
