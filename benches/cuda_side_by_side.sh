@@ -8,8 +8,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-3} steps=${STEPS:-25} modes=${MODES:-eager compile fsdp2} stages=${STAGES:-0 1 2 3}
 
-cargo build --release --bin cuda_train
-ours=${CARGO_TARGET_DIR:-target}/release/cuda_train
+ours=cuda_train # on the path, where ../shared/tools/gpu-bundle has packed it for a machine without Rust
+if command -v cargo >/dev/null; then
+    cargo build --release --bin cuda_train
+    ours=${CARGO_TARGET_DIR:-target}/release/cuda_train
+fi
 for _ in $(seq "$rounds"); do
     for model in "gpt2-124m 32" "gpt2-1.5b 8"; do
         read -r name batch <<<"$model"

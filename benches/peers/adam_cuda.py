@@ -10,6 +10,7 @@ torch's mixed pipeline (upcast the bf16 gradient, norm, clip, fused AdamW on fp3
 The ratio is the median over rounds of torch's time over ours: above 1, ours is faster.
 """
 import argparse
+import os
 import statistics
 import subprocess
 
@@ -18,7 +19,8 @@ import torch
 parser = argparse.ArgumentParser()
 parser.add_argument("--elems", default="1,4,16,64,256,512,1024")
 parser.add_argument("--rounds", type=int, default=9)
-parser.add_argument("--server", default="target/release/adam_cuda")
+built = "target/release/adam_cuda"
+parser.add_argument("--server", default=built if os.path.exists(built) else "adam_cuda")
 args = parser.parse_args()
 
 server = subprocess.Popen([args.server, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,9 @@
 //! The binary `zero` as a user runs it: what it writes, what it says of bad input, and its exit codes.
 
-use std::path::{Path, PathBuf};
+#[path = "common/place.rs"]
+mod place;
+
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -8,13 +11,12 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 fn data(name: &str) -> String {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny");
-    dir.join(name).display().to_string()
+    place::data(name).display().to_string()
 }
 
 /// `zero` with these arguments in a folder of its own.
 fn zero(dir: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_zero")).args(args).current_dir(dir).output().unwrap()
+    place::zero().args(args).current_dir(dir).output().unwrap()
 }
 
 /// The arguments of a small run, and `more`.
@@ -176,7 +178,7 @@ fn a_reader_that_goes_away_is_no_failure() {
     for args in [tiny(&model, &tokens, &[]), plan] {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+        let mut command = place::zero();
         let status = command.args(&args).current_dir(dir.path()).stdout(writer.try_clone().unwrap()).stderr(writer);
         assert_eq!(status.status().unwrap().code(), Some(0), "{args:?}");
     }
@@ -190,7 +192,7 @@ fn ranks_of_torchrun_on_the_host_are_refused() {
         let (model, tokens) = (data("model"), data("tokens.u16.bin"));
         let variables =
             [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("LOCAL_RANK", rank), ("RANK", rank)];
-        Command::new(env!("CARGO_BIN_EXE_zero"))
+        place::zero()
             .args(tiny(&model, &tokens, &["--device", "cpu", "--comm", comm]))
             .envs(variables)
             .env("WORLD_SIZE", world_size)
@@ -299,7 +301,7 @@ fn an_interrupt_saves_and_ends() {
     let dir = temp();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let more = ["--steps", "1000000", "--metrics", "m", "--checkpoint", "c"];
-    let mut run = Command::new(env!("CARGO_BIN_EXE_zero"))
+    let mut run = place::zero()
         .args(tiny(&model, &tokens, &more))
         .current_dir(dir.path())
         .stdout(Stdio::null())

@@ -1,6 +1,9 @@
 //! `zero train --device cuda` with several ranks: one process each, over NCCL. They share one GPU where there is only one.
 
-use std::path::{Path, PathBuf};
+#[path = "common/place.rs"]
+mod place;
+
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,9 +14,8 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(400);
 
 fn zero(dir: &Path, args: &[&str]) -> Command {
-    let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
-    command.arg("train").arg("--model").arg(data.join("model")).arg("--data").arg(data.join("tokens.u16.bin"));
+    let mut command = place::zero();
+    command.arg("train").arg("--model").arg(place::data("model")).arg("--data").arg(place::data("tokens.u16.bin"));
     command.args(["--micro-batch", "1", "--lr", "1e-3", "--clip", "1"]);
     for (flag, value) in [("--seq-len", "32"), ("--steps", "3")] {
         if !args.contains(&flag) {

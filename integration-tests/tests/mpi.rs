@@ -2,13 +2,15 @@
 //!
 //! `cargo test -p integration-tests --features mpi --test mpi`; without `mpirun` it says so and passes.
 
-use std::path::{Path, PathBuf};
+#[path = "common/place.rs"]
+mod place;
+
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 fn data(name: &str) -> String {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny");
-    dir.join(name).display().to_string()
+    place::data(name).display().to_string()
 }
 
 fn has_mpirun() -> bool {
@@ -31,7 +33,7 @@ fn train(ranks: usize, more: &[&str]) -> Vec<String> {
 fn mpirun(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
-    command.arg(env!("CARGO_BIN_EXE_zero"));
+    command.arg(place::zero().get_program());
     command
 }
 
@@ -62,7 +64,7 @@ fn the_losses_are_those_of_threads() {
                         &["--steps", "4", "--grad-accum", "2", "--stage", stage, "--dtype", dtype, "--metrics", path],
                     )
                 };
-                succeeds(&Command::new(env!("CARGO_BIN_EXE_zero")).args(flags(&paths[0])).output().unwrap());
+                succeeds(&place::zero().args(flags(&paths[0])).output().unwrap());
                 succeeds(&mpirun(ranks).args(flags(&paths[1])).output().unwrap());
                 assert_eq!(losses(&files[0]), losses(&files[1]), "{ranks} ranks, stage {stage}, {dtype}");
             }

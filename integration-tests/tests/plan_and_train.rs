@@ -1,13 +1,15 @@
 //! `zero plan` says what `zero train` on the host then measures, to the byte: model state, buckets, gathered
 //! units, what is sent, and in fp32 also activations and the peak.
 
+#[path = "common/place.rs"]
+mod place;
+
 use std::path::Path;
-use std::process::Command;
 
 use serde_json::Value;
 
 fn zero(line: &str) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_zero")).args(line.split_whitespace()).output().unwrap();
+    let output = place::zero().args(line.split_whitespace()).output().unwrap();
     assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }

@@ -1,17 +1,12 @@
 //! The PyTorch results in tests/data, and norms to compare with them.
 
-use std::path::PathBuf;
-
 use safetensors::SafeTensors;
 
-/// A file of the oracle (see tests/data/README.md).
-pub(crate) fn oracle(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/gpt2-tiny").join(name)
-}
+use crate::place::data;
 
 /// All fp32 tensors of a safetensors file.
 pub(crate) fn tensors(name: &str) -> Vec<(String, Vec<f32>)> {
-    let bytes = std::fs::read(oracle(name)).unwrap();
+    let bytes = std::fs::read(data(name)).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let floats = |data: &[u8]| data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
     file.iter().map(|(name, view)| (name.to_owned(), floats(view.data()))).collect()
@@ -27,6 +22,6 @@ pub(crate) fn relative_error(got: &[f32], want: &[f32]) -> f64 {
 
 /// Little-endian u16 tokens of the oracle.
 pub(crate) fn tokens() -> Vec<u32> {
-    let bytes = std::fs::read(oracle("tokens.u16.bin")).unwrap();
+    let bytes = std::fs::read(data("tokens.u16.bin")).unwrap();
     bytes.chunks_exact(2).map(|b| u32::from(u16::from_le_bytes(b.try_into().unwrap()))).collect()
 }

@@ -15,7 +15,8 @@ use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
 
 use crate::gpu::{Gpu, LIMIT, values};
-use crate::oracle::{oracle, relative_error, tensors};
+use crate::oracle::{relative_error, tensors};
+use crate::place::data;
 use crate::tiny::{ACCUM, OnGpu, batch, by_name, config, on_host, options, weights};
 
 /// All logits at once.
@@ -44,7 +45,7 @@ fn logits_and_gradients_in_fp32_are_pytorchs() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn losses_in_fp32_are_pytorchs() {
-    let expected: Value = serde_json::from_str(&std::fs::read_to_string(oracle("expected.json")).unwrap()).unwrap();
+    let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let gpu = Gpu::open();
     let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
     let mut masters = weights();

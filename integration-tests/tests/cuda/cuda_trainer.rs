@@ -20,7 +20,7 @@ use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
 use zero_shard::ZeroStage;
 
-use crate::oracle::oracle;
+use crate::place::data;
 
 const SEQ: usize = 32;
 const BATCH: usize = 4;
@@ -45,11 +45,11 @@ fn settings(stage: u64, dtype: DType) -> Settings {
 }
 
 fn workload(dtype: DType) -> GptWorkload {
-    let folder = HfFolder::open(&oracle("model")).unwrap();
+    let folder = HfFolder::open(&data("model")).unwrap();
     GptWorkload {
         config: folder.config().clone(),
         weights: Weights::Folder(folder),
-        data: Dataset::open(&DataSource::at(oracle("tokens.u16.bin"))).unwrap(),
+        data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
         options: Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing: false },
         threads: 1,
     }
@@ -102,7 +102,7 @@ fn bits(steps: &[StepMetrics]) -> Vec<(u64, Option<u64>)> {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
-    let expected: Value = serde_json::from_str(&std::fs::read_to_string(oracle("expected.json")).unwrap()).unwrap();
+    let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let mut first = None;
     for stage in 0..4 {
         let (steps, summary) = on_gpu(stage, DType::F32, &options(8, None, None));

@@ -13,4 +13,6 @@ mod fp64;
 mod gpu;
 #[path = "../common/oracle.rs"]
 mod oracle;
+#[path = "../common/place.rs"]
+mod place;
 mod tiny;

@@ -14,7 +14,8 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
 use zero_alloc::host::HostDevice;
 
 use crate::gpu::{Gpu, LIMIT};
-use crate::oracle::{oracle, tensors, tokens};
+use crate::oracle::{tensors, tokens};
+use crate::place::data;
 
 pub(crate) const BATCH: usize = 4;
 pub(crate) const SEQ: usize = 32;
@@ -22,7 +23,7 @@ pub(crate) const SEQ: usize = 32;
 pub(crate) const ACCUM: usize = 2;
 
 pub(crate) fn config() -> GptConfig {
-    GptConfig::from_hf_json(&std::fs::read_to_string(oracle("model/config.json")).unwrap()).unwrap().0
+    GptConfig::from_hf_json(&std::fs::read_to_string(data("model/config.json")).unwrap()).unwrap().0
 }
 
 /// PyTorch's first weights, a flat parameter for each unit.

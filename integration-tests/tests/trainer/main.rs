@@ -10,6 +10,8 @@ mod model;
 #[path = "../common/oracle.rs"]
 mod oracle;
 mod overflow;
+#[path = "../common/place.rs"]
+mod place;
 mod pytorch;
 mod resume;
 mod support;

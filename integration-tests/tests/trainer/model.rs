@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::support::{oracle, relative_error, tensors, tokens};
+use crate::place::data;
+use crate::support::{relative_error, tensors, tokens};
 use integration_tests::model::Model;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
@@ -23,7 +24,7 @@ fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
 }
 
 fn check(threads: usize, activation_checkpointing: bool) {
-    let config = GptConfig::from_hf_json(&std::fs::read_to_string(oracle("model/config.json")).unwrap()).unwrap().0;
+    let config = GptConfig::from_hf_json(&std::fs::read_to_string(data("model/config.json")).unwrap()).unwrap().0;
     let device = HostDevice::new();
     let stream = device.create_stream("compute").unwrap();
     let pool = Pool::new(device, usize::MAX);

@@ -6,10 +6,11 @@ use serde_json::Value;
 use zero_kernels::AdamHyper;
 use zero_optim::StepRules;
 
-use crate::support::{Case, oracle, relative_error, tensors};
+use crate::place::data;
+use crate::support::{Case, relative_error, tensors};
 
 fn matches_pytorch(ranks: usize, micro_batch: usize) {
-    let expected: Value = serde_json::from_str(&std::fs::read_to_string(oracle("expected.json")).unwrap()).unwrap();
+    let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let expected = expected["steps"].as_array().unwrap();
     let last: HashMap<_, _> = tensors("params_last.safetensors").into_iter().collect();
     let rules = StepRules {

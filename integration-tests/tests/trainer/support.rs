@@ -22,7 +22,8 @@ use zero_comm::PrefetchOptions;
 use zero_optim::StepRules;
 use zero_shard::{Layout, ZeroStage};
 
-pub(crate) use crate::oracle::{oracle, relative_error, tensors, tokens};
+pub(crate) use crate::oracle::{relative_error, tensors, tokens};
+use crate::place::data;
 
 /// A folder in memory where there is one: checkpoints are synced, and hundreds of them wear on a disk.
 fn temporary_folder() -> TempDir {
@@ -149,11 +150,11 @@ impl Case {
 
     /// GPT-2 tiny with PyTorch's weights and tokens.
     pub(crate) fn tiny(&self) -> GptWorkload {
-        let folder = HfFolder::open(&oracle("model")).unwrap();
+        let folder = HfFolder::open(&data("model")).unwrap();
         GptWorkload {
             config: folder.config().clone(),
             weights: Weights::Folder(folder),
-            data: Dataset::open(&DataSource::at(oracle("tokens.u16.bin"))).unwrap(),
+            data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
             options: Gpt2Options {
                 micro_batch: self.micro_batch,
                 seq_len: 32,
