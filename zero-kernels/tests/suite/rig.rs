@@ -51,7 +51,10 @@ const GUARD_ELEMS: usize = 9;
 impl<D: Device> Rig<D> {
     /// Lengths around the widths of vectors and groups, and a long one.
     pub fn lengths(&self) -> Vec<usize> {
-        [0, 1, 7, 8, 9, 255, self.most_elems].into_iter().filter(|&n| n <= self.most_elems).collect()
+        if cfg!(miri) {
+            return vec![0, 9, self.most_elems];
+        }
+        vec![0, 1, 7, 8, 9, 255, self.most_elems]
     }
 
     /// Memory that holds `values`, from element `from` of an aligned place on.
