@@ -106,10 +106,18 @@ extern "C" __global__ __launch_bounds__(THREADS) void grad_stats_combine(const d
     u32 lane = threadIdx.x;
     double sum = 0.0;
     u64 count = 0;
-#pragma unroll 8
-    for (u64 i = lane; i < chunks; i += THREADS) {
-        sum += sums[i];
-        count += bad[i];
+    // Loads of several chunks are under way together; the sums of those that are not there are 0.
+    for (u64 first = lane; first < chunks; first += THREADS * GROUP) {
+        double of_chunk[GROUP];
+        u32 bad_of_chunk[GROUP];
+#pragma unroll
+        for (u32 i = 0; i < GROUP; i++) {
+            u64 chunk = first + i * THREADS;
+            of_chunk[i] = chunk < chunks ? sums[chunk] : 0.0;
+            bad_of_chunk[i] = chunk < chunks ? bad[chunk] : 0;
+        }
+#pragma unroll
+        for (u32 i = 0; i < GROUP; i++) sum += of_chunk[i], count += bad_of_chunk[i];
     }
     lane_sums[lane] = sum;
     lane_bad[lane] = count;
