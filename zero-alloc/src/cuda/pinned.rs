@@ -7,8 +7,8 @@ use super::CudaDevice;
 use super::driver::Context;
 use crate::device::{DeviceError, Memory};
 
-/// What the driver's pages are aligned to.
-const ALIGN_BYTES: usize = 4096;
+/// What CUDA promises of every address that it allocates. Small pieces of pinned memory do share pages.
+const ALIGN_BYTES: usize = 256;
 
 /// Pinned host memory of a device's context (`cuMemHostAlloc`, flags 0: cached, so that the host reads it fast).
 ///

@@ -119,7 +119,7 @@ impl Slot {
     /// The memory; after [`Self::wait`].
     fn words(&mut self) -> &mut [u32] {
         debug_assert!(self.taken.is_none());
-        // SAFETY: aligned to pages, as long as was allocated and initialised; no copy from it is under way.
+        // SAFETY: aligned for words, as long as was allocated and initialised; no copy from it is under way.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len_bytes / size_of::<u32>()) }
     }
 

@@ -13,14 +13,24 @@ struct Allocation {
     _charge: Option<Charge>,
 }
 
-/// Device memory of exactly `bytes`, at a multiple of 4096.
+/// CUDA promises 256, and small allocations share pages: here none begins a page.
+const WITHIN_PAGE: usize = 256;
+
+/// Memory of exactly `bytes`, and where it begins.
+fn within_a_page(bytes: usize) -> Outcome<(Mapping, u64)> {
+    let whole = bytes.checked_add(WITHIN_PAGE).ok_or(Failure::OutOfMemory)?;
+    let mapping = Mapping::memory(whole).map_err(|_| Failure::OutOfMemory)?;
+    let start = mapping.start() + WITHIN_PAGE as u64;
+    Ok((mapping, start))
+}
+
+/// Device memory of exactly `bytes`.
 pub(crate) fn allocate(device: &'static Device, bytes: usize) -> Outcome<u64> {
     if bytes == 0 {
         return Err(Failure::InvalidValue);
     }
     let charge = device.charge(bytes as u64)?;
-    let mapping = Mapping::memory(bytes).map_err(|_| Failure::OutOfMemory)?;
-    let start = mapping.start();
+    let (mapping, start) = within_a_page(bytes)?;
     let keep = Arc::new(Allocation { _mapping: mapping, _charge: Some(charge) });
     space::insert(start, bytes as u64, Kind::Device, device.ordinal, keep).map(|()| start)
 }
@@ -36,8 +46,7 @@ pub(crate) fn allocate_pinned(device: &'static Device, bytes: usize) -> Outcome<
     if bytes == 0 {
         return Err(Failure::InvalidValue);
     }
-    let mapping = Mapping::memory(bytes).map_err(|_| Failure::OutOfMemory)?;
-    let start = mapping.start();
+    let (mapping, start) = within_a_page(bytes)?;
     let keep = Arc::new(Allocation { _mapping: mapping, _charge: None });
     space::insert(start, bytes as u64, Kind::Pinned, device.ordinal, keep).map(|()| start)
 }
