@@ -21,6 +21,8 @@ use crate::trainer::run_on_cuda;
 const GRACE: Duration = Duration::from_secs(10);
 /// What lets ranks share a GPU, and keeps each small enough for it.
 const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "8")];
+/// While steps are recorded NCCL would have ranks open one another's buffers, which pages of a pool do not allow.
+const RECORDING: [(&str, &str); 1] = [("NCCL_GRAPH_REGISTER", "0")];
 
 /// Trains on `gpus` GPUs of this machine, or as the rank of other machines' too that this process was `launched` as.
 pub(super) fn run(args: &TrainArgs, gpus: usize, launched: Option<Ranks>) -> Result<(), CliError> {
@@ -37,12 +39,11 @@ fn launch(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
     static INTERRUPTS: AtomicUsize = AtomicUsize::new(0);
     let program = std::env::current_exe().map_err(|e| CliError::Failure(format!("this program's own file: {e}")))?;
     let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
-    let sharing = SHARING.into_iter().filter(|variable| args.share_gpus && unset(variable));
     let job = Job {
         ranks,
         program,
         args: std::env::args_os().skip(1).collect(),
-        variables: sharing.map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        variables: variables(args).filter(unset).map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         grace: GRACE,
     };
     let count = || {
@@ -58,6 +59,12 @@ fn launch(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
         JobError::Reported { report, .. } if report.code == 2 => CliError::usage(&error),
         _ => CliError::failure(error),
     })
+}
+
+/// What NCCL is told where the user does not say otherwise.
+fn variables(args: &TrainArgs) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let sharing = SHARING.into_iter().filter(|_| args.share_gpus);
+    sharing.chain(RECORDING.into_iter().filter(|_| args.cuda_graph))
 }
 
 /// Trains as one rank; rank 0 prints.
