@@ -4,7 +4,7 @@
 //! allowed until it is. Each call here asks until then, with a limit, and gives up early when the world has failed. The
 //! lock is held for single calls of the library only, never while waiting, so that [`Handle::abort`] gets it.
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::time::{Duration, Instant};
 
@@ -13,12 +13,17 @@ use parking_lot::Mutex;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType};
 
+use super::config::Config;
+use super::ending::Ending;
 use super::library::{IN_PROGRESS, Nccl, SUCCESS, back_end};
 use super::world::Transport;
 use crate::call::{Checked, Group};
 use crate::{Collective, CommError, ReduceOp};
 
-/// Between two questions whether a call is done, at first and at most.
+/// How long it is asked without a pause whether a call is done: NCCL hands each collective to a thread, which takes some
+/// tens of microseconds to put it on its stream.
+const SPIN: Duration = Duration::from_micros(100);
+/// Between two questions after that, at first and at most.
 const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_millis(1)];
 /// How long aborting waits for a call of another thread, which does not block and so soon returns.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
@@ -52,43 +57,6 @@ pub(super) struct Handle {
     device: CudaDevice,
     /// None once it is aborted or destroyed.
     raw: Mutex<Option<Raw>>,
-}
-
-/// `ncclConfig_t` as it was in 2.18: newer libraries take it, and fill in what came later. What is undefined is left to
-/// NCCL and its variables.
-#[repr(C)]
-struct Config {
-    size: usize,
-    magic: c_uint,
-    version: c_uint,
-    blocking: c_int,
-    cga_cluster_size: c_int,
-    min_ctas: c_int,
-    max_ctas: c_int,
-    net_name: *const c_char,
-    split_share: c_int,
-}
-
-const UNDEFINED: c_int = c_int::MIN;
-
-impl Config {
-    const fn without_blocking() -> Self {
-        Self {
-            size: size_of::<Self>(),
-            magic: 0xcafe_beef,
-            version: 21_800,
-            blocking: 0,
-            cga_cluster_size: UNDEFINED,
-            min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
-            net_name: std::ptr::null(),
-            split_share: UNDEFINED,
-        }
-    }
-
-    fn as_ptr(&mut self) -> *mut sys::ncclConfig_t {
-        std::ptr::from_mut(self).cast()
-    }
 }
 
 /// What initialises the communicators of a world.
@@ -129,7 +97,7 @@ impl Handle {
             return Err(Interrupt::Failed(back_end(nccl.message("ncclCommInitRankConfig", code))));
         }
         let handle = Self { nccl, device: device.clone(), raw: Mutex::new(Some(Raw(raw))) };
-        handle.settle("ncclCommInitRankConfig", code, limit, world).inspect_err(|_| handle.abort())?;
+        handle.settle("ncclCommInitRankConfig", code, limit, world).inspect_err(|_| handle.abort().wait())?;
         Ok(handle)
     }
 
@@ -165,8 +133,12 @@ impl Handle {
             if begun.elapsed() >= limit {
                 return Err(Interrupt::Late);
             }
-            std::thread::sleep(pause);
-            pause = (pause * 2).min(PAUSES[1]);
+            if begun.elapsed() < SPIN {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(PAUSES[1]);
+            }
             code = self.with(|raw| self.state(raw), world)?;
         }
     }
@@ -308,7 +280,8 @@ impl Handle {
             device: self.device.clone(),
             raw: Mutex::new(Some(Raw(child))),
         });
-        settled?;
+        // What came of a split that failed can be aborted only.
+        settled.inspect_err(|_| child.iter().for_each(|child| child.abort().wait()))?;
         if let Some(child) = &child {
             let code = child.with(|raw| child.state(raw), world)?;
             child.settle("ncclCommSplit", code, limit, world)?;
@@ -359,13 +332,26 @@ impl Transport for Handle {
         }
     }
 
-    fn abort(&self) {
+    /// On a thread of its own: NCCL's call blocks until what was under way has left its streams, and until graphs with
+    /// collectives of it are gone.
+    fn abort(&self) -> Ending {
+        let (ended, end) = Ending::new();
         // A library that blocks after all keeps the lock: then the process's end has to do.
         let raw = self.raw.try_lock_for(LOCK_LIMIT).and_then(|mut raw| raw.take());
-        if let (Some(raw), Ok(())) = (raw, self.device.bind()) {
-            // SAFETY: it lives, and nobody else has it any more.
-            unsafe { (self.nccl.table.abort)(raw.0) };
+        if let Some(raw) = raw {
+            let (nccl, device) = (self.nccl, self.device.clone());
+            let abort = move || {
+                let whole = raw;
+                if device.bind().is_ok() {
+                    // SAFETY: it lives, and nobody else has it any more.
+                    unsafe { (nccl.table.abort)(whole.0) };
+                }
+                drop(ended);
+            };
+            // Without a thread it stays as it is until the process ends.
+            let _spawned = std::thread::Builder::new().name("nccl abort".to_owned()).spawn(abort);
         }
+        end
     }
 }
 
@@ -381,7 +367,7 @@ impl Drop for Handle {
         let finalized = self.with(finalize, &no_world);
         let finalized = finalized.and_then(|code| self.settle("ncclCommFinalize", code, FINALIZE_LIMIT, &no_world));
         if finalized.is_err() {
-            return self.abort();
+            return self.abort().wait();
         }
         if let Some(raw) = self.raw.lock().take() {
             // SAFETY: it lives, is finalized, and nobody else has it any more.

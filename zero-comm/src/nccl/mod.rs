@@ -32,6 +32,8 @@
 //! delivered nonsense, or have seemed to succeed, before that. What a recorded graph repeats is not seen: its
 //! collectives were compared when they were recorded, and a stall shows as the limit of whoever waits for the stream.
 
+mod config;
+mod ending;
 mod error;
 mod handle;
 mod hub;
@@ -100,7 +102,8 @@ struct Enqueued {
 }
 
 /// One process's handle of a group of processes, each with a GPU. Dropping it gives the group up: the others get
-/// [`CommError::Left`] from what this rank has not called.
+/// [`CommError::Left`] from what this rank has not called. It waits, some seconds at most, for the other ranks of the machine to
+/// do the same, and for graphs with its collectives to be gone: drop those first.
 pub struct NcclCommunicator {
     // First, so that NCCL's communicator goes before the world does.
     handle: Arc<Handle>,
@@ -263,7 +266,7 @@ impl Drop for NcclCommunicator {
         let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
         // What this rank enqueued is finished first, as its peers expect.
         if self.drain().is_err() {
-            self.handle.abort();
+            self.handle.abort().wait();
         }
         world.close(self.context, done);
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use zero_alloc::device::{DType, DeviceError};
 
+use super::ending::Ending;
 use super::message::{Message, VERSION};
 use super::rendezvous::{Joined, join};
 use super::wire::{Incoming, send};
@@ -195,8 +196,30 @@ impl Transport for Fake {
         self.error.lock().clone()
     }
 
-    fn abort(&self) {
+    fn abort(&self) -> Ending {
         self.aborts.fetch_add(1, Ordering::Relaxed);
+        Ending::new().1
+    }
+}
+
+/// A communicator whose collective stands behind one of another's on a stream: it ends when that one does.
+struct Behind(Arc<Fake>);
+
+impl Transport for Behind {
+    fn error(&self) -> Option<String> {
+        None
+    }
+
+    fn abort(&self) -> Ending {
+        let (ended, end) = Ending::new();
+        let other = Arc::clone(&self.0);
+        std::thread::spawn(move || {
+            while other.aborts.load(Ordering::Relaxed) == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            drop(ended);
+        });
+        end
     }
 }
 
@@ -248,6 +271,23 @@ impl Rank {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.world.failure().unwrap()
+    }
+}
+
+#[test]
+fn communicators_whose_collectives_stand_behind_one_another_are_aborted_at_once() {
+    for failed in on_ranks(1, |ranks| {
+        let world = World::start(join_as(&ranks, LONG).unwrap(), 0, LONG).unwrap();
+        let last = Arc::new(Fake::default());
+        world.open(0, Arc::new(Behind(Arc::clone(&last))));
+        world.open(1, last);
+        let begun = Instant::now();
+        world.fail(CommError::Aborted { rank: 0, reason: "on purpose".to_owned() });
+        // It ends when both have.
+        drop(world);
+        begun.elapsed()
+    }) {
+        assert!(failed < Duration::from_secs(3), "{failed:?}");
     }
 }
 

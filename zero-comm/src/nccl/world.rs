@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use zero_alloc::device::DeviceError;
 
+use super::ending::Ending;
 use super::message::{Context, Message, Wish};
 use super::rendezvous::Joined;
 use super::server::BEAT;
@@ -36,8 +37,8 @@ pub(super) trait Transport: Send + Sync {
     /// An error that came up outside any call.
     fn error(&self) -> Option<String>;
 
-    /// Ends all that is under way.
-    fn abort(&self);
+    /// Begins to end all that is under way.
+    fn abort(&self) -> Ending;
 }
 
 /// Whether a point of a stream is reached.
@@ -387,11 +388,13 @@ impl Watcher {
         let open: Vec<_> =
             state.open.values_mut().map(|o| (Arc::clone(&o.transport), std::mem::take(&mut o.operations))).collect();
         drop(state);
-        for (transport, operations) in open {
-            let broken_off = operations.into_iter().filter(|operation| !matches!((operation.ended)(), Ok(true)));
-            broken_off.for_each(|operation| (operation.poison)(&failure));
-            transport.abort();
-        }
+        let (transports, operations): (Vec<_>, Vec<_>) = open.into_iter().unzip();
+        let broken_off =
+            operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
+        broken_off.for_each(|operation| (operation.poison)(&failure));
+        // All at once: what one has under way may stand behind another's on a stream.
+        let ends: Vec<Ending> = transports.iter().map(|transport| transport.abort()).collect();
+        Ending::wait_for_all(ends);
         self.shared.changed.notify_all();
     }
 

@@ -130,6 +130,7 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
     let (stream, at_fault) = (&rank.stream, comm.rank() == 1);
     let ((a, _a), (b, _b)) = (rank.buffer(4096, DType::F32), rank.buffer(8192, DType::F32));
     let (bytes, _c) = rank.buffer(4096, DType::U8);
+    let mut parts = Vec::new();
     comm.barrier(stream)?;
     stream.synchronize(LIMIT)?;
     // So that the hub has heard of it.
@@ -151,6 +152,28 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
             if at_fault {
                 kill_this_process();
             }
+        }
+        // What this rank has under way on the world's communicator stands on the stream behind what cannot end.
+        "killed-behind" => {
+            let part = comm.split(Some(0), comm.rank() as u64)?.unwrap();
+            part.all_reduce(stream, a, a, ReduceOp::Sum)?;
+            stream.synchronize(LIMIT)?;
+            if at_fault {
+                kill_this_process();
+            }
+            part.all_reduce(stream, a, a, ReduceOp::Sum)?;
+            parts.push(part);
+        }
+        // NCCL waits for graphs with collectives of a communicator before it gives it up. This one stays for good.
+        "killed-with-graph" => {
+            let failed = |e: CommError| DeviceError::Driver { call: "all_reduce", message: e.to_string() };
+            let graph = stream.capture(|| comm.all_reduce(stream, a, a, ReduceOp::Sum).map_err(failed))?;
+            graph.launch(stream)?;
+            stream.synchronize(LIMIT)?;
+            if at_fault {
+                kill_this_process();
+            }
+            std::mem::forget(graph);
         }
         "stalled" if at_fault => std::thread::sleep(FAULT_LIMIT * 2),
         "count" if at_fault => comm.all_reduce(stream, b, b, ReduceOp::Sum)?,

@@ -187,7 +187,7 @@ pub unsafe extern "C" fn ncclCommSplit(
 pub unsafe extern "C" fn ncclCommGetAsyncError(handle: usize, state: *mut c_int) -> c_int {
     with(handle, |comm| {
         // SAFETY: the caller's promise.
-        unsafe { state.write(comm.state.load(Ordering::Acquire)) };
+        unsafe { state.write(comm.state()) };
         SUCCESS
     })
 }
@@ -195,7 +195,12 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(handle: usize, state: *mut c_int)
 /// Makes ready to be destroyed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommFinalize(handle: usize) -> c_int {
-    with(handle, |comm| if comm.is_idle() { SUCCESS } else { say(INVALID_USAGE, "collectives are under way") })
+    with(
+        handle,
+        |comm| {
+            if comm.is_idle() { comm.finalize() } else { say(INVALID_USAGE, "collectives are under way") }
+        },
+    )
 }
 
 /// Ends a communicator.

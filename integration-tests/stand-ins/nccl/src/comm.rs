@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::cuda::{Current, Stream, launch, launch_each};
+use crate::cuda::{Current, Stream, launch, launch_each, tie};
 use crate::exchange::{Aborted, Exchange};
 use crate::work::{Kind, Part, give, take};
 
@@ -14,6 +14,7 @@ pub(crate) const CUDA_ERROR: i32 = 1;
 pub(crate) const SYSTEM_ERROR: i32 = 2;
 pub(crate) const INVALID_ARGUMENT: i32 = 4;
 pub(crate) const INVALID_USAGE: i32 = 5;
+pub(crate) const REMOTE_ERROR: i32 = 6;
 pub(crate) const IN_PROGRESS: i32 = 7;
 
 /// Where the variable wants an error.
@@ -36,13 +37,29 @@ struct Order {
     recorded: u64,
     /// An operation works in its buffers.
     working: bool,
+    /// Threads of its own at work.
+    busy: usize,
+    /// Operations that were put on streams, and those that their streams have left behind.
+    launched: u64,
+    passed: u64,
+    /// Operations in graphs that live.
+    tied: usize,
+}
+
+impl Order {
+    /// Nothing of it is on a stream, nor can come on one.
+    fn is_quiet(&self) -> bool {
+        self.passed == self.launched && self.tied == 0
+    }
 }
 
 /// A communicator of this process.
 pub(crate) struct Comm {
     exchange: Exchange,
-    /// What asking for its state gives.
-    pub(crate) state: AtomicI32,
+    /// Where the last call stands.
+    state: AtomicI32,
+    /// What came up outside any call.
+    failed: AtomicI32,
     order: Mutex<Order>,
     changed: Condvar,
     /// It was not split from another.
@@ -75,7 +92,8 @@ fn insert(comm: Arc<Comm>) -> usize {
 impl Comm {
     fn start(exchange: Exchange, is_world: bool) -> Arc<Self> {
         let (order, changed) = (Mutex::default(), Condvar::new());
-        let comm = Arc::new(Self { exchange, state: AtomicI32::new(IN_PROGRESS), order, changed, is_world });
+        let (state, failed) = (AtomicI32::new(IN_PROGRESS), AtomicI32::new(SUCCESS));
+        let comm = Arc::new(Self { exchange, state, failed, order, changed, is_world });
         let meeting = Arc::clone(&comm);
         comm.background(move || {
             if meeting.exchange.meet("init", &[]).is_ok() {
@@ -90,14 +108,39 @@ impl Comm {
         insert(Self::start(Exchange::new(name, rank, n), true))
     }
 
-    fn background(&self, work: impl FnOnce() + Send + 'static) {
+    fn background(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
+        self.change(|order| order.busy += 1);
+        let comm = Arc::clone(self);
+        let work = move || {
+            work();
+            comm.change(|order| order.busy -= 1);
+        };
         if std::thread::Builder::new().name("nccl stand-in".to_owned()).spawn(work).is_err() {
+            self.change(|order| order.busy -= 1);
             self.set(SYSTEM_ERROR);
         }
     }
 
+    fn change(&self, change: impl FnOnce(&mut Order)) {
+        change(&mut lock(&self.order));
+        self.changed.notify_all();
+    }
+
+    fn wait_while(&self, condition: impl Fn(&Order) -> bool) {
+        let wait = self.changed.wait_while(lock(&self.order), |order| condition(order));
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+    }
+
     fn set(&self, state: i32) {
         self.state.store(state, Ordering::Release);
+    }
+
+    /// What asking for its state gives.
+    pub(crate) fn state(&self) -> i32 {
+        match self.state.load(Ordering::Acquire) {
+            SUCCESS => self.failed.load(Ordering::Acquire),
+            state => state,
+        }
     }
 
     pub(crate) fn rank_and_size(&self) -> (usize, usize) {
@@ -106,7 +149,7 @@ impl Comm {
 
     /// Enqueues the parts as one operation.
     pub(crate) fn enqueue(self: &Arc<Self>, stream: Stream, parts: Vec<Part>) -> i32 {
-        let state = self.state.load(Ordering::Acquire);
+        let state = self.state();
         if state != SUCCESS {
             // As NCCL: a communicator in progress is not to be used.
             return if state == IN_PROGRESS { INVALID_ARGUMENT } else { state };
@@ -120,14 +163,11 @@ impl Comm {
         let new: Vec<Kind> =
             parts.iter().map(|part| part.kind).filter(|&kind| order.connected.insert(kind)).collect();
         drop(order);
-        let comm = Arc::clone(self);
-        if new.is_empty() {
-            return if comm.submit(stream, sequence, parts) { SUCCESS } else { CUDA_ERROR };
-        }
         let Some(context) = Current::of_this_thread() else { return CUDA_ERROR };
+        let comm = Arc::clone(self);
         self.set(IN_PROGRESS);
         self.background(move || {
-            if comm.exchange.meet(&format!("connect-{sequence}"), &[]).is_ok() {
+            if new.is_empty() || comm.exchange.meet(&format!("connect-{sequence}"), &[]).is_ok() {
                 let taken = context.make() && comm.submit(stream, sequence, parts);
                 comm.set(if taken { SUCCESS } else { CUDA_ERROR });
             }
@@ -137,12 +177,15 @@ impl Comm {
 
     fn submit(self: &Arc<Self>, stream: Stream, sequence: u64, parts: Vec<Part>) -> bool {
         let comm = Arc::clone(self);
-        launch(stream, move || {
+        self.change(|order| order.launched += 1);
+        let taken = launch(stream, move || {
             let _ = comm.run(sequence, &parts);
-            let mut order = lock(&comm.order);
-            (order.ended, order.working) = (sequence + 1, false);
-            comm.changed.notify_all();
-        })
+            comm.change(|order| (order.ended, order.passed, order.working) = (sequence + 1, order.passed + 1, false));
+        });
+        if !taken {
+            self.change(|order| order.launched -= 1);
+        }
+        taken
     }
 
     /// Records the parts as one operation. Its runs meet those of the other ranks' operation of the same number; what is
@@ -156,8 +199,21 @@ impl Comm {
         let number = order.recorded;
         order.recorded += 1;
         drop(order);
-        let (comm, runs) = (Arc::clone(self), AtomicU64::new(0));
-        let taken = launch_each(stream, move || {
+        let Some(context) = Current::of_this_thread() else { return CUDA_ERROR };
+        let comm = Arc::clone(self);
+        self.set(IN_PROGRESS);
+        self.background(move || {
+            let taken = context.make() && comm.add_to_graph(stream, number, parts);
+            comm.set(if taken { SUCCESS } else { CUDA_ERROR });
+        });
+        IN_PROGRESS
+    }
+
+    fn add_to_graph(self: &Arc<Self>, stream: Stream, number: u64, parts: Vec<Part>) -> bool {
+        let (of_graph, comm, runs) = (Arc::clone(self), Arc::clone(self), AtomicU64::new(0));
+        self.change(|order| order.tied += 1);
+        tie(stream, move || of_graph.change(|order| order.tied -= 1));
+        launch_each(stream, move || {
             let run = runs.fetch_add(1, Ordering::Relaxed);
             let name = |run| format!("recorded-{number}-{run}");
             let mut order = lock(&comm.order);
@@ -170,10 +226,8 @@ impl Comm {
             order.working = true;
             drop(order);
             let _ = comm.work(&name(run), run.checked_sub(1).map(name), &parts);
-            lock(&comm.order).working = false;
-            comm.changed.notify_all();
-        });
-        if taken { SUCCESS } else { CUDA_ERROR }
+            comm.change(|order| order.working = false);
+        })
     }
 
     /// Does an operation when the ones before it are done.
@@ -190,7 +244,7 @@ impl Comm {
         drop(order);
         let (rank, _) = self.rank_and_size();
         if self.is_world && error_at() == Some((rank, sequence)) {
-            self.set(SYSTEM_ERROR);
+            self.failed.store(SYSTEM_ERROR, Ordering::Release);
             return Err(self.exchange.hang());
         }
         self.work(&sequence.to_string(), sequence.checked_sub(1).map(|before| before.to_string()), parts)
@@ -217,7 +271,7 @@ impl Comm {
 
     /// Begins to split; the handle of the new communicator goes to `out` in the end.
     pub(crate) fn split(self: &Arc<Self>, color: i32, key: i32, out: impl FnOnce(usize) + Send + 'static) -> i32 {
-        if self.state.load(Ordering::Acquire) != SUCCESS {
+        if self.state() != SUCCESS {
             return INVALID_ARGUMENT;
         }
         if !self.is_idle() {
@@ -247,15 +301,28 @@ impl Comm {
         IN_PROGRESS
     }
 
-    /// Ends what is under way, and waits until nothing touches a buffer any more.
-    pub(crate) fn abort(&self) {
-        let mut order = lock(&self.order);
-        self.exchange.aborted.store(true, Ordering::Release);
-        self.changed.notify_all();
-        while order.working {
-            order = self.changed.wait(order).unwrap_or_else(PoisonError::into_inner);
+    /// Gets ready to be destroyed: when no graph has operations of it any more, and all ranks do the same.
+    pub(crate) fn finalize(self: &Arc<Self>) -> i32 {
+        if self.state() != SUCCESS {
+            return INVALID_ARGUMENT;
         }
-        drop(order);
+        self.set(IN_PROGRESS);
+        let comm = Arc::clone(self);
+        self.background(move || {
+            let aborted = || comm.exchange.aborted.load(Ordering::Acquire);
+            comm.wait_while(|order| !order.is_quiet() && !aborted());
+            if !aborted() {
+                comm.set(if comm.exchange.part_in_peace() { SUCCESS } else { REMOTE_ERROR });
+            }
+        });
+        IN_PROGRESS
+    }
+
+    /// Ends what is under way, and waits until it has left its streams; also until graphs with operations of it are gone.
+    pub(crate) fn abort(&self) {
+        self.exchange.aborted.store(true, Ordering::Release);
+        self.change(|_| ());
+        self.wait_while(|order| order.busy > 0 || !order.is_quiet());
         self.exchange.destroy();
     }
 

@@ -12,6 +12,7 @@ struct Driver {
     current: unsafe extern "C" fn(*mut *mut c_void) -> c_int,
     make_current: unsafe extern "C" fn(*mut c_void) -> c_int,
     is_capturing: unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int,
+    tie: LaunchHostFunc,
 }
 
 fn driver() -> Option<&'static Driver> {
@@ -28,6 +29,8 @@ fn driver() -> Option<&'static Driver> {
             make_current: *unsafe { library.get(b"cuCtxSetCurrent\0") }.ok()?,
             // SAFETY: as above.
             is_capturing: *unsafe { library.get(b"cuStreamIsCapturing\0") }.ok()?,
+            // SAFETY: the signature is the stand-in's.
+            tie: *unsafe { library.get(b"standInTieToCapture\0") }.ok()?,
         };
         std::mem::forget(library);
         Some(driver)
@@ -98,11 +101,27 @@ unsafe extern "C" fn run(work: *mut c_void) {
 
 /// Runs `work` when its turn in the stream comes; whether the driver took it.
 pub(crate) fn launch(stream: Stream, work: impl FnOnce() + Send + 'static) -> bool {
+    hand_over(stream, work, |driver| driver.launch)
+}
+
+/// Runs `work` when the graph that the stream is recorded into is gone; at once where the driver did not take it.
+pub(crate) fn tie(stream: Stream, work: impl FnOnce() + Clone + Send + 'static) {
+    if !hand_over(stream, work.clone(), |driver| driver.tie) {
+        work();
+    }
+}
+
+/// Gives `work` to a function of the driver; whether it took it.
+fn hand_over(
+    stream: Stream,
+    work: impl FnOnce() + Send + 'static,
+    to: impl FnOnce(&Driver) -> LaunchHostFunc,
+) -> bool {
     let Some(driver) = driver() else { return false };
     let work: Box<Work> = Box::new(Box::new(work));
     let raw = Box::into_raw(work).cast();
     // SAFETY: `run` takes what is given to it here, once.
-    let taken = unsafe { (driver.launch)(stream.0, run, raw) } == 0;
+    let taken = unsafe { to(driver)(stream.0, run, raw) } == 0;
     if !taken {
         // SAFETY: the driver has not taken it.
         drop(unsafe { Box::from_raw(raw.cast::<Work>()) });

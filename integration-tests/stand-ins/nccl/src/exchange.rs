@@ -78,6 +78,18 @@ impl Exchange {
         let _ = fs::remove_file(self.file(what, self.rank));
     }
 
+    /// Waits until all ranks want to part; false where one has ended what they share, or this one is aborted.
+    pub(crate) fn part_in_peace(&self) -> bool {
+        let said = fs::write(self.file("parts", self.rank), []).is_ok();
+        while said && !(0..self.n).all(|rank| self.file("parts", rank).exists()) {
+            if self.check().is_err() || !self.folder.exists() {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        said
+    }
+
     /// This rank has read all that it will ever read. The last one to say so takes the folder away.
     pub(crate) fn leave(&self) {
         let _ = fs::write(self.file("left", self.rank), []);

@@ -4,7 +4,10 @@
 //! It is as strict as NCCL is where that is documented, or stricter, so that what NCCL would forgive by chance shows here:
 //!
 //! - communicators do not block: initialisation, splitting, and the first collective of each kind are in progress until
-//!   all ranks have come, and any call before that is refused;
+//!   all ranks have come, every other collective until another thread has put it on its stream, and the end until all ranks
+//!   want it; any call before that is refused;
+//! - ending and aborting a communicator wait for graphs with collectives of it, and aborting blocks: until what was under
+//!   way has left its streams, which may stand behind another communicator's;
 //! - a collective whose peers differ in kind, count or type, or do not come, never ends, until it is aborted;
 //! - collectives of a communicator run one after the other, on whatever streams;
 //! - sums of 16-bit types are rounded at each rank, and start at another rank for each part, as around a ring: they

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{Out, driver};
-use crate::driver::capture::{Capture, EXECUTABLES, GRAPHS, Mode};
+use super::{Out, driver, guard};
+use crate::driver::capture::{Capture, EXECUTABLES, GRAPHS, Mode, Tied};
 use crate::driver::device::current;
 use crate::driver::handles::fresh_number;
-use crate::driver::op::Op;
+use crate::driver::op::{HostFunction, Op};
 use crate::driver::stream::stream;
 use crate::error::Failure;
 
@@ -68,4 +68,18 @@ driver! {
     cuGraphDestroy(graph: usize) {
         GRAPHS.remove(graph).map(drop)
     }
+}
+
+/// Calls `gone` with `data` when the graph that comes of the stream's capture is gone, with all that was made of it. CUDA has
+/// user objects for this, which libraries make and give to the graph.
+///
+/// # Safety
+/// `gone` may be called so, once, by any thread.
+#[allow(non_snake_case)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn standInTieToCapture(on: usize, gone: HostFunction, data: usize) -> u32 {
+    guard("standInTieToCapture", || {
+        stream(on)?.part().ok_or(Failure::InvalidValue)?.capture.tie(Tied { gone, data });
+        Ok(())
+    })
 }

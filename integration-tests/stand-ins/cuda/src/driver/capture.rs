@@ -5,8 +5,8 @@ use std::thread::ThreadId;
 
 use super::device::Device;
 use super::handles::{Handles, lock};
-use super::op::{Op, run};
-use super::queue::Random;
+use super::op::{HostFunction, Op, run};
+use super::queue::{Random, in_host_function};
 use super::stream::{Part, Stream};
 use crate::error::{Failure, Outcome};
 
@@ -24,9 +24,24 @@ struct Node {
     after: Vec<usize>,
 }
 
+/// What a library ties to a graph: CUDA's user objects. It is told when the graph, all that was made of it and their last
+/// launch are gone.
+pub(crate) struct Tied {
+    pub(crate) gone: HostFunction,
+    pub(crate) data: usize,
+}
+
+impl Drop for Tied {
+    fn drop(&mut self) {
+        // SAFETY: whoever tied it promised that it may be called so, once, by any thread.
+        in_host_function(|| unsafe { (self.gone)(self.data as *mut libc::c_void) });
+    }
+}
+
 #[derive(Default)]
 struct State {
     nodes: Vec<Node>,
+    tied: Vec<Arc<Tied>>,
     /// The streams that take part, the origin first.
     streams: Vec<Arc<Stream>>,
     invalid: bool,
@@ -87,6 +102,7 @@ impl Capture {
             taking_part.set_part(None);
         }
         let mut state = lock(&capture.state);
+        let tied = std::mem::take(&mut state.tied);
         if state.invalid {
             return Err(Failure::CaptureInvalidated);
         }
@@ -100,7 +116,12 @@ impl Capture {
         if ends.iter().any(|&node| !joined[node]) {
             return Err(Failure::CaptureUnjoined);
         }
-        Ok(Graph { nodes: std::mem::take(&mut state.nodes) })
+        Ok(Graph { nodes: std::mem::take(&mut state.nodes), _tied: tied })
+    }
+
+    /// Ties `tied` to the graph that comes of this.
+    pub(crate) fn tie(&self, tied: Tied) {
+        lock(&self.state).tied.push(Arc::new(tied));
     }
 
     pub(crate) fn add(&self, op: Op, after: Vec<usize>) -> Outcome<usize> {
@@ -135,6 +156,7 @@ impl Capture {
 #[derive(Clone)]
 pub(crate) struct Graph {
     nodes: Vec<Node>,
+    _tied: Vec<Arc<Tied>>,
 }
 
 pub(crate) static GRAPHS: Handles<Graph> = Handles::new();
@@ -178,7 +200,8 @@ mod tests {
     #[test]
     fn a_graphs_order_keeps_dependencies_and_is_otherwise_free() {
         let node = |after: &[usize]| Node { op: Op::Record(Arc::new(Ticket::default())), after: after.to_vec() };
-        let graph = Graph { nodes: vec![node(&[]), node(&[0]), node(&[0]), node(&[1, 2])] };
+        let nodes = vec![node(&[]), node(&[0]), node(&[0]), node(&[1, 2])];
+        let graph = Graph { nodes, _tied: Vec::new() };
         let mut seen = std::collections::BTreeSet::new();
         for seed in 0..32 {
             seen.insert(graph.order(&mut Random::seeded(seed)));

@@ -1,0 +1,42 @@
+//! How a communicator of NCCL is to be.
+
+use std::ffi::{c_char, c_int, c_uint};
+
+use cudarc::nccl::sys;
+
+/// `ncclConfig_t` as it was in 2.18: newer libraries take it, and fill in what came later. What is undefined is left to
+/// NCCL and its variables.
+#[repr(C)]
+pub(super) struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+const UNDEFINED: c_int = c_int::MIN;
+
+impl Config {
+    pub(super) const fn without_blocking() -> Self {
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: 21_800,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+
+    pub(super) fn as_ptr(&mut self) -> *mut sys::ncclConfig_t {
+        std::ptr::from_mut(self).cast()
+    }
+}
