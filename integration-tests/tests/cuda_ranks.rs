@@ -105,10 +105,16 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
         let (plain, graphs) = (steps(dir.path(), "plain"), steps(dir.path(), "graphs"));
         assert_eq!((plain.len(), graphs.len()), (6, 6));
         for (plain, graphs) in plain.iter().zip(&graphs) {
-            for key in ["step", "loss", "grad_norm", "comm_bytes"] {
+            for key in ["step", "loss", "grad_norm"] {
                 assert_eq!(plain[key], graphs[key], "stage {stage}, {key}");
             }
+            for key in ["reduce_scatter", "all_gather", "all_reduce"] {
+                assert_eq!(plain["comm_bytes"][key], graphs["comm_bytes"][key], "stage {stage}, {key}");
+            }
         }
+        // In which step a save goes on, and its ranks talk of it, is the files' business.
+        let least = |steps: &[Value]| steps.iter().filter_map(|s| s["comm_bytes"]["control"].as_u64()).min();
+        assert_eq!(least(&plain), least(&graphs), "stage {stage}");
     }
 }
 
@@ -159,7 +165,8 @@ fn killed_rank(more: &[&str]) {
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert_eq!(said.matches("error: ").count(), 1, "{said}");
     assert!(said.contains("error: rank 1 was ended by signal 9"), "{said}");
-    assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
+    // The others end by themselves, before the launcher ends them after ten seconds.
+    assert!(killed.elapsed() < Duration::from_secs(9), "{:?}", killed.elapsed());
     assert!(!ranks.iter().any(|&pid| is_running(pid)));
 }
 

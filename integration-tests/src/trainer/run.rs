@@ -257,6 +257,10 @@ impl<D: Device> Runner<'_, D> {
         // The one wait of a step, for what was decided. The update runs meanwhile, and at stages 1 and 2 the gather after
         // it beside the next step's forward.
         let outcome = stage::outcome(rank, stage)?;
+        // A stream is not poisoned for the collectives of a graph: one that was broken off leaves what it found.
+        if let Some(failure) = rank.comm.failure() {
+            return Err(failure.into());
+        }
         if let (true, Some(saver)) = (flags::ready(outcome.flags()), saver) {
             saver.advance(rank)?;
         }

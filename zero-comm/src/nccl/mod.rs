@@ -30,7 +30,8 @@
 //! processes end; and it knows who is late. Whatever it finds ends the world on every rank with the same [`CommError`],
 //! in whose words ranks are those of the whole world. A call that differs from its peers' may have
 //! delivered nonsense, or have seemed to succeed, before that. What a recorded graph repeats is not seen: its
-//! collectives were compared when they were recorded, and a stall shows as the limit of whoever waits for the stream.
+//! collectives were compared when they were recorded, and a stall shows as the limit of whoever waits for the stream. Nor is
+//! a stream poisoned for them: before the results of a launch are believed, [`Communicator::failure`] must be asked.
 
 mod config;
 mod ending;
