@@ -136,3 +136,19 @@ fn ended_by(rank: usize, error: CommError) -> CliError {
         CliError::Echo(error.to_string())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nccl_is_told_what_the_flags_need() {
+        let told = |share_gpus, cuda_graph| {
+            let args = TrainArgs { share_gpus, cuda_graph, ..TrainArgs::default() };
+            variables(&args).map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        assert!(told(false, false).is_empty());
+        assert_eq!(told(false, true), ["NCCL_GRAPH_REGISTER"]);
+        assert_eq!(told(true, true), ["NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_GRAPH_REGISTER"]);
+    }
+}
