@@ -122,6 +122,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // Failures are let be: there is nobody to tell, and the driver cleans up behind a process.
+        let _bound = self.bind();
         for spare in self.spare.iter_mut().flat_map(|spare| spare.get_mut().drain(..)) {
             // SAFETY: an event of ours that nothing else names.
             unsafe { (self.driver.table.cuEventDestroy_v2)(spare.0) };
