@@ -152,21 +152,23 @@ fn killed_rank(more: &[&str]) {
     let args = ["--device", "cuda", "--share-gpus", "--ranks", "3", "--steps", "100000", "--metrics", "m"];
     let launcher = zero(dir.path(), &[&args[..], more].concat()).spawn().unwrap();
     let begun = Instant::now();
-    while std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count()) < 5 {
+    let steps = || std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count());
+    while steps() < 5 {
         assert!(begun.elapsed() < LONG, "{}", text(&finish(launcher)));
         std::thread::sleep(Duration::from_millis(20));
     }
     let ranks = children(launcher.id());
     assert_eq!(ranks.len(), 3);
     assert!(Command::new("kill").args(["-9", &ranks[1].to_string()]).status().unwrap().success());
-    let killed = Instant::now();
+    let (killed, done) = (Instant::now(), steps());
     let output = finish(launcher);
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert_eq!(said.matches("error: ").count(), 1, "{said}");
     assert!(said.contains("error: rank 1 was ended by signal 9"), "{said}");
-    // The others end by themselves, before the launcher ends them after ten seconds.
-    assert!(killed.elapsed() < Duration::from_secs(9), "{:?}", killed.elapsed());
+    assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
+    // A step or two were under way; nobody goes on alone until the launcher ends all.
+    assert!(steps() <= done + 5, "{} steps after {done}", steps());
     assert!(!ranks.iter().any(|&pid| is_running(pid)));
 }
 
