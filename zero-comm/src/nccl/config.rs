@@ -1,6 +1,7 @@
 //! How a communicator of NCCL is to be.
 
 use std::ffi::{c_char, c_int, c_uint};
+use std::mem::offset_of;
 
 use cudarc::nccl::sys;
 
@@ -19,12 +20,20 @@ pub(super) struct Config {
     split_share: c_int,
 }
 
+// It has the first fields of today's.
+const _: () = assert!(offset_of!(Config, blocking) == offset_of!(sys::ncclConfig_t, blocking));
+const _: () = assert!(offset_of!(Config, net_name) == offset_of!(sys::ncclConfig_t, netName));
+const _: () = assert!(offset_of!(Config, split_share) == offset_of!(sys::ncclConfig_t, splitShare));
+
+/// What NCCL reads: up to the last field. Behind it the compiler leaves a gap, in which later versions have a field.
+const BYTES: usize = offset_of!(Config, split_share) + size_of::<c_int>();
+
 const UNDEFINED: c_int = c_int::MIN;
 
 impl Config {
     pub(super) const fn without_blocking() -> Self {
         Self {
-            size: size_of::<Self>(),
+            size: BYTES,
             magic: 0xcafe_beef,
             version: 21_800,
             blocking: 0,
