@@ -24,6 +24,10 @@
 //! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, and in the first collective of each
 //! kind; always within the limit. Otherwise it only enqueues.
 //!
+//! **Graphs.** A collective may be recorded once one of its kind has run. While it is recorded NCCL tries to have ranks open one
+//! another's buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` saves the attempt. NCCL gives a communicator up
+//! only when all graphs with its collectives are gone: drop them first.
+//!
 //! **Failure.** NCCL itself tells of few faults, and names no rank. So the processes of a world keep a second,
 //! thin connection: to the *hub*, a few threads in rank 0's process, at the address where they met. Off the critical
 //! path, some ten milliseconds later, the hub hears of every call and compares it with those of the others; it sees
