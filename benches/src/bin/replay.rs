@@ -1,13 +1,14 @@
 //! `replay [--json] [--slack S] [--repeats N] [--synthetic] TRACE...`: replays allocation traces through zero-alloc's
 //! planner on a simulated device with pages of 2 MiB, and through the crate offset-allocator in the same run.
 //! The same trace goes through a whole pool on a simulated device too. `--synthetic` adds traces made up from models' shapes,
-//! `--random N` N more of any shape. See benches/traces/README.md.
+//! of training and of other programs, `--random N` N more of each of the two. See benches/traces/README.md.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use benches::replay::planner::{OffsetAllocatorReplay, PlannerReplay, mean_ns, pairs_ns, quantile};
 use benches::replay::pool;
+use benches::replay::programs::{RUNS, Run};
 use benches::replay::synth::{SHAPES, Shape};
 use benches::replay::{Timing, Trace};
 use serde_json::json;
@@ -63,8 +64,10 @@ fn main() -> ExitCode {
         Ok(trace) => replay(&trace, &options),
         Err(message) => Err(message),
     });
-    let made = SHAPES.iter().copied().filter(|_| options.synthetic).chain((0..options.random).map(Shape::random));
-    let made = made.map(|shape| replay(&shape.trace(), &options));
+    let shapes = SHAPES.iter().copied().filter(|_| options.synthetic).chain((0..options.random).map(Shape::random));
+    let runs = RUNS.iter().copied().filter(|_| options.synthetic).chain((0..options.random).map(Run::random));
+    let made = shapes.map(|shape| shape.trace()).chain(runs.map(|run| run.trace()));
+    let made = made.map(|trace| replay(&trace, &options));
     for result in recorded.chain(made) {
         if let Err(message) = result {
             eprintln!("{message}");

@@ -2,8 +2,10 @@
 
 pub mod planner;
 pub mod pool;
+pub mod programs;
 pub mod synth;
 pub mod trace;
+mod writer;
 
 pub use planner::{Outcome, Timing};
 pub use trace::{Op, Trace};

@@ -66,6 +66,7 @@ fn held_after(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::replay::programs::{RUNS, Run};
     use crate::replay::synth::{SHAPES, Shape};
 
     /// At most this much may be reserved beside the greatest live size, wherever that is above some pages.
@@ -89,7 +90,8 @@ mod tests {
     #[test]
     fn a_pool_reserves_as_little_on_other_programs() {
         let random = (0..12).map(|seed| Shape::random(seed).trace());
-        for trace in SHAPES.iter().map(Shape::trace).chain(random) {
+        let runs = RUNS.iter().copied().chain((0..12).map(Run::random)).map(|run| run.trace());
+        for trace in SHAPES.iter().map(Shape::trace).chain(random).chain(runs) {
             let ratio = ratio(&trace);
             assert!((1.0..=GOAL).contains(&ratio), "{}: {ratio}", trace.name);
         }

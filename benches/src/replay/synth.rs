@@ -1,7 +1,8 @@
 //! Traces of training and generation made up from a model's shapes, so that the planner is judged on more than
 //! the recorded ones. Everything follows from a seed.
 
-use super::{Op, Trace};
+use super::Trace;
+use super::writer::Writer;
 
 /// What kind of program is imitated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,61 +62,6 @@ pub const SHAPES: [Shape; 8] = {
         shape(Program::Checkpointed, [40, 5120, 32000, 4, 2048], 50, 8),
     ]
 };
-
-struct Writer {
-    trace: Trace,
-    sizes: Vec<u64>,
-    spare: Vec<u32>,
-    live_bytes: u64,
-    random: u64,
-}
-
-impl Writer {
-    fn new(name: String, seed: u64) -> Self {
-        let trace = Trace { name, ..Trace::default() };
-        Self { trace, sizes: Vec::new(), spare: Vec::new(), live_bytes: 0, random: seed }
-    }
-
-    fn take(&mut self, bytes: u64) -> u32 {
-        let slot = self.spare.pop().unwrap_or(self.sizes.len() as u32);
-        if slot as usize == self.sizes.len() {
-            self.sizes.push(0);
-        }
-        self.sizes[slot as usize] = bytes;
-        self.live_bytes += bytes;
-        self.trace.live_peak_bytes = self.trace.live_peak_bytes.max(self.live_bytes);
-        self.trace.allocations += 1;
-        self.trace.ops.push(Op::Allocate { slot, bytes });
-        slot
-    }
-
-    fn give(&mut self, slot: u32) {
-        self.live_bytes -= self.sizes[slot as usize];
-        self.spare.push(slot);
-        self.trace.ops.push(Op::Free { slot });
-    }
-
-    fn give_all(&mut self, slots: Vec<u32>) {
-        for slot in slots {
-            self.give(slot);
-        }
-    }
-
-    /// A temporary: taken and given.
-    fn scratch(&mut self, bytes: u64) {
-        let slot = self.take(bytes);
-        self.give(slot);
-    }
-
-    /// splitmix64
-    fn below(&mut self, bound: u64) -> u64 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.random;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % bound
-    }
-}
 
 impl Shape {
     /// Any program of any plausible size, as the seed has it.
@@ -194,12 +140,11 @@ impl Shape {
                 self.serve(&mut w);
             }
         }
-        w.trace.slots = w.sizes.len();
-        w.trace
+        w.finish()
     }
 
     /// Forward and backward; gives the gradients, which live on.
-    fn train_step(&self, w: &mut Writer, length: u64, shard: u64) -> Vec<u32> {
+    pub(super) fn train_step(&self, w: &mut Writer, length: u64, shard: u64) -> Vec<u32> {
         let tokens = self.batch * length;
         let row = tokens * self.width * 2;
         let recompute = self.program == Program::Checkpointed;
@@ -239,7 +184,7 @@ impl Shape {
             }
             let whole = (shard > 1).then(|| w.take(unit));
             while let Some(activation) = kept.pop() {
-                w.scratch(row * (1 + w.sizes[activation as usize] / row.max(1)));
+                w.scratch(row * (1 + w.bytes_of(activation) / row.max(1)));
                 w.give(activation);
             }
             let next = w.take(row);
@@ -259,7 +204,7 @@ impl Shape {
     }
 
     /// One block's forward; gives what is kept for backward.
-    fn forward(&self, w: &mut Writer, row: u64) -> Vec<u32> {
+    pub(super) fn forward(&self, w: &mut Writer, row: u64) -> Vec<u32> {
         let statistics = row / self.width * 2;
         let mut kept = vec![w.take(statistics), w.take(statistics), w.take(row)];
         kept.push(w.take(3 * row));
