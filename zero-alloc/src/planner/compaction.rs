@@ -1,5 +1,6 @@
 //! Compaction: which used ranges to move so that a contiguous free range of a given size appears.
 //!
+//! (Where the same kind of request misses again and again, [`regrowth`](super::regrowth) may spread ranges instead.)
 //! Two kinds of plan are compared by modelled cost. **Sliding** packs the used ranges of a window of
 //! neighbours towards its low end, and the window's holes become one. **Evicting** empties a window by moving
 //! its used ranges into holes elsewhere, which can be cheaper when a small range divides two large holes.
@@ -52,6 +53,21 @@ pub struct Compaction {
     pub bytes: u64,
     /// Modelled time to copy.
     pub cost_ns: f64,
+    /// Why it was made.
+    pub(super) cause: Cause,
+}
+
+/// Why a plan was made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Cause {
+    /// It was asked for.
+    Asked,
+    /// A request did not fit.
+    Miss,
+    /// A request of `bytes` nearly fitted; spreading would have moved `price` bytes.
+    NearMiss { bytes: u64, price: f64 },
+    /// Ranges are spread for a request of `bytes`, with a pad.
+    Spread { bytes: u64, pad: u64 },
 }
 
 impl Compaction {

@@ -43,7 +43,8 @@ impl CostModel {
 
     /// One move of `bytes` by `distance`: where the two overlap it is cut in pieces that do not.
     pub fn move_ns(&self, bytes: u64, distance: u64) -> f64 {
-        let calls = bytes.div_ceil(distance.max(1)).max(1);
+        // Most moves are far: no need to divide.
+        let calls = if distance >= bytes { 1 } else { bytes.div_ceil(distance.max(1)) };
         bytes as f64 * self.copy_byte_ns + calls as f64 * self.copy_call_ns
     }
 }

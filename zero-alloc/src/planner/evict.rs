@@ -1,6 +1,6 @@
 //! Evicting: a window is emptied by moving its used ranges into holes elsewhere.
 
-use super::compaction::{Compaction, Relocation, Window, touches};
+use super::compaction::{Cause, Compaction, Relocation, Window, touches};
 use super::cost::CostModel;
 use super::offsets::{Offsets, RangeId};
 use super::ranges::{NONE, State};
@@ -11,47 +11,62 @@ const TRIES: usize = 16;
 /// The cheapest plan of its kind among the cheapest windows, where one costs less than `limit_ns`.
 pub(super) fn plan(space: &Offsets, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
     let at = |i: u32| &space.ranges[i as usize];
-    let mut windows: Vec<(f64, Window)> = Vec::new();
-    let mut holes: Vec<Hole> = Vec::new();
-    // In the window: used bytes, used ranges.
-    let (mut first, mut used, mut ranges) = (space.first(), 0u64, 0u64);
+    let mut windows: Vec<Candidate> = Vec::with_capacity(4 * TRIES);
+    let mut holes: Vec<Hole> = Vec::with_capacity(4 * TRIES);
+    // In the window: used bytes, used ranges; and how many holes lie below it.
+    let (mut first, mut used, mut ranges, mut below) = (space.first(), 0u64, 0u64, 0);
     let mut last = space.first();
     while last != NONE {
         let range = at(last);
         if range.below != NONE && !touches(at(range.below), range) {
-            (first, used, ranges) = (last, 0, 0);
+            (first, used, ranges, below) = (last, 0, 0, holes.len());
         }
         match range.state {
             State::Used => (used, ranges) = (used + range.bytes, ranges + 1),
             State::Free => holes.push(Hole { bytes: range.bytes, start: range.start, index: last }),
             State::Pinned | State::Spare => {
                 last = range.above;
-                (first, used, ranges) = (last, 0, 0);
+                (first, used, ranges, below) = (last, 0, 0, holes.len());
                 continue;
             }
         }
         while range.end() - at(first).start >= wanted {
             let moved_ns = cost.copies_ns(used, ranges);
             if moved_ns < limit_ns {
-                windows.push((moved_ns, Window { first, last }));
+                let holes = below..holes.len();
+                windows.push(Candidate { cost_ns: moved_ns, window: Window { first, last }, holes });
             }
             let low = at(first);
             if first == last {
                 break;
             }
-            if low.state == State::Used {
-                (used, ranges) = (used - low.bytes, ranges - 1);
+            match low.state {
+                State::Free => below += 1,
+                _ => (used, ranges) = (used - low.bytes, ranges - 1),
             }
             first = low.above;
         }
         last = range.above;
     }
     if windows.len() > TRIES {
-        windows.select_nth_unstable_by(TRIES, |a, b| a.0.total_cmp(&b.0));
+        windows.select_nth_unstable_by(TRIES, |a, b| a.cost_ns.total_cmp(&b.cost_ns));
         windows.truncate(TRIES);
     }
-    windows.sort_by(|a, b| a.0.total_cmp(&b.0));
-    windows.iter().find_map(|(cost_ns, window)| empty(space, window, &holes, *cost_ns))
+    windows.sort_by(|a, b| a.cost_ns.total_cmp(&b.cost_ns));
+    let mut outside = Vec::with_capacity(holes.len());
+    windows.iter().find_map(|candidate| {
+        outside.clear();
+        outside.extend_from_slice(&holes[..candidate.holes.start]);
+        outside.extend_from_slice(&holes[candidate.holes.end..]);
+        empty(space, candidate, &mut outside)
+    })
+}
+
+struct Candidate {
+    cost_ns: f64,
+    window: Window,
+    /// Which of the holes lie in it.
+    holes: std::ops::Range<usize>,
 }
 
 #[derive(Clone, Copy)]
@@ -62,11 +77,11 @@ struct Hole {
 }
 
 /// Moves everything out of a window, where there are holes for it.
-fn empty(space: &Offsets, window: &Window, holes: &[Hole], cost_ns: f64) -> Option<Compaction> {
+fn empty(space: &Offsets, candidate: &Candidate, holes: &mut [Hole]) -> Option<Compaction> {
     let at = |i: u32| &space.ranges[i as usize];
+    let Candidate { cost_ns, window, .. } = candidate;
     let (start, end) = (at(window.first).start, at(window.last).end());
-    let outside = |hole: &&Hole| hole.start < start || hole.start >= end;
-    let largest = holes.iter().filter(outside).map(|hole| hole.bytes).max()?;
+    let largest = holes.iter().map(|hole| hole.bytes).max()?;
     let mut leaving: Vec<u32> = Vec::new();
     let mut i = window.first;
     loop {
@@ -82,7 +97,6 @@ fn empty(space: &Offsets, window: &Window, holes: &[Hole], cost_ns: f64) -> Opti
         }
         i = range.above;
     }
-    let mut holes: Vec<Hole> = holes.iter().filter(outside).copied().collect();
     // The largest first, each into the smallest hole that takes it.
     leaving.sort_by_key(|i| std::cmp::Reverse(at(*i).bytes));
     let mut moves = Vec::with_capacity(leaving.len());
@@ -100,5 +114,5 @@ fn empty(space: &Offsets, window: &Window, holes: &[Hole], cost_ns: f64) -> Opti
         hole.bytes -= to + range.bytes - hole.start;
         hole.start = to + range.bytes;
     }
-    Some(Compaction { moves, start, bytes: end - start, cost_ns })
+    Some(Compaction { moves, start, bytes: end - start, cost_ns: *cost_ns, cause: Cause::Asked })
 }

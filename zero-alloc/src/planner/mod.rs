@@ -10,10 +10,12 @@ mod offsets;
 #[expect(clippy::module_inception, reason = "the file is named for its one type")]
 mod planner;
 mod ranges;
+mod regrowth;
 mod relocate;
 mod search;
 mod size_class;
 mod slide;
+mod spread;
 mod stitch;
 
 pub use compaction::{Compaction, Relocation};

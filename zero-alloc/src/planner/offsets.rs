@@ -193,13 +193,27 @@ impl Offsets {
             Pick::Highest | Pick::Lowest => self.find_by_offset(bytes, align, side, pick)?,
         };
         let start = place(&self.ranges[at as usize], bytes, align, side)?;
+        Some((self.cut(at, start, bytes, align, tag), start))
+    }
+
+    /// As [`Offsets::take`] from the low end, with up to `pad` bytes left free below: not more than above.
+    pub(super) fn take_apart(&mut self, bytes: u64, pad: u64, tag: u8) -> Option<(RangeId, u64)> {
+        let bytes = bytes.max(1).checked_next_multiple_of(self.granule)?;
+        let at = self.find(bytes, self.granule, Side::Low)?;
+        let hole = &self.ranges[at as usize];
+        let start = hole.start + (pad.min((hole.bytes - bytes) / 2) & !(self.granule - 1));
+        Some((self.cut(at, start, bytes, self.granule, tag), start))
+    }
+
+    #[inline(always)]
+    fn cut(&mut self, at: u32, start: u64, bytes: u64, align: u64, tag: u8) -> RangeId {
         self.free_bytes -= bytes;
         let used = self.carve(at, start, bytes);
         let range = &mut self.ranges[used as usize];
         range.state = State::Used;
         range.tag = tag;
         range.align_log2 = align.trailing_zeros() as u8;
-        Some((RangeId(used), start))
+        RangeId(used)
     }
 
     /// Cuts `bytes` at `start` out of a free range; what is left of it stays listed. The cut is in no list.
@@ -247,7 +261,8 @@ impl Offsets {
         let joins_above = upper.state == State::Free && upper.start == start + bytes;
         match (joins_below, joins_above) {
             (false, false) => {
-                self.ranges[at as usize].state = State::Free;
+                let range = &mut self.ranges[at as usize];
+                (range.state, range.old) = (State::Free, false);
                 self.list(at);
             }
             (true, false) => {

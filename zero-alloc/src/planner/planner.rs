@@ -9,6 +9,7 @@ use super::compaction::{self, Compaction};
 use super::cost::CostModel;
 use super::habit::Habit;
 use super::offsets::{Offsets, RangeId};
+use super::regrowth::Regrowth;
 use super::stitch::{self, Stitch};
 
 /// How long a block will live.
@@ -139,6 +140,7 @@ pub struct Planner {
     habit: Habit,
     /// The peak when bytes were last moved: the same again means that the program repeats itself.
     peak_at_compaction: u64,
+    regrowth: Regrowth,
 }
 
 impl Planner {
@@ -155,6 +157,7 @@ impl Planner {
             by_tag: [0; TAGS],
             habit: Habit::default(),
             peak_at_compaction: 0,
+            regrowth: Regrowth::NONE,
         }
     }
 
@@ -173,11 +176,31 @@ impl Planner {
     /// Takes a range; `None` where none fits: then [`Planner::make_room`] says what to do.
     #[inline]
     pub fn allocate(&mut self, request: Request) -> Option<(RangeId, u64)> {
+        if request.bytes >= self.regrowth.from {
+            return self.allocate_watched(request);
+        }
         let free_before = self.space.free_bytes();
         let (side, pick) = self.habit.choose(&request, self.space.bytes());
         let taken = self.space.take(request.bytes, request.align, side, pick, request.tag % TAGS as u8)?;
         self.by_tag[request.tag as usize % TAGS] += free_before - self.space.free_bytes();
         self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
+        Some(taken)
+    }
+
+    /// The same for what may be replaced by a larger one soon.
+    #[cold]
+    #[inline(never)]
+    fn allocate_watched(&mut self, request: Request) -> Option<(RangeId, u64)> {
+        let Request { bytes, align, tag, .. } = request;
+        let free_before = self.space.free_bytes();
+        let (side, pick) = self.habit.choose(&request, self.space.bytes());
+        let taken = match self.regrowth.pad(bytes) {
+            Some(pad) if align <= self.config.granule_bytes => self.space.take_apart(bytes, pad, tag % TAGS as u8)?,
+            _ => self.space.take(bytes, align, side, pick, tag % TAGS as u8)?,
+        };
+        self.by_tag[tag as usize % TAGS] += free_before - self.space.free_bytes();
+        self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
+        self.regrowth.placed(bytes);
         Some(taken)
     }
 
@@ -228,7 +251,13 @@ impl Planner {
     /// As [`Planner::make_room`], from what is reserved.
     pub fn make_room_without_growing(&self, request: Request) -> Option<Room> {
         let page = self.config.page_bytes;
-        let compact = compaction::plan(&self.space, request.bytes, request.align, &self.config.cost);
+        let Request { bytes, align, .. } = request;
+        let (peak, cost) = (self.peak_live_bytes, &self.config.cost);
+        let cause = match self.regrowth.answer(&self.space, bytes, align, peak, cost) {
+            Ok(spread) => return Some(Room::Compact(spread)),
+            Err(cause) => cause,
+        };
+        let compact = self.plan_compaction(request.bytes, request.align).map(|plan| Compaction { cause, ..plan });
         let stitch = (self.config.stitching && request.bytes >= page && request.align <= page)
             .then(|| stitch::plan(&self.space, request.bytes, page, &self.config.cost))
             .flatten();
@@ -316,6 +345,7 @@ impl Planner {
     /// # Panics
     /// The plan was made for another state of this planner.
     pub fn apply(&mut self, plan: &Compaction) {
+        self.regrowth.note(plan, &mut self.space);
         self.space.relocate(plan);
         if self.peak_at_compaction == self.peak_live_bytes {
             self.habit = self.habit.next();

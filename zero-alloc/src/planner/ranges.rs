@@ -36,6 +36,8 @@ pub(super) struct Range {
     /// What the range was taken for, and log2 of the alignment it was asked with.
     pub(super) tag: u8,
     pub(super) align_log2: u8,
+    /// Of a used range: it was there when ranges were last aged. Others are young.
+    pub(super) old: bool,
 }
 
 impl Range {
@@ -51,6 +53,7 @@ impl Range {
         state: State::Spare,
         tag: 0,
         align_log2: 0,
+        old: false,
     };
 
     pub(super) fn end(&self) -> u64 {

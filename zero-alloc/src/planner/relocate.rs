@@ -12,11 +12,20 @@ impl Offsets {
     pub(super) fn relocate(&mut self, plan: &Compaction) {
         for m in &plan.moves {
             assert_eq!(self.start_of(m.range), m.from, "the plan is of another state");
-            let below = &self.ranges[self.ranges[m.range.0 as usize].below as usize];
-            if m.to < m.from && m.to + m.bytes > m.from
+            let Range { below, above, .. } = self.ranges[m.range.0 as usize];
+            let (below, above) = (&self.ranges[below as usize], &self.ranges[above as usize]);
+            let end = m.to + m.bytes;
+            if m.to < m.from && end > m.from
                 || below.state == State::Free && below.end() == m.from && below.start <= m.to && m.to < m.from
             {
                 self.slide_down(m.range.0, m.to);
+            } else if m.to > m.from && m.to < m.from + m.bytes
+                || above.state == State::Free
+                    && above.start == m.from + m.bytes
+                    && above.end() >= end
+                    && m.to > m.from
+            {
+                self.slide_up(m.range.0, m.to);
             } else {
                 self.jump(m.range.0, m.to, m.hole);
             }
@@ -37,6 +46,30 @@ impl Offsets {
         }
         self.ranges[at as usize].start = to;
         self.free_above(at, to + bytes, distance);
+    }
+
+    /// Moves a used range up within the hole right above it.
+    fn slide_up(&mut self, at: u32, to: u64) {
+        let Range { start, bytes, below, above, .. } = self.ranges[at as usize];
+        let (end, distance) = (to + bytes, to - start);
+        let hole = &self.ranges[above as usize];
+        let hole_end = hole.end();
+        assert!(hole.state == State::Free && hole.start == start + bytes && end <= hole_end, "no hole to slide into");
+        if hole_end == end {
+            self.unlist(above);
+            self.remove(above);
+        } else {
+            self.resize(above, end, hole_end - end);
+        }
+        self.ranges[at as usize].start = to;
+        let lower = &self.ranges[below as usize];
+        if lower.state == State::Free && lower.end() == start {
+            let Range { start, bytes, .. } = *lower;
+            self.resize(below, start, bytes + distance);
+        } else {
+            let rest = self.insert_above(below, start, distance);
+            self.list(rest);
+        }
     }
 
     /// Makes the `bytes` from `start`, right above the range `at` and in no range, free.

@@ -1,6 +1,6 @@
 //! Sliding: the used ranges of a window are packed towards its low end, and its holes become one.
 
-use super::compaction::{Compaction, Relocation, Window, touches};
+use super::compaction::{Cause, Compaction, Relocation, Window, touches};
 use super::cost::CostModel;
 use super::offsets::{Offsets, RangeId};
 use super::ranges::{NONE, State};
@@ -77,5 +77,5 @@ fn pack(space: &Offsets, window: &Window, wanted: u64, cost: &CostModel, limit_n
         i = range.above;
     }
     let bytes = at(window.last).end() - to;
-    (bytes >= wanted).then_some(Compaction { moves, start: to, bytes, cost_ns })
+    (bytes >= wanted).then_some(Compaction { moves, start: to, bytes, cost_ns, cause: Cause::Asked })
 }
