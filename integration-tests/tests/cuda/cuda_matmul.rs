@@ -83,6 +83,10 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
         let want: Vec<f64> = biased.iter().zip(&x64).map(|(y, x)| y + x).collect();
         close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: bias and residual"));
 
+        if dtype == DType::F32 {
+            // The model does not ask for it, since the library does not say how exact its GELU is.
+            continue;
+        }
         let input = gpu.fresh(m * n, dtype);
         let forward = Product { epilogue: Epilogue::BiasGelu { bias, input }, ..plain };
         if !matmul.supports(&forward).unwrap() {
@@ -99,4 +103,68 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
         matmul.run(&gpu.stream, &Product { epilogue: Epilogue::GeluBackward { input }, ..plain }).unwrap();
         close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: GELU backward"));
     }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn sums_are_fp32_until_they_are_stored() {
+    let gpu = Gpu::open();
+    let matmul = matmul(&gpu);
+    // Few results of long sums, which the library likes to share among blocks.
+    let (m, n, k) = (64, 64, 8192);
+    for (dtype, large) in [(DType::Bf16, 256.0), (DType::F16, 2048.0)] {
+        // large + 1 has a bit too much for 16 bits, and the rest of the sum takes `large` off again.
+        let term = |i: usize| [large, 1.0].get(i).copied().unwrap_or(if i == k - 1 { -large } else { 0.0 });
+        let b: Vec<f32> = (0..k * n).map(|i| term(i / n)).collect();
+        let (left, right) = (gpu.put(&vec![1.0; m * k], dtype), gpu.put(&b, dtype));
+        let (left, right, y) = (Matrix::new(left, k), Matrix::new(right, n), gpu.fresh(m * n, dtype));
+        let out = Matrix::new(y, n);
+        matmul.run(&gpu.stream, &Product { left, right, out, add: None, epilogue: Epilogue::None }).unwrap();
+        let wrong = gpu.get(y).into_iter().find(|sum| *sum != 1.0);
+        assert_eq!(wrong, None, "{dtype}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_product_runs_from_any_thread_and_with_its_bias_at_any_place() {
+    let gpu = Gpu::open();
+    let matmul = matmul(&gpu);
+    let (m, n, k) = (24, 40, 56);
+    let (a, b, biases) = (values(m * k, 1), values(k * n, 2), values(n + 16, 3));
+    let [a64, b64, bias64] = [&a, &b, &biases].map(|v| rounded(v, DType::Bf16));
+    let product = fp64::matmul(&a64, &b64, k, n);
+    let [a, b, biases] = [&a, &b, &biases].map(|v| gpu.put(v, DType::Bf16));
+    let y = gpu.fresh(m * n, DType::Bf16);
+    // Aligned to 256 bytes, then to 32, then to 16 only: the shapes are the same.
+    for start in [0, 16, 8] {
+        let epilogue = Epilogue::Bias(biases.slice(start..start + n));
+        let (left, right, out) = (Matrix::new(a, k), Matrix::new(b, n), Matrix::new(y, n));
+        let product_of_bias = Product { left, right, out, add: None, epilogue };
+        // A new thread has no context.
+        std::thread::scope(|scope| {
+            scope.spawn(|| matmul.run(&gpu.stream, &product_of_bias)).join().unwrap().unwrap();
+        });
+        let want: Vec<f64> = product.iter().enumerate().map(|(i, v)| v + bias64[start + i % n]).collect();
+        close(&gpu.get(y), &want, tolerance(DType::Bf16), &format!("bias from {start} on"));
+    }
+}
+
+/// A unit's flat parameter lies at multiples of 32 bytes at some stages, and at larger ones at others.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn bits_are_the_same_at_all_places_that_units_have() {
+    let gpu = Gpu::open();
+    let matmul = matmul(&gpu);
+    let (m, n, k) = (24, 40, 56);
+    let right = Matrix::new(gpu.put(&values(k * n, 2), DType::Bf16), n);
+    let at = |start: usize| {
+        let a = [vec![0.0; start], values(m * k, 1)].concat();
+        let left = Matrix::new(gpu.put(&a, DType::Bf16).slice(start..a.len()), k);
+        let sum = gpu.zeros(m * n).erase();
+        let out = Matrix::new(sum, n);
+        matmul.run(&gpu.stream, &Product { left, right, out, add: Some(out), epilogue: Epilogue::None }).unwrap();
+        gpu.get(sum)
+    };
+    assert!(at(0) == at(16));
 }

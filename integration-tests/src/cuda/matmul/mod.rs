@@ -62,11 +62,12 @@ impl Matrix {
     fn stored(&self) -> [usize; 2] {
         if self.transposed { [self.cols, self.rows] } else { [self.rows, self.cols] }
     }
+}
 
-    /// The greatest power of two, at most 256, that divides the address.
-    fn alignment(&self) -> u32 {
-        1 << self.data.as_ptr().addr().trailing_zeros().min(8)
-    }
+/// The greatest power of two, at most 32, that divides the address. Tensor cores want 16 bytes; and to 32 a unit's flat
+/// parameter is aligned at every stage, so that the same product has the same algorithm, and bits, at all of them.
+fn alignment(slice: AnySlice) -> u32 {
+    1 << slice.as_ptr().addr().trailing_zeros().min(5)
 }
 
 /// What is done to the sums before they are stored.
@@ -131,6 +132,20 @@ pub struct Product {
     pub epilogue: Epilogue,
 }
 
+impl Product {
+    /// What it is called in timelines: one name for each way in which the library treats it.
+    fn label(&self) -> &'static str {
+        match (self.epilogue, self.add.is_some(), self.left.data.dtype() == self.out.data.dtype()) {
+            (Epilogue::Bias(_), false, _) => "matmul + bias",
+            (Epilogue::Bias(_), true, _) => "matmul + bias + residual",
+            (Epilogue::BiasGelu { .. }, ..) => "matmul + bias, GELU",
+            (Epilogue::GeluBackward { .. }, ..) => "matmul, GELU backward",
+            (Epilogue::None, true, false) => "matmul onto fp32",
+            (Epilogue::None, ..) => "matmul",
+        }
+    }
+}
+
 /// All that the choice of an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
@@ -138,7 +153,10 @@ struct Key {
     strides: [usize; 4],
     transposed: [bool; 2],
     dtypes: [DType; 2],
+    /// Of the factors, the addend and the result in the library's order.
     alignments: [u32; 4],
+    /// Of the bias and GELU's input, which the library looks at too.
+    beside: [Option<u32>; 2],
     adds: bool,
     epilogue: u32,
 }
@@ -151,6 +169,7 @@ struct Plan {
 
 /// Matrix products on a device; algorithms are chosen once for each shape.
 pub struct Matmul {
+    device: CudaDevice,
     library: Arc<CublasLt>,
     workspace: AnySlice,
     plans: Mutex<HashMap<Key, Option<Plan>>>,
@@ -163,13 +182,15 @@ impl std::fmt::Debug for Matmul {
 }
 
 impl Matmul {
-    /// Finds the library. `workspace` (see [`WORKSPACE_BYTES`]) is used by one stream at a time.
+    /// Finds the library. `workspace` (see [`WORKSPACE_BYTES`]), aligned to 256 bytes, is used by one stream at a time.
     ///
     /// # Errors
-    /// [`LibraryError::NotFound`], or the library cannot serve this device.
+    /// [`LibraryError::NotFound`], the library cannot serve this device, or the workspace is not aligned.
     pub fn new(device: &CudaDevice, workspace: AnySlice) -> Result<Self, OpError> {
+        check_len("matmul: workspace's address modulo 256", workspace.as_ptr().addr() % 256, 0)?;
         device.bind()?;
-        Ok(Self { library: CublasLt::find()?, workspace: workspace.bytes(), plans: Mutex::default() })
+        let (device, library) = (device.clone(), CublasLt::find()?);
+        Ok(Self { device, library, workspace: workspace.bytes(), plans: Mutex::default() })
     }
 
     /// Whether the library can compute `product` as it is.
@@ -194,7 +215,7 @@ impl Matmul {
             let product = format!("[{m}, {k}] x [{k}, {n}], {} to {}, {key:?}", key.dtypes[0], key.dtypes[1]);
             return Err(LibraryError::NoAlgorithm { product }.into());
         };
-        plan.point_at(product)?;
+        plan.point_at(product, |slice| slice.as_ptr().addr() as u64)?;
         let Product { left, right, out, add, .. } = product;
         // Nothing is added: the library then does not read c.
         let (c, beta) = add.as_ref().map_or((out, 0.0), |add| (add, 1.0));
@@ -212,7 +233,7 @@ impl Matmul {
             unsafe { self.library.matmul(stream, description, layouts, at, beta, algorithm, workspace) }
                 .map_err(|e| DeviceError::Driver { call: "cublasLtMatmul", message: e.to_string() })
         };
-        Ok(stream.labelled("matmul", enqueue)?)
+        Ok(stream.labelled(product.label(), enqueue)?)
     }
 
     fn plan<'a>(
@@ -221,6 +242,8 @@ impl Matmul {
         key: Key,
         product: &Product,
     ) -> Result<Option<&'a Plan>, OpError> {
+        // The library works in the context that is current on the calling thread.
+        self.device.bind()?;
         let plan = match plans.entry(key) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => new.insert(self.make_plan(&key, product)?),
@@ -251,7 +274,8 @@ impl Matmul {
             description.set_wide(Attribute::AuxStride, out.cols as u64)?;
         }
         let plan = Plan { description, layouts, algorithm: Algorithm::default() };
-        plan.point_at(product)?;
+        // The choice looks at the alignment of addresses alone: one that is no better aligned than the key says.
+        plan.point_at(product, |slice| alignment(slice).into())?;
         let found = library.choose(&plan.description, &plan.layouts, key.alignments, self.workspace.len())?;
         Ok(found.map(|algorithm| Plan { algorithm, ..plan }))
     }
@@ -259,12 +283,12 @@ impl Matmul {
 
 impl Plan {
     /// Gives the description the addresses of this product's bias and GELU input.
-    fn point_at(&self, product: &Product) -> Result<(), LibraryError> {
+    fn point_at(&self, product: &Product, address: impl Fn(AnySlice) -> u64) -> Result<(), LibraryError> {
         if let Some(bias) = product.epilogue.bias() {
-            self.description.set_wide(Attribute::BiasPointer, bias.as_ptr().addr() as u64)?;
+            self.description.set_wide(Attribute::BiasPointer, address(bias))?;
         }
         if let Some(input) = product.epilogue.gelu_input() {
-            self.description.set_wide(Attribute::AuxPointer, input.as_ptr().addr() as u64)?;
+            self.description.set_wide(Attribute::AuxPointer, address(input))?;
         }
         Ok(())
     }
@@ -315,7 +339,8 @@ fn check(product: &Product) -> Result<Key, OpError> {
         strides: [left.stride, right.stride, c.stride, out.stride],
         transposed: [left.transposed, right.transposed],
         dtypes: [left.data.dtype(), out.data.dtype()],
-        alignments: [right.alignment(), left.alignment(), c.alignment(), out.alignment()],
+        alignments: [right, left, c, out].map(|m| alignment(m.data)),
+        beside: [epilogue.bias(), epilogue.gelu_input()].map(|slice| slice.map(alignment)),
         adds: add.is_some(),
         epilogue: epilogue.code(),
     })

@@ -124,8 +124,15 @@ pub(super) struct Addresses {
 
 /// `CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES`.
 const PREFERENCE_WORKSPACE: c_int = 1;
+/// `CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK`, and the one scheme by which the parts of a sum that several blocks make
+/// are fp32 until they are added up: with the others they are rounded to the type of the result.
+const PREFERENCE_REDUCTION: c_int = 3;
+const REDUCTION_COMPUTE_TYPE: u32 = 2;
 /// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of b, c and d follow.
 const PREFERENCE_ALIGNMENT: c_int = 5;
+
+/// Algorithms that are asked for: the first may be one that cannot run after all.
+const CANDIDATES: usize = 8;
 
 impl CublasLt {
     /// The algorithm that the library thinks fastest, or none: for matrices aligned to `alignments` bytes (a, b, c, d).
@@ -149,17 +156,20 @@ impl CublasLt {
             calls.check("cublasLtMatmulPreferenceSetAttribute", status)
         };
         set(PREFERENCE_WORKSPACE, &workspace_bytes.to_le_bytes())?;
+        set(PREFERENCE_REDUCTION, &REDUCTION_COMPUTE_TYPE.to_le_bytes())?;
         for (attribute, alignment) in (PREFERENCE_ALIGNMENT..).zip(alignments) {
             set(attribute, &alignment.to_le_bytes())?;
         }
-        let (mut found, mut count) = (Algorithm::default(), 0);
+        let (mut found, mut count) = ([Algorithm::default(); CANDIDATES], 0);
         let (a, b, c, d) = (layouts.a.0.raw, layouts.b.0.raw, layouts.c.0.raw, layouts.d.0.raw);
-        // SAFETY: live descriptors; at most one result and its count are written.
+        let (raw, most) = (preference.raw, CANDIDATES as c_int);
+        // SAFETY: live descriptors; at most as many results as there are places, and their count, are written.
         let status = unsafe {
-            (calls.heuristic)(self.handle, what.0.raw, a, b, c, d, preference.raw, 1, &raw mut found, &raw mut count)
+            (calls.heuristic)(self.handle, what.0.raw, a, b, c, d, raw, most, found.as_mut_ptr(), &raw mut count)
         };
-        // The library's way to say that there is none is an error or no result.
-        Ok((status == 0 && count > 0 && found.state == 0).then_some(found))
+        // The library's way to say that there is none is an error or no result. The fastest comes first.
+        let count = if status == 0 { usize::try_from(count).unwrap_or(0) } else { 0 };
+        Ok(found.into_iter().take(count).find(|algorithm| algorithm.state == 0))
     }
 
     /// Enqueues the product on `stream`: `beta` times c is added.

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
+use crate::choice::{Algorithm, Preference, WORKSPACE_BYTES};
 use crate::product::{Description, Layout, NOTHING, Product, is_supported};
 use crate::storage::Storage;
 
@@ -21,7 +22,7 @@ const NOT_SUPPORTED: Status = 15;
 #[derive(Debug)]
 #[repr(C)]
 pub struct HeuristicResult {
-    algorithm: [u64; 8],
+    algorithm: Algorithm,
     workspace_bytes: usize,
     state: Status,
     waves: f32,
@@ -175,14 +176,14 @@ pub unsafe extern "C" fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) -> Sta
     unsafe { destroy::<Layout>(layout) }
 }
 
-/// Makes preferences, which are ignored here.
+/// Makes preferences.
 ///
 /// # Safety
 /// `out` is null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceCreate(out: *mut *mut c_void) -> Status {
     // SAFETY: the caller's promise.
-    unsafe { make(out, 0u8) }
+    unsafe { make(out, Preference::default()) }
 }
 
 /// Ends preferences.
@@ -192,21 +193,33 @@ pub unsafe extern "C" fn cublasLtMatmulPreferenceCreate(out: *mut *mut c_void) -
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) -> Status {
     // SAFETY: the caller's promise.
-    unsafe { destroy::<u8>(preference) }
+    unsafe { destroy::<Preference>(preference) }
 }
 
-/// Takes a workspace limit and alignments.
+/// Takes a workspace limit, reduction schemes and alignments.
+///
+/// # Safety
+/// The preferences live and are not used by another thread; `value` is valid for reading `size` bytes.
 #[unsafe(no_mangle)]
-pub extern "C" fn cublasLtMatmulPreferenceSetAttribute(
-    _preference: *mut c_void,
+pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
+    preference: *mut c_void,
     attribute: c_int,
     value: *const c_void,
     size: usize,
 ) -> Status {
-    match (attribute, size) {
-        (1, 8) | (5..=8, 4) if !value.is_null() => SUCCESS,
-        _ => INVALID_VALUE,
+    // SAFETY: the caller's promise.
+    let Some(preference) = (unsafe { preference.cast::<Preference>().as_mut() }) else { return INVALID_VALUE };
+    // SAFETY: the caller's promise.
+    let number = unsafe { read::<u32>(value, size) };
+    // SAFETY: the caller's promise.
+    let wide = unsafe { read::<u64>(value, size) };
+    match (attribute, number, wide) {
+        (1, _, Some(bytes)) => preference.workspace_bytes = bytes,
+        (3, Some(schemes @ 0..=7), _) => preference.reductions = schemes,
+        (5..=8, Some(bytes), _) if bytes.is_power_of_two() => preference.alignments[attribute as usize - 5] = bytes,
+        _ => return INVALID_VALUE,
     }
+    SUCCESS
 }
 
 /// # Safety
@@ -234,7 +247,7 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     b: *mut c_void,
     c: *mut c_void,
     d: *mut c_void,
-    _preference: *mut c_void,
+    preference: *mut c_void,
     asked: c_int,
     results: *mut HeuristicResult,
     count: *mut c_int,
@@ -243,17 +256,20 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     let what = unsafe { description.cast::<Description>().as_ref() };
     // SAFETY: the caller's promise.
     let layouts = unsafe { layouts([a, b, c, d]) };
-    let (Some(what), Some(layouts)) = (what, layouts) else { return INVALID_VALUE };
+    // SAFETY: the caller's promise.
+    let preference = unsafe { preference.cast::<Preference>().as_ref() };
+    let (Some(what), Some(layouts), Some(preference)) = (what, layouts, preference) else { return INVALID_VALUE };
     if asked < 1 || results.is_null() || count.is_null() {
         return INVALID_VALUE;
     }
-    if !is_supported(what, &layouts, gelu_is_known()) {
+    let chosen = Algorithm::choose(preference, what);
+    let Some(algorithm) = chosen.filter(|_| is_supported(what, &layouts, gelu_is_known())) else {
         // SAFETY: not null, so valid.
         unsafe { count.write(0) };
         return NOT_SUPPORTED;
-    }
-    let only =
-        HeuristicResult { algorithm: [1; 8], workspace_bytes: 1 << 10, state: SUCCESS, waves: 1.0, reserved: [0; 4] };
+    };
+    let (workspace_bytes, state, waves) = (WORKSPACE_BYTES, SUCCESS, 1.0);
+    let only = HeuristicResult { algorithm, workspace_bytes, state, waves, reserved: [0; 4] };
     // SAFETY: not null, so valid for at least one.
     unsafe { results.write(only) };
     // SAFETY: not null, so valid.
@@ -321,20 +337,25 @@ pub unsafe extern "C" fn cublasLtMatmul(
     let alpha = unsafe { alpha.as_ref() };
     // SAFETY: the caller's promise.
     let beta = unsafe { beta.as_ref() };
-    let (Some(what), Some(layouts), Some(&alpha), Some(&beta)) = (what, layouts, alpha, beta) else {
+    // SAFETY: the caller's promise.
+    let algorithm = unsafe { algorithm.cast::<Algorithm>().as_ref() };
+    let (Some(what), Some(layouts), Some(&alpha), Some(&beta), Some(algorithm)) =
+        (what, layouts, alpha, beta, algorithm)
+    else {
         return INVALID_VALUE;
     };
     let at = [a, b, c, d.cast_const()].map(|p| p.addr() as u64);
-    let lacks = algorithm.is_null() || workspace.is_null() || workspace_bytes < 1 << 10 || stream.is_null();
-    if lacks || at.contains(&0) {
+    let lacks = workspace.is_null() || stream.is_null() || at.contains(&0);
+    if lacks || !algorithm.takes(at, what, (workspace.addr(), workspace_bytes)) {
         return INVALID_VALUE;
     }
     if !is_supported(what, &layouts, gelu_is_known()) {
         return NOT_SUPPORTED;
     }
     let Some(launch) = launcher() else { return INTERNAL_ERROR };
+    let sums = algorithm.sums();
     // Never freed: a graph may run it any number of times. Some 200 bytes a product, in a test tool.
-    let product = Box::into_raw(Box::new(Product { what: *what, layouts, at, alpha, beta }));
+    let product = Box::into_raw(Box::new(Product { what: *what, layouts, at, alpha, beta, sums }));
     // SAFETY: a live stream by the caller's promise; `run` takes what was made just now.
     match unsafe { launch(stream, run, product.cast()) } {
         0 => SUCCESS,

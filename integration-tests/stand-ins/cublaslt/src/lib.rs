@@ -2,10 +2,14 @@
 //! memory. The products that this workspace asks for are computed by plain loops in fp32, when their turn in the stream
 //! comes (`cuLaunchHostFunc`); what it does not know it refuses, as `CUBLAS_STATUS_NOT_SUPPORTED`.
 //!
+//! It promises no more than the library's documentation: what an algorithm was chosen for is checked when it runs, sums
+//! whose parts may be rounded to 16 bits are, and other alignments may have another algorithm, with other bits.
+//!
 //! `ZERO_STANDIN_NO_GELU=1`: products with GELU are not supported, as on older libraries, so that callers' own kernels
 //! are tested too. Its times mean nothing.
 
 mod api;
+mod choice;
 mod product;
 mod storage;
 

@@ -1,5 +1,8 @@
 //! The arithmetic: `d = epilogue(alpha op(a) op(b) + beta c + bias)`, all matrices column-major.
 
+use std::ops::Range;
+
+use crate::choice::Sums;
 use crate::storage::Storage;
 
 /// A column-major matrix.
@@ -37,6 +40,7 @@ pub(crate) struct Product {
     pub(crate) at: [u64; 4],
     pub(crate) alpha: f32,
     pub(crate) beta: f32,
+    pub(crate) sums: Sums,
 }
 
 /// Whether the sizes agree and the types and the epilogue are known.
@@ -46,7 +50,7 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
     let has_aux = what.epilogue & AUX != 0;
     let known = match what.epilogue {
         NOTHING | BIAS => true,
-        e if e == GELU | AUX | BIAS || e == GELU_BACKWARD | AUX => gelu && d.storage != Storage::F32,
+        e if e == GELU | AUX | BIAS || e == GELU_BACKWARD | AUX => gelu,
         _ => false,
     };
     known
@@ -76,7 +80,13 @@ impl Product {
         let right = unsafe { gather(self.at[1], &b, self.what.transposed[1]) };
         for j in 0..d.cols {
             for i in 0..d.rows {
-                let mut x = self.alpha * dot(&left[i * k..][..k], &right[j * k..][..k]);
+                let (row, col) = (&left[i * k..][..k], &right[j * k..][..k]);
+                let part = |terms: Range<usize>| self.alpha * dot(&row[terms.clone()], &col[terms]);
+                let mut x = match self.sums {
+                    Sums::Whole => part(0..k),
+                    Sums::InParts => part(0..k / 2) + part(k / 2..k),
+                    Sums::InRoundedParts => d.storage.round(part(0..k / 2)) + d.storage.round(part(k / 2..k)),
+                };
                 // Where beta is 0 the library does not read c, which may hold anything.
                 if self.beta != 0.0 {
                     // SAFETY: the caller's promise.
@@ -189,7 +199,7 @@ mod tests {
         assert!(is_supported(&what, &layouts, true));
         let at = [address(&mut a), address(&mut b), address(&mut c), address(&mut d)];
         // SAFETY: arrays of this test, as large as the layouts say.
-        unsafe { Product { what, layouts, at, alpha: 1.0, beta: 2.0 }.run() };
+        unsafe { Product { what, layouts, at, alpha: 1.0, beta: 2.0, sums: Sums::Whole }.run() };
         // b^T = [5 6 7; 8 9 10]; a b^T = [29 33 37; 42 48 54].
         let want = [1229.0, 2242.0, 1233.0, 2248.0, 1237.0, 2254.0];
         assert_eq!([d[0], d[1], d[4], d[5], d[8], d[9]], want);
@@ -204,7 +214,6 @@ mod tests {
         let half = good.map(|l| Layout { storage: Storage::Bf16, ..l });
         assert!(is_supported(&with(GELU | AUX | BIAS), &half, true));
         assert!(!is_supported(&with(GELU | AUX | BIAS), &half, false), "switched off");
-        assert!(!is_supported(&with(GELU | AUX | BIAS), &good, true), "in fp32");
         assert!(!is_supported(&Description { aux_stride: 9, ..with(GELU_BACKWARD | AUX) }, &half, true));
         assert!(!is_supported(&with(2), &good, true), "ReLU");
         assert!(!is_supported(&Description { transposed: [true, false], ..PLAIN }, &good, true), "sizes");
@@ -223,5 +232,21 @@ mod tests {
             assert!((f64::from(gelu_slope(x)) - slope).abs() < 1e-4, "{x}");
         }
         assert!((gelu(1.0) - 0.841_192).abs() < 1e-6);
+    }
+
+    #[test]
+    fn parts_of_sums_are_rounded_where_they_may_be() {
+        let bits = |x: f32| half::bf16::from_f32(x).to_bits();
+        let (a, b) = ([bits(1.0); 4], [256.0, 1.0, -256.0, 0.0].map(bits));
+        let matrix = |rows, cols| Layout { storage: Storage::Bf16, rows, cols, stride: rows };
+        let layouts = [matrix(1, 4), matrix(4, 1), matrix(1, 1), matrix(1, 1)];
+        for (sums, want) in [(Sums::Whole, 1.0), (Sums::InParts, 1.0), (Sums::InRoundedParts, 0.0)] {
+            let mut d = [0u16];
+            let at = [a.as_ptr(), b.as_ptr(), d.as_ptr(), d.as_mut_ptr().cast_const()];
+            let at = at.map(|p| p.expose_provenance() as u64);
+            // SAFETY: arrays of this test, as large as the layouts say.
+            unsafe { Product { what: PLAIN, layouts, at, alpha: 1.0, beta: 0.0, sums }.run() };
+            assert_eq!(half::bf16::from_bits(d[0]).to_f32(), want);
+        }
     }
 }

@@ -20,6 +20,15 @@ impl Storage {
         }
     }
 
+    /// `x` rounded to the type, to nearest even.
+    pub(crate) fn round(self, x: f32) -> f32 {
+        match self {
+            Self::F32 => x,
+            Self::F16 => f16::from_f32(x).to_f32(),
+            Self::Bf16 => bf16::from_f32(x).to_f32(),
+        }
+    }
+
     fn bytes(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
     }
