@@ -80,14 +80,26 @@ DEVICE void multiply_sums(float (&c)[TILES][D / 8][4], const float (&s)[TILES][D
     }
 }
 
+// Hides the sums for which `hidden(row, column)` holds, both counted from the warp's own first: 2^-inf is 0.
+template <int TILES, int N, class Hidden> DEVICE void hide(float (&s)[TILES][N][4], Hidden hidden) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (hidden(16 * t + lane / 4 + i / 2 * 8, 8 * n + lane % 4 * 2 + i % 2)) s[t][n][i] = minus_infinity();
+}
+
 // Starts to copy keys and values of block `next`, if there is one, to where the block two before it lay, and waits until
 // the block before it has arrived.
-template <class T, int D, int KEYS>
+template <class T, int D, int KEYS, int WARPS>
 DEVICE void copy_ahead(T *keys, T *values, const T *k, const T *v, u32 next, u32 blocks, u32 seq, u32 stride) {
     if (next < blocks) {
         u32 stage = next % 2 * KEYS * D;
-        copy_tile<D, KEYS>(keys + stage, k, next * KEYS, seq, stride);
-        copy_tile<D, KEYS>(values + stage, v, next * KEYS, seq, stride);
+        copy_tile<D, KEYS, WARPS>(keys + stage, k, next * KEYS, seq, stride);
+        copy_tile<D, KEYS, WARPS>(values + stage, v, next * KEYS, seq, stride);
         copies_are_one_group();
         wait_for_copies<1>();
     } else {
@@ -106,9 +118,9 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS, own = warp * 16 * ROW_TILES;
     u32 blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
-    copy_tile<D, ROWS>(queries, q, first, seq, head.qkv_stride);
-    copy_tile<D, KEYS>(keys, k, 0, seq, head.qkv_stride);
-    copy_tile<D, KEYS>(values, v, 0, seq, head.qkv_stride);
+    copy_tile<D, ROWS, WARPS>(queries, q, first, seq, head.qkv_stride);
+    copy_tile<D, KEYS, WARPS>(keys, k, 0, seq, head.qkv_stride);
+    copy_tile<D, KEYS, WARPS>(values, v, 0, seq, head.qkv_stride);
     copies_are_one_group();
 
     float o[ROW_TILES][D / 8][4], peak[ROW_TILES][2], sum[ROW_TILES][2];
@@ -119,24 +131,18 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
         sum[t][0] = sum[t][1] = 0.0f;
     }
     for (u32 j = 0; j < blocks; j++) {
-        copy_ahead<T, D, KEYS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
+        copy_ahead<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
         // All rows of a warp may lie before these keys; the first block of keys is seen by every row.
         if (j * KEYS < first + own + 16 * ROW_TILES) {
             float s[ROW_TILES][KEYS / 8][4];
             clear(s);
             multiply_rows<T, D, KEYS, ROW_TILES>(s, queries, own, these_keys);
+            // A row sees the keys up to itself.
+            if (j * KEYS + KEYS > first + own + 1)
+                hide(s, [&](u32 row, u32 key) { return j * KEYS + key > first + own + row; });
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
-                u32 row = first + own + 16 * t + lane / 4;
-                // Row `row + 8 half` sees the keys up to itself.
-                if (j * KEYS + KEYS > first + own + 16 * t + 1) {
-#pragma unroll
-                    for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            if (j * KEYS + 8 * n + lane % 4 * 2 + i % 2 > row + i / 2 * 8) s[t][n][i] = minus_infinity();
-                }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     float max = peak[t][half];
@@ -193,10 +199,10 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
     u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 * ROW_TILES;
     u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS;
     u32 blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
-    copy_tile<D, ROWS>(queries, q, first, seq, head.qkv_stride);
-    copy_tile<D, ROWS>(douts, dout + head.out, first, seq, head.out_stride);
-    copy_tile<D, KEYS>(keys, k, 0, seq, head.qkv_stride);
-    copy_tile<D, KEYS>(values, v, 0, seq, head.qkv_stride);
+    copy_tile<D, ROWS, WARPS>(queries, q, first, seq, head.qkv_stride);
+    copy_tile<D, ROWS, WARPS>(douts, dout + head.out, first, seq, head.out_stride);
+    copy_tile<D, KEYS, WARPS>(keys, k, 0, seq, head.qkv_stride);
+    copy_tile<D, KEYS, WARPS>(values, v, 0, seq, head.qkv_stride);
     copies_are_one_group();
 
     // delta: D / 8 neighbouring lanes a row.
@@ -228,7 +234,7 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
             less[t][half] = deltas[row];
         }
     for (u32 j = 0; j < blocks; j++) {
-        copy_ahead<T, D, KEYS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
+        copy_ahead<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
         if (j * KEYS < first + own + 16 * ROW_TILES) {
             float s[ROW_TILES][KEYS / 8][4], dp[ROW_TILES][KEYS / 8][4];
@@ -236,16 +242,15 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
             clear(dp);
             multiply_rows<T, D, KEYS, ROW_TILES>(s, queries, own, these_keys);
             multiply_rows<T, D, KEYS, ROW_TILES>(dp, douts, own, these_values);
-            bool diagonal = j * KEYS + KEYS > first + own + 1;
+            if (j * KEYS + KEYS > first + own + 1)
+                hide(s, [&](u32 row, u32 key) { return j * KEYS + key > first + own + row; });
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
                 for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        u32 row = first + own + 16 * t + lane / 4 + i / 2 * 8, key = j * KEYS + 8 * n + lane % 4 * 2 + i % 2;
                         float p = exp2_fast(__fmaf_rn(s[t][n][i], scale, -top[t][i / 2]));
-                        if (diagonal && key > row) p = 0.0f;
                         s[t][n][i] = p * (dp[t][n][i] - less[t][i / 2]);
                     }
             multiply_sums<T, D, KEYS, ROW_TILES>(dq, s, these_keys);
@@ -272,20 +277,19 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
     // The first keys are seen by the most queries.
     u32 first = blockIdx.x * ROWS, begin = first / QUERIES, end = (seq + QUERIES - 1) / QUERIES;
 
-    lse += head.row, delta += head.row, dout += head.out;
     auto start_stage = [&](u32 j) {
         u32 stage = j % 2;
-        copy_tile<D, QUERIES>(queries + stage * QUERIES * D, q, j * QUERIES, seq, head.qkv_stride);
-        copy_tile<D, QUERIES>(douts + stage * QUERIES * D, dout, j * QUERIES, seq, head.out_stride);
-        copies_are_one_group();
-        for (u32 i = threadIdx.x; i < QUERIES; i += 32 * WARPS) {
-            u32 from = min(j * QUERIES + i, seq - 1);
-            tops[stage][i] = lse[from];
-            deltas[stage][i] = delta[from];
+        copy_tile<D, QUERIES, WARPS>(queries + stage * QUERIES * D, q, j * QUERIES, seq, head.qkv_stride);
+        copy_tile<D, QUERIES, WARPS>(douts + stage * QUERIES * D, dout + head.out, j * QUERIES, seq, head.out_stride);
+        if (threadIdx.x < QUERIES) {
+            u32 from = min(j * QUERIES + threadIdx.x, seq - 1);
+            copy_word(&tops[stage][threadIdx.x], lse + head.row + from);
+            copy_word(&deltas[stage][threadIdx.x], delta + head.row + from);
         }
+        copies_are_one_group();
     };
-    copy_tile<D, ROWS>(keys, k, first, seq, head.qkv_stride);
-    copy_tile<D, ROWS>(values, v, first, seq, head.qkv_stride);
+    copy_tile<D, ROWS, WARPS>(keys, k, first, seq, head.qkv_stride);
+    copy_tile<D, ROWS, WARPS>(values, v, first, seq, head.qkv_stride);
     start_stage(begin);
 
     float dk[ROW_TILES][D / 8][4], dv[ROW_TILES][D / 8][4];
@@ -309,21 +313,23 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
             multiply_rows<T, D, QUERIES, ROW_TILES>(p, keys, own, these_queries);
             multiply_rows<T, D, QUERIES, ROW_TILES>(ds, values, own, these_douts);
             // Queries behind the last are copies of it, and must not count.
-            bool masked = j * QUERIES < first + own + 16 * ROW_TILES - 1 || j * QUERIES + QUERIES > seq;
+            if (j * QUERIES < first + own + 16 * ROW_TILES - 1 || j * QUERIES + QUERIES > seq)
+                hide(p, [&](u32 key, u32 col) {
+                    u32 query = j * QUERIES + col;
+                    return first + own + key > query || query >= seq;
+                });
 #pragma unroll
             for (int n = 0; n < QUERIES / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    u32 col = 8 * n + lane % 4 * 2 + i, query = j * QUERIES + col;
+                    u32 col = 8 * n + lane % 4 * 2 + i;
                     float top = tops[stage][col], less = deltas[stage][col];
 #pragma unroll
                     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            u32 key = first + own + 16 * t + lane / 4 + 8 * half;
                             float &s = p[t][n][2 * half + i], &d = ds[t][n][2 * half + i];
                             s = exp2_fast(__fmaf_rn(s, scale, -top));
-                            if (masked && (key > query || query >= seq)) s = 0.0f;
                             d = s * (d - less);
                         }
                 }

@@ -5,25 +5,42 @@
 //
 // cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times loss_scale[0] /
 // tokens. A block a row, rows aligned to 16 bytes. The maximum and the sum are made in one sweep (running maximum,
-// rescaled sum: Milakov and Gimelshein, arXiv 1805.02867); the second sweep finds the row in the level-2 cache. Memory
-// moves 2 rows vocab sizeof(T) bytes. Grid: rows.
+// rescaled sum: Milakov and Gimelshein, arXiv 1805.02867); the second sweep finds the row in the level-2 cache, which
+// holds those of all blocks at once: two large blocks of a multiprocessor rather than four small ones. Memory moves
+// 2 rows vocab sizeof(T) bytes. Grid: rows.
 // add_mean_loss: loss += sum of losses / rows in fp64, in an order fixed by rows. One block.
 
-#define CE_THREADS 512
-#define CE_WARPS (CE_THREADS / 32)
+#define CE_THREADS 1024
+// As many as a warp has lanes, so that one warp merges what all have seen.
+#define CE_WARPS 32
+static_assert(CE_THREADS == 32 * CE_WARPS, "as above");
 
 // The sum of 2^(x - max) over what a thread, warp or block has seen. In base 2, so that an exponential is one
-// instruction; x is scaled by log2 e before the maximum is taken off.
+// instruction and what is scaled by log2 e comes with the maximum taken off.
 struct Running {
     float max;
     float sum;
 };
+
+// e^(x - max), `off` being -max log2 e.
+__device__ __forceinline__ float power(float x, float off) { return exp2_fast(__fmaf_rn(x, LOG2_E, off)); }
 
 __device__ __forceinline__ Running merge(Running a, Running b) {
     float max = fmaxf(a.max, b.max);
     // Where nothing was seen both maxima are -inf, and -inf less -inf would be NaN.
     if (max == minus_infinity()) return {max, 0.0f};
     return {max, a.sum * exp2_fast((a.max - max) * LOG2_E) + b.sum * exp2_fast((b.max - max) * LOG2_E)};
+}
+
+// What the lanes of a warp have seen, to all of them.
+__device__ __forceinline__ Running merge_over_warp(Running seen) {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+        Running other = {__shfl_xor_sync(ALL_LANES, seen.max, half), __shfl_xor_sync(ALL_LANES, seen.sum, half)};
+        // The lower lane's first, so that both lanes get the same bits.
+        seen = threadIdx.x & half ? merge(other, seen) : merge(seen, other);
+    }
+    return seen;
 }
 
 template <class T>
@@ -40,41 +57,37 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
         float max = seen.max;
 #pragma unroll
         for (int i = 0; i < 8; i++) max = fmaxf(max, x[i]);
-        Running these = {max, 0.0f};
+        float off = -max * LOG2_E, sum = seen.sum * power(seen.max, off);
 #pragma unroll
-        for (int i = 0; i < 8; i++) these.sum += exp2_fast((x[i] - max) * LOG2_E);
-        seen = merge(seen, these);
+        for (int i = 0; i < 8; i++) sum += power(x[i], off);
+        seen = {max, sum};
     }
     if (whole + threadIdx.x < vocab) seen = merge(seen, {widen(row[whole + threadIdx.x]), 1.0f});
-#pragma unroll
-    for (int half = 16; half > 0; half /= 2) {
-        Running other = {__shfl_xor_sync(ALL_LANES, seen.max, half), __shfl_xor_sync(ALL_LANES, seen.sum, half)};
-        // The lower lane's first, so that both lanes get the same bits.
-        seen = threadIdx.x & half ? merge(other, seen) : merge(seen, other);
-    }
+    seen = merge_over_warp(seen);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = seen;
     // Also: every thread has read the target's logit before one writes it.
     __syncthreads();
-    seen = of_warps[0];
-#pragma unroll
-    for (int w = 1; w < CE_WARPS; w++) seen = merge(seen, of_warps[w]);
+    seen = merge_over_warp(of_warps[threadIdx.x % 32]);
 
     if (threadIdx.x == 0) losses[blockIdx.x] = (seen.max - at_target) + logf(seen.sum);
-    float factor = scale / seen.sum;
+    float factor = scale / seen.sum, off = -seen.max * LOG2_E;
     for (u32 col = threadIdx.x * 8; col < whole; col += CE_THREADS * 8) {
         float x[8];
         load_columns<8>(row + col, x);
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            x[i] = exp2_fast((x[i] - seen.max) * LOG2_E) * factor - (col + i == target ? scale : 0.0f);
+        for (int i = 0; i < 8; i++) x[i] = power(x[i], off) * factor;
+        // One group of a row has the target.
+        if (target - col < 8) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[i] -= col + i == target ? scale : 0.0f;
+        }
         store_columns<8>(row + col, x);
     }
     u32 col = whole + threadIdx.x;
     if (col < vocab) {
-        float p = exp2_fast((widen(row[col]) - seen.max) * LOG2_E) * factor;
-        row[col] = narrow<T>(p - (col == target ? scale : 0.0f));
+        row[col] = narrow<T>(power(widen(row[col]), off) * factor - (col == target ? scale : 0.0f));
     }
-    for (u64 behind = vocab + threadIdx.x; behind < stride; behind += CE_THREADS) row[behind] = narrow<T>(0.0f);
+    for (col = vocab + threadIdx.x; col < stride; col += CE_THREADS) row[col] = narrow<T>(0.0f);
 }
 
 extern "C" __global__ __launch_bounds__(CE_THREADS) void cross_entropy(STORAGE *logits, float *losses,

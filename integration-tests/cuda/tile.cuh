@@ -18,21 +18,27 @@ DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(
 DEVICE void copy_chunk(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+DEVICE void copy_word(float *shared, const float *global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
 DEVICE void copies_are_one_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but the newest `NEWEST` groups of this thread have arrived.
 template <int NEWEST> DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
 }
 
-// Starts copying ROWS rows of D elements that lie `stride` elements apart, from row `first` on. Rows behind the last,
-// `rows` - 1, are copies of it: what is computed from them is masked or not stored.
-template <int D, int ROWS, class T>
+// Starts copying ROWS rows of D elements that lie `stride` elements apart, from row `first` on, by all threads of WARPS
+// warps. Rows behind the last, `rows` - 1, are copies of it: what is computed from them is masked or not stored.
+template <int D, int ROWS, int WARPS, class T>
 DEVICE void copy_tile(T *tile, const T *source, u32 first, u32 rows, u32 stride) {
-    for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += blockDim.x) {
-        u32 row = i / (D / 8), chunk = i % (D / 8);
-        u32 from = min(first + row, rows - 1);
-        copy_chunk(tile + place_in_tile<D>(row, chunk), source + (u64)from * stride + chunk * 8);
-    }
+    constexpr u32 CHUNKS = D / 8, AT_ONCE = 32 * WARPS / CHUNKS;
+    // So that a thread's chunk and its twist stay the same from row to row.
+    static_assert(AT_ONCE % 8 == 0 && ROWS % AT_ONCE == 0, "whole rows, all twists at once");
+    u32 row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    tile += place_in_tile<D>(row, chunk), source += chunk * 8;
+#pragma unroll
+    for (u32 done = 0; done < ROWS; done += AT_ONCE)
+        copy_chunk(tile + done * D, source + (u64)min(first + row + done, rows - 1) * stride);
 }
 
 // Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.

@@ -7,7 +7,7 @@ use super::error::{OpError, check_len};
 use super::launch::{OpKernels, Shape, size};
 
 /// Threads of a block (`CE_THREADS` of the source).
-const BLOCK: u32 = 512;
+const BLOCK: u32 = 1024;
 /// Threads of the one block that adds the losses up.
 const SUM_BLOCK: u32 = 1024;
 
