@@ -25,17 +25,22 @@ pub struct TokenLists {
 /// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and `starts` are as long as
 /// `tokens`; what `starts` holds behind the segments is left as it was.
 pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32 {
-    for (row, place) in order.iter_mut().enumerate() {
-        *place = row as u32;
-    }
-    // Rows differ, so an unstable sort has one result.
-    order.sort_unstable_by_key(|&row| (tokens[row as usize], row));
-    let mut segments = 0;
-    for i in 0..order.len() {
-        if i == 0 || tokens[order[i] as usize] != tokens[order[i - 1] as usize] {
-            starts[segments] = i as u32;
+    // How many rows a token has, and then where its next row goes.
+    let mut places = vec![0u32; tokens.iter().max().map_or(0, |&most| most as usize + 1)];
+    tokens.iter().for_each(|&token| places[token as usize] += 1);
+    let (mut segments, mut end) = (0, 0);
+    for place in &mut places {
+        let rows = std::mem::replace(place, end);
+        if rows > 0 {
+            starts[segments] = end;
             segments += 1;
         }
+        end += rows;
+    }
+    for (row, &token) in tokens.iter().enumerate() {
+        let place = &mut places[token as usize];
+        order[*place as usize] = row as u32;
+        *place += 1;
     }
     segments as u32
 }

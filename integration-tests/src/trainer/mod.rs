@@ -5,6 +5,7 @@
 //! and the end of a step. [`run_rank`] is the loop of one rank; [`run_on_threads`] runs all ranks in this process.
 
 mod dense;
+mod feed;
 mod flags;
 mod gradients;
 mod launch;

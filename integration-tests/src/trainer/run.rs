@@ -13,6 +13,7 @@ use zero_comm::overlap::Overlap;
 use zero_optim::StepOutcome;
 use zero_shard::UnitSpec;
 
+use super::feed::Feed;
 use super::flags::{self, Flags};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
 use super::rank::Rank;
@@ -179,12 +180,14 @@ impl<D: Device> Runner<'_, D> {
             backing_allocations: [0; 2],
             last_spans: Vec::new(),
         };
+        let mut feed = Feed::new(rank, workload, options);
         let mut backings_after_two = None;
         while summary.step < options.steps && !summary.cancelled {
             if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
                 stage::decide_on_device(rank, stage)?;
             }
-            let Step { metrics, stop, spans } = self.step(model, stage, recorder, saver.as_mut(), summary.step)?;
+            let Step { metrics, stop, spans } =
+                self.step(model, stage, recorder, &mut feed, saver.as_mut(), summary.step)?;
             summary.last_spans = spans;
             observe(&metrics)?;
             summary.step = metrics.step;
@@ -221,31 +224,19 @@ impl<D: Device> Runner<'_, D> {
         model: &mut dyn Model<D>,
         stage: &mut dyn Stage<D>,
         recorder: &mut Recorder<'_, D>,
+        feed: &mut Feed<'_, D>,
         mut saver: Option<&mut Saver>,
         done: u64,
     ) -> Result<Step, TrainError> {
-        let Self { rank, workload, options, flags } = *self;
+        let Self { rank, options, flags, .. } = *self;
         let grad_accum_steps = rank.settings.grad_accum_steps;
         let started = Instant::now();
         let sent = rank.comm.traffic() + recorder.sent();
         rank.pool.reset_peaks();
 
         rank.pool.device().fill_zero(&rank.compute, model.loss().erase())?;
-        let tokens = options.micro_batch * options.seq_len;
-        let (mut inputs, mut targets) = (vec![0; tokens], vec![0; tokens]);
         for micro in 0..grad_accum_steps {
-            let at = BatchAt {
-                step: done,
-                micro_batch_index: micro as u64,
-                grad_accum: grad_accum_steps as u64,
-                rank: rank.comm.rank() as u64,
-                world_size: rank.comm.world_size() as u64,
-                micro_batch: options.micro_batch,
-                seq_len: options.seq_len,
-                seed: options.seed,
-            };
-            workload.batch(at, &mut inputs, &mut targets)?;
-            model.set_batch(&rank.compute, &inputs, &targets)?;
+            feed.give(model, done, micro)?;
             let part = if micro == 0 { Part::First } else { Part::Later };
             recorder.run(part, || stage.micro_batch(rank, model, micro))?;
         }
@@ -254,6 +245,10 @@ impl<D: Device> Runner<'_, D> {
         recorder.run(Part::Decision, || stage.decide(rank, say))?;
         stage.optimizer().expect_report(&rank.compute)?;
         recorder.run(Part::Update, || stage.update(rank))?;
+        if done + 1 < options.steps {
+            // What fails here fails again where the batch is needed.
+            let _later = feed.give(model, done + 1, 0);
+        }
         // The one wait of a step, for what was decided. The update runs meanwhile, and at stages 1 and 2 the gather after
         // it beside the next step's forward.
         let outcome = stage::outcome(rank, stage)?;
@@ -269,7 +264,7 @@ impl<D: Device> Runner<'_, D> {
         let spans: Vec<_> = rank.timeline.take().into_iter().filter(|s| streams.contains(&&*s.stream)).collect();
         let step_ms = started.elapsed().as_secs_f64() * 1e3;
         let micro_batches = rank.comm.world_size() * grad_accum_steps;
-        let tokens = (tokens * micro_batches) as u64;
+        let tokens = (options.micro_batch * options.seq_len * micro_batches) as u64;
         let metrics = StepMetrics {
             step: done + 1,
             loss: outcome.loss() / micro_batches as f64,
