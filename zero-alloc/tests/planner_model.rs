@@ -63,14 +63,14 @@ impl Model {
                 Ok(Room::Compact(plan)) => self.compact(&plan),
                 Ok(Room::Stitch(plan)) => panic!("stitching is off: {plan:?}"),
                 Err(shortage) => {
-                    assert_eq!(shortage.asked_bytes, request.bytes.next_multiple_of(GRANULE));
+                    assert_eq!(shortage.asked_bytes, request.bytes.max(1).next_multiple_of(GRANULE));
                     assert_eq!(shortage.live_bytes, self.planner.live_bytes());
                     self.shortages += 1;
                     return;
                 }
             }
         };
-        let bytes = request.bytes.next_multiple_of(GRANULE);
+        let bytes = request.bytes.max(1).next_multiple_of(GRANULE);
         assert_eq!(start % request.align.max(GRANULE), 0, "{request:?} at {start}");
         assert!(start + bytes <= self.memory.len() as u64);
         if let Some((below, (size, ..))) = self.held.range(..=start).next_back() {
@@ -318,6 +318,23 @@ fn caches_that_grow_by_copies_are_spread_so_that_most_find_room() {
         // Without pads nearly every allocation at the peak needs a move.
         let allocations = 16 * rounds as usize;
         assert!(model.compactions < allocations / 8, "{} compactions, {pinned}", model.compactions);
+    }
+}
+
+/// A request of no bytes takes a granule, and is none of the requests that nearly fit, whatever came before.
+#[test]
+#[cfg_attr(miri, ignore = "minutes there, and no unsafe code")]
+fn requests_of_no_bytes_are_not_taken_for_near_misses() {
+    for rounds in [1, 2, 40] {
+        let mut model = grow_caches(rounds, false);
+        for _ in 0..500 {
+            model.allocate(Request::new(0));
+            model.check();
+        }
+        for _ in 0..4 {
+            model.allocate(Request::new(210 * GRANULE));
+            model.check();
+        }
     }
 }
 

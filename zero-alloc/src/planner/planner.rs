@@ -72,6 +72,11 @@ impl Request {
     pub const fn new(bytes: u64) -> Self {
         Self { bytes, align: 1, lifetime: Lifetime::Unknown, tag: 0 }
     }
+
+    /// One of no bytes takes a granule all the same.
+    const fn of_some_bytes(self) -> Self {
+        Self { bytes: if self.bytes == 0 { 1 } else { self.bytes }, ..self }
+    }
 }
 
 /// How many tags are told apart.
@@ -221,6 +226,7 @@ impl Planner {
     /// # Errors
     /// Neither growing nor moving makes room within the limit.
     pub fn make_room(&self, request: Request) -> Result<Room, Shortage> {
+        let request = request.of_some_bytes();
         let shortage = || self.shortage(request.bytes);
         let (page, reserved) = (self.config.page_bytes, self.space.bytes());
         let asked = request.bytes.checked_next_multiple_of(self.config.granule_bytes).ok_or_else(shortage)?;
@@ -250,6 +256,7 @@ impl Planner {
 
     /// As [`Planner::make_room`], from what is reserved.
     pub fn make_room_without_growing(&self, request: Request) -> Option<Room> {
+        let request = request.of_some_bytes();
         let page = self.config.page_bytes;
         let Request { bytes, align, .. } = request;
         let (peak, cost) = (self.peak_live_bytes, &self.config.cost);

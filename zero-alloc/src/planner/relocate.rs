@@ -14,17 +14,12 @@ impl Offsets {
             assert_eq!(self.start_of(m.range), m.from, "the plan is of another state");
             let Range { below, above, .. } = self.ranges[m.range.0 as usize];
             let (below, above) = (&self.ranges[below as usize], &self.ranges[above as usize]);
-            let end = m.to + m.bytes;
-            if m.to < m.from && end > m.from
-                || below.state == State::Free && below.end() == m.from && below.start <= m.to && m.to < m.from
-            {
+            let (old_end, end) = (m.from + m.bytes, m.to + m.bytes);
+            let hole_below = below.state == State::Free && below.end() == m.from && below.start <= m.to;
+            let hole_above = above.state == State::Free && above.start == old_end && above.end() >= end;
+            if m.to < m.from && (end > m.from || hole_below) {
                 self.slide_down(m.range.0, m.to);
-            } else if m.to > m.from && m.to < m.from + m.bytes
-                || above.state == State::Free
-                    && above.start == m.from + m.bytes
-                    && above.end() >= end
-                    && m.to > m.from
-            {
+            } else if m.to > m.from && (m.to < old_end || hole_above) {
                 self.slide_up(m.range.0, m.to);
             } else {
                 self.jump(m.range.0, m.to, m.hole);
