@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use parking_lot::Mutex;
 
 use super::clock::Clock;
-use super::driver::{Code, Context, Driver, Pages, Queue};
+use super::driver::{Code, Context, Driver, Pages, Queue, Shareable};
 use super::poll::Deadline;
 use super::staging::Staging;
 use super::{CudaEvent, CudaStream, Module};
@@ -42,6 +42,8 @@ enum Kind {
     Plain,
     /// Backings of the driver's own pool, by `cuMemAllocAsync`.
     StreamOrdered,
+    /// Backings that other processes may open, each one handle.
+    Shareable,
 }
 
 /// Relates the device to a timeline; made with the first stream.
@@ -53,11 +55,14 @@ struct Recorder {
 /// A GPU. Cloning gives another handle of the same one.
 ///
 /// Pools take pages of it where the device has virtual memory: then live addresses never move and compaction can map
-/// instead of copy. [`CudaDevice::with_backings`] and [`CudaDevice::with_stream_ordered_memory`] are the two others.
+/// instead of copy. [`CudaDevice::with_backings`], [`CudaDevice::with_stream_ordered_memory`] and
+/// [`CudaDevice::with_shareable_backings`] are the others.
 #[derive(Clone)]
 pub struct CudaDevice {
     shared: Arc<Shared>,
     kind: Kind,
+    /// There where the kind is [`Kind::Shareable`].
+    shareable: Option<Arc<Shareable>>,
     recorder: Option<Arc<Recorder>>,
 }
 
@@ -97,7 +102,7 @@ impl CudaDevice {
         let pages = if paged == 1 { Some(Pages::new(&context)?) } else { None };
         let (name, staging) = (context.name()?, Staging::new(&context)?);
         let shared = Shared { context, name, arch, multiprocessors, pages, staging, allocations: OnceLock::new() };
-        Ok(Self { shared: Arc::new(shared), kind: Kind::Pages, recorder: None })
+        Ok(Self { shared: Arc::new(shared), kind: Kind::Pages, shareable: None, recorder: None })
     }
 
     /// The same, where streams made from now on record their operations in `timeline`. Times are read from events on the
@@ -120,6 +125,29 @@ impl CudaDevice {
     #[must_use]
     pub fn with_stream_ordered_memory(self) -> Self {
         Self { kind: Kind::StreamOrdered, ..self }
+    }
+
+    /// The same with backings that other processes may open, and network cards too where the device allows it: what a library of
+    /// collectives can work in directly once it is told of it. Each backing is one handle of the driver, since NCCL has taken ranges over
+    /// several wrongly; so nothing is stitched, and free memory does not help another pool. Meant for a pool of its own beside
+    /// that of pages, for what collectives read and write.
+    ///
+    /// Where the device or its driver has no such memory, this is [`CudaDevice::with_backings`];
+    /// [`CudaDevice::shareable_allocation`] then says so.
+    #[must_use]
+    pub fn with_shareable_backings(self) -> Self {
+        match Shareable::new(self.context()) {
+            Ok(Some(shareable)) => Self { kind: Kind::Shareable, shareable: Some(Arc::new(shareable)), ..self },
+            Ok(None) | Err(_) => self.with_backings(),
+        }
+    }
+
+    /// The whole allocation that `memory` lies in, its first address and its bytes, if other processes may open it.
+    ///
+    /// # Errors
+    /// It lies in several, or in one that this process has for itself, or the driver failed.
+    pub fn shareable_allocation(&self, memory: AnySlice) -> Result<(*mut u8, usize), DeviceError> {
+        self.context().shareable(memory.as_ptr(), memory.len_bytes())
     }
 
     /// The name that the driver gives it.
@@ -209,6 +237,10 @@ impl CudaDevice {
         Ok(CudaStream::new(name, queue, Some(clock)))
     }
 
+    fn shareable(&self) -> Option<&Shareable> {
+        self.shareable.as_deref().filter(|_| self.kind == Kind::Shareable)
+    }
+
     fn allocations(&self) -> Result<&Queue, DeviceError> {
         if self.shared.allocations.get().is_none() {
             // Another thread may be first: then this one goes.
@@ -221,6 +253,9 @@ impl CudaDevice {
 
 impl Memory for CudaDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+        if let Some(shareable) = self.shareable() {
+            return shareable.allocate(bytes);
+        }
         if self.kind != Kind::StreamOrdered {
             return self.shared.context.allocate(bytes);
         }
@@ -236,8 +271,11 @@ impl Memory for CudaDevice {
         Ok(ptr)
     }
 
-    unsafe fn deallocate(&self, ptr: NonNull<u8>, _bytes: usize) {
-        if self.kind != Kind::StreamOrdered {
+    unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
+        if let Some(shareable) = self.shareable() {
+            // SAFETY: the caller's promise; the kind of a device never changes.
+            unsafe { shareable.deallocate(ptr, bytes) };
+        } else if self.kind != Kind::StreamOrdered {
             // SAFETY: the caller's promise; the kind of a device never changes.
             unsafe { self.shared.context.deallocate(ptr) };
         } else if let Some(queue) = self.shared.allocations.get() {
@@ -247,7 +285,7 @@ impl Memory for CudaDevice {
     }
 
     fn granularity_bytes(&self) -> usize {
-        ALIGN_BYTES
+        self.shareable().map_or(ALIGN_BYTES, Shareable::granularity_bytes)
     }
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {

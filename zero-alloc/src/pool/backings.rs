@@ -70,6 +70,14 @@ impl Backings {
         }
     }
 
+    /// Where the only backing begins, and its size; `None` where there are none or several.
+    pub(super) fn only(&self) -> Option<(*mut u8, usize)> {
+        match self.list.as_slice() {
+            [only] => Some((only.ptr.as_ptr(), only.bytes)),
+            _ => None,
+        }
+    }
+
     /// The address of an offset within a backing.
     pub(super) fn address(&self, offset: u64) -> *mut u8 {
         let after = self.list.partition_point(|backing| backing.start <= offset);

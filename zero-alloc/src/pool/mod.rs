@@ -36,7 +36,7 @@ use self::report::Account;
 use self::source::{Arena, Source};
 use self::state::{Hold, LENT, Refusal, State};
 use self::stitched::Views;
-use crate::device::{BlockNote, DType, Device};
+use crate::device::{BlockNote, DType, Device, DeviceError};
 use crate::planner::{Planner, PlannerConfig, Request};
 use crate::primitive::{Mutex, MutexGuard, thread_number};
 
@@ -128,6 +128,27 @@ impl<D: Device> Pool<D> {
     /// The device whose memory this is.
     pub fn device(&self) -> &D {
         &self.central().device
+    }
+
+    /// Takes the whole budget from the device at once, as one backing, and says where that begins and how long it is: for memory that a
+    /// library is told of, which must not grow afterwards. Asked again it says the same.
+    ///
+    /// # Errors
+    /// The pool has pages, or has backings already; or the device has not that much.
+    pub fn take_budget(&self) -> Result<(*mut u8, usize), AllocError> {
+        let central = self.central();
+        let mut state = central.state.lock();
+        let refused = |message: &str| DeviceError::Driver { call: "Pool::take_budget", message: message.to_owned() };
+        let State { source: Source::Backings(backings), planner, .. } = &mut *state else {
+            return Err(refused("the device lends pages, which are not one piece").into());
+        };
+        if backings.bytes() == 0 && central.budget_bytes > 0 {
+            let grown = backings.grow(&central.device, central.budget_bytes, central.budget_bytes)?;
+            let bytes = grown.ok_or_else(|| refused("the budget is beyond the address space"))?;
+            backings.starts_at(planner.add_segment(bytes as u64));
+        }
+        let only = backings.only().filter(|(_, bytes)| *bytes >= central.budget_bytes);
+        Ok(only.ok_or_else(|| refused("the pool has taken memory already, and not all of its budget at once"))?)
     }
 
     /// A block of `len` elements of `dtype`, first used on `stream`; contents are undefined. What `stream` is

@@ -9,7 +9,7 @@ use crate::backend::{Backend, LIMIT, Random, address, check, check_movable, fill
 /// A page of the device, or what goes for one.
 fn page_bytes(device: &impl Device) -> usize {
     let without = if cfg!(miri) { 1 << 10 } else { 1 << 16 };
-    device.virtual_memory().map_or(without, |memory| memory.page_bytes())
+    device.virtual_memory().map_or(without.max(device.granularity_bytes()), |memory| memory.page_bytes())
 }
 
 /// Random blocks of a tight pool, written and read through two streams, while it compacts.

@@ -116,6 +116,7 @@ pub(crate) enum Cuda {
     Pages,
     Backings,
     StreamOrdered,
+    Shareable,
 }
 
 impl Backend for Cuda {
@@ -127,6 +128,7 @@ impl Backend for Cuda {
             Self::Pages => device,
             Self::Backings => device.with_backings(),
             Self::StreamOrdered => device.with_stream_ordered_memory(),
+            Self::Shareable => device.with_shareable_backings(),
         }
     }
 

@@ -56,3 +56,4 @@ conformance!(host_pages, Host { paged: true }, [cfg(not(miri))]);
 conformance!(cuda_pages, Cuda::Pages, [ignore = "needs a CUDA device"]);
 conformance!(cuda_backings, Cuda::Backings, [ignore = "needs a CUDA device"]);
 conformance!(cuda_stream_ordered, Cuda::StreamOrdered, [ignore = "needs a CUDA device"]);
+conformance!(cuda_shareable, Cuda::Shareable, [ignore = "needs a CUDA device"]);

@@ -10,6 +10,7 @@ mod kernels;
 mod leaks;
 mod limits;
 mod pinned;
+mod shareable;
 mod timelines;
 
 use std::time::Duration;

@@ -13,6 +13,7 @@
 //! | `ZERO_STANDIN_DELAY_SEED` | random waits before operations, and another legal order of a graph's nodes, from this seed |
 //! | `ZERO_STANDIN_RACES` | 1: a race of two warps in shared memory is a failure of the launch |
 //! | `ZERO_STANDIN_TRACE` | 1: every call says its name and code on stderr |
+//! | `ZERO_STANDIN_SHARING` | 0: no memory that other processes may open; unless set there is, by file descriptors and not over NVLink |
 //! | `ZERO_STANDIN_LAUNCH_SECONDS` | limit of one kernel, 300 unless set |
 //!
 //! What it does not do: it knows one thread's order of memory accesses within a block, not a GPU's weak memory model; it

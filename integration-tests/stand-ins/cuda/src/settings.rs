@@ -12,6 +12,8 @@ pub(crate) struct Settings {
     pub(crate) launch_limit: Duration,
     pub(crate) find_races: bool,
     pub(crate) trace: bool,
+    /// Whether memory can be made that other processes may open.
+    pub(crate) sharing: bool,
 }
 
 impl Settings {
@@ -33,6 +35,7 @@ impl Settings {
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
             // Tests of this crate always look for them.
             trace: number("ZERO_STANDIN_TRACE").is_some_and(|n| n > 0),
+            sharing: number("ZERO_STANDIN_SHARING").is_none_or(|n| n > 0),
             find_races: cfg!(test) || number("ZERO_STANDIN_RACES").is_some_and(|n| n > 0),
         }
     }

@@ -1,6 +1,6 @@
 //! Device memory, pinned host memory, and addresses and pages apart.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_uint};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use super::{Context, Queue};
 use crate::device::{DeviceError, Page, VirtualMemory};
 
 /// An address on the device, from what the driver wrote.
-fn address(call: &'static str, raw: sys::CUdeviceptr) -> Result<NonNull<u8>, DeviceError> {
+pub(super) fn address(call: &'static str, raw: sys::CUdeviceptr) -> Result<NonNull<u8>, DeviceError> {
     let ptr = std::ptr::with_exposed_provenance_mut(raw as usize);
     NonNull::new(ptr).ok_or_else(|| DeviceError::Driver { call, message: "it gave a null address".into() })
 }
 
-fn raw(ptr: NonNull<u8>) -> sys::CUdeviceptr {
+pub(super) fn raw(ptr: NonNull<u8>) -> sys::CUdeviceptr {
     ptr.addr().get() as sys::CUdeviceptr
 }
 
@@ -100,15 +100,16 @@ impl Queue {
 /// Where pages lie, as the driver's headers have it since virtual memory came. cudarc's own changes its shape with
 /// the toolkit's version.
 #[repr(C)]
-struct Location {
+pub(super) struct Location {
     kind: sys::CUmemLocationType,
     id: c_int,
 }
 
 #[repr(C)]
-struct PageProperties {
+pub(super) struct PageProperties {
     kind: sys::CUmemAllocationType,
-    handles: sys::CUmemAllocationHandleType,
+    /// Types of `CUmemAllocationHandleType`, any of them together.
+    handles: c_uint,
     location: Location,
     win32: *mut std::ffi::c_void,
     compression: u8,
@@ -119,7 +120,7 @@ struct PageProperties {
 }
 
 #[repr(C)]
-struct Access {
+pub(super) struct Access {
     location: Location,
     flags: sys::CUmemAccess_flags,
 }
@@ -128,6 +129,63 @@ const _: () = assert!(size_of::<Location>() == size_of::<sys::CUmemLocation>());
 const _: () = assert!(size_of::<PageProperties>() == size_of::<sys::CUmemAllocationProp>());
 const _: () = assert!(align_of::<PageProperties>() >= align_of::<sys::CUmemAllocationProp>());
 const _: () = assert!(size_of::<Access>() == size_of::<sys::CUmemAccessDesc>());
+
+impl Location {
+    fn of(context: &Context) -> Self {
+        Self { kind: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device }
+    }
+}
+
+impl PageProperties {
+    /// Memory of the context's device, for handles of these types (0: for this process alone).
+    pub(super) fn new(context: &Context, handles: c_uint, network: bool) -> Self {
+        Self {
+            kind: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            handles,
+            location: Location::of(context),
+            win32: std::ptr::null_mut(),
+            compression: 0,
+            network: u8::from(network),
+            usage: 0,
+            reserved: [0; 4],
+        }
+    }
+
+    /// The handle types, of properties whose other fields may hold what is no value of theirs.
+    ///
+    /// # Safety
+    /// `properties` is valid for reads, with its handle types initialised.
+    pub(super) unsafe fn handles(properties: *const Self) -> c_uint {
+        // SAFETY: within what the caller promises is there.
+        let handles = unsafe { &raw const (*properties).handles };
+        // SAFETY: initialised, as the caller promises.
+        unsafe { handles.read() }
+    }
+}
+
+impl Access {
+    /// Reading and writing by the context's device.
+    pub(super) fn whole(context: &Context) -> Self {
+        Self { location: Location::of(context), flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE }
+    }
+}
+
+impl Context {
+    /// What sizes of such memory are best multiples of; a power of two.
+    pub(super) fn granularity_bytes(&self, properties: &PageProperties) -> Result<usize, DeviceError> {
+        self.bind()?;
+        let (mut bytes, get) = (0usize, self.driver.table.cuMemGetAllocationGranularity);
+        let recommended = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+        // SAFETY: writes one number, reads the properties, which have the headers' layout.
+        let code = unsafe { get(&raw mut bytes, std::ptr::from_ref(properties).cast(), recommended) };
+        self.driver.check("cuMemGetAllocationGranularity", code)?;
+        if !bytes.is_power_of_two() {
+            let message = format!("pages of {bytes} bytes are no power of two");
+            return Err(DeviceError::Driver { call: "cuMemGetAllocationGranularity", message });
+        }
+        Ok(bytes)
+    }
+}
 
 /// Ranges of addresses, and pages of device memory. A page is named by the driver's handle.
 pub(in super::super) struct Pages {
@@ -147,37 +205,8 @@ impl Pages {
     pub(in super::super) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let network = Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
         let network = context.attribute(network)? == 1;
-        let mut pages = Self { context: Arc::clone(context), page_bytes: 0, network };
-        context.bind()?;
-        let (properties, mut bytes) = (pages.properties(), 0usize);
-        let recommended = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
-        let get = context.driver.table.cuMemGetAllocationGranularity;
-        // SAFETY: writes one number, reads the properties, which have the headers' layout.
-        let code = unsafe { get(&raw mut bytes, (&raw const properties).cast(), recommended) };
-        context.driver.check("cuMemGetAllocationGranularity", code)?;
-        if !bytes.is_power_of_two() {
-            let message = format!("pages of {bytes} bytes are no power of two");
-            return Err(DeviceError::Driver { call: "cuMemGetAllocationGranularity", message });
-        }
-        pages.page_bytes = bytes;
-        Ok(pages)
-    }
-
-    fn location(&self) -> Location {
-        Location { kind: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: self.context.device }
-    }
-
-    fn properties(&self) -> PageProperties {
-        PageProperties {
-            kind: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            handles: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
-            location: self.location(),
-            win32: std::ptr::null_mut(),
-            compression: 0,
-            network: u8::from(self.network),
-            usage: 0,
-            reserved: [0; 4],
-        }
+        let page_bytes = context.granularity_bytes(&PageProperties::new(context, 0, network))?;
+        Ok(Self { context: Arc::clone(context), page_bytes, network })
     }
 }
 
@@ -204,7 +233,8 @@ impl VirtualMemory for Pages {
 
     fn create(&self) -> Result<Page, DeviceError> {
         self.context.bind()?;
-        let (driver, properties, mut handle) = (self.context.driver, self.properties(), 0);
+        let properties = PageProperties::new(&self.context, 0, self.network);
+        let (driver, mut handle) = (self.context.driver, 0);
         let create = driver.table.cuMemCreate;
         // SAFETY: writes one handle, reads the properties, which have the headers' layout.
         let code = unsafe { create(&raw mut handle, self.page_bytes, (&raw const properties).cast(), 0) };
@@ -238,8 +268,7 @@ impl VirtualMemory for Pages {
             mapped += 1;
         }
         if result.is_ok() {
-            let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-            let access = Access { location: self.location(), flags };
+            let access = Access::whole(&self.context);
             let (set, bytes) = (driver.table.cuMemSetAccess, mapped * self.page_bytes);
             // SAFETY: the range was mapped just now; reads one description, which has the headers' layout.
             let code = unsafe { set(start, bytes, (&raw const access).cast(), 1) };

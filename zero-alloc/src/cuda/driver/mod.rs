@@ -8,6 +8,7 @@ mod context;
 mod memory;
 mod module;
 mod queue;
+mod shareable;
 mod table;
 
 use std::ffi::{CStr, c_char, c_int};
@@ -21,6 +22,7 @@ pub(super) use context::Context;
 pub(super) use memory::Pages;
 pub(super) use module::{Code, Entry};
 pub(super) use queue::{Point, Queue, Recording};
+pub(super) use shareable::Shareable;
 
 /// Codes that are no failures, or failures of their own kind.
 const SUCCESS: c_int = 0;

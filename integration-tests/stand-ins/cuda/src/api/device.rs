@@ -5,6 +5,7 @@ use std::ffi::c_char;
 use super::{Out, driver};
 use crate::driver::device::{all, device, init};
 use crate::error::Failure;
+use crate::settings::settings;
 
 /// The name that says what this is.
 const NAME: &[u8] = b"stand-in (PTX on the host)\0";
@@ -48,9 +49,10 @@ fn attribute(number: u32, ordinal: i32) -> Option<i32> {
         83 | 86 | 88 | 89 | 90 | 95 | 98 | 100 | 101 => 0,
         91 | 99 => 1,
         97 => SHARED_OPTIN_BYTES,
-        // Virtual memory; its handles are not exported.
+        // Virtual memory, and file descriptors of it.
         102 => 1,
-        103 | 104 | 105 | 107 | 110 | 113 | 116 | 119 | 120 | 121 | 124 | 125 | 128 | 132 => 0,
+        103 => i32::from(settings().sharing),
+        104 | 105 | 107 | 110 | 113 | 116 | 119 | 120 | 121 | 124 | 125 | 128 | 132 => 0,
         106 => 16,
         111 => 1024,
         115 => 1,

@@ -335,6 +335,39 @@ fn virtual_memory_moves_between_addresses_and_is_illegal_where_it_is_not() {
 }
 
 #[test]
+fn memory_says_which_allocation_it_is_and_who_may_open_it() {
+    let ordinal = own_device();
+    const BYTES: usize = 4 << 20;
+    let (mut base, mut handle, mut again) = (0u64, 0u64, 0u64);
+    fails!(
+        NotPermitted,
+        cuMemCreate((&mut handle).into(), BYTES, (&AllocationProperties::shared(ordinal, 9)).into(), 0)
+    );
+    let shared = AllocationProperties::shared(ordinal, 1);
+    ok!(cuMemCreate((&mut handle).into(), BYTES, (&shared).into(), 0));
+    ok!(cuMemAddressReserve((&mut base).into(), BYTES, 0, 0, 0));
+    ok!(cuMemMap(base, BYTES, 0, handle, 0));
+    let allow = AccessDescription::of_device(ordinal, true);
+    ok!(cuMemSetAccess(base, BYTES, (&allow).into(), 1));
+    // What is mapped lives without its handle, and gives out another.
+    ok!(cuMemRelease(handle));
+    let (mut start, mut bytes, inside) = (0u64, 0usize, base + 3_000_000);
+    ok!(cuMemGetAddressRange_v2((&mut start).into(), (&mut bytes).into(), inside));
+    assert_eq!((start, bytes), (base, BYTES));
+    ok!(cuMemRetainAllocationHandle((&mut again).into(), inside));
+    let mut seen = AllocationProperties::of_device(ordinal);
+    ok!(cuMemGetAllocationPropertiesFromHandle((&mut seen).into(), again));
+    assert_eq!(format!("{seen:?}"), format!("{shared:?}"));
+    ok!(cuMemRelease(again));
+    fails!(InvalidValue, cuMemGetAllocationPropertiesFromHandle((&mut seen).into(), again));
+    let plain = allocate(64);
+    fails!(InvalidValue, cuMemRetainAllocationHandle((&mut again).into(), plain));
+    ok!(cuMemUnmap(base, BYTES));
+    fails!(InvalidValue, cuMemRetainAllocationHandle((&mut again).into(), inside));
+    ok!(cuMemAddressFree(base, BYTES));
+}
+
+#[test]
 fn memory_that_is_freed_in_stream_order_lives_until_then() {
     own_device();
     let (stream, gate, mut address) = (new_stream(), Gate::default(), 0u64);

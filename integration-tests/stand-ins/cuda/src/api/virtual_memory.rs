@@ -4,6 +4,11 @@ use super::{In, Out, driver};
 use crate::driver::device::{all, current, device};
 use crate::driver::pages;
 use crate::error::{Failure, Outcome};
+use crate::settings::settings;
+
+/// `CUmemAllocationHandleType`: a file descriptor, and a handle over NVLink.
+const DESCRIPTOR: u32 = 1;
+const FABRIC: u32 = 8;
 
 /// `CUmemLocation`: a kind, where 1 is a device, and which.
 #[derive(Clone, Copy, Debug)]
@@ -49,15 +54,24 @@ impl Location {
 impl AllocationProperties {
     /// Memory of the device of this ordinal.
     pub fn of_device(ordinal: i32) -> Self {
-        Self { kind: 1, handle_types: 0, location: Location::of_device(ordinal), windows: 0, flags: [0; 8] }
+        Self::shared(ordinal, 0)
+    }
+
+    /// The same, which other processes may open by handles of these types.
+    pub fn shared(ordinal: i32, handle_types: u32) -> Self {
+        Self { kind: 1, handle_types, location: Location::of_device(ordinal), windows: 0, flags: [0; 8] }
     }
 
     fn device(self) -> Outcome<i32> {
         if self.kind != 1 {
             return Err(Failure::InvalidValue);
         }
-        if self.handle_types != 0 {
-            return Err(Failure::NotSupported);
+        // As on a machine without the permission to share over NVLink; windows' handles there are none.
+        match self.handle_types {
+            0 => {}
+            DESCRIPTOR if settings().sharing => {}
+            both if both == DESCRIPTOR | FABRIC && settings().sharing => return Err(Failure::NotPermitted),
+            _ => return Err(Failure::NotSupported),
         }
         self.location.device()
     }
@@ -95,8 +109,20 @@ driver! {
         if flags != 0 {
             return Err(Failure::InvalidValue);
         }
-        let ordinal = properties.get()?.device()?;
-        handle.put(pages::create(device(ordinal)?, bytes)? as u64)
+        let properties = properties.get()?;
+        let ordinal = properties.device()?;
+        handle.put(pages::create(device(ordinal)?, bytes, properties.handle_types)? as u64)
+    }
+
+    cuMemRetainAllocationHandle(handle: Out<u64>, address: u64) {
+        all()?;
+        handle.put(pages::retain(address)? as u64)
+    }
+
+    cuMemGetAllocationPropertiesFromHandle(properties: Out<AllocationProperties>, handle: u64) {
+        all()?;
+        let (ordinal, handle_types) = pages::properties(handle as usize)?;
+        properties.put(AllocationProperties::shared(ordinal, handle_types))
     }
 
     cuMemRelease(handle: u64) {

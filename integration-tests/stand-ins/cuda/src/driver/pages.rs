@@ -20,6 +20,8 @@ const UNMAP_LIMIT: Duration = Duration::from_secs(60);
 pub(crate) struct Pages {
     physical: Physical,
     device: &'static Device,
+    /// `CUmemAllocationHandleType`s by which other processes may open it.
+    handle_types: u32,
     filled: Mutex<bool>,
     _charge: Charge,
 }
@@ -72,14 +74,30 @@ pub(crate) fn free_reservation(start: u64, bytes: usize) -> Outcome {
 }
 
 /// Makes physical memory.
-pub(crate) fn create(device: &'static Device, bytes: usize) -> Outcome<usize> {
+pub(crate) fn create(device: &'static Device, bytes: usize, handle_types: u32) -> Outcome<usize> {
     if bytes == 0 || !granular(bytes as u64) {
         return Err(Failure::InvalidValue);
     }
     let charge = device.charge(bytes as u64)?;
     let physical = Physical::new(bytes).map_err(|_| Failure::OutOfMemory)?;
-    let pages = Pages { physical, device, filled: Mutex::new(false), _charge: charge };
+    let pages = Pages { physical, device, handle_types, filled: Mutex::new(false), _charge: charge };
     Ok(HANDLES.insert(fresh_number(), Arc::new(pages)))
+}
+
+/// Another handle of the memory that is mapped at `address`.
+pub(crate) fn retain(address: u64) -> Outcome<usize> {
+    let state = lock(&STATE);
+    let (&start, mapped) = state.mapped.range(..=address).next_back().ok_or(Failure::InvalidValue)?;
+    if address - start >= mapped.pages.physical.bytes() as u64 {
+        return Err(Failure::InvalidValue);
+    }
+    Ok(HANDLES.insert(fresh_number(), mapped.pages.clone()))
+}
+
+/// The ordinal of the device that a handle's memory is on, and its handle types.
+pub(crate) fn properties(handle: usize) -> Outcome<(i32, u32)> {
+    let pages = HANDLES.get(handle).map_err(|_| Failure::InvalidValue)?;
+    Ok((pages.device.ordinal as i32, pages.handle_types))
 }
 
 /// Gives up the handle; the memory stays where it is mapped.

@@ -1,0 +1,78 @@
+//! Memory that other processes may open, and which allocation a slice is of.
+
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Memory};
+use zero_alloc::{AllocError, Pool, Purpose};
+
+use crate::{floats, open, read, slice};
+
+/// What is wrong with sharing this.
+fn refusal(memory: AnySlice) -> String {
+    open().shareable_allocation(memory).expect_err("not to be shared").to_string()
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_pool_of_shareable_cuda_memory_is_one_allocation_when_it_takes_its_budget() {
+    let device = open().with_shareable_backings();
+    let stream = device.create_stream("compute").expect("a stream");
+    let granularity = device.granularity_bytes();
+    let (free, _) = device.memory_bytes().expect("a number");
+    let pool = Pool::new(device.clone(), 3 * granularity - 1);
+    let (start, bytes) = pool.take_budget().expect("one backing");
+    assert_eq!(bytes, 3 * granularity);
+    assert_eq!(pool.take_budget().expect("the same"), (start, bytes));
+    // Whatever lies in the pool lies in it.
+    let (x, y) = (floats(&pool, &stream, 100_000, 1.0), floats(&pool, &stream, 1_000_000, 2.0));
+    for block in [&x, &y] {
+        assert_eq!(device.shareable_allocation(slice(block)).expect("of the pool"), (start, bytes));
+    }
+    assert_eq!(read(&device, &stream, &y), vec![2.0; 1_000_000]);
+    let report = pool.report();
+    assert_eq!((report.reserved_bytes, report.backing_allocations), (bytes, 1));
+    drop((x, y, pool));
+    // The pool's end is another thread's where its streams have not run out.
+    let back = || device.memory_bytes().expect("a number").0 >= free;
+    assert!((0..1000).any(|_| back() || {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        false
+    }));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_memory_that_nobody_else_may_open_says_why() {
+    let device = open();
+    let stream = device.create_stream("compute").expect("a stream");
+    let pages = Pool::new(device.clone(), 1 << 30);
+    let page = device.virtual_memory().expect("pages").page_bytes();
+    let (small, large) = (floats(&pages, &stream, 100, 1.0), floats(&pages, &stream, page, 1.0));
+    assert!(refusal(slice(&small)).contains("for this process alone"), "{}", refusal(slice(&small)));
+    assert!(refusal(slice(&large)).contains("more than one allocation"), "{}", refusal(slice(&large)));
+    let plain = Pool::new(device.clone().with_backings(), 1 << 20);
+    let block = floats(&plain, &stream, 100, 1.0);
+    // Which of the two depends on the driver.
+    let why = refusal(slice(&block));
+    assert!(
+        ["no handle that could be given away", "for this process alone"].iter().any(|w| why.contains(w)),
+        "{why}"
+    );
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_pool_that_cannot_take_its_budget_as_one_piece_of_cuda_memory_says_why() {
+    let why = |pool: &Pool<_>| match pool.take_budget() {
+        Err(AllocError::Device(DeviceError::Driver { call: "Pool::take_budget", message })) => message,
+        other => panic!("{other:?}"),
+    };
+    assert!(why(&Pool::new(open(), 1 << 20)).contains("lends pages"));
+    let device = open().with_shareable_backings();
+    let stream = device.create_stream("compute").expect("a stream");
+    let grown = Pool::new(device.clone(), 64 << 20);
+    let block = grown.allocate(100, DType::F32, Purpose::Buckets, &stream).expect("room");
+    assert!(why(&grown).contains("has taken memory already"));
+    drop(block);
+    let (_, total) = device.memory_bytes().expect("a number");
+    let error = Pool::new(device, 2 * total).take_budget().expect_err("more than there is");
+    assert!(matches!(error, AllocError::Device(DeviceError::OutOfMemory { .. })), "{error}");
+}
