@@ -98,6 +98,26 @@ fn cuda_nccl_sums_of_16_bits_are_within_the_stated_tolerance_and_repeat() {
     }
 }
 
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_registers_pools_that_all_ranks_can_share() {
+    for n in 2..=if library() { 3 } else { 0 } {
+        let (outputs, _) = launch(n, "registers", &[]);
+        expect(outputs.iter().all(|o| o.status.success() && says(o, "registered")), "registers", &outputs);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_goes_on_where_no_memory_can_be_shared() {
+    // Only the stand-in can be a device without shareable memory.
+    if !library() || !rank::is_stand_in() {
+        return;
+    }
+    let (outputs, _) = launch(2, "registers-nothing", &[("ZERO_STANDIN_SHARING", "0")]);
+    expect(outputs.iter().all(|o| o.status.success() && says(o, "registered nothing")), "nothing", &outputs);
+}
+
 /// Every fault ends every process that is still there within the limit, with the words of its cause.
 #[test]
 #[ignore = "needs a CUDA device"]

@@ -289,18 +289,30 @@ impl Handle {
         Ok(child)
     }
 
-    /// Tells NCCL of memory that collectives will use again and again; nothing where this NCCL does not take it.
+    /// Tells NCCL of the allocation that `memory` lies in, if peers can open it.
     ///
     /// # Safety
-    /// `memory` is the device's, and stays valid until the result is deregistered or the communicator is gone.
-    pub(super) unsafe fn register(&self, memory: AnySlice) -> Option<Registered> {
-        let register = self.nccl.table.register?;
+    /// The allocation is the device's, and stays mapped until the result is deregistered or the communicator is gone.
+    pub(super) unsafe fn register(&self, memory: AnySlice) -> Result<Registered, CommError> {
+        let Some(register) = self.nccl.table.register else {
+            return Err(back_end("this NCCL registers no memory; 2.19 and later do".to_owned()));
+        };
+        let (at, bytes) = self.device.shareable_allocation(memory)?;
         let (mut handle, no_world) = (std::ptr::null_mut(), || None);
         // SAFETY: the caller's promise; the communicator lives; writes one handle.
-        let call = |raw| unsafe { register(raw, memory.as_ptr().cast(), memory.len_bytes(), &raw mut handle) };
-        let code = self.with(call, &no_world).ok()?;
-        self.settle("ncclCommRegister", code, FINALIZE_LIMIT, &no_world).ok()?;
-        (!handle.is_null()).then_some(Registered(handle))
+        let call = |raw| unsafe { register(raw, at.cast(), bytes, &raw mut handle) };
+        let code = self.with(call, &no_world);
+        let settled = code.and_then(|code| self.settle("ncclCommRegister", code, FINALIZE_LIMIT, &no_world));
+        settled.map_err(|interrupt| match interrupt {
+            Interrupt::World(error) | Interrupt::Failed(error) => error,
+            Interrupt::Late => back_end(format!("ncclCommRegister did not end within {FINALIZE_LIMIT:?}")),
+        })?;
+        if handle.is_null() {
+            return Err(back_end(
+                "NCCL took no memory: is NCCL_LOCAL_REGISTER=0 or NCCL_P2P_USE_CUDA_MEMCPY=1?".to_owned(),
+            ));
+        }
+        Ok(Registered(handle))
     }
 
     /// Ends a registration, unless the communicator is gone, and it with it.

@@ -137,7 +137,9 @@ impl Hub {
             Message::LateSplit { context, number, limit_ms } => {
                 let absent = self.absent_from_split(context, number).unwrap_or(rank);
                 let limit = Duration::from_millis(limit_ms);
-                let message = format!("did not come to split {number} of communicator {context} within {limit:?}");
+                let message = format!(
+                    "did not come to split {number} (or registration) of communicator {context} within {limit:?}"
+                );
                 self.fail(CommError::Peer { rank: absent, message })
             }
             Message::Left { context, done } => self.left(rank, context, done),
@@ -263,7 +265,10 @@ impl Hub {
 }
 
 fn left_before(rank: usize, context: Context, number: u64) -> CommError {
-    CommError::Peer { rank, message: format!("left communicator {context} before its split {number}") }
+    CommError::Peer {
+        rank,
+        message: format!("left communicator {context} before its split {number} (or registration)"),
+    }
 }
 
 /// The colors of a split, in order.

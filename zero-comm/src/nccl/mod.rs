@@ -21,12 +21,28 @@
 //! **Order.** One communicator runs its collectives one after the other, whatever streams they are on. Collectives of
 //! two communicators that are under way at once must be enqueued in one order on all ranks.
 //!
-//! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, and in the first collective of each
-//! kind; always within the limit. Otherwise it only enqueues.
+//! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, where memory is registered, and in the first
+//! collective of each kind, or on registered memory; always within the limit. Otherwise it only enqueues.
 //!
 //! **Graphs.** A collective may be recorded once one of its kind has run. While it is recorded NCCL tries to have ranks open one
 //! another's buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` saves the attempt. NCCL gives a communicator up
 //! only when all graphs with its collectives are gone: drop them first.
+//!
+//! **Registration.** NCCL copies through buffers of its own, unless it is told of the memory:
+//! [`NcclCommunicator::register_pool`], for a pool of
+//! [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
+//! ```no_run
+//! # use zero_alloc::{Pool, cuda::CudaDevice};
+//! # use zero_comm::nccl::NcclCommunicator;
+//! # fn example(device: &CudaDevice, comm: &NcclCommunicator) {
+//! // For what collectives read and write; the rest stays in a pool of pages.
+//! let pool = Pool::new(device.clone().with_shareable_backings(), 1 << 30);
+//! match comm.register_pool(&pool) {
+//!     Ok(registration) => println!("{registration:?}: keep it"),
+//!     Err(error) => println!("collectives copy, as without it: {error}"),
+//! }
+//! # }
+//! ```
 //!
 //! **Failure.** NCCL itself tells of few faults, and names no rank. So the processes of a world keep a second,
 //! thin connection: to the *hub*, a few threads in rank 0's process, at the address where they met. Off the critical
@@ -45,6 +61,7 @@ mod hub;
 mod library;
 mod message;
 mod ranks;
+mod registration;
 mod rendezvous;
 mod server;
 #[cfg(all(test, not(miri)))] // Miri has no sockets.
@@ -62,10 +79,11 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, Event, Memory, Stream};
 
 pub use error::RendezvousError;
 pub use ranks::{LaunchError, Launcher, Ranks};
+pub use registration::Registration;
 
 use crate::call::{Checked, Group};
 use crate::{CommError, Communicator, Traffic};
-use handle::{Handle, Interrupt, Registered};
+use handle::{Handle, Interrupt};
 use hub::{colors, members};
 use library::Nccl;
 use message::Context;
@@ -125,25 +143,6 @@ impl fmt::Debug for NcclCommunicator {
     }
 }
 
-/// Memory that NCCL knows, until this is dropped.
-#[must_use]
-pub struct Registration {
-    handle: Arc<Handle>,
-    registered: Registered,
-}
-
-impl fmt::Debug for Registration {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Registration")
-    }
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        self.handle.deregister(&self.registered);
-    }
-}
-
 impl NcclCommunicator {
     /// Joins the world that `ranks` speaks of, with `device` as this rank's GPU. Every process calls it, once.
     ///
@@ -170,33 +169,6 @@ impl NcclCommunicator {
         let handle = Arc::new(handle);
         process.world.open(context, Arc::clone(&handle) as Arc<dyn Transport>);
         Self { handle, process, context, group, enqueued: Mutex::default(), traffic: Mutex::default() }
-    }
-
-    /// Tells NCCL of memory that collectives will use again and again, so that it copies less; nothing where this NCCL
-    /// cannot take it.
-    ///
-    /// # Safety
-    /// `memory` is the device's and stays valid until the result is dropped.
-    pub unsafe fn register(&self, memory: AnySlice) -> Option<Registration> {
-        // SAFETY: the caller's promise.
-        let registered = unsafe { self.handle.register(memory) }?;
-        Some(Registration { handle: Arc::clone(&self.handle), registered })
-    }
-
-    /// Waits until the collectives that are under way have ended.
-    fn drain(&self) -> Result<(), CommError> {
-        let (world, begun) = (&self.process.world, Instant::now());
-        while world.under_way(self.context) > 0 {
-            if let Some(failure) = world.failure() {
-                return Err(failure);
-            }
-            if begun.elapsed() >= world.limit {
-                let message = format!("what was under way did not end within {:?}", world.limit);
-                return Err(CommError::Peer { rank: world.rank, message });
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(())
     }
 
     /// Enqueues the call with this number; the failure of the world if that fails.
@@ -254,6 +226,22 @@ fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
 }
 
 impl Process {
+    /// Waits until the collectives of a communicator that are under way have ended.
+    fn drain(&self, context: Context) -> Result<(), CommError> {
+        let (world, begun) = (&self.world, Instant::now());
+        while world.under_way(context) > 0 {
+            if let Some(failure) = world.failure() {
+                return Err(failure);
+            }
+            if begun.elapsed() >= world.limit {
+                let message = format!("what was under way did not end within {:?}", world.limit);
+                return Err(CommError::Peer { rank: world.rank, message });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
     /// The world's failure, which `interrupt` is or becomes.
     fn fail(&self, interrupt: Interrupt, what: &str, limit: Duration) -> CommError {
         let rank = self.world.rank;
@@ -270,7 +258,7 @@ impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
         // What this rank enqueued is finished first, as its peers expect.
-        if self.drain().is_err() {
+        if self.process.drain(self.context).is_err() {
             self.handle.abort().wait();
         }
         world.close(self.context, done);
@@ -304,7 +292,7 @@ impl Communicator<CudaDevice> for NcclCommunicator {
         let (world, number) = (&self.process.world, enqueued.splits);
         enqueued.splits += 1;
         // NCCL splits what is idle.
-        self.drain()?;
+        self.process.drain(self.context)?;
         let (first, wishes) = world.split(self.context, number, (color, key))?;
         let colors = colors(&wishes);
         let place = color.and_then(|color| {

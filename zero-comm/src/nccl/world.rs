@@ -249,7 +249,10 @@ impl Shared {
     /// Split number `number` of `context`: the number of its first new communicator, and the wishes of all.
     pub(super) fn split(&self, context: Context, number: u64, wish: Wish) -> Result<(Context, Vec<Wish>), CommError> {
         if self.state.lock().alone {
-            return Err(self.fail(CommError::Peer { rank: 0, message: format!("left before split {number}") }));
+            return Err(self.fail(CommError::Peer {
+                rank: 0,
+                message: format!("left before split {number} (or registration)"),
+            }));
         }
         self.say(Message::Split { context, number, wish });
         self.speak();
@@ -258,7 +261,7 @@ impl Shared {
             None => state.splits.remove(&(context, number)).map(Ok),
         });
         answer.unwrap_or_else(|| {
-            let message = format!("split {number} did not end within {:?}", self.limit);
+            let message = format!("split {number} (or registration) did not end within {:?}", self.limit);
             let tell = Message::LateSplit { context, number, limit_ms: milliseconds(self.limit) };
             Err(self.ask(tell, CommError::Peer { rank: self.rank, message }))
         })

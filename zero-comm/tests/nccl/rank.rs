@@ -52,7 +52,7 @@ fn kill_this_process() -> ! {
 pub(crate) fn main(what: &str) {
     let ranks = Ranks::from_env().unwrap().unwrap();
     let device = CudaDevice::open(ranks.local_rank % CudaDevice::count().unwrap()).unwrap();
-    let faultless = matches!(what, "conformance" | "sums");
+    let faultless = matches!(what, "conformance" | "sums" | "registers" | "registers-nothing");
     let limit = if faultless || what != "stalled" { LIMIT } else { FAULT_LIMIT };
     let comm = NcclCommunicator::join(&device, &ranks, Options { limit }).unwrap();
     let stream = device.create_stream("comm").unwrap();
@@ -66,6 +66,14 @@ pub(crate) fn main(what: &str) {
             println!("rank {} conforms", ranks.rank);
         }
         "sums" => sums(&comm, &rank),
+        "registers" => {
+            registers(&device, comm, rank);
+            println!("rank {} registered", ranks.rank);
+        }
+        "registers-nothing" => {
+            registers_nothing(&device, &comm, rank);
+            println!("rank {} registered nothing", ranks.rank);
+        }
         kind => {
             let error = fault(kind, comm, &rank).expect_err("the fault is seen");
             println!("rank {} saw: {error}", ranks.rank);
@@ -77,8 +85,6 @@ pub(crate) fn main(what: &str) {
 fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
     let other = device.create_stream("other").unwrap();
     let (slice, _block) = rank.buffer(1000, DType::F32);
-    // SAFETY: the block outlives the registration.
-    let registered = unsafe { comm.register(slice) };
     let before = rank.stream.record().unwrap();
     other.wait(&before).unwrap();
     for i in 0..20 {
@@ -89,7 +95,76 @@ fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
     let mut bytes = vec![0; slice.len_bytes()];
     device.download(&rank.stream, slice, &mut bytes, LIMIT).unwrap();
     assert!(bytes.chunks(4).all(|b| b == 1f32.to_le_bytes()));
-    drop(registered);
+}
+
+/// The sum of ones on all ranks, gathered from all: `repeats` times in buffers of `pool`.
+fn sum_and_gather(comm: &NcclCommunicator, rank: &Rank, repeats: usize) {
+    const LEN: usize = 3000;
+    let (device, n) = (rank.pool.device(), comm.world_size());
+    let ((parts, _parts), (sum, _sum), (all, _all)) =
+        (rank.buffer(LEN * n, DType::F32), rank.buffer(LEN, DType::F32), rank.buffer(LEN * n, DType::F32));
+    for _ in 0..repeats {
+        comm.reduce_scatter(&rank.stream, parts, sum, ReduceOp::Sum).unwrap();
+        comm.all_gather(&rank.stream, sum, all).unwrap();
+    }
+    let mut bytes = vec![0; all.len_bytes()];
+    device.download(&rank.stream, all, &mut bytes, LIMIT).unwrap();
+    assert!(bytes.chunks(4).all(|b| b == (n as f32).to_le_bytes()));
+}
+
+/// Registered pools: what works in them, what is refused for all, and in which orders things end.
+fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
+    const BUDGET: usize = 8 << 20;
+    let shareable = || Pool::new(device.clone().with_shareable_backings(), BUDGET);
+    let mut rank = Rank { pool: shareable(), ..rank };
+    let registration = comm.register_pool(&rank.pool).unwrap();
+    sum_and_gather(&comm, &rank, 3);
+    assert_eq!(rank.pool.report().backing_allocations, 1);
+    // Another communicator may know it too, by any part of it.
+    let both = comm.split(Some(0), 0).unwrap();
+    assert!(both.is_some());
+    // SAFETY: the pool outlives it.
+    let again = unsafe { comm.register(rank.buffer(100, DType::F32).0) }.unwrap();
+    drop(again);
+    sum_and_gather(&comm, &rank, 1);
+    // It ends with work behind it: what is under way is waited for.
+    let (slice, block) = rank.buffer(1 << 20, DType::F32);
+    for _ in 0..10 {
+        comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).unwrap();
+    }
+    drop(registration);
+    sum_and_gather(&comm, &rank, 1);
+    drop(block);
+    // What one rank cannot share is shared by none, and collectives go on.
+    let odd = comm.rank() == 1;
+    rank.pool = if odd { Pool::new(device.clone().with_backings(), BUDGET) } else { shareable() };
+    let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
+    // Which of the first two depends on the driver.
+    let words =
+        ["no handle that could be given away", "for this process alone", "rank 1 did not register its memory"];
+    assert!(words[if odd { 0..2 } else { 2..3 }].iter().any(|words| refused.contains(words)), "{refused}");
+    sum_and_gather(&comm, &rank, 1);
+    // Pages are many handles, and nobody else's.
+    rank.pool = Pool::new(device.clone(), BUDGET);
+    assert!(comm.register_pool(&rank.pool).unwrap_err().to_string().contains("lends pages"));
+    // SAFETY: refused; and the pool outlives it.
+    let refused = unsafe { comm.register(rank.buffer(100, DType::F32).0) }.unwrap_err().to_string();
+    assert!(refused.contains("for this process alone"), "{refused}");
+    // The registration keeps its pool, and ends after its communicator in peace.
+    rank.pool = shareable();
+    let registration = comm.register_pool(&rank.pool).unwrap();
+    sum_and_gather(&comm, &rank, 1);
+    assert!(comm.failure().is_none());
+    drop((rank, both, comm));
+    drop(registration);
+}
+
+/// Where nothing can be shared, all ranks say so, and train on.
+fn registers_nothing(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
+    let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings(), 1 << 20), ..rank };
+    let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
+    assert!(refused.contains("no handle that could be given away"), "{refused}");
+    sum_and_gather(comm, &rank, 1);
 }
 
 /// Sums of positive 16-bit values: N - 1 roundings at most, and the same bits each time.

@@ -234,12 +234,16 @@ pub unsafe extern "C" fn ncclCommRegister(
     bytes: usize,
     out: *mut *mut c_void,
 ) -> c_int {
-    with(handle, |_| {
+    with(handle, |comm| {
+        let start = at as u64;
         if at.is_null() || bytes == 0 {
             return say(INVALID_ARGUMENT, "no memory to register");
         }
+        let Some(number) = comm.register(start..start + bytes as u64) else {
+            return say(INVALID_ARGUMENT, "the memory is not one allocation that other processes can open");
+        };
         // SAFETY: the caller's promise.
-        unsafe { out.write(at) };
+        unsafe { out.write(std::ptr::without_provenance_mut(number)) };
         SUCCESS
     })
 }
@@ -247,7 +251,10 @@ pub unsafe extern "C" fn ncclCommRegister(
 /// Forgets memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommDeregister(handle: usize, registered: *mut c_void) -> c_int {
-    with(handle, |_| if registered.is_null() { INVALID_ARGUMENT } else { SUCCESS })
+    with(handle, |comm| match comm.deregister(registered.addr()) {
+        SUCCESS => SUCCESS,
+        code => say(code, "the memory is not registered, or is gone, or is worked in"),
+    })
 }
 
 /// Opens a group.
@@ -285,6 +292,9 @@ fn call(handle: usize, stream: *mut c_void, part: Part) -> c_int {
         if part.count > 0 && (!no_read && part.from.0.is_null() || !no_write && part.to.0.is_null()) {
             return say(INVALID_ARGUMENT, "a buffer is null");
         }
+        let bytes = width(part.dtype).unwrap_or(0) * part.count;
+        let mut part = part;
+        part.note_registered(|at, times| comm.is_registered(at.0 as u64, bytes * times), n);
         let grouped = GROUP.with(|group| {
             let (depth, calls) = &mut *group.borrow_mut();
             if *depth > 0 {
@@ -312,7 +322,7 @@ macro_rules! collective {
         pub unsafe extern "C" fn $name($($arg: $t,)* comm: usize, stream: *mut c_void) -> c_int {
             let (from, to) = (At(($from).cast_mut().cast()), At(($to).cast()));
             let Ok(other) = usize::try_from($other) else { return INVALID_ARGUMENT };
-            call(comm, stream, Part { kind: Kind::$kind, from, to, count: $count, dtype: $dtype, op: $op, other })
+            call(comm, stream, Part { kind: Kind::$kind, from, to, count: $count, dtype: $dtype, op: $op, other, registered: 0 })
         }
     };
 }

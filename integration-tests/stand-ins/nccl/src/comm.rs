@@ -1,10 +1,11 @@
 //! Communicators: what is in progress, and operations in their order.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::cuda::{Current, Stream, launch, launch_each, tie};
+use crate::cuda::{Current, Stream, launch, launch_each, shareable_bytes, tie};
 use crate::exchange::{Aborted, Exchange};
 use crate::work::{Kind, Part, give, take};
 
@@ -64,6 +65,8 @@ pub(crate) struct Comm {
     changed: Condvar,
     /// It was not split from another.
     is_world: bool,
+    /// Memory that is registered, by the numbers that the caller has of it.
+    registered: Mutex<HashMap<usize, Range<u64>>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -93,7 +96,8 @@ impl Comm {
     fn start(exchange: Exchange, is_world: bool) -> Arc<Self> {
         let (order, changed) = (Mutex::default(), Condvar::new());
         let (state, failed) = (AtomicI32::new(IN_PROGRESS), AtomicI32::new(SUCCESS));
-        let comm = Arc::new(Self { exchange, state, failed, order, changed, is_world });
+        let registered = Mutex::default();
+        let comm = Arc::new(Self { exchange, state, failed, order, changed, is_world, registered });
         let meeting = Arc::clone(&comm);
         comm.background(move || {
             if meeting.exchange.meet("init", &[]).is_ok() {
@@ -324,6 +328,34 @@ impl Comm {
         self.change(|_| ());
         self.wait_while(|order| order.busy > 0 || !order.is_quiet());
         self.exchange.destroy();
+    }
+
+    /// Registers memory, if it lies in one allocation that others can open, from its beginning: NVLink's switches are given aligned
+    /// memory only; its number.
+    pub(crate) fn register(&self, bytes: Range<u64>) -> Option<usize> {
+        let whole = shareable_bytes(bytes.start)?;
+        if self.state() != SUCCESS || bytes.start != whole.start || bytes.end > whole.end {
+            return None;
+        }
+        let number = NEXT.fetch_add(16, Ordering::Relaxed) as usize;
+        lock(&self.registered).insert(number, bytes);
+        Some(number)
+    }
+
+    /// Whether these bytes lie in registered memory.
+    pub(crate) fn is_registered(&self, at: u64, bytes: usize) -> bool {
+        bytes > 0 && lock(&self.registered).values().any(|r| r.start <= at && at + bytes as u64 <= r.end)
+    }
+
+    /// Forgets memory, which must still be there, with nothing under way: otherwise a peer may work where nothing is.
+    pub(crate) fn deregister(&self, number: usize) -> i32 {
+        let known = lock(&self.registered).remove(&number);
+        let there = known.is_some_and(|bytes| shareable_bytes(bytes.start).is_some());
+        if there && self.is_idle() {
+            return SUCCESS;
+        }
+        self.failed.store(INVALID_USAGE, Ordering::Release);
+        INVALID_USAGE
     }
 
     /// Ends a communicator that is idle.

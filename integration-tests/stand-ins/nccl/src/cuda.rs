@@ -13,7 +13,17 @@ struct Driver {
     make_current: unsafe extern "C" fn(*mut c_void) -> c_int,
     is_capturing: unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int,
     tie: LaunchHostFunc,
+    range: unsafe extern "C" fn(*mut u64, *mut usize, u64) -> c_int,
+    retain: unsafe extern "C" fn(*mut u64, u64) -> c_int,
+    properties: unsafe extern "C" fn(*mut Properties, u64) -> c_int,
+    release: unsafe extern "C" fn(u64) -> c_int,
 }
+
+/// `CUmemAllocationProp`, as far as it is looked at: a kind and handle types.
+type Properties = [u32; 8];
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`: what NCCL gives to the other processes of a machine.
+const DESCRIPTOR: u32 = 1;
 
 fn driver() -> Option<&'static Driver> {
     static DRIVER: OnceLock<Option<Driver>> = OnceLock::new();
@@ -31,11 +41,36 @@ fn driver() -> Option<&'static Driver> {
             is_capturing: *unsafe { library.get(b"cuStreamIsCapturing\0") }.ok()?,
             // SAFETY: the signature is the stand-in's.
             tie: *unsafe { library.get(b"standInTieToCapture\0") }.ok()?,
+            // SAFETY: the signatures of these are the driver's.
+            range: *unsafe { library.get(b"cuMemGetAddressRange_v2\0") }.ok()?,
+            // SAFETY: as above.
+            retain: *unsafe { library.get(b"cuMemRetainAllocationHandle\0") }.ok()?,
+            // SAFETY: as above.
+            properties: *unsafe { library.get(b"cuMemGetAllocationPropertiesFromHandle\0") }.ok()?,
+            // SAFETY: as above.
+            release: *unsafe { library.get(b"cuMemRelease\0") }.ok()?,
         };
         std::mem::forget(library);
         Some(driver)
     };
     DRIVER.get_or_init(find).as_ref()
+}
+
+/// The bytes of the allocation that holds `at`, if other processes can open it; none where they cannot.
+pub(crate) fn shareable_bytes(at: u64) -> Option<std::ops::Range<u64>> {
+    let driver = driver()?;
+    let (mut start, mut bytes, mut handle, mut properties) = (0, 0, 0, Properties::default());
+    // SAFETY: writes two numbers.
+    let found = unsafe { (driver.range)(&raw mut start, &raw mut bytes, at) } == 0;
+    // SAFETY: writes one number.
+    if !found || unsafe { (driver.retain)(&raw mut handle, at) } != 0 {
+        return None;
+    }
+    // SAFETY: writes 32 bytes.
+    let told = unsafe { (driver.properties)(&raw mut properties, handle) } == 0;
+    // SAFETY: retained above.
+    unsafe { (driver.release)(handle) };
+    (told && properties[1] & DESCRIPTOR != 0).then_some(start..start + bytes as u64)
 }
 
 /// The context of the calling thread, to be taken to another.

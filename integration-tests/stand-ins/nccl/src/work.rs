@@ -55,6 +55,8 @@ pub(crate) struct Part {
     pub(crate) op: i32,
     /// The root or the peer, or 0.
     pub(crate) other: usize,
+    /// Which buffers lie in registered memory: 1 that which is read, 2 that which is written.
+    pub(crate) registered: u64,
 }
 
 /// Words of a part's header.
@@ -78,6 +80,20 @@ pub(crate) fn width(dtype: i32) -> Option<usize> {
 }
 
 impl Part {
+    /// Notes which buffers of a collective of `n` ranks lie in registered memory; `is` is asked of an address and how many times the
+    /// count lies there. Where only the root reads or writes, its buffer is its own affair.
+    pub(crate) fn note_registered(&mut self, is: impl Fn(At, usize) -> bool, n: usize) {
+        let (from, to) = match self.kind {
+            Kind::AllReduce => (is(self.from, 1), is(self.to, 1)),
+            Kind::ReduceScatter => (is(self.from, n), is(self.to, 1)),
+            Kind::AllGather => (is(self.from, 1), is(self.to, n)),
+            Kind::Broadcast => (false, is(self.to, 1)),
+            Kind::Reduce => (is(self.from, 1), false),
+            Kind::Send | Kind::Receive => (false, false),
+        };
+        self.registered = u64::from(from) | u64::from(to) << 1;
+    }
+
     fn bytes(&self, elems: usize) -> usize {
         elems * width(self.dtype).unwrap_or(0)
     }
@@ -86,7 +102,7 @@ impl Part {
         [
             self.kind as u64,
             self.count as u64,
-            (self.dtype as u64) << 8 | self.op as u64,
+            self.registered << 16 | (self.dtype as u64) << 8 | self.op as u64,
             self.other as u64,
             len as u64,
         ]
@@ -262,7 +278,7 @@ mod tests {
 
     fn part(kind: Kind, from: &[f32], to: &mut [f32], count: usize, other: usize) -> Part {
         let (from, to) = (At(from.as_ptr().cast_mut().cast()), At(to.as_mut_ptr().cast()));
-        Part { kind, from, to, count, dtype: 7, op: 0, other }
+        Part { kind, from, to, count, dtype: 7, op: 0, other, registered: 0 }
     }
 
     /// Rank r sends 10 r + i.
@@ -301,6 +317,12 @@ mod tests {
         assert!(run(|r| pair(r, 0), 2).is_none());
         run(|r| pair(r, 1), 2).unwrap();
         assert_eq!(*to.borrow(), [[10.], [0.]]);
+        let mixed = |r: usize| {
+            let mut part = part(Kind::AllReduce, &from[r], &mut to.borrow_mut()[r], 1, 0);
+            part.note_registered(|_, _| r == 1, 2);
+            vec![part]
+        };
+        assert!(run(mixed, 2).is_none());
         let differs = |r: usize| vec![part(Kind::AllReduce, &from[r], &mut to.borrow_mut()[r], r, 0)];
         assert!(run(differs, 2).is_none());
     }
