@@ -1,118 +1,79 @@
 //! Evicting: a window is emptied by moving its used ranges into holes elsewhere.
 
-use super::compaction::{Cause, Compaction, Relocation, Window, touches};
+use super::compaction::{Cause, Compaction, Relocation};
 use super::cost::CostModel;
-use super::offsets::{Offsets, RangeId};
-use super::ranges::{NONE, State};
+use super::survey::{Part, Survey};
 
 /// How many of the cheapest windows are tried.
 const TRIES: usize = 16;
 
-/// The cheapest plan of its kind among the cheapest windows, where one costs less than `limit_ns`.
-pub(super) fn plan(space: &Offsets, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
-    let at = |i: u32| &space.ranges[i as usize];
-    let mut windows: Vec<Candidate> = Vec::with_capacity(4 * TRIES);
-    let mut holes: Vec<Hole> = Vec::with_capacity(4 * TRIES);
-    // In the window: used bytes, used ranges; and how many holes lie below it.
-    let (mut first, mut used, mut ranges, mut below) = (space.first(), 0u64, 0u64, 0);
-    let mut last = space.first();
-    while last != NONE {
-        let range = at(last);
-        if range.below != NONE && !touches(at(range.below), range) {
-            (first, used, ranges, below) = (last, 0, 0, holes.len());
+/// The cheapest plan of its kind among the cheapest windows.
+pub(super) fn plan(survey: &Survey, wanted: u64, cost: &CostModel) -> Option<Compaction> {
+    let mut windows = windows(survey, wanted, cost);
+    for _ in 0..TRIES {
+        let cheapest = windows.iter_mut().reduce(|a, b| if b.cost_ns < a.cost_ns { b } else { a })?;
+        if cheapest.cost_ns == f64::INFINITY {
+            break;
         }
-        match range.state {
-            State::Used => (used, ranges) = (used + range.bytes, ranges + 1),
-            State::Free => holes.push(Hole { bytes: range.bytes, start: range.start, index: last }),
-            State::Pinned | State::Spare => {
-                last = range.above;
-                (first, used, ranges, below) = (last, 0, 0, holes.len());
-                continue;
-            }
+        if let Some(plan) = empty(survey, cheapest) {
+            return Some(plan);
         }
-        while range.end() - at(first).start >= wanted {
-            let moved_ns = cost.copies_ns(used, ranges);
-            if moved_ns < limit_ns {
-                let holes = below..holes.len();
-                windows.push(Candidate { cost_ns: moved_ns, window: Window { first, last }, holes });
-            }
-            let low = at(first);
-            if first == last {
-                break;
-            }
-            match low.state {
-                State::Free => below += 1,
-                _ => (used, ranges) = (used - low.bytes, ranges - 1),
-            }
-            first = low.above;
-        }
-        last = range.above;
+        cheapest.cost_ns = f64::INFINITY;
     }
-    if windows.len() > TRIES {
-        windows.select_nth_unstable_by(TRIES, |a, b| a.cost_ns.total_cmp(&b.cost_ns));
-        windows.truncate(TRIES);
-    }
-    windows.sort_by(|a, b| a.cost_ns.total_cmp(&b.cost_ns));
-    let mut outside = Vec::with_capacity(holes.len());
-    windows.iter().find_map(|candidate| {
-        outside.clear();
-        outside.extend_from_slice(&holes[..candidate.holes.start]);
-        outside.extend_from_slice(&holes[candidate.holes.end..]);
-        empty(space, candidate, &mut outside)
-    })
+    None
 }
 
-struct Candidate {
-    cost_ns: f64,
-    window: Window,
-    /// Which of the holes lie in it.
-    holes: std::ops::Range<usize>,
-}
-
+/// A window to empty, and what that costs.
 #[derive(Clone, Copy)]
-struct Hole {
-    bytes: u64,
-    start: u64,
-    index: u32,
+struct Window<'a> {
+    cost_ns: f64,
+    parts: &'a [Part],
+}
+
+/// For each range that may be the last of a window, the shortest window with it.
+fn windows<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
+    let mut windows = Vec::with_capacity(survey.len());
+    for row in survey.rows() {
+        // In the window: used bytes, used ranges.
+        let (mut first, mut used, mut ranges) = (0, 0u64, 0u64);
+        for (last, part) in row.iter().enumerate() {
+            if !part.free {
+                (used, ranges) = (used + part.bytes, ranges + 1);
+                if part.bytes > survey.largest_hole_bytes() {
+                    // No hole takes it, so no window has it.
+                    (first, used, ranges) = (last + 1, 0, 0);
+                }
+            }
+            while first <= last && part.end() - row[first].start >= wanted {
+                windows.push(Window { cost_ns: cost.copies_ns(used, ranges), parts: &row[first..=last] });
+                let low = &row[first];
+                if !low.free {
+                    (used, ranges) = (used - low.bytes, ranges - 1);
+                }
+                first += 1;
+            }
+        }
+    }
+    windows
 }
 
 /// Moves everything out of a window, where there are holes for it.
-fn empty(space: &Offsets, candidate: &Candidate, holes: &mut [Hole]) -> Option<Compaction> {
-    let at = |i: u32| &space.ranges[i as usize];
-    let Candidate { cost_ns, window, .. } = candidate;
-    let (start, end) = (at(window.first).start, at(window.last).end());
-    let largest = holes.iter().map(|hole| hole.bytes).max()?;
-    let mut leaving: Vec<u32> = Vec::new();
-    let mut i = window.first;
-    loop {
-        let range = at(i);
-        if range.state == State::Used {
-            if range.bytes > largest {
-                return None;
-            }
-            leaving.push(i);
-        }
-        if i == window.last {
-            break;
-        }
-        i = range.above;
-    }
+fn empty(survey: &Survey, window: &Window<'_>) -> Option<Compaction> {
+    let Window { cost_ns, parts } = *window;
+    let (start, end) = (parts[0].start, parts[parts.len() - 1].end());
+    let below = survey.holes().partition_point(|hole| hole.start < start);
+    let inside = parts.iter().filter(|part| part.free).count();
+    let mut holes = [&survey.holes()[..below], &survey.holes()[below + inside..]].concat();
     // The largest first, each into the smallest hole that takes it.
-    leaving.sort_by_key(|i| std::cmp::Reverse(at(*i).bytes));
+    let mut leaving: Vec<&Part> = parts.iter().filter(|part| !part.free).collect();
+    leaving.sort_by_key(|part| std::cmp::Reverse(part.bytes));
     let mut moves = Vec::with_capacity(leaving.len());
-    for i in leaving {
-        let range = at(i);
-        let place = |hole: &Hole| {
-            let to = hole.start.next_multiple_of(1 << range.align_log2);
-            (to + range.bytes <= hole.start + hole.bytes).then_some(to)
-        };
-        let (hole, to) = holes
-            .iter_mut()
-            .filter_map(|hole| place(hole).map(|to| (hole, to)))
-            .min_by_key(|(hole, _)| (hole.bytes, hole.start))?;
-        moves.push(Relocation { range: RangeId(i), from: range.start, to, bytes: range.bytes, hole: hole.index });
-        hole.bytes -= to + range.bytes - hole.start;
-        hole.start = to + range.bytes;
+    for part in leaving {
+        let takes = |hole: &&mut Part| part.place_from(hole.start) + part.bytes <= hole.end();
+        let hole = holes.iter_mut().filter(takes).min_by_key(|hole| hole.bytes)?;
+        let to = part.place_from(hole.start);
+        moves.push(Relocation { range: part.range, from: part.start, to, bytes: part.bytes, hole: hole.range.0 });
+        (hole.start, hole.bytes) = (to + part.bytes, hole.end() - to - part.bytes);
     }
-    Some(Compaction { moves, start, bytes: end - start, cost_ns: *cost_ns, cause: Cause::Asked })
+    Some(Compaction { moves, start, bytes: end - start, cost_ns, cause: Cause::Asked })
 }

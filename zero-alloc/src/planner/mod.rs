@@ -17,6 +17,7 @@ mod size_class;
 mod slide;
 mod spread;
 mod stitch;
+mod survey;
 
 pub use compaction::{Compaction, Relocation};
 pub use cost::CostModel;

@@ -5,12 +5,13 @@
 //! bytes are made contiguous instead. So reserved memory is bounded by peak live memory whatever the order of
 //! sizes and lifetimes; placement decides only how often bytes must be moved for that.
 
-use super::compaction::{self, Compaction};
+use super::compaction::{self, Cause, Compaction};
 use super::cost::CostModel;
 use super::habit::Habit;
 use super::offsets::{Offsets, RangeId};
 use super::regrowth::Regrowth;
 use super::stitch::{self, Stitch};
+use super::survey::Survey;
 
 /// How long a block will live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -198,10 +199,12 @@ impl Planner {
     fn allocate_watched(&mut self, request: Request) -> Option<(RangeId, u64)> {
         let Request { bytes, align, tag, .. } = request;
         let free_before = self.space.free_bytes();
-        let (side, pick) = self.habit.choose(&request, self.space.bytes());
         let taken = match self.regrowth.pad(bytes) {
             Some(pad) if align <= self.config.granule_bytes => self.space.take_apart(bytes, pad, tag % TAGS as u8)?,
-            _ => self.space.take(bytes, align, side, pick, tag % TAGS as u8)?,
+            _ => {
+                let (side, pick) = self.habit.choose(&request, self.space.bytes());
+                self.space.take(bytes, align, side, pick, tag % TAGS as u8)?
+            }
         };
         self.by_tag[tag as usize % TAGS] += free_before - self.space.free_bytes();
         self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
@@ -260,13 +263,14 @@ impl Planner {
         let page = self.config.page_bytes;
         let Request { bytes, align, .. } = request;
         let (peak, cost) = (self.peak_live_bytes, &self.config.cost);
-        let cause = match self.regrowth.answer(&self.space, bytes, align, peak, cost) {
+        let survey = Survey::of(&self.space);
+        let cause = match self.regrowth.answer(&self.space, &survey, bytes, align, peak, cost) {
             Ok(spread) => return Some(Room::Compact(spread)),
             Err(cause) => cause,
         };
-        let compact = self.plan_compaction(request.bytes, request.align).map(|plan| Compaction { cause, ..plan });
-        let stitch = (self.config.stitching && request.bytes >= page && request.align <= page)
-            .then(|| stitch::plan(&self.space, request.bytes, page, &self.config.cost))
+        let compact = compaction::plan(&survey, bytes, align, cause, cost);
+        let stitch = (self.config.stitching && bytes >= page && align <= page)
+            .then(|| stitch::plan(&self.space, bytes, page, cost))
             .flatten();
         match (compact, stitch) {
             (Some(compact), Some(stitch)) if compact.cost_ns <= stitch.cost_ns => Some(Room::Compact(compact)),
@@ -316,10 +320,11 @@ impl Planner {
     /// The largest contiguous free range that compaction could make.
     pub fn largest_after_compaction(&self) -> u64 {
         let granule = self.config.granule_bytes;
+        let survey = Survey::of(&self.space);
         let (mut reached, mut beyond) = (self.space.largest_free_bytes(), self.space.free_bytes() + granule);
         while beyond - reached > granule {
             let middle = reached + (beyond - reached) / 2 / granule * granule;
-            match self.plan_compaction(middle.max(granule), 1) {
+            match compaction::plan(&survey, middle.max(granule), 1, Cause::Asked, &self.config.cost) {
                 Some(plan) => reached = plan.bytes.max(middle),
                 None => beyond = middle,
             }
@@ -344,7 +349,7 @@ impl Planner {
 
     /// A plan that opens `bytes` of contiguous free space, as data; nothing moves yet.
     pub fn plan_compaction(&self, bytes: u64, align: u64) -> Option<Compaction> {
-        compaction::plan(&self.space, bytes, align, &self.config.cost)
+        compaction::plan(&Survey::of(&self.space), bytes, align, Cause::Asked, &self.config.cost)
     }
 
     /// Notes that the moves of `plan` are made; ranges keep their names.

@@ -6,100 +6,82 @@
 
 use super::compaction::{Cause, Compaction, Relocation};
 use super::cost::CostModel;
-use super::offsets::{Offsets, RangeId};
+use super::offsets::Offsets;
 use super::ranges::{NONE, State};
+use super::survey::{Part, Survey};
 
-/// Neighbours by offset without a gap or a pinned one between them.
+/// A row of neighbours as it is spread.
 #[derive(Clone, Copy, Default)]
-struct Row {
-    /// The lowest that is free or young.
-    first: u32,
-    end: u64,
+struct Row<'a> {
+    /// From the lowest that is free or young to the highest that is free: what lies outside stays.
+    parts: &'a [Part],
     free_bytes: u64,
     young_bytes: u64,
-    /// The largest free range.
-    hole: u32,
+    /// The first offset of the largest hole, and its size.
+    hole: u64,
     hole_bytes: u64,
 }
 
-/// Spreads the row with the most free bytes, with a hole for `bytes` and their pad. `None` where that is not enough,
-/// or where pads would be smaller than what `bytes` miss now.
-pub(super) fn plan(space: &Offsets, bytes: u64, peak_bytes: u64, cost: &CostModel) -> Option<Compaction> {
-    let at = |i: u32| &space.ranges[i as usize];
-    let bytes = bytes.checked_next_multiple_of(space.granule)?;
-    let row = best_row(space)?;
-    // What the program had at its peak and has not now.
-    let rest = (peak_bytes + space.free_bytes()).saturating_sub(space.bytes() + bytes);
-    let surplus = row.free_bytes.checked_sub(bytes + rest)?;
-    let share = surplus as f64 / (row.young_bytes + bytes + rest) as f64;
-    let pad = |bytes: u64| (bytes as f64 * share) as u64 & !(space.granule - 1);
+/// Spreads the row with the most free bytes, with a hole for `bytes` and their pad (whole granules). `None` where that is not enough,
+/// or where pads would be smaller than what `bytes` miss now. `rest_bytes` are kept free in one piece with that hole.
+pub(super) fn plan(survey: &Survey, bytes: u64, rest_bytes: u64, cost: &CostModel) -> Option<Compaction> {
+    let row = best_row(survey)?;
+    let surplus = row.free_bytes.checked_sub(bytes + rest_bytes)?;
+    let share = surplus as f64 / (row.young_bytes + bytes + rest_bytes) as f64;
+    let pad = |bytes: u64| (bytes as f64 * share) as u64 & !(survey.granule - 1);
     if row.hole_bytes + pad(bytes) < bytes {
         return None;
     }
     let (mut down, mut up) = (Vec::new(), Vec::new());
     let (mut start, mut cost_ns) = (0, 0.0);
     // Where the next range should lie, and where it can.
-    let mut ideal = at(row.first).start;
+    let mut ideal = row.parts[0].start;
     let mut end = ideal;
-    let mut i = row.first;
-    loop {
-        let range = at(i);
-        if i == row.hole {
+    for part in row.parts {
+        if part.free && part.start == row.hole {
             start = end;
-            ideal += bytes + pad(bytes) + rest + pad(rest);
+            ideal += bytes + pad(bytes) + rest_bytes + pad(rest_bytes);
             // Alignment may have cost more than was planned.
             end = ideal.max(start + bytes + pad(bytes));
-        } else if range.state == State::Used {
-            let stays = range.start >= end && range.start.abs_diff(ideal) <= pad(range.bytes) / 2;
-            let to = if stays { range.start } else { ideal.max(end).next_multiple_of(1 << range.align_log2) };
-            if to != range.start {
-                let moves = if to < range.start { &mut down } else { &mut up };
-                moves.push(Relocation { range: RangeId(i), from: range.start, to, bytes: range.bytes, hole: NONE });
-                cost_ns += cost.move_ns(range.bytes, range.start.abs_diff(to));
+        } else if !part.free {
+            let stays = part.start >= end && part.start.abs_diff(ideal) <= pad(part.bytes) / 2;
+            let to = if stays { part.start } else { part.place_from(ideal.max(end)) };
+            if to != part.start {
+                let moves = if to < part.start { &mut down } else { &mut up };
+                moves.push(Relocation { range: part.range, from: part.start, to, bytes: part.bytes, hole: NONE });
+                cost_ns += cost.move_ns(part.bytes, part.start.abs_diff(to));
             }
-            end = to + range.bytes;
-            ideal += range.bytes + if range.old { 0 } else { pad(range.bytes) };
+            end = to + part.bytes;
+            ideal += part.bytes + if part.young { pad(part.bytes) } else { 0 };
         }
-        if range.end() == row.end {
-            break;
-        }
-        i = range.above;
     }
     // Each finds its place empty: those that go down from the lowest, then those that go up from the highest.
     down.extend(up.into_iter().rev());
     let cause = Cause::Spread { bytes, pad: pad(bytes) };
-    (end <= row.end).then_some(Compaction { moves: down, start, bytes: bytes + pad(bytes), cost_ns, cause })
+    let room = row.parts[row.parts.len() - 1].end();
+    (end <= room).then_some(Compaction { moves: down, start, bytes: bytes + pad(bytes), cost_ns, cause })
 }
 
-fn best_row(space: &Offsets) -> Option<Row> {
-    let (mut best, mut row) = (Row::default(), Row::default());
-    let mut at = space.first();
-    while at != NONE {
-        let range = &space.ranges[at as usize];
-        if range.state == State::Pinned || range.start != row.end {
-            row = Row::default();
-        }
-        row.end = range.end();
-        match range.state {
-            State::Free => {
-                row.free_bytes += range.bytes;
-                if range.bytes > row.hole_bytes {
-                    (row.hole, row.hole_bytes) = (at, range.bytes);
+fn best_row(survey: &Survey) -> Option<Row<'_>> {
+    let rows = survey.rows().filter_map(|row| {
+        let first = row.iter().position(|part| part.free || part.young)?;
+        let last = row.iter().rposition(|part| part.free)?;
+        let parts = &row[first..=last];
+        let mut row = Row { parts, ..Row::default() };
+        for part in parts {
+            if part.free {
+                row.free_bytes += part.bytes;
+                if part.bytes > row.hole_bytes {
+                    (row.hole, row.hole_bytes) = (part.start, part.bytes);
                 }
+            } else if part.young {
+                row.young_bytes += part.bytes;
             }
-            State::Used if !range.old => row.young_bytes += range.bytes,
-            _ => {}
         }
-        if row.first == NONE && range.state != State::Pinned && !range.old {
-            row.first = at;
-        }
-        // The last free range of a row ends it: what lies above that stays.
-        if range.state == State::Free && row.free_bytes > best.free_bytes {
-            best = row;
-        }
-        at = range.above;
-    }
-    (best.first != NONE).then_some(best)
+        Some(row)
+    });
+    // The first of those with the most.
+    rows.reduce(|best, row| if row.free_bytes > best.free_bytes { row } else { best })
 }
 
 impl Offsets {
