@@ -2,9 +2,10 @@
 //!
 //! Programs repeat themselves: if bytes had to be moved in one step, the next step leads to the same move,
 //! unless something is done otherwise. So after every compaction the planner takes the next habit
-//! of a list; one that suits the program leads to no further compaction, and stays. The first believes what it is
-//! told of lifetimes, the others do not: what was told may be wrong. Nothing here depends on sizes or shapes of a
-//! particular program.
+//! of a list; one that suits the program leads to no further compaction, and stays. The first believes that what is told to
+//! live long does, and gathers it at the low end; the others do not: what was told may be wrong. Of what is told to live
+//! briefly, the large take turns at both ends, as where nothing is told: kept at the high end all of them would have to be moved
+//! 1.5 to 1.8 times as much (226 made-up programs, told truly). Nothing here depends on sizes or shapes of a particular program.
 
 use super::offsets::{Pick, Side};
 use super::planner::{Lifetime, Request};
@@ -28,37 +29,32 @@ const WAYS: [Way; 4] = [
 /// The way in use.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Habit {
-    /// 0: lifetimes are believed, and the unknown go by the first way. After that, all go by way 1, 2, ...
+    /// 0: what lives long goes to the low end, all else by the first way. After that, all go by way 1, 2, ...
     place: u8,
     turn: u8,
-    /// A lifetime was told.
-    told: bool,
+    /// Something was told to live long.
+    told_long: bool,
 }
 
 impl Habit {
     /// The next of the list.
     pub(super) fn next(self) -> Self {
-        // Where no lifetime is told, the first two are the same.
-        let step = if self.place == 0 && !self.told { 2 } else { 1 };
+        // Where nothing was, the first two are the same.
+        let step = if self.place == 0 && !self.told_long { 2 } else { 1 };
         Self { place: (self.place + step) % (WAYS.len() as u8 + 1), ..self }
     }
 
     /// The end and the free range for a request in a space of `reserved_bytes`.
     #[inline]
     pub(super) fn choose(&mut self, request: &Request, reserved_bytes: u64) -> (Side, Pick) {
-        self.told |= request.lifetime != Lifetime::Unknown;
-        match request.lifetime {
-            Lifetime::Long if self.place == 0 => (Side::Low, Pick::Best),
-            Lifetime::Short if self.place == 0 => (Side::High, Pick::Best),
-            _ => {
-                let way = &WAYS[self.place.saturating_sub(1) as usize];
-                if request.bytes <= reserved_bytes >> way.large_log2 {
-                    return (Side::Low, Pick::Best);
-                }
-                self.turn ^= 1;
-                way.large[self.turn as usize]
-            }
+        self.told_long |= request.lifetime == Lifetime::Long;
+        let way = &WAYS[self.place.saturating_sub(1) as usize];
+        let gathered = request.lifetime == Lifetime::Long && self.place == 0;
+        if gathered || request.bytes <= reserved_bytes >> way.large_log2 {
+            return (Side::Low, Pick::Best);
         }
+        self.turn ^= 1;
+        way.large[self.turn as usize]
     }
 }
 
@@ -68,24 +64,25 @@ mod tests {
 
     const RESERVED: u64 = 1 << 30;
 
-    fn sides(mut habit: Habit, lifetime: Lifetime) -> [Side; 2] {
+    fn sides(habit: &mut Habit, lifetime: Lifetime) -> [Side; 2] {
         let large = Request { lifetime, ..Request::new(RESERVED / 2) };
         [0; 2].map(|_| habit.choose(&large, RESERVED).0)
     }
 
     #[test]
-    fn lifetimes_are_believed_until_that_led_to_moves_and_again_after_all_else_did() {
+    fn what_is_told_to_live_long_is_gathered_until_that_led_to_moves_and_again_after_all_else_did() {
         let mut habit = Habit::default();
-        assert_eq!(sides(habit, Lifetime::Short), [Side::High; 2]);
-        assert_eq!(sides(habit, Lifetime::Long), [Side::Low; 2]);
-        habit.choose(&Request { lifetime: Lifetime::Short, ..Request::new(1) }, RESERVED);
+        let by_turns = [Side::High, Side::Low];
+        assert_eq!(sides(&mut habit, Lifetime::Long), [Side::Low; 2]);
+        assert_eq!(sides(&mut habit, Lifetime::Short), by_turns);
         for _ in WAYS {
             habit = habit.next();
-            let unknown = sides(habit, Lifetime::Unknown);
-            assert_eq!([sides(habit, Lifetime::Short), sides(habit, Lifetime::Long)], [unknown; 2]);
+            let unknown = sides(&mut habit, Lifetime::Unknown);
+            assert_eq!([sides(&mut habit, Lifetime::Short), sides(&mut habit, Lifetime::Long)], [unknown; 2]);
         }
         habit = habit.next();
-        assert_eq!(sides(habit, Lifetime::Short), [Side::High; 2]);
+        assert_eq!(sides(&mut habit, Lifetime::Long), [Side::Low; 2]);
+        assert_eq!(sides(&mut habit, Lifetime::Short), by_turns);
     }
 
     #[test]

@@ -16,9 +16,9 @@ use super::survey::Survey;
 /// How long a block will live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Lifetime {
-    /// As long as the model: taken from the low end.
+    /// As long as the model: gathered at the low end.
     Long,
-    /// Within a step: taken from the high end.
+    /// Within a step.
     Short,
     /// Not known.
     #[default]
