@@ -3,6 +3,7 @@
 //! The same trace goes through a whole pool on a simulated device too. `--synthetic` adds traces made up from models' shapes,
 //! of training and of other programs, `--random N` N more of each of the two. See benches/traces/README.md.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -105,8 +106,8 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     let pool_ratio = pool.reserved_peak_bytes as f64 / live_peak_bytes;
     let ratio = outcome.reserved_peak_bytes as f64 / live_peak_bytes;
     let modelled_us_per_1000 = outcome.modelled_ns / trace.allocations.max(1) as f64;
-    if options.json {
-        let line = json!({
+    let line = if options.json {
+        json!({
             "trace": trace.name,
             "allocations": trace.allocations,
             "live_peak_bytes": trace.live_peak_bytes,
@@ -125,10 +126,10 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
             "p999_ns": ours.p999_ns,
             "offset_allocator_ns_per_pair": peer.ns_per_pair,
             "offset_allocator_p999_ns": peer.p999_ns,
-        });
-        println!("{line}");
+        })
+        .to_string()
     } else {
-        println!(
+        format!(
             "{:40} live peak {:>8.3} GB  reserved {:>8.3} GB  ratio {:.4}  moved {:>8.3} GB in {} compactions  \
              {} pages mapped  modelled {:.1} us per 1000 allocations  {:.1} ns a pair, p99.9 {:.0} ns  \
              (offset-allocator {:.1} ns, {:.0} ns)  pool: ratio {:.4}, moved {:.3} GB, {} pages mapped",
@@ -147,7 +148,7 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
             pool_ratio,
             pool.bytes_moved as f64 / 1e9,
             pool.pages_mapped,
-        );
-    }
-    Ok(())
+        )
+    };
+    writeln!(std::io::stdout(), "{line}").map_err(|e| format!("standard output: {e}"))
 }
