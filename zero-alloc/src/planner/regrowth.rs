@@ -55,15 +55,16 @@ impl Regrowth {
         if align > space.granule || space.largest_free_bytes() < bytes - bytes / NEAR {
             return Err(Cause::Miss);
         }
+        let again = self.from != u64::MAX;
         if !self.affords(self.price) {
-            return Err(Cause::NearMiss { bytes, price: self.price });
+            return Err(Cause::NearMiss { bytes, price: self.price, again });
         }
         let live_bytes = space.bytes() - space.free_bytes();
         // What the program had at its peak and has not now.
         let rest_bytes = peak_bytes.saturating_sub(live_bytes + bytes);
         let spread = spread::plan(survey, bytes, rest_bytes, cost);
         let price = spread.as_ref().map_or(live_bytes, Compaction::moved_bytes) as f64;
-        spread.filter(|_| self.affords(price)).ok_or(Cause::NearMiss { bytes, price })
+        spread.filter(|_| self.affords(price)).ok_or(Cause::NearMiss { bytes, price, again })
     }
 
     /// A watched request of `bytes` leaves so many free below it, where ranges were spread.
@@ -104,7 +105,7 @@ impl Regrowth {
                     *self = Self { patience: self.patience, ..Self::NONE };
                 }
             }
-            Cause::NearMiss { bytes, price } => {
+            Cause::NearMiss { bytes, price, .. } => {
                 if self.from == u64::MAX {
                     // What is not replaced from now on does not grow.
                     space.age();
