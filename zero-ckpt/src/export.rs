@@ -2,15 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use crate::header::{Header, TensorEntry};
+use crate::store::random;
 use crate::tensors::{INDEX, Index, SINGLE};
 use crate::{CkptError, Reader, StateDtype};
 
 /// Bytes of fp32 that are in memory at once.
 const CHUNK_ELEMS: u64 = 1 << 20;
+
+/// The model's configuration.
+const CONFIG: &str = "config.json";
 
 /// What to export and how.
 #[derive(Clone, Debug)]
@@ -45,7 +49,8 @@ impl Reader {
     /// Writes the parameters of one state to `out`, which must not exist or be an empty directory:
     /// `model.safetensors`, or several files and `model.safetensors.index.json`; and the model's `config.json`
     /// where the checkpoint has one. Every byte is verified on the way; memory is a few MiB whatever the model.
-    /// What is half written is in `out` with `.partial` behind its name, and removed on failure.
+    /// What is half written is in a directory of its own, `.partial.` and random digits behind the name of `out` (or in
+    /// `out` where that is there), and removed on failure.
     ///
     /// # Errors
     /// No such state, `out` is in the way, the checkpoint is damaged, or the system refused.
@@ -56,19 +61,13 @@ impl Reader {
             let what = format!("{}", out.display());
             return Err(CkptError::argument(what, "a new or empty directory", "something that is there already"));
         }
-        let mut partial = out.as_os_str().to_os_string();
-        partial.push(".partial");
-        let partial = PathBuf::from(partial);
-        std::fs::create_dir_all(&partial).map_err(CkptError::io("create", &partial))?;
-        let result = self.export_files(&partial, options).and_then(|mut exported| {
-            std::fs::rename(&partial, out).map_err(CkptError::io("move into place", out))?;
-            exported.files.iter_mut().for_each(|f| *f = out.join(&*f));
-            Ok(exported)
-        });
-        if result.is_err() {
-            let _ = std::fs::remove_dir_all(&partial);
-        }
-        result
+        // No trailing separator: it would lead into `out`.
+        let out: &Path = &out.components().collect::<PathBuf>();
+        let partial = Partial::create(out)?;
+        let mut exported = self.export_files(&partial.path, options)?;
+        partial.publish(out).map_err(CkptError::io("move into place", out))?;
+        exported.files.iter_mut().for_each(|f| *f = out.join(&*f));
+        Ok(exported)
     }
 
     fn export_files(&self, dir: &Path, options: &ExportOptions) -> Result<Exported, CkptError> {
@@ -90,7 +89,7 @@ impl Reader {
             write_json(&dir.join(INDEX), &Index { metadata, weight_map: map })?;
         }
         if !self.manifest().model_config.is_null() {
-            write_json(&dir.join("config.json"), &self.manifest().model_config)?;
+            write_json(&dir.join(CONFIG), &self.manifest().model_config)?;
         }
         Ok(Exported { files, tensors, tensor_bytes: total })
     }
@@ -142,6 +141,46 @@ impl Reader {
             }
         }
         file.sync_all().map_err(io())
+    }
+}
+
+/// A new directory that becomes `out`, or what is in it; removed when dropped.
+struct Partial {
+    path: PathBuf,
+    /// `out` is there. It may be a link, a mount or where somebody works: it stays what it is, and files move in.
+    inside: bool,
+}
+
+impl Partial {
+    fn create(out: &Path) -> Result<Self, CkptError> {
+        let inside = out.is_dir();
+        let mut path = if inside { out.join("") } else { out.to_path_buf() }.into_os_string();
+        path.push(format!(".partial.{}", random()));
+        let path = PathBuf::from(path);
+        let create = || {
+            path.parent().map_or(Ok(()), std::fs::create_dir_all)?;
+            // Not one that is there already, which would go with ours.
+            std::fs::create_dir(&path)
+        };
+        create().map_err(CkptError::io("create", &path))?;
+        Ok(Self { path, inside })
+    }
+
+    fn publish(&self, out: &Path) -> io::Result<()> {
+        if !self.inside {
+            return std::fs::rename(&self.path, out);
+        }
+        let names = std::fs::read_dir(&self.path)?.map(|entry| Ok(entry?.file_name()));
+        let mut names = names.collect::<io::Result<Vec<_>>>()?;
+        // What makes a model of the folder comes last.
+        names.sort_by_key(|name| (name == CONFIG, name.clone()));
+        names.iter().try_for_each(|name| std::fs::rename(self.path.join(name), out.join(name)))
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.path);
     }
 }
 

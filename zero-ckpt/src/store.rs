@@ -369,7 +369,8 @@ impl Store {
     }
 }
 
-fn random() -> String {
+/// Digits for a name that nobody else takes.
+pub(crate) fn random() -> String {
     let mut hasher = RandomState::new().build_hasher();
     hasher.write_u32(std::process::id());
     format!("{:016x}", hasher.finish())

@@ -37,7 +37,34 @@ fn one_file_holds_every_parameter_bit_for_bit() {
     }
     let config = std::fs::read_to_string(out.join("config.json")).unwrap();
     assert_eq!(serde_json::from_str::<serde_json::Value>(&config).unwrap()["model_type"], "gpt2");
-    assert!(!dir.path().join("hf.partial").exists());
+    assert_eq!(partial(dir.path()), 0);
+}
+
+/// Directories of exports that are half done, in `dir`.
+fn partial(dir: &Path) -> usize {
+    let names = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.filter(|name| name.contains(".partial.")).count()
+}
+
+#[test]
+fn export_goes_where_a_path_leads_and_takes_nothing_that_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let reader = saved(dir.path(), 3);
+    let path = |name: &str| dir.path().join(name);
+    std::fs::create_dir(path("real")).unwrap();
+    std::os::unix::fs::symlink("real", path("link")).unwrap();
+    std::fs::create_dir(path("new.partial")).unwrap();
+    std::fs::write(path("new.partial/model.safetensors"), "another's").unwrap();
+    for (out, there) in [("new/", "new"), ("link", "real"), ("deep/er", "deep/er"), ("deep/../dots/.", "dots")] {
+        let exported = reader.export(path(out), &ExportOptions::default()).unwrap();
+        assert!(exported.files.iter().all(|file| file.is_file()), "{out}: {exported:?}");
+        let mut names: Vec<_> = std::fs::read_dir(path(there)).unwrap().map(|e| e.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["config.json", "model.safetensors"], "{out}");
+    }
+    assert!(path("link").is_symlink());
+    assert_eq!(std::fs::read_to_string(path("new.partial/model.safetensors")).unwrap(), "another's");
+    assert_eq!(partial(dir.path()), 0);
 }
 
 #[test]
@@ -105,7 +132,8 @@ fn a_damaged_checkpoint_is_not_exported() {
     std::fs::write(&file, bytes).unwrap();
     let out = dir.path().join("hf");
     assert!(matches!(reader.export(&out, &ExportOptions::default()), Err(CkptError::Corrupt { .. })));
-    assert!(!out.exists() && !dir.path().join("hf.partial").exists());
+    assert!(!out.exists());
+    assert_eq!(partial(dir.path()), 0);
 }
 
 #[test]

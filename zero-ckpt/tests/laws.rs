@@ -87,3 +87,20 @@ proptest! {
         }
     }
 }
+
+/// Most numbers of 17 digits are read to within a unit in the last place only, unless one asks for more.
+#[test]
+fn the_trainers_numbers_come_back_to_the_bit() {
+    let layout = common::layout(1, 1);
+    let numbers: Vec<f64> = (0..200).map(|i| 65_536.0 * 1.1f64.powi(i - 100)).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
+    let values = common::storage(&layout, 0, "master", 1);
+    let mut shard = ShardData::new(&layout, 0).unwrap();
+    shard.storage_f32("master", &values).unwrap();
+    let meta = SaveMeta { trainer: serde_json::json!(numbers), ..SaveMeta::default() };
+    store.save(&meta, &shard, |frame| Ok::<_, String>(vec![frame.to_vec()])).unwrap();
+    let reader = Reader::open(dir.path()).unwrap();
+    let read = reader.manifest().trainer.as_array().unwrap().iter().map(|n| n.as_f64().unwrap().to_bits());
+    assert!(read.eq(numbers.iter().map(|n| n.to_bits())));
+}
