@@ -113,12 +113,27 @@ fn wrong_flags() {
         fails(&run_tiny(dir.path(), &[flag, "0"]), 2, &[flag, "0", "at least 1"]);
     }
     fails(&run_tiny(dir.path(), &["--threads", "1000"]), 2, &["--threads 1000", "2 ranks", "1024"]);
+    // Sizes that would overflow, or that the machine cannot hold, are found before the run.
+    let tokens = run_tiny(dir.path(), &["--micro-batch", "2305843009213693952"]);
+    fails(&tokens, 2, &["2305843009213693952", "2147483648 tokens at most"]);
+    fails(&run_tiny(dir.path(), &["--grad-accum", "4294967296"]), 2, &["--grad-accum 4294967296", "65536"]);
+    fails(&run_tiny(dir.path(), &["--micro-batch", "67108864"]), 2, &["of activations", "free", "--micro-batch"]);
+    fails(&run_tiny(dir.path(), &["--bucket-elems", "1099511627776"]), 2, &["of buckets", "free", "--bucket-elems"]);
     fails(&run_tiny(dir.path(), &["--checkpoint-every", "1"]), 2, &["--checkpoint-every", "--checkpoint"]);
     fails(&run_tiny(dir.path(), &["--keep-last", "2"]), 2, &["--keep-last", "--checkpoint"]);
     fails(&run_tiny(dir.path(), &["--lr", "NaN"]), 2, &["lr"]);
     fails(&run_tiny(dir.path(), &["--clip", "inf"]), 2, &["max_grad_norm"]);
     fails(&run_tiny(dir.path(), &["--offload", "moon"]), 2, &["--offload moon"]);
     fails(&run_tiny(dir.path(), &["--model", "gpt5"]), 2, &["gpt5", "nano"]);
+}
+
+#[test]
+fn no_steps_are_no_failure() {
+    let dir = temp();
+    let said = succeeds(&run_tiny(dir.path(), &["--steps", "0", "--checkpoint", "a"]));
+    assert!(said.contains("nothing to do: --steps 0 is the step to end at\n"), "{said}");
+    let said = succeeds(&run_tiny(dir.path(), &["--steps", "0", "--resume", "a"]));
+    assert!(said.contains("nothing to do: the checkpoint is at step 0"), "{said}");
 }
 
 #[test]
@@ -261,6 +276,11 @@ fn bad_checkpoints() {
     fails(&run_tiny(dir.path(), &newest), 1, &["step-00000004", "damaged", "--resume DIR/step-N"]);
     let older = ["--resume", "a/step-00000003", "--checkpoint", "b", "--steps", "5"];
     succeeds(&run_tiny(dir.path(), &older));
+    // One that is not even whole is passed over with a note, but no directory with one is verified.
+    std::fs::remove_file(&shard).unwrap();
+    succeeds(&run_tiny(dir.path(), &newest));
+    fails(&zero(dir.path(), &["ckpt", "verify", "a"]), 1, &["passed over", "step-00000004/shard-00001-of-00002"]);
+    succeeds(&zero(dir.path(), &["ckpt", "verify", "a/step-00000003"]));
     // A folder of another model's checkpoints is refused before the first step.
     let into_other = ["--model", "nano", "--checkpoint", "a", "--metrics", "m", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &into_other), 1, &["another model"]);

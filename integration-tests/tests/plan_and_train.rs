@@ -6,7 +6,10 @@ mod place;
 
 use std::path::Path;
 
-use serde_json::Value;
+use integration_tests::hf::FolderWriter;
+use integration_tests::model::config::GptConfig;
+use serde_json::{Value, json};
+use zero_alloc::device::DType;
 
 fn zero(line: &str) -> String {
     let output = place::zero().args(line.split_whitespace()).output().unwrap();
@@ -15,11 +18,11 @@ fn zero(line: &str) -> String {
 }
 
 /// The metrics of the last of a few steps.
-fn trained(folder: &Path, stage: usize, run: &str) -> Value {
+fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
     let (data, metrics) = (folder.join("data.txt"), folder.join("metrics.jsonl"));
     std::fs::write(&data, "a text that is long enough to draw a few rows of 64 tokens from\n".repeat(20)).unwrap();
     zero(&format!(
-        "train --model nano --ranks 2 --stage {stage} --steps 2 --threads 1 --data {} --metrics {} {run}",
+        "train --model {model} --ranks 2 --stage {stage} --steps 2 --threads 1 --data {} --metrics {} {run}",
         data.display(),
         metrics.display()
     ));
@@ -34,39 +37,73 @@ fn training_measures_what_was_planned() {
         "--dtype bf16 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000",
         "--dtype fp32 --micro-batch 2 --seq-len 32 --activation-checkpointing",
     ] {
-        let planned: Value =
-            serde_json::from_str(&zero(&format!("plan --model nano --gpus 2 --json {run}"))).unwrap();
-        for stage in 0..4 {
-            let folder = tempfile::tempdir().unwrap();
-            let metrics = trained(folder.path(), stage, run);
-            let (measured, planned) = (&metrics["memory"], &planned["stages"][stage]);
-            let bytes = |value: &Value| value.as_u64().unwrap();
-            for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
-                assert_eq!(measured[key], planned["gpu"][key], "{key} at stage {stage}: {run}");
-            }
-            let (sent, most) = (&metrics["comm_bytes"], &planned["sent"]);
-            assert_eq!(sent["reduce_scatter"], most["reduce_scatter_bytes"], "stage {stage}: {run}");
-            assert_eq!(sent["all_reduce"], most["all_reduce_bytes"], "stage {stage}: {run}");
-            // Stage 3 need not gather a unit again that backward uses first.
-            let least =
-                if stage == 3 { bytes(&most["all_gather_bytes"]) / 2 } else { bytes(&most["all_gather_bytes"]) };
-            assert!(
-                (least..=bytes(&most["all_gather_bytes"])).contains(&bytes(&sent["all_gather"])),
-                "stage {stage}: {run}"
-            );
-            let moving = bytes(&planned["gpu"]["buckets_bytes"]) + bytes(&planned["gpu"]["gathered_bytes"]);
-            assert_eq!(measured["buckets_bytes"], moving, "buckets and gathered units at stage {stage}: {run}");
-            if run.contains("fp32") {
-                // The host computes in fp32; with 16-bit parameters its activations are twice as wide, and it
-                // has fp32 copies of parameters, which a GPU does not need.
-                assert_eq!(
-                    measured["activations_bytes"], planned["gpu"]["activations_bytes"],
-                    "stage {stage}: {run}"
-                );
-                // Beside what is planned there are the votes and sums of a few bytes a rank.
-                let (peak, total) = (bytes(&measured["peak_bytes"]), bytes(&planned["gpu"]["total_bytes"]));
-                assert!((total..total + 1024).contains(&peak), "stage {stage}: {peak}, planned {total}: {run}");
-            }
+        compare("nano", run);
+    }
+}
+
+/// A feed-forward that is wide or narrow, and an embedding as large as several blocks.
+#[test]
+fn models_of_other_shapes_are_planned_as_they_train() {
+    for (n_inner, tied_head) in [(96, true), (5, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let preset = GptConfig::preset("nano").unwrap();
+        let config = GptConfig { n_embd: 16, n_head: 2, n_positions: 32, n_layer: 5, n_inner, tied_head, ..preset };
+        write_model(folder.path(), &config);
+        compare(folder.path().to_str().unwrap(), "--dtype fp32 --micro-batch 3 --seq-len 32 --bucket-elems 1000");
+    }
+}
+
+/// DeepSpeed's buckets of 5e8 elements: no more is taken than the largest unit fills.
+#[test]
+fn a_bucket_of_a_configuration_is_planned_as_it_is_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ds.json");
+    std::fs::write(&file, json!({ "zero_optimization": { "stage": 2 } }).to_string()).unwrap();
+    let run = format!("--micro-batch 1 --seq-len 64 --config {}", file.display());
+    let planned: Value = serde_json::from_str(&zero(&format!("plan --model nano --gpus 2 --json {run}"))).unwrap();
+    let measured = trained(folder.path(), "nano", 2, &run);
+    assert_eq!(measured["memory"]["buckets_bytes"], planned["stages"][2]["gpu"]["buckets_bytes"]);
+}
+
+fn write_model(folder: &Path, config: &GptConfig) {
+    let mut writer = FolderWriter::create(folder, config, DType::F32).unwrap();
+    for param in config.units().iter().flat_map(|u| &u.params) {
+        let mut values = vec![0.0; param.shape.iter().product::<u64>() as usize];
+        config.fill_initial(0, &param.name, 0..values.len() as u64, &mut values).unwrap();
+        writer.write(&param.name, &values).unwrap();
+    }
+    writer.finish().unwrap();
+}
+
+/// What `run` measures at each stage is what was planned for it.
+fn compare(model: &str, run: &str) {
+    let planned: Value = serde_json::from_str(&zero(&format!("plan --model {model} --gpus 2 --json {run}"))).unwrap();
+    for stage in 0..4 {
+        let folder = tempfile::tempdir().unwrap();
+        let metrics = trained(folder.path(), model, stage, run);
+        let (measured, planned) = (&metrics["memory"], &planned["stages"][stage]);
+        let bytes = |value: &Value| value.as_u64().unwrap();
+        for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
+            assert_eq!(measured[key], planned["gpu"][key], "{key} at stage {stage}: {run}");
+        }
+        let (sent, most) = (&metrics["comm_bytes"], &planned["sent"]);
+        assert_eq!(sent["reduce_scatter"], most["reduce_scatter_bytes"], "stage {stage}: {run}");
+        assert_eq!(sent["all_reduce"], most["all_reduce_bytes"], "stage {stage}: {run}");
+        // Stage 3 need not gather a unit again that backward uses first.
+        let least = if stage == 3 { bytes(&most["all_gather_bytes"]) / 2 } else { bytes(&most["all_gather_bytes"]) };
+        assert!(
+            (least..=bytes(&most["all_gather_bytes"])).contains(&bytes(&sent["all_gather"])),
+            "stage {stage}: {run}"
+        );
+        let moving = bytes(&planned["gpu"]["buckets_bytes"]) + bytes(&planned["gpu"]["gathered_bytes"]);
+        assert_eq!(measured["buckets_bytes"], moving, "buckets and gathered units at stage {stage}: {run}");
+        if run.contains("fp32") {
+            // The host computes in fp32; with 16-bit parameters its activations are twice as wide, and it
+            // has fp32 copies of parameters, which a GPU does not need.
+            assert_eq!(measured["activations_bytes"], planned["gpu"]["activations_bytes"], "stage {stage}: {run}");
+            // Beside what is planned there are the votes and sums of a few bytes a rank.
+            let (peak, total) = (bytes(&measured["peak_bytes"]), bytes(&planned["gpu"]["total_bytes"]));
+            assert!((total..total + 1024).contains(&peak), "stage {stage}: {peak}, planned {total}: {run}");
         }
     }
 }

@@ -1,27 +1,27 @@
 //! An estimate of a transformer's activations, for planning; what a trainer really keeps, it measures.
 //!
-//! Counted as by Korthikanti et al. (arXiv 2205.05198, section 4), s tokens a row, b rows, width h, a heads;
-//! a layer keeps for its backward, in elements of the computing dtype:
+//! Counted as by Korthikanti et al. (arXiv 2205.05198, section 4), s tokens a row, b rows, width h, width f within
+//! the feed-forward, a heads; a layer keeps for its backward, in elements of the computing dtype:
 //!
 //! ```text
 //! attention   the input 1, query, key and value 3, the projection's input 1        5 sbh
-//! feed-forward   the input 1, the activation's input and output 4 each             9 sbh
+//! feed-forward   the input; the activation's input and output                      1 sbh + 2 sbf
 //! layer norms    their inputs                                                      2 sbh
 //! attention matrix, unless it is recomputed tile by tile (flash attention)         1 a s s b
 //! ```
 //!
 //! With dropout there is a byte of mask for the outputs of attention and feed-forward and for the attention
-//! matrix, and the matrix a second time; at 2 bytes that is the paper's sbh (34 + 5 a s / h).
+//! matrix, and the matrix a second time; at 2 bytes and f = 4 h that is the paper's sbh (34 + 5 a s / h).
 //!
 //! Beside these there are fp32 statistics (8 bytes a token for each layer norm, 4 for each head of flash
-//! attention), the gradients that one block works on in backward (of the stream 1 sbh, of an input 1, of the
-//! feed-forward 4), and the head: input and output of its layer norm, and the logits in fp32, which their
-//! gradient overwrites.
+//! attention), the gradients that one block works on in backward (of the stream 1 sbh, of an input 1 sbh, and of the
+//! feed-forward, sbf, or of query, key and value, 3 sbh, whichever is more), and the head: input and output of its
+//! layer norm, and the logits in fp32, which their gradient overwrites.
 
 use crate::checked::{product, sum};
 use crate::{ShardError, largest};
 
-/// A decoder-only transformer whose feed-forward is four times as wide as its blocks.
+/// A decoder-only transformer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TransformerShape {
@@ -31,6 +31,8 @@ pub struct TransformerShape {
     pub hidden: u64,
     /// Attention heads, a.
     pub heads: u64,
+    /// Width within the feed-forward, f; mostly 4 h.
+    pub inner: u64,
     /// Size of the vocabulary.
     pub vocab: u64,
 }
@@ -45,16 +47,18 @@ impl TransformerShape {
         let within =
             |l: u64| l < 1 << 20 && size((2 * u128::from(l)).saturating_sub(1)) <= 8 * u128::from(numel_elems);
         let layers = largest(within).max(1);
-        Self { layers, hidden: 128 * layers, heads: layers, vocab: 50_257 }
+        Self { layers, hidden: 128 * layers, heads: layers, inner: 512 * layers, vocab: 50_257 }
     }
 
-    /// Parameters of the blocks and the embedding, without biases, norms and positions: 12 l h h + v h.
+    /// Parameters of the blocks and the embedding, without biases, norms and positions: l (4 h h + 2 h f) + v h.
     ///
     /// # Errors
     /// The number does not fit 64 bits.
     pub fn numel_elems(&self) -> Result<u64, ShardError> {
-        let blocks = product("a transformer", &[12, self.layers, self.hidden, self.hidden])?;
-        sum("a transformer", &[blocks, product("a transformer", &[self.vocab, self.hidden])?])
+        const WHAT: &str = "a transformer";
+        let attention = product(WHAT, &[4, self.layers, self.hidden, self.hidden])?;
+        let feed_forward = product(WHAT, &[2, self.layers, self.hidden, self.inner])?;
+        sum(WHAT, &[attention, feed_forward, product(WHAT, &[self.vocab, self.hidden])?])
     }
 }
 
@@ -104,6 +108,7 @@ impl ActivationBytes {
         let mul = |factors: &[u64]| product(WHAT, factors);
         let tokens = mul(&[run.seq_len, run.micro_batch])?;
         let input = mul(&[tokens, shape.hidden, run.elem_bytes])?;
+        let inner = mul(&[tokens, shape.inner, run.elem_bytes])?;
         let masks = if run.dropout { mul(&[2, tokens, shape.hidden])? } else { 0 };
         let matrix = match (run.flash_attention, run.dropout) {
             (true, _) => 0,
@@ -113,7 +118,7 @@ impl ActivationBytes {
                 mul(&[shape.heads, run.seq_len, tokens, each])?
             }
         };
-        let block = sum(WHAT, &[mul(&[16, input])?, masks, matrix])?;
+        let block = sum(WHAT, &[mul(&[8, input])?, mul(&[2, inner])?, masks, matrix])?;
         let attention = if run.flash_attention { mul(&[4, shape.heads, tokens])? } else { 0 };
         let statistics = sum(WHAT, &[mul(&[2, 8, tokens])?, attention])?;
         let in_memory = if run.checkpointing { shape.layers.min(1) } else { shape.layers };
@@ -128,7 +133,7 @@ impl ActivationBytes {
             blocks_bytes,
             recomputed_bytes,
             statistics_bytes: sum(WHAT, &[mul(&[in_memory, statistics])?, mul(&[8, tokens])?])?,
-            backward_bytes: mul(&[6, input])?,
+            backward_bytes: sum(WHAT, &[mul(&[2, input])?, inner.max(mul(&[3, input])?)])?,
             head_bytes: sum(WHAT, &[mul(&[2, input])?, mul(&[tokens, shape.vocab, 4])?])?,
         };
         sum(WHAT, &[blocks_bytes, recomputed_bytes, bytes.statistics_bytes, bytes.backward_bytes, bytes.head_bytes])?;

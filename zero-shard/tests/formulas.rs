@@ -134,7 +134,7 @@ proptest! {
 /// arXiv 2205.05198, equations 1 and 2 (one layer, tensor parallelism of 1): sbh (34 + 5 a s / h) bytes.
 #[test]
 fn activations_are_those_of_the_paper() {
-    let shape = TransformerShape { layers: 96, hidden: 12_288, heads: 96, vocab: 51_200 };
+    let shape = TransformerShape { layers: 96, hidden: 12_288, heads: 96, inner: 4 * 12_288, vocab: 51_200 };
     let run = ActivationOptions {
         micro_batch: 1,
         seq_len: 2048,
@@ -163,6 +163,14 @@ fn activations_are_those_of_the_paper() {
     assert_eq!(estimate(flash).statistics_bytes, 96 * (16 * s + 4 * a * s) + 8 * s);
     let plain = ActivationOptions { dropout: false, elem_bytes: 4, ..run };
     assert_eq!(estimate(plain).blocks_bytes, 96 * (64 * s * h + 4 * a * s * s));
+    // A feed-forward of another width; in backward, query, key and value are wider than a narrow one.
+    for (inner, widest) in [(h, 3 * h), (8 * h, 8 * h)] {
+        let shape = TransformerShape { inner, ..shape };
+        let other = ActivationBytes::estimate(&shape, &flash).unwrap();
+        assert_eq!(other.blocks_bytes, 96 * 2 * s * (8 * h + 2 * inner));
+        assert_eq!(other.backward_bytes, 2 * s * (2 * h + widest));
+        assert_eq!(shape.numel_elems(), Ok(96 * h * (4 * h + 2 * inner) + 51_200 * h));
+    }
     let too_long = ActivationOptions { seq_len: u64::MAX, ..run };
     assert!(matches!(ActivationBytes::estimate(&shape, &too_long), Err(ShardError::TooLarge { .. })));
 }
@@ -175,7 +183,7 @@ fn a_shape_is_found_for_a_size() {
     assert_eq!(gpt3.numel_elems(), Ok(12 * 96 * 12_288 * 12_288 + 50_257 * 12_288));
     assert_eq!(TransformerShape::with_about(0).layers, 1);
     assert!(TransformerShape::with_about(u64::MAX).numel_elems().is_ok());
-    let wide = TransformerShape { layers: 1, hidden: u64::MAX, heads: 1, vocab: 1 };
+    let wide = TransformerShape { layers: 1, hidden: u64::MAX, heads: 1, inner: 1, vocab: 1 };
     assert!(matches!(wide.numel_elems(), Err(ShardError::TooLarge { .. })));
 }
 

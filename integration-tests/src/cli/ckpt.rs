@@ -26,7 +26,7 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Read every byte and compare it with the checksums
+    /// Read every byte and compare it with the checksums; what is damaged, or had to be passed over, is a failure
     Verify {
         /// A directory of checkpoints (the one that `latest` names is taken) or one checkpoint in it
         checkpoint: PathBuf,
@@ -87,7 +87,19 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 say(reader.describe())
             }
         }
-        Command::Verify { checkpoint } => verify(&open(&checkpoint)?),
+        Command::Verify { checkpoint } => {
+            let reader = Reader::open(&checkpoint).map_err(failure)?;
+            verify(&reader)?;
+            match reader.notices() {
+                [] => Ok(()),
+                // An older one is whole, and that is not what was asked.
+                notices => Err(CliError::Failure(format!(
+                    "{}: not all of it is whole; passed over: {}",
+                    checkpoint.display(),
+                    notices.join("; ")
+                ))),
+            }
+        }
         Command::Export { checkpoint, out, dtype, max_shard_size, state } => {
             let reader = open(&checkpoint)?;
             let options = ExportOptions { state, dtype: dtype.into(), max_file_bytes: max_shard_size };

@@ -113,7 +113,8 @@ fn with_host(change: &Change, before: &Request) -> Result<String, ShardError> {
         return Ok(change.words.clone());
     }
     let node = now.saturating_mul(before.gpus / before.nodes);
-    Ok(format!("{} ({} of host memory in each node)", change.words, show_bytes(node)))
+    let words = &change.words;
+    Ok(format!("{words} ({} of host memory in each node; `zero train` cannot do that on GPUs yet)", show_bytes(node)))
 }
 
 /// The fewest GPUs, in nodes of as many as now, on which stage 3 fits.

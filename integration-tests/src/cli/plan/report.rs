@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 use zero_shard::{
-    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, PrefetchLimits,
-    PrefetchPlan, Routing, ShardError, Sharding, Tier, ZeroStage, forward_backward_uses,
+    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, PrefetchPlan, Routing,
+    ShardError, Sharding, Tier, ZeroStage, forward_backward_uses,
 };
 
 use super::advice;
@@ -184,12 +184,14 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
         flash_attention: true,
         dropout: false,
     };
+    let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
+    let bucket_limit = if request.trims_bucket { largest_unit } else { u64::MAX };
     Ok(MemoryModel {
         stage,
         widths,
         placement,
         gathered_elems: gathered_elems(request, layout)?,
-        bucket_elems: request.bucket_elems.max(request.gpus),
+        bucket_elems: request.bucket_elems.min(bucket_limit).max(request.gpus),
         buckets: 2,
         scratch_bytes: scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes() as u64),
         sub_group_elems: request.sub_group_elems.min(layout.shard_elems()),
@@ -201,16 +203,11 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
 /// The most elements that are gathered at once.
 fn gathered_elems(request: &Request, layout: &Layout) -> Result<u64, ShardError> {
     let elems: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
+    let uses = forward_backward_uses(layout, 1);
+    let Some(limits) = &request.prefetch else { return Ok(one_ahead(&elems, &uses)) };
     let small = |&i: &usize| (1..=request.persistence_threshold_elems).contains(&elems[i]);
     let persistent: Vec<usize> = (0..elems.len()).filter(small).collect();
-    let largest = elems.iter().max().copied().unwrap_or(0);
-    let limits = request.prefetch.clone().unwrap_or(PrefetchLimits {
-        max_live_elems: u64::MAX,
-        prefetch_elems: largest,
-        max_reuse_distance_elems: 0,
-    });
-    let uses = forward_backward_uses(layout, 1);
-    match PrefetchPlan::new(&elems, &persistent, &uses, &limits) {
+    match PrefetchPlan::new(&elems, &persistent, &uses, limits) {
         Ok(plan) => Ok(plan.peak_live_elems),
         // A limit below what one use needs cannot be kept; what it needs is what there will be.
         Err(ShardError::OverLiveLimit { .. }) => {
@@ -220,6 +217,16 @@ fn gathered_elems(request: &Request, layout: &Layout) -> Result<u64, ShardError>
         }
         Err(other) => Err(other),
     }
+}
+
+/// The most elements that are live where a unit is gathered while the use before it runs, as the trainer does unasked.
+fn one_ahead(elems: &[u64], uses: &[Vec<usize>]) -> u64 {
+    let next = uses.iter().skip(1).map(Vec::as_slice).chain([&[][..]]);
+    let live = uses.iter().zip(next).map(|(now, next)| {
+        let ahead = next.iter().find(|unit| !now.contains(unit));
+        now.iter().chain(ahead).fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]))
+    });
+    live.max().unwrap_or(0)
 }
 
 /// Flat fp32 gradients of a unit; where one unit's parameters are tied into another, its gradient stays

@@ -44,6 +44,8 @@ pub(super) struct Request {
     pub(super) offload_optimizer: Tier,
     pub(super) offload_params: Tier,
     pub(super) bucket_elems: u64,
+    /// The bucket is the configuration's, of which no more is taken than the largest unit fills.
+    pub(super) trims_bucket: bool,
     /// Limits of what stage 3 gathers; none is one unit ahead.
     pub(super) prefetch: Option<PrefetchLimits>,
     pub(super) persistence_threshold_elems: u64,
@@ -108,6 +110,7 @@ impl Request {
                 }
             },
             offload_params: zero.map_or(Tier::Device, |z| tier(&z.offload_param.device)),
+            trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
             prefetch: zero.map(|z| PrefetchLimits {
                 max_live_elems: z.max_live_elems,
@@ -163,6 +166,7 @@ impl ModelSize {
             layers: config.n_layer as u64,
             hidden: config.n_embd as u64,
             heads: config.n_head as u64,
+            inner: config.n_inner as u64,
             vocab: config.vocab_size as u64,
         };
         let options = LayoutOptions {

@@ -101,7 +101,7 @@ fn where_nothing_fits_changes_are_named() {
     );
     let shown = text("--params 7.5e9 --gpus 4 --gpu-memory 24GB");
     assert!(shown.contains("Stage 3 fits with --offload cpu ("), "{shown}");
-    assert!(shown.contains("of host memory in each node"), "{shown}");
+    assert!(shown.contains("of host memory in each node; `zero train` cannot do that on GPUs yet)"), "{shown}");
     assert!(shown.contains("Stage 3 fits on "), "{shown}");
     assert!(shown.contains("As it is, the largest model that fits has"), "{shown}");
     // The number of GPUs that is named fits, and one node fewer does not.

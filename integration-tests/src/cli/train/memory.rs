@@ -1,4 +1,4 @@
-//! Whether the memory of this machine can hold what the ranks of a run keep. Asked before the run: the system ends a
+//! Whether the memory of this machine can hold what the ranks of a run hold. Asked before the run: the system ends a
 //! process that takes too much, without a word.
 
 use indicatif::HumanBytes;
@@ -6,29 +6,46 @@ use indicatif::HumanBytes;
 use super::plan::Plan;
 use crate::cli::CliError;
 
-/// Refuses a run on threads of this process whose model state alone does not fit.
+/// Buckets of a rank.
+const BUCKETS: u64 = 2;
+
+/// Refuses a run on threads of this process whose model state, activations and buckets alone do not fit.
 pub(super) fn check(plan: &Plan) -> Result<(), CliError> {
-    let settings = &plan.settings;
-    let (Ok(held), Some(free_bytes)) =
-        (plan.layout.state_bytes(settings.stage, &settings.widths()), free_bytes(MEMORY_INFO))
+    let (settings, workload) = (&plan.settings, &plan.workload);
+    let widths = settings.widths();
+    let (Ok(state), Some(free_bytes)) = (plan.layout.state_bytes(settings.stage, &widths), free_bytes(MEMORY_INFO))
     else {
         return Ok(());
     };
-    fits(plan.ranks, settings.stage.number(), held.total_bytes(), free_bytes)
+    let held = Held {
+        state_bytes: state.total_bytes(),
+        activations_bytes: workload.options.activations_bytes(&workload.config),
+        buckets_bytes: (settings.bucket_capacity_elems as u64).saturating_mul(BUCKETS * widths.comm_grad_bytes),
+    };
+    fits(plan.ranks, settings.stage.number(), &held, free_bytes)
 }
 
 /// What Linux says of its memory; elsewhere nothing is checked.
 const MEMORY_INFO: &str = "/proc/meminfo";
 
-fn fits(ranks: usize, stage: u8, rank_bytes: u64, free_bytes: u64) -> Result<(), CliError> {
-    let needed_bytes = rank_bytes.saturating_mul(ranks as u64);
-    if needed_bytes <= free_bytes {
+/// What each rank holds.
+struct Held {
+    state_bytes: u64,
+    activations_bytes: u64,
+    buckets_bytes: u64,
+}
+
+fn fits(ranks: usize, stage: u8, held: &Held, free_bytes: u64) -> Result<(), CliError> {
+    let all = |rank_bytes: u64| rank_bytes.saturating_mul(ranks as u64);
+    let [state, activations, buckets] = [held.state_bytes, held.activations_bytes, held.buckets_bytes].map(all);
+    if state.saturating_add(activations).saturating_add(buckets) <= free_bytes {
         return Ok(());
     }
-    let (needed, free) = (HumanBytes(needed_bytes), HumanBytes(free_bytes));
+    let [state, activations, buckets, free] = [state, activations, buckets, free_bytes].map(HumanBytes);
     Err(CliError::Usage(format!(
-        "{ranks} ranks at stage {stage} keep {needed} of model state, and this machine has {free} of memory free: \
-         take a higher --stage, fewer --ranks or a smaller --model"
+        "{ranks} ranks at stage {stage} hold {state} of model state, {activations} of activations and {buckets} of \
+         buckets, and this machine has {free} of memory free: take a higher --stage, fewer --ranks, or a smaller \
+         --model, --micro-batch or --bucket-elems"
     )))
 }
 
@@ -50,14 +67,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_refused_with_both_figures() {
-        fits(4, 3, 1 << 30, 4 << 30).unwrap();
-        let error = fits(4, 0, 2 << 30, (8 << 30) - 1).unwrap_err();
-        assert_eq!(error.exit_code(), 2);
-        for word in ["4 ranks", "stage 0", "8.00 GiB", "--stage", "--ranks"] {
-            assert!(error.to_string().contains(word), "{word:?} is not in: {error}");
+    fn what_does_not_fit_is_refused_with_its_figures() {
+        let held =
+            |state_bytes, activations_bytes, buckets_bytes| Held { state_bytes, activations_bytes, buckets_bytes };
+        fits(4, 3, &held(1 << 29, 1 << 28, 1 << 28), 4 << 30).unwrap();
+        for held in [held(2 << 30, 0, 0), held(1, 2 << 30, 0), held(1, 1 << 30, 1 << 30)] {
+            let error = fits(4, 0, &held, (8 << 30) - 1).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            for word in ["4 ranks", "stage 0", " GiB", "--stage", "--ranks", "--micro-batch", "--bucket-elems"] {
+                assert!(error.to_string().contains(word), "{word:?} is not in: {error}");
+            }
         }
-        assert!(fits(1024, 0, u64::MAX, u64::MAX - 1).is_err());
+        assert!(fits(1024, 0, &held(u64::MAX, u64::MAX, 1), u64::MAX - 1).is_err());
     }
 
     #[test]

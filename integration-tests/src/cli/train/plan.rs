@@ -63,6 +63,7 @@ impl Plan {
         let batch = file.map(|f| f.batch).unwrap_or_default();
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
         let batch = batch.resolve(ranks as u64, flags[0], flags[1], 4).map_err(CliError::usage)?;
+        refused::accumulation(batch.grad_accum)?;
         let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
         if seq_len == 0 || seq_len > config.n_positions {
             let positions = config.n_positions;
@@ -71,6 +72,14 @@ impl Plan {
             )));
         }
         data.validate(config.vocab_size, seq_len).map_err(CliError::usage)?;
+        let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
+        let model_options = Gpt2Options {
+            micro_batch: batch.micro_batch as usize,
+            seq_len,
+            dtype: settings.dtype,
+            activation_checkpointing: args.activation_checkpointing || checkpointing,
+        };
+        model_options.validate(&config).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
 
         if let Some(dir) = &args.resume {
@@ -82,7 +91,6 @@ impl Plan {
         if checkpoint.is_none() && (args.checkpoint_every > 0 || args.keep_last.is_some()) {
             return Err(CliError::Usage("--checkpoint-every and --keep-last: say where, with --checkpoint".into()));
         }
-        let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         Ok(Self {
             ranks,
@@ -98,12 +106,7 @@ impl Plan {
                 cancel: Arc::default(),
             },
             workload: GptWorkload {
-                options: Gpt2Options {
-                    micro_batch: batch.micro_batch as usize,
-                    seq_len,
-                    dtype: settings.dtype,
-                    activation_checkpointing: args.activation_checkpointing || checkpointing,
-                },
+                options: model_options,
                 config,
                 weights,
                 data,

@@ -26,6 +26,19 @@ pub(super) fn numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
     }
 }
 
+/// Micro-batches of a step, each of which stage 3 lists with its units.
+const MOST_MICRO_BATCHES: u64 = 1 << 16;
+
+/// Refuses a step that would not end.
+pub(super) fn accumulation(grad_accum: u64) -> Result<(), CliError> {
+    if grad_accum > MOST_MICRO_BATCHES {
+        return Err(CliError::Usage(format!(
+            "--grad-accum {grad_accum}: a step has {MOST_MICRO_BATCHES} micro-batches at most"
+        )));
+    }
+    Ok(())
+}
+
 /// Refuses places of optimizer state and parameters that this build does not have.
 pub(super) fn offload(args: &TrainArgs, file: Option<&DsConfig>, on_cuda: bool) -> Result<(), CliError> {
     let refuse = |what: &str| Err(CliError::Usage(format!("{what} is not in this version; see README.md")));

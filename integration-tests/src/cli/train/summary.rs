@@ -38,11 +38,14 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], steps: &[StepMetrics])
     let mut out = String::new();
     let Some(first) = ranks.first() else { return out };
     let Some(last) = &first.last else {
-        let _ = writeln!(
-            out,
-            "nothing to do: the checkpoint is at step {}, and --steps {} is the step to end at",
-            first.resumed_at, plan.options.steps
-        );
+        let (steps, at) = (plan.options.steps, first.resumed_at);
+        let _ = match plan.options.resume {
+            Some(_) => writeln!(
+                out,
+                "nothing to do: the checkpoint is at step {at}, and --steps {steps} is the step to end at"
+            ),
+            None => writeln!(out, "nothing to do: --steps {steps} is the step to end at"),
+        };
         if let Some(path) = &first.checkpoint {
             let _ = writeln!(out, "checkpoint: {}", path.display());
         }

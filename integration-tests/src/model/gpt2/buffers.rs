@@ -83,6 +83,43 @@ impl Drop for Buffers {
     }
 }
 
+/// Elements of the activations, in fp32.
+struct Sizes {
+    /// Of the input of a block or of the head: `[M, C]`.
+    row: usize,
+    /// How many blocks keep theirs.
+    distinct: usize,
+    block: [usize; 10],
+    head: [usize; 2],
+    scratch: [usize; 4],
+}
+
+impl Sizes {
+    /// For options that [`Gpt2Options::validate`] accepts, so that nothing overflows.
+    fn new(config: &GptConfig, options: &Gpt2Options) -> Self {
+        let (c, f) = (config.n_embd, config.n_inner);
+        let tokens = options.micro_batch * options.seq_len;
+        let row = tokens * c;
+        let logits = config.vocab_size * (LOGITS_ELEMS / config.vocab_size).clamp(1, tokens);
+        let (stats, lse, wide) = (2 * tokens, tokens * config.n_head, tokens * f);
+        Self {
+            row,
+            distinct: if options.activation_checkpointing { 1 } else { config.n_layer },
+            block: [row, stats, 3 * row, row, lse, row, row, stats, wide, wide],
+            head: [row, stats],
+            scratch: [row, row, tokens * f.max(3 * c), logits],
+        }
+    }
+}
+
+/// Bytes of activations of a model on the host; for options that [`Gpt2Options::validate`] accepts.
+pub(super) fn activations_bytes(config: &GptConfig, options: &Gpt2Options) -> u64 {
+    let Sizes { row, distinct, block, head, scratch } = Sizes::new(config, options);
+    let sum = |sizes: &[usize]| sizes.iter().map(|&n| n as u128).sum::<u128>();
+    let kept = (config.n_layer as u128 + 1) * row as u128 + distinct as u128 * sum(&block);
+    u64::try_from(4 * (kept + sum(&head) + sum(&scratch))).unwrap_or(u64::MAX)
+}
+
 impl Buffers {
     pub(super) fn new(
         config: &GptConfig,
@@ -91,13 +128,7 @@ impl Buffers {
         pool: &Pool<HostDevice>,
         stream: &HostStream,
     ) -> Result<Self, TrainError> {
-        let (c, f) = (config.n_embd, config.n_inner);
-        let tokens = options.micro_batch * options.seq_len;
-        let row = tokens * c;
-        let block =
-            [row, 2 * tokens, 3 * row, row, tokens * config.n_head, row, row, 2 * tokens, tokens * f, tokens * f];
-        let logits = config.vocab_size * (LOGITS_ELEMS / config.vocab_size).clamp(1, tokens);
-
+        let Sizes { row, distinct, block, head, scratch } = Sizes::new(config, options);
         let mut held = Vec::new();
         let mut take = |elems: usize, dtype, purpose| {
             let block = pool.allocate(elems, dtype, purpose, stream)?;
@@ -108,14 +139,11 @@ impl Buffers {
         };
         let mut floats = |elems, purpose| Ok::<_, TrainError>(take(elems, DType::F32, purpose)?.typed::<f32>()?);
 
-        let distinct = if options.activation_checkpointing { 1 } else { config.n_layer };
         let residual = (0..=config.n_layer).map(|_| floats(row, Purpose::Activations)).collect::<Result<_, _>>()?;
         let blocks = (0..distinct)
             .map(|_| Ok(BlockSlices::cut(floats(block.iter().sum(), Purpose::Activations)?, &block)))
             .collect::<Result<_, TrainError>>()?;
-        let head = [row, 2 * tokens];
         let head = HeadSlices::cut(floats(head.iter().sum(), Purpose::Activations)?, &head);
-        let scratch = [row, row, tokens * f.max(3 * c), logits];
         let scratch = ScratchSlices::cut(floats(scratch.iter().sum(), Purpose::Activations)?, &scratch);
         let upcast = floats(upcast, Purpose::Workspace)?;
         let loss = take(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;

@@ -30,6 +30,9 @@ use crate::ops::{Threads, attention, embedding};
 use buffers::{Activations, Buffers};
 use params::{Flat, UnitParams};
 
+/// The most tokens of a micro-batch: with them no buffer of a valid model has more elements than 64 bits count.
+const MOST_TOKENS: usize = 1 << 31;
+
 /// How a [`Gpt2`] is run.
 #[derive(Clone, Debug)]
 pub struct Gpt2Options {
@@ -45,7 +48,10 @@ pub struct Gpt2Options {
 
 impl Gpt2Options {
     /// Checks the configuration, and that the model takes batches of this size.
-    fn validate(&self, config: &GptConfig) -> Result<(), TrainError> {
+    ///
+    /// # Errors
+    /// What is wrong with the configuration, or sizes that it does not take.
+    pub fn validate(&self, config: &GptConfig) -> Result<(), TrainError> {
         config.validate()?;
         if self.seq_len == 0 || self.seq_len > config.n_positions || self.micro_batch == 0 {
             return Err(TrainError::Usage(format!(
@@ -53,7 +59,18 @@ impl Gpt2Options {
                 self.micro_batch, self.seq_len, config.n_positions
             )));
         }
+        if self.micro_batch.checked_mul(self.seq_len).is_none_or(|tokens| tokens > MOST_TOKENS) {
+            return Err(TrainError::Usage(format!(
+                "micro-batch {} x sequence {}: a micro-batch has {MOST_TOKENS} tokens at most",
+                self.micro_batch, self.seq_len
+            )));
+        }
         Ok(())
+    }
+
+    /// Bytes of activations on the host, exactly, where the options are valid for the configuration.
+    pub fn activations_bytes(&self, config: &GptConfig) -> u64 {
+        buffers::activations_bytes(config, self)
     }
 }
 
