@@ -8,7 +8,7 @@
 //! 1.5 to 1.8 times as much (226 made-up programs, told truly). Nothing here depends on sizes or shapes of a particular program.
 
 use super::offsets::{Pick, Side};
-use super::planner::{Lifetime, Request};
+use super::request::{Lifetime, Request};
 
 /// One way of placing.
 #[derive(Clone, Copy, Debug)]

@@ -10,20 +10,9 @@ use super::cost::CostModel;
 use super::habit::Habit;
 use super::offsets::{Offsets, RangeId};
 use super::regrowth::Regrowth;
+use super::request::{Request, Room, Shortage, TAGS};
 use super::stitch::{self, Stitch};
 use super::survey::Survey;
-
-/// How long a block will live.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Lifetime {
-    /// As long as the model: gathered at the low end.
-    Long,
-    /// Within a step.
-    Short,
-    /// Not known.
-    #[default]
-    Unknown,
-}
 
 /// The parameters of a [`Planner`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,63 +42,6 @@ impl Default for PlannerConfig {
             cost: CostModel::H200,
         }
     }
-}
-
-/// What is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
-    /// How many bytes; not 0.
-    pub bytes: u64,
-    /// A power of two; the granule at least.
-    pub align: u64,
-    /// How long.
-    pub lifetime: Lifetime,
-    /// What for: any number below [`TAGS`].
-    pub tag: u8,
-}
-
-impl Request {
-    /// `bytes`, with no more known.
-    pub const fn new(bytes: u64) -> Self {
-        Self { bytes, align: 1, lifetime: Lifetime::Unknown, tag: 0 }
-    }
-
-    /// One of no bytes takes a granule all the same.
-    const fn of_some_bytes(self) -> Self {
-        Self { bytes: if self.bytes == 0 { 1 } else { self.bytes }, ..self }
-    }
-}
-
-/// How many tags are told apart.
-pub const TAGS: usize = 8;
-
-/// What would make room for a request.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Room {
-    /// Reserve this many bytes more ([`Planner::grow`]).
-    Grow {
-        /// How many; a multiple of the page.
-        bytes: u64,
-    },
-    /// Move used ranges ([`Planner::apply`]).
-    Compact(Compaction),
-    /// Map free pages under new addresses ([`Planner::take_pieces`]); then nothing else is to be allocated.
-    Stitch(Stitch),
-}
-
-/// Why there is no room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shortage {
-    /// Asked for, in granules.
-    pub asked_bytes: u64,
-    /// In used ranges.
-    pub live_bytes: u64,
-    /// Reserved and in no used range.
-    pub free_bytes: u64,
-    /// The largest free range.
-    pub largest_free_bytes: u64,
-    /// The limit.
-    pub limit_bytes: u64,
 }
 
 /// What a planner holds.
