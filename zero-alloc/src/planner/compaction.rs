@@ -10,7 +10,7 @@ use super::cost::CostModel;
 use super::evict;
 use super::offsets::RangeId;
 use super::slide;
-use super::survey::Survey;
+use super::survey::{Part, Survey};
 
 /// One used range moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,8 +91,31 @@ impl Compaction {
 pub(super) fn plan(survey: &Survey, bytes: u64, align: u64, cause: Cause, cost: &CostModel) -> Option<Compaction> {
     let bytes = bytes.checked_next_multiple_of(survey.granule)?;
     let wanted = bytes.checked_add(align.max(survey.granule) - survey.granule)?;
-    let evict = evict::plan(survey, wanted, cost);
-    let limit_ns = evict.as_ref().map_or(f64::INFINITY, |evict| evict.cost_ns * cause.price_of_holes());
-    let plan = slide::plan(survey, wanted, cost, limit_ns).map(|slide| slide.compaction()).or(evict)?;
+    let slide = slide::cheapest(survey, wanted, cost);
+    let limit_ns = slide.as_ref().map_or(f64::INFINITY, |slide| slide.cost_ns / cause.price_of_holes());
+    let plan = evict::plan(survey, wanted, cost, limit_ns).or_else(|| Some(slide::plan(&slide?)))?;
     Some(Compaction { cause, ..plan })
+}
+
+/// Neighbours in a row, and what moving the used ones costs.
+pub(super) struct Window<'a> {
+    pub(super) parts: &'a [Part],
+    pub(super) cost_ns: f64,
+}
+
+impl Window<'_> {
+    pub(super) fn start(&self) -> u64 {
+        self.parts[0].start
+    }
+
+    pub(super) fn end(&self) -> u64 {
+        self.parts[self.parts.len() - 1].end()
+    }
+}
+
+/// Takes the cheapest out, of equals the lowest.
+pub(super) fn take_cheapest<'a>(windows: &mut Vec<Window<'a>>) -> Option<Window<'a>> {
+    let cheaper = |a: (usize, f64), b: (usize, f64)| if b.1 < a.1 { b } else { a };
+    let (cheapest, _) = windows.iter().map(|window| window.cost_ns).enumerate().reduce(cheaper)?;
+    Some(windows.remove(cheapest))
 }

@@ -1,20 +1,30 @@
 //! Sliding: the used ranges of a window are packed towards its low end, and its holes become one.
 
-use super::compaction::{Cause, Compaction, Relocation};
+use super::compaction::{Cause, Compaction, Relocation, Window, take_cheapest};
 use super::cost::CostModel;
 use super::ranges::NONE;
 use super::survey::{Part, Survey};
 
-/// A window that is packed, and what that costs.
-pub(super) struct Slide<'a> {
-    window: &'a [Part],
-    pub(super) cost_ns: f64,
+/// The window that is packed at the least cost.
+pub(super) fn cheapest<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel) -> Option<Window<'a>> {
+    let mut windows = windows(survey, wanted, cost);
+    let mut best: Option<Window<'a>> = None;
+    let mut limit_ns = f64::INFINITY;
+    while let Some(window) = take_cheapest(&mut windows)
+        && window.cost_ns < limit_ns
+    {
+        if let Some(cost_ns) = pack_ns(&window, wanted, cost, limit_ns) {
+            limit_ns = cost_ns;
+            best = Some(Window { cost_ns, ..window });
+        }
+    }
+    best
 }
 
-/// The cheapest plan of its kind, where one costs less than `limit_ns`.
-pub(super) fn plan<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Slide<'a>> {
-    let mut best: Option<Slide<'a>> = None;
-    let mut limit_ns = limit_ns;
+/// For each hole that may be the last of a window, the shortest window with it. What each costs is a lower bound:
+/// without cutting moves that overlap themselves.
+fn windows<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
+    let mut windows = Vec::with_capacity(survey.holes().len());
     for row in survey.rows() {
         // In the window: free bytes, used bytes, used ranges.
         let (mut first, mut free, mut used, mut ranges) = (0, 0u64, 0u64, 0u64);
@@ -37,22 +47,16 @@ pub(super) fn plan<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel, limit_
                 }
                 first += 1;
             }
-            // The sum is what moving costs at least: without cutting moves that overlap themselves.
-            if cost.copies_ns(used, ranges) < limit_ns
-                && let Some(cost_ns) = pack_ns(&row[first..=last], wanted, cost, limit_ns)
-            {
-                limit_ns = cost_ns;
-                best = Some(Slide { window: &row[first..=last], cost_ns });
-            }
+            windows.push(Window { parts: &row[first..=last], cost_ns: cost.copies_ns(used, ranges) });
         }
     }
-    best
+    windows
 }
 
-/// Where the ranges of a window go, and behind the last the end of it all.
-fn packed(window: &[Part]) -> impl Iterator<Item = (&Part, u64)> {
-    let mut end = window[0].start;
-    window.iter().filter(|part| !part.free).map(move |part| {
+/// Where the ranges of a window go.
+fn packed<'a>(window: &Window<'a>) -> impl Iterator<Item = (&'a Part, u64)> {
+    let mut end = window.start();
+    window.parts.iter().filter(|part| !part.free).map(move |part| {
         let to = part.place_from(end);
         end = to + part.bytes;
         (part, to)
@@ -60,8 +64,8 @@ fn packed(window: &[Part]) -> impl Iterator<Item = (&Part, u64)> {
 }
 
 /// What packing a window costs, where that is less than `limit_ns` and is enough.
-fn pack_ns(window: &[Part], wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<f64> {
-    let (mut end, mut cost_ns) = (window[0].start, 0.0);
+fn pack_ns(window: &Window<'_>, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<f64> {
+    let (mut end, mut cost_ns) = (window.start(), 0.0);
     for (part, to) in packed(window) {
         if to != part.start {
             cost_ns += cost.move_ns(part.bytes, part.start - to);
@@ -71,22 +75,18 @@ fn pack_ns(window: &[Part], wanted: u64, cost: &CostModel, limit_ns: f64) -> Opt
         }
         end = to + part.bytes;
     }
-    (window[window.len() - 1].end() - end >= wanted).then_some(cost_ns)
+    (window.end() - end >= wanted).then_some(cost_ns)
 }
 
-impl Slide<'_> {
-    /// As data.
-    pub(super) fn compaction(&self) -> Compaction {
-        let Self { window, cost_ns } = *self;
-        let mut start = window[0].start;
-        let mut moves = Vec::with_capacity(window.len());
-        for (part, to) in packed(window) {
-            if to != part.start {
-                moves.push(Relocation { range: part.range, from: part.start, to, bytes: part.bytes, hole: NONE });
-            }
-            start = to + part.bytes;
+/// Packs a window.
+pub(super) fn plan(window: &Window<'_>) -> Compaction {
+    let mut start = window.start();
+    let mut moves = Vec::with_capacity(window.parts.len());
+    for (part, to) in packed(window) {
+        if to != part.start {
+            moves.push(Relocation { range: part.range, from: part.start, to, bytes: part.bytes, hole: NONE });
         }
-        let bytes = window[window.len() - 1].end() - start;
-        Compaction { moves, start, bytes, cost_ns, cause: Cause::Asked }
+        start = to + part.bytes;
     }
+    Compaction { moves, start, bytes: window.end() - start, cost_ns: window.cost_ns, cause: Cause::Asked }
 }

@@ -77,11 +77,6 @@ impl Survey {
         survey
     }
 
-    /// How many parts.
-    pub(super) fn len(&self) -> usize {
-        self.parts.len()
-    }
-
     pub(super) fn largest_hole_bytes(&self) -> u64 {
         self.largest_hole_bytes
     }
