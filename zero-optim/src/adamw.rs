@@ -188,8 +188,9 @@ impl<D: Device> ShardedAdamW<D> {
     /// stream gets there, or nothing is enqueued where the step is skipped.
     ///
     /// # Errors
-    /// The slices do not fit the segments (nothing has changed), the loss scale is at its minimum, or the
-    /// stream refused.
+    /// The slices do not fit the segments, the loss scale is at its minimum, or the scalars did not reach the device
+    /// within `limit`: nothing has changed, and the step may be tried again. Where the stream refused a launch, some units may
+    /// have been updated.
     pub fn step(
         &mut self,
         stream: &D::Stream,
@@ -200,12 +201,14 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_units(units)?;
         self.stream = stream.clone();
         let Ballot { votes, backward_scale, micro_batches } = ballot;
-        let decision = self.decider.decide(votes, backward_scale, micro_batches, &self.names)?;
+        let mut decider = self.decider.clone();
+        let decision = decider.decide(votes, backward_scale, micro_batches, &self.names)?;
         if !decision.outcome.is_skipped() {
             let scalars = view(&self.scalars);
             self.device.upload(stream, bytemuck::bytes_of(&decision.scalars), scalars, limit)?;
             self.enqueue_adam(stream, units, decision.hyper)?;
         }
+        self.decider = decider;
         Ok(decision.outcome)
     }
 

@@ -2,10 +2,12 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::{Buffer, Holding, LIMIT, Random, Rank, World};
 use proptest::prelude::*;
 use zero_alloc::Purpose;
-use zero_alloc::device::DType;
+use zero_alloc::device::{DType, DeviceError};
 use zero_kernels::AdamHyper;
 use zero_optim::{Ballot, DynamicScaling, LossScaling, LrSchedule, OptimError, StateKind, StepOutcome, StepRules};
 
@@ -227,6 +229,38 @@ fn slices_that_do_not_fit_are_refused_and_change_nothing() {
     assert!(matches!(none, OptimError::Setting { setting: "micro_batches", .. }));
     assert_eq!(rank.optim.progress(), before);
     assert!(!rank.step(&grads[0], DType::Bf16, ballot).unwrap().is_skipped());
+}
+
+#[test]
+fn a_step_whose_scalars_come_too_late_is_not_counted_and_can_be_tried_again() {
+    let (init, grads) = material(&[4, 6], 1, 1);
+    let mut ranks = [0, 1].map(|_| Rank::new(&rules(), DType::F32, &init, 0, 2, Holding::Shard));
+    let params = ranks.each_mut().map(|rank| {
+        let votes = [rank.vote(&grads[0], DType::F32, 0.0).unwrap()];
+        let ballot = Ballot { votes: &votes, backward_scale: rank.optim.backward_scale(), micro_batches: 1 };
+        rank.step(&grads[0], DType::F32, ballot).unwrap();
+        rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
+    });
+    assert_eq!(bits(&params[0]), bits(&params[1]));
+
+    let [late, _] = &mut ranks;
+    let votes = [late.vote(&grads[0], DType::F32, 0.0).unwrap()];
+    let ballot = Ballot { votes: &votes, backward_scale: late.optim.backward_scale(), micro_batches: 1 };
+    let before = late.optim.progress();
+    let (go, held_up) = std::sync::mpsc::channel();
+    late.stream.enqueue("held up", move || Ok(held_up.recv().unwrap())).unwrap();
+    let error = late.step_within(Duration::from_millis(20), &grads[0], DType::F32, ballot).unwrap_err();
+    assert!(matches!(error, OptimError::Device(DeviceError::TimedOut { .. })), "{error:?}");
+    assert_eq!(late.optim.progress(), before);
+    go.send(()).unwrap();
+    for rank in &mut ranks {
+        rank.step(&grads[0], DType::F32, ballot).unwrap();
+    }
+    let [late, other] = ranks.each_ref().map(|rank| {
+        let params: Vec<_> = rank.params.iter().map(Buffer::values).collect();
+        (bits(&params), rank.optim.progress())
+    });
+    assert_eq!(late, other);
 }
 
 #[test]

@@ -80,7 +80,7 @@ pub struct Rank {
     pub optim: ShardedAdamW<HostDevice>,
     pub params: Vec<Buffer>,
     pub pool: Pool<HostDevice>,
-    stream: HostStream,
+    pub stream: HostStream,
     /// What this rank holds of each unit.
     held: Vec<Range<usize>>,
 }
@@ -127,11 +127,21 @@ impl Rank {
     }
 
     pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, ballot: Ballot<'_>) -> Result<StepOutcome, OptimError> {
+        self.step_within(LIMIT, grads, dtype, ballot)
+    }
+
+    pub fn step_within(
+        &mut self,
+        limit: Duration,
+        grads: &[Vec<f32>],
+        dtype: DType,
+        ballot: Ballot<'_>,
+    ) -> Result<StepOutcome, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let pairs = grads.iter_mut().zip(&mut self.params);
         let units: Vec<UnitSlices> =
             pairs.map(|(grad, param)| UnitSlices { grad: grad.slice(), param: param.slice() }).collect();
-        let outcome = self.optim.step(&self.stream, &units, ballot, LIMIT)?;
+        let outcome = self.optim.step(&self.stream, &units, ballot, limit)?;
         self.stream.synchronize(LIMIT).unwrap();
         Ok(outcome)
     }
