@@ -1,6 +1,6 @@
 //! ZeRO stages 0 to 3 over the crates of the workspace.
 //!
-//! [`dense`](self) (stage 0), `stage1`, `stage2` and `stage3` each read as the algorithm does. What they share
+//! [`dense`](self) (stage 0), `stages_1_and_2` and `stage3` each read as the algorithm does. What they share
 //! lies beside them: a [`Rank`] (streams, pool, communicator, layout), flat storages, the way of the gradients,
 //! and the end of a step. [`run_rank`] is the loop of one rank; [`run_on_threads`] runs all ranks in this process.
 
@@ -15,9 +15,8 @@ mod recorder;
 mod run;
 mod saver;
 mod stage;
-mod stage1;
-mod stage2;
 mod stage3;
+mod stages_1_and_2;
 mod state;
 mod storage;
 mod whole_params;

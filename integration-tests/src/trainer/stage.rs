@@ -6,7 +6,8 @@ use zero_optim::{DeviceSteps, Segment, ShardedAdamW, StepOutcome, UnitSlices};
 use zero_shard::ZeroStage;
 
 use super::rank::Rank;
-use super::{dense, stage1, stage2, stage3};
+use super::stages_1_and_2::Stages1And2;
+use super::{dense, stage3};
 use crate::error::TrainError;
 use crate::model::Model;
 
@@ -56,8 +57,8 @@ pub trait Stage<D: Device>: Send {
 pub(super) fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
     Ok(match rank.settings.stage {
         ZeroStage::Zero => Box::new(dense::Dense::new(rank)?),
-        ZeroStage::One => Box::new(stage1::Stage1::new(rank)?),
-        ZeroStage::Two => Box::new(stage2::Stage2::new(rank)?),
+        ZeroStage::One => Box::new(Stages1And2::stage_1(rank)?),
+        ZeroStage::Two => Box::new(Stages1And2::stage_2(rank)?),
         ZeroStage::Three => Box::new(stage3::Stage3::new(rank)?),
     })
 }

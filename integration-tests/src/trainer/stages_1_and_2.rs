@@ -1,9 +1,10 @@
-//! Stage 1: the optimizer state is sharded (P_os of the paper).
+//! Stages 1 and 2: parameters are whole on every rank, the optimizer state is sharded (P_os of the paper), and at
+//! stage 2 the gradients too (P_os+g).
 //!
-//! Parameters and gradients are whole on every rank, optimizer state is 1/N: 4 Ψ + 12 Ψ/N bytes in mixed
-//! precision. A unit's gradient is reduce-scattered as soon as its backward is done, so that each rank has the
-//! sum over ranks for its own shard; it updates that shard, and the new parameters are all-gathered. Of the
-//! whole gradient storage only the own shard is ever summed: stage 2 is the same without the rest of it.
+//! In mixed precision a rank holds 4 Ψ + 12 Ψ/N bytes at stage 1, 2 Ψ + 14 Ψ/N at stage 2. A unit's gradient is
+//! reduce-scattered as soon as its backward is done, so that each rank has the sum over ranks for its own shard; it
+//! updates that shard, and the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 keeps storage for whole
+//! gradients, as a program without sharded ones would; only the own shard of it is ever summed.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
@@ -17,25 +18,32 @@ use super::whole_params::WholeParams;
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// One rank of stage 1.
-pub(super) struct Stage1<D: Device> {
+/// One rank of stage 1 or 2.
+pub(super) struct Stages1And2<D: Device> {
     /// All parameters.
     params: WholeParams<D>,
-    /// Storage for all gradients; summed over ranks in the own shard.
+    /// The gradients: all, or the own shard. Summed over ranks in the own shard.
     grads: Gradients<D>,
     /// The state of the own shard.
     optimizer: ShardedAdamW<D>,
 }
 
-impl<D: Device> Stage1<D> {
-    pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
-        let grads = Storage::whole(rank, rank.settings.grad_dtype(), Purpose::Grads)?;
+impl<D: Device> Stages1And2<D> {
+    pub(super) fn stage_1(rank: &Rank<D>) -> Result<Self, TrainError> {
+        Self::with_gradients_in(rank, Storage::whole(rank, rank.settings.grad_dtype(), Purpose::Grads)?)
+    }
+
+    pub(super) fn stage_2(rank: &Rank<D>) -> Result<Self, TrainError> {
+        Self::with_gradients_in(rank, Storage::shards(rank, rank.settings.grad_dtype(), Purpose::Grads)?)
+    }
+
+    fn with_gradients_in(rank: &Rank<D>, grads: Storage<D>) -> Result<Self, TrainError> {
         let (params, optimizer) = (WholeParams::new(rank)?, sharded_optimizer(rank)?);
         Ok(Self { params, grads: Gradients::new(rank, grads)?, optimizer })
     }
 }
 
-impl<D: Device> Stage<D> for Stage1<D> {
+impl<D: Device> Stage<D> for Stages1And2<D> {
     fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError> {
         for (i, pass) in rank.passes.iter().enumerate() {
             model.forward(&rank.compute, i, &self.params.of(rank, &pass.forward_reads)?)?;
