@@ -248,7 +248,11 @@ fn a_step_whose_scalars_come_too_late_is_not_counted_and_can_be_tried_again() {
     let ballot = Ballot { votes: &votes, backward_scale: late.optim.backward_scale(), micro_batches: 1 };
     let before = late.optim.progress();
     let (go, held_up) = std::sync::mpsc::channel();
-    late.stream.enqueue("held up", move || Ok(held_up.recv().unwrap())).unwrap();
+    let wait = move || {
+        held_up.recv().unwrap();
+        Ok(())
+    };
+    late.stream.enqueue("held up", wait).unwrap();
     let error = late.step_within(Duration::from_millis(20), &grads[0], DType::F32, ballot).unwrap_err();
     assert!(matches!(error, OptimError::Device(DeviceError::TimedOut { .. })), "{error:?}");
     assert_eq!(late.optim.progress(), before);

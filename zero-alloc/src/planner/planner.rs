@@ -9,7 +9,7 @@ use super::compaction::{self, Cause, Compaction};
 use super::cost::CostModel;
 use super::habit::Habit;
 use super::offsets::{Offsets, RangeId};
-use super::regrowth::Regrowth;
+use super::regrowth::{Answer, Regrowth};
 use super::request::{Request, Room, Shortage, TAGS};
 use super::stitch::{self, Stitch};
 use super::survey::Survey;
@@ -114,7 +114,7 @@ impl Planner {
     /// Takes a range; `None` where none fits: then [`Planner::make_room`] says what to do.
     #[inline]
     pub fn allocate(&mut self, request: Request) -> Option<(RangeId, u64)> {
-        if request.bytes >= self.regrowth.from {
+        if self.regrowth.watches(request.bytes) {
             return self.allocate_watched(request);
         }
         let free_before = self.space.free_bytes();
@@ -196,9 +196,9 @@ impl Planner {
         let Request { bytes, align, .. } = request;
         let (peak, cost) = (self.peak_live_bytes, &self.config.cost);
         let survey = Survey::of(&self.space);
-        let cause = match self.regrowth.answer(&self.space, &survey, bytes, align, peak, cost) {
-            Ok(spread) => return Some(Room::Compact(spread)),
-            Err(cause) => cause,
+        let cause = match self.regrowth.answer(&self.space, &survey, request, peak, cost) {
+            Answer::Spread(spread) => return Some(Room::Compact(spread)),
+            Answer::Alone(cause) => cause,
         };
         let compact = compaction::plan(&survey, bytes, align, cause, cost);
         let stitch = (self.config.stitching && bytes >= page && align <= page)

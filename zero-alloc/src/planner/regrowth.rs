@@ -3,12 +3,22 @@
 //! At the peak, each of them misses the hole that the one before it left by a little. Making room for every single one
 //! moves about as much as the program itself copies. [Spreading](super::spread) moves everything once, and then nothing
 //! until what was left free behind each block is used up. Which is cheaper is not known beforehand, so one rents until
-//! the rent would have bought: ranges are spread when near misses have cost as much as that, and pads that
-//! do not hold are paid for only half as often.
+//! the rent would have bought (the ski rental of online algorithms):
+//!
+//! ```text
+//! Unseen     a request nearly fits: make room for it alone, and rent
+//! Renting    each near miss is paid for; when all have cost patience * (what spreading costs): spread
+//! Spread     requests leave a pad below them. What they would have cost without is saved, what misses all the same is rent:
+//!              rent + saved = patience * price, and saved >= rent   spread again, with less patience
+//!              rent + saved = patience * price, and saved <  rent   pads do not hold: Unseen, with twice the patience
+//! ```
+//!
+//! Other misses take their cost off the rent; where none is left, nothing is seen any more.
 
 use super::compaction::{Cause, Compaction};
 use super::cost::CostModel;
 use super::offsets::Offsets;
+use super::request::Request;
 use super::spread;
 use super::survey::Survey;
 
@@ -21,76 +31,114 @@ const LEAST: f64 = 0.5;
 /// How near misses were met so far.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Regrowth {
-    /// Requests of so many bytes and more are watched.
-    pub(super) from: u64,
-    /// Of a watched request, the part of its size that it leaves free below, times 2^32; 0 before ranges were spread.
-    share: u64,
-    /// Bytes of watched requests, before ranges were spread or since.
-    watched: u64,
-    /// What near misses cost before, as a part of those bytes.
-    rate: f64,
-    /// What near misses have cost, before ranges were spread or since; in bytes moved.
-    cost: f64,
+    phase: Phase,
+    /// Requests of so many bytes and more are watched: those that may be replaced by larger ones soon.
+    watched_from: u64,
+    /// Bytes of watched requests in this phase.
+    watched_bytes: u64,
+    /// What near misses have cost in this phase, in bytes moved.
+    rent: f64,
     /// What spreading moves, when it was looked at last.
     price: f64,
     /// Spread for so many times the price.
     patience: f64,
 }
 
-impl Regrowth {
-    pub(super) const NONE: Self =
-        Self { from: u64::MAX, share: 0, watched: 0, rate: 0.0, cost: 0.0, price: 0.0, patience: 1.0 };
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    Unseen,
+    Renting,
+    /// Of a watched request, the pad as a part of its size, times 2^32; and what near misses cost before, as a part of it.
+    Spread {
+        pad_q32: u64,
+        rate: f64,
+    },
+}
 
-    /// For a request that does not fit: the plan to spread ranges where it is time for that, else why it does not fit.
+/// What to do for a request that does not fit.
+pub(super) enum Answer {
+    /// Spread ranges.
+    Spread(Compaction),
+    /// Make room for it alone; why.
+    Alone(Cause),
+}
+
+impl Regrowth {
+    /// Nothing seen yet.
+    pub(super) const NONE: Self =
+        Self { phase: Phase::Unseen, watched_from: u64::MAX, watched_bytes: 0, rent: 0.0, price: 0.0, patience: 1.0 };
+
+    /// For a request that does not fit, of which `peak_bytes` were live at most.
     pub(super) fn answer(
         &self,
         space: &Offsets,
         survey: &Survey,
-        bytes: u64,
-        align: u64,
+        request: Request,
         peak_bytes: u64,
         cost: &CostModel,
-    ) -> Result<Compaction, Cause> {
-        let bytes = bytes.checked_next_multiple_of(space.granule).ok_or(Cause::Miss)?;
-        if align > space.granule || space.largest_free_bytes() < bytes - bytes / NEAR {
-            return Err(Cause::Miss);
+    ) -> Answer {
+        let Some(bytes) = request.bytes.checked_next_multiple_of(space.granule) else {
+            return Answer::Alone(Cause::Miss);
+        };
+        if request.align > space.granule || space.largest_free_bytes() < bytes - bytes / NEAR {
+            return Answer::Alone(Cause::Miss);
         }
-        let again = self.from != u64::MAX;
-        if !self.affords(self.price) {
-            return Err(Cause::NearMiss { bytes, price: self.price, again });
+        let again = !matches!(self.phase, Phase::Unseen);
+        if !self.buys(self.price) {
+            return Answer::Alone(Cause::NearMiss { bytes, price: self.price, again });
         }
         let live_bytes = space.bytes() - space.free_bytes();
         // What the program had at its peak and has not now.
         let rest_bytes = peak_bytes.saturating_sub(live_bytes + bytes);
         let spread = spread::plan(survey, bytes, rest_bytes, cost);
         let price = spread.as_ref().map_or(live_bytes, Compaction::moved_bytes) as f64;
-        spread.filter(|_| self.affords(price)).ok_or(Cause::NearMiss { bytes, price, again })
+        match spread {
+            Some(spread) if self.buys(price) => Answer::Spread(spread),
+            _ => Answer::Alone(Cause::NearMiss { bytes, price, again }),
+        }
+    }
+
+    /// Whether a request of `bytes` is watched.
+    #[inline]
+    pub(super) fn watches(&self, bytes: u64) -> bool {
+        bytes >= self.watched_from
     }
 
     /// A watched request of `bytes` leaves so many free below it, where ranges were spread.
     #[inline]
     pub(super) fn pad(&self, bytes: u64) -> Option<u64> {
-        (self.share > 0).then(|| ((u128::from(bytes) * u128::from(self.share)) >> 32) as u64)
+        match self.phase {
+            Phase::Spread { pad_q32, .. } => Some(((u128::from(bytes) * u128::from(pad_q32)) >> 32) as u64),
+            Phase::Unseen | Phase::Renting => None,
+        }
     }
 
     /// A watched request of `bytes` found its place.
     #[inline]
     pub(super) fn placed(&mut self, bytes: u64) {
-        self.watched = self.watched.saturating_add(bytes);
+        self.watched_bytes = self.watched_bytes.saturating_add(bytes);
     }
 
     /// What near misses would have cost since ranges were spread, if they were not.
     fn saved(&self) -> f64 {
-        self.watched as f64 * self.rate
+        match self.phase {
+            Phase::Spread { rate, .. } => self.watched_bytes as f64 * rate,
+            Phase::Unseen | Phase::Renting => 0.0,
+        }
     }
 
-    /// Whether `price` is paid by what near misses cost, and pads have saved more than they let through.
-    fn affords(&self, price: f64) -> bool {
-        self.cost + self.saved() >= self.patience * price && (self.share == 0 || self.holds())
+    /// Whether the rent, paid and saved, comes to `price`.
+    fn paid(&self, price: f64) -> bool {
+        self.rent + self.saved() >= self.patience * price
     }
 
-    fn holds(&self) -> bool {
-        self.saved() >= self.cost
+    /// Whether pads have saved more than they let through.
+    fn pads_hold(&self) -> bool {
+        self.saved() >= self.rent || !matches!(self.phase, Phase::Spread { .. })
+    }
+
+    fn buys(&self, price: f64) -> bool {
+        self.paid(price) && self.pads_hold()
     }
 
     /// `plan` is about to be made.
@@ -100,31 +148,34 @@ impl Regrowth {
             Cause::Asked => {}
             Cause::Miss => {
                 // Another kind of program, by and by.
-                self.cost -= moved;
-                if self.cost + self.saved() <= 0.0 {
+                self.rent -= moved;
+                if self.rent + self.saved() <= 0.0 {
                     *self = Self { patience: self.patience, ..Self::NONE };
                 }
             }
             Cause::NearMiss { bytes, price, .. } => {
-                if self.from == u64::MAX {
+                if matches!(self.phase, Phase::Unseen) {
                     // What is not replaced from now on does not grow.
                     space.age();
-                    (self.from, self.watched) = (bytes / 2, bytes);
+                    (self.phase, self.watched_from, self.watched_bytes) = (Phase::Renting, bytes / 2, bytes);
                 }
-                self.cost += moved.max(LEAST * bytes as f64);
+                self.rent += moved.max(LEAST * bytes as f64);
                 self.price = price;
-                if self.share > 0 && !self.holds() && self.cost + self.saved() >= self.patience * price {
+                if self.paid(price) && !self.pads_hold() {
                     *self = Self { patience: 2.0 * self.patience, ..Self::NONE };
                 }
             }
             Cause::Spread { bytes, pad } => {
-                if self.share == 0 {
-                    self.rate = self.cost / self.watched as f64;
-                } else {
-                    self.patience = (0.5 * self.patience).max(1.0);
-                }
-                (self.watched, self.cost, self.price) = (0, 0.0, moved);
-                (self.from, self.share) = (bytes / 2, (pad as f64 / bytes as f64 * 2f64.powi(32)) as u64);
+                let rate = match self.phase {
+                    Phase::Spread { rate, .. } => {
+                        self.patience = (0.5 * self.patience).max(1.0);
+                        rate
+                    }
+                    Phase::Unseen | Phase::Renting => self.rent / self.watched_bytes as f64,
+                };
+                let pad_q32 = (pad as f64 / bytes as f64 * 2f64.powi(32)) as u64;
+                self.phase = Phase::Spread { pad_q32, rate };
+                (self.watched_from, self.watched_bytes, self.rent, self.price) = (bytes / 2, 0, 0.0, moved);
             }
         }
     }
