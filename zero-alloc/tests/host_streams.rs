@@ -22,6 +22,18 @@ fn hold(stream: &HostStream) -> Arc<Gate<bool>> {
 }
 
 #[test]
+fn a_stream_has_any_name() {
+    for device in [HostDevice::new(), HostDevice::seeded(1)] {
+        for name in ["", "two\0parts", "größe"] {
+            let stream = device.create_stream(name).expect("a stream");
+            assert_eq!(stream.name(), name);
+            stream.enqueue("nothing", || Ok(())).expect("enqueued");
+            stream.synchronize(LIMIT).expect("what was enqueued ran");
+        }
+    }
+}
+
+#[test]
 fn a_closed_stream_finishes_and_refuses_more() {
     let (stream, other) = (stream("old"), stream("other"));
     let gate = hold(&stream);

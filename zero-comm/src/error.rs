@@ -13,6 +13,14 @@ pub enum CommError {
     /// A world of no ranks.
     #[error("a world needs at least one rank")]
     NoRanks,
+    /// A world of more ranks than its back end can have.
+    #[error("a world of {world_size} ranks; there are {most} at most")]
+    TooManyRanks {
+        /// Ranks asked for.
+        world_size: usize,
+        /// The most.
+        most: usize,
+    },
     /// The counts of a call do not fit together.
     #[error("{what}: expected {expected} elements, got {got}")]
     Count {

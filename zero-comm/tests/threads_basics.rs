@@ -263,4 +263,6 @@ fn bad_calls_are_refused_before_they_start() {
         ));
     });
     assert_eq!(World::new(0, Options::default()).unwrap_err(), CommError::NoRanks);
+    let error = World::new(usize::MAX, Options::default()).unwrap_err();
+    assert_eq!(error.to_string(), format!("a world of {} ranks; there are 65536 at most", usize::MAX));
 }

@@ -43,6 +43,12 @@ fn check_adam<W: Float, M: Float, G: Float>(shape: (usize, usize, usize), seed: 
     assert_same("second moment and guards", &ours.2, &expected.2);
 }
 
+#[test]
+fn threads_that_no_host_has_are_refused_at_once() {
+    let error = Workers::new(usize::MAX).unwrap_err().to_string();
+    assert_eq!(error, format!("cannot start {} threads: 4096 at most", usize::MAX));
+}
+
 proptest! {
     #![proptest_config(config(48))]
 

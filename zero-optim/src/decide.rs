@@ -84,6 +84,9 @@ impl StepRules {
     }
 }
 
+/// The most steps of a run: fp64 counts them exactly, and no count of them overflows.
+const MOST_STEPS: u64 = 1 << 53;
+
 /// The scalars that a checkpoint keeps of an optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
@@ -250,8 +253,14 @@ impl Decider {
     /// Takes up where a checkpoint left off.
     ///
     /// # Errors
-    /// The loss scaler's state does not fit the settings.
+    /// The loss scaler's state does not fit the settings, or a count is one that no run comes to.
     pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
+        let Progress { adam_steps, schedule_position, skipped_steps, loss_scaler } = *progress;
+        let counts = [adam_steps, schedule_position, skipped_steps, loss_scaler.iteration];
+        if let Some(steps) = counts.into_iter().find(|steps| *steps > MOST_STEPS) {
+            let reason = format!("{steps} steps, and a run has {MOST_STEPS} at most");
+            return Err(OptimError::Restore { what: "progress", reason });
+        }
         self.scaler.restore(progress.loss_scaler)?;
         self.adam_steps = progress.adam_steps;
         self.schedule_position = progress.schedule_position;

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use zero_kernels::GradStats;
 use zero_optim::{
-    Decider, DynamicScaling, LossScaler, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError, RangeTest,
-    ScaleChange, StepOutcome, StepRules, Vote, Warmup, WarmupCosine, WarmupDecay,
+    Decider, DynamicScaling, LossScaler, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError, Progress,
+    RangeTest, ScaleChange, StepOutcome, StepRules, Vote, Warmup, WarmupCosine, WarmupDecay,
 };
 
 fn vote(sum_sq: f64) -> Vote {
@@ -187,6 +187,27 @@ fn settings_outside_their_ranges_are_refused_by_name() {
     assert_eq!(refused(with(LrSchedule::OneCycle(cycle))), "cycle_min_mom");
     let zero = RangeTest { lr_range_test_step_size: 0, ..Default::default() };
     assert_eq!(refused(with(LrSchedule::RangeTest(zero))), "lr_range_test_step_size");
+}
+
+#[test]
+fn counts_that_no_run_comes_to_are_not_restored() {
+    let mut decider = Decider::new(StepRules::default()).unwrap();
+    let good = decider.progress();
+    let scaler = LossScalerState { iteration: u64::MAX, ..good.loss_scaler };
+    for bad in [
+        Progress { adam_steps: u64::MAX, ..good },
+        Progress { schedule_position: u64::MAX, ..good },
+        Progress { skipped_steps: u64::MAX, ..good },
+        Progress { loss_scaler: scaler, ..good },
+    ] {
+        let error = decider.restore(&bad).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "saved progress does not fit: 18446744073709551615 steps, and a run has 9007199254740992 at most"
+        );
+        assert_eq!(decider.progress(), good);
+    }
+    decider.restore(&Progress { adam_steps: 1 << 53, ..good }).unwrap();
 }
 
 #[test]

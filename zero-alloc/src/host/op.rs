@@ -22,6 +22,11 @@ pub(super) struct Named {
 }
 
 impl Named {
+    /// The name of the stream's thread: the system's end at a zero.
+    pub(super) fn thread_name(&self) -> String {
+        self.name.replace('\0', " ")
+    }
+
     pub(super) fn closed(&self) -> DeviceError {
         DeviceError::Closed { stream: self.name.to_string() }
     }

@@ -31,7 +31,7 @@ pub(super) struct Worker(Arc<Shared>);
 
 impl Worker {
     pub(super) fn spawn(named: Named) -> Result<Self, DeviceError> {
-        let name = named.name.to_string();
+        let name = named.thread_name();
         let shared = Arc::new(Shared { named, queue: Mutex::default(), arrived: Condvar::new() });
         let worker = Arc::clone(&shared);
         std::thread::Builder::new()

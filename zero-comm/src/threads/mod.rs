@@ -48,6 +48,9 @@ impl Default for Options {
     }
 }
 
+/// More threads than a process has.
+const MOST_RANKS: usize = 1 << 16;
+
 /// Makes the communicators of a world of threads.
 #[derive(Clone, Copy, Debug)]
 pub struct World;
@@ -56,11 +59,14 @@ impl World {
     /// One communicator for each of `world_size` ranks, in rank order, to be given to their threads.
     ///
     /// # Errors
-    /// [`CommError::NoRanks`].
+    /// [`CommError::NoRanks`], or [`CommError::TooManyRanks`] above 65536.
     #[expect(clippy::new_ret_no_self, reason = "a world is the set of its ranks' communicators")]
     pub fn new(world_size: usize, options: Options) -> Result<Vec<ThreadsComm>, CommError> {
         if world_size == 0 {
             return Err(CommError::NoRanks);
+        }
+        if world_size > MOST_RANKS {
+            return Err(CommError::TooManyRanks { world_size, most: MOST_RANKS });
         }
         let shared = Arc::new(Shared::new(world_size, options));
         Ok((0..world_size).map(|rank| ThreadsComm::new(Arc::clone(&shared), rank)).collect())

@@ -9,6 +9,9 @@ use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
 /// Fewer elements than this are not worth a second thread.
 const MIN_PART_ELEMS: usize = 32 * 1024;
 
+/// More than any host has cores; starting as many as a process may takes minutes.
+const MOST_THREADS: usize = 4096;
+
 const PARTS_PER_THREAD: usize = 8;
 
 /// A fixed number of threads. Cloning gives another handle of the same threads.
@@ -22,10 +25,14 @@ impl Workers {
     /// `threads` threads; with 0 or 1 the calling thread does the work.
     ///
     /// # Errors
-    /// The operating system refused a thread.
+    /// More than 4096, or the operating system refused a thread.
     pub fn new(threads: usize) -> Result<Self, KernelError> {
         if threads <= 1 {
             return Ok(Self { pool: None });
+        }
+        if threads > MOST_THREADS {
+            let message = format!("{MOST_THREADS} at most");
+            return Err(KernelError::Threads { threads, message });
         }
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)

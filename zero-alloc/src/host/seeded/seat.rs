@@ -85,7 +85,7 @@ impl Scheduler {
         drop(state);
         let scheduler = self.clone();
         std::thread::Builder::new()
-            .name(named.name.to_string())
+            .name(named.thread_name())
             .spawn(move || work(&scheduler, index))
             .map_err(|e| DeviceError::Driver { call: "thread spawn", message: e.to_string() })?;
         Ok(Seat { scheduler: self.clone(), index, named })
