@@ -137,6 +137,14 @@ fn no_steps_are_no_failure() {
 }
 
 #[test]
+fn a_run_goes_on_in_another_dtype_and_says_so() {
+    let dir = temp();
+    succeeds(&run_tiny(dir.path(), &["--dtype", "fp16", "--checkpoint", "a"]));
+    let said = succeeds(&run_tiny(dir.path(), &["--dtype", "bf16", "--resume", "a", "--steps", "4"]));
+    assert!(said.contains("note: the checkpoint's run was in fp16, and this one is in bf16"), "{said}");
+}
+
+#[test]
 fn what_a_configuration_asks_is_done_or_refused_or_named() {
     let dir = temp();
     let with = |text: &str, more: &[&str]| {

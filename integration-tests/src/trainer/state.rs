@@ -37,7 +37,7 @@ pub(super) fn set_weights<D: Device>(
     publish(rank, stage)
 }
 
-/// Sets weights, moments and progress from a checkpoint of any world size and stage.
+/// Sets weights, moments and progress from a checkpoint of any world size, stage and dtype.
 pub(super) fn restore<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -53,7 +53,12 @@ pub(super) fn restore<D: Device>(
             view.read_range(kind.name(), unit, real, out).map_err(unreadable)
         })?;
     }
-    stage.optimizer().restore(&state.progress)?;
+    let mut progress = state.progress;
+    if reader.manifest().dtype != rank.settings.dtype.name() {
+        // A loss scale is of its dtype: in another it begins anew.
+        progress.loss_scaler = stage.optimizer().progress().loss_scaler;
+    }
+    stage.optimizer().restore(&progress)?;
     publish(rank, stage)?;
     Ok(state)
 }

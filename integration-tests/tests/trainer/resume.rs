@@ -1,6 +1,7 @@
 //! A resumed run goes on as if it had never stopped; at other ranks and stages its state is the same bits.
 
 use zero_alloc::device::DType;
+use zero_optim::{DynamicScaling, LossScaling, StepRules};
 
 use crate::support::{Case, Outcome};
 
@@ -20,6 +21,25 @@ fn the_same_bits_as_without_a_stop() {
             assert_eq!(whole.curve(), [first.curve(), rest.curve()].concat(), "{case:?}");
             assert!(whole.state() == rest.state(), "{case:?}: final state");
         }
+    }
+}
+
+/// Weights, moments and step go on; a loss scale is of its dtype.
+#[test]
+fn in_another_dtype() {
+    let case = |dtype, steps| {
+        let dynamic = LossScaling::Dynamic(DynamicScaling::default());
+        let loss_scaling = if dtype == DType::F16 { dynamic } else { LossScaling::NONE };
+        Case { dtype, steps, rules: StepRules { loss_scaling, ..StepRules::default() }, ..Case::default() }
+    };
+    for (from, to) in [(DType::F16, DType::Bf16), (DType::F16, DType::F32), (DType::F32, DType::F16)] {
+        let first = case(from, 2).run_tiny();
+        let rest = resumed(&first, &case(to, 3));
+        let anew = case(to, 1).run_tiny().steps[0].loss_scale;
+        assert_eq!(rest.steps[0].loss_scale, anew, "{from} -> {to}");
+        let whole = case(from, 3).run_tiny().steps[2].loss;
+        let error = (rest.steps[0].loss - whole).abs() / whole;
+        assert!(error < 1e-2, "{from} -> {to}: loss differs by {error:e}");
     }
 }
 

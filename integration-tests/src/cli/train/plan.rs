@@ -83,7 +83,7 @@ impl Plan {
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
 
         if let Some(dir) = &args.resume {
-            notices.extend(check_resume(dir, &layout, &data, args.seed)?);
+            notices.extend(check_resume(dir, &layout, &data, args.seed, settings.dtype)?);
         }
         // A run of the defaults shows where its checkpoint is.
         let by_default = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
@@ -246,7 +246,13 @@ fn check_graphs(settings: &Settings, on_cuda: bool) -> Result<(), CliError> {
 }
 
 /// Whether the checkpoint is one of this model; and what differs that does not forbid to go on.
-fn check_resume(dir: &Path, layout: &Layout, data: &Dataset, seed: u64) -> Result<Vec<String>, CliError> {
+fn check_resume(
+    dir: &Path,
+    layout: &Layout,
+    data: &Dataset,
+    seed: u64,
+    dtype: DType,
+) -> Result<Vec<String>, CliError> {
     let reader = Reader::open(dir).map_err(CliError::usage)?;
     if let Some(difference) = reader.manifest().model.difference(&ModelSpec::from(layout)) {
         let path = reader.path().display();
@@ -254,6 +260,12 @@ fn check_resume(dir: &Path, layout: &Layout, data: &Dataset, seed: u64) -> Resul
     }
     let mut notices = reader.notices().to_vec();
     let state = TrainerState::of(&reader).map_err(CliError::usage)?;
+    let was = &reader.manifest().dtype;
+    if was != dtype.name() {
+        notices.push(format!(
+            "the checkpoint's run was in {was}, and this one is in {dtype}: its loss scale begins anew"
+        ));
+    }
     if state.data_fingerprint != data.fingerprint() {
         notices.push("the data is not that of the checkpoint: the loss curve will not be the same".to_owned());
     }
