@@ -18,7 +18,8 @@ struct Counting {
     lent_bytes: Arc<AtomicUsize>,
 }
 
-impl Memory for Counting {
+// SAFETY: the host's memory.
+unsafe impl Memory for Counting {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.lent_bytes.fetch_add(bytes, Ordering::Relaxed);
         self.host.allocate(bytes)
@@ -33,7 +34,8 @@ impl Memory for Counting {
     }
 }
 
-impl Device for Counting {
+// SAFETY: the host's device.
+unsafe impl Device for Counting {
     type Stream = HostStream;
     type Event = HostEvent;
     fn kind(&self) -> DeviceKind {

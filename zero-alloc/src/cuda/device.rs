@@ -251,7 +251,8 @@ impl CudaDevice {
     }
 }
 
-impl Memory for CudaDevice {
+// SAFETY: allocations are the driver's, aligned as it promises.
+unsafe impl Memory for CudaDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         if let Some(shareable) = self.shareable() {
             return shareable.allocate(bytes);
@@ -302,7 +303,8 @@ fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), Devic
     if expected == got { Ok(()) } else { Err(DeviceError::LengthMismatch { what, expected, got }) }
 }
 
-impl Device for CudaDevice {
+// SAFETY: copies are the driver's, on the stream that is named; the kind is not the host.
+unsafe impl Device for CudaDevice {
     type Stream = CudaStream;
     type Event = CudaEvent;
 

@@ -53,7 +53,8 @@ impl CudaEvent {
     }
 }
 
-impl Event for CudaEvent {
+// SAFETY: the driver's events say so.
+unsafe impl Event for CudaEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         let event = &*self.0;
         if event.done.load(Ordering::Acquire) {

@@ -31,7 +31,8 @@ impl PinnedMemory {
     }
 }
 
-impl Memory for PinnedMemory {
+// SAFETY: allocations are the driver's, aligned as it promises for pinned memory.
+unsafe impl Memory for PinnedMemory {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let ptr = self.0.allocate_pinned(bytes)?;
         let at = ptr.addr().get();

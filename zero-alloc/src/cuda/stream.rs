@@ -179,7 +179,8 @@ impl CudaStream {
     }
 }
 
-impl Stream for CudaStream {
+// SAFETY: the driver's streams; ids are counted once for all back ends.
+unsafe impl Stream for CudaStream {
     type Event = CudaEvent;
 
     fn name(&self) -> &str {

@@ -4,6 +4,9 @@
 //! work on its streams; a framework that has an allocator and streams of its own makes
 //! [`DeviceSlice`]s and streams from its own pointers and handles.
 //!
+//! The traits are `unsafe` to implement: whoever dereferences a block, or reads it behind an event, relies on what a back
+//! end promises, and safe code can get there. To use them is safe.
+//!
 //! Three rules hold everywhere:
 //! 1. **Every operation names its stream.** There is no default stream. Operations of one stream run in
 //!    the order in which they were enqueued; between streams only events order anything.
@@ -44,7 +47,12 @@ pub enum DeviceKind {
 }
 
 /// Where blocks come from: the source of **backings**, large allocations that a pool cuts into blocks.
-pub trait Memory: Debug + Send + Sync {
+///
+/// # Safety
+/// What `allocate` gives is `bytes` bytes at the alignment of `granularity_bytes`, which nobody else has until they
+/// are given back, and which this device's copies and its streams' operations can read and write (no others, where
+/// it is not host memory).
+pub unsafe trait Memory: Debug + Send + Sync {
     /// Allocates `bytes` bytes, aligned to [`Memory::granularity_bytes`]; contents are undefined.
     ///
     /// # Errors
@@ -100,7 +108,11 @@ pub enum BlockNote<'a, S, E> {
 }
 
 /// A device: memory, streams and copies between the two sides.
-pub trait Device: Memory + Clone + 'static {
+///
+/// # Safety
+/// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; slices of a device of kind
+/// [`DeviceKind::Host`] can be read as Rust slices.
+pub unsafe trait Device: Memory + Clone + 'static {
     /// An ordered queue of operations; cloning gives another handle of the same queue.
     type Stream: Stream<Event = Self::Event>;
     /// A point in a stream.
@@ -156,7 +168,11 @@ pub(crate) fn next_stream_id() -> u64 {
 }
 
 /// An ordered queue of operations on a device.
-pub trait Stream: Clone + Debug + Send + Sync + 'static {
+///
+/// # Safety
+/// Operations run in the order in which they were enqueued, none before what its stream was made to wait for; no two
+/// streams of a process have the same `id`.
+pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// A point in this kind of stream.
     type Event: Event;
 
@@ -186,7 +202,10 @@ pub trait Stream: Clone + Debug + Send + Sync + 'static {
 }
 
 /// A point in a stream, reached when everything before it has run. Cloning gives the same point.
-pub trait Event: Clone + Debug + Send + Sync + 'static {
+///
+/// # Safety
+/// It is said to be reached only when what was enqueued before it touches no memory any more.
+pub unsafe trait Event: Clone + Debug + Send + Sync + 'static {
     /// Whether the point is reached, without waiting.
     ///
     /// # Errors

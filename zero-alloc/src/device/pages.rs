@@ -11,7 +11,11 @@ pub struct Page(pub u64);
 
 /// Ranges of addresses, pages, and the mapping between the two. Contents belong to pages: a page that is mapped at
 /// two addresses shows the same bytes at both.
-pub trait VirtualMemory: Debug + Send + Sync {
+///
+/// # Safety
+/// What `reserve` gives is in no other range of this process, what `create` gives is in no other's hands, and mapped pages can
+/// be used as [`Memory`](super::Memory)'s backings can.
+pub unsafe trait VirtualMemory: Debug + Send + Sync {
     /// The size of a page; a power of two.
     fn page_bytes(&self) -> usize;
 

@@ -51,7 +51,8 @@ impl HostEvent {
     }
 }
 
-impl Event for HostEvent {
+// SAFETY: a place in a queue is passed when the operations before it have returned.
+unsafe impl Event for HostEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         if let Some(mark) = &self.0.mark {
             mark.poll(self);

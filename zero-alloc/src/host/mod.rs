@@ -87,7 +87,8 @@ impl HostDevice {
     }
 }
 
-impl Memory for HostDevice {
+// SAFETY: allocations are the system's, at the alignment asked of it.
+unsafe impl Memory for HostDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         match &self.memory {
             Kind::Pinned => memory::allocate_pinned(bytes),
@@ -127,7 +128,8 @@ fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), Devic
     if expected == got { Ok(()) } else { Err(DeviceError::LengthMismatch { what, expected, got }) }
 }
 
-impl Device for HostDevice {
+// SAFETY: copies run on the stream that is named, over the slices alone.
+unsafe impl Device for HostDevice {
     type Stream = HostStream;
     type Event = HostEvent;
 

@@ -59,7 +59,8 @@ impl HostPages {
     }
 }
 
-impl VirtualMemory for HostPages {
+// SAFETY: ranges are the kernel's, pages are parts of one file that are given out once.
+unsafe impl VirtualMemory for HostPages {
     fn page_bytes(&self) -> usize {
         self.page_bytes
     }

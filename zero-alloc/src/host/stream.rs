@@ -89,7 +89,8 @@ impl HostStream {
     }
 }
 
-impl Stream for HostStream {
+// SAFETY: one thread, or one seat of the scheduler, runs a queue in order; ids are counted once for all back ends.
+unsafe impl Stream for HostStream {
     type Event = HostEvent;
 
     fn name(&self) -> &str {

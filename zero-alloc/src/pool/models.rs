@@ -25,7 +25,8 @@ struct Books {
 #[derive(Clone, Debug)]
 struct Now(u64);
 
-impl Event for Now {
+// SAFETY: operations run where they are enqueued, and are done then.
+unsafe impl Event for Now {
     fn is_done(&self) -> Result<bool, DeviceError> {
         Ok(true)
     }
@@ -34,7 +35,8 @@ impl Event for Now {
     }
 }
 
-impl Stream for Now {
+// SAFETY: operations run where they are enqueued.
+unsafe impl Stream for Now {
     type Event = Self;
     fn name(&self) -> &str {
         "now"
@@ -53,7 +55,8 @@ impl Stream for Now {
     }
 }
 
-impl Memory for Still {
+// SAFETY: addresses that nothing touches.
+unsafe impl Memory for Still {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let mut books = self.0.lock().expect("sound");
         books.next += 1 << 40;
@@ -69,7 +72,8 @@ impl Memory for Still {
     }
 }
 
-impl Device for Still {
+// SAFETY: no operation touches memory, and the kind is not the host.
+unsafe impl Device for Still {
     type Stream = Now;
     type Event = Now;
     fn kind(&self) -> DeviceKind {

@@ -75,7 +75,8 @@ impl<D> Faulty<D> {
     }
 }
 
-impl<D: Memory> Memory for Faulty<D> {
+// SAFETY: the device within, or an error.
+unsafe impl<D: Memory> Memory for Faulty<D> {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.enter(Call::Allocate)?;
         self.inner.allocate(bytes)
@@ -106,7 +107,8 @@ impl<D: Memory> Faulty<D> {
     }
 }
 
-impl<D: Memory> VirtualMemory for Faulty<D> {
+// SAFETY: the device within, or an error.
+unsafe impl<D: Memory> VirtualMemory for Faulty<D> {
     fn page_bytes(&self) -> usize {
         self.pages().map_or(1, VirtualMemory::page_bytes)
     }
@@ -149,7 +151,8 @@ impl<D: Memory> VirtualMemory for Faulty<D> {
     }
 }
 
-impl<D: Device> Device for Faulty<D> {
+// SAFETY: the device within, or an error.
+unsafe impl<D: Device> Device for Faulty<D> {
     type Stream = D::Stream;
     type Event = D::Event;
 

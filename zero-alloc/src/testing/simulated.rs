@@ -112,7 +112,8 @@ impl Books {
     }
 }
 
-impl Memory for Simulated {
+// SAFETY: addresses that nothing touches.
+unsafe impl Memory for Simulated {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let mut books = self.books.lock();
         books.lend(bytes as u64, self.capacity_bytes)?;
@@ -143,7 +144,8 @@ impl Memory for Simulated {
     }
 }
 
-impl VirtualMemory for Simulated {
+// SAFETY: addresses that nothing touches, each given out once.
+unsafe impl VirtualMemory for Simulated {
     fn page_bytes(&self) -> usize {
         self.page_bytes
     }
@@ -221,7 +223,8 @@ impl VirtualMemory for Simulated {
     }
 }
 
-impl Device for Simulated {
+// SAFETY: no operation touches memory, and the kind is not the host.
+unsafe impl Device for Simulated {
     type Stream = HostStream;
     type Event = HostEvent;
 

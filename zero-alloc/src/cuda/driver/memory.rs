@@ -210,7 +210,8 @@ impl Pages {
     }
 }
 
-impl VirtualMemory for Pages {
+// SAFETY: ranges and pages are the driver's.
+unsafe impl VirtualMemory for Pages {
     fn page_bytes(&self) -> usize {
         self.page_bytes
     }
