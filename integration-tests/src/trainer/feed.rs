@@ -3,7 +3,7 @@
 use zero_alloc::device::Device;
 
 use super::rank::Rank;
-use super::run::{RunOptions, Workload};
+use super::workload::{RunOptions, Workload};
 use crate::data::BatchAt;
 use crate::error::TrainError;
 use crate::model::Model;

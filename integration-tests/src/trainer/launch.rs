@@ -18,7 +18,8 @@ use zero_shard::Layout;
 use super::metrics::StepMetrics;
 use super::rank::{HostSide, Rank, Settings};
 use super::recorder::Replay;
-use super::run::{RankSummary, RunOptions, Workload, run_rank};
+use super::run::run_rank;
+use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 
 /// Elements to which shards are aligned: 32 bytes of a 16-bit type.

@@ -20,11 +20,13 @@ mod stages_1_and_2;
 mod state;
 mod storage;
 mod whole_params;
+mod workload;
 
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
 pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
 pub use rank::{HostOp, HostSide, Rank, Settings};
 pub use recorder::{AT_STAGE_3, Record, Replay};
-pub use run::{RankSummary, RunOptions, Workload, run_rank};
+pub use run::run_rank;
 pub use stage::{Say, Stage, device_steps};
 pub use state::TrainerState;
+pub use workload::{RankSummary, RunOptions, Workload};
