@@ -1,10 +1,12 @@
 //! A directory held open, so that nothing in it is reached by a path that someone could bend.
 //!
-//! Names are single components, links are not followed, and only regular files are opened.
+//! Names are single components, links are not followed, and only regular files are opened. The path where it was
+//! opened is for messages alone.
 
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
@@ -14,6 +16,12 @@ use crate::CkptError;
 
 const DIR_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+
+#[cfg(test)]
+thread_local! {
+    /// Whether this thread's file system cannot exchange two names, as NFS.
+    pub(crate) static WITHOUT_EXCHANGE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
 
 /// An open directory.
 pub(crate) struct Dir {
@@ -89,6 +97,14 @@ impl Dir {
         fd.map(File::from).map_err(CkptError::os("create", self.path.join(name)))
     }
 
+    /// A regular file for reading and appending, made where it is missing.
+    pub(crate) fn open_or_create_file(&self, name: &str) -> Result<File, CkptError> {
+        self.check(name)?;
+        let flags = FILE_FLAGS | OFlags::RDWR | OFlags::APPEND | OFlags::CREATE;
+        let fd = fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
+        fd.map(File::from).map_err(CkptError::os("open", self.path.join(name)))
+    }
+
     /// A small file, whole or with an error when above `limit_bytes`.
     pub(crate) fn read_small(&self, name: &str, limit_bytes: u64) -> Result<Vec<u8>, CkptError> {
         let (file, len) = self.open_file(name, false)?;
@@ -126,6 +142,10 @@ impl Dir {
     pub(crate) fn exchange(&self, name: &str, to_dir: &Dir, to: &str) -> Result<bool, CkptError> {
         self.check(name)?;
         self.check(to)?;
+        #[cfg(test)]
+        if WITHOUT_EXCHANGE.get() {
+            return Ok(false);
+        }
         match fs::renameat_with(&self.fd, name, &to_dir.fd, to, RenameFlags::EXCHANGE) {
             Ok(()) => Ok(true),
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
@@ -142,11 +162,9 @@ impl Dir {
     /// Removes a file, or a directory with all that is in it; never through a link.
     pub(crate) fn remove(&self, name: &str) -> Result<(), CkptError> {
         self.check(name)?;
-        let path = self.path.join(name);
-        match std::fs::symlink_metadata(&path) {
-            Ok(meta) if meta.is_dir() => std::fs::remove_dir_all(&path).map_err(CkptError::io("remove", path)),
-            _ => self.remove_file(name),
-        }
+        let failed = CkptError::os("remove", self.path.join(name));
+        let name = CString::new(name).map_err(|_| self.unsafe_name(name, "is no plain file name"))?;
+        remove_at(self.fd.as_fd(), &name).map_err(failed)
     }
 
     /// Whether there is anything of this name.
@@ -154,14 +172,11 @@ impl Dir {
         fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
     }
 
-    /// The names within that are plain (see `is_plain`) or hidden, sorted.
+    /// The names within that this type opens, plain (see `is_plain`) or hidden; sorted.
     pub(crate) fn names(&self) -> Result<Vec<String>, CkptError> {
-        let entries = std::fs::read_dir(&self.path).map_err(CkptError::io("list", &self.path))?;
-        let mut names = Vec::new();
-        for entry in entries {
-            let entry = entry.map_err(CkptError::io("list", &self.path))?;
-            names.extend(entry.file_name().into_string().ok());
-        }
+        let names = names_of(self.fd.as_fd()).map_err(CkptError::os("list", &self.path))?;
+        let names = names.into_iter().filter_map(|name| name.into_string().ok());
+        let mut names: Vec<String> = names.filter(|name| is_component(name)).collect();
         names.sort();
         Ok(names)
     }
@@ -181,6 +196,27 @@ impl Dir {
 
     fn unsafe_name(&self, name: &str, why: &'static str) -> CkptError {
         CkptError::UnsafeName { dir: self.path.clone(), name: name.chars().take(80).collect(), why }
+    }
+}
+
+/// All names in a directory but `.` and `..`.
+fn names_of(dir: BorrowedFd<'_>) -> Result<Vec<CString>, Errno> {
+    let names = fs::Dir::read_from(dir)?.map(|entry| Ok(entry?.file_name().to_owned()));
+    names.filter(|name| !matches!(name.as_deref().map(CStr::to_bytes), Ok(b"." | b".."))).collect()
+}
+
+fn remove_at(dir: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
+    match fs::unlinkat(dir, name, AtFlags::empty()) {
+        // What Linux and what POSIX says of a directory.
+        Err(errno @ (Errno::ISDIR | Errno::PERM)) => {
+            let within = fs::openat(dir, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty());
+            let within = within.map_err(|other| if other == Errno::NOTDIR { errno } else { other })?;
+            for name in names_of(within.as_fd())? {
+                remove_at(within.as_fd(), &name)?;
+            }
+            fs::unlinkat(dir, name, AtFlags::REMOVEDIR)
+        }
+        other => other,
     }
 }
 
@@ -225,5 +261,39 @@ mod tests {
         }
         assert!(dir.open_dir("linkdir").is_err());
         assert!(dir.has("link") && !dir.has("nothing"));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn another_directory_in_its_place_is_not_touched() {
+        let tmp = tempfile::tempdir().unwrap();
+        let (at, aside) = (tmp.path().join("dir"), tmp.path().join("aside"));
+        for (path, file) in [(&at, "own"), (&aside, "another's")] {
+            std::fs::create_dir_all(path.join("tree/deep")).unwrap();
+            std::fs::write(path.join("tree/deep").join(file), "x").unwrap();
+            std::os::unix::fs::symlink(tmp.path(), path.join("tree/link")).unwrap();
+            std::fs::write(path.join(file), "x").unwrap();
+        }
+        let dir = Dir::open(&at).unwrap();
+        std::fs::rename(&at, tmp.path().join("moved")).unwrap();
+        std::fs::rename(&aside, &at).unwrap();
+
+        assert_eq!(dir.names().unwrap(), ["own", "tree"]);
+        dir.remove("tree").unwrap();
+        dir.remove("own").unwrap();
+        assert!(dir.remove("own").is_err());
+        dir.open_or_create_file("new").unwrap();
+        assert_eq!(dir.names().unwrap(), ["new"]);
+        assert!(at.join("tree/deep/another's").exists() && at.join("another's").exists() && !at.join("new").exists());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn names_that_are_not_opened_are_not_listed() {
+        let tmp = tempfile::tempdir().unwrap();
+        for name in ["plain", ".hidden", "with space", "ü"] {
+            std::fs::write(tmp.path().join(name), "x").unwrap();
+        }
+        assert_eq!(Dir::open(tmp.path()).unwrap().names().unwrap(), [".hidden", "plain"]);
     }
 }

@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use crate::catalog::random;
 use crate::header::{Header, TensorEntry};
-use crate::store::random;
 use crate::tensors::{INDEX, Index, SINGLE};
 use crate::{CkptError, Reader, StateDtype};
 

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
 
 use crate::CkptError;
 use crate::catalog::LOCK;
@@ -16,11 +15,7 @@ pub(crate) struct Lock {
 impl Lock {
     /// Takes the directory for this run; `None` where the file system has no locks.
     pub(crate) fn take(dir: &Dir) -> Result<Option<Self>, CkptError> {
-        let path: PathBuf = dir.path().join(LOCK);
-        let mut options = File::options();
-        std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, rustix::fs::OFlags::NOFOLLOW.bits() as i32);
-        let mut file =
-            options.create(true).read(true).append(true).open(&path).map_err(CkptError::io("open", &path))?;
+        let mut file = dir.open_or_create_file(LOCK)?;
         match file.try_lock() {
             Ok(()) => {
                 let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use zero_shard::{Layout, ParamPlacement};
 
-use crate::catalog;
+use crate::catalog::{self, aside_of};
 use crate::coverage::Coverage;
 use crate::dir::Dir;
 use crate::manifest::{MANIFEST_NAME, Manifest};
@@ -31,10 +31,11 @@ pub struct Reader {
 impl Reader {
     /// Opens `path`: a directory that runs save into, or one checkpoint in it (`.../step-00000030`).
     ///
-    /// Of a directory, it is the checkpoint that `latest` names; where that is not whole (a file is missing or
-    /// has another length, or the manifest is damaged), the whole checkpoint that was saved last, and
-    /// [`Reader::notices`] says what was passed over and why. The content of files is verified when it is
-    /// read: by [`Reader::read_param`], [`View::read_range`] and [`Reader::verify`].
+    /// Of a directory, it is the checkpoint that `latest` names, also where a crash left that standing aside
+    /// (`step-00000030.old.*`); where it is not whole (a file is missing or has another length, or the manifest is
+    /// damaged), the whole checkpoint that was saved last, and [`Reader::notices`] says what was passed over and why.
+    /// The content of files is verified when it is read: by [`Reader::read_param`], [`View::read_range`] and
+    /// [`Reader::verify`].
     ///
     /// # Errors
     /// There is no whole checkpoint, with the reason for each candidate; or it cannot be read.
@@ -53,16 +54,20 @@ impl Reader {
         }
         let (entries, reasons) = catalog::list(&root)?;
         notices.extend(reasons.into_iter().filter(|r| !notices.contains(r)).collect::<Vec<_>>());
-        for entry in entries.iter().rev().filter(|e| latest.as_ref().ok() != Some(&e.name)) {
-            match root.open_dir(&entry.name).and_then(|d| Self::open_one(d, notices.clone())) {
+        for entry in entries.iter().rev() {
+            // One that stands aside for what `latest` names is that: nothing was passed over.
+            let named = latest.as_deref().is_ok_and(|name| aside_of(&entry.name) == Some(name) && !root.has(name));
+            let notices_here = if named { Vec::new() } else { notices.clone() };
+            match root.open_dir(&entry.name).and_then(|d| Self::open_one(d, notices_here)) {
                 Ok(reader) => return Ok(reader),
+                Err(e) if notices.contains(&e.to_string()) => {}
                 Err(e) => notices.push(e.to_string()),
             }
         }
         Err(CkptError::NoCheckpoint { dir: root.path().into(), reasons: notices })
     }
 
-    fn open_one(dir: Dir, notices: Vec<String>) -> Result<Self, CkptError> {
+    pub(crate) fn open_one(dir: Dir, notices: Vec<String>) -> Result<Self, CkptError> {
         let (manifest, layout) = Manifest::read(&dir)?;
         for file in &manifest.files {
             open_checked(&dir, &file.name, file.bytes, false)?;

@@ -4,7 +4,7 @@
 //! each rank   stage     DIR/.staging/step-00000030.rank-00002.<random>   written, synced      -> receipt
 //! all ranks   exchange  the receipts (or errors)
 //! rank 0      publish   DIR/.staging/step-00000030.<random>/             files moved in, manifest written, synced
-//!                       DIR/step-00000030/                               one rename, directory synced
+//!                       DIR/step-00000030/                               takes its name (see `replace`), directory synced
 //!                       DIR/latest                                       one rename, directory synced
 //!                       old checkpoints beyond the last k                moved out, then removed
 //! all ranks   exchange  the verdict
@@ -13,19 +13,19 @@
 //! A crash at any point leaves `latest` and the checkpoint it names as they were, or as they are to be. Staged
 //! files of runs that died are swept at the next publication of their step or a later one.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
 use std::sync::Mutex;
 
 use zero_shard::Layout;
 
 use crate::assemble::{SaveMeta, manifest_of};
-use crate::catalog::{self, Entry, LATEST, STAGING, latest_line, step_name, step_of};
+use crate::catalog::{self, Entry, LATEST, STAGING, aside_of, latest_line, random, step_name, step_of};
 use crate::dir::Dir;
 use crate::lock::Lock;
 use crate::manifest::{FORMAT_VERSION, Hex64, MANIFEST_NAME, Manifest};
 use crate::pages::{PAGE_BYTES, Pages};
 use crate::plan::{FilePlan, checksum};
+use crate::replace;
 use crate::report::{Published, Receipt, middle_cut};
 use crate::transfer::{self, IoOptions, Source};
 use crate::{CkptError, ModelSpec, Piece, ShardData, StateSpec};
@@ -33,7 +33,7 @@ use crate::{CkptError, ModelSpec, Piece, ShardData, StateSpec};
 /// A point of the protocol, for tests that stop a run there and for progress displays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Stage {
+pub enum SavePoint {
     /// The rank's file exists, empty.
     FileCreated,
     /// Its state is written, not synced.
@@ -46,6 +46,9 @@ pub enum Stage {
     FilesMoved,
     /// Rank 0: so is the manifest; all is synced.
     ManifestSynced,
+    /// Rank 0, where the file system cannot exchange two names and another checkpoint has that of this step: the old
+    /// one stands aside.
+    OldAside,
     /// Rank 0: the checkpoint has its name.
     Renamed,
     /// Rank 0: `latest` names it.
@@ -54,17 +57,17 @@ pub enum Stage {
     Pruned,
 }
 
-/// All points, in order.
-pub const STAGES: [Stage; 9] = [
-    Stage::FileCreated,
-    Stage::StateWritten,
-    Stage::FileSynced,
-    Stage::DirCreated,
-    Stage::FilesMoved,
-    Stage::ManifestSynced,
-    Stage::Renamed,
-    Stage::LatestMoved,
-    Stage::Pruned,
+/// The points that every save passes, in order.
+pub const SAVE_POINTS: [SavePoint; 9] = [
+    SavePoint::FileCreated,
+    SavePoint::StateWritten,
+    SavePoint::FileSynced,
+    SavePoint::DirCreated,
+    SavePoint::FilesMoved,
+    SavePoint::ManifestSynced,
+    SavePoint::Renamed,
+    SavePoint::LatestMoved,
+    SavePoint::Pruned,
 ];
 
 /// How to save.
@@ -76,7 +79,7 @@ pub struct StoreOptions {
     pub io: IoOptions,
 }
 
-type Observer = Box<dyn Fn(Stage) + Send + Sync>;
+type Observer = Box<dyn Fn(SavePoint) + Send + Sync>;
 
 /// A rank's door to the directory that a run saves into.
 pub struct Store {
@@ -100,6 +103,9 @@ impl Store {
         let dir = Dir::create(path.as_ref())?;
         let lock = if rank == 0 { Lock::take(&dir)? } else { None };
         let staging = dir.create_dir(STAGING)?;
+        if rank == 0 {
+            replace::settle(&dir, &staging);
+        }
         let probe = format!("probe.{}", random());
         staging.write_new(&probe, b"")?;
         let _ = staging.remove_file(&probe);
@@ -108,7 +114,7 @@ impl Store {
     }
 
     /// Calls `observer` at each point of the protocol.
-    pub fn observe(mut self, observer: impl Fn(Stage) + Send + Sync + 'static) -> Self {
+    pub fn observe(mut self, observer: impl Fn(SavePoint) + Send + Sync + 'static) -> Self {
         self.observer = Some(Box::new(observer));
         self
     }
@@ -195,7 +201,7 @@ impl Store {
         let name = format!("{}.rank-{:05}.{}", step_name(step), self.rank, random());
         let path = self.staging.path().join(&name);
         let file = self.staging.create_file(&name, self.options.io.direct)?;
-        self.at(Stage::FileCreated);
+        self.at(SavePoint::FileCreated);
         let write = || {
             // Takes the space before anything is written, where the file system can.
             match rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
@@ -210,7 +216,7 @@ impl Store {
             let crc = checksum(front.bytes());
             transfer::write_at(&file, front.whole(), 0)?;
             file.set_len(bytes)?;
-            self.at(Stage::StateWritten);
+            self.at(SavePoint::StateWritten);
             file.sync_all()?;
             Ok(crc)
         };
@@ -218,7 +224,7 @@ impl Store {
             let _ = self.staging.remove_file(&name);
             CkptError::io("write", path)(e)
         })?;
-        self.at(Stage::FileSynced);
+        self.at(SavePoint::FileSynced);
         let FilePlan { pieces, .. } = plan;
         Ok(Receipt { rank: self.rank, step, file: name, bytes, front_crc64: Hex64(crc), states, pieces })
     }
@@ -272,20 +278,24 @@ impl Store {
 
         let dir_name = format!("{name}.{}", random());
         let ready = self.staging.create_dir(&dir_name)?;
-        self.at(Stage::DirCreated);
-        let assembled = self.assemble(&ready, receipts, &manifest).and_then(|()| self.give_name(&dir_name, &name));
+        self.at(SavePoint::DirCreated);
+        let stood_aside = || self.at(SavePoint::OldAside);
+        let assembled = self
+            .assemble(&ready, receipts, &manifest)
+            .and_then(|()| replace::take_name(&self.staging, &dir_name, &self.dir, &name, stood_aside));
         if let Err(error) = assembled {
             let _ = self.staging.remove(&dir_name);
             return Err(error);
         }
         // From here on the checkpoint is whole and has its name: a failure is reported, nothing is undone.
-        self.at(Stage::Renamed);
+        self.dir.sync()?;
+        self.at(SavePoint::Renamed);
         self.move_latest(&name)?;
-        self.at(Stage::LatestMoved);
-        published.retain(|e| e.name != name);
+        self.at(SavePoint::LatestMoved);
+        published.retain(|e| e.name != name && aside_of(&e.name) != Some(&name));
         published.push(Entry { name: name.clone(), sequence, model: manifest.model });
         let notices = self.prune(&mut published, meta.step);
-        self.at(Stage::Pruned);
+        self.at(SavePoint::Pruned);
         let bytes = manifest.files.iter().map(|f| f.bytes).sum();
         Ok(Published { name, step: meta.step, sequence, bytes, notices })
     }
@@ -310,26 +320,11 @@ impl Store {
         for (receipt, file) in receipts.iter().zip(&manifest.files) {
             self.staging.rename(&receipt.file, ready, &file.name)?;
         }
-        self.at(Stage::FilesMoved);
+        self.at(SavePoint::FilesMoved);
         ready.write_new(MANIFEST_NAME, &manifest.encode()?)?;
         ready.sync()?;
-        self.at(Stage::ManifestSynced);
+        self.at(SavePoint::ManifestSynced);
         Ok(())
-    }
-
-    /// Gives the finished directory its name; a checkpoint that has it already is swapped out and removed.
-    fn give_name(&self, dir_name: &str, name: &str) -> Result<(), CkptError> {
-        if !self.dir.has(name) {
-            self.staging.rename(dir_name, &self.dir, name)?;
-        } else if self.staging.exchange(dir_name, &self.dir, name)? {
-            let _ = self.staging.remove(dir_name);
-        } else {
-            let old = format!("{name}.old.{}", random());
-            self.dir.rename(name, &self.staging, &old)?;
-            self.staging.rename(dir_name, &self.dir, name)?;
-            let _ = self.staging.remove(&old);
-        }
-        self.dir.sync()
     }
 
     fn move_latest(&self, name: &str) -> Result<(), CkptError> {
@@ -341,7 +336,8 @@ impl Store {
         self.dir.sync()
     }
 
-    /// Removes checkpoints beyond the last k, and what dead runs left staged of steps up to this one.
+    /// Removes checkpoints beyond the last k, the one that this save replaced, and what dead runs left staged of steps
+    /// up to this one.
     fn prune(&self, published: &mut Vec<Entry>, step: u64) -> Vec<String> {
         let mut notices = Vec::new();
         let excess = self.options.keep_last.map_or(0, |keep| published.len().saturating_sub(keep.max(1)));
@@ -351,6 +347,7 @@ impl Store {
             let gone = self.dir.rename(&entry.name, &self.staging, &old).and_then(|()| self.staging.remove(&old));
             notices.extend(gone.err().map(|e| e.to_string()));
         }
+        replace::settle(&self.dir, &self.staging);
         for name in self.staging.names().unwrap_or_default() {
             let of_step = name.split('.').next().and_then(step_of);
             if of_step.is_some_and(|s| s <= step) || name.starts_with("latest.") || name.starts_with("probe.") {
@@ -362,16 +359,9 @@ impl Store {
         notices
     }
 
-    fn at(&self, stage: Stage) {
+    fn at(&self, point: SavePoint) {
         if let Some(observer) = &self.observer {
-            observer(stage);
+            observer(point);
         }
     }
-}
-
-/// Digits for a name that nobody else takes.
-pub(crate) fn random() -> String {
-    let mut hasher = RandomState::new().build_hasher();
-    hasher.write_u32(std::process::id());
-    format!("{:016x}", hasher.finish())
 }

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{assert_holds, layout, save, save_with};
-use zero_ckpt::{Reader, STAGES, Stage, Store, StoreOptions};
+use zero_ckpt::{Reader, SAVE_POINTS, SavePoint, Store, StoreOptions};
 
 const RANKS: u64 = 2;
 
@@ -24,12 +24,12 @@ fn child() {
     let Ok(orders) = std::env::var("ZERO_CKPT_CHILD") else { return };
     let words: Vec<&str> = orders.split(' ').collect();
     let (dir, seed) = (Path::new(words[0]).to_path_buf(), words[4].parse().unwrap());
-    let (stage, rank): (usize, u64) = (words[1].parse().unwrap(), words[2].parse().unwrap());
+    let (point, rank): (usize, u64) = (words[1].parse().unwrap(), words[2].parse().unwrap());
     let stores: Vec<_> = (0..RANKS)
         .map(|r| {
             let dir = dir.clone();
             Store::create(&dir, r, options()).unwrap().observe(move |at| {
-                if r == rank && at == STAGES[stage] {
+                if r == rank && at == SAVE_POINTS[point] {
                     std::fs::write(dir.join("stopped"), "").unwrap();
                     std::thread::sleep(Duration::from_secs(120));
                 }
@@ -39,11 +39,11 @@ fn child() {
     save_with(&stores, &layout(RANKS, 4), words[3].parse().unwrap(), seed, |_, _| {});
 }
 
-/// Saves `step` of `seed` in a child that is killed when `rank` comes to `stage`.
-fn killed(dir: &Path, stage: usize, rank: u64, step: u64, seed: u64) {
+/// Saves `step` of `seed` in a child that is killed when `rank` comes to `point`.
+fn killed(dir: &Path, point: usize, rank: u64, step: u64, seed: u64) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
-        .env("ZERO_CKPT_CHILD", format!("{} {stage} {rank} {step} {seed}", dir.display()))
+        .env("ZERO_CKPT_CHILD", format!("{} {point} {rank} {step} {seed}", dir.display()))
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
@@ -51,7 +51,7 @@ fn killed(dir: &Path, stage: usize, rank: u64, step: u64, seed: u64) {
     let (stopped, start) = (dir.join("stopped"), Instant::now());
     while !stopped.exists() {
         let ended = child.try_wait().unwrap();
-        assert!(ended.is_none() && start.elapsed() < Duration::from_secs(60), "{:?}: {ended:?}", STAGES[stage]);
+        assert!(ended.is_none() && start.elapsed() < Duration::from_secs(60), "{:?}: {ended:?}", SAVE_POINTS[point]);
         std::thread::sleep(Duration::from_millis(2));
     }
     child.kill().unwrap(); // SIGKILL
@@ -61,31 +61,32 @@ fn killed(dir: &Path, stage: usize, rank: u64, step: u64, seed: u64) {
 
 /// The points that a rank passes.
 fn points() -> impl Iterator<Item = (usize, u64)> {
-    (0..STAGES.len()).flat_map(|stage| {
-        let every_rank = matches!(STAGES[stage], Stage::FileCreated | Stage::StateWritten | Stage::FileSynced);
-        (0..if every_rank { RANKS } else { 1 }).map(move |rank| (stage, rank))
+    (0..SAVE_POINTS.len()).flat_map(|point| {
+        let every_rank =
+            matches!(SAVE_POINTS[point], SavePoint::FileCreated | SavePoint::StateWritten | SavePoint::FileSynced);
+        (0..if every_rank { RANKS } else { 1 }).map(move |rank| (point, rank))
     })
 }
 
 #[test]
 fn a_run_killed_anywhere_leaves_the_last_checkpoint_or_the_new_one() {
-    for (stage, rank) in points() {
-        let at = STAGES[stage];
+    for (point, rank) in points() {
+        let at = SAVE_POINTS[point];
         let dir = tempfile::tempdir().unwrap();
         let layout = layout(RANKS, 4);
         for step in [10, 20] {
             save(dir.path(), &layout, step, step, &options()).into_iter().for_each(|r| drop(r.unwrap()));
         }
-        killed(dir.path(), stage, rank, 30, 30);
+        killed(dir.path(), point, rank, 30, 30);
 
-        let published = matches!(at, Stage::LatestMoved | Stage::Pruned);
+        let published = matches!(at, SavePoint::LatestMoved | SavePoint::Pruned);
         let expected = if published { 30 } else { 20 };
         let reader = Reader::open(dir.path()).unwrap();
         assert_eq!(reader.manifest().step, expected, "killed at {at:?} of rank {rank}");
         assert!(reader.notices().is_empty(), "{:?}", reader.notices());
         assert!(reader.verify().problems.is_empty());
         assert_holds(&reader, &layout, expected);
-        if at == Stage::Renamed {
+        if at == SavePoint::Renamed {
             // Not yet named by `latest`, but whole.
             assert_holds(&Reader::open(dir.path().join("step-00000030")).unwrap(), &layout, 30);
         }
@@ -104,13 +105,13 @@ fn a_run_killed_anywhere_leaves_the_last_checkpoint_or_the_new_one() {
 
 #[test]
 fn a_step_saved_again_is_the_old_one_or_the_new_one_and_never_both() {
-    for (stage, rank) in points() {
-        let at = STAGES[stage];
+    for (point, rank) in points() {
+        let at = SAVE_POINTS[point];
         let dir = tempfile::tempdir().unwrap();
         let layout = layout(RANKS, 4);
         save(dir.path(), &layout, 10, 1, &options()).into_iter().for_each(|r| drop(r.unwrap()));
-        killed(dir.path(), stage, rank, 10, 2);
-        let renamed = matches!(at, Stage::Renamed | Stage::LatestMoved | Stage::Pruned);
+        killed(dir.path(), point, rank, 10, 2);
+        let renamed = matches!(at, SavePoint::Renamed | SavePoint::LatestMoved | SavePoint::Pruned);
         let reader = Reader::open(dir.path()).unwrap();
         assert!(reader.verify().problems.is_empty(), "killed at {at:?}");
         assert_holds(&reader, &layout, if renamed { 2 } else { 1 });
