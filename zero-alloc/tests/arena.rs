@@ -297,7 +297,7 @@ fn wait_until(mut done: impl FnMut() -> bool) {
 }
 
 /// A program that grows, fragments, stitches and compacts; errors are fine, leaks and mistakes are not.
-fn exercise<D: Device<Stream = HostStream>>(device: &D, page: usize) -> Result<(), AllocError> {
+fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device.clone(), 64 * page);
     let live = |pool: &Pool<D>| pool.report().total.live_bytes;
@@ -351,7 +351,9 @@ fn a_simulated_device_of_139_gb_fits_on_a_laptop() {
 #[test]
 fn nothing_leaks_whatever_fails() {
     for virtual_memory in [true, false] {
-        for call in [Call::Allocate, Call::Reserve, Call::Create, Call::Map, Call::Copy, Call::CreateStream] {
+        for call in
+            [Call::Allocate, Call::Reserve, Call::Create, Call::Map, Call::Copy, Call::Record, Call::CreateStream]
+        {
             let mut failed = 0;
             for nth in (1..12).chain([20, 30, 45]) {
                 let mut simulated = Simulated::new(48 << 16, 1 << 16);
@@ -383,7 +385,7 @@ fn device_makes(call: Call, virtual_memory: bool) -> bool {
         Call::Allocate => !virtual_memory,
         // Without addresses a pool falls back to backings, and without pages to what it has.
         Call::Reserve | Call::Create | Call::Map => false,
-        Call::Copy => false,
+        Call::Copy | Call::Record | Call::Wait => false,
         Call::CreateStream => true,
     }
 }

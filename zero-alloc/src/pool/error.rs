@@ -7,11 +7,13 @@ use crate::device::DeviceError;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
-    /// The budget has no room.
+    /// The budget has no room, or the device has no more.
     #[error(
-        "out of memory: asked for {asked_bytes} bytes for {purpose:?}; {live_bytes} of {budget_bytes} are live, \
-         {free_bytes} are reserved and free, the largest contiguous {largest_free_bytes} \
+        "out of memory: asked for {asked_bytes} bytes for {purpose:?}{}; {live_bytes} {}are live, {free_bytes} are \
+         reserved and free, the largest contiguous {largest_free_bytes} \
          ({after_compaction_bytes} after compaction); held by {}",
+        device.as_ref().map(|words| format!(", which the device has not ({words})")).unwrap_or_default(),
+        if *budget_bytes == usize::MAX { String::new() } else { format!("of a budget of {budget_bytes} ") },
         list(holders)
     )]
     OutOfMemory {
@@ -19,6 +21,8 @@ pub enum AllocError {
         asked_bytes: usize,
         /// For what.
         purpose: Purpose,
+        /// What the device said, where it was the device that had no more; `None` where it was the budget.
+        device: Option<String>,
         /// Live in the pool.
         live_bytes: usize,
         /// The pool's limit.

@@ -52,22 +52,28 @@ impl<D: Device> Default for Hazards<D> {
 impl<D: Device> Hazards<D> {
     /// Notes what the freed bytes of `range` wait for.
     pub(super) fn put(&mut self, range: Range<u64>, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
+        let below = self.0.range(..range.end).next_back();
+        debug_assert!(below.is_none_or(|(_, other)| other.end <= range.start), "{range:?} has a hazard already");
         self.0.insert(range.start, Hazard { end: range.end, home: home.clone(), uses: uses.into() });
     }
 
-    /// Notes that the free bytes of `range`, which has no hazard, may be touched behind `event` of `stream`.
-    pub(super) fn put_behind(&mut self, range: Range<u64>, stream: &D::Stream, event: &D::Event) {
-        self.put(range, stream, vec![(stream.id(), event.clone())]);
+    /// Makes `stream` wait for the hazards of `range`, then forgets them there. Where a wait fails, all are kept.
+    pub(super) fn take(&mut self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
+        self.wait(range.clone(), stream)?;
+        self.forget(range);
+        Ok(())
     }
 
-    /// Makes `stream` wait for the hazards of `range`, then forgets them there.
-    pub(super) fn take(&mut self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
-        let mut overlapping = Vec::new();
-        for (&start, hazard) in self.0.range(..range.end).rev() {
-            if hazard.end <= range.start {
-                break;
-            }
-            overlapping.push(start);
+    /// The hazards that overlap `range`, with their first offsets.
+    fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = (u64, &Hazard<D>)> {
+        let from = range.start;
+        let below = self.0.range(..range.end).rev().map(|(start, hazard)| (*start, hazard));
+        below.take_while(move |(_, hazard)| hazard.end > from)
+    }
+
+    /// Makes `stream` wait for the hazards of `range`, which stay.
+    pub(super) fn wait(&self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
+        for (_, hazard) in self.overlapping(&range) {
             for (_, event) in hazard.uses.iter().filter(|(id, _)| *id != stream.id()) {
                 wait_unless_done(stream, event)?;
             }
@@ -75,6 +81,12 @@ impl<D: Device> Hazards<D> {
                 wait_unless_done(stream, &hazard.home.record()?)?;
             }
         }
+        Ok(())
+    }
+
+    /// Forgets the hazards of `range`.
+    pub(super) fn forget(&mut self, range: Range<u64>) {
+        let overlapping: Vec<u64> = self.overlapping(&range).map(|(start, _)| start).collect();
         for start in overlapping {
             let Some(hazard) = self.0.remove(&start) else { continue };
             if hazard.end > range.end {
@@ -84,7 +96,6 @@ impl<D: Device> Hazards<D> {
                 self.0.insert(start, Hazard { end: range.start, ..hazard });
             }
         }
-        Ok(())
     }
 
     /// All events behind which the bytes of `range` are free for anyone, and whether these are all: a stream that is gone
@@ -103,11 +114,6 @@ impl<D: Device> Hazards<D> {
             }
         }
         (events, complete)
-    }
-
-    /// Forgets the hazards that begin within `range`.
-    pub(super) fn forget(&mut self, range: Range<u64>) {
-        self.0.retain(|start, _| !range.contains(start));
     }
 
     /// Whether everything that used any of the bytes has run, without waiting.

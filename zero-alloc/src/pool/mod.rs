@@ -12,6 +12,8 @@
 mod backings;
 mod block;
 mod error;
+#[cfg(all(test, not(any(loom, miri))))]
+mod fault_tests;
 mod hazards;
 mod lane;
 #[cfg(all(test, not(loom)))]
@@ -170,7 +172,7 @@ impl<D: Device> Pool<D> {
     }
 
     fn bytes_of(&self, len: usize, dtype: DType, purpose: Purpose) -> Result<usize, AllocError> {
-        len.checked_mul(dtype.size_bytes()).ok_or_else(|| self.out_of_memory(usize::MAX, purpose))
+        len.checked_mul(dtype.size_bytes()).ok_or_else(|| self.out_of_memory(usize::MAX, purpose, None))
     }
 
     /// Takes bytes from the planner, or from the lane while others are at the planner.
@@ -208,7 +210,7 @@ impl<D: Device> Pool<D> {
         stream: &D::Stream,
     ) -> Result<(Hold, *mut u8), AllocError> {
         match self.central().take(state, bytes, purpose, stream) {
-            Err(Refusal::NoRoom) => self.take_last(bytes, purpose, stream),
+            Err(Refusal::NoRoom(_)) => self.take_last(bytes, purpose, stream),
             Err(Refusal::Failed(error)) => Err(error.into()),
             Ok(taken) => Ok(taken),
         }
@@ -222,13 +224,13 @@ impl<D: Device> Pool<D> {
         }
         let central = self.central();
         match central.take(central.state.lock(), bytes, purpose, stream) {
-            Err(Refusal::NoRoom) => Err(self.out_of_memory(bytes, purpose)),
+            Err(Refusal::NoRoom(device)) => Err(self.out_of_memory(bytes, purpose, device)),
             Err(Refusal::Failed(error)) => Err(error.into()),
             Ok(taken) => Ok(taken),
         }
     }
 
-    fn out_of_memory(&self, asked_bytes: usize, purpose: Purpose) -> AllocError {
+    fn out_of_memory(&self, asked_bytes: usize, purpose: Purpose, device: Option<String>) -> AllocError {
         let report = self.report();
         let mut holders: Vec<_> =
             Purpose::ALL.iter().map(|p| (*p, report.of(*p).live_bytes)).filter(|(_, bytes)| *bytes > 0).collect();
@@ -236,6 +238,7 @@ impl<D: Device> Pool<D> {
         AllocError::OutOfMemory {
             asked_bytes,
             purpose,
+            device,
             live_bytes: report.total.live_bytes,
             budget_bytes: self.central().budget_bytes,
             free_bytes: report.free_bytes,
@@ -335,7 +338,7 @@ impl<D: Device> Central<D> {
             return Ok((Hold::Nothing, std::ptr::null_mut()));
         }
         if bytes > state.room(self.budget_bytes) {
-            return Err(Refusal::NoRoom);
+            return Err(Refusal::NoRoom(None));
         }
         let request = Request { bytes: bytes as u64, align: 1, lifetime: purpose.lifetime(), tag: purpose as u8 };
         let hold = state.take(&self.device, request, stream, self.budget_bytes)?;

@@ -45,7 +45,7 @@ impl<D: Device> Pool<D> {
         let mut state = lane.central.state.lock();
         if let Hold::Range(range) = hold {
             state.planner.pin(range, false);
-            let moving = Moving { home: stream.clone(), uses: Vec::new(), ready: None, pins: 0 };
+            let moving = Moving { home: stream.clone(), uses: Vec::new(), ready: None, lost: None, pins: 0 };
             state.movable.insert(range, moving);
         }
         drop(state);
@@ -73,7 +73,7 @@ impl<D: Device> Movable<D> {
     /// later waits for them.
     ///
     /// # Errors
-    /// The stream is gone.
+    /// The stream is gone; or the device failed while the block was moved, and its contents are lost.
     ///
     /// # Safety
     /// The slice is used only by operations that `enqueue` puts on `stream`; conflicting accesses are ordered by
@@ -84,6 +84,9 @@ impl<D: Device> Movable<D> {
         if let Hold::Range(range) = self.hold
             && let Some(moving) = state.movable.get_mut(&range)
         {
+            if let Some(error) = &moving.lost {
+                return Err(error.clone());
+            }
             if let Some((_, ready)) = moving.ready.as_ref().filter(|(id, _)| *id != stream.id()) {
                 stream.wait(ready)?;
             }
@@ -111,17 +114,12 @@ impl<D: Device> Drop for Unpin<'_, D> {
         let used = self.stream.record();
         let mut state = self.block.lane.central.state.lock();
         let Some(moving) = state.movable.get_mut(&range) else { return };
+        // A use that cannot be noted keeps its pin: the block stays where it is for good.
+        let Ok(event) = used else { return };
+        moving.uses.retain(|(id, _)| *id != self.stream.id());
+        moving.uses.push((self.stream.id(), event));
         moving.pins -= 1;
-        let free = moving.pins == 0;
-        match used {
-            Ok(event) => {
-                moving.uses.retain(|(id, _)| *id != self.stream.id());
-                moving.uses.push((self.stream.id(), event));
-            }
-            // A use that cannot be noted: the block stays where it is for good.
-            Err(_) => return,
-        }
-        if free {
+        if moving.pins == 0 {
             state.planner.pin(range, false);
         }
     }
@@ -130,12 +128,13 @@ impl<D: Device> Drop for Unpin<'_, D> {
 impl<D: Device> Drop for Movable<D> {
     fn drop(&mut self) {
         let mut state = self.lane.central.state.lock();
-        let uses = match self.hold {
-            Hold::Range(range) => state.movable.remove(&range).map(|m| m.uses).unwrap_or_default(),
-            _ => Vec::new(),
+        let moving = match self.hold {
+            Hold::Range(range) => state.movable.remove(&range),
+            _ => None,
         };
         let bytes = self.len * self.dtype.size_bytes();
-        state.free(self.hold, &self.home, uses);
+        let (home, uses) = moving.map_or_else(|| (self.home.clone(), Vec::new()), |m| (m.home, m.uses));
+        state.free(self.hold, &home, uses);
         state.account.sub(self.purpose, bytes);
     }
 }

@@ -34,7 +34,8 @@ impl Arena {
         self.address_bytes
     }
 
-    /// Puts pages behind the next `bytes`, whole pages; all of them or none.
+    /// Puts pages behind the next `bytes`, whole pages; all of them or none. A device that has not so many is asked for
+    /// `bytes` in the error, though it is asked page by page.
     pub(super) fn grow(&mut self, memory: &dyn VirtualMemory, bytes: usize) -> Result<(), DeviceError> {
         self.grows += 1;
         let at = self.pages.len();
@@ -42,6 +43,12 @@ impl Arena {
         for _ in 0..bytes / self.page_bytes {
             match memory.create() {
                 Ok(page) => self.pages.push(page),
+                Err(DeviceError::OutOfMemory { detail, .. }) => {
+                    let had = (self.pages.len() - at) * self.page_bytes;
+                    let detail = format!("{had} of {bytes} bytes were there, then: {detail}");
+                    failure = Some(DeviceError::OutOfMemory { asked_bytes: bytes, detail });
+                    break;
+                }
                 Err(error) => {
                     failure = Some(error);
                     break;

@@ -26,16 +26,29 @@ pub(super) enum Hold {
 /// Why bytes could not be taken.
 #[derive(Debug)]
 pub(super) enum Refusal {
-    /// Neither the device nor the budget has more, and moving does not help.
-    NoRoom,
+    /// Neither the device nor the budget has more, and moving does not help. What the device said, where it was the
+    /// device that had no more.
+    NoRoom(Option<String>),
     /// The device failed.
     Failed(DeviceError),
 }
 
 impl From<DeviceError> for Refusal {
     fn from(error: DeviceError) -> Self {
-        Self::Failed(error)
+        match error {
+            DeviceError::OutOfMemory { detail, .. } => Self::NoRoom(Some(detail)),
+            error => Self::Failed(error),
+        }
     }
+}
+
+/// A copy that the device refused to enqueue.
+struct Refused {
+    /// How many moves were enqueued whole.
+    made: usize,
+    /// Whether a part of the next was.
+    begun: bool,
+    error: DeviceError,
 }
 
 /// A block that may be moved while nobody looks.
@@ -45,6 +58,8 @@ pub(super) struct Moving<D: Device> {
     pub(super) uses: Vec<(u64, D::Event)>,
     /// Its bytes are in place behind this event, of this stream.
     pub(super) ready: Option<(u64, D::Event)>,
+    /// Set where its contents are gone: what every use is told.
+    pub(super) lost: Option<DeviceError>,
     /// How many look.
     pub(super) pins: u32,
 }
@@ -92,7 +107,7 @@ impl<D: Device> State<D> {
                 return Ok(hold);
             }
         }
-        Err(Refusal::NoRoom)
+        Err(Refusal::NoRoom(None))
     }
 
     /// What the budget leaves for new blocks.
@@ -121,7 +136,7 @@ impl<D: Device> State<D> {
             };
             return match self.planner.plan_compaction(request.bytes, request.align) {
                 Some(plan) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
-                None => Err(refused.map_or(Refusal::NoRoom, Into::into)),
+                None => Err(refused.map_or(Refusal::NoRoom(None), Into::into)),
             };
         }
         if let Some(view) = self.views.reuse(&mut self.planner, request.bytes, request.tag) {
@@ -134,7 +149,7 @@ impl<D: Device> State<D> {
             },
             Ok(Room::Compact(plan)) => return Ok(self.apply(device, &plan, stream).map(|()| None)?),
             Ok(Room::Stitch(plan)) => return Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
-            Err(_) => return Err(Refusal::NoRoom),
+            Err(_) => return Err(Refusal::NoRoom(None)),
         };
         // The device has no page left: what is free already must do.
         match self.planner.make_room_without_growing(request) {
@@ -162,12 +177,14 @@ impl<D: Device> State<D> {
 
     /// Orders a view that was just taken behind the earlier users of its bytes.
     fn enter(&mut self, view: ViewId, stream: &D::Stream) -> Result<Hold, DeviceError> {
-        for piece in self.views.pieces(view) {
-            if let Err(error) = self.hazards.take(piece, stream) {
-                // What was waited for is waited for; only the bytes go back.
-                self.free(Hold::View(view), stream, Vec::new());
-                return Err(error);
-            }
+        let pieces = self.views.pieces(view);
+        // All waits first: should one fail, the pieces go back with the hazards that they had.
+        if let Err(error) = pieces.iter().try_for_each(|piece| self.hazards.wait(piece.clone(), stream)) {
+            self.views.give_up(view, &mut self.planner);
+            return Err(error);
+        }
+        for piece in pieces {
+            self.hazards.forget(piece);
         }
         Ok(Hold::View(view))
     }
@@ -202,7 +219,11 @@ impl<D: Device> State<D> {
 
     /// Makes the moves of a plan: copies on `stream`, behind everything that used the bytes, and everyone who uses
     /// the moved blocks later comes behind the copies.
+    ///
+    /// Where the device refuses a copy, the moves before it stand. A block that is half moved then, or that no later use
+    /// can be ordered behind, is lost: using it is an error.
     pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
+        // All waits first: should one fail, nothing has moved, and the hazards are as they were.
         for m in &plan.moves {
             if let Some(moving) = self.movable.get(&m.range) {
                 for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
@@ -213,31 +234,69 @@ impl<D: Device> State<D> {
                 }
             }
         }
-        // Hazards first: should a wait fail, nothing has moved yet.
         for m in &plan.moves {
-            self.hazards.take(m.to..m.to + m.bytes, stream)?;
+            self.hazards.wait(m.to..m.to + m.bytes, stream)?;
         }
-        for m in &plan.moves {
-            for (from, to, bytes) in m.copies() {
-                device.copy(stream, self.bytes_at(from, bytes), self.bytes_at(to, bytes))?;
-            }
+        let refused = self.copy(device, plan, stream).err();
+        let made = refused.as_ref().map_or(plan.moves.len(), |refused| refused.made);
+        let half = plan.moves[made..].first().filter(|_| refused.as_ref().is_some_and(|refused| refused.begun));
+        if refused.is_none() {
+            self.planner.apply(plan);
+        } else if made > 0 {
+            let mut stands = plan.clone();
+            stands.moves.truncate(made);
+            self.planner.apply(&stands);
+        }
+        let done = stream.record();
+        for m in &plan.moves[..made] {
             self.moved_bytes += m.bytes;
-        }
-        self.planner.apply(plan);
-        let done = stream.record()?;
-        for m in &plan.moves {
-            if let Some(moving) = self.movable.get_mut(&m.range) {
-                moving.uses = vec![(stream.id(), done.clone())];
-                moving.ready = Some((stream.id(), done.clone()));
+            self.hazards.forget(m.to..m.to + m.bytes);
+            match &done {
+                Err(error) => self.lose(m.range, stream, error),
+                Ok(done) => {
+                    if let Some(moving) = self.movable.get_mut(&m.range) {
+                        moving.uses = vec![(stream.id(), done.clone())];
+                        moving.ready = Some((stream.id(), done.clone()));
+                    }
+                }
             }
         }
-        // What became free may be touched behind the copies.
-        let vacated = self.planner.free_within(plan.moves.iter().map(|m| m.from..m.from + m.bytes));
-        for range in vacated {
-            self.hazards.put_behind(range, stream, &done);
+        if let (Some(m), Some(refused)) = (half, &refused) {
+            self.lose(m.range, stream, &refused.error);
         }
-        self.compactions += 1;
+        // What became free may be touched behind the copies, and so may the free bytes that half a move wrote.
+        let vacated = plan.moves[..made].iter().map(|m| m.from..m.from + m.bytes);
+        let written = half.map(|m| m.to..m.to + m.bytes);
+        for range in self.planner.free_within(vacated.chain(written)) {
+            self.hazards.forget(range.clone());
+            let uses = done.iter().map(|done| (stream.id(), done.clone())).collect();
+            self.hazards.put(range, stream, uses);
+        }
+        self.compactions += u64::from(made > 0);
+        refused.map_or(done.map(|_| ()), |refused| Err(refused.error))
+    }
+
+    /// Enqueues the copies of a plan.
+    fn copy(&self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), Refused> {
+        for (made, m) in plan.moves.iter().enumerate() {
+            for (nth, (from, to, bytes)) in m.copies().enumerate() {
+                let copied = device.copy(stream, self.bytes_at(from, bytes), self.bytes_at(to, bytes));
+                copied.map_err(|error| Refused { made, begun: nth > 0, error })?;
+            }
+        }
         Ok(())
+    }
+
+    /// The contents of a block are not what they were: from now on using it is an error. All that used it
+    /// lies before what `stream` has so far.
+    fn lose(&mut self, range: RangeId, stream: &D::Stream, why: &DeviceError) {
+        self.planner.pin(range, true);
+        if let Some(moving) = self.movable.get_mut(&range) {
+            let message = format!("the contents of a block that was being moved are lost: {why}");
+            let (stream_name, op) = (stream.name().to_owned(), "compaction".to_owned());
+            moving.lost = Some(DeviceError::Operation { stream: stream_name, op, message });
+            (moving.home, moving.uses, moving.ready) = (stream.clone(), Vec::new(), None);
+        }
     }
 
     fn bytes_at(&self, offset: u64, bytes: u64) -> AnySlice {

@@ -12,7 +12,7 @@ use crate::device::{Device, DeviceError, Event, Stream, VirtualMemory};
 use crate::planner::{Planner, RangeId, Stitch};
 
 /// Views kept beyond this many are unmapped when that is possible without waiting.
-const KEPT: usize = 64;
+pub(super) const KEPT: usize = 64;
 
 struct View<D: Device> {
     base: NonNull<u8>,
@@ -21,8 +21,8 @@ struct View<D: Device> {
     pieces: Vec<(u64, u64)>,
     /// The pieces while a block uses them.
     taken: Vec<RangeId>,
-    /// Behind these, nothing uses the view's addresses.
-    last_uses: Vec<D::Event>,
+    /// Behind these, nothing uses the view's addresses; `None` where the last user's stream gave no event.
+    last_uses: Option<Vec<D::Event>>,
 }
 
 /// A view in use.
@@ -106,7 +106,7 @@ impl<D: Device> Views<D> {
         }
         self.mapped_pages += pages.len() as u64;
         let taken = planner.take_pieces(plan, tag);
-        let view = View { base, bytes, pieces: plan.pieces.clone(), taken, last_uses: Vec::new() };
+        let view = View { base, bytes, pieces: plan.pieces.clone(), taken, last_uses: Some(Vec::new()) };
         let free = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
         if free == self.slots.len() {
             self.slots.push(None);
@@ -121,23 +121,30 @@ impl<D: Device> Views<D> {
         for range in view.taken.drain(..) {
             planner.free(range);
         }
-        view.last_uses = uses.iter().map(|(_, event)| event.clone()).collect();
-        view.last_uses.extend(home.record());
+        let uses = uses.iter().map(|(_, event)| event.clone());
+        view.last_uses = home.record().ok().map(|last| uses.chain([last]).collect());
+    }
+
+    /// Gives back the pieces of a view that was taken and not used.
+    pub(super) fn give_up(&mut self, id: ViewId, planner: &mut Planner) {
+        let Some(view) = &mut self.slots[id.0] else { return };
+        for range in view.taken.drain(..) {
+            planner.free(range);
+        }
     }
 
     /// Unmaps views that nothing uses, if many are kept.
     fn drop_some(&mut self, memory: &dyn VirtualMemory) {
         let kept = self.slots.iter().flatten().filter(|view| view.taken.is_empty()).count();
+        let mut surplus = kept.saturating_sub(KEPT);
         for slot in self.slots.iter_mut() {
-            if kept <= KEPT {
+            if surplus == 0 {
                 return;
             }
-            let done = |view: &View<D>| {
-                view.taken.is_empty() && view.last_uses.iter().all(|event| event.is_done().unwrap_or(true))
-            };
-            if slot.as_ref().is_some_and(done)
+            if slot.as_ref().is_some_and(View::is_unused)
                 && let Some(view) = slot.take()
             {
+                surplus -= 1;
                 // SAFETY: no block has it, and all that used it has run.
                 unsafe { view.unmap(memory) };
             }
@@ -157,6 +164,12 @@ impl<D: Device> Views<D> {
 }
 
 impl<D: Device> View<D> {
+    /// Whether no block has it and all that used it has run.
+    fn is_unused(&self) -> bool {
+        let done = |events: &Vec<D::Event>| events.iter().all(|event| event.is_done().unwrap_or(true));
+        self.taken.is_empty() && self.last_uses.as_ref().is_some_and(done)
+    }
+
     /// # Safety
     /// No operation uses the view any more.
     unsafe fn unmap(self, memory: &dyn VirtualMemory) {

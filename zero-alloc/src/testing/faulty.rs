@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, Page, VirtualMemory};
+use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, Page, Stream, VirtualMemory};
 use crate::planner::CostModel;
 
 /// A kind of call.
@@ -25,12 +25,29 @@ pub enum Call {
     Copy,
     /// [`Device::create_stream`].
     CreateStream,
+    /// [`Stream::record`], on any stream of the device.
+    Record,
+    /// [`Stream::wait`], on any stream of the device.
+    Wait,
 }
 
 #[derive(Debug, Default)]
 struct Plan {
     calls: HashMap<Call, u64>,
     failing: HashMap<Call, u64>,
+}
+
+impl Plan {
+    /// Counts a call, and fails it where that is planned.
+    fn enter(&mut self, call: Call) -> Result<(), DeviceError> {
+        let count = self.calls.entry(call).or_default();
+        *count += 1;
+        let nth = *count;
+        if self.failing.get(&call) == Some(&nth) {
+            return Err(DeviceError::Driver { call: "injected", message: format!("{call:?} {nth} fails") });
+        }
+        Ok(())
+    }
 }
 
 /// Another device, with failures. Cloning gives another handle of the same one.
@@ -64,14 +81,48 @@ impl<D> Faulty<D> {
     }
 
     fn enter(&self, call: Call) -> Result<(), DeviceError> {
-        let mut plan = self.plan.lock();
-        let count = plan.calls.entry(call).or_default();
-        *count += 1;
-        let nth = *count;
-        if plan.failing.get(&call) == Some(&nth) {
-            return Err(DeviceError::Driver { call: "injected", message: format!("{call:?} {nth} fails") });
-        }
-        Ok(())
+        self.plan.lock().enter(call)
+    }
+}
+
+/// A stream of such a device.
+#[derive(Clone, Debug)]
+pub struct FaultyStream<S> {
+    inner: S,
+    plan: Arc<Mutex<Plan>>,
+}
+
+impl<S> FaultyStream<S> {
+    /// The stream within.
+    pub fn inner(&self) -> &S {
+        &self.inner
+    }
+}
+
+// SAFETY: the stream within, or an error.
+unsafe impl<S: Stream> Stream for FaultyStream<S> {
+    type Event = S::Event;
+
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn id(&self) -> u64 {
+        self.inner.id()
+    }
+
+    fn record(&self) -> Result<S::Event, DeviceError> {
+        self.plan.lock().enter(Call::Record)?;
+        self.inner.record()
+    }
+
+    fn wait(&self, event: &S::Event) -> Result<(), DeviceError> {
+        self.plan.lock().enter(Call::Wait)?;
+        self.inner.wait(event)
+    }
+
+    fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
+        self.inner.synchronize(limit)
     }
 }
 
@@ -153,42 +204,47 @@ unsafe impl<D: Memory> VirtualMemory for Faulty<D> {
 
 // SAFETY: the device within, or an error.
 unsafe impl<D: Device> Device for Faulty<D> {
-    type Stream = D::Stream;
+    type Stream = FaultyStream<D::Stream>;
     type Event = D::Event;
 
     fn kind(&self) -> DeviceKind {
         self.inner.kind()
     }
 
-    fn create_stream(&self, name: &str) -> Result<D::Stream, DeviceError> {
+    fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError> {
         self.enter(Call::CreateStream)?;
-        self.inner.create_stream(name)
+        Ok(FaultyStream { inner: self.inner.create_stream(name)?, plan: Arc::clone(&self.plan) })
     }
 
-    fn note_block(&self, note: BlockNote<'_, D::Stream, D::Event>) {
-        self.inner.note_block(note);
+    fn note_block(&self, note: BlockNote<'_, Self::Stream, D::Event>) {
+        self.inner.note_block(match note {
+            BlockNote::Taken { ptr, bytes, purpose, stream } => {
+                BlockNote::Taken { ptr, bytes, purpose, stream: &stream.inner }
+            }
+            BlockNote::Freed { ptr, bytes, home, uses } => BlockNote::Freed { ptr, bytes, home: &home.inner, uses },
+        });
     }
 
-    fn copy(&self, stream: &D::Stream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+    fn copy(&self, stream: &Self::Stream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         self.enter(Call::Copy)?;
-        self.inner.copy(stream, src, dst)
+        self.inner.copy(&stream.inner, src, dst)
     }
 
-    fn fill_zero(&self, stream: &D::Stream, dst: AnySlice) -> Result<(), DeviceError> {
-        self.inner.fill_zero(stream, dst)
+    fn fill_zero(&self, stream: &Self::Stream, dst: AnySlice) -> Result<(), DeviceError> {
+        self.inner.fill_zero(&stream.inner, dst)
     }
 
-    fn upload(&self, stream: &D::Stream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
-        self.inner.upload(stream, src, dst, limit)
+    fn upload(&self, stream: &Self::Stream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+        self.inner.upload(&stream.inner, src, dst, limit)
     }
 
     fn download(
         &self,
-        stream: &D::Stream,
+        stream: &Self::Stream,
         src: AnySlice,
         dst: &mut [u8],
         limit: Duration,
     ) -> Result<(), DeviceError> {
-        self.inner.download(stream, src, dst, limit)
+        self.inner.download(&stream.inner, src, dst, limit)
     }
 }

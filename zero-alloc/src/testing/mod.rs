@@ -3,5 +3,5 @@
 mod faulty;
 mod simulated;
 
-pub use faulty::{Call, Faulty};
+pub use faulty::{Call, Faulty, FaultyStream};
 pub use simulated::{Simulated, SimulatedUse};

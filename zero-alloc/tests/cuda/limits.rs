@@ -29,7 +29,9 @@ fn a_pool_that_asks_for_more_pages_than_cuda_has_gives_them_all_back() {
     let x = floats(&pool, &stream, 1000, 3.0);
     let (before, _) = device.memory_bytes().expect("a number");
     let error = pool.allocate(total, DType::U8, Purpose::Activations, &stream).expect_err("some of it is taken");
-    assert!(matches!(error, AllocError::Device(DeviceError::OutOfMemory { .. })), "{error}");
+    let AllocError::OutOfMemory { asked_bytes, device: Some(words), .. } = &error else { panic!("{error}") };
+    assert_eq!(*asked_bytes, total);
+    assert!(words.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{words}");
     let (after, _) = device.memory_bytes().expect("a number");
     assert_eq!(after, before);
     // What lives lives on, and there is room for more.
