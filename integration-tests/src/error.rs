@@ -76,6 +76,17 @@ pub enum TrainError {
     /// The threads of a rank.
     #[error("no threads for a rank: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),
+    /// Gradients are not finite any more.
+    #[error(
+        "step {step}: {skipped} steps in a row were skipped, since their gradients are not finite: the run diverges; \
+         go on from a checkpoint before that, with a lower learning rate"
+    )]
+    Diverged {
+        /// The last step.
+        step: u64,
+        /// Steps skipped, up to it.
+        skipped: u64,
+    },
     /// A rank failed, and the run ended with it.
     #[error("rank {rank}: {message}")]
     Rank {

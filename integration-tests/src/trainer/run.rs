@@ -7,7 +7,7 @@ use zero_alloc::device::{Device, Stream};
 use zero_alloc::host::OpSpan;
 use zero_ckpt::Reader;
 use zero_comm::overlap::Overlap;
-use zero_optim::StepOutcome;
+use zero_optim::{LossScaling, StepOutcome};
 
 use super::feed::Feed;
 use super::flags::{self, Flags};
@@ -20,6 +20,9 @@ use super::state::{self, TrainerState};
 use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 use crate::model::Model;
+
+/// So many steps skipped in a row under a scale that never moves are no accident of the data: the weights are lost.
+const MOST_SKIPPED: u64 = 100;
 
 /// What came of a step.
 struct Step {
@@ -105,6 +108,7 @@ impl<D: Device> Runner<'_, D> {
         };
         let mut feed = Feed::new(rank, workload, options);
         let mut backings_after_two = None;
+        let mut stuck = 0;
         while summary.step < options.steps && !summary.cancelled {
             if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
                 stage::decide_on_device(rank, stage)?;
@@ -113,6 +117,10 @@ impl<D: Device> Runner<'_, D> {
                 self.step(model, stage, recorder, &mut feed, saver.as_mut(), summary.step)?;
             summary.last_spans = spans;
             observe(&metrics)?;
+            stuck = if metrics.skipped && self.is_static() { stuck + 1 } else { 0 };
+            if stuck == MOST_SKIPPED {
+                return Err(TrainError::Diverged { step: metrics.step, skipped: stuck });
+            }
             summary.step = metrics.step;
             summary.last = Some(metrics);
             summary.cancelled = stop && summary.step < options.steps;
@@ -121,7 +129,8 @@ impl<D: Device> Runner<'_, D> {
                 recorder.warm();
             }
             if let (Some(saver), Some((_, every))) = (&mut saver, &options.checkpoint) {
-                let due = *every > 0 && summary.step.is_multiple_of(*every);
+                // Weights that may be lost do not push out those of before.
+                let due = *every > 0 && summary.step.is_multiple_of(*every) && stuck == 0;
                 if due || summary.cancelled || summary.step == options.steps {
                     self.save(stage, saver, summary.step)?;
                 }
@@ -139,6 +148,11 @@ impl<D: Device> Runner<'_, D> {
         let backings = rank.pool.report().backing_allocations;
         summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
         Ok(summary)
+    }
+
+    /// Whether the loss scale never moves, so that no step follows from one that was skipped.
+    fn is_static(&self) -> bool {
+        matches!(self.rank.settings.rules.loss_scaling, LossScaling::Static { .. })
     }
 
     /// One step; `done` steps are done already.

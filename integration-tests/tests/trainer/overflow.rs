@@ -1,7 +1,9 @@
 //! A gradient that is not finite: the step is skipped on every rank, the scale goes by DeepSpeed's rules.
 
+use integration_tests::trainer::{RunOptions, StepMetrics, run_on_threads};
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
+use zero_ckpt::Reader;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
 
 use crate::support::Case;
@@ -71,4 +73,22 @@ fn a_nan_in_any_dtype_is_skipped() {
         let outcome = Case { steps: 4, ..case }.run_tiny();
         assert!(outcome.steps.last().unwrap().skipped, "{dtype}: weights blew up, and the step after is skipped");
     }
+}
+
+/// With a scale that never moves nothing gets better: the run ends, and what was saved before is still there.
+#[test]
+fn weights_that_are_lost_end_the_run_and_push_out_no_checkpoint() {
+    let rules = StepRules { lr: f64::from(f32::MAX), ..StepRules::default() };
+    let case = Case { ranks: 1, steps: 1000, rules, ..Case::default() };
+    let dir = tempfile::tempdir().unwrap();
+    let save = RunOptions { checkpoint: Some((dir.path().to_owned(), 1)), keep_last: Some(1), ..case.options(None) };
+    let (mut steps, settings) = (0, case.settings());
+    let mut observe = |metrics: &StepMetrics| {
+        steps = metrics.step;
+        Ok(())
+    };
+    let error = run_on_threads(1, 1, &settings, &case.tiny(), &save, &mut observe).unwrap_err().to_string();
+    assert!(error.contains(&format!("step {steps}: 100 steps in a row were skipped")), "{error}");
+    let newest = Reader::open(dir.path()).unwrap().manifest().step;
+    assert_eq!(newest, steps - 100, "the last step that was not skipped");
 }
