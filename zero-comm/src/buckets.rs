@@ -206,11 +206,14 @@ impl<D: Device> Drop for Filling<D> {
     /// Given up: what the producers may still write is over before the bucket is used again.
     fn drop(&mut self) {
         if let Some(mut bucket) = self.bucket.take() {
-            // All producers wait for the uses before.
-            bucket.last_uses.clear();
+            let before = std::mem::take(&mut bucket.last_uses);
             for producer in &self.producers {
                 // A stream that refuses is closed, and writes no more.
                 let _closed = bucket.used_on(producer);
+            }
+            // All producers wait for the uses before; where no stream took the bucket, those are still its last.
+            if bucket.last_uses.is_empty() {
+                bucket.last_uses = before;
             }
             self.shared.free.lock().push_back(bucket);
         }

@@ -194,6 +194,22 @@ fn a_bucket_that_is_given_up_comes_back() {
     });
 }
 
+/// An error path that forgets the uses before would let the next producer write while they go on.
+#[test]
+fn a_bucket_that_no_stream_took_keeps_its_last_uses() {
+    on_ranks(1, Options::default(), |comm, streams| {
+        let (_pool, buckets) =
+            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
+        let _done = buckets.begin(4).unwrap().all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
+        streams.compute.close();
+        // A closed stream refuses to wait: that it is asked to shows that there is something to wait for.
+        for attempt in 0..3 {
+            let refused = buckets.begin(4).map(drop);
+            assert!(matches!(refused, Err(BucketError::Device(_))), "{attempt}: {refused:?}");
+        }
+    });
+}
+
 #[test]
 fn bad_options_are_refused() {
     on_ranks(3, Options::default(), |comm, streams| {
