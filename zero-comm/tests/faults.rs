@@ -204,15 +204,20 @@ fn a_split_that_a_rank_does_not_come_to_ends_all() {
 
 #[test]
 fn a_failure_reaches_the_worlds_that_were_split_off() {
+    // A rank that still splits, or calls, when the failure comes gets it there.
+    let all_have_called = std::sync::Barrier::new(RANKS);
     on_ranks(RANKS, Options::default(), |comm, s| {
         let child = comm.split(Some((comm.rank() / 2) as u64), 0).unwrap().unwrap();
+        if comm.rank() == 0 {
+            // Its peer never comes.
+            child.barrier(&s.comm).unwrap();
+        }
+        all_have_called.wait();
         if comm.rank() == 2 {
             comm.abort("on purpose");
             return;
         }
         if comm.rank() == 0 {
-            // Its peer never comes.
-            child.barrier(&s.comm).unwrap();
             s.comm.synchronize(LIMIT).unwrap_err();
         }
         while child.failure().is_none() {
