@@ -15,6 +15,7 @@ mod prefetch;
 mod reduce;
 pub mod slow;
 mod solo;
+mod split_request;
 pub mod threads;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight};

@@ -157,18 +157,18 @@ impl Communicator<HostDevice> for MpiComm {
         let n = self.world_size();
         let mut enqueued = self.enqueued.lock();
         let known = u64::from(self.world.contexts.load(Ordering::Relaxed));
-        let mut wish = [u64::from(color.is_some()), color.unwrap_or(0), key, known];
-        let mut wishes = vec![0u64; n * WORDS];
+        let mut request = [u64::from(color.is_some()), color.unwrap_or(0), key, known];
+        let mut requests = vec![0u64; n * WORDS];
         // SAFETY: both outlive the operation, which runs here and now.
-        let send = unsafe { AnySlice::from_raw_parts(wish.as_mut_ptr().cast(), size_of_val(&wish), DType::U8) };
-        let len = wishes.len() * size_of::<u64>();
+        let send = unsafe { AnySlice::from_raw_parts(request.as_mut_ptr().cast(), size_of_val(&request), DType::U8) };
+        let len = requests.len() * size_of::<u64>();
         // SAFETY: as above.
-        let recv = unsafe { AnySlice::from_raw_parts(wishes.as_mut_ptr().cast(), len, DType::U8) };
+        let recv = unsafe { AnySlice::from_raw_parts(requests.as_mut_ptr().cast(), len, DType::U8) };
         let checked = self.group().control_all_gather(send, recv)?;
         self.operation(&mut enqueued, checked, "split").run()?;
-        let wishes: Vec<&[u64]> = wishes.chunks_exact(WORDS).collect();
+        let requests: Vec<&[u64]> = requests.chunks_exact(WORDS).collect();
         // New to every member. Groups of one split share it: they have no member in common.
-        let context = wishes.iter().map(|w| w[3]).max().unwrap_or(0) + 1;
+        let context = requests.iter().map(|w| w[3]).max().unwrap_or(0) + 1;
         let Some(context) = u32::try_from(context).ok().filter(|&context| context <= MAX_CONTEXT) else {
             let message = format!("more than {MAX_CONTEXT} splits");
             return Err(CommError::BackEnd { back_end: "mpi", message });
@@ -176,8 +176,8 @@ impl Communicator<HostDevice> for MpiComm {
         self.world.contexts.fetch_max(context, Ordering::Relaxed);
         let Some(color) = color else { return Ok(None) };
         let mut members: Vec<(u64, usize)> = Vec::new();
-        for (rank, wish) in wishes.iter().enumerate().filter(|(_, w)| w[0] == 1 && w[1] == color) {
-            members.push((wish[2], rank));
+        for (rank, request) in requests.iter().enumerate().filter(|(_, w)| w[0] == 1 && w[1] == color) {
+            members.push((request[2], rank));
         }
         members.sort_unstable();
         let rank = members.iter().position(|&(_, q)| q == self.members.rank).unwrap_or(0);

@@ -44,7 +44,7 @@ pub(super) enum Interrupt {
 }
 
 /// Asked while waiting: the failure of the world, if there is one.
-pub(super) type World<'a> = &'a dyn Fn() -> Option<CommError>;
+pub(super) type FailureProbe<'a> = &'a dyn Fn() -> Option<CommError>;
 
 struct Raw(sys::ncclComm_t);
 
@@ -81,7 +81,7 @@ impl Handle {
         device: &CudaDevice,
         Group { rank, world_size }: Group,
         id: &[u8],
-        (limit, world): (Duration, World<'_>),
+        (limit, failure): (Duration, FailureProbe<'_>),
     ) -> Result<Self, Interrupt> {
         let failed = |message: &str| Interrupt::Failed(back_end(message.to_owned()));
         let id: [u8; ID_BYTES] = id.try_into().map_err(|_| failed("rank 0's id has the wrong length"))?;
@@ -97,37 +97,47 @@ impl Handle {
             return Err(Interrupt::Failed(back_end(nccl.message("ncclCommInitRankConfig", code))));
         }
         let handle = Self { nccl, device: device.clone(), raw: Mutex::new(Some(Raw(raw))) };
-        handle.settle("ncclCommInitRankConfig", code, limit, world).inspect_err(|_| handle.abort().wait())?;
+        handle.settle("ncclCommInitRankConfig", code, limit, failure).inspect_err(|_| handle.abort().wait())?;
         Ok(handle)
     }
 
     /// Calls the library with the communicator, unless it is gone.
-    fn with(&self, call: impl FnOnce(sys::ncclComm_t) -> c_int, world: World<'_>) -> Result<c_int, Interrupt> {
+    fn with(
+        &self,
+        call: impl FnOnce(sys::ncclComm_t) -> c_int,
+        failure: FailureProbe<'_>,
+    ) -> Result<c_int, Interrupt> {
         self.device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
         match &*self.raw.lock() {
             Some(raw) => Ok(call(raw.0)),
             None => {
-                Err(world()
+                Err(failure()
                     .map_or_else(|| Interrupt::Failed(back_end("it was aborted".to_owned())), Interrupt::World))
             }
         }
     }
 
     /// Waits until the call that returned `code` is done.
-    fn settle(&self, call: &str, mut code: c_int, limit: Duration, world: World<'_>) -> Result<(), Interrupt> {
+    fn settle(
+        &self,
+        call: &str,
+        mut code: c_int,
+        limit: Duration,
+        failure: FailureProbe<'_>,
+    ) -> Result<(), Interrupt> {
         let (begun, mut pause) = (Instant::now(), PAUSES[0]);
         loop {
             match code {
                 SUCCESS => return Ok(()),
                 IN_PROGRESS => {}
                 code => {
-                    return Err(world().map_or_else(
+                    return Err(failure().map_or_else(
                         || Interrupt::Failed(back_end(self.nccl.message(call, code))),
                         Interrupt::World,
                     ));
                 }
             }
-            if let Some(error) = world() {
+            if let Some(error) = failure() {
                 return Err(Interrupt::World(error));
             }
             if begun.elapsed() >= limit {
@@ -139,7 +149,7 @@ impl Handle {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(PAUSES[1]);
             }
-            code = self.with(|raw| self.state(raw), world)?;
+            code = self.with(|raw| self.state(raw), failure)?;
         }
     }
 
@@ -162,12 +172,12 @@ impl Handle {
         group: Group,
         barrier: AnySlice,
         stream: *mut c_void,
-        (limit, world): (Duration, World<'_>),
+        (limit, failure): (Duration, FailureProbe<'_>),
     ) -> Result<(), Interrupt> {
         let label = checked.call().collective.name();
         // SAFETY: the caller's promise; the buffers are valid by the promise of who made the slices.
-        let code = self.with(|raw| unsafe { self.enqueue(raw, checked, group, barrier, stream.cast()) }, world)?;
-        self.settle(label, code, limit, world)
+        let code = self.with(|raw| unsafe { self.enqueue(raw, checked, group, barrier, stream.cast()) }, failure)?;
+        self.settle(label, code, limit, failure)
     }
 
     /// # Safety
@@ -259,7 +269,7 @@ impl Handle {
     pub(super) fn split(
         &self,
         place: Option<(usize, usize)>,
-        (limit, world): (Duration, World<'_>),
+        (limit, failure): (Duration, FailureProbe<'_>),
     ) -> Result<Option<Self>, Interrupt> {
         let number =
             |n: usize| c_int::try_from(n).map_err(|_| Interrupt::Failed(back_end("too many ranks".to_owned())));
@@ -271,9 +281,9 @@ impl Handle {
         let code = self.with(
             // SAFETY: the communicator lives; writes one handle, null without a color.
             |raw| unsafe { (self.nccl.table.split)(raw, color, key, slot.as_ptr(), config.as_ptr()) },
-            world,
+            failure,
         )?;
-        let settled = self.settle("ncclCommSplit", code, limit, world);
+        let settled = self.settle("ncclCommSplit", code, limit, failure);
         let child = slot.load(Ordering::Acquire);
         let child = (!child.is_null()).then(|| Self {
             nccl: self.nccl,
@@ -283,8 +293,8 @@ impl Handle {
         // What came of a split that failed can be aborted only.
         settled.inspect_err(|_| child.iter().for_each(|child| child.abort().wait()))?;
         if let Some(child) = &child {
-            let code = child.with(|raw| child.state(raw), world)?;
-            child.settle("ncclCommSplit", code, limit, world)?;
+            let code = child.with(|raw| child.state(raw), failure)?;
+            child.settle("ncclCommSplit", code, limit, failure)?;
         }
         Ok(child)
     }
@@ -298,11 +308,11 @@ impl Handle {
             return Err(back_end("this NCCL registers no memory; 2.19 and later do".to_owned()));
         };
         let (at, bytes) = self.device.shareable_allocation(memory)?;
-        let (mut handle, no_world) = (std::ptr::null_mut(), || None);
+        let (mut handle, no_failure) = (std::ptr::null_mut(), || None);
         // SAFETY: the caller's promise; the communicator lives; writes one handle.
         let call = |raw| unsafe { register(raw, at.cast(), bytes, &raw mut handle) };
-        let code = self.with(call, &no_world);
-        let settled = code.and_then(|code| self.settle("ncclCommRegister", code, FINALIZE_LIMIT, &no_world));
+        let code = self.with(call, &no_failure);
+        let settled = code.and_then(|code| self.settle("ncclCommRegister", code, FINALIZE_LIMIT, &no_failure));
         settled.map_err(|interrupt| match interrupt {
             Interrupt::World(error) | Interrupt::Failed(error) => error,
             Interrupt::Late => back_end(format!("ncclCommRegister did not end within {FINALIZE_LIMIT:?}")),
@@ -312,7 +322,7 @@ impl Handle {
                 "NCCL took no memory: is NCCL_LOCAL_REGISTER=0 or NCCL_P2P_USE_CUDA_MEMCPY=1?".to_owned(),
             ));
         }
-        Ok(Registered(handle))
+        Ok(Registered { handle, bytes })
     }
 
     /// Ends a registration, unless the communicator is gone, and it with it.
@@ -321,13 +331,18 @@ impl Handle {
             (self.nccl.table.deregister, self.raw.lock().as_ref(), self.device.bind())
         {
             // SAFETY: the communicator lives; registered with it, once.
-            unsafe { deregister(raw.0, registered.0) };
+            unsafe { deregister(raw.0, registered.handle) };
         }
     }
 }
 
-/// What NCCL calls registered memory.
-pub(super) struct Registered(*mut c_void);
+/// Registered memory.
+pub(super) struct Registered {
+    /// What NCCL calls it.
+    handle: *mut c_void,
+    /// Of the whole allocation.
+    pub(super) bytes: usize,
+}
 
 // SAFETY: a handle; any thread may use it.
 unsafe impl Send for Registered {}
@@ -375,9 +390,9 @@ impl Drop for Handle {
         }
         // SAFETY: the communicator lives.
         let finalize = |raw| unsafe { (self.nccl.table.finalize)(raw) };
-        let no_world = || None;
-        let finalized = self.with(finalize, &no_world);
-        let finalized = finalized.and_then(|code| self.settle("ncclCommFinalize", code, FINALIZE_LIMIT, &no_world));
+        let no_failure = || None;
+        let finalized = self.with(finalize, &no_failure);
+        let finalized = finalized.and_then(|code| self.settle("ncclCommFinalize", code, FINALIZE_LIMIT, &no_failure));
         if finalized.is_err() {
             return self.abort().wait();
         }

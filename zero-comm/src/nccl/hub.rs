@@ -6,14 +6,16 @@
 //! - two ranks made different calls of one number: both;
 //! - a connection ended without a goodbye, or was silent for too long: its rank;
 //! - a rank gave up a communicator that others still call: that rank;
+//! - one rank splits where another registers memory: both;
 //! - a collective takes longer than its limit: the first rank that has not called it; if all have, the first whose
 //!   stream has not reached it; if all are in it, the rank that complained.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::message::{Context, Message, VERSION, Wish};
+use super::message::{Context, Message, VERSION};
 use crate::call::Call;
+use crate::split_request::{SplitRequest, colors, members};
 use crate::{CommError, RendezvousError};
 
 /// What a rank has done on a communicator.
@@ -29,6 +31,23 @@ struct Member {
     left: Option<u64>,
 }
 
+/// What a rank brings to a meeting: a point where all ranks of a communicator wait for each other.
+#[derive(Clone, Copy, Debug)]
+enum Brought {
+    Split(SplitRequest),
+    /// The bytes it has registered, if it could.
+    Registration(Option<u64>),
+}
+
+impl Brought {
+    fn kind(self) -> &'static str {
+        match self {
+            Self::Split(_) => "split",
+            Self::Registration(_) => "registration",
+        }
+    }
+}
+
 /// A communicator.
 #[derive(Debug, Default)]
 struct Group {
@@ -37,7 +56,8 @@ struct Group {
     members: Vec<Member>,
     /// Calls that have not ended everywhere: who was first to make it, and what it is.
     open: BTreeMap<u64, (usize, Call)>,
-    splits: HashMap<u64, Vec<Option<Wish>>>,
+    /// Those that not all ranks have come to, by their number: what each has brought.
+    meetings: BTreeMap<u64, Vec<Option<Brought>>>,
 }
 
 impl Group {
@@ -133,13 +153,14 @@ impl Hub {
                 self.fail(error)
             }
             Message::Failed { error } => self.fail(error),
-            Message::Split { context, number, wish } => self.split(rank, context, number, wish),
-            Message::LateSplit { context, number, limit_ms } => {
-                let absent = self.absent_from_split(context, number).unwrap_or(rank);
+            Message::Split { context, number, request } => self.meet(rank, context, number, Brought::Split(request)),
+            Message::Register { context, number, bytes } => {
+                self.meet(rank, context, number, Brought::Registration(bytes))
+            }
+            Message::LateMeeting { context, number, limit_ms } => {
                 let limit = Duration::from_millis(limit_ms);
-                let message = format!(
-                    "did not come to split {number} (or registration) of communicator {context} within {limit:?}"
-                );
+                let (absent, kind) = self.absent_from(context, number).unwrap_or((rank, "meeting"));
+                let message = format!("did not come to {kind} {number} of communicator {context} within {limit:?}");
                 self.fail(CommError::Peer { rank: absent, message })
             }
             Message::Left { context, done } => self.left(rank, context, done),
@@ -203,10 +224,11 @@ impl Hub {
         let Some(place) = group.place(rank) else { return Vec::new() };
         group.members[place].left = Some(done);
         let waited_for = group.open.range(done..).next().map(|(&sequence, (_, call))| (sequence, call.clone()));
-        let split = group.splits.keys().next().copied();
-        let error = match (waited_for, split) {
+        let met = group.meetings.iter().next();
+        let met = met.and_then(|(&number, all)| Some((number, all.iter().flatten().next()?.kind())));
+        let error = match (waited_for, met) {
             (Some((sequence, call)), _) => CommError::Left { sequence, call: Box::new(call), rank, done },
-            (None, Some(number)) => left_before(rank, context, number),
+            (None, Some((number, kind))) => left_before(rank, context, number, kind),
             (None, None) => {
                 if group.members.iter().all(|member| member.left.is_some()) {
                     self.groups.remove(&context);
@@ -235,54 +257,64 @@ impl Hub {
         self.fail(error)
     }
 
-    fn split(&mut self, rank: usize, context: Context, number: u64, wish: Wish) -> Vec<Out> {
+    fn meet(&mut self, rank: usize, context: Context, number: u64, brought: Brought) -> Vec<Out> {
         let Some(group) = self.groups.get_mut(&context) else { return Vec::new() };
         let Some(place) = group.place(rank) else { return Vec::new() };
-        let n = group.ranks.len();
+        let (n, kind) = (group.ranks.len(), brought.kind());
         if let Some(gone) = group.members.iter().position(|member| member.left.is_some()) {
             let rank = group.ranks[gone];
-            return self.fail(left_before(rank, context, number));
+            return self.fail(left_before(rank, context, number, kind));
         }
-        let wishes = group.splits.entry(number).or_insert_with(|| vec![None; n]);
-        wishes[place] = Some(wish);
-        let Some(wishes) = wishes.iter().copied().collect::<Option<Vec<Wish>>>() else { return Vec::new() };
-        group.splits.remove(&number);
-        let (parents, first) = (group.ranks.clone(), self.next_context);
-        for color in colors(&wishes) {
-            let ranks = members(&wishes, color).into_iter().map(|place| parents[place]).collect();
+        let all = group.meetings.entry(number).or_insert_with(|| vec![None; n]);
+        all[place] = Some(brought);
+        let another = all.iter().position(|other| other.is_some_and(|other| other.kind() != kind));
+        if let Some((other, other_kind)) = another.and_then(|place| Some((group.ranks[place], all[place]?.kind()))) {
+            let message = format!(
+                "came to {kind} {number} of communicator {context} where rank {other} came to a {other_kind}; all ranks \
+                 must make the same calls in the same order"
+            );
+            return self.fail(CommError::Peer { rank, message });
+        }
+        let Some(all) = all.iter().copied().collect::<Option<Vec<Brought>>>() else { return Vec::new() };
+        group.meetings.remove(&number);
+        let ranks = group.ranks.clone();
+        let (mut requests, mut bytes) = (Vec::new(), Vec::new());
+        for brought in all {
+            match brought {
+                Brought::Split(request) => requests.push(request),
+                Brought::Registration(of_rank) => bytes.push(of_rank),
+            }
+        }
+        let done = match brought {
+            Brought::Split(_) => {
+                let first = self.found(&ranks, &requests);
+                Message::SplitDone { context, number, first, requests }
+            }
+            Brought::Registration(_) => Message::RegisterDone { context, number, bytes },
+        };
+        ranks.into_iter().map(|rank| Out::To(rank, done.clone())).collect()
+    }
+
+    /// Makes the communicators of a split of `parents`; the first one's number.
+    fn found(&mut self, parents: &[usize], requests: &[SplitRequest]) -> Context {
+        let first = self.next_context;
+        for color in colors(requests) {
+            let ranks = members(requests, color).into_iter().map(|place| parents[place]).collect();
             self.groups.insert(self.next_context, Group::new(ranks));
             self.next_context += 1;
         }
-        let done = Message::SplitDone { context, number, first, wishes };
-        parents.into_iter().map(|rank| Out::To(rank, done.clone())).collect()
+        first
     }
 
-    fn absent_from_split(&self, context: Context, number: u64) -> Option<usize> {
+    /// The first rank that a meeting waits for, and what it is.
+    fn absent_from(&self, context: Context, number: u64) -> Option<(usize, &'static str)> {
         let group = self.groups.get(&context)?;
-        let wishes = group.splits.get(&number)?;
-        wishes.iter().position(Option::is_none).map(|place| group.ranks[place])
+        let all = group.meetings.get(&number)?;
+        let absent = all.iter().position(Option::is_none)?;
+        Some((group.ranks[absent], all.iter().flatten().next()?.kind()))
     }
 }
 
-fn left_before(rank: usize, context: Context, number: u64) -> CommError {
-    CommError::Peer {
-        rank,
-        message: format!("left communicator {context} before its split {number} (or registration)"),
-    }
-}
-
-/// The colors of a split, in order.
-pub(super) fn colors(wishes: &[Wish]) -> Vec<u64> {
-    let mut colors: Vec<u64> = wishes.iter().filter_map(|wish| wish.0).collect();
-    colors.sort_unstable();
-    colors.dedup();
-    colors
-}
-
-/// The ranks that wish for `color`, in the order of their keys, then of their ranks.
-pub(super) fn members(wishes: &[Wish], color: u64) -> Vec<usize> {
-    let of_color = wishes.iter().enumerate().filter(|(_, wish)| wish.0 == Some(color));
-    let mut members: Vec<(u64, usize)> = of_color.map(|(rank, wish)| (wish.1, rank)).collect();
-    members.sort_unstable();
-    members.into_iter().map(|(_, rank)| rank).collect()
+fn left_before(rank: usize, context: Context, number: u64, kind: &str) -> CommError {
+    CommError::Peer { rank, message: format!("left communicator {context} before its {kind} {number}") }
 }

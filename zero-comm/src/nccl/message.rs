@@ -3,10 +3,11 @@
 
 use crate::call::{Call, Segments};
 use crate::call_words::{call_of, header};
+use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
 /// The version of this protocol: all ranks must speak the same.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// No message is longer: one that says so is none.
 pub(super) const MAX_BYTES: usize = 1 << 26;
 /// How a rank begins to speak, so that a stranger at the port is told apart.
@@ -14,9 +15,6 @@ const HELLO: &[u8; 8] = b"zero-rs\0";
 
 /// A communicator of the world: 0 is that of all ranks.
 pub(super) type Context = u32;
-
-/// What a rank wishes to become in a split: its color, if any, and its key.
-pub(super) type Wish = (Option<u64>, u64);
 
 /// From a rank to the hub, or from the hub to ranks. Ranks are those of the world.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,13 +33,18 @@ pub(super) enum Message {
     Late { context: Context, sequence: u64, call: Call, limit_ms: u64 },
     /// To the hub: the rank failed. From the hub: the world did, by this.
     Failed { error: CommError },
-    /// The rank calls split number `number` of a communicator.
-    Split { context: Context, number: u64, wish: Wish },
-    /// All have: their wishes in rank order of the communicator, and the number of the first new one, which is the least
+    /// The rank comes to meeting `number` of a communicator, which is a split: what it asks. (Splits and registrations are
+    /// counted together: they are what all ranks of a communicator wait for.)
+    Split { context: Context, number: u64, request: SplitRequest },
+    /// All have: what they ask, in rank order of the communicator, and the number of the first new one, which is the least
     /// color's; the next color's is the next.
-    SplitDone { context: Context, number: u64, first: Context, wishes: Vec<Wish> },
-    /// The rank waits in that split longer than its limit.
-    LateSplit { context: Context, number: u64, limit_ms: u64 },
+    SplitDone { context: Context, number: u64, first: Context, requests: Vec<SplitRequest> },
+    /// The rank comes to meeting `number`, which is a registration: the bytes it has registered, if it could.
+    Register { context: Context, number: u64, bytes: Option<u64> },
+    /// All have: the bytes of each, in rank order of the communicator.
+    RegisterDone { context: Context, number: u64, bytes: Vec<Option<u64>> },
+    /// The rank waits in that meeting longer than its limit.
+    LateMeeting { context: Context, number: u64, limit_ms: u64 },
     /// The rank gives up a communicator, after this many calls.
     Left { context: Context, done: u64 },
     /// To the hub: the rank ends well. From the hub: rank 0 did, and nobody listens any more.
@@ -214,13 +217,23 @@ impl Reader<'_> {
     }
 }
 
-fn wish_words((color, key): &Wish) -> [u64; 3] {
-    [u64::from(color.is_some()), color.unwrap_or(0), *key]
+fn option_words(option: &Option<u64>) -> [u64; 2] {
+    [u64::from(option.is_some()), option.unwrap_or(0)]
 }
 
-fn wish_of(words: &[u64]) -> Option<Wish> {
-    let [has_color, color, key] = words else { return None };
-    Some(((*has_color == 1).then_some(*color), *key))
+fn option_of(words: &[u64]) -> Option<Option<u64>> {
+    let [is_some, value] = words else { return None };
+    Some((*is_some == 1).then_some(*value))
+}
+
+fn request_words(request: &SplitRequest) -> [u64; 3] {
+    let [has_color, color] = option_words(&request.color);
+    [has_color, color, request.key]
+}
+
+fn request_of(words: &[u64]) -> Option<SplitRequest> {
+    let (key, color) = words.split_last()?;
+    Some(SplitRequest { color: option_of(color)?, key: *key })
 }
 
 impl Message {
@@ -241,18 +254,25 @@ impl Message {
                 start(5).word(u64::from(*context)).word(*sequence).call(call).word(*limit_ms)
             }
             Self::Failed { error } => start(6).error(error),
-            Self::Split { context, number, wish } => {
-                start(7).word(u64::from(*context)).word(*number).words(wish_words(wish).into_iter())
+            Self::Split { context, number, request } => {
+                start(7).word(u64::from(*context)).word(*number).words(request_words(request).into_iter())
             }
-            Self::SplitDone { context, number, first, wishes } => {
-                let words: Vec<u64> = wishes.iter().flat_map(wish_words).collect();
+            Self::SplitDone { context, number, first, requests } => {
+                let words: Vec<u64> = requests.iter().flat_map(request_words).collect();
                 start(8).word(u64::from(*context)).word(*number).word(u64::from(*first)).words(words.into_iter())
             }
             Self::Left { context, done } => start(9).word(u64::from(*context)).word(*done),
             Self::Goodbye => start(10),
             Self::Alive => start(11),
-            Self::LateSplit { context, number, limit_ms } => {
+            Self::LateMeeting { context, number, limit_ms } => {
                 start(12).word(u64::from(*context)).word(*number).word(*limit_ms)
+            }
+            Self::Register { context, number, bytes } => {
+                start(13).word(u64::from(*context)).word(*number).words(option_words(bytes).into_iter())
+            }
+            Self::RegisterDone { context, number, bytes } => {
+                let words: Vec<u64> = bytes.iter().flat_map(option_words).collect();
+                start(14).word(u64::from(*context)).word(*number).words(words.into_iter())
             }
         }
         .0;
@@ -280,17 +300,23 @@ impl Message {
                 Self::Late { context, sequence, call: r.call()?, limit_ms: r.word()? }
             }
             6 => Self::Failed { error: r.error()? },
-            7 => Self::Split { context: r.context()?, number: r.word()?, wish: wish_of(&r.words()?)? },
+            7 => Self::Split { context: r.context()?, number: r.word()?, request: request_of(&r.words()?)? },
             8 => {
                 let (context, number, first) = (r.context()?, r.word()?, r.context()?);
                 let words = r.words()?;
-                let wishes = words.chunks(3).map(wish_of).collect::<Option<_>>()?;
-                Self::SplitDone { context, number, first, wishes }
+                let requests = words.chunks(3).map(request_of).collect::<Option<_>>()?;
+                Self::SplitDone { context, number, first, requests }
             }
             9 => Self::Left { context: r.context()?, done: r.word()? },
             10 => Self::Goodbye,
             11 => Self::Alive,
-            12 => Self::LateSplit { context: r.context()?, number: r.word()?, limit_ms: r.word()? },
+            12 => Self::LateMeeting { context: r.context()?, number: r.word()?, limit_ms: r.word()? },
+            13 => Self::Register { context: r.context()?, number: r.word()?, bytes: option_of(&r.words()?)? },
+            14 => {
+                let (context, number, words) = (r.context()?, r.word()?, r.words()?);
+                let bytes = words.chunks(2).map(option_of).collect::<Option<_>>()?;
+                Self::RegisterDone { context, number, bytes }
+            }
             _ => return None,
         };
         r.0.is_empty().then_some(message)
@@ -334,7 +360,7 @@ mod tests {
             RendezvousError::Missing { ranks: vec![1, 3], world_size: 4, limit },
             RendezvousError::Broken { message: "so".into() },
         ];
-        let wishes = vec![(Some(7), 1), (None, 9)];
+        let requests = vec![SplitRequest { color: Some(7), key: 1 }, SplitRequest { color: None, key: 9 }];
         let mut all = vec![
             Message::Hello { version: 1, rank: 2, world_size: 3, library: 4 },
             Message::Welcome { id: vec![1; 128] },
@@ -342,10 +368,12 @@ mod tests {
             Message::Called { context: 1, call: uneven },
             Message::Progress { context: 1, reached: 2, ended: 3 },
             Message::Late { context: 1, sequence: 2, call: even, limit_ms: 3 },
-            Message::Split { context: 1, number: 2, wish: wishes[0] },
-            Message::SplitDone { context: 1, number: 2, first: 5, wishes },
+            Message::Split { context: 1, number: 2, request: requests[0] },
+            Message::SplitDone { context: 1, number: 2, first: 5, requests },
+            Message::Register { context: 1, number: 2, bytes: Some(3) },
+            Message::RegisterDone { context: 1, number: 2, bytes: vec![None, Some(1 << 33)] },
             Message::Left { context: 1, done: 2 },
-            Message::LateSplit { context: 1, number: 2, limit_ms: 3 },
+            Message::LateMeeting { context: 1, number: 2, limit_ms: 3 },
             Message::Goodbye,
             Message::Alive,
         ];
@@ -368,10 +396,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_message_or_none(index in 0..26usize, at in 4..200usize, byte in any::<u8>()) {
+        fn any_bytes_are_a_message_or_none(index in any::<prop::sample::Index>(), at in 4..200usize, byte in any::<u8>()) {
             // A message with one byte changed.
             let all = all();
-            let mut bytes = all[index % all.len()].encode();
+            let mut bytes = index.get(&all).encode();
             let at = at.min(bytes.len() - 1);
             bytes[at] = byte;
             if let Some(message) = Message::decode(&bytes[4..]) {

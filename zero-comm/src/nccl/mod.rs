@@ -82,9 +82,9 @@ pub use ranks::{LaunchError, Launcher, Ranks};
 pub use registration::Registration;
 
 use crate::call::{Checked, Group};
+use crate::split_request::{SplitRequest, colors, members};
 use crate::{CommError, Communicator, Traffic};
 use handle::{Handle, Interrupt};
-use hub::{colors, members};
 use library::Nccl;
 use message::Context;
 use world::{Operation, Transport, World};
@@ -121,7 +121,8 @@ struct Process {
 #[derive(Default)]
 struct Enqueued {
     sequence: u64,
-    splits: u64,
+    /// Splits and registrations.
+    meetings: u64,
 }
 
 /// One process's handle of a group of processes, each with a GPU. Dropping it gives the group up: the others get
@@ -289,15 +290,15 @@ impl Communicator<CudaDevice> for NcclCommunicator {
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<CudaDevice>>>, CommError> {
         let mut enqueued = self.enqueued.lock();
-        let (world, number) = (&self.process.world, enqueued.splits);
-        enqueued.splits += 1;
+        let (world, number) = (&self.process.world, enqueued.meetings);
+        enqueued.meetings += 1;
         // NCCL splits what is idle.
         self.process.drain(self.context)?;
-        let (first, wishes) = world.split(self.context, number, (color, key))?;
-        let colors = colors(&wishes);
+        let (first, requests) = world.split(self.context, number, SplitRequest { color, key })?;
+        let colors = colors(&requests);
         let place = color.and_then(|color| {
             let index = colors.binary_search(&color).ok()?;
-            let members = members(&wishes, color);
+            let members = members(&requests, color);
             let rank = members.iter().position(|&rank| rank == self.group.rank)?;
             Some((index, Group { rank, world_size: members.len() }))
         });

@@ -23,7 +23,7 @@ use zero_alloc::device::{AnySlice, DType};
 
 use super::handle::{Handle, Registered};
 use super::library::back_end;
-use super::message::{Context, Wish};
+use super::message::Context;
 use super::world::Transport;
 use super::{NcclCommunicator, Process};
 use crate::CommError;
@@ -59,9 +59,17 @@ impl Drop for Registration {
     }
 }
 
-/// What a rank says of its registration where all tell one another, in place of a split's key.
-const HAS: Wish = (None, 1);
-const HAS_NOT: Wish = (None, 0);
+/// Why what the ranks have registered, if they could, is no registration of all, if so.
+fn refusal(bytes: &[Option<u64>]) -> Option<String> {
+    if let Some(rank) = bytes.iter().position(Option::is_none) {
+        return Some(format!("rank {rank} did not register its memory, so none is registered"));
+    }
+    let rank = bytes.iter().position(|of_rank| *of_rank != bytes[0])?;
+    let (first, other) = (bytes[0]?, bytes[rank]?);
+    Some(format!(
+        "rank 0 registered {first} bytes and rank {rank} {other}, so none is registered; give all ranks' pools one budget"
+    ))
+}
 
 impl NcclCommunicator {
     /// Tells NCCL of all the memory of `pool`, so that collectives on its blocks copy less: the pool takes its whole budget as one
@@ -75,7 +83,8 @@ impl NcclCommunicator {
     ///
     /// # Errors
     /// A rank's memory cannot be opened by others, or is not one backing, or its NCCL takes none; on the other ranks the error names that
-    /// rank. Nothing is registered then, on any rank, and collectives go on as before. Or the world failed.
+    /// rank. Or two ranks' memory differs in length. Nothing is registered then, on any rank, and collectives go on as before. Or the world
+    /// failed, as it does where a rank splits the communicator meanwhile.
     pub fn register_pool(&self, pool: &Pool<CudaDevice>) -> Result<Registration, CommError> {
         self.registered(Some(pool.clone()), || {
             let (at, bytes) = pool.take_budget().map_err(|e| back_end(e.to_string()))?;
@@ -108,8 +117,8 @@ impl NcclCommunicator {
     ) -> Result<Registration, CommError> {
         // Held until all ranks agree: no collective may find the memory registered on some.
         let mut enqueued = self.enqueued.lock();
-        let number = enqueued.splits;
-        enqueued.splits += 1;
+        let number = enqueued.meetings;
+        enqueued.meetings += 1;
         let (handle, process) = (Arc::downgrade(&self.handle), Arc::downgrade(&self.process));
         let own = register().map(|registered| Registration {
             handle,
@@ -118,13 +127,8 @@ impl NcclCommunicator {
             registered,
             _pool: pool,
         });
-        let wish = if own.is_ok() { HAS } else { HAS_NOT };
-        let (_, wishes) = self.process.world.split(self.context, number, wish)?;
-        match wishes.iter().position(|wish| *wish != HAS) {
-            Some(rank) if own.is_ok() => {
-                Err(back_end(format!("rank {rank} did not register its memory, so none is registered")))
-            }
-            _ => own,
-        }
+        let bytes = own.as_ref().ok().map(|own| own.registered.bytes as u64);
+        let bytes = self.process.world.register(self.context, number, bytes)?;
+        own.and_then(|own| refusal(&bytes).map_or(Ok(own), |why| Err(back_end(why))))
     }
 }

@@ -17,6 +17,7 @@ use super::wire::{Incoming, send};
 use super::world::{Operation, Transport, World};
 use super::{Launcher, Ranks};
 use crate::call::{Call, Segments};
+use crate::split_request::SplitRequest;
 use crate::{Collective, CommError, RendezvousError};
 
 const LIBRARY: u64 = 23_007;
@@ -484,18 +485,63 @@ fn an_abort_an_error_of_the_library_and_a_stream_that_fails_reach_all() {
 }
 
 #[test]
-fn a_split_gives_every_rank_the_wishes_of_all() {
-    let wish = |rank: usize| ((rank != 2).then_some(rank as u64 % 2 + 5), 10 - rank as u64);
+fn a_split_gives_every_rank_the_requests_of_all() {
+    let request =
+        |rank: usize| SplitRequest { color: (rank != 2).then_some(rank as u64 % 2 + 5), key: 10 - rank as u64 };
     let answers = on_ranks(4, |ranks| {
         let rank = Rank::start(&ranks, LONG);
-        let first = rank.world.split(0, 0, wish(ranks.rank)).unwrap();
+        let first = rank.world.split(0, 0, request(ranks.rank)).unwrap();
         // A second one gets numbers of its own.
-        let second = rank.world.split(0, 1, (Some(1), 0)).unwrap();
+        let second = rank.world.split(0, 1, SplitRequest { color: Some(1), key: 0 }).unwrap();
         rank.world.close(0, 0);
         (first, second.0)
     });
-    let wishes: Vec<_> = (0..4).map(wish).collect();
-    assert_eq!(answers, vec![((1, wishes), 3); 4]);
+    let requests: Vec<_> = (0..4).map(request).collect();
+    assert_eq!(answers, vec![((1, requests), 3); 4]);
+}
+
+#[test]
+fn a_registration_gives_every_rank_the_bytes_of_all() {
+    let bytes = |rank: usize| (rank != 1).then_some(rank as u64 + 7);
+    let answers = on_ranks(3, |ranks| {
+        let rank = Rank::start(&ranks, LONG);
+        let first = rank.world.register(0, 0, bytes(ranks.rank)).unwrap();
+        // Splits and registrations are counted together.
+        let (context, _) = rank.world.split(0, 1, SplitRequest { color: Some(1), key: 0 }).unwrap();
+        rank.world.close(0, 0);
+        (first, context)
+    });
+    assert_eq!(answers, vec![((0..3).map(bytes).collect(), 1); 3]);
+}
+
+#[test]
+fn a_rank_that_splits_where_another_registers_ends_all_and_both_are_named() {
+    for early in [0, 1] {
+        let errors = on_ranks(2, |ranks| {
+            let rank = Rank::start(&ranks, LONG);
+            std::thread::sleep(Duration::from_millis(if ranks.rank == early { 0 } else { 100 }));
+            match ranks.rank {
+                0 => rank.world.register(0, 0, Some(1)).map(drop).unwrap_err(),
+                _ => rank.world.split(0, 0, SplitRequest { color: None, key: 1 }).map(drop).unwrap_err(),
+            }
+        });
+        assert_eq!(errors[0], errors[1]);
+        let text = errors[0].to_string();
+        let words = ["rank 0", "rank 1", "split", "registration", "communicator 0"];
+        assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    }
+}
+
+#[test]
+fn a_registration_that_a_rank_does_not_come_to_says_so() {
+    let errors = on_ranks(2, |ranks| {
+        let rank = Rank::start(&ranks, SHORT);
+        if ranks.rank == 0 { rank.world.register(0, 0, Some(1)).map(drop).unwrap_err() } else { rank.ends() }
+    });
+    for error in errors {
+        let CommError::Peer { rank: 1, message } = &error else { panic!("{error}") };
+        assert!(message.contains("did not come to registration 0 of communicator 0"), "{message}");
+    }
 }
 
 #[test]
@@ -511,7 +557,7 @@ fn a_split_that_a_rank_does_not_come_to_ends_all() {
             let rank = Rank::start(&ranks, if how == "stalls" { SHORT } else { LONG });
             if ranks.rank != 1 {
                 let begun = Instant::now();
-                let error = rank.world.split(0, 0, (Some(0), 0)).unwrap_err();
+                let error = rank.world.split(0, 0, SplitRequest { color: Some(0), key: 0 }).unwrap_err();
                 assert!(begun.elapsed() < LONG / 2, "{how}: {:?}", begun.elapsed());
                 return Some(error);
             }

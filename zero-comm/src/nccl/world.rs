@@ -20,12 +20,13 @@ use parking_lot::{Condvar, Mutex};
 use zero_alloc::device::DeviceError;
 
 use super::ending::Ending;
-use super::message::{Context, Message, Wish};
+use super::message::{Context, Message};
 use super::rendezvous::Joined;
 use super::server::BEAT;
 use super::wire::{Incoming, send};
 use crate::CommError;
 use crate::call::Call;
+use crate::split_request::SplitRequest;
 
 /// Between two looks of the watcher.
 const TICK: Duration = Duration::from_millis(10);
@@ -74,7 +75,9 @@ struct State {
     open: BTreeMap<Context, Open>,
     /// What is to be told to the hub.
     unsaid: Vec<Message>,
-    splits: HashMap<(Context, u64), (Context, Vec<Wish>)>,
+    /// Meetings that all ranks came to: what a split made of its ranks, and what each has registered.
+    splits: HashMap<(Context, u64), (Context, Vec<SplitRequest>)>,
+    registrations: HashMap<(Context, u64), Vec<Option<u64>>>,
     /// The hub has gone, and said so: nobody is told anything any more.
     alone: bool,
     closing: bool,
@@ -246,23 +249,48 @@ impl Shared {
         }
     }
 
-    /// Split number `number` of `context`: the number of its first new communicator, and the wishes of all.
-    pub(super) fn split(&self, context: Context, number: u64, wish: Wish) -> Result<(Context, Vec<Wish>), CommError> {
+    /// Meeting `number` of `context` is a split: the number of its first new communicator, and what all ranks ask.
+    pub(super) fn split(
+        &self,
+        context: Context,
+        number: u64,
+        request: SplitRequest,
+    ) -> Result<(Context, Vec<SplitRequest>), CommError> {
+        let tell = Message::Split { context, number, request };
+        self.meet(context, number, ("split", tell), |state| state.splits.remove(&(context, number)))
+    }
+
+    /// Meeting `number` of `context` is a registration: the bytes that each rank has registered, if it could.
+    pub(super) fn register(
+        &self,
+        context: Context,
+        number: u64,
+        bytes: Option<u64>,
+    ) -> Result<Vec<Option<u64>>, CommError> {
+        let tell = Message::Register { context, number, bytes };
+        self.meet(context, number, ("registration", tell), |state| state.registrations.remove(&(context, number)))
+    }
+
+    /// Comes to a meeting, and waits until all have.
+    fn meet<R>(
+        &self,
+        context: Context,
+        number: u64,
+        (kind, tell): (&str, Message),
+        answer: impl Fn(&mut State) -> Option<R>,
+    ) -> Result<R, CommError> {
         if self.state.lock().alone {
-            return Err(self.fail(CommError::Peer {
-                rank: 0,
-                message: format!("left before split {number} (or registration)"),
-            }));
+            return Err(self.fail(CommError::Peer { rank: 0, message: format!("left before {kind} {number}") }));
         }
-        self.say(Message::Split { context, number, wish });
+        self.say(tell);
         self.speak();
         let answer = self.wait(self.limit, |state| match &state.failure {
             Some(failure) => Some(Err(failure.clone())),
-            None => state.splits.remove(&(context, number)).map(Ok),
+            None => answer(state).map(Ok),
         });
         answer.unwrap_or_else(|| {
-            let message = format!("split {number} (or registration) did not end within {:?}", self.limit);
-            let tell = Message::LateSplit { context, number, limit_ms: milliseconds(self.limit) };
+            let message = format!("{kind} {number} did not end within {:?}", self.limit);
+            let tell = Message::LateMeeting { context, number, limit_ms: milliseconds(self.limit) };
             Err(self.ask(tell, CommError::Peer { rank: self.rank, message }))
         })
     }
@@ -342,8 +370,11 @@ impl Watcher {
                     Message::Failed { error } => {
                         state.failure.get_or_insert(error);
                     }
-                    Message::SplitDone { context, number, first, wishes } => {
-                        state.splits.insert((context, number), (first, wishes));
+                    Message::SplitDone { context, number, first, requests } => {
+                        state.splits.insert((context, number), (first, requests));
+                    }
+                    Message::RegisterDone { context, number, bytes } => {
+                        state.registrations.insert((context, number), bytes);
                     }
                     Message::Goodbye => state.alone = true,
                     _ => {}

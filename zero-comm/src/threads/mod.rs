@@ -31,6 +31,7 @@ use zero_alloc::device::{DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
+use crate::split_request::SplitRequest;
 use crate::{CommError, Communicator, Traffic};
 use shared::Shared;
 use ticket::Ticket;
@@ -140,7 +141,7 @@ impl Communicator<HostDevice> for ThreadsComm {
             enqueued.splits += 1;
             enqueued.splits - 1
         };
-        let answer = split::split(&self.shared, self.rank, number, (color, key))?;
+        let answer = split::split(&self.shared, self.rank, number, SplitRequest { color, key })?;
         Ok(answer.map(|(rank, child)| Arc::new(Self::new(child, rank)) as Arc<dyn Communicator<HostDevice>>))
     }
 

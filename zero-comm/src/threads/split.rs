@@ -8,13 +8,11 @@ use zero_alloc::host::Gate;
 
 use super::shared::Shared;
 use crate::CommError;
-
-/// A color, if the rank has one, and its key.
-type Wish = (Option<u64>, u64);
+use crate::split_request::{SplitRequest, members};
 
 #[derive(Default)]
 struct Turn {
-    wishes: Vec<Option<Wish>>,
+    requests: Vec<Option<SplitRequest>>,
     children: HashMap<u64, Arc<Shared>>,
     answered: usize,
     failure: Option<CommError>,
@@ -42,7 +40,7 @@ impl Splits {
     pub(super) fn leave(&self, rank: usize) {
         for turn in self.open() {
             turn.update(|turn| {
-                if turn.wishes[rank].is_none() {
+                if turn.requests[rank].is_none() {
                     turn.failure.get_or_insert_with(|| left(rank));
                 }
             });
@@ -54,12 +52,12 @@ fn left(rank: usize) -> CommError {
     CommError::Peer { rank, message: "left before a split".to_owned() }
 }
 
-/// The new rank of `rank` and its new world, when all ranks have said what they wish in split number `number`.
+/// The new rank of `rank` and its new world, when all ranks have said what they ask of split number `number`.
 pub(super) fn split(
     shared: &Shared,
     rank: usize,
     number: u64,
-    wish: Wish,
+    request: SplitRequest,
 ) -> Result<Option<(usize, Arc<Shared>)>, CommError> {
     let (n, limit) = (shared.world_size, shared.options.limit);
     let gate = {
@@ -67,34 +65,32 @@ pub(super) fn split(
         Arc::clone(
             splits
                 .entry(number)
-                .or_insert_with(|| Arc::new(Gate::new(Turn { wishes: vec![None; n], ..Turn::default() }))),
+                .or_insert_with(|| Arc::new(Gate::new(Turn { requests: vec![None; n], ..Turn::default() }))),
         )
     };
-    gate.update(|turn| turn.wishes[rank] = Some(wish));
+    gate.update(|turn| turn.requests[rank] = Some(request));
     // Who left or failed before this split was open did not see it.
     if let Some(error) = shared.failure() {
         return Err(error);
     }
-    let missing = || gate.update(|turn| turn.wishes.iter().position(Option::is_none));
+    let missing = || gate.update(|turn| turn.requests.iter().position(Option::is_none));
     if let Some(gone) = missing().filter(|&rank| shared.has_left(rank)) {
         return Err(shared.fail(left(gone)));
     }
     let met = gate.wait_until(limit, String::new, |turn| {
-        let wishes: Vec<Wish> = turn.wishes.iter().flatten().copied().collect();
-        if wishes.len() == n { Some(Ok(wishes)) } else { turn.failure.clone().map(Err) }
+        let requests: Vec<SplitRequest> = turn.requests.iter().flatten().copied().collect();
+        if requests.len() == n { Some(Ok(requests)) } else { turn.failure.clone().map(Err) }
     });
-    let wishes = match met {
+    let requests = match met {
         Ok(result) => result.map_err(|error| shared.fail(error))?,
         Err(_) => {
             let message = format!("did not come to split {number} within {limit:?}");
             return Err(shared.fail(CommError::Peer { rank: missing().unwrap_or(rank), message }));
         }
     };
-    let answer = wish.0.map(|color| {
-        let mut members: Vec<(u64, usize)> =
-            wishes.iter().enumerate().filter(|(_, w)| w.0 == Some(color)).map(|(r, w)| (w.1, r)).collect();
-        members.sort_unstable();
-        let new_rank = members.iter().position(|&(_, r)| r == rank).unwrap_or(0);
+    let answer = request.color.map(|color| {
+        let members = members(&requests, color);
+        let new_rank = members.iter().position(|&member| member == rank).unwrap_or(0);
         let child = gate.update(|turn| {
             let child = turn.children.entry(color);
             Arc::clone(child.or_insert_with(|| Arc::new(Shared::new(members.len(), shared.options))))

@@ -144,6 +144,13 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
         ["no handle that could be given away", "for this process alone", "rank 1 did not register its memory"];
     assert!(words[if odd { 0..2 } else { 2..3 }].iter().any(|words| refused.contains(words)), "{refused}");
     sum_and_gather(&comm, &rank, 1);
+    // Nor is what differs in length.
+    let budget = if odd { 2 * BUDGET } else { BUDGET };
+    rank.pool = Pool::new(device.clone().with_shareable_backings(), budget);
+    let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
+    let words = [format!("rank 0 registered {BUDGET} bytes"), format!("rank 1 {}", 2 * BUDGET)];
+    assert!(words.iter().all(|words| refused.contains(words)), "{refused}");
+    sum_and_gather(&comm, &rank, 1);
     // Pages are many handles, and nobody else's.
     rank.pool = Pool::new(device.clone(), BUDGET);
     assert!(comm.register_pool(&rank.pool).unwrap_err().to_string().contains("lends pages"));

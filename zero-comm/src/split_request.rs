@@ -1,0 +1,26 @@
+//! What a rank asks of a split, and who comes together by it.
+
+/// What a rank asks of a split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SplitRequest {
+    /// Of the communicator that it is to be in, if any.
+    pub(crate) color: Option<u64>,
+    /// Its order there.
+    pub(crate) key: u64,
+}
+
+/// The colors of a split, in order.
+pub(crate) fn colors(requests: &[SplitRequest]) -> Vec<u64> {
+    let mut colors: Vec<u64> = requests.iter().filter_map(|request| request.color).collect();
+    colors.sort_unstable();
+    colors.dedup();
+    colors
+}
+
+/// The ranks that ask for `color`, in the order of their keys, then of their ranks.
+pub(crate) fn members(requests: &[SplitRequest], color: u64) -> Vec<usize> {
+    let of_color = requests.iter().enumerate().filter(|(_, request)| request.color == Some(color));
+    let mut members: Vec<(u64, usize)> = of_color.map(|(rank, request)| (request.key, rank)).collect();
+    members.sort_unstable();
+    members.into_iter().map(|(_, rank)| rank).collect()
+}
