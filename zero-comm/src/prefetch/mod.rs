@@ -1,7 +1,7 @@
 //! Unit prefetch: sharded units are gathered on the communication stream ahead of their use.
 //!
 //! Two buffers live here. A **shard** is the caller's, in its storage, for good. A **gathered unit** is a block
-//! of `shard.len() * world_size` elements held as [`Purpose::Buckets`]:
+//! of `shard.len() * world_size` elements held as `Purpose::Buckets`:
 //!
 //! ```text
 //! sharded --begin_step, unshard--> in flight --unshard--> held --reshard--> sharded
@@ -23,15 +23,23 @@
 //! [`PrefetchOptions::max_live_elems`], but for a unit that exceeds it alone: it is gathered on demand when
 //! nothing else is live. The host never waits; the memory of a resharded unit is reused in stream order.
 
+mod gathered_unit;
+mod live;
+mod order;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
-use zero_alloc::{AllocError, Block, Pool, Purpose};
+use zero_alloc::{AllocError, Pool};
+
+pub use gathered_unit::{UnitGather, Unsharded};
+pub use order::{OrderCheck, StepReport};
 
 use crate::{CommError, Communicator};
+use live::{Lease, Live};
 
 /// Why a unit could not be gathered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -74,173 +82,6 @@ pub enum PrefetchError {
     Device(#[from] DeviceError),
 }
 
-/// A unit on its way into a block of the pool.
-#[must_use = "dropping it wastes the gather"]
-pub struct UnitGather<D: Device> {
-    /// None once waited for.
-    block: Option<Block<D>>,
-    comm_stream: D::Stream,
-    event: D::Event,
-    slice: AnySlice,
-}
-
-impl<D: Device> fmt::Debug for UnitGather<D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "UnitGather({} x {})", self.slice.len(), self.slice.dtype())
-    }
-}
-
-impl<D: Device> Drop for UnitGather<D> {
-    fn drop(&mut self) {
-        if let Some(block) = &mut self.block {
-            // A stream that refuses is closed, and uses the block no more.
-            let _closed = block.record_use(&self.comm_stream);
-        }
-    }
-}
-
-impl<D: Device> UnitGather<D> {
-    /// Enqueues the gathering of `shard` from all ranks on `comm_stream`, into a block of `pool`.
-    ///
-    /// # Errors
-    /// The pool has no room, or the collective was refused.
-    pub fn start(
-        pool: &Pool<D>,
-        comm: &dyn Communicator<D>,
-        comm_stream: &D::Stream,
-        shard: AnySlice,
-    ) -> Result<Self, PrefetchError> {
-        let len = shard.len() * comm.world_size();
-        let mut block = pool.allocate(len, shard.dtype(), Purpose::Buckets, comm_stream)?;
-        // SAFETY: every stream that uses the slice is noted before the block is dropped: the communication
-        // stream below or by `Drop`, the others by `Unsharded`.
-        let slice = unsafe { block.slice() };
-        let enqueued = comm.all_gather(comm_stream, shard, slice);
-        block.record_use(comm_stream)?;
-        enqueued?;
-        let event = comm_stream.record()?;
-        Ok(Self { block: Some(block), comm_stream: comm_stream.clone(), event, slice })
-    }
-
-    /// Makes `stream` wait for the gather; the unit is its to use.
-    ///
-    /// # Errors
-    /// The stream refused.
-    pub fn wait_on(mut self, stream: &D::Stream) -> Result<Unsharded<D>, DeviceError> {
-        stream.wait(&self.event)?;
-        let users = vec![stream.clone()];
-        Ok(Unsharded { block: self.block.take(), slice: self.slice, users, lease: None })
-    }
-}
-
-/// A gathered unit. Dropping or resharding it gives its memory back, in stream order.
-#[must_use = "dropping it gives the gathered unit back"]
-pub struct Unsharded<D: Device> {
-    block: Option<Block<D>>,
-    slice: AnySlice,
-    users: Vec<D::Stream>,
-    /// None for a unit that no [`Prefetcher`] counts.
-    lease: Option<Lease>,
-}
-
-impl<D: Device> fmt::Debug for Unsharded<D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Unsharded({} x {})", self.slice.len(), self.slice.dtype())
-    }
-}
-
-impl<D: Device> Drop for Unsharded<D> {
-    fn drop(&mut self) {
-        if let Some(block) = &mut self.block {
-            for user in &self.users {
-                // A stream that refuses is closed, and uses the block no more.
-                let _closed = block.record_use(user);
-            }
-        }
-    }
-}
-
-impl<D: Device> Unsharded<D> {
-    /// The whole unit: the shards of all ranks end to end.
-    ///
-    /// # Safety
-    /// The slice is used only by operations enqueued on the stream that waited for it, or on streams added by
-    /// [`Unsharded::add_user`], before this value is dropped or resharded; nothing writes to it.
-    pub unsafe fn slice(&self) -> AnySlice {
-        self.slice
-    }
-
-    /// How many elements.
-    pub fn len(&self) -> usize {
-        self.slice.len()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.slice.is_empty()
-    }
-
-    /// Lets `stream` use the unit too; it waits for what the first user waits for.
-    ///
-    /// # Errors
-    /// A stream refused.
-    pub fn add_user(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
-        if let Some(first) = self.users.first() {
-            stream.wait(&first.record()?)?;
-        }
-        if self.users.iter().all(|known| known.id() != stream.id()) {
-            self.users.push(stream.clone());
-        }
-        Ok(())
-    }
-}
-
-/// What is live, shared with the [`Unsharded`] units.
-#[derive(Debug, Default)]
-struct Live {
-    elems: usize,
-    peak_elems: usize,
-    held: HashMap<usize, usize>,
-}
-
-/// One block's part of the live elements, given back on drop.
-#[derive(Debug)]
-struct Lease {
-    live: Arc<Mutex<Live>>,
-    unit: usize,
-    elems: usize,
-    held: bool,
-}
-
-impl Lease {
-    fn new(live: &Arc<Mutex<Live>>, unit: usize, elems: usize) -> Self {
-        let mut now = live.lock();
-        now.elems += elems;
-        now.peak_elems = now.peak_elems.max(now.elems);
-        drop(now);
-        Self { live: Arc::clone(live), unit, elems, held: false }
-    }
-
-    fn set_held(&mut self, held: bool) {
-        if self.held != held {
-            self.held = held;
-            let mut live = self.live.lock();
-            if held {
-                live.held.insert(self.unit, self.elems);
-            } else {
-                live.held.remove(&self.unit);
-            }
-        }
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        self.set_held(false);
-        self.live.lock().elems -= self.elems;
-    }
-}
-
 /// How units are prefetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchOptions {
@@ -257,42 +98,6 @@ impl Default for PrefetchOptions {
     fn default() -> Self {
         Self { ahead: 1, max_live_elems: usize::MAX, persistence_threshold_elems: 0 }
     }
-}
-
-/// How a step's uses compare with the expected order.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OrderCheck {
-    /// There was no order yet; this step's is expected from now on.
-    #[default]
-    Recorded,
-    /// The units were used in the expected order.
-    Followed,
-    /// They were not; from `position` on, units were gathered on demand.
-    Changed {
-        /// The first use out of order.
-        position: usize,
-        /// The unit expected; none after the last.
-        expected: Option<usize>,
-        /// The unit used; none if the step ended.
-        got: Option<usize>,
-    },
-}
-
-/// What a step did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepReport {
-    /// Uses whose gather was under way before.
-    pub prefetched: usize,
-    /// Uses that were gathered when they were asked for.
-    pub on_demand: usize,
-    /// Uses that needed no gather, since the unit was kept.
-    pub kept: usize,
-    /// Gathers that were dropped unused.
-    pub wasted: usize,
-    /// The most elements that were live at a time.
-    pub peak_live_elems: usize,
-    /// The order of use.
-    pub order: OrderCheck,
 }
 
 /// A unit that waits for its use.

@@ -1,0 +1,53 @@
+//! What is live: the elements of all blocks in flight, held and kept.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+/// What is live, shared with the `Unsharded` units.
+#[derive(Debug, Default)]
+pub(super) struct Live {
+    pub(super) elems: usize,
+    pub(super) peak_elems: usize,
+    /// The units that are held, and their elements.
+    pub(super) held: HashMap<usize, usize>,
+}
+
+/// One block's part of the live elements, given back on drop.
+#[derive(Debug)]
+pub(super) struct Lease {
+    live: Arc<Mutex<Live>>,
+    pub(super) unit: usize,
+    pub(super) elems: usize,
+    held: bool,
+}
+
+impl Lease {
+    pub(super) fn new(live: &Arc<Mutex<Live>>, unit: usize, elems: usize) -> Self {
+        let mut now = live.lock();
+        now.elems += elems;
+        now.peak_elems = now.peak_elems.max(now.elems);
+        drop(now);
+        Self { live: Arc::clone(live), unit, elems, held: false }
+    }
+
+    pub(super) fn set_held(&mut self, held: bool) {
+        if self.held != held {
+            self.held = held;
+            let mut live = self.live.lock();
+            if held {
+                live.held.insert(self.unit, self.elems);
+            } else {
+                live.held.remove(&self.unit);
+            }
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.set_held(false);
+        self.live.lock().elems -= self.elems;
+    }
+}
