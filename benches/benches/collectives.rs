@@ -26,8 +26,8 @@ use multiversion::multiversion;
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_comm::threads::{Options, ThreadsComm, World};
-use zero_comm::{Communicator, ReduceOp};
+use zero_comm::threads::{ThreadsComm, World};
+use zero_comm::{CommOptions, Communicator, ReduceOp};
 
 const LIMIT: Duration = Duration::from_secs(600);
 const OPS: [&str; 3] = ["reduce_scatter", "all_gather", "all_reduce"];
@@ -165,7 +165,7 @@ impl Rounds {
 
 /// Seconds of one collective, of a copy, of a plain loop and of a barrier.
 fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Duration) -> [f64; 4] {
-    let comms = World::new(n, Options { limit: LIMIT }).expect("a world");
+    let comms = World::new(n, CommOptions { limit: LIMIT }).expect("a world");
     let rounds = Arc::new(Rounds::new(n));
     let spawn = |comm: ThreadsComm| {
         let rounds = Arc::clone(&rounds);

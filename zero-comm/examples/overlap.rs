@@ -6,8 +6,8 @@ use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::{Pool, Purpose, host::HostDevice, host::Timeline};
 use zero_comm::overlap::{Overlap, chrome_trace};
 use zero_comm::slow::{Link, SlowComm};
-use zero_comm::threads::{Options, ThreadsComm, World};
-use zero_comm::{BucketOptions, Buckets, ReduceOp};
+use zero_comm::threads::{ThreadsComm, World};
+use zero_comm::{BucketOptions, Buckets, CommOptions, ReduceOp};
 
 fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
     let link = Link { latency: Duration::from_micros(100), bytes_per_second: 1e9 };
@@ -35,7 +35,7 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
 
 fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let ranks: Vec<_> =
-        World::new(2, Options::default())?.into_iter().map(|c| std::thread::spawn(|| train(c))).collect();
+        World::new(2, CommOptions::default())?.into_iter().map(|c| std::thread::spawn(|| train(c))).collect();
     for (rank, thread) in ranks.into_iter().enumerate() {
         let spans = thread.join().map_err(|_| "a rank panicked")??.take();
         let overlap = Overlap::of(&spans, "comm");

@@ -9,6 +9,7 @@ mod error;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
+mod options;
 pub mod overlap;
 mod past_cache;
 mod prefetch;
@@ -23,5 +24,6 @@ pub use call::{Call, Checked, Group, Segments, balanced_range};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use nccl::RendezvousError;
+pub use options::CommOptions;
 pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport, UnitGather, Unsharded};
 pub use solo::Solo;

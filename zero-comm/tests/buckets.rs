@@ -7,8 +7,7 @@ use proptest::prelude::*;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
-use zero_comm::threads::Options;
-use zero_comm::{BucketError, BucketOptions, Buckets, CommError, ReduceOp};
+use zero_comm::{BucketError, BucketOptions, Buckets, CommError, CommOptions, ReduceOp};
 
 #[derive(Clone, Copy, Debug)]
 enum Stage {
@@ -33,7 +32,7 @@ fn gradient(rank: usize, micro: usize, elems: usize) -> Vec<f32> {
 
 /// Reduces `micro_batches` gradients of `shard_elems * n` elements through buckets; what each rank ends with.
 fn reduce(n: usize, shard_elems: usize, micro_batches: usize, stage: Stage, options: BucketOptions) -> Vec<Vec<f32>> {
-    on_ranks(n, Options::default(), |comm, streams| {
+    on_ranks(n, CommOptions::default(), |comm, streams| {
         let rank = comm.rank();
         let mut random = Random::new(rank as u64);
         let (pool, buckets) = buckets(&comm, streams, options);
@@ -122,7 +121,7 @@ proptest! {
 /// PEERS: a reduction that waits for one of several producers.
 #[test]
 fn the_launch_waits_for_every_producer_and_producers_for_the_last_use() {
-    on_ranks(2, Options::default(), |comm, streams| {
+    on_ranks(2, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(9);
         let second = HostDevice::new().create_stream("second producer").unwrap();
         let (_pool, buckets) =
@@ -150,7 +149,7 @@ fn the_launch_waits_for_every_producer_and_producers_for_the_last_use() {
 
 #[test]
 fn a_reader_on_another_stream_holds_the_bucket_back() {
-    on_ranks(1, Options::default(), |comm, streams| {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(3);
         let reader = HostDevice::new().create_stream("reader").unwrap();
         let (_pool, buckets) =
@@ -176,7 +175,7 @@ fn a_reader_on_another_stream_holds_the_bucket_back() {
 
 #[test]
 fn a_bucket_that_is_given_up_comes_back() {
-    on_ranks(1, Options::default(), |comm, streams| {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
         let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
         for _ in 0..5 {
             drop(buckets.begin(4).unwrap());
@@ -197,7 +196,7 @@ fn a_bucket_that_is_given_up_comes_back() {
 /// An error path that forgets the uses before would let the next producer write while they go on.
 #[test]
 fn a_bucket_that_no_stream_took_keeps_its_last_uses() {
-    on_ranks(1, Options::default(), |comm, streams| {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
         let (_pool, buckets) =
             buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
         let _done = buckets.begin(4).unwrap().all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
@@ -212,7 +211,7 @@ fn a_bucket_that_no_stream_took_keeps_its_last_uses() {
 
 #[test]
 fn bad_options_are_refused() {
-    on_ranks(3, Options::default(), |comm, streams| {
+    on_ranks(3, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 64);
         let make = |options| {
             Buckets::new(&pool, comm.clone(), streams.compute.clone(), streams.comm.clone(), options).map(drop)
@@ -230,7 +229,7 @@ fn bad_options_are_refused() {
 
 #[test]
 fn without_overlap_compute_waits_for_every_bucket() {
-    on_ranks(1, Options::default(), |comm, streams| {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
         for overlap in [true, false] {
             let (_pool, buckets) =
                 buckets(&comm, streams, BucketOptions { overlap, ..BucketOptions::new(4, DType::F32) });

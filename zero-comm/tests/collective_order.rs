@@ -6,8 +6,8 @@ use std::time::Duration;
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_comm::threads::{Options, ThreadsComm, World};
-use zero_comm::{Collective, Communicator, ReduceOp};
+use zero_comm::threads::{ThreadsComm, World};
+use zero_comm::{Collective, CommOptions, Communicator, ReduceOp};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const RANKS: usize = 2;
@@ -96,7 +96,7 @@ impl Rank {
 fn sound(seed: u64, which: Collective, forgotten: Forgotten) -> bool {
     let device = HostDevice::seeded(seed);
     let pool = Pool::new(device.clone(), 1 << 20);
-    let comms = World::new(RANKS, Options::default()).unwrap();
+    let comms = World::new(RANKS, CommOptions::default()).unwrap();
     let ranks: Vec<Rank> = comms.into_iter().map(|comm| Rank::new(&device, &pool, comm)).collect();
     ranks.iter().for_each(|rank| rank.run(which, forgotten));
     for rank in &ranks {

@@ -4,13 +4,12 @@ mod common;
 
 use common::on_ranks;
 use zero_alloc::host::HostDevice;
-use zero_comm::Solo;
 use zero_comm::conformance::{Plan, check};
-use zero_comm::threads::Options;
+use zero_comm::{CommOptions, Solo};
 
 fn run(worlds: std::ops::RangeInclusive<usize>, cases: usize) {
     for n in worlds {
-        for result in on_ranks(n, Options::default(), |comm, streams| {
+        for result in on_ranks(n, CommOptions::default(), |comm, streams| {
             check(&HostDevice::new(), &*comm, &streams.comm, Plan { seed: n as u64, cases, ..Plan::default() })
         }) {
             result.unwrap();

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use common::{Comm, LIMIT, Random, Streams, another, call, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError, Stream};
-use zero_comm::threads::Options;
-use zero_comm::{Collective, CommError, ReduceOp};
+use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
 const RANKS: usize = 3;
 /// What rank 1 does instead of its part.
@@ -87,7 +86,7 @@ fn misbehave(fault: Fault, comm: &Comm, s: &Streams, which: Collective, buffers:
 
 fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
     let limit = if fault == Fault::Stalls { Duration::from_secs(1) } else { LIMIT };
-    on_ranks(RANKS, Options { limit }, |comm, s| {
+    on_ranks(RANKS, CommOptions { limit }, |comm, s| {
         let (mut send, mut recv) = (vec![1f32; 32], vec![1f32; 32]);
         let (mut send_bytes, mut recv_bytes) = (vec![1u8; 32], vec![1u8; 32]);
         let buffers = [view(&mut send), view(&mut recv), view(&mut send_bytes), view(&mut recv_bytes)];
@@ -153,7 +152,7 @@ fn every_fault_at_every_collective_ends_all_ranks_with_its_cause() {
 #[test]
 fn no_rank_leaves_while_a_peer_works_in_its_buffers() {
     for seed in 0..if cfg!(miri) { 3 } else { 60 } {
-        on_ranks(RANKS, Options::default(), |comm, s| {
+        on_ranks(RANKS, CommOptions::default(), |comm, s| {
             let mut random = Random::new(seed * 10 + comm.rank() as u64);
             for _ in 0..20 {
                 let mut values = vec![1f32; if cfg!(miri) { 300 } else { 100_000 }];
@@ -178,7 +177,7 @@ fn no_rank_leaves_while_a_peer_works_in_its_buffers() {
 fn a_split_that_a_rank_does_not_come_to_ends_all() {
     for how in ["leaves", "aborts", "stalls"] {
         let limit = if how == "stalls" { Duration::from_secs(1) } else { LIMIT };
-        let seen = on_ranks(RANKS, Options { limit }, |comm, _| {
+        let seen = on_ranks(RANKS, CommOptions { limit }, |comm, _| {
             match (comm.rank(), how) {
                 (1, "leaves") => return None,
                 (1, "aborts") => comm.abort("on purpose"),
@@ -206,7 +205,7 @@ fn a_split_that_a_rank_does_not_come_to_ends_all() {
 fn a_failure_reaches_the_worlds_that_were_split_off() {
     // A rank that still splits, or calls, when the failure comes gets it there.
     let all_have_called = std::sync::Barrier::new(RANKS);
-    on_ranks(RANKS, Options::default(), |comm, s| {
+    on_ranks(RANKS, CommOptions::default(), |comm, s| {
         let child = comm.split(Some((comm.rank() / 2) as u64), 0).unwrap().unwrap();
         if comm.rank() == 0 {
             // Its peer never comes.

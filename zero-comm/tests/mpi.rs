@@ -14,8 +14,8 @@ use half::bf16;
 use zero_alloc::device::{AnySlice, DeviceError, Stream};
 use zero_alloc::host::HostDevice;
 use zero_comm::conformance::{Plan, check};
-use zero_comm::mpi::{MpiWorld, Options};
-use zero_comm::{Collective, CommError, ReduceOp, threads};
+use zero_comm::mpi::MpiWorld;
+use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
 /// Every way in which rank 1 fails.
 const FAULTS: [&str; 11] = [
@@ -125,7 +125,7 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
 
 fn rank_main(what: &str) -> ExitCode {
     let limit = if what == "conformance" || what == "digest" { LIMIT } else { FAULT_LIMIT };
-    let world = MpiWorld::init(Options { limit }).unwrap();
+    let world = MpiWorld::init(CommOptions { limit }).unwrap();
     let comm: Comm = world.comm();
     let streams = Streams::new(comm.rank());
     let (rank, n) = (comm.rank(), comm.world_size());
@@ -250,7 +250,7 @@ fn main() -> ExitCode {
         println!("ok: conformance on {n} processes");
     }
     for n in [2, 4] {
-        let over_threads = common::on_ranks(n, threads::Options::default(), |comm, streams| digest(&comm, streams));
+        let over_threads = common::on_ranks(n, CommOptions::default(), |comm, streams| digest(&comm, streams));
         let (output, _) = launch(n, "digest", false);
         let out = String::from_utf8_lossy(&output.stdout);
         let same = (0..n).all(|r| out.contains(&format!("rank {r} digest {:x}", over_threads[r])));

@@ -18,8 +18,8 @@ use zero_alloc::host::{Gate, HostDevice, HostStream, OpSpan, Timeline};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::overlap::{Overlap, chrome_trace};
 use zero_comm::slow::{Link, SlowComm};
-use zero_comm::threads::{Options, World};
-use zero_comm::{BucketOptions, Buckets, Communicator, PrefetchOptions, Prefetcher, ReduceOp};
+use zero_comm::threads::World;
+use zero_comm::{BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, Prefetcher, ReduceOp};
 
 const UNITS: usize = 12;
 const SHARD: usize = 1000;
@@ -75,7 +75,7 @@ impl Marks {
 /// Forward and backward of stage 3 on two ranks; the spans of rank 0 after a first step.
 fn step(overlap: bool, how: Compute) -> Vec<OpSpan> {
     let spans = std::thread::scope(|scope| {
-        let ranks: Vec<_> = World::new(2, Options::default())
+        let ranks: Vec<_> = World::new(2, CommOptions::default())
             .unwrap()
             .into_iter()
             .map(|comm| scope.spawn(move || rank(Arc::new(SlowComm::new(Arc::new(comm), LINK)), overlap, how)))

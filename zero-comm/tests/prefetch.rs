@@ -6,8 +6,7 @@ use common::{Comm, Random, Streams, copy, delay, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
-use zero_comm::threads::Options;
-use zero_comm::{CommError, OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport};
+use zero_comm::{CommError, CommOptions, OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport};
 
 /// Forward and backward over four units.
 const ORDER: &[usize] = &[0, 1, 2, 3, 3, 2, 1, 0];
@@ -27,7 +26,7 @@ fn prefetcher(
 /// Runs steps with the uses of `orders`, checks every gathered value, and returns the reports of rank 0. The
 /// shards change between steps on the compute stream, as an optimizer changes them.
 fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[usize]]) -> Vec<StepReport> {
-    let reports = on_ranks(n, Options::default(), |comm, streams| {
+    let reports = on_ranks(n, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(comm.rank() as u64);
         let pool = Pool::new(HostDevice::new(), 1 << 20);
         let value = |step: usize, unit: usize, rank: usize| (step * 100 + unit * 10 + rank) as f32;
@@ -148,7 +147,7 @@ fn small_units_are_gathered_once_in_a_step() {
 
 #[test]
 fn what_cannot_be_gathered_is_an_error_and_leaves_nothing_behind() {
-    on_ranks(1, Options::default(), |comm, streams| {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 100);
         let mut shards: Vec<Vec<f32>> = vec![vec![1.0; 10], vec![1.0; 10], vec![1.0; 1000]];
         let views: Vec<AnySlice> = shards.iter_mut().map(|s| view(s)).collect();

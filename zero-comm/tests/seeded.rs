@@ -7,8 +7,10 @@ use std::time::Duration;
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_comm::threads::{Options, World};
-use zero_comm::{BucketOptions, Buckets, Communicator, PrefetchOptions, Prefetcher, ReduceOp, Unsharded};
+use zero_comm::threads::World;
+use zero_comm::{
+    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, Prefetcher, ReduceOp, Unsharded,
+};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const RANKS: usize = 2;
@@ -175,7 +177,7 @@ impl Rank {
 /// A step on all ranks under `seed`; the weights of all ranks after it, if every stream ran through.
 fn step(seed: u64, ahead: usize, overlap: bool, mistake: Mistake) -> (HostDevice, Option<Vec<Vec<f32>>>) {
     let device = HostDevice::seeded(seed);
-    let mut ranks: Vec<Rank> = World::new(RANKS, Options { limit: Duration::from_secs(5) })
+    let mut ranks: Vec<Rank> = World::new(RANKS, CommOptions { limit: Duration::from_secs(5) })
         .unwrap()
         .into_iter()
         .map(|comm| Rank::new(&device, Arc::new(comm), ahead, overlap))

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_comm::threads::{Options, ThreadsComm, World};
-use zero_comm::{CommError, Communicator, ReduceOp, Traffic};
+use zero_comm::threads::{ThreadsComm, World};
+use zero_comm::{CommError, CommOptions, Communicator, ReduceOp, Traffic};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -15,7 +15,7 @@ fn view<T: Element>(values: &mut [T]) -> AnySlice {
 }
 
 /// Runs `body` on a thread for each rank; its results by rank.
-fn on_ranks<R: Send>(n: usize, options: Options, body: impl Fn(&ThreadsComm, &HostStream) -> R + Sync) -> Vec<R> {
+fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(&ThreadsComm, &HostStream) -> R + Sync) -> Vec<R> {
     let comms = World::new(n, options).unwrap();
     std::thread::scope(|scope| {
         let handles: Vec<_> = comms
@@ -37,7 +37,7 @@ fn on_ranks<R: Send>(n: usize, options: Options, body: impl Fn(&ThreadsComm, &Ho
 #[test]
 fn every_collective_does_what_it_says() {
     for n in [1, 2, 3, 5] {
-        on_ranks(n, Options::default(), |comm, stream| {
+        on_ranks(n, CommOptions::default(), |comm, stream| {
             let rank = comm.rank();
             let sum_of_ranks = (n * (n - 1) / 2) as f32;
 
@@ -81,7 +81,7 @@ fn every_collective_does_what_it_says() {
 fn large_buffers_are_as_right_as_small_ones() {
     // Odd, so that segments start anywhere in a line.
     const SEGMENT: usize = (8 << 20) / 8 + 13;
-    on_ranks(2, Options::default(), |comm, stream| {
+    on_ranks(2, CommOptions::default(), |comm, stream| {
         let value = |rank: usize, i: usize| ((i * 31 + rank * 7) % 4099) as f32;
         let mut send: Vec<f32> = (0..2 * SEGMENT).map(|i| value(comm.rank(), i)).collect();
         let mut part = vec![0f32; SEGMENT];
@@ -99,7 +99,7 @@ fn large_buffers_are_as_right_as_small_ones() {
 
 #[test]
 fn traffic_is_the_formula() {
-    let traffic = on_ranks(4, Options::default(), |comm, stream| {
+    let traffic = on_ranks(4, CommOptions::default(), |comm, stream| {
         let (mut whole, mut part, mut bytes) = (vec![1f32; 12], vec![1f32; 3], vec![0u8; 32]);
         let (mut odd, mut vote) = (vec![half::bf16::ONE; 5], vec![0u8; 8]);
         let (whole, part, odd) = (view(&mut whole), view(&mut part), view(&mut odd));
@@ -128,7 +128,7 @@ fn traffic_is_the_formula() {
 
 #[test]
 fn a_mismatch_names_both_sides_on_every_rank() {
-    let seen = on_ranks(3, Options::default(), |comm, stream| {
+    let seen = on_ranks(3, CommOptions::default(), |comm, stream| {
         let (mut a, mut b) = (vec![0f32; 3], vec![0f32; 9]);
         if comm.rank() == 1 {
             comm.all_gather(stream, view(&mut a), view(&mut b)).unwrap();
@@ -148,7 +148,7 @@ fn a_mismatch_names_both_sides_on_every_rank() {
 
 #[test]
 fn a_stalled_rank_is_named_within_the_limit() {
-    let options = Options { limit: Duration::from_millis(400) };
+    let options = CommOptions { limit: Duration::from_millis(400) };
     let seen = on_ranks(3, options, |comm, stream| {
         if comm.rank() == 2 {
             while comm.failure().is_none() {
@@ -168,7 +168,7 @@ fn a_stalled_rank_is_named_within_the_limit() {
 #[test]
 fn a_poisoned_stream_a_lost_rank_and_an_abort_end_all() {
     for how in ["poison", "leave", "abort", "panic"] {
-        let seen = on_ranks(3, Options::default(), |comm, stream| {
+        let seen = on_ranks(3, CommOptions::default(), |comm, stream| {
             match (comm.rank(), how) {
                 (1, "poison") => stream
                     .enqueue("bad", || Err(zero_alloc::device::DeviceError::Closed { stream: "x".into() }))
@@ -196,7 +196,7 @@ fn a_poisoned_stream_a_lost_rank_and_an_abort_end_all() {
 
 #[test]
 fn two_streams_of_a_rank_may_both_carry_collectives() {
-    on_ranks(2, Options::default(), |comm, stream| {
+    on_ranks(2, CommOptions::default(), |comm, stream| {
         let other = HostDevice::new().create_stream("other").unwrap();
         let mut values: Vec<Vec<f32>> = (0..50).map(|_| vec![1.0; 100]).collect();
         for (i, values) in values.iter_mut().enumerate() {
@@ -211,7 +211,7 @@ fn two_streams_of_a_rank_may_both_carry_collectives() {
 
 #[test]
 fn split_makes_smaller_worlds() {
-    on_ranks(5, Options::default(), |comm, stream| {
+    on_ranks(5, CommOptions::default(), |comm, stream| {
         let rank = comm.rank();
         let color = (rank != 4).then_some((rank % 2) as u64);
         let child = comm.split(color, 10 - rank as u64).unwrap();
@@ -229,7 +229,7 @@ fn split_makes_smaller_worlds() {
 
 #[test]
 fn bad_calls_are_refused_before_they_start() {
-    on_ranks(2, Options::default(), |comm, stream| {
+    on_ranks(2, CommOptions::default(), |comm, stream| {
         let (mut four, mut three) = (vec![0f32; 4], vec![0f32; 3]);
         let (mut half, mut bytes) = (vec![half::bf16::ZERO; 4], vec![0u8; 4]);
         let (four, three, half, bytes) = (view(&mut four), view(&mut three), view(&mut half), view(&mut bytes));
@@ -262,7 +262,7 @@ fn bad_calls_are_refused_before_they_start() {
             Err(CommError::Unsupported { op: ReduceOp::Avg, dtype: DType::U8, .. })
         ));
     });
-    assert_eq!(World::new(0, Options::default()).unwrap_err(), CommError::NoRanks);
-    let error = World::new(usize::MAX, Options::default()).unwrap_err();
+    assert_eq!(World::new(0, CommOptions::default()).unwrap_err(), CommError::NoRanks);
+    let error = World::new(usize::MAX, CommOptions::default()).unwrap_err();
     assert_eq!(error.to_string(), format!("a world of {} ranks; there are 65536 at most", usize::MAX));
 }

@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use zero_alloc::cuda::{CudaDevice, CudaStream, Graph, PinnedMemory};
 use zero_alloc::device::{Device, DeviceError};
 use zero_alloc::host::{HostDevice, HostStream, Timeline};
-use zero_comm::threads::{Options, World};
-use zero_comm::{Collective, Communicator};
+use zero_comm::threads::World;
+use zero_comm::{Collective, CommOptions, Communicator};
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::OptimError;
@@ -39,7 +39,7 @@ pub fn run_on_threads(
     observe: &mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send),
 ) -> Result<Vec<RankSummary>, TrainError> {
     let layout = Arc::new(Layout::new(&workload.units(), world_size as u64, SHARD_ALIGN_ELEMS)?);
-    let comms = World::new(world_size, Options { limit: settings.limit })?;
+    let comms = World::new(world_size, CommOptions { limit: settings.limit })?;
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
     let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {

@@ -19,7 +19,6 @@ mod world;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use ::mpi::Threading;
 use ::mpi::environment::Universe;
@@ -28,24 +27,11 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
-use crate::{CommError, Communicator, Traffic};
+use crate::{CommError, CommOptions, Communicator, Traffic};
 use operation::{MAX_CONTEXT, Members, Operation};
 use raw::{MpiError, Raw};
 use wire::Notice;
 use world::World;
-
-/// How a world of processes behaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// How long a rank waits for the others before it ends the world with an error. Default: 10 minutes.
-    pub limit: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { limit: Duration::from_secs(600) }
-    }
-}
 
 /// MPI, from its initialisation to its end: keep it on the main thread until all streams are drained.
 pub struct MpiWorld {
@@ -69,7 +55,7 @@ impl MpiWorld {
     ///
     /// # Errors
     /// MPI was initialised before, allows one thread only, or a call failed.
-    pub fn init(options: Options) -> Result<Self, CommError> {
+    pub fn init(options: CommOptions) -> Result<Self, CommError> {
         let error = |message: &str| CommError::BackEnd { back_end: "mpi", message: message.to_owned() };
         let (universe, threading) = ::mpi::initialize_with_threading(Threading::Serialized)
             .ok_or_else(|| error("MPI was initialised before in this process"))?;

@@ -2,12 +2,13 @@
 //!
 //! ```no_run
 //! use zero_alloc::cuda::CudaDevice;
-//! use zero_comm::nccl::{NcclCommunicator, Options, Ranks};
+//! use zero_comm::CommOptions;
+//! use zero_comm::nccl::{NcclCommunicator, Ranks};
 //!
 //! // Under torchrun, mpirun or srun; who else starts processes sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 //! let ranks = Ranks::from_env()?.expect("somebody started several processes");
 //! let device = CudaDevice::open(ranks.local_rank)?;
-//! let comm = NcclCommunicator::join(&device, &ranks, Options::default())?;
+//! let comm = NcclCommunicator::join(&device, &ranks, CommOptions::default())?;
 //! # Ok::<(), zero_comm::CommError>(())
 //! ```
 //!
@@ -83,24 +84,11 @@ pub use registration::Registration;
 
 use crate::call::{Checked, Group};
 use crate::split_request::{SplitRequest, colors, members};
-use crate::{CommError, Communicator, Traffic};
+use crate::{CommError, CommOptions, Communicator, Traffic};
 use handle::{Handle, Interrupt};
 use library::Nccl;
 use message::Context;
 use world::{Operation, Transport, World};
-
-/// How a world of processes behaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// How long a rank waits for the others before it ends the world with an error. Default: 10 minutes.
-    pub limit: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { limit: Duration::from_secs(600) }
-    }
-}
 
 /// Whether NCCL is there, and which: `2.30.7`.
 ///
@@ -149,7 +137,7 @@ impl NcclCommunicator {
     ///
     /// # Errors
     /// There is no NCCL, the ranks do not meet within the limit, or NCCL cannot connect them.
-    pub fn join(device: &CudaDevice, ranks: &Ranks, options: Options) -> Result<Self, CommError> {
+    pub fn join(device: &CudaDevice, ranks: &Ranks, options: CommOptions) -> Result<Self, CommError> {
         let (nccl, limit, begun) = (Nccl::get()?, options.limit, Instant::now());
         let joined = rendezvous::join(ranks, nccl.version as u64, || handle::unique_id(nccl), limit)?;
         let id = joined.id.clone();

@@ -24,7 +24,6 @@ mod work;
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use zero_alloc::device::{DeviceError, Stream};
@@ -32,22 +31,9 @@ use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
 use crate::split_request::SplitRequest;
-use crate::{CommError, Communicator, Traffic};
+use crate::{CommError, CommOptions, Communicator, Traffic};
 use shared::Shared;
 use ticket::Ticket;
-
-/// How a world of threads behaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// How long a rank waits for the others before it ends the world with an error. Default: 10 minutes.
-    pub limit: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { limit: Duration::from_secs(600) }
-    }
-}
 
 /// More threads than a process has.
 const MOST_RANKS: usize = 1 << 16;
@@ -62,7 +48,7 @@ impl World {
     /// # Errors
     /// [`CommError::NoRanks`], or [`CommError::TooManyRanks`] above 65536.
     #[expect(clippy::new_ret_no_self, reason = "a world is the set of its ranks' communicators")]
-    pub fn new(world_size: usize, options: Options) -> Result<Vec<ThreadsComm>, CommError> {
+    pub fn new(world_size: usize, options: CommOptions) -> Result<Vec<ThreadsComm>, CommError> {
         if world_size == 0 {
             return Err(CommError::NoRanks);
         }

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use loom::sync::atomic::{AtomicBool, Ordering};
 use loom::thread;
 
-use super::Options;
 use super::shared::Shared;
 use super::ticket::Ticket;
+use crate::CommOptions;
 use crate::{CommError, Group};
 
 /// What the model watches of each of two ranks.
@@ -28,7 +28,7 @@ struct Watched {
 impl Watched {
     fn new() -> Arc<Self> {
         let flags = || [AtomicBool::new(false), AtomicBool::new(false)];
-        let shared = Arc::new(Shared::new(2, Options::default()));
+        let shared = Arc::new(Shared::new(2, CommOptions::default()));
         Arc::new(Self { shared, came: flags(), worked: flags(), left: flags() })
     }
 

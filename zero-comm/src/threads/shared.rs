@@ -7,9 +7,9 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use zero_alloc::host::Looks;
 
-use super::Options;
 use super::slot::Slot;
 use super::split::Splits;
+use crate::CommOptions;
 use crate::{Call, CommError};
 
 #[derive(Default)]
@@ -28,7 +28,7 @@ struct State {
 /// What the ranks of a world share.
 pub(super) struct Shared {
     pub(super) world_size: usize,
-    pub(super) options: Options,
+    pub(super) options: CommOptions,
     pub(super) splits: Splits,
     /// What a waiting rank does before it sleeps.
     looks: Looks,
@@ -36,7 +36,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(world_size: usize, options: Options) -> Self {
+    pub(super) fn new(world_size: usize, options: CommOptions) -> Self {
         let state = State { reached: vec![0; world_size], left: vec![None; world_size], ..State::default() };
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         // A rank for each core may wait where it is for as long as a sleeper would take to wake up; more ranks than

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Element, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_comm::threads::{Options, World};
-use zero_comm::{Collective, CommError, Communicator, ReduceOp};
+use zero_comm::threads::World;
+use zero_comm::{Collective, CommError, CommOptions, Communicator, ReduceOp};
 
 /// Longer than any test takes.
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -71,7 +71,7 @@ impl Streams {
 }
 
 /// Runs `body` on a thread for each rank; its results by rank.
-pub fn on_ranks<R: Send>(n: usize, options: Options, body: impl Fn(Comm, &Streams) -> R + Sync) -> Vec<R> {
+pub fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(Comm, &Streams) -> R + Sync) -> Vec<R> {
     let comms = World::new(n, options).unwrap();
     std::thread::scope(|scope| {
         let handles: Vec<_> = comms

@@ -8,8 +8,8 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::conformance::{Plan, Sums, check};
-use zero_comm::nccl::{NcclCommunicator, Options, Ranks};
-use zero_comm::{CommError, Communicator, ReduceOp};
+use zero_comm::nccl::{NcclCommunicator, Ranks};
+use zero_comm::{CommError, CommOptions, Communicator, ReduceOp};
 
 /// The variable that says what.
 pub(crate) const WHAT: &str = "ZERO_TEST_RANK";
@@ -54,7 +54,7 @@ pub(crate) fn main(what: &str) {
     let device = CudaDevice::open(ranks.local_rank % CudaDevice::count().unwrap()).unwrap();
     let faultless = matches!(what, "conformance" | "sums" | "registers" | "registers-nothing");
     let limit = if faultless || what != "stalled" { LIMIT } else { FAULT_LIMIT };
-    let comm = NcclCommunicator::join(&device, &ranks, Options { limit }).unwrap();
+    let comm = NcclCommunicator::join(&device, &ranks, CommOptions { limit }).unwrap();
     let stream = device.create_stream("comm").unwrap();
     let rank = Rank { stream, pool: Pool::new(device.clone(), usize::MAX) };
     match what {

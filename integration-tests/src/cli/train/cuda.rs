@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use zero_alloc::cuda::CudaDevice;
-use zero_comm::nccl::{NcclCommunicator, Options, Ranks};
-use zero_comm::{CommError, Communicator, Solo};
+use zero_comm::nccl::{NcclCommunicator, Ranks};
+use zero_comm::{CommError, CommOptions, Communicator, Solo};
 
 use super::args::TrainArgs;
 use super::observe::Observer;
@@ -81,7 +81,7 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
     let comm: Arc<dyn Communicator<CudaDevice>> = match launched {
         Some(ranks) if world_size > 1 => {
             check_sharing(args, local_rank >= gpus)?;
-            Arc::new(NcclCommunicator::join(&device, ranks, Options { limit }).map_err(|e| ended_by(rank, e))?)
+            Arc::new(NcclCommunicator::join(&device, ranks, CommOptions { limit }).map_err(|e| ended_by(rank, e))?)
         }
         _ => Arc::new(Solo::new(device.clone())),
     };

@@ -56,8 +56,8 @@ pub(super) fn run(_args: &TrainArgs) -> Result<(), CliError> {
 pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     use std::time::Duration;
 
-    use zero_comm::Communicator;
-    use zero_comm::mpi::{MpiWorld, Options};
+    use zero_comm::mpi::MpiWorld;
+    use zero_comm::{CommOptions, Communicator};
 
     use super::observe::Observer;
     use super::plan::Plan;
@@ -65,7 +65,8 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     use crate::cli::say::say;
     use crate::trainer::run_as_rank;
 
-    let world = MpiWorld::init(Options { limit: Duration::from_secs(args.time_limit) }).map_err(CliError::failure)?;
+    let world =
+        MpiWorld::init(CommOptions { limit: Duration::from_secs(args.time_limit) }).map_err(CliError::failure)?;
     let comm = world.comm();
     let (rank, ranks) = (comm.rank(), comm.world_size());
     if args.ranks.is_some_and(|asked| asked != ranks) {
