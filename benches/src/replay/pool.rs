@@ -60,7 +60,7 @@ pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> 
         }
     }
     stream.synchronize(Duration::from_secs(600))?;
-    // Pages are never given back while the pool lives, so what is reserved last is the most.
+    // Nothing is trimmed, so what is reserved last is the most.
     let report = pool.report();
     let grown = (report.reserved_bytes / PAGE_BYTES) as u64;
     Ok(PoolOutcome {

@@ -134,12 +134,14 @@ impl CudaDevice {
     ///
     /// Where the device or its driver has no such memory, this is [`CudaDevice::with_backings`];
     /// [`CudaDevice::shareable_allocation`] then says so.
-    #[must_use]
-    pub fn with_shareable_backings(self) -> Self {
-        match Shareable::new(self.context()) {
-            Ok(Some(shareable)) => Self { kind: Kind::Shareable, shareable: Some(Arc::new(shareable)), ..self },
-            Ok(None) | Err(_) => self.with_backings(),
-        }
+    ///
+    /// # Errors
+    /// The driver failed.
+    pub fn with_shareable_backings(self) -> Result<Self, DeviceError> {
+        Ok(match Shareable::new(self.context())? {
+            Some(shareable) => Self { kind: Kind::Shareable, shareable: Some(Arc::new(shareable)), ..self },
+            None => self.with_backings(),
+        })
     }
 
     /// The whole allocation that `memory` lies in, its first address and its bytes, if other processes may open it.

@@ -1,5 +1,6 @@
 //! The large allocations that a pool has from its device.
 
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use crate::device::{Device, DeviceError, Memory};
@@ -24,6 +25,8 @@ pub(super) struct Backings {
     list: Vec<Backing>,
     bytes: usize,
     allocations: u64,
+    /// Others were told where it is: nothing goes back before the end.
+    told: bool,
 }
 
 impl Backings {
@@ -68,6 +71,30 @@ impl Backings {
         if let Some(newest) = self.list.last_mut() {
             newest.start = start;
         }
+    }
+
+    /// Whether the last backing is just this range and may go back.
+    pub(super) fn may_give_back(&self, range: &Range<u64>) -> bool {
+        let is_last = |last: &Backing| (last.start, last.bytes as u64) == (range.start, range.end - range.start);
+        !self.told && self.list.last().is_some_and(is_last)
+    }
+
+    /// Gives the last backing back.
+    ///
+    /// # Safety
+    /// No operation that has not run uses it, and nothing will.
+    pub(super) unsafe fn give_back_last(&mut self, device: &impl Memory) {
+        if let Some(last) = self.list.pop() {
+            self.bytes -= last.bytes;
+            // SAFETY: it came from `allocate` of this device with this size, and is given back once; the rest is the
+            // caller's promise.
+            unsafe { device.deallocate(last.ptr, last.bytes) };
+        }
+    }
+
+    /// From now on nothing goes back before the end: others are told where it is.
+    pub(super) fn tell(&mut self) {
+        self.told = true;
     }
 
     /// Where the only backing begins, and its size; `None` where there are none or several.

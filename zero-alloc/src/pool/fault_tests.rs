@@ -7,7 +7,7 @@ use super::stitched::KEPT;
 use crate::device::{DType, Device, DeviceError, Event, Stream};
 use crate::host::{Gate, HostDevice, HostPages, HostStream};
 use crate::testing::{Call, Faulty, FaultyStream, Simulated};
-use crate::{AllocError, Block, Movable, Pool, Purpose};
+use crate::{AllocError, Block, MemoryKind, Movable, Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const PAGE: usize = 1 << 16;
@@ -271,5 +271,84 @@ fn only_views_beyond_those_kept_are_unmapped() {
     let large = take(&pool, 3 * PAGE, &stream);
     assert_eq!(device.usage().mapped_pages, arena + 2 * KEPT as u64 + 3);
     drop(large);
+    assert!(device.usage().mistakes.is_empty(), "{:?}", device.usage().mistakes);
+}
+
+#[test]
+fn a_pool_says_why_it_has_no_pages() {
+    let device = Faulty::new(Simulated::new(16 * PAGE as u64, PAGE));
+    assert_eq!(*Pool::new(device.clone(), PAGE).memory_kind(), MemoryKind::Pages);
+    device.fail(Call::Reserve, 1);
+    let pool = Pool::new(device, 8 * PAGE);
+    assert!(matches!(pool.memory_kind(), MemoryKind::BackingsForPages(_)), "{:?}", pool.memory_kind());
+    let text = pool.report().to_string();
+    assert!(text.ends_with("no addresses: injected: Reserve 2 fails"), "{text}");
+    assert_eq!(*Pool::new(HostDevice::new(), PAGE).memory_kind(), MemoryKind::Backings);
+}
+
+#[test]
+fn trim_gives_pages_as_far_down_as_they_are_done() {
+    let device = Faulty::new(Simulated::new(16 * PAGE as u64, PAGE));
+    let [a, b] = ["a", "b"].map(|name| stream(&device, name));
+    let pool = Pool::new(device.clone(), 16 * PAGE);
+    let lowest = take(&pool, PAGE / 2, &a);
+    let (low, high) = (take(&pool, 4 * PAGE, &a), take(&pool, 3 * PAGE, &b));
+    let reserved = pool.report().reserved_bytes;
+    let gate = hold(&a);
+    drop((low, high));
+    assert_eq!(pool.trim(Duration::from_millis(20)), 3 * PAGE);
+    pool.check_invariants().expect("sound");
+    assert_eq!(pool.report().reserved_bytes, reserved - 3 * PAGE);
+    assert_eq!(device.inner().usage().live_bytes as usize, reserved - 3 * PAGE);
+    open(&gate);
+    pool.trim(LIMIT);
+    assert_eq!(pool.report().reserved_bytes, PAGE);
+    drop(lowest);
+    assert_eq!(pool.trim(LIMIT), PAGE);
+    let usage = device.inner().usage();
+    assert_eq!((usage.live_bytes, usage.mapped_pages, usage.mistakes), (0, 0, Vec::new()));
+    drop(take(&pool, 16 * PAGE, &b));
+}
+
+#[test]
+fn trim_unmaps_the_views_of_what_it_gives_back() {
+    let device = Faulty::new(Simulated::new(16 * PAGE as u64, PAGE));
+    let [a, b] = ["a", "b"].map(|name| stream(&device, name));
+    let pool = Pool::new(device.clone(), 16 * PAGE);
+    let mut fixed: Vec<_> = (0..16).map(|_| Some(take(&pool, PAGE, &a))).collect();
+    fixed.iter_mut().skip(1).step_by(2).for_each(|block| *block = None);
+    let mut view = take(&pool, 4 * PAGE, &b);
+    let gate = hold(&a);
+    view.record_use(&a).expect("recorded");
+    drop((view, fixed));
+    assert_eq!(pool.trim(Duration::from_millis(20)), 0);
+    open(&gate);
+    assert_eq!(pool.trim(LIMIT), 16 * PAGE);
+    let usage = device.inner().usage();
+    assert_eq!((usage.live_bytes, usage.mapped_pages, usage.mistakes), (0, 0, Vec::new()));
+    pool.check_invariants().expect("sound");
+}
+
+#[test]
+fn trim_takes_what_lanes_do_not_use_and_leaves_what_others_were_told_of() {
+    let device = Simulated::new(128 << 20, PAGE);
+    let stream = stream(&device, "a");
+    let pool = Pool::new(device.clone(), usize::MAX);
+    pool.lane().stay();
+    drop(take(&pool, 256, &stream));
+    assert_eq!(pool.trim(LIMIT), 64 << 20);
+    assert_eq!(device.usage().live_bytes, 0);
+    pool.check_invariants().expect("sound");
+    for told in [false, true] {
+        let pool = Pool::new(device.clone().without_virtual_memory(), 4 << 20);
+        if told {
+            pool.take_budget().expect("there");
+        }
+        drop(take(&pool, 3 << 20, &stream));
+        assert_eq!(pool.trim(LIMIT), if told { 0 } else { 3 << 20 });
+        assert_eq!(pool.report().reserved_bytes, if told { 4 << 20 } else { 0 });
+        drop(take(&pool, 4 << 20, &stream));
+        pool.check_invariants().expect("sound");
+    }
     assert!(device.usage().mistakes.is_empty(), "{:?}", device.usage().mistakes);
 }

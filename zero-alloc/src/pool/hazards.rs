@@ -116,6 +116,26 @@ impl<D: Device> Hazards<D> {
         (events, complete)
     }
 
+    /// Up to where bytes of `range` are in use (its start where none is), and an event behind which fewer are; none where
+    /// a stream that is gone gives none.
+    pub(super) fn settle(&mut self, range: Range<u64>) -> (u64, Option<D::Event>) {
+        let starts: Vec<u64> = self.overlapping(&range).map(|(start, _)| start).collect();
+        for start in starts {
+            let Some(hazard) = self.0.get_mut(&start) else { continue };
+            let end = hazard.end.min(range.end);
+            if !hazard.names_home() {
+                // Noted, so that asking again does not wait for what came later.
+                let Ok(event) = hazard.home.record() else { return (end, None) };
+                hazard.uses = hazard.uses.iter().cloned().chain([(hazard.home.id(), event)]).collect();
+            }
+            // A failed event is reached too.
+            if let Some((_, event)) = hazard.uses.iter().find(|(_, event)| !event.is_done().unwrap_or(true)) {
+                return (end, Some(event.clone()));
+            }
+        }
+        (range.start, None)
+    }
+
     /// Whether everything that used any of the bytes has run, without waiting.
     pub(super) fn all_done(&self) -> bool {
         self.0.values().all(|hazard| {

@@ -27,6 +27,7 @@ mod report;
 mod source;
 mod state;
 mod stitched;
+mod trim;
 
 use std::fmt;
 use std::sync::Arc;
@@ -47,7 +48,7 @@ pub use error::AllocError;
 pub use map::{MapHistory, MemoryMap, Span};
 pub use movable::Movable;
 pub use purpose::Purpose;
-pub use report::{Held, Report};
+pub use report::{Held, MemoryKind, Report};
 
 /// Blocks are aligned to this, where the device's backings are.
 const ALIGN_BYTES: usize = 256;
@@ -56,6 +57,7 @@ const ALIGN_BYTES: usize = 256;
 struct Central<D: Device> {
     device: D,
     budget_bytes: usize,
+    kind: MemoryKind,
     /// The size of the chunks that lanes take.
     chunk_bytes: usize,
     state: Mutex<State<D>>,
@@ -78,24 +80,28 @@ impl<D: Device> fmt::Debug for Pool<D> {
 
 impl<D: Device> Pool<D> {
     /// A pool that takes at most `budget_bytes` from the device, rounded up to the device's granularity. It takes
-    /// nothing before the first block.
+    /// nothing before the first block. [`Pool::memory_kind`] says whether those are pages.
     pub fn new(device: D, budget_bytes: usize) -> Self {
         let granule = device.granularity_bytes().min(ALIGN_BYTES);
         let mut config = PlannerConfig {
             granule_bytes: granule as u64,
-            page_bytes: device.granularity_bytes() as u64,
+            page_bytes: granule as u64,
             cost: device.cost(),
             ..PlannerConfig::default()
         };
         let mut source = Source::Backings(Backings::default());
-        // Without addresses there are still backings.
-        if let Some(memory) = device.virtual_memory()
-            && let Ok(arena) = Arena::new(memory, budget_bytes)
-        {
-            config.page_bytes = memory.page_bytes() as u64;
-            config.limit_bytes = arena.address_bytes() as u64;
-            config.stitching = true;
-            source = Source::Arena(arena);
+        let mut kind = MemoryKind::Backings;
+        if let Some(memory) = device.virtual_memory() {
+            match Arena::new(memory, budget_bytes) {
+                Ok(arena) => {
+                    config.page_bytes = memory.page_bytes() as u64;
+                    config.limit_bytes = arena.address_bytes() as u64;
+                    config.stitching = true;
+                    (source, kind) = (Source::Arena(arena), MemoryKind::Pages);
+                }
+                // Without addresses there are still backings.
+                Err(error) => kind = MemoryKind::BackingsForPages(error),
+            }
         }
         let state = State {
             planner: Planner::new(config),
@@ -109,7 +115,7 @@ impl<D: Device> Pool<D> {
             compactions: 0,
         };
         let chunk_bytes = lane::chunk_bytes(budget_bytes, granule);
-        let central = Arc::new(Central { device, budget_bytes, chunk_bytes, state: Mutex::new(state) });
+        let central = Arc::new(Central { device, budget_bytes, kind, chunk_bytes, state: Mutex::new(state) });
         Self(Arc::new(std::array::from_fn(|_| Arc::new(Lane::new(Arc::clone(&central), granule as u64)))))
     }
 
@@ -132,6 +138,11 @@ impl<D: Device> Pool<D> {
         &self.central().device
     }
 
+    /// What it takes from the device, and why not pages where the device has them.
+    pub fn memory_kind(&self) -> &MemoryKind {
+        &self.central().kind
+    }
+
     /// Takes the whole budget from the device at once, as one backing, and says where that begins and how long it is: for memory that a
     /// library is told of, which must not grow afterwards. Asked again it says the same.
     ///
@@ -150,6 +161,9 @@ impl<D: Device> Pool<D> {
             backings.starts_at(planner.add_segment(bytes as u64));
         }
         let only = backings.only().filter(|(_, bytes)| *bytes >= central.budget_bytes);
+        if only.is_some() {
+            backings.tell();
+        }
         Ok(only.ok_or_else(|| refused("the pool has taken memory already, and not all of its budget at once"))?)
     }
 
@@ -253,6 +267,7 @@ impl<D: Device> Pool<D> {
     pub fn report(&self) -> Report {
         let (fronts, state) = self.lock();
         let mut report = state.account.0.clone();
+        report.memory = self.central().kind.clone();
         report.reserved_bytes = state.source.bytes();
         report.backing_allocations = state.source.allocations();
         let planner = state.planner.report();

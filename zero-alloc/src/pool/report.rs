@@ -1,6 +1,34 @@
 //! What a pool holds, by purpose.
 
+use std::fmt;
+
 use super::Purpose;
+use crate::device::DeviceError;
+
+/// What a pool takes from its device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// Backings: the device lends no pages.
+    #[default]
+    Backings,
+    /// Pages under one range of addresses.
+    Pages,
+    /// Backings, though the device lends pages: it refused addresses for them, with this error. So nothing is stitched, and
+    /// nothing holds what is reserved near the peak.
+    BackingsForPages(DeviceError),
+}
+
+impl fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Backings => f.write_str("backings"),
+            Self::Pages => f.write_str("pages"),
+            Self::BackingsForPages(error) => {
+                write!(f, "backings in place of pages, since there are no addresses: {error}")
+            }
+        }
+    }
+}
 
 /// What one purpose holds, in bytes as asked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -18,6 +46,8 @@ pub struct Report {
     pub purposes: [Held; 6],
     /// All purposes together.
     pub total: Held,
+    /// What is taken from the device.
+    pub memory: MemoryKind,
     /// Taken from the device.
     pub reserved_bytes: usize,
     /// How often the device was asked for more memory so far: it stands still in a steady step.
@@ -38,6 +68,22 @@ impl Report {
     /// What `purpose` holds.
     pub fn of(&self, purpose: Purpose) -> Held {
         self.purposes[purpose as usize]
+    }
+}
+
+/// In one line.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { total, reserved_bytes, free_bytes, largest_free_bytes, memory, .. } = self;
+        write!(f, "{} bytes live (at most {}), {reserved_bytes} reserved, ", total.live_bytes, total.peak_bytes)?;
+        write!(f, "{free_bytes} of them free, the largest contiguous {largest_free_bytes}")?;
+        for purpose in Purpose::ALL {
+            let held = self.of(purpose);
+            if held.peak_bytes > 0 {
+                write!(f, "; {purpose:?} {} (at most {})", held.live_bytes, held.peak_bytes)?;
+            }
+        }
+        write!(f, "; {} bytes moved, {} pages stitched; {memory}", self.moved_bytes, self.stitched_pages)
     }
 }
 

@@ -73,6 +73,21 @@ impl Arena {
         }
     }
 
+    /// Gives the last `bytes` back, whole pages.
+    ///
+    /// # Safety
+    /// No operation uses them any more, and they are mapped nowhere else.
+    pub(super) unsafe fn shrink(&mut self, memory: &dyn VirtualMemory, bytes: usize) {
+        let kept = self.pages.len() - bytes / self.page_bytes;
+        let start = address(self.base, kept * self.page_bytes);
+        // SAFETY: mapped by `grow`; unused by the caller's promise.
+        unsafe { memory.unmap(start, self.pages.len() - kept) };
+        for page in self.pages.drain(kept..) {
+            // SAFETY: created by `grow`, unmapped now.
+            unsafe { memory.destroy(page) };
+        }
+    }
+
     /// The pages behind a range of offsets, whole pages.
     pub(super) fn pages(&self, offsets: Range<u64>) -> &[Page] {
         let page = self.page_bytes as u64;

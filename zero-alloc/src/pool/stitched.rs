@@ -151,6 +151,21 @@ impl<D: Device> Views<D> {
         }
     }
 
+    /// Unmaps the views that show anything above an offset.
+    ///
+    /// # Safety
+    /// No block has them, and all that used them has run.
+    pub(super) unsafe fn drop_above(&mut self, offset: u64, memory: &dyn VirtualMemory) {
+        for slot in self.slots.iter_mut() {
+            if slot.as_ref().is_some_and(|view| view.end() > offset)
+                && let Some(view) = slot.take()
+            {
+                // SAFETY: the caller's promise.
+                unsafe { view.unmap(memory) };
+            }
+        }
+    }
+
     /// Unmaps everything.
     ///
     /// # Safety
@@ -164,6 +179,11 @@ impl<D: Device> Views<D> {
 }
 
 impl<D: Device> View<D> {
+    /// The offset behind its highest piece.
+    fn end(&self) -> u64 {
+        self.pieces.iter().map(|(start, bytes)| start + bytes).max().unwrap_or(0)
+    }
+
     /// Whether no block has it and all that used it has run.
     fn is_unused(&self) -> bool {
         let done = |events: &Vec<D::Event>| events.iter().all(|event| event.is_done().unwrap_or(true));

@@ -128,7 +128,7 @@ impl Backend for Cuda {
             Self::Pages => device,
             Self::Backings => device.with_backings(),
             Self::StreamOrdered => device.with_stream_ordered_memory(),
-            Self::Shareable => device.with_shareable_backings(),
+            Self::Shareable => device.with_shareable_backings().expect("the driver answers"),
         }
     }
 

@@ -33,6 +33,7 @@ macro_rules! conformance {
                 pool::another_stream_reuses_behind_the_recorded_uses_and_the_home_stream,
                 pool::a_part_taken_leaves_the_hazard_of_the_rest,
                 pool::a_steady_step_takes_nothing_from_the_device,
+                pool::trim_gives_back_what_is_free_at_the_end_and_done,
                 pool::the_budget_is_a_limit_and_its_error_has_the_numbers,
                 arena::contents_survive_compaction,
                 arena::a_large_block_is_stitched_from_free_pages_and_live_ones_stay,

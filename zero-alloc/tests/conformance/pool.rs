@@ -1,9 +1,11 @@
 //! Pools: reuse in stream order, steadiness, budgets.
 
+use std::time::Duration;
+
 use zero_alloc::device::{DType, Event, Stream};
 use zero_alloc::{AllocError, Pool, Purpose};
 
-use crate::backend::{Backend, LIMIT, address, open};
+use crate::backend::{Backend, LIMIT, address, check, fill, open};
 
 /// One page of every back end, or more.
 const WHOLE: usize = 2 << 20;
@@ -82,6 +84,35 @@ pub(crate) fn a_steady_step_takes_nothing_from_the_device<B: Backend>(backend: &
     }
     assert_eq!(pool.report().backing_allocations, after_second);
     drop(state);
+}
+
+pub(crate) fn trim_gives_back_what_is_free_at_the_end_and_done<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+    let pool = Pool::new(device, 16 * WHOLE);
+    let low = pool.allocate(WHOLE, DType::U8, Purpose::Params, &a).expect("room");
+    // SAFETY: the block lives, and one stream does all.
+    fill(&pool, &a, unsafe { low.slice() }, 7);
+    let high = pool.allocate(4 * WHOLE, DType::U8, Purpose::Activations, &a).expect("room");
+    let reserved = pool.report().reserved_bytes;
+    let gate = B::hold(&a);
+    drop(high);
+    assert_eq!(pool.trim(Duration::from_millis(20)), 0);
+    open(&gate);
+    let back = pool.trim(LIMIT);
+    assert!(back >= 4 * WHOLE && back <= reserved - WHOLE, "{back} of {reserved}");
+    assert_eq!(pool.report().reserved_bytes, reserved - back);
+    pool.check_invariants().expect("sound");
+    // SAFETY: the block lives, and one stream does all.
+    check(&pool, &a, unsafe { low.slice() }, 7);
+    // It is taken again where it is needed.
+    let again = pool.allocate(4 * WHOLE, DType::U8, Purpose::Activations, &b).expect("room");
+    // SAFETY: the block lives, and one stream does all.
+    fill(&pool, &b, unsafe { again.slice() }, 8);
+    drop((low, again));
+    pool.trim(LIMIT);
+    assert_eq!(pool.report().reserved_bytes, 0);
+    pool.check_invariants().expect("sound");
 }
 
 pub(crate) fn the_budget_is_a_limit_and_its_error_has_the_numbers<B: Backend>(backend: &B) {

@@ -11,7 +11,8 @@ use crate::{LIMIT, floats, open, read};
 #[ignore = "needs a CUDA device"]
 fn more_memory_than_cuda_has_is_an_error_with_the_size() {
     let (_, total) = open().memory_bytes().expect("a number");
-    for device in [open().with_backings(), open().with_stream_ordered_memory(), open().with_shareable_backings()] {
+    let shareable = open().with_shareable_backings().expect("the driver answers");
+    for device in [open().with_backings(), open().with_stream_ordered_memory(), shareable] {
         let error = device.allocate(2 * total).expect_err("more than there is");
         let DeviceError::OutOfMemory { asked_bytes, detail } = &error else { panic!("{error}") };
         assert_eq!(*asked_bytes, 2 * total);

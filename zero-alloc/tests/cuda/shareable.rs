@@ -13,7 +13,7 @@ fn refusal(memory: AnySlice) -> String {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_pool_of_shareable_cuda_memory_is_one_allocation_when_it_takes_its_budget() {
-    let device = open().with_shareable_backings();
+    let device = open().with_shareable_backings().expect("the driver answers");
     let stream = device.create_stream("compute").expect("a stream");
     let granularity = device.granularity_bytes();
     let (free, _) = device.memory_bytes().expect("a number");
@@ -66,7 +66,7 @@ fn a_pool_that_cannot_take_its_budget_as_one_piece_of_cuda_memory_says_why() {
         other => panic!("{other:?}"),
     };
     assert!(why(&Pool::new(open(), 1 << 20)).contains("lends pages"));
-    let device = open().with_shareable_backings();
+    let device = open().with_shareable_backings().expect("the driver answers");
     let stream = device.create_stream("compute").expect("a stream");
     let grown = Pool::new(device.clone(), 64 << 20);
     let block = grown.allocate(100, DType::F32, Purpose::Buckets, &stream).expect("room");

@@ -35,13 +35,14 @@
 //! ```no_run
 //! # use zero_alloc::{Pool, cuda::CudaDevice};
 //! # use zero_comm::nccl::NcclCommunicator;
-//! # fn example(device: &CudaDevice, comm: &NcclCommunicator) {
+//! # fn example(device: &CudaDevice, comm: &NcclCommunicator) -> Result<(), zero_alloc::device::DeviceError> {
 //! // For what collectives read and write; the rest stays in a pool of pages.
-//! let pool = Pool::new(device.clone().with_shareable_backings(), 1 << 30);
+//! let pool = Pool::new(device.clone().with_shareable_backings()?, 1 << 30);
 //! match comm.register_pool(&pool) {
 //!     Ok(registration) => println!("{registration:?}: keep it"),
 //!     Err(error) => println!("collectives copy, as without it: {error}"),
 //! }
+//! # Ok(())
 //! # }
 //! ```
 //!

@@ -115,7 +115,7 @@ fn sum_and_gather(comm: &NcclCommunicator, rank: &Rank, repeats: usize) {
 /// Registered pools: what works in them, what is refused for all, and in which orders things end.
 fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     const BUDGET: usize = 8 << 20;
-    let shareable = || Pool::new(device.clone().with_shareable_backings(), BUDGET);
+    let shareable = || Pool::new(device.clone().with_shareable_backings().unwrap(), BUDGET);
     let mut rank = Rank { pool: shareable(), ..rank };
     let registration = comm.register_pool(&rank.pool).unwrap();
     sum_and_gather(&comm, &rank, 3);
@@ -146,7 +146,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     sum_and_gather(&comm, &rank, 1);
     // Nor is what differs in length.
     let budget = if odd { 2 * BUDGET } else { BUDGET };
-    rank.pool = Pool::new(device.clone().with_shareable_backings(), budget);
+    rank.pool = Pool::new(device.clone().with_shareable_backings().unwrap(), budget);
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
     let words = [format!("rank 0 registered {BUDGET} bytes"), format!("rank 1 {}", 2 * BUDGET)];
     assert!(words.iter().all(|words| refused.contains(words)), "{refused}");
@@ -168,7 +168,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
 
 /// Where nothing can be shared, all ranks say so, and train on.
 fn registers_nothing(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
-    let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings(), 1 << 20), ..rank };
+    let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20), ..rank };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
     assert!(refused.contains("no handle that could be given away"), "{refused}");
     sum_and_gather(comm, &rank, 1);
