@@ -22,7 +22,9 @@ mod map;
 #[cfg(all(test, loom))]
 mod models;
 mod movable;
+mod out_of_memory;
 mod purpose;
+mod release;
 mod report;
 mod source;
 mod state;
@@ -244,24 +246,6 @@ impl<D: Device> Pool<D> {
         }
     }
 
-    fn out_of_memory(&self, asked_bytes: usize, purpose: Purpose, device: Option<String>) -> AllocError {
-        let report = self.report();
-        let mut holders: Vec<_> =
-            Purpose::ALL.iter().map(|p| (*p, report.of(*p).live_bytes)).filter(|(_, bytes)| *bytes > 0).collect();
-        holders.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-        AllocError::OutOfMemory {
-            asked_bytes,
-            purpose,
-            device,
-            live_bytes: report.total.live_bytes,
-            budget_bytes: self.central().budget_bytes,
-            free_bytes: report.free_bytes,
-            largest_free_bytes: report.largest_free_bytes,
-            after_compaction_bytes: self.central().state.lock().planner.largest_after_compaction() as usize,
-            holders,
-        }
-    }
-
     /// What the pool holds. Exact, but for peaks where several threads allocate: each thread's own peaks are summed
     /// then, so a peak may be said too large, never too small.
     pub fn report(&self) -> Report {
@@ -376,39 +360,4 @@ impl<D: Device> Central<D> {
         state.free(hold, home, uses);
         state.account.sub(purpose, bytes);
     }
-}
-
-impl<D: Device> Drop for Central<D> {
-    fn drop(&mut self) {
-        let state = self.state.get_mut();
-        let source = std::mem::replace(&mut state.source, Source::Backings(Backings::default()));
-        let (views, hazards) = (std::mem::take(&mut state.views), std::mem::take(&mut state.hazards));
-        if hazards.all_done() {
-            // SAFETY: no block is left, and all that used the memory has run.
-            unsafe { release(source, views, &self.device) };
-            return;
-        }
-        // Waiting here could block the very stream whose end is waited for (a block may be dropped by an
-        // operation), so another thread does.
-        let device = self.device.clone();
-        let reaper = std::thread::Builder::new().name("pool reaper".into());
-        let _ = reaper.spawn(move || {
-            hazards.wait_all();
-            // SAFETY: no block is left, and all that used the memory has run.
-            unsafe { release(source, views, &device) };
-        });
-    }
-}
-
-/// Gives everything back to the device.
-///
-/// # Safety
-/// No operation uses the memory any more.
-unsafe fn release<D: Device>(source: Source, views: Views<D>, device: &D) {
-    if let Some(memory) = device.virtual_memory() {
-        // SAFETY: the caller's promise.
-        unsafe { views.release(memory) };
-    }
-    // SAFETY: the caller's promise; the views are gone.
-    unsafe { source.release(device) };
 }

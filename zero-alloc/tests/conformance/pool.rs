@@ -90,7 +90,7 @@ pub(crate) fn trim_gives_back_what_is_free_at_the_end_and_done<B: Backend>(backe
     let device = backend.device();
     let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
     let pool = Pool::new(device, 16 * WHOLE);
-    let low = pool.allocate(WHOLE, DType::U8, Purpose::Params, &a).expect("room");
+    let low = pool.allocate(1 << 10, DType::U8, Purpose::Params, &a).expect("room");
     // SAFETY: the block lives, and one stream does all.
     fill(&pool, &a, unsafe { low.slice() }, 7);
     let high = pool.allocate(4 * WHOLE, DType::U8, Purpose::Activations, &a).expect("room");
@@ -100,7 +100,7 @@ pub(crate) fn trim_gives_back_what_is_free_at_the_end_and_done<B: Backend>(backe
     assert_eq!(pool.trim(Duration::from_millis(20)), 0);
     open(&gate);
     let back = pool.trim(LIMIT);
-    assert!(back >= 4 * WHOLE && back <= reserved - WHOLE, "{back} of {reserved}");
+    assert!(back >= 4 * WHOLE && back < reserved, "{back} of {reserved}");
     assert_eq!(pool.report().reserved_bytes, reserved - back);
     pool.check_invariants().expect("sound");
     // SAFETY: the block lives, and one stream does all.

@@ -1,0 +1,42 @@
+//! The end of a pool: its memory goes back when the last handle and block are gone and all that used it has run.
+
+use super::Central;
+use super::backings::Backings;
+use super::source::Source;
+use super::stitched::Views;
+use crate::device::Device;
+
+impl<D: Device> Drop for Central<D> {
+    fn drop(&mut self) {
+        let state = self.state.get_mut();
+        let source = std::mem::replace(&mut state.source, Source::Backings(Backings::default()));
+        let (views, hazards) = (std::mem::take(&mut state.views), std::mem::take(&mut state.hazards));
+        if hazards.all_done() {
+            // SAFETY: no block is left, and all that used the memory has run.
+            unsafe { release(source, views, &self.device) };
+            return;
+        }
+        // Waiting here could block the very stream whose end is waited for (a block may be dropped by an
+        // operation), so another thread does.
+        let device = self.device.clone();
+        let reaper = std::thread::Builder::new().name("pool reaper".into());
+        let _ = reaper.spawn(move || {
+            hazards.wait_all();
+            // SAFETY: no block is left, and all that used the memory has run.
+            unsafe { release(source, views, &device) };
+        });
+    }
+}
+
+/// Gives everything back to the device.
+///
+/// # Safety
+/// No operation uses the memory any more.
+unsafe fn release<D: Device>(source: Source, views: Views<D>, device: &D) {
+    if let Some(memory) = device.virtual_memory() {
+        // SAFETY: the caller's promise.
+        unsafe { views.release(memory) };
+    }
+    // SAFETY: the caller's promise; the views are gone.
+    unsafe { source.release(device) };
+}
