@@ -254,6 +254,28 @@ fn a_block_with_a_use_that_could_not_be_noted_never_moves() {
 }
 
 #[test]
+fn a_use_that_could_not_be_noted_is_waited_for_when_the_block_is_gone() {
+    for refused_again in [false, true] {
+        let device = Faulty::new(HostDevice::new());
+        let [b, c, d] = ["b", "c", "d"].map(|name| stream(&device, name));
+        let pool = Pool::new(device.clone(), 16 * PAGE);
+        let block = take_movable(&pool, 16 * PAGE, &b);
+        let gate = hold(&c);
+        device.fail(Call::Record, 1);
+        touch(&block, &c).expect("enqueued");
+        if refused_again {
+            device.fail(Call::Record, 1);
+        }
+        drop(block);
+        let next = take(&pool, 16 * PAGE, &d);
+        assert!(!has_run(&d), "the bytes are still in use on c");
+        open(&gate);
+        d.synchronize(LIMIT).expect("ran");
+        drop(next);
+    }
+}
+
+#[test]
 fn only_views_beyond_those_kept_are_unmapped() {
     let views = KEPT + 1;
     let pages = 4 * views + 1;

@@ -45,7 +45,14 @@ impl<D: Device> Pool<D> {
         let mut state = lane.central.state.lock();
         if let Hold::Range(range) = hold {
             state.planner.pin(range, false);
-            let moving = Moving { home: stream.clone(), uses: Vec::new(), ready: None, lost: None, pins: 0 };
+            let moving = Moving {
+                home: stream.clone(),
+                uses: Vec::new(),
+                ready: None,
+                lost: None,
+                unnoted: Vec::new(),
+                pins: 0,
+            };
             state.movable.insert(range, moving);
         }
         drop(state);
@@ -115,7 +122,7 @@ impl<D: Device> Drop for Unpin<'_, D> {
         let mut state = self.block.lane.central.state.lock();
         let Some(moving) = state.movable.get_mut(&range) else { return };
         // A use that cannot be noted keeps its pin: the block stays where it is for good.
-        let Ok(event) = used else { return };
+        let Ok(event) = used else { return moving.unnoted.push(self.stream.clone()) };
         moving.uses.retain(|(id, _)| *id != self.stream.id());
         moving.uses.push((self.stream.id(), event));
         moving.pins -= 1;
@@ -133,7 +140,21 @@ impl<D: Device> Drop for Movable<D> {
             _ => None,
         };
         let bytes = self.len * self.dtype.size_bytes();
-        let (home, uses) = moving.map_or_else(|| (self.home.clone(), Vec::new()), |m| (m.home, m.uses));
+        let (mut home, mut uses, unnoted) =
+            moving.map_or_else(|| (self.home.clone(), Vec::new(), Vec::new()), |m| (m.home, m.uses, m.unnoted));
+        for stream in unnoted {
+            uses.retain(|(id, _)| *id != stream.id());
+            match stream.record() {
+                Ok(event) => uses.push((stream.id(), event)),
+                // Whoever takes the bytes asks it again, and gets no bytes while it gives no event.
+                Err(_) => {
+                    let before = std::mem::replace(&mut home, stream);
+                    if !uses.iter().any(|(id, _)| *id == before.id()) {
+                        uses.extend(before.record().map(|event| (before.id(), event)));
+                    }
+                }
+            }
+        }
         state.free(self.hold, &home, uses);
         state.account.sub(self.purpose, bytes);
     }

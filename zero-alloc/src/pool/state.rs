@@ -60,7 +60,9 @@ pub(super) struct Moving<D: Device> {
     pub(super) ready: Option<(u64, D::Event)>,
     /// Set where its contents are gone: what every use is told.
     pub(super) lost: Option<DeviceError>,
-    /// How many look.
+    /// Streams with a use that gave no event.
+    pub(super) unnoted: Vec<D::Stream>,
+    /// How many look, and once for each of those.
     pub(super) pins: u32,
 }
 
