@@ -1,4 +1,5 @@
-//! `zero train --device cuda` with several ranks: one process each, over NCCL. They share one GPU where there is only one.
+//! `zero train --device cuda` with several ranks: one process each, over NCCL. They share one GPU where there is only
+//! one.
 
 #[path = "common/place.rs"]
 mod place;

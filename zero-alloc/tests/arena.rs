@@ -1,4 +1,5 @@
-//! Compaction, stitching and failures, through the pool: contents survive, addresses of fixed blocks stay, nothing leaks.
+//! Compaction, stitching and failures, through the pool: contents survive, addresses of fixed blocks stay, nothing
+//! leaks.
 #![cfg(not(miri))]
 
 use std::sync::Arc;

@@ -275,7 +275,8 @@ proptest! {
     }
 }
 
-/// Every cache is replaced by one that is a granule longer, again and again; a pinned range lies among them where asked.
+/// Every cache is replaced by one that is a granule longer, again and again; a pinned range lies among them where
+/// asked.
 fn grow_caches(rounds: u64, pinned: bool) -> Model {
     let mut model = Model::new(config(1 << 40, 0.03));
     let first = 200 * GRANULE;

@@ -76,7 +76,8 @@ pub(crate) struct Entry {
     pub(crate) model: ModelSpec,
 }
 
-/// All published checkpoints with a good manifest, those that stand aside too, oldest save first, and why the others are not among them.
+/// All published checkpoints with a good manifest, those that stand aside too, oldest save first, and why the others
+/// are not among them.
 pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<String>), CkptError> {
     let (mut entries, mut reasons) = (Vec::new(), Vec::new());
     for name in dir.names()? {

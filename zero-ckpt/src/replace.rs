@@ -6,8 +6,9 @@
 //! it cannot (NFS)                   the old one stands aside, as DIR/step-00000030.old.<random>; one rename
 //! ```
 //!
-//! What stands aside is the only copy until the new one has the name, and readers find it there. [`settle`] decides what
-//! becomes of it: it gets its name back where nothing has it, and goes where the checkpoint that has it is whole.
+//! What stands aside is the only copy until the new one has the name, and readers find it there. [`settle`] decides
+//! what becomes of it: it gets its name back where nothing has it, and goes where the checkpoint that has it is
+//! whole.
 
 use crate::catalog::{aside_name, aside_of};
 use crate::dir::Dir;
@@ -36,7 +37,8 @@ pub(crate) fn take_name(
     moved.inspect_err(|_| drop(dir.rename(&aside, dir, name)))
 }
 
-/// Decides about all checkpoints that stand aside, the newest first; one that stays is the only copy, or cannot be moved.
+/// Decides about all checkpoints that stand aside, the newest first; one that stays is the only copy, or cannot be
+/// moved.
 pub(crate) fn settle(dir: &Dir, staging: &Dir) {
     let sequence = |name: &str| {
         let whole = dir.open_dir(name).and_then(|d| Reader::open_one(d, Vec::new()));
@@ -147,7 +149,8 @@ mod tests {
         assert!(refused.is_err());
         assert_eq!((names(&path), found(&path)), (vec!["latest".into(), "step-00000020".into()], (20, 2.0)));
 
-        // The name is taken by something that is no checkpoint: the old one stays aside, whatever else is saved and swept.
+        // The name is taken by something that is no checkpoint: the old one stays aside, whatever else is saved and
+        // swept.
         let name = path.join("step-00000020");
         let refused = save(&path, (20, 3.0), move |at| {
             if at == SavePoint::OldAside {

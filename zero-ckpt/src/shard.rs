@@ -62,7 +62,8 @@ impl<'a> ShardData<'a> {
         self.unit(state, StateDtype::F32, unit, bytemuck::cast_slice(shard))
     }
 
-    /// Adds a unit of a state: the little-endian bytes of the rank's shard of it, `shard_elems` elements with the padding.
+    /// Adds a unit of a state: the little-endian bytes of the rank's shard of it, `shard_elems` elements with the
+    /// padding.
     ///
     /// # Errors
     /// There is no such unit, another length or dtype than before, or it is there already.

@@ -147,8 +147,9 @@ impl Store {
     /// Saves a checkpoint together with the other ranks, and returns on all of them the same: what was
     /// published, or the error of the first rank that failed. All ranks call it, with the same `meta`.
     ///
-    /// `exchange` is the communicator: it takes this rank's frame and returns the frames of all ranks in rank
-    /// order; all frames have [`frame_bytes`](crate::frame_bytes) bytes. It is called twice, on every rank, whatever goes wrong.
+    /// `exchange` is the communicator: it takes this rank's frame and returns the frames of all ranks in rank order;
+    /// all frames have [`frame_bytes`](crate::frame_bytes) bytes. It is called twice, on every rank, whatever goes
+    /// wrong.
     ///
     /// # Errors
     /// The error of any rank, as [`CkptError::Rank`]; or the exchange failed.
@@ -239,7 +240,8 @@ impl Store {
     /// save is removed and all that was published before stays as it is.
     ///
     /// # Errors
-    /// The first rank's error, receipts that do not fit together, another model in this directory, or the system refused.
+    /// The first rank's error, receipts that do not fit together, another model in this directory, or the system
+    /// refused.
     pub fn publish(
         &self,
         meta: &SaveMeta,

@@ -259,7 +259,8 @@ fn main() -> ExitCode {
     }
     let cases: Vec<(&str, Collective)> =
         FAULTS.iter().flat_map(|&f| Collective::ALL.map(|which| (f, which))).collect();
-    // Most of the time they wait for a limit, so two go on at once; with more, on two cores, ranks that are well come late.
+    // Most of the time they wait for a limit, so two go on at once; with more, on two cores, ranks that are well come
+    // late.
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..2 {

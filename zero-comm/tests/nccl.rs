@@ -1,7 +1,8 @@
 //! Ranks as processes over NCCL: this program starts itself, once a rank, and judges what comes back.
 //!
-//! On a machine with fewer GPUs than ranks they share one, which NCCL allows from 2.30 on. Without NCCL the tests say that
-//! they are skipped, and fail where `ZERO_REQUIRE_NCCL` is set (integration-tests/stand-ins/with-stand-ins does so).
+//! On a machine with fewer GPUs than ranks they share one, which NCCL allows from 2.30 on. Without NCCL the tests say
+//! that they are skipped, and fail where `ZERO_REQUIRE_NCCL` is set (integration-tests/stand-ins/with-stand-ins does
+//! so).
 
 #[path = "nccl/rank.rs"]
 mod rank;

@@ -1,6 +1,7 @@
 //! The fused step on a framework's own device pointers and stream: what `fused_step` does is all there is to it.
 //!
-//! Here the "framework" is a few allocations and a raw stream handle. Needs a GPU and NVRTC; says so if they are missing.
+//! Here the "framework" is a few allocations and a raw stream handle. Needs a GPU and NVRTC; says so if they are
+//! missing.
 
 use std::error::Error;
 use std::ffi::c_void;

@@ -234,7 +234,8 @@ pub struct DecideArgs {
 /// The operations of a ZeRO step, enqueued on streams of `D`. Arguments are checked at the call: lengths, dtypes,
 /// alignment, and that nothing that is written overlaps anything else. Empty ranges are fine, and cost nothing.
 ///
-/// No operation allocates device memory, waits, or leaves anything to the host: on a GPU all can be recorded into a graph.
+/// No operation allocates device memory, waits, or leaves anything to the host: on a GPU all can be recorded into a
+/// graph.
 pub trait Kernels<D: Device>: Send + Sync {
     /// One fused Adam step over a flat range.
     ///

@@ -20,7 +20,8 @@ pub struct Vote {
     pub first_bad_unit: u64,
     /// This rank's part of the loss, whatever the caller sums over ranks.
     pub loss: f64,
-    /// Whatever else the caller's ranks tell one another: of each bit all learn whether any and whether all have set it.
+    /// Whatever else the caller's ranks tell one another: of each bit all learn whether any and whether all have set
+    /// it.
     pub flags: u64,
 }
 

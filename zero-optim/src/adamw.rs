@@ -189,8 +189,8 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// The slices do not fit the segments, the loss scale is at its minimum, or the scalars did not reach the device
-    /// within `limit`: nothing has changed, and the step may be tried again. Where the stream refused a launch, some units may
-    /// have been updated.
+    /// within `limit`: nothing has changed, and the step may be tried again. Where the stream refused a launch, some
+    /// units may have been updated.
     pub fn step(
         &mut self,
         stream: &D::Stream,
@@ -277,8 +277,8 @@ impl<D: Device> ShardedAdamW<D> {
         self.decider.progress()
     }
 
-    /// Takes up the scalars of a checkpoint. The state itself is written through [`Self::state`]. Steps are decided on the
-    /// device again only after another [`Self::decide_on_device`].
+    /// Takes up the scalars of a checkpoint. The state itself is written through [`Self::state`]. Steps are decided
+    /// on the device again only after another [`Self::decide_on_device`].
     ///
     /// # Errors
     /// They do not fit the settings.

@@ -1,7 +1,8 @@
 //! Steps that are decided on the device: the host enqueues them and waits for nothing.
 //!
-//! Votes are gathered in device memory, a kernel decides ([`zero_kernels::step`]), Adam's launches read what it decided,
-//! and a report of each step lies in a ring until the host reads it. So a step can be recorded into a graph and replayed.
+//! Votes are gathered in device memory, a kernel decides ([`zero_kernels::step`]), Adam's launches read what it
+//! decided, and a report of each step lies in a ring until the host reads it. So a step can be recorded into a graph
+//! and replayed.
 //!
 //! | buffer | bytes | held for |
 //! |---|---|---|
@@ -141,8 +142,8 @@ fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
 
 impl<D: Device> ShardedAdamW<D> {
     /// Puts everything that decisions need on the device; the next steps are taken by [`Self::enqueue_vote`] and
-    /// [`Self::enqueue_step`]. Call it again for the steps behind `plan.steps`, with all reports read: with the same plan
-    /// it takes no memory then, and all slices stay where they are. Blocks the host.
+    /// [`Self::enqueue_step`]. Call it again for the steps behind `plan.steps`, with all reports read: with the same
+    /// plan it takes no memory then, and all slices stay where they are. Blocks the host.
     ///
     /// # Errors
     /// A report is not read yet, or there is no memory.
@@ -270,8 +271,9 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// What became of steps that have been decided and were not reported yet, in order, without waiting for any other. The
-    /// optimizer's [`progress`](Self::progress) and [`backward_scale`](Self::backward_scale) move with the reports.
+    /// What became of steps that have been decided and were not reported yet, in order, without waiting for any
+    /// other. The optimizer's [`progress`](Self::progress) and [`backward_scale`](Self::backward_scale) move with the
+    /// reports.
     ///
     /// # Errors
     /// A step failed; or the run is halted, since gradients overflowed with the loss scale at its minimum or rates

@@ -67,8 +67,8 @@ pub(crate) struct SubGroup {
     pub(crate) slices: UnitSlices,
 }
 
-/// The units as launches. With `join`, units whose gradients and parameters both lie end to end become one; without, each
-/// is one. Empty units are none.
+/// The units as launches. With `join`, units whose gradients and parameters both lie end to end become one; without,
+/// each is one. Empty units are none.
 ///
 /// Only for addresses that are numbers to this process, a GPU's: on the host a slice ends where its maker said.
 pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool) -> Vec<SubGroup> {

@@ -5,9 +5,10 @@
 //! cargo run --release -p benches --bin adam_cuda -- --serve         for benches/peers/adam_cuda.py
 //! ```
 //!
-//! bf16 gradients in and parameters out, fp32 masters and moments: 28 bytes a parameter. Each figure is a median over rounds;
-//! in a round the subjects run one after the other, each as often as fills a tenth of a second, and the host waits only at the
-//! end. `--serve` reads lines `KIND ELEMS` and answers each with milliseconds a step, measured once.
+//! bf16 gradients in and parameters out, fp32 masters and moments: 28 bytes a parameter. Each figure is a median over
+//! rounds;
+//! in a round the subjects run one after the other, each as often as fills a tenth of a second, and the host waits
+//! only at the end. `--serve` reads lines `KIND ELEMS` and answers each with milliseconds a step, measured once.
 
 use std::io::{BufRead, Write};
 use std::ptr::NonNull;

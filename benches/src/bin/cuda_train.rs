@@ -1,8 +1,9 @@
 //! The trainer's speed and memory on one GPU: the peer of the PyTorch figures in README.md.
 //!
-//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]` trains a preset from random weights on random tokens, one
-//! rank, and prints one line of JSON: the median milliseconds of a step (of those behind the fifth), tokens a second, and
-//! the peak of what the pool held. With `ops` it also prints where the last step's time went, operation by operation;
+//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]` trains a preset from random weights on random
+//! tokens, one rank, and prints one line of JSON: the median milliseconds of a step (of those behind the fifth),
+//! tokens a second, and the peak of what the pool held. With `ops` it also prints where the last step's time went,
+//! operation by operation;
 //! recording that costs time, so figures come from runs without. With `graph` steps are replayed (stages 0 to 2).
 
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
 //! How fast one pool serves several threads beside one: allocation and free in pairs, and pairs with one operation
 //! enqueued between them. Rounds by turns in one run; the best of each counts.
 //!
-//! With fewer cores than threads, a thread has `cores / threads` of one thread's speed at best; that ceiling is printed,
-//! and the processor time that a pair takes, which has no such ceiling.
+//! With fewer cores than threads, a thread has `cores / threads` of one thread's speed at best; that ceiling is
+//! printed, and the processor time that a pair takes, which has no such ceiling.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};

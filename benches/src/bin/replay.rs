@@ -1,7 +1,7 @@
 //! `replay [--json] [--slack S] [--repeats N] [--synthetic] TRACE...`: replays allocation traces through zero-alloc's
 //! planner on a simulated device with pages of 2 MiB, and through the crate offset-allocator in the same run.
-//! The same trace goes through a whole pool on a simulated device too. `--synthetic` adds traces made up from models' shapes,
-//! of training and of other programs, `--random N` N more of each of the two. See benches/traces/README.md.
+//! The same trace goes through a whole pool on a simulated device too. `--synthetic` adds traces made up from models'
+//! shapes, of training and of other programs, `--random N` N more of each of the two. See benches/traces/README.md.
 
 use std::io::Write;
 use std::path::PathBuf;

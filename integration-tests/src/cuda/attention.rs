@@ -1,8 +1,8 @@
 //! Launches of attention.cu and attention_plain.cu.
 //!
 //! Shapes: qkv, dqkv `[batch, seq, 3, heads, d]`, out, dout `[batch, seq, heads, d]` in the kernels' type; lse, delta
-//! `[batch, heads, seq]` in fp32. `lse` is log2 of the sum of the exponentials of the scores: the forward pass writes it
-//! for the backward pass, and no one else reads it.
+//! `[batch, heads, seq]` in fp32. `lse` is log2 of the sum of the exponentials of the scores: the forward pass writes
+//! it for the backward pass, and no one else reads it.
 
 use std::f32::consts::LOG2_E;
 

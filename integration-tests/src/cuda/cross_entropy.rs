@@ -25,8 +25,9 @@ pub struct Scale {
     pub tokens: usize,
 }
 
-/// `losses[row] = -log softmax(logits)[target]` in nats, and the first `vocab` columns of `logits` `[rows, stride_elems]`
-/// become their gradient times `scale`, the others 0. Targets were checked against the vocabulary when the data was opened.
+/// `losses[row] = -log softmax(logits)[target]` in nats, and the first `vocab` columns of `logits` `[rows,
+/// stride_elems]` become their gradient times `scale`, the others 0. Targets were checked against the vocabulary when
+/// the data was opened.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream refused.

@@ -1,7 +1,7 @@
 //! Launches of embedding.cu, and the lists that its backward pass goes by.
 //!
-//! Shapes: tokens `[rows]`, rows = batch x seq; wte `[vocab, n]`, wpe `[positions, n]`, x, dx `[rows, n]` in the kernels'
-//! type; dwte, dwpe in fp32. Tokens were checked against the vocabulary when the data was opened.
+//! Shapes: tokens `[rows]`, rows = batch x seq; wte `[vocab, n]`, wpe `[positions, n]`, x, dx `[rows, n]` in the
+//! kernels' type; dwte, dwpe in fp32. Tokens were checked against the vocabulary when the data was opened.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
@@ -22,8 +22,8 @@ pub struct TokenLists {
     pub segments: DeviceSlice<u32>,
 }
 
-/// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and `starts` are as long as
-/// `tokens`; what `starts` holds behind the segments is left as it was.
+/// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and `starts` are as long
+/// as `tokens`; what `starts` holds behind the segments is left as it was.
 pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32 {
     // How many rows a token has, and then where its next row goes.
     let mut places = vec![0u32; tokens.iter().max().map_or(0, |&most| most as usize + 1)];

@@ -76,8 +76,8 @@ impl OpKernels {
         let mut args = args;
         let mut pointers = args.each_mut().map(|arg| (&raw mut arg.0).cast::<c_void>());
         let Shape { grid, block, shared_bytes } = shape;
-        // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low bytes of an `Arg` are
-        // its value), and slices were made with the promise that accesses are ordered.
+        // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low bytes of an `Arg`
+        // are its value), and slices were made with the promise that accesses are ordered.
         let launch = || unsafe { function.launch(stream, grid, [block, 1, 1], shared_bytes, &mut pointers) };
         Ok(stream.labelled(op, launch)?)
     }

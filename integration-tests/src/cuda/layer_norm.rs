@@ -1,6 +1,7 @@
 //! Launches of layer_norm.cu.
 //!
-//! Shapes: x, y, dx, dy `[rows, n]` and gain, bias `[n]` in the kernels' type; stats `[rows, 2]`, dgain, dbias `[n]` in fp32.
+//! Shapes: x, y, dx, dy `[rows, n]` and gain, bias `[n]` in the kernels' type; stats `[rows, 2]`, dgain, dbias `[n]`
+//! in fp32.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};

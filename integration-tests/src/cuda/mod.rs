@@ -1,5 +1,5 @@
-//! A transformer's operations on CUDA: kernels of our own, compiled at run time for the type that a run computes in, and
-//! matrix products by cuBLASLt.
+//! A transformer's operations on CUDA: kernels of our own, compiled at run time for the type that a run computes in,
+//! and matrix products by cuBLASLt.
 //!
 //! | file of `cuda/` | operation | on the host |
 //! |---|---|---|

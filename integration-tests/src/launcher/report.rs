@@ -1,5 +1,5 @@
-//! How a rank tells its launcher why it failed: in a file that [`REPORT_VARIABLE`] names, so that the launcher can say it
-//! once, and say the cause instead of what other ranks saw of it.
+//! How a rank tells its launcher why it failed: in a file that [`REPORT_VARIABLE`] names, so that the launcher can
+//! say it once, and say the cause instead of what other ranks saw of it.
 
 use std::fs;
 use std::io;

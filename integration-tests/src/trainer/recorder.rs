@@ -1,14 +1,16 @@
 //! The parts of a step, enqueued by calls or, once recorded into graphs of the device, by one call each.
 //!
-//! A part is what one call of a [`Stage`](super::Stage) enqueues. All that changes from step to step (tokens, learning
-//! rate, loss scale, flags) is read from device memory when it runs, so that a part recorded in one step is that part of
-//! every later one. The first two steps are not recorded: in them kernels are loaded and products find their algorithms.
+//! A part is what one call of a [`Stage`](super::Stage) enqueues. All that changes from step to step (tokens,
+//! learning rate, loss scale, flags) is read from device memory when it runs, so that a part recorded in one step is
+//! that part of every later one. The first two steps are not recorded: in them kernels are loaded and products find
+//! their algorithms.
 //!
 //! Between parts the two streams are one: a part begins behind both and ends with both. So nothing of one part runs
 //! beside another, which costs the overlap of the gather after an update with the next forward. In a timeline a part is
 //! one operation.
 //!
-//! The streams must be drained before what the parts use is freed; the drop of [`Flags`](super::flags::Flags) does that.
+//! The streams must be drained before what the parts use is freed; the drop of [`Flags`](super::flags::Flags) does
+//! that.
 
 use zero_alloc::device::{Device, DeviceError, Stream};
 use zero_comm::Traffic;

@@ -186,8 +186,8 @@ impl<D: Device> Runner<'_, D> {
             // What fails here fails again where the batch is needed.
             let _later = feed.give(model, done + 1, 0);
         }
-        // The one wait of a step, for what was decided. The update runs meanwhile, and at stages 1 and 2 the gather after
-        // it beside the next step's forward.
+        // The one wait of a step, for what was decided. The update runs meanwhile, and at stages 1 and 2 the gather
+        // after it beside the next step's forward.
         let outcome = stage::outcome(rank, stage)?;
         // A stream is not poisoned for the collectives of a graph: one that was broken off leaves what it found.
         if let Some(failure) = rank.comm.failure() {

@@ -14,8 +14,8 @@ use crate::model::Model;
 /// For so many steps learning rates are put on the device at once.
 pub(super) const STEPS_AHEAD: u64 = 1024;
 
-/// One rank's side of a ZeRO stage. What a call enqueues at stages 0 to 2 may be recorded, and replayed in later steps in
-/// place of the call.
+/// One rank's side of a ZeRO stage. What a call enqueues at stages 0 to 2 may be recorded, and replayed in later
+/// steps in place of the call.
 pub trait Stage<D: Device>: Send {
     /// Forward and backward of the model's current micro-batch, the `micro`-th of the step; its gradients
     /// are on their way to where they are kept.
@@ -63,8 +63,8 @@ pub(super) fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, Tra
     })
 }
 
-/// What a rank tells all others at the end of a step beside its gradients' statistics, in device memory when the compute
-/// stream gets there.
+/// What a rank tells all others at the end of a step beside its gradients' statistics, in device memory when the
+/// compute stream gets there.
 #[derive(Clone, Copy, Debug)]
 pub struct Say {
     /// Sum of its micro-batches' losses.

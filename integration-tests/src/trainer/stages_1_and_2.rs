@@ -3,8 +3,8 @@
 //!
 //! In mixed precision a rank holds 4 Ψ + 12 Ψ/N bytes at stage 1, 2 Ψ + 14 Ψ/N at stage 2. A unit's gradient is
 //! reduce-scattered as soon as its backward is done, so that each rank has the sum over ranks for its own shard; it
-//! updates that shard, and the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 keeps storage for whole
-//! gradients, as a program without sharded ones would; only the own shard of it is ever summed.
+//! updates that shard, and the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 keeps storage for
+//! whole gradients, as a program without sharded ones would; only the own shard of it is ever summed.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};

@@ -94,8 +94,8 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
         let mut tiny = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights);
         tiny.step(0);
         let (loss, got) = (tiny.loss(), tiny.gradients());
-        // The host computes in fp32 from parameters rounded to bf16; here activations and their gradients are rounded too,
-        // which is what PyTorch's bf16 does.
+        // The host computes in fp32 from parameters rounded to bf16; here activations and their gradients are rounded
+        // too, which is what PyTorch's bf16 does.
         let loss_error = (loss - host_loss).abs() / host_loss;
         assert!(loss_error < 1e-4, "{dtype}: loss {loss}, on the host {host_loss}");
         let (got, want): (Vec<f32>, Vec<f32>) = (got.concat(), host.concat());

@@ -105,8 +105,8 @@ impl CudaDevice {
         Ok(Self { shared: Arc::new(shared), kind: Kind::Pages, shareable: None, recorder: None })
     }
 
-    /// The same, where streams made from now on record their operations in `timeline`. Times are read from events on the
-    /// device when the timeline is asked, so recording waits for nothing.
+    /// The same, where streams made from now on record their operations in `timeline`. Times are read from events on
+    /// the device when the timeline is asked, so recording waits for nothing.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {
         Self { recorder: Some(Arc::new(Recorder { timeline, clock: Mutex::default() })), ..self }
@@ -127,10 +127,10 @@ impl CudaDevice {
         Self { kind: Kind::StreamOrdered, ..self }
     }
 
-    /// The same with backings that other processes may open, and network cards too where the device allows it: what a library of
-    /// collectives can work in directly once it is told of it. Each backing is one handle of the driver, since NCCL has taken ranges over
-    /// several wrongly; so nothing is stitched, and free memory does not help another pool. Meant for a pool of its own beside
-    /// that of pages, for what collectives read and write.
+    /// The same with backings that other processes may open, and network cards too where the device allows it: what a
+    /// library of collectives can work in directly once it is told of it. Each backing is one handle of the driver,
+    /// since NCCL has taken ranges over several wrongly; so nothing is stitched, and free memory does not help
+    /// another pool. Meant for a pool of its own beside that of pages, for what collectives read and write.
     ///
     /// Where the device or its driver has no such memory, this is [`CudaDevice::with_backings`];
     /// [`CudaDevice::shareable_allocation`] then says so.

@@ -20,10 +20,10 @@ impl std::fmt::Debug for Graph {
 }
 
 impl CudaStream {
-    /// Records what `enqueue` enqueues on this stream, and on streams that wait for events of it and are waited for in the
-    /// end, instead of running it. The host cannot wait for these streams meanwhile. A wait for a point
-    /// from before the recording is passed over where that is reached, and an error where it is not. Memory that the operations use must
-    /// outlive the graph: a pool does not know of its launches.
+    /// Records what `enqueue` enqueues on this stream, and on streams that wait for events of it and are waited for
+    /// in the end, instead of running it. The host cannot wait for these streams meanwhile. A wait for a point from
+    /// before the recording is passed over where that is reached, and an error where it is not. Memory that the
+    /// operations use must outlive the graph: a pool does not know of its launches.
     ///
     /// # Errors
     /// The stream is poisoned or recorded already, `enqueue` failed, or what it did cannot be recorded.

@@ -1,7 +1,8 @@
 //! Raw handles of a framework, both ways: `*mut c_void` stands for `CUcontext`, `CUstream`, `CUevent`, `CUfunction`
 //! (the runtime API's `cudaStream_t` and `cudaEvent_t` are the same handles).
 //!
-//! A framework's own pointers become slices by [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts).
+//! A framework's own pointers become slices by
+//! [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts).
 //! ```no_run
 //! use zero_alloc::cuda::{CudaDevice, interop};
 //! use zero_alloc::device::{Device, DeviceError, DeviceSlice};

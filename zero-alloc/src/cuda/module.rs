@@ -95,8 +95,8 @@ impl Function {
     /// What poisoned the stream earlier, or the driver refuses the launch; that poisons the stream.
     ///
     /// # Safety
-    /// `args` point to values of the kernel's parameter types, as many as it has; what the kernel touches, and a handle of
-    /// it or its module, live until it has run; conflicting accesses are ordered by streams and events.
+    /// `args` point to values of the kernel's parameter types, as many as it has; what the kernel touches, and a
+    /// handle of it or its module, live until it has run; conflicting accesses are ordered by streams and events.
     pub unsafe fn launch(
         &self,
         stream: &CudaStream,

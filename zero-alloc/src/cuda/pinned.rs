@@ -12,9 +12,9 @@ const ALIGN_BYTES: usize = 256;
 
 /// Pinned host memory of a device's context (`cuMemHostAlloc`, flags 0: cached, so that the host reads it fast).
 ///
-/// It is a [`Memory`] to give to [`HostDevice::with_memory`](crate::host::HostDevice::with_memory): host kernels work on
-/// it, and [`CudaDevice`]'s `copy` takes its slices on either side. A pool of it does not know of those copies: its blocks
-/// must live until they have run. Taking and giving back may wait for the device.
+/// It is a [`Memory`] to give to [`HostDevice::with_memory`](crate::host::HostDevice::with_memory): host kernels work
+/// on it, and [`CudaDevice`]'s `copy` takes its slices on either side. A pool of it does not know of those copies:
+/// its blocks must live until they have run. Taking and giving back may wait for the device.
 #[derive(Clone)]
 pub struct PinnedMemory(Arc<Context>);
 

@@ -1,7 +1,7 @@
 //! Waiting for a device without blocking in the driver.
 //!
-//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the host
-//! asks again and again: at once at first, then with sleeps that grow.
+//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the
+//! host asks again and again: at once at first, then with sleeps that grow.
 
 use std::time::{Duration, Instant};
 

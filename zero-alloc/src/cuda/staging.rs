@@ -1,8 +1,8 @@
 //! Copies between ordinary host memory and the device, with a limit.
 //!
-//! The driver copies from and to ordinary (pageable) memory by itself, but then it waits inside the call, holding locks,
-//! for whatever is enqueued before: behind a collective whose peer needs those locks that never ends. So bytes go through
-//! pinned buffers, and the host polls.
+//! The driver copies from and to ordinary (pageable) memory by itself, but then it waits inside the call, holding
+//! locks, for whatever is enqueued before: behind a collective whose peer needs those locks that never ends. So bytes
+//! go through pinned buffers, and the host polls.
 //!
 //! A buffer's life: free, then filled and under way until its point is reached, then free again. One whose copy
 //! outlived its limit is free only when the point is reached; at the end it is leaked rather than pulled away.

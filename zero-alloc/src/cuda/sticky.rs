@@ -1,8 +1,9 @@
 //! How failures stick to streams and spread by waits.
 //!
-//! A failure of the device itself the driver repeats to everyone. Failures that the driver knows nothing of (a launch that
-//! it refused, a host operation, a collective that was aborted) are kept here: the first of a stream counts, from the
-//! position at which the failed operation was enqueued, and what waits for a later position of that stream fails too.
+//! A failure of the device itself the driver repeats to everyone. Failures that the driver knows nothing of (a launch
+//! that it refused, a host operation, a collective that was aborted) are kept here: the first of a stream counts,
+//! from the position at which the failed operation was enqueued, and what waits for a later position of that stream
+//! fails too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};

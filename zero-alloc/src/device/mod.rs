@@ -4,8 +4,8 @@
 //! work on its streams; a framework that has an allocator and streams of its own makes
 //! [`DeviceSlice`]s and streams from its own pointers and handles.
 //!
-//! The traits are `unsafe` to implement: whoever dereferences a block, or reads it behind an event, relies on what a back
-//! end promises, and safe code can get there. To use them is safe.
+//! The traits are `unsafe` to implement: whoever dereferences a block, or reads it behind an event, relies on what a
+//! back end promises, and safe code can get there. To use them is safe.
 //!
 //! Three rules hold everywhere:
 //! 1. **Every operation names its stream.** There is no default stream. Operations of one stream run in

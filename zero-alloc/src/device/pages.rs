@@ -13,8 +13,8 @@ pub struct Page(pub u64);
 /// two addresses shows the same bytes at both.
 ///
 /// # Safety
-/// What `reserve` gives is in no other range of this process, what `create` gives is in no other's hands, and mapped pages can
-/// be used as [`Memory`](super::Memory)'s backings can.
+/// What `reserve` gives is in no other range of this process, what `create` gives is in no other's hands, and mapped
+/// pages can be used as [`Memory`](super::Memory)'s backings can.
 pub unsafe trait VirtualMemory: Debug + Send + Sync {
     /// The size of a page; a power of two.
     fn page_bytes(&self) -> usize;

@@ -48,7 +48,8 @@ pub(super) struct Regrowth {
 enum Phase {
     Unseen,
     Renting,
-    /// Of a watched request, the pad as a part of its size, times 2^32; and what near misses cost before, as a part of it.
+    /// Of a watched request, the pad as a part of its size, times 2^32; and what near misses cost before, as a part
+    /// of it.
     Spread {
         pad_q32: u64,
         rate: f64,

@@ -53,7 +53,8 @@ pub enum Room {
     },
     /// Move used ranges ([`apply`](super::Planner::apply)).
     Compact(Compaction),
-    /// Map free pages under new addresses ([`take_pieces`](super::Planner::take_pieces)); then nothing else is to be allocated.
+    /// Map free pages under new addresses ([`take_pieces`](super::Planner::take_pieces)); then nothing else is to be
+    /// allocated.
     Stitch(Stitch),
 }
 

@@ -22,8 +22,9 @@ struct Row<'a> {
     hole_bytes: u64,
 }
 
-/// Spreads the row with the most free bytes, with a hole for `bytes` and their pad (whole granules). `None` where that is not enough,
-/// or where pads would be smaller than what `bytes` miss now. `rest_bytes` are kept free in one piece with that hole.
+/// Spreads the row with the most free bytes, with a hole for `bytes` and their pad (whole granules). `None` where
+/// that is not enough, or where pads would be smaller than what `bytes` miss now. `rest_bytes` are kept free in one
+/// piece with that hole.
 pub(super) fn plan(survey: &Survey, bytes: u64, rest_bytes: u64, cost: &CostModel) -> Option<Compaction> {
     let row = best_row(survey)?;
     let surplus = row.free_bytes.checked_sub(bytes + rest_bytes)?;

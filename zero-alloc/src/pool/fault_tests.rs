@@ -1,4 +1,5 @@
-//! What a pool keeps true when its device fails: the order between streams, the numbers of its errors, the memory of others.
+//! What a pool keeps true when its device fails: the order between streams, the numbers of its errors, the memory of
+//! others.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -98,8 +98,8 @@ impl<D: Device> Hazards<D> {
         }
     }
 
-    /// All events behind which the bytes of `range` are free for anyone, and whether these are all: a stream that is gone
-    /// gives none.
+    /// All events behind which the bytes of `range` are free for anyone, and whether these are all: a stream that is
+    /// gone gives none.
     pub(super) fn events_within(&self, range: Range<u64>) -> (Vec<(u64, D::Event)>, bool) {
         let (mut events, mut recorded, mut complete) = (Vec::new(), Vec::new(), true);
         for hazard in self.0.range(range).map(|(_, hazard)| hazard) {
@@ -116,8 +116,8 @@ impl<D: Device> Hazards<D> {
         (events, complete)
     }
 
-    /// Up to where bytes of `range` are in use (its start where none is), and an event behind which fewer are; none where
-    /// a stream that is gone gives none.
+    /// Up to where bytes of `range` are in use (its start where none is), and an event behind which fewer are; none
+    /// where a stream that is gone gives none.
     pub(super) fn settle(&mut self, range: Range<u64>) -> (u64, Option<D::Event>) {
         let starts: Vec<u64> = self.overlapping(&range).map(|(start, _)| start).collect();
         for start in starts {

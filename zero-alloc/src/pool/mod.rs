@@ -145,8 +145,8 @@ impl<D: Device> Pool<D> {
         &self.central().kind
     }
 
-    /// Takes the whole budget from the device at once, as one backing, and says where that begins and how long it is: for memory that a
-    /// library is told of, which must not grow afterwards. Asked again it says the same.
+    /// Takes the whole budget from the device at once, as one backing, and says where that begins and how long it is:
+    /// for memory that a library is told of, which must not grow afterwards. Asked again it says the same.
     ///
     /// # Errors
     /// The pool has pages, or has backings already; or the device has not that much.

@@ -13,8 +13,8 @@ pub enum MemoryKind {
     Backings,
     /// Pages under one range of addresses.
     Pages,
-    /// Backings, though the device lends pages: it refused addresses for them, with this error. So nothing is stitched, and
-    /// nothing holds what is reserved near the peak.
+    /// Backings, though the device lends pages: it refused addresses for them, with this error. So nothing is
+    /// stitched, and nothing holds what is reserved near the peak.
     BackingsForPages(DeviceError),
 }
 

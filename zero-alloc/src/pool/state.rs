@@ -222,8 +222,8 @@ impl<D: Device> State<D> {
     /// Makes the moves of a plan: copies on `stream`, behind everything that used the bytes, and everyone who uses
     /// the moved blocks later comes behind the copies.
     ///
-    /// Where the device refuses a copy, the moves before it stand. A block that is half moved then, or that no later use
-    /// can be ordered behind, is lost: using it is an error.
+    /// Where the device refuses a copy, the moves before it stand. A block that is half moved then, or that no later
+    /// use can be ordered behind, is lost: using it is an error.
     pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
         // All waits first: should one fail, nothing has moved, and the hazards are as they were.
         for m in &plan.moves {

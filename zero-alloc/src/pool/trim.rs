@@ -1,7 +1,8 @@
 //! Giving memory back to the device while the pool lives.
 //!
-//! What goes is the free end of the offset space: pages, or the last backings that are free as a whole. Nothing goes before
-//! all that used it has run. The wait for that holds no lock, so it holds up no thread and no operation that drops a block.
+//! What goes is the free end of the offset space: pages, or the last backings that are free as a whole. Nothing goes
+//! before all that used it has run. The wait for that holds no lock, so it holds up no thread and no operation that
+//! drops a block.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -19,14 +20,15 @@ struct Trimmed<D: Device> {
 }
 
 impl<D: Device> Pool<D> {
-    /// Gives the free end of the pool's memory back to the device: the free pages above its last block, or those of the last
-    /// backings that are free as a whole. Waits until all that used it has run, at most `limit`; what is in use
-    /// longer stays, as does the memory of [`Pool::take_budget`]. Says how many bytes went back. Who needs an address for longer
-    /// than its block (a graph that is launched again, a library that was told of it) keeps the block.
+    /// Gives the free end of the pool's memory back to the device: the free pages above its last block, or those of
+    /// the last backings that are free as a whole. Waits until all that used it has run, at most `limit`; what is in
+    /// use longer stays, as does the memory of [`Pool::take_budget`]. Says how many bytes went back. Who needs an
+    /// address for longer than its block (a graph that is launched again, a library that was told of it) keeps the
+    /// block.
     ///
-    /// What lies below the last block stays, so [`Pool::compact`] before this gives more where blocks may move. A pool takes
-    /// memory again when it needs it, at the cost of the device's calls: this is for memory that another needs, not for
-    /// every step.
+    /// What lies below the last block stays, so [`Pool::compact`] before this gives more where blocks may move. A
+    /// pool takes memory again when it needs it, at the cost of the device's calls: this is for memory that another
+    /// needs, not for every step.
     pub fn trim(&self, limit: Duration) -> usize {
         let start = Instant::now();
         let mut bytes = 0;
@@ -81,8 +83,8 @@ impl<D: Device> State<D> {
             self.planner.free(aside);
         }
         self.hazards.forget(end - bytes..end);
-        // SAFETY: no block has the range or a view of it; whoever used it, at whatever addresses, came before its hazards, and
-        // those have run.
+        // SAFETY: no block has the range or a view of it; whoever used it, at whatever addresses, came before its
+        // hazards, and those have run.
         unsafe { self.views.drop_above(end - bytes, memory) };
         // SAFETY: as above; no view is left.
         unsafe { arena.shrink(memory, bytes as usize) };

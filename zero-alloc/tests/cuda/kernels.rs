@@ -8,8 +8,8 @@ use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
 
 use crate::{LIMIT, floats, open, read, slice};
 
-/// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. PTX of the oldest version that knows sm_50, so
-/// that any driver compiles it.
+/// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. PTX of the oldest version that knows
+/// sm_50, so that any driver compiles it.
 const PTX: &str = "
 .version 6.0
 .target sm_50

@@ -3,8 +3,8 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// How long that is waited for. What takes longer is left to itself: it stands behind something of this process that goes
-/// when the failure is known, as a graph with collectives in it does.
+/// How long that is waited for. What takes longer is left to itself: it stands behind something of this process that
+/// goes when the failure is known, as a graph with collectives in it does.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// An end that is to come, or has.

@@ -20,8 +20,8 @@ use super::world::Transport;
 use crate::call::{Checked, Group};
 use crate::{Collective, CommError, ReduceOp};
 
-/// How long it is asked without a pause whether a call is done: NCCL hands each collective to a thread, which takes some
-/// tens of microseconds to put it on its stream.
+/// How long it is asked without a pause whether a call is done: NCCL hands each collective to a thread, which takes
+/// some tens of microseconds to put it on its stream.
 const SPIN: Duration = Duration::from_micros(100);
 /// Between two questions after that, at first and at most.
 const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_millis(1)];
@@ -161,8 +161,8 @@ impl Handle {
         if code == SUCCESS { state } else { code }
     }
 
-    /// Enqueues a collective on `stream`, and waits until it is enqueued; for the first ones that is when all ranks have
-    /// called them, since NCCL connects them then.
+    /// Enqueues a collective on `stream`, and waits until it is enqueued; for the first ones that is when all ranks
+    /// have called them, since NCCL connects them then.
     ///
     /// # Safety
     /// `stream` is a stream of the device; `barrier` is one byte of the device's memory, or more.

@@ -1,7 +1,7 @@
 //! What the ranks' words add up to: pure state, kept by rank 0's process for all.
 //!
-//! The hub never touches data. It learns of every call after it was enqueued, compares it with the other ranks' calls of
-//! the same number, and pronounces the one failure that ends the world on every rank. How it blames:
+//! The hub never touches data. It learns of every call after it was enqueued, compares it with the other ranks' calls
+//! of the same number, and pronounces the one failure that ends the world on every rank. How it blames:
 //!
 //! - two ranks made different calls of one number: both;
 //! - a connection ended without a goodbye, or was silent for too long: its rank;

@@ -33,11 +33,11 @@ pub(super) enum Message {
     Late { context: Context, sequence: u64, call: Call, limit_ms: u64 },
     /// To the hub: the rank failed. From the hub: the world did, by this.
     Failed { error: CommError },
-    /// The rank comes to meeting `number` of a communicator, which is a split: what it asks. (Splits and registrations are
-    /// counted together: they are what all ranks of a communicator wait for.)
+    /// The rank comes to meeting `number` of a communicator, which is a split: what it asks. (Splits and
+    /// registrations are counted together: they are what all ranks of a communicator wait for.)
     Split { context: Context, number: u64, request: SplitRequest },
-    /// All have: what they ask, in rank order of the communicator, and the number of the first new one, which is the least
-    /// color's; the next color's is the next.
+    /// All have: what they ask, in rank order of the communicator, and the number of the first new one, which is the
+    /// least color's; the next color's is the next.
     SplitDone { context: Context, number: u64, first: Context, requests: Vec<SplitRequest> },
     /// The rank comes to meeting `number`, which is a registration: the bytes it has registered, if it could.
     Register { context: Context, number: u64, bytes: Option<u64> },

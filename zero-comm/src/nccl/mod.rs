@@ -22,12 +22,12 @@
 //! **Order.** One communicator runs its collectives one after the other, whatever streams they are on. Collectives of
 //! two communicators that are under way at once must be enqueued in one order on all ranks.
 //!
-//! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, where memory is registered, and in the first
-//! collective of each kind, or on registered memory; always within the limit. Otherwise it only enqueues.
+//! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, where memory is registered, and in
+//! the first collective of each kind, or on registered memory; always within the limit. Otherwise it only enqueues.
 //!
-//! **Graphs.** A collective may be recorded once one of its kind has run. While it is recorded NCCL tries to have ranks open one
-//! another's buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` saves the attempt. NCCL gives a communicator up
-//! only when all graphs with its collectives are gone: drop them first.
+//! **Graphs.** A collective may be recorded once one of its kind has run. While it is recorded NCCL tries to have
+//! ranks open one another's buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` saves the attempt.
+//! NCCL gives a communicator up only when all graphs with its collectives are gone: drop them first.
 //!
 //! **Registration.** NCCL copies through buffers of its own, unless it is told of the memory:
 //! [`NcclCommunicator::register_pool`], for a pool of
@@ -46,14 +46,15 @@
 //! # }
 //! ```
 //!
-//! **Failure.** NCCL itself tells of few faults, and names no rank. So the processes of a world keep a second,
-//! thin connection: to the *hub*, a few threads in rank 0's process, at the address where they met. Off the critical
-//! path, some ten milliseconds later, the hub hears of every call and compares it with those of the others; it sees
-//! processes end; and it knows who is late. Whatever it finds ends the world on every rank with the same [`CommError`],
-//! in whose words ranks are those of the whole world. A call that differs from its peers' may have
+//! **Failure.** NCCL itself tells of few faults, and names no rank. So the processes of a world keep a second, thin
+//! connection: to the *hub*, a few threads in rank 0's process, at the address where they met. Off the critical path,
+//! some ten milliseconds later, the hub hears of every call and compares it with those of the others; it sees
+//! processes end; and it knows who is late. Whatever it finds ends the world on every rank with the same
+//! [`CommError`], in whose words ranks are those of the whole world. A call that differs from its peers' may have
 //! delivered nonsense, or have seemed to succeed, before that. What a recorded graph repeats is not seen: its
-//! collectives were compared when they were recorded, and a stall shows as the limit of whoever waits for the stream. Nor is
-//! a stream poisoned for them: before the results of a launch are believed, [`Communicator::failure`] must be asked.
+//! collectives were compared when they were recorded, and a stall shows as the limit of whoever waits for the stream.
+//! Nor is a stream poisoned for them: before the results of a launch are believed, [`Communicator::failure`] must be
+//! asked.
 
 mod config;
 mod ending;
@@ -115,8 +116,8 @@ struct Enqueued {
 }
 
 /// One process's handle of a group of processes, each with a GPU. Dropping it gives the group up: the others get
-/// [`CommError::Left`] from what this rank has not called. It waits, some seconds at most, for the other ranks of the machine to
-/// do the same, and for graphs with its collectives to be gone: drop those first.
+/// [`CommError::Left`] from what this rank has not called. It waits, some seconds at most, for the other ranks of the
+/// machine to do the same, and for graphs with its collectives to be gone: drop those first.
 pub struct NcclCommunicator {
     // First, so that NCCL's communicator goes before the world does.
     handle: Arc<Handle>,

@@ -1,14 +1,15 @@
 //! Memory that NCCL works in directly, instead of copying through its own.
 //!
-//! What NCCL takes, by its sources (`src/register`, `src/transport/p2p.cc`, `src/allocator.cc`; 2.30 to 2.32) and its guide ("User
-//! Buffer Registration"):
+//! What NCCL takes, by its sources (`src/register`, `src/transport/p2p.cc`, `src/allocator.cc`; 2.30 to 2.32) and its
+//! guide ("User Buffer Registration"):
 //!
-//! - memory of `cuMemCreate` with a handle that can be given to the peers (a file descriptor on one machine, a fabric handle over
-//!   NVLink between machines) and, for network cards, made fit for them: what
-//!   [`CudaDevice::with_shareable_backings`](zero_alloc::cuda::CudaDevice::with_shareable_backings) makes, or `ncclMemAlloc`.
+//! - memory of `cuMemCreate` with a handle that can be given to the peers (a file descriptor on one machine, a fabric
+//!   handle over NVLink between machines) and, for network cards, made fit for them: what
+//!   [`CudaDevice::with_shareable_backings`](zero_alloc::cuda::CudaDevice::with_shareable_backings) makes, or
+//!   `ncclMemAlloc`.
 //!   Other memory is taken and not used;
-//! - in one handle. A range over several was taken, but until the change of August 2026 (NVIDIA/nccl#2362) a collective within one
-//!   handle of it made a later one within another work outside of what was opened;
+//! - in one handle. A range over several was taken, but until the change of August 2026 (NVIDIA/nccl#2362) a
+//!   collective within one handle of it made a later one within another work outside of what was opened;
 //! - from where the handle begins: what switches add within NVLink (NVLS) is aligned;
 //! - by all ranks that call a collective, or by none: the result is undefined otherwise.
 //!
@@ -28,9 +29,9 @@ use super::world::Transport;
 use super::{NcclCommunicator, Process};
 use crate::CommError;
 
-/// Memory that NCCL works in directly, until this is dropped. All ranks drop theirs between the same collectives, after the graphs
-/// whose collectives use the memory. Dropping it waits, within the limit, for what is under way on the communicator; where
-/// the communicator is gone already, the registration is too.
+/// Memory that NCCL works in directly, until this is dropped. All ranks drop theirs between the same collectives,
+/// after the graphs whose collectives use the memory. Dropping it waits, within the limit, for what is under way on
+/// the communicator; where the communicator is gone already, the registration is too.
 #[must_use]
 pub struct Registration {
     // Neither keeps the communicator or the world from ending.
@@ -72,19 +73,21 @@ fn refusal(bytes: &[Option<u64>]) -> Option<String> {
 }
 
 impl NcclCommunicator {
-    /// Tells NCCL of all the memory of `pool`, so that collectives on its blocks copy less: the pool takes its whole budget as one
-    /// backing, if it has none yet, and never grows. Every rank of the communicator calls it, for the same memory (pools of one budget,
-    /// from which blocks are taken in one order), with no other call of it meanwhile.
+    /// Tells NCCL of all the memory of `pool`, so that collectives on its blocks copy less: the pool takes its whole
+    /// budget as one backing, if it has none yet, and never grows. Every rank of the communicator calls it, for the
+    /// same memory (pools of one budget, from which blocks are taken in one order), with no other call of it
+    /// meanwhile.
     ///
-    /// Whether it is worth it is the machine's to say. By NCCL's sources registered memory is used where NVLink's switches add (all three
-    /// collectives), and by rings, over NVLink and network cards, in all-gathers and in all-reduces that are not in place; a ring's
-    /// reduce-scatter never uses it. What `all_to_all` uses should be registered for nothing else: that crashed
-    /// NCCL 2.24 (NVIDIA/nccl#1859).
+    /// Whether it is worth it is the machine's to say. By NCCL's sources registered memory is used where NVLink's
+    /// switches add (all three collectives), and by rings, over NVLink and network cards, in all-gathers and in
+    /// all-reduces that are not in place; a ring's reduce-scatter never uses it. What `all_to_all` uses should be
+    /// registered for nothing else: that crashed NCCL 2.24 (NVIDIA/nccl#1859).
     ///
     /// # Errors
-    /// A rank's memory cannot be opened by others, or is not one backing, or its NCCL takes none; on the other ranks the error names that
-    /// rank. Or two ranks' memory differs in length. Nothing is registered then, on any rank, and collectives go on as before. Or the world
-    /// failed, as it does where a rank splits the communicator meanwhile.
+    /// A rank's memory cannot be opened by others, or is not one backing, or its NCCL takes none; on the other ranks
+    /// the error names that rank. Or two ranks' memory differs in length. Nothing is registered then, on any rank,
+    /// and collectives go on as before. Or the world failed, as it does where a rank splits the communicator
+    /// meanwhile.
     pub fn register_pool(&self, pool: &Pool<CudaDevice>) -> Result<Registration, CommError> {
         self.registered(Some(pool.clone()), || {
             let (at, bytes) = pool.take_budget().map_err(|e| back_end(e.to_string()))?;
@@ -95,15 +98,16 @@ impl NcclCommunicator {
         })
     }
 
-    /// Tells NCCL of the whole allocation that `memory` lies in, for memory of another's making. Every rank calls it, as for
-    /// [`NcclCommunicator::register_pool`], and whatever else lies in that allocation is registered too: also on all ranks, or the
-    /// results of collectives on it are undefined.
+    /// Tells NCCL of the whole allocation that `memory` lies in, for memory of another's making. Every rank calls it,
+    /// as for [`NcclCommunicator::register_pool`], and whatever else lies in that allocation is registered too: also
+    /// on all ranks, or the results of collectives on it are undefined.
     ///
     /// # Errors
     /// As for [`NcclCommunicator::register_pool`].
     ///
     /// # Safety
-    /// The allocation is the device's and stays as it is, mapped where it is, until the result or the communicator is dropped.
+    /// The allocation is the device's and stays as it is, mapped where it is, until the result or the communicator is
+    /// dropped.
     pub unsafe fn register(&self, memory: AnySlice) -> Result<Registration, CommError> {
         // SAFETY: the caller's promise.
         self.registered(None, || unsafe { self.handle.register(memory) })

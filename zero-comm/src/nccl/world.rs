@@ -1,7 +1,7 @@
 //! A process's part of the world: what it has under way, and the thread that watches it.
 //!
-//! The host threads that enqueue write down what they called and go on; everything that takes time is the watcher's. Every
-//! few milliseconds it
+//! The host threads that enqueue write down what they called and go on; everything that takes time is the watcher's.
+//! Every few milliseconds it
 //!
 //! - tells the hub what was called, and how far this rank's streams have come;
 //! - asks each communicator for an error that came up meanwhile;

@@ -1,8 +1,9 @@
 //! Compiled kernels on disk: compiling takes seconds, reading takes none.
 //!
-//! A file's name is a hash of all that its content depends on: the source with its prelude, what it was compiled for (machine
-//! code and PTX are kept apart), and the compiler with its version and options. Files are written under another name and renamed, so that processes that
-//! start together never read half of one. A file that is damaged in any way is as one that is missing.
+//! A file's name is a hash of all that its content depends on: the source with its prelude, what it was compiled for
+//! (machine code and PTX are kept apart), and the compiler with its version and options. Files are written under
+//! another name and renamed, so that processes that start together never read half of one. A file that is damaged in
+//! any way is as one that is missing.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -85,7 +85,8 @@ impl Span {
 /// The launches and scratch of grad_stats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatsPlan {
-    /// Chunks, each a block of the first stage with an fp64 sum and a 32-bit count in scratch; the second has one block.
+    /// Chunks, each a block of the first stage with an fp64 sum and a 32-bit count in scratch; the second has one
+    /// block.
     pub chunks: u32,
     /// Bytes of scratch: the sums, then the counts.
     pub scratch_bytes: u64,

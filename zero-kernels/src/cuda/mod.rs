@@ -15,8 +15,8 @@
 //! | grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
 //! | step.cu | the decision of a step, one thread | [`step::decide_step`](crate::step::decide_step) |
 //!
-//! [`CudaKernels`] launches them. What an operation becomes is planned as data ([`plan`]), so that dispatch, geometry and
-//! parameters are tested without a GPU; a [`Loader`] turns sources into kernels, also those of other crates.
+//! [`CudaKernels`] launches them. What an operation becomes is planned as data ([`plan`]), so that dispatch, geometry
+//! and parameters are tested without a GPU; a [`Loader`] turns sources into kernels, also those of other crates.
 //!
 //! The kernels do the host twins' operations in the same order, with fused multiply-adds in the same places, so the
 //! bits are the same but for the payloads of NaNs: seen on the stand-in of a GPU, which interprets PTX, and **not on a

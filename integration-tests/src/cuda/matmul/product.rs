@@ -124,8 +124,8 @@ pub(super) struct Addresses {
 
 /// `CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES`.
 const PREFERENCE_WORKSPACE: c_int = 1;
-/// `CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK`, and the one scheme by which the parts of a sum that several blocks make
-/// are fp32 until they are added up: with the others they are rounded to the type of the result.
+/// `CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK`, and the one scheme by which the parts of a sum that several blocks
+/// make are fp32 until they are added up: with the others they are rounded to the type of the result.
 const PREFERENCE_REDUCTION: c_int = 3;
 const REDUCTION_COMPUTE_TYPE: u32 = 2;
 /// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of b, c and d follow.
@@ -175,8 +175,9 @@ impl CublasLt {
     /// Enqueues the product on `stream`: `beta` times c is added.
     ///
     /// # Safety
-    /// The addresses are of matrices with these layouts (and those in the description too), and of a workspace of as many
-    /// bytes as the algorithm asks for; all stay valid until the stream has run, which orders all conflicting accesses.
+    /// The addresses are of matrices with these layouts (and those in the description too), and of a workspace of as
+    /// many bytes as the algorithm asks for; all stay valid until the stream has run, which orders all conflicting
+    /// accesses.
     #[allow(clippy::too_many_arguments)]
     pub(super) unsafe fn matmul(
         &self,

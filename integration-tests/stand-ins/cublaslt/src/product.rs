@@ -68,8 +68,8 @@ impl Product {
     /// Computes it.
     ///
     /// # Safety
-    /// All addresses are of arrays as the layouts and the description say, which nothing else writes meanwhile, and d and
-    /// the auxiliary array nothing else reads.
+    /// All addresses are of arrays as the layouts and the description say, which nothing else writes meanwhile, and d
+    /// and the auxiliary array nothing else reads.
     pub(crate) unsafe fn run(&self) {
         let [a, b, c, d] = self.layouts;
         let k = if self.what.transposed[0] { a.rows } else { a.cols };

@@ -192,8 +192,8 @@ impl Comm {
         taken
     }
 
-    /// Records the parts as one operation. Its runs meet those of the other ranks' operation of the same number; what is
-    /// before and behind them is the streams' business.
+    /// Records the parts as one operation. Its runs meet those of the other ranks' operation of the same number; what
+    /// is before and behind them is the streams' business.
     fn record(self: &Arc<Self>, stream: Stream, parts: Vec<Part>) -> i32 {
         let mut order = lock(&self.order);
         if parts.iter().any(|part| !order.connected.contains(&part.kind)) {
@@ -322,7 +322,8 @@ impl Comm {
         IN_PROGRESS
     }
 
-    /// Ends what is under way, and waits until it has left its streams; also until graphs with operations of it are gone.
+    /// Ends what is under way, and waits until it has left its streams; also until graphs with operations of it are
+    /// gone.
     pub(crate) fn abort(&self) {
         self.exchange.aborted.store(true, Ordering::Release);
         self.change(|_| ());
@@ -330,8 +331,8 @@ impl Comm {
         self.exchange.destroy();
     }
 
-    /// Registers memory, if it lies in one allocation that others can open, from its beginning: NVLink's switches are given aligned
-    /// memory only; its number.
+    /// Registers memory, if it lies in one allocation that others can open, from its beginning: NVLink's switches are
+    /// given aligned memory only; its number.
     pub(crate) fn register(&self, bytes: Range<u64>) -> Option<usize> {
         let whole = shareable_bytes(bytes.start)?;
         if self.state() != SUCCESS || bytes.start != whole.start || bytes.end > whole.end {

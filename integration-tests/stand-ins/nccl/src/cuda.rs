@@ -118,8 +118,8 @@ unsafe extern "C" fn repeat(work: *mut c_void) {
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
 }
 
-/// Records `work`, which runs whenever its turn in a launch of the graph comes; whether the driver took it. It stays for
-/// good, since nobody says when the graph is gone.
+/// Records `work`, which runs whenever its turn in a launch of the graph comes; whether the driver took it. It stays
+/// for good, since nobody says when the graph is gone.
 pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'static) -> bool {
     let Some(driver) = driver() else { return false };
     let work: Box<Repeated> = Box::new(Box::new(work));

@@ -80,8 +80,8 @@ pub(crate) fn width(dtype: i32) -> Option<usize> {
 }
 
 impl Part {
-    /// Notes which buffers of a collective of `n` ranks lie in registered memory; `is` is asked of an address and how many times the
-    /// count lies there. Where only the root reads or writes, its buffer is its own affair.
+    /// Notes which buffers of a collective of `n` ranks lie in registered memory; `is` is asked of an address and how
+    /// many times the count lies there. Where only the root reads or writes, its buffer is its own affair.
     pub(crate) fn note_registered(&mut self, is: impl Fn(At, usize) -> bool, n: usize) {
         let (from, to) = match self.kind {
             Kind::AllReduce => (is(self.from, 1), is(self.to, 1)),

@@ -1,4 +1,5 @@
-//! Memory that other processes may open: each allocation is one handle of the driver, whole, under addresses of its own.
+//! Memory that other processes may open: each allocation is one handle of the driver, whole, under addresses of its
+//! own.
 
 use std::ffi::c_uint;
 use std::mem::MaybeUninit;
@@ -13,8 +14,8 @@ use super::Context;
 use super::memory::{Access, PageProperties, address, raw};
 use crate::device::DeviceError;
 
-/// How a handle is given to another process, by the headers' `CUmemAllocationHandleType`: as a file descriptor, or (since CUDA 12.3)
-/// over NVLink between machines.
+/// How a handle is given to another process, by the headers' `CUmemAllocationHandleType`: as a file descriptor, or
+/// (since CUDA 12.3) over NVLink between machines.
 const DESCRIPTOR: c_uint = 1;
 const FABRIC: c_uint = 8;
 
@@ -78,8 +79,8 @@ impl Shareable {
         reserved
     }
 
-    /// One handle of `whole` bytes, of all types that the driver makes here. Whether it makes the second is seen by trying: a machine
-    /// may have the hardware and not the permission.
+    /// One handle of `whole` bytes, of all types that the driver makes here. Whether it makes the second is seen by
+    /// trying: a machine may have the hardware and not the permission.
     fn create(&self, whole: usize) -> Result<sys::CUmemGenericAllocationHandle, DeviceError> {
         let create = |handles| {
             let (properties, mut handle) = (PageProperties::new(&self.context, handles, self.network), 0);

@@ -1,7 +1,7 @@
 //! Tokens on their way to the device: written into pinned memory on the host, copied by the stream.
 //!
-//! The device has one place for them, since the stream orders the copy behind the last use; the host has several, so that
-//! it runs ahead of the device.
+//! The device has one place for them, since the stream orders the copy behind the last use; the host has several, so
+//! that it runs ahead of the device.
 
 use std::ptr::NonNull;
 use std::time::Duration;
@@ -102,7 +102,8 @@ impl Slot {
     fn new(device: &CudaDevice, len_bytes: usize) -> Result<Self, DeviceError> {
         let memory = PinnedMemory::new(device);
         let ptr = memory.allocate(len_bytes)?;
-        // SAFETY: `len_bytes` bytes, allocated just now: pinned memory starts undefined, and is lent out as numbers below.
+        // SAFETY: `len_bytes` bytes, allocated just now: pinned memory starts undefined, and is lent out as numbers
+        // below.
         unsafe { ptr.write_bytes(0, len_bytes) };
         Ok(Self { memory, ptr, len_bytes, taken: None })
     }

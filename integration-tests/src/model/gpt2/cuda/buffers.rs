@@ -13,8 +13,8 @@ use crate::model::gpt2::Gpt2Options;
 /// Buffers that share a block start at multiples of this many bytes.
 const ALIGN_BYTES: usize = 256;
 
-/// What is kept of a block: `[M, C]` but for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics `[M, 2]`, and `lse`
-/// `[batch, heads, seq]`.
+/// What is kept of a block: `[M, C]` but for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics `[M, 2]`, and
+/// `lse` `[batch, heads, seq]`.
 #[derive(Clone, Copy)]
 pub(super) struct BlockSlices {
     pub(super) ln1_stats: DeviceSlice<f32>,
@@ -35,8 +35,9 @@ pub(super) struct HeadSlices {
     pub(super) stats: DeviceSlice<f32>,
 }
 
-/// `normed` `[M, C]`, a layer norm's output on its way into products; gradients of activations: `dres` and `narrow` `[M, C]`, `wide` `[M, max(F, 3 C)]`, some rows of `logits`; `delta`
-/// `[batch, heads, seq]` of attention; `losses` `[M]`; and the `partials` of sums over rows.
+/// `normed` `[M, C]`, a layer norm's output on its way into products; gradients of activations: `dres` and `narrow`
+/// `[M, C]`, `wide` `[M, max(F, 3 C)]`, some rows of `logits`; `delta` `[batch, heads, seq]` of attention; `losses`
+/// `[M]`; and the `partials` of sums over rows.
 #[derive(Clone, Copy)]
 pub(super) struct ScratchSlices {
     pub(super) normed: AnySlice,
@@ -181,8 +182,8 @@ impl Parts {
 
     fn take(&mut self, elems: usize, dtype: DType) -> AnySlice {
         let len = elems * dtype.size_bytes();
-        // SAFETY: within a block of the pool, whose slice was made with the promise that this one needs; blocks start at
-        // multiples of 256 bytes, and so do their parts.
+        // SAFETY: within a block of the pool, whose slice was made with the promise that this one needs; blocks start
+        // at multiples of 256 bytes, and so do their parts.
         let part = unsafe { AnySlice::from_raw_parts(self.rest.slice(0..len).as_ptr(), elems, dtype) };
         let next = len.next_multiple_of(ALIGN_BYTES).min(self.rest.len());
         self.rest = self.rest.slice(next..self.rest.len());

@@ -1,7 +1,7 @@
 //! The final layer norm, the logits and the loss on CUDA.
 //!
-//! Forward stops at the layer norm: the logits are made, turned into their gradient and used up in backward, as many rows
-//! at a time as there is memory for.
+//! Forward stops at the layer norm: the logits are made, turned into their gradient and used up in backward, as many
+//! rows at a time as there is memory for.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};

@@ -10,11 +10,11 @@
 //! | `scratch` | gradients of activations, partial sums, and the logits | within a backward pass, but for `dres`, which goes from pass to pass |
 //! | `batch` | tokens and the lists that the embedding's backward goes by | one micro-batch; copied from pinned memory |
 //!
-//! The outputs of layer norms are not kept: making them again in backward takes a hundredth of a step, and they would be
-//! an eighth of what is kept.
+//! The outputs of layer norms are not kept: making them again in backward takes a hundredth of a step, and they would
+//! be an eighth of what is kept.
 //!
-//! A pass enqueues kernels and products and returns: no allocation, and no wait but for a batch's pinned memory, where the
-//! device is several micro-batches behind.
+//! A pass enqueues kernels and products and returns: no allocation, and no wait but for a batch's pinned memory,
+//! where the device is several micro-batches behind.
 
 mod batch;
 mod block;
@@ -72,12 +72,12 @@ impl Ops {
 }
 
 impl CudaGpt2 {
-    /// Allocates activations for the model from `pool`, first used on `stream`; compiles the kernels that are not in the
-    /// user's [`KernelCache`](zero_kernels::cuda::KernelCache), which takes seconds.
+    /// Allocates activations for the model from `pool`, first used on `stream`; compiles the kernels that are not in
+    /// the user's [`KernelCache`](zero_kernels::cuda::KernelCache), which takes seconds.
     ///
     /// # Errors
-    /// The configuration is not valid or has sizes that no kernel takes, the sequence is longer than its positions, memory
-    /// ran out, or NVRTC or cuBLASLt is missing.
+    /// The configuration is not valid or has sizes that no kernel takes, the sequence is longer than its positions,
+    /// memory ran out, or NVRTC or cuBLASLt is missing.
     pub fn new(
         config: GptConfig,
         options: Gpt2Options,
@@ -147,9 +147,10 @@ impl Flat<'_> {
         self.grads[read].slice(self.units[self.reads[read]].range(part))
     }
 
-    /// Where the head's matrix `[vocab, c]` is: its own, or the embedding's where tied. Where enough of the flat parameter
-    /// lies behind it, it has as many rows as a row of logits has columns: products of round sizes are faster. What those
-    /// rows give is not looked at, and their gradient is 0: with the vocabulary's 50257 rows, the 47 behind are positions'.
+    /// Where the head's matrix `[vocab, c]` is: its own, or the embedding's where tied. Where enough of the flat
+    /// parameter lies behind it, it has as many rows as a row of logits has columns: products of round sizes are
+    /// faster. What those rows give is not looked at, and their gradient is 0: with the vocabulary's 50257 rows, the
+    /// 47 behind are positions'.
     fn head_matrix(&self, vocab: usize, c: usize) -> (usize, Range<usize>) {
         let (read, part) = if self.reads.len() > 1 { (1, "wte") } else { (0, "lm_head") };
         let own = self.units[self.reads[read]].range(part);

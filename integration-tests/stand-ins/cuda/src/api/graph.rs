@@ -70,8 +70,8 @@ driver! {
     }
 }
 
-/// Calls `gone` with `data` when the graph that comes of the stream's capture is gone, with all that was made of it. CUDA has
-/// user objects for this, which libraries make and give to the graph.
+/// Calls `gone` with `data` when the graph that comes of the stream's capture is gone, with all that was made of it.
+/// CUDA has user objects for this, which libraries make and give to the graph.
 ///
 /// # Safety
 /// `gone` may be called so, once, by any thread.

@@ -59,8 +59,8 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     if address.is_some() { 0 } else { Failure::NotFound as u32 }
 }
 
-/// `cuGetExportTable` of the CUDA driver: there are none. NVRTC loads the driver and asks for one, and crashes where the
-/// function is missing.
+/// `cuGetExportTable` of the CUDA driver: there are none. NVRTC loads the driver and asks for one, and crashes where
+/// the function is missing.
 ///
 /// # Safety
 /// `table` is null or valid for a write.

@@ -12,8 +12,9 @@ fn known(address: u64, bytes: usize) -> Outcome<Place> {
     if space::now().holds(address, bytes as u64) { Ok(Place::Known(address)) } else { Err(Failure::InvalidValue) }
 }
 
-/// An end of a copy of which nobody says where it lies. A GPU's driver takes pageable memory too, and then waits inside the
-/// call for whatever is enqueued before, holding locks that a peer may need: this workspace promises not to do that.
+/// An end of a copy of which nobody says where it lies. A GPU's driver takes pageable memory too, and then waits
+/// inside the call for whatever is enqueued before, holding locks that a peer may need: this workspace promises not
+/// to do that.
 fn anywhere(address: u64, bytes: usize) -> Outcome<Place> {
     known(address, bytes)
         .inspect_err(|_| say!("a copy at {address:#x}, which is neither the device's memory nor pinned"))

@@ -24,8 +24,8 @@ struct Node {
     after: Vec<usize>,
 }
 
-/// What a library ties to a graph: CUDA's user objects. It is told when the graph, all that was made of it and their last
-/// launch are gone.
+/// What a library ties to a graph: CUDA's user objects. It is told when the graph, all that was made of it and their
+/// last launch are gone.
 pub(crate) struct Tied {
     pub(crate) gone: HostFunction,
     pub(crate) data: usize,
@@ -57,8 +57,8 @@ pub(crate) struct Capture {
 
 static RUNNING: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
-/// For calls that could synchronise behind a capture's back, as allocations: an error while a capture forbids them, which
-/// ends that capture too.
+/// For calls that could synchronise behind a capture's back, as allocations: an error while a capture forbids them,
+/// which ends that capture too.
 pub(crate) fn forbid_while_capturing() -> Outcome {
     let thread = std::thread::current().id();
     let running = lock(&RUNNING);

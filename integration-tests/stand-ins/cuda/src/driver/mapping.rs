@@ -142,7 +142,8 @@ impl Physical {
     /// Maps this memory at `address`.
     ///
     /// # Safety
-    /// `address` begins a reserved range of this length with nothing mapped, and stays reserved as long as it is mapped.
+    /// `address` begins a reserved range of this length with nothing mapped, and stays reserved as long as it is
+    /// mapped.
     pub(crate) unsafe fn map_at(&self, address: u64) -> io::Result<()> {
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = address as *mut libc::c_void;

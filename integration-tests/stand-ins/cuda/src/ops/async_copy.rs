@@ -1,5 +1,5 @@
-//! Copies from global to shared memory that a thread must wait for. Here they arrive at the wait and no sooner, so that a
-//! forgotten wait shows.
+//! Copies from global to shared memory that a thread must wait for. Here they arrive at the wait and no sooner, so
+//! that a forgotten wait shows.
 
 use super::memory::{read, write};
 use super::{Decoded, unknown};

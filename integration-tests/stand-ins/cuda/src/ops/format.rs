@@ -145,8 +145,8 @@ pub(crate) fn bf16_to_f32(bits: u64) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
-/// `a + b`, rounded to odd: where the sum is not exact, to the neighbour whose last bit is one. Rounding that to a format
-/// of at most 51 bits in any direction gives what rounding the exact sum would. (Boldo and Melquiond, 2008.)
+/// `a + b`, rounded to odd: where the sum is not exact, to the neighbour whose last bit is one. Rounding that to a
+/// format of at most 51 bits in any direction gives what rounding the exact sum would. (Boldo and Melquiond, 2008.)
 pub(crate) fn add_odd(a: f64, b: f64) -> f64 {
     let sum = a + b;
     if !sum.is_finite() {

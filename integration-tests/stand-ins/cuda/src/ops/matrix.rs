@@ -38,8 +38,8 @@ fn whole_warp(
     Flow::Together { members, action }
 }
 
-/// 8 x 8 tiles of 16-bit elements. Lanes 8i to 8i+7 name the rows of tile i; lane l holds elements 2(l%4) and the next of
-/// row l/4, transposed with `.trans`.
+/// 8 x 8 tiles of 16-bit elements. Lanes 8i to 8i+7 name the rows of tile i; lane l holds elements 2(l%4) and the
+/// next of row l/4, transposed with `.trans`.
 fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.take_of(&["m8n8"]).ok_or("only `.m8n8` is known")?;
     let count = match mods.take_of(&["x1", "x2", "x4"]) {

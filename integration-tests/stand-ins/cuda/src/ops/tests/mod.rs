@@ -81,8 +81,8 @@ impl Bench {
 }
 
 /// Runs `code` in one thread for each triple. It finds the triple in `%a, %b, %c` (64 bits), `%x, %y, %z` (32) and
-/// `%i, %j, %k` (16), has `%t0..%t7` (32), `%u0..%u7` (64), `%p0..%p7` and `%carry` besides, and leaves its result in `%d`
-/// (64), or `%r` (32), or `%h` (16), of which only one may be named.
+/// `%i, %j, %k` (16), has `%t0..%t7` (32), `%u0..%u7` (64), `%p0..%p7` and `%carry` besides, and leaves its result in
+/// `%d` (64), or `%r` (32), or `%h` (16), of which only one may be named.
 pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
     let widen = match ["%d", "%r", "%h"].map(|name| code.contains(name)) {
         [true, false, false] => "",

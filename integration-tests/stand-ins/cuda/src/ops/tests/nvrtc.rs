@@ -1,5 +1,5 @@
-//! What NVRTC makes of CUDA sources: all kernels of the workspace decode, and some run right. Without NVRTC these tests say
-//! that they are skipped, and fail where `ZERO_REQUIRE_NVRTC` is set.
+//! What NVRTC makes of CUDA sources: all kernels of the workspace decode, and some run right. Without NVRTC these
+//! tests say that they are skipped, and fail where `ZERO_REQUIRE_NVRTC` is set.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
