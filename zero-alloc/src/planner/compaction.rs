@@ -71,9 +71,8 @@ pub(super) enum Cause {
 }
 
 impl Cause {
-    /// What filling holes elsewhere costs, as a part of what the copies cost. Where requests nearly fit again and
-    /// again, the next will want those holes. (Of 2, 4, 6, 8, 12, 16 and never, 8 led to the fewest moves that were
-    /// not paid for by more bytes, over 218 programs that generate or serve: `replay --random 200`.)
+    /// What filling holes elsewhere costs, as a multiple of what the copies cost. Where requests nearly fit again and
+    /// again, the next will want those holes; benches/traces/README.md says how 8 was found.
     fn price_of_holes(self) -> f64 {
         if matches!(self, Self::NearMiss { again: true, .. }) { 8.0 } else { 1.0 }
     }

@@ -3,10 +3,9 @@
 //! Programs repeat themselves: if bytes had to be moved in one step, the next step leads to the same move, unless
 //! something is done otherwise. So after every compaction the planner takes the next habit of a list; one that suits
 //! the program leads to no further compaction, and stays. The first believes that what is told to live long does, and
-//! gathers it at the low end; the others do not: what was told may be wrong. Of what is told to live briefly, the
-//! large take turns at both ends, as where nothing is told: kept at the high end all of them would have to be moved
-//! 1.5 to 1.8 times as much (226 made-up programs, told truly). Nothing here depends on sizes or shapes of a
-//! particular program.
+//! gathers it at the low end; the others do not, since what was told may be wrong. What is told to live briefly is
+//! placed as if nothing were told: keeping it at the high end moved more bytes (benches/traces/README.md). Nothing here
+//! depends on sizes or shapes of a particular program.
 
 use super::offsets::{Pick, Side};
 use super::request::{Lifetime, Request};
