@@ -71,6 +71,11 @@ impl<D: Device> Hazards<D> {
         below.take_while(move |(_, hazard)| hazard.end > from)
     }
 
+    /// The first offset of the highest hazard that overlaps `range`.
+    fn highest(&self, range: &Range<u64>) -> Option<u64> {
+        self.overlapping(range).next().map(|(start, _)| start)
+    }
+
     /// Makes `stream` wait for the hazards of `range`, which stay.
     pub(super) fn wait(&self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
         for (_, hazard) in self.overlapping(&range) {
@@ -86,9 +91,10 @@ impl<D: Device> Hazards<D> {
 
     /// Forgets the hazards of `range`.
     pub(super) fn forget(&mut self, range: Range<u64>) {
-        let overlapping: Vec<u64> = self.overlapping(&range).map(|(start, _)| start).collect();
-        for start in overlapping {
-            let Some(hazard) = self.0.remove(&start) else { continue };
+        // What is put back no longer overlaps.
+        while let Some(start) = self.highest(&range)
+            && let Some(hazard) = self.0.remove(&start)
+        {
             if hazard.end > range.end {
                 self.0.insert(range.end, hazard.clone());
             }
