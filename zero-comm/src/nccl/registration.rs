@@ -29,9 +29,9 @@ use super::world::Transport;
 use super::{NcclCommunicator, Process};
 use crate::CommError;
 
-/// Memory that NCCL works in directly, until this is dropped. All ranks drop theirs between the same collectives,
-/// after the graphs whose collectives use the memory. Dropping it waits, within the limit, for what is under way on
-/// the communicator; where the communicator is gone already, the registration is too.
+/// Memory that NCCL works in directly, until this is dropped. Every rank drops its own at the same point between two
+/// collectives, once no graph holds a collective on the memory any more. Dropping it waits, within the limit, for
+/// what is under way on the communicator; where the communicator is gone already, the registration is too.
 #[must_use]
 pub struct Registration {
     // Neither keeps the communicator or the world from ending.
@@ -84,9 +84,9 @@ impl NcclCommunicator {
     /// registered for nothing else: that crashed NCCL 2.24 (NVIDIA/nccl#1859).
     ///
     /// # Errors
-    /// A rank's memory cannot be opened by others, or is not one backing, or its NCCL takes none; on the other ranks
-    /// the error names that rank. Or two ranks' memory differs in length. Nothing is registered then, on any rank,
-    /// and collectives go on as before. Or the world failed, as it does where a rank splits the communicator
+    /// A rank's memory cannot be opened by others or is not one backing, or its NCCL cannot register; on the other
+    /// ranks the error names that rank. Or two ranks' memory differs in length. Nothing is registered then, on any
+    /// rank, and collectives go on as before. Or the world failed, as it does where a rank splits the communicator
     /// meanwhile.
     pub fn register_pool(&self, pool: &Pool<CudaDevice>) -> Result<Registration, CommError> {
         self.registered(Some(pool.clone()), || {
