@@ -245,7 +245,7 @@ fn a_freed_view_is_reused_behind_its_uses() {
         (0..4).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &a).expect("room")).map(Some).collect();
     blocks[0] = None;
     blocks[2] = None;
-    let gate = Arc::new(zero_alloc::host::Gate::new(false));
+    let gate = Arc::new(zero_alloc::host::Monitor::new(false));
     let view = pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a).expect("stitched");
     let held = Arc::clone(&gate);
     a.enqueue("hold", move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(())))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::device::{Device, DeviceError, Event, Stream};
-use zero_alloc::host::{Gate, HostDevice, HostStream, Timeline};
+use zero_alloc::host::{HostDevice, HostStream, Monitor, Timeline};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -13,8 +13,8 @@ fn stream(name: &str) -> HostStream {
 }
 
 /// Enqueues an operation that runs only when the gate opens.
-fn hold(stream: &HostStream) -> Arc<Gate<bool>> {
-    let gate = Arc::new(Gate::new(false));
+fn hold(stream: &HostStream) -> Arc<Monitor<bool>> {
+    let gate = Arc::new(Monitor::new(false));
     let held = Arc::clone(&gate);
     let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
     stream.enqueue("hold", op).expect("enqueued");

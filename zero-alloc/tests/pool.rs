@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Memory, Stream};
-use zero_alloc::host::{Gate, HostDevice, HostEvent, HostStream};
+use zero_alloc::host::{HostDevice, HostEvent, HostStream, Monitor};
 use zero_alloc::{Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -106,8 +106,8 @@ fn a_block_of_nothing_is_fine() {
 }
 
 /// Enqueues an operation that runs only when the gate opens.
-fn hold(stream: &HostStream) -> Arc<Gate<bool>> {
-    let gate = Arc::new(Gate::new(false));
+fn hold(stream: &HostStream) -> Arc<Monitor<bool>> {
+    let gate = Arc::new(Monitor::new(false));
     let held = Arc::clone(&gate);
     let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
     stream.enqueue("hold", op).expect("enqueued");

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Stream};
-use zero_alloc::host::{Gate, HostDevice, HostStream, ViolationKind};
+use zero_alloc::host::{HostDevice, HostStream, Monitor, ViolationKind};
 use zero_alloc::{Block, Pool, Purpose};
 
 /// Under Miri everything takes long.
@@ -180,7 +180,7 @@ fn a_block_freed_under_an_unnoted_stream_is_caught() {
 /// until the other has read.
 fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
     let Setup { device, pool, compute, comm } = setup(seed);
-    let gate = Arc::new(Gate::new((0, 0)));
+    let gate = Arc::new(Monitor::new((0, 0)));
     let blocks: Vec<_> = [&compute, &comm]
         .map(|stream| pool.allocate(16, DType::F32, Purpose::Buckets, stream).expect("room"))
         .into_iter()
@@ -240,7 +240,7 @@ fn copies_and_fills_are_watched_too() {
 #[test]
 fn what_cannot_go_on_ends_at_the_limit() {
     let Setup { compute, .. } = setup(1);
-    let gate = Gate::new(false);
+    let gate = Monitor::new(false);
     let limit = Duration::from_millis(3);
     let op = move || gate.wait_until(limit, || "a peer".into(), |open| open.then_some(()));
     compute.enqueue("wait", op).expect("enqueued");

@@ -2,16 +2,16 @@
 
 mod buckets;
 mod call;
-mod call_words;
+mod call_codec;
 mod communicator;
 pub mod conformance;
 mod error;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
+mod nontemporal;
 mod options;
 pub mod overlap;
-mod past_cache;
 mod prefetch;
 mod reduce;
 pub mod slow;
@@ -25,5 +25,5 @@ pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
-pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport, UnitGather, Unsharded};
+pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher, UnitGather, Unsharded};
 pub use solo::Solo;

@@ -15,7 +15,7 @@ use half::{bf16, f16};
 use multiversion::multiversion;
 use zero_alloc::device::Element;
 
-use crate::{ReduceOp, past_cache};
+use crate::{ReduceOp, nontemporal};
 
 /// Elements that callers hand over at a time where a result is copied on: it stays in the first-level cache.
 pub(crate) const CHUNK_ELEMS: usize = 4096;
@@ -72,7 +72,7 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
     // Past the cache go whole lines: what is before the first is a block that is not full.
     let head = match store {
         Store::Cached => 0,
-        Store::PastCache => out.as_ptr().align_offset(past_cache::LINE_BYTES).min(out.len()),
+        Store::PastCache => out.as_ptr().align_offset(nontemporal::LINE_BYTES).min(out.len()),
     };
     let (out_head, out) = out.split_at_mut(head);
     partial(op, inputs, 0, out_head);
@@ -81,8 +81,8 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
     for (i, out) in blocks.iter_mut().enumerate() {
         let at = head + i * BLOCK;
         for input in inputs {
-            for line in (0..BLOCK * size_of::<T>()).step_by(past_cache::LINE_BYTES) {
-                past_cache::prefetch(input.as_ptr().wrapping_add(at).wrapping_byte_add(line + AHEAD_BYTES));
+            for line in (0..BLOCK * size_of::<T>()).step_by(nontemporal::LINE_BYTES) {
+                nontemporal::prefetch(input.as_ptr().wrapping_add(at).wrapping_byte_add(line + AHEAD_BYTES));
             }
         }
         let zeros = &[T::default(); BLOCK];
@@ -91,12 +91,12 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
         block(op, inputs.len(), |rank| inputs[rank][at..].first_chunk().unwrap_or(zeros), &mut result);
         match store {
             Store::Cached => *out = result,
-            Store::PastCache => past_cache::lines(bytemuck::cast_slice(&result), bytemuck::cast_slice_mut(out)),
+            Store::PastCache => nontemporal::lines(bytemuck::cast_slice(&result), bytemuck::cast_slice_mut(out)),
         }
     }
     partial(op, inputs, whole, tail);
     if store == Store::PastCache {
-        past_cache::fence();
+        nontemporal::fence();
     }
 }
 

@@ -233,7 +233,7 @@ fn without_overlap_compute_waits_for_every_bucket() {
         for overlap in [true, false] {
             let (_pool, buckets) =
                 buckets(&comm, streams, BucketOptions { overlap, ..BucketOptions::new(4, DType::F32) });
-            let open = std::sync::Arc::new(zero_alloc::host::Gate::new(false));
+            let open = std::sync::Arc::new(zero_alloc::host::Monitor::new(false));
             let waiting = open.clone();
             streams
                 .comm

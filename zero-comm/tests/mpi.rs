@@ -189,7 +189,7 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
     command.arg(program).args(["--rank", what]).stdout(Stdio::piped()).stderr(Stdio::piped());
     let begun = Instant::now();
     let child = command.spawn().unwrap();
-    let (pid, done) = (child.id(), Arc::new(zero_alloc::host::Gate::new(false)));
+    let (pid, done) = (child.id(), Arc::new(zero_alloc::host::Monitor::new(false)));
     let watched = Arc::clone(&done);
     std::thread::spawn(move || {
         if watched.wait_until(LIMIT, String::new, |done| done.then_some(())).is_err() {

@@ -14,7 +14,7 @@ use common::model::{Model, ModelComm};
 use common::{Comm, view};
 use proptest::prelude::*;
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
-use zero_alloc::host::{Gate, HostDevice, HostStream, OpSpan, Timeline};
+use zero_alloc::host::{HostDevice, HostStream, Monitor, OpSpan, Timeline};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::overlap::{Overlap, chrome_trace};
 use zero_comm::slow::{Link, SlowComm};
@@ -39,7 +39,7 @@ enum Compute {
 /// Counts what has run on the communication stream.
 #[derive(Default)]
 struct Marks {
-    gate: Arc<Gate<usize>>,
+    gate: Arc<Monitor<usize>>,
     made: usize,
 }
 

@@ -6,7 +6,7 @@ use common::{Comm, Random, Streams, copy, delay, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
-use zero_comm::{CommError, CommOptions, OrderCheck, PrefetchError, PrefetchOptions, Prefetcher, StepReport};
+use zero_comm::{CommError, CommOptions, OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher};
 
 /// Forward and backward over four units.
 const ORDER: &[usize] = &[0, 1, 2, 3, 3, 2, 1, 0];
@@ -25,7 +25,7 @@ fn prefetcher(
 
 /// Runs steps with the uses of `orders`, checks every gathered value, and returns the reports of rank 0. The
 /// shards change between steps on the compute stream, as an optimizer changes them.
-fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[usize]]) -> Vec<StepReport> {
+fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[usize]]) -> Vec<PrefetchReport> {
     let reports = on_ranks(n, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(comm.rank() as u64);
         let pool = Pool::new(HostDevice::new(), 1 << 20);

@@ -3,7 +3,7 @@
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use crate::kernels::{DecideArgs, RemainderArgs, StochasticArgs};
-use crate::step::Vote;
+use crate::step::RankStats;
 use crate::{AdamArgs, GradStats, KernelError};
 
 pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
@@ -132,7 +132,7 @@ pub(crate) fn make_vote(
     units: DeviceSlice<GradStats>,
     loss: DeviceSlice<f64>,
     flags: DeviceSlice<u64>,
-    out: DeviceSlice<Vote>,
+    out: DeviceSlice<RankStats>,
 ) -> Result<(), KernelError> {
     same_len("make_vote: loss", 1, loss.len())?;
     same_len("make_vote: flags", 1, flags.len())?;

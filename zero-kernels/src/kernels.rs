@@ -4,7 +4,7 @@ use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
 use crate::host::RoundingKey;
-use crate::step::{StepRates, StepReport, StepSettings, StepState, Vote, power};
+use crate::step::{RankStats, StepRates, StepReport, StepSettings, StepState, power};
 
 /// Why a launch was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -218,7 +218,7 @@ pub struct StochasticArgs {
 #[derive(Clone, Copy, Debug)]
 pub struct DecideArgs {
     /// The votes of all ranks, in rank order.
-    pub votes: DeviceSlice<Vote>,
+    pub votes: DeviceSlice<RankStats>,
     /// One, read.
     pub settings: DeviceSlice<StepSettings>,
     /// Those of the schedule's positions from the settings' first on; read.
@@ -308,7 +308,7 @@ pub trait Kernels<D: Device>: Send + Sync {
         units: DeviceSlice<GradStats>,
         loss: DeviceSlice<f64>,
         flags: DeviceSlice<u64>,
-        out: DeviceSlice<Vote>,
+        out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError>;
 
     /// The decision of a step from the votes of all ranks: [`crate::step::decide_step`], in stream order.

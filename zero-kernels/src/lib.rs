@@ -14,4 +14,4 @@ pub use kernels::{
     AdamArgs, AdamConstants, AdamHyper, DecideArgs, GradStats, KernelError, Kernels, RemainderArgs, StepScalars,
     StochasticArgs,
 };
-pub use step::Vote;
+pub use step::RankStats;

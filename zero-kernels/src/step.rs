@@ -11,12 +11,12 @@ use crate::{GradStats, StepScalars};
 /// What a rank tells all others before a step. Plain bytes, to travel by all-gather.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-pub struct Vote {
+pub struct RankStats {
     /// Sum of squares of the gradients that the rank votes for: its units' sums, added in order.
     pub sum_sq: f64,
     /// How many of them are not finite.
     pub nonfinite: u64,
-    /// The first unit that has such; [`Vote::NO_UNIT`] if none.
+    /// The first unit that has such; [`RankStats::NO_UNIT`] if none.
     pub first_bad_unit: u64,
     /// This rank's part of the loss, whatever the caller sums over ranks.
     pub loss: f64,
@@ -25,7 +25,7 @@ pub struct Vote {
     pub flags: u64,
 }
 
-impl Vote {
+impl RankStats {
     /// No unit is bad.
     pub const NO_UNIT: u64 = u64::MAX;
 
@@ -150,7 +150,7 @@ pub struct StepReport {
     pub halted: u32,
 }
 
-const _: () = assert!(size_of::<Vote>() == 40 && size_of::<StepSettings>() == 56);
+const _: () = assert!(size_of::<RankStats>() == 40 && size_of::<StepSettings>() == 56);
 const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepReport>() == 104 && size_of::<StepRates>() == 24);
 
 /// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so the same bits, on
@@ -171,7 +171,7 @@ pub fn power(base: f64, exponent: u64) -> f64 {
 /// As in the kernel, the scale of the backward is the state's: it moves only here, after the gradients' step. `rates`
 /// holds those of the schedule's positions from `first_position` on.
 pub fn decide_step(
-    votes: &[Vote],
+    votes: &[RankStats],
     settings: &StepSettings,
     rates: &[StepRates],
     state: &mut StepState,
@@ -181,7 +181,7 @@ pub fn decide_step(
         return (skipped, None);
     }
     let sum_sq = votes.iter().fold(0.0, |sum, v| sum + v.sum_sq);
-    let bad_rank = votes.iter().position(Vote::is_bad);
+    let bad_rank = votes.iter().position(RankStats::is_bad);
     let mut report = StepReport {
         loss: votes.iter().fold(0.0, |sum, v| sum + v.loss),
         flags_any: votes.iter().fold(0, |any, v| any | v.flags),

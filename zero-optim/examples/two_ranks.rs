@@ -8,7 +8,7 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
 use zero_kernels::host::HostKernels;
-use zero_optim::{Ballot, LrSchedule, Segment, ShardedAdamW, StepRules, UnitSlices, Vote};
+use zero_optim::{GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW, UnitSlices};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device, 1 << 20);
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 10 };
-    let rules = StepRules { lr: 0.1, schedule, max_grad_norm: 1.0, ..StepRules::default() };
+    let rules = OptimizerConfig { lr: 0.1, schedule, max_grad_norm: 1.0, ..OptimizerConfig::default() };
     let mut ranks = Vec::new();
     for _ in 0..2 {
         let kernels = Arc::new(HostKernels::new(1)?);
@@ -37,14 +37,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             grads[0] += 2.0 * error * x * scale.get() as f32;
             grads[1] += 2.0 * error * scale.get() as f32;
         }
-        let mut votes: Vec<Vote> = Vec::new();
+        let mut votes: Vec<RankStats> = Vec::new();
         for (rank, optim) in ranks.iter_mut().enumerate() {
             optim.enqueue_stats(&stream, &[one(&mut grads[rank])])?;
             votes.push(optim.vote(&stream, loss[rank], LIMIT)?);
         }
         for (rank, optim) in ranks.iter_mut().enumerate() {
             let units = [UnitSlices { grad: one(&mut grads[rank]), param: one(&mut params[rank]) }];
-            let ballot = Ballot { votes: &votes, backward_scale: scale, micro_batches: 1 };
+            let ballot = GatheredStats { votes: &votes, backward_scale: scale, micro_batches: 1 };
             let outcome = optim.step(&stream, &units, ballot, LIMIT)?;
             stream.synchronize(LIMIT)?;
             if rank == 0 && step % 50 == 49 {

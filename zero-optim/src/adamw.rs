@@ -20,18 +20,18 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, StepScalars, Vote};
+use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, RankStats, StepScalars};
 
-use crate::decide::{BackwardScale, Decider, Progress, StepOutcome, StepRules};
+use crate::decide::{BackwardScale, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::on_device::OnDevice;
 use crate::segments::{Segment, SubGroup, UnitSlices, check_segments, sub_groups};
 use crate::{OptimError, StateKind};
 
 /// What all ranks gather before a step.
 #[derive(Clone, Copy, Debug)]
-pub struct Ballot<'a> {
+pub struct GatheredStats<'a> {
     /// The votes of all ranks, in rank order.
-    pub votes: &'a [Vote],
+    pub votes: &'a [RankStats],
     /// The loss scale that this step's backward used: [`ShardedAdamW::backward_scale`] before it.
     pub backward_scale: BackwardScale,
     /// Micro-batches that were summed.
@@ -42,7 +42,7 @@ pub struct Ballot<'a> {
 pub struct ShardedAdamW<D: Device> {
     pub(crate) device: D,
     pub(crate) kernels: Arc<dyn Kernels<D>>,
-    pub(crate) decider: Decider,
+    pub(crate) decider: StepController,
     param_dtype: DType,
     segments: Vec<Segment>,
     pub(crate) names: Vec<String>,
@@ -78,14 +78,14 @@ impl<D: Device> ShardedAdamW<D> {
         pool: &Pool<D>,
         kernels: Arc<dyn Kernels<D>>,
         stream: &D::Stream,
-        rules: StepRules,
+        rules: OptimizerConfig,
         param_dtype: DType,
         segments: Vec<Segment>,
     ) -> Result<Self, OptimError> {
         if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
             return Err(OptimError::ParamDType { dtype: param_dtype });
         }
-        let decider = Decider::new(rules)?;
+        let decider = StepController::new(rules)?;
         let elems = check_segments(&segments)?;
         let state = || pool.allocate(elems, DType::F32, Purpose::Optimizer, stream);
         let largest = segments.iter().map(|s| s.vote.len()).max().unwrap_or(0);
@@ -178,10 +178,10 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// An operation on the stream failed, or the limit passed.
-    pub fn vote(&self, stream: &D::Stream, loss: f64, limit: Duration) -> Result<Vote, OptimError> {
+    pub fn vote(&self, stream: &D::Stream, loss: f64, limit: Duration) -> Result<RankStats, OptimError> {
         let mut stats = vec![GradStats::default(); self.segments.len()];
         self.device.download(stream, view(&self.stats), bytemuck::cast_slice_mut(&mut stats), limit)?;
-        Ok(Vote::new(&stats, loss))
+        Ok(RankStats::new(&stats, loss))
     }
 
     /// Decides the step from all ranks' votes and enqueues it: parameters and state are updated when the
@@ -195,12 +195,12 @@ impl<D: Device> ShardedAdamW<D> {
         &mut self,
         stream: &D::Stream,
         units: &[UnitSlices],
-        ballot: Ballot<'_>,
+        ballot: GatheredStats<'_>,
         limit: Duration,
     ) -> Result<StepOutcome, OptimError> {
         self.check_units(units)?;
         self.stream = stream.clone();
-        let Ballot { votes, backward_scale, micro_batches } = ballot;
+        let GatheredStats { votes, backward_scale, micro_batches } = ballot;
         let mut decider = self.decider.clone();
         let decision = decider.decide(votes, backward_scale, micro_batches, &self.names)?;
         if !decision.outcome.is_skipped() {
@@ -268,7 +268,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// The settings.
-    pub fn rules(&self) -> &StepRules {
+    pub fn rules(&self) -> &OptimizerConfig {
         self.decider.rules()
     }
 

@@ -15,7 +15,7 @@
 
 use serde::{Deserialize, Serialize};
 use zero_kernels::step::{StepRates, StepReport, StepState};
-use zero_kernels::{AdamHyper, StepScalars, Vote};
+use zero_kernels::{AdamHyper, RankStats, StepScalars};
 
 use crate::{LossScaler, LossScalerState, LossScaling, LrSchedule, OptimError};
 
@@ -32,7 +32,7 @@ impl BackwardScale {
 
 /// Settings of the optimizer that all ranks share.
 #[derive(Clone, Debug, PartialEq)]
-pub struct StepRules {
+pub struct OptimizerConfig {
     /// Constants of Adam.
     pub hyper: AdamHyper,
     /// The base learning rate.
@@ -45,7 +45,7 @@ pub struct StepRules {
     pub loss_scaling: LossScaling,
 }
 
-impl Default for StepRules {
+impl Default for OptimizerConfig {
     /// PyTorch's AdamW at a constant rate of 1e-3, without decay, clipping or scaling.
     fn default() -> Self {
         Self {
@@ -58,7 +58,7 @@ impl Default for StepRules {
     }
 }
 
-impl StepRules {
+impl OptimizerConfig {
     /// Refuses settings outside their ranges.
     ///
     /// # Errors
@@ -211,27 +211,27 @@ pub struct Decision {
 
 /// Decides steps; holds what moves from step to step.
 #[derive(Clone, Debug)]
-pub struct Decider {
-    rules: StepRules,
+pub struct StepController {
+    rules: OptimizerConfig,
     scaler: LossScaler,
     adam_steps: u64,
     schedule_position: u64,
     skipped_steps: u64,
 }
 
-impl Decider {
+impl StepController {
     /// A decider before the first step.
     ///
     /// # Errors
     /// A setting is outside its range.
-    pub fn new(rules: StepRules) -> Result<Self, OptimError> {
+    pub fn new(rules: OptimizerConfig) -> Result<Self, OptimError> {
         rules.check()?;
         let scaler = LossScaler::new(rules.loss_scaling.clone())?;
         Ok(Self { rules, scaler, adam_steps: 0, schedule_position: 0, skipped_steps: 0 })
     }
 
     /// The settings.
-    pub fn rules(&self) -> &StepRules {
+    pub fn rules(&self) -> &OptimizerConfig {
         &self.rules
     }
 
@@ -302,7 +302,7 @@ impl Decider {
     /// No votes, no micro-batches, or an overflow with the loss scale at its minimum; nothing has changed then.
     pub fn decide(
         &mut self,
-        votes: &[Vote],
+        votes: &[RankStats],
         backward_scale: BackwardScale,
         micro_batches: usize,
         unit_names: &[String],
@@ -320,7 +320,7 @@ impl Decider {
         let StepRates { lr, beta1, beta2 } = self.rules.rates(self.schedule_position);
         let hyper = AdamHyper { beta1, beta2, ..self.rules.hyper };
 
-        let bad = votes.iter().position(Vote::is_bad);
+        let bad = votes.iter().position(RankStats::is_bad);
         if let Some(rank) = bad {
             let unit = unit_name(votes[rank].first_bad_unit, unit_names);
             if let Err(at) = self.scaler.update(true) {

@@ -9,12 +9,12 @@ mod schedule;
 mod segments;
 mod state;
 
-pub use adamw::{Ballot, ShardedAdamW};
-pub use decide::{BackwardScale, Decider, Decision, Flags, Overflow, Progress, StepOutcome, StepRules};
+pub use adamw::{GatheredStats, ShardedAdamW};
+pub use decide::{BackwardScale, Decision, Flags, OptimizerConfig, Overflow, Progress, StepController, StepOutcome};
 pub use error::OptimError;
 pub use loss_scale::{AtMinimum, DynamicScaling, LossScaler, LossScalerState, LossScaling, ScaleChange};
-pub use on_device::{DeviceSteps, VoteSlices};
+pub use on_device::{DeviceSteps, RankStatsSlices};
 pub use schedule::{LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, WarmupType};
 pub use segments::{Segment, UnitSlices};
 pub use state::StateKind;
-pub use zero_kernels::Vote;
+pub use zero_kernels::RankStats;

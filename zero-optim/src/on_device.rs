@@ -16,7 +16,7 @@ use bytemuck::{Pod, Zeroable};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::step::{StepRates, StepReport, StepSettings, StepState};
-use zero_kernels::{DecideArgs, Vote};
+use zero_kernels::{DecideArgs, RankStats};
 
 use crate::adamw::view;
 use crate::{LossScaling, OptimError, ShardedAdamW, StepOutcome, UnitSlices};
@@ -51,7 +51,7 @@ impl DeviceSteps {
 
 /// The votes in device memory, as bytes, to be gathered before a step.
 #[derive(Clone, Copy, Debug)]
-pub struct VoteSlices {
+pub struct RankStatsSlices {
     /// This rank's: within `all`, at its own place.
     pub own: AnySlice,
     /// All ranks', in rank order.
@@ -82,7 +82,7 @@ struct Control {
 
 const WORD_BYTES: usize = size_of::<f64>();
 const CONTROL_WORDS: usize = size_of::<Control>() / WORD_BYTES;
-const VOTE_WORDS: usize = size_of::<Vote>() / WORD_BYTES;
+const VOTE_WORDS: usize = size_of::<RankStats>() / WORD_BYTES;
 const REPORT_WORDS: usize = size_of::<StepReport>() / WORD_BYTES;
 const RATES_WORDS: usize = size_of::<StepRates>() / WORD_BYTES;
 
@@ -116,7 +116,7 @@ impl<D: Device> OnDevice<D> {
         place(&self.control, size_of::<StepSettings>() / WORD_BYTES, 1)
     }
 
-    fn votes(&self) -> DeviceSlice<Vote> {
+    fn votes(&self) -> DeviceSlice<RankStats> {
         place(&self.control, CONTROL_WORDS, self.plan.ranks)
     }
 
@@ -209,13 +209,13 @@ impl<D: Device> ShardedAdamW<D> {
         stream: &D::Stream,
         loss: DeviceSlice<f64>,
         flags: DeviceSlice<u64>,
-    ) -> Result<VoteSlices, OptimError> {
+    ) -> Result<RankStatsSlices, OptimError> {
         self.stream = stream.clone();
         let on_device = self.on_device()?;
         let (rank, votes) = (on_device.plan.rank, on_device.votes());
         let own = votes.slice(rank..rank + 1);
         self.kernels.make_vote(stream, self.stats_slice(), loss, flags, own)?;
-        Ok(VoteSlices { own: bytes(own), all: bytes(votes) })
+        Ok(RankStatsSlices { own: bytes(own), all: bytes(votes) })
     }
 
     /// Enqueues the decision of the step and the update, which does nothing where the step is skipped. The stream is
@@ -349,7 +349,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 }
 
-fn settings(rules: &crate::StepRules, plan: &DeviceSteps, position: u64) -> StepSettings {
+fn settings(rules: &crate::OptimizerConfig, plan: &DeviceSteps, position: u64) -> StepSettings {
     let mut settings = StepSettings {
         max_grad_norm: rules.max_grad_norm,
         min_scale: 0.0,

@@ -3,43 +3,46 @@
 use proptest::prelude::*;
 use zero_kernels::GradStats;
 use zero_optim::{
-    Decider, DynamicScaling, LossScaler, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError, Progress,
-    RangeTest, ScaleChange, StepOutcome, StepRules, Vote, Warmup, WarmupCosine, WarmupDecay,
+    DynamicScaling, LossScaler, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig,
+    Progress, RangeTest, RankStats, ScaleChange, StepController, StepOutcome, Warmup, WarmupCosine, WarmupDecay,
 };
 
-fn vote(sum_sq: f64) -> Vote {
-    Vote::new(&[GradStats { sum_sq, nonfinite: 0 }], 0.0)
+fn vote(sum_sq: f64) -> RankStats {
+    RankStats::new(&[GradStats { sum_sq, nonfinite: 0 }], 0.0)
 }
 
-fn bad_vote() -> Vote {
-    Vote::new(&[GradStats { sum_sq: 1.0, nonfinite: 0 }, GradStats { sum_sq: 0.0, nonfinite: 3 }], 0.0)
+fn bad_vote() -> RankStats {
+    RankStats::new(&[GradStats { sum_sq: 1.0, nonfinite: 0 }, GradStats { sum_sq: 0.0, nonfinite: 3 }], 0.0)
 }
 
 fn names() -> Vec<String> {
     vec!["embedding".into(), "block".into()]
 }
 
-fn dynamic(settings: DynamicScaling) -> StepRules {
-    StepRules { loss_scaling: LossScaling::Dynamic(settings), ..StepRules::default() }
+fn dynamic(settings: DynamicScaling) -> OptimizerConfig {
+    OptimizerConfig { loss_scaling: LossScaling::Dynamic(settings), ..OptimizerConfig::default() }
 }
 
 #[test]
 fn a_vote_adds_units_in_order_and_names_the_first_bad_one() {
     let stats = |sum_sq, nonfinite| GradStats { sum_sq, nonfinite };
-    let vote = Vote::new(&[stats(0.1, 0), stats(0.2, 2), stats(0.3, 1)], 4.0);
-    assert_eq!(vote, Vote { sum_sq: 0.1 + 0.2 + 0.3, nonfinite: 3, first_bad_unit: 1, loss: 4.0, flags: 0 });
+    let vote = RankStats::new(&[stats(0.1, 0), stats(0.2, 2), stats(0.3, 1)], 4.0);
+    assert_eq!(vote, RankStats { sum_sq: 0.1 + 0.2 + 0.3, nonfinite: 3, first_bad_unit: 1, loss: 4.0, flags: 0 });
     assert_eq!(
-        Vote::new(&[], 1.0),
-        Vote { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Vote::NO_UNIT, loss: 1.0, flags: 0 }
+        RankStats::new(&[], 1.0),
+        RankStats { sum_sq: 0.0, nonfinite: 0, first_bad_unit: RankStats::NO_UNIT, loss: 1.0, flags: 0 }
     );
-    assert_eq!(size_of::<Vote>(), 40, "it travels as bytes");
+    assert_eq!(size_of::<RankStats>(), 40, "it travels as bytes");
 }
 
 #[test]
 fn clipping_takes_the_norm_of_the_mean_gradient() {
-    let rules =
-        StepRules { max_grad_norm: 2.0, loss_scaling: LossScaling::Static { scale: 8.0 }, ..Default::default() };
-    let mut decider = Decider::new(rules).unwrap();
+    let rules = OptimizerConfig {
+        max_grad_norm: 2.0,
+        loss_scaling: LossScaling::Static { scale: 8.0 },
+        ..Default::default()
+    };
+    let mut decider = StepController::new(rules).unwrap();
     // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. Mean norm 5: sum of squares (240)^2.
     let scale = decider.backward_scale();
     let decision = decider.decide(&[vote(144.0 * 144.0), vote(192.0 * 192.0)], scale, 3, &names()).unwrap();
@@ -54,7 +57,7 @@ fn clipping_takes_the_norm_of_the_mean_gradient() {
 
 #[test]
 fn clipping_off_lets_any_norm_through() {
-    let mut decider = Decider::new(StepRules::default()).unwrap();
+    let mut decider = StepController::new(OptimizerConfig::default()).unwrap();
     let decision = decider.decide(&[vote(1e12)], decider.backward_scale(), 1, &names()).unwrap();
     assert_eq!(decision.scalars.grad_scale, 1.0);
     assert_eq!(decision.outcome.grad_norm(), Some(1e6));
@@ -64,7 +67,8 @@ fn clipping_off_lets_any_norm_through() {
 #[test]
 fn gradients_are_divided_by_the_scale_that_their_backward_used() {
     let mut decider =
-        Decider::new(dynamic(DynamicScaling { initial_scale_power: 4, window: 1, ..Default::default() })).unwrap();
+        StepController::new(dynamic(DynamicScaling { initial_scale_power: 4, window: 1, ..Default::default() }))
+            .unwrap();
     for step in 0..4 {
         let scale = decider.backward_scale();
         let decision = decider.decide(&[vote(scale.get() * scale.get())], scale, 1, &names()).unwrap();
@@ -78,7 +82,7 @@ fn gradients_are_divided_by_the_scale_that_their_backward_used() {
 #[test]
 fn a_non_finite_gradient_skips_in_every_dtype_and_is_named() {
     // Static scale 1 is fp32 and bf16.
-    let mut decider = Decider::new(StepRules::default()).unwrap();
+    let mut decider = StepController::new(OptimizerConfig::default()).unwrap();
     let decision = decider.decide(&[vote(1.0), bad_vote()], decider.backward_scale(), 1, &names()).unwrap();
     let StepOutcome::Skipped { overflow, .. } = &decision.outcome else { panic!("applied") };
     assert_eq!((overflow.rank, overflow.unit.as_str(), overflow.nonfinite), (1, "block", 3));
@@ -89,7 +93,7 @@ fn a_non_finite_gradient_skips_in_every_dtype_and_is_named() {
 
 #[test]
 fn bias_corrections_count_applied_steps_only() {
-    let mut decider = Decider::new(StepRules::default()).unwrap();
+    let mut decider = StepController::new(OptimizerConfig::default()).unwrap();
     let mut applied = 0;
     for step in 0..20 {
         let votes = [if step % 3 == 1 { bad_vote() } else { vote(1.0) }];
@@ -115,7 +119,7 @@ fn one_cycle_moves_the_betas() {
     // One step into the decay: half an interval.
     near(schedule.lr(1.0, 5), 0.1 / 1.5);
     near(schedule.betas(5).unwrap().0, 0.9 * 1.25);
-    let mut decider = Decider::new(StepRules { schedule, ..Default::default() }).unwrap();
+    let mut decider = StepController::new(OptimizerConfig { schedule, ..Default::default() }).unwrap();
     let decision = decider.decide(&[vote(1.0)], decider.backward_scale(), 1, &names()).unwrap();
     assert_eq!((decision.hyper.beta1, decision.hyper.beta2), (0.8, 0.99));
 }
@@ -161,14 +165,14 @@ fn a_configuration_keeps_deepspeeds_names_and_defaults() {
 
 #[test]
 fn settings_outside_their_ranges_are_refused_by_name() {
-    let refused = |rules: StepRules| match Decider::new(rules).map(drop) {
+    let refused = |rules: OptimizerConfig| match StepController::new(rules).map(drop) {
         Err(OptimError::Setting { setting, .. }) => setting,
         other => panic!("{other:?}"),
     };
-    let base = StepRules::default;
-    let with = |schedule| StepRules { schedule, ..base() };
-    assert_eq!(refused(StepRules { max_grad_norm: -1.0, ..base() }), "max_grad_norm");
-    assert_eq!(refused(StepRules { loss_scaling: LossScaling::Static { scale: 0.0 }, ..base() }), "loss_scale");
+    let base = OptimizerConfig::default;
+    let with = |schedule| OptimizerConfig { schedule, ..base() };
+    assert_eq!(refused(OptimizerConfig { max_grad_norm: -1.0, ..base() }), "max_grad_norm");
+    assert_eq!(refused(OptimizerConfig { loss_scaling: LossScaling::Static { scale: 0.0 }, ..base() }), "loss_scale");
     let d = DynamicScaling::default;
     assert_eq!(refused(dynamic(DynamicScaling { window: 0, ..d() })), "loss_scale_window");
     assert_eq!(refused(dynamic(DynamicScaling { hysteresis: 0, ..d() })), "hysteresis");
@@ -191,7 +195,7 @@ fn settings_outside_their_ranges_are_refused_by_name() {
 
 #[test]
 fn counts_that_no_run_comes_to_are_not_restored() {
-    let mut decider = Decider::new(StepRules::default()).unwrap();
+    let mut decider = StepController::new(OptimizerConfig::default()).unwrap();
     let good = decider.progress();
     let scaler = LossScalerState { iteration: u64::MAX, ..good.loss_scaler };
     for bad in [

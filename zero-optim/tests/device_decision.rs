@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use zero_kernels::step::{StepRates, StepSettings, StepState, decide_step};
 use zero_optim::{
-    Decider, DynamicScaling, Flags, LossScaling, LrSchedule, OneCycle, OptimError, StepOutcome, StepRules, Vote,
+    DynamicScaling, Flags, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig, RankStats, StepController,
+    StepOutcome,
 };
 
 proptest! {
@@ -28,7 +29,7 @@ proptest! {
         };
         let loss_scaling = if dynamic { LossScaling::Dynamic(settings) } else { LossScaling::Static { scale: 4.0 } };
         let schedule = if cycle { LrSchedule::OneCycle(one_cycle()) } else { LrSchedule::LinearWarmup { warmup_steps: 7 } };
-        let rules = StepRules { loss_scaling, schedule, max_grad_norm, lr: 3e-4, ..StepRules::default() };
+        let rules = OptimizerConfig { loss_scaling, schedule, max_grad_norm, lr: 3e-4, ..OptimizerConfig::default() };
         let rates = |p| match rules.schedule.betas(p) {
             Some((beta1, beta2)) => StepRates { lr: rules.schedule.lr(rules.lr, p), beta1, beta2 },
             None => StepRates { lr: rules.schedule.lr(rules.lr, p), beta1: 0.9, beta2: 0.999 },
@@ -45,7 +46,7 @@ proptest! {
             consecutive_hysteresis: consecutive_hysteresis.into(),
             fail_at_min: 1,
         };
-        let mut decider = Decider::new(rules).unwrap();
+        let mut decider = StepController::new(rules).unwrap();
         let mut state = StepState {
             loss_scale: decider.backward_scale().get(),
             iteration: 0,
@@ -57,12 +58,12 @@ proptest! {
             halted: StepState::RUNNING,
         };
         for (i, (sum_sq, bad, loss)) in steps.into_iter().enumerate() {
-            let votes: Vec<Vote> = (0..ranks)
+            let votes: Vec<RankStats> = (0..ranks)
                 .map(|r| {
                     let bad = bad && r == i % ranks;
-                    let first_bad_unit = if bad { 0 } else { Vote::NO_UNIT };
+                    let first_bad_unit = if bad { 0 } else { RankStats::NO_UNIT };
                     let flags = (r * 5 + i) as u64 | 16;
-                    Vote { sum_sq: sum_sq / (r + 1) as f64, nonfinite: bad.into(), first_bad_unit, loss, flags }
+                    RankStats { sum_sq: sum_sq / (r + 1) as f64, nonfinite: bad.into(), first_bad_unit, loss, flags }
                 })
                 .collect();
             let scale = decider.backward_scale();
@@ -134,7 +135,7 @@ fn outside_the_table_of_rates_the_run_is_halted_and_stays_so() {
         hysteresis_left: 1,
         halted: StepState::RUNNING,
     };
-    let votes = [Vote::new(&[], 0.0)];
+    let votes = [RankStats::new(&[], 0.0)];
     let rates = [StepRates { lr: 1e-3, beta1: 0.9, beta2: 0.999 }];
     let mut state = start;
     assert_eq!(decide_step(&votes, &settings, &rates, &mut state).0.skip, 0);

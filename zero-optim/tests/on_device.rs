@@ -12,8 +12,8 @@ use zero_kernels::Kernels;
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Ballot, DeviceSteps, DynamicScaling, Flags, LossScaling, LrSchedule, OneCycle, OptimError, Progress, Segment,
-    ShardedAdamW, StateKind, StepOutcome, StepRules, UnitSlices, Vote,
+    DeviceSteps, DynamicScaling, Flags, GatheredStats, LossScaling, LrSchedule, OneCycle, OptimError,
+    OptimizerConfig, Progress, RankStats, Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -86,7 +86,7 @@ fn values(seed: usize) -> Vec<f32> {
 }
 
 impl<D: Device> Rank<D> {
-    fn new(rig: &Rig<D>, rules: &StepRules, dtype: DType, rank: usize) -> Self {
+    fn new(rig: &Rig<D>, rules: &OptimizerConfig, dtype: DType, rank: usize) -> Self {
         let mut end = 0;
         let segments = SHARDS.iter().enumerate().map(|(u, len)| {
             end += len;
@@ -149,9 +149,9 @@ fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> 
     for (r, rank) in ranks.iter_mut().enumerate() {
         rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
         let vote = rank.optim.vote(&rig.stream, loss(r, step), LIMIT)?;
-        votes.push(Vote { flags: flags(r, step), ..vote });
+        votes.push(RankStats { flags: flags(r, step), ..vote });
     }
-    let ballot = Ballot { votes: &votes, backward_scale, micro_batches: 3 };
+    let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches: 3 };
     let mut outcomes = Vec::new();
     for rank in ranks {
         let units = rank.units();
@@ -191,7 +191,7 @@ fn step_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(), 
     ranks.iter_mut().try_for_each(|rank| rank.optim.expect_report(&rig.stream))
 }
 
-fn world<D: Device>(rig: &Rig<D>, rules: &StepRules, dtype: DType, steps: usize) -> Vec<Rank<D>> {
+fn world<D: Device>(rig: &Rig<D>, rules: &OptimizerConfig, dtype: DType, steps: usize) -> Vec<Rank<D>> {
     let mut ranks: Vec<_> = (0..RANKS).map(|r| Rank::new(rig, rules, dtype, r)).collect();
     if steps > 0 {
         for (r, rank) in ranks.iter_mut().enumerate() {
@@ -201,9 +201,9 @@ fn world<D: Device>(rig: &Rig<D>, rules: &StepRules, dtype: DType, steps: usize)
     ranks
 }
 
-fn rules(loss_scaling: LossScaling) -> StepRules {
+fn rules(loss_scaling: LossScaling) -> OptimizerConfig {
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 5 };
-    StepRules { lr: 1e-2, schedule, max_grad_norm: 0.5, loss_scaling, ..StepRules::default() }
+    OptimizerConfig { lr: 1e-2, schedule, max_grad_norm: 0.5, loss_scaling, ..OptimizerConfig::default() }
 }
 
 fn dynamic() -> LossScaling {
@@ -218,7 +218,7 @@ fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
 fn the_bits_are_those_of_steps_decided_on_the_host<D: Device>(rig: &Rig<D>) {
     const STEPS: usize = 9;
     // A schedule that moves the betas too.
-    let cycle = StepRules { schedule: LrSchedule::OneCycle(one_cycle()), ..rules(LossScaling::NONE) };
+    let cycle = OptimizerConfig { schedule: LrSchedule::OneCycle(one_cycle()), ..rules(LossScaling::NONE) };
     for (dtype, rules) in [
         (DType::F32, rules(LossScaling::NONE)),
         (DType::Bf16, rules(LossScaling::NONE)),

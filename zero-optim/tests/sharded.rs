@@ -9,15 +9,17 @@ use proptest::prelude::*;
 use zero_alloc::Purpose;
 use zero_alloc::device::{DType, DeviceError};
 use zero_kernels::AdamHyper;
-use zero_optim::{Ballot, DynamicScaling, LossScaling, LrSchedule, OptimError, StateKind, StepOutcome, StepRules};
+use zero_optim::{
+    DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig, StateKind, StepOutcome,
+};
 
-fn rules() -> StepRules {
-    StepRules {
-        hyper: AdamHyper { weight_decay: 0.1, ..StepRules::default().hyper },
+fn rules() -> OptimizerConfig {
+    OptimizerConfig {
+        hyper: AdamHyper { weight_decay: 0.1, ..OptimizerConfig::default().hyper },
         lr: 1e-2,
         schedule: LrSchedule::LinearWarmup { warmup_steps: 3 },
         max_grad_norm: 1.0,
-        ..StepRules::default()
+        ..OptimizerConfig::default()
     }
 }
 
@@ -116,7 +118,7 @@ fn it_is_adamw_with_clipping_on_the_mean_gradient() {
 fn a_skipped_step_changes_nothing_but_the_loss_scale_and_names_the_place() {
     let scaling =
         LossScaling::Dynamic(DynamicScaling { initial_scale_power: 4, hysteresis: 1, ..Default::default() });
-    let rules = StepRules { loss_scaling: scaling, ..rules() };
+    let rules = OptimizerConfig { loss_scaling: scaling, ..rules() };
     let (init, mut grads) = material(&[4, 8], 3, 11);
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         let mut world = World::new(&rules, DType::F16, &init, 2, Holding::Shard);
@@ -147,14 +149,14 @@ fn a_skipped_step_changes_nothing_but_the_loss_scale_and_names_the_place() {
 #[test]
 fn an_overflow_at_the_minimum_scale_is_an_error_that_changes_nothing() {
     let settings = DynamicScaling { initial_scale_power: 1, hysteresis: 1, min_scale: 2.0, ..Default::default() };
-    let rules = StepRules { loss_scaling: LossScaling::Dynamic(settings), ..rules() };
+    let rules = OptimizerConfig { loss_scaling: LossScaling::Dynamic(settings), ..rules() };
     let (init, mut grads) = material(&[4], 1, 5);
     grads[0][0][0] = f32::INFINITY;
     let mut rank = Rank::new(&rules, DType::F16, &init, 0, 1, Holding::Shard);
     let backward_scale = rank.optim.backward_scale();
     let votes = [rank.vote(&grads[0], DType::F16, 0.0).unwrap()];
     let before = rank.optim.progress();
-    let ballot = Ballot { votes: &votes, backward_scale, micro_batches: 1 };
+    let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches: 1 };
     let error = rank.step(&grads[0], DType::F16, ballot).unwrap_err();
     assert_eq!(error, OptimError::LossScaleAtMinimum { step: 0, scale: 2.0, rank: 0, unit: "unit0".into() });
     assert!(error.to_string().contains("unit unit0 on rank 0"), "{error}");
@@ -164,7 +166,7 @@ fn an_overflow_at_the_minimum_scale_is_an_error_that_changes_nothing() {
 #[test]
 fn a_run_resumed_from_its_state_goes_on_bit_for_bit() {
     let scaling = LossScaling::Dynamic(DynamicScaling { window: 2, ..Default::default() });
-    let rules = StepRules { loss_scaling: scaling, ..rules() };
+    let rules = OptimizerConfig { loss_scaling: scaling, ..rules() };
     let (init, mut grads) = material(&[6, 0, 10], 8, 3);
     grads[1][0][0] = f32::NAN;
     let mut straight = World::new(&rules, DType::Bf16, &init, 2, Holding::Shard);
@@ -211,7 +213,7 @@ fn slices_that_do_not_fit_are_refused_and_change_nothing() {
     let before = rank.optim.progress();
     let votes = [rank.vote(&grads[0], DType::Bf16, 0.0).unwrap()];
     let backward_scale = rank.optim.backward_scale();
-    let ballot = Ballot { votes: &votes, backward_scale, micro_batches: 1 };
+    let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches: 1 };
 
     let short = rank.step(&grads[0][..1], DType::Bf16, ballot).unwrap_err();
     assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 2, got: 1 });
@@ -223,9 +225,9 @@ fn slices_that_do_not_fit_are_refused_and_change_nothing() {
     let (expected, got) = (DType::Bf16, DType::F32);
     assert_eq!(wide, OptimError::SliceDType { unit: "unit1".into(), what: "params", expected, got });
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
-    let none = rank.step(&grads[0], DType::Bf16, Ballot { votes: &[], ..ballot }).unwrap_err();
+    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { votes: &[], ..ballot }).unwrap_err();
     assert_eq!(none, OptimError::NoVotes);
-    let none = rank.step(&grads[0], DType::Bf16, Ballot { micro_batches: 0, ..ballot }).unwrap_err();
+    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { micro_batches: 0, ..ballot }).unwrap_err();
     assert!(matches!(none, OptimError::Setting { setting: "micro_batches", .. }));
     assert_eq!(rank.optim.progress(), before);
     assert!(!rank.step(&grads[0], DType::Bf16, ballot).unwrap().is_skipped());
@@ -237,7 +239,7 @@ fn a_step_whose_scalars_come_too_late_is_not_counted_and_can_be_tried_again() {
     let mut ranks = [0, 1].map(|_| Rank::new(&rules(), DType::F32, &init, 0, 2, Holding::Shard));
     let params = ranks.each_mut().map(|rank| {
         let votes = [rank.vote(&grads[0], DType::F32, 0.0).unwrap()];
-        let ballot = Ballot { votes: &votes, backward_scale: rank.optim.backward_scale(), micro_batches: 1 };
+        let ballot = GatheredStats { votes: &votes, backward_scale: rank.optim.backward_scale(), micro_batches: 1 };
         rank.step(&grads[0], DType::F32, ballot).unwrap();
         rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
     });
@@ -245,7 +247,7 @@ fn a_step_whose_scalars_come_too_late_is_not_counted_and_can_be_tried_again() {
 
     let [late, _] = &mut ranks;
     let votes = [late.vote(&grads[0], DType::F32, 0.0).unwrap()];
-    let ballot = Ballot { votes: &votes, backward_scale: late.optim.backward_scale(), micro_batches: 1 };
+    let ballot = GatheredStats { votes: &votes, backward_scale: late.optim.backward_scale(), micro_batches: 1 };
     let before = late.optim.progress();
     let (go, held_up) = std::sync::mpsc::channel();
     let wait = move || {
@@ -278,7 +280,7 @@ fn an_optimizer_that_cannot_be_is_refused() {
     let stream = device.create_stream("compute").unwrap();
     let pool = zero_alloc::Pool::new(device, 1 << 20);
     let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
-    let make = |rules: StepRules, dtype, segments: Vec<Segment>| {
+    let make = |rules: OptimizerConfig, dtype, segments: Vec<Segment>| {
         ShardedAdamW::new(&pool, kernels.clone(), &stream, rules, dtype, segments).map(drop).unwrap_err()
     };
     let good = || vec![Segment::shard("a", 0..4)];
@@ -289,9 +291,9 @@ fn an_optimizer_that_cannot_be_is_refused() {
     let error = OptimError::VoteRange { unit: "a".into(), start: 2, end: 5, len: 4 };
     assert_eq!(make(rules(), DType::F32, outside), error);
     let hyper = AdamHyper { beta2: 1.0, ..rules().hyper };
-    let error = make(StepRules { hyper, ..rules() }, DType::F32, good());
+    let error = make(OptimizerConfig { hyper, ..rules() }, DType::F32, good());
     assert_eq!(error.to_string(), "beta2 = 1: at least 0, below 1");
-    let error = make(StepRules { lr: f64::NAN, ..rules() }, DType::F32, good());
+    let error = make(OptimizerConfig { lr: f64::NAN, ..rules() }, DType::F32, good());
     assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
     stream_is_fine(&stream);
 }

@@ -19,7 +19,7 @@ use zero_alloc::cuda::{CudaDevice, CudaStream, Graph};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::step::{StepRates, StepReport, StepSettings, StepState};
-use zero_kernels::{AdamArgs, AdamHyper, DecideArgs, Float, GradStats, Kernels, StepScalars, Vote};
+use zero_kernels::{AdamArgs, AdamHyper, DecideArgs, Float, GradStats, Kernels, RankStats, StepScalars};
 
 type AnyError = Box<dyn std::error::Error>;
 
@@ -210,7 +210,7 @@ impl Shard {
     fn step(&self) -> Result<(), AnyError> {
         let stats: DeviceSlice<GradStats> = self.control(0);
         let scratch = self.scratch.typed(self.kernels.stats_scratch_elems(self.elems));
-        let vote: DeviceSlice<Vote> = self.control(2);
+        let vote: DeviceSlice<RankStats> = self.control(2);
         let reports: DeviceSlice<StepReport> = self.control(6);
         let grad = self.grad.typed::<bf16>(self.elems).erase();
         self.kernels.grad_stats(&self.stream, grad, scratch, stats)?;

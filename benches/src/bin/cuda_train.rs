@@ -19,7 +19,7 @@ use integration_tests::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
 use zero_comm::{PrefetchOptions, Solo};
-use zero_optim::StepRules;
+use zero_optim::OptimizerConfig;
 use zero_shard::ZeroStage;
 
 type AnyError = Box<dyn std::error::Error>;
@@ -42,7 +42,7 @@ fn main() -> Result<(), AnyError> {
         bucket_capacity_elems: 1 << 25,
         overlap: true,
         prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
-        rules: StepRules { max_grad_norm: 1.0, ..StepRules::default() },
+        rules: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
         graphs: flags.iter().any(|f| f == "graph"),
         limit: Duration::from_secs(120),
     };

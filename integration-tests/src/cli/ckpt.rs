@@ -6,7 +6,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use zero_ckpt::{ExportOptions, Reader, StateDtype, Store, StoreOptions};
 
 use crate::cli::CliError;
-use crate::cli::say::{note, say};
+use crate::cli::output::{note, say};
 use crate::hf::HfFolder;
 
 /// Look into checkpoints, check them, and convert them to and from Hugging Face's layout.

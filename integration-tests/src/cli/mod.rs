@@ -1,8 +1,8 @@
 //! The commands of the binary `zero`.
 
 pub mod ckpt;
+mod output;
 pub mod plan;
-mod say;
 pub mod train;
 
 use thiserror::Error;
@@ -37,7 +37,7 @@ impl CliError {
         let echo = matches!(self, Self::Echo(_));
         let report = Report { code: self.exit_code(), echo, message: self.to_string() };
         if !report.deliver() {
-            say::note(format_args!("error: {self}"));
+            output::note(format_args!("error: {self}"));
         }
     }
 

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use crate::cli::CliError;
-use crate::cli::say::{note, say};
+use crate::cli::output::{note, say};
 use report::Report;
 use request::Request;
 use size::{parse_bytes, parse_count};

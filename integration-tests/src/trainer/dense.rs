@@ -9,7 +9,7 @@ use zero_optim::{Segment, ShardedAdamW};
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Say, Stage, decide, optimizer, update};
+use super::stage::{Stage, StepInputs, decide, optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -59,7 +59,7 @@ impl<D: Device> Stage<D> for Dense<D> {
         Ok(())
     }
 
-    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError> {
         self.grads.wait(rank)?;
         decide(rank, &mut self.optimizer, &self.grads.storage().all_units(), say)
     }

@@ -4,8 +4,8 @@
 //! lies beside them: a [`Rank`] (streams, pool, communicator, layout), flat storages, the way of the gradients,
 //! and the end of a step. [`run_rank`] is the loop of one rank; [`run_on_threads`] runs all ranks in this process.
 
+mod batch_loader;
 mod dense;
-mod feed;
 mod flags;
 mod gradients;
 mod launch;
@@ -27,6 +27,6 @@ pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
 pub use rank::{HostOp, HostSide, Rank, Settings};
 pub use recorder::{AT_STAGE_3, Record, Replay};
 pub use run::run_rank;
-pub use stage::{Say, Stage, device_steps};
+pub use stage::{Stage, StepInputs, device_steps};
 pub use state::TrainerState;
 pub use workload::{RankSummary, RunOptions, Workload};

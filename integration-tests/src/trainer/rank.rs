@@ -8,7 +8,7 @@ use zero_alloc::device::{DType, Device, DeviceError, Memory, Stream};
 use zero_alloc::host::Timeline;
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
-use zero_optim::StepRules;
+use zero_optim::OptimizerConfig;
 use zero_shard::{Layout, Widths, ZeroStage};
 
 use super::recorder::Record;
@@ -31,7 +31,7 @@ pub struct Settings {
     /// How stage 3 gathers units.
     pub prefetch: PrefetchOptions,
     /// The optimizer.
-    pub rules: StepRules,
+    pub rules: OptimizerConfig,
     /// Whether steps are recorded into graphs of the device, from the third on: on CUDA, at stages 0 to 2.
     pub graphs: bool,
     /// The longest that a rank waits for the others in a collective.

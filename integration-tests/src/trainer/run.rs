@@ -9,13 +9,13 @@ use zero_ckpt::Reader;
 use zero_comm::overlap::Overlap;
 use zero_optim::{LossScaling, StepOutcome};
 
-use super::feed::Feed;
+use super::batch_loader::BatchLoader;
 use super::flags::{self, Flags};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
 use super::rank::Rank;
 use super::recorder::{Part, Recorder};
 use super::saver::Saver;
-use super::stage::{self, Say, Stage};
+use super::stage::{self, Stage, StepInputs};
 use super::state::{self, TrainerState};
 use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
@@ -106,7 +106,7 @@ impl<D: Device> Runner<'_, D> {
             backing_allocations: [0; 2],
             last_spans: Vec::new(),
         };
-        let mut feed = Feed::new(rank, workload, options);
+        let mut feed = BatchLoader::new(rank, workload, options);
         let mut backings_after_two = None;
         let mut stuck = 0;
         while summary.step < options.steps && !summary.cancelled {
@@ -161,7 +161,7 @@ impl<D: Device> Runner<'_, D> {
         model: &mut dyn Model<D>,
         stage: &mut dyn Stage<D>,
         recorder: &mut Recorder<'_, D>,
-        feed: &mut Feed<'_, D>,
+        feed: &mut BatchLoader<'_, D>,
         mut saver: Option<&mut Saver>,
         done: u64,
     ) -> Result<Step, TrainError> {
@@ -178,7 +178,7 @@ impl<D: Device> Runner<'_, D> {
             recorder.run(part, || stage.micro_batch(rank, model, micro))?;
         }
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
-        let say = Say { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
+        let say = StepInputs { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
         recorder.run(Part::Decision, || stage.decide(rank, say))?;
         stage.optimizer().expect_report(&rank.compute)?;
         recorder.run(Part::Update, || stage.update(rank))?;

@@ -28,7 +28,7 @@ pub trait Stage<D: Device>: Send {
     ///
     /// # Errors
     /// A stream or a collective refused.
-    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError>;
+    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError>;
 
     /// Enqueues the update that was decided, which does nothing in a step that is skipped; afterwards the parameters
     /// are ready for the next forward.
@@ -66,7 +66,7 @@ pub(super) fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, Tra
 /// What a rank tells all others at the end of a step beside its gradients' statistics, in device memory when the
 /// compute stream gets there.
 #[derive(Clone, Copy, Debug)]
-pub struct Say {
+pub struct StepInputs {
     /// Sum of its micro-batches' losses.
     pub loss: DeviceSlice<f64>,
     /// 64 bits, of which all learn whether any and whether all ranks have set them.
@@ -78,7 +78,7 @@ pub(super) fn decide<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut ShardedAdamW<D>,
     grads: &[AnySlice],
-    say: Say,
+    say: StepInputs,
 ) -> Result<(), TrainError> {
     let Rank { compute, comm_stream, .. } = rank;
     optimizer.enqueue_stats(compute, grads)?;

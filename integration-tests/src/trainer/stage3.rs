@@ -13,7 +13,7 @@ use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Say, Stage, decide, sharded_optimizer, update};
+use super::stage::{Stage, StepInputs, decide, sharded_optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -94,7 +94,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
         Ok(())
     }
 
-    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError> {
         if let OrderCheck::Changed { position, expected, got } = self.prefetcher.end_step().order {
             tracing::warn!(position, ?expected, ?got, "units were used in another order; not gathered ahead");
         }

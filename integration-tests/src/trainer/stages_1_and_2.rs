@@ -12,7 +12,7 @@ use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Say, Stage, decide, sharded_optimizer, update};
+use super::stage::{Stage, StepInputs, decide, sharded_optimizer, update};
 use super::storage::Storage;
 use super::whole_params::WholeParams;
 use crate::error::TrainError;
@@ -59,7 +59,7 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
         Ok(())
     }
 
-    fn decide(&mut self, rank: &Rank<D>, say: Say) -> Result<(), TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError> {
         self.grads.wait(rank)?;
         decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), say)
     }

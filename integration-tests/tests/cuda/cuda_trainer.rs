@@ -17,7 +17,7 @@ use zero_alloc::device::DType;
 use zero_ckpt::Reader;
 use zero_comm::{PrefetchOptions, Solo};
 use zero_kernels::AdamHyper;
-use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
+use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::ZeroStage;
 
 use crate::place::data;
@@ -33,11 +33,11 @@ fn settings(stage: u64, dtype: DType) -> Settings {
         bucket_capacity_elems: 1 << 14,
         overlap: true,
         prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
-        rules: StepRules {
+        rules: OptimizerConfig {
             hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true },
             lr: 1e-3,
             max_grad_norm: 1.0,
-            ..StepRules::default()
+            ..OptimizerConfig::default()
         },
         graphs: false,
         limit: Duration::from_secs(300),

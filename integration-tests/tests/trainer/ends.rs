@@ -1,6 +1,6 @@
 //! Runs that end when they should: at a request, and not before their last step.
 
-use zero_optim::{LrSchedule, StepRules};
+use zero_optim::{LrSchedule, OptimizerConfig};
 
 use crate::support::Case;
 use crate::toy::Toy;
@@ -25,8 +25,11 @@ fn a_request_to_stop_ends_the_step_under_way_on_all_ranks() {
 /// Learning rates lie on the device for 1024 steps at a time.
 #[test]
 fn a_run_of_more_steps_than_lie_ahead_goes_on() {
-    let rules =
-        StepRules { lr: 1e-3, schedule: LrSchedule::LinearWarmup { warmup_steps: 5000 }, ..StepRules::default() };
+    let rules = OptimizerConfig {
+        lr: 1e-3,
+        schedule: LrSchedule::LinearWarmup { warmup_steps: 5000 },
+        ..OptimizerConfig::default()
+    };
     let case = Case { ranks: 1, stage: 2, steps: 1030, rules: rules.clone(), ..Case::default() };
     let outcome = case.run(&Toy::new(&[vec![40]], false));
     assert_eq!(outcome.steps.len(), 1030);

@@ -4,16 +4,16 @@ use integration_tests::trainer::{RunOptions, StepMetrics, run_on_threads};
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
-use zero_optim::{DynamicScaling, LossScaling, LrSchedule, StepRules};
+use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 
 use crate::support::Case;
 
-fn rules(initial_scale_power: u32) -> StepRules {
+fn rules(initial_scale_power: u32) -> OptimizerConfig {
     let dynamic = DynamicScaling { initial_scale_power, hysteresis: 1, ..DynamicScaling::default() };
-    StepRules {
+    OptimizerConfig {
         loss_scaling: LossScaling::Dynamic(dynamic),
         schedule: LrSchedule::LinearWarmup { warmup_steps: 100 },
-        ..StepRules::default()
+        ..OptimizerConfig::default()
     }
 }
 
@@ -69,7 +69,7 @@ fn a_nan_in_any_dtype_is_skipped() {
         workload.config.layer_norm_epsilon = f32::MAX; // its square root is finite, but activations vanish
         let fine = case.run(&workload);
         assert!(fine.steps.iter().all(|s| !s.skipped));
-        let case = Case { rules: StepRules { lr: f64::from(f32::MAX), ..StepRules::default() }, ..case };
+        let case = Case { rules: OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() }, ..case };
         let outcome = Case { steps: 4, ..case }.run_tiny();
         assert!(outcome.steps.last().unwrap().skipped, "{dtype}: weights blew up, and the step after is skipped");
     }
@@ -78,7 +78,7 @@ fn a_nan_in_any_dtype_is_skipped() {
 /// With a scale that never moves nothing gets better: the run ends, and what was saved before is still there.
 #[test]
 fn weights_that_are_lost_end_the_run_and_push_out_no_checkpoint() {
-    let rules = StepRules { lr: f64::from(f32::MAX), ..StepRules::default() };
+    let rules = OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() };
     let case = Case { ranks: 1, steps: 1000, rules, ..Case::default() };
     let dir = tempfile::tempdir().unwrap();
     let save = RunOptions { checkpoint: Some((dir.path().to_owned(), 1)), keep_last: Some(1), ..case.options(None) };

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde_json::Value;
 use zero_kernels::AdamHyper;
-use zero_optim::StepRules;
+use zero_optim::OptimizerConfig;
 
 use crate::place::data;
 use crate::support::{Case, relative_error, tensors};
@@ -13,11 +13,11 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
     let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let expected = expected["steps"].as_array().unwrap();
     let last: HashMap<_, _> = tensors("params_last.safetensors").into_iter().collect();
-    let rules = StepRules {
+    let rules = OptimizerConfig {
         hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true },
         lr: 1e-3,
         max_grad_norm: 1.0,
-        ..StepRules::default()
+        ..OptimizerConfig::default()
     };
     for stage in 0..4 {
         let case =

@@ -1,7 +1,7 @@
 //! A resumed run goes on as if it had never stopped; at other ranks and stages its state is the same bits.
 
 use zero_alloc::device::DType;
-use zero_optim::{DynamicScaling, LossScaling, StepRules};
+use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 
 use crate::support::{Case, Outcome};
 
@@ -30,7 +30,12 @@ fn in_another_dtype() {
     let case = |dtype, steps| {
         let dynamic = LossScaling::Dynamic(DynamicScaling::default());
         let loss_scaling = if dtype == DType::F16 { dynamic } else { LossScaling::NONE };
-        Case { dtype, steps, rules: StepRules { loss_scaling, ..StepRules::default() }, ..Case::default() }
+        Case {
+            dtype,
+            steps,
+            rules: OptimizerConfig { loss_scaling, ..OptimizerConfig::default() },
+            ..Case::default()
+        }
     };
     for (from, to) in [(DType::F16, DType::Bf16), (DType::F16, DType::F32), (DType::F32, DType::F16)] {
         let first = case(from, 2).run_tiny();

@@ -19,7 +19,7 @@ use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
-use zero_optim::StepRules;
+use zero_optim::OptimizerConfig;
 use zero_shard::{Layout, ZeroStage};
 
 pub(crate) use crate::oracle::{relative_error, tensors, tokens};
@@ -42,7 +42,7 @@ pub(crate) struct Case {
     pub(crate) overlap: bool,
     pub(crate) activation_checkpointing: bool,
     pub(crate) bucket_elems: usize,
-    pub(crate) rules: StepRules,
+    pub(crate) rules: OptimizerConfig,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) cancel: Arc<AtomicBool>,
 }
@@ -59,7 +59,7 @@ impl Default for Case {
             overlap: true,
             activation_checkpointing: false,
             bucket_elems: 1 << 12,
-            rules: StepRules { max_grad_norm: 1.0, ..StepRules::default() },
+            rules: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
             resume: None,
             cancel: Arc::default(),
         }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::Gate;
+use super::Monitor;
 use super::seeded::Mark;
 use crate::device::{DeviceError, Event};
 
@@ -11,7 +11,7 @@ struct Point {
     stream: Arc<str>,
     /// Set once, when the point is reached or its stream failed before it.
     result: OnceLock<Result<(), DeviceError>>,
-    gate: Gate<()>,
+    gate: Monitor<()>,
     /// Where it lies, for streams of the seeded scheduler.
     mark: Option<Mark>,
 }
@@ -28,11 +28,11 @@ impl std::fmt::Debug for HostEvent {
 
 impl HostEvent {
     pub(super) fn new(stream: Arc<str>) -> Self {
-        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Gate::new(()), mark: None }))
+        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Monitor::new(()), mark: None }))
     }
 
     pub(super) fn marked(stream: Arc<str>, mark: Mark) -> Self {
-        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Gate::new(()), mark: Some(mark) }))
+        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Monitor::new(()), mark: Some(mark) }))
     }
 
     pub(super) fn mark(&self) -> Option<&Mark> {

@@ -4,8 +4,8 @@
 //! forgotten wait fails on a machine without a GPU.
 
 mod event;
-mod gate;
 mod memory;
+mod monitor;
 mod op;
 mod pages;
 mod seeded;
@@ -21,7 +21,7 @@ use self::seeded::Scheduler;
 use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, VirtualMemory};
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
-pub use gate::{Gate, Looks};
+pub use monitor::{Monitor, SpinPolicy};
 pub use pages::HostPages;
 pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;
@@ -53,7 +53,7 @@ impl HostDevice {
     /// Only one operation runs at a time. Operations are seen through
     /// [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
     /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread; they must wait for each
-    /// other only in [`Gate`]s.
+    /// other only in [`Monitor`]s.
     pub fn seeded(seed: u64) -> Self {
         Self { scheduler: Some(Scheduler::new(seed)), ..Self::default() }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::op::{Item, Named};
-use super::seeded::{Scheduler, Seat};
+use super::seeded::{Scheduler, SeededStream};
 use super::worker::Worker;
 use super::{HostEvent, Timeline};
 use crate::device::{DeviceError, Event, Stream, next_stream_id};
@@ -16,7 +16,7 @@ pub struct HostStream(Arc<Queue>);
 
 enum Queue {
     Worker(Worker),
-    Seeded(Seat),
+    Seeded(SeededStream),
 }
 
 impl std::fmt::Debug for HostStream {
@@ -50,7 +50,7 @@ impl HostStream {
         Arc::clone(&self.named().name)
     }
 
-    pub(super) fn seat(&self) -> Option<&Seat> {
+    pub(super) fn seat(&self) -> Option<&SeededStream> {
         match &*self.0 {
             Queue::Worker(_) => None,
             Queue::Seeded(seat) => Some(seat),
@@ -60,7 +60,7 @@ impl HostStream {
     /// Enqueues `op`; `label` names it in errors and timelines. An `Err` or a panic poisons the stream:
     /// what [`Stream::synchronize`] returns then names the stream and the label.
     ///
-    /// An operation that must wait for another one does it through a [`Gate`](super::Gate).
+    /// An operation that must wait for another one does it through a [`Monitor`](super::Monitor).
     ///
     /// # Errors
     /// [`DeviceError::Closed`].

@@ -143,9 +143,9 @@ fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>) {
 }
 
 /// Every order of a producer and the worker, tried by loom:
-/// `RUSTFLAGS="--cfg loom" cargo test -p zero-alloc --lib --release models`.
+/// `RUSTFLAGS="--cfg loom" cargo test -p zero-alloc --lib --release loom_tests`.
 #[cfg(all(test, loom))]
-mod models {
+mod loom_tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
@@ -202,7 +202,7 @@ mod models {
     #[test]
     fn a_gate_wakes_whoever_waits() {
         loom::model(|| {
-            let gate = Arc::new(super::super::Gate::new(0));
+            let gate = Arc::new(super::super::Monitor::new(0));
             let other = Arc::clone(&gate);
             let waiter = loom::thread::spawn(move || {
                 let ready = |v: &mut i32| (*v == 2).then_some(*v);

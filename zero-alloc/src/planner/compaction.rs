@@ -9,8 +9,8 @@
 use super::cost::CostModel;
 use super::evict;
 use super::offsets::RangeId;
+use super::range_snapshot::{Part, RangeSnapshot};
 use super::slide;
-use super::survey::{Part, Survey};
 
 /// One used range moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +87,13 @@ impl Compaction {
 
 /// The cheapest plan found that opens `bytes` at a multiple of `align`; `None` where pinned ranges, segments'
 /// ends or a lack of free bytes prevent it.
-pub(super) fn plan(survey: &Survey, bytes: u64, align: u64, cause: Cause, cost: &CostModel) -> Option<Compaction> {
+pub(super) fn plan(
+    survey: &RangeSnapshot,
+    bytes: u64,
+    align: u64,
+    cause: Cause,
+    cost: &CostModel,
+) -> Option<Compaction> {
     let bytes = bytes.checked_next_multiple_of(survey.granule)?;
     let wanted = bytes.checked_add(align.max(survey.granule) - survey.granule)?;
     let slide = slide::cheapest(survey, wanted, cost);

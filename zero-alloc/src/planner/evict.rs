@@ -2,20 +2,20 @@
 
 use super::compaction::{Cause, Compaction, Relocation, Window, take_cheapest};
 use super::cost::CostModel;
-use super::survey::{Part, Survey};
+use super::range_snapshot::{Part, RangeSnapshot};
 
 /// How many of the cheapest windows are tried.
 const TRIES: usize = 16;
 
 /// The cheapest plan of its kind among the cheapest windows, where one costs less than `limit_ns`.
-pub(super) fn plan(survey: &Survey, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
+pub(super) fn plan(survey: &RangeSnapshot, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
     let mut windows = windows(survey, wanted, cost, limit_ns);
     let tries = std::iter::from_fn(|| take_cheapest(&mut windows)).take(TRIES);
     tries.filter_map(|window| empty(survey, &window)).next()
 }
 
 /// For each range that may be the last of a window, the shortest window with it.
-fn windows<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel, limit_ns: f64) -> Vec<Window<'a>> {
+fn windows<'a>(survey: &'a RangeSnapshot, wanted: u64, cost: &CostModel, limit_ns: f64) -> Vec<Window<'a>> {
     let mut windows = Vec::with_capacity(64);
     for row in survey.rows() {
         // In the window: used bytes, used ranges.
@@ -45,7 +45,7 @@ fn windows<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel, limit_ns: f64)
 }
 
 /// Moves everything out of a window, where there are holes for it.
-fn empty(survey: &Survey, window: &Window<'_>) -> Option<Compaction> {
+fn empty(survey: &RangeSnapshot, window: &Window<'_>) -> Option<Compaction> {
     let (start, end) = (window.start(), window.end());
     let below = survey.holes().partition_point(|hole| hole.start < start);
     let above = survey.holes().partition_point(|hole| hole.start < end);

@@ -5,10 +5,11 @@ mod check;
 mod compaction;
 mod cost;
 mod evict;
-mod habit;
 mod offsets;
+mod placement_policy;
 #[expect(clippy::module_inception, reason = "the file is named for its one type")]
 mod planner;
+mod range_snapshot;
 mod ranges;
 mod regrowth;
 mod relocate;
@@ -18,7 +19,6 @@ mod size_class;
 mod slide;
 mod spread;
 mod stitch;
-mod survey;
 
 pub use compaction::{Compaction, Relocation};
 pub use cost::CostModel;

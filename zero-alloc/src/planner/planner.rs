@@ -7,12 +7,12 @@
 
 use super::compaction::{self, Cause, Compaction};
 use super::cost::CostModel;
-use super::habit::Habit;
 use super::offsets::{Offsets, RangeId};
+use super::placement_policy::PlacementPolicy;
+use super::range_snapshot::RangeSnapshot;
 use super::regrowth::{Answer, Regrowth};
 use super::request::{Request, Room, Shortage, TAGS};
 use super::stitch::{self, Stitch};
-use super::survey::Survey;
 
 /// The parameters of a [`Planner`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,7 +75,7 @@ pub struct Planner {
     config: PlannerConfig,
     peak_live_bytes: u64,
     by_tag: [u64; TAGS],
-    habit: Habit,
+    habit: PlacementPolicy,
     /// The peak when bytes were last moved: the same again means that the program repeats itself.
     peak_at_compaction: u64,
     regrowth: Regrowth,
@@ -93,7 +93,7 @@ impl Planner {
             config,
             peak_live_bytes: 0,
             by_tag: [0; TAGS],
-            habit: Habit::default(),
+            habit: PlacementPolicy::default(),
             peak_at_compaction: 0,
             regrowth: Regrowth::NONE,
         }
@@ -195,7 +195,7 @@ impl Planner {
         let page = self.config.page_bytes;
         let Request { bytes, align, .. } = request;
         let (peak, cost) = (self.peak_live_bytes, &self.config.cost);
-        let survey = Survey::of(&self.space);
+        let survey = RangeSnapshot::of(&self.space);
         let cause = match self.regrowth.answer(&self.space, &survey, request, peak, cost) {
             Answer::Spread(spread) => return Some(Room::Compact(spread)),
             Answer::Alone(cause) => cause,
@@ -252,7 +252,7 @@ impl Planner {
     /// The largest contiguous free range that compaction could make.
     pub fn largest_after_compaction(&self) -> u64 {
         let granule = self.config.granule_bytes;
-        let survey = Survey::of(&self.space);
+        let survey = RangeSnapshot::of(&self.space);
         let (mut reached, mut beyond) = (self.space.largest_free_bytes(), self.space.free_bytes() + granule);
         while beyond - reached > granule {
             let middle = reached + (beyond - reached) / 2 / granule * granule;
@@ -281,7 +281,7 @@ impl Planner {
 
     /// A plan that opens `bytes` of contiguous free space, as data; nothing moves yet.
     pub fn plan_compaction(&self, bytes: u64, align: u64) -> Option<Compaction> {
-        compaction::plan(&Survey::of(&self.space), bytes, align, Cause::Asked, &self.config.cost)
+        compaction::plan(&RangeSnapshot::of(&self.space), bytes, align, Cause::Asked, &self.config.cost)
     }
 
     /// Notes that the moves of `plan` are made; ranges keep their names.

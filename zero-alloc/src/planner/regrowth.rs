@@ -18,9 +18,9 @@
 use super::compaction::{Cause, Compaction};
 use super::cost::CostModel;
 use super::offsets::Offsets;
+use super::range_snapshot::RangeSnapshot;
 use super::request::Request;
 use super::spread;
-use super::survey::Survey;
 
 /// A request is a near miss if the largest hole is smaller than it by at most this part.
 const NEAR: u64 = 8;
@@ -73,7 +73,7 @@ impl Regrowth {
     pub(super) fn answer(
         &self,
         space: &Offsets,
-        survey: &Survey,
+        survey: &RangeSnapshot,
         request: Request,
         peak_bytes: u64,
         cost: &CostModel,

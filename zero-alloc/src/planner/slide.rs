@@ -2,11 +2,11 @@
 
 use super::compaction::{Cause, Compaction, Relocation, Window, take_cheapest};
 use super::cost::CostModel;
+use super::range_snapshot::{Part, RangeSnapshot};
 use super::ranges::NONE;
-use super::survey::{Part, Survey};
 
 /// The window that is packed at the least cost.
-pub(super) fn cheapest<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel) -> Option<Window<'a>> {
+pub(super) fn cheapest<'a>(survey: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Option<Window<'a>> {
     let mut windows = windows(survey, wanted, cost);
     let mut best: Option<Window<'a>> = None;
     let mut limit_ns = f64::INFINITY;
@@ -23,7 +23,7 @@ pub(super) fn cheapest<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel) ->
 
 /// For each hole that may be the last of a window, the shortest window with it. What each costs is a lower bound:
 /// without cutting moves that overlap themselves.
-fn windows<'a>(survey: &'a Survey, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
+fn windows<'a>(survey: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
     let mut windows = Vec::with_capacity(survey.holes().len());
     for row in survey.rows() {
         // In the window: free bytes, used bytes, used ranges.

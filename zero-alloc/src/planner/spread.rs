@@ -7,8 +7,8 @@
 use super::compaction::{Cause, Compaction, Relocation};
 use super::cost::CostModel;
 use super::offsets::Offsets;
+use super::range_snapshot::{Part, RangeSnapshot};
 use super::ranges::{NONE, State};
-use super::survey::{Part, Survey};
 
 /// A row of neighbours as it is spread.
 #[derive(Clone, Copy, Default)]
@@ -25,7 +25,7 @@ struct Row<'a> {
 /// Spreads the row with the most free bytes, with a hole for `bytes` and their pad (whole granules). `None` where
 /// that is not enough, or where pads would be smaller than what `bytes` miss now. `rest_bytes` are kept free in one
 /// piece with that hole.
-pub(super) fn plan(survey: &Survey, bytes: u64, rest_bytes: u64, cost: &CostModel) -> Option<Compaction> {
+pub(super) fn plan(survey: &RangeSnapshot, bytes: u64, rest_bytes: u64, cost: &CostModel) -> Option<Compaction> {
     let row = best_row(survey)?;
     let surplus = row.free_bytes.checked_sub(bytes + rest_bytes)?;
     let share = surplus as f64 / (row.young_bytes + bytes + rest_bytes) as f64;
@@ -63,7 +63,7 @@ pub(super) fn plan(survey: &Survey, bytes: u64, rest_bytes: u64, cost: &CostMode
     (end <= room).then_some(Compaction { moves: down, start, bytes: bytes + pad(bytes), cost_ns, cause })
 }
 
-fn best_row(survey: &Survey) -> Option<Row<'_>> {
+fn best_row(survey: &RangeSnapshot) -> Option<Row<'_>> {
     let rows = survey.rows().filter_map(|row| {
         let first = row.iter().position(|part| part.free || part.young)?;
         let last = row.iter().rposition(|part| part.free)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Purpose;
 use super::lane::Lane;
-use super::state::Hold;
+use super::state::Allocation;
 use crate::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element, Stream};
 
 /// An owned piece of device memory. Dropping it gives it back in stream order.
@@ -16,7 +16,7 @@ pub struct Block<D: Device> {
     len: usize,
     dtype: DType,
     purpose: Purpose,
-    hold: Hold,
+    hold: Allocation,
     home: D::Stream,
     /// The last noted use on each stream.
     uses: Vec<(u64, D::Event)>,
@@ -39,7 +39,7 @@ impl<D: Device> Block<D> {
         ptr: *mut u8,
         (len, dtype): (usize, DType),
         purpose: Purpose,
-        hold: Hold,
+        hold: Allocation,
         home: D::Stream,
     ) -> Self {
         Self { lane, ptr, len, dtype, purpose, hold, home, uses: Vec::new() }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::stitched::KEPT;
 use crate::device::{DType, Device, DeviceError, Event, Stream};
-use crate::host::{Gate, HostDevice, HostPages, HostStream};
+use crate::host::{HostDevice, HostPages, HostStream, Monitor};
 use crate::testing::{Call, Faulty, FaultyStream, Simulated};
 use crate::{AllocError, Block, MemoryKind, Movable, Pool, Purpose};
 
@@ -33,8 +33,8 @@ fn stream<D: Device>(device: &D, name: &str) -> D::Stream {
 }
 
 /// Enqueues an operation that runs only when the gate opens.
-fn hold(stream: &Streams) -> Arc<Gate<bool>> {
-    let gate = Arc::new(Gate::new(false));
+fn hold(stream: &Streams) -> Arc<Monitor<bool>> {
+    let gate = Arc::new(Monitor::new(false));
     let held = Arc::clone(&gate);
     let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
     stream.inner().enqueue("hold", op).expect("enqueued");
@@ -48,7 +48,7 @@ fn has_run(stream: &Streams) -> bool {
     event.synchronize(Duration::from_millis(20)).is_ok()
 }
 
-fn open(gate: &Gate<bool>) {
+fn open(gate: &Monitor<bool>) {
     gate.update(|open| *open = true);
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::hazards::Hazards;
 use super::report::Account;
-use super::state::{Hold, LENT};
+use super::state::{Allocation, LENT};
 use super::{Central, Purpose};
 use crate::device::{BlockNote, Device, DeviceError};
 use crate::planner::{Lifetime, Offsets, Pick, RangeId, Request, Side};
@@ -52,7 +52,7 @@ struct Chunk<D: Device> {
 unsafe impl<D: Device> Send for Chunk<D> {}
 
 /// What lies behind a lane's lock.
-pub(super) struct Front<D: Device> {
+pub(super) struct LaneState<D: Device> {
     space: Offsets,
     /// By their offset in `space`.
     chunks: Vec<Chunk<D>>,
@@ -64,14 +64,14 @@ pub(super) struct Front<D: Device> {
 #[repr(align(128))]
 pub(super) struct Lane<D: Device> {
     pub(super) central: Arc<Central<D>>,
-    front: Mutex<Front<D>>,
+    front: Mutex<LaneState<D>>,
     /// For how many blocks more its thread stays with it.
     turns: AtomicU32,
 }
 
 impl<D: Device> Lane<D> {
     pub(super) fn new(central: Arc<Central<D>>, granule: u64) -> Self {
-        let front = Front {
+        let front = LaneState {
             space: Offsets::new(granule),
             chunks: Vec::new(),
             hazards: Hazards::default(),
@@ -80,7 +80,7 @@ impl<D: Device> Lane<D> {
         Self { central, front: Mutex::new(front), turns: AtomicU32::new(0) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Front<D>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, LaneState<D>> {
         self.front.lock()
     }
 
@@ -113,10 +113,10 @@ impl<D: Device> Lane<D> {
         bytes: usize,
         purpose: Purpose,
         stream: &D::Stream,
-    ) -> Result<Option<(Hold, *mut u8)>, DeviceError> {
+    ) -> Result<Option<(Allocation, *mut u8)>, DeviceError> {
         let front = &mut *self.lock();
         let side = if purpose.lifetime() == Lifetime::Long { Side::Low } else { Side::High };
-        let take = |front: &mut Front<D>| front.space.take(bytes as u64, 1, side, Pick::Best, purpose as u8);
+        let take = |front: &mut LaneState<D>| front.space.take(bytes as u64, 1, side, Pick::Best, purpose as u8);
         let mut taken = take(front);
         if taken.is_none() && self.add_chunk(front, stream) {
             taken = take(front);
@@ -132,22 +132,22 @@ impl<D: Device> Lane<D> {
         let ptr = chunk.ptr.wrapping_add((start - chunk.start) as usize);
         front.account.add(purpose, bytes);
         self.central.device.note_block(BlockNote::Taken { ptr, bytes, purpose, stream });
-        Ok(Some((Hold::Lane(range), ptr)))
+        Ok(Some((Allocation::Lane(range), ptr)))
     }
 
     /// Gives back what was taken here, or behind the pool's lock.
     pub(super) fn give_back(
         &self,
-        hold: Hold,
+        hold: Allocation,
         bytes: (*mut u8, usize),
         purpose: Purpose,
         home: &D::Stream,
         uses: Vec<(u64, D::Event)>,
     ) {
         match hold {
-            Hold::Nothing => {}
-            Hold::Lane(range) => self.give(range, bytes, purpose, home, uses),
-            Hold::Range(_) | Hold::View(_) => self.central.give(hold, bytes, purpose, home, uses),
+            Allocation::Nothing => {}
+            Allocation::Lane(range) => self.give(range, bytes, purpose, home, uses),
+            Allocation::Range(_) | Allocation::View(_) => self.central.give(hold, bytes, purpose, home, uses),
         }
     }
 
@@ -172,7 +172,7 @@ impl<D: Device> Lane<D> {
         }
     }
 
-    fn add_chunk(&self, front: &mut Front<D>, stream: &D::Stream) -> bool {
+    fn add_chunk(&self, front: &mut LaneState<D>, stream: &D::Stream) -> bool {
         let central = &*self.central;
         let bytes = central.chunk_bytes;
         let mut state = central.state.lock();
@@ -183,7 +183,7 @@ impl<D: Device> Lane<D> {
         let Ok(hold) = state.take(&central.device, request, stream, central.budget_bytes) else {
             return false;
         };
-        let Hold::Range(range) = hold else {
+        let Allocation::Range(range) = hold else {
             state.free(hold, stream, Vec::new());
             return false;
         };
@@ -199,7 +199,7 @@ impl<D: Device> Lane<D> {
     }
 
     /// Gives the empty chunks back to the pool; says whether there were any.
-    pub(super) fn return_empty(&self, front: &mut Front<D>) -> bool {
+    pub(super) fn return_empty(&self, front: &mut LaneState<D>) -> bool {
         let before = front.chunks.len();
         let mut i = 0;
         while i < front.chunks.len() {
@@ -219,7 +219,7 @@ impl<D: Device> Lane<D> {
 
     fn give_chunk(&self, chunk: &Chunk<D>, uses: Vec<(u64, D::Event)>) {
         let mut state = self.central.state.lock();
-        state.free(Hold::Range(chunk.range), &chunk.home, uses);
+        state.free(Allocation::Range(chunk.range), &chunk.home, uses);
         state.lent_bytes -= chunk.bytes as usize;
     }
 }
@@ -235,7 +235,7 @@ impl<D: Device> Drop for Lane<D> {
     }
 }
 
-impl<D: Device> Front<D> {
+impl<D: Device> LaneState<D> {
     fn chunk_of(&mut self, offset: u64) -> &mut Chunk<D> {
         let after = self.chunks.partition_point(|chunk| chunk.start <= offset);
         &mut self.chunks[after - 1]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::{DType, Device, Event, Stream};
-use crate::host::{Gate, HostDevice, HostStream};
+use crate::host::{HostDevice, HostStream, Monitor};
 use crate::testing::{Call, Faulty, Simulated};
 use crate::{AllocError, Block, Pool, Purpose};
 
@@ -28,8 +28,8 @@ fn chunks(pool: &Pool<impl Device>) -> usize {
     pool.central().state.lock().lent_bytes / CHUNK
 }
 
-fn hold(stream: &HostStream) -> Arc<Gate<bool>> {
-    let gate = Arc::new(Gate::new(false));
+fn hold(stream: &HostStream) -> Arc<Monitor<bool>> {
+    let gate = Arc::new(Monitor::new(false));
     let held = Arc::clone(&gate);
     let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
     stream.enqueue("hold", op).expect("enqueued");

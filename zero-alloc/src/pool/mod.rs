@@ -18,9 +18,9 @@ mod hazards;
 mod lane;
 #[cfg(all(test, not(loom)))]
 mod lane_tests;
-mod map;
 #[cfg(all(test, loom))]
-mod models;
+mod loom_tests;
+mod map;
 mod movable;
 mod out_of_memory;
 mod purpose;
@@ -36,10 +36,10 @@ use std::sync::Arc;
 
 use self::backings::Backings;
 use self::hazards::Hazards;
-use self::lane::{Front, LANES, Lane};
+use self::lane::{LANES, Lane, LaneState};
 use self::report::Account;
 use self::source::{Arena, Source};
-use self::state::{Hold, LENT, Refusal, State};
+use self::state::{Allocation, LENT, Refusal, State};
 use self::stitched::Views;
 use crate::device::{BlockNote, DType, Device, DeviceError};
 use crate::planner::{Planner, PlannerConfig, Request};
@@ -131,7 +131,7 @@ impl<D: Device> Pool<D> {
     }
 
     /// Locks everything, in order.
-    fn lock(&self) -> (Vec<MutexGuard<'_, Front<D>>>, MutexGuard<'_, State<D>>) {
+    fn lock(&self) -> (Vec<MutexGuard<'_, LaneState<D>>>, MutexGuard<'_, State<D>>) {
         (self.0.iter().map(|lane| lane.lock()).collect(), self.central().state.lock())
     }
 
@@ -198,7 +198,7 @@ impl<D: Device> Pool<D> {
         bytes: usize,
         purpose: Purpose,
         stream: &D::Stream,
-    ) -> Result<(Hold, *mut u8), AllocError> {
+    ) -> Result<(Allocation, *mut u8), AllocError> {
         let central = self.central();
         let mut free = None;
         if lane.serves(bytes) {
@@ -224,7 +224,7 @@ impl<D: Device> Pool<D> {
         bytes: usize,
         purpose: Purpose,
         stream: &D::Stream,
-    ) -> Result<(Hold, *mut u8), AllocError> {
+    ) -> Result<(Allocation, *mut u8), AllocError> {
         match self.central().take(state, bytes, purpose, stream) {
             Err(Refusal::NoRoom(_)) => self.take_last(bytes, purpose, stream),
             Err(Refusal::Failed(error)) => Err(error.into()),
@@ -234,7 +234,12 @@ impl<D: Device> Pool<D> {
 
     /// Takes bytes when lanes have given back what they do not use.
     #[cold]
-    fn take_last(&self, bytes: usize, purpose: Purpose, stream: &D::Stream) -> Result<(Hold, *mut u8), AllocError> {
+    fn take_last(
+        &self,
+        bytes: usize,
+        purpose: Purpose,
+        stream: &D::Stream,
+    ) -> Result<(Allocation, *mut u8), AllocError> {
         for lane in self.0.iter() {
             lane.return_empty(&mut lane.lock());
         }
@@ -332,9 +337,9 @@ impl<D: Device> Central<D> {
         bytes: usize,
         purpose: Purpose,
         stream: &D::Stream,
-    ) -> Result<(Hold, *mut u8), Refusal> {
+    ) -> Result<(Allocation, *mut u8), Refusal> {
         if bytes == 0 {
-            return Ok((Hold::Nothing, std::ptr::null_mut()));
+            return Ok((Allocation::Nothing, std::ptr::null_mut()));
         }
         if bytes > state.room(self.budget_bytes) {
             return Err(Refusal::NoRoom(None));
@@ -349,7 +354,7 @@ impl<D: Device> Central<D> {
 
     fn give(
         &self,
-        hold: Hold,
+        hold: Allocation,
         (ptr, bytes): (*mut u8, usize),
         purpose: Purpose,
         home: &D::Stream,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::lane::Lane;
-use super::state::{Hold, Moving};
+use super::state::{Allocation, Moving};
 use super::{AllocError, Pool, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
 
@@ -13,7 +13,7 @@ use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
 #[must_use = "dropping a block gives its memory back"]
 pub struct Movable<D: Device> {
     lane: Arc<Lane<D>>,
-    hold: Hold,
+    hold: Allocation,
     len: usize,
     dtype: DType,
     purpose: Purpose,
@@ -43,7 +43,7 @@ impl<D: Device> Pool<D> {
         let (hold, _) = self.take_central(self.central().state.lock(), bytes, purpose, stream)?;
         let lane = self.lane();
         let mut state = lane.central.state.lock();
-        if let Hold::Range(range) = hold {
+        if let Allocation::Range(range) = hold {
             state.planner.pin(range, false);
             let moving = Moving {
                 home: stream.clone(),
@@ -88,7 +88,7 @@ impl<D: Device> Movable<D> {
     pub unsafe fn with<R>(&self, stream: &D::Stream, enqueue: impl FnOnce(AnySlice) -> R) -> Result<R, DeviceError> {
         let mut state = self.lane.central.state.lock();
         let ptr = state.address(self.hold);
-        if let Hold::Range(range) = self.hold
+        if let Allocation::Range(range) = self.hold
             && let Some(moving) = state.movable.get_mut(&range)
         {
             if let Some(error) = &moving.lost {
@@ -117,7 +117,7 @@ struct Unpin<'a, D: Device> {
 
 impl<D: Device> Drop for Unpin<'_, D> {
     fn drop(&mut self) {
-        let Hold::Range(range) = self.block.hold else { return };
+        let Allocation::Range(range) = self.block.hold else { return };
         let used = self.stream.record();
         let mut state = self.block.lane.central.state.lock();
         let Some(moving) = state.movable.get_mut(&range) else { return };
@@ -136,7 +136,7 @@ impl<D: Device> Drop for Movable<D> {
     fn drop(&mut self) {
         let mut state = self.lane.central.state.lock();
         let moving = match self.hold {
-            Hold::Range(range) => state.movable.remove(&range),
+            Allocation::Range(range) => state.movable.remove(&range),
             _ => None,
         };
         let bytes = self.len * self.dtype.size_bytes();

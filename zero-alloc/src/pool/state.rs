@@ -12,7 +12,7 @@ use crate::planner::{Compaction, Planner, RangeId, Request, Room, Stitch};
 
 /// What a block holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Hold {
+pub(super) enum Allocation {
     /// No bytes.
     Nothing,
     /// A range of the offset space.
@@ -94,7 +94,7 @@ impl<D: Device> State<D> {
         request: Request,
         stream: &D::Stream,
         budget_bytes: usize,
-    ) -> Result<Hold, Refusal> {
+    ) -> Result<Allocation, Refusal> {
         for _ in 0..ROUNDS {
             if let Some((range, start)) = self.planner.allocate(request) {
                 let end = start + self.planner.bytes_of(range);
@@ -103,7 +103,7 @@ impl<D: Device> State<D> {
                     return Err(error.into());
                 }
                 self.planner.pin(range, true);
-                return Ok(Hold::Range(range));
+                return Ok(Allocation::Range(range));
             }
             if let Some(hold) = self.make_room(device, request, stream, budget_bytes)? {
                 return Ok(hold);
@@ -124,7 +124,7 @@ impl<D: Device> State<D> {
         request: Request,
         stream: &D::Stream,
         budget_bytes: usize,
-    ) -> Result<Option<Hold>, Refusal> {
+    ) -> Result<Option<Allocation>, Refusal> {
         let bytes = request.bytes as usize;
         if let Source::Backings(backings) = &mut self.source {
             let refused = match backings.grow(device, bytes, budget_bytes) {
@@ -169,7 +169,7 @@ impl<D: Device> State<D> {
         Ok(())
     }
 
-    fn stitch(&mut self, device: &D, plan: &Stitch, tag: u8, stream: &D::Stream) -> Result<Hold, DeviceError> {
+    fn stitch(&mut self, device: &D, plan: &Stitch, tag: u8, stream: &D::Stream) -> Result<Allocation, DeviceError> {
         let (Source::Arena(arena), Some(memory)) = (&self.source, device.virtual_memory()) else {
             return Err(DeviceError::Driver { call: "stitch", message: "no virtual memory".into() });
         };
@@ -178,7 +178,7 @@ impl<D: Device> State<D> {
     }
 
     /// Orders a view that was just taken behind the earlier users of its bytes.
-    fn enter(&mut self, view: ViewId, stream: &D::Stream) -> Result<Hold, DeviceError> {
+    fn enter(&mut self, view: ViewId, stream: &D::Stream) -> Result<Allocation, DeviceError> {
         let pieces = self.views.pieces(view);
         // All waits first: should one fail, the pieces go back with the hazards that they had.
         if let Err(error) = pieces.iter().try_for_each(|piece| self.hazards.wait(piece.clone(), stream)) {
@@ -188,29 +188,29 @@ impl<D: Device> State<D> {
         for piece in pieces {
             self.hazards.forget(piece);
         }
-        Ok(Hold::View(view))
+        Ok(Allocation::View(view))
     }
 
     /// The address of a hold's first byte.
-    pub(super) fn address(&self, hold: Hold) -> *mut u8 {
+    pub(super) fn address(&self, hold: Allocation) -> *mut u8 {
         match hold {
             // A lane knows the addresses of what it has.
-            Hold::Nothing | Hold::Lane(_) => std::ptr::null_mut(),
-            Hold::Range(range) => self.source.address(self.planner.offset_of(range)),
-            Hold::View(view) => self.views.address(view),
+            Allocation::Nothing | Allocation::Lane(_) => std::ptr::null_mut(),
+            Allocation::Range(range) => self.source.address(self.planner.offset_of(range)),
+            Allocation::View(view) => self.views.address(view),
         }
     }
 
     /// Gives bytes back: `uses` and all of `home` so far lie before anyone else's.
-    pub(super) fn free(&mut self, hold: Hold, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
+    pub(super) fn free(&mut self, hold: Allocation, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
         match hold {
-            Hold::Nothing | Hold::Lane(_) => {}
-            Hold::Range(range) => {
+            Allocation::Nothing | Allocation::Lane(_) => {}
+            Allocation::Range(range) => {
                 self.movable.remove(&range);
                 let (start, bytes) = self.planner.free(range);
                 self.hazards.put(start..start + bytes, home, uses);
             }
-            Hold::View(view) => {
+            Allocation::View(view) => {
                 self.views.free(view, &mut self.planner, home, &uses);
                 for piece in self.views.pieces(view) {
                     self.hazards.put(piece, home, uses.clone());

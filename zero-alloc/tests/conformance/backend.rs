@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, Device, DeviceError};
-use zero_alloc::host::{Gate, HostDevice, HostPages, HostStream};
+use zero_alloc::host::{HostDevice, HostPages, HostStream, Monitor};
 use zero_alloc::{Block, Movable, Pool};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
@@ -27,8 +27,8 @@ pub(crate) trait Backend {
     }
 
     /// Enqueues an operation that runs only when the gate opens.
-    fn hold(stream: &Stream<Self>) -> Arc<Gate<bool>> {
-        let gate = Arc::new(Gate::new(false));
+    fn hold(stream: &Stream<Self>) -> Arc<Monitor<bool>> {
+        let gate = Arc::new(Monitor::new(false));
         let held = Arc::clone(&gate);
         let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
         Self::enqueue(stream, "hold", op).expect("enqueued");
@@ -38,7 +38,7 @@ pub(crate) trait Backend {
 
 pub(crate) type Stream<B> = <<B as Backend>::Device as Device>::Stream;
 
-pub(crate) fn open(gate: &Gate<bool>) {
+pub(crate) fn open(gate: &Monitor<bool>) {
     gate.update(|open| *open = true);
 }
 

@@ -3,7 +3,7 @@
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{Device, DeviceError, Stream};
-use zero_alloc::host::Gate;
+use zero_alloc::host::Monitor;
 use zero_alloc::timeline::{OpSpan, Timeline};
 
 use crate::kernels::{launch, scale_add};
@@ -27,7 +27,7 @@ fn a_timeline_of_cuda_shows_what_ran_where_and_reading_it_waits_for_nothing() {
     assert_eq!(&*find(&uploaded, "upload").stream, "a");
 
     // Whether the operation runs, and whether it may end.
-    let gate = std::sync::Arc::new(Gate::new((false, false)));
+    let gate = std::sync::Arc::new(Monitor::new((false, false)));
     let held = std::sync::Arc::clone(&gate);
     let op = move || {
         held.update(|(runs, _)| *runs = true);

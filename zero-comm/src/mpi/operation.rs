@@ -22,7 +22,7 @@ use super::raw::{MpiError, Request};
 use super::wire::Notice;
 use super::world::{Interrupt, World};
 use crate::call::{Call, Checked};
-use crate::call_words::{call_of, header, header_words};
+use crate::call_codec::{call_of, header, header_words};
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, CommError, ReduceOp};
 

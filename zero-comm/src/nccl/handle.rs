@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType};
 
+use super::abort::AbortCompletion;
 use super::config::Config;
-use super::ending::Ending;
 use super::library::{IN_PROGRESS, Nccl, SUCCESS, back_end};
 use super::world::Transport;
 use crate::call::{Checked, Group};
@@ -361,8 +361,8 @@ impl Transport for Handle {
 
     /// On a thread of its own: NCCL's call blocks until what was under way has left its streams, and until graphs with
     /// collectives of it are gone.
-    fn abort(&self) -> Ending {
-        let (ended, end) = Ending::new();
+    fn abort(&self) -> AbortCompletion {
+        let (ended, end) = AbortCompletion::new();
         // A library that blocks after all keeps the lock: then the process's end has to do.
         let raw = self.raw.try_lock_for(LOCK_LIMIT).and_then(|mut raw| raw.take());
         if let Some(raw) = raw {

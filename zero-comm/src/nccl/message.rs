@@ -2,7 +2,7 @@
 //! and texts, all little-endian. What comes from the wire is checked; nothing in it makes this code panic.
 
 use crate::call::{Call, Segments};
-use crate::call_words::{call_of, header};
+use crate::call_codec::{call_of, header};
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 

@@ -56,11 +56,11 @@
 //! Nor is a stream poisoned for them: before the results of a launch are believed, [`Communicator::failure`] must be
 //! asked.
 
+mod abort;
 mod config;
-mod ending;
+mod coordinator;
 mod error;
 mod handle;
-mod hub;
 mod library;
 mod message;
 mod ranks;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::hub::{Hub, Out};
+use super::coordinator::{Coordinator, Out};
 use super::message::Message;
 use super::wire::{Incoming, prepare, send};
 use crate::RendezvousError;
@@ -26,7 +26,7 @@ struct Peer {
 }
 
 struct State {
-    hub: Hub,
+    hub: Coordinator,
     peers: Vec<Option<Peer>>,
     /// What every rank gets when all have come.
     id: Vec<u8>,
@@ -74,7 +74,7 @@ pub(super) fn start(
     limit: Duration,
 ) -> io::Result<()> {
     let peers = (0..world_size).map(|_| None).collect();
-    let state = State { hub: Hub::new(world_size, library), peers, id, refused: None };
+    let state = State { hub: Coordinator::new(world_size, library), peers, id, refused: None };
     let shared = Arc::new(Mutex::new(state));
     listener.set_nonblocking(true)?;
     std::thread::Builder::new().name("zero hub".to_owned()).spawn(move || {

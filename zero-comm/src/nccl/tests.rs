@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use zero_alloc::device::{DType, DeviceError};
 
-use super::ending::Ending;
+use super::abort::AbortCompletion;
 use super::message::{Message, VERSION};
 use super::rendezvous::{Joined, join};
 use super::wire::{Incoming, send};
@@ -197,9 +197,9 @@ impl Transport for Fake {
         self.error.lock().clone()
     }
 
-    fn abort(&self) -> Ending {
+    fn abort(&self) -> AbortCompletion {
         self.aborts.fetch_add(1, Ordering::Relaxed);
-        Ending::new().1
+        AbortCompletion::new().1
     }
 }
 
@@ -211,8 +211,8 @@ impl Transport for Behind {
         None
     }
 
-    fn abort(&self) -> Ending {
-        let (ended, end) = Ending::new();
+    fn abort(&self) -> AbortCompletion {
+        let (ended, end) = AbortCompletion::new();
         let other = Arc::clone(&self.0);
         std::thread::spawn(move || {
             while other.aborts.load(Ordering::Relaxed) == 0 {

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use zero_alloc::device::DeviceError;
 
-use super::ending::Ending;
+use super::abort::AbortCompletion;
 use super::message::{Context, Message};
 use super::rendezvous::Joined;
 use super::server::BEAT;
@@ -39,7 +39,7 @@ pub(super) trait Transport: Send + Sync {
     fn error(&self) -> Option<String>;
 
     /// Begins to end all that is under way.
-    fn abort(&self) -> Ending;
+    fn abort(&self) -> AbortCompletion;
 }
 
 /// Whether a point of a stream is reached.
@@ -427,8 +427,8 @@ impl Watcher {
             operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
         broken_off.for_each(|operation| (operation.poison)(&failure));
         // All at once: what one has under way may stand behind another's on a stream.
-        let ends: Vec<Ending> = transports.iter().map(|transport| transport.abort()).collect();
-        Ending::wait_for_all(ends);
+        let ends: Vec<AbortCompletion> = transports.iter().map(|transport| transport.abort()).collect();
+        AbortCompletion::wait_for_all(ends);
         self.shared.changed.notify_all();
     }
 

@@ -16,7 +16,7 @@
 //!   Weights do not change within a step, so it need not be gathered again until [`Prefetcher::end_step`].
 //!
 //! The order of use is given, or recorded on the first step, and checked on each later one. A use out of order
-//! ends prefetching for that step: units are gathered on demand, the [`StepReport`] says where the order
+//! ends prefetching for that step: units are gathered on demand, the [`PrefetchReport`] says where the order
 //! changed, and the next step expects the new one.
 //!
 //! **Limit.** The elements of all blocks in flight, held and kept never exceed
@@ -36,7 +36,7 @@ use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
 use zero_alloc::{AllocError, Pool};
 
 pub use gathered_unit::{UnitGather, Unsharded};
-pub use order::{OrderCheck, StepReport};
+pub use order::{OrderCheck, PrefetchReport};
 
 use crate::{CommError, Communicator};
 use live::{Lease, Live};
@@ -120,7 +120,7 @@ pub struct Prefetcher<D: Device> {
     order: Option<Vec<usize>>,
     /// The uses of this step so far.
     used: Vec<usize>,
-    report: StepReport,
+    report: PrefetchReport,
 }
 
 impl<D: Device> fmt::Debug for Prefetcher<D> {
@@ -140,7 +140,7 @@ impl<D: Device> Prefetcher<D> {
         options: PrefetchOptions,
     ) -> Self {
         let (live, ready) = (Arc::default(), HashMap::new());
-        let (order, used, report) = (None, Vec::new(), StepReport::default());
+        let (order, used, report) = (None, Vec::new(), PrefetchReport::default());
         Self { pool, comm, compute, comm_stream, shards, options, live, ready, order, used, report }
     }
 
@@ -176,7 +176,7 @@ impl<D: Device> Prefetcher<D> {
     pub fn begin_step(&mut self) -> Result<(), PrefetchError> {
         self.ready.clear();
         self.used.clear();
-        self.report = StepReport::default();
+        self.report = PrefetchReport::default();
         self.report.order = if self.order.is_some() { OrderCheck::Followed } else { OrderCheck::Recorded };
         let mut live = self.live.lock();
         live.peak_elems = live.elems;
@@ -244,7 +244,7 @@ impl<D: Device> Prefetcher<D> {
     }
 
     /// Ends a step: what is kept or in flight is given up, and the order of use is checked.
-    pub fn end_step(&mut self) -> StepReport {
+    pub fn end_step(&mut self) -> PrefetchReport {
         if let Some(&expected) = self.order.as_ref().and_then(|order| order.get(self.used.len())) {
             self.order_changed(Some(expected), None);
         }

@@ -21,7 +21,7 @@ pub enum OrderCheck {
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepReport {
+pub struct PrefetchReport {
     /// Uses whose gather was under way before.
     pub prefetched: usize,
     /// Uses that were gathered when they were asked for.

@@ -15,7 +15,7 @@
 //! failure on every rank. No rank leaves an operation while another still works in its buffers.
 
 #[cfg(all(test, loom))]
-mod models;
+mod loom_tests;
 mod shared;
 mod slot;
 mod split;

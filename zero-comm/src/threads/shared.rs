@@ -5,7 +5,7 @@ use std::num::NonZero;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use zero_alloc::host::Looks;
+use zero_alloc::host::SpinPolicy;
 
 use super::slot::Slot;
 use super::split::Splits;
@@ -31,7 +31,7 @@ pub(super) struct Shared {
     pub(super) options: CommOptions,
     pub(super) splits: Splits,
     /// What a waiting rank does before it sleeps.
-    looks: Looks,
+    looks: SpinPolicy,
     state: Mutex<State>,
 }
 
@@ -42,11 +42,11 @@ impl Shared {
         // A rank for each core may wait where it is for as long as a sleeper would take to wake up; more ranks than
         // cores only let each other go first.
         let looks = if cfg!(loom) {
-            Looks::default()
+            SpinPolicy::default()
         } else if world_size <= cores {
-            Looks { times: 20, spins: 50 }
+            SpinPolicy { times: 20, spins: 50 }
         } else {
-            Looks { times: 3, spins: 0 }
+            SpinPolicy { times: 3, spins: 0 }
         };
         Self { world_size, options, splits: Splits::default(), looks, state: Mutex::new(state) }
     }

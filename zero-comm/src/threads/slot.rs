@@ -12,7 +12,7 @@
 use std::time::Duration;
 
 use zero_alloc::device::AnySlice;
-use zero_alloc::host::{Gate, Looks};
+use zero_alloc::host::{Monitor, SpinPolicy};
 
 use crate::CommError;
 use crate::call::{Call, Checked};
@@ -39,7 +39,7 @@ pub(super) struct Slot {
     sequence: u64,
     /// The rank that came first, and what it called; the others must post the same.
     pub(super) call: (usize, Call),
-    gate: Gate<State>,
+    gate: Monitor<State>,
 }
 
 /// How waiting for the others ended.
@@ -52,9 +52,9 @@ pub(super) enum Arrival {
 }
 
 impl Slot {
-    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, looks: Looks) -> Self {
+    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, looks: SpinPolicy) -> Self {
         let state = State { posted: vec![None; world_size], ..State::default() };
-        Self { sequence, call, gate: Gate::new(state).looking(looks) }
+        Self { sequence, call, gate: Monitor::new(state).looking(looks) }
     }
 
     /// Ends the collective for all who wait in it.

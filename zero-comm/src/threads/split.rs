@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use zero_alloc::host::Gate;
+use zero_alloc::host::Monitor;
 
 use super::shared::Shared;
 use crate::CommError;
@@ -20,10 +20,10 @@ struct Turn {
 
 /// The splits under way, by their number.
 #[derive(Default)]
-pub(super) struct Splits(Mutex<HashMap<u64, Arc<Gate<Turn>>>>);
+pub(super) struct Splits(Mutex<HashMap<u64, Arc<Monitor<Turn>>>>);
 
 impl Splits {
-    fn open(&self) -> Vec<Arc<Gate<Turn>>> {
+    fn open(&self) -> Vec<Arc<Monitor<Turn>>> {
         self.0.lock().values().cloned().collect()
     }
 
@@ -65,7 +65,7 @@ pub(super) fn split(
         Arc::clone(
             splits
                 .entry(number)
-                .or_insert_with(|| Arc::new(Gate::new(Turn { requests: vec![None; n], ..Turn::default() }))),
+                .or_insert_with(|| Arc::new(Monitor::new(Turn { requests: vec![None; n], ..Turn::default() }))),
         )
     };
     gate.update(|turn| turn.requests[rank] = Some(request));

@@ -22,7 +22,7 @@ use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 use super::slot::Posted;
 use crate::call::{Call, Group};
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
-use crate::{Collective, ReduceOp, past_cache};
+use crate::{Collective, ReduceOp, nontemporal};
 
 /// Bytes copied at a time to all peers, so that the source is read from memory once.
 const COPY_CHUNK_BYTES: usize = 64 * 1024;
@@ -35,7 +35,7 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     let everywhere = || -> Vec<AnySlice> { posted.iter().map(|p| p.recv.slice(own.clone())).collect() };
     // Of how many whole buffers the ranks together read and write every byte.
     let store = |buffers: usize| {
-        if whole_bytes.saturating_mul(buffers) >= past_cache::THRESHOLD_BYTES {
+        if whole_bytes.saturating_mul(buffers) >= nontemporal::THRESHOLD_BYTES {
             Store::PastCache
         } else {
             Store::Cached
@@ -102,7 +102,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
             let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
             // In place, what is written has just been read into the cache.
             if store == Store::PastCache && !in_place {
-                past_cache::copy(bytemuck::cast_slice(result), bytemuck::cast_slice_mut(target));
+                nontemporal::copy(bytemuck::cast_slice(result), bytemuck::cast_slice_mut(target));
             } else {
                 target.copy_from_slice(result);
             }
@@ -124,7 +124,7 @@ fn copy_to_all(from: AnySlice, to: &[AnySlice], store: Store) {
             // check, and different ranks' buffers are different memory; only this rank accesses it now.
             let target = unsafe { to.slice(chunk.clone()).as_host_mut() };
             if store == Store::PastCache {
-                past_cache::copy(source, target);
+                nontemporal::copy(source, target);
             } else {
                 target.copy_from_slice(source);
             }

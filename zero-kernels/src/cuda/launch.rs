@@ -11,7 +11,7 @@ use super::plan::{self, Launch};
 use super::{Functions, Loader, SOURCES, entry};
 use crate::host::RoundingKey;
 use crate::kernels::{DecideArgs, RemainderArgs, StochasticArgs};
-use crate::step::Vote;
+use crate::step::RankStats;
 use crate::{AdamArgs, GradStats, KernelError, Kernels};
 
 /// The operations on one GPU's streams. Cloning gives another handle of the same kernels.
@@ -169,7 +169,7 @@ impl Kernels<CudaDevice> for CudaKernels {
         units: DeviceSlice<GradStats>,
         loss: DeviceSlice<f64>,
         flags: DeviceSlice<u64>,
-        out: DeviceSlice<Vote>,
+        out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError> {
         self.enqueue(stream, "make_vote", Some(&plan::make_vote(units, loss, flags, out)?))
     }

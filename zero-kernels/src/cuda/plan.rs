@@ -8,7 +8,7 @@ use super::entry;
 use super::geometry::{Span, StatsPlan, THREADS};
 use crate::host::RoundingKey;
 use crate::kernels::{AdamConstants, DecideArgs, RemainderArgs, StochasticArgs};
-use crate::step::Vote;
+use crate::step::RankStats;
 use crate::{AdamArgs, AdamHyper, GradStats, KernelError, check};
 
 /// A kernel's parameter.
@@ -217,7 +217,7 @@ pub fn make_vote(
     units: DeviceSlice<GradStats>,
     loss: DeviceSlice<f64>,
     flags: DeviceSlice<u64>,
-    out: DeviceSlice<Vote>,
+    out: DeviceSlice<RankStats>,
 ) -> Result<Launch, KernelError> {
     check::make_vote(units, loss, flags, out)?;
     let params = vec![at(units), Param::U64(units.len() as u64), at(loss), at(flags), at(out)];

@@ -9,7 +9,7 @@ use super::{
     cast_stochastic,
 };
 use crate::kernels::{DecideArgs, RemainderArgs, StochasticArgs};
-use crate::step::{self, Vote};
+use crate::step::{self, RankStats};
 use crate::{AdamArgs, AdamHyper, Float, GradStats, KernelError, Kernels, StepScalars, check};
 
 /// The operations on the host's streams, each split over a fixed number of threads.
@@ -234,7 +234,7 @@ impl Kernels<HostDevice> for HostKernels {
         units: DeviceSlice<GradStats>,
         loss: DeviceSlice<f64>,
         flags: DeviceSlice<u64>,
-        out: DeviceSlice<Vote>,
+        out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError> {
         check::make_vote(units, loss, flags, out)?;
         stream.enqueue("make_vote", move || {
@@ -245,7 +245,7 @@ impl Kernels<HostDevice> for HostKernels {
             // SAFETY: as above.
             let flags = unsafe { read_first(flags) }.unwrap_or_default();
             // SAFETY: as above, and nothing else accesses it now.
-            unsafe { out.as_host_mut() }.fill(Vote { flags, ..Vote::new(units, loss) });
+            unsafe { out.as_host_mut() }.fill(RankStats { flags, ..RankStats::new(units, loss) });
             Ok(())
         })?;
         Ok(())

@@ -2,7 +2,7 @@
 
 use zero_alloc::device::Device;
 use zero_kernels::step::{StepRates, StepReport, StepSettings, StepState, decide_step};
-use zero_kernels::{DecideArgs, GradStats, StepScalars, Vote};
+use zero_kernels::{DecideArgs, GradStats, RankStats, StepScalars};
 
 use super::Rig;
 use crate::common::Random;
@@ -14,9 +14,9 @@ pub fn votes<D: Device>(rig: &Rig<D>) {
     let overflown = GradStats { sum_sq: f64::INFINITY, nonfinite: 0 };
     for units in [vec![], vec![GOOD; 3], vec![GOOD, GOOD, BAD, GOOD, BAD], vec![overflown]] {
         let (on_units, loss, flags) = (rig.buffer(&units, 0), rig.buffer(&[2.5f64], 0), rig.buffer(&[0xf00du64], 0));
-        let out = rig.poisoned::<Vote>(1, 0);
+        let out = rig.poisoned::<RankStats>(1, 0);
         rig.kernels.make_vote(&rig.stream, on_units.slice(), loss.slice(), flags.slice(), out.slice()).unwrap();
-        assert_eq!(out.read(), [Vote { flags: 0xf00d, ..Vote::new(&units, 2.5) }]);
+        assert_eq!(out.read(), [RankStats { flags: 0xf00d, ..RankStats::new(&units, 2.5) }]);
     }
 }
 
@@ -42,12 +42,12 @@ fn check_run<D: Device>(rig: &Rig<D>, settings: StepSettings, ranks: usize, step
     let (scalars, reports) = (rig.poisoned::<StepScalars>(1, 0), rig.poisoned::<StepReport>(REPORTS, 0));
     let mut expected = reports.read();
     for _ in 0..steps {
-        let votes: Vec<Vote> = (0..ranks as u64)
+        let votes: Vec<RankStats> = (0..ranks as u64)
             .map(|rank| match random.next() % (4 * ranks as u64) {
-                0 => Vote { first_bad_unit: rank, ..Vote::new(&[BAD], 1.5) },
-                r => Vote {
+                0 => RankStats { first_bad_unit: rank, ..RankStats::new(&[BAD], 1.5) },
+                r => RankStats {
                     flags: random.next(),
-                    ..Vote::new(&[GradStats { sum_sq: r as f64 * 17.3, nonfinite: 0 }], 0.1)
+                    ..RankStats::new(&[GradStats { sum_sq: r as f64 * 17.3, nonfinite: 0 }], 0.1)
                 },
             })
             .collect();

@@ -4,7 +4,9 @@ use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
 use zero_kernels::host::RoundingKey;
 use zero_kernels::step::{StepReport, StepSettings, StepState};
-use zero_kernels::{AdamArgs, DecideArgs, GradStats, KernelError, RemainderArgs, StepScalars, StochasticArgs, Vote};
+use zero_kernels::{
+    AdamArgs, DecideArgs, GradStats, KernelError, RankStats, RemainderArgs, StepScalars, StochasticArgs,
+};
 
 use super::Rig;
 use crate::common::hyper;
@@ -136,7 +138,7 @@ pub fn bad_arguments_of_casts_sums_and_statistics<D: Device>(rig: &Rig<D>) {
 
 pub fn bad_arguments_of_decisions<D: Device>(rig: &Rig<D>) {
     let (bytes, reports) = (rig.buffer(&[0f64; 40], 0), rig.poisoned::<StepReport>(1, 0));
-    let (scalars, votes) = (rig.poisoned::<StepScalars>(1, 0), rig.buffer(&[Vote::new(&[], 0.0)], 0));
+    let (scalars, votes) = (rig.poisoned::<StepScalars>(1, 0), rig.buffer(&[RankStats::new(&[], 0.0)], 0));
     let place = bytes.slice();
     let settings: DeviceSlice<StepSettings> = cast(place, 1);
     let state: DeviceSlice<StepState> = cast(place.slice(10..20), 1);

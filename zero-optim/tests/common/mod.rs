@@ -10,7 +10,9 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
-use zero_optim::{Ballot, OptimError, Segment, ShardedAdamW, StateKind, StepOutcome, StepRules, UnitSlices, Vote};
+use zero_optim::{
+    GatheredStats, OptimError, OptimizerConfig, RankStats, Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
+};
 
 pub const LIMIT: Duration = Duration::from_secs(20);
 
@@ -87,7 +89,14 @@ pub struct Rank {
 
 impl Rank {
     /// Rank `rank` of `world`; unit `u` has `units[u]` padded elements, starting as `init[u]`.
-    pub fn new(rules: &StepRules, dtype: DType, init: &[Vec<f32>], rank: usize, world: usize, how: Holding) -> Self {
+    pub fn new(
+        rules: &OptimizerConfig,
+        dtype: DType,
+        init: &[Vec<f32>],
+        rank: usize,
+        world: usize,
+        how: Holding,
+    ) -> Self {
         let device = HostDevice::new();
         let stream = device.create_stream("compute").unwrap();
         let pool = Pool::new(device, 1 << 30);
@@ -119,14 +128,19 @@ impl Rank {
         grads.iter().zip(&self.held).map(|(g, held)| Buffer::new(&g[held.clone()], dtype)).collect()
     }
 
-    pub fn vote(&mut self, grads: &[Vec<f32>], dtype: DType, loss: f64) -> Result<Vote, OptimError> {
+    pub fn vote(&mut self, grads: &[Vec<f32>], dtype: DType, loss: f64) -> Result<RankStats, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let slices: Vec<AnySlice> = grads.iter_mut().map(Buffer::slice).collect();
         self.optim.enqueue_stats(&self.stream, &slices)?;
         self.optim.vote(&self.stream, loss, LIMIT)
     }
 
-    pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, ballot: Ballot<'_>) -> Result<StepOutcome, OptimError> {
+    pub fn step(
+        &mut self,
+        grads: &[Vec<f32>],
+        dtype: DType,
+        ballot: GatheredStats<'_>,
+    ) -> Result<StepOutcome, OptimError> {
         self.step_within(LIMIT, grads, dtype, ballot)
     }
 
@@ -135,7 +149,7 @@ impl Rank {
         limit: Duration,
         grads: &[Vec<f32>],
         dtype: DType,
-        ballot: Ballot<'_>,
+        ballot: GatheredStats<'_>,
     ) -> Result<StepOutcome, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let pairs = grads.iter_mut().zip(&mut self.params);
@@ -173,16 +187,16 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(rules: &StepRules, dtype: DType, init: &[Vec<f32>], world: usize, how: Holding) -> Self {
+    pub fn new(rules: &OptimizerConfig, dtype: DType, init: &[Vec<f32>], world: usize, how: Holding) -> Self {
         Self { ranks: (0..world).map(|r| Rank::new(rules, dtype, init, r, world, how)).collect(), how }
     }
 
     /// One step on all ranks with these reduced gradients (whole units, padded).
-    pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<Vote>, StepOutcome) {
+    pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<RankStats>, StepOutcome) {
         let backward_scale = self.ranks[0].optim.backward_scale();
-        let votes: Vec<Vote> =
+        let votes: Vec<RankStats> =
             self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.vote(grads, dtype, r as f64).unwrap()).collect();
-        let ballot = Ballot { votes: &votes, backward_scale, micro_batches };
+        let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches };
         let mut outcomes: Vec<StepOutcome> =
             self.ranks.iter_mut().map(|rank| rank.step(grads, dtype, ballot).unwrap()).collect();
         let outcome = outcomes.pop().unwrap();

@@ -13,7 +13,7 @@ use super::observe::Observer;
 use super::plan::Plan;
 use super::{cancelled_by_signals, close, failure, summary};
 use crate::cli::CliError;
-use crate::cli::say::say;
+use crate::cli::output::say;
 use crate::launcher::{Job, JobError};
 use crate::trainer::run_on_cuda;
 

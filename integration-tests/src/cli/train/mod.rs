@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::CliError;
-use super::say::say;
+use super::output::say;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, run_on_threads};
 use device::Chosen;

@@ -62,7 +62,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     use super::observe::Observer;
     use super::plan::Plan;
     use super::{cancelled_by_signals, close, failure, summary};
-    use crate::cli::say::say;
+    use crate::cli::output::say;
     use crate::trainer::run_as_rank;
 
     let world =

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::curve;
 use super::plan::Plan;
 use crate::cli::CliError;
-use crate::cli::say::note;
+use crate::cli::output::note;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, StepMetrics};
 

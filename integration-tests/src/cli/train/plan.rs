@@ -9,7 +9,7 @@ use zero_alloc::device::DType;
 use zero_ckpt::{ModelSpec, Reader};
 use zero_comm::PrefetchOptions;
 use zero_kernels::AdamHyper;
-use zero_optim::{DynamicScaling, LossScaler, LossScaling, LrSchedule, StepRules};
+use zero_optim::{DynamicScaling, LossScaler, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::{Layout, ZeroStage};
 
 use super::args::{DTypeChoice, TrainArgs};
@@ -198,7 +198,7 @@ fn settings(
         Some(warmup_steps) => LrSchedule::LinearWarmup { warmup_steps },
         None => file.and_then(|f| f.schedule.clone()).unwrap_or_default(),
     };
-    let rules = StepRules {
+    let rules = OptimizerConfig {
         hyper,
         lr: args.lr.or(optimizer.map(|o| o.lr)).unwrap_or(1e-3),
         schedule,

@@ -1,7 +1,7 @@
 //! The seeded scheduler: streams whose operations interleave in an order that follows from a seed.
 //!
 //! Nothing runs by itself. One thing runs at a time: a host thread, or one operation; which one is drawn from the
-//! seed whenever the host enqueues or waits. An operation that waits in a [`Gate`](super::Gate) gives way. So every
+//! seed whenever the host enqueues or waits. An operation that waits in a [`Monitor`](super::Monitor) gives way. So every
 //! order that the streams and events allow can come up, and comes up again with the same seed, as long as one
 //! host thread enqueues; with several, their own timing is part of the order.
 //!
@@ -13,7 +13,7 @@
 mod checker;
 mod clock;
 mod current;
-mod seat;
+mod seeded_stream;
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -30,7 +30,7 @@ use crate::device::{BlockNote, DeviceError};
 pub use checker::{Violation, ViolationKind};
 pub(super) use clock::Clock;
 pub(super) use current::{block, cross, in_operation, pass};
-pub(super) use seat::{Mark, Seat};
+pub(super) use seeded_stream::{Mark, SeededStream};
 
 /// Rises whenever a gate changes, so that blocked operations are asked again.
 static PROGRESS: AtomicU64 = AtomicU64::new(0);

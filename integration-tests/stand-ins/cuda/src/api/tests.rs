@@ -170,7 +170,7 @@ fn memory_is_counted_and_runs_out() {
 #[test]
 fn a_copy_outside_live_memory_is_refused_and_one_that_comes_too_late_fails_the_context() {
     let ordinal = own_device();
-    let (stream, gate) = (new_stream(), Gate::default());
+    let (stream, gate) = (new_stream(), Monitor::default());
     let (address, other) = (allocate(64), allocate(64));
     fails!(InvalidValue, cuMemcpyDtoDAsync_v2(address + 32, other, 33, stream));
     fails!(InvalidValue, cuMemcpyHtoDAsync_v2(address, 16, 8, stream));
@@ -195,11 +195,11 @@ fn a_copy_outside_live_memory_is_refused_and_one_that_comes_too_late_fails_the_c
 
 /// A host function that holds a stream up until it is opened, at most 10 s.
 #[derive(Default)]
-struct Gate {
+struct Monitor {
     open: Box<AtomicBool>,
 }
 
-impl Gate {
+impl Monitor {
     fn close(&self, stream: usize) {
         let data = std::ptr::from_ref::<AtomicBool>(&self.open) as usize;
         ok!(cuLaunchHostFunc(stream, Some(Self::wait), data));
@@ -222,7 +222,7 @@ impl Gate {
 #[test]
 fn streams_run_side_by_side_and_events_order_them() {
     own_device();
-    let (first, second, gate) = (new_stream(), new_stream(), Gate::default());
+    let (first, second, gate) = (new_stream(), new_stream(), Monitor::default());
     let (start, end, address) = (new_event(), new_event(), allocate(4));
     ok!(cuEventRecord(start, first));
     ok!(cuEventSynchronize(start));
@@ -262,7 +262,7 @@ fn an_event_that_was_never_recorded_is_done_and_has_no_time() {
 #[test]
 fn page_locked_memory_is_read_when_the_copy_runs_and_pageable_memory_at_the_call() {
     own_device();
-    let (stream, gate) = (new_stream(), Gate::default());
+    let (stream, gate) = (new_stream(), Monitor::default());
     let (to, mut pinned) = (allocate(2), 0u64);
     ok!(cuMemHostAlloc((&mut pinned).into(), 1, 0));
     let mut pageable = [1u8];
@@ -370,7 +370,7 @@ fn memory_says_which_allocation_it_is_and_who_may_open_it() {
 #[test]
 fn memory_that_is_freed_in_stream_order_lives_until_then() {
     own_device();
-    let (stream, gate, mut address) = (new_stream(), Gate::default(), 0u64);
+    let (stream, gate, mut address) = (new_stream(), Monitor::default(), 0u64);
     ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
     gate.close(stream);
     ok!(cuMemsetD8Async(address, 0, 64, stream));
@@ -383,7 +383,7 @@ fn memory_that_is_freed_in_stream_order_lives_until_then() {
 #[test]
 fn the_end_of_a_context_waits_for_streams_that_were_destroyed() {
     let ordinal = own_device();
-    let (stream, gate, mut address) = (new_stream(), Gate::default(), 0u64);
+    let (stream, gate, mut address) = (new_stream(), Monitor::default(), 0u64);
     ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
     gate.close(stream);
     ok!(cuMemFreeAsync(address, stream));

@@ -1,5 +1,5 @@
 //! Every order of ranks that meet, fail and leave, tried by loom:
-//! `RUSTFLAGS="--cfg loom" cargo test -p zero-comm --lib --release models`.
+//! `RUSTFLAGS="--cfg loom" cargo test -p zero-comm --lib --release loom_tests`.
 //!
 //! The gates are loom's; the world's own lock is an ordinary one, held across no gate, so loom takes what happens under
 //! it as one step.

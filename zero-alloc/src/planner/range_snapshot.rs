@@ -29,7 +29,7 @@ impl Part {
 }
 
 /// All parts by offset. Neighbours without a gap or a pinned range between them are a row: within it, any can move.
-pub(super) struct Survey {
+pub(super) struct RangeSnapshot {
     pub(super) granule: u64,
     parts: Vec<Part>,
     holes: Vec<Part>,
@@ -38,7 +38,7 @@ pub(super) struct Survey {
     largest_hole_bytes: u64,
 }
 
-impl Survey {
+impl RangeSnapshot {
     pub(super) fn of(space: &Offsets) -> Self {
         let mut survey = Self {
             granule: space.granule,

@@ -1,7 +1,7 @@
 //! The way in which operations of host streams wait for each other.
 //!
 //! A collective of the threads communicator blocks inside its operation until its peers arrive. It must do
-//! that through a [`Gate`], and by no other lock that is held across a wait: then the seeded scheduler knows
+//! that through a [`Monitor`], and by no other lock that is held across a wait: then the seeded scheduler knows
 //! that the operation is blocked and runs another stream, and the checker knows what is ordered behind what.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +14,7 @@ use crate::primitive::{Condvar, Mutex};
 /// What a waiter does before it goes to sleep, since waking it up takes several microseconds: it looks `times` times
 /// whether the value has changed, and after each look lets other threads have the core.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Looks {
+pub struct SpinPolicy {
     /// How many looks.
     pub times: u32,
     /// For how many turns of a loop each goes on: some 50 to a microsecond. None where threads outnumber cores, so
@@ -24,12 +24,12 @@ pub struct Looks {
 
 /// A value that threads change and wait on.
 #[derive(Debug, Default)]
-pub struct Gate<T> {
+pub struct Monitor<T> {
     value: Mutex<Guarded<T>>,
     changed: Condvar,
     /// How often the value has changed.
     version: AtomicU64,
-    looks: Looks,
+    looks: SpinPolicy,
 }
 
 #[derive(Debug, Default)]
@@ -39,7 +39,7 @@ struct Guarded<T> {
     known: Option<Clock>,
 }
 
-impl<T> Gate<T> {
+impl<T> Monitor<T> {
     /// A gate around `value`.
     #[cfg(not(loom))]
     pub const fn new(value: T) -> Self {
@@ -47,7 +47,7 @@ impl<T> Gate<T> {
             value: Mutex::new(Guarded { value, known: None }),
             changed: Condvar::new(),
             version: AtomicU64::new(0),
-            looks: Looks { times: 0, spins: 0 },
+            looks: SpinPolicy { times: 0, spins: 0 },
         }
     }
 
@@ -58,19 +58,19 @@ impl<T> Gate<T> {
             value: Mutex::new(Guarded { value, known: None }),
             changed: Condvar::new(),
             version: AtomicU64::new(0),
-            looks: Looks { times: 0, spins: 0 },
+            looks: SpinPolicy { times: 0, spins: 0 },
         }
     }
 
     /// The same gate, whose waiters look before they sleep.
     #[must_use]
-    pub const fn looking(mut self, looks: Looks) -> Self {
+    pub const fn looking(mut self, looks: SpinPolicy) -> Self {
         self.looks = looks;
         self
     }
 
     /// Changes the value and wakes all that wait. What the caller did before is seen by every
-    /// [`Gate::wait_until`] that passes afterwards.
+    /// [`Monitor::wait_until`] that passes afterwards.
     pub fn update<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let mut guarded = self.value.lock();
         seeded::cross(&mut guarded.known);
@@ -83,7 +83,7 @@ impl<T> Gate<T> {
     }
 
     /// Blocks until `ready` gives something, at most `limit`; `ready` may change the value, and is asked
-    /// again after every [`Gate::update`]. A change made by a `ready` that passes wakes nobody.
+    /// again after every [`Monitor::update`]. A change made by a `ready` that passes wakes nobody.
     ///
     /// # Errors
     /// [`DeviceError::TimedOut`] with the words of `what`.
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_waiter_passes_when_the_value_is_right() {
-        let gate = Gate::new(0);
+        let gate = Monitor::new(0);
         std::thread::scope(|s| {
             let waiter =
                 s.spawn(|| gate.wait_until(Duration::from_secs(60), || "three".into(), |v| (*v == 3).then_some(*v)));
@@ -163,8 +163,9 @@ mod tests {
 
     #[test]
     fn a_waiter_that_looks_first_passes_too_before_it_sleeps_and_after() {
-        for looks in [Looks::default(), Looks { times: 3, spins: 0 }, Looks { times: 1000, spins: 30 }] {
-            let gates = [0, 0].map(|value| Gate::new(value).looking(looks));
+        for looks in [SpinPolicy::default(), SpinPolicy { times: 3, spins: 0 }, SpinPolicy { times: 1000, spins: 30 }]
+        {
+            let gates = [0, 0].map(|value| Monitor::new(value).looking(looks));
             std::thread::scope(|s| {
                 for me in [0, 1] {
                     let gates = &gates;
@@ -184,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_limit_that_passes_is_named() {
-        let gate = Gate::new(false).looking(Looks { times: 2, spins: 2 });
+        let gate = Monitor::new(false).looking(SpinPolicy { times: 2, spins: 2 });
         let limit = Duration::from_millis(1);
         let error = gate.wait_until(limit, || "rank 3".into(), |v| v.then_some(())).expect_err("never true");
         assert_eq!(error, DeviceError::TimedOut { what: "rank 3".into(), limit });

@@ -10,7 +10,7 @@ use crate::model::Model;
 
 /// Gives a model its micro-batches: the first one of a step already while the device works on the step before, so that
 /// reading and sorting tokens costs the device no time.
-pub(super) struct Feed<'a, D: Device> {
+pub(super) struct BatchLoader<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
     options: &'a RunOptions,
@@ -20,7 +20,7 @@ pub(super) struct Feed<'a, D: Device> {
     given: Option<(u64, usize)>,
 }
 
-impl<'a, D: Device> Feed<'a, D> {
+impl<'a, D: Device> BatchLoader<'a, D> {
     pub(super) fn new(rank: &'a Rank<D>, workload: &'a dyn Workload<D>, options: &'a RunOptions) -> Self {
         let tokens = options.micro_batch * options.seq_len;
         Self { rank, workload, options, inputs: vec![0; tokens], targets: vec![0; tokens], given: None }

@@ -9,9 +9,9 @@ const LIMIT: Duration = Duration::from_secs(5);
 
 /// An end that is to come, or has.
 #[must_use]
-pub(super) struct Ending(Receiver<()>);
+pub(super) struct AbortCompletion(Receiver<()>);
 
-impl Ending {
+impl AbortCompletion {
     /// It comes when the sender is dropped.
     pub(super) fn new() -> (Sender<()>, Self) {
         let (ended, end) = channel();

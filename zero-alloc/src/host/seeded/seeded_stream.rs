@@ -57,7 +57,7 @@ impl Mark {
 }
 
 /// A stream at the scheduler.
-pub(in crate::host) struct Seat {
+pub(in crate::host) struct SeededStream {
     scheduler: Scheduler,
     index: usize,
     named: Arc<Named>,
@@ -65,7 +65,7 @@ pub(in crate::host) struct Seat {
 
 impl Scheduler {
     /// A place for one more stream.
-    pub(in crate::host) fn seat(&self, named: Named) -> Result<Seat, DeviceError> {
+    pub(in crate::host) fn seat(&self, named: Named) -> Result<SeededStream, DeviceError> {
         let named = Arc::new(named);
         let mut state = self.0.state.lock();
         let index = state.streams.len();
@@ -88,11 +88,11 @@ impl Scheduler {
             .name(named.thread_name())
             .spawn(move || work(&scheduler, index))
             .map_err(|e| DeviceError::Driver { call: "thread spawn", message: e.to_string() })?;
-        Ok(Seat { scheduler: self.clone(), index, named })
+        Ok(SeededStream { scheduler: self.clone(), index, named })
     }
 }
 
-impl Seat {
+impl SeededStream {
     pub(in crate::host) fn named(&self) -> &Named {
         &self.named
     }
@@ -169,7 +169,7 @@ impl StreamState {
     }
 }
 
-impl Drop for Seat {
+impl Drop for SeededStream {
     fn drop(&mut self) {
         self.close();
         // What is left runs as far as it can; the rest runs when somebody waits for what it needs.

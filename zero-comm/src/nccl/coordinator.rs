@@ -33,13 +33,13 @@ struct Member {
 
 /// What a rank brings to a meeting: a point where all ranks of a communicator wait for each other.
 #[derive(Clone, Copy, Debug)]
-enum Brought {
+enum MeetingEntry {
     Split(SplitRequest),
     /// The bytes it has registered, if it could.
     Registration(Option<u64>),
 }
 
-impl Brought {
+impl MeetingEntry {
     fn kind(self) -> &'static str {
         match self {
             Self::Split(_) => "split",
@@ -57,7 +57,7 @@ struct Group {
     /// Calls that have not ended everywhere: who was first to make it, and what it is.
     open: BTreeMap<u64, (usize, Call)>,
     /// Those that not all ranks have come to, by their number: what each has brought.
-    meetings: BTreeMap<u64, Vec<Option<Brought>>>,
+    meetings: BTreeMap<u64, Vec<Option<MeetingEntry>>>,
 }
 
 impl Group {
@@ -72,7 +72,7 @@ impl Group {
 
 /// The state of a world.
 #[derive(Debug)]
-pub(super) struct Hub {
+pub(super) struct Coordinator {
     world_size: usize,
     library: u64,
     joined: Vec<bool>,
@@ -92,7 +92,7 @@ pub(super) enum Out {
     All(Message),
 }
 
-impl Hub {
+impl Coordinator {
     pub(super) fn new(world_size: usize, library: u64) -> Self {
         let groups = BTreeMap::from([(0, Group::new((0..world_size).collect()))]);
         let none = vec![false; world_size];
@@ -153,9 +153,11 @@ impl Hub {
                 self.fail(error)
             }
             Message::Failed { error } => self.fail(error),
-            Message::Split { context, number, request } => self.meet(rank, context, number, Brought::Split(request)),
+            Message::Split { context, number, request } => {
+                self.meet(rank, context, number, MeetingEntry::Split(request))
+            }
             Message::Register { context, number, bytes } => {
-                self.meet(rank, context, number, Brought::Registration(bytes))
+                self.meet(rank, context, number, MeetingEntry::Registration(bytes))
             }
             Message::LateMeeting { context, number, limit_ms } => {
                 let limit = Duration::from_millis(limit_ms);
@@ -257,7 +259,7 @@ impl Hub {
         self.fail(error)
     }
 
-    fn meet(&mut self, rank: usize, context: Context, number: u64, brought: Brought) -> Vec<Out> {
+    fn meet(&mut self, rank: usize, context: Context, number: u64, brought: MeetingEntry) -> Vec<Out> {
         let Some(group) = self.groups.get_mut(&context) else { return Vec::new() };
         let Some(place) = group.place(rank) else { return Vec::new() };
         let (n, kind) = (group.ranks.len(), brought.kind());
@@ -275,22 +277,22 @@ impl Hub {
             );
             return self.fail(CommError::Peer { rank, message });
         }
-        let Some(all) = all.iter().copied().collect::<Option<Vec<Brought>>>() else { return Vec::new() };
+        let Some(all) = all.iter().copied().collect::<Option<Vec<MeetingEntry>>>() else { return Vec::new() };
         group.meetings.remove(&number);
         let ranks = group.ranks.clone();
         let (mut requests, mut bytes) = (Vec::new(), Vec::new());
         for brought in all {
             match brought {
-                Brought::Split(request) => requests.push(request),
-                Brought::Registration(of_rank) => bytes.push(of_rank),
+                MeetingEntry::Split(request) => requests.push(request),
+                MeetingEntry::Registration(of_rank) => bytes.push(of_rank),
             }
         }
         let done = match brought {
-            Brought::Split(_) => {
+            MeetingEntry::Split(_) => {
                 let first = self.found(&ranks, &requests);
                 Message::SplitDone { context, number, first, requests }
             }
-            Brought::Registration(_) => Message::RegisterDone { context, number, bytes },
+            MeetingEntry::Registration(_) => Message::RegisterDone { context, number, bytes },
         };
         ranks.into_iter().map(|rank| Out::To(rank, done.clone())).collect()
     }

@@ -1,5 +1,5 @@
 //! Every order of the locks that threads of one pool take, tried by loom:
-//! `RUSTFLAGS="--cfg loom" cargo test -p zero-alloc --lib --release models`.
+//! `RUSTFLAGS="--cfg loom" cargo test -p zero-alloc --lib --release loom_tests`.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;

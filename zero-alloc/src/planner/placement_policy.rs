@@ -28,7 +28,7 @@ const WAYS: [Way; 4] = [
 
 /// The way in use.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Habit {
+pub(super) struct PlacementPolicy {
     /// 0: what lives long goes to the low end, all else by the first way. After that, all go by way 1, 2, ...
     place: u8,
     turn: u8,
@@ -36,7 +36,7 @@ pub(super) struct Habit {
     told_long: bool,
 }
 
-impl Habit {
+impl PlacementPolicy {
     /// The next of the list.
     pub(super) fn next(self) -> Self {
         // Where nothing was, the first two are the same.
@@ -64,14 +64,14 @@ mod tests {
 
     const RESERVED: u64 = 1 << 30;
 
-    fn sides(habit: &mut Habit, lifetime: Lifetime) -> [Side; 2] {
+    fn sides(habit: &mut PlacementPolicy, lifetime: Lifetime) -> [Side; 2] {
         let large = Request { lifetime, ..Request::new(RESERVED / 2) };
         [0; 2].map(|_| habit.choose(&large, RESERVED).0)
     }
 
     #[test]
     fn what_is_told_to_live_long_is_gathered_until_that_led_to_moves_and_again_after_all_else_did() {
-        let mut habit = Habit::default();
+        let mut habit = PlacementPolicy::default();
         let by_turns = [Side::High, Side::Low];
         assert_eq!(sides(&mut habit, Lifetime::Long), [Side::Low; 2]);
         assert_eq!(sides(&mut habit, Lifetime::Short), by_turns);
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn where_no_lifetime_is_told_every_habit_is_another_way() {
-        let mut habit = Habit::default();
+        let mut habit = PlacementPolicy::default();
         habit.choose(&Request::new(1), RESERVED);
         let mut large = vec![WAYS[0].large_log2];
         for _ in 1..WAYS.len() {
