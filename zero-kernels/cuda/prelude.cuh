@@ -219,22 +219,3 @@ __device__ __forceinline__ void adam_element(StepScalars s, AdamConstants c, flo
 __device__ __forceinline__ float adam_keep(StepScalars s, AdamConstants c) {
     return __fsub_rn(1.0f, __fmul_rn(s.lr, c.weight_decay));
 }
-
-// 32 random bits that depend on the key and the element's number in the whole model only (host: src/random.rs).
-__device__ __forceinline__ u32 mix(u32 x) {
-    x = (x ^ (x >> 16)) * 0x21f0aaadu;
-    x = (x ^ (x >> 15)) * 0xd35a2d97u;
-    return x ^ (x >> 15);
-}
-__device__ __forceinline__ u32 random_bits(u64 key, u64 element) {
-    return mix(mix((u32)element ^ (u32)key) ^ (u32)(element >> 32) ^ (u32)(key >> 32));
-}
-
-// Rounds to one of the two neighbours, up with the probability of the distance from the lower.
-__device__ __forceinline__ bf16 narrow_stochastic(float x, u32 random) {
-    u32 bits = __float_as_uint(x);
-    bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    bf16 y;
-    y.bits = nan ? (u16)((bits >> 16) | 0x40u) : (u16)((bits + (random & 0xffffu)) >> 16);
-    return y;
-}

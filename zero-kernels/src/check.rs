@@ -2,7 +2,7 @@
 
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
-use crate::kernels::{DecideArgs, RemainderArgs, StochasticArgs};
+use crate::kernels::{DecideArgs, RemainderArgs};
 use crate::step::RankStats;
 use crate::{AdamArgs, GradStats, KernelError};
 
@@ -89,21 +89,6 @@ pub(crate) fn adam_remainder(args: &RemainderArgs) -> Result<(), KernelError> {
     ];
     let scalars = Extent::typed("adam_remainder: scalars", args.scalars);
     places(&written, &[Extent::any("adam_remainder: grad", args.grad), scalars])
-}
-
-pub(crate) fn adam_stochastic(args: &StochasticArgs) -> Result<(), KernelError> {
-    let n = args.weights.len();
-    same_len("adam_stochastic: first_moment", n, args.first_moment.len())?;
-    same_len("adam_stochastic: second_moment", n, args.second_moment.len())?;
-    same_len("adam_stochastic: grad", n, args.grad.len())?;
-    same_len("adam_stochastic: scalars", 1, args.scalars.len())?;
-    let written = [
-        Extent::typed("adam_stochastic: weights", args.weights),
-        Extent::typed("adam_stochastic: first_moment", args.first_moment),
-        Extent::typed("adam_stochastic: second_moment", args.second_moment),
-    ];
-    let scalars = Extent::typed("adam_stochastic: scalars", args.scalars);
-    places(&written, &[Extent::any("adam_stochastic: grad", args.grad), scalars])
 }
 
 pub(crate) fn cast(src: AnySlice, dst: AnySlice) -> Result<(), KernelError> {

@@ -3,7 +3,6 @@
 use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
-use crate::host::RoundingKey;
 use crate::step::{RankStats, StepRates, StepReport, StepSettings, StepState, power};
 
 /// Why a launch was refused.
@@ -195,25 +194,6 @@ pub struct RemainderArgs {
     pub hyper: AdamHyper,
 }
 
-/// One AdamW launch on bf16 weights that are rounded stochastically: all slices have one length.
-#[derive(Clone, Copy, Debug)]
-pub struct StochasticArgs {
-    /// The weights, updated.
-    pub weights: DeviceSlice<bf16>,
-    /// fp32, updated.
-    pub first_moment: DeviceSlice<f32>,
-    /// fp32, updated.
-    pub second_moment: DeviceSlice<f32>,
-    /// fp32, bf16 or fp16.
-    pub grad: AnySlice,
-    /// The step's scalars, read when the launch runs.
-    pub scalars: DeviceSlice<StepScalars>,
-    /// Constants; the betas are those of the scalars.
-    pub hyper: AdamHyper,
-    /// What rounding is keyed by. Given at the call: a recorded launch has the same one at every replay.
-    pub key: RoundingKey,
-}
-
 /// The decision of a step, all of it in device memory (see [`crate::step`]).
 #[derive(Clone, Copy, Debug)]
 pub struct DecideArgs {
@@ -250,30 +230,11 @@ pub trait Kernels<D: Device>: Send + Sync {
     /// The arguments do not fit, or the stream refused.
     fn adam_remainder(&self, stream: &D::Stream, args: RemainderArgs) -> Result<(), KernelError>;
 
-    /// One fused Adam step over a flat range of bf16 weights, rounded stochastically.
-    ///
-    /// # Errors
-    /// The arguments do not fit, or the stream refused.
-    fn adam_stochastic(&self, stream: &D::Stream, args: StochasticArgs) -> Result<(), KernelError>;
-
     /// `dst[i] = src[i] * scale`, rounded to nearest even; any of fp32, bf16, fp16 to any.
     ///
     /// # Errors
     /// The arguments do not fit, or the stream refused.
     fn cast(&self, stream: &D::Stream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError>;
-
-    /// `dst[i] = src[i] * scale`, rounded stochastically.
-    ///
-    /// # Errors
-    /// The arguments do not fit, or the stream refused.
-    fn cast_stochastic(
-        &self,
-        stream: &D::Stream,
-        src: DeviceSlice<f32>,
-        dst: DeviceSlice<bf16>,
-        scale: f32,
-        key: RoundingKey,
-    ) -> Result<(), KernelError>;
 
     /// `acc[i] += grad[i]` in fp32.
     ///

@@ -5,13 +5,11 @@ pub mod cuda;
 mod float;
 pub mod host;
 mod kernels;
-pub mod random;
 pub mod reference;
 pub mod step;
 
 pub use float::Float;
 pub use kernels::{
     AdamArgs, AdamConstants, AdamHyper, DecideArgs, GradStats, KernelError, Kernels, RemainderArgs, StepScalars,
-    StochasticArgs,
 };
 pub use step::RankStats;

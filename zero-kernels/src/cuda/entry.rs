@@ -24,13 +24,10 @@ macro_rules! names {
 const ADAM: [&str; 3] = names!("adam");
 const ADAM_PARAM: [[&str; 3]; 3] = [names!("adam_f32"), names!("adam_bf16"), names!("adam_f16")];
 const ADAM_REMAINDER: [&str; 3] = names!("adam_remainder");
-const ADAM_STOCHASTIC: [&str; 3] = names!("adam_stochastic");
 const CAST: [[&str; 3]; 3] = [names!("cast_f32"), names!("cast_bf16"), names!("cast_f16")];
 const ACCUMULATE: [&str; 3] = names!("accumulate");
 const STATS: [&str; 3] = names!("grad_stats_chunks");
 
-/// The only entry of cast_stochastic.cu.
-pub(crate) const CAST_STOCHASTIC: &str = "cast_stochastic";
 /// The second stage of grad_stats.cu.
 pub(crate) const STATS_COMBINE: &str = "grad_stats_combine";
 /// The vote of step.cu.
@@ -43,9 +40,7 @@ pub(crate) fn of_source(name: &str) -> Vec<&'static str> {
     match name {
         "adam.cu" => [ADAM, ADAM_PARAM[0], ADAM_PARAM[1], ADAM_PARAM[2]].concat(),
         "adam_remainder.cu" => ADAM_REMAINDER.to_vec(),
-        "adam_stochastic.cu" => ADAM_STOCHASTIC.to_vec(),
         "cast.cu" => CAST.concat(),
-        "cast_stochastic.cu" => vec![CAST_STOCHASTIC],
         "accumulate.cu" => ACCUMULATE.to_vec(),
         "grad_stats.cu" => [&STATS[..], &[STATS_COMBINE]].concat(),
         "step.cu" => vec![MAKE_VOTE, DECIDE_STEP],
@@ -65,11 +60,6 @@ pub(crate) fn adam(grad: DType, param: Option<DType>) -> Result<&'static str, Ke
 /// The entry of adam_remainder.cu for gradients of `grad`.
 pub(crate) fn adam_remainder(grad: DType) -> Result<&'static str, KernelError> {
     Ok(ADAM_REMAINDER[place("adam_remainder: grad", grad)?])
-}
-
-/// The entry of adam_stochastic.cu for gradients of `grad`.
-pub(crate) fn adam_stochastic(grad: DType) -> Result<&'static str, KernelError> {
-    Ok(ADAM_STOCHASTIC[place("adam_stochastic: grad", grad)?])
 }
 
 /// The entry of cast.cu from `src` to `dst`.
@@ -97,7 +87,6 @@ mod tests {
         assert_eq!(adam(DType::Bf16, Some(DType::F16)), Ok("adam_bf16_f16"));
         assert_eq!(adam(DType::F32, Some(DType::F32)), Ok("adam_f32_f32"));
         assert_eq!(adam_remainder(DType::F16), Ok("adam_remainder_f16"));
-        assert_eq!(adam_stochastic(DType::F32), Ok("adam_stochastic_f32"));
         assert_eq!(cast(DType::F16, DType::Bf16), Ok("cast_f16_bf16"));
         assert_eq!(accumulate(DType::Bf16), Ok("accumulate_bf16"));
         assert_eq!(stats(DType::F16), Ok("grad_stats_chunks_f16"));
@@ -109,7 +98,6 @@ mod tests {
         assert_eq!(adam(DType::F64, None), unsupported("adam: grad", DType::F64));
         assert_eq!(adam(DType::F32, Some(DType::U8)), unsupported("adam: param_out", DType::U8));
         assert_eq!(adam_remainder(DType::U8), unsupported("adam_remainder: grad", DType::U8));
-        assert_eq!(adam_stochastic(DType::U8), unsupported("adam_stochastic: grad", DType::U8));
         assert_eq!(cast(DType::U8, DType::F32), unsupported("cast: src", DType::U8));
         assert_eq!(cast(DType::F32, DType::U8), unsupported("cast: dst", DType::U8));
         assert_eq!(accumulate(DType::F64), unsupported("accumulate: grad", DType::F64));

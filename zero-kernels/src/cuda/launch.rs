@@ -3,14 +3,12 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use half::bf16;
 use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
 
 use super::plan::{self, Launch};
 use super::{Functions, Loader, SOURCES, entry};
-use crate::host::RoundingKey;
-use crate::kernels::{DecideArgs, RemainderArgs, StochasticArgs};
+use crate::kernels::{DecideArgs, RemainderArgs};
 use crate::step::RankStats;
 use crate::{AdamArgs, GradStats, KernelError, Kernels};
 
@@ -124,23 +122,8 @@ impl Kernels<CudaDevice> for CudaKernels {
         self.enqueue(stream, "adam_remainder", plan::adam_remainder(&args)?.as_ref())
     }
 
-    fn adam_stochastic(&self, stream: &CudaStream, args: StochasticArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "adam_stochastic", plan::adam_stochastic(&args)?.as_ref())
-    }
-
     fn cast(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
         self.enqueue(stream, "cast", plan::cast(src, dst, scale)?.as_ref())
-    }
-
-    fn cast_stochastic(
-        &self,
-        stream: &CudaStream,
-        src: DeviceSlice<f32>,
-        dst: DeviceSlice<bf16>,
-        scale: f32,
-        key: RoundingKey,
-    ) -> Result<(), KernelError> {
-        self.enqueue(stream, "cast_stochastic", plan::cast_stochastic(src, dst, scale, key)?.as_ref())
     }
 
     fn accumulate(&self, stream: &CudaStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {

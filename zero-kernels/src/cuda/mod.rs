@@ -9,8 +9,7 @@
 //! |---|---|---|
 //! | adam.cu | AdamW and Adam with fp32 masters | [`host::adam`](crate::host::adam()) |
 //! | adam_remainder.cu | the same on bf16 parameters with 16-bit remainders | [`host::adam_remainder`](crate::host::adam_remainder) |
-//! | adam_stochastic.cu | the same on bf16 weights, rounded stochastically | [`host::adam_stochastic`](crate::host::adam_stochastic) |
-//! | cast.cu, cast_stochastic.cu | conversion with a scale | [`host::cast`](crate::host::cast()), [`host::cast_stochastic`](crate::host::cast_stochastic) |
+//! | cast.cu | conversion with a scale | [`host::cast`](crate::host::cast()) |
 //! | accumulate.cu | sum over micro-batches | [`host::accumulate`](crate::host::accumulate()) |
 //! | grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
 //! | step.cu | the decision of a step, one thread | [`step::decide_step`](crate::step::decide_step) |

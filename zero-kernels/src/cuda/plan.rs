@@ -6,8 +6,7 @@ use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
 use super::entry;
 use super::geometry::{Span, StatsPlan, THREADS};
-use crate::host::RoundingKey;
-use crate::kernels::{AdamConstants, DecideArgs, RemainderArgs, StochasticArgs};
+use crate::kernels::{AdamConstants, DecideArgs, RemainderArgs};
 use crate::step::RankStats;
 use crate::{AdamArgs, AdamHyper, GradStats, KernelError, check};
 
@@ -125,22 +124,6 @@ pub fn adam_remainder(args: &RemainderArgs) -> Result<Option<Launch>, KernelErro
     Ok(Launch::flat("adam_remainder.cu", entry, span, params))
 }
 
-/// See [`Kernels::adam_stochastic`](crate::Kernels::adam_stochastic). `None`: there is nothing to do.
-///
-/// # Errors
-/// The arguments do not fit.
-pub fn adam_stochastic(args: &StochasticArgs) -> Result<Option<Launch>, KernelError> {
-    check::adam_stochastic(args)?;
-    let entry = entry::adam_stochastic(args.grad.dtype())?;
-    let (m, v) = (args.first_moment, args.second_moment);
-    let span = Span::of(&[args.weights.erase(), m.erase(), v.erase(), args.grad]);
-    let mut params = vec![at(args.weights), at(m), at(v), any(args.grad), at(args.scalars)];
-    let key = args.key;
-    params.extend([Param::Adam(args.hyper.constants()), Param::U64(key.key), Param::U64(key.first_element)]);
-    params.push(Param::Span(span));
-    Ok(Launch::flat("adam_stochastic.cu", entry, span, params))
-}
-
 /// See [`Kernels::cast`](crate::Kernels::cast). `None`: there is nothing to do.
 ///
 /// # Errors
@@ -150,23 +133,6 @@ pub fn cast(src: AnySlice, dst: AnySlice, scale: f32) -> Result<Option<Launch>, 
     let entry = entry::cast(src.dtype(), dst.dtype())?;
     let span = Span::of(&[src, dst]);
     Ok(Launch::flat("cast.cu", entry, span, vec![any(src), any(dst), Param::F32(scale), Param::Span(span)]))
-}
-
-/// See [`Kernels::cast_stochastic`](crate::Kernels::cast_stochastic). `None`: there is nothing to do.
-///
-/// # Errors
-/// The arguments do not fit.
-pub fn cast_stochastic(
-    src: DeviceSlice<f32>,
-    dst: DeviceSlice<half::bf16>,
-    scale: f32,
-    key: RoundingKey,
-) -> Result<Option<Launch>, KernelError> {
-    check::cast(src.erase(), dst.erase())?;
-    let span = Span::of(&[src.erase(), dst.erase()]);
-    let mut params = vec![at(src), at(dst), Param::F32(scale), Param::U64(key.key), Param::U64(key.first_element)];
-    params.push(Param::Span(span));
-    Ok(Launch::flat("cast_stochastic.cu", entry::CAST_STOCHASTIC, span, params))
 }
 
 /// See [`Kernels::accumulate`](crate::Kernels::accumulate). `None`: there is nothing to do.
@@ -258,9 +224,7 @@ pub fn idle(place: u64) -> Vec<Launch> {
                         .concat()
                 }
                 "adam_remainder.cu" => [data(5), vec![slot(1), constants, none]].concat(),
-                "adam_stochastic.cu" => [data(4), vec![slot(1), constants, zero, zero, none]].concat(),
                 "cast.cu" => [data(2), vec![Param::F32(1.0), none]].concat(),
-                "cast_stochastic.cu" => [data(2), vec![Param::F32(1.0), zero, zero, none]].concat(),
                 "accumulate.cu" => [data(2), vec![none]].concat(),
                 _ => match entry {
                     entry::STATS_COMBINE => vec![slot(0), slot(0), zero, slot(1)],
@@ -335,8 +299,6 @@ mod tests {
         assert_eq!(cast(none.erase(), none.erase(), 1.0), unsupported("cast: src"));
         let (src, dst): (DeviceSlice<f32>, DeviceSlice<half::bf16>) = (at(0x1000, 0), at(0x2000, 0));
         assert_eq!(cast(src.erase(), dst.erase(), 1.0), Ok(None));
-        let key = RoundingKey { key: 1, first_element: 2 };
-        assert_eq!(cast_stochastic(src, dst, 1.0, key), Ok(None));
         assert_eq!(accumulate(dst.erase(), src), Ok(None));
         // Statistics of nothing are zeroes, which somebody must write.
         let (chunks, combine) = grad_stats(src.erase(), none, at(0x3000, 1)).unwrap();

@@ -4,11 +4,8 @@ use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice, Element};
 use zero_alloc::host::{HostDevice, HostStream};
 
-use super::{
-    AdamSlices, RemainderSlices, RoundingKey, StochasticSlices, Workers, adam_remainder, adam_stochastic,
-    cast_stochastic,
-};
-use crate::kernels::{DecideArgs, RemainderArgs, StochasticArgs};
+use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
+use crate::kernels::{DecideArgs, RemainderArgs};
 use crate::step::{self, RankStats};
 use crate::{AdamArgs, AdamHyper, Float, GradStats, KernelError, Kernels, StepScalars, check};
 
@@ -126,47 +123,6 @@ impl Kernels<HostDevice> for HostKernels {
             })?;
             Ok(())
         })
-    }
-
-    fn adam_stochastic(&self, stream: &HostStream, args: StochasticArgs) -> Result<(), KernelError> {
-        check::adam_stochastic(&args)?;
-        with_float!("adam_stochastic: grad", args.grad.dtype(), G => {
-            let grad = args.grad.typed::<G>()?;
-            stream.enqueue("adam_stochastic", move || {
-                // SAFETY: host memory; its maker promised ordered accesses.
-                let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
-                // SAFETY: as above, and disjoint from the others.
-                let weights = unsafe { args.weights.as_host_mut() };
-                // SAFETY: as for the weights.
-                let first_moment = unsafe { args.first_moment.as_host_mut() };
-                // SAFETY: as for the weights.
-                let second_moment = unsafe { args.second_moment.as_host_mut() };
-                // SAFETY: as for the weights; nothing writes to it.
-                let grad = unsafe { grad.as_host() };
-                let slices = StochasticSlices { weights, first_moment, second_moment, grad };
-                adam_stochastic(slices, &scalars, &args.hyper, args.key).map_err(failed)
-            })?;
-            Ok(())
-        })
-    }
-
-    fn cast_stochastic(
-        &self,
-        stream: &HostStream,
-        src: DeviceSlice<f32>,
-        dst: DeviceSlice<bf16>,
-        scale: f32,
-        key: RoundingKey,
-    ) -> Result<(), KernelError> {
-        check::cast(src.erase(), dst.erase())?;
-        stream.enqueue("cast_stochastic", move || {
-            // SAFETY: host memory; its maker promised ordered accesses.
-            let src = unsafe { src.as_host() };
-            // SAFETY: as above, and disjoint from `src`.
-            let dst = unsafe { dst.as_host_mut() };
-            cast_stochastic(src, dst, scale, key).map_err(failed)
-        })?;
-        Ok(())
     }
 
     fn cast(&self, stream: &HostStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {

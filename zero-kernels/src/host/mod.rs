@@ -15,7 +15,6 @@ mod cast;
 mod grad_stats;
 mod launch;
 mod remainder;
-mod stochastic;
 mod workers;
 
 pub use accumulate::accumulate;
@@ -24,7 +23,6 @@ pub use cast::cast;
 pub use grad_stats::grad_stats;
 pub use launch::HostKernels;
 pub use remainder::{RemainderSlices, adam_remainder, join, split};
-pub use stochastic::{RoundingKey, StochasticSlices, adam_stochastic, cast_stochastic, round_stochastic};
 pub use workers::Workers;
 
 /// The constants of [`grad_stats`]' order, which its kernel shares.

@@ -1,9 +1,9 @@
-//! Adam in its three forms, against the plain loop, bit for bit, and against fp64.
+//! Adam in both forms, against the plain loop, bit for bit, and against fp64.
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
-use zero_kernels::host::{RemainderSlices, RoundingKey, StochasticSlices, join, split};
-use zero_kernels::{AdamArgs, AdamHyper, Float, RemainderArgs, StepScalars, StochasticArgs, host, random, reference};
+use zero_kernels::host::{RemainderSlices, join, split};
+use zero_kernels::{AdamArgs, AdamHyper, Float, RemainderArgs, StepScalars, host, reference};
 
 use super::Rig;
 use crate::common::{assert_same, hyper, scalars, squares, values};
@@ -172,40 +172,6 @@ pub fn adam_on_parameters_with_remainders<D: Device>(rig: &Rig<D>) {
     check_remainder::<D, f16>(rig);
 }
 
-fn check_stochastic<D: Device, G: Float>(rig: &Rig<D>) {
-    for (i, len) in rig.lengths().into_iter().enumerate() {
-        let (mut m, mut v, grad) = (values::<f32>(len, 2, false), squares::<f32>(len, 3), values::<G>(len, 4, true));
-        let mut weights = values::<bf16>(len, 1, false);
-        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
-        // The range crosses 2^32 elements: both halves of an element's number count.
-        let key = RoundingKey { key: random::key(7, i as u64), first_element: (1 << 32) - 100 };
-        let (on_weights, on_grad) = (rig.buffer(&weights, from(i, 0)), rig.buffer(&grad, from(i, 3)));
-        let (on_m, on_v, at) = (rig.buffer(&m, from(i, 1)), rig.buffer(&v, from(i, 2)), rig.buffer(&[scalars], 0));
-        let args = StochasticArgs {
-            weights: on_weights.slice(),
-            first_moment: on_m.slice(),
-            second_moment: on_v.slice(),
-            grad: on_grad.any(),
-            scalars: at.slice(),
-            hyper,
-            key,
-        };
-        rig.kernels.adam_stochastic(&rig.stream, args).unwrap();
-        let slices =
-            StochasticSlices { weights: &mut weights, first_moment: &mut m, second_moment: &mut v, grad: &grad };
-        host::adam_stochastic(slices, &scalars, &hyper, key).unwrap();
-        assert_same("weights", &on_weights.read(), &weights);
-        assert_same("first moment", &on_m.read(), &m);
-        assert_same("second moment", &on_v.read(), &v);
-    }
-}
-
-pub fn adam_on_weights_that_are_rounded_stochastically<D: Device>(rig: &Rig<D>) {
-    check_stochastic::<D, f32>(rig);
-    check_stochastic::<D, bf16>(rig);
-    check_stochastic::<D, f16>(rig);
-}
-
 pub fn a_skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let len = rig.most_elems.min(255);
     let (start, grad) = (State::new(len), values::<bf16>(len, 4, true));
@@ -220,9 +186,6 @@ pub fn a_skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let (param16, remainder) = (narrow.slice(), r.slice());
     let args = RemainderArgs { param: param16, remainder, first_moment, second_moment, grad, scalars, hyper };
     rig.kernels.adam_remainder(&rig.stream, args).unwrap();
-    let key = RoundingKey { key: 1, first_element: 0 };
-    let args = StochasticArgs { weights: param16, first_moment, second_moment, grad, scalars, hyper, key };
-    rig.kernels.adam_stochastic(&rig.stream, args).unwrap();
     assert_same("master", &wide.read(), &start.weights);
     assert_same("weights", &narrow.read(), &values::<bf16>(len, 5, false));
     assert_same("first moment", &m.read(), &start.first_moment);

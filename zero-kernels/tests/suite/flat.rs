@@ -2,8 +2,7 @@
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
-use zero_kernels::host::RoundingKey;
-use zero_kernels::{Float, GradStats, host, random, reference};
+use zero_kernels::{Float, GradStats, host, reference};
 
 use super::Rig;
 use super::adam::from;
@@ -57,17 +56,6 @@ pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
         rig.kernels.cast(&rig.stream, src.any(), h.any(), 1.0).unwrap();
         assert_same("bf16", &b.read(), &wide.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
         assert_same("fp16", &h.read(), &wide.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>());
-    }
-}
-
-pub fn cast_that_rounds_stochastically<D: Device>(rig: &Rig<D>) {
-    for (i, len) in rig.lengths().into_iter().enumerate() {
-        let (src, key) = (values::<f32>(len, 5, true), RoundingKey { key: random::key(1, 2), first_element: 77 });
-        let (on_src, dst) = (rig.buffer(&src, from(i, 0)), rig.poisoned::<bf16>(len, from(i, 1)));
-        rig.kernels.cast_stochastic(&rig.stream, on_src.slice(), dst.slice(), 3.0, key).unwrap();
-        let mut expected = vec![bf16::NAN; len];
-        host::cast_stochastic(&src, &mut expected, 3.0, key).unwrap();
-        assert_same("stochastic", &dst.read(), &expected);
     }
 }
 

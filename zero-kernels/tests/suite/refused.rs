@@ -2,11 +2,8 @@
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
-use zero_kernels::host::RoundingKey;
 use zero_kernels::step::{StepReport, StepSettings, StepState};
-use zero_kernels::{
-    AdamArgs, DecideArgs, GradStats, KernelError, RankStats, RemainderArgs, StepScalars, StochasticArgs,
-};
+use zero_kernels::{AdamArgs, DecideArgs, GradStats, KernelError, RankStats, RemainderArgs, StepScalars};
 
 use super::Rig;
 use crate::common::hyper;
@@ -91,30 +88,17 @@ pub fn bad_arguments_of_adam_without_masters<D: Device>(rig: &Rig<D>) {
     let shared = RemainderArgs { remainder: cast(param, 8), ..good };
     assert_eq!(run(shared), overlap("adam_remainder: param", "adam_remainder: remainder"));
     run(good).unwrap();
-
-    let key = RoundingKey { key: 0, first_element: 0 };
-    let good = StochasticArgs { weights: param, first_moment, second_moment, grad, scalars, hyper, key };
-    let run = |args: StochasticArgs| rig.kernels.adam_stochastic(&rig.stream, args);
-    let short = StochasticArgs { first_moment: first_moment.slice(0..7), ..good };
-    assert_eq!(run(short), length("adam_stochastic: first_moment", 8, 7));
-    let wide = StochasticArgs { grad: doubles.any(), ..good };
-    assert_eq!(run(wide), unsupported("adam_stochastic: grad", DType::F64));
-    let shared = StochasticArgs { grad: param.erase(), ..good };
-    assert_eq!(run(shared), overlap("adam_stochastic: weights", "adam_stochastic: grad"));
-    run(good).unwrap();
     assert_eq!(weights.read(), [bf16::ONE; 8]);
 }
 
 pub fn bad_arguments_of_casts_sums_and_statistics<D: Device>(rig: &Rig<D>) {
     let (stream, kernels) = (&rig.stream, &rig.kernels);
     let (floats, doubles) = (rig.buffer(&[1f32; 8], 0), rig.buffer(&[0f64; 8], 0));
-    let (all, key) = (floats.any(), RoundingKey { key: 0, first_element: 0 });
+    let all = floats.any();
     assert_eq!(kernels.cast(stream, all, doubles.any(), 1.0), unsupported("cast: dst", DType::F64));
     assert_eq!(kernels.cast(stream, doubles.any(), all, 1.0), unsupported("cast: src", DType::F64));
     assert_eq!(kernels.cast(stream, all, all, 1.0), overlap("cast: dst", "cast: src"));
     assert_eq!(kernels.cast(stream, all, all.slice(1..3), 1.0), length("cast: dst", 8, 2));
-    let halves = cast(floats.slice(), 8);
-    assert_eq!(kernels.cast_stochastic(stream, floats.slice(), halves, 1.0, key), overlap("cast: dst", "cast: src"));
 
     let acc = floats.slice();
     assert_eq!(kernels.accumulate(stream, doubles.any(), acc), unsupported("accumulate: grad", DType::F64));
