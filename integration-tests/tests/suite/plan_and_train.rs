@@ -1,15 +1,14 @@
 //! `zero plan` says what `zero train` on the host then measures, to the byte: model state, buckets, gathered
 //! units, what is sent, and in fp32 also activations and the peak.
 
-#[path = "common/place.rs"]
-mod place;
-
 use std::path::Path;
 
 use integration_tests::hf::FolderWriter;
 use integration_tests::model::config::GptConfig;
 use serde_json::{Value, json};
 use zero_alloc::device::DType;
+
+use crate::place;
 
 fn zero(line: &str) -> String {
     let output = place::zero().args(line.split_whitespace()).output().unwrap();
