@@ -1,8 +1,7 @@
 //! Unit prefetch: values, order, limit and memory.
 
-mod common;
 
-use common::{Comm, Random, Streams, copy, delay, on_ranks, view};
+use crate::common::{Comm, Random, Streams, copy, delay, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};

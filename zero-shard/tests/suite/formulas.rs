@@ -1,9 +1,8 @@
 //! Memory and traffic against the formulas of the paper, written out here a second time.
 
-mod support;
 
 use proptest::prelude::*;
-use support::{cases, huge_layout};
+use crate::support::{cases, huge_layout};
 use zero_shard::{
     ActivationBytes, ActivationOptions, MemoryModel, Placement, ShardError, StateBytes, StepTraffic, Tier,
     TransformerShape, Widths, ZeroStage, largest,

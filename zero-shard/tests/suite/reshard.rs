@@ -1,11 +1,10 @@
 //! Reshard plans, applied to storages whose every element is different.
 
-mod support;
 
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use support::{cases, huge_units, laid_out, small_units};
+use crate::support::{cases, huge_units, laid_out, small_units};
 use zero_shard::{
     Extent, Layout, LayoutOptions, Move, ParamSpec, ShardError, Sources, Tie, UnitSpec, reshard, reshard_rank,
 };

@@ -1,8 +1,7 @@
 //! Gradient buckets: results do not depend on capacity, count, overlap or delays; hazards are covered.
 
-mod common;
 
-use common::{Comm, LIMIT, Random, Streams, accumulate, copy, delay, on_ranks, view};
+use crate::common::{Comm, LIMIT, Random, Streams, accumulate, copy, delay, on_ranks, view};
 use proptest::prelude::*;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;

@@ -1,9 +1,8 @@
 //! Prefetch plans, played back: every use finds its units, and the count of live elements is exact.
 
-mod support;
 
 use proptest::prelude::*;
-use support::{cases, small_layout};
+use crate::support::{cases, small_layout};
 use zero_shard::{Action, PrefetchLimits, PrefetchPlan, ShardError, forward_backward_uses};
 
 /// What playing a plan back shows.

@@ -1,8 +1,7 @@
 //! The conformance suite over threads, 1 to 16 ranks.
 
-mod common;
 
-use common::on_ranks;
+use crate::common::on_ranks;
 use zero_alloc::host::HostDevice;
 use zero_comm::conformance::{Plan, check};
 use zero_comm::{CommOptions, Solo};

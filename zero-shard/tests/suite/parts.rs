@@ -1,9 +1,8 @@
 //! Sub-groups, parameter groups, persistent parameters and two-dimensional topologies.
 
-mod support;
 
 use proptest::prelude::*;
-use support::{cases, huge_layout, laid_out, small_layout, small_units};
+use crate::support::{cases, huge_layout, laid_out, small_layout, small_units};
 use zero_shard::{
     Grid, GridLayout, Layout, LayoutOptions, ParamGroups, ParamSpec, Routing, ShardError, Sharding, UnitSpec, Widths,
     ZeroStage, split_persistent,

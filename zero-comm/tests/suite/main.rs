@@ -1,0 +1,11 @@
+//! The tests that need neither a GPU nor processes: collectives, buckets, prefetch, overlap, seeded orders.
+
+mod buckets;
+mod collective_order;
+#[path = "../common/mod.rs"]
+mod common;
+mod conformance;
+mod overlap;
+mod prefetch;
+mod seeded;
+mod threads;

@@ -1,0 +1,9 @@
+//! Laws of layouts, cuts, resharding and formulas.
+
+mod formulas;
+mod layout;
+mod parts;
+mod prefetch;
+mod reshard;
+mod serde;
+mod support;
