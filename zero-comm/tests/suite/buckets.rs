@@ -1,6 +1,5 @@
 //! Gradient buckets: results do not depend on capacity, count, overlap or delays; hazards are covered.
 
-
 use crate::common::{Comm, LIMIT, Random, Streams, accumulate, copy, delay, on_ranks, view};
 use proptest::prelude::*;
 use zero_alloc::device::{DType, Device, Stream};

@@ -1,6 +1,5 @@
 //! The conformance suite over threads, 1 to 16 ranks.
 
-
 use crate::common::on_ranks;
 use zero_alloc::host::HostDevice;
 use zero_comm::conformance::{Plan, check};

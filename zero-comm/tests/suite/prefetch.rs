@@ -1,6 +1,5 @@
 //! Unit prefetch: values, order, limit and memory.
 
-
 use crate::common::{Comm, Random, Streams, copy, delay, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError};
 use zero_alloc::host::HostDevice;

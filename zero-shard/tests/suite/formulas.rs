@@ -1,8 +1,7 @@
 //! Memory and traffic against the formulas of the paper, written out here a second time.
 
-
-use proptest::prelude::*;
 use crate::support::{cases, huge_layout};
+use proptest::prelude::*;
 use zero_shard::{
     ActivationBytes, ActivationOptions, MemoryModel, Placement, ShardError, StateBytes, StepTraffic, Tier,
     TransformerShape, Widths, ZeroStage, largest,

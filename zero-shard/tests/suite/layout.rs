@@ -1,9 +1,8 @@
 //! Partition, order, inverse and balance of layouts, against a plain list of elements where the model is
 //! small, and at sampled elements where it is not.
 
-
-use proptest::prelude::*;
 use crate::support::{cases, huge_layout, huge_units, laid_out, small_layout};
+use proptest::prelude::*;
 use zero_shard::{Layout, LayoutOptions, LayoutSpec, ParamId, ParamSpec, ShardError, Tie, UnitSpec};
 
 /// The flat parameter of a unit, element by element: the global index, or padding.

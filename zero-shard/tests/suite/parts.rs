@@ -1,8 +1,7 @@
 //! Sub-groups, parameter groups, persistent parameters and two-dimensional topologies.
 
-
-use proptest::prelude::*;
 use crate::support::{cases, huge_layout, laid_out, small_layout, small_units};
+use proptest::prelude::*;
 use zero_shard::{
     Grid, GridLayout, Layout, LayoutOptions, ParamGroups, ParamSpec, Routing, ShardError, Sharding, UnitSpec, Widths,
     ZeroStage, split_persistent,

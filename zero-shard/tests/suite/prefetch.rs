@@ -1,8 +1,7 @@
 //! Prefetch plans, played back: every use finds its units, and the count of live elements is exact.
 
-
-use proptest::prelude::*;
 use crate::support::{cases, small_layout};
+use proptest::prelude::*;
 use zero_shard::{Action, PrefetchLimits, PrefetchPlan, ShardError, forward_backward_uses};
 
 /// What playing a plan back shows.

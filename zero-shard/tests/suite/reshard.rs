@@ -1,10 +1,9 @@
 //! Reshard plans, applied to storages whose every element is different.
 
-
 use std::collections::HashMap;
 
-use proptest::prelude::*;
 use crate::support::{cases, huge_units, laid_out, small_units};
+use proptest::prelude::*;
 use zero_shard::{
     Extent, Layout, LayoutOptions, Move, ParamSpec, ShardError, Sources, Tie, UnitSpec, reshard, reshard_rank,
 };
