@@ -4,7 +4,7 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use zero_shard::{Layout, ParamSpec, PrefetchLimits, PrefetchPlan, UnitSpec, forward_backward_uses, reshard_rank};
+use zero_shard::{Layout, ParamSpec, UnitSpec, reshard_rank};
 
 /// Units of 100 parameters with names as long as a framework's.
 fn units(params: usize) -> Vec<UnitSpec> {
@@ -45,14 +45,6 @@ fn plans(c: &mut Criterion) {
     let (from, to) = (Layout::new(&units, 4096, 128).unwrap(), Layout::new(&units, 1024, 64).unwrap());
     c.bench_function("one rank's reshard plan, 4,096 to 1,024 ranks, 100,000 parameters", |b| {
         b.iter(|| reshard_rank(black_box(&from), &to, 517).unwrap());
-    });
-    let elems: Vec<u64> = from.units().iter().map(|u| u.padded_elems).collect();
-    let uses = forward_backward_uses(&from, 1);
-    let most = elems.iter().max().unwrap();
-    let limits =
-        PrefetchLimits { max_live_elems: 20 * most, prefetch_elems: 4 * most, max_reuse_distance_elems: 8 * most };
-    c.bench_function("prefetch plan of 1,000 units forward and back", |b| {
-        b.iter(|| PrefetchPlan::new(black_box(&elems), &[], &uses, &limits).unwrap());
     });
 }
 

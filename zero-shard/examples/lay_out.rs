@@ -2,8 +2,7 @@
 //! ranks changes, when units are gathered, and what a rank keeps and sends.
 
 use zero_shard::{
-    Action, Layout, LayoutOptions, ParamSpec, PrefetchLimits, PrefetchPlan, ShardError, Tie, UnitSpec, Widths,
-    ZeroStage, align_elems_for, forward_backward_uses, reshard_rank,
+    Layout, LayoutOptions, ParamSpec, ShardError, Tie, UnitSpec, Widths, ZeroStage, align_elems_for, reshard_rank,
 };
 
 fn model() -> Vec<UnitSpec> {
@@ -37,17 +36,11 @@ fn main() -> Result<(), ShardError> {
         println!("  rank {} {:>13?} to {:?}", m.from, m.from_range, m.to_range);
     }
 
-    let elems: Vec<u64> = four.units().iter().map(|u| u.padded_elems).collect();
-    let limits = PrefetchLimits { max_live_elems: 160_000, prefetch_elems: 64_000, max_reuse_distance_elems: 0 };
-    let plan = PrefetchPlan::new(&elems, &[], &forward_backward_uses(&four, 1), &limits)?;
-    println!("\none step at stage 3, at most {} elements live:", plan.peak_live_elems);
-    let name = |unit: usize| &four.units()[unit].name;
-    for action in &plan.actions {
-        match *action {
-            Action::Gather(unit) => println!("    gather {}", name(unit)),
-            Action::Use(at) => println!("use {at}"),
-            Action::Release(unit) => println!("    release {}", name(unit)),
-        }
+    println!("\nat stage 3 the compute of each unit needs");
+    for (unit, placed) in four.units().iter().enumerate() {
+        let needed: Vec<&str> =
+            four.units_needed_by(unit).into_iter().map(|u| four.units()[u].name.as_str()).collect();
+        println!("  {:9} {needed:?}", placed.name);
     }
 
     println!("\nstage   kept, bytes   sent, bytes a step");

@@ -85,15 +85,6 @@ pub enum ShardError {
         /// Its shape where they come from.
         got: Vec<u64>,
     },
-    /// A limit of live elements that one use of units does not fit, with all else released.
-    OverLiveLimit {
-        /// The use, or none if the persistent units alone are over.
-        use_index: Option<usize>,
-        /// Elements that must be live at once.
-        needs_elems: u64,
-        /// The limit.
-        limit_elems: u64,
-    },
     /// A world that groups of this size do not divide.
     NotDivisible {
         /// Ranks in the world.
@@ -142,12 +133,6 @@ impl std::fmt::Display for ShardError {
             }
             Self::ShapeMismatch { param, expected, got } => {
                 write!(f, "{param:?} has shape {expected:?} in the target and {got:?} in the source")
-            }
-            Self::OverLiveLimit { use_index: Some(i), needs_elems, limit_elems } => {
-                write!(f, "use {i} needs {needs_elems} live elements, over the limit of {limit_elems}")
-            }
-            Self::OverLiveLimit { use_index: None, needs_elems, limit_elems } => {
-                write!(f, "the persistent units are {needs_elems} live elements, over the limit of {limit_elems}")
             }
             Self::NotDivisible { world_size, group_size } => {
                 write!(f, "{world_size} ranks cannot be divided into groups of {group_size}")

@@ -3,7 +3,7 @@
 //! | purpose | bytes |
 //! |---|---|
 //! | parameters, gradients, optimizer state | [`StateBytes`], on the tier where [`Placement`] puts each |
-//! | gathered units | the most elements live at once; a [`PrefetchPlan`](crate::PrefetchPlan) counts them |
+//! | gathered units | the most elements live at once, at stage 3 |
 //! | buckets | of constant size: they do not grow with the model |
 //! | scratch | flat gradients while a backward pass adds to them |
 //! | staging | host memory between the device and NVMe: sub-groups in flight |

@@ -34,7 +34,6 @@ mod layout;
 mod lookup;
 mod memory;
 mod persist;
-mod prefetch;
 mod reshard;
 mod stage;
 mod subgroup;
@@ -50,7 +49,6 @@ pub use layout::{Layout, LayoutOptions, LayoutSpec, ParamId, ParamPlacement, Par
 pub use lookup::{ElemLocation, ParamPiece, ShardPiece, StoredPiece};
 pub use memory::StateBytes;
 pub use persist::{PersistentSplit, split_persistent};
-pub use prefetch::{Action, PrefetchLimits, PrefetchPlan, forward_backward_uses};
 pub use reshard::{Extent, Move, Sources, reshard, reshard_rank};
 pub use stage::{Widths, ZeroStage};
 pub use subgroup::{GroupRun, ParamGroups, UnitPiece};

@@ -10,8 +10,7 @@
 //! | 3 | AΨ | 2AΨ | | 3AΨ |
 //!
 //! Gradients are reduced at every micro-batch at every stage, which keeps the stages bit-identical. At
-//! stage 3 the gathers are at most 2A: a unit that stays gathered from forward to backward, or from one
-//! micro-batch to the next, saves one; see [`PrefetchPlan`](crate::PrefetchPlan) for the exact count.
+//! stage 3 the gathers are at most 2A: a unit that stays gathered until its next use saves one.
 
 use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};

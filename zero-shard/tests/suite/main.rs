@@ -3,7 +3,6 @@
 mod formulas;
 mod layout;
 mod parts;
-mod prefetch;
 mod reshard;
 mod serde;
 mod support;

@@ -1,9 +1,6 @@
 //! Specifications, plans and reports survive a trip through JSON; a layout is checked when it is read.
 
-use zero_shard::{
-    Layout, LayoutOptions, MemoryModel, ParamSpec, PrefetchLimits, PrefetchPlan, Tie, UnitSpec, Widths, ZeroStage,
-    forward_backward_uses, reshard,
-};
+use zero_shard::{Layout, LayoutOptions, MemoryModel, ParamSpec, Tie, UnitSpec, Widths, ZeroStage, reshard};
 
 fn layout(ranks: u64) -> Layout {
     let units = [
@@ -25,9 +22,6 @@ fn values_come_back_as_they_were() {
     let (two, three) = (layout(2), layout(3));
     round_trip(&two);
     round_trip(&reshard(&two, &three).unwrap());
-    let elems: Vec<u64> = two.units().iter().map(|u| u.padded_elems).collect();
-    let uses = forward_backward_uses(&two, 1);
-    round_trip(&PrefetchPlan::new(&elems, &[], &uses, &PrefetchLimits::DEEPSPEED).unwrap());
     let model = MemoryModel::state_only(ZeroStage::Two, Widths::MIXED_ADAM);
     round_trip(&model);
     round_trip(&model.footprint(&two.state_bytes(ZeroStage::Two, &Widths::MIXED_ADAM).unwrap()).unwrap());

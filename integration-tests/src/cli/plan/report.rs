@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 use zero_shard::{
-    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, PrefetchPlan, Routing,
-    ShardError, Sharding, Tier, ZeroStage, forward_backward_uses,
+    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing, ShardError,
+    Sharding, Tier, ZeroStage,
 };
 
 use super::advice;
@@ -190,7 +190,7 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
         stage,
         widths,
         placement,
-        gathered_elems: gathered_elems(request, layout)?,
+        gathered_elems: gathered_elems(request, layout),
         bucket_elems: request.bucket_elems.min(bucket_limit).max(request.gpus),
         buckets: 2,
         scratch_bytes: scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes() as u64),
@@ -200,31 +200,22 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
     })
 }
 
-/// The most elements that are gathered at once.
-fn gathered_elems(request: &Request, layout: &Layout) -> Result<u64, ShardError> {
+/// The most elements that are gathered at once, as the trainer gathers: units up to the persistence threshold stay
+/// from their first use on; the next unit is gathered beside the one in use, if both fit the limit.
+fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     let elems: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
-    let uses = forward_backward_uses(layout, 1);
-    let Some(limits) = &request.prefetch else { return Ok(one_ahead(&elems, &uses)) };
-    let small = |&i: &usize| (1..=request.persistence_threshold_elems).contains(&elems[i]);
-    let persistent: Vec<usize> = (0..elems.len()).filter(small).collect();
-    match PrefetchPlan::new(&elems, &persistent, &uses, limits) {
-        Ok(plan) => Ok(plan.peak_live_elems),
-        // A limit below what one use needs cannot be kept; what it needs is what there will be.
-        Err(ShardError::OverLiveLimit { .. }) => {
-            let kept: u64 = persistent.iter().map(|&i| elems[i]).sum();
-            let needed = uses.iter().map(|needed| needed.iter().map(|&i| elems[i]).sum::<u64>());
-            Ok(kept.saturating_add(needed.max().unwrap_or(0)))
-        }
-        Err(other) => Err(other),
-    }
-}
-
-/// The most elements that are live where a unit is gathered while the use before it runs, as the trainer does unasked.
-fn one_ahead(elems: &[u64], uses: &[Vec<usize>]) -> u64 {
-    let next = uses.iter().skip(1).map(Vec::as_slice).chain([&[][..]]);
+    let sum = |units: &[usize]| units.iter().fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]));
+    let (kept, others): (Vec<usize>, Vec<usize>) =
+        (0..elems.len()).partition(|&unit| elems[unit] <= request.persistence_threshold_elems);
+    let needed = |unit| layout.units_needed_by(unit).into_iter().filter(|unit| others.contains(unit)).collect();
+    let forward: Vec<Vec<usize>> = (0..elems.len()).map(needed).collect();
+    let uses: Vec<&[usize]> = forward.iter().chain(forward.iter().rev()).map(Vec::as_slice).collect();
+    let next = uses.iter().skip(1).copied().chain([&[][..]]);
     let live = uses.iter().zip(next).map(|(now, next)| {
-        let ahead = next.iter().find(|unit| !now.contains(unit));
-        now.iter().chain(ahead).fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]))
+        let alone = sum(&kept).saturating_add(sum(now));
+        let ahead = next.iter().find(|unit| request.prefetch && !now.contains(unit));
+        let both = ahead.map_or(alone, |&unit| alone.saturating_add(elems[unit]));
+        if both <= request.max_live_elems { both } else { alone }
     });
     live.max().unwrap_or(0)
 }

@@ -3,9 +3,7 @@
 use std::path::Path;
 
 use zero_alloc::device::DType;
-use zero_shard::{
-    LayoutOptions, ParamSpec, PrefetchLimits, Tie, Tier, TransformerShape, UnitSpec, Widths, ZeroStage,
-};
+use zero_shard::{LayoutOptions, ParamSpec, Tie, Tier, TransformerShape, UnitSpec, Widths, ZeroStage};
 
 use super::{PlanArgs, PlanDType, usage};
 use crate::cli::CliError;
@@ -46,8 +44,10 @@ pub(super) struct Request {
     pub(super) bucket_elems: u64,
     /// The bucket is the configuration's, of which no more is taken than the largest unit fills.
     pub(super) trims_bucket: bool,
-    /// Limits of what stage 3 gathers; none is one unit ahead.
-    pub(super) prefetch: Option<PrefetchLimits>,
+    /// Whether stage 3 gathers the next unit ahead of its use.
+    pub(super) prefetch: bool,
+    /// The most elements that stage 3 gathers at once.
+    pub(super) max_live_elems: u64,
     pub(super) persistence_threshold_elems: u64,
     pub(super) sub_group_elems: u64,
     pub(super) sub_group_buffers: u64,
@@ -112,11 +112,8 @@ impl Request {
             offload_params: zero.map_or(Tier::Device, |z| tier(&z.offload_param.device)),
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
-            prefetch: zero.map(|z| PrefetchLimits {
-                max_live_elems: z.max_live_elems,
-                prefetch_elems: z.prefetch_bucket_elems,
-                max_reuse_distance_elems: z.max_reuse_elems,
-            }),
+            prefetch: zero.is_none_or(|z| z.overlap_comm && z.prefetch_bucket_elems > 0),
+            max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
             persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
             sub_group_elems: zero.map_or(1_000_000_000, |z| z.sub_group_elems),
             sub_group_buffers: zero.map_or(4, |z| z.offload_optimizer.buffer_count),
