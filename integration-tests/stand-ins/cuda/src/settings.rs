@@ -3,7 +3,10 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// What the environment asks for.
+/// Memory of a device. Small in tests of this crate, which must not depend on the host's memory.
+pub(crate) const DEFAULT_MEMORY_BYTES: u64 = if cfg!(test) { 8 << 20 } else { 8 << 30 };
+
+/// Settings from the environment.
 #[derive(Debug)]
 pub(crate) struct Settings {
     pub(crate) devices: u32,
@@ -12,7 +15,7 @@ pub(crate) struct Settings {
     pub(crate) launch_limit: Duration,
     pub(crate) find_races: bool,
     pub(crate) trace: bool,
-    /// Whether memory can be made that other processes may open.
+    /// Whether memory can be allocated that other processes may open.
     pub(crate) sharing: bool,
 }
 
@@ -22,20 +25,20 @@ impl Settings {
             let text = variable(name)?;
             let value = text.trim().parse::<u64>().ok();
             if value.is_none() {
-                crate::error::say!("{name}={text} is no number and is not used");
+                crate::error::say!("{name}={text} is ignored: not a number");
             }
             value
         };
-        // Tests of this crate take a device each, so that one's failed context is not another's.
+        // Every test of this crate uses its own device, because a failed context fails all users of the device.
         let devices = if cfg!(test) { 256 } else { 1 };
         Self {
             devices: number("ZERO_STANDIN_DEVICES").and_then(|n| u32::try_from(n).ok()).unwrap_or(devices).max(1),
-            memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(8 << 30),
+            memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(DEFAULT_MEMORY_BYTES),
             delay_seed: number("ZERO_STANDIN_DELAY_SEED"),
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
-            // Tests of this crate always look for them.
             trace: number("ZERO_STANDIN_TRACE").is_some_and(|n| n > 0),
             sharing: number("ZERO_STANDIN_SHARING").is_none_or(|n| n > 0),
+            // Always on in tests of this crate.
             find_races: cfg!(test) || number("ZERO_STANDIN_RACES").is_some_and(|n| n > 0),
         }
     }
@@ -51,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_variable_that_is_no_number_leaves_the_default() {
+    fn bad_number_leaves_the_default() {
         let read = Settings::read(|name| match name {
             "ZERO_STANDIN_MEMORY_BYTES" => Some("4096".into()),
             "ZERO_STANDIN_DELAY_SEED" => Some("soon".into()),

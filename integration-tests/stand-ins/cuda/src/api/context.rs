@@ -2,13 +2,13 @@
 
 use super::{Out, driver};
 use crate::driver::device::{self, Device, current, current_even_failed, of_context, with_stack};
-use crate::driver::space::forget;
+use crate::driver::memory;
 use crate::driver::stream::{destroy_all, of_device};
 use crate::error::{Failure, Outcome};
 
 fn reset(device: &'static Device) {
     destroy_all(device);
-    forget(device.ordinal);
+    memory::free_all(device);
     device.forget_failure();
 }
 

@@ -1,4 +1,4 @@
-//! The driver API on host memory: what a GPU's driver promises, and what it refuses.
+//! The driver API on host memory: the promises and refusals of a GPU's driver.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::error::Failure;
+use crate::settings::DEFAULT_MEMORY_BYTES;
 
-/// Calls a driver function and gives its code.
+/// Calls a driver function and returns its code.
 macro_rules! code {
     ($call:ident($($arg:expr),* $(,)?)) => {{
         // SAFETY: pointers are to live variables; the functions check handles and addresses themselves.
@@ -22,14 +23,14 @@ macro_rules! ok {
     };
 }
 
-/// Calls a driver function, which must fail in this way.
+/// Calls a driver function, which must fail with this code.
 macro_rules! fails {
     ($failure:ident, $call:ident($($arg:expr),* $(,)?)) => {
         assert_eq!(code!($call($($arg),*)), Failure::$failure as u32, stringify!($call))
     };
 }
 
-/// A device of the test's own, current on this thread.
+/// Makes an unused device current on this thread.
 pub(crate) fn own_device() -> i32 {
     static NEXT: AtomicI32 = AtomicI32::new(0);
     let (ordinal, mut context) = (NEXT.fetch_add(1, Ordering::Relaxed), 0);
@@ -70,7 +71,7 @@ pub(crate) fn download(stream: usize, address: u64, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_device_says_that_it_is_a_stand_in() {
+fn device_name_marks_a_stand_in() {
     let ordinal = own_device();
     let (mut name, mut major, mut bytes) = ([0 as c_char; 64], 0, 0);
     ok!(cuDeviceGetName(name.as_mut_ptr(), 64, ordinal));
@@ -78,7 +79,7 @@ fn a_device_says_that_it_is_a_stand_in() {
     assert_eq!(unsafe { CStr::from_ptr(name.as_ptr()) }, c"stand-in (PTX on the host)");
     ok!(cuDeviceGetAttribute((&mut major).into(), 75, ordinal));
     ok!(cuDeviceTotalMem_v2((&mut bytes).into(), ordinal));
-    assert_eq!((major, bytes), (99, 8 << 30));
+    assert_eq!((major, bytes), (99, DEFAULT_MEMORY_BYTES as usize));
     fails!(InvalidDevice, cuDeviceGet((&mut major).into(), 4096));
     fails!(InvalidValue, cuDeviceGetAttribute((&mut major).into(), 4096, ordinal));
 }
@@ -98,7 +99,7 @@ fn codes_have_names_and_functions_addresses() {
 }
 
 #[test]
-fn calls_without_a_context_or_with_the_default_stream_are_refused() {
+fn default_stream_and_missing_context_are_refused() {
     ok!(cuInit(0));
     let mut address = 0;
     std::thread::spawn(move || fails!(InvalidContext, cuMemAlloc_v2((&mut address).into(), 64))).join().unwrap();
@@ -125,7 +126,7 @@ fn contexts_are_pushed_and_popped() {
 }
 
 #[test]
-fn memory_comes_filled_with_ones_and_copies_bring_bytes_back() {
+fn new_memory_is_ones_and_copies_round_trip() {
     own_device();
     let stream = new_stream();
     let bytes: Vec<u8> = (0..=255).collect();
@@ -152,39 +153,40 @@ fn memory_is_counted_and_runs_out() {
     };
     let (free, total) = info();
     assert_eq!(free, total);
-    let (address, mut other) = (allocate(6 << 30), 0);
-    assert_eq!(info().0, free - (6 << 30));
-    fails!(OutOfMemory, cuMemAlloc_v2((&mut other).into(), 3 << 30));
+    let bytes = total / 4 * 3;
+    let (address, mut other) = (allocate(bytes), 0);
+    assert_eq!(info().0, free - bytes);
+    fails!(OutOfMemory, cuMemAlloc_v2((&mut other).into(), total / 2));
     fails!(InvalidValue, cuMemAlloc_v2((&mut other).into(), 0));
     ok!(cuMemFree_v2(address));
     assert_eq!(info().0, free);
     fails!(InvalidValue, cuMemFree_v2(address));
-    // Its addresses are not given out again soon.
-    assert!((0..100).all(|_| {
-        let other = allocate(6 << 30);
+    // Freed addresses are not reused soon.
+    assert!((0..20).all(|_| {
+        let other = allocate(bytes);
         ok!(cuMemFree_v2(other));
         other != address
     }));
 }
 
 #[test]
-fn a_copy_outside_live_memory_is_refused_and_one_that_comes_too_late_fails_the_context() {
+fn late_copy_of_freed_memory_fails_the_context() {
     let ordinal = own_device();
-    let (stream, gate) = (new_stream(), Monitor::default());
+    let (stream, latch) = (new_stream(), Latch::default());
     let (address, other) = (allocate(64), allocate(64));
     fails!(InvalidValue, cuMemcpyDtoDAsync_v2(address + 32, other, 33, stream));
     fails!(InvalidValue, cuMemcpyHtoDAsync_v2(address, 16, 8, stream));
-    gate.close(stream);
+    latch.block(stream);
     ok!(cuMemcpyDtoDAsync_v2(other, address, 64, stream));
     ok!(cuMemFree_v2(address));
-    gate.open();
+    latch.open();
     fails!(IllegalAddress, cuStreamSynchronize(stream));
     let mut again = 0;
     fails!(IllegalAddress, cuMemAlloc_v2((&mut again).into(), 64));
     fails!(IllegalAddress, cuCtxSynchronize());
     ok!(cuDevicePrimaryCtxRelease_v2(ordinal));
     fails!(InvalidContext, cuCtxSynchronize());
-    // A new context on the device knows nothing of the old one.
+    // A new context does not inherit the failure.
     let (mut context, mut free, mut total) = (0, 0, 0);
     ok!(cuDevicePrimaryCtxRetain((&mut context).into(), ordinal));
     ok!(cuCtxSynchronize());
@@ -193,14 +195,14 @@ fn a_copy_outside_live_memory_is_refused_and_one_that_comes_too_late_fails_the_c
     fails!(InvalidHandle, cuStreamSynchronize(stream));
 }
 
-/// A host function that holds a stream up until it is opened, at most 10 s.
+/// A host function that blocks a stream until the latch opens, for at most 60 s.
 #[derive(Default)]
-struct Monitor {
+struct Latch {
     open: Box<AtomicBool>,
 }
 
-impl Monitor {
-    fn close(&self, stream: usize) {
+impl Latch {
+    fn block(&self, stream: usize) {
         let data = std::ptr::from_ref::<AtomicBool>(&self.open) as usize;
         ok!(cuLaunchHostFunc(stream, Some(Self::wait), data));
     }
@@ -210,23 +212,23 @@ impl Monitor {
     }
 
     unsafe extern "C" fn wait(data: *mut c_void) {
-        // SAFETY: the gate outlives the stream's work, which every test waits for.
+        // SAFETY: the latch outlives the stream's work, which every test waits for.
         let open = unsafe { &*data.cast::<AtomicBool>() };
         let since = Instant::now();
-        while !open.load(Ordering::Acquire) && since.elapsed() < Duration::from_secs(10) {
+        while !open.load(Ordering::Acquire) && since.elapsed() < Duration::from_secs(60) {
             std::thread::sleep(Duration::from_micros(50));
         }
     }
 }
 
 #[test]
-fn streams_run_side_by_side_and_events_order_them() {
+fn events_order_concurrent_streams() {
     own_device();
-    let (first, second, gate) = (new_stream(), new_stream(), Monitor::default());
+    let (first, second, latch) = (new_stream(), new_stream(), Latch::default());
     let (start, end, address) = (new_event(), new_event(), allocate(4));
     ok!(cuEventRecord(start, first));
     ok!(cuEventSynchronize(start));
-    gate.close(first);
+    latch.block(first);
     ok!(cuMemsetD32Async(address, 7, 1, first));
     ok!(cuEventRecord(end, first));
     // The second stream does not wait for the first ...
@@ -235,21 +237,21 @@ fn streams_run_side_by_side_and_events_order_them() {
     fails!(NotReady, cuEventQuery(end));
     let mut milliseconds = 0.0;
     fails!(NotReady, cuEventElapsedTime((&mut milliseconds).into(), start, end));
-    // ... until it is told to.
+    // ... until it waits for the event.
     ok!(cuStreamWaitEvent(second, end, 0));
     fails!(NotReady, cuStreamQuery(second));
     std::thread::sleep(Duration::from_millis(20));
-    gate.open();
+    latch.open();
     assert_eq!(download(second, address, 4), [7, 0, 0, 0]);
     ok!(cuEventSynchronize(end));
     ok!(cuEventElapsedTime((&mut milliseconds).into(), start, end));
-    assert!((15.0..9_000.0).contains(&milliseconds), "{milliseconds}");
+    assert!(milliseconds >= 15.0, "{milliseconds}");
     ok!(cuStreamDestroy_v2(second));
     fails!(InvalidHandle, cuStreamQuery(second));
 }
 
 #[test]
-fn an_event_that_was_never_recorded_is_done_and_has_no_time() {
+fn unrecorded_event_is_complete_and_untimed() {
     own_device();
     let (stream, event, mut milliseconds) = (new_stream(), new_event(), 0.0);
     ok!(cuEventQuery(event));
@@ -260,13 +262,13 @@ fn an_event_that_was_never_recorded_is_done_and_has_no_time() {
 }
 
 #[test]
-fn page_locked_memory_is_read_when_the_copy_runs_and_pageable_memory_at_the_call() {
+fn pageable_memory_is_read_at_the_call() {
     own_device();
-    let (stream, gate) = (new_stream(), Monitor::default());
+    let (stream, latch) = (new_stream(), Latch::default());
     let (to, mut pinned) = (allocate(2), 0u64);
     ok!(cuMemHostAlloc((&mut pinned).into(), 1, 0));
     let mut pageable = [1u8];
-    gate.close(stream);
+    latch.block(stream);
     let other = new_stream();
     ok!(cuMemsetD8Async(pinned, 1, 1, other));
     ok!(cuStreamSynchronize(other));
@@ -275,7 +277,7 @@ fn page_locked_memory_is_read_when_the_copy_runs_and_pageable_memory_at_the_call
     pageable[0] = 2;
     // SAFETY: page-locked memory of one byte, which no operation writes at this time.
     unsafe { (pinned as *mut u8).write(2) };
-    gate.open();
+    latch.open();
     assert_eq!(download(stream, to, 2), [2, 1]);
     assert_eq!(pageable, [2]);
     ok!(cuMemFreeHost(pinned));
@@ -283,7 +285,7 @@ fn page_locked_memory_is_read_when_the_copy_runs_and_pageable_memory_at_the_call
 }
 
 #[test]
-fn registered_memory_is_known_until_it_is_not() {
+fn registered_memory_is_known_until_unregistered() {
     let ordinal = own_device();
     let memory = vec![0u8; 4096];
     let (at, mut kind, mut device) = (memory.as_ptr() as u64, 0u32, -1i32);
@@ -298,7 +300,7 @@ fn registered_memory_is_known_until_it_is_not() {
 }
 
 #[test]
-fn virtual_memory_moves_between_addresses_and_is_illegal_where_it_is_not() {
+fn virtual_memory_moves_between_addresses() {
     let ordinal = own_device();
     const PAGE: usize = 2 << 20;
     let stream = new_stream();
@@ -335,7 +337,7 @@ fn virtual_memory_moves_between_addresses_and_is_illegal_where_it_is_not() {
 }
 
 #[test]
-fn memory_says_which_allocation_it_is_and_who_may_open_it() {
+fn mapped_memory_reports_its_allocation() {
     let ordinal = own_device();
     const BYTES: usize = 4 << 20;
     let (mut base, mut handle, mut again) = (0u64, 0u64, 0u64);
@@ -349,7 +351,7 @@ fn memory_says_which_allocation_it_is_and_who_may_open_it() {
     ok!(cuMemMap(base, BYTES, 0, handle, 0));
     let allow = AccessDescription::of_device(ordinal, true);
     ok!(cuMemSetAccess(base, BYTES, (&allow).into(), 1));
-    // What is mapped lives without its handle, and gives out another.
+    // Mapped memory outlives its handle, and another handle can be retained.
     ok!(cuMemRelease(handle));
     let (mut start, mut bytes, inside) = (0u64, 0usize, base + 3_000_000);
     ok!(cuMemGetAddressRange_v2((&mut start).into(), (&mut bytes).into(), inside));
@@ -368,30 +370,30 @@ fn memory_says_which_allocation_it_is_and_who_may_open_it() {
 }
 
 #[test]
-fn memory_that_is_freed_in_stream_order_lives_until_then() {
+fn stream_ordered_free_is_deferred() {
     own_device();
-    let (stream, gate, mut address) = (new_stream(), Monitor::default(), 0u64);
+    let (stream, latch, mut address) = (new_stream(), Latch::default(), 0u64);
     ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
-    gate.close(stream);
+    latch.block(stream);
     ok!(cuMemsetD8Async(address, 0, 64, stream));
     ok!(cuMemFreeAsync(address, stream));
-    gate.open();
+    latch.open();
     ok!(cuStreamSynchronize(stream));
     fails!(InvalidValue, cuMemFreeAsync(address, stream));
 }
 
 #[test]
-fn the_end_of_a_context_waits_for_streams_that_were_destroyed() {
+fn context_release_waits_for_destroyed_streams() {
     let ordinal = own_device();
-    let (stream, gate, mut address) = (new_stream(), Monitor::default(), 0u64);
+    let (stream, latch, mut address) = (new_stream(), Latch::default(), 0u64);
     ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
-    gate.close(stream);
+    latch.block(stream);
     ok!(cuMemFreeAsync(address, stream));
     ok!(cuStreamDestroy_v2(stream));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(20));
-            gate.open();
+            latch.open();
         });
         ok!(cuDevicePrimaryCtxRelease_v2(ordinal));
     });

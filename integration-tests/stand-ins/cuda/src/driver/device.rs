@@ -8,7 +8,7 @@ use super::handles::{fresh_number, lock};
 use crate::error::{Failure, Outcome, describe, say};
 use crate::settings::settings;
 
-/// A device. Its primary context lives while somebody retains it; the context's handle is `context`.
+/// A device. Its primary context, whose handle is `context`, lives while it is retained.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) ordinal: u32,
@@ -50,15 +50,20 @@ impl Device {
         self.total_bytes().saturating_sub(self.used_bytes.load(Ordering::Relaxed))
     }
 
-    /// Takes memory of the device, given back when the charge goes; `OutOfMemory` where less is free.
+    /// Counts memory as used until the charge is dropped; `OutOfMemory` if less is free.
     pub(crate) fn charge(&'static self, bytes: u64) -> Outcome<Charge> {
-        let taken = self.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+        let charged = self.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
             used.checked_add(bytes).filter(|&sum| sum <= self.total_bytes())
         });
-        taken.map(|_| Charge { device: self, bytes }).map_err(|_| Failure::OutOfMemory)
+        charged.map(|_| Charge { device: self, bytes }).map_err(|_| Failure::OutOfMemory)
     }
 
-    /// Notes that an operation failed: from here on every call that uses the context returns this.
+    /// Counts memory as free whose charge was kept.
+    pub(crate) fn uncharge(&self, bytes: u64) {
+        self.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Records that an operation failed: every later call that uses the context returns this.
     pub(crate) fn fail(&self, failure: Failure, what: &str) {
         let first = self.failed.compare_exchange(0, failure as u32, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if first {
@@ -80,7 +85,7 @@ impl Device {
         *lock(&self.retained) > 0
     }
 
-    /// Gives back one retention; true where it was the last.
+    /// Releases one retention. Returns whether it was the last.
     pub(crate) fn release(&self) -> Outcome<bool> {
         let mut retained = lock(&self.retained);
         *retained = retained.checked_sub(1).ok_or(Failure::InvalidContext)?;
@@ -100,14 +105,21 @@ pub(crate) struct Charge {
     bytes: u64,
 }
 
+impl Charge {
+    /// The bytes stay used until [`Device::uncharge`].
+    pub(crate) fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.device.used_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.device.uncharge(self.bytes);
     }
 }
 
 thread_local! {
-    /// The contexts that are pushed on this thread, the current one last; 0 is none.
+    /// The contexts that are pushed on this thread, the current one last; 0 is no context.
     static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 

@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use super::handles::lock;
+use crate::error::say;
 
 /// Up to this size new memory is filled with ones, so that a read of uninitialised memory is not a read of zeros.
 const FILLED_BYTES: usize = 64 << 20;
 
-/// A range of addresses that is given back when it goes.
+/// A range of addresses, unmapped on drop.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: usize,
@@ -28,12 +29,18 @@ impl Mapping {
     fn anonymous(bytes: usize, access: i32) -> io::Result<Self> {
         let bytes = page_rounded(bytes).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no other.
-        let start = unsafe { libc::mmap(ptr::null_mut(), bytes, access, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            Err(io::Error::last_os_error())
-        } else {
-            Ok(Self { start: start as usize, bytes })
+        loop {
+            // SAFETY: a new mapping at an address of the kernel's choice touches no other.
+            let start = unsafe { libc::mmap(ptr::null_mut(), bytes, access, flags, -1, 0) };
+            if start != libc::MAP_FAILED {
+                return Ok(Self { start: start as usize, bytes });
+            }
+            // Freed addresses are kept out of use only as long as there are enough others.
+            if !Quarantine::clear() {
+                let error = io::Error::last_os_error();
+                say!("the host refused {bytes} bytes of addresses: {error}");
+                return Err(error);
+            }
         }
     }
 
@@ -78,29 +85,41 @@ impl Drop for Mapping {
     }
 }
 
-/// Addresses that were given back and stay empty for a while, so that one that is used too late is not somebody else's.
-#[derive(Default)]
+/// Freed addresses, which stay reserved and empty for a while, so that a use after free does not hit another allocation.
 struct Quarantine {
     ranges: VecDeque<(usize, usize)>,
     bytes: usize,
 }
 
+static QUARANTINE: Mutex<Quarantine> = Mutex::new(Quarantine { ranges: VecDeque::new(), bytes: 0 });
+
 impl Quarantine {
     const MOST_RANGES: usize = 1024;
-    const MOST_BYTES: usize = 16 << 40;
+    const MOST_BYTES: usize = if cfg!(test) { 256 << 20 } else { 16 << 40 };
 
     fn add(start: usize, bytes: usize) {
-        static HELD: Mutex<Option<Quarantine>> = Mutex::new(None);
-        let mut held = lock(&HELD);
-        let held = held.get_or_insert_default();
+        let mut held = lock(&QUARANTINE);
         held.ranges.push_back((start, bytes));
         held.bytes += bytes;
         while held.ranges.len() > Self::MOST_RANGES || held.bytes > Self::MOST_BYTES {
-            let Some((start, bytes)) = held.ranges.pop_front() else { return };
-            held.bytes -= bytes;
-            // SAFETY: mapped by us with nothing behind it, and nobody may use it any more.
-            unsafe { libc::munmap(start as *mut libc::c_void, bytes) };
+            held.release_oldest();
         }
+    }
+
+    /// Releases all ranges. Returns whether there were any.
+    fn clear() -> bool {
+        let mut held = lock(&QUARANTINE);
+        let any = !held.ranges.is_empty();
+        while held.release_oldest() {}
+        any
+    }
+
+    fn release_oldest(&mut self) -> bool {
+        let Some((start, bytes)) = self.ranges.pop_front() else { return false };
+        self.bytes -= bytes;
+        // SAFETY: mapped by us with nothing behind it, and nobody may use it any more.
+        unsafe { libc::munmap(start as *mut libc::c_void, bytes) };
+        true
     }
 }
 
@@ -172,7 +191,7 @@ impl Drop for Physical {
     }
 }
 
-/// Takes the memory away from `address`, whose range stays reserved.
+/// Unmaps the memory at `address`, whose range stays reserved.
 ///
 /// # Safety
 /// The range is reserved by us and mapped, and nobody accesses it.

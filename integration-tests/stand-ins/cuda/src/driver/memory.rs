@@ -2,21 +2,15 @@
 
 use std::sync::Arc;
 
-use super::device::{self, Charge, Device};
+use super::device::{self, Device};
 use super::mapping::Mapping;
 use super::space::{self, Kind};
 use crate::error::{Failure, Outcome};
 
-/// What keeps an allocation's memory.
-struct Allocation {
-    _mapping: Mapping,
-    _charge: Option<Charge>,
-}
-
-/// CUDA promises 256, and small allocations share pages: here none begins a page.
+/// Offset of an allocation in its first page: CUDA promises an alignment of 256 and no more.
 const WITHIN_PAGE: usize = 256;
 
-/// Memory of exactly `bytes`, and where it begins.
+/// Memory of exactly `bytes`, and its address.
 fn within_a_page(bytes: usize) -> Outcome<(Mapping, u64)> {
     let whole = bytes.checked_add(WITHIN_PAGE).ok_or(Failure::OutOfMemory)?;
     let mapping = Mapping::memory(whole).map_err(|_| Failure::OutOfMemory)?;
@@ -31,14 +25,22 @@ pub(crate) fn allocate(device: &'static Device, bytes: usize) -> Outcome<u64> {
     }
     let charge = device.charge(bytes as u64)?;
     let (mapping, start) = within_a_page(bytes)?;
-    let keep = Arc::new(Allocation { _mapping: mapping, _charge: Some(charge) });
-    space::insert(start, bytes as u64, Kind::Device, device.ordinal, keep).map(|()| start)
+    space::insert(start, bytes as u64, Kind::Device, device.ordinal, Arc::new(mapping))?;
+    charge.keep();
+    Ok(start)
 }
 
-/// Ends an allocation's life: an operation that runs keeps the memory until its end, one that comes later fails.
-/// (A GPU's driver waits for all work here; this workspace promises not to rely on that.)
+/// Frees an allocation: a running operation keeps the memory mapped until its end, a later one fails. The bytes are
+/// free at once. (A GPU's driver waits for all work here; this workspace promises not to rely on that.)
 pub(crate) fn free(start: u64) -> Outcome {
-    space::remove(start, Kind::Device).map(drop)
+    let range = space::remove(start, Kind::Device)?;
+    device::device(range.device as i32)?.uncharge(range.bytes);
+    Ok(())
+}
+
+/// Frees all allocations of a device, as the end of its context does.
+pub(crate) fn free_all(device: &'static Device) {
+    device.uncharge(space::forget(device.ordinal));
 }
 
 /// Page-locked host memory.
@@ -47,11 +49,10 @@ pub(crate) fn allocate_pinned(device: &'static Device, bytes: usize) -> Outcome<
         return Err(Failure::InvalidValue);
     }
     let (mapping, start) = within_a_page(bytes)?;
-    let keep = Arc::new(Allocation { _mapping: mapping, _charge: None });
-    space::insert(start, bytes as u64, Kind::Pinned, device.ordinal, keep).map(|()| start)
+    space::insert(start, bytes as u64, Kind::Pinned, device.ordinal, Arc::new(mapping)).map(|()| start)
 }
 
-/// What marks memory as the caller's own, only registered.
+/// Marks memory of the caller, which is only registered.
 struct Registered;
 
 /// Page-locks memory of the caller.
@@ -62,7 +63,7 @@ pub(crate) fn register(device: &'static Device, start: u64, bytes: usize) -> Out
     space::insert(start, bytes as u64, Kind::Pinned, device.ordinal, Arc::new(Registered))
 }
 
-/// Ends page-locked memory's life.
+/// Frees or unregisters page-locked memory.
 pub(crate) fn free_pinned(start: u64) -> Outcome {
     space::remove(start, Kind::Pinned).map(drop)
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use crate::error::{Failure, Outcome};
 
-/// Where the bytes of a range lie.
+/// The memory behind a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Device memory of an allocation.
@@ -24,7 +24,7 @@ pub(crate) struct Range {
     pub(crate) bytes: u64,
     pub(crate) kind: Kind,
     pub(crate) device: u32,
-    /// What keeps the addresses mapped.
+    /// Keeps the addresses mapped.
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
@@ -84,7 +84,7 @@ fn change<T>(change: impl FnOnce(&mut BTreeMap<u64, Range>) -> Outcome<T>) -> Ou
     change(&mut space.ranges)
 }
 
-/// Makes a range live. `keep` is held as long as any version with the range is in use.
+/// Adds a range. `keep` lives as long as any version with the range is in use.
 pub(crate) fn insert(start: u64, bytes: u64, kind: Kind, device: u32, keep: Arc<dyn Any + Send + Sync>) -> Outcome {
     change(|ranges| {
         let before = ranges.range(..start + bytes).next_back();
@@ -96,7 +96,7 @@ pub(crate) fn insert(start: u64, bytes: u64, kind: Kind, device: u32, keep: Arc<
     })
 }
 
-/// Ends the life of the range that begins at `start`, if it is of this kind.
+/// Removes the range that begins at `start`, if it is of this kind.
 pub(crate) fn remove(start: u64, kind: Kind) -> Outcome<Range> {
     change(|ranges| match ranges.get(&start) {
         Some(range) if range.kind == kind => ranges.remove(&start).ok_or(Failure::InvalidValue),
@@ -104,12 +104,13 @@ pub(crate) fn remove(start: u64, kind: Kind) -> Outcome<Range> {
     })
 }
 
-/// Ends the life of all allocations of a device, as the end of its context does.
-pub(crate) fn forget(device: u32) {
-    let _ = change(|ranges| {
-        ranges.retain(|_, range| range.device != device || range.kind == Kind::Mapped);
-        Ok(())
+/// Removes all allocations of a device. Returns the bytes of its device memory among them.
+pub(crate) fn forget(device: u32) -> u64 {
+    let removed = change(|ranges| {
+        let all = ranges.extract_if(.., |_, range| range.device == device && range.kind != Kind::Mapped);
+        Ok(all.filter(|(_, range)| range.kind == Kind::Device).map(|(_, range)| range.bytes).sum())
     });
+    removed.unwrap_or(0)
 }
 
 #[cfg(test)]
