@@ -1,45 +1,93 @@
-//! The arena alone: blocks come and go, holes appear, compaction closes them, and a picture shows it.
+//! The pool alone: blocks are allocated and freed, holes appear, compaction closes them; drawn as SVG.
 //!
 //! `cargo run -p zero-alloc --example arena > map.svg`
 
+use std::error::Error;
+
+use plotters::prelude::*;
 use zero_alloc::device::{DType, Device};
 use zero_alloc::host::HostDevice;
-use zero_alloc::pool::MapHistory;
+use zero_alloc::pool::MemoryMap;
 use zero_alloc::{Pool, Purpose};
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Result<(), Box<dyn Error>> {
     let device = HostDevice::new();
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device, 16 << 20);
-    let mut history = MapHistory::default();
 
     let state = pool.allocate(1 << 20, DType::F32, Purpose::Optimizer, &stream)?;
     let mut activations = Vec::new();
     for layer in 1..=12 {
         activations.push(pool.allocate_movable(layer * 40_000, DType::Bf16, Purpose::Activations, &stream)?);
     }
-    history.push("full", pool.map());
+    let mut history = vec![("full", pool.map())];
 
-    // Every other one is dropped: half of the memory is free, in pieces.
+    // Every second block is freed: half of the memory is free, in pieces.
     let mut layer = 0;
     activations.retain(|_| {
         layer += 1;
         layer % 2 == 0
     });
-    history.push("holes", pool.map());
+    history.push(("holes", pool.map()));
     let before = pool.report();
 
     let contiguous = pool.compact(before.free_bytes, &stream)?;
-    history.push("compacted", pool.map());
+    history.push(("compacted", pool.map()));
 
-    eprintln!("{}", history.text(72));
+    for (label, map) in &history {
+        eprintln!("{label:10} |{}|", map.text(72));
+    }
+    eprintln!("{:10}  O optimizer, A activations, . free", "");
     eprintln!(
-        "{} bytes are free; the largest hole was {}, and is {contiguous} after moving {} bytes",
+        "{} bytes are free; the largest hole was {} bytes, and is {contiguous} after moving {} bytes",
         before.free_bytes,
         before.largest_free_bytes,
         pool.report().moved_bytes
     );
-    println!("{}", history.svg());
+    println!("{}", draw(&history)?);
     drop(state);
     Ok(())
+}
+
+/// Draws memory maps over time as SVG: a column for each, offsets upwards, free memory in grey.
+fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
+    let colour = |purpose: Option<Purpose>| match purpose {
+        Some(purpose) => Palette99::pick(purpose as usize).to_rgba(),
+        None => RGBColor(230, 230, 230).to_rgba(),
+    };
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let end = history.iter().map(|(_, map)| map.end()).max().unwrap_or(1);
+    let mut svg = String::new();
+    let root = SVGBackend::with_string(&mut svg, (560, 480)).into_drawing_area();
+    root.fill(&WHITE)?;
+    let (plot, legend) = root.split_horizontally(450);
+    let mut chart = ChartBuilder::on(&plot)
+        .margin(14)
+        .x_label_area_size(30)
+        .y_label_area_size(58)
+        .build_cartesian_2d(0.0..history.len() as f64, 0.0..mib(end))?;
+    chart
+        .configure_mesh()
+        .disable_mesh()
+        .x_labels(2 * history.len() + 1)
+        .x_label_formatter(&|x| match x.fract() {
+            0.5 => history.get(*x as usize).map_or(String::new(), |(label, _)| (*label).to_owned()),
+            _ => String::new(),
+        })
+        .y_desc("offset, MiB")
+        .draw()?;
+    for (i, (_, map)) in history.iter().enumerate() {
+        chart.draw_series(map.spans.iter().map(|span| {
+            let corners = [(i as f64 + 0.1, mib(span.start)), (i as f64 + 0.9, mib(span.start + span.bytes))];
+            Rectangle::new(corners, colour(span.purpose).filled())
+        }))?;
+    }
+    for (i, purpose) in Purpose::ALL.map(Some).into_iter().chain([None]).enumerate() {
+        let (y, name) = (20 + 20 * i as i32, purpose.map_or("free".to_owned(), |purpose| format!("{purpose:?}")));
+        legend.draw(&Rectangle::new([(0, y), (12, y + 12)], colour(purpose).filled()))?;
+        legend.draw(&Text::new(name, (18, y), ("sans-serif", 14)))?;
+    }
+    root.present()?;
+    drop((chart, plot, legend, root));
+    Ok(svg)
 }

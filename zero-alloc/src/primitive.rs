@@ -1,23 +1,10 @@
 //! Locks, and under `--cfg loom` models of them, so that loom can try every order of what threads share.
 
 #[cfg(not(loom))]
-pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+pub(crate) use parking_lot::{Condvar, Mutex};
 
 #[cfg(loom)]
-pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
-
-/// A number of the calling thread: threads that run at once and are few have different ones.
-#[cfg(not(loom))]
-pub(crate) fn thread_number() -> usize {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local!(static NUMBER: usize = NEXT.fetch_add(1, Ordering::Relaxed));
-    // A thread that is ending has none any more.
-    NUMBER.try_with(|number| *number).unwrap_or(0)
-}
-
-#[cfg(loom)]
-pub(crate) use modelled::thread_number;
+pub(crate) use modelled::{Condvar, Mutex};
 
 #[cfg(loom)]
 mod modelled {
@@ -25,11 +12,6 @@ mod modelled {
 
     use std::ops::{Deref, DerefMut};
     use std::time::Instant;
-
-    /// Models start each thread with the name of its number.
-    pub(crate) fn thread_number() -> usize {
-        loom::thread::current().name().and_then(|name| name.parse().ok()).unwrap_or(0)
-    }
 
     #[derive(Debug, Default)]
     pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
@@ -43,10 +25,6 @@ mod modelled {
 
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
             MutexGuard(Some(self.0.lock().expect("no thread of a model panics")))
-        }
-
-        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-            self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard)))
         }
 
         pub(crate) fn get_mut(&mut self) -> &mut T {

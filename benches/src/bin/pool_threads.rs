@@ -1,8 +1,8 @@
-//! How fast one pool serves several threads beside one: allocation and free in pairs, and pairs with one operation
-//! enqueued between them. Rounds by turns in one run; the best of each counts.
+//! The speed of one pool used by several threads, relative to one thread: pairs of allocation and free, and pairs with
+//! one operation enqueued between them. Alternating rounds; the best of each counts.
 //!
-//! With fewer cores than threads, a thread has `cores / threads` of one thread's speed at best; that ceiling is
-//! printed, and the processor time that a pair takes, which has no such ceiling.
+//! With fewer cores than threads, each thread runs at `cores / threads` of one thread's speed at best; that ceiling is
+//! printed, and the processor time of a pair, which has no such ceiling.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use zero_alloc::{AllocError, Pool, Purpose};
 
 const ROUNDS: usize = 5;
 
-/// What a pair takes, in nanoseconds.
+/// The time of a pair, in nanoseconds.
 #[derive(Clone, Copy)]
 struct Pair {
     wall_ns: f64,

@@ -1,7 +1,7 @@
-//! `replay [--json] [--slack S] [--repeats N] [--synthetic] TRACE...`: replays allocation traces through zero-alloc's
-//! planner on a simulated device with pages of 2 MiB, and through the crate offset-allocator in the same run.
-//! The same trace goes through a whole pool on a simulated device too. `--synthetic` adds traces made up from models'
-//! shapes, of training and of other programs, `--random N` N more of each of the two. See benches/traces/README.md.
+//! `replay [--json] [--slack S] [--repeats N] [--synthetic] [--random N] TRACE...`: replays allocation traces through
+//! zero-alloc's planner on a simulated device with pages of 2 MiB, through the crate offset-allocator in the same run,
+//! and through a whole pool. `--synthetic` adds traces of training derived from models' shapes, `--random N` adds N
+//! random ones. See benches/traces/README.md.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -9,7 +9,6 @@ use std::process::ExitCode;
 
 use benches::replay::planner::{OffsetAllocatorReplay, PlannerReplay, mean_ns, pairs_ns, quantile};
 use benches::replay::pool::{self, Blocks};
-use benches::replay::programs::{RUNS, Run};
 use benches::replay::synth::{SHAPES, Shape};
 use benches::replay::{Timing, Trace};
 use serde_json::json;
@@ -34,7 +33,7 @@ fn options() -> Result<Options, String> {
     while let Some(arg) = args.next() {
         let mut number = |name: &str| {
             let value = args.next().and_then(|v| v.to_str().and_then(|v| v.parse::<f64>().ok()));
-            value.filter(|v| v.is_finite() && *v >= 0.0).ok_or(format!("{name} needs a number\n{USAGE}"))
+            value.filter(|v| v.is_finite() && *v >= 0.0).ok_or(format!("{name} requires a number\n{USAGE}"))
         };
         match arg.to_str() {
             Some("--json") => options.json = true,
@@ -48,7 +47,7 @@ fn options() -> Result<Options, String> {
         }
     }
     if options.traces.is_empty() && !options.synthetic && options.random == 0 {
-        return Err(format!("no trace is named\n{USAGE}"));
+        return Err(format!("no trace given\n{USAGE}"));
     }
     Ok(options)
 }
@@ -66,10 +65,7 @@ fn main() -> ExitCode {
         Err(message) => Err(message),
     });
     let shapes = SHAPES.iter().copied().filter(|_| options.synthetic).chain((0..options.random).map(Shape::random));
-    let runs = RUNS.iter().copied().filter(|_| options.synthetic).chain((0..options.random).map(Run::random));
-    let made = shapes.map(|shape| shape.trace()).chain(runs.map(|run| run.trace()));
-    let made = made.map(|trace| replay(&trace, &options));
-    for result in recorded.chain(made) {
+    for result in recorded.chain(shapes.map(|shape| replay(&shape.trace(), &options))) {
         if let Err(message) = result {
             eprintln!("{message}");
             return ExitCode::FAILURE;
@@ -80,7 +76,7 @@ fn main() -> ExitCode {
 
 fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     let config = PlannerConfig { slack: options.slack, ..PlannerConfig::default() };
-    // The two take turns, and of each the fastest round counts: other work on the machine only adds.
+    // Alternating rounds, the fastest of each: other work on the machine only adds time.
     let (mut ours, mut peer) = (Timing::MAX, Timing::MAX);
     let (mut outcome, mut peer_fits) = (None, true);
     for _ in 0..options.repeats {
@@ -96,9 +92,9 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
         peer.p999_ns = peer.p999_ns.min(quantile(&pairs, 0.999));
     }
     if !peer_fits {
-        // As numbers that are none: null in JSON, NaN in words.
+        // Printed as null in JSON, else as NaN.
         peer = Timing { ns_per_pair: f64::NAN, p999_ns: f64::NAN };
-        eprintln!("{}: does not fit the 1 TiB of offset-allocator, so that it is not timed", trace.name);
+        eprintln!("{}: exceeds the 1 TiB of offset-allocator, which is not timed", trace.name);
     }
     let outcome = outcome.unwrap_or_default();
     let [pool, fixed] = [Blocks::Movable, Blocks::Fixed].map(|blocks| pool::replay(trace, blocks));

@@ -1,8 +1,7 @@
-//! Replay of allocation traces through zero-alloc's planner, beside the crate offset-allocator, and through its pool.
+//! Replay of allocation traces through zero-alloc's planner and pool, and through the crate offset-allocator.
 
 pub mod planner;
 pub mod pool;
-pub mod programs;
 pub mod synth;
 pub mod trace;
 mod writer;

@@ -1,63 +1,63 @@
-//! One replay: what is reserved and moved, and how long the planner takes.
+//! The replay of a trace by a planner: reserved and moved bytes, and the planner's time.
 
 use std::hint::black_box;
 use std::time::Instant;
 
-use zero_alloc::planner::{Planner, PlannerConfig, RangeId, Request, Room};
+use zero_alloc::planner::{Planner, PlannerConfig, RangeId, Remedy, Request};
 
 use super::{Op, Trace};
 
-/// What a replay held and moved.
+/// Reserved and moved bytes of one replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
-    /// The greatest reserved.
+    /// The peak of reserved bytes.
     pub reserved_peak_bytes: u64,
     /// Bytes copied to make free ones contiguous.
     pub bytes_moved: u64,
     /// Pages mapped, to grow.
     pub pages_mapped: u64,
-    /// How often it moved.
+    /// The number of compactions.
     pub compactions: u64,
-    /// How often it grew.
+    /// The number of times the space grew.
     pub grows: u64,
-    /// Modelled time of the device for moving and mapping.
+    /// Modelled device time for moving and mapping.
     pub modelled_ns: f64,
 }
 
-/// How long one replay took.
+/// The time of one replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timing {
-    /// Mean of an allocation and its free.
+    /// The mean of a pair: an allocation and its free.
     pub ns_per_pair: f64,
-    /// Of 1,000 pairs, 999 took at most this.
+    /// The 99.9th percentile of pairs.
     pub p999_ns: f64,
 }
 
 impl Timing {
-    /// Worse than any.
+    /// An upper bound, to take minima from.
     pub const MAX: Self = Self { ns_per_pair: f64::MAX, p999_ns: f64::MAX };
 }
 
-/// Something that can replay a trace.
+/// An allocator that can replay a trace.
 pub trait Replay {
-    /// What an allocation gives.
+    /// A live allocation.
     type Held: Copy;
-    /// Takes `bytes`.
+    /// Allocates `bytes`.
     fn allocate(&mut self, bytes: u64) -> Self::Held;
-    /// Gives them back.
+    /// Frees an allocation.
     fn free(&mut self, held: Self::Held);
 }
 
-/// zero-alloc's planner, doing what its `make_room` says.
+/// zero-alloc's planner, carrying out the remedies that it returns.
 #[derive(Debug)]
 pub struct PlannerReplay {
     planner: Planner,
-    /// What it cost.
+    /// The outcome so far.
     pub outcome: Outcome,
 }
 
 impl PlannerReplay {
-    /// An empty planner with slots for what a trace may need at once.
+    /// An empty planner with bookkeeping for `slots` live allocations.
     pub fn new(config: PlannerConfig, slots: usize) -> Self {
         let ranges = (2 * slots + 1024).min(1 << 24);
         Self { planner: Planner::new(config).with_capacity(ranges), outcome: Outcome::default() }
@@ -70,12 +70,12 @@ impl PlannerReplay {
 
     #[cold]
     #[inline(never)]
-    fn allocate_with_room(&mut self, request: Request) -> RangeId {
+    fn allocate_with_remedy(&mut self, request: Request) -> RangeId {
         loop {
             let cost = self.planner.config().cost;
-            let room = self.planner.make_room(request);
-            match room.unwrap_or_else(|shortage| panic!("the simulated device has no limit: {shortage:?}")) {
-                Room::Grow { bytes } => {
+            let remedy = self.planner.find_remedy(request);
+            match remedy.unwrap_or_else(|shortage| panic!("the simulated device has no limit: {shortage:?}")) {
+                Remedy::Grow { bytes } => {
                     self.planner.grow(bytes);
                     let pages = bytes / self.planner.config().page_bytes;
                     self.outcome.pages_mapped += pages;
@@ -84,13 +84,13 @@ impl PlannerReplay {
                     let reserved = self.planner.reserved_bytes();
                     self.outcome.reserved_peak_bytes = self.outcome.reserved_peak_bytes.max(reserved);
                 }
-                Room::Compact(plan) => {
+                Remedy::Compact(plan) => {
                     self.outcome.bytes_moved += plan.moved_bytes();
                     self.outcome.compactions += 1;
                     self.outcome.modelled_ns += plan.cost_ns;
                     self.planner.apply(&plan);
                 }
-                Room::Stitch(plan) => panic!("the replay does not ask for stitching: {plan:?}"),
+                Remedy::Stitch(plan) => panic!("stitching is disabled: {plan:?}"),
             }
             if let Some((range, _)) = self.planner.allocate(request) {
                 return range;
@@ -107,7 +107,7 @@ impl Replay for PlannerReplay {
         let request = Request::new(bytes.max(1));
         match self.planner.allocate(request) {
             Some((range, _)) => range,
-            None => self.allocate_with_room(request),
+            None => self.allocate_with_remedy(request),
         }
     }
 
@@ -120,7 +120,7 @@ impl Replay for PlannerReplay {
 /// The crate offset-allocator in a space large enough to need nothing else: 1 TiB, in units of 512 bytes.
 pub struct OffsetAllocatorReplay {
     allocator: offset_allocator::Allocator<u32>,
-    /// Something did not fit: its times say nothing.
+    /// Whether a request did not fit; then the times are invalid.
     pub refused: bool,
 }
 
@@ -151,7 +151,7 @@ impl Replay for OffsetAllocatorReplay {
     }
 }
 
-/// Replays the whole trace; gives the mean nanoseconds per pair.
+/// Replays the whole trace; returns the mean nanoseconds per pair.
 pub fn mean_ns<R: Replay>(trace: &Trace, replay: &mut R) -> f64 {
     let mut held: Vec<Option<R::Held>> = vec![None; trace.slots];
     let start = Instant::now();
@@ -168,8 +168,8 @@ pub fn mean_ns<R: Replay>(trace: &Trace, replay: &mut R) -> f64 {
     start.elapsed().as_nanos() as f64 / trace.allocations.max(1) as f64
 }
 
-/// Replays the whole trace with a clock around every call; gives the time of each pair, sorted. The time that
-/// reading the clock takes is in it.
+/// Replays the whole trace with a clock around every call; returns the sorted times of all pairs, which include
+/// reading the clock.
 pub fn pairs_ns<R: Replay>(trace: &Trace, replay: &mut R) -> Vec<u64> {
     let mut held: Vec<Option<(R::Held, u64)>> = vec![None; trace.slots];
     let mut pairs = Vec::with_capacity(trace.allocations);
@@ -177,8 +177,8 @@ pub fn pairs_ns<R: Replay>(trace: &Trace, replay: &mut R) -> Vec<u64> {
         match *op {
             Op::Allocate { slot, bytes } => {
                 let start = Instant::now();
-                let got = black_box(replay.allocate(bytes));
-                held[slot as usize] = Some((got, start.elapsed().as_nanos() as u64));
+                let allocated = black_box(replay.allocate(bytes));
+                held[slot as usize] = Some((allocated, start.elapsed().as_nanos() as u64));
             }
             Op::Free { slot } => {
                 if let Some((was, before)) = held[slot as usize].take() {
@@ -189,13 +189,13 @@ pub fn pairs_ns<R: Replay>(trace: &Trace, replay: &mut R) -> Vec<u64> {
             }
         }
     }
-    // What is never freed took its allocation only.
+    // Blocks that are never freed count with their allocation only.
     pairs.extend(held.into_iter().flatten().map(|(_, before)| before));
     pairs.sort_unstable();
     pairs
 }
 
-/// The value that a `part` of sorted values does not exceed.
+/// The `part`-quantile of sorted values.
 pub fn quantile(sorted: &[u64], part: f64) -> f64 {
     if sorted.is_empty() {
         return 0.0;
@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_peer_has_no_space_for_is_refused_and_not_a_panic() {
+    fn requests_beyond_the_peers_space_are_refused() {
         for (bytes, refused) in [(1, false), (1 << 39, false), (1 << 41, true), (u64::MAX, true)] {
             let mut peer = OffsetAllocatorReplay::new(1);
             let held = peer.allocate(bytes);

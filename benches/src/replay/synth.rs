@@ -1,10 +1,10 @@
-//! Traces of training and generation made up from a model's shapes, so that the planner is judged on more than
-//! the recorded ones. Everything follows from a seed.
+//! Synthetic traces of programs that train, derived from a model's shape and a seed, to test the planner on more than
+//! the recorded traces.
 
 use super::Trace;
 use super::writer::Writer;
 
-/// What kind of program is imitated.
+/// The kind of program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Program {
     /// Every step the same sequence length.
@@ -19,15 +19,14 @@ pub enum Program {
     Checkpointed,
     /// Varlen with evaluations between the steps: forward only, other batches, nothing kept.
     TrainAndEvaluate,
-    /// As TrainAndGenerate, but every row's cache has a length of its own and grows by doubling, and rows end and
-    /// begin at any time.
+    /// As TrainAndGenerate, but rows begin and end at any time, and each has a cache that grows by doubling.
     TrainAndServe,
 }
 
 /// A model and a run of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// What it does.
+    /// The kind of program.
     pub program: Program,
     /// Transformer blocks.
     pub layers: u64,
@@ -41,7 +40,7 @@ pub struct Shape {
     pub positions: u64,
     /// Training steps.
     pub steps: u64,
-    /// Of the lengths.
+    /// Determines the lengths.
     pub seed: u64,
 }
 
@@ -64,7 +63,7 @@ pub const SHAPES: [Shape; 8] = {
 };
 
 impl Shape {
-    /// Any program of any plausible size, as the seed has it.
+    /// A random program of plausible size.
     pub fn random(seed: u64) -> Self {
         let mut w = Writer::new(String::new(), seed);
         let mut one_of = |choices: &[u64]| choices[w.below(choices.len() as u64) as usize];
@@ -109,7 +108,7 @@ impl Shape {
             params.extend(self.block_params());
         }
         for elems in &params {
-            w.take(elems * 4 / shard);
+            w.allocate(elems * 4 / shard);
         }
         let mut moments = false;
         let mut grads = Vec::new();
@@ -118,12 +117,12 @@ impl Shape {
                 Program::Fixed => self.positions,
                 _ => (self.positions / 4 + w.below(self.positions * 3 / 4)).next_multiple_of(8),
             };
-            w.give_all(std::mem::take(&mut grads));
+            w.free_all(std::mem::take(&mut grads));
             grads = self.train_step(&mut w, length, shard);
             if !moments {
                 for elems in &params {
-                    w.take(elems * 4 / shard);
-                    w.take(elems * 4 / shard);
+                    w.allocate(elems * 4 / shard);
+                    w.allocate(elems * 4 / shard);
                 }
                 moments = true;
             }
@@ -143,97 +142,97 @@ impl Shape {
         w.finish()
     }
 
-    /// Forward and backward; gives the gradients, which live on.
-    pub(super) fn train_step(&self, w: &mut Writer, length: u64, shard: u64) -> Vec<u32> {
+    /// Forward and backward; returns the gradients, which stay live.
+    fn train_step(&self, w: &mut Writer, length: u64, shard: u64) -> Vec<u32> {
         let tokens = self.batch * length;
         let row = tokens * self.width * 2;
         let recompute = self.program == Program::Checkpointed;
         let unit: u64 = self.block_params().iter().sum::<u64>() * 2;
-        let inputs = w.take(tokens * 8);
+        let inputs = w.allocate(tokens * 8);
         let mut saved: Vec<Vec<u32>> = Vec::new();
         for _ in 0..self.layers {
-            let gathered = (shard > 1).then(|| w.take(unit));
+            let gathered = (shard > 1).then(|| w.allocate(unit));
             let kept = self.forward(w, row);
             if recompute {
-                let input = w.take(row);
-                w.give_all(kept);
+                let input = w.allocate(row);
+                w.free_all(kept);
                 saved.push(vec![input]);
             } else {
                 saved.push(kept);
             }
-            gathered.into_iter().for_each(|g| w.give(g));
+            gathered.into_iter().for_each(|g| w.free(g));
         }
         // Loss: logits in bf16 and fp32, then their gradient.
-        let logits = w.take(tokens * self.vocabulary * 2);
-        let wide = w.take(tokens * self.vocabulary * 4);
-        w.give(logits);
-        let probabilities = w.take(tokens * self.vocabulary * 4);
-        w.give(wide);
-        let gradient = w.take(tokens * self.vocabulary * 4);
-        w.give(probabilities);
-        let narrow = w.take(tokens * self.vocabulary * 2);
-        w.give(gradient);
-        let mut grads = vec![w.take(self.vocabulary * self.width * 4 / shard)];
-        let mut flowing = w.take(row);
-        w.give(narrow);
+        let logits = w.allocate(tokens * self.vocabulary * 2);
+        let wide = w.allocate(tokens * self.vocabulary * 4);
+        w.free(logits);
+        let probabilities = w.allocate(tokens * self.vocabulary * 4);
+        w.free(wide);
+        let gradient = w.allocate(tokens * self.vocabulary * 4);
+        w.free(probabilities);
+        let narrow = w.allocate(tokens * self.vocabulary * 2);
+        w.free(gradient);
+        let mut grads = vec![w.allocate(self.vocabulary * self.width * 4 / shard)];
+        let mut flowing = w.allocate(row);
+        w.free(narrow);
         while let Some(mut kept) = saved.pop() {
-            let gathered = (shard > 1).then(|| w.take(unit));
+            let gathered = (shard > 1).then(|| w.allocate(unit));
             if recompute {
-                w.give_all(kept);
+                w.free_all(kept);
                 kept = self.forward(w, row);
             }
-            let whole = (shard > 1).then(|| w.take(unit));
+            let whole = (shard > 1).then(|| w.allocate(unit));
             while let Some(activation) = kept.pop() {
                 w.scratch(row * (1 + w.bytes_of(activation) / row.max(1)));
-                w.give(activation);
+                w.free(activation);
             }
-            let next = w.take(row);
-            w.give(flowing);
+            let next = w.allocate(row);
+            w.free(flowing);
             flowing = next;
             if let Some(whole) = whole {
-                grads.push(w.take(unit * 2 / shard));
-                w.give(whole);
+                grads.push(w.allocate(unit * 2 / shard));
+                w.free(whole);
             } else {
-                grads.extend(self.block_params().map(|elems| w.take(elems * 4)));
+                grads.extend(self.block_params().map(|elems| w.allocate(elems * 4)));
             }
-            gathered.into_iter().for_each(|g| w.give(g));
+            gathered.into_iter().for_each(|g| w.free(g));
         }
-        w.give(flowing);
-        w.give(inputs);
+        w.free(flowing);
+        w.free(inputs);
         grads
     }
 
-    /// One block's forward; gives what is kept for backward.
-    pub(super) fn forward(&self, w: &mut Writer, row: u64) -> Vec<u32> {
+    /// One block's forward; returns the activations kept for backward.
+    fn forward(&self, w: &mut Writer, row: u64) -> Vec<u32> {
         let statistics = row / self.width * 2;
-        let mut kept = vec![w.take(statistics), w.take(statistics), w.take(row)];
-        kept.push(w.take(3 * row));
+        let mut kept = vec![w.allocate(statistics), w.allocate(statistics), w.allocate(row)];
+        kept.push(w.allocate(3 * row));
         w.scratch(row);
-        kept.push(w.take(row));
-        kept.push(w.take(statistics));
+        kept.push(w.allocate(row));
+        kept.push(w.allocate(statistics));
         w.scratch(row);
-        kept.push(w.take(row));
-        kept.push(w.take(4 * row));
-        kept.push(w.take(4 * row));
+        kept.push(w.allocate(row));
+        kept.push(w.allocate(4 * row));
+        kept.push(w.allocate(4 * row));
         w.scratch(row);
-        kept.push(w.take(row));
+        kept.push(w.allocate(row));
         kept
     }
 
-    /// Evaluation: forward of some batches, with nothing kept for a backward.
+    /// Evaluation: forward of some batches without activations for backward.
     fn evaluate(&self, w: &mut Writer) {
         for _ in 0..2 + w.below(4) {
             let tokens = (1 + w.below(2 * self.batch)) * (8 + w.below(self.positions));
-            let mut row = w.take(tokens * self.width * 2);
+            let mut row = w.allocate(tokens * self.width * 2);
             for _ in 0..self.layers {
                 let kept = self.forward(w, tokens * self.width * 2);
-                let next = w.take(tokens * self.width * 2);
-                w.give_all(kept);
-                w.give(row);
+                let next = w.allocate(tokens * self.width * 2);
+                w.free_all(kept);
+                w.free(row);
                 row = next;
             }
             w.scratch(tokens * self.vocabulary * 2);
-            w.give(row);
+            w.free(row);
         }
     }
 
@@ -244,26 +243,26 @@ impl Shape {
         for _ in 0..8 * most {
             if rows.len() < most as usize && w.below(3) > 0 {
                 let length = 1 + w.below(self.positions / 2);
-                let cache = (0..self.layers).map(|_| w.take(length * self.width * 4)).collect();
+                let cache = (0..self.layers).map(|_| w.allocate(length * self.width * 4)).collect();
                 rows.push((length, cache));
             } else if !rows.is_empty() {
                 let at = w.below(rows.len() as u64) as usize;
                 let (length, cache) = rows.swap_remove(at);
                 if length < self.positions && w.below(4) > 0 {
                     let longer = cache.into_iter().map(|entry| {
-                        let twice = w.take(2 * length * self.width * 4);
-                        w.give(entry);
+                        let twice = w.allocate(2 * length * self.width * 4);
+                        w.free(entry);
                         twice
                     });
                     let longer = longer.collect();
                     rows.push((2 * length, longer));
                 } else {
-                    w.give_all(cache);
+                    w.free_all(cache);
                 }
             }
             w.scratch(most * self.vocabulary * 4);
         }
-        rows.into_iter().for_each(|(_, cache)| w.give_all(cache));
+        rows.into_iter().for_each(|(_, cache)| w.free_all(cache));
     }
 
     /// Generation: keys and values of every block grow by concatenation.
@@ -272,16 +271,16 @@ impl Shape {
         let prompt = 16 + w.below(self.positions / 2);
         let tokens = 16 + w.below(48);
         let bytes = |length: u64| rows * length * self.width * 2;
-        let mut cache: Vec<u32> = (0..2 * self.layers).map(|_| w.take(bytes(prompt))).collect();
+        let mut cache: Vec<u32> = (0..2 * self.layers).map(|_| w.allocate(bytes(prompt))).collect();
         for token in 1..=tokens {
             for entry in &mut cache {
-                let longer = w.take(bytes(prompt + token));
-                w.give(*entry);
+                let longer = w.allocate(bytes(prompt + token));
+                w.free(*entry);
                 *entry = longer;
             }
             w.scratch(rows * self.width * 8);
             w.scratch(rows * self.vocabulary * 4);
         }
-        w.give_all(cache);
+        w.free_all(cache);
     }
 }

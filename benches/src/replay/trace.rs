@@ -1,50 +1,50 @@
-//! Allocation traces: `op,id,bytes` lines, `a` for an allocation and `f` for the end of one, plain or gzipped.
+//! Allocation traces: `op,id,bytes` lines, `a` to allocate and `f` to free, plain or gzipped.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// One line of a trace. Slots count from 0 and are used again, so that a table can stand for a map of names.
+/// One line of a trace. Slots count from 0 and are reused, so that a table replaces a map of ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// `bytes` are asked for and kept in a slot.
+    /// Allocates `bytes` into a free slot.
     Allocate {
-        /// Which.
+        /// The slot.
         slot: u32,
-        /// How many.
+        /// The size.
         bytes: u64,
     },
-    /// What a slot keeps is given back.
+    /// Frees the allocation of a slot.
     Free {
-        /// Which.
+        /// The slot.
         slot: u32,
     },
 }
 
-/// A trace, checked: a slot is freed only while it keeps something.
+/// A valid trace: only live slots are freed.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
-    /// The file's name without its endings.
+    /// The file's name without extensions.
     pub name: String,
-    /// In order.
+    /// The operations in order.
     pub ops: Vec<Op>,
-    /// How many slots there are.
+    /// The number of slots.
     pub slots: usize,
-    /// How many allocations there are.
+    /// The number of allocations.
     pub allocations: usize,
-    /// The greatest sum of what is allocated at once.
+    /// The peak of live bytes.
     pub live_peak_bytes: u64,
 }
 
-/// More than any machine has; a trace that says so is damaged.
+/// Larger live sizes indicate a damaged trace.
 const MAX_LIVE_BYTES: u64 = 1 << 48;
 
 impl Trace {
     /// Reads a file.
     ///
     /// # Errors
-    /// It cannot be read, or a line of it makes no sense.
+    /// The file cannot be read, or a line is invalid.
     pub fn read(path: &Path) -> Result<Self, String> {
         let fail = |e: std::io::Error| format!("{}: {e}", path.display());
         let mut bytes = Vec::new();
@@ -60,10 +60,10 @@ impl Trace {
         Self::parse(name, &text).map_err(|e| format!("{}: {e}", path.display()))
     }
 
-    /// Reads the lines of a trace.
+    /// Parses the lines of a trace.
     ///
     /// # Errors
-    /// A line makes no sense; the error has its number.
+    /// A line is invalid; the error has its number.
     pub fn parse(name: String, text: &str) -> Result<Self, String> {
         let mut trace = Self { name, ..Self::default() };
         let mut live: HashMap<&str, (u32, u64)> = HashMap::new();
@@ -115,8 +115,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_stand_for_names() {
-        let trace = Trace::parse("t".into(), "op,id,bytes\na,7,100\na,9,50\nf,7,0\na,11,20\nf,9,0\n").expect("sound");
+    fn ids_become_slots() {
+        let trace =
+            Trace::parse("t".into(), "op,id,bytes\na,7,100\na,9,50\nf,7,0\na,11,20\nf,9,0\n").expect("a valid trace");
         let expected = [
             Op::Allocate { slot: 0, bytes: 100 },
             Op::Allocate { slot: 1, bytes: 50 },
@@ -129,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_makes_no_sense_is_named() {
+    fn an_invalid_line_is_reported_by_number() {
         for (text, what) in [
             ("a,1,x", "line 1: no number of bytes"),
             ("a,1,5\na,1,5", "line 2: this id is live already"),
@@ -138,7 +139,7 @@ mod tests {
             ("a", "line 1: no id"),
             ("a,1,5\na,2,18446744073709551615", "line 2: more than 2^48 bytes are live"),
         ] {
-            let error = Trace::parse("t".into(), text).expect_err("senseless");
+            let error = Trace::parse("t".into(), text).expect_err("an invalid line");
             assert!(error.starts_with(what), "{error}");
         }
     }

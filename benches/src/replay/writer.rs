@@ -1,8 +1,8 @@
-//! Writing a trace down while a program is imitated.
+//! Recording a synthetic trace.
 
 use super::{Op, Trace};
 
-/// A trace in the making; what is taken is known by its slot.
+/// A trace being recorded; live allocations are identified by slot.
 pub(super) struct Writer {
     trace: Trace,
     sizes: Vec<u64>,
@@ -17,7 +17,7 @@ impl Writer {
         Self { trace, sizes: Vec::new(), spare: Vec::new(), live_bytes: 0, random: seed }
     }
 
-    pub(super) fn take(&mut self, bytes: u64) -> u32 {
+    pub(super) fn allocate(&mut self, bytes: u64) -> u32 {
         let slot = self.spare.pop().unwrap_or(self.sizes.len() as u32);
         if slot as usize == self.sizes.len() {
             self.sizes.push(0);
@@ -30,22 +30,22 @@ impl Writer {
         slot
     }
 
-    pub(super) fn give(&mut self, slot: u32) {
+    pub(super) fn free(&mut self, slot: u32) {
         self.live_bytes -= self.sizes[slot as usize];
         self.spare.push(slot);
         self.trace.ops.push(Op::Free { slot });
     }
 
-    pub(super) fn give_all(&mut self, slots: Vec<u32>) {
+    pub(super) fn free_all(&mut self, slots: Vec<u32>) {
         for slot in slots {
-            self.give(slot);
+            self.free(slot);
         }
     }
 
-    /// A temporary: taken and given.
+    /// A temporary: allocated and freed.
     pub(super) fn scratch(&mut self, bytes: u64) {
-        let slot = self.take(bytes);
-        self.give(slot);
+        let slot = self.allocate(bytes);
+        self.free(slot);
     }
 
     /// splitmix64
@@ -57,15 +57,9 @@ impl Writer {
         (z ^ (z >> 31)) % bound
     }
 
-    /// How large the block in `slot` is.
+    /// The size of the block in `slot`.
     pub(super) fn bytes_of(&self, slot: u32) -> u64 {
         self.sizes[slot as usize]
-    }
-
-    /// `slot` is replaced by a new block of `bytes`, as by a copy: the new one is taken first.
-    pub(super) fn replace(&mut self, slot: &mut u32, bytes: u64) {
-        let new = self.take(bytes);
-        self.give(std::mem::replace(slot, new));
     }
 
     /// The trace.

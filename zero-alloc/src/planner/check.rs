@@ -1,4 +1,4 @@
-//! The invariants of [`Offsets`], checked.
+//! Checks of the invariants of [`Offsets`].
 
 use super::offsets::Offsets;
 use super::ranges::{NONE, State};
@@ -8,13 +8,13 @@ impl Offsets {
     /// Checks that:
     /// 1. ranges are in order by offset, do not overlap, and know their neighbours;
     /// 2. starts and sizes are multiples of the granule, sizes are above 0, starts keep their alignment;
-    /// 3. no two free ranges touch;
-    /// 4. each free range is in the list of its class, and nothing else is in a list;
+    /// 3. no two free ranges are adjacent;
+    /// 4. each free range is in the list of its class, and no other range is in a list;
     /// 5. the bits of non-empty lists, the sum of free bytes and the sum of all bytes are right.
     ///
     /// # Errors
-    /// The first broken one, in words.
-    pub fn check_invariants(&self) -> Result<(), String> {
+    /// The first violated invariant.
+    pub(super) fn check_invariants(&self) -> Result<(), String> {
         let (mut free_bytes, mut bytes, mut free_ranges) = (0, 0, 0);
         let (mut at, mut below) = (self.first(), NONE);
         while at != NONE {
@@ -24,7 +24,7 @@ impl Offsets {
                 return fail("wrong lower neighbour");
             }
             if range.bytes == 0 || (range.start | range.bytes) & (self.granule - 1) != 0 {
-                return fail("not in granules");
+                return fail("not a positive multiple of the granule");
             }
             if below != NONE {
                 let lower = &self.ranges[below as usize];
@@ -32,7 +32,7 @@ impl Offsets {
                     return fail("overlaps the range below");
                 }
                 if lower.state == State::Free && range.state == State::Free && lower.end() == range.start {
-                    return fail("two free ranges touch");
+                    return fail("two free ranges are adjacent");
                 }
             }
             match range.state {
@@ -40,7 +40,7 @@ impl Offsets {
                     free_bytes += range.bytes;
                     free_ranges += 1;
                 }
-                State::Spare => return fail("a spare slot is among the ranges"),
+                State::Spare => return fail("a spare slot is linked among the ranges"),
                 State::Used | State::Pinned => {
                     if range.start & ((1 << range.align_log2) - 1) != 0 {
                         return fail("not aligned");
@@ -52,11 +52,11 @@ impl Offsets {
             at = range.above;
         }
         if below != self.last() {
-            return Err(format!("the last range is {below}, not {}", self.last()));
+            return Err(format!("the last range is {below}, expected {}", self.last()));
         }
         if free_bytes != self.free_bytes() || bytes != self.bytes() {
             return Err(format!(
-                "{free_bytes} of {bytes} bytes are free, not {} of {}",
+                "{free_bytes} of {bytes} bytes are free, expected {} of {}",
                 self.free_bytes(),
                 self.bytes()
             ));
@@ -74,7 +74,7 @@ impl Offsets {
             return Err("the bits of the levels are wrong".to_owned());
         }
         let mut listed = 0;
-        // A level without a range is compared as a whole: there are many, and Miri checks them too.
+        // An empty level is compared as a whole: there are many, and Miri is slow.
         let levels = self.heads.chunks(STEPS).zip(&self.steps_in_use);
         let in_use = levels.enumerate().filter(|(_, (heads, steps))| **steps != 0 || **heads != [NONE; STEPS]);
         for class in in_use.flat_map(|(level, _)| level * STEPS..(level + 1) * STEPS).map(|i| SizeClass(i as u16)) {

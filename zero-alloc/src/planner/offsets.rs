@@ -1,51 +1,53 @@
 //! Free and used ranges of an offset space.
 //!
-//! The space is a row of segments; every byte of a segment belongs to exactly one range, used or free.
-//! Two free ranges of a segment never touch: freeing joins neighbours. Free ranges are listed by
+//! The space is a sequence of segments; every byte of a segment belongs to exactly one range, used or free.
+//! Two free ranges of a segment are never adjacent: freeing joins neighbours. Free ranges are listed by
 //! [size class](super::size_class), so that finding one is a few bit operations.
 
 use super::ranges::{NONE, Range, State};
 use super::search::place;
 use super::size_class::{CLASSES, STEPS, SizeClass};
 
-/// Names a used range. Valid until it is freed.
+/// The id of a used range, valid until the range is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RangeId(pub(super) u32);
 
-/// Which end of a free range is cut off.
+/// The end of a free range from which a request is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Side {
-    /// The lower offsets: long-lived ranges.
+pub(super) enum Side {
+    /// The lower offsets.
     Low,
-    /// The higher offsets: short-lived ranges.
+    /// The higher offsets.
     High,
 }
 
-/// Which of the free ranges that fit is taken.
+/// Which of the free ranges that fit is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Pick {
-    /// The smallest found within a few looks; constant time.
+pub(super) enum Pick {
+    /// The smallest of the first few of a size class; constant time.
     Best,
     /// The one of the highest offset; time grows with the number of free ranges of that size or above, so it
-    /// is for large requests, of which a space can hold only few.
+    /// is for large requests, of which a space holds only few.
     Highest,
     /// The one of the lowest offset; as above.
     Lowest,
 }
 
-/// An offset space and who uses which part of it.
+/// The free and used ranges of an offset space.
 #[derive(Clone, Debug)]
-pub struct Offsets {
+pub(super) struct Offsets {
     pub(super) granule: u64,
     pub(super) granule_log2: u32,
     pub(super) ranges: Vec<Range>,
-    /// The first of the spare slots.
+    /// The first spare slot.
     pub(super) spare: u32,
     /// The first range of each class, and bits that say which classes have one.
     pub(super) heads: Box<[u32; CLASSES]>,
     pub(super) steps_in_use: [u32; CLASSES / STEPS],
     pub(super) levels_in_use: u64,
-    free_bytes: u64,
+    /// Bytes in no used range.
+    pub(super) free_bytes: u64,
+    /// Bytes of all segments.
     bytes: u64,
 }
 
@@ -54,7 +56,7 @@ impl Offsets {
     ///
     /// # Panics
     /// `granule` is not a power of two.
-    pub fn new(granule: u64) -> Self {
+    pub(super) fn new(granule: u64) -> Self {
         assert!(granule.is_power_of_two(), "granule {granule} is not a power of two");
         Self {
             granule,
@@ -69,8 +71,8 @@ impl Offsets {
         }
     }
 
-    /// Makes slots for `count` ranges, used and free, so that up to so many nothing is asked of the system.
-    pub fn reserve_ranges(&mut self, count: usize) {
+    /// Preallocates slots for `count` ranges, used and free.
+    pub(super) fn reserve_ranges(&mut self, count: usize) {
         let made = self.ranges.len();
         self.ranges.resize(made.max(count.min(u32::MAX as usize)), Range::SPARE);
         for at in (made..self.ranges.len()).rev() {
@@ -79,44 +81,44 @@ impl Offsets {
     }
 
     /// The offset behind the last segment.
-    pub fn end(&self) -> u64 {
+    pub(super) fn end(&self) -> u64 {
         self.ranges[self.last() as usize].end()
     }
 
-    /// The tag that a used range was taken with.
-    pub fn tag_of(&self, id: RangeId) -> u8 {
+    /// The tag of a used range.
+    pub(super) fn tag_of(&self, id: RangeId) -> u8 {
         self.ranges[id.0 as usize].tag
     }
 
-    /// Where a used range lies.
-    pub fn start_of(&self, id: RangeId) -> u64 {
+    /// The first offset of a used range.
+    pub(super) fn start_of(&self, id: RangeId) -> u64 {
         self.ranges[id.0 as usize].start
     }
 
     /// The bytes of a used range, in whole granules.
-    pub fn bytes_of(&self, id: RangeId) -> u64 {
+    pub(super) fn bytes_of(&self, id: RangeId) -> u64 {
         self.ranges[id.0 as usize].bytes
     }
 
     /// Bytes of all segments.
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Bytes in no used range.
-    pub fn free_bytes(&self) -> u64 {
+    pub(super) fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
 
     /// Free bytes at the end of the last segment.
-    pub fn free_tail_bytes(&self) -> u64 {
+    pub(super) fn free_tail_bytes(&self) -> u64 {
         let last = &self.ranges[self.last() as usize];
         if last.state == State::Free { last.bytes } else { 0 }
     }
 
-    /// Adds a free segment of `bytes` (rounded down to granules, not 0) behind the others and gives its first
-    /// offset. Ranges never reach from one segment into another.
-    pub fn add_segment(&mut self, bytes: u64) -> u64 {
+    /// Adds a free segment of `bytes` (rounded down to granules, not 0) behind the others and returns its first
+    /// offset. Ranges never extend from one segment into another.
+    pub(super) fn add_segment(&mut self, bytes: u64) -> u64 {
         // A gap keeps segments apart.
         let start = if self.last() == NONE { 0 } else { self.end() + self.granule };
         self.append(start, bytes & !(self.granule - 1));
@@ -124,7 +126,7 @@ impl Offsets {
     }
 
     /// Makes the last segment longer by `bytes` (rounded down to granules); the new bytes are free.
-    pub fn extend(&mut self, bytes: u64) {
+    pub(super) fn extend(&mut self, bytes: u64) {
         let bytes = bytes & !(self.granule - 1);
         let last = self.last();
         let Range { start, bytes: last_bytes, state, .. } = self.ranges[last as usize];
@@ -145,8 +147,8 @@ impl Offsets {
         self.list(range);
     }
 
-    /// Cuts free bytes off the end of the last segment, whole multiples of `unit`; says how many.
-    pub fn trim(&mut self, unit: u64) -> u64 {
+    /// Cuts free bytes off the end of the last segment, whole multiples of `unit`; returns how many.
+    pub(super) fn trim(&mut self, unit: u64) -> u64 {
         let bytes = self.free_tail_bytes();
         let cut = self.end() - (self.end() - bytes).next_multiple_of(unit.max(self.granule)).min(self.end());
         if cut == 0 {
@@ -164,28 +166,17 @@ impl Offsets {
         cut
     }
 
-    /// Takes away the segment of `bytes` at `start` where all of it is free; says whether it was.
-    pub fn remove_segment(&mut self, start: u64, bytes: u64) -> bool {
-        let bytes = bytes & !(self.granule - 1);
-        let mut at = self.head(self.class_of(bytes));
-        while at != NONE {
-            let range = &self.ranges[at as usize];
-            if range.start == start && range.bytes == bytes {
-                self.unlist(at);
-                self.remove(at);
-                self.free_bytes -= bytes;
-                self.bytes -= bytes;
-                return true;
-            }
-            at = range.later;
-        }
-        false
-    }
-
-    /// Takes `bytes` (rounded up to granules, not 0) at a multiple of `align` (a power of two), from the
-    /// smallest free range found that holds it; `None` where there is none. `tag` is the caller's own.
+    /// Allocates `bytes` (rounded up to granules, at least one) at a multiple of `align` (a power of two); returns the
+    /// range and its first offset, or `None` if no free range holds it. `tag` is the caller's.
     #[inline]
-    pub fn take(&mut self, bytes: u64, align: u64, side: Side, pick: Pick, tag: u8) -> Option<(RangeId, u64)> {
+    pub(super) fn allocate(
+        &mut self,
+        bytes: u64,
+        align: u64,
+        side: Side,
+        pick: Pick,
+        tag: u8,
+    ) -> Option<(RangeId, u64)> {
         let align = align.max(self.granule);
         let bytes = bytes.max(1).checked_add(self.granule - 1)? & !(self.granule - 1);
         let at = match pick {
@@ -193,30 +184,31 @@ impl Offsets {
             Pick::Highest | Pick::Lowest => self.find_by_offset(bytes, align, side, pick)?,
         };
         let start = place(&self.ranges[at as usize], bytes, align, side)?;
-        Some((self.cut(at, start, bytes, align, tag), start))
-    }
-
-    /// As [`Offsets::take`] from the low end, with up to `pad` bytes left free below: not more than above.
-    pub(super) fn take_apart(&mut self, bytes: u64, pad: u64, tag: u8) -> Option<(RangeId, u64)> {
-        let bytes = bytes.max(1).checked_next_multiple_of(self.granule)?;
-        let at = self.find(bytes, self.granule, Side::Low)?;
-        let hole = &self.ranges[at as usize];
-        let start = hole.start + (pad.min((hole.bytes - bytes) / 2) & !(self.granule - 1));
-        Some((self.cut(at, start, bytes, self.granule, tag), start))
-    }
-
-    #[inline(always)]
-    fn cut(&mut self, at: u32, start: u64, bytes: u64, align: u64, tag: u8) -> RangeId {
         self.free_bytes -= bytes;
         let used = self.carve(at, start, bytes);
         let range = &mut self.ranges[used as usize];
-        range.state = State::Used;
-        range.tag = tag;
-        range.align_log2 = align.trailing_zeros() as u8;
-        RangeId(used)
+        (range.state, range.tag, range.align_log2) = (State::Used, tag, align.trailing_zeros() as u8);
+        Some((RangeId(used), start))
     }
 
-    /// Cuts `bytes` at `start` out of a free range; what is left of it stays listed. The cut is in no list.
+    /// Allocates the `bytes` at `start`, whole granules, as a pinned range; `None` if they are not all free.
+    pub(super) fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
+        let mut at = self.first();
+        while at != NONE && self.ranges[at as usize].end() < start + bytes {
+            at = self.ranges[at as usize].above;
+        }
+        let hole = &self.ranges[at as usize];
+        if hole.state != State::Free || hole.start > start {
+            return None;
+        }
+        self.free_bytes -= bytes;
+        let used = self.carve(at, start, bytes);
+        let range = &mut self.ranges[used as usize];
+        (range.state, range.tag, range.align_log2) = (State::Pinned, tag, self.granule.trailing_zeros() as u8);
+        Some(RangeId(used))
+    }
+
+    /// Cuts `bytes` at `start` out of a free range; the rest of it stays listed. The cut is in no list.
     #[inline(always)]
     pub(super) fn carve(&mut self, at: u32, start: u64, bytes: u64) -> u32 {
         let range = &self.ranges[at as usize];
@@ -244,12 +236,12 @@ impl Offsets {
         }
     }
 
-    /// Gives a range back; says which bytes were freed.
+    /// Frees a range; returns its first offset and its size.
     ///
     /// # Panics
-    /// `id` names no used range.
+    /// `id` is not in use.
     #[inline]
-    pub fn give(&mut self, id: RangeId) -> (u64, u64) {
+    pub(super) fn free(&mut self, id: RangeId) -> (u64, u64) {
         let at = id.0;
         let range = &self.ranges[at as usize];
         assert!(matches!(range.state, State::Used | State::Pinned), "{id:?} is not in use");
@@ -261,8 +253,7 @@ impl Offsets {
         let joins_above = upper.state == State::Free && upper.start == start + bytes;
         match (joins_below, joins_above) {
             (false, false) => {
-                let range = &mut self.ranges[at as usize];
-                (range.state, range.old) = (State::Free, false);
+                self.ranges[at as usize].state = State::Free;
                 self.list(at);
             }
             (true, false) => {
@@ -283,13 +274,13 @@ impl Offsets {
         (start, bytes)
     }
 
-    /// Says that a used range must stay where it is, or may move again.
-    pub fn pin(&mut self, id: RangeId, pinned: bool) {
+    /// Pins a used range, so that it never moves, or unpins it.
+    pub(super) fn pin(&mut self, id: RangeId, pinned: bool) {
         self.ranges[id.0 as usize].state = if pinned { State::Pinned } else { State::Used };
     }
 
     /// The largest free range.
-    pub fn largest_free_bytes(&self) -> u64 {
+    pub(super) fn largest_free_bytes(&self) -> u64 {
         let Some(level) = self.levels_in_use.checked_ilog2().map(|l| l as usize) else { return 0 };
         let Some(step) = self.steps_in_use[level].checked_ilog2().map(|s| s as usize) else { return 0 };
         let mut largest = 0;
@@ -301,13 +292,8 @@ impl Offsets {
         largest
     }
 
-    /// Notes that bytes became used by other ways than [`Offsets::take`].
-    pub(super) fn free_bytes_taken(&mut self, bytes: u64) {
-        self.free_bytes -= bytes;
-    }
-
-    /// Calls `visit` with every range by offset: first offset, bytes, tag of a used one, whether it is pinned.
-    pub(crate) fn for_each(&self, visit: &mut dyn FnMut(u64, u64, Option<u8>, bool)) {
+    /// Calls `visit` with every range by offset: first offset, bytes, the tag if it is used, whether it is pinned.
+    pub(super) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
         let mut at = self.first();
         while at != NONE {
             let range = &self.ranges[at as usize];

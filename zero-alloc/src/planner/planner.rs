@@ -1,33 +1,29 @@
-//! The planner: where a block lies, and what to do when none fits.
+//! The planner: the offset of every block, and the remedy when a request does not fit.
 //!
-//! The space grows at its high end, a page at a time, and only while what is reserved stays within a given
-//! part (the slack) of the greatest live size so far. Where a block does not fit and the space may not grow,
-//! bytes are made contiguous instead. So reserved memory is bounded by peak live memory whatever the order of
-//! sizes and lifetimes; placement decides only how often bytes must be moved for that.
+//! The space grows at its high end, a page at a time, and only while reserved bytes stay within a configured
+//! fraction (the slack) above the peak of live bytes. When a request does not fit and the space may not grow,
+//! free bytes are made contiguous instead. So reserved memory is bounded by peak live memory whatever the order of
+//! sizes and lifetimes; placement only affects how often bytes must be moved.
 
-use super::compaction::{self, Cause, Compaction};
-use super::cost::CostModel;
+use super::compaction::{self, Compaction, CostModel, Stitch};
 use super::offsets::{Offsets, RangeId};
 use super::placement_policy::PlacementPolicy;
-use super::range_snapshot::RangeSnapshot;
-use super::regrowth::{Answer, Regrowth};
-use super::request::{Request, Room, Shortage, TAGS};
-use super::stitch::{self, Stitch};
+use super::request::{Remedy, Request, Shortage, TAGS};
 
 /// The parameters of a [`Planner`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PlannerConfig {
-    /// Sizes are rounded up to this, a power of two; blocks are aligned to it.
+    /// The unit of sizes and offsets, a power of two.
     pub granule_bytes: u64,
     /// The space grows and shrinks by multiples of this.
     pub page_bytes: u64,
     /// The space never grows beyond this.
     pub limit_bytes: u64,
-    /// How much may be reserved above the greatest live size so far, as a part of it (0.02 is 2%).
+    /// How much may be reserved above the peak of live bytes, as a fraction of it (0.02 is 2%).
     pub slack: f64,
-    /// Whether free pages can be mapped elsewhere (see [`Stitch`]).
+    /// Whether free pages can be mapped at other addresses (see [`Stitch`]).
     pub stitching: bool,
-    /// What moving and mapping cost.
+    /// The cost of moving and mapping.
     pub cost: CostModel,
 }
 
@@ -44,45 +40,44 @@ impl Default for PlannerConfig {
     }
 }
 
-/// What a planner holds.
+/// The bytes of a planner's space.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannerReport {
     /// Reserved.
     pub reserved_bytes: u64,
     /// In used ranges, in whole granules.
     pub live_bytes: u64,
-    /// The greatest that was live.
+    /// The peak of `live_bytes`.
     pub peak_live_bytes: u64,
     /// Reserved and in no used range.
     pub free_bytes: u64,
     /// The largest free range.
     pub largest_free_bytes: u64,
-    /// Live by tag.
+    /// Live bytes by tag.
     pub by_tag: [u64; TAGS],
 }
 
 impl PlannerReport {
-    /// 0 where all free bytes are contiguous, near 1 where they are crumbs.
+    /// The fraction of free bytes outside of the largest free range: 0 if all are contiguous.
     pub fn fragmentation(&self) -> f64 {
         if self.free_bytes == 0 { 0.0 } else { 1.0 - self.largest_free_bytes as f64 / self.free_bytes as f64 }
     }
 }
 
-/// Decides where blocks lie. Pure: it touches no memory.
+/// Assigns offsets to blocks. It touches no memory.
 #[derive(Clone, Debug)]
 pub struct Planner {
     space: Offsets,
     config: PlannerConfig,
     peak_live_bytes: u64,
     by_tag: [u64; TAGS],
-    habit: PlacementPolicy,
-    /// The peak when bytes were last moved: the same again means that the program repeats itself.
+    policy: PlacementPolicy,
+    /// The peak at the last compaction; an unchanged peak means that the program repeats itself.
     peak_at_compaction: u64,
-    regrowth: Regrowth,
 }
 
 impl Planner {
-    /// An empty space.
+    /// A planner of an empty space.
     ///
     /// # Panics
     /// The granule or the page is not a power of two, or the page is smaller than the granule.
@@ -93,13 +88,13 @@ impl Planner {
             config,
             peak_live_bytes: 0,
             by_tag: [0; TAGS],
-            habit: PlacementPolicy::default(),
+            policy: PlacementPolicy::default(),
             peak_at_compaction: 0,
-            regrowth: Regrowth::NONE,
         }
     }
 
-    /// The same with slots for `ranges` ranges, used and free: up to so many, it asks nothing of the system.
+    /// Preallocates bookkeeping for `ranges` ranges, used and free; below it, allocating and freeing ranges need no
+    /// heap allocation.
     #[must_use]
     pub fn with_capacity(mut self, ranges: usize) -> Self {
         self.space.reserve_ranges(ranges);
@@ -111,103 +106,81 @@ impl Planner {
         &self.config
     }
 
-    /// Takes a range; `None` where none fits: then [`Planner::make_room`] says what to do.
+    /// Allocates a range and returns its id and first offset; `None` if it does not fit: then
+    /// [`Planner::find_remedy`] returns what to do.
     #[inline]
     pub fn allocate(&mut self, request: Request) -> Option<(RangeId, u64)> {
-        if self.regrowth.watches(request.bytes) {
-            return self.allocate_watched(request);
-        }
         let free_before = self.space.free_bytes();
-        let (side, pick) = self.habit.choose(&request, self.space.bytes());
-        let taken = self.space.take(request.bytes, request.align, side, pick, request.tag % TAGS as u8)?;
-        self.by_tag[request.tag as usize % TAGS] += free_before - self.space.free_bytes();
-        self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
-        Some(taken)
+        let (side, pick) = self.policy.choose(&request, self.space.bytes());
+        let tag = request.tag % TAGS as u8;
+        let allocated = self.space.allocate(request.bytes, request.align, side, pick, tag)?;
+        self.count(tag, free_before - self.space.free_bytes());
+        Some(allocated)
     }
 
-    /// The same for what may be replaced by a larger one soon.
-    #[cold]
-    #[inline(never)]
-    fn allocate_watched(&mut self, request: Request) -> Option<(RangeId, u64)> {
-        let Request { bytes, align, tag, .. } = request;
-        let free_before = self.space.free_bytes();
-        let taken = match self.regrowth.pad(bytes) {
-            Some(pad) if align <= self.config.granule_bytes => self.space.take_apart(bytes, pad, tag % TAGS as u8)?,
-            _ => {
-                let (side, pick) = self.habit.choose(&request, self.space.bytes());
-                self.space.take(bytes, align, side, pick, tag % TAGS as u8)?
-            }
-        };
-        self.by_tag[tag as usize % TAGS] += free_before - self.space.free_bytes();
+    #[inline]
+    fn count(&mut self, tag: u8, bytes: u64) {
+        self.by_tag[tag as usize % TAGS] += bytes;
         self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
-        self.regrowth.placed(bytes);
-        Some(taken)
     }
 
-    /// Gives a range back; says where it was and how long.
+    /// Frees a range; returns its first offset and its size.
     ///
     /// # Panics
     /// It is not in use.
     #[inline]
     pub fn free(&mut self, id: RangeId) -> (u64, u64) {
         let tag = self.space.tag_of(id);
-        let (start, bytes) = self.space.give(id);
+        let (start, bytes) = self.space.free(id);
         self.by_tag[tag as usize] -= bytes;
         (start, bytes)
     }
 
-    /// What to do so that `request` fits: call it, do what it says and try again, until it fits.
+    /// The remedy for a request that does not fit. Carry it out and retry, until the request fits.
     ///
     /// # Errors
-    /// Neither growing nor moving makes room within the limit.
-    pub fn make_room(&self, request: Request) -> Result<Room, Shortage> {
-        let request = request.of_some_bytes();
+    /// Neither growing nor moving helps within the limit.
+    pub fn find_remedy(&self, request: Request) -> Result<Remedy, Shortage> {
         let shortage = || self.shortage(request.bytes);
         let (page, reserved) = (self.config.page_bytes, self.space.bytes());
-        let asked = request.bytes.checked_next_multiple_of(self.config.granule_bytes).ok_or_else(shortage)?;
-        let live = self.live_bytes().checked_add(asked).ok_or_else(shortage)?;
+        let wanted = request.bytes.max(1).checked_next_multiple_of(self.config.granule_bytes).ok_or_else(shortage)?;
+        let live = self.live_bytes().checked_add(wanted).ok_or_else(shortage)?;
         let peak = self.peak_live_bytes.max(live);
         let with_slack = peak.saturating_add((peak as f64 * self.config.slack) as u64) & !(page - 1);
-        // What is live needs its last page whole, whatever the slack.
+        // Live bytes need their last page whole, whatever the slack.
         let cap = with_slack.max(live.checked_next_multiple_of(page).ok_or_else(shortage)?);
-        let cap = cap.min(self.config.limit_bytes & !(page - 1));
-        let missing = asked.saturating_sub(self.space.free_tail_bytes());
+        let limit = self.config.limit_bytes & !(page - 1);
+        let cap = cap.min(limit);
+        let missing = wanted.saturating_sub(self.space.free_tail_bytes());
         let missing = missing.saturating_add(request.align.saturating_sub(self.config.granule_bytes));
         let grow = missing.checked_next_multiple_of(page).ok_or_else(shortage)?;
         if reserved.checked_add(grow).ok_or_else(shortage)? <= cap {
-            return Ok(Room::Grow { bytes: grow });
+            return Ok(Remedy::Grow { bytes: grow });
         }
         if cap > reserved {
-            // Not enough for a hole of its own; but what is there to have makes moving cheaper.
-            return Ok(Room::Grow { bytes: cap - reserved });
+            // Too little for the request, but it makes moving cheaper.
+            return Ok(Remedy::Grow { bytes: cap - reserved });
         }
-        match self.make_room_without_growing(request) {
-            Some(room) => Ok(room),
-            // Pinned ranges are in the way: what the slack forbids is better than failing.
-            None if reserved + grow <= self.config.limit_bytes & !(page - 1) => Ok(Room::Grow { bytes: grow }),
+        match self.find_remedy_without_growing(request) {
+            Some(remedy) => Ok(remedy),
+            // Pinned ranges are in the way: exceeding the slack is better than failing.
+            None if reserved + grow <= limit => Ok(Remedy::Grow { bytes: grow }),
             None => Err(shortage()),
         }
     }
 
-    /// As [`Planner::make_room`], from what is reserved.
-    pub fn make_room_without_growing(&self, request: Request) -> Option<Room> {
-        let request = request.of_some_bytes();
+    /// As [`Planner::find_remedy`], but within the reserved bytes.
+    pub fn find_remedy_without_growing(&self, request: Request) -> Option<Remedy> {
         let page = self.config.page_bytes;
-        let Request { bytes, align, .. } = request;
-        let (peak, cost) = (self.peak_live_bytes, &self.config.cost);
-        let survey = RangeSnapshot::of(&self.space);
-        let cause = match self.regrowth.answer(&self.space, &survey, request, peak, cost) {
-            Answer::Spread(spread) => return Some(Room::Compact(spread)),
-            Answer::Alone(cause) => cause,
-        };
-        let compact = compaction::plan(&survey, bytes, align, cause, cost);
+        let Request { bytes, align, .. } = Request { bytes: request.bytes.max(1), ..request };
+        let compact = self.plan_compaction(bytes, align);
         let stitch = (self.config.stitching && bytes >= page && align <= page)
-            .then(|| stitch::plan(&self.space, bytes, page, cost))
+            .then(|| compaction::plan_stitch(&self.space, bytes, page, &self.config.cost))
             .flatten();
         match (compact, stitch) {
-            (Some(compact), Some(stitch)) if compact.cost_ns <= stitch.cost_ns => Some(Room::Compact(compact)),
-            (_, Some(stitch)) => Some(Room::Stitch(stitch)),
-            (Some(compact), None) => Some(Room::Compact(compact)),
+            (Some(compact), Some(stitch)) if compact.cost_ns <= stitch.cost_ns => Some(Remedy::Compact(compact)),
+            (_, Some(stitch)) => Some(Remedy::Stitch(stitch)),
+            (Some(compact), None) => Some(Remedy::Compact(compact)),
             (None, None) => None,
         }
     }
@@ -216,7 +189,7 @@ impl Planner {
     pub fn free_within(&self, spans: impl IntoIterator<Item = std::ops::Range<u64>>) -> Vec<std::ops::Range<u64>> {
         let mut free = Vec::new();
         for span in spans {
-            self.space.for_each(&mut |start, bytes, tag, _| {
+            self.space.for_each(|start, bytes, tag, _| {
                 let (from, to) = (start.max(span.start), (start + bytes).min(span.end));
                 if tag.is_none() && from < to {
                     free.push(from..to);
@@ -226,88 +199,76 @@ impl Planner {
         free
     }
 
-    /// Takes the pieces of a plan that was made for this very state, as ranges that never move.
+    /// Allocates the pieces of a plan that was made for the current state, as pinned ranges.
     ///
     /// # Panics
-    /// The plan was made for another state.
-    pub fn take_pieces(&mut self, plan: &Stitch, tag: u8) -> Vec<RangeId> {
-        let take =
-            |&(start, bytes): &(u64, u64)| self.take_at(start, bytes, tag).expect("the plan is of another state");
-        plan.pieces.iter().map(take).collect()
+    /// The plan was made for a different state.
+    pub fn allocate_pieces(&mut self, plan: &Stitch, tag: u8) -> Vec<RangeId> {
+        let pieces = plan.pieces.iter().map(|&(start, bytes)| self.allocate_at(start, bytes, tag));
+        pieces.map(|piece| piece.expect("the plan was made for a different state")).collect()
     }
 
-    /// Takes exactly the `bytes` at `start`, whole granules, where they are free, as a range that never moves.
-    pub fn take_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
-        let id = self.space.take_at(start, bytes, tag % TAGS as u8)?;
-        self.by_tag[tag as usize % TAGS] += bytes;
-        self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes());
+    /// Allocates exactly the `bytes` at `start`, whole granules, as a pinned range; `None` if they are not all free.
+    pub fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
+        let id = self.space.allocate_at(start, bytes, tag % TAGS as u8)?;
+        self.count(tag, bytes);
         Some(id)
     }
 
-    /// Adds a segment of its own; ranges never reach from one into another. For devices without virtual memory.
+    /// Adds a segment, for devices without virtual memory, and returns its first offset. Ranges never extend from one
+    /// segment into another.
     pub fn add_segment(&mut self, bytes: u64) -> u64 {
         self.space.add_segment(bytes)
     }
 
-    /// The largest contiguous free range that compaction could make.
+    /// The size of the largest contiguous free range that compaction could make.
     pub fn largest_after_compaction(&self) -> u64 {
-        let granule = self.config.granule_bytes;
-        let survey = RangeSnapshot::of(&self.space);
-        let (mut reached, mut beyond) = (self.space.largest_free_bytes(), self.space.free_bytes() + granule);
-        while beyond - reached > granule {
-            let middle = reached + (beyond - reached) / 2 / granule * granule;
-            match compaction::plan(&survey, middle.max(granule), 1, Cause::Asked, &self.config.cost) {
-                Some(plan) => reached = plan.bytes.max(middle),
-                None => beyond = middle,
-            }
-        }
-        reached
+        compaction::largest_reachable(&self.space, &self.config.cost)
     }
 
-    /// Calls `visit` with every range by offset: first offset, bytes, tag of a used one, whether it is pinned.
-    pub fn for_each_range(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
-        self.space.for_each(&mut visit);
+    /// Calls `visit` with every range by offset: first offset, bytes, the tag if it is used, whether it is pinned.
+    pub fn for_each_range(&self, visit: impl FnMut(u64, u64, Option<u8>, bool)) {
+        self.space.for_each(visit);
     }
 
-    /// Notes that `bytes` more are reserved, behind what was.
+    /// Extends the space by `bytes` that were reserved behind its end.
     pub fn grow(&mut self, bytes: u64) {
         self.space.extend(bytes);
     }
 
-    /// Gives free pages at the high end back; says how many bytes.
+    /// Cuts the free pages at the high end off the space; returns their bytes.
     pub fn shrink(&mut self) -> u64 {
         self.space.trim(self.config.page_bytes)
     }
 
-    /// A plan that opens `bytes` of contiguous free space, as data; nothing moves yet.
+    /// A plan that opens `bytes` of contiguous free space; nothing moves until it is [applied](Planner::apply).
     pub fn plan_compaction(&self, bytes: u64, align: u64) -> Option<Compaction> {
-        compaction::plan(&RangeSnapshot::of(&self.space), bytes, align, Cause::Asked, &self.config.cost)
+        compaction::plan(&self.space, bytes, align, &self.config.cost)
     }
 
-    /// Notes that the moves of `plan` are made; ranges keep their names.
+    /// Records that the moves of `plan` were made; ranges keep their ids.
     ///
     /// # Panics
-    /// The plan was made for another state of this planner.
+    /// The plan was made for a different state of this planner.
     pub fn apply(&mut self, plan: &Compaction) {
-        self.regrowth.note(plan, &mut self.space);
         self.space.relocate(plan);
         if self.peak_at_compaction == self.peak_live_bytes {
-            self.habit = self.habit.next();
+            self.policy = self.policy.next();
         }
         self.peak_at_compaction = self.peak_live_bytes;
     }
 
-    /// Says that a range must stay where it is, or may move again.
+    /// Pins a range, so that it never moves, or unpins it.
     pub fn pin(&mut self, id: RangeId, pinned: bool) {
         self.space.pin(id, pinned);
     }
 
-    /// Where a range lies now.
+    /// The first offset of a range.
     pub fn offset_of(&self, id: RangeId) -> u64 {
         self.space.start_of(id)
     }
 
-    /// Its size in whole granules.
+    /// The size of a range, in whole granules.
     pub fn bytes_of(&self, id: RangeId) -> u64 {
         self.space.bytes_of(id)
     }
@@ -322,7 +283,7 @@ impl Planner {
         self.space.bytes() - self.space.free_bytes()
     }
 
-    /// What is held.
+    /// The current numbers.
     pub fn report(&self) -> PlannerReport {
         PlannerReport {
             reserved_bytes: self.space.bytes(),
@@ -336,7 +297,7 @@ impl Planner {
 
     fn shortage(&self, bytes: u64) -> Shortage {
         Shortage {
-            asked_bytes: bytes.checked_next_multiple_of(self.config.granule_bytes).unwrap_or(u64::MAX),
+            requested_bytes: bytes.max(1).checked_next_multiple_of(self.config.granule_bytes).unwrap_or(u64::MAX),
             live_bytes: self.live_bytes(),
             free_bytes: self.space.free_bytes(),
             largest_free_bytes: self.space.largest_free_bytes(),
@@ -344,10 +305,10 @@ impl Planner {
         }
     }
 
-    /// Checks the space and the accounts; see [`Offsets::check_invariants`].
+    /// Checks the lists of ranges and the counters.
     ///
     /// # Errors
-    /// The first broken one, in words.
+    /// The first violated invariant.
     pub fn check_invariants(&self) -> Result<(), String> {
         self.space.check_invariants()?;
         let tagged: u64 = self.by_tag.iter().sum();
@@ -355,7 +316,7 @@ impl Planner {
             return Err(format!("{tagged} bytes by tag, {} live", self.live_bytes()));
         }
         if self.live_bytes() > self.peak_live_bytes {
-            return Err(format!("{} live, above the peak {}", self.live_bytes(), self.peak_live_bytes));
+            return Err(format!("{} bytes live, above the peak {}", self.live_bytes(), self.peak_live_bytes));
         }
         Ok(())
     }

@@ -1,22 +1,22 @@
 //! The ranges of an [`Offsets`] space as two kinds of linked lists: all by offset, the free ones also by size class.
 //!
-//! Links are slot numbers. Slot [`NONE`] is no range: it closes the list by offset to a ring, so that its `above` is
-//! the first range and its `below` the last, and whatever else is written to it means nothing. So no link
-//! needs a check before it is followed or written.
+//! Links are slot numbers. Slot [`NONE`] is a sentinel: it closes the list by offset to a ring, so that its `above` is
+//! the first range and its `below` the last; its other fields are meaningless. So no link needs a check before it is
+//! followed or written.
 
 use super::offsets::Offsets;
 use super::size_class::{CLASSES, SizeClass};
 
-/// The slot that is no range.
+/// The sentinel's slot.
 pub(super) const NONE: u32 = 0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Free,
     Used,
-    /// Used, and its address is known outside: it never moves.
+    /// Used, and never moved: its address is known outside.
     Pinned,
-    /// Not a range at all: the slot is spare.
+    /// The slot holds no range.
     Spare,
 }
 
@@ -33,15 +33,13 @@ pub(super) struct Range {
     /// Of a free range, the class in whose list it is.
     class: SizeClass,
     pub(super) state: State,
-    /// What the range was taken for, and log2 of the alignment it was asked with.
+    /// The request's tag, and log2 of its alignment.
     pub(super) tag: u8,
     pub(super) align_log2: u8,
-    /// Of a used range: it was there when ranges were last aged. Others are young.
-    pub(super) old: bool,
 }
 
 impl Range {
-    /// A slot without a range.
+    /// An empty slot.
     pub(super) const SPARE: Self = Self {
         start: 0,
         bytes: 0,
@@ -53,7 +51,6 @@ impl Range {
         state: State::Spare,
         tag: 0,
         align_log2: 0,
-        old: false,
     };
 
     pub(super) fn end(&self) -> u64 {
@@ -82,7 +79,7 @@ impl Offsets {
         self.heads[class.0 as usize % CLASSES]
     }
 
-    /// Puts a new free range right above another one, or first where that is [`NONE`]; in no list yet.
+    /// Inserts a new free range directly above another one, or first if that is [`NONE`]; it is in no list yet.
     #[inline(always)]
     pub(super) fn insert_above(&mut self, at: u32, start: u64, bytes: u64) -> u32 {
         let above = self.ranges[at as usize].above;
@@ -104,7 +101,7 @@ impl Offsets {
         self.retire((self.ranges.len() - 1) as u32);
     }
 
-    /// Takes a range, in no list, out of the order by offset; its slot is spare.
+    /// Removes a range, which is in no list, from the order by offset; its slot becomes spare.
     #[inline]
     pub(super) fn remove(&mut self, at: u32) {
         let Range { below, above, .. } = self.ranges[at as usize];
@@ -122,7 +119,7 @@ impl Offsets {
         self.spare = at;
     }
 
-    /// Gives a free, listed range another extent.
+    /// Changes the extent of a free, listed range.
     #[inline(always)]
     pub(super) fn resize(&mut self, at: u32, start: u64, bytes: u64) {
         let class = self.class_of(bytes);

@@ -1,74 +1,68 @@
-//! What a planner is asked for, and what it answers where that does not fit.
+//! Requests to a planner, and the remedies for requests that do not fit.
 
-use super::compaction::Compaction;
-use super::stitch::Stitch;
+use super::{Compaction, Stitch};
 
-/// How long a block will live.
+/// The expected lifetime of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Lifetime {
-    /// As long as the model: gathered at the low end.
+    /// As long as the model. The first placement policy packs these blocks at the low end; later ones ignore the hint.
     Long,
-    /// Within a step; placed as if that were not known.
+    /// Within a step; placed like `Unknown`.
     Short,
-    /// Not known.
+    /// Unknown.
     #[default]
     Unknown,
 }
 
-/// What is asked for.
+/// A request for a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// How many bytes; not 0.
+    /// The size; 0 is treated as 1.
     pub bytes: u64,
-    /// A power of two; the granule at least.
+    /// The alignment, a power of two; the granule at least.
     pub align: u64,
-    /// How long.
+    /// The expected lifetime.
     pub lifetime: Lifetime,
-    /// What for: any number below [`TAGS`].
+    /// The purpose, a number below [`TAGS`]; live bytes are counted by tag.
     pub tag: u8,
 }
 
 impl Request {
-    /// `bytes`, with no more known.
+    /// A request for `bytes` without further hints.
     pub const fn new(bytes: u64) -> Self {
         Self { bytes, align: 1, lifetime: Lifetime::Unknown, tag: 0 }
     }
-
-    /// One of no bytes takes a granule all the same.
-    pub(super) const fn of_some_bytes(self) -> Self {
-        Self { bytes: if self.bytes == 0 { 1 } else { self.bytes }, ..self }
-    }
 }
 
-/// How many tags are told apart.
+/// The number of tags.
 pub const TAGS: usize = 8;
 
-/// What would make room for a request.
+/// A way to make a request fit.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Room {
-    /// Reserve this many bytes more ([`grow`](super::Planner::grow)).
+pub enum Remedy {
+    /// Reserve more memory, then call [`Planner::grow`](super::Planner::grow).
     Grow {
-        /// How many; a multiple of the page.
+        /// How much; a multiple of the page.
         bytes: u64,
     },
-    /// Move used ranges ([`apply`](super::Planner::apply)).
+    /// Move used ranges, then call [`Planner::apply`](super::Planner::apply).
     Compact(Compaction),
-    /// Map free pages under new addresses ([`take_pieces`](super::Planner::take_pieces)); then nothing else is to be
-    /// allocated.
+    /// Map free pages under new addresses and call
+    /// [`Planner::allocate_pieces`](super::Planner::allocate_pieces), which allocates the request.
     Stitch(Stitch),
 }
 
-/// Why there is no room.
+/// The numbers of a request for which there is no remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shortage {
-    /// Asked for, in granules.
-    pub asked_bytes: u64,
+    /// The request's size, in whole granules.
+    pub requested_bytes: u64,
     /// In used ranges.
     pub live_bytes: u64,
     /// Reserved and in no used range.
     pub free_bytes: u64,
     /// The largest free range.
     pub largest_free_bytes: u64,
-    /// The limit.
+    /// The limit of reserved bytes.
     pub limit_bytes: u64,
 }

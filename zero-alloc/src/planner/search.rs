@@ -4,34 +4,34 @@ use super::offsets::{Offsets, Pick, Side};
 use super::ranges::{NONE, Range};
 use super::size_class::{STEPS, SizeClass};
 
-/// How many ranges of a class are looked at before the next class is taken.
-const LOOKS: usize = 4;
+/// How many ranges of a class are compared before the search goes on to the next class.
+const TRIES: usize = 4;
 
 impl Offsets {
-    /// Best of the first few that fit in the size's own class, else of the next class that has any.
+    /// The smallest of the first few that fit in the size's own class, else the first of the next class in use.
     #[inline]
     pub(super) fn find(&self, bytes: u64, align: u64, side: Side) -> Option<u32> {
         let own = self.class_of(bytes);
         if align != self.granule {
             return self.find_aligned(own, bytes, align, side);
         }
-        if let Some(at) = self.smallest(own, bytes, LOOKS) {
+        if let Some(at) = self.smallest(own, bytes, TRIES) {
             return Some(at);
         }
         match self.next_in_use(own) {
             Some(class) => Some(self.head(class)),
-            // Nothing for sure: then every range of the own class is worth a look.
+            // No larger class has a range: search all of the size's own class.
             None => self.smallest(own, bytes, usize::MAX),
         }
     }
 
-    /// The smallest that holds `bytes` of the first few of a class; the first where several are equal.
+    /// The smallest that holds `bytes` among the first `tries` of a class; of equals, the first.
     #[inline]
-    fn smallest(&self, class: SizeClass, bytes: u64, looks: usize) -> Option<u32> {
+    fn smallest(&self, class: SizeClass, bytes: u64, tries: usize) -> Option<u32> {
         let mut best = None;
         let mut best_bytes = u64::MAX;
         let mut at = self.head(class);
-        for _ in 0..looks {
+        for _ in 0..tries {
             if at == NONE {
                 break;
             }
@@ -47,14 +47,14 @@ impl Offsets {
         best
     }
 
-    /// For alignments above the granule: the first that fits, of the smallest class that has one.
+    /// For alignments above the granule: the first that fits in the smallest class that has one.
     #[cold]
     fn find_aligned(&self, own: SizeClass, bytes: u64, align: u64, side: Side) -> Option<u32> {
         let sure = SizeClass::fitting((bytes + (align - self.granule)) >> self.granule_log2)?;
         let mut next = Some(own);
         while let Some(class) = next {
-            let looks = if class < sure { LOOKS } else { 1 };
-            if let Some(at) = self.first_that_fits(class, bytes, align, side, looks) {
+            let tries = if class < sure { TRIES } else { 1 };
+            if let Some(at) = self.first_that_fits(class, bytes, align, side, tries) {
                 return Some(at);
             }
             next = self.next_in_use(class);
@@ -69,9 +69,9 @@ impl Offsets {
         None
     }
 
-    fn first_that_fits(&self, class: SizeClass, bytes: u64, align: u64, side: Side, looks: usize) -> Option<u32> {
+    fn first_that_fits(&self, class: SizeClass, bytes: u64, align: u64, side: Side, tries: usize) -> Option<u32> {
         let mut at = self.head(class);
-        for _ in 0..looks {
+        for _ in 0..tries {
             if at == NONE {
                 break;
             }
@@ -122,7 +122,7 @@ impl Offsets {
     }
 }
 
-/// Where in a free range `bytes` would lie.
+/// The first offset of `bytes` cut from one end of a free range; `None` if they do not fit.
 pub(super) fn place(range: &Range, bytes: u64, align: u64, side: Side) -> Option<u64> {
     let end = range.end();
     let start = match side {

@@ -1,4 +1,4 @@
-//! Size classes: which list of free ranges a size belongs to.
+//! Size classes: the list of free ranges to which a size belongs.
 //!
 //! As in TLSF (Masmano et al., 2004): powers of two, each cut into 32 equal steps, so a class spans at most
 //! 1/32 of its sizes. Sizes are counted in granules.
@@ -14,7 +14,7 @@ pub(super) const CLASSES: usize = 64 * STEPS;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SizeClass(pub(super) u16);
 
-/// By how many bits a size is shifted so that [`STEP_BITS`] bits and the leading one are left of it.
+/// The shift that leaves the leading one and the next [`STEP_BITS`] bits of a size.
 #[inline]
 const fn shift(granules: u64) -> u32 {
     63 - STEP_BITS - (granules | STEPS as u64).leading_zeros()
@@ -36,7 +36,7 @@ impl SizeClass {
         (self.0 as u64 - ((shift as u64) << STEP_BITS)) << shift
     }
 
-    /// The first class all of whose ranges hold `granules`; none above `u64::MAX`.
+    /// The first class all of whose ranges hold `granules`; `None` if its sizes exceed `u64::MAX`.
     #[inline]
     pub(super) const fn fitting(granules: u64) -> Option<Self> {
         match granules.checked_add((1 << shift(granules)) - 1) {
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_lies_in_its_class_and_not_in_the_next() {
+    fn a_size_is_in_its_class_and_below_the_next() {
         for size in sizes() {
             let class = SizeClass::holding(size);
             assert!((class.0 as usize) < CLASSES, "{size}: {class:?}");
@@ -84,7 +84,7 @@ mod tests {
                 continue;
             };
             assert!(class.smallest() >= size, "{size}: {class:?}");
-            // And at most a step is wasted.
+            // At most a step is wasted.
             assert!(class.smallest() - size <= size >> STEP_BITS, "{size}: {class:?}");
         }
     }

@@ -1,13 +1,13 @@
-//! The large allocations that a pool has from its device.
+//! The large allocations that a pool makes from its device.
 
 use std::ops::Range;
 use std::ptr::NonNull;
 
 use crate::device::{Device, DeviceError, Memory};
 
-/// Smallest and greatest backing taken where less is asked for.
-const LEAST_BYTES: usize = 1 << 20;
-const MOST_AHEAD_BYTES: usize = 256 << 20;
+/// Bounds of the size of a backing for a smaller request.
+const MIN_BYTES: usize = 1 << 20;
+const MAX_AHEAD_BYTES: usize = 256 << 20;
 
 struct Backing {
     /// Its first offset.
@@ -25,8 +25,8 @@ pub(super) struct Backings {
     list: Vec<Backing>,
     bytes: usize,
     allocations: u64,
-    /// Others were told where it is: nothing goes back before the end.
-    told: bool,
+    /// A library may know the addresses: no backing is freed before the pool's end.
+    registered: bool,
 }
 
 impl Backings {
@@ -38,9 +38,8 @@ impl Backings {
         self.allocations
     }
 
-    /// Takes one more backing, of `bytes` or more: a quarter of what is held, so that their number stays small,
-    /// but not beyond the budget (`None` where `bytes` alone are). Gives its size; [`Backings::starts_at`]
-    /// must follow.
+    /// Allocates one more backing of at least `bytes`, better a quarter of the present sum, so that their number stays
+    /// small, but within the budget; `None` if `bytes` exceed it. Returns its size; [`Backings::set_start`] must follow.
     pub(super) fn grow(
         &mut self,
         device: &impl Device,
@@ -53,7 +52,7 @@ impl Backings {
         let Some(least) = bytes.checked_next_multiple_of(granularity).filter(|least| *least <= left) else {
             return Ok(None);
         };
-        let ahead = (self.bytes / 4).clamp(LEAST_BYTES, MOST_AHEAD_BYTES).next_multiple_of(granularity);
+        let ahead = (self.bytes / 4).clamp(MIN_BYTES, MAX_AHEAD_BYTES).next_multiple_of(granularity);
         let wanted = ahead.min(left / granularity * granularity).max(least);
         self.allocations += 1;
         let (ptr, bytes) = match device.allocate(wanted) {
@@ -66,39 +65,39 @@ impl Backings {
         Ok(Some(bytes))
     }
 
-    /// Says which offset the newest backing got; offsets rise.
-    pub(super) fn starts_at(&mut self, start: u64) {
+    /// Sets the first offset of the newest backing; offsets rise.
+    pub(super) fn set_start(&mut self, start: u64) {
         if let Some(newest) = self.list.last_mut() {
             newest.start = start;
         }
     }
 
-    /// Whether the last backing is just this range and may go back.
-    pub(super) fn may_give_back(&self, range: &Range<u64>) -> bool {
+    /// Whether the last backing is exactly this range and may be freed.
+    pub(super) fn can_free_last(&self, range: &Range<u64>) -> bool {
         let is_last = |last: &Backing| (last.start, last.bytes as u64) == (range.start, range.end - range.start);
-        !self.told && self.list.last().is_some_and(is_last)
+        !self.registered && self.list.last().is_some_and(is_last)
     }
 
-    /// Gives the last backing back.
+    /// Frees the last backing.
     ///
     /// # Safety
-    /// No operation that has not run uses it, and nothing will.
-    pub(super) unsafe fn give_back_last(&mut self, device: &impl Memory) {
+    /// All operations that use it have run, and none will be enqueued.
+    pub(super) unsafe fn free_last(&mut self, device: &impl Memory) {
         if let Some(last) = self.list.pop() {
             self.bytes -= last.bytes;
-            // SAFETY: it came from `allocate` of this device with this size, and is given back once; the rest is the
-            // caller's promise.
+            // SAFETY: it was allocated by this device with this size and is freed once; the rest is the caller's
+            // promise.
             unsafe { device.deallocate(last.ptr, last.bytes) };
         }
     }
 
-    /// From now on nothing goes back before the end: others are told where it is.
-    pub(super) fn tell(&mut self) {
-        self.told = true;
+    /// Keeps all backings until the pool's end.
+    pub(super) fn mark_registered(&mut self) {
+        self.registered = true;
     }
 
-    /// Where the only backing begins, and its size; `None` where there are none or several.
-    pub(super) fn only(&self) -> Option<(*mut u8, usize)> {
+    /// Address and size of the backing if there is exactly one.
+    pub(super) fn single(&self) -> Option<(*mut u8, usize)> {
         match self.list.as_slice() {
             [only] => Some((only.ptr.as_ptr(), only.bytes)),
             _ => None,
@@ -112,15 +111,14 @@ impl Backings {
         backing.ptr.as_ptr().wrapping_add((offset - backing.start) as usize)
     }
 
-    /// Gives everything back to the device.
+    /// Frees all backings.
     ///
     /// # Safety
-    /// No operation that has not run uses the memory, and nothing will.
-    pub(super) unsafe fn release(self, device: &impl Memory) {
-        for backing in self.list {
-            // SAFETY: it came from `allocate` of this device with this size, and is given back once; the rest
-            // is the caller's promise.
-            unsafe { device.deallocate(backing.ptr, backing.bytes) };
+    /// All operations that use the memory have run, and none will be enqueued.
+    pub(super) unsafe fn release(mut self, device: &impl Memory) {
+        while !self.list.is_empty() {
+            // SAFETY: the caller's promise.
+            unsafe { self.free_last(device) };
         }
     }
 }

@@ -3,28 +3,27 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::Purpose;
-use super::lane::Lane;
 use super::state::Allocation;
+use super::{Central, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element, Stream};
 
-/// An owned piece of device memory. Dropping it gives it back in stream order.
-#[must_use = "dropping a block gives its memory back"]
+/// An owned piece of device memory. Dropping it frees it in stream order.
+#[must_use = "dropping a block frees its memory"]
 pub struct Block<D: Device> {
-    lane: Arc<Lane<D>>,
+    central: Arc<Central<D>>,
     ptr: *mut u8,
     len: usize,
     dtype: DType,
     purpose: Purpose,
-    hold: Allocation,
+    allocation: Allocation,
     home: D::Stream,
-    /// The last noted use on each stream.
+    /// The last recorded use on each stream, by stream id.
     uses: Vec<(u64, D::Event)>,
 }
 
 // SAFETY: the block owns its memory; the address is not tied to a thread.
 unsafe impl<D: Device> Send for Block<D> {}
-// SAFETY: `&Block` gives out addresses only; accesses are ordered by the makers of slices.
+// SAFETY: `&Block` provides addresses only; accesses are ordered by the makers of slices.
 unsafe impl<D: Device> Sync for Block<D> {}
 
 impl<D: Device> fmt::Debug for Block<D> {
@@ -35,22 +34,22 @@ impl<D: Device> fmt::Debug for Block<D> {
 
 impl<D: Device> Block<D> {
     pub(super) fn new(
-        lane: Arc<Lane<D>>,
+        central: Arc<Central<D>>,
         ptr: *mut u8,
         (len, dtype): (usize, DType),
         purpose: Purpose,
-        hold: Allocation,
+        allocation: Allocation,
         home: D::Stream,
     ) -> Self {
-        Self { lane, ptr, len, dtype, purpose, hold, home, uses: Vec::new() }
+        Self { central, ptr, len, dtype, purpose, allocation, home, uses: Vec::new() }
     }
 
-    /// How many elements.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the block has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -60,7 +59,7 @@ impl<D: Device> Block<D> {
         self.dtype
     }
 
-    /// What it is held for.
+    /// The purpose under which the block is accounted.
     pub fn purpose(&self) -> Purpose {
         self.purpose
     }
@@ -68,7 +67,7 @@ impl<D: Device> Block<D> {
     /// The whole block as a slice.
     ///
     /// # Safety
-    /// The block outlives every use of the slice, or the streams of those uses are noted by
+    /// The block outlives every use of the slice, or the streams of those uses are recorded by
     /// [`Block::record_use`] before it is dropped; conflicting accesses are ordered by streams and events.
     pub unsafe fn slice(&self) -> AnySlice {
         // SAFETY: the block is valid for its length; the rest is the caller's promise.
@@ -78,7 +77,7 @@ impl<D: Device> Block<D> {
     /// The whole block as a slice of `T`.
     ///
     /// # Errors
-    /// The block is of another dtype.
+    /// The block has a different dtype.
     ///
     /// # Safety
     /// As for [`Block::slice`].
@@ -87,11 +86,11 @@ impl<D: Device> Block<D> {
         unsafe { self.slice() }.typed()
     }
 
-    /// Notes that everything enqueued on `stream` so far may use the block: it is reused elsewhere only
+    /// Records that everything enqueued on `stream` so far may use the block: another stream reuses the memory only
     /// behind that point.
     ///
     /// # Errors
-    /// The stream is gone.
+    /// The stream failed.
     pub fn record_use(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
         let event = stream.record()?;
         match self.uses.iter_mut().find(|(id, _)| *id == stream.id()) {
@@ -106,6 +105,6 @@ impl<D: Device> Drop for Block<D> {
     fn drop(&mut self) {
         let bytes = self.len * self.dtype.size_bytes();
         let uses = std::mem::take(&mut self.uses);
-        self.lane.give_back(self.hold, (self.ptr, bytes), self.purpose, &self.home, uses);
+        self.central.free(self.allocation, (self.ptr, bytes), self.purpose, &self.home, uses);
     }
 }

@@ -1,50 +1,81 @@
-//! Why a block could not be had.
+//! Allocation errors.
 
 use super::Purpose;
-use crate::device::DeviceError;
+use super::state::State;
+use crate::device::{Device, DeviceError};
 
-/// Why a block could not be had.
+/// The reason why a block could not be allocated.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
-    /// The budget has no room, or the device has no more.
+    /// The request exceeds the budget, or the device is out of memory.
     #[error(
-        "out of memory: asked for {asked_bytes} bytes for {purpose:?}{}; {live_bytes} {}are live, {free_bytes} are \
-         reserved and free, the largest contiguous {largest_free_bytes} \
-         ({after_compaction_bytes} after compaction); held by {}",
-        device.as_ref().map(|words| format!(", which the device has not ({words})")).unwrap_or_default(),
-        if *budget_bytes == usize::MAX { String::new() } else { format!("of a budget of {budget_bytes} ") },
+        "failed to allocate {requested_bytes} bytes for {purpose:?}: {}; the pool has {live_bytes} bytes live ({}), and \
+         {free_bytes} bytes reserved and free, {largest_free_bytes} of them contiguous \
+         ({after_compaction_bytes} after compaction)",
+        cause(*budget_bytes, device.as_deref()),
         list(holders)
     )]
     OutOfMemory {
-        /// What was asked for.
-        asked_bytes: usize,
-        /// For what.
+        /// The size of the request.
+        requested_bytes: usize,
+        /// The purpose of the request.
         purpose: Purpose,
-        /// What the device said, where it was the device that had no more; `None` where it was the budget.
+        /// The device's message if the device is out of memory; `None` if the budget is exhausted.
         device: Option<String>,
         /// Live in the pool.
         live_bytes: usize,
         /// The pool's limit.
         budget_bytes: usize,
-        /// Taken from the device and in no block.
+        /// Reserved and in no block.
         free_bytes: usize,
-        /// The largest contiguous part of that.
+        /// The largest contiguous part of `free_bytes`.
         largest_free_bytes: usize,
-        /// The largest that compaction could make of it.
+        /// The largest contiguous part that compaction could make of `free_bytes`.
         after_compaction_bytes: usize,
-        /// Who holds what is live, the biggest first.
+        /// Live bytes by purpose, the largest first.
         holders: Vec<(Purpose, usize)>,
     },
-    /// The device failed otherwise.
+    /// Another device error.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-fn list(holders: &[(Purpose, usize)]) -> String {
-    if holders.is_empty() {
-        return "nobody".to_owned();
+fn cause(budget_bytes: usize, device: Option<&str>) -> String {
+    match device {
+        Some(message) => format!("the device is out of memory ({message})"),
+        None if budget_bytes == usize::MAX => "the request exceeds the address space".to_owned(),
+        None => format!("the pool's budget is {budget_bytes} bytes"),
     }
-    let words: Vec<_> = holders.iter().map(|(purpose, bytes)| format!("{purpose:?} {bytes}")).collect();
-    words.join(", ")
+}
+
+fn list(holders: &[(Purpose, usize)]) -> String {
+    let holders: Vec<_> = holders.iter().map(|(purpose, bytes)| format!("{purpose:?} {bytes}")).collect();
+    if holders.is_empty() { "no blocks".to_owned() } else { holders.join(", ") }
+}
+
+impl<D: Device> State<D> {
+    pub(super) fn out_of_memory(
+        &self,
+        requested_bytes: usize,
+        purpose: Purpose,
+        budget_bytes: usize,
+        device: Option<String>,
+    ) -> AllocError {
+        let (report, planner) = (&self.account.0, self.planner.report());
+        let mut holders: Vec<_> =
+            Purpose::ALL.iter().map(|p| (*p, report.of(*p).live_bytes)).filter(|(_, bytes)| *bytes > 0).collect();
+        holders.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        AllocError::OutOfMemory {
+            requested_bytes,
+            purpose,
+            device,
+            live_bytes: report.total.live_bytes,
+            budget_bytes,
+            free_bytes: planner.free_bytes as usize,
+            largest_free_bytes: planner.largest_free_bytes as usize,
+            after_compaction_bytes: self.planner.largest_after_compaction() as usize,
+            holders,
+        }
+    }
 }

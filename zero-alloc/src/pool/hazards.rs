@@ -1,13 +1,12 @@
-//! What must have run before another stream may touch free bytes.
+//! Hazards: the operations that must have run before another stream may touch free bytes.
 //!
-//! A hazard names the home stream of the block that was freed (all that was enqueued there up to
-//! the time of reuse counts) and the uses noted on other streams. On the home stream itself, order is given; any
-//! other stream waits for events. Whoever takes bytes takes over their hazards: the waits it enqueued order
+//! A hazard has the home stream of the block that was freed (everything enqueued there up to
+//! the time of reuse counts) and the recorded uses on other streams. On the home stream itself the order is given; any
+//! other stream waits for events. Allocating bytes removes their hazards: the waits that it enqueued order
 //! everything behind it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::{Device, DeviceError, Event, Stream};
@@ -15,25 +14,25 @@ use crate::device::{Device, DeviceError, Event, Stream};
 struct Hazard<D: Device> {
     end: u64,
     home: D::Stream,
-    /// By stream id. Where the home stream is among them, its event stands for all of it.
-    uses: Arc<[(u64, D::Event)]>,
+    /// By stream id. An event of the home stream here replaces everything enqueued on it.
+    uses: Vec<(u64, D::Event)>,
 }
 
 impl<D: Device> Clone for Hazard<D> {
     fn clone(&self) -> Self {
-        Self { end: self.end, home: self.home.clone(), uses: Arc::clone(&self.uses) }
+        Self { end: self.end, home: self.home.clone(), uses: self.uses.clone() }
     }
 }
 
 impl<D: Device> Hazard<D> {
-    fn names_home(&self) -> bool {
+    fn has_home_event(&self) -> bool {
         self.uses.iter().any(|(id, _)| *id == self.home.id())
     }
 
-    /// All events behind which the bytes are free for anyone.
+    /// All events behind which any stream may use the bytes.
     fn events(&self) -> Result<Vec<D::Event>, DeviceError> {
         let mut events: Vec<_> = self.uses.iter().map(|(_, event)| event.clone()).collect();
-        if !self.names_home() {
+        if !self.has_home_event() {
             events.push(self.home.record()?);
         }
         Ok(events)
@@ -50,17 +49,17 @@ impl<D: Device> Default for Hazards<D> {
 }
 
 impl<D: Device> Hazards<D> {
-    /// Notes what the freed bytes of `range` wait for.
-    pub(super) fn put(&mut self, range: Range<u64>, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
+    /// Adds the hazard of the freed bytes of `range`.
+    pub(super) fn insert(&mut self, range: Range<u64>, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
         let below = self.0.range(..range.end).next_back();
         debug_assert!(below.is_none_or(|(_, other)| other.end <= range.start), "{range:?} has a hazard already");
-        self.0.insert(range.start, Hazard { end: range.end, home: home.clone(), uses: uses.into() });
+        self.0.insert(range.start, Hazard { end: range.end, home: home.clone(), uses });
     }
 
-    /// Makes `stream` wait for the hazards of `range`, then forgets them there. Where a wait fails, all are kept.
-    pub(super) fn take(&mut self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
+    /// Makes `stream` wait for the hazards of `range`, then removes them. If a wait fails, all are kept.
+    pub(super) fn wait_and_remove(&mut self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
         self.wait(range.clone(), stream)?;
-        self.forget(range);
+        self.remove(range);
         Ok(())
     }
 
@@ -82,16 +81,16 @@ impl<D: Device> Hazards<D> {
             for (_, event) in hazard.uses.iter().filter(|(id, _)| *id != stream.id()) {
                 wait_unless_done(stream, event)?;
             }
-            if hazard.home.id() != stream.id() && !hazard.names_home() {
+            if hazard.home.id() != stream.id() && !hazard.has_home_event() {
                 wait_unless_done(stream, &hazard.home.record()?)?;
             }
         }
         Ok(())
     }
 
-    /// Forgets the hazards of `range`.
-    pub(super) fn forget(&mut self, range: Range<u64>) {
-        // What is put back no longer overlaps.
+    /// Removes the hazards of `range`.
+    pub(super) fn remove(&mut self, range: Range<u64>) {
+        // The remainders that are inserted no longer overlap.
         while let Some(start) = self.highest(&range)
             && let Some(hazard) = self.0.remove(&start)
         {
@@ -104,37 +103,19 @@ impl<D: Device> Hazards<D> {
         }
     }
 
-    /// All events behind which the bytes of `range` are free for anyone, and whether these are all: a stream that is
-    /// gone gives none.
-    pub(super) fn events_within(&self, range: Range<u64>) -> (Vec<(u64, D::Event)>, bool) {
-        let (mut events, mut recorded, mut complete) = (Vec::new(), Vec::new(), true);
-        for hazard in self.0.range(range).map(|(_, hazard)| hazard) {
-            events.extend(hazard.uses.iter().cloned());
-            if hazard.names_home() || recorded.contains(&hazard.home.id()) {
-                continue;
-            }
-            recorded.push(hazard.home.id());
-            match hazard.home.record() {
-                Ok(event) => events.push((hazard.home.id(), event)),
-                Err(_) => complete = false,
-            }
-        }
-        (events, complete)
-    }
-
-    /// Up to where bytes of `range` are in use (its start where none is), and an event behind which fewer are; none
-    /// where a stream that is gone gives none.
-    pub(super) fn settle(&mut self, range: Range<u64>) -> (u64, Option<D::Event>) {
+    /// The end of the highest bytes of `range` with pending uses (its start if there are none), and an event behind
+    /// which there are fewer, unless it cannot be recorded.
+    pub(super) fn find_pending(&mut self, range: Range<u64>) -> (u64, Option<D::Event>) {
         let starts: Vec<u64> = self.overlapping(&range).map(|(start, _)| start).collect();
         for start in starts {
             let Some(hazard) = self.0.get_mut(&start) else { continue };
             let end = hazard.end.min(range.end);
-            if !hazard.names_home() {
-                // Noted, so that asking again does not wait for what came later.
+            if !hazard.has_home_event() {
+                // Recorded once, so that a later call does not wait for later operations.
                 let Ok(event) = hazard.home.record() else { return (end, None) };
-                hazard.uses = hazard.uses.iter().cloned().chain([(hazard.home.id(), event)]).collect();
+                hazard.uses.push((hazard.home.id(), event));
             }
-            // A failed event is reached too.
+            // A failed event counts as reached.
             if let Some((_, event)) = hazard.uses.iter().find(|(_, event)| !event.is_done().unwrap_or(true)) {
                 return (end, Some(event.clone()));
             }
@@ -142,10 +123,10 @@ impl<D: Device> Hazards<D> {
         (range.start, None)
     }
 
-    /// Whether everything that used any of the bytes has run, without waiting.
+    /// Whether everything that used any of the bytes has run.
     pub(super) fn all_done(&self) -> bool {
         self.0.values().all(|hazard| {
-            // A failed event is reached too: what was before it has run or never will.
+            // A failed event counts as reached: everything before it has run or never will.
             hazard.events().is_ok_and(|events| events.iter().all(|event| event.is_done().unwrap_or(true)))
         })
     }
@@ -160,7 +141,7 @@ impl<D: Device> Hazards<D> {
 
 pub(super) fn wait_unless_done<D: Stream>(stream: &D, event: &D::Event) -> Result<(), DeviceError> {
     match event.is_done() {
-        // A failed event is reached too, and its failure is not this stream's.
+        // A failed event counts as reached, and its failure is not this stream's.
         Ok(true) | Err(_) => Ok(()),
         Ok(false) => stream.wait(event),
     }

@@ -3,17 +3,16 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::lane::Lane;
 use super::state::{Allocation, Moving};
-use super::{AllocError, Pool, Purpose};
+use super::{AllocError, Central, Pool, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
 
 /// An owned piece of device memory without a fixed address: [`Pool::compact`] may move it while it is not in
-/// use. Dropping it gives it back in stream order.
-#[must_use = "dropping a block gives its memory back"]
+/// use. Dropping it frees it in stream order.
+#[must_use = "dropping a block frees its memory"]
 pub struct Movable<D: Device> {
-    lane: Arc<Lane<D>>,
-    hold: Allocation,
+    central: Arc<Central<D>>,
+    allocation: Allocation,
     len: usize,
     dtype: DType,
     purpose: Purpose,
@@ -27,7 +26,7 @@ impl<D: Device> fmt::Debug for Movable<D> {
 }
 
 impl<D: Device> Pool<D> {
-    /// A block as [`Pool::allocate`] gives it, but one that compaction may move.
+    /// Allocates as [`Pool::allocate`] does, but a block that compaction may move.
     ///
     /// # Errors
     /// As for [`Pool::allocate`].
@@ -39,56 +38,53 @@ impl<D: Device> Pool<D> {
         stream: &D::Stream,
     ) -> Result<Movable<D>, AllocError> {
         let bytes = self.bytes_of(len, dtype, purpose)?;
-        // From the planner: a lane's blocks stay where they are.
-        let (hold, _) = self.take_central(self.central().state.lock(), bytes, purpose, stream)?;
-        let lane = self.lane();
-        let mut state = lane.central.state.lock();
-        if let Allocation::Range(range) = hold {
+        let (allocation, _) = self.0.allocate(bytes, purpose, stream)?;
+        if let Allocation::Range(range) = allocation {
+            let mut state = self.0.state.lock();
             state.planner.pin(range, false);
             let moving = Moving {
                 home: stream.clone(),
                 uses: Vec::new(),
                 ready: None,
                 lost: None,
-                unnoted: Vec::new(),
+                unrecorded: Vec::new(),
                 pins: 0,
             };
             state.movable.insert(range, moving);
         }
-        drop(state);
-        Ok(Movable { lane: Arc::clone(lane), hold, len, dtype, purpose, home: stream.clone() })
+        Ok(Movable { central: Arc::clone(&self.0), allocation, len, dtype, purpose, home: stream.clone() })
     }
 }
 
 impl<D: Device> Movable<D> {
-    /// How many elements.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the block has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// What it is held for.
+    /// The purpose under which the block is accounted.
     pub fn purpose(&self) -> Purpose {
         self.purpose
     }
 
-    /// Lets `enqueue` put operations that use the block on `stream`. It does not move meanwhile, and whatever moves it
-    /// later waits for them.
+    /// Calls `enqueue`, which enqueues operations that use the block on `stream`. The block does not move meanwhile,
+    /// and later moves wait for these operations.
     ///
     /// # Errors
-    /// The stream is gone; or the device failed while the block was moved, and its contents are lost.
+    /// The stream failed; or a failed move lost the block's contents.
     ///
     /// # Safety
-    /// The slice is used only by operations that `enqueue` puts on `stream`; conflicting accesses are ordered by
+    /// The slice is used only by operations that `enqueue` enqueues on `stream`; conflicting accesses are ordered by
     /// streams and events.
     pub unsafe fn with<R>(&self, stream: &D::Stream, enqueue: impl FnOnce(AnySlice) -> R) -> Result<R, DeviceError> {
-        let mut state = self.lane.central.state.lock();
-        let ptr = state.address(self.hold);
-        if let Allocation::Range(range) = self.hold
+        let mut state = self.central.state.lock();
+        let ptr = state.address(self.allocation);
+        if let Allocation::Range(range) = self.allocation
             && let Some(moving) = state.movable.get_mut(&range)
         {
             if let Some(error) = &moving.lost {
@@ -109,7 +105,7 @@ impl<D: Device> Movable<D> {
     }
 }
 
-/// Notes the use and lets the block move again, also if `enqueue` panics.
+/// Records the use and lets the block move again, also if `enqueue` panics.
 struct Unpin<'a, D: Device> {
     block: &'a Movable<D>,
     stream: &'a D::Stream,
@@ -117,12 +113,12 @@ struct Unpin<'a, D: Device> {
 
 impl<D: Device> Drop for Unpin<'_, D> {
     fn drop(&mut self) {
-        let Allocation::Range(range) = self.block.hold else { return };
+        let Allocation::Range(range) = self.block.allocation else { return };
         let used = self.stream.record();
-        let mut state = self.block.lane.central.state.lock();
+        let mut state = self.block.central.state.lock();
         let Some(moving) = state.movable.get_mut(&range) else { return };
-        // A use that cannot be noted keeps its pin: the block stays where it is for good.
-        let Ok(event) = used else { return moving.unnoted.push(self.stream.clone()) };
+        // A use that cannot be recorded keeps its pin: the block never moves again.
+        let Ok(event) = used else { return moving.unrecorded.push(self.stream.clone()) };
         moving.uses.retain(|(id, _)| *id != self.stream.id());
         moving.uses.push((self.stream.id(), event));
         moving.pins -= 1;
@@ -134,19 +130,19 @@ impl<D: Device> Drop for Unpin<'_, D> {
 
 impl<D: Device> Drop for Movable<D> {
     fn drop(&mut self) {
-        let mut state = self.lane.central.state.lock();
-        let moving = match self.hold {
+        let mut state = self.central.state.lock();
+        let moving = match self.allocation {
             Allocation::Range(range) => state.movable.remove(&range),
             _ => None,
         };
         let bytes = self.len * self.dtype.size_bytes();
-        let (mut home, mut uses, unnoted) =
-            moving.map_or_else(|| (self.home.clone(), Vec::new(), Vec::new()), |m| (m.home, m.uses, m.unnoted));
-        for stream in unnoted {
+        let (mut home, mut uses, unrecorded) =
+            moving.map_or_else(|| (self.home.clone(), Vec::new(), Vec::new()), |m| (m.home, m.uses, m.unrecorded));
+        for stream in unrecorded {
             uses.retain(|(id, _)| *id != stream.id());
             match stream.record() {
                 Ok(event) => uses.push((stream.id(), event)),
-                // Whoever takes the bytes asks it again, and gets no bytes while it gives no event.
+                // As the home stream it is recorded at reuse, which fails until that succeeds.
                 Err(_) => {
                     let before = std::mem::replace(&mut home, stream);
                     if !uses.iter().any(|(id, _)| *id == before.id()) {
@@ -155,7 +151,7 @@ impl<D: Device> Drop for Movable<D> {
                 }
             }
         }
-        state.free(self.hold, &home, uses);
+        state.free(self.allocation, &home, uses);
         state.account.sub(self.purpose, bytes);
     }
 }

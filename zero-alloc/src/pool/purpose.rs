@@ -1,8 +1,8 @@
-//! What a block is held for.
+//! The purpose of a block.
 
 use crate::planner::Lifetime;
 
-/// What a block is held for.
+/// The purpose under which a block is accounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Purpose {
     /// Parameters, or this rank's shard of them.
@@ -13,20 +13,18 @@ pub enum Purpose {
     Optimizer,
     /// Communication buckets and gathered units.
     Buckets,
-    /// Activations and the checkpoints of them.
+    /// Activations and their checkpoints.
     Activations,
-    /// Scratch of operations.
+    /// Scratch memory of operations.
     Workspace,
 }
 
 impl Purpose {
-    /// All of them, in the order of [`Report::purposes`](super::Report::purposes).
+    /// All purposes, in the order of [`Report::purposes`](super::Report::purposes).
     pub const ALL: [Self; 6] =
         [Self::Params, Self::Grads, Self::Optimizer, Self::Buckets, Self::Activations, Self::Workspace];
-}
 
-impl Purpose {
-    /// How long blocks of this purpose live: state as long as the model, the rest comes and goes within a step.
+    /// The expected lifetime: state lives as long as the model, the rest within a step.
     pub(super) fn lifetime(self) -> Lifetime {
         match self {
             Self::Params | Self::Grads | Self::Optimizer => Lifetime::Long,

@@ -1,4 +1,5 @@
-//! The end of a pool: its memory goes back when the last handle and block are gone and all that used it has run.
+//! The end of a pool: its memory is freed when the last handle and block are dropped and everything that used it has
+//! run.
 
 use super::Central;
 use super::backings::Backings;
@@ -12,23 +13,22 @@ impl<D: Device> Drop for Central<D> {
         let source = std::mem::replace(&mut state.source, Source::Backings(Backings::default()));
         let (views, hazards) = (std::mem::take(&mut state.views), std::mem::take(&mut state.hazards));
         if hazards.all_done() {
-            // SAFETY: no block is left, and all that used the memory has run.
+            // SAFETY: no block is left, and everything that used the memory has run.
             unsafe { release(source, views, &self.device) };
             return;
         }
-        // Waiting here could block the very stream whose end is waited for (a block may be dropped by an
-        // operation), so another thread does.
+        // An operation may drop the last block, and waiting here would block its own stream: another thread waits.
         let device = self.device.clone();
         let reaper = std::thread::Builder::new().name("pool reaper".into());
         let _ = reaper.spawn(move || {
             hazards.wait_all();
-            // SAFETY: no block is left, and all that used the memory has run.
+            // SAFETY: no block is left, and everything that used the memory has run.
             unsafe { release(source, views, &device) };
         });
     }
 }
 
-/// Gives everything back to the device.
+/// Returns everything to the device.
 ///
 /// # Safety
 /// No operation uses the memory any more.

@@ -1,4 +1,4 @@
-//! Where a pool's memory comes from: backings, or pages under one range of addresses.
+//! The source of a pool's memory: backings, or pages in one range of addresses.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -6,10 +6,10 @@ use std::ptr::NonNull;
 use super::backings::Backings;
 use crate::device::{Device, DeviceError, Page, VirtualMemory};
 
-/// Addresses are cheap: where the budget has no end, so many are set aside.
-const MOST_ADDRESSES: usize = 1 << 40;
+/// Address space reserved for a pool without a budget.
+const MAX_ADDRESS_BYTES: usize = 1 << 40;
 
-/// One range of addresses, whose low part has pages behind it.
+/// One range of addresses, of which pages are mapped to the low part.
 pub(super) struct Arena {
     base: NonNull<u8>,
     address_bytes: usize,
@@ -22,10 +22,10 @@ pub(super) struct Arena {
 unsafe impl Send for Arena {}
 
 impl Arena {
-    /// Sets addresses aside for `budget_bytes`.
+    /// Reserves addresses for `budget_bytes`.
     pub(super) fn new(memory: &dyn VirtualMemory, budget_bytes: usize) -> Result<Self, DeviceError> {
         let page_bytes = memory.page_bytes();
-        let address_bytes = budget_bytes.min(MOST_ADDRESSES).next_multiple_of(page_bytes).max(page_bytes);
+        let address_bytes = budget_bytes.min(MAX_ADDRESS_BYTES).next_multiple_of(page_bytes).max(page_bytes);
         let base = memory.reserve(address_bytes)?;
         Ok(Self { base, address_bytes, page_bytes, pages: Vec::new(), grows: 0 })
     }
@@ -34,8 +34,8 @@ impl Arena {
         self.address_bytes
     }
 
-    /// Puts pages behind the next `bytes`, whole pages; all of them or none. A device that has not so many is asked for
-    /// `bytes` in the error, though it is asked page by page.
+    /// Maps pages to the next `bytes`, whole pages; all of them or none. An out-of-memory error has all of `bytes`,
+    /// though pages are created one by one.
     pub(super) fn grow(&mut self, memory: &dyn VirtualMemory, bytes: usize) -> Result<(), DeviceError> {
         self.grows += 1;
         let at = self.pages.len();
@@ -44,8 +44,8 @@ impl Arena {
             match memory.create() {
                 Ok(page) => self.pages.push(page),
                 Err(DeviceError::OutOfMemory { detail, .. }) => {
-                    let had = (self.pages.len() - at) * self.page_bytes;
-                    let detail = format!("{had} of {bytes} bytes were there, then: {detail}");
+                    let created = (self.pages.len() - at) * self.page_bytes;
+                    let detail = format!("{created} of {bytes} bytes could be created: {detail}");
                     failure = Some(DeviceError::OutOfMemory { asked_bytes: bytes, detail });
                     break;
                 }
@@ -57,7 +57,7 @@ impl Arena {
         }
         if failure.is_none() {
             let start = address(self.base, at * self.page_bytes);
-            // SAFETY: within the reserved range (the planner's limit), behind everything mapped so far; the
+            // SAFETY: within the reserved range (the planner's limit), above everything mapped so far; the
             // pages are new.
             failure = unsafe { memory.map(start, &self.pages[at..]) }.err();
         }
@@ -73,7 +73,7 @@ impl Arena {
         }
     }
 
-    /// Gives the last `bytes` back, whole pages.
+    /// Unmaps and destroys the last `bytes`, whole pages.
     ///
     /// # Safety
     /// No operation uses them any more, and they are mapped nowhere else.
@@ -88,13 +88,13 @@ impl Arena {
         }
     }
 
-    /// The pages behind a range of offsets, whole pages.
+    /// The pages of a range of offsets, whole pages.
     pub(super) fn pages(&self, offsets: Range<u64>) -> &[Page] {
         let page = self.page_bytes as u64;
         &self.pages[(offsets.start / page) as usize..(offsets.end / page) as usize]
     }
 
-    /// Gives everything back.
+    /// Unmaps and destroys everything.
     ///
     /// # Safety
     /// No operation uses the memory any more, and no page is mapped elsewhere.
@@ -114,11 +114,11 @@ fn address(base: NonNull<u8>, offset: usize) -> NonNull<u8> {
     NonNull::new(base.as_ptr().wrapping_add(offset)).unwrap_or(base)
 }
 
-/// Where blocks lie.
+/// The memory from which blocks are cut.
 pub(super) enum Source {
     /// Large allocations, each a segment of the offset space.
     Backings(Backings),
-    /// Pages under one range of addresses.
+    /// Pages in one range of addresses.
     Arena(Arena),
 }
 
@@ -131,7 +131,7 @@ impl Source {
         }
     }
 
-    /// Bytes taken from the device.
+    /// Bytes reserved from the device.
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Backings(backings) => backings.bytes(),
@@ -139,7 +139,7 @@ impl Source {
         }
     }
 
-    /// How often the device was asked for more.
+    /// The number of requests for more memory.
     pub(super) fn allocations(&self) -> u64 {
         match self {
             Self::Backings(backings) => backings.allocations(),
@@ -147,7 +147,7 @@ impl Source {
         }
     }
 
-    /// Gives everything back to the device.
+    /// Returns everything to the device.
     ///
     /// # Safety
     /// No operation uses the memory any more, and no page is mapped elsewhere.

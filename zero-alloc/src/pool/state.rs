@@ -1,68 +1,64 @@
-//! What lies behind a pool's lock: taking, freeing, moving.
+//! The state behind a pool's lock: allocating, freeing, moving.
 
 use std::collections::HashMap;
 
-use super::Purpose;
 use super::hazards::{Hazards, wait_unless_done};
 use super::report::Account;
 use super::source::Source;
 use super::stitched::{ViewId, Views};
 use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
-use crate::planner::{Compaction, Planner, RangeId, Request, Room, Stitch};
+use crate::planner::{Compaction, Planner, RangeId, Remedy, Request, Stitch};
 
-/// What a block holds.
+/// The memory of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Allocation {
     /// No bytes.
-    Nothing,
+    Empty,
     /// A range of the offset space.
     Range(RangeId),
-    /// A range of the space of a lane.
-    Lane(RangeId),
-    /// Several, seen through a view.
+    /// Several ranges, seen through a view.
     View(ViewId),
 }
 
-/// Why bytes could not be taken.
+/// The reason why bytes could not be allocated.
 #[derive(Debug)]
-pub(super) enum Refusal {
-    /// Neither the device nor the budget has more, and moving does not help. What the device said, where it was the
-    /// device that had no more.
-    NoRoom(Option<String>),
+pub(super) enum Failure {
+    /// The budget (`None`) or the device (with its message) is exhausted, and moving does not help.
+    OutOfMemory(Option<String>),
     /// The device failed.
-    Failed(DeviceError),
+    Device(DeviceError),
 }
 
-impl From<DeviceError> for Refusal {
+impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
         match error {
-            DeviceError::OutOfMemory { detail, .. } => Self::NoRoom(Some(detail)),
-            error => Self::Failed(error),
+            DeviceError::OutOfMemory { detail, .. } => Self::OutOfMemory(Some(detail)),
+            error => Self::Device(error),
         }
     }
 }
 
 /// A copy that the device refused to enqueue.
 struct Refused {
-    /// How many moves were enqueued whole.
+    /// The number of moves that were enqueued completely.
     made: usize,
-    /// Whether a part of the next was.
+    /// Whether a part of the next was enqueued.
     begun: bool,
     error: DeviceError,
 }
 
-/// A block that may be moved while nobody looks.
+/// The state of a movable block.
 pub(super) struct Moving<D: Device> {
     pub(super) home: D::Stream,
-    /// The last noted use on each stream.
+    /// The last recorded use on each stream.
     pub(super) uses: Vec<(u64, D::Event)>,
-    /// Its bytes are in place behind this event, of this stream.
+    /// The stream id and event of the copy that moved it last.
     pub(super) ready: Option<(u64, D::Event)>,
-    /// Set where its contents are gone: what every use is told.
+    /// Set if a failed move lost the contents; every later use returns this error.
     pub(super) lost: Option<DeviceError>,
-    /// Streams with a use that gave no event.
-    pub(super) unnoted: Vec<D::Stream>,
-    /// How many look, and once for each of those.
+    /// Streams with a use whose event could not be recorded.
+    pub(super) unrecorded: Vec<D::Stream>,
+    /// The number of uses being enqueued, plus one for each of `unrecorded`.
     pub(super) pins: u32,
 }
 
@@ -72,65 +68,56 @@ pub(super) struct State<D: Device> {
     pub(super) hazards: Hazards<D>,
     pub(super) views: Views<D>,
     pub(super) movable: HashMap<RangeId, Moving<D>>,
-    /// Of the blocks that are not in lanes.
     pub(super) account: Account,
-    /// Bytes of the chunks that lanes have.
-    pub(super) lent_bytes: usize,
     pub(super) moved_bytes: u64,
     pub(super) compactions: u64,
 }
 
-/// The tag of what lanes have; those below are purposes.
-pub(super) const LENT: u8 = Purpose::ALL.len() as u8;
-
-/// Each round of [`State::take`] grows or compacts; more than a few would mean a mistake in the planner.
+/// Each round of [`State::allocate`] grows or compacts; more than a few would be a bug in the planner.
 const ROUNDS: usize = 8;
 
 impl<D: Device> State<D> {
-    /// Takes bytes, ordered on `stream` behind their earlier users.
-    pub(super) fn take(
+    /// Allocates bytes, ordered on `stream` behind their earlier users.
+    pub(super) fn allocate(
         &mut self,
         device: &D,
         request: Request,
         stream: &D::Stream,
         budget_bytes: usize,
-    ) -> Result<Allocation, Refusal> {
+    ) -> Result<Allocation, Failure> {
+        if request.bytes as usize > budget_bytes.saturating_sub(self.account.0.total.live_bytes) {
+            return Err(Failure::OutOfMemory(None));
+        }
         for _ in 0..ROUNDS {
             if let Some((range, start)) = self.planner.allocate(request) {
                 let end = start + self.planner.bytes_of(range);
-                if let Err(error) = self.hazards.take(start..end, stream) {
+                if let Err(error) = self.hazards.wait_and_remove(start..end, stream) {
                     self.planner.free(range);
                     return Err(error.into());
                 }
                 self.planner.pin(range, true);
                 return Ok(Allocation::Range(range));
             }
-            if let Some(hold) = self.make_room(device, request, stream, budget_bytes)? {
-                return Ok(hold);
+            if let Some(view) = self.make_room(device, request, stream, budget_bytes)? {
+                return Ok(view);
             }
         }
-        Err(Refusal::NoRoom(None))
+        Err(Failure::OutOfMemory(None))
     }
 
-    /// What the budget leaves for new blocks.
-    pub(super) fn room(&self, budget_bytes: usize) -> usize {
-        budget_bytes.saturating_sub(self.account.0.total.live_bytes + self.lent_bytes)
-    }
-
-    /// Grows, moves or maps so that the request fits; a view holds it at once.
+    /// Grows, moves or maps so that the request fits; returns the allocation if a view holds it.
     fn make_room(
         &mut self,
         device: &D,
         request: Request,
         stream: &D::Stream,
         budget_bytes: usize,
-    ) -> Result<Option<Allocation>, Refusal> {
+    ) -> Result<Option<Allocation>, Failure> {
         let bytes = request.bytes as usize;
         if let Source::Backings(backings) = &mut self.source {
             let refused = match backings.grow(device, bytes, budget_bytes) {
-                Ok(Some(got)) => {
-                    let start = self.planner.add_segment(got as u64);
-                    backings.starts_at(start);
+                Ok(Some(bytes)) => {
+                    backings.set_start(self.planner.add_segment(bytes as u64));
                     return Ok(None);
                 }
                 Ok(None) => None,
@@ -138,25 +125,25 @@ impl<D: Device> State<D> {
             };
             return match self.planner.plan_compaction(request.bytes, request.align) {
                 Some(plan) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
-                None => Err(refused.map_or(Refusal::NoRoom(None), Into::into)),
+                None => Err(refused.map_or(Failure::OutOfMemory(None), Into::into)),
             };
         }
-        if let Some(view) = self.views.reuse(&mut self.planner, request.bytes, request.tag) {
+        if let Some(view) = self.views.allocate_kept(&mut self.planner, request.bytes, request.tag) {
             return Ok(self.enter(view, stream).map(Some)?);
         }
-        let refused = match self.planner.make_room(request) {
-            Ok(Room::Grow { bytes }) => match self.grow(device, bytes) {
+        let refused = match self.planner.find_remedy(request) {
+            Ok(Remedy::Grow { bytes }) => match self.grow(device, bytes) {
                 Ok(()) => return Ok(None),
                 Err(error) => error,
             },
-            Ok(Room::Compact(plan)) => return Ok(self.apply(device, &plan, stream).map(|()| None)?),
-            Ok(Room::Stitch(plan)) => return Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
-            Err(_) => return Err(Refusal::NoRoom(None)),
+            Ok(Remedy::Compact(plan)) => return Ok(self.apply(device, &plan, stream).map(|()| None)?),
+            Ok(Remedy::Stitch(plan)) => return Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
+            Err(_) => return Err(Failure::OutOfMemory(None)),
         };
-        // The device has no page left: what is free already must do.
-        match self.planner.make_room_without_growing(request) {
-            Some(Room::Compact(plan)) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
-            Some(Room::Stitch(plan)) => Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
+        // The device is out of pages: only what is reserved already can help.
+        match self.planner.find_remedy_without_growing(request) {
+            Some(Remedy::Compact(plan)) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
+            Some(Remedy::Stitch(plan)) => Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
             _ => Err(refused.into()),
         }
     }
@@ -173,59 +160,58 @@ impl<D: Device> State<D> {
         let (Source::Arena(arena), Some(memory)) = (&self.source, device.virtual_memory()) else {
             return Err(DeviceError::Driver { call: "stitch", message: "no virtual memory".into() });
         };
-        let view = self.views.stitch(memory, arena, &mut self.planner, plan, tag)?;
+        let view = self.views.allocate_stitched(memory, arena, &mut self.planner, plan, tag)?;
         self.enter(view, stream)
     }
 
-    /// Orders a view that was just taken behind the earlier users of its bytes.
+    /// Orders a view that was just allocated behind the earlier users of its bytes.
     fn enter(&mut self, view: ViewId, stream: &D::Stream) -> Result<Allocation, DeviceError> {
         let pieces = self.views.pieces(view);
-        // All waits first: should one fail, the pieces go back with the hazards that they had.
+        // All waits first: if one fails, the pieces are freed with the hazards that they had.
         if let Err(error) = pieces.iter().try_for_each(|piece| self.hazards.wait(piece.clone(), stream)) {
-            self.views.give_up(view, &mut self.planner);
+            self.views.cancel(view, &mut self.planner);
             return Err(error);
         }
         for piece in pieces {
-            self.hazards.forget(piece);
+            self.hazards.remove(piece);
         }
         Ok(Allocation::View(view))
     }
 
-    /// The address of a hold's first byte.
-    pub(super) fn address(&self, hold: Allocation) -> *mut u8 {
-        match hold {
-            // A lane knows the addresses of what it has.
-            Allocation::Nothing | Allocation::Lane(_) => std::ptr::null_mut(),
+    /// The address of an allocation's first byte.
+    pub(super) fn address(&self, allocation: Allocation) -> *mut u8 {
+        match allocation {
+            Allocation::Empty => std::ptr::null_mut(),
             Allocation::Range(range) => self.source.address(self.planner.offset_of(range)),
             Allocation::View(view) => self.views.address(view),
         }
     }
 
-    /// Gives bytes back: `uses` and all of `home` so far lie before anyone else's.
-    pub(super) fn free(&mut self, hold: Allocation, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
-        match hold {
-            Allocation::Nothing | Allocation::Lane(_) => {}
+    /// Frees bytes: their next user on another stream runs behind `uses` and everything on `home` so far.
+    pub(super) fn free(&mut self, allocation: Allocation, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
+        match allocation {
+            Allocation::Empty => {}
             Allocation::Range(range) => {
                 self.movable.remove(&range);
                 let (start, bytes) = self.planner.free(range);
-                self.hazards.put(start..start + bytes, home, uses);
+                self.hazards.insert(start..start + bytes, home, uses);
             }
             Allocation::View(view) => {
                 self.views.free(view, &mut self.planner, home, &uses);
                 for piece in self.views.pieces(view) {
-                    self.hazards.put(piece, home, uses.clone());
+                    self.hazards.insert(piece, home, uses.clone());
                 }
             }
         }
     }
 
-    /// Makes the moves of a plan: copies on `stream`, behind everything that used the bytes, and everyone who uses
-    /// the moved blocks later comes behind the copies.
+    /// Carries out a plan by copies on `stream`, ordered behind all earlier uses of the bytes and before all later
+    /// uses of the moved blocks.
     ///
-    /// Where the device refuses a copy, the moves before it stand. A block that is half moved then, or that no later
-    /// use can be ordered behind, is lost: using it is an error.
+    /// If the device refuses a copy, the moves before it remain valid. A block that is half moved then, or whose later
+    /// uses cannot be ordered behind the copy, is lost: using it is an error.
     pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
-        // All waits first: should one fail, nothing has moved, and the hazards are as they were.
+        // All waits first: if one fails, nothing has moved, and the hazards are unchanged.
         for m in &plan.moves {
             if let Some(moving) = self.movable.get(&m.range) {
                 for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
@@ -245,14 +231,14 @@ impl<D: Device> State<D> {
         if refused.is_none() {
             self.planner.apply(plan);
         } else if made > 0 {
-            let mut stands = plan.clone();
-            stands.moves.truncate(made);
-            self.planner.apply(&stands);
+            let mut valid = plan.clone();
+            valid.moves.truncate(made);
+            self.planner.apply(&valid);
         }
         let done = stream.record();
         for m in &plan.moves[..made] {
             self.moved_bytes += m.bytes;
-            self.hazards.forget(m.to..m.to + m.bytes);
+            self.hazards.remove(m.to..m.to + m.bytes);
             match &done {
                 Err(error) => self.lose(m.range, stream, error),
                 Ok(done) => {
@@ -266,13 +252,13 @@ impl<D: Device> State<D> {
         if let (Some(m), Some(refused)) = (half, &refused) {
             self.lose(m.range, stream, &refused.error);
         }
-        // What became free may be touched behind the copies, and so may the free bytes that half a move wrote.
+        // Vacated bytes, and free bytes written by half a move, may be used behind the copies.
         let vacated = plan.moves[..made].iter().map(|m| m.from..m.from + m.bytes);
         let written = half.map(|m| m.to..m.to + m.bytes);
         for range in self.planner.free_within(vacated.chain(written)) {
-            self.hazards.forget(range.clone());
+            self.hazards.remove(range.clone());
             let uses = done.iter().map(|done| (stream.id(), done.clone())).collect();
-            self.hazards.put(range, stream, uses);
+            self.hazards.insert(range, stream, uses);
         }
         self.compactions += u64::from(made > 0);
         refused.map_or(done.map(|_| ()), |refused| Err(refused.error))
@@ -289,12 +275,12 @@ impl<D: Device> State<D> {
         Ok(())
     }
 
-    /// The contents of a block are not what they were: from now on using it is an error. All that used it
-    /// lies before what `stream` has so far.
+    /// Marks a block's contents as lost: from now on using it is an error. All its earlier uses precede the operations
+    /// that are on `stream` now.
     fn lose(&mut self, range: RangeId, stream: &D::Stream, why: &DeviceError) {
         self.planner.pin(range, true);
         if let Some(moving) = self.movable.get_mut(&range) {
-            let message = format!("the contents of a block that was being moved are lost: {why}");
+            let message = format!("the block's contents were lost when a move failed: {why}");
             let (stream_name, op) = (stream.name().to_owned(), "compaction".to_owned());
             moving.lost = Some(DeviceError::Operation { stream: stream_name, op, message });
             (moving.home, moving.uses, moving.ready) = (stream.clone(), Vec::new(), None);
@@ -302,7 +288,7 @@ impl<D: Device> State<D> {
     }
 
     fn bytes_at(&self, offset: u64, bytes: u64) -> AnySlice {
-        // SAFETY: offsets of ranges lie within the pool's memory; `apply` orders the accesses by events.
+        // SAFETY: offsets of ranges are within the pool's memory; `apply` orders the accesses by events.
         unsafe { AnySlice::from_raw_parts(self.source.address(offset), bytes as usize, DType::U8) }
     }
 }

@@ -1,7 +1,7 @@
-//! Blocks made of free pages from several places, mapped under addresses of their own.
+//! Blocks made of free pages from several places, mapped at contiguous addresses.
 //!
-//! The pages stay mapped where they are, too: a stitched block is a second view of them, and its pieces are taken
-//! from the offset space like any block. When it is freed the view is kept, and serves again when all its
+//! The pages stay mapped where they are, too: a stitched block is a second view of them, and its pieces are allocated
+//! from the offset space like any block. When it is freed the view is kept and reused when all its
 //! pieces are free. A view is unmapped only when everything that used it has run.
 
 use std::ops::Range;
@@ -11,7 +11,7 @@ use super::source::Arena;
 use crate::device::{Device, DeviceError, Event, Stream, VirtualMemory};
 use crate::planner::{Planner, RangeId, Stitch};
 
-/// Views kept beyond this many are unmapped when that is possible without waiting.
+/// Kept views beyond this many are unmapped if that is possible without waiting.
 pub(super) const KEPT: usize = 64;
 
 struct View<D: Device> {
@@ -19,9 +19,9 @@ struct View<D: Device> {
     bytes: usize,
     /// First offset and size of each piece.
     pieces: Vec<(u64, u64)>,
-    /// The pieces while a block uses them.
-    taken: Vec<RangeId>,
-    /// Behind these, nothing uses the view's addresses; `None` where the last user's stream gave no event.
+    /// The ranges of the pieces while a block uses them.
+    ranges: Vec<RangeId>,
+    /// Behind these, nothing uses the view's addresses; `None` if an event of the last user could not be recorded.
     last_uses: Option<Vec<D::Event>>,
 }
 
@@ -54,38 +54,38 @@ impl<D: Device> Views<D> {
         self.slots[id.0].as_ref().map_or(std::ptr::null_mut(), |view| view.base.as_ptr())
     }
 
-    /// The offsets that a view shows.
+    /// The offsets of a view's pieces.
     pub(super) fn pieces(&self, id: ViewId) -> Vec<Range<u64>> {
         let pieces = self.slots[id.0].as_ref().map(|view| view.pieces.as_slice()).unwrap_or_default();
         pieces.iter().map(|(start, bytes)| *start..start + bytes).collect()
     }
 
-    /// A kept view that holds `bytes` and whose pieces are all free; they are taken.
-    pub(super) fn reuse(&mut self, planner: &mut Planner, bytes: u64, tag: u8) -> Option<ViewId> {
+    /// Allocates a kept view that holds `bytes` and whose pieces are all free.
+    pub(super) fn allocate_kept(&mut self, planner: &mut Planner, bytes: u64, tag: u8) -> Option<ViewId> {
         let fits = |view: &View<D>| {
-            // Not one that wastes more than an eighth.
-            view.taken.is_empty() && view.bytes as u64 >= bytes && view.bytes as u64 <= bytes + bytes / 8
+            // At most an eighth is wasted.
+            view.ranges.is_empty() && view.bytes as u64 >= bytes && view.bytes as u64 <= bytes + bytes / 8
         };
         for (id, slot) in self.slots.iter_mut().enumerate() {
             let Some(view) = slot.as_mut().filter(|view| fits(view)) else { continue };
             for (start, bytes) in &view.pieces {
-                match planner.take_at(*start, *bytes, tag) {
-                    Some(range) => view.taken.push(range),
+                match planner.allocate_at(*start, *bytes, tag) {
+                    Some(range) => view.ranges.push(range),
                     None => break,
                 }
             }
-            if view.taken.len() == view.pieces.len() {
+            if view.ranges.len() == view.pieces.len() {
                 return Some(ViewId(id));
             }
-            for range in view.taken.drain(..) {
+            for range in view.ranges.drain(..) {
                 planner.free(range);
             }
         }
         None
     }
 
-    /// Takes the pieces of `plan` and maps them; where that fails, everything is as before.
-    pub(super) fn stitch(
+    /// Allocates the pieces of `plan` and maps them; if that fails, nothing has changed.
+    pub(super) fn allocate_stitched(
         &mut self,
         memory: &dyn VirtualMemory,
         arena: &Arena,
@@ -105,8 +105,8 @@ impl<D: Device> Views<D> {
             return Err(error);
         }
         self.mapped_pages += pages.len() as u64;
-        let taken = planner.take_pieces(plan, tag);
-        let view = View { base, bytes, pieces: plan.pieces.clone(), taken, last_uses: Some(Vec::new()) };
+        let ranges = planner.allocate_pieces(plan, tag);
+        let view = View { base, bytes, pieces: plan.pieces.clone(), ranges, last_uses: Some(Vec::new()) };
         let free = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
         if free == self.slots.len() {
             self.slots.push(None);
@@ -115,27 +115,25 @@ impl<D: Device> Views<D> {
         Ok(ViewId(free))
     }
 
-    /// Gives the pieces back and keeps the view.
+    /// Frees the pieces and keeps the view.
     pub(super) fn free(&mut self, id: ViewId, planner: &mut Planner, home: &D::Stream, uses: &[(u64, D::Event)]) {
+        self.cancel(id, planner);
         let Some(view) = &mut self.slots[id.0] else { return };
-        for range in view.taken.drain(..) {
-            planner.free(range);
-        }
         let uses = uses.iter().map(|(_, event)| event.clone());
         view.last_uses = home.record().ok().map(|last| uses.chain([last]).collect());
     }
 
-    /// Gives back the pieces of a view that was taken and not used.
-    pub(super) fn give_up(&mut self, id: ViewId, planner: &mut Planner) {
+    /// Frees the pieces of a view that was allocated and not used.
+    pub(super) fn cancel(&mut self, id: ViewId, planner: &mut Planner) {
         let Some(view) = &mut self.slots[id.0] else { return };
-        for range in view.taken.drain(..) {
+        for range in view.ranges.drain(..) {
             planner.free(range);
         }
     }
 
-    /// Unmaps views that nothing uses, if many are kept.
+    /// Unmaps unused views if more than [`KEPT`] are kept.
     fn drop_some(&mut self, memory: &dyn VirtualMemory) {
-        let kept = self.slots.iter().flatten().filter(|view| view.taken.is_empty()).count();
+        let kept = self.slots.iter().flatten().filter(|view| view.ranges.is_empty()).count();
         let mut surplus = kept.saturating_sub(KEPT);
         for slot in self.slots.iter_mut() {
             if surplus == 0 {
@@ -145,16 +143,16 @@ impl<D: Device> Views<D> {
                 && let Some(view) = slot.take()
             {
                 surplus -= 1;
-                // SAFETY: no block has it, and all that used it has run.
+                // SAFETY: no block has it, and everything that used it has run.
                 unsafe { view.unmap(memory) };
             }
         }
     }
 
-    /// Unmaps the views that show anything above an offset.
+    /// Unmaps the views with a piece above an offset.
     ///
     /// # Safety
-    /// No block has them, and all that used them has run.
+    /// No block has them, and everything that used them has run.
     pub(super) unsafe fn drop_above(&mut self, offset: u64, memory: &dyn VirtualMemory) {
         for slot in self.slots.iter_mut() {
             if slot.as_ref().is_some_and(|view| view.end() > offset)
@@ -184,18 +182,18 @@ impl<D: Device> View<D> {
         self.pieces.iter().map(|(start, bytes)| start + bytes).max().unwrap_or(0)
     }
 
-    /// Whether no block has it and all that used it has run.
+    /// Whether no block has it and everything that used it has run.
     fn is_unused(&self) -> bool {
         let done = |events: &Vec<D::Event>| events.iter().all(|event| event.is_done().unwrap_or(true));
-        self.taken.is_empty() && self.last_uses.as_ref().is_some_and(done)
+        self.ranges.is_empty() && self.last_uses.as_ref().is_some_and(done)
     }
 
     /// # Safety
     /// No operation uses the view any more.
     unsafe fn unmap(self, memory: &dyn VirtualMemory) {
-        // SAFETY: mapped by `stitch`; unused by the caller's promise.
+        // SAFETY: mapped by `allocate_stitched`; unused by the caller's promise.
         unsafe { memory.unmap(self.base, self.bytes / memory.page_bytes()) };
-        // SAFETY: reserved by `stitch`, with nothing mapped any more.
+        // SAFETY: reserved by `allocate_stitched`, with nothing mapped any more.
         unsafe { memory.release(self.base, self.bytes) };
     }
 }

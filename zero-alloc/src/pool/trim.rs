@@ -1,7 +1,7 @@
-//! Giving memory back to the device while the pool lives.
+//! Returning memory to the device while the pool lives.
 //!
-//! What goes is the free end of the offset space: pages, or the last backings that are free as a whole. Nothing goes
-//! before all that used it has run. The wait for that holds no lock, so it holds up no thread and no operation that
+//! Only the free end of the offset space is returned: pages, or trailing backings that are entirely free, and only
+//! after everything that used it has run. That wait holds no lock, so it blocks no thread and no operation that
 //! drops a block.
 
 use std::ops::Range;
@@ -12,36 +12,32 @@ use super::source::Source;
 use super::state::State;
 use crate::device::{Device, Event};
 
-/// What a look at the free end found.
+/// The result of one pass over the free end.
 struct Trimmed<D: Device> {
     bytes: usize,
-    /// Behind this, more can go.
+    /// Behind this event, more can be returned.
     later: Option<D::Event>,
 }
 
 impl<D: Device> Pool<D> {
-    /// Gives the free end of the pool's memory back to the device: the free pages above its last block, or those of
-    /// the last backings that are free as a whole. Waits until all that used it has run, at most `limit`; what is in
-    /// use longer stays, as does the memory of [`Pool::take_budget`]. Says how many bytes went back. Who needs an
-    /// address for longer than its block (a graph that is launched again, a library that was told of it) keeps the
-    /// block.
+    /// Returns the free end of the pool's memory to the device: the free pages above its last block, or the trailing
+    /// backings that are entirely free. Waits at most `limit` until everything that used it has run; memory in use
+    /// longer stays, as does the memory of [`Pool::reserve_budget`]. Returns the number of bytes. A user that needs an
+    /// address for longer than its block (a graph that is launched again, a library with which it is registered) keeps
+    /// the block.
     ///
-    /// What lies below the last block stays, so [`Pool::compact`] before this gives more where blocks may move. A
-    /// pool takes memory again when it needs it, at the cost of the device's calls: this is for memory that another
-    /// needs, not for every step.
+    /// Memory below the last block stays, so [`Pool::compact`] before this returns more if blocks may move. A
+    /// pool reserves memory again when needed, at the cost of the device's calls: this is for memory that another
+    /// library needs, not for every step.
     pub fn trim(&self, limit: Duration) -> usize {
         let start = Instant::now();
         let mut bytes = 0;
         loop {
-            for lane in self.0.iter() {
-                lane.return_empty(&mut lane.lock());
-            }
-            let central = self.central();
-            let trimmed = central.state.lock().trim(&central.device);
+            let trimmed = self.0.state.lock().trim(&self.0.device);
             bytes += trimmed.bytes;
             let Some(event) = trimmed.later else { return bytes };
             let left = limit.saturating_sub(start.elapsed());
-            // Where the event fails, its stream has ended, and so has all that was before it.
+            // If the event failed, its stream has ended, and so has everything before it.
             if left.is_zero() || event.synchronize(left).is_err() && !event.is_done().unwrap_or(true) {
                 return bytes;
             }
@@ -50,7 +46,7 @@ impl<D: Device> Pool<D> {
 }
 
 impl<D: Device> State<D> {
-    /// Gives back what is free at the end and done.
+    /// Returns the part of the free end whose users have run.
     fn trim(&mut self, device: &D) -> Trimmed<D> {
         match self.source {
             Source::Arena(_) => self.trim_pages(device),
@@ -73,18 +69,18 @@ impl<D: Device> State<D> {
         };
         let (page, end) = (memory.page_bytes() as u64, tail.end);
         let from = tail.start.next_multiple_of(page).min(end);
-        let (used_to, later) = self.hazards.settle(from..end);
-        let cut = used_to.next_multiple_of(page).min(end);
-        // What is in use is set aside, since the planner gives all of a free end.
+        let (pending_end, later) = self.hazards.find_pending(from..end);
+        let cut = pending_end.next_multiple_of(page).min(end);
+        // The planner cuts off all of a free end, so a granule below the cut is allocated meanwhile.
         let granule = self.planner.config().granule_bytes;
-        let aside = if cut > from { self.planner.take_at(cut - granule, granule, 0) } else { None };
-        let bytes = if cut > from && aside.is_none() { 0 } else { self.planner.shrink() };
-        if let Some(aside) = aside {
-            self.planner.free(aside);
+        let guard = if cut > from { self.planner.allocate_at(cut - granule, granule, 0) } else { None };
+        let bytes = if cut > from && guard.is_none() { 0 } else { self.planner.shrink() };
+        if let Some(guard) = guard {
+            self.planner.free(guard);
         }
-        self.hazards.forget(end - bytes..end);
-        // SAFETY: no block has the range or a view of it; whoever used it, at whatever addresses, came before its
-        // hazards, and those have run.
+        self.hazards.remove(end - bytes..end);
+        // SAFETY: no block has the range or a view of it; all users, at whatever addresses, preceded its hazards, and
+        // those have run.
         unsafe { self.views.drop_above(end - bytes, memory) };
         // SAFETY: as above; no view is left.
         unsafe { arena.shrink(memory, bytes as usize) };
@@ -95,18 +91,18 @@ impl<D: Device> State<D> {
         let mut trimmed = Trimmed { bytes: 0, later: None };
         while let Some(tail) = self.free_tail() {
             let Source::Backings(backings) = &mut self.source else { break };
-            if !backings.may_give_back(&tail) {
+            if !backings.can_free_last(&tail) {
                 break;
             }
-            let (used_to, later) = self.hazards.settle(tail.clone());
-            if used_to > tail.start {
+            let (pending_end, later) = self.hazards.find_pending(tail.clone());
+            if pending_end > tail.start {
                 trimmed.later = later;
                 break;
             }
-            self.hazards.forget(tail);
+            self.hazards.remove(tail);
             trimmed.bytes += self.planner.shrink() as usize;
-            // SAFETY: no block has it, and all that used it has run.
-            unsafe { backings.give_back_last(device) };
+            // SAFETY: no block has it, and everything that used it has run.
+            unsafe { backings.free_last(device) };
         }
         trimmed
     }

@@ -30,8 +30,8 @@ pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
                         fill_movable(&pool, &compute, &block, value);
                         held.push((block, value));
                     }
-                    Err(AllocError::OutOfMemory { after_compaction_bytes, asked_bytes, .. }) => {
-                        assert!(after_compaction_bytes < asked_bytes, "it would have fitted");
+                    Err(AllocError::OutOfMemory { after_compaction_bytes, requested_bytes, .. }) => {
+                        assert!(after_compaction_bytes < requested_bytes, "it would have fitted");
                     }
                     Err(error) => panic!("{error}"),
                 }

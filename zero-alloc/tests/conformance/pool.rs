@@ -122,10 +122,10 @@ pub(crate) fn the_budget_is_a_limit_and_its_error_has_the_numbers<B: Backend>(ba
     let pool = Pool::new(device, budget);
     let held = pool.allocate(most, DType::U8, Purpose::Params, &stream).expect("room");
     let error = pool.allocate(WHOLE + 1, DType::U8, Purpose::Buckets, &stream).expect_err("over the budget");
-    let AllocError::OutOfMemory { asked_bytes, purpose, live_bytes, budget_bytes, .. } = error else {
+    let AllocError::OutOfMemory { requested_bytes, purpose, live_bytes, budget_bytes, .. } = error else {
         panic!("{error}");
     };
-    assert_eq!((asked_bytes, purpose, live_bytes, budget_bytes), (WHOLE + 1, Purpose::Buckets, most, budget));
+    assert_eq!((requested_bytes, purpose, live_bytes, budget_bytes), (WHOLE + 1, Purpose::Buckets, most, budget));
     let rest = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &stream).expect("just fits");
     assert_eq!(pool.report().total.live_bytes, budget);
     let huge = pool.allocate(usize::MAX / 2, DType::F64, Purpose::Params, &stream).expect_err("overflows");

@@ -30,8 +30,8 @@ fn a_pool_that_asks_for_more_pages_than_cuda_has_gives_them_all_back() {
     let x = floats(&pool, &stream, 1000, 3.0);
     let (before, _) = device.memory_bytes().expect("a number");
     let error = pool.allocate(total, DType::U8, Purpose::Activations, &stream).expect_err("some of it is taken");
-    let AllocError::OutOfMemory { asked_bytes, device: Some(words), .. } = &error else { panic!("{error}") };
-    assert_eq!(*asked_bytes, total);
+    let AllocError::OutOfMemory { requested_bytes, device: Some(words), .. } = &error else { panic!("{error}") };
+    assert_eq!(*requested_bytes, total);
     assert!(words.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{words}");
     let (after, _) = device.memory_bytes().expect("a number");
     assert_eq!(after, before);

@@ -18,9 +18,9 @@ fn a_pool_of_shareable_cuda_memory_is_one_allocation_when_it_takes_its_budget() 
     let granularity = device.granularity_bytes();
     let (free, _) = device.memory_bytes().expect("a number");
     let pool = Pool::new(device.clone(), 3 * granularity - 1);
-    let (start, bytes) = pool.take_budget().expect("one backing");
+    let (start, bytes) = pool.reserve_budget().expect("one backing");
     assert_eq!(bytes, 3 * granularity);
-    assert_eq!(pool.take_budget().expect("the same"), (start, bytes));
+    assert_eq!(pool.reserve_budget().expect("the same"), (start, bytes));
     // Whatever lies in the pool lies in it.
     let (x, y) = (floats(&pool, &stream, 100_000, 1.0), floats(&pool, &stream, 1_000_000, 2.0));
     for block in [&x, &y] {
@@ -61,18 +61,18 @@ fn cuda_memory_that_nobody_else_may_open_says_why() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_pool_that_cannot_take_its_budget_as_one_piece_of_cuda_memory_says_why() {
-    let why = |pool: &Pool<_>| match pool.take_budget() {
-        Err(AllocError::Device(DeviceError::Driver { call: "Pool::take_budget", message })) => message,
+    let why = |pool: &Pool<_>| match pool.reserve_budget() {
+        Err(AllocError::Device(DeviceError::Driver { call: "Pool::reserve_budget", message })) => message,
         other => panic!("{other:?}"),
     };
-    assert!(why(&Pool::new(open(), 1 << 20)).contains("lends pages"));
+    assert!(why(&Pool::new(open(), 1 << 20)).contains("uses pages"));
     let device = open().with_shareable_backings().expect("the driver answers");
     let stream = device.create_stream("compute").expect("a stream");
     let grown = Pool::new(device.clone(), 64 << 20);
     let block = grown.allocate(100, DType::F32, Purpose::Buckets, &stream).expect("room");
-    assert!(why(&grown).contains("has taken memory already"));
+    assert!(why(&grown).contains("has reserved a part of its budget"));
     drop(block);
     let (_, total) = device.memory_bytes().expect("a number");
-    let error = Pool::new(device, 2 * total).take_budget().expect_err("more than there is");
+    let error = Pool::new(device, 2 * total).reserve_budget().expect_err("more than there is");
     assert!(matches!(error, AllocError::Device(DeviceError::OutOfMemory { .. })), "{error}");
 }

@@ -90,7 +90,7 @@ impl NcclCommunicator {
     /// meanwhile.
     pub fn register_pool(&self, pool: &Pool<CudaDevice>) -> Result<Registration, CommError> {
         self.registered(Some(pool.clone()), || {
-            let (at, bytes) = pool.take_budget().map_err(|e| back_end(e.to_string()))?;
+            let (at, bytes) = pool.reserve_budget().map_err(|e| back_end(e.to_string()))?;
             // SAFETY: the pool's, which the registration keeps.
             let whole = unsafe { AnySlice::from_raw_parts(at, bytes, DType::U8) };
             // SAFETY: as above.

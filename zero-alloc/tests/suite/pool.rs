@@ -1,4 +1,4 @@
-//! What the pool promises: accounting, and that nothing leaks. Reuse in stream order and budgets are in `conformance`.
+//! Accounting by purpose, and the end of a pool. Reuse in stream order and budgets are in `conformance`.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -11,21 +11,21 @@ use zero_alloc::{Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The host, counting what it has lent.
+/// The host, counting allocated bytes.
 #[derive(Clone, Debug, Default)]
 struct Counting {
     host: HostDevice,
-    lent_bytes: Arc<AtomicUsize>,
+    allocated_bytes: Arc<AtomicUsize>,
 }
 
 // SAFETY: the host's memory.
 unsafe impl Memory for Counting {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        self.lent_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.allocated_bytes.fetch_add(bytes, Ordering::Relaxed);
         self.host.allocate(bytes)
     }
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        self.lent_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.allocated_bytes.fetch_sub(bytes, Ordering::Relaxed);
         // SAFETY: the caller's promise.
         unsafe { self.host.deallocate(ptr, bytes) };
     }
@@ -72,7 +72,7 @@ fn setup(budget_bytes: usize) -> (Pool<HostDevice>, HostStream, HostStream) {
 }
 
 #[test]
-fn blocks_are_accounted_by_purpose_as_asked_for() {
+fn blocks_are_accounted_by_purpose() {
     let (pool, stream, _) = setup(1 << 20);
     let params = pool.allocate(3, DType::Bf16, Purpose::Params, &stream).expect("room");
     let grads = pool.allocate(5, DType::F32, Purpose::Grads, &stream).expect("room");
@@ -92,9 +92,9 @@ fn blocks_are_accounted_by_purpose_as_asked_for() {
 }
 
 #[test]
-fn a_block_of_nothing_is_fine() {
+fn an_empty_block_needs_no_memory() {
     let (pool, stream, _) = setup(0);
-    let mut block = pool.allocate(0, DType::F32, Purpose::Params, &stream).expect("nothing is asked for");
+    let mut block = pool.allocate(0, DType::F32, Purpose::Params, &stream).expect("an empty block");
     assert!(block.is_empty());
     // SAFETY: of length 0.
     let slice = unsafe { block.typed::<f32>() }.expect("f32");
@@ -105,49 +105,49 @@ fn a_block_of_nothing_is_fine() {
     assert_eq!(pool.report().reserved_bytes, 0);
 }
 
-/// Enqueues an operation that runs only when the gate opens.
+/// Enqueues an operation that runs once the monitor's value is true.
 fn hold(stream: &HostStream) -> Arc<Monitor<bool>> {
-    let gate = Arc::new(Monitor::new(false));
-    let held = Arc::clone(&gate);
-    let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
+    let open = Arc::new(Monitor::new(false));
+    let opened = Arc::clone(&open);
+    let op = move || opened.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
     stream.enqueue("hold", op).expect("enqueued");
-    gate
+    open
 }
 
 #[test]
-fn everything_goes_back_when_the_last_block_is_gone() {
+fn memory_is_freed_with_the_last_block() {
     let device = Counting::default();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
     let block = pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("room");
     drop(pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("room"));
     drop(pool);
-    assert!(device.lent_bytes.load(Ordering::Relaxed) >= 5 << 20);
+    assert!(device.allocated_bytes.load(Ordering::Relaxed) >= 5 << 20);
     stream.synchronize(LIMIT).expect("ran");
     drop(block);
-    wait_for_nothing_lent(&device);
+    wait_until_all_is_freed(&device);
 }
 
 #[test]
-fn memory_under_a_running_operation_is_not_given_back() {
+fn memory_in_use_is_not_freed() {
     let device = Counting::default();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
     let block = pool.allocate(100, DType::U8, Purpose::Params, &stream).expect("room");
-    let gate = hold(&stream);
+    let open = hold(&stream);
     drop((pool, block));
     std::thread::sleep(Duration::from_millis(20));
-    assert!(device.lent_bytes.load(Ordering::Relaxed) > 0);
-    gate.update(|open| *open = true);
-    wait_for_nothing_lent(&device);
+    assert!(device.allocated_bytes.load(Ordering::Relaxed) > 0);
+    open.update(|open| *open = true);
+    wait_until_all_is_freed(&device);
 }
 
-fn wait_for_nothing_lent(device: &Counting) {
+fn wait_until_all_is_freed(device: &Counting) {
     for _ in 0..6000 {
-        if device.lent_bytes.load(Ordering::Relaxed) == 0 {
+        if device.allocated_bytes.load(Ordering::Relaxed) == 0 {
             return;
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    panic!("{} bytes are still lent", device.lent_bytes.load(Ordering::Relaxed));
+    panic!("{} bytes are still allocated", device.allocated_bytes.load(Ordering::Relaxed));
 }

@@ -1,4 +1,4 @@
-//! One pool, many threads.
+//! One pool used by many threads.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Pool, Purpose};
 
-/// Under Miri everything takes long.
+/// Miri is slow.
 const LIMIT: Duration = Duration::from_secs(if cfg!(miri) { 3600 } else { 60 });
 const THREADS: u64 = if cfg!(miri) { 3 } else { 8 };
-const MOST_BYTES: usize = if cfg!(miri) { 64 } else { 4000 };
+const MAX_BYTES: usize = if cfg!(miri) { 64 } else { 4000 };
 
 fn write_and_check(stream: &HostStream, slice: AnySlice, value: u64) -> Result<(), DeviceError> {
     let slice = slice.typed::<u8>()?;
@@ -21,7 +21,7 @@ fn write_and_check(stream: &HostStream, slice: AnySlice, value: u64) -> Result<(
     stream.enqueue("check", move || {
         // SAFETY: host memory; the block is this thread's.
         let seen = unsafe { slice.as_host() };
-        assert!(seen.iter().all(|b| *b == value as u8), "somebody else wrote here");
+        assert!(seen.iter().all(|b| *b == value as u8), "another thread wrote here");
         Ok(())
     })
 }
@@ -40,7 +40,7 @@ fn threads_share_a_pool() {
                 let mut random = thread;
                 for round in 0..rounds {
                     random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    let bytes = 1 + (random >> 33) as usize % MOST_BYTES;
+                    let bytes = 1 + (random >> 33) as usize % MAX_BYTES;
                     let purpose = Purpose::ALL[(random >> 20) as usize % 6];
                     if random >> 63 == 0 {
                         let block = pool.allocate(bytes, DType::U8, purpose, &stream).expect("room");

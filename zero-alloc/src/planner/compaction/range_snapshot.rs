@@ -1,9 +1,9 @@
-//! A survey: the ranges of a space in flat rows, as plans that move them need them.
+//! A snapshot of a space's ranges in flat arrays, from which plans are made.
 //!
-//! A plan looks at every range several times; a list by offset would make it wait for each link.
+//! A plan visits every range several times, and following a linked list by offset would wait for each link.
 
-use super::offsets::{Offsets, RangeId};
-use super::ranges::{NONE, State};
+use super::super::ranges::{NONE, State};
+use super::{Offsets, RangeId};
 
 /// A range that is free or may move.
 #[derive(Clone, Copy)]
@@ -13,8 +13,6 @@ pub(super) struct Part {
     pub(super) range: RangeId,
     pub(super) align_log2: u8,
     pub(super) free: bool,
-    /// Used, and came after ranges were last aged.
-    pub(super) young: bool,
 }
 
 impl Part {
@@ -22,25 +20,25 @@ impl Part {
         self.start + self.bytes
     }
 
-    /// The lowest place from `start` on that suits it.
+    /// The lowest offset from `start` on that has the range's alignment.
     pub(super) fn place_from(&self, start: u64) -> u64 {
         start.next_multiple_of(1 << self.align_log2)
     }
 }
 
-/// All parts by offset. Neighbours without a gap or a pinned range between them are a row: within it, any can move.
+/// All parts by offset. A row is a run of neighbours without a gap or a pinned range between them.
 pub(super) struct RangeSnapshot {
     pub(super) granule: u64,
     parts: Vec<Part>,
     holes: Vec<Part>,
-    /// Where each row ends.
+    /// The index behind the last part of each row.
     ends: Vec<usize>,
     largest_hole_bytes: u64,
 }
 
 impl RangeSnapshot {
     pub(super) fn of(space: &Offsets) -> Self {
-        let mut survey = Self {
+        let mut snapshot = Self {
             granule: space.granule,
             parts: Vec::with_capacity(256),
             holes: Vec::with_capacity(128),
@@ -51,30 +49,28 @@ impl RangeSnapshot {
         while at != NONE {
             let range = &space.ranges[at as usize];
             if range.start != row_end {
-                survey.end_row();
+                snapshot.end_row();
             }
-            let free = range.state == State::Free;
             let part = Part {
                 start: range.start,
                 bytes: range.bytes,
                 range: RangeId(at),
                 align_log2: range.align_log2,
-                free,
-                young: !free && !range.old,
+                free: range.state == State::Free,
             };
             match range.state {
-                State::Used => survey.parts.push(part),
+                State::Used => snapshot.parts.push(part),
                 State::Free => {
-                    survey.parts.push(part);
-                    survey.holes.push(part);
-                    survey.largest_hole_bytes = survey.largest_hole_bytes.max(part.bytes);
+                    snapshot.parts.push(part);
+                    snapshot.holes.push(part);
+                    snapshot.largest_hole_bytes = snapshot.largest_hole_bytes.max(part.bytes);
                 }
-                State::Pinned | State::Spare => survey.end_row(),
+                State::Pinned | State::Spare => snapshot.end_row(),
             }
             (at, row_end) = (range.above, range.end());
         }
-        survey.end_row();
-        survey
+        snapshot.end_row();
+        snapshot
     }
 
     pub(super) fn largest_hole_bytes(&self) -> u64 {

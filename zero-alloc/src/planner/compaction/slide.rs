@@ -1,16 +1,14 @@
 //! Sliding: the used ranges of a window are packed towards its low end, and its holes become one.
 
-use super::compaction::{Cause, Compaction, Relocation, Window, take_cheapest};
-use super::cost::CostModel;
-use super::range_snapshot::{Part, RangeSnapshot};
-use super::ranges::NONE;
+use super::super::ranges::NONE;
+use super::{Compaction, CostModel, Part, RangeSnapshot, Relocation, Window, remove_cheapest};
 
-/// The window that is packed at the least cost.
-pub(super) fn cheapest<'a>(survey: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Option<Window<'a>> {
-    let mut windows = windows(survey, wanted, cost);
+/// The window with the least cost of packing.
+pub(super) fn cheapest<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Option<Window<'a>> {
+    let mut windows = windows(snapshot, wanted, cost);
     let mut best: Option<Window<'a>> = None;
     let mut limit_ns = f64::INFINITY;
-    while let Some(window) = take_cheapest(&mut windows)
+    while let Some(window) = remove_cheapest(&mut windows)
         && window.cost_ns < limit_ns
     {
         if let Some(cost_ns) = pack_ns(&window, wanted, cost, limit_ns) {
@@ -21,11 +19,11 @@ pub(super) fn cheapest<'a>(survey: &'a RangeSnapshot, wanted: u64, cost: &CostMo
     best
 }
 
-/// For each hole that may be the last of a window, the shortest window with it. What each costs is a lower bound:
-/// without cutting moves that overlap themselves.
-fn windows<'a>(survey: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
-    let mut windows = Vec::with_capacity(survey.holes().len());
-    for row in survey.rows() {
+/// For each hole that may be the last of a window, the shortest window that ends with it. The costs are lower bounds:
+/// they do not count the cuts of moves that overlap themselves.
+fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
+    let mut windows = Vec::with_capacity(snapshot.holes().len());
+    for row in snapshot.rows() {
         // In the window: free bytes, used bytes, used ranges.
         let (mut first, mut free, mut used, mut ranges) = (0, 0u64, 0u64, 0u64);
         for (last, part) in row.iter().enumerate() {
@@ -53,7 +51,7 @@ fn windows<'a>(survey: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Vec<
     windows
 }
 
-/// Where the ranges of a window go.
+/// The used ranges of a window, and their offsets once it is packed.
 fn packed<'a>(window: &Window<'a>) -> impl Iterator<Item = (&'a Part, u64)> {
     let mut end = window.start();
     window.parts.iter().filter(|part| !part.free).map(move |part| {
@@ -63,7 +61,7 @@ fn packed<'a>(window: &Window<'a>) -> impl Iterator<Item = (&'a Part, u64)> {
     })
 }
 
-/// What packing a window costs, where that is less than `limit_ns` and is enough.
+/// The cost of packing a window; `None` if it is `limit_ns` or more, or if the hole would be too small.
 fn pack_ns(window: &Window<'_>, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<f64> {
     let (mut end, mut cost_ns) = (window.start(), 0.0);
     for (part, to) in packed(window) {
@@ -88,5 +86,5 @@ pub(super) fn plan(window: &Window<'_>) -> Compaction {
         }
         start = to + part.bytes;
     }
-    Compaction { moves, start, bytes: window.end() - start, cost_ns: window.cost_ns, cause: Cause::Asked }
+    Compaction { moves, start, bytes: window.end() - start, cost_ns: window.cost_ns }
 }

@@ -1,13 +1,13 @@
-//! What it costs to move bytes and to map pages, so that policy can weigh one against the other.
+//! The cost model: the time to move bytes and to map pages, by which plans are compared.
 
-/// The price list of a device, in nanoseconds.
+/// Times of a device's operations, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostModel {
     /// To copy one byte within the device.
     pub copy_byte_ns: f64,
     /// To start one copy.
     pub copy_call_ns: f64,
-    /// To take one page from the device.
+    /// To create one page.
     pub create_page_ns: f64,
     /// To map one page and give access to it.
     pub map_page_ns: f64,
@@ -35,16 +35,16 @@ impl CostModel {
         unmap_page_ns: 500.0,
     };
 
-    /// As many copies as `ranges`, of `bytes` together.
+    /// The time of `copies` copies of `bytes` in sum.
     #[inline]
-    pub(super) fn copies_ns(&self, bytes: u64, ranges: u64) -> f64 {
-        bytes as f64 * self.copy_byte_ns + ranges as f64 * self.copy_call_ns
+    pub(super) fn copies_ns(&self, bytes: u64, copies: u64) -> f64 {
+        bytes as f64 * self.copy_byte_ns + copies as f64 * self.copy_call_ns
     }
 
-    /// One move of `bytes` by `distance`: where the two overlap it is cut in pieces that do not.
+    /// The time to move `bytes` by `distance`: a move that overlaps itself is cut into pieces that do not.
     pub fn move_ns(&self, bytes: u64, distance: u64) -> f64 {
-        // Most moves are far: no need to divide.
-        let calls = if distance >= bytes { 1 } else { bytes.div_ceil(distance.max(1)) };
-        bytes as f64 * self.copy_byte_ns + calls as f64 * self.copy_call_ns
+        // Most moves are far and need no division.
+        let copies = if distance >= bytes { 1 } else { bytes.div_ceil(distance.max(1)) };
+        self.copies_ns(bytes, copies)
     }
 }

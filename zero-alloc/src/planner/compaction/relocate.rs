@@ -1,17 +1,16 @@
-//! Making the moves of a [`Compaction`] in the books.
+//! Applying the moves of a [`Compaction`] to the lists of ranges.
 
-use super::compaction::Compaction;
-use super::offsets::{Offsets, RangeId};
-use super::ranges::{NONE, Range, State};
+use super::super::ranges::{NONE, Range, State};
+use super::{Compaction, Offsets, RangeId};
 
 impl Offsets {
-    /// Makes the moves of a plan that was made for this very state.
+    /// Applies a plan that was made for the current state.
     ///
     /// # Panics
-    /// The plan was made for another state.
-    pub(super) fn relocate(&mut self, plan: &Compaction) {
+    /// The plan was made for a different state.
+    pub(in super::super) fn relocate(&mut self, plan: &Compaction) {
         for m in &plan.moves {
-            assert_eq!(self.start_of(m.range), m.from, "the plan is of another state");
+            assert_eq!(self.start_of(m.range), m.from, "the plan was made for a different state");
             let Range { below, above, .. } = self.ranges[m.range.0 as usize];
             let (below, above) = (&self.ranges[below as usize], &self.ranges[above as usize]);
             let (old_end, end) = (m.from + m.bytes, m.to + m.bytes);
@@ -67,7 +66,7 @@ impl Offsets {
         }
     }
 
-    /// Makes the `bytes` from `start`, right above the range `at` and in no range, free.
+    /// Lists the `bytes` from `start`, directly above the range `at` and in no range yet, as free.
     fn free_above(&mut self, at: u32, start: u64, bytes: u64) {
         let above = self.ranges[at as usize].above;
         let upper = &self.ranges[above as usize];
@@ -82,9 +81,9 @@ impl Offsets {
     /// Moves a used range into a hole elsewhere.
     fn jump(&mut self, at: u32, to: u64, hint: u32) {
         let bytes = self.ranges[at as usize].bytes;
-        let takes = |range: &Range| range.state == State::Free && range.start <= to && range.end() >= to + bytes;
+        let holds = |range: &Range| range.state == State::Free && range.start <= to && range.end() >= to + bytes;
         let mut hole = hint;
-        if !self.ranges.get(hint as usize).is_some_and(takes) {
+        if !self.ranges.get(hint as usize).is_some_and(holds) {
             hole = self.first();
             while hole != NONE && self.ranges[hole as usize].end() < to + bytes {
                 hole = self.ranges[hole as usize].above;
@@ -94,10 +93,10 @@ impl Offsets {
         assert!(range.state == State::Free && range.start <= to, "no hole to move into");
         let cut = self.carve(hole, to, bytes);
         self.swap_places(at, cut);
-        // `cut` now lies where `at` was; as a used range it can be freed, which joins neighbours.
+        // `cut` is now where `at` was; freeing it as a used range joins it with its neighbours.
         self.ranges[cut as usize].state = State::Used;
-        self.free_bytes_taken(bytes);
-        self.give(RangeId(cut));
+        self.free_bytes -= bytes;
+        self.free(RangeId(cut));
     }
 
     /// Exchanges the offsets and neighbours of two ranges of the same size.

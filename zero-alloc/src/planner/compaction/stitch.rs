@@ -1,0 +1,55 @@
+//! Stitching: a large block made of whole free pages from several places, mapped at contiguous addresses.
+//!
+//! Live bytes do not move. The pieces are allocated from the space like any other range and stay where they are;
+//! only the addresses through which they are seen are new. So the plan is arithmetic, too: a list of pages.
+
+use super::super::ranges::{NONE, State};
+use super::{CostModel, Offsets};
+
+/// Whole free pages that together hold a request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stitch {
+    /// First offset and size of each run of pages, in the order in which they are mapped.
+    pub pieces: Vec<(u64, u64)>,
+    /// Modelled time to map them.
+    pub cost_ns: f64,
+}
+
+impl Stitch {
+    /// The sum of the bytes of all pieces.
+    pub fn bytes(&self) -> u64 {
+        self.pieces.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+/// Chooses pages for `bytes`, the longest runs first; `None` if there are not enough whole free pages.
+pub(in super::super) fn plan(space: &Offsets, bytes: u64, page: u64, cost: &CostModel) -> Option<Stitch> {
+    let wanted = bytes.checked_next_multiple_of(page)?;
+    if wanted > space.free_bytes() {
+        return None;
+    }
+    let mut runs = Vec::new();
+    let mut at = space.first();
+    while at != NONE {
+        let range = &space.ranges[at as usize];
+        if range.state == State::Free {
+            let start = range.start.next_multiple_of(page);
+            let end = range.end() & !(page - 1);
+            if start < end {
+                runs.push((start, end - start));
+            }
+        }
+        at = range.above;
+    }
+    runs.sort_by_key(|(start, bytes)| (std::cmp::Reverse(*bytes), *start));
+    let (mut pieces, mut missing) = (Vec::new(), wanted);
+    for (start, bytes) in runs {
+        let used = bytes.min(missing);
+        pieces.push((start, used));
+        missing -= used;
+        if missing == 0 {
+            return Some(Stitch { pieces, cost_ns: (wanted / page) as f64 * cost.map_page_ns });
+        }
+    }
+    None
+}
