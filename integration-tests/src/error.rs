@@ -1,4 +1,4 @@
-//! What ends a training run.
+//! The error of a training run.
 
 use thiserror::Error;
 use zero_alloc::AllocError;
@@ -14,20 +14,20 @@ use crate::data::DataError;
 use crate::hf::HfError;
 use crate::model::config::ConfigError;
 
-/// Why training could not start or go on.
+/// Why training failed to start or to continue.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TrainError {
-    /// Settings that do not fit together.
+    /// Invalid settings.
     #[error("{0}")]
     Usage(String),
-    /// The model's configuration.
+    /// Invalid configuration of the model.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The layout.
+    /// The layout of the parameters.
     #[error(transparent)]
     Shard(#[from] ShardError),
-    /// Memory.
+    /// A memory allocation.
     #[error(transparent)]
     Alloc(#[from] AllocError),
     /// A stream or an operation on it.
@@ -36,16 +36,16 @@ pub enum TrainError {
     /// A collective.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// A launch.
+    /// A kernel launch.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// An operation of a model on CUDA.
+    /// A model operation on CUDA.
     #[error(transparent)]
     Op(#[from] OpError),
     /// A gradient bucket.
     #[error(transparent)]
     Bucket(#[from] BucketError),
-    /// The gathering of a unit.
+    /// The all-gather of a unit.
     #[error(transparent)]
     Prefetch(#[from] PrefetchError),
     /// The optimizer.
@@ -63,36 +63,34 @@ pub enum TrainError {
     /// A Hugging Face folder.
     #[error(transparent)]
     Hf(#[from] HfError),
-    /// A file of the run: metrics, report.
-    #[error("{what} {path}: {source}")]
-    File {
-        /// What was done.
-        what: &'static str,
-        /// To which file.
+    /// The metrics file.
+    #[error("failed to write {path}: {source}")]
+    Metrics {
+        /// The file.
         path: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The threads of a rank.
-    #[error("no threads for a rank: {0}")]
+    #[error("failed to start the threads of a rank: {0}; try a lower --threads")]
     Threads(#[from] rayon::ThreadPoolBuildError),
-    /// Gradients are not finite any more.
+    /// The gradients stopped being finite.
     #[error(
-        "step {step}: {skipped} steps in a row were skipped, since their gradients are not finite: the run diverges; \
-         go on from a checkpoint before that, with a lower learning rate"
+        "step {step}: {skipped} steps in a row were skipped because their gradients were not finite: training \
+         diverged; resume from an earlier checkpoint with a lower learning rate"
     )]
     Diverged {
         /// The last step.
         step: u64,
-        /// Steps skipped, up to it.
+        /// Consecutive skipped steps up to `step`.
         skipped: u64,
     },
     /// A rank failed, and the run ended with it.
     #[error("rank {rank}: {message}")]
     Rank {
-        /// Which rank.
+        /// The rank.
         rank: usize,
-        /// What it said.
+        /// Its error.
         message: String,
     },
 }

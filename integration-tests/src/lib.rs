@@ -1,4 +1,4 @@
-//! The reference trainer.
+//! The reference trainer of ZeRO stages 0 to 3, and the commands of the binary `zero`.
 
 pub mod cli;
 pub mod config;

@@ -1,4 +1,4 @@
-//! The binary `zero`: train with ZeRO, plan memory, look after checkpoints.
+//! The binary `zero`: training with ZeRO, memory planning, and checkpoint tools.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use integration_tests::cli::{CliError, ckpt, plan, train};
 
-/// ZeRO in Rust: sharded data-parallel training.
+/// Sharded data-parallel training with ZeRO
 #[derive(Parser)]
 #[command(name = "zero", version)]
 struct Cli {
@@ -16,11 +16,11 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train a GPT-2 over several ranks
+    /// Train a GPT-2 on several ranks
     Train(Box<train::TrainArgs>),
-    /// Show what each stage keeps and sends, and which stages fit
+    /// Show the memory and traffic of each stage, and which stages fit
     Plan(plan::PlanArgs),
-    /// Look into, verify, export or import checkpoints
+    /// Inspect, verify, export or import checkpoints
     Ckpt(ckpt::CkptArgs),
 }
 
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     let terminal = std::io::stderr().is_terminal();
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     log.with_ansi(terminal).with_target(false).without_time().init();
-    // A panic is a bug; the run reports it as the error of its rank, in one line.
+    // The run reports a panic as the error of its rank, in one line.
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
     let result = std::panic::catch_unwind(|| match Cli::parse().command {
         Command::Train(args) => train::run(&args),
@@ -39,8 +39,10 @@ fn main() -> ExitCode {
     let error = match result {
         Ok(Ok(())) => return ExitCode::SUCCESS,
         Ok(Err(error)) => error,
-        Err(_) => CliError::Failure("a bug: the program panicked; run with ZERO_LOG=debug to see where".to_owned()),
+        Err(_) => {
+            CliError::Failure("a bug: the program panicked; run with ZERO_LOG=debug for the location".to_owned())
+        }
     };
-    error.tell();
+    error.report();
     ExitCode::from(error.exit_code())
 }

@@ -1,10 +1,10 @@
 //! Random numbers by counter: number `i` of stream `key` is a pure function of both.
 //!
-//! Nothing is carried from one draw to the next, so a rank makes its own part of a parameter, or its own
-//! rows of a batch, without making the rest, and a resumed run draws what the first run would have drawn.
+//! There is no state between draws: a rank generates its part of a parameter, or its rows of a batch, without the
+//! rest, and a resumed run draws the same numbers as an uninterrupted one.
 //!
 //! The function is Philox4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-//! easy as 1, 2, 3", SC 2011), checked against the known answers that the authors publish.
+//! easy as 1, 2, 3", SC 2011), tested against the known answers of the authors.
 
 /// A stream of random numbers, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,9 +13,9 @@ pub struct Counter {
 }
 
 impl Counter {
-    /// The stream of `seed` for `purpose`; streams of different purposes have nothing in common.
+    /// The stream of `seed` for `purpose`; streams of different purposes are independent.
     pub fn new(seed: u64, purpose: &str) -> Self {
-        // The seed and the name go through the generator itself, so that near seeds make far keys.
+        // Seed and name pass through the generator, so that similar seeds have unrelated keys.
         let name = fnv1a(purpose.as_bytes());
         let seed_key = [seed as u32, (seed >> 32) as u32];
         let mixed = philox([name as u32, (name >> 32) as u32, purpose.len() as u32, 0x5a45_524f], seed_key);
@@ -27,7 +27,7 @@ impl Counter {
         philox([low as u32, (low >> 32) as u32, high as u32, (high >> 32) as u32], self.key)
     }
 
-    /// A number below `bound` (0 where `bound` is 0), uniform to within one part in 2^64 / `bound`.
+    /// A number below `bound` (0 if `bound` is 0), uniform to within one part in 2^64 / `bound`.
     pub fn below(&self, bound: u64, high: u64, low: u64) -> u64 {
         let [a, b, ..] = self.four(high, low);
         let x = u64::from(a) | u64::from(b) << 32;
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gives_the_known_answers_of_random123() {
+    fn known_answers_of_random123() {
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
         assert_eq!(
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn normals_have_the_moments_of_the_normal_distribution() {
+    fn normals_have_the_right_moments() {
         let counter = Counter::new(7, "a parameter");
         let n = 100_000;
         let all: Vec<f64> = (0..n / 4).flat_map(|g| counter.four_normals(g)).map(f64::from).collect();
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn extreme_uniform_numbers_make_finite_normals() {
+    fn extreme_inputs_give_finite_normals() {
         for a in [0, 1, u32::MAX - 1, u32::MAX] {
             for b in [0, 1, u32::MAX / 2, u32::MAX] {
                 let (x, y) = box_muller(a, b);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_of_other_seeds_and_purposes_differ() {
+    fn streams_differ_by_seed_and_purpose() {
         let base = Counter::new(1, "wte").four(0, 0);
         assert_ne!(base, Counter::new(2, "wte").four(0, 0));
         assert_ne!(base, Counter::new(1 << 32, "wte").four(0, 0));
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn below_stays_below_and_reaches_every_value() {
+    fn below_reaches_every_value() {
         let counter = Counter::new(3, "windows");
         let mut seen = [false; 7];
         for i in 0..200 {

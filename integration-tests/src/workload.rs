@@ -1,4 +1,4 @@
-//! A GPT-2 on a data set: what `zero train` trains.
+//! The workload of `zero train`: a GPT-2 on a data set.
 
 use std::ops::Range;
 
@@ -17,29 +17,29 @@ use crate::model::{Model, Pass};
 use crate::ops::Threads;
 use crate::trainer::Workload;
 
-/// Where the first weights come from.
+/// The source of the initial weights.
 pub enum Weights {
-    /// GPT-2's initialisation, from a seed.
+    /// GPT-2's initialization with this seed.
     Initial(u64),
     /// A Hugging Face folder.
     Folder(HfFolder),
 }
 
-/// A GPT-2 with its first weights, and the data.
+/// A GPT-2 with its initial weights and its data.
 pub struct GptWorkload {
-    /// The model.
+    /// The shape of the model.
     pub config: GptConfig,
-    /// Its first weights.
+    /// The initial weights.
     pub weights: Weights,
-    /// What it is trained on.
+    /// The training data.
     pub data: Dataset,
-    /// How each rank runs it.
+    /// Micro-batch, sequence length, element type and activation checkpointing.
     pub options: Gpt2Options,
-    /// Threads of each rank, on the host.
+    /// Threads of each rank on the host.
     pub threads: usize,
 }
 
-/// What does not depend on the device; `model` is the function that makes the model.
+/// Implements [`Workload`] for a device type; `$model` is the method that creates the model on it.
 macro_rules! workload {
     ($device:ty, $stream:ty, $model:ident) => {
         impl Workload<$device> for GptWorkload {
@@ -56,7 +56,7 @@ macro_rules! workload {
             }
 
             fn weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
-                self.first_weights(name, range, out)
+                self.initial_weights(name, range, out)
             }
 
             fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
@@ -68,7 +68,7 @@ macro_rules! workload {
             }
 
             fn model_config(&self) -> serde_json::Value {
-                // The text is JSON that we wrote ourselves; export says so if a checkpoint has none.
+                // Valid JSON by construction.
                 serde_json::from_str(&self.config.to_hf_json("float32")).unwrap_or_default()
             }
         }
@@ -96,7 +96,7 @@ impl GptWorkload {
         Ok(Box::new(CudaGpt2::new(self.config.clone(), self.options.clone(), pool, compute)?))
     }
 
-    fn first_weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
+    fn initial_weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
         match &self.weights {
             Weights::Initial(seed) => Ok(self.config.fill_initial(*seed, name, range, out)?),
             Weights::Folder(folder) => Ok(folder.read(name, range, out)?),

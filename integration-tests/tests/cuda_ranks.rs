@@ -166,7 +166,7 @@ fn killed_rank(more: &[&str]) {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert_eq!(said.matches("error: ").count(), 1, "{said}");
-    assert!(said.contains("error: rank 1 was ended by signal 9"), "{said}");
+    assert!(said.contains("error: rank 1 was killed by signal 9"), "{said}");
     assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
     // A step or two were under way; nobody goes on alone until the launcher ends all.
     assert!(steps() <= done + 5, "{} steps after {done}", steps());

@@ -1,15 +1,16 @@
-//! `zero ckpt`: what is in a checkpoint, whether it is whole, and the way to Hugging Face and back.
+//! `zero ckpt`: inspects and verifies checkpoints and converts them to and from Hugging Face folders.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use zero_ckpt::{ExportOptions, Reader, StateDtype, Store, StoreOptions};
 
-use crate::cli::CliError;
-use crate::cli::output::{note, say};
+use super::CliError;
+use super::flags::{DTypeFlag, parse_bytes};
+use super::output::{print_note, print_text};
 use crate::hf::HfFolder;
 
-/// Look into checkpoints, check them, and convert them to and from Hugging Face's layout.
+/// Inspect, verify, export or import checkpoints
 #[derive(Args, Debug)]
 pub struct CkptArgs {
     #[command(subcommand)]
@@ -18,36 +19,36 @@ pub struct CkptArgs {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Print what a checkpoint is and holds
+    /// Print the contents of a checkpoint
     Inspect {
-        /// A directory of checkpoints (the one that `latest` names is taken) or one checkpoint in it
+        /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
         checkpoint: PathBuf,
         /// Print the manifest as JSON
         #[arg(long)]
         json: bool,
     },
-    /// Read every byte and compare it with the checksums; what is damaged, or had to be passed over, is a failure
+    /// Check every byte against the checksums; fail if a file is damaged or a checkpoint had to be skipped
     Verify {
-        /// A directory of checkpoints (the one that `latest` names is taken) or one checkpoint in it
+        /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
         checkpoint: PathBuf,
     },
-    /// Write the weights as safetensors, in the layout of Hugging Face
+    /// Write the weights as a Hugging Face folder of safetensors files
     Export {
-        /// A directory of checkpoints (the one that `latest` names is taken) or one checkpoint in it
+        /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
         checkpoint: PathBuf,
-        /// The folder to write; it must not exist or be empty
+        /// The folder to write; it must be empty or not exist
         out: PathBuf,
         /// Element type of the files
         #[arg(long, value_enum, default_value = "fp32")]
-        dtype: ExportDtype,
-        /// Begin a new file where this would be exceeded: 5GB, 500MiB, a number of bytes
-        #[arg(long, default_value = "5GB", value_parser = parse_size, value_name = "SIZE")]
+        dtype: DTypeFlag,
+        /// Maximum size of a file: 5GB, 500MiB, a number of bytes
+        #[arg(long, default_value = "5GB", value_parser = parse_file_size, value_name = "SIZE")]
         max_shard_size: u64,
-        /// Another state than the weights, such as first_moment
+        /// The state to export: master (the weights), first_moment or second_moment
         #[arg(long, default_value = "master")]
         state: String,
     },
-    /// Make a checkpoint, weights only, of a Hugging Face GPT-2 folder
+    /// Save the weights of a Hugging Face GPT-2 folder as a checkpoint
     Import {
         /// The folder with config.json and model.safetensors (or its index)
         model: PathBuf,
@@ -56,45 +57,28 @@ enum Command {
     },
 }
 
-#[derive(ValueEnum, Clone, Copy, Debug)]
-enum ExportDtype {
-    Fp32,
-    Bf16,
-    Fp16,
-}
-
-impl From<ExportDtype> for StateDtype {
-    fn from(dtype: ExportDtype) -> Self {
-        match dtype {
-            ExportDtype::Fp32 => StateDtype::F32,
-            ExportDtype::Bf16 => StateDtype::BF16,
-            ExportDtype::Fp16 => StateDtype::F16,
-        }
-    }
-}
-
 /// Runs `zero ckpt`.
 ///
 /// # Errors
-/// What is wrong with the checkpoint or folder, as a failure; it names the file and the place.
+/// The checkpoint or folder is missing, damaged or cannot be written; the message names the file.
 pub fn run(args: CkptArgs) -> Result<(), CliError> {
     match args.command {
         Command::Inspect { checkpoint, json } => {
             let reader = open(&checkpoint)?;
             if json {
-                say(serde_json::to_string_pretty(reader.manifest()).map_err(failure)? + "\n")
+                print_text(serde_json::to_string_pretty(reader.manifest()).map_err(CliError::failure)? + "\n")
             } else {
-                say(reader.describe())
+                print_text(reader.describe())
             }
         }
         Command::Verify { checkpoint } => {
-            let reader = Reader::open(&checkpoint).map_err(failure)?;
+            let reader = Reader::open(&checkpoint).map_err(CliError::failure)?;
             verify(&reader)?;
             match reader.notices() {
                 [] => Ok(()),
-                // An older one is whole, and that is not what was asked.
+                // Only an older checkpoint was verified.
                 notices => Err(CliError::Failure(format!(
-                    "{}: not all of it is whole; passed over: {}",
+                    "{}: incomplete checkpoints were skipped: {}",
                     checkpoint.display(),
                     notices.join("; ")
                 ))),
@@ -102,9 +86,14 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
         }
         Command::Export { checkpoint, out, dtype, max_shard_size, state } => {
             let reader = open(&checkpoint)?;
-            let options = ExportOptions { state, dtype: dtype.into(), max_file_bytes: max_shard_size };
-            let done = reader.export(&out, &options).map_err(failure)?;
-            say(format!(
+            let dtype = match dtype {
+                DTypeFlag::Fp32 => StateDtype::F32,
+                DTypeFlag::Bf16 => StateDtype::BF16,
+                DTypeFlag::Fp16 => StateDtype::F16,
+            };
+            let options = ExportOptions { state, dtype, max_file_bytes: max_shard_size };
+            let done = reader.export(&out, &options).map_err(CliError::failure)?;
+            print_text(format!(
                 "{} tensors of step {}, {} bytes, in {} file(s) in {}\n",
                 done.tensors,
                 reader.manifest().step,
@@ -117,10 +106,10 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
     }
 }
 
-fn open(path: &std::path::Path) -> Result<Reader, CliError> {
-    let reader = Reader::open(path).map_err(failure)?;
+fn open(path: &Path) -> Result<Reader, CliError> {
+    let reader = Reader::open(path).map_err(CliError::failure)?;
     for notice in reader.notices() {
-        note(format_args!("passed over: {notice}"));
+        print_note(format_args!("skipped: {notice}"));
     }
     Ok(reader)
 }
@@ -130,56 +119,41 @@ fn verify(reader: &Reader) -> Result<(), CliError> {
     let files = reader.manifest().files.len();
     if found.problems.is_empty() {
         let (path, bytes) = (reader.path().display(), found.good_bytes);
-        return say(format!("{path}: whole; {files} files, {bytes} bytes, every byte as saved\n"));
+        return print_text(format!("{path}: complete; {files} files, {bytes} bytes, all checksums match\n"));
     }
     let problems: Vec<String> = found.problems.iter().map(|p| format!("  {p}")).collect();
     let path = reader.path().display();
-    Err(CliError::Failure(format!("{path}: {} of {files} files are bad:\n{}", problems.len(), problems.join("\n"))))
+    Err(CliError::Failure(format!(
+        "{path}: {} of {files} files are damaged:\n{}",
+        problems.len(),
+        problems.join("\n")
+    )))
 }
 
-/// The folder is checked against its configuration before anything is saved; units are those of the trainer.
-fn import(model: &std::path::Path, checkpoint: &std::path::Path) -> Result<(), CliError> {
-    let folder = HfFolder::open(model).map_err(failure)?;
+/// Imports a Hugging Face folder, after checking it against its configuration. Units are those of the trainer.
+fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
+    let folder = HfFolder::open(model).map_err(CliError::failure)?;
     for warning in folder.warnings() {
-        note(warning);
+        print_note(warning);
     }
     let units = folder.config().units();
-    let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(failure)?;
-    let place = |tensor: &str| {
+    let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(CliError::failure)?;
+    let unit_and_param = |tensor: &str| {
         let names = [tensor.to_string(), format!("transformer.{tensor}")];
         let unit = units.iter().find(|u| u.params.iter().any(|p| names.contains(&p.name)))?;
         let param = unit.params.iter().find(|p| names.contains(&p.name))?;
         Some((unit.name.clone(), param.name.clone()))
     };
-    let published = zero_ckpt::import(model, &store, place).map_err(failure)?;
+    let published = zero_ckpt::import(model, &store, unit_and_param).map_err(CliError::failure)?;
     let path = checkpoint.join(&published.name);
-    say(format!("{}: weights only, {} bytes\n", path.display(), published.bytes))
+    print_text(format!("{}: weights only, {} bytes\n", path.display(), published.bytes))
 }
 
-fn failure(error: impl std::fmt::Display) -> CliError {
-    CliError::Failure(error.to_string())
-}
-
-/// "5GB" is 5e9 bytes, "5GiB" 5 x 2^30.
-fn parse_size(text: &str) -> Result<u64, String> {
-    let text = text.trim();
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).trim_end();
-    let unit = text[digits.len()..].trim().to_ascii_lowercase();
-    let factor: u64 = match unit.as_str() {
-        "" | "b" => 1,
-        "k" | "kb" => 1_000,
-        "m" | "mb" => 1_000_000,
-        "g" | "gb" => 1_000_000_000,
-        "t" | "tb" => 1_000_000_000_000,
-        "kib" => 1 << 10,
-        "mib" => 1 << 20,
-        "gib" => 1 << 30,
-        "tib" => 1 << 40,
-        _ => return Err(format!("unknown unit {unit:?}; give bytes, or MB, GB, MiB, GiB")),
-    };
-    let number: u64 = digits.parse().map_err(|e| format!("{digits:?} is no whole number: {e}"))?;
-    let bytes = number.checked_mul(factor).ok_or("the size does not fit 64 bits")?;
-    if bytes == 0 { Err("a file of 0 bytes holds nothing".into()) } else { Ok(bytes) }
+fn parse_file_size(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        0 => Err("a file of 0 bytes cannot hold a tensor".to_owned()),
+        bytes => Ok(bytes),
+    }
 }
 
 #[cfg(test)]
@@ -196,13 +170,13 @@ mod tests {
         args: CkptArgs,
     }
 
-    fn zero_ckpt_line(words: &[&std::path::Path]) -> Result<(), CliError> {
-        let line = std::iter::once("ckpt".as_ref()).chain(words.iter().map(|w| w.as_os_str()));
-        run(<Line as clap::Parser>::try_parse_from(line).expect("the words parse").args)
+    fn zero_ckpt(arguments: &[&Path]) -> Result<(), CliError> {
+        let line = std::iter::once("ckpt".as_ref()).chain(arguments.iter().map(|a| a.as_os_str()));
+        run(<Line as clap::Parser>::try_parse_from(line).expect("valid arguments").args)
     }
 
     #[test]
-    fn a_model_goes_in_and_comes_out_the_same() {
+    fn import_then_export_keeps_the_model() {
         let dir = tempfile::tempdir().unwrap();
         let preset = GptConfig::preset("nano").unwrap();
         let config =
@@ -216,11 +190,11 @@ mod tests {
         }
         writer.finish().unwrap();
 
-        zero_ckpt_line(&["import".as_ref(), &from, &store]).unwrap();
-        zero_ckpt_line(&["inspect".as_ref(), &store]).unwrap();
-        zero_ckpt_line(&["inspect".as_ref(), "--json".as_ref(), &store]).unwrap();
-        zero_ckpt_line(&["verify".as_ref(), &store]).unwrap();
-        zero_ckpt_line(&["export".as_ref(), &store, &to, "--max-shard-size".as_ref(), "2KB".as_ref()]).unwrap();
+        zero_ckpt(&["import".as_ref(), &from, &store]).unwrap();
+        zero_ckpt(&["inspect".as_ref(), &store]).unwrap();
+        zero_ckpt(&["inspect".as_ref(), "--json".as_ref(), &store]).unwrap();
+        zero_ckpt(&["verify".as_ref(), &store]).unwrap();
+        zero_ckpt(&["export".as_ref(), &store, &to, "--max-shard-size".as_ref(), "2KB".as_ref()]).unwrap();
         assert!(to.join("model.safetensors.index.json").exists());
         let (before, after) = (HfFolder::open(&from).unwrap(), HfFolder::open(&to).unwrap());
         assert_eq!(before.config(), after.config());
@@ -236,18 +210,8 @@ mod tests {
         let mut bytes = std::fs::read(&shard).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(&shard, bytes).unwrap();
-        let error = zero_ckpt_line(&["verify".as_ref(), &store]).unwrap_err().to_string();
+        let error = zero_ckpt(&["verify".as_ref(), &store]).unwrap_err().to_string();
         assert!(error.contains("shard-00000-of-00001.safetensors: damaged: bytes"), "{error}");
-        assert!(zero_ckpt_line(&["inspect".as_ref(), dir.path()]).is_err());
-    }
-
-    #[test]
-    fn sizes_are_read() {
-        assert_eq!(parse_size("5GB"), Ok(5_000_000_000));
-        assert_eq!(parse_size(" 2 MiB"), Ok(2 << 20));
-        assert_eq!(parse_size("700"), Ok(700));
-        for bad in ["", "GB", "0", "5 parsecs", "1.5GB", "99999999999TiB", "-1"] {
-            assert!(parse_size(bad).is_err(), "{bad}");
-        }
+        assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
     }
 }

@@ -1,24 +1,27 @@
 //! The commands of the binary `zero`.
 
 pub mod ckpt;
+mod flags;
 mod output;
 pub mod plan;
 pub mod train;
+
+pub use flags::DTypeFlag;
 
 use thiserror::Error;
 
 use crate::launcher::Report;
 
-/// Why a command ended without success.
+/// Why a command failed.
 #[derive(Debug, Error)]
 pub enum CliError {
-    /// Wrong use or configuration: exit code 2.
+    /// Wrong flags, configuration or input: exit code 2.
     #[error("{0}")]
     Usage(String),
-    /// Failure: exit code 1.
+    /// A failure: exit code 1.
     #[error("{0}")]
     Failure(String),
-    /// Failure that another process's failure caused: exit code 1.
+    /// A failure caused by that of another process: exit code 1. The launcher reports the cause instead.
     #[error("{0}")]
     Echo(String),
 }
@@ -32,21 +35,21 @@ impl CliError {
         }
     }
 
-    /// Says it: to the launcher that started this process as a rank, or on standard error.
-    pub fn tell(&self) {
+    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error.
+    pub fn report(&self) {
         let echo = matches!(self, Self::Echo(_));
         let report = Report { code: self.exit_code(), echo, message: self.to_string() };
         if !report.deliver() {
-            output::note(format_args!("error: {self}"));
+            output::print_note(format_args!("error: {self}"));
         }
     }
 
-    /// Wrong use or configuration.
+    /// An error of wrong flags, configuration or input.
     pub fn usage(error: impl std::fmt::Display) -> Self {
         Self::Usage(error.to_string())
     }
 
-    /// Failure.
+    /// A failure.
     pub fn failure(error: impl std::fmt::Display) -> Self {
         Self::Failure(error.to_string())
     }

@@ -1,24 +1,24 @@
-//! What a command says. Nobody may be reading any more (`zero train | head`): that is no failure of the command.
+//! Output of the commands.
 
 use std::io::{ErrorKind, Write, stderr, stdout};
 
 use super::CliError;
 
-/// Writes `text` to standard output, as it is.
+/// Writes `text` to standard output. A closed pipe (`zero train | head`) is not an error.
 ///
 /// # Errors
-/// It cannot be written, for another reason than that its reader has gone.
-pub(super) fn say(text: impl AsRef<str>) -> Result<(), CliError> {
+/// Standard output cannot be written.
+pub(super) fn print_text(text: impl AsRef<str>) -> Result<(), CliError> {
     let mut out = stdout().lock();
     match out.write_all(text.as_ref().as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(CliError::Failure(format!("writing to standard output: {error}")))
+            Err(CliError::Failure(format!("failed to write to standard output: {error}")))
         }
         _ => Ok(()),
     }
 }
 
-/// Writes a line to standard error, if that can be.
-pub(super) fn note(line: impl std::fmt::Display) {
+/// Writes a line to standard error; failures are ignored.
+pub(super) fn print_note(line: impl std::fmt::Display) {
     let _ = writeln!(stderr(), "{line}");
 }

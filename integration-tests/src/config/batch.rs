@@ -1,8 +1,8 @@
-//! The three batch sizes, of which two give the third.
+//! The three batch sizes; two of them determine the third.
 
 use super::ConfigFileError;
 
-/// What a configuration file says about batch sizes.
+/// The batch sizes in a configuration file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchKeys {
     /// `train_batch_size`: rows of all ranks and micro-batches of a step.
@@ -13,7 +13,7 @@ pub struct BatchKeys {
     pub grad_accum: Option<u64>,
 }
 
-/// Batch sizes that agree: `train_batch_size == micro_batch * grad_accum * ranks`.
+/// Consistent batch sizes: `train_batch_size == micro_batch * grad_accum * ranks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// Rows of all ranks and micro-batches of a step.
@@ -25,12 +25,11 @@ pub struct Batch {
 }
 
 impl BatchKeys {
-    /// The sizes for `ranks` ranks, where the command line gives `flag_micro` and `flag_accum`.
+    /// Computes the sizes for `ranks` ranks and the flags `flag_micro` and `flag_accum`.
     ///
-    /// Without flags these are DeepSpeed's rules: what is missing is derived, and a contradiction is an
-    /// error. A flag wins over its key; the file's batch size then still holds and the other number is
-    /// derived from it, unless both flags are given. Where neither file nor flags say anything of a micro-batch,
-    /// it is `default_micro`.
+    /// The rules are DeepSpeed's: missing sizes are derived, and a contradiction is an error. One flag overrides its
+    /// key, and the other size is derived from `train_batch_size`; two flags override `train_batch_size`. The default
+    /// micro-batch is `default_micro`.
     ///
     /// # Errors
     /// Sizes that are 0 or contradict each other.
@@ -48,7 +47,6 @@ impl BatchKeys {
             (None, Some(_)) if total.is_some() => (None, flag_accum),
             _ => (flag_micro.or(self.micro_batch), flag_accum.or(self.grad_accum)),
         };
-        // With both flags the file's batch size gives way.
         let total = if flag_micro.is_some() && flag_accum.is_some() { None } else { total };
         let per_rank = |total: u64, others: u64| {
             let product = ranks.checked_mul(others).filter(|n| *n > 0);
@@ -97,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_derived_and_flags_win() {
+    fn missing_sizes_are_derived() {
         let (no, some) = (None, Some);
         // (train, micro, accumulation) of the file; ranks; flags; expected.
         let cases = [
@@ -110,7 +108,7 @@ mod tests {
             ((no, no, some(2)), 4, (no, no), (64, 8, 2)),
             ((no, no, no), 1, (no, no), (8, 8, 1)),
             ((no, no, no), 2, (some(3), some(5)), (30, 3, 5)),
-            // The file's batch size holds under one flag and gives way to two.
+            // One flag keeps train_batch_size, two override it.
             ((some(32), some(4), some(2)), 4, (some(2), no), (32, 2, 4)),
             ((some(32), some(4), some(2)), 4, (no, some(1)), (32, 8, 1)),
             ((some(32), some(4), some(2)), 4, (some(1), some(1)), (4, 1, 1)),
@@ -125,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_contradict_each_other_are_an_error_with_the_numbers() {
+    fn contradictions_name_the_sizes() {
         let (no, some) = (None, Some);
         let cases = [
             ((some(30), some(4), some(2)), 4, "train_batch_size 30 is not micro-batch 4 x accumulation 2 x 4 ranks"),
@@ -146,7 +144,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_resolved_agrees_with_itself_and_with_what_was_given(
+        fn resolved_sizes_are_consistent(
             file: (Sizes, Sizes, Sizes), ranks in 0u64..9, micro: Sizes, accum: Sizes, default_micro in 0u64..9,
         ) {
             if let Ok(batch) = keys(file).resolve(ranks, micro, accum, default_micro) {

@@ -1,27 +1,33 @@
-//! One block of a configuration: keys are taken out with their types checked, and what is left is unknown.
+//! One block of a configuration. Reading a key checks its type and removes it; the remaining keys are unknown.
 
 use serde_json::{Map, Value};
 
 use super::ConfigFileError;
 
-/// A JSON object in a configuration, and where it is.
+/// A JSON object in a configuration, with its path.
 ///
-/// A key with the value `"auto"` or null counts as not there: its default holds.
+/// Keys with the value `"auto"` or null are removed, so that their defaults apply.
 pub(super) struct Block {
-    /// `zero_optimization.offload_param`, or empty for the file itself.
+    /// Such as `zero_optimization.offload_param`; empty for the file itself.
     path: String,
     keys: Map<String, Value>,
 }
 
-/// What a key that is not honoured may say without a warning: that which this program does anyway.
+/// The value of an unsupported key that needs no warning, because this program always behaves so.
 #[derive(Clone, Copy)]
 pub(super) enum Usual {
-    /// This flag.
     Flag(bool),
-    /// This number.
     Number(u64),
-    /// Nothing: any value is worth a warning.
+    /// All values need a warning.
     Nothing,
+}
+
+/// The type of a key without effect.
+#[derive(Clone, Copy)]
+pub(super) enum Kind {
+    Flag,
+    Count,
+    Positive,
 }
 
 impl Block {
@@ -42,7 +48,7 @@ impl Block {
         self.keys.contains_key(key)
     }
 
-    /// The key with its block: `fp16.loss_scale`.
+    /// The key with its path, such as `fp16.loss_scale`.
     pub(super) fn name(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
@@ -51,7 +57,7 @@ impl Block {
         self.keys.remove(key)
     }
 
-    /// Makes `stage3_X` the key `X`.
+    /// Renames a key.
     pub(super) fn rename(&mut self, from: &str, to: &str) -> Result<(), ConfigFileError> {
         if let Some(value) = self.keys.remove(from) {
             if self.keys.contains_key(to) {
@@ -62,7 +68,7 @@ impl Block {
         Ok(())
     }
 
-    /// Takes a value that `read` understands.
+    /// Removes a key and converts its value.
     fn typed<T>(
         &mut self,
         key: &str,
@@ -90,7 +96,7 @@ impl Block {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    /// A number in `range`, which `expected` names.
+    /// A number in `range`; `expected` describes the range.
     pub(super) fn number_in(
         &mut self,
         key: &str,
@@ -110,8 +116,19 @@ impl Block {
         Ok(keys.map(|keys| Self::new(path, keys)))
     }
 
-    /// Takes keys that are known and not honoured: each is a warning with its reason, except where its value
-    /// is what happens anyway.
+    /// Checks the types of keys that have no effect in this version.
+    pub(super) fn check_types(&mut self, keys: &[(&str, Kind)]) -> Result<(), ConfigFileError> {
+        for (key, kind) in keys {
+            match kind {
+                Kind::Flag => drop(self.flag(key)?),
+                Kind::Count => drop(self.count(key)?),
+                Kind::Positive => drop(self.positive(key)?),
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes unsupported keys; each adds a warning, except if it has its usual value.
     pub(super) fn ignore(
         &mut self,
         table: &[(&str, Usual, &str)],
@@ -130,7 +147,7 @@ impl Block {
         Ok(())
     }
 
-    /// Refuses keys whose meaning would change the results: any value but the usual one is an error.
+    /// Rejects unsupported keys that would change the results, except if they have their usual value.
     pub(super) fn refuse(&mut self, table: &[(&str, Usual, &'static str)]) -> Result<(), ConfigFileError> {
         for (key, usual, why) in table {
             let Some(value) = self.take(key) else { continue };
@@ -147,7 +164,7 @@ impl Block {
         Ok(())
     }
 
-    /// Ends a block whose unknown keys are errors.
+    /// Rejects the remaining keys.
     pub(super) fn end_strict(self) -> Result<(), ConfigFileError> {
         match self.keys.keys().next() {
             Some(key) => Err(ConfigFileError::UnknownKey { key: self.name(key) }),
@@ -155,20 +172,20 @@ impl Block {
         }
     }
 
-    /// Ends a block whose unknown keys are passed over, each with a warning.
+    /// Adds a warning for each remaining key.
     pub(super) fn end_lenient(self, warnings: &mut Vec<String>) {
         for key in self.keys.keys() {
-            warnings.push(format!("{} is not a key that this program knows: it is ignored", self.name(key)));
+            warnings.push(format!("unknown key {} is ignored", self.name(key)));
         }
     }
 
-    /// The keys that are left.
+    /// The remaining keys.
     pub(super) fn into_rest(self) -> Map<String, Value> {
         self.keys
     }
 }
 
-/// A value for an error message.
+/// A value for an error message, cut after 40 characters.
 pub(super) fn shortened(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(40) {

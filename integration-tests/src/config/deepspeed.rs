@@ -1,4 +1,4 @@
-//! The whole file: its top-level keys and small blocks.
+//! The whole file: top-level keys and small blocks.
 
 use std::fs;
 use std::path::Path;
@@ -7,72 +7,48 @@ use serde_json::Value;
 use zero_alloc::device::DType;
 use zero_optim::{LossScaling, LrSchedule};
 
-use super::block::{Block, Usual, shortened};
+use super::block::{Block, Kind, Usual, shortened};
 use super::optimizer::{self, DsOptimizer};
 use super::zero::{self, ZeroOptimization};
 use super::{BatchKeys, ConfigFileError, json, precision};
 
-/// A DeepSpeed configuration, with DeepSpeed's defaults where the file is silent.
+/// A DeepSpeed configuration. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DsConfig {
     /// The three batch sizes.
     pub batch: BatchKeys,
     /// `zero_optimization`.
     pub zero: ZeroOptimization,
-    /// `fp16`, `bf16`, or fp32 where neither is enabled.
+    /// The type that `fp16` or `bf16` enables; otherwise fp32.
     pub dtype: DType,
-    /// How `fp16` scales the loss; none otherwise.
+    /// The loss scaling of `fp16`.
     pub loss_scaling: LossScaling,
-    /// Gradients of a greater norm are scaled down to it; 0 is off. DeepSpeed's default is 1.
+    /// Maximum norm of the gradient; 0 disables clipping. DeepSpeed's default is 1.
     pub gradient_clipping: f64,
-    /// The optimizer; none where the program chooses.
+    /// The optimizer; `None` lets the program choose.
     pub optimizer: Option<DsOptimizer>,
-    /// The schedule; none is a constant rate.
+    /// The schedule; `None` is a constant rate.
     pub schedule: Option<LrSchedule>,
-    /// The block `activation_checkpointing`, where the file has one.
+    /// The block `activation_checkpointing`; its presence enables checkpointing.
     pub activation_checkpointing: Option<ActivationCheckpointing>,
-    /// How files are read and written where state is offloaded to them.
-    pub aio: Aio,
-    /// Steps between two lines of progress.
+    /// Steps between two progress lines.
     pub steps_per_print: Option<u64>,
-    /// Whether the time of the parts of a step is printed.
+    /// Whether to print the time of the parts of a step.
     pub wall_clock_breakdown: bool,
-    /// What the file says and does not get, a line each.
+    /// Settings without effect, one line each.
     pub warnings: Vec<String>,
 }
 
 /// `activation_checkpointing`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ActivationCheckpointing {
-    /// Whether the ranks share what is kept.
+    /// Whether to shard the kept inputs over the ranks.
     pub partition_activations: bool,
-    /// Whether it is kept in host memory.
+    /// Whether to keep them in host memory.
     pub cpu_checkpointing: bool,
 }
 
-/// `aio`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Aio {
-    /// Bytes of one request.
-    pub block_size_bytes: u64,
-    /// Requests in flight.
-    pub queue_depth: u64,
-    /// Threads that share one operation.
-    pub intra_op_parallelism: u64,
-    /// Whether requests are submitted one by one.
-    pub single_submit: bool,
-    /// Whether requests are submitted while others are in flight.
-    pub overlap_events: bool,
-}
-
-impl Default for Aio {
-    fn default() -> Self {
-        let block_size_bytes = 1 << 20;
-        Self { block_size_bytes, queue_depth: 8, intra_op_parallelism: 1, single_submit: false, overlap_events: true }
-    }
-}
-
-/// Top-level keys that change speed, rounding, messages or nothing here.
+/// Unsupported top-level keys that change at most speed, rounding or messages.
 const IGNORED: [(&str, Usual, &str); 18] = {
     use Usual::{Flag, Nothing, Number};
     [
@@ -84,20 +60,20 @@ const IGNORED: [(&str, Usual, &str); 18] = {
         ("zero_allow_untested_optimizer", Nothing, "the optimizer is always this program's"),
         ("zero_force_ds_cpu_optimizer", Nothing, "the optimizer is always this program's"),
         ("memory_breakdown", Flag(false), "memory is in the final table and in --metrics"),
-        ("dump_state", Flag(false), "what is used is in the first lines of the run"),
-        ("disable_python_gc", Nothing, "there is no Python here"),
-        ("dataloader_drop_last", Nothing, "the data goes around"),
-        ("vocabulary_size", Nothing, "the model says its vocabulary"),
-        ("use_data_before_expert_parallelism", Flag(false), "there are no experts"),
-        ("log_level", Nothing, "say RUST_LOG"),
+        ("dump_state", Flag(false), "the first lines of a run show its settings"),
+        ("disable_python_gc", Nothing, "this program has no Python"),
+        ("dataloader_drop_last", Nothing, "the data repeats without end"),
+        ("vocabulary_size", Nothing, "the model defines its vocabulary"),
+        ("use_data_before_expert_parallelism", Flag(false), "the model has no experts"),
+        ("log_level", Nothing, "use the environment variable ZERO_LOG"),
         ("seq_parallel_communication_data_type", Nothing, "sequences are not split over ranks"),
         ("timers", Nothing, "times are in --metrics"),
         ("checkpoint", Nothing, "every rank writes its shard, and every checkpoint loads at every number of ranks"),
-        ("pipeline", Nothing, "there are no pipeline stages"),
+        ("pipeline", Nothing, "the model has no pipeline stages"),
     ]
 };
 
-/// Blocks that do something only where they are enabled: what is not honoured then.
+/// Unsupported blocks that do not change results, and the reason or remedy. Disabled ones need no warning.
 const OPTIONAL: [(&str, &str); 11] = [
     ("flops_profiler", "tokens/s are in --metrics"),
     ("comms_logger", "bytes sent are in --metrics"),
@@ -106,26 +82,26 @@ const OPTIONAL: [(&str, &str); 11] = [
     ("comet", "use --metrics"),
     ("csv_monitor", "use --metrics"),
     ("autotuning", "see `zero plan`"),
-    ("compile", "the model is compiled already"),
+    ("compile", "the model is always compiled"),
     ("nebula", "use --checkpoint"),
     ("datastates_ckpt", "use --checkpoint"),
-    ("hybrid_engine", "there is no generation here"),
+    ("hybrid_engine", "this program does not generate text"),
 ];
 
-/// Blocks that change what is computed, where they are enabled.
+/// Unsupported blocks that change the results if enabled.
 const REFUSED: [(&str, &str); 14] = [
     ("amp", "use bf16 or fp16"),
     ("torch_autocast", "use bf16 or fp16"),
-    ("data_efficiency", "the data is taken as --data says"),
-    ("curriculum_learning", "the data is taken as --data says"),
+    ("data_efficiency", "the data comes from --data"),
+    ("curriculum_learning", "the data comes from --data"),
     ("progressive_layer_drop", "every layer is computed"),
     ("eigenvalue", "weights are not quantized"),
     ("quantize_training", "weights are not quantized"),
     ("weight_quantization", "weights are not quantized"),
     ("compression_training", "weights are neither quantized nor pruned"),
     ("sparse_attention", "attention is dense"),
-    ("elasticity", "say the batch size"),
-    ("expert_parallel", "there are no experts"),
+    ("elasticity", "set train_batch_size"),
+    ("expert_parallel", "the model has no experts"),
     ("tensor_parallel", "parameters are sharded by ZeRO alone"),
     ("ulysses", "sequences are not split over ranks"),
 ];
@@ -134,18 +110,18 @@ impl DsConfig {
     /// Reads a configuration file.
     ///
     /// # Errors
-    /// As [`parse`](Self::parse)'s, with the file's path.
+    /// The file cannot be read, or an error of [`parse`](Self::parse), with the path.
     pub fn open(path: &Path) -> Result<Self, ConfigFileError> {
         let text =
             fs::read_to_string(path).map_err(|source| ConfigFileError::Read { path: path.to_owned(), source })?;
         Self::parse(&text).map_err(|source| ConfigFileError::In { path: path.to_owned(), source: Box::new(source) })
     }
 
-    /// Reads the text of a configuration file.
+    /// Parses the text of a configuration file.
     ///
     /// # Errors
-    /// Text that is not JSON with comments, a key that DeepSpeed refuses too, a value of another type, and
-    /// what cannot be ignored without changing the results.
+    /// Invalid JSON, a key that DeepSpeed rejects, a value of the wrong type, or an unsupported setting that would
+    /// change the results.
     pub fn parse(text: &str) -> Result<Self, ConfigFileError> {
         let mut root = Block::root(json::parse(text)?);
         let mut warnings = Vec::new();
@@ -162,7 +138,7 @@ impl DsConfig {
         let schedule = optimizer::read_scheduler(&mut root, warn)?;
         let zero = zero::read(&mut root, warn)?;
         let activation_checkpointing = read_activation_checkpointing(&mut root, warn)?;
-        let aio = read_aio(&mut root, warn)?;
+        check_aio(&mut root, warn)?;
         let steps_per_print = root.count("steps_per_print")?;
         let wall_clock_breakdown = root.flag("wall_clock_breakdown")?.unwrap_or(false);
 
@@ -180,7 +156,6 @@ impl DsConfig {
             optimizer,
             schedule,
             activation_checkpointing,
-            aio,
             steps_per_print,
             wall_clock_breakdown,
             warnings,
@@ -194,8 +169,8 @@ fn read_activation_checkpointing(
 ) -> Result<Option<ActivationCheckpointing>, ConfigFileError> {
     let Some(mut block) = root.block("activation_checkpointing")? else { return Ok(None) };
     let ignored = [
-        ("number_checkpoints", Usual::Nothing, "each block's input is kept"),
-        ("contiguous_memory_optimization", Usual::Flag(false), "what is kept comes from the pool"),
+        ("number_checkpoints", Usual::Nothing, "the input of each block is kept"),
+        ("contiguous_memory_optimization", Usual::Flag(false), "all memory comes from one pool"),
         ("synchronize_checkpoint_boundary", Usual::Flag(false), "streams are ordered by events"),
         ("profile", Usual::Flag(false), "times are in --metrics"),
     ];
@@ -208,22 +183,17 @@ fn read_activation_checkpointing(
     Ok(Some(read))
 }
 
-fn read_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<Aio, ConfigFileError> {
-    let Some(mut block) = root.block("aio")? else { return Ok(Aio::default()) };
-    let default = Aio::default();
+/// Checks `aio`, which configures offload to files; this version does not support that.
+fn check_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<(), ConfigFileError> {
+    let Some(mut block) = root.block("aio")? else { return Ok(()) };
     block.ignore(&[("use_gds", Usual::Flag(false), "files are read through host memory")], warnings)?;
-    let aio = Aio {
-        block_size_bytes: block.positive("block_size")?.unwrap_or(default.block_size_bytes),
-        queue_depth: block.positive("queue_depth")?.unwrap_or(default.queue_depth),
-        intra_op_parallelism: block.positive("intra_op_parallelism")?.unwrap_or(default.intra_op_parallelism),
-        single_submit: block.flag("single_submit")?.unwrap_or(default.single_submit),
-        overlap_events: block.flag("overlap_events")?.unwrap_or(default.overlap_events),
-    };
+    block.check_types(&["block_size", "queue_depth", "intra_op_parallelism"].map(|key| (key, Kind::Positive)))?;
+    block.check_types(&["single_submit", "overlap_events"].map(|key| (key, Kind::Flag)))?;
     block.end_lenient(warnings);
-    Ok(aio)
+    Ok(())
 }
 
-/// The types in which gradients travel and are summed: here always the parameters' and fp32.
+/// Checks the types of gradients: this program sends them as the parameters' type and sums them in fp32.
 fn read_gradient_types(root: &mut Block, dtype: DType, warnings: &mut Vec<String>) -> Result<(), ConfigFileError> {
     let known = |name: String, key: String| match name.to_ascii_lowercase().as_str() {
         "fp32" | "float32" => Ok(DType::F32),
@@ -235,19 +205,17 @@ fn read_gradient_types(root: &mut Block, dtype: DType, warnings: &mut Vec<String
         }
     };
     if let Some(name) = root.text("communication_data_type")? {
-        let asked = known(name, "communication_data_type".into())?;
-        if asked != dtype {
-            let text = "communication_data_type is not honoured: gradients travel as the parameters do, as";
-            warnings.push(format!("{text} {dtype} and not {asked}"));
+        if known(name, "communication_data_type".into())? != dtype {
+            warnings.push(format!("communication_data_type is not honoured: gradients are sent as {dtype}"));
         }
     }
     if let Some(mut block) = root.block("data_types")? {
         for (key, used) in [("grad_accum_dtype", DType::F32), ("param_dtype", dtype)] {
             let name = block.name(key);
-            if let Some(asked) = block.text(key)?.map(|asked| known(asked, name.clone())).transpose()?
-                && asked != used
+            if let Some(set) = block.text(key)?.map(|set| known(set, name.clone())).transpose()?
+                && set != used
             {
-                warnings.push(format!("{name} is not honoured: {used} is used and not {asked}"));
+                warnings.push(format!("{name} is not honoured: it is {used}"));
             }
         }
         let buffers = "the model has no buffers";
@@ -264,12 +232,12 @@ fn read_gradient_types(root: &mut Block, dtype: DType, warnings: &mut Vec<String
     Ok(())
 }
 
-/// Other kinds of parallelism change which rank has which rows.
+/// Rejects other kinds of parallelism, which change the rows of each rank.
 fn refuse_parallelism(root: &mut Block) -> Result<(), ConfigFileError> {
     let why = "every rank is a data-parallel rank";
     root.refuse(&[
         ("sequence_parallel_size", Usual::Number(1), why),
-        ("graph_harvesting", Usual::Flag(false), "DeepSpeed has removed it too"),
+        ("graph_harvesting", Usual::Flag(false), "DeepSpeed has removed it"),
     ])
 }
 
@@ -287,8 +255,8 @@ fn read_optional_blocks(root: &mut Block, warnings: &mut Vec<String>) -> Result<
     Ok(())
 }
 
-/// Whether a block asks for something: not where it is empty or false, or where its `enabled` is false (in
-/// compression_training, that of its `shared_parameters`). A size of at most 1 asks for nothing either.
+/// Whether a block has an effect. `enabled` decides (in compression_training, that of `shared_parameters`); without
+/// it, any value does except false, an empty block and a size of at most 1.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,

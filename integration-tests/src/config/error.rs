@@ -1,4 +1,4 @@
-//! What can be wrong with a configuration file.
+//! Errors of a configuration file.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,28 +11,28 @@ use zero_optim::OptimError;
 #[non_exhaustive]
 pub enum ConfigFileError {
     /// The file could not be read.
-    #[error("{}: cannot read: {source}", path.display())]
+    #[error("{}: failed to read the file: {source}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// What is wrong in a file, with its path.
+    /// An error in the content of a file.
     #[error("{}: {source}", path.display())]
     In {
         /// The file.
         path: PathBuf,
-        /// What is wrong in it.
+        /// The error.
         source: Box<ConfigFileError>,
     },
-    /// Not JSON (with comments).
+    /// Not a JSON object (with comments).
     #[error("not a JSON object: {message}")]
     Json {
-        /// What the parser says, with line and column.
+        /// The parser's message, with line and column.
         message: String,
     },
-    /// A key that DeepSpeed would refuse too.
+    /// A key that DeepSpeed rejects, too.
     #[error("unknown key {key}")]
     UnknownKey {
         /// The key with its block.
@@ -43,47 +43,47 @@ pub enum ConfigFileError {
     WrongType {
         /// The key with its block.
         key: String,
-        /// What its value should be.
+        /// The valid values.
         expected: &'static str,
-        /// What its value is.
+        /// The value.
         got: String,
     },
-    /// A feature whose absence would change the results.
+    /// An unsupported setting that would change the results.
     #[error("{key} {got} is not supported, and ignoring it would change the results: {why}")]
     Unsupported {
         /// The key with its block.
         key: String,
-        /// What its value is.
+        /// The value.
         got: String,
-        /// What is done here, or what to do.
+        /// The supported behavior or a remedy.
         why: &'static str,
     },
-    /// Two keys that say the same thing.
-    #[error("{one} and {other} are one setting; give one of them")]
+    /// Two keys for one setting.
+    #[error("{one} and {other} conflict; remove one of them")]
     Conflict {
         /// A key with its block.
         one: String,
         /// The other.
         other: String,
     },
-    /// A key that another one makes necessary.
+    /// A required key.
     #[error("{key} is missing: {why}")]
     Missing {
         /// The key with its block.
         key: &'static str,
-        /// What needs it.
+        /// Why it is required.
         why: &'static str,
     },
-    /// A schedule whose parameters are wrong.
+    /// Invalid parameters of a schedule.
     #[error("scheduler.params: {message}")]
     Schedule {
-        /// What is wrong with them.
+        /// The deserializer's message.
         message: String,
     },
     /// A number outside the optimizer's ranges.
     #[error(transparent)]
     Optim(#[from] OptimError),
-    /// Batch sizes that do not agree.
+    /// Inconsistent batch sizes.
     #[error(
         "train_batch_size {train_batch_size} is not micro-batch {} x accumulation {} x {ranks} ranks",
         or_any(micro_batch),
@@ -92,9 +92,9 @@ pub enum ConfigFileError {
     Batch {
         /// Rows of a step.
         train_batch_size: u64,
-        /// Rows of a micro-batch, where given.
+        /// Rows of a micro-batch, if set.
         micro_batch: Option<u64>,
-        /// Micro-batches of a step, where given.
+        /// Micro-batches of a step, if set.
         grad_accum: Option<u64>,
         /// Ranks of the run.
         ranks: u64,

@@ -1,24 +1,24 @@
-//! Configuration files: DeepSpeed's `ds_config.json`, read unchanged.
+//! DeepSpeed's configuration file, `ds_config.json`.
 //!
-//! Every key of a file has one of four fates, and none is silent where it matters:
+//! A key is handled in one of four ways:
 //!
-//! | fate | example | |
+//! | key | example | result |
 //! |---|---|---|
-//! | honoured | `zero_optimization.stage` | a field of [`DsConfig`] |
-//! | what happens anyway | `contiguous_gradients: true` | nothing to say |
-//! | not honoured, results the same but for rounding and speed | `round_robin_gradients: true` | a warning |
-//! | not honoured, other results | `zero_quantized_gradients: true` | an error |
+//! | supported | `zero_optimization.stage` | a field of [`DsConfig`] |
+//! | equal to this program's behavior | `contiguous_gradients: true` | nothing |
+//! | unsupported, changes rounding or speed | `round_robin_gradients: true` | a warning |
+//! | unsupported, changes results | `zero_quantized_gradients: true` | an error |
 //!
-//! The rules for the rest are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*`,
-//! `fp16` and `bf16`, and warnings elsewhere; `"auto"` is the default; `stage3_X` is also `X`, `bfloat16` is
-//! `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of DeepSpeed 0.19.
+//! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*` blocks, `fp16` and
+//! `bf16`, and warnings elsewhere; `"auto"` selects the default; `stage3_X` and `X` are one key, and so are
+//! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of DeepSpeed 0.19.
 //!
 //! ```
 //! use integration_tests::config::DsConfig;
 //!
 //! let config = DsConfig::parse(r#"{
 //!     "train_batch_size": 64,
-//!     "gradient_accumulation_steps": 2,     // rows of a micro-batch: derived
+//!     "gradient_accumulation_steps": 2,     // the micro-batch is derived
 //!     "bf16": {"enabled": true},
 //!     "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e6},
 //!     "steps_per_print": 10,
@@ -41,7 +41,7 @@ mod zero;
 mod tests;
 
 pub use batch::{Batch, BatchKeys};
-pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig};
+pub use deepspeed::{ActivationCheckpointing, DsConfig};
 pub use error::ConfigFileError;
 pub use optimizer::DsOptimizer;
-pub use zero::{OffloadDevice, OffloadOptimizer, OffloadParam, ZeroOptimization};
+pub use zero::{OffloadDevice, ZeroOptimization};

@@ -12,7 +12,7 @@ use super::block::{Block, Usual, shortened};
 pub struct DsOptimizer {
     /// The base learning rate.
     pub lr: f64,
-    /// Decay rates, epsilon, weight decay, and whether the decay is decoupled.
+    /// Betas, epsilon, weight decay, and whether the decay is decoupled.
     pub hyper: AdamHyper,
 }
 
@@ -35,10 +35,7 @@ pub(super) fn read_optimizer(
         }
     };
     block.ignore(&[("legacy_fusion", Usual::Flag(false), "the step is always fused")], warnings)?;
-    let mut params = match block.block("params")? {
-        Some(params) => params,
-        None => Block::named("optimizer.params", serde_json::Map::new()),
-    };
+    let mut params = params(&mut block)?;
     block.end_lenient(warnings);
 
     params.refuse(&[
@@ -46,7 +43,7 @@ pub(super) fn read_optimizer(
         ("amsgrad", Usual::Flag(false), "the greatest second moment is not kept"),
         ("maximize", Usual::Flag(false), "the loss is minimized"),
         ("fp32_optimizer_states", Usual::Flag(true), "the moments are fp32"),
-        ("max_grad_norm", Usual::Nothing, "say gradient_clipping at the top of the file, as DeepSpeed asks"),
+        ("max_grad_norm", Usual::Nothing, "use gradient_clipping at the top level"),
     ])?;
     let fused = "the step is always fused";
     let ignored = [
@@ -70,9 +67,14 @@ pub(super) fn read_optimizer(
             decoupled: always_decoupled || adam_w_mode,
         },
     };
-    // An optimizer refuses arguments that it does not know, and so does DeepSpeed.
+    // DeepSpeed, too, rejects unknown arguments of an optimizer.
     params.end_strict()?;
     Ok(Some(optimizer))
+}
+
+/// The block `params`, which may be missing.
+fn params(block: &mut Block) -> Result<Block, ConfigFileError> {
+    Ok(block.block("params")?.unwrap_or_else(|| Block::named(&block.name("params"), serde_json::Map::new())))
 }
 
 fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {
@@ -83,7 +85,7 @@ fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {
             Ok([beta(one).unwrap_or_default(), beta(two).unwrap_or_default()])
         }
         _ => {
-            let (key, expected) = (params.name("betas"), "two numbers of at least 0 and below 1");
+            let (key, expected) = (params.name("betas"), "two numbers, each at least 0 and below 1");
             Err(ConfigFileError::WrongType { key, expected, got: shortened(&value) })
         }
     }
@@ -104,13 +106,11 @@ pub(super) fn read_scheduler(
         let why = "the schedules are WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest";
         return Err(ConfigFileError::Unsupported { key, got, why });
     }
-    let params = block.block("params")?;
+    let mut params = params(&mut block)?;
     block.end_lenient(warnings);
-    let mut params = params.unwrap_or_else(|| Block::named("scheduler.params", serde_json::Map::new()));
-
     if let Some(value) = params.take("last_batch_iteration").filter(|v| *v != -1) {
         let (key, got) = (params.name("last_batch_iteration"), shortened(&value));
-        let why = "a schedule starts with the run and goes on with its checkpoint";
+        let why = "a schedule starts with the run and resumes from its checkpoint";
         return Err(ConfigFileError::Unsupported { key, got, why });
     }
     let mut rest = params.into_rest();
@@ -122,12 +122,12 @@ pub(super) fn read_scheduler(
             *value = items.swap_remove(0);
         }
     }
-    // As in DeepSpeed, an unknown curve is the default one, with a warning.
+    // DeepSpeed, too, replaces an unknown curve by the default.
     if let Some(Value::String(curve)) = rest.get("warmup_type")
         && curve != "log"
         && curve != "linear"
     {
-        warnings.push(format!("scheduler.params.warmup_type {curve:?} is unknown: \"log\" is used"));
+        warnings.push(format!("scheduler.params.warmup_type {curve:?} is unknown; using \"log\""));
         rest.remove("warmup_type");
     }
     let schedule: LrSchedule = serde_json::from_value(json!({ "type": name, "params": rest }))

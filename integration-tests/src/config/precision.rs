@@ -1,4 +1,4 @@
-//! The blocks `fp16` and `bf16`: the parameters' type, and how the loss is scaled.
+//! The blocks `fp16` and `bf16`: parameter type and loss scaling.
 
 use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling};
@@ -6,7 +6,7 @@ use zero_optim::{DynamicScaling, LossScaling};
 use super::ConfigFileError;
 use super::block::{Block, Usual};
 
-/// Reads `fp16` and `bf16` (or `bfloat16`); neither is fp32.
+/// Reads `fp16` and `bf16` (or `bfloat16`). The default is fp32.
 pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<(DType, LossScaling), ConfigFileError> {
     let fp16 = read_fp16(root, warnings)?;
     let bf16 = read_bf16(root, warnings)?;
@@ -20,7 +20,7 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<(DTyp
     }
 }
 
-/// The loss scaling of an enabled `fp16`.
+/// The loss scaling of `fp16`, if it is enabled.
 fn read_fp16(root: &mut Block, warnings: &mut Vec<String>) -> Result<Option<LossScaling>, ConfigFileError> {
     let Some(mut block) = root.block("fp16")? else { return Ok(None) };
     let enabled = block.flag("enabled")?.unwrap_or(false);

@@ -5,35 +5,37 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use super::ConfigFileError;
-use super::block::{Block, Usual, shortened};
+use super::block::{Block, Kind, Usual, shortened};
 
 /// `zero_optimization`, with DeepSpeed's defaults where the file is silent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ZeroOptimization {
     /// 0 to 3.
     pub stage: u8,
-    /// Gradients that are reduced together.
+    /// Elements of a gradient bucket.
     pub reduce_bucket_elems: u64,
-    /// Parameters that are gathered together at stages 1 and 2.
+    /// Elements that stages 1 and 2 gather together.
     pub allgather_bucket_elems: u64,
-    /// Whether communication runs beside computation; at stage 3 unless said otherwise.
+    /// Whether communication overlaps compute; the default is true at stage 3 only.
     pub overlap_comm: bool,
-    /// Elements that the optimizer steps at once.
+    /// Elements of one optimizer update.
     pub sub_group_elems: u64,
-    /// Elements that stage 3 gathers ahead.
+    /// Elements that stage 3 prefetches.
     pub prefetch_bucket_elems: u64,
-    /// Stage 3 keeps parameters of fewer elements whole on every rank.
+    /// Stage 3 does not shard parameters with fewer elements.
     pub persistence_threshold_elems: u64,
-    /// Whole parameters that stage 3 keeps at most.
+    /// Maximum number of gathered elements at stage 3.
     pub max_live_elems: u64,
-    /// A parameter that is used again within so many elements is kept.
+    /// A parameter stays gathered if its next use is within this number of elements.
     pub max_reuse_elems: u64,
-    /// Whether a saved model has whole 16-bit weights.
+    /// Whether saving also writes whole 16-bit weights.
     pub gather_16bit_weights_on_save: bool,
-    /// Where optimizer state lives.
-    pub offload_optimizer: OffloadOptimizer,
-    /// Where parameters live at stage 3.
-    pub offload_param: OffloadParam,
+    /// Device of the optimizer state.
+    pub offload_optimizer: OffloadDevice,
+    /// `offload_optimizer.buffer_count`: buffers for parts of the optimizer state.
+    pub offload_optimizer_buffers: u64,
+    /// Device of the parameters at stage 3.
+    pub offload_param: OffloadDevice,
 }
 
 impl Default for ZeroOptimization {
@@ -49,82 +51,26 @@ impl Default for ZeroOptimization {
             max_live_elems: 1_000_000_000,
             max_reuse_elems: 1_000_000_000,
             gather_16bit_weights_on_save: false,
-            offload_optimizer: OffloadOptimizer::default(),
-            offload_param: OffloadParam::default(),
+            offload_optimizer: OffloadDevice::None,
+            offload_optimizer_buffers: 4,
+            offload_param: OffloadDevice::None,
         }
     }
 }
 
-/// Where offloaded state lives.
+/// A device for offloaded state.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum OffloadDevice {
-    /// With the rest, on the device.
+    /// No offload: the compute device.
     #[default]
     None,
-    /// In host memory.
+    /// Host memory.
     Cpu,
-    /// In files in this folder.
+    /// Files in this folder.
     Nvme(PathBuf),
 }
 
-/// `offload_optimizer`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct OffloadOptimizer {
-    /// Where.
-    pub device: OffloadDevice,
-    /// Buffers for files.
-    pub buffer_count: u64,
-    /// Whether host memory is pinned.
-    pub pin_memory: bool,
-    /// Whether the next part is read while one is stepped.
-    pub pipeline_read: bool,
-    /// Whether the last part is written while one is stepped.
-    pub pipeline_write: bool,
-    /// The part of the state that is offloaded to the host (stage 3).
-    pub ratio: f64,
-}
-
-impl Default for OffloadOptimizer {
-    fn default() -> Self {
-        Self {
-            device: OffloadDevice::None,
-            buffer_count: 4,
-            pin_memory: true,
-            pipeline_read: false,
-            pipeline_write: false,
-            ratio: 1.0,
-        }
-    }
-}
-
-/// `offload_param`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OffloadParam {
-    /// Where.
-    pub device: OffloadDevice,
-    /// Buffers for files.
-    pub buffer_count: u64,
-    /// Elements of one buffer.
-    pub buffer_elems: u64,
-    /// Parameters kept in host memory where files are used.
-    pub max_in_cpu_elems: u64,
-    /// Whether host memory is pinned.
-    pub pin_memory: bool,
-}
-
-impl Default for OffloadParam {
-    fn default() -> Self {
-        Self {
-            device: OffloadDevice::None,
-            buffer_count: 5,
-            buffer_elems: 100_000_000,
-            max_in_cpu_elems: 1_000_000_000,
-            pin_memory: true,
-        }
-    }
-}
-
-/// Keys that have a second name with `stage3_` before it.
+/// Keys that have a second name with the prefix `stage3_`.
 const STAGE3_NAMES: [&str; 9] = [
     "prefetch_bucket_size",
     "param_persistence_threshold",
@@ -137,25 +83,25 @@ const STAGE3_NAMES: [&str; 9] = [
     "allgather_sequential",
 ];
 
-/// Keys that change speed, memory or messages, with the value that needs no word.
+/// Unsupported keys that change speed, memory or messages only.
 const IGNORED: [(&str, Usual, &str); 24] = {
     use Usual::{Flag, Nothing, Number};
     let units = "parameters are gathered by unit (embedding, block, head)";
     [
-        ("contiguous_gradients", Flag(true), "gradients are always laid end to end"),
+        ("contiguous_gradients", Flag(true), "gradients are always contiguous"),
         ("reduce_scatter", Flag(true), "gradients are always reduce-scattered from stage 2"),
         ("use_multi_rank_bucket_allreduce", Flag(true), "a bucket always has the gradients of all ranks' shards"),
         ("allgather_partitions", Flag(true), "parameters are always gathered by all_gather"),
         ("load_from_fp32_weights", Flag(true), "a checkpoint's fp32 weights are always loaded"),
         ("elastic_checkpoint", Flag(false), "every checkpoint loads at every number of ranks"),
         ("ignore_unused_parameters", Flag(true), "every parameter of the model is used"),
-        ("legacy_stage1", Flag(false), "stage 1 is the one of this program"),
-        ("round_robin_gradients", Flag(false), "gradients are laid out in the order of the model"),
+        ("legacy_stage1", Flag(false), "this program has one stage 1"),
+        ("round_robin_gradients", Flag(false), "gradients are in the order of the model"),
         ("parameter_alignment", Flag(false), "shards are always aligned"),
-        ("zero_hpz_partition_size", Number(1), "there is no second copy of the shards within a node"),
+        ("zero_hpz_partition_size", Number(1), "shards have no second copy within a node"),
         ("memory_efficient_linear", Flag(true), "the model has its own linear layer"),
         ("pipeline_loading_checkpoint", Flag(false), "a checkpoint is read shard by shard"),
-        ("override_module_apply", Flag(true), "there are no modules to override"),
+        ("override_module_apply", Flag(true), "the model has no modules to override"),
         ("log_trace_cache_warnings", Flag(false), "the order of the units is known before the first step"),
         ("enable_sanity_checks", Flag(false), "checks are always made"),
         ("save_muon_momentum_buffer_in_memory", Flag(false), "there is no Muon here"),
@@ -169,7 +115,7 @@ const IGNORED: [(&str, Usual, &str); 24] = {
     ]
 };
 
-/// Keys that change what is computed.
+/// Unsupported keys that change the results.
 const REFUSED: [(&str, Usual, &str); 7] = {
     use Usual::{Flag, Nothing};
     let exact = "this program sends gradients and parameters unquantized";
@@ -179,12 +125,12 @@ const REFUSED: [(&str, Usual, &str); 7] = {
         ("zero_quantized_gradients", Flag(false), exact),
         ("zeropp_loco_param", Nothing, exact),
         ("zenflow", Nothing, "every gradient is applied in its own step"),
-        ("mics_shard_size", Nothing, "DeepSpeed has removed it too"),
-        ("mics_hierarchical_params_gather", Nothing, "DeepSpeed has removed it too"),
+        ("mics_shard_size", Nothing, "DeepSpeed has removed it"),
+        ("mics_hierarchical_params_gather", Nothing, "DeepSpeed has removed it"),
     ]
 };
 
-/// Reads `zero_optimization` of the file, an object or (of old) a flag.
+/// Reads `zero_optimization`: an object or, in old files, a flag.
 pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroOptimization, ConfigFileError> {
     let mut block = match root.take("zero_optimization") {
         None => return Ok(ZeroOptimization::default()),
@@ -211,9 +157,9 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroO
         return Err(ConfigFileError::WrongType { key, expected, got: stage.to_string() });
     }
     let stage = stage as u8;
-    let offload_optimizer = read_offload_optimizer(&mut block, stage, warnings)?;
+    let (offload_optimizer, buffers) = read_offload_optimizer(&mut block, stage, warnings)?;
     let offload_param = read_offload_param(&mut block)?;
-    if offload_param.device != OffloadDevice::None && stage != 3 {
+    if offload_param != OffloadDevice::None && stage != 3 {
         warnings.push(format!("zero_optimization.offload_param is not honoured: it needs stage 3, not {stage}"));
     }
     let zero = ZeroOptimization {
@@ -230,63 +176,55 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroO
         max_reuse_elems: block.count("max_reuse_distance")?.unwrap_or(default.max_reuse_elems),
         gather_16bit_weights_on_save: block.flag("gather_16bit_weights_on_model_save")?.unwrap_or(false),
         offload_optimizer,
+        offload_optimizer_buffers: buffers.unwrap_or(default.offload_optimizer_buffers),
         offload_param,
     };
     block.end_strict()?;
     Ok(zero)
 }
 
+/// The device of the optimizer state, and the number of buffers.
 fn read_offload_optimizer(
     zero: &mut Block,
     stage: u8,
     warnings: &mut Vec<String>,
-) -> Result<OffloadOptimizer, ConfigFileError> {
-    let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
-    let default = OffloadOptimizer::default();
-    let Some(mut block) = zero.block("offload_optimizer")? else {
-        return Ok(OffloadOptimizer { device: old, ..default });
-    };
+) -> Result<(OffloadDevice, Option<u64>), ConfigFileError> {
     use Usual::{Flag, Nothing};
+    let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
+    let Some(mut block) = zero.block("offload_optimizer")? else { return Ok((old, None)) };
     let ignored = [
-        ("fast_init", Flag(false), "state is set to zero where it lives"),
-        ("super_offload", Flag(false), "offloading has one form here"),
+        ("fast_init", Flag(false), "state is initialized on its device"),
+        ("super_offload", Flag(false), "only one kind of offload is supported"),
         ("cpuadam_cores_perc", Nothing, "the step uses the threads of its rank"),
     ];
     block.ignore(&ignored, warnings)?;
-    let offload = OffloadOptimizer {
-        device: device(&mut block)?,
-        buffer_count: block.count("buffer_count")?.unwrap_or(default.buffer_count),
-        pin_memory: block.flag("pin_memory")?.unwrap_or(default.pin_memory),
-        pipeline_read: block.flag("pipeline_read")?.unwrap_or(default.pipeline_read),
-        pipeline_write: block.flag("pipeline_write")?.unwrap_or(default.pipeline_write),
-        ratio: block.number_in("ratio", 0.0..=1.0, "a number from 0 to 1")?.unwrap_or(default.ratio),
-    };
-    if offload.ratio < 1.0 && stage != 3 {
-        let (key, expected) = (block.name("ratio"), "1 (a part of the state is offloaded only at stage 3)");
-        return Err(ConfigFileError::WrongType { key, expected, got: offload.ratio.to_string() });
+    block.check_types(&[
+        ("pin_memory", Kind::Flag),
+        ("pipeline_read", Kind::Flag),
+        ("pipeline_write", Kind::Flag),
+    ])?;
+    let ratio = block.number_in("ratio", 0.0..=1.0, "a number from 0 to 1")?.unwrap_or(1.0);
+    if ratio < 1.0 && stage != 3 {
+        let (key, expected) = (block.name("ratio"), "1 (partial offload needs stage 3)");
+        return Err(ConfigFileError::WrongType { key, expected, got: ratio.to_string() });
     }
+    let offload = (device(&mut block)?, block.count("buffer_count")?);
     block.end_strict()?;
     Ok(offload)
 }
 
-fn read_offload_param(zero: &mut Block) -> Result<OffloadParam, ConfigFileError> {
+fn read_offload_param(zero: &mut Block) -> Result<OffloadDevice, ConfigFileError> {
     let old = old_flag(zero, "cpu_offload_param", "offload_param")?;
-    let default = OffloadParam::default();
-    let Some(mut block) = zero.block("offload_param")? else {
-        return Ok(OffloadParam { device: old, ..default });
-    };
-    let offload = OffloadParam {
-        device: device(&mut block)?,
-        buffer_count: block.count("buffer_count")?.unwrap_or(default.buffer_count),
-        buffer_elems: block.count("buffer_size")?.unwrap_or(default.buffer_elems),
-        max_in_cpu_elems: block.count("max_in_cpu")?.unwrap_or(default.max_in_cpu_elems),
-        pin_memory: block.flag("pin_memory")?.unwrap_or(default.pin_memory),
-    };
+    let Some(mut block) = zero.block("offload_param")? else { return Ok(old) };
+    let counts = ["buffer_count", "buffer_size", "max_in_cpu"].map(|key| (key, Kind::Count));
+    block.check_types(&counts)?;
+    block.check_types(&[("pin_memory", Kind::Flag)])?;
+    let device = device(&mut block)?;
     block.end_strict()?;
-    Ok(offload)
+    Ok(device)
 }
 
-/// `cpu_offload: true`, the old form of `offload_optimizer`.
+/// Reads `cpu_offload: true`, the old form of `offload_optimizer`.
 fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<OffloadDevice, ConfigFileError> {
     match zero.flag(old)? {
         Some(_) if zero.has(new) => Err(ConfigFileError::Conflict { one: zero.name(old), other: zero.name(new) }),

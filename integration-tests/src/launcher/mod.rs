@@ -1,12 +1,12 @@
-//! One process a rank on this machine, as one program: it ends as a whole, and leaves nobody behind.
+//! Starts one process per rank on this machine and ends them together.
 //!
-//! - Rank 0 has the terminal. What the others print comes line by line with the rank in front.
-//! - Each rank is told who it is in the variables that torchrun sets ([`Job::variables`]).
-//! - Interrupts go to every rank, once each: a rank is in a process group of its own, so that the terminal's signals
-//!   reach this program alone, which passes them on.
-//! - When a rank fails the others have a little while to see it and to end by themselves; then they are killed. What is
-//!   told is the cause: the first rank that failed by its own fault, in its own words (`report`).
-//! - When this program is killed, the system kills the ranks.
+//! - Rank 0 uses the terminal. Output lines of other ranks get the rank as a prefix.
+//! - Each rank gets the variables of torchrun ([`Job::variables`]).
+//! - Each rank has its own process group, so that the terminal signals only this program, which forwards interrupts
+//!   to every rank once.
+//! - After a failure the other ranks get a grace period to detect it and to end; then they are killed. The job's error
+//!   is the root cause: that of the first rank that failed by its own fault (`report`).
+//! - If this program is killed, the system kills the ranks.
 
 mod output;
 mod process;
@@ -24,21 +24,21 @@ use output::Prefixed;
 use process::Rank;
 pub use report::{REPORT_VARIABLE, Report};
 
-/// Between two looks at the ranks.
+/// Interval between two polls of the ranks.
 const TICK: Duration = Duration::from_millis(10);
 
-/// What is run.
+/// The ranks to run.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// How many ranks.
+    /// The number of ranks.
     pub ranks: usize,
-    /// The program of each.
+    /// The program of each rank.
     pub program: PathBuf,
-    /// Its arguments.
+    /// The program's arguments.
     pub args: Vec<OsString>,
-    /// Variables beside those that say who a rank is.
+    /// Additional environment variables.
     pub variables: Vec<(String, String)>,
-    /// How long the others may go on when one has failed, or when they were interrupted twice.
+    /// Time from the first failure, or the second interrupt, until the remaining ranks are killed.
     pub grace: Duration,
 }
 
@@ -46,42 +46,42 @@ pub struct Job {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum JobError {
-    /// The system did not start the ranks.
-    #[error("rank {rank} did not start: {message}")]
+    /// A rank could not be started.
+    #[error("failed to start rank {rank}: {message}")]
     Start {
-        /// Which rank.
+        /// The rank.
         rank: usize,
-        /// What the system said.
+        /// The system's error.
         message: String,
     },
-    /// A rank failed and said why.
+    /// A rank failed and reported an error.
     #[error("{}", report.message)]
     Reported {
-        /// Which rank.
+        /// The rank.
         rank: usize,
-        /// What it said.
+        /// The report.
         report: Report,
     },
     /// A rank was killed.
-    #[error("rank {rank} was ended by signal {signal}")]
+    #[error("rank {rank} was killed by signal {signal}")]
     Killed {
-        /// Which rank.
+        /// The rank.
         rank: usize,
-        /// By which signal.
+        /// The signal.
         signal: i32,
     },
-    /// A rank ended with a code and no word.
-    #[error("rank {rank} ended with exit code {code}")]
+    /// A rank failed without a report.
+    #[error("rank {rank} failed with exit code {code} and no error report")]
     Exit {
-        /// Which rank.
+        /// The rank.
         rank: usize,
-        /// Its code.
+        /// The exit code.
         code: i32,
     },
 }
 
 impl JobError {
-    /// Whether the rank failed because another one had.
+    /// Whether the failure of another rank caused this one.
     fn is_echo(&self) -> bool {
         matches!(self, Self::Reported { report, .. } if report.echo)
     }
@@ -99,7 +99,7 @@ impl JobError {
 }
 
 impl Job {
-    /// What rank `rank` is told; rank 0 listens at `port` of this machine.
+    /// The environment variables of rank `rank`; rank 0 will listen on `port` of this machine.
     pub fn variables(&self, rank: usize, port: u16) -> Vec<(String, String)> {
         let own = [
             ("RANK", rank.to_string()),
@@ -113,10 +113,10 @@ impl Job {
         self.variables.iter().cloned().chain(own).collect()
     }
 
-    /// Runs it. `interrupts` counts the signals that asked this program to end.
+    /// Starts the ranks and waits until all have ended. `interrupts` counts the interrupts of this program.
     ///
     /// # Errors
-    /// What failed first by its own fault.
+    /// The first failure that no other rank caused.
     pub fn run(&self, interrupts: &AtomicUsize) -> Result<(), JobError> {
         let start = |rank, e: std::io::Error| JobError::Start { rank, message: e.to_string() };
         let reports = report::Folder::new().map_err(|e| start(0, e))?;
@@ -126,18 +126,18 @@ impl Job {
         for rank in 0..self.ranks {
             let mut variables = self.variables(rank, port);
             variables.push((REPORT_VARIABLE.to_owned(), reports.file(rank).display().to_string()));
-            // Those that run already are killed where this fails.
+            // On an error, dropping `running` kills the ranks that have started.
             running.push(Rank::start(self, rank, &variables, &output).map_err(|e| start(rank, e))?);
         }
         let mut failures = Vec::new();
-        let (mut passed_on, mut deadline) = (0, None);
+        let (mut forwarded, mut deadline) = (0, None);
         while !running.is_empty() {
             std::thread::sleep(TICK);
             let interrupted = interrupts.load(Ordering::Relaxed);
-            for _ in passed_on..interrupted {
+            for _ in forwarded..interrupted {
                 running.iter().for_each(Rank::interrupt);
             }
-            passed_on = interrupted;
+            forwarded = interrupted;
             running.retain_mut(|rank| match rank.ended() {
                 Ok(None) => true,
                 Ok(Some(status)) if status.success() => false,
@@ -164,7 +164,7 @@ impl Job {
     }
 }
 
-/// A port that is free now. Another program may take it before rank 0 does; then rank 0 says so.
+/// A free port. If another program takes it before rank 0 does, rank 0 fails with an error.
 fn free_port() -> std::io::Result<u16> {
     Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

@@ -1,4 +1,4 @@
-//! What ranks print, line by line with the rank in front.
+//! Forwards the output of ranks, each line with the rank as a prefix.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::process::{ChildStderr, ChildStdout};
@@ -6,21 +6,23 @@ use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 
-/// A longer line comes in pieces.
+/// Maximum length of a forwarded line; longer lines are split.
 const LINE_BYTES: u64 = 1 << 16;
+/// A process that a rank started may outlive it and keep its output open: the launcher waits no longer than this.
+const LIMIT: std::time::Duration = std::time::Duration::from_secs(10);
 
-/// The threads that pass on what ranks print.
+/// The threads that forward the output of ranks.
 #[derive(Default)]
 pub(super) struct Prefixed {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Prefixed {
-    /// Passes on what `rank` prints, until it ends.
+    /// Forwards the output of `rank` until it is closed.
     pub(super) fn follow(&self, rank: usize, out: ChildStdout, err: ChildStderr) -> io::Result<()> {
         let follow = |from: Box<dyn Read + Send>, to: fn(&[u8])| {
             let thread = std::thread::Builder::new().name(format!("output of rank {rank}"));
-            thread.spawn(move || pass_on(rank, from, to))
+            thread.spawn(move || forward(rank, from, to))
         };
         let to_out = follow(Box::new(out), |line| drop(io::stdout().lock().write_all(line)))?;
         let to_err = follow(Box::new(err), |line| drop(io::stderr().lock().write_all(line)))?;
@@ -28,18 +30,17 @@ impl Prefixed {
         Ok(())
     }
 
-    /// Waits until everything is passed on; the ranks have ended.
+    /// Waits until all output is forwarded, for at most [`LIMIT`]. Call it when the ranks have ended.
     pub(super) fn finish(&self) {
-        // A grandchild that outlives its rank may hold the pipe open: nobody waits for that.
         let threads = std::mem::take(&mut *self.threads.lock());
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(1);
+        let deadline = std::time::Instant::now() + LIMIT;
         while threads.iter().any(|thread| !thread.is_finished()) && std::time::Instant::now() < deadline {
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
     }
 }
 
-fn pass_on(rank: usize, from: impl Read, to: impl Fn(&[u8])) {
+fn forward(rank: usize, from: impl Read, to: impl Fn(&[u8])) {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
     loop {
@@ -54,7 +55,7 @@ fn pass_on(rank: usize, from: impl Read, to: impl Fn(&[u8])) {
         if line.last() != Some(&b'\n') {
             line.push(b'\n');
         }
-        // One write a line, so that lines of different ranks do not mix.
+        // One write per line, so that lines of different ranks do not mix.
         to(&line);
     }
 }
@@ -64,10 +65,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_gets_the_rank_and_an_end() {
+    fn lines_get_prefix_and_line_break() {
         let seen = Mutex::new(Vec::new());
         let long = "x".repeat(LINE_BYTES as usize + 1);
-        pass_on(3, format!("a\n\nb {long}").as_bytes(), |line| {
+        forward(3, format!("a\n\nb {long}").as_bytes(), |line| {
             seen.lock().push(String::from_utf8(line.to_vec()).unwrap())
         });
         let seen = seen.into_inner();

@@ -1,4 +1,4 @@
-//! A rank's process: started so that it ends with this one.
+//! The process of a rank, which ends with this one.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use super::Job;
 use super::output::Prefixed;
 
-/// A running rank; dropping it kills it and what it has started.
+/// A running rank. Dropping it kills its process group.
 pub(super) struct Rank {
     pub(super) number: usize,
     child: Child,
@@ -25,7 +25,7 @@ impl Rank {
     ) -> io::Result<Self> {
         let mut command = Command::new(&job.program);
         command.args(&job.args).envs(variables.iter().map(|(name, value)| (name, value))).stdin(Stdio::null());
-        // In a group of its own: the terminal's signals come by this program only, and all of it can be killed at once.
+        // With its own group it does not get the terminal's signals, and its descendants can be killed together.
         command.process_group(0);
         end_with_this_process(&mut command);
         if number > 0 {
@@ -44,17 +44,17 @@ impl Rank {
         if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw)
             && !self.ended
         {
-            // It may have ended by itself meanwhile.
+            // Fails if the group has ended already.
             let _ = kill_process_group(pid, signal);
         }
     }
 
-    /// Asks it to end.
+    /// Sends an interrupt to the process group.
     pub(super) fn interrupt(&self) {
         self.signal(Signal::INT);
     }
 
-    /// How it ended, if it has.
+    /// The exit status, if it has ended.
     pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         let status = self.child.try_wait()?;
         self.ended = status.is_some();
@@ -71,7 +71,7 @@ impl Drop for Rank {
     }
 }
 
-/// The system kills the process when this one's thread that starts it ends, however it ends.
+/// Lets the system kill the child when the thread that starts it ends, for any reason.
 #[cfg(target_os = "linux")]
 fn end_with_this_process(command: &mut Command) {
     use rustix::process::{getpid, getppid, set_parent_process_death_signal};
@@ -79,11 +79,11 @@ fn end_with_this_process(command: &mut Command) {
     let parent = getpid();
     let before = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // It may have ended just before: then nobody would send the signal.
+        // If the parent ended before the call above, the signal will never be sent.
         if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::other("the launcher has ended")) }
     };
-    // SAFETY: between fork and exec it makes two system calls, and allocates nothing but on the way to an error that
-    // ends the process.
+    // SAFETY: between fork and exec the closure makes two async-signal-safe system calls. It allocates only for an
+    // error, after which the child exits.
     unsafe { command.pre_exec(before) };
 }
 

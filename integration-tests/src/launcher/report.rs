@@ -1,5 +1,4 @@
-//! How a rank tells its launcher why it failed: in a file that [`REPORT_VARIABLE`] names, so that the launcher can
-//! say it once, and say the cause instead of what other ranks saw of it.
+//! Error reports of ranks: files named by [`REPORT_VARIABLE`]. The launcher prints only the root cause, once.
 
 use std::fs;
 use std::io;
@@ -10,10 +9,10 @@ use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
-/// The variable with the file's name.
+/// The environment variable with the name of a rank's report file.
 pub const REPORT_VARIABLE: &str = "ZERO_REPORT_FILE";
 
-/// How the names of the folders begin; the launcher's process number follows.
+/// Prefix of the report folders' names; the launcher's process id follows.
 const PREFIX: &str = "zero-launch-";
 
 /// Why a rank failed.
@@ -21,14 +20,14 @@ const PREFIX: &str = "zero-launch-";
 pub struct Report {
     /// Its exit code.
     pub code: u8,
-    /// It failed because another rank had.
+    /// Whether the failure of another rank caused this one.
     pub echo: bool,
-    /// The words, a line.
+    /// The error message, one line.
     pub message: String,
 }
 
 impl Report {
-    /// Gives it to the launcher that started this process, if one did that wants to know.
+    /// Writes the report for the launcher. Returns false if no launcher that reads reports started this process.
     pub fn deliver(&self) -> bool {
         let Some(file) = std::env::var_os(REPORT_VARIABLE).filter(|name| !name.is_empty()) else { return false };
         self.write(Path::new(&file)).is_ok()
@@ -39,7 +38,7 @@ impl Report {
     }
 }
 
-/// The folder of a job's reports; it goes with this.
+/// The folder of a job's reports. Dropping it removes the folder.
 pub(super) struct Folder(PathBuf);
 
 impl Folder {
@@ -47,9 +46,9 @@ impl Folder {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("{PREFIX}{}-{number}", std::process::id()));
-        // What is left of a process that was killed and had the same number.
+        // A killed process with the same id may have left one.
         let _ = fs::remove_dir_all(&path);
-        sweep(&std::env::temp_dir());
+        remove_stale(&std::env::temp_dir());
         fs::create_dir(&path)?;
         Ok(Self(path))
     }
@@ -63,12 +62,12 @@ impl Folder {
     }
 }
 
-/// Removes what launchers have left that were killed: folders whose process is there no more.
-fn sweep(parent: &Path) {
+/// Removes the folders of launchers that were killed: no process with their id exists.
+fn remove_stale(parent: &Path) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let number = || name.to_str()?.strip_prefix(PREFIX)?.split('-').next()?.parse().ok();
-        let Some(process) = number().and_then(Pid::from_raw) else { continue };
+        let id = || name.to_str()?.strip_prefix(PREFIX)?.split('-').next()?.parse().ok();
+        let Some(process) = id().and_then(Pid::from_raw) else { continue };
         if test_kill_process(process) == Err(Errno::SRCH) {
             let _ = fs::remove_dir_all(entry.path());
         }
@@ -86,24 +85,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_killed_launcher_left_goes_and_what_a_running_one_has_stays() {
+    fn only_stale_folders_are_removed() {
         let parent = tempfile::tempdir().unwrap();
-        let mut ended = std::process::Command::new("true").spawn().unwrap();
-        ended.wait().unwrap();
-        let folder = |process: u32| parent.path().join(format!("{PREFIX}{process}-0"));
-        let (gone, here) = (folder(ended.id()), folder(std::process::id()));
+        // No Linux process has an id this high.
+        let stale = parent.path().join(format!("{PREFIX}{}-0", i32::MAX));
+        let own = parent.path().join(format!("{PREFIX}{}-0", std::process::id()));
         let other = parent.path().join(format!("{PREFIX}notes"));
-        for path in [&gone, &here, &other] {
+        for path in [&stale, &own, &other] {
             fs::create_dir(path).unwrap();
             fs::write(path.join("rank-0.json"), "{}").unwrap();
         }
-        sweep(parent.path());
-        assert!(!gone.exists());
-        assert!(here.exists() && other.exists());
+        remove_stale(parent.path());
+        assert!(!stale.exists() && own.exists() && other.exists());
     }
 
     #[test]
-    fn a_report_arrives_and_half_of_one_is_none() {
+    fn truncated_report_is_ignored() {
         let folder = Folder::new().unwrap();
         let report = Report { code: 2, echo: true, message: "rank 1: \"so\"".to_owned() };
         report.write(&folder.file(3)).unwrap();

@@ -13,12 +13,12 @@ fn data(name: &str) -> String {
     place::data(name).display().to_string()
 }
 
-/// `zero` with these arguments in a folder of its own.
+/// Runs `zero` in `dir`.
 fn zero(dir: &Path, args: &[&str]) -> Output {
     place::zero().args(args).current_dir(dir).output().unwrap()
 }
 
-/// The arguments of a small run, and `more`.
+/// The arguments of a small run; `more` has pairs of flag and value that replace or extend them.
 fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut args = vec!["train", "--model", model, "--data", tokens, "--seq-len", "32", "--micro-batch", "1"];
     args.extend(["--ranks", "2", "--steps", "3"]);
@@ -35,16 +35,16 @@ fn run_tiny(dir: &Path, more: &[&str]) -> Output {
     zero(dir, &tiny(&data("model"), &data("tokens.u16.bin"), more))
 }
 
-/// The run fails with `code`, in one line on standard error that has all of `says`.
-fn fails(output: &Output, code: i32, says: &[&str]) {
+/// Asserts exit code `code` and one error line on standard error; the output contains all `parts`.
+fn fails(output: &Output, code: i32, parts: &[&str]) {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{text}");
     let last = text.lines().last().unwrap_or_default();
     assert!(last.starts_with("error: "), "{text}");
     assert!(!text.contains("panicked"), "{text}");
     assert_eq!(text.lines().filter(|l| l.starts_with("error: ")).count(), 1, "{text}");
-    for word in says {
-        assert!(text.contains(word), "{word:?} is not in: {text}");
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
     }
 }
 
@@ -59,7 +59,7 @@ fn temp() -> TempDir {
 }
 
 #[test]
-fn the_metrics_file_has_a_line_a_step_with_the_stable_keys() {
+fn metrics_have_stable_keys() {
     let dir = temp();
     let out = succeeds(&run_tiny(dir.path(), &["--metrics", "out.jsonl", "--stage", "2"]));
     for word in ["loss", "tokens/s", "parameters", "gradients", "optimizer state", "reduce-scatter", "formula"] {
@@ -84,7 +84,7 @@ fn the_metrics_file_has_a_line_a_step_with_the_stable_keys() {
 }
 
 #[test]
-fn a_new_process_resumes_to_the_same_bits() {
+fn new_process_resumes_bit_identically() {
     let dir = temp();
     let losses = |file: &str| {
         let text = std::fs::read_to_string(dir.path().join(file)).unwrap();
@@ -102,7 +102,7 @@ fn a_new_process_resumes_to_the_same_bits() {
 }
 
 #[test]
-fn wrong_flags() {
+fn wrong_flags_are_usage_errors() {
     let dir = temp();
     fails(&run_tiny(dir.path(), &["--ranks", "0"]), 2, &["--ranks 0"]);
     fails(&run_tiny(dir.path(), &["--stage", "4"]), 2, &["--stage 4"]);
@@ -116,8 +116,8 @@ fn wrong_flags() {
     let tokens = run_tiny(dir.path(), &["--micro-batch", "2305843009213693952"]);
     fails(&tokens, 2, &["2305843009213693952", "2147483648 tokens at most"]);
     fails(&run_tiny(dir.path(), &["--grad-accum", "4294967296"]), 2, &["--grad-accum 4294967296", "65536"]);
-    fails(&run_tiny(dir.path(), &["--micro-batch", "67108864"]), 2, &["of activations", "free", "--micro-batch"]);
-    fails(&run_tiny(dir.path(), &["--bucket-elems", "1099511627776"]), 2, &["of buckets", "free", "--bucket-elems"]);
+    fails(&run_tiny(dir.path(), &["--micro-batch", "67108864"]), 2, &["for activations", "free", "--micro-batch"]);
+    fails(&run_tiny(dir.path(), &["--bucket-elems", "1099511627776"]), 2, &["for buckets", "free", "--bucket-elems"]);
     fails(&run_tiny(dir.path(), &["--checkpoint-every", "1"]), 2, &["--checkpoint-every", "--checkpoint"]);
     fails(&run_tiny(dir.path(), &["--keep-last", "2"]), 2, &["--keep-last", "--checkpoint"]);
     fails(&run_tiny(dir.path(), &["--lr", "NaN"]), 2, &["lr"]);
@@ -127,24 +127,24 @@ fn wrong_flags() {
 }
 
 #[test]
-fn no_steps_are_no_failure() {
+fn zero_steps_succeed() {
     let dir = temp();
-    let said = succeeds(&run_tiny(dir.path(), &["--steps", "0", "--checkpoint", "a"]));
-    assert!(said.contains("nothing to do: --steps 0 is the step to end at\n"), "{said}");
-    let said = succeeds(&run_tiny(dir.path(), &["--steps", "0", "--resume", "a"]));
-    assert!(said.contains("nothing to do: the checkpoint is at step 0"), "{said}");
+    let out = succeeds(&run_tiny(dir.path(), &["--steps", "0", "--checkpoint", "a"]));
+    assert!(out.contains("nothing to do: --steps 0 is the last step\n"), "{out}");
+    let out = succeeds(&run_tiny(dir.path(), &["--steps", "0", "--resume", "a"]));
+    assert!(out.contains("nothing to do: the checkpoint is at step 0"), "{out}");
 }
 
 #[test]
-fn a_run_goes_on_in_another_dtype_and_says_so() {
+fn resume_in_another_dtype_prints_a_note() {
     let dir = temp();
     succeeds(&run_tiny(dir.path(), &["--dtype", "fp16", "--checkpoint", "a"]));
-    let said = succeeds(&run_tiny(dir.path(), &["--dtype", "bf16", "--resume", "a", "--steps", "4"]));
-    assert!(said.contains("note: the checkpoint's run was in fp16, and this one is in bf16"), "{said}");
+    let out = succeeds(&run_tiny(dir.path(), &["--dtype", "bf16", "--resume", "a", "--steps", "4"]));
+    assert!(out.contains("note: the checkpoint was trained in fp16 and this run in bf16"), "{out}");
 }
 
 #[test]
-fn what_a_configuration_asks_is_done_or_refused_or_named() {
+fn offload_of_a_configuration_is_checked() {
     let dir = temp();
     let with = |text: &str, more: &[&str]| {
         std::fs::write(dir.path().join("ds.json"), text).unwrap();
@@ -154,10 +154,10 @@ fn what_a_configuration_asks_is_done_or_refused_or_named() {
         format!(r#"{{"zero_optimization": {{"stage": 3, "{what}": {{"device": "{to}", "nvme_path": "/x"}}}}}}"#)
     };
     for what in ["offload_optimizer", "offload_param"] {
-        fails(&with(&offload(what, "nvme"), &[]), 2, &[what, "nvme", "not in this version"]);
+        fails(&with(&offload(what, "nvme"), &[]), 2, &[what, "nvme", "not supported in this version"]);
         succeeds(&with(&offload(what, "cpu"), &[]));
     }
-    // A flag wins.
+    // A flag overrides the file.
     succeeds(&with(&offload("offload_optimizer", "nvme"), &["--offload", "none"]));
     fails(
         &with(r#"{"fp16": {"enabled": true, "initial_scale_power": 400}}"#, &[]),
@@ -168,9 +168,9 @@ fn what_a_configuration_asks_is_done_or_refused_or_named() {
     assert!(out.contains("note: steps_per_print is not honoured"), "{out}");
 }
 
-/// Below what a pass reads no run is possible; with the least that is, only less is gathered ahead.
+/// With the lowest possible limit less is gathered ahead, and the losses stay the same.
 #[test]
-fn a_limit_of_live_parameters_is_raised_to_what_a_pass_reads() {
+fn low_live_parameter_limit_is_raised() {
     let dir = temp();
     let run = |limit: u64, metrics: &str| {
         let text = format!(
@@ -193,7 +193,7 @@ fn a_limit_of_live_parameters_is_raised_to_what_a_pass_reads() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn closed_pipe_is_not_an_error() {
     let dir = temp();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let plan = vec!["plan", "--params", "1e9", "--gpus", "4"];
@@ -206,9 +206,9 @@ fn a_reader_that_goes_away_is_no_failure() {
     }
 }
 
-/// Each of its processes would train alone, and all write the same files.
+/// Otherwise each process would train the whole run, and all would write the same files.
 #[test]
-fn ranks_of_torchrun_on_the_host_are_refused() {
+fn torchrun_on_the_host_is_rejected() {
     let dir = temp();
     let run = |comm: &str, rank: &str, world_size: &str| {
         let (model, tokens) = (data("model"), data("tokens.u16.bin"));
@@ -228,7 +228,7 @@ fn ranks_of_torchrun_on_the_host_are_refused() {
 }
 
 #[test]
-fn bad_data() {
+fn bad_data_is_a_usage_error() {
     let dir = temp();
     let write = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
     write("empty.bin", b"");
@@ -243,7 +243,7 @@ fn bad_data() {
 }
 
 #[test]
-fn bad_models() {
+fn bad_models_are_usage_errors() {
     let dir = temp();
     let model = dir.path().join("model");
     std::fs::create_dir(&model).unwrap();
@@ -263,7 +263,7 @@ fn bad_models() {
 }
 
 #[test]
-fn bad_checkpoints() {
+fn bad_checkpoints_are_rejected() {
     let dir = temp();
     fails(&run_tiny(dir.path(), &["--resume", "nowhere"]), 2, &["nowhere"]);
     std::fs::create_dir(dir.path().join("empty")).unwrap();
@@ -274,7 +274,7 @@ fn bad_checkpoints() {
     let other = ["--model", "nano", "--resume", "a", "--steps", "4", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &other), 2, &["another model"]);
     succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
-    // Of two the newest is damaged: the older one is taken where it is named, and not unasked.
+    // The newest checkpoint is damaged: the older one is used only if --resume names it.
     let shard = dir.path().join("a/step-00000004/shard-00001-of-00002.safetensors");
     let mut bytes = std::fs::read(&shard).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
@@ -283,26 +283,26 @@ fn bad_checkpoints() {
     fails(&run_tiny(dir.path(), &newest), 1, &["step-00000004", "damaged", "--resume DIR/step-N"]);
     let older = ["--resume", "a/step-00000003", "--checkpoint", "b", "--steps", "5"];
     succeeds(&run_tiny(dir.path(), &older));
-    // One that is not even whole is passed over with a note, but no directory with one is verified.
+    // An incomplete checkpoint is skipped with a note by a resume and is an error of `verify`.
     std::fs::remove_file(&shard).unwrap();
     succeeds(&run_tiny(dir.path(), &newest));
-    fails(&zero(dir.path(), &["ckpt", "verify", "a"]), 1, &["passed over", "step-00000004/shard-00001-of-00002"]);
+    fails(&zero(dir.path(), &["ckpt", "verify", "a"]), 1, &["skipped", "step-00000004/shard-00001-of-00002"]);
     succeeds(&zero(dir.path(), &["ckpt", "verify", "a/step-00000003"]));
-    // A folder of another model's checkpoints is refused before the first step.
+    // A folder with checkpoints of another model is rejected before the first step.
     let into_other = ["--model", "nano", "--checkpoint", "a", "--metrics", "m", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &into_other), 1, &["another model"]);
     assert_eq!(std::fs::read_to_string(dir.path().join("m")).unwrap(), "");
 }
 
-/// The disk fills up while saving: the error says so, and the checkpoint before is still there.
+/// The error names the cause, and the previous checkpoint stays valid.
 #[test]
-fn a_full_disk() {
+fn full_disk_keeps_the_previous_checkpoint() {
     let dir = temp();
     let disk = dir.path().join("disk");
     std::fs::create_dir(&disk).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "tmpfs"]).arg(&disk).status();
     if !mounted.is_ok_and(|status| status.success()) {
-        eprintln!("SKIPPED a_full_disk: no tmpfs can be mounted here (needs root)");
+        eprintln!("SKIPPED full_disk_keeps_the_previous_checkpoint: mounting a tmpfs needs root");
         return;
     }
     let path = disk.join("ckpt").display().to_string();
@@ -317,14 +317,14 @@ fn a_full_disk() {
 }
 
 #[test]
-fn a_metrics_file_that_cannot_be_written() {
+fn unwritable_metrics_file_is_a_usage_error() {
     let dir = temp();
     fails(&run_tiny(dir.path(), &["--metrics", "no/such/folder.jsonl"]), 2, &["no/such/folder.jsonl"]);
 }
 
-/// Ctrl-C ends the run after the step under way, on all ranks, with a checkpoint to go on from.
+/// Ctrl-C ends all ranks after the current step, with a checkpoint.
 #[test]
-fn an_interrupt_saves_and_ends() {
+fn interrupt_saves_and_ends() {
     let dir = temp();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let more = ["--steps", "1000000", "--metrics", "m", "--checkpoint", "c"];
@@ -348,9 +348,9 @@ fn an_interrupt_saves_and_ends() {
 }
 
 #[test]
-fn cuda_without_a_driver_names_what_was_tried() {
+fn missing_driver_is_named() {
     if zero_alloc::cuda::CudaDevice::count().is_ok() {
-        // There is one here.
+        // This machine has a driver.
         return;
     }
     let dir = temp();
@@ -362,7 +362,7 @@ fn cuda_without_a_driver_names_what_was_tried() {
 }
 
 #[test]
-fn graphs_are_for_cuda() {
+fn graphs_require_cuda() {
     let dir = temp();
     fails(&run_tiny(dir.path(), &["--cuda-graph", "--device", "cpu"]), 2, &["--cuda-graph", "--device cuda"]);
 }

@@ -1,5 +1,5 @@
-//! `zero plan` says what `zero train` on the host then measures, to the byte: model state, buckets, gathered
-//! units, what is sent, and in fp32 also activations and the peak.
+//! `zero plan` predicts the memory and traffic that `zero train` measures on the host, to the byte: model state,
+//! buckets, gathered units, bytes sent, and in fp32 also activations and the peak.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ fn zero(line: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The metrics of the last of a few steps.
+/// Trains two steps and returns the metrics of the last.
 fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
     let (data, metrics) = (folder.join("data.txt"), folder.join("metrics.jsonl"));
     std::fs::write(&data, "a text that is long enough to draw a few rows of 64 tokens from\n".repeat(20)).unwrap();
@@ -30,7 +30,7 @@ fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
 }
 
 #[test]
-fn training_measures_what_was_planned() {
+fn plan_matches_training() {
     for run in [
         "--dtype fp32 --micro-batch 2 --seq-len 64",
         "--dtype bf16 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000",
@@ -40,9 +40,9 @@ fn training_measures_what_was_planned() {
     }
 }
 
-/// A feed-forward that is wide or narrow, and an embedding as large as several blocks.
+/// Wide and narrow feed-forward layers, and an embedding as large as several blocks.
 #[test]
-fn models_of_other_shapes_are_planned_as_they_train() {
+fn plan_matches_training_of_other_shapes() {
     for (n_inner, tied_head) in [(96, true), (5, false)] {
         let folder = tempfile::tempdir().unwrap();
         let preset = GptConfig::preset("nano").unwrap();
@@ -52,9 +52,9 @@ fn models_of_other_shapes_are_planned_as_they_train() {
     }
 }
 
-/// DeepSpeed's buckets of 5e8 elements: no more is taken than the largest unit fills.
+/// DeepSpeed's buckets have 5e8 elements; both programs limit them to the largest unit.
 #[test]
-fn a_bucket_of_a_configuration_is_planned_as_it_is_taken() {
+fn bucket_of_a_configuration_is_limited() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("ds.json");
     std::fs::write(&file, json!({ "zero_optimization": { "stage": 2 } }).to_string()).unwrap();
@@ -74,7 +74,7 @@ fn write_model(folder: &Path, config: &GptConfig) {
     writer.finish().unwrap();
 }
 
-/// What `run` measures at each stage is what was planned for it.
+/// Compares the plan and the measurements of each stage.
 fn compare(model: &str, run: &str) {
     let planned: Value = serde_json::from_str(&zero(&format!("plan --model {model} --gpus 2 --json {run}"))).unwrap();
     for stage in 0..4 {
@@ -88,7 +88,7 @@ fn compare(model: &str, run: &str) {
         let (sent, most) = (&metrics["comm_bytes"], &planned["sent"]);
         assert_eq!(sent["reduce_scatter"], most["reduce_scatter_bytes"], "stage {stage}: {run}");
         assert_eq!(sent["all_reduce"], most["all_reduce_bytes"], "stage {stage}: {run}");
-        // Stage 3 need not gather a unit again that backward uses first.
+        // Stage 3 keeps the unit that ends forward and starts backward.
         let least = if stage == 3 { bytes(&most["all_gather_bytes"]) / 2 } else { bytes(&most["all_gather_bytes"]) };
         assert!(
             (least..=bytes(&most["all_gather_bytes"])).contains(&bytes(&sent["all_gather"])),
@@ -97,10 +97,10 @@ fn compare(model: &str, run: &str) {
         let moving = bytes(&planned["gpu"]["buckets_bytes"]) + bytes(&planned["gpu"]["gathered_bytes"]);
         assert_eq!(measured["buckets_bytes"], moving, "buckets and gathered units at stage {stage}: {run}");
         if run.contains("fp32") {
-            // The host computes in fp32; with 16-bit parameters its activations are twice as wide, and it
-            // has fp32 copies of parameters, which a GPU does not need.
+            // The host computes in fp32: with 16-bit parameters its activations are twice as wide, and it needs fp32
+            // copies of parameters.
             assert_eq!(measured["activations_bytes"], planned["gpu"]["activations_bytes"], "stage {stage}: {run}");
-            // Beside what is planned there are the votes and sums of a few bytes a rank.
+            // Statistics and sums of a few bytes per rank are not planned.
             let (peak, total) = (bytes(&measured["peak_bytes"]), bytes(&planned["gpu"]["total_bytes"]));
             assert!((total..total + 1024).contains(&peak), "stage {stage}: {peak}, planned {total}: {run}");
         }

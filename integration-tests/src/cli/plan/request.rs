@@ -1,32 +1,33 @@
-//! Flags over the configuration file over defaults.
+//! The input of a plan: flags override the configuration file, which overrides the defaults.
 
 use std::path::Path;
 
 use zero_alloc::device::DType;
 use zero_shard::{LayoutOptions, ParamSpec, Tie, Tier, TransformerShape, UnitSpec, Widths, ZeroStage};
 
-use super::{PlanArgs, PlanDType, usage};
+use super::PlanArgs;
 use crate::cli::CliError;
+use crate::cli::flags::{check_positive, check_seq_len, parse_offload};
 use crate::config::{DsConfig, OffloadDevice};
 use crate::hf::HfFolder;
 use crate::model::config::GptConfig;
 use crate::trainer::SHARD_ALIGN_ELEMS;
 
-/// Elements of a gradient bucket where nothing is said, as the trainer has it.
+/// Default elements of a gradient bucket, as in the trainer.
 const BUCKET_ELEMS: u64 = 1 << 19;
 
-/// A model, as far as its memory depends on it.
+/// The sizes of a model.
 #[derive(Clone, Debug)]
 pub(super) struct ModelSize {
     pub(super) name: String,
     pub(super) units: Vec<UnitSpec>,
     pub(super) options: LayoutOptions,
     pub(super) shape: TransformerShape,
-    /// Only the number of parameters is known, and the shape is a usual one.
+    /// Whether the shape is derived from the number of parameters.
     pub(super) assumed: bool,
 }
 
-/// Everything that is planned for.
+/// The run to plan.
 #[derive(Clone, Debug)]
 pub(super) struct Request {
     pub(super) model: ModelSize,
@@ -42,11 +43,11 @@ pub(super) struct Request {
     pub(super) offload_optimizer: Tier,
     pub(super) offload_params: Tier,
     pub(super) bucket_elems: u64,
-    /// The bucket is the configuration's, of which no more is taken than the largest unit fills.
+    /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
     pub(super) trims_bucket: bool,
-    /// Whether stage 3 gathers the next unit ahead of its use.
+    /// Whether stage 3 gathers a unit during the use before its own.
     pub(super) prefetch: bool,
-    /// The most elements that stage 3 gathers at once.
+    /// Maximum number of gathered elements at stage 3.
     pub(super) max_live_elems: u64,
     pub(super) persistence_threshold_elems: u64,
     pub(super) sub_group_elems: u64,
@@ -55,33 +56,27 @@ pub(super) struct Request {
 }
 
 impl Request {
-    /// The request, and warnings about what it leaves out.
+    /// Builds the request and the warnings about ignored settings.
     pub(super) fn new(args: &PlanArgs) -> Result<(Self, Vec<String>), CliError> {
-        let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(usage)?;
+        let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let mut notices = file.as_ref().map(|f| f.warnings.clone()).unwrap_or_default();
         if args.gpus == 0 || args.nodes == 0 || !args.gpus.is_multiple_of(args.nodes) {
             let (gpus, nodes) = (args.gpus, args.nodes);
             return Err(CliError::Usage(format!(
-                "--gpus {gpus} --nodes {nodes}: each node has the same number, 1 or more"
+                "--gpus {gpus} --nodes {nodes}: expected the same number of GPUs, at least 1, on each node"
             )));
         }
-        let not_zero = [
+        check_positive(&[
             ("--micro-batch", args.micro_batch),
             ("--grad-accum", args.grad_accum),
             ("--bucket-elems", args.bucket_elems),
             ("--gpu-memory", args.gpu_memory),
-        ];
-        if let Some((flag, _)) = not_zero.iter().find(|(_, number)| *number == Some(0)) {
-            return Err(CliError::Usage(format!("{flag} 0: at least 1")));
-        }
+        ])?;
         let (model, positions) = model(args, &mut notices)?;
         let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
-        if seq_len == 0 || positions.is_some_and(|most| seq_len > most) {
-            let most = positions.map_or("or more".to_owned(), |n| format!("to {n}"));
-            return Err(CliError::Usage(format!("--seq-len {seq_len}: the model has positions for 1 {most} tokens")));
-        }
+        check_seq_len(seq_len, positions)?;
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
-        let batch = batch.resolve(args.gpus, args.micro_batch, args.grad_accum, 1).map_err(usage)?;
+        let batch = batch.resolve(args.gpus, args.micro_batch, args.grad_accum, 1).map_err(CliError::usage)?;
         let zero = file.as_ref().map(|f| &f.zero);
         let checkpointing = file.as_ref().and_then(|f| f.activation_checkpointing);
         let request = Self {
@@ -89,40 +84,30 @@ impl Request {
             gpus: args.gpus,
             nodes: args.nodes,
             gpu_memory_bytes: args.gpu_memory,
-            dtype: match args.dtype {
-                Some(PlanDType::Fp32) => DType::F32,
-                Some(PlanDType::Bf16) => DType::Bf16,
-                Some(PlanDType::Fp16) => DType::F16,
-                None => file.as_ref().map_or(DType::Bf16, |f| f.dtype),
-            },
+            dtype: args.dtype.map_or(file.as_ref().map_or(DType::Bf16, |f| f.dtype), DType::from),
             micro_batch: batch.micro_batch,
             grad_accum: batch.grad_accum,
             seq_len,
             checkpointing: args.activation_checkpointing || checkpointing.is_some(),
             checkpoint_shards: 1,
-            offload_optimizer: match args.offload.as_deref() {
-                None => zero.map_or(Tier::Device, |z| tier(&z.offload_optimizer.device)),
-                Some("none") => Tier::Device,
-                Some("cpu") => Tier::Host,
-                Some(folder) if folder.starts_with("nvme:") => Tier::Nvme,
-                Some(other) => {
-                    return Err(CliError::Usage(format!("--offload {other}: expected none, cpu or nvme:DIR")));
-                }
+            offload_optimizer: match args.offload.as_deref().map(parse_offload).transpose()? {
+                Some(flag) => tier(&flag),
+                None => zero.map_or(Tier::Device, |z| tier(&z.offload_optimizer)),
             },
-            offload_params: zero.map_or(Tier::Device, |z| tier(&z.offload_param.device)),
+            offload_params: zero.map_or(Tier::Device, |z| tier(&z.offload_param)),
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
             prefetch: zero.is_none_or(|z| z.overlap_comm && z.prefetch_bucket_elems > 0),
             max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
             persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
             sub_group_elems: zero.map_or(1_000_000_000, |z| z.sub_group_elems),
-            sub_group_buffers: zero.map_or(4, |z| z.offload_optimizer.buffer_count),
+            sub_group_buffers: zero.map_or(4, |z| z.offload_optimizer_buffers),
             configured_stage: zero.and_then(|z| ZeroStage::from_number(u64::from(z.stage))),
         };
         Ok((request, notices))
     }
 
-    /// Bytes an element.
+    /// Bytes per element.
     pub(super) fn widths(&self) -> Widths {
         Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum)
     }
@@ -136,27 +121,27 @@ fn tier(device: &OffloadDevice) -> Tier {
     }
 }
 
-/// The model, and how many positions it has where that is known.
+/// The model, and its number of positions if that is known.
 fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Option<u64>), CliError> {
     match (&args.model, args.params) {
         (Some(name), _) => {
             let config = if Path::new(name).is_dir() {
-                let folder = HfFolder::open(Path::new(name)).map_err(usage)?;
+                let folder = HfFolder::open(Path::new(name)).map_err(CliError::usage)?;
                 notices.extend(folder.warnings().iter().cloned());
                 folder.config().clone()
             } else {
                 GptConfig::preset(name).map_err(|e| CliError::Usage(format!("--model {name}: {e}")))?
             };
-            config.validate().map_err(usage)?;
+            config.validate().map_err(CliError::usage)?;
             Ok((ModelSize::of(name, &config), Some(config.n_positions as u64)))
         }
         (None, Some(params)) => Ok((ModelSize::with_about(params), None)),
-        (None, None) => Err(CliError::Usage("name a --model or a number of --params".to_owned())),
+        (None, None) => Err(CliError::Usage("expected --model or --params".to_owned())),
     }
 }
 
 impl ModelSize {
-    /// A GPT-2.
+    /// The sizes of a GPT-2.
     fn of(name: &str, config: &GptConfig) -> Self {
         let tied = config.tied_head.then(|| Tie::new("head", "lm_head.weight", "transformer.wte.weight"));
         let shape = TransformerShape {
@@ -174,7 +159,7 @@ impl ModelSize {
         Self { name: name.to_owned(), units: config.units(), options, shape, assumed: false }
     }
 
-    /// `params` parameters in layers of equal size.
+    /// A transformer of `params` parameters in layers of equal size.
     fn with_about(params: u64) -> Self {
         let shape = TransformerShape::with_about(params);
         let layer = |i: u64| {
@@ -186,7 +171,7 @@ impl ModelSize {
     }
 }
 
-/// Where part `i` of `parts` equal parts of `whole` starts.
+/// The start of part `i` of `parts` nearly equal parts of `whole`.
 fn cut(whole: u64, i: u64, parts: u64) -> u64 {
     whole / parts * i + (whole % parts).min(i)
 }

@@ -2,133 +2,109 @@
 
 use std::fmt::Write;
 
-use super::report::{Report, Stage};
-use super::size::{show_bytes, with_commas};
+use indicatif::{DecimalBytes, HumanCount};
 
-const NOTES: [&str; 3] = [
-    "Memory is for one GPU, 1 GB being 10^9 bytes; sent is what one GPU sends in a step, at most. Buckets are those",
-    "of communication and the flat gradient of a unit. Activations are an estimate. Leave about 1 GB for the CUDA",
-    "context and its libraries.",
-];
+use super::report::Report;
+use super::stage::Stage;
+
+const NOTES: &str = "\
+Memory is for one GPU, 1 GB being 10^9 bytes; sent is an upper bound for one GPU and step. Buckets include the flat
+gradient of a unit. Activations are an estimate. Leave about 1 GB for the CUDA context and its libraries.
+";
 
 /// The whole text, ending with a line break.
 pub(super) fn text(report: &Report) -> String {
-    let mut text = String::new();
-    let mut line = |l: String| {
-        text.push_str(l.trim_end());
-        text.push('\n');
-    };
-    heading(report, &mut line);
-    line(String::new());
-    stages(report, &mut line);
+    let mut text = heading(report) + "\n" + &stages(report);
     if !report.topologies.is_empty() {
-        line(String::new());
-        line("Stage 3 over several nodes:".to_owned());
-        let head = ["", "states", "sent", "leaves a node"];
-        let rows = report.topologies.iter().map(|t| {
-            vec![
-                t.name.to_owned(),
-                show_bytes(t.states_bytes),
-                show_bytes(t.sent_bytes),
-                show_bytes(t.node_egress_bytes),
-            ]
-        });
-        grid(&head, rows.collect(), &mut line);
+        let mut rows = vec![["", "states", "sent", "leaves a node"].map(str::to_owned).to_vec()];
+        rows.extend(report.topologies.iter().map(|t| {
+            let bytes = [t.states_bytes, t.sent_bytes, t.node_egress_bytes].map(show);
+            [vec![t.name.to_owned()], bytes.to_vec()].concat()
+        }));
+        text += "\nStage 3 over several nodes:\n";
+        text += &grid(&rows);
     }
-    line(String::new());
-    for note in NOTES {
-        line(note.to_owned());
-    }
+    text += "\n";
+    text += NOTES;
     if !report.advice.is_empty() {
-        line(String::new());
-        report.advice.iter().for_each(|sentence| line(sentence.clone()));
+        text += "\n";
+        text.extend(report.advice.iter().map(|sentence| format!("{sentence}\n")));
     }
     text
 }
 
-fn heading(report: &Report, line: &mut impl FnMut(String)) {
+fn heading(report: &Report) -> String {
     let (model, plural) = (&report.model, |n: u64| if n == 1 { "" } else { "s" });
     let assumed = if model.assumed_shape { ", assumed" } else { "" };
-    line(format!(
-        "{}: {} parameters in {} units ({} layers of width {}{assumed})",
+    let (params, units, layers, hidden) = (HumanCount(model.params), model.units, model.layers, model.hidden);
+    let (gpus, nodes) = (report.gpus, report.nodes);
+    let mut text = format!(
+        "{}: {params} parameters in {units} units ({layers} layers of width {hidden}{assumed})\n\
+         {gpus} GPU{} on {nodes} node{}, {}, micro-batch {} x {} tokens",
         model.name,
-        with_commas(model.params),
-        model.units,
-        model.layers,
-        model.hidden
-    ));
-    let mut run = format!(
-        "{} GPU{} on {} node{}, {}, micro-batch {} x {} tokens",
-        report.gpus,
-        plural(report.gpus),
-        report.nodes,
-        plural(report.nodes),
+        plural(gpus),
+        plural(nodes),
         report.dtype,
         report.micro_batch,
         report.seq_len
     );
     if report.grad_accum > 1 {
         // Writing to a string does not fail.
-        let _ = write!(run, ", {} micro-batches a step", report.grad_accum);
+        let _ = write!(text, ", {} micro-batches per step", report.grad_accum);
     }
     if report.activation_checkpointing {
-        run.push_str(", activation checkpointing");
+        text += ", activation checkpointing";
     }
-    line(run);
+    text + "\n"
 }
 
-fn stages(report: &Report, line: &mut impl FnMut(String)) {
+fn stages(report: &Report) -> String {
+    /// A column: its title, whether it is shown, and the bytes of a stage.
+    type Column = (&'static str, bool, fn(&Stage) -> u64);
     let any = |bytes: fn(&Stage) -> u64| report.stages.iter().any(|s| bytes(s) > 0);
-    let (host, nvme) = (any(|s| s.host_bytes), any(|s| s.nvme_bytes));
-    let mut head =
-        vec!["stage", "params", "grads", "optimizer", "states", "gathered", "buckets", "activations", "total"];
-    if host {
-        head.push("host");
-    }
-    if nvme {
-        head.push("nvme");
-    }
-    head.push("sent");
-    if report.nodes > 1 {
-        head.push("leaves a node");
-    }
-    let fits = report.gpu_memory_bytes.map(|memory| format!("fits {}", show_bytes(memory)));
-    head.extend(fits.as_deref());
+    let columns: [Column; 12] = [
+        ("params", true, |s| s.gpu.params_bytes),
+        ("grads", true, |s| s.gpu.grads_bytes),
+        ("optimizer", true, |s| s.gpu.optimizer_bytes),
+        ("states", true, |s| s.gpu.params_bytes + s.gpu.grads_bytes + s.gpu.optimizer_bytes),
+        ("gathered", true, |s| s.gpu.gathered_bytes),
+        ("buckets", true, |s| s.gpu.buckets_bytes.saturating_add(s.gpu.scratch_bytes)),
+        ("activations", true, |s| s.gpu.activations_bytes),
+        ("total", true, |s| s.gpu.total_bytes),
+        ("host", any(|s| s.host_bytes), |s| s.host_bytes),
+        ("nvme", any(|s| s.nvme_bytes), |s| s.nvme_bytes),
+        ("sent", true, |s| s.sent.total_bytes),
+        ("leaves a node", report.nodes > 1, |s| s.sent.node_egress_bytes),
+    ];
+    let shown = || columns.iter().filter(|(_, is_shown, _)| *is_shown);
+    let mut head = vec!["stage".to_owned()];
+    head.extend(shown().map(|(title, ..)| (*title).to_owned()));
+    head.extend(report.gpu_memory_bytes.map(|memory| format!("fits {}", show(memory))));
     let rows = report.stages.iter().map(|s| {
-        let g = &s.gpu;
-        let mark = if s.configured { " (config)" } else { "" };
-        let mut row = vec![format!("{}{mark}", s.stage)];
-        let buckets = g.buckets_bytes.saturating_add(g.scratch_bytes);
-        let states = g.params_bytes + g.grads_bytes + g.optimizer_bytes;
-        row.extend([g.params_bytes, g.grads_bytes, g.optimizer_bytes, states, g.gathered_bytes].map(show_bytes));
-        row.extend([buckets, g.activations_bytes, g.total_bytes].map(show_bytes));
-        if host {
-            row.push(show_bytes(s.host_bytes));
-        }
-        if nvme {
-            row.push(show_bytes(s.nvme_bytes));
-        }
-        row.push(show_bytes(s.sent.total_bytes));
-        if report.nodes > 1 {
-            row.push(show_bytes(s.sent.node_egress_bytes));
-        }
+        let mut row = vec![format!("{}{}", s.stage, if s.configured { " (config)" } else { "" })];
+        row.extend(shown().map(|(.., bytes)| show(bytes(s))));
         row.extend(s.fits.map(|fits| if fits { "yes" } else { "no" }.to_owned()));
         row
     });
-    grid(&head, rows.collect(), line);
+    grid(&[head].into_iter().chain(rows).collect::<Vec<_>>())
 }
 
-/// Columns as wide as their widest cell, the first to the left and the others to the right.
-fn grid(head: &[&str], rows: Vec<Vec<String>>, line: &mut impl FnMut(String)) {
-    let head: Vec<String> = head.iter().map(|h| (*h).to_owned()).collect();
-    let cells = |i: usize| rows.iter().chain([&head]).filter_map(move |row| row.get(i));
-    let widths: Vec<usize> = (0..head.len()).map(|i| cells(i).map(String::len).max().unwrap_or(0)).collect();
-    for row in [&head].into_iter().chain(&rows) {
-        let cells = row.iter().zip(&widths).enumerate();
-        line(
-            cells
-                .map(|(i, (cell, &w))| if i == 0 { format!("{cell:w$}") } else { format!("  {cell:>w$}") })
-                .collect(),
-        );
+fn show(bytes: u64) -> String {
+    DecimalBytes(bytes).to_string()
+}
+
+/// Aligns the first column to the left and the others to the right.
+fn grid(rows: &[Vec<String>]) -> String {
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |i: usize| rows.iter().filter_map(|row| row.get(i)).map(String::len).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let mut cells = row.iter().zip(&widths);
+        let mut line = cells.next().map_or(String::new(), |(cell, &w)| format!("{cell:w$}"));
+        line.extend(cells.map(|(cell, &w)| format!("  {cell:>w$}")));
+        text += line.trim_end();
+        text += "\n";
     }
+    text
 }

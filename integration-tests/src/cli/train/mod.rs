@@ -1,16 +1,16 @@
-//! `zero train`: flags to a run, and the run to what a person reads.
+//! `zero train`: from flags to a run, and from its results to text.
 
 mod args;
+mod backend;
+mod checks;
 mod cuda;
-mod curve;
-mod device;
-mod memory;
+mod loss_curve;
+mod memory_check;
 mod mpi;
-mod observe;
-mod plan;
-mod refused;
+mod observer;
+mod run_setup;
 mod summary;
-mod unused;
+mod unused_keys;
 
 pub use args::TrainArgs;
 
@@ -18,56 +18,64 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::CliError;
-use super::output::say;
+use super::output::print_text;
 use crate::error::TrainError;
-use crate::trainer::{RankSummary, run_on_threads};
-use device::Chosen;
-use observe::Observer;
-use plan::Plan;
+use crate::trainer::{RankSummary, StepMetrics, run_on_threads};
+use backend::Backend;
+use observer::Observer;
+use run_setup::RunSetup;
 
 /// Trains.
 ///
 /// # Errors
-/// Wrong use, found before anything is started; or the failure that ended the run.
+/// Wrong use, found before any rank starts; or the failure that ended the run.
 pub fn run(args: &TrainArgs) -> Result<(), CliError> {
-    if let Chosen::Cuda { gpus, launched } = device::choose(args)? {
+    if let Backend::Cuda { gpus, launched } = backend::choose(args)? {
         return cuda::run(args, gpus, launched);
     }
-    if mpi::asked_for(args)? {
+    if mpi::is_selected(args)? {
         return mpi::run(args);
     }
-    let mut plan = Plan::new(args, args.ranks.unwrap_or(4), None)?;
-    memory::check(&plan)?;
-    plan.options.cancel = cancelled_by_signals()?;
-    say(summary::opening(&plan))?;
-    let mut observer = Observer::new(&plan)?;
-    let summaries = run_on_threads(
-        plan.ranks,
-        plan.workload.threads,
-        &plan.settings,
-        &plan.workload,
-        &plan.options,
-        &mut |metrics| observer.step(metrics),
-    );
+    let mut setup = RunSetup::new(args, args.ranks.unwrap_or(4), None)?;
+    memory_check::check(&setup)?;
+    setup.options.cancel = cancelled_by_signals()?;
+    let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
+    observed(&setup, true, |observe| {
+        run_on_threads(setup.ranks, workload.threads, settings, workload, options, observe).map_err(run_error)
+    })
+}
+
+/// Receives the metrics of each step.
+type Observe<'a> = &'a mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send);
+
+/// Calls `train`. If this process prints, it shows settings, progress and results, and writes the report.
+fn observed(
+    setup: &RunSetup,
+    prints: bool,
+    train: impl FnOnce(Observe<'_>) -> Result<Vec<RankSummary>, CliError>,
+) -> Result<(), CliError> {
+    if !prints {
+        return train(&mut |_| Ok(())).map(drop);
+    }
+    print_text(summary::opening(setup))?;
+    let mut observer = Observer::new(setup)?;
+    let summaries = train(&mut |metrics| observer.step(metrics));
     observer.finish();
-    close(&plan, &observer, &summaries.map_err(failure)?)
+    let summaries = summaries?;
+    let closing = summary::closing(setup, &summaries, &observer.seen);
+    print_text(&closing)?;
+    observer.write_report(setup, &summaries, &closing)
 }
 
-/// The figures, printed and reported.
-fn close(plan: &Plan, observer: &Observer, summaries: &[RankSummary]) -> Result<(), CliError> {
-    let closing = summary::closing(plan, summaries, &observer.seen);
-    say(&closing)?;
-    observer.write_report(plan, summaries, &closing)
-}
-
-fn failure(error: TrainError) -> CliError {
+fn run_error(error: TrainError) -> CliError {
     match error {
         TrainError::Usage(message) => CliError::Usage(message),
         other => CliError::failure(other),
     }
 }
 
-/// Set by the first SIGINT or SIGTERM: the run ends after the step under way. The second ends the process.
+/// A flag set by the first SIGINT or SIGTERM; the run then ends after the current step. The second signal ends the
+/// process.
 fn cancelled_by_signals() -> Result<Arc<AtomicBool>, CliError> {
     let cancel = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&cancel);
@@ -76,6 +84,6 @@ fn cancelled_by_signals() -> Result<Arc<AtomicBool>, CliError> {
             std::process::exit(130);
         }
     });
-    set.map_err(|e| CliError::Failure(format!("no handler for signals: {e}")))?;
+    set.map_err(|e| CliError::Failure(format!("failed to install a signal handler: {e}")))?;
     Ok(cancel)
 }

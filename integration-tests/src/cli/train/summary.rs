@@ -1,50 +1,49 @@
-//! What a run prints before and after: the setting, and the figures beside the formulas.
+//! The text before and after a run: its settings, and measured figures beside the formulas.
 
 use std::fmt::Write;
 
 use indicatif::{HumanBytes, HumanCount};
 
-use super::plan::Plan;
+use super::run_setup::RunSetup;
 use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics};
 
-/// The setting of the run.
-pub(super) fn opening(plan: &Plan) -> String {
-    let (settings, workload) = (&plan.settings, &plan.workload);
+/// The settings of the run.
+pub(super) fn opening(setup: &RunSetup) -> String {
+    let (settings, workload) = (&setup.settings, &setup.workload);
     let mut out = String::new();
-    for notice in &plan.notices {
+    for notice in &setup.notices {
         let _ = writeln!(out, "note: {notice}");
     }
-    let each = plan.device.clone().unwrap_or_else(|| format!("{} threads", workload.threads));
+    let each = setup.device.clone().unwrap_or_else(|| format!("{} threads", workload.threads));
     let _ = writeln!(
         out,
         "{}: {} parameters in {}, ZeRO stage {}, {} ranks x {each}",
-        plan.model_name,
-        HumanCount(plan.layout.numel_elems()),
+        setup.model_name,
+        HumanCount(setup.layout.numel_elems()),
         settings.dtype,
         settings.stage.number(),
-        plan.ranks,
+        setup.ranks,
     );
     let _ = writeln!(out, "data: {}", workload.data.describe());
     let _ = writeln!(
         out,
         "step: {} ranks x {} micro-batches x {} rows x {} tokens",
-        plan.ranks, settings.grad_accum_steps, plan.options.micro_batch, plan.options.seq_len
+        setup.ranks, settings.grad_accum_steps, setup.options.micro_batch, setup.options.seq_len
     );
     out
 }
 
 /// The figures of the run.
-pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], steps: &[StepMetrics]) -> String {
+pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetrics]) -> String {
     let mut out = String::new();
     let Some(first) = ranks.first() else { return out };
     let Some(last) = &first.last else {
-        let (steps, at) = (plan.options.steps, first.resumed_at);
-        let _ = match plan.options.resume {
-            Some(_) => writeln!(
-                out,
-                "nothing to do: the checkpoint is at step {at}, and --steps {steps} is the step to end at"
-            ),
-            None => writeln!(out, "nothing to do: --steps {steps} is the step to end at"),
+        let (steps, at) = (setup.options.steps, first.resumed_at);
+        let _ = match setup.options.resume {
+            Some(_) => {
+                writeln!(out, "nothing to do: the checkpoint is at step {at}, --steps {steps} is the last step")
+            }
+            None => writeln!(out, "nothing to do: --steps {steps} is the last step"),
         };
         if let Some(path) = &first.checkpoint {
             let _ = writeln!(out, "checkpoint: {}", path.display());
@@ -52,7 +51,7 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], steps: &[StepMetrics])
         return out;
     };
     if first.cancelled {
-        let _ = writeln!(out, "stopped at step {} as asked", first.step);
+        let _ = writeln!(out, "interrupted at step {}", first.step);
     }
     let newest = &steps[steps.len().saturating_sub(20)..];
     let _ = writeln!(
@@ -61,37 +60,37 @@ pub(super) fn closing(plan: &Plan, ranks: &[RankSummary], steps: &[StepMetrics])
         newest.iter().map(|s| s.loss).sum::<f64>() / newest.len().max(1) as f64,
         newest.len(),
         last.step,
-        plan.workload.data.unigram_loss()
+        setup.workload.data.unigram_loss()
     );
     if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
         let _ = writeln!(out, "{rate:.0} tokens/s, the median of the steps after the second");
     }
     let exposed = median(steps.iter().skip(2).map(|s| s.overlap.exposed_comm_ms / s.step_ms));
-    if let Some(exposed) = exposed.filter(|_| plan.is_recorded()) {
+    if let Some(exposed) = exposed.filter(|_| setup.is_recorded()) {
         let _ = writeln!(out, "{:.0}% of a step is communication that compute does not hide", exposed * 100.0);
     }
-    memory_table(&mut out, plan, ranks);
+    memory_table(&mut out, setup, ranks);
     // A skipped step gathers no new parameters.
     let applied = steps.iter().rfind(|s| !s.skipped).unwrap_or(last);
-    traffic_table(&mut out, plan, &applied.comm_bytes);
+    traffic_table(&mut out, setup, &applied.comm_bytes);
     if let Some(path) = &first.checkpoint {
         let _ = writeln!(out, "checkpoint: {}", path.display());
     }
     out
 }
 
-/// A figure of a rank's memory.
+/// Selects one figure of a rank's memory.
 type Field<'a> = &'a dyn Fn(&MemoryBytes) -> u64;
 
-fn memory_table(out: &mut String, plan: &Plan, ranks: &[RankSummary]) {
-    let settings = &plan.settings;
-    let Ok(formula) = plan.layout.state_bytes(settings.stage, &settings.widths()) else { return };
+fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
+    let settings = &setup.settings;
+    let Ok(formula) = setup.layout.state_bytes(settings.stage, &settings.widths()) else { return };
     let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
     let range = |of: Field<'_>| {
         let (least, most) = (held.iter().map(of).min().unwrap_or(0), held.iter().map(of).max().unwrap_or(0));
         if least == most { bytes(most) } else { format!("{} to {}", bytes(least), bytes(most)) }
     };
-    let n = plan.ranks;
+    let n = setup.ranks;
     let who = if held.len() == n { format!("each of {n} ranks") } else { "rank 0".to_owned() };
     let _ =
         writeln!(out, "\n{:<26} {:>12} {:>12} (padding included)", format!("held by {who}"), "measured", "formula");
@@ -108,17 +107,17 @@ fn memory_table(out: &mut String, plan: &Plan, ranks: &[RankSummary]) {
     for (name, of, formula) in rows {
         let _ = writeln!(out, "  {name:<24} {:>12} {:>12}", range(of), formula.map_or("-".to_owned(), bytes));
     }
-    let stage0 = plan.layout.state_bytes(zero_shard::ZeroStage::Zero, &settings.widths()).map(|s| s.total_bytes());
+    let stage0 = setup.layout.state_bytes(zero_shard::ZeroStage::Zero, &settings.widths()).map(|s| s.total_bytes());
     if let (Ok(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
         let ours = formula.total_bytes().max(1);
         let _ = writeln!(out, "  (stage 0 would hold {}: {:.2} x)", bytes(stage0), stage0 as f64 / ours as f64);
     }
 }
 
-fn traffic_table(out: &mut String, plan: &Plan, sent: &CommBytes) {
-    let settings = &plan.settings;
+fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
+    let settings = &setup.settings;
     let accum = settings.grad_accum_steps as u64;
-    let Ok(formula) = plan.layout.step_traffic(settings.stage, &settings.widths(), accum) else { return };
+    let Ok(formula) = setup.layout.step_traffic(settings.stage, &settings.widths(), accum) else { return };
     let most = if settings.stage.shards_params() { "formula (at most)" } else { "formula" };
     let _ = writeln!(out, "\n{:<26} {:>12} {most:>12}", "sent by a rank in a step", "measured");
     let rows = [

@@ -1,4 +1,5 @@
-//! Flags over configuration file over defaults, checked before anything starts.
+//! The settings of a run: flags override the configuration file, which overrides the defaults. Everything is checked
+//! before a rank starts.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -12,9 +13,10 @@ use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaler, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::{Layout, ZeroStage};
 
-use super::args::{DTypeChoice, TrainArgs};
-use super::{refused, unused};
+use super::args::TrainArgs;
+use super::{checks, unused_keys};
 use crate::cli::CliError;
+use crate::cli::flags::check_seq_len;
 use crate::config::DsConfig;
 use crate::data::{DataSource, Dataset};
 use crate::hf::HfFolder;
@@ -24,35 +26,34 @@ use crate::model::gpt2::{Gpt2Options, passes};
 use crate::trainer::{AT_STAGE_3, RunOptions, SHARD_ALIGN_ELEMS, Settings, TrainerState};
 use crate::workload::{GptWorkload, Weights};
 
-/// Elements of a gradient bucket, however large the model: 2 MiB in fp32.
+/// Default elements of a gradient bucket for all models: 2 MiB in fp32.
 const BUCKET_ELEMS: usize = 1 << 19;
 
-/// A run, ready to start.
-pub(super) struct Plan {
+/// The settings of a run that is ready to start.
+pub(super) struct RunSetup {
     pub(super) ranks: usize,
-    /// The name of the GPU; none on the host.
+    /// The name of the GPU; `None` on the host.
     pub(super) device: Option<String>,
     pub(super) settings: Settings,
     pub(super) workload: GptWorkload,
     pub(super) options: RunOptions,
-    /// How the layout cuts the model.
     pub(super) layout: Layout,
     pub(super) model_name: String,
     pub(super) metrics: Option<PathBuf>,
     pub(super) report: Option<PathBuf>,
-    /// What the user should know before the run, a line each.
+    /// Notes for the user, one line each.
     pub(super) notices: Vec<String>,
 }
 
-impl Plan {
-    /// The run of `ranks` ranks that `args` ask for, on the GPU with this name, or on the host.
+impl RunSetup {
+    /// Builds and checks the settings for `ranks` ranks, on the GPU named `device` or on the host.
     pub(super) fn new(args: &TrainArgs, ranks: usize, device: Option<String>) -> Result<Self, CliError> {
-        refused::numbers(args, ranks)?;
+        checks::numbers(args, ranks)?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let file = file.as_ref();
-        refused::offload(args, file, device.is_some())?;
+        checks::offload(args, file, device.is_some())?;
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
-        notices.extend(file.map(unused::notices).unwrap_or_default());
+        notices.extend(file.map(unused_keys::notices).unwrap_or_default());
         let (model_name, config, weights, tokenizer) = model(args, &mut notices)?;
         let data = data(args, tokenizer)?;
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
@@ -63,14 +64,9 @@ impl Plan {
         let batch = file.map(|f| f.batch).unwrap_or_default();
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
         let batch = batch.resolve(ranks as u64, flags[0], flags[1], 4).map_err(CliError::usage)?;
-        refused::accumulation(batch.grad_accum)?;
+        checks::accumulation(batch.grad_accum)?;
         let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
-        if seq_len == 0 || seq_len > config.n_positions {
-            let positions = config.n_positions;
-            return Err(CliError::Usage(format!(
-                "--seq-len {seq_len}: the model has positions for 1 to {positions} tokens"
-            )));
-        }
+        check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
         data.validate(config.vocab_size, seq_len).map_err(CliError::usage)?;
         let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
         let model_options = Gpt2Options {
@@ -85,11 +81,11 @@ impl Plan {
         if let Some(dir) = &args.resume {
             notices.extend(check_resume(dir, &layout, &data, args.seed, settings.dtype)?);
         }
-        // A run of the defaults shows where its checkpoint is.
-        let by_default = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
-        let checkpoint = args.checkpoint.clone().or_else(|| args.resume.clone()).or(by_default);
+        // Without --data and --model the run is a demonstration: it saves a checkpoint for the other commands.
+        let demonstration = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
+        let checkpoint = args.checkpoint.clone().or_else(|| args.resume.clone()).or(demonstration);
         if checkpoint.is_none() && (args.checkpoint_every > 0 || args.keep_last.is_some()) {
-            return Err(CliError::Usage("--checkpoint-every and --keep-last: say where, with --checkpoint".into()));
+            return Err(CliError::Usage("--checkpoint-every and --keep-last require --checkpoint DIR".into()));
         }
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         Ok(Self {
@@ -120,16 +116,14 @@ impl Plan {
             notices,
         })
     }
-}
 
-impl Plan {
-    /// Whether it is written down what ran when: always on the host, where it costs nothing, and on a GPU for a report.
+    /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a report.
     pub(super) fn is_recorded(&self) -> bool {
         self.device.is_none() || self.report.is_some()
     }
 }
 
-/// A pass of the model cannot do without the units that it reads: a limit below them is raised, and that is said.
+/// Raises a limit of live parameters below what one pass of the model reads, and returns a note about it.
 fn raise_live_limit(settings: &mut Settings, layout: &Layout, config: &GptConfig) -> Option<String> {
     let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems as usize);
     let pass = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<usize>();
@@ -139,19 +133,19 @@ fn raise_live_limit(settings: &mut Settings, layout: &Layout, config: &GptConfig
         return None;
     }
     let notice =
-        format!("stage3_max_live_parameters {limit} is less than one pass of the model reads: {least} is used");
+        format!("stage3_max_live_parameters {limit} is less than one pass of the model reads; using {least}");
     *limit = least;
     Some(notice)
 }
 
 type Model = (String, GptConfig, Weights, Option<PathBuf>);
 
-/// The model, its first weights, and its tokenizer.
+/// The model's name, configuration, initial weights and tokenizer.
 fn model(args: &TrainArgs, notices: &mut Vec<String>) -> Result<Model, CliError> {
     let name = args.model.clone().unwrap_or_else(|| "nano".to_owned());
     if !Path::new(&name).is_dir() {
         let config = GptConfig::preset(&name).map_err(|e| {
-            let hint = if name.contains('/') { "; there is no such folder either" } else { "" };
+            let hint = if name.contains('/') { "; the folder does not exist" } else { "" };
             CliError::Usage(format!("--model {name}: {e}{hint}"))
         })?;
         return Ok((name, config, Weights::Initial(args.seed), None));
@@ -175,13 +169,8 @@ fn settings(
 ) -> Result<Settings, CliError> {
     let stage = args.stage.or(file.map(|f| u64::from(f.zero.stage))).unwrap_or(3);
     let stage = ZeroStage::from_number(stage)
-        .ok_or_else(|| CliError::Usage(format!("--stage {stage}: the stages are 0, 1, 2 and 3")))?;
-    let dtype = match args.dtype {
-        Some(DTypeChoice::Fp32) => DType::F32,
-        Some(DTypeChoice::Bf16) => DType::Bf16,
-        Some(DTypeChoice::Fp16) => DType::F16,
-        None => file.map_or(DType::F32, |f| f.dtype),
-    };
+        .ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2 or 3")))?;
+    let dtype = args.dtype.map_or(file.map_or(DType::F32, |f| f.dtype), DType::from);
     let loss_scaling = match file {
         Some(f) if f.dtype == dtype => f.loss_scaling.clone(),
         _ if dtype == DType::F16 => LossScaling::Dynamic(DynamicScaling::default()),
@@ -207,12 +196,12 @@ fn settings(
     };
     rules.check().map_err(CliError::usage)?;
     LossScaler::new(rules.loss_scaling.clone()).map_err(CliError::usage)?;
-    // DeepSpeed's default is 5e8 elements; here no bucket carries more than one unit.
+    // A bucket holds gradients of one unit at most, so that DeepSpeed's default of 5e8 elements is too much.
     let from_file = file.map(|f| f.zero.reduce_bucket_elems.min(largest_unit).max(ranks as u64) as usize);
     let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
-            "--bucket-elems {bucket}: a bucket holds at least an element of each of {ranks} ranks; take {ranks} or more"
+            "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
         )));
     }
     let overlap = !args.no_overlap && file.is_none_or(|f| f.zero.overlap_comm);
@@ -235,17 +224,17 @@ fn settings(
     })
 }
 
-/// Refuses to record steps that cannot be recorded.
+/// Rejects `--cuda-graph` for steps that cannot be recorded.
 fn check_graphs(settings: &Settings, on_cuda: bool) -> Result<(), CliError> {
     match settings.stage {
         _ if !settings.graphs => Ok(()),
-        _ if !on_cuda => Err(CliError::Usage("--cuda-graph is for --device cuda".to_owned())),
-        ZeroStage::Three => Err(CliError::Usage(format!("--cuda-graph: {AT_STAGE_3}; take --stage 0, 1 or 2"))),
+        _ if !on_cuda => Err(CliError::Usage("--cuda-graph requires --device cuda".to_owned())),
+        ZeroStage::Three => Err(CliError::Usage(format!("--cuda-graph: {AT_STAGE_3}; use --stage 0, 1 or 2"))),
         _ => Ok(()),
     }
 }
 
-/// Whether the checkpoint is one of this model; and what differs that does not forbid to go on.
+/// Checks that the checkpoint is of this model; returns notes about other differences.
 fn check_resume(
     dir: &Path,
     layout: &Layout,
@@ -256,21 +245,24 @@ fn check_resume(
     let reader = Reader::open(dir).map_err(CliError::usage)?;
     if let Some(difference) = reader.manifest().model.difference(&ModelSpec::from(layout)) {
         let path = reader.path().display();
-        return Err(CliError::Usage(format!("--resume {path}: a checkpoint of another model: {difference}")));
+        return Err(CliError::Usage(format!("--resume {path}: the checkpoint is of another model: {difference}")));
     }
     let mut notices = reader.notices().to_vec();
     let state = TrainerState::of(&reader).map_err(CliError::usage)?;
     let was = &reader.manifest().dtype;
     if was != dtype.name() {
         notices.push(format!(
-            "the checkpoint's run was in {was}, and this one is in {dtype}: its loss scale begins anew"
+            "the checkpoint was trained in {was} and this run in {dtype}: the loss scale starts again"
         ));
     }
     if state.data_fingerprint != data.fingerprint() {
-        notices.push("the data is not that of the checkpoint: the loss curve will not be the same".to_owned());
+        notices.push("the data differs from the checkpoint's: the loss curve will differ".to_owned());
     }
     if state.seed != seed {
-        notices.push(format!("--seed {seed} is not that of the checkpoint, {}: other rows are drawn", state.seed));
+        notices.push(format!(
+            "--seed {seed} differs from the checkpoint's seed {}: the order of the data will differ",
+            state.seed
+        ));
     }
     Ok(notices)
 }

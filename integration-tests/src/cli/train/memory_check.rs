@@ -1,55 +1,55 @@
-//! Whether the memory of this machine can hold what the ranks of a run hold. Asked before the run: the system ends a
-//! process that takes too much, without a word.
+//! Compares the memory of a run with the free memory of this machine before it starts. Linux would kill a process
+//! that exceeds it, without an error message.
 
 use indicatif::HumanBytes;
 
-use super::plan::Plan;
+use super::run_setup::RunSetup;
 use crate::cli::CliError;
 
-/// Buckets of a rank.
+/// Gradient buckets per rank.
 const BUCKETS: u64 = 2;
 
-/// Refuses a run on threads of this process whose model state, activations and buckets alone do not fit.
-pub(super) fn check(plan: &Plan) -> Result<(), CliError> {
-    let (settings, workload) = (&plan.settings, &plan.workload);
+/// Rejects a run on threads of this process whose model state, activations and buckets do not fit.
+pub(super) fn check(setup: &RunSetup) -> Result<(), CliError> {
+    let (settings, workload) = (&setup.settings, &setup.workload);
     let widths = settings.widths();
-    let (Ok(state), Some(free_bytes)) = (plan.layout.state_bytes(settings.stage, &widths), free_bytes(MEMORY_INFO))
+    let (Ok(state), Some(free_bytes)) = (setup.layout.state_bytes(settings.stage, &widths), free_bytes(MEMORY_INFO))
     else {
         return Ok(());
     };
-    let held = Held {
+    let rank = RankMemory {
         state_bytes: state.total_bytes(),
         activations_bytes: workload.options.activations_bytes(&workload.config),
         buckets_bytes: (settings.bucket_capacity_elems as u64).saturating_mul(BUCKETS * widths.comm_grad_bytes),
     };
-    fits(plan.ranks, settings.stage.number(), &held, free_bytes)
+    fits(setup.ranks, settings.stage.number(), &rank, free_bytes)
 }
 
-/// What Linux says of its memory; elsewhere nothing is checked.
+/// Linux only; other systems are not checked.
 const MEMORY_INFO: &str = "/proc/meminfo";
 
-/// What each rank holds.
-struct Held {
+/// Memory of each rank.
+struct RankMemory {
     state_bytes: u64,
     activations_bytes: u64,
     buckets_bytes: u64,
 }
 
-fn fits(ranks: usize, stage: u8, held: &Held, free_bytes: u64) -> Result<(), CliError> {
+fn fits(ranks: usize, stage: u8, rank: &RankMemory, free_bytes: u64) -> Result<(), CliError> {
     let all = |rank_bytes: u64| rank_bytes.saturating_mul(ranks as u64);
-    let [state, activations, buckets] = [held.state_bytes, held.activations_bytes, held.buckets_bytes].map(all);
+    let [state, activations, buckets] = [rank.state_bytes, rank.activations_bytes, rank.buckets_bytes].map(all);
     if state.saturating_add(activations).saturating_add(buckets) <= free_bytes {
         return Ok(());
     }
     let [state, activations, buckets, free] = [state, activations, buckets, free_bytes].map(HumanBytes);
     Err(CliError::Usage(format!(
-        "{ranks} ranks at stage {stage} hold {state} of model state, {activations} of activations and {buckets} of \
-         buckets, and this machine has {free} of memory free: take a higher --stage, fewer --ranks, or a smaller \
-         --model, --micro-batch or --bucket-elems"
+        "{ranks} ranks at stage {stage} need {state} for model state, {activations} for activations and {buckets} for \
+         buckets: this machine has {free} of memory free; try a higher --stage, fewer --ranks, or a smaller --model, \
+         --micro-batch or --bucket-elems"
     )))
 }
 
-/// Memory that can be had without taking any from another program, and free swap space.
+/// Available memory and free swap space.
 fn free_bytes(file: &str) -> Option<u64> {
     parse(&std::fs::read_to_string(file).ok()?)
 }
@@ -67,12 +67,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_refused_with_its_figures() {
-        let held =
-            |state_bytes, activations_bytes, buckets_bytes| Held { state_bytes, activations_bytes, buckets_bytes };
+    fn oversized_run_is_rejected_with_figures() {
+        let held = |state_bytes, activations_bytes, buckets_bytes| RankMemory {
+            state_bytes,
+            activations_bytes,
+            buckets_bytes,
+        };
         fits(4, 3, &held(1 << 29, 1 << 28, 1 << 28), 4 << 30).unwrap();
-        for held in [held(2 << 30, 0, 0), held(1, 2 << 30, 0), held(1, 1 << 30, 1 << 30)] {
-            let error = fits(4, 0, &held, (8 << 30) - 1).unwrap_err();
+        for rank in [held(2 << 30, 0, 0), held(1, 2 << 30, 0), held(1, 1 << 30, 1 << 30)] {
+            let error = fits(4, 0, &rank, (8 << 30) - 1).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             for word in ["4 ranks", "stage 0", " GiB", "--stage", "--ranks", "--micro-batch", "--bucket-elems"] {
                 assert!(error.to_string().contains(word), "{word:?} is not in: {error}");
@@ -82,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn free_memory_is_read_where_the_system_says_it() {
+    fn free_memory_is_parsed() {
         let text = "MemTotal:       24689052 kB\nMemAvailable:   18874368 kB\nSwapFree:        1024 kB\n";
         assert_eq!(parse(text), Some((18_874_368 + 1024) * 1024));
         assert_eq!(parse("MemAvailable:   8 kB\n"), Some(8192));

@@ -1,14 +1,14 @@
-//! The loss curve as a picture.
+//! The loss curve as SVG.
 
 use plotters::prelude::*;
 
 use crate::cli::CliError;
 use crate::trainer::StepMetrics;
 
-/// Loss by step as SVG, with that of a model of token frequencies alone.
+/// Plots the loss of each step, and the unigram loss: that of a model of token frequencies alone.
 pub(super) fn svg(steps: &[StepMetrics], unigram: f64) -> Result<String, CliError> {
     let mut out = String::new();
-    draw(&mut out, steps, unigram).map_err(|e| CliError::Failure(format!("drawing the loss curve: {e}")))?;
+    draw(&mut out, steps, unigram).map_err(|e| CliError::Failure(format!("failed to draw the loss curve: {e}")))?;
     Ok(out)
 }
 

@@ -1,4 +1,4 @@
-//! What happens while a run goes on: the progress bar, the metrics file, the loss curve.
+//! Progress bar, metrics file and report of a run.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -6,35 +6,36 @@ use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::curve;
-use super::plan::Plan;
+use super::loss_curve;
+use super::run_setup::RunSetup;
 use crate::cli::CliError;
-use crate::cli::output::note;
+use crate::cli::output::print_note;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, StepMetrics};
 
-/// Follows a run on rank 0.
+/// Shows and records the steps of a run on the rank that prints.
 pub(super) struct Observer {
     bar: ProgressBar,
     metrics: Option<(BufWriter<File>, String)>,
-    /// All steps so far.
+    /// The metrics of all steps so far.
     pub(super) seen: Vec<StepMetrics>,
 }
 
 fn create(path: &Path) -> Result<File, CliError> {
-    File::create(path).map_err(|e| CliError::Usage(format!("cannot write {}: {e}", path.display())))
+    File::create(path).map_err(|e| CliError::Usage(format!("failed to create {}: {e}", path.display())))
 }
 
 impl Observer {
-    pub(super) fn new(plan: &Plan) -> Result<Self, CliError> {
-        let metrics = match &plan.metrics {
+    pub(super) fn new(setup: &RunSetup) -> Result<Self, CliError> {
+        let metrics = match &setup.metrics {
             Some(path) => Some((BufWriter::new(create(path)?), path.display().to_string())),
             None => None,
         };
-        if let Some(dir) = &plan.report {
-            fs::create_dir_all(dir).map_err(|e| CliError::Usage(format!("cannot make {}: {e}", dir.display())))?;
+        if let Some(dir) = &setup.report {
+            fs::create_dir_all(dir)
+                .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
         }
-        let bar = ProgressBar::new(plan.options.steps);
+        let bar = ProgressBar::new(setup.options.steps);
         let style = ProgressStyle::with_template("{bar:30} step {pos}/{len}  {msg}  {elapsed} (eta {eta})");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         Ok(Self { bar, metrics, seen: Vec::new() })
@@ -46,12 +47,12 @@ impl Observer {
         let tenth = (self.bar.length().unwrap_or(1) / 10).max(1);
         if self.bar.is_hidden() && metrics.step.is_multiple_of(tenth) {
             let (step, loss, speed) = (metrics.step, metrics.loss, metrics.tokens_per_s);
-            note(format_args!("step {step}: loss {loss:.4}, {speed:.0} tokens/s"));
+            print_note(format_args!("step {step}: loss {loss:.4}, {speed:.0} tokens/s"));
         }
         if let Some((file, path)) = &mut self.metrics {
-            let error = |source| TrainError::File { what: "writing", path: path.clone(), source };
+            let error = |source| TrainError::Metrics { path: path.clone(), source };
             serde_json::to_writer(&mut *file, metrics).map_err(|e| error(e.into()))?;
-            // Whoever follows the file sees whole steps.
+            // A reader that follows the file sees only complete lines.
             file.write_all(b"\n").and_then(|()| file.flush()).map_err(error)?;
         }
         self.seen.push(metrics.clone());
@@ -62,20 +63,20 @@ impl Observer {
         self.bar.finish_and_clear();
     }
 
-    pub(super) fn write_report(&self, plan: &Plan, ranks: &[RankSummary], table: &str) -> Result<(), CliError> {
-        let Some(dir) = &plan.report else { return Ok(()) };
+    pub(super) fn write_report(&self, setup: &RunSetup, ranks: &[RankSummary], table: &str) -> Result<(), CliError> {
+        let Some(dir) = &setup.report else { return Ok(()) };
         let summary = serde_json::json!({
-            "model": plan.model_name,
-            "ranks": plan.ranks,
-            "stage": plan.settings.stage.number(),
-            "dtype": plan.settings.dtype.name(),
-            "unigram_loss": plan.workload.data.unigram_loss(),
+            "model": setup.model_name,
+            "ranks": setup.ranks,
+            "stage": setup.settings.stage.number(),
+            "dtype": setup.settings.dtype.name(),
+            "unigram_loss": setup.workload.data.unigram_loss(),
             "memory_by_rank": ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect::<Vec<_>>(),
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": self.seen,
         });
         let trace = zero_comm::overlap::chrome_trace(ranks.first().map_or(&[], |r| r.last_spans.as_slice()));
-        let curve = curve::svg(&self.seen, plan.workload.data.unigram_loss())?;
+        let curve = loss_curve::svg(&self.seen, setup.workload.data.unigram_loss())?;
         let files = [
             ("summary.txt", table.to_owned()),
             ("summary.json", format!("{summary:#}\n")),
@@ -84,7 +85,8 @@ impl Observer {
         ];
         for (name, text) in files {
             let path = dir.join(name);
-            fs::write(&path, text).map_err(|e| CliError::Failure(format!("writing {}: {e}", path.display())))?;
+            fs::write(&path, text)
+                .map_err(|e| CliError::Failure(format!("failed to write {}: {e}", path.display())))?;
         }
         Ok(())
     }

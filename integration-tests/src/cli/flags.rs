@@ -1,0 +1,98 @@
+//! Flags that several commands have, and their checks.
+
+use clap::ValueEnum;
+use parse_size::parse_size;
+use zero_alloc::device::DType;
+
+use super::CliError;
+use crate::config::OffloadDevice;
+
+/// Element types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DTypeFlag {
+    /// IEEE single precision.
+    Fp32,
+    /// bfloat16.
+    Bf16,
+    /// IEEE half precision.
+    Fp16,
+}
+
+impl From<DTypeFlag> for DType {
+    fn from(flag: DTypeFlag) -> Self {
+        match flag {
+            DTypeFlag::Fp32 => DType::F32,
+            DTypeFlag::Bf16 => DType::Bf16,
+            DTypeFlag::Fp16 => DType::F16,
+        }
+    }
+}
+
+/// Parses `24GiB`, `80GB` or a number of bytes.
+pub(super) fn parse_bytes(text: &str) -> Result<u64, String> {
+    parse_size(text).map_err(|e| format!("{text:?} is not a size ({e}); expected 24GiB, 80GB or a number of bytes"))
+}
+
+/// Parses a number of parameters: `7.5e9`, `7.5B`, `350M` or `124439808`.
+pub(super) fn parse_params(text: &str) -> Result<u64, String> {
+    let expected = |e| format!("{text:?} is not a number of parameters ({e}); expected 7.5e9, 7.5B or 350M");
+    // The parser of sizes takes B for bytes; here it is 10^9.
+    let count = parse_size(text.replace('B', "G")).map_err(|e| expected(e.to_string()))?;
+    // More than 10^18 parameters are more than 2^64 bytes.
+    if (1..=10u64.pow(18)).contains(&count) { Ok(count) } else { Err(expected("out of range: 1 to 1e18".to_owned())) }
+}
+
+/// Parses the value of `--offload`.
+pub(super) fn parse_offload(value: &str) -> Result<OffloadDevice, CliError> {
+    match (value, value.strip_prefix("nvme:")) {
+        ("none", _) => Ok(OffloadDevice::None),
+        ("cpu", _) => Ok(OffloadDevice::Cpu),
+        (_, Some(folder)) => Ok(OffloadDevice::Nvme(folder.into())),
+        _ => Err(CliError::Usage(format!("--offload {value}: expected none, cpu or nvme:DIR"))),
+    }
+}
+
+/// Checks that none of these flags is 0.
+pub(super) fn check_positive(flags: &[(&str, Option<u64>)]) -> Result<(), CliError> {
+    match flags.iter().find(|(_, value)| *value == Some(0)) {
+        Some((flag, _)) => Err(CliError::Usage(format!("{flag} 0: expected at least 1"))),
+        None => Ok(()),
+    }
+}
+
+/// Checks `--seq-len` against the positions of the model; `None` if the model has no limit.
+pub(super) fn check_seq_len(seq_len: u64, positions: Option<u64>) -> Result<(), CliError> {
+    if (1..=positions.unwrap_or(u64::MAX)).contains(&seq_len) {
+        return Ok(());
+    }
+    let range = positions.map_or("at least 1".to_owned(), |n| format!("1 to {n}, the positions of the model"));
+    Err(CliError::Usage(format!("--seq-len {seq_len}: expected {range}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_counts_are_parsed() {
+        let counts =
+            [("7.5e9", 7_500_000_000), ("7.5B", 7_500_000_000), ("350M", 350_000_000), ("12", 12), ("2K", 2000)];
+        counts.into_iter().for_each(|(text, n)| assert_eq!(parse_params(text), Ok(n), "{text}"));
+        for text in ["", "B", "-1", "0", "0.2", "NaN", "inf", "1e19", "7.5X"] {
+            assert!(parse_params(text).is_err(), "{text}");
+        }
+        let sizes = [
+            ("24GiB", 24 << 30),
+            ("80GB", 80_000_000_000),
+            (" 2 MiB", 2 << 20),
+            ("1.5KiB", 1536),
+            ("5g", 5_000_000_000),
+            ("7", 7),
+            ("18446744073709551615", u64::MAX),
+        ];
+        sizes.into_iter().for_each(|(text, n)| assert_eq!(parse_bytes(text), Ok(n), "{text}"));
+        for text in ["", "GiB", "5 parsecs", "-1GB", "NaNGB", "infGB", "18446744073709551615KB", "1e30"] {
+            assert!(parse_bytes(text).is_err(), "{text}");
+        }
+    }
+}
