@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use zero_ckpt::{BackgroundStore, Reader, SaveMeta, ShardData, StateDtype, StateSpec, Store, StoreOptions};
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
-/// What stands for the communicator here: every rank's frame in, all frames out.
+/// An all-gather between threads, in place of a communicator.
 struct Gather {
     frames: Mutex<Vec<Vec<u8>>>,
     barrier: Barrier,
@@ -32,7 +32,7 @@ fn units() -> Vec<UnitSpec> {
 
 fn rank_saves(dir: &Path, rank: u64, gather: &Gather) -> Result<String, Box<dyn Error + Send + Sync>> {
     let layout = Arc::new(Layout::new(&units(), 4, 64)?);
-    let store = Store::create(dir, rank, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
+    let store = Store::create(dir, rank, StoreOptions { keep_last: Some(2) })?;
     let states = vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }];
     let mut store = BackgroundStore::new(store, Arc::clone(&layout), states, 1)?;
 
@@ -42,7 +42,7 @@ fn rank_saves(dir: &Path, rank: u64, gather: &Gather) -> Result<String, Box<dyn 
     let trainer = serde_json::json!({ "seed": 1, "tokens_seen": 4096 });
     store
         .begin_copy(SaveMeta { step: 10, stage: 3, dtype: "bf16".into(), trainer, ..SaveMeta::default() }, &shard)?;
-    master.fill(-1.0); // training goes on; the snapshot is of step 10
+    master.fill(-1.0); // training continues; the snapshot holds step 10
     Ok(store.complete(|frame| gather.all(rank as usize, frame))?.name)
 }
 

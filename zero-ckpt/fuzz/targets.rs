@@ -1,9 +1,14 @@
-//! What is fuzzed: bytes that nobody vouches for, read as a manifest, a header, a shard file. Each function
-//! must return, whatever the bytes; it panics where a law is broken. The fuzzer and `tests/corpus.rs` call them.
+//! The fuzz targets: untrusted bytes decoded as a manifest, a header, a shard file. Each function must return for any
+//! bytes; it panics if a property is violated. The fuzzer and `tests/suite/corpus.rs` call them.
 
 use std::path::Path;
 
-use zero_ckpt::{CkptError, Header, Hex64, MANIFEST_NAME, Manifest, Piece, Reader, checksum};
+use zero_ckpt::{CkptError, Header, MANIFEST_NAME, Manifest, Piece, Reader};
+
+/// The checksum of the format.
+pub fn checksum(bytes: &[u8]) -> u64 {
+    crc_fast::crc64_nvme(bytes)
+}
 
 /// Any bytes as `manifest.json`.
 pub fn manifest(data: &[u8]) {
@@ -13,14 +18,14 @@ pub fn manifest(data: &[u8]) {
     }
 }
 
-/// Any bytes as the content of a manifest whose checksum is right: what a fuzzer would not find by chance.
+/// Any bytes as the content of a manifest with the right checksum, which a fuzzer does not find by chance.
 pub fn manifest_body(data: &[u8]) {
     let Ok(body) = std::str::from_utf8(data) else { return };
     let crc = checksum(body.trim().as_bytes());
     manifest(format!(r#"{{"format":"zero-ckpt","version":1,"crc64":"{crc:016x}","manifest":{body}}}"#).as_bytes());
 }
 
-/// Any bytes as a safetensors file of which only the header is there.
+/// Any bytes as the header of a safetensors file.
 pub fn header(data: &[u8]) {
     let Some((first, rest)) = data.split_first_chunk::<8>() else { return };
     let file_bytes = data.len() as u64;
@@ -30,11 +35,11 @@ pub fn header(data: &[u8]) {
         let tensors: u64 = header.tensors.iter().map(|t| t.range.end - t.range.start).sum();
         assert_eq!(header.data_start + tensors, file_bytes);
     }
-    // Without the length in front, which a fuzzer seldom gets right.
+    // Without the length field, which a fuzzer seldom gets right.
     let _ = Header::parse(rest, file_bytes);
 }
 
-/// The manifest that `shard_file` is read by: one file of two pieces and two states.
+/// The manifest for `shard_file`: one file of two pieces and two states.
 pub fn sample_manifest() -> Manifest {
     let json = serde_json::json!({
         "step": 1, "sequence": 1, "stage": 3, "dtype": "bf16", "trainer": null, "model_config": null,
@@ -50,13 +55,13 @@ pub fn sample_manifest() -> Manifest {
     serde_json::from_value(json).unwrap()
 }
 
-/// Any bytes as a shard file, with a manifest that agrees with its length and its front's checksum.
+/// Any bytes as a shard file, with a manifest that matches its length and its front's checksum.
 pub fn shard_file(data: &[u8]) {
     let mut manifest = sample_manifest();
     let state_bytes = 17 * (4 + 2);
     let front = data.len().saturating_sub(state_bytes);
     manifest.files[0].bytes = data.len() as u64;
-    manifest.files[0].front_crc64 = Hex64(checksum(&data[..front]));
+    manifest.files[0].front_crc64 = checksum(&data[..front]);
     let dir = tempfile::tempdir_in(if Path::new("/dev/shm").is_dir() { "/dev/shm" } else { "/tmp" }).unwrap();
     std::fs::write(dir.path().join(MANIFEST_NAME), manifest.encode().unwrap()).unwrap();
     std::fs::write(dir.path().join("shard.safetensors"), data).unwrap();
@@ -64,10 +69,10 @@ pub fn shard_file(data: &[u8]) {
     let verified = reader.verify();
     for state in ["master", "first_moment"] {
         let read = reader.read_param(state, "a.w", 0..15, &mut [0.0; 15]);
-        // One block holds all: what verifies can be read, and what does not cannot.
+        // One block holds all: a read succeeds exactly if the file verifies.
         assert_eq!(read.is_ok(), verified.problems.is_empty(), "{read:?} {:?}", verified.problems);
         if let Err(e) = read {
-            let named = matches!(e, CkptError::Corrupt { .. } | CkptError::BadHeader { .. });
+            let named = matches!(e, CkptError::Corrupt { .. } | CkptError::BadSafetensors { .. });
             assert!(named && e.to_string().contains("shard.safetensors"), "{e}");
         }
     }

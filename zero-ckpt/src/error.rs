@@ -1,77 +1,85 @@
-//! What can be wrong with a checkpoint: one variant per cause, with the numbers.
+//! Errors: one variant per cause, with the numbers.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Why a checkpoint could not be saved, opened or read.
+/// A failure to save, open or read a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CkptError {
-    /// The operating system refused.
+    /// A system call failed.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was tried: "write", "rename", ...
+        /// The attempted action: "write", "rename", ...
         action: &'static str,
-        /// On which file or directory.
+        /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// There is nothing to load.
-    #[error("{}: no whole checkpoint here{}", dir.display(), Reasons(reasons))]
+    /// The directory has no complete checkpoint.
+    #[error("{}: no complete checkpoint{}", dir.display(), Reasons(reasons))]
     NoCheckpoint {
-        /// The directory that was searched.
+        /// The searched directory.
         dir: PathBuf,
-        /// Why each candidate was refused.
+        /// The defect of each candidate.
         reasons: Vec<String>,
     },
-    /// Another live run saves into the directory.
-    #[error("{}: another run is saving into this directory ({holder}); give this run another directory", dir.display())]
+    /// Another running process saves into the directory.
+    #[error("{}: another run ({holder}) is saving into this directory; choose another directory", dir.display())]
     Busy {
         /// The directory.
         dir: PathBuf,
-        /// Who holds it, as it described itself.
+        /// Process and host that hold the lock, from the lock file.
         holder: String,
     },
-    /// The manifest is not one.
-    #[error("{}: {why}", path.display())]
+    /// The manifest breaks a rule of the format.
+    #[error("{}: invalid manifest: {why}", path.display())]
     BadManifest {
         /// The manifest.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The broken rule.
         why: String,
     },
-    /// The manifest has a version that this program does not know.
+    /// The manifest has an unknown format version.
     #[error("{}: format version {found}; this program reads version {supported}", path.display())]
     UnsupportedVersion {
         /// The manifest.
         path: PathBuf,
         /// Its version.
         found: u64,
-        /// The version known here.
+        /// The version that this crate reads.
         supported: u64,
     },
-    /// The header of a safetensors file breaks a rule.
-    #[error("{}: {why}", path.display())]
-    BadHeader {
+    /// A safetensors file breaks a rule of its format, or its header differs from the manifest.
+    #[error("{}: invalid safetensors file: {why}", path.display())]
+    BadSafetensors {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The broken rule.
         why: String,
     },
-    /// A file is shorter or longer than the manifest says.
-    #[error("{}: {got_bytes} bytes long, the manifest says {expected_bytes}", path.display())]
+    /// `latest`, an index of safetensors files or a `config.json` is invalid.
+    #[error("{}: {why}", path.display())]
+    BadFile {
+        /// The file.
+        path: PathBuf,
+        /// The defect.
+        why: String,
+    },
+    /// A file is shorter or longer than the manifest records.
+    #[error("{}: {got_bytes} bytes long; the manifest records {expected_bytes}", path.display())]
     WrongLength {
         /// The file.
         path: PathBuf,
-        /// Length by the manifest.
+        /// Recorded length.
         expected_bytes: u64,
-        /// Length found.
+        /// Actual length.
         got_bytes: u64,
     },
-    /// Bytes of a file do not have the checksum that was recorded.
+    /// The bytes of a file do not match their recorded checksum.
     #[error(
-        "{}: damaged: bytes {} to {} have checksum {got:016x}, recorded was {expected:016x}",
+        "{}: damaged: bytes {} to {} have checksum {got:016x}; recorded is {expected:016x}",
         path.display(), range.start, range.end
     )]
     Corrupt {
@@ -81,35 +89,35 @@ pub enum CkptError {
         range: Range<u64>,
         /// Recorded checksum (CRC-64/NVME).
         expected: u64,
-        /// Checksum of the bytes found.
+        /// Checksum of the bytes.
         got: u64,
     },
-    /// A name that could lead outside the directory, or is not a regular file or directory.
+    /// A name that could lead outside the directory, or not a regular file or directory.
     #[error("{}: {name:?} {why}", dir.display())]
     UnsafeName {
         /// The directory.
         dir: PathBuf,
-        /// The name found in it or in the manifest.
+        /// The name, from the directory or from a manifest.
         name: String,
-        /// What is wrong with it.
+        /// The defect.
         why: &'static str,
     },
-    /// The checkpoint is of another model.
-    #[error("{}: a checkpoint of another model: {difference}", path.display())]
+    /// The checkpoint belongs to another model.
+    #[error("{}: checkpoint of another model: {difference}", path.display())]
     AnotherModel {
         /// The checkpoint.
         path: PathBuf,
         /// The first difference.
         difference: String,
     },
-    /// The checkpoint does not hold a state that was asked for.
-    #[error("{}: no state {state:?} in this checkpoint (it holds: {})", path.display(), available.join(", "))]
+    /// The checkpoint does not hold the requested state.
+    #[error("{}: the checkpoint has no state {state:?}; it has {}", path.display(), available.join(", "))]
     MissingState {
         /// The checkpoint.
         path: PathBuf,
-        /// The state asked for.
+        /// The requested state.
         state: String,
-        /// What there is.
+        /// The states that it holds.
         available: Vec<String>,
     },
     /// Elements that no shard file holds.
@@ -119,7 +127,7 @@ pub enum CkptError {
         path: PathBuf,
         /// The unit.
         unit: String,
-        /// The hole.
+        /// The missing elements.
         range: Range<u64>,
     },
     /// Elements that two shard files hold.
@@ -132,63 +140,63 @@ pub enum CkptError {
         /// The overlap.
         range: Range<u64>,
     },
-    /// A range, unit, parameter or length given by the caller does not exist.
+    /// An argument of a call is out of range.
     #[error("{what}: expected {expected}, got {got}")]
     BadArgument {
-        /// Which argument of which call.
+        /// The argument.
         what: String,
-        /// What would have been right.
+        /// The accepted values.
         expected: String,
-        /// What was given.
+        /// The value.
         got: String,
     },
-    /// The ranks' receipts do not make one checkpoint.
-    #[error("the receipts of the ranks do not fit together: {why}")]
-    Receipts {
-        /// What does not fit.
+    /// The files that the ranks staged do not form one checkpoint.
+    #[error("the staged files of the ranks do not form one checkpoint: {why}")]
+    Mismatch {
+        /// The difference.
         why: String,
     },
-    /// A rank failed; the message is the error of that rank.
+    /// A rank failed; the message is that rank's error.
     #[error("rank {rank}: {message}")]
     Rank {
-        /// The rank at fault.
+        /// The failed rank.
         rank: u64,
         /// Its error.
         message: String,
     },
-    /// Bytes that came over the network are not a report.
-    #[error("a report of {what} cannot be read: {why}")]
+    /// A frame received from a rank is malformed.
+    #[error("malformed frame from rank {rank}: {why}")]
     BadFrame {
-        /// Whose report.
-        what: String,
-        /// What is wrong with it.
+        /// The sender.
+        rank: u64,
+        /// The defect.
         why: String,
     },
     /// The exchange between the ranks failed.
     #[error("the exchange between the ranks failed: {message}")]
     Exchange {
-        /// What the communicator said.
+        /// The communicator's error.
         message: String,
     },
-    /// A save was begun while as many as the staging buffers allow were in flight.
-    #[error("{limit} saves are in flight, one for each staging buffer; complete one first")]
+    /// All staging buffers are in use.
+    #[error("{limit} saves are in flight, one for each staging buffer; complete one before the next")]
     InFlight {
-        /// Staging buffers, hence saves at once.
+        /// Number of staging buffers.
         limit: usize,
     },
-    /// A save was to be completed and none was begun.
-    #[error("no save is in flight")]
+    /// There is no save to complete.
+    #[error("no save is in flight; begin one first")]
     NothingInFlight,
-    /// There is not enough memory for staging.
-    #[error("no memory for a staging buffer of {bytes} bytes")]
+    /// A staging buffer could not be allocated.
+    #[error("failed to allocate a staging buffer of {bytes} bytes: out of host memory")]
     OutOfMemory {
-        /// The size asked for.
+        /// Requested bytes.
         bytes: u64,
     },
-    /// The copy of the state into staging memory failed.
+    /// The copy of the state into the staging buffer failed.
     #[error("the snapshot failed: {message}")]
     Snapshot {
-        /// What the device said.
+        /// The error of the copy or of the fence.
         message: String,
     },
 }

@@ -2,55 +2,30 @@
 #![deny(unsafe_code)]
 
 #[cfg(target_endian = "big")]
-compile_error!("zero-ckpt stores little-endian elements and has been written for little-endian machines");
+compile_error!("zero-ckpt stores little-endian elements and supports little-endian machines only");
 
-mod agree;
-mod assemble;
-mod background;
-mod catalog;
-mod coverage;
-mod dir;
-mod dtype;
 mod error;
-mod export;
-#[doc = include_str!("../FORMAT.md")]
-pub mod format {}
-mod header;
-mod import;
-mod inspect;
-mod lock;
-mod manifest;
-mod model;
-#[allow(unsafe_code)] // two derives that prove a page to be plain bytes
-mod pages;
-mod plan;
-mod reader;
-mod replace;
-mod report;
-mod runs;
-mod shard;
-mod shard_file;
-mod store;
-mod tensors;
-mod transfer;
-mod verify;
-mod view;
+pub mod format;
+mod io;
+mod load;
+mod save;
 
-pub use assemble::SaveMeta;
-pub use background::{BackgroundStore, Fence, Slot, StagingMemory, staging_bytes};
-pub use dtype::StateDtype;
 pub use error::CkptError;
-pub use export::{ExportOptions, Exported};
-pub use header::{Header, MAX_HEADER_BYTES, TensorEntry};
-pub use import::import;
-pub use manifest::{FORMAT_VERSION, FileRecord, Hex64, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest};
-pub use model::{ModelSpec, ParamRecord, UnitRecord};
-pub use pages::Pages;
-pub use plan::{BLOCK_BYTES, BLOCK_TABLE, Piece, StateSpec, checksum};
-pub use reader::Reader;
-pub use report::{Published, Receipt, frame_bytes};
-pub use shard::ShardData;
-pub use store::{SAVE_POINTS, SavePoint, Store, StoreOptions};
-pub use transfer::IoOptions;
-pub use verify::Verified;
-pub use view::View;
+pub use format::blocks::{Piece, StateSpec};
+pub use format::dtype::StateDtype;
+pub use format::header::{Header, TensorEntry};
+pub use format::manifest::{FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
+pub use format::model::{ModelSpec, ParamRecord, UnitRecord};
+pub use format::tensor_folder::TensorFolder;
+pub use load::export::{ExportOptions, ExportReport};
+pub use load::reader::Reader;
+pub use load::resharding::View;
+pub use load::verify::VerifyReport;
+pub use save::assemble::SaveMeta;
+pub use save::background::{BackgroundStore, Fence, StagingSlice};
+pub use save::frames::{PublishedCheckpoint, StagedFile, frame_bytes};
+pub use save::import::import;
+pub use save::shard_data::ShardData;
+#[cfg(feature = "testing")]
+pub use save::store::SavePoint;
+pub use save::store::{Store, StoreOptions};

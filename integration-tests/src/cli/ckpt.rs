@@ -158,10 +158,8 @@ fn parse_file_size(text: &str) -> Result<u64, String> {
 
 #[cfg(test)]
 mod tests {
-    use zero_alloc::device::DType;
-
     use super::*;
-    use crate::hf::FolderWriter;
+    use crate::hf::tests::write_folder;
     use crate::model::config::GptConfig;
 
     #[derive(clap::Parser)]
@@ -182,13 +180,12 @@ mod tests {
         let config =
             GptConfig { vocab_size: 16, n_positions: 8, n_embd: 4, n_layer: 2, n_head: 1, n_inner: 16, ..preset };
         let (from, store, to) = (dir.path().join("from"), dir.path().join("store"), dir.path().join("to"));
-        let mut writer = FolderWriter::create(&from, &config, DType::F32).unwrap();
-        for (i, param) in config.units().iter().flat_map(|u| &u.params).enumerate() {
+        let params = config.units().into_iter().flat_map(|u| u.params).enumerate();
+        let tensors = params.map(|(i, param)| {
             let numel = param.shape.iter().product::<u64>() as usize;
-            let values: Vec<f32> = (0..numel).map(|e| (i * 1000 + e) as f32).collect();
-            writer.write(&param.name, &values).unwrap();
-        }
-        writer.finish().unwrap();
+            (param.name, param.shape, (0..numel).map(|e| (i * 1000 + e) as f32).collect())
+        });
+        write_folder(&from, &config, &tensors.collect::<Vec<_>>(), safetensors::Dtype::F32);
 
         zero_ckpt(&["import".as_ref(), &from, &store]).unwrap();
         zero_ckpt(&["inspect".as_ref(), &store]).unwrap();

@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use zero_alloc::device::Device;
 use zero_ckpt::{
-    BackgroundStore, ModelSpec, Published, SaveMeta, Slot, StateDtype, StateSpec, Store, StoreOptions, frame_bytes,
+    BackgroundStore, ModelSpec, PublishedCheckpoint, SaveMeta, StagingSlice, StateDtype, StateSpec, Store,
+    StoreOptions, frame_bytes,
 };
 use zero_optim::StateKind;
 
@@ -28,7 +29,7 @@ pub(super) struct Saver {
 impl Saver {
     /// Opens `dir`, which must be the run's alone, and takes a staging buffer.
     pub(super) fn new<D: Device>(rank: &Rank<D>, dir: &Path, keep_last: Option<usize>) -> Result<Self, TrainError> {
-        let options = StoreOptions { keep_last, ..StoreOptions::default() };
+        let options = StoreOptions { keep_last };
         let store = Store::create(dir, rank.comm.rank() as u64, options)?;
         // Now, not after hours of training.
         store.check_model(&ModelSpec::from(&*rank.layout))?;
@@ -43,7 +44,7 @@ impl Saver {
         &mut self,
         rank: &Rank<D>,
         meta: SaveMeta,
-        copy: impl Fn(Slot<'_>) -> Result<(), TrainError>,
+        copy: impl Fn(StagingSlice<'_>) -> Result<(), TrainError>,
     ) -> Result<(), TrainError> {
         self.complete(rank)?;
         let begun = self.background.begin(meta, |slots| {
@@ -78,7 +79,7 @@ impl Saver {
         Ok(())
     }
 
-    fn published(&mut self, published: &Published) {
+    fn published(&mut self, published: &PublishedCheckpoint) {
         for notice in &published.notices {
             tracing::warn!("checkpoint {}: {notice}", published.name);
         }

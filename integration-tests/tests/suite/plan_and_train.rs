@@ -3,10 +3,10 @@
 
 use std::path::Path;
 
-use integration_tests::hf::FolderWriter;
 use integration_tests::model::config::GptConfig;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
-use zero_alloc::device::DType;
 
 use crate::place;
 
@@ -65,13 +65,18 @@ fn bucket_of_a_configuration_is_limited() {
 }
 
 fn write_model(folder: &Path, config: &GptConfig) {
-    let mut writer = FolderWriter::create(folder, config, DType::F32).unwrap();
-    for param in config.units().iter().flat_map(|u| &u.params) {
-        let mut values = vec![0.0; param.shape.iter().product::<u64>() as usize];
+    std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
+    let tensors = config.units().into_iter().flat_map(|u| u.params).map(|param| {
+        let mut values = vec![0.0f32; param.shape.iter().product::<u64>() as usize];
         config.fill_initial(0, &param.name, 0..values.len() as u64, &mut values).unwrap();
-        writer.write(&param.name, &values).unwrap();
-    }
-    writer.finish().unwrap();
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let shape: Vec<usize> = param.shape.iter().map(|n| *n as usize).collect();
+        (param.name, shape, bytes)
+    });
+    let tensors: Vec<_> = tensors.collect();
+    let view = |shape: &Vec<usize>, bytes| TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap();
+    let views = tensors.iter().map(|(name, shape, bytes)| (name, view(shape, bytes)));
+    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
 }
 
 /// Compares the plan and the measurements of each stage.

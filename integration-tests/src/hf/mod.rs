@@ -1,0 +1,242 @@
+//! Hugging Face GPT-2 folders: `config.json` and weights in safetensors files.
+//!
+//! A **folder** holds `config.json` and either `model.safetensors` or several such files with
+//! `model.safetensors.index.json`. Weights are F32, F16 or BF16. Parameters have this project's names
+//! (`transformer.wte.weight`); the prefix `transformer.` is optional in files.
+//!
+//! [`HfFolder::open`] checks all names, shapes and types against the configuration before anything is allocated.
+//! [`HfFolder::read`] reads any range of a parameter, so that a rank reads its own shard only. Checkpoints are exported
+//! to such folders by `zero_ckpt::Reader::export`.
+//!
+//! Not supported: downloads, pickled files (`pytorch_model.bin`), architectures other than GPT-2.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+use zero_ckpt::{CkptError, StateDtype, TensorFolder};
+
+use crate::model::config::{ConfigError, GptConfig};
+
+/// A folder that cannot be read.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum HfError {
+    /// The path is not a folder.
+    #[error("{}: no such model folder", path.display())]
+    NoFolder {
+        /// The path.
+        path: PathBuf,
+    },
+    /// `config.json` could not be read.
+    #[error("{}: cannot read: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// `config.json` does not describe a supported GPT-2.
+    #[error("{}: {source}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// The defect.
+        source: ConfigError,
+    },
+    /// The folder has no weights in safetensors files.
+    #[error("{}: neither model.safetensors nor model.safetensors.index.json exists{hint}", path.display())]
+    NoWeights {
+        /// The folder.
+        path: PathBuf,
+        /// A remedy if the folder has weights of another kind; otherwise empty.
+        hint: &'static str,
+    },
+    /// A file with weights is invalid or could not be read, or an argument of a read is out of range.
+    #[error(transparent)]
+    Weights(#[from] CkptError),
+    /// A tensor of the model is in no file.
+    #[error("{}: tensor {name:?} of shape {expected:?} is missing", path.display())]
+    MissingTensor {
+        /// The only file, or the index.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its shape by the configuration.
+        expected: Vec<u64>,
+    },
+    /// A tensor's shape differs from the configuration.
+    #[error("{}: tensor {name:?} has shape {got:?}; config.json requires {expected:?}", path.display())]
+    Shape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its shape by the configuration.
+        expected: Vec<u64>,
+        /// Its shape in the file.
+        got: Vec<u64>,
+    },
+    /// A tensor has an unsupported type.
+    #[error("{}: tensor {name:?} has type {got}; supported are F32, F16 and BF16", path.display())]
+    TensorType {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its type.
+        got: String,
+    },
+    /// The configuration ties the head to the embedding, but the weights have a different head.
+    #[error(
+        "{}: lm_head.weight differs from the embedding, to which config.json ties it: \
+         set \"tie_word_embeddings\": false there, or remove the tensor", path.display()
+    )]
+    UntiedHead {
+        /// The file with the head.
+        path: PathBuf,
+    },
+    /// The model has no such parameter.
+    #[error("the model has no parameter {name:?}")]
+    UnknownParameter {
+        /// The requested name.
+        name: String,
+    },
+}
+
+/// An open model folder, of which all tensors exist with the shapes of its configuration.
+pub struct HfFolder {
+    path: PathBuf,
+    config: GptConfig,
+    warnings: Vec<String>,
+    weights: TensorFolder,
+    /// The tensor name in the files of each parameter.
+    stored: HashMap<String, String>,
+}
+
+/// The embedding matrix, which a tied head shares.
+const EMBEDDING: &str = "transformer.wte.weight";
+/// The matrix of an untied head.
+const HEAD: &str = "lm_head.weight";
+
+impl HfFolder {
+    /// Opens the folder and checks its configuration and all tensors of the model.
+    ///
+    /// # Errors
+    /// The first missing or invalid file or tensor.
+    pub fn open(path: &Path) -> Result<Self, HfError> {
+        if !path.is_dir() {
+            return Err(HfError::NoFolder { path: path.to_owned() });
+        }
+        let config_path = path.join("config.json");
+        let text =
+            fs::read_to_string(&config_path).map_err(|source| HfError::Read { path: config_path.clone(), source })?;
+        let (config, mut warnings) =
+            GptConfig::from_hf_json(&text).map_err(|source| HfError::Config { path: config_path, source })?;
+        if !path.join("model.safetensors").is_file() && !path.join("model.safetensors.index.json").is_file() {
+            let hint = match path.join("pytorch_model.bin").is_file() {
+                true => "; pytorch_model.bin is not supported: save the model with safe_serialization=True",
+                false => "",
+            };
+            return Err(HfError::NoWeights { path: path.to_owned(), hint });
+        }
+        let weights = TensorFolder::open(path)?;
+        let mut stored = HashMap::new();
+        for param in config.units().into_iter().flat_map(|u| u.params) {
+            let (name, expected) = (param.name, param.shape);
+            let Some((tensor, file)) = find(&weights, &name) else {
+                return Err(HfError::MissingTensor { path: weights.path().to_owned(), name, expected });
+            };
+            if tensor.shape != expected {
+                return Err(HfError::Shape { path: file.to_owned(), name, expected, got: tensor.shape.clone() });
+            }
+            if StateDtype::from_name(&tensor.dtype).is_none() {
+                return Err(HfError::TensorType { path: file.to_owned(), name, got: tensor.dtype.clone() });
+            }
+            stored.insert(name, tensor.name.clone());
+        }
+        warnings.extend(unused(&weights, &config, &stored));
+        if config.tied_head
+            && let Some(path) = untied_head(&weights, &stored[EMBEDDING])?
+        {
+            return Err(HfError::UntiedHead { path });
+        }
+        Ok(Self { path: path.to_owned(), config, warnings, weights, stored })
+    }
+
+    /// The folder's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &GptConfig {
+        &self.config
+    }
+
+    /// Unused tensors and configuration keys, a line each.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The path of the folder's `tokenizer.json`, if it has one.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        Some(self.path.join("tokenizer.json")).filter(|p| p.is_file())
+    }
+
+    /// Reads elements `range` of parameter `name` to `out`.
+    ///
+    /// # Errors
+    /// No such parameter, a range outside it, another length of `out`, or a failed read.
+    pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), HfError> {
+        let stored = self.stored.get(name).ok_or_else(|| HfError::UnknownParameter { name: name.to_owned() })?;
+        Ok(self.weights.read(stored, range, out)?)
+    }
+}
+
+/// Finds a parameter, stored with or without the prefix `transformer.`.
+fn find<'a>(weights: &'a TensorFolder, name: &str) -> Option<(&'a zero_ckpt::TensorEntry, &'a Path)> {
+    let bare = name.strip_prefix("transformer.").unwrap_or(name);
+    weights.tensor(name).or_else(|| weights.tensor(bare))
+}
+
+/// The file of a head that differs from the `embedding`.
+fn untied_head(weights: &TensorFolder, embedding: &str) -> Result<Option<PathBuf>, CkptError> {
+    /// Elements that are compared at a time.
+    const CHUNK_ELEMS: u64 = 1 << 16;
+    let (Some((head, file)), Some((tied, _))) = (weights.tensor(HEAD), weights.tensor(embedding)) else {
+        return Ok(None);
+    };
+    if head.shape != tied.shape || StateDtype::from_name(&head.dtype).is_none() {
+        return Ok(Some(file.to_owned()));
+    }
+    let (mut ours, mut theirs) = (vec![0.0; CHUNK_ELEMS as usize], vec![0.0; CHUNK_ELEMS as usize]);
+    for start in (0..tied.elems()).step_by(CHUNK_ELEMS as usize) {
+        let end = tied.elems().min(start + CHUNK_ELEMS);
+        let n = (end - start) as usize;
+        weights.read(HEAD, start..end, &mut ours[..n])?;
+        weights.read(embedding, start..end, &mut theirs[..n])?;
+        if ours[..n].iter().zip(&theirs[..n]).any(|(a, b)| a.to_bits() != b.to_bits()) {
+            return Ok(Some(file.to_owned()));
+        }
+    }
+    Ok(None)
+}
+
+/// A warning that names tensors unknown to the model. The attention masks of older files and the repeated head of a
+/// tied model are ignored.
+fn unused(weights: &TensorFolder, config: &GptConfig, stored: &HashMap<String, String>) -> Option<String> {
+    let used: std::collections::HashSet<&String> = stored.values().collect();
+    let unused: Vec<&str> = weights.tensors().filter(|t| !used.contains(&t.name)).map(|t| t.name.as_str()).collect();
+    let is_mask = |name: &str| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+    let mut unused = unused.into_iter().filter(|name| !is_mask(name) && !(*name == HEAD && config.tied_head));
+    let first = unused.next()?;
+    let (path, count) = (weights.path().display(), 1 + unused.count());
+    Some(format!("{path}: {count} tensors do not belong to the model and are ignored, the first is {first:?}"))
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,209 @@
+//! The layout of a shard file: pure arithmetic, shared by writer, reader and verifier.
+//!
+//! ```text
+//! | u64 n | JSON, spaces | zero.block_crc64 | master/h.0[0:64] | master/h.1[..] | first_moment/h.0[..] | ... |
+//! 0       8              8 + n              data (multiple of 4096)
+//!         '------------------------ front ----'------------------- state ----------------------------------'
+//! ```
+//!
+//! A file holds one tensor for every state of the checkpoint and every **piece** of the rank. A piece is a range of
+//! real elements of one unit; padding is not stored.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::format::header::{Header, TensorEntry};
+use crate::format::runs::runs;
+use crate::io::page_buffer::PAGE_BYTES;
+use crate::{CkptError, StateDtype};
+
+/// Bytes of state that one checksum covers, counted from the start of the state.
+pub(crate) const BLOCK_BYTES: u64 = 256 * 1024;
+/// Name of the tensor that holds the checksums of the blocks.
+const BLOCK_TABLE: &str = "zero.block_crc64";
+
+/// A tensor that a checkpoint stores for every parameter, such as the weights or a moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StateSpec {
+    /// `master`, `first_moment`, `second_moment`, or any other name.
+    pub name: String,
+    /// Element type in the files.
+    pub dtype: StateDtype,
+}
+
+/// A range of elements of one unit, counted without padding: `(unit, start, end)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Piece(pub u64, pub u64, pub u64);
+
+impl Piece {
+    /// Number of elements.
+    pub fn elems(self) -> u64 {
+        self.2.saturating_sub(self.1)
+    }
+}
+
+/// The tensors of one shard file and their byte ranges.
+#[derive(Clone, Debug)]
+pub(crate) struct FileLayout {
+    pub(crate) pieces: Vec<Piece>,
+    /// Start of each state in the state bytes, and the end of the last.
+    state_starts: Vec<u64>,
+    /// Elements of the file before each piece, and the elements of all.
+    piece_starts: Vec<u64>,
+    dtypes: Vec<StateDtype>,
+}
+
+impl FileLayout {
+    /// Lays out `pieces` for `states`; `None` if a size exceeds 64 bits.
+    pub(crate) fn new(states: &[StateSpec], pieces: Vec<Piece>) -> Option<Self> {
+        let mut piece_starts = vec![0u64];
+        for piece in &pieces {
+            let end = piece_starts.last()?.checked_add(piece.2.checked_sub(piece.1)?)?;
+            piece_starts.push(end);
+        }
+        let (elems, mut state_starts) = (*piece_starts.last()?, vec![0u64]);
+        for state in states {
+            let end = state_starts.last()?.checked_add(elems.checked_mul(state.dtype.bytes())?)?;
+            state_starts.push(end);
+        }
+        // Header and table must fit in addition.
+        state_starts.last()?.checked_add(1 << 40)?;
+        Some(Self { pieces, state_starts, piece_starts, dtypes: states.iter().map(|s| s.dtype).collect() })
+    }
+
+    /// Bytes of all states in the file.
+    pub(crate) fn state_bytes(&self) -> u64 {
+        self.state_starts.last().copied().unwrap_or(0)
+    }
+
+    /// Number of blocks of the state bytes.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.state_bytes().div_ceil(BLOCK_BYTES)
+    }
+
+    /// Bytes of the table of checksums.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        self.blocks() * 8
+    }
+
+    /// The byte range of piece `piece` of state `state`, from the start of the state bytes.
+    pub(crate) fn tensor_range(&self, state: usize, piece: usize) -> Range<u64> {
+        let (base, width) = (self.state_starts[state], self.dtypes[state].bytes());
+        base + self.piece_starts[piece] * width..base + self.piece_starts[piece + 1] * width
+    }
+
+    /// The header of the file; `unit_name` names the units.
+    pub(crate) fn header<'a>(
+        &self,
+        states: &[StateSpec],
+        unit_name: impl Fn(u64) -> &'a str,
+        metadata: BTreeMap<String, String>,
+    ) -> Header {
+        let table = self.table_bytes();
+        let mut tensors = vec![TensorEntry {
+            name: BLOCK_TABLE.into(),
+            dtype: "U64".into(),
+            shape: vec![self.blocks()],
+            range: 0..table,
+        }];
+        for (s, state) in states.iter().enumerate() {
+            for (p, piece) in self.pieces.iter().enumerate() {
+                let Range { start, end } = self.tensor_range(s, p);
+                tensors.push(TensorEntry {
+                    name: tensor_name(&state.name, unit_name(piece.0), piece),
+                    dtype: state.dtype.name().into(),
+                    shape: vec![piece.elems()],
+                    range: table + start..table + end,
+                });
+            }
+        }
+        Header { metadata, tensors, data_start: 0 }
+    }
+
+    /// Checks that a header has exactly the tensors of this layout, and returns the file offset of the state.
+    pub(crate) fn check<'a>(
+        &self,
+        header: &Header,
+        states: &[StateSpec],
+        unit_name: impl Fn(u64) -> &'a str,
+    ) -> Result<u64, String> {
+        let expected = self.header(states, unit_name, BTreeMap::new()).tensors;
+        if header.tensors.len() != expected.len() {
+            return Err(format!("{} tensors; the manifest requires {}", header.tensors.len(), expected.len()));
+        }
+        if let Some((e, g)) = expected.iter().zip(&header.tensors).find(|(e, g)| e != g) {
+            return Err(format!(
+                "tensor {:?} ({} {:?}) where the manifest requires {:?} ({} {:?})",
+                g.name, g.dtype, g.range, e.name, e.dtype, e.range
+            ));
+        }
+        let start = header.data_start + self.table_bytes();
+        if !start.is_multiple_of(PAGE_BYTES as u64) {
+            return Err(format!("the state starts at byte {start}, which is not a multiple of {PAGE_BYTES}"));
+        }
+        Ok(start)
+    }
+}
+
+/// `master/h.0[128:256]`.
+pub(crate) fn tensor_name(state: &str, unit: &str, piece: &Piece) -> String {
+    format!("{state}/{unit}[{}:{}]", piece.1, piece.2)
+}
+
+/// CRC-64/NVME, the checksum of the format.
+pub(crate) fn checksum(bytes: &[u8]) -> u64 {
+    crc_fast::crc64_nvme(bytes)
+}
+
+/// Sorts states into file order: wider elements first, so that every tensor is aligned to its element; stable.
+pub(crate) fn file_order(mut states: Vec<StateSpec>) -> Vec<StateSpec> {
+    states.sort_by_key(|s| std::cmp::Reverse(s.dtype.bytes()));
+    states
+}
+
+/// The pieces of `rank`: its shard of every unit without the padding.
+pub(crate) fn shard_pieces(layout: &zero_shard::Layout, rank: u64) -> Result<Vec<Piece>, CkptError> {
+    if rank >= layout.world_size() {
+        return Err(CkptError::argument("rank", format!("below {}", layout.world_size()), rank));
+    }
+    let piece = |(u, unit): (usize, &zero_shard::UnitLayout)| {
+        let runs = runs(unit, rank);
+        Some(Piece(u as u64, runs.first()?.elems.start, runs.last()?.elems.end))
+    };
+    Ok(layout.units().iter().enumerate().filter_map(piece).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksum_is_crc64_nvme() {
+        assert_eq!(checksum(b"123456789"), 0xae8b_1486_0a79_9888);
+    }
+
+    #[test]
+    fn tensors_are_contiguous_and_wider_first() {
+        let state = |name: &str, dtype| StateSpec { name: name.into(), dtype };
+        let states = file_order(vec![state("half", StateDtype::BF16), state("whole", StateDtype::F32)]);
+        assert_eq!(states[0].name, "whole");
+        let layout = FileLayout::new(&states, vec![Piece(0, 5, 8), Piece(2, 0, 1)]).unwrap();
+        let ranges = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(s, p)| layout.tensor_range(s, p));
+        assert_eq!(ranges, [0..12, 12..16, 16..22, 22..24]);
+        assert_eq!((layout.state_bytes(), layout.blocks(), layout.table_bytes()), (24, 1, 8));
+        let header = layout.header(&states, |_| "u", BTreeMap::new());
+        assert_eq!(header.tensors[2].name, "whole/u[0:1]");
+        assert_eq!(header.tensors[2].range, 20..24);
+    }
+
+    #[test]
+    fn sizes_beyond_64_bits_are_rejected() {
+        let states = vec![StateSpec { name: "s".into(), dtype: StateDtype::F32 }];
+        for pieces in [vec![Piece(0, 0, u64::MAX)], vec![Piece(0, 0, 1 << 63); 2], vec![Piece(0, 2, 1)]] {
+            assert!(FileLayout::new(&states, pieces).is_none());
+        }
+    }
+}

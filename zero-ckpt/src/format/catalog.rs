@@ -1,0 +1,118 @@
+//! The checkpoints of a directory, and which one is the newest.
+//!
+//! ```text
+//! DIR/step-00000015/manifest.json ...      a complete checkpoint, published by one rename
+//! DIR/step-00000030/...
+//! DIR/step-00000030.old.<random>/...       backup of a checkpoint that is being replaced, or was when a crash came
+//! DIR/latest                               "step-00000030 <checksum of the name>"
+//! DIR/.lock                                locked by rank 0 of the run that saves here
+//! DIR/.staging/...                         unpublished files; readers never open them
+//! ```
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+use crate::format::blocks::checksum;
+use crate::format::manifest::Manifest;
+use crate::io::dir::Dir;
+use crate::{CkptError, ModelSpec};
+
+pub(crate) const LATEST: &str = "latest";
+pub(crate) const STAGING: &str = ".staging";
+pub(crate) const LOCK: &str = ".lock";
+const PREFIX: &str = "step-";
+
+/// The name of the checkpoint of a step.
+pub(crate) fn step_name(step: u64) -> String {
+    format!("{PREFIX}{step:08}")
+}
+
+/// The step of a checkpoint name.
+pub(crate) fn step_of(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix(PREFIX)?;
+    let step = digits.parse().ok()?;
+    (step_name(step) == name).then_some(step)
+}
+
+/// A new name for a backup of the checkpoint `name`.
+pub(crate) fn backup_name(name: &str) -> String {
+    format!("{name}.old.{}", random())
+}
+
+/// The checkpoint of a backup's name.
+pub(crate) fn backup_of(name: &str) -> Option<&str> {
+    let (of, rest) = name.split_once('.')?;
+    (step_of(of).is_some() && rest.starts_with("old.")).then_some(of)
+}
+
+/// Random digits for a unique file name.
+pub(crate) fn random() -> String {
+    let mut hasher = RandomState::new().build_hasher();
+    hasher.write_u32(std::process::id());
+    format!("{:016x}", hasher.finish())
+}
+
+/// The content of `latest`.
+pub(crate) fn latest_line(name: &str) -> String {
+    format!("{name} {:016x}\n", checksum(name.as_bytes()))
+}
+
+/// Reads and checks the name in `latest`.
+pub(crate) fn read_latest(dir: &Dir) -> Result<String, CkptError> {
+    let bytes = dir.read_small(LATEST, 4096)?;
+    let path = dir.path().join(LATEST);
+    let text = String::from_utf8(bytes).unwrap_or_default();
+    let name = text.split(' ').next().unwrap_or_default();
+    if step_of(name).is_none() || latest_line(name) != text {
+        return Err(CkptError::BadFile {
+            path,
+            why: "damaged: it is not a checkpoint's name and its checksum".into(),
+        });
+    }
+    Ok(name.into())
+}
+
+/// A published checkpoint, from its manifest.
+pub(crate) struct Entry {
+    /// Name of its directory: a checkpoint's or a backup's.
+    pub(crate) name: String,
+    pub(crate) sequence: u64,
+    pub(crate) model: ModelSpec,
+}
+
+/// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the defects of the others.
+pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<String>), CkptError> {
+    let (mut entries, mut reasons) = (Vec::new(), Vec::new());
+    for name in dir.names()? {
+        if step_of(&name).is_none() && backup_of(&name).is_none() {
+            continue;
+        }
+        match dir.open_dir(&name).and_then(|d| Manifest::read(&d)) {
+            Ok((manifest, _)) => {
+                entries.push(Entry { name, sequence: manifest.sequence, model: manifest.model });
+            }
+            Err(e) => reasons.push(e.to_string()),
+        }
+    }
+    entries.sort_by(|a, b| (a.sequence, &a.name).cmp(&(b.sequence, &b.name)));
+    Ok((entries, reasons))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_encode_steps_and_backups() {
+        assert_eq!(step_name(30), "step-00000030");
+        for step in [0, 30, 99_999_999, 100_000_000, u64::MAX] {
+            let (name, backup) = (step_name(step), backup_name(&step_name(step)));
+            assert_eq!((step_of(&name), backup_of(&name)), (Some(step), None));
+            assert_eq!((step_of(&backup), backup_of(&backup)), (None, Some(name.as_str())));
+        }
+        for bad in
+            ["step-30", "step-+0000030", "step-", "step-00000030.old", "latest", "step-000000000000000000000099"]
+        {
+            assert_eq!((step_of(bad), backup_of(bad)), (None, None), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! The manifest: description of a checkpoint and of the elements in each of its files.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use serde_json::value::RawValue;
+use zero_shard::Layout;
+
+use crate::format::blocks::{FileLayout, checksum};
+use crate::format::coverage::Coverage;
+use crate::format::header::MAX_HEADER_BYTES;
+use crate::io::dir::{Dir, is_plain};
+use crate::{CkptError, ModelSpec, Piece, StateSpec};
+
+/// Name of the manifest in a checkpoint.
+pub const MANIFEST_NAME: &str = "manifest.json";
+/// Version of the format that this crate writes and reads.
+pub(crate) const FORMAT_VERSION: u64 = 1;
+/// Maximum size of a manifest.
+pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+const FORMAT_NAME: &str = "zero-ckpt";
+
+/// Description of a checkpoint and of the elements in each of its files.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// Completed optimizer steps.
+    pub step: u64,
+    /// Number of the save into its directory; a later save has a greater one.
+    pub sequence: u64,
+    /// ZeRO stage of the run that saved it; any other can load it.
+    pub stage: u8,
+    /// Dtype of the parameters in the run that saved it.
+    pub dtype: String,
+    /// The model.
+    pub model: ModelSpec,
+    /// The sharding of the run that saved it; any other can load it.
+    pub layout: LayoutRecord,
+    /// The tensors stored for every parameter.
+    pub states: Vec<StateSpec>,
+    /// The shard files; rank `r` wrote file `r`.
+    pub files: Vec<FileRecord>,
+    /// The trainer's state: data position, seed, schedule, loss scale. Opaque to this crate.
+    pub trainer: Value,
+    /// The model's `config.json` for export, or null. Opaque to this crate.
+    pub model_config: Value,
+}
+
+/// The sharding of the run that saved a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayoutRecord {
+    /// Number of ranks.
+    pub world_size: u64,
+    /// Shards were multiples of this many elements.
+    pub align_elems: u64,
+}
+
+/// One shard file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileRecord {
+    /// Its name in the checkpoint.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// CRC-64/NVME of its header and its table of block checksums; 16 hexadecimal digits in JSON.
+    #[serde(with = "hex64")]
+    pub front_crc64: u64,
+    /// The elements that it holds of every state; ascending, not empty.
+    pub pieces: Vec<Piece>,
+}
+
+/// A 64-bit number as 16 lower-case hexadecimal digits.
+pub(crate) mod hex64 {
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(crate) fn serialize<S: Serializer>(number: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{number:016x}"))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let digits = text.len() == 16 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        let number = u64::from_str_radix(&text, 16).ok().filter(|_| digits);
+        number.ok_or_else(|| D::Error::custom("a checksum is 16 digits of 0-9 and a-f"))
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Envelope {
+    format: String,
+    version: u64,
+    #[serde(with = "hex64")]
+    crc64: u64,
+    manifest: Box<RawValue>,
+}
+
+#[derive(Deserialize)]
+struct VersionOnly {
+    format: String,
+    version: u64,
+}
+
+impl Manifest {
+    /// Encodes `manifest.json`.
+    ///
+    /// # Errors
+    /// [`CkptError::BadManifest`] if the trainer's state cannot be written as JSON.
+    pub fn encode(&self) -> Result<Vec<u8>, CkptError> {
+        let bad = |e: serde_json::Error| CkptError::BadManifest { path: MANIFEST_NAME.into(), why: e.to_string() };
+        let body = serde_json::to_string(self).map_err(bad)?;
+        let crc64 = checksum(body.as_bytes());
+        let manifest = RawValue::from_string(body).map_err(bad)?;
+        let envelope = Envelope { format: FORMAT_NAME.into(), version: FORMAT_VERSION, crc64, manifest };
+        let mut bytes = serde_json::to_vec(&envelope).map_err(bad)?;
+        bytes.push(b'\n');
+        Ok(bytes)
+    }
+
+    /// Decodes and checks a manifest; `path` is for error messages. The layout of the result is valid, its files have
+    /// plain and distinct names, and every element of every unit is in exactly one of them.
+    ///
+    /// # Errors
+    /// Unknown version, wrong checksum, broken rule, missing or duplicate elements: a variant for each.
+    pub fn decode(bytes: &[u8], path: &Path) -> Result<(Self, Layout), CkptError> {
+        let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
+        let version: VersionOnly = serde_json::from_slice(bytes).map_err(|e| bad(e.to_string()))?;
+        if version.format != FORMAT_NAME {
+            return Err(bad(format!("the format is {:?}, not {FORMAT_NAME:?}", short(&version.format))));
+        }
+        if version.version != FORMAT_VERSION {
+            return Err(CkptError::UnsupportedVersion {
+                path: path.to_path_buf(),
+                found: version.version,
+                supported: FORMAT_VERSION,
+            });
+        }
+        let envelope: Envelope = serde_json::from_slice(bytes).map_err(|e| bad(e.to_string()))?;
+        let body = envelope.manifest.get();
+        let got = checksum(body.as_bytes());
+        if got != envelope.crc64 {
+            return Err(bad(format!(
+                "damaged: the content has checksum {got:016x}; recorded is {:016x}",
+                envelope.crc64
+            )));
+        }
+        let manifest: Manifest = serde_json::from_str(body).map_err(|e| bad(e.to_string()))?;
+        let layout = manifest.check(path)?;
+        Ok((manifest, layout))
+    }
+
+    /// Reads the manifest of an open checkpoint directory.
+    pub(crate) fn read(dir: &Dir) -> Result<(Self, Layout), CkptError> {
+        let bytes = dir.read_small(MANIFEST_NAME, MAX_MANIFEST_BYTES)?;
+        Self::decode(&bytes, &dir.path().join(MANIFEST_NAME))
+    }
+
+    /// The layout of `file`; `None` if a size exceeds 64 bits.
+    pub(crate) fn file_layout(&self, file: &FileRecord) -> Option<FileLayout> {
+        FileLayout::new(&self.states, file.pieces.clone())
+    }
+
+    /// Checks the rules that the types do not express.
+    pub(crate) fn check(&self, path: &Path) -> Result<Layout, CkptError> {
+        let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
+        let layout = Layout::new(&self.model.unit_specs(), self.layout.world_size, self.layout.align_elems)
+            .map_err(|e| bad(format!("layout: {e}")))?;
+        if self.stage > 3 {
+            return Err(bad(format!("stage {}; stages are 0 to 3", self.stage)));
+        }
+        let mut states = HashSet::new();
+        for state in &self.states {
+            if !is_plain(&state.name) || !states.insert(state.name.as_str()) {
+                return Err(bad(format!("state name {:?} is not plain or occurs twice", short(&state.name))));
+            }
+        }
+        if self.states.is_empty() {
+            return Err(bad("it has no states".into()));
+        }
+        if self.states.windows(2).any(|w| w[0].dtype.bytes() < w[1].dtype.bytes()) {
+            return Err(bad("states are not ordered from wider to narrower elements".into()));
+        }
+        let mut names = HashSet::new();
+        for file in &self.files {
+            let name = short(&file.name);
+            if !is_plain(&file.name) || file.name == MANIFEST_NAME || !names.insert(file.name.as_str()) {
+                return Err(bad(format!("file name {name:?} is not plain or occurs twice")));
+            }
+            let layout = self.file_layout(file).ok_or_else(|| bad(format!("file {name:?}: sizes exceed 64 bits")))?;
+            let front =
+                file.bytes.checked_sub(layout.state_bytes()).and_then(|f| f.checked_sub(layout.table_bytes()));
+            if front.is_none_or(|front| !(8..=8 + MAX_HEADER_BYTES).contains(&front)) {
+                return Err(bad(format!("file {name:?}: {} bytes do not match its pieces", file.bytes)));
+            }
+        }
+        Coverage::new(&layout, self.files.iter().map(|f| f.pieces.as_slice()), path)?;
+        Ok(layout)
+    }
+}
+
+/// The first 80 characters of untrusted text, for an error message.
+pub(crate) fn short(text: &str) -> String {
+    text.chars().take(80).collect()
+}

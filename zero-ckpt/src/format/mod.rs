@@ -1,0 +1,11 @@
+#![doc = include_str!("../../FORMAT.md")]
+
+pub(crate) mod blocks;
+pub(crate) mod catalog;
+pub(crate) mod coverage;
+pub(crate) mod dtype;
+pub(crate) mod header;
+pub(crate) mod manifest;
+pub(crate) mod model;
+pub(crate) mod runs;
+pub(crate) mod tensor_folder;

@@ -1,0 +1,179 @@
+//! A folder of safetensors files in Hugging Face's layout: one file, or several and an index.
+//!
+//! The user names the folder, so links in it are followed (Hugging Face's own cache consists of links). Names in the
+//! index are untrusted and must be plain file names.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::format::header::{Header, TensorEntry};
+use crate::format::manifest::{MAX_MANIFEST_BYTES, short};
+use crate::io::dir::is_plain;
+use crate::{CkptError, StateDtype};
+
+/// Name of a file that holds all tensors.
+pub(crate) const SINGLE: &str = "model.safetensors";
+/// Name of the index of several files.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// Bytes of a tensor that are converted at a time.
+const CHUNK_BYTES: usize = 1 << 18;
+
+/// The index of several files.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Index {
+    /// `total_size`: bytes of all tensors.
+    #[serde(default)]
+    pub(crate) metadata: BTreeMap<String, serde_json::Value>,
+    /// The file of each tensor.
+    pub(crate) weight_map: BTreeMap<String, String>,
+}
+
+struct TensorFile {
+    path: PathBuf,
+    file: File,
+    data_start: u64,
+}
+
+/// The tensors of an open folder of safetensors files. Only headers are held in memory.
+pub struct TensorFolder {
+    path: PathBuf,
+    files: Vec<TensorFile>,
+    /// By name: the file, and the entry in its header.
+    tensors: BTreeMap<String, (usize, TensorEntry)>,
+}
+
+impl TensorFolder {
+    /// Opens `path`: a folder with `model.safetensors` or else `model.safetensors.index.json`, or one file. Checks all
+    /// headers.
+    ///
+    /// # Errors
+    /// A file is missing or invalid, a tensor is in two files, or the index names a file that does not hold its tensor.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, CkptError> {
+        let (path, single) = (path.as_ref(), path.as_ref().join(SINGLE));
+        let index = path.join(INDEX);
+        if path.is_file() || single.exists() || !index.exists() {
+            let path = if path.is_file() { path.to_path_buf() } else { single };
+            let mut folder = Self { path: path.clone(), files: Vec::new(), tensors: BTreeMap::new() };
+            return folder.add(path).map(|()| folder);
+        }
+        let map = read_json::<Index>(&index)?.weight_map;
+        let bad = |why: String| CkptError::BadFile { path: index.clone(), why };
+        let mut folder = Self { path: index.clone(), files: Vec::new(), tensors: BTreeMap::new() };
+        let mut file_of = HashMap::new();
+        for name in map.values() {
+            if !is_plain(name) {
+                return Err(bad(format!("invalid index: {:?} is not a plain file name", short(name))));
+            }
+            if !file_of.contains_key(name) {
+                file_of.insert(name, folder.files.len());
+                folder.add(path.join(name))?;
+            }
+        }
+        let misplaced =
+            map.iter().find(|(tensor, file)| folder.tensors.get(*tensor).is_none_or(|t| t.0 != file_of[file]));
+        if let Some((tensor, file)) = misplaced {
+            return Err(bad(format!("invalid index: tensor {:?} is not in {file}", short(tensor))));
+        }
+        folder.tensors.retain(|name, _| map.contains_key(name));
+        Ok(folder)
+    }
+
+    /// Opens a file, checks its header and adds its tensors.
+    fn add(&mut self, path: PathBuf) -> Result<(), CkptError> {
+        let bad = |why: String| CkptError::BadSafetensors { path: path.clone(), why };
+        let io = |action| CkptError::io(action, &path);
+        let file = File::open(&path).map_err(io("open"))?;
+        let meta = file.metadata().map_err(io("examine"))?;
+        if !meta.is_file() {
+            return Err(bad("it is not a regular file".into()));
+        }
+        let mut first = [0; 8];
+        if meta.len() < 8 {
+            return Err(bad(format!("it has {} bytes, the length field alone has 8", meta.len())));
+        }
+        file.read_exact_at(&mut first, 0).map_err(io("read"))?;
+        let mut json = vec![0; Header::json_bytes(first, meta.len()).map_err(bad)? as usize];
+        file.read_exact_at(&mut json, 8).map_err(io("read"))?;
+        let Header { tensors, data_start, .. } = Header::parse(&json, meta.len()).map_err(bad)?;
+        for tensor in tensors {
+            let name = tensor.name.clone();
+            if self.tensors.insert(name.clone(), (self.files.len(), tensor)).is_some() {
+                return Err(bad(format!("tensor {:?} is in another file too", short(&name))));
+            }
+        }
+        self.files.push(TensorFile { path, file, data_start });
+        Ok(())
+    }
+
+    /// The file that lists the tensors: the index, or the only file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All tensors, by name.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorEntry> {
+        self.tensors.values().map(|(_, tensor)| tensor)
+    }
+
+    /// A tensor and the path of its file.
+    pub fn tensor(&self, name: &str) -> Option<(&TensorEntry, &Path)> {
+        self.tensors.get(name).map(|(file, tensor)| (tensor, self.files[*file].path.as_path()))
+    }
+
+    /// Reads elements `range` of tensor `name` (row-major, flat) as fp32, which is exact.
+    ///
+    /// # Errors
+    /// No such tensor, a dtype other than F32, BF16 and F16, a range outside the tensor, another length of `out`, or a
+    /// failed read.
+    pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
+        let (file, tensor) =
+            self.tensors.get(name).ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
+        let dtype = StateDtype::from_name(&tensor.dtype)
+            .ok_or_else(|| CkptError::argument(format!("dtype of {name:?}"), "F32, BF16 or F16", &tensor.dtype))?;
+        check_range(name, tensor.elems(), &range, out.len())?;
+        let TensorFile { path, file, data_start } = &self.files[*file];
+        let mut at = data_start + tensor.range.start + range.start * dtype.bytes();
+        let elems = CHUNK_BYTES / dtype.bytes() as usize;
+        let mut buffer = vec![0; out.len().min(elems) * dtype.bytes() as usize];
+        let mut read = || -> io::Result<()> {
+            for out in out.chunks_mut(elems) {
+                let bytes = &mut buffer[..out.len() * dtype.bytes() as usize];
+                file.read_exact_at(bytes, at)?;
+                dtype.widen(bytes, out);
+                at += bytes.len() as u64;
+            }
+            Ok(())
+        };
+        read().map_err(CkptError::io("read", path))
+    }
+}
+
+/// Checks that `range` is within `numel` elements and has the length `out`.
+pub(crate) fn check_range(name: &str, numel: u64, range: &Range<u64>, out: usize) -> Result<(), CkptError> {
+    if range.start > range.end || range.end > numel {
+        let (what, got) = (format!("range of {name:?}"), format!("{}..{}", range.start, range.end));
+        return Err(CkptError::argument(what, format!("within 0..{numel}"), got));
+    }
+    if out as u64 != range.end - range.start {
+        return Err(CkptError::argument(format!("buffer length for {name:?}"), range.end - range.start, out));
+    }
+    Ok(())
+}
+
+/// Reads a JSON file of bounded size.
+pub(crate) fn read_json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, CkptError> {
+    let bad = |why: String| CkptError::BadFile { path: path.into(), why };
+    let bytes = std::fs::metadata(path).map_err(CkptError::io("examine", path))?.len();
+    if bytes > MAX_MANIFEST_BYTES {
+        return Err(bad(format!("{bytes} bytes; the limit is {MAX_MANIFEST_BYTES}")));
+    }
+    let text = std::fs::read(path).map_err(CkptError::io("read", path))?;
+    serde_json::from_slice(&text).map_err(|e| bad(format!("invalid JSON: {e}")))
+}

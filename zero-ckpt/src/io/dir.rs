@@ -1,0 +1,299 @@
+//! An open directory, whose entries are accessed relative to its descriptor and never by path.
+//!
+//! Names are single components, links are not followed, and only regular files are opened. The path is used in error
+//! messages only.
+
+use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+
+use crate::CkptError;
+
+const DIR_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+
+#[cfg(test)]
+thread_local! {
+    /// Simulates, on this thread, a file system that cannot exchange two names (NFS).
+    pub(crate) static WITHOUT_EXCHANGE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// An open directory.
+pub(crate) struct Dir {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+impl Dir {
+    /// Opens a directory named by the user; links in that path are followed.
+    pub(crate) fn open(path: &Path) -> Result<Self, CkptError> {
+        let fd = fs::open(path, DIR_FLAGS, Mode::empty()).map_err(CkptError::os("open", path))?;
+        Ok(Self { fd, path: path.to_path_buf() })
+    }
+
+    /// Opens the directory; creates it and its parents if missing.
+    pub(crate) fn create(path: &Path) -> Result<Self, CkptError> {
+        std::fs::create_dir_all(path).map_err(CkptError::io("create", path))?;
+        Self::open(path)
+    }
+
+    /// The path by which it was opened.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens a subdirectory; not through a link.
+    pub(crate) fn open_dir(&self, name: &str) -> Result<Self, CkptError> {
+        self.check(name)?;
+        let path = self.path.join(name);
+        let fd = fs::openat(&self.fd, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty())
+            .map_err(CkptError::os("open", &path))?;
+        Ok(Self { fd, path })
+    }
+
+    /// Opens a subdirectory; creates it if missing.
+    pub(crate) fn create_dir(&self, name: &str) -> Result<Self, CkptError> {
+        self.check(name)?;
+        match fs::mkdirat(&self.fd, name, Mode::from_raw_mode(0o777)) {
+            Ok(()) | Err(Errno::EXIST) => self.open_dir(name),
+            Err(errno) => Err(CkptError::os("create", self.path.join(name))(errno)),
+        }
+    }
+
+    /// Opens a regular file for reading; returns it and its length.
+    pub(crate) fn open_file(&self, name: &str, direct: bool) -> Result<(File, u64), CkptError> {
+        self.check(name)?;
+        let path = self.path.join(name);
+        let flags = FILE_FLAGS | OFlags::RDONLY | if direct { OFlags::DIRECT } else { OFlags::empty() };
+        let file = File::from(match fs::openat(&self.fd, name, flags, Mode::empty()) {
+            Err(Errno::LOOP) => return Err(self.unsafe_name(name, "is a symbolic link")),
+            other => other.map_err(CkptError::os("open", &path))?,
+        });
+        let meta = file.metadata().map_err(CkptError::io("examine", &path))?;
+        if !meta.is_file() {
+            return Err(self.unsafe_name(name, "is not a regular file"));
+        }
+        Ok((file, meta.len()))
+    }
+
+    /// Creates a file for writing; it must not exist. Uses direct I/O if the file system supports it.
+    pub(crate) fn create_file(&self, name: &str, direct: bool) -> Result<File, CkptError> {
+        self.check(name)?;
+        let base = FILE_FLAGS | OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
+        let open = |flags| fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
+        let fd = match open(if direct { base | OFlags::DIRECT } else { base }) {
+            // Some systems create the file before they reject direct I/O.
+            Err(Errno::INVAL) if direct => {
+                let _ = fs::unlinkat(&self.fd, name, AtFlags::empty());
+                open(base)
+            }
+            other => other,
+        };
+        fd.map(File::from).map_err(CkptError::os("create", self.path.join(name)))
+    }
+
+    /// Opens a file for reading and appending; creates it if missing.
+    pub(crate) fn open_or_create_file(&self, name: &str) -> Result<File, CkptError> {
+        self.check(name)?;
+        let flags = FILE_FLAGS | OFlags::RDWR | OFlags::APPEND | OFlags::CREATE;
+        let fd = fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
+        fd.map(File::from).map_err(CkptError::os("open", self.path.join(name)))
+    }
+
+    /// Reads a file of at most `limit_bytes`.
+    pub(crate) fn read_small(&self, name: &str, limit_bytes: u64) -> Result<Vec<u8>, CkptError> {
+        let (file, len) = self.open_file(name, false)?;
+        let path = self.path.join(name);
+        if len > limit_bytes {
+            return Err(CkptError::argument(
+                format!("length of {}", path.display()),
+                format!("at most {limit_bytes} bytes"),
+                len,
+            ));
+        }
+        let mut bytes = Vec::new();
+        file.take(limit_bytes).read_to_end(&mut bytes).map_err(CkptError::io("read", &path))?;
+        Ok(bytes)
+    }
+
+    /// Writes a new file and syncs it; removes it on failure.
+    pub(crate) fn write_new(&self, name: &str, bytes: &[u8]) -> Result<(), CkptError> {
+        let mut file = self.create_file(name, false)?;
+        let done = file.write_all(bytes).and_then(|()| file.sync_all());
+        done.map_err(|e| {
+            let _ = self.remove_file(name);
+            CkptError::io("write", self.path.join(name))(e)
+        })
+    }
+
+    /// Renames `name` to `to_dir/to`, replacing a file of that name.
+    pub(crate) fn rename(&self, name: &str, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        self.check(to)?;
+        fs::renameat(&self.fd, name, &to_dir.fd, to).map_err(CkptError::os("move into place", to_dir.path.join(to)))
+    }
+
+    /// Exchanges two entries atomically; `Ok(false)` if the file system cannot.
+    pub(crate) fn exchange(&self, name: &str, to_dir: &Dir, to: &str) -> Result<bool, CkptError> {
+        self.check(name)?;
+        self.check(to)?;
+        #[cfg(test)]
+        if WITHOUT_EXCHANGE.get() {
+            return Ok(false);
+        }
+        match fs::renameat_with(&self.fd, name, &to_dir.fd, to, RenameFlags::EXCHANGE) {
+            Ok(()) => Ok(true),
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
+            Err(errno) => Err(CkptError::os("move into place", to_dir.path.join(to))(errno)),
+        }
+    }
+
+    /// Removes a file or link.
+    pub(crate) fn remove_file(&self, name: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        fs::unlinkat(&self.fd, name, AtFlags::empty()).map_err(CkptError::os("remove", self.path.join(name)))
+    }
+
+    /// Removes a file, or a directory with its contents; not through a link.
+    pub(crate) fn remove(&self, name: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        let failed = CkptError::os("remove", self.path.join(name));
+        let name = CString::new(name).map_err(|_| self.unsafe_name(name, "is not a plain file name"))?;
+        remove_at(self.fd.as_fd(), &name).map_err(failed)
+    }
+
+    /// Whether an entry has this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// The names of the entries that this type can open, sorted; hidden ones included.
+    pub(crate) fn names(&self) -> Result<Vec<String>, CkptError> {
+        let names = names_of(self.fd.as_fd()).map_err(CkptError::os("list", &self.path))?;
+        let names = names.into_iter().filter_map(|name| name.into_string().ok());
+        let mut names: Vec<String> = names.filter(|name| is_component(name)).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Syncs the directory: makes renames and new names durable.
+    pub(crate) fn sync(&self) -> Result<(), CkptError> {
+        match fs::fsync(&self.fd) {
+            // Some network file systems cannot sync directories.
+            Ok(()) | Err(Errno::INVAL | Errno::ROFS) => Ok(()),
+            Err(errno) => Err(CkptError::os("sync", &self.path)(errno)),
+        }
+    }
+
+    fn check(&self, name: &str) -> Result<(), CkptError> {
+        if is_component(name) { Ok(()) } else { Err(self.unsafe_name(name, "is not a plain file name")) }
+    }
+
+    fn unsafe_name(&self, name: &str, why: &'static str) -> CkptError {
+        CkptError::UnsafeName { dir: self.path.clone(), name: name.chars().take(80).collect(), why }
+    }
+}
+
+/// All names in a directory except `.` and `..`.
+fn names_of(dir: BorrowedFd<'_>) -> Result<Vec<CString>, Errno> {
+    let names = fs::Dir::read_from(dir)?.map(|entry| Ok(entry?.file_name().to_owned()));
+    names.filter(|name| !matches!(name.as_deref().map(CStr::to_bytes), Ok(b"." | b".."))).collect()
+}
+
+fn remove_at(dir: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
+    match fs::unlinkat(dir, name, AtFlags::empty()) {
+        // Linux's and POSIX's errors for a directory.
+        Err(errno @ (Errno::ISDIR | Errno::PERM)) => {
+            let within = fs::openat(dir, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty());
+            let within = within.map_err(|other| if other == Errno::NOTDIR { errno } else { other })?;
+            for name in names_of(within.as_fd())? {
+                remove_at(within.as_fd(), &name)?;
+            }
+            fs::unlinkat(dir, name, AtFlags::REMOVEDIR)
+        }
+        other => other,
+    }
+}
+
+fn is_component(name: &str) -> bool {
+    let allowed = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+    (1..=200).contains(&name.len()) && name.bytes().all(allowed) && name != "." && name != ".."
+}
+
+/// Whether a manifest may use this file name: 1 to 200 letters, digits, `.`, `_`, `-`; no leading dot.
+pub(crate) fn is_plain(name: &str) -> bool {
+    is_component(name) && !name.starts_with('.')
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::FileType;
+
+    use super::*;
+
+    #[test]
+    fn unsafe_names_are_rejected() {
+        for bad in ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\0b", "ü", &"x".repeat(201)] {
+            assert!(!is_component(bad), "{bad:?}");
+        }
+        assert!(is_component(".staging") && !is_plain(".staging") && is_plain("shard-00000-of-00004.safetensors"));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn links_pipes_and_directories_are_not_opened() {
+        let tmp = tempfile::tempdir().unwrap();
+        std::fs::write(tmp.path().join("real"), "x").unwrap();
+        std::os::unix::fs::symlink("real", tmp.path().join("link")).unwrap();
+        std::os::unix::fs::symlink("/", tmp.path().join("linkdir")).unwrap();
+        std::fs::create_dir(tmp.path().join("dir")).unwrap();
+        let pipe = tmp.path().join("pipe");
+        fs::mknodat(fs::CWD, &pipe, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        let dir = Dir::open(tmp.path()).unwrap();
+        assert!(dir.open_file("real", false).is_ok());
+        for name in ["link", "dir", "pipe"] {
+            assert!(matches!(dir.open_file(name, false), Err(CkptError::UnsafeName { .. })), "{name}");
+        }
+        assert!(dir.open_dir("linkdir").is_err());
+        assert!(dir.has("link") && !dir.has("nothing"));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn replaced_directory_is_not_touched() {
+        let tmp = tempfile::tempdir().unwrap();
+        let (at, other) = (tmp.path().join("dir"), tmp.path().join("other"));
+        for (path, file) in [(&at, "own"), (&other, "another's")] {
+            std::fs::create_dir_all(path.join("tree/deep")).unwrap();
+            std::fs::write(path.join("tree/deep").join(file), "x").unwrap();
+            std::os::unix::fs::symlink(tmp.path(), path.join("tree/link")).unwrap();
+            std::fs::write(path.join(file), "x").unwrap();
+        }
+        let dir = Dir::open(&at).unwrap();
+        std::fs::rename(&at, tmp.path().join("moved")).unwrap();
+        std::fs::rename(&other, &at).unwrap();
+
+        assert_eq!(dir.names().unwrap(), ["own", "tree"]);
+        dir.remove("tree").unwrap();
+        dir.remove("own").unwrap();
+        assert!(dir.remove("own").is_err());
+        dir.open_or_create_file("new").unwrap();
+        assert_eq!(dir.names().unwrap(), ["new"]);
+        assert!(at.join("tree/deep/another's").exists() && at.join("another's").exists() && !at.join("new").exists());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn unopenable_names_are_not_listed() {
+        let tmp = tempfile::tempdir().unwrap();
+        for name in ["plain", ".hidden", "with space", "ü"] {
+            std::fs::write(tmp.path().join(name), "x").unwrap();
+        }
+        assert_eq!(Dir::open(tmp.path()).unwrap().names().unwrap(), [".hidden", "plain"]);
+    }
+}

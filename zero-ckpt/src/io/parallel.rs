@@ -1,0 +1,227 @@
+//! Parallel, page-aligned transfer between memory and files, with a checksum per block.
+//!
+//! Buffers of this module: each thread owns one [`PageBuffer`] of at most [`CHUNK_BYTES`] for the length of a call;
+//! nothing else is allocated, however large the state. A page-aligned source is written without a copy.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rustix::fs::OFlags;
+
+use crate::format::blocks::{BLOCK_BYTES, checksum};
+use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
+
+/// Threads of one transfer.
+const THREADS: u64 = 4;
+
+/// Bytes that a thread transfers at a time; a multiple of [`BLOCK_BYTES`].
+const CHUNK_BYTES: u64 = 4 << 20;
+
+/// The number of threads for a transfer of `bytes`.
+pub(crate) fn threads_for(bytes: u64) -> usize {
+    THREADS.min(bytes.div_ceil(BLOCK_BYTES)) as usize
+}
+
+/// The state bytes of a file to be written.
+pub(crate) trait Source: Sync {
+    /// Bytes in all.
+    fn len(&self) -> u64;
+
+    /// The bytes of `range` if they are contiguous in memory.
+    fn contiguous(&self, _range: &Range<u64>) -> Option<&[u8]> {
+        None
+    }
+
+    /// Copies the bytes `start..start + out.len()` to `out`. Called from several threads.
+    fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()>;
+}
+
+/// The concatenation of slices in memory.
+pub(crate) struct Slices<'a> {
+    parts: Vec<&'a [u8]>,
+    starts: Vec<u64>,
+    len: u64,
+}
+
+impl<'a> Slices<'a> {
+    pub(crate) fn new(parts: Vec<&'a [u8]>) -> Self {
+        let mut len = 0;
+        let mut start_of = |part: &&[u8]| {
+            len += part.len() as u64;
+            len - part.len() as u64
+        };
+        let starts = parts.iter().map(&mut start_of).collect();
+        Self { parts, starts, len }
+    }
+
+    /// The slices, in order.
+    pub(crate) fn parts(&self) -> &[&'a [u8]] {
+        &self.parts
+    }
+}
+
+impl Source for Slices<'_> {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn contiguous(&self, range: &Range<u64>) -> Option<&[u8]> {
+        let i = self.starts.partition_point(|s| *s <= range.start).checked_sub(1)?;
+        self.parts[i].get((range.start - self.starts[i]) as usize..(range.end - self.starts[i]) as usize)
+    }
+
+    fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()> {
+        let (mut i, mut done) = (self.starts.partition_point(|s| *s <= start).saturating_sub(1), 0);
+        while done < out.len() {
+            let part = &self.parts[i][(start + done as u64 - self.starts[i]) as usize..];
+            let n = part.len().min(out.len() - done);
+            out[done..done + n].copy_from_slice(&part[..n]);
+            done += n;
+            i += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Writes `source` at `offset` (a multiple of the page) and returns the checksum of each of its blocks. The last
+/// page is padded with zeros; the caller truncates the file.
+pub(crate) fn write(file: &File, offset: u64, source: &dyn Source) -> io::Result<Vec<u64>> {
+    let len = source.len();
+    let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES)).map(|_| AtomicU64::new(0)).collect();
+    in_parallel(chunks(0..len), threads_for(len), |range, buffer| {
+        let n = (range.end - range.start) as usize;
+        let aligned = |b: &&[u8]| b.as_ptr().addr().is_multiple_of(PAGE_BYTES) && n.is_multiple_of(PAGE_BYTES);
+        let bytes = match source.contiguous(&range).filter(aligned) {
+            Some(bytes) => bytes,
+            None => {
+                let whole = buffer.get_or_insert_with(|| PageBuffer::new(CHUNK_BYTES.min(len) as usize)).whole();
+                source.fill(range.start, &mut whole[..n])?;
+                let padded = n.next_multiple_of(PAGE_BYTES);
+                whole[n..padded].fill(0);
+                &whole[..padded]
+            }
+        };
+        let first = (range.start / BLOCK_BYTES) as usize;
+        for (entry, block) in checksums[first..].iter().zip(bytes[..n].chunks(BLOCK_BYTES as usize)) {
+            entry.store(checksum(block), Ordering::Relaxed);
+        }
+        write_at(file, bytes, offset + range.start)
+    })?;
+    Ok(checksums.into_iter().map(AtomicU64::into_inner).collect())
+}
+
+/// Writes page-aligned bytes; switches to buffered I/O if the file system rejects direct I/O.
+pub(crate) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    match file.write_all_at(bytes, offset) {
+        Err(e) if e.kind() == io::ErrorKind::InvalidInput && disable_direct(file) => file.write_all_at(bytes, offset),
+        other => other,
+    }
+}
+
+/// Reads at least `need` bytes into a page-aligned buffer that may reach past the end of the file.
+pub(crate) fn read_at(file: &File, buffer: &mut [u8], offset: u64, need: usize) -> io::Result<()> {
+    let mut done = 0;
+    while done < need {
+        match file.read_at(&mut buffer[done..], offset + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput && disable_direct(file) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// Disables direct I/O; returns whether it was enabled.
+fn disable_direct(file: &File) -> bool {
+    rustix::fs::fcntl_getfl(file).is_ok_and(|flags| {
+        flags.contains(OFlags::DIRECT) && rustix::fs::fcntl_setfl(file, flags - OFlags::DIRECT).is_ok()
+    })
+}
+
+/// Splits a range at multiples of [`CHUNK_BYTES`], so that no block is read twice.
+pub(crate) fn chunks(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        let end = range.end.min((at / CHUNK_BYTES + 1) * CHUNK_BYTES);
+        (at < range.end).then(|| std::mem::replace(&mut at, end)..end)
+    })
+}
+
+/// Runs `work` on each item until one fails, on up to `threads` threads (this one included), each with its own
+/// buffer; returns the first error.
+pub(crate) fn in_parallel<I: Send, E: Send>(
+    items: impl Iterator<Item = I> + Send,
+    threads: usize,
+    work: impl Fn(I, &mut Option<PageBuffer>) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let (items, stop) = (Mutex::new(items), AtomicBool::new(false));
+    let run = || {
+        let mut buffer = None;
+        loop {
+            // The lock is poisoned if a thread panicked; joining that thread propagates the panic.
+            let item = items.lock().map_or(None, |mut items| items.next());
+            let Some(item) = item.filter(|_| !stop.load(Ordering::Relaxed)) else { return Ok(()) };
+            work(item, &mut buffer).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
+        }
+    };
+    std::thread::scope(|scope| {
+        let builder = || std::thread::Builder::new().name("zero-ckpt-io".into());
+        // A thread that fails to start is skipped; the others do its share.
+        let others: Vec<_> = (1..threads).filter_map(|_| builder().spawn_scoped(scope, &run).ok()).collect();
+        let mut result = run();
+        for other in others {
+            match other.join() {
+                Ok(theirs) => result = result.and(theirs),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        result
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_read_as_their_concatenation() {
+        let bytes: Vec<u8> = (0..20).collect();
+        let slices = Slices::new(vec![&[], &bytes[..7], &[], &[], &bytes[7..8], &bytes[8..], &[]]);
+        assert_eq!(slices.len(), 20);
+        for start in 0..=20 {
+            for end in start..=20 {
+                let mut out = vec![0xff; end - start];
+                slices.fill(start as u64, &mut out).unwrap();
+                assert_eq!(out, bytes[start..end]);
+                if let Some(bytes_of_range) = slices.contiguous(&(start as u64..end as u64)) {
+                    assert_eq!(bytes_of_range, &bytes[start..end]);
+                }
+            }
+        }
+        assert!(slices.contiguous(&(8..20)).is_some() && slices.contiguous(&(6..9)).is_none());
+    }
+
+    #[test]
+    fn chunks_are_aligned_and_cover_the_range() {
+        let found: Vec<_> = chunks(5..2 * CHUNK_BYTES + 1).collect();
+        assert_eq!(found, [5..CHUNK_BYTES, CHUNK_BYTES..2 * CHUNK_BYTES, 2 * CHUNK_BYTES..2 * CHUNK_BYTES + 1]);
+        assert_eq!(chunks(7..7).count(), 0);
+    }
+
+    #[test]
+    fn work_is_distributed_until_the_first_error() {
+        let done = AtomicU64::new(0);
+        let all = in_parallel(0..100u64, 4, |i, _| {
+            done.fetch_add(i, Ordering::Relaxed);
+            Ok::<_, String>(())
+        });
+        assert_eq!((all, done.into_inner()), (Ok(()), 4950));
+        assert_eq!(in_parallel(0.., 3, |i, _| if i == 50 { Err(i) } else { Ok(()) }), Err(50));
+    }
+}

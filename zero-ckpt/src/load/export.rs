@@ -1,0 +1,200 @@
+//! Export: streams a checkpoint to safetensors files in Hugging Face's layout.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use crate::format::catalog::random;
+use crate::format::header::{Header, TensorEntry};
+use crate::format::tensor_folder::{INDEX, Index, SINGLE};
+use crate::{CkptError, Reader, StateDtype};
+
+/// Elements that are converted at a time.
+const CHUNK_ELEMS: u64 = 1 << 20;
+
+/// File of the model's configuration.
+const CONFIG: &str = "config.json";
+
+/// Options of [`Reader::export`].
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    /// The state to export: `master` for the weights.
+    pub state: String,
+    /// Element type of the files; rounds to nearest even.
+    pub dtype: StateDtype,
+    /// Maximum bytes of tensors in a file; a larger tensor gets a separate file.
+    pub max_file_bytes: u64,
+}
+
+impl Default for ExportOptions {
+    /// The weights in fp32, in files of at most 5 GB as in Hugging Face's layout.
+    fn default() -> Self {
+        Self { state: "master".into(), dtype: StateDtype::F32, max_file_bytes: 5_000_000_000 }
+    }
+}
+
+/// The result of [`Reader::export`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportReport {
+    /// The files, in the order of the model's parameters.
+    pub files: Vec<PathBuf>,
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Bytes of tensors.
+    pub tensor_bytes: u64,
+}
+
+impl Reader {
+    /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`, or several files and
+    /// `model.safetensors.index.json`; and `config.json` if the checkpoint has one. Verifies every byte; uses a few MiB of
+    /// memory for any model. Unfinished files are in a separate directory, `out` + `.partial.` + random digits (inside
+    /// `out` if that exists), which is removed on failure.
+    ///
+    /// # Errors
+    /// No such state, `out` is not empty, the checkpoint is damaged, or a system call failed.
+    pub fn export(&self, out: impl AsRef<Path>, options: &ExportOptions) -> Result<ExportReport, CkptError> {
+        let out = out.as_ref();
+        self.state(&options.state)?;
+        if out.exists() && !std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_none()) {
+            let what = format!("{}", out.display());
+            return Err(CkptError::argument(
+                what,
+                "a new or empty directory",
+                "an existing file or a directory with content",
+            ));
+        }
+        // Removes a trailing separator, after which the partial directory would be inside `out`.
+        let out: &Path = &out.components().collect::<PathBuf>();
+        let partial = Partial::create(out)?;
+        let mut exported = self.export_files(&partial.path, options)?;
+        partial.publish(out).map_err(CkptError::io("move into place", out))?;
+        exported.files.iter_mut().for_each(|f| *f = out.join(&*f));
+        Ok(exported)
+    }
+
+    fn export_files(&self, dir: &Path, options: &ExportOptions) -> Result<ExportReport, CkptError> {
+        let groups = self.groups(options);
+        let (mut files, mut map, mut total) = (Vec::new(), BTreeMap::new(), 0);
+        for (i, group) in groups.iter().enumerate() {
+            let name = match groups.len() {
+                1 => SINGLE.to_string(),
+                n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
+            };
+            self.export_file(&dir.join(&name), group, options)?;
+            total += group.last().map_or(0, |t| t.range.end);
+            map.extend(group.iter().map(|t| (t.name.clone(), name.clone())));
+            files.push(PathBuf::from(name));
+        }
+        let tensors = map.len();
+        if files.len() > 1 {
+            let metadata = BTreeMap::from([("total_size".to_string(), serde_json::Value::from(total))]);
+            write_json(&dir.join(INDEX), &Index { metadata, weight_map: map })?;
+        }
+        if !self.manifest().model_config.is_null() {
+            write_json(&dir.join(CONFIG), &self.manifest().model_config)?;
+        }
+        Ok(ExportReport { files, tensors, tensor_bytes: total })
+    }
+
+    /// Distributes the parameters to files.
+    fn groups(&self, options: &ExportOptions) -> Vec<Vec<TensorEntry>> {
+        let (mut groups, mut end) = (vec![Vec::new()], 0u64);
+        for param in self.params() {
+            let bytes = param.numel_elems.saturating_mul(options.dtype.bytes());
+            if end > 0 && end.saturating_add(bytes) > options.max_file_bytes {
+                groups.push(Vec::new());
+                end = 0;
+            }
+            let start = end;
+            end = end.saturating_add(bytes);
+            if let Some(group) = groups.last_mut() {
+                group.push(TensorEntry {
+                    name: param.name.clone(),
+                    dtype: options.dtype.name().into(),
+                    shape: param.shape.clone(),
+                    range: start..end,
+                });
+            }
+        }
+        groups
+    }
+
+    fn export_file(&self, path: &Path, tensors: &[TensorEntry], options: &ExportOptions) -> Result<(), CkptError> {
+        let io = || CkptError::io("write", path);
+        let mut file = File::create_new(path).map_err(io())?;
+        // Hugging Face's library rejects files without this entry.
+        let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+        let header = Header { metadata, tensors: tensors.to_vec(), data_start: 0 };
+        file.write_all(&header.encode(8, 0)).map_err(io())?;
+        let largest = tensors.iter().map(TensorEntry::elems).max().unwrap_or(0).min(CHUNK_ELEMS);
+        let mut values = vec![0.0; largest as usize];
+        let mut bytes = vec![0; values.len() * options.dtype.bytes() as usize];
+        for tensor in tensors {
+            let elems = tensor.elems();
+            let mut start = 0;
+            while start < elems {
+                let end = elems.min(start + CHUNK_ELEMS);
+                let values = &mut values[..(end - start) as usize];
+                self.read_param(&options.state, &tensor.name, start..end, values)?;
+                let bytes = &mut bytes[..values.len() * options.dtype.bytes() as usize];
+                options.dtype.narrow(values, bytes);
+                file.write_all(bytes).map_err(io())?;
+                start = end;
+            }
+        }
+        file.sync_all().map_err(io())
+    }
+}
+
+/// A directory of unfinished files, which is renamed to `out` or emptied into it; removed when dropped.
+struct Partial {
+    path: PathBuf,
+    /// `out` exists, possibly as a link or a mount, so it stays and the files are moved into it.
+    inside: bool,
+}
+
+impl Partial {
+    fn create(out: &Path) -> Result<Self, CkptError> {
+        let inside = out.is_dir();
+        let mut path = if inside { out.join("") } else { out.to_path_buf() }.into_os_string();
+        path.push(format!(".partial.{}", random()));
+        let path = PathBuf::from(path);
+        let create = || {
+            path.parent().map_or(Ok(()), std::fs::create_dir_all)?;
+            // Must be new: `drop` removes it with its contents.
+            std::fs::create_dir(&path)
+        };
+        create().map_err(CkptError::io("create", &path))?;
+        Ok(Self { path, inside })
+    }
+
+    fn publish(&self, out: &Path) -> io::Result<()> {
+        if !self.inside {
+            return std::fs::rename(&self.path, out);
+        }
+        let names = std::fs::read_dir(&self.path)?.map(|entry| Ok(entry?.file_name()));
+        let mut names = names.collect::<io::Result<Vec<_>>>()?;
+        // The configuration is last: it makes the folder a model.
+        names.sort_by_key(|name| (name == CONFIG, name.clone()));
+        names.iter().try_for_each(|name| std::fs::rename(self.path.join(name), out.join(name)))
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+fn write_json(path: &Path, value: &impl serde::Serialize) -> Result<(), CkptError> {
+    let mut text =
+        serde_json::to_vec_pretty(value).map_err(|e| CkptError::BadFile { path: path.into(), why: e.to_string() })?;
+    text.push(b'\n');
+    let write = || {
+        let mut file = File::create_new(path)?;
+        file.write_all(&text)?;
+        file.sync_all()
+    };
+    write().map_err(CkptError::io("write", path))
+}

@@ -1,0 +1,8 @@
+//! Loading: opening, reading through any layout, verifying, exporting.
+
+pub(crate) mod export;
+mod inspect;
+pub(crate) mod reader;
+pub(crate) mod resharding;
+pub(crate) mod shard_file;
+pub(crate) mod verify;

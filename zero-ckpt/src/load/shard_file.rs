@@ -1,0 +1,111 @@
+//! A shard file open for reading: its front is checked once, its state is verified block by block.
+
+use std::fs::File;
+use std::ops::Range;
+use std::path::PathBuf;
+
+use crate::CkptError;
+use crate::format::blocks::{BLOCK_BYTES, FileLayout, checksum};
+use crate::format::header::Header;
+use crate::format::manifest::Manifest;
+use crate::io::dir::Dir;
+use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
+use crate::io::parallel::{chunks, in_parallel, read_at, threads_for};
+
+/// The front of a shard file, checked against the manifest.
+#[derive(Debug)]
+pub(crate) struct ShardFile {
+    pub(crate) layout: FileLayout,
+    name: String,
+    path: PathBuf,
+    /// Offset of the state in the file, a multiple of the page.
+    state_start: u64,
+    /// Checksum of each block of the state.
+    table: Vec<u64>,
+}
+
+impl ShardFile {
+    /// Reads and checks length, header and checksum table of file `index` of the manifest.
+    pub(crate) fn open(dir: &Dir, manifest: &Manifest, index: usize) -> Result<Self, CkptError> {
+        let record = &manifest.files[index];
+        let path = dir.path().join(&record.name);
+        let bad = |why: String| CkptError::BadSafetensors { path: path.clone(), why };
+        let layout = manifest.file_layout(record).ok_or_else(|| bad("sizes exceed 64 bits".into()))?;
+        let file = open_checked(dir, &record.name, record.bytes, false)?;
+        // The check of the manifest bounds this by the maximum header and the table of a file of this length.
+        let front_bytes = record.bytes - layout.state_bytes();
+        let mut front = vec![0; usize::try_from(front_bytes).map_err(|e| bad(e.to_string()))?];
+        let read = std::os::unix::fs::FileExt::read_exact_at(&file, &mut front, 0);
+        read.map_err(CkptError::io("read", &path))?;
+        let (expected, got) = (record.front_crc64, checksum(&front));
+        if got != expected {
+            return Err(CkptError::Corrupt { path, range: 0..front_bytes, expected, got });
+        }
+        let json_end = front_bytes - layout.table_bytes();
+        let (json, table) = front.split_at(json_end as usize);
+        let first = json.first_chunk::<8>().ok_or_else(|| bad("it has no header".into()))?;
+        let json_bytes = Header::json_bytes(*first, record.bytes).map_err(bad)?;
+        if json_bytes + 8 != json_end {
+            return Err(bad(format!("the header has {json_bytes} bytes; the manifest requires {}", json_end - 8)));
+        }
+        let header = Header::parse(&json[8..], record.bytes).map_err(bad)?;
+        let unit_name = |u: u64| manifest.model.units[u as usize].name.as_str();
+        let state_start = layout.check(&header, &manifest.states, unit_name).map_err(bad)?;
+        let table = table.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+        Ok(Self { layout, name: record.name.clone(), path, state_start, table })
+    }
+
+    /// Opens the file again to read its state.
+    pub(crate) fn open_state(&self, dir: &Dir, direct: bool) -> Result<File, CkptError> {
+        open_checked(dir, &self.name, self.state_start + self.layout.state_bytes(), direct)
+    }
+
+    /// Reads the blocks that hold `range` of the state into `buffer`, verifies them, and returns the bytes of the
+    /// range. The range must be within the state and not empty; a buffer that is too small is replaced.
+    pub(crate) fn read<'b>(
+        &self,
+        file: &File,
+        range: &Range<u64>,
+        buffer: &'b mut Option<PageBuffer>,
+    ) -> Result<&'b [u8], CkptError> {
+        let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
+        let end = range.end.next_multiple_of(BLOCK_BYTES).min(self.layout.state_bytes());
+        let n = (end - start) as usize;
+        if buffer.as_ref().is_some_and(|b| b.bytes().len() < n) {
+            *buffer = None;
+        }
+        let buffer = buffer.get_or_insert_with(|| PageBuffer::new(n)).whole();
+        read_at(file, &mut buffer[..n.next_multiple_of(PAGE_BYTES)], self.state_start + start, n)
+            .map_err(|e| CkptError::io("read", &self.path)(e))?;
+        for (i, bytes) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
+            let at = start + i as u64 * BLOCK_BYTES;
+            let (expected, got) = (self.table[(at / BLOCK_BYTES) as usize], checksum(bytes));
+            if expected != got {
+                let range = self.state_start + at..self.state_start + at + bytes.len() as u64;
+                return Err(CkptError::Corrupt { path: self.path.clone(), range, expected, got });
+            }
+        }
+        Ok(&buffer[(range.start - start) as usize..(range.end - start) as usize])
+    }
+
+    /// Reads and verifies all of the state.
+    pub(crate) fn verify(&self, dir: &Dir) -> Result<(), CkptError> {
+        let (file, bytes) = (self.open_state(dir, true)?, self.layout.state_bytes());
+        in_parallel(chunks(0..bytes), threads_for(bytes), |range, buffer| self.read(&file, &range, buffer).map(drop))
+    }
+}
+
+/// Opens a file and checks its length; falls back to buffered I/O if the file system rejects direct I/O.
+pub(crate) fn open_checked(dir: &Dir, name: &str, expected_bytes: u64, direct: bool) -> Result<File, CkptError> {
+    let opened = match dir.open_file(name, direct) {
+        Err(CkptError::Io { source, .. }) if direct && source.kind() == std::io::ErrorKind::InvalidInput => {
+            dir.open_file(name, false)
+        }
+        other => other,
+    };
+    let (file, got_bytes) = opened?;
+    if got_bytes != expected_bytes {
+        return Err(CkptError::WrongLength { path: dir.path().join(name), expected_bytes, got_bytes });
+    }
+    Ok(file)
+}

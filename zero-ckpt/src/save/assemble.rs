@@ -1,0 +1,71 @@
+//! The manifest of a checkpoint, assembled from the staged files of all ranks.
+
+use std::path::Path;
+
+use serde_json::Value;
+use zero_shard::Layout;
+
+use super::frames::StagedFile;
+use crate::format::manifest::{FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
+use crate::{CkptError, ModelSpec};
+
+/// The metadata of a checkpoint, equal on all ranks; rank 0's is stored.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SaveMeta {
+    /// Completed optimizer steps.
+    pub step: u64,
+    /// ZeRO stage, 0 to 3.
+    pub stage: u8,
+    /// Dtype of the parameters.
+    pub dtype: String,
+    /// The trainer's state: data position, seed, schedule, loss scale.
+    pub trainer: Value,
+    /// The model's `config.json` for export, or null.
+    pub model_config: Value,
+}
+
+/// Assembles the manifest and applies the checks of a reader to it.
+pub(crate) fn manifest_of(
+    meta: &SaveMeta,
+    layout: &Layout,
+    model: ModelSpec,
+    sequence: u64,
+    staged: &[StagedFile],
+    path: &Path,
+) -> Result<Manifest, CkptError> {
+    let mismatch = |why: String| CkptError::Mismatch { why };
+    let world_size = layout.world_size();
+    if staged.len() as u64 != world_size {
+        return Err(mismatch(format!("{} files for {world_size} ranks", staged.len())));
+    }
+    let states = staged.first().map(|file| file.states.clone()).unwrap_or_default();
+    for (rank, file) in staged.iter().enumerate() {
+        if file.rank != rank as u64 || file.step != meta.step {
+            let got = format!("rank {}, step {}", file.rank, file.step);
+            return Err(mismatch(format!("expected rank {rank}, step {}; got {got}", meta.step)));
+        }
+        if file.states != states {
+            return Err(mismatch(format!("rank {rank} has states {:?}, rank 0 has {states:?}", file.states)));
+        }
+    }
+    let files = staged.iter().map(|file| FileRecord {
+        name: format!("shard-{:05}-of-{world_size:05}.safetensors", file.rank),
+        bytes: file.bytes,
+        front_crc64: file.front_crc64,
+        pieces: file.pieces.clone(),
+    });
+    let manifest = Manifest {
+        step: meta.step,
+        sequence,
+        stage: meta.stage,
+        dtype: meta.dtype.clone(),
+        model,
+        layout: LayoutRecord { world_size, align_elems: layout.align_elems() },
+        states,
+        files: files.collect(),
+        trainer: meta.trainer.clone(),
+        model_config: meta.model_config.clone(),
+    };
+    manifest.check(&path.join(MANIFEST_NAME))?;
+    Ok(manifest)
+}

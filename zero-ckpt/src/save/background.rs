@@ -1,0 +1,269 @@
+//! Saving while training goes on: a step waits for a copy into a staging buffer, not for the disk.
+//!
+//! ```text
+//! trainer       begin: copy -> buffer | any number of steps | advance: staged files | steps | advance: outcome
+//! save thread                           fence, write, sync     rank 0: publish
+//! ```
+//!
+//! Ranks may add [`BackgroundStore::ready`] to what they exchange each step anyway; once it is true on all ranks,
+//! [`BackgroundStore::advance`] costs one small exchange and does not wait for a disk. [`BackgroundStore::complete`]
+//! waits until the save is published.
+//!
+//! Buffers of this module: `buffers` staging buffers, each of the size of this rank's state, allocated once. A buffer
+//! is free, or being filled by `begin`, or owned by the thread that writes it to its file. There are at most as many
+//! saves in flight as buffers.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use zero_shard::Layout;
+
+use super::frames::{PublishedCheckpoint, StagedFile};
+use crate::format::blocks::{FileLayout, file_order, shard_pieces};
+use crate::format::runs::runs;
+use crate::io::page_buffer::PageBuffer;
+use crate::io::parallel::Slices;
+use crate::{CkptError, SaveMeta, ShardData, StateSpec, Store};
+
+/// Waits until the copies into the staging buffer are complete; called on the save thread. It is a no-op for host
+/// memory and waits for an event for a device.
+pub type Fence = Box<dyn FnOnce() -> Result<(), String> + Send>;
+
+/// A part of the staging buffer: real elements of one unit of one state.
+pub struct StagingSlice<'a> {
+    /// The state.
+    pub state: &'a StateSpec,
+    /// Index of the unit.
+    pub unit: usize,
+    /// The elements, as indices in the rank's shard of the unit.
+    pub in_shard: Range<u64>,
+    /// Their bytes, little-endian, in the dtype of the state.
+    pub bytes: &'a mut [u8],
+}
+
+/// The progress of a save on this rank.
+enum Phase {
+    /// A thread writes the staging buffer to a file.
+    Staging(JoinHandle<(PageBuffer, Result<StagedFile, CkptError>)>),
+    /// Staging failed before a thread was started.
+    Failed(CkptError),
+    /// Rank 0: a thread publishes, or could not be started.
+    Publishing(Result<JoinHandle<Result<PublishedCheckpoint, CkptError>>, CkptError>),
+    /// Other ranks: rank 0 publishes.
+    AwaitingOutcome,
+}
+
+/// A [`Store`] that saves in the background. All ranks call `begin`, `advance` and `complete` in the same order.
+pub struct BackgroundStore {
+    store: Arc<Store>,
+    layout: Arc<Layout>,
+    states: Vec<StateSpec>,
+    file: FileLayout,
+    limit: usize,
+    free: Vec<PageBuffer>,
+    /// Saves begun and not completed, oldest first.
+    in_flight: VecDeque<(SaveMeta, Phase)>,
+}
+
+impl BackgroundStore {
+    /// Saves the `states` of `layout` through `store`, with `buffers` staging buffers (at least 1) in host memory.
+    ///
+    /// # Errors
+    /// [`CkptError::OutOfMemory`], or sizes beyond 64 bits.
+    pub fn new(store: Store, layout: Arc<Layout>, states: Vec<StateSpec>, buffers: usize) -> Result<Self, CkptError> {
+        let states = file_order(states);
+        let file = FileLayout::new(&states, shard_pieces(&layout, store.rank())?)
+            .ok_or_else(|| CkptError::argument("bytes of state", "a number of 64 bits", "more"))?;
+        let (bytes, limit) = (file.state_bytes(), buffers.max(1));
+        let allocate = |_| {
+            let buffer = usize::try_from(bytes).ok().and_then(PageBuffer::touched);
+            buffer.ok_or(CkptError::OutOfMemory { bytes })
+        };
+        let free = (0..limit).map(allocate).collect::<Result<_, _>>()?;
+        Ok(Self { store: Arc::new(store), layout, states, file, limit, free, in_flight: VecDeque::new() })
+    }
+
+    /// Begins a save: `copy` fills every slice, or starts copies and returns the fence to wait for. Returns as soon as
+    /// `copy` does. A failed copy counts as a save in flight, so that the ranks stay in the same order; all ranks
+    /// receive its error from [`BackgroundStore::advance`].
+    ///
+    /// # Errors
+    /// [`CkptError::InFlight`] if no buffer is free, which is so on all ranks.
+    pub fn begin(
+        &mut self,
+        meta: SaveMeta,
+        copy: impl FnOnce(Vec<StagingSlice<'_>>) -> Result<Fence, String>,
+    ) -> Result<(), CkptError> {
+        if self.in_flight.len() >= self.limit {
+            return Err(CkptError::InFlight { limit: self.limit });
+        }
+        let phase = self.begin_staging(meta.step, copy).unwrap_or_else(Phase::Failed);
+        self.in_flight.push_back((meta, phase));
+        Ok(())
+    }
+
+    fn begin_staging(
+        &mut self,
+        step: u64,
+        copy: impl FnOnce(Vec<StagingSlice<'_>>) -> Result<Fence, String>,
+    ) -> Result<Phase, CkptError> {
+        // A buffer is missing only if its thread panicked or failed to start.
+        let mut buffer = self.free.pop().ok_or_else(thread_lost)?;
+        let slices = staging_slices(&self.layout, self.store.rank(), &self.file, &self.states, buffer.bytes_mut());
+        let fence = match copy(slices) {
+            Ok(fence) => fence,
+            Err(message) => {
+                self.free.push(buffer);
+                return Err(CkptError::Snapshot { message });
+            }
+        };
+        let (store, layout) = (Arc::clone(&self.store), Arc::clone(&self.layout));
+        let (states, pieces) = (self.states.clone(), self.file.pieces.clone());
+        let stage = move || {
+            let staged = fence()
+                .map_err(|message| CkptError::Snapshot { message })
+                .and_then(|()| store.stage_source(step, &layout, states, pieces, &Slices::new(vec![buffer.bytes()])));
+            (buffer, staged)
+        };
+        self.spawn(stage).map(Phase::Staging)
+    }
+
+    /// [`BackgroundStore::begin`] for state in host memory.
+    ///
+    /// # Errors
+    /// As `begin`. A shard of another rank, layout or other states fails the save on all ranks.
+    pub fn begin_copy(&mut self, meta: SaveMeta, shard: &ShardData<'_>) -> Result<(), CkptError> {
+        let source = match shard.source() {
+            Ok(source) if shard.specs() == self.states && *shard.layout() == *self.layout => Ok(source),
+            Ok(_) => Err("the shard has other states or another layout than the store".to_string()),
+            Err(e) => Err(e.to_string()),
+        };
+        self.begin(meta, |slices| {
+            let source = source?;
+            for (slice, part) in slices.into_iter().zip(source.parts()) {
+                slice.bytes.copy_from_slice(part);
+            }
+            Ok(Box::new(|| Ok(())))
+        })
+    }
+
+    /// The number of saves begun and not completed.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Whether [`BackgroundStore::advance`] would not wait for this rank's thread. Call `advance` once it is true on
+    /// all ranks.
+    pub fn ready(&self) -> bool {
+        self.in_flight.front().is_some_and(|(_, phase)| match phase {
+            Phase::Staging(thread) => thread.is_finished(),
+            Phase::Publishing(Ok(thread)) => thread.is_finished(),
+            Phase::Failed(_) | Phase::Publishing(Err(_)) | Phase::AwaitingOutcome => true,
+        })
+    }
+
+    /// Advances the oldest save in flight by one exchange between the ranks: the first exchanges the staged files, after
+    /// which rank 0 publishes in the background (returns `None`); the second distributes the outcome. Waits for this
+    /// rank's thread. See [`Store::save`] for `exchange`; it is called once.
+    ///
+    /// # Errors
+    /// [`CkptError::NothingInFlight`]; otherwise as [`Store::save`], the same on all ranks, and the save has ended.
+    pub fn advance<E: std::fmt::Display>(
+        &mut self,
+        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Option<PublishedCheckpoint>, CkptError> {
+        let (meta, phase) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
+        let staged = match phase {
+            Phase::Staging(thread) => match thread.join() {
+                Ok((buffer, staged)) => {
+                    self.free.push(buffer);
+                    staged
+                }
+                Err(_) => Err(thread_lost()),
+            },
+            Phase::Failed(error) => Err(error),
+            Phase::Publishing(thread) => {
+                let outcome = thread.and_then(|thread| thread.join().unwrap_or_else(|_| Err(thread_lost())));
+                return self.store.share_outcome(&self.layout, Some(outcome), &mut exchange).map(Some);
+            }
+            Phase::AwaitingOutcome => return self.store.share_outcome(&self.layout, None, &mut exchange).map(Some),
+        };
+        let staged = self.store.share_staged(&self.layout, staged, &mut exchange)?;
+        let phase = if self.store.rank() == 0 {
+            let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), meta.clone());
+            Phase::Publishing(self.spawn(move || store.publish(&meta, &layout, staged)))
+        } else {
+            Phase::AwaitingOutcome
+        };
+        self.in_flight.push_front((meta, phase));
+        Ok(None)
+    }
+
+    /// Completes the oldest save in flight together with the other ranks; waits until it is published.
+    ///
+    /// # Errors
+    /// As [`BackgroundStore::advance`].
+    pub fn complete<E: std::fmt::Display>(
+        &mut self,
+        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        loop {
+            if let Some(published) = self.advance(&mut exchange)? {
+                return Ok(published);
+            }
+        }
+    }
+
+    fn spawn<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<JoinHandle<T>, CkptError> {
+        let thread = std::thread::Builder::new().name("zero-ckpt-save".into()).spawn(work);
+        thread.map_err(CkptError::io("start a thread that saves to", self.store.path()))
+    }
+}
+
+impl Drop for BackgroundStore {
+    /// Waits for the threads and removes staged files that are not published.
+    fn drop(&mut self) {
+        for (_, phase) in self.in_flight.drain(..) {
+            match phase {
+                Phase::Staging(thread) => {
+                    if let Ok((_, Ok(file))) = thread.join() {
+                        self.store.discard(&file);
+                    }
+                }
+                Phase::Publishing(Ok(thread)) => drop(thread.join()),
+                Phase::Failed(_) | Phase::Publishing(Err(_)) | Phase::AwaitingOutcome => {}
+            }
+        }
+    }
+}
+
+fn thread_lost() -> CkptError {
+    CkptError::Snapshot { message: "the thread that saves has panicked".into() }
+}
+
+/// Splits a staging buffer into the slices to fill, in the order of the file.
+fn staging_slices<'a>(
+    layout: &Layout,
+    rank: u64,
+    file: &FileLayout,
+    states: &'a [StateSpec],
+    buffer: &'a mut [u8],
+) -> Vec<StagingSlice<'a>> {
+    let (mut rest, mut slices) = (buffer, Vec::with_capacity(states.len() * file.pieces.len()));
+    for state in states {
+        for piece in &file.pieces {
+            let unit = piece.0 as usize;
+            for run in runs(&layout.units()[unit], rank) {
+                let (bytes, later) = rest.split_at_mut((run.len() * state.dtype.bytes()) as usize);
+                rest = later;
+                slices.push(StagingSlice { state, unit, in_shard: run.in_shard(), bytes });
+            }
+        }
+    }
+    slices
+}

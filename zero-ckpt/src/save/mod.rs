@@ -1,0 +1,10 @@
+//! Saving: staging, agreement between the ranks, publication.
+
+mod agreement;
+pub(crate) mod assemble;
+pub(crate) mod background;
+pub(crate) mod frames;
+pub(crate) mod import;
+pub(crate) mod replace;
+pub(crate) mod shard_data;
+pub(crate) mod store;

@@ -1,0 +1,171 @@
+//! Renaming a new checkpoint into place, replacing an existing one of the same step.
+//!
+//! ```text
+//! no checkpoint has the name        one rename
+//! the file system can exchange      an atomic exchange, which leaves the old checkpoint in .staging
+//! it cannot (NFS)                   the old checkpoint becomes a backup, DIR/step-00000030.old.<random>; one rename
+//! ```
+//!
+//! Until the new checkpoint has the name, the backup is the only copy of the step, and readers open it.
+//! [`resolve_backups`] later restores it if nothing has its name, or removes it if a complete checkpoint has.
+
+use crate::format::catalog::{backup_name, backup_of};
+use crate::io::dir::Dir;
+use crate::{CkptError, Reader};
+
+/// Renames `staging/from` to `dir/name`; calls `backed_up` after an old checkpoint became a backup.
+pub(crate) fn replace(
+    staging: &Dir,
+    from: &str,
+    dir: &Dir,
+    name: &str,
+    backed_up: impl FnOnce(),
+) -> Result<(), CkptError> {
+    if !dir.has(name) {
+        return staging.rename(from, dir, name);
+    }
+    if staging.exchange(from, dir, name)? {
+        return Ok(());
+    }
+    let backup = backup_name(name);
+    let moved = dir.rename(name, dir, &backup).and_then(|()| {
+        backed_up();
+        staging.rename(from, dir, name)
+    });
+    // If this fails too, the backup remains for readers and for `resolve_backups`.
+    moved.inspect_err(|_| drop(dir.rename(&backup, dir, name)))
+}
+
+/// Restores or removes all backups, the newest first. Keeps one that is the only copy or cannot be renamed.
+pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) {
+    let sequence = |name: &str| {
+        let complete = dir.open_dir(name).and_then(|d| Reader::open_one(d, Vec::new()));
+        complete.ok().map(|reader| reader.manifest().sequence)
+    };
+    let names = dir.names().unwrap_or_default();
+    let backups = names.iter().filter_map(|backup| Some((sequence(backup), backup, backup_of(backup)?)));
+    let mut backups: Vec<_> = backups.collect();
+    backups.sort_unstable();
+    for (complete, backup, name) in backups.into_iter().rev() {
+        if complete.is_some() && !dir.has(name) {
+            let _ = dir.rename(backup, dir, name).and_then(|()| dir.sync());
+        } else if sequence(name).is_some() {
+            // One rename hides it, so that no reader opens it half removed.
+            let _ = dir.rename(backup, staging, backup).and_then(|()| staging.remove(backup));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::path::Path;
+
+    use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+    use super::*;
+    use crate::io::dir::WITHOUT_EXCHANGE;
+    use crate::save::store::SavePoint;
+    use crate::{PublishedCheckpoint, SaveMeta, ShardData, Store, StoreOptions};
+
+    /// Saves `step`, all elements `value`, as the only rank; `at` is called at each point.
+    fn save(
+        path: &Path,
+        (step, value): (u64, f32),
+        at: impl Fn(SavePoint) + Send + Sync + 'static,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])], 1, 1).unwrap();
+        let values = [value; 15];
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &values).unwrap();
+        let store = Store::create(path, 0, StoreOptions { keep_last: Some(2) })?;
+        let meta = SaveMeta { step, dtype: "fp32".into(), ..SaveMeta::default() };
+        store.observe(at).save(&meta, &shard, |frame| Ok::<_, String>(vec![frame.to_vec()]))
+    }
+
+    /// The step and value that a reader finds.
+    fn found(path: &Path) -> (u64, f32) {
+        let reader = Reader::open(path).unwrap();
+        assert!(reader.notices().is_empty(), "{:?}", reader.notices());
+        let mut out = [0.0; 15];
+        reader.read_param("master", "w", 0..15, &mut out).unwrap();
+        (reader.manifest().step, out[7])
+    }
+
+    /// Names in the directory, except hidden ones.
+    fn names(path: &Path) -> Vec<String> {
+        let names = std::fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.filter(|name| !name.starts_with('.')).collect();
+        names.sort();
+        names
+    }
+
+    fn points() -> impl Iterator<Item = SavePoint> {
+        SavePoint::ALL.into_iter().chain([SavePoint::BackedUp])
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn interrupted_replacement_leaves_old_or_new() {
+        WITHOUT_EXCHANGE.set(true);
+        for stop in points() {
+            let dir = tempfile::tempdir().unwrap();
+            for saved in [(10, 1.0), (20, 2.0)] {
+                save(dir.path(), saved, |_| ()).unwrap();
+            }
+            // The panic skips all cleanup of `save`.
+            let stopped = catch_unwind(AssertUnwindSafe(|| {
+                save(dir.path(), (20, 3.0), move |at| assert_ne!(at, stop, "stopped on purpose"))
+            }));
+            assert!(stopped.is_err(), "{stop:?}");
+            let renamed = matches!(stop, SavePoint::Renamed | SavePoint::LatestMoved | SavePoint::Pruned);
+            assert_eq!(found(dir.path()), (20, if renamed { 3.0 } else { 2.0 }), "stopped at {stop:?}");
+
+            // The next run restores the backup before it saves, and does not remove the only copy.
+            drop(Store::create(dir.path(), 0, StoreOptions::default()).unwrap());
+            assert_eq!(names(dir.path()), ["latest", "step-00000010", "step-00000020"], "stopped at {stop:?}");
+            save(dir.path(), (30, 4.0), |_| ()).unwrap();
+            assert_eq!(names(dir.path()), ["latest", "step-00000020", "step-00000030"], "stopped at {stop:?}");
+            assert_eq!(found(dir.path()), (30, 4.0), "stopped at {stop:?}");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn failed_replacement_restores_the_backup() {
+        WITHOUT_EXCHANGE.set(true);
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().to_path_buf();
+        save(&path, (20, 2.0), |_| ()).unwrap();
+
+        // The new checkpoint is lost: the backup is restored.
+        let staging = path.join(".staging");
+        let failed = save(&path, (20, 3.0), move |at| {
+            if at == SavePoint::BackedUp {
+                std::fs::remove_dir_all(&staging).unwrap();
+            }
+        });
+        assert!(failed.is_err());
+        assert_eq!((names(&path), found(&path)), (vec!["latest".into(), "step-00000020".into()], (20, 2.0)));
+
+        // Something that is not a checkpoint has the name: the backup stays through later saves.
+        let name = path.join("step-00000020");
+        let failed = save(&path, (20, 3.0), move |at| {
+            if at == SavePoint::BackedUp {
+                std::fs::create_dir_all(name.join("in the way")).unwrap();
+            }
+        });
+        assert!(failed.is_err());
+        let reader = Reader::open(&path).unwrap();
+        assert_eq!((reader.manifest().step, reader.notices().len()), (20, 1), "{:?}", reader.notices());
+        save(&path, (30, 4.0), |_| ()).unwrap();
+        assert_eq!(names(&path).len(), 4, "{:?}", names(&path));
+        std::fs::remove_dir_all(path.join("step-00000030")).unwrap();
+        std::fs::remove_file(path.join("latest")).unwrap();
+        assert_eq!(Reader::open(&path).unwrap().manifest().step, 20);
+
+        // Saving the step again removes the backup.
+        save(&path, (20, 5.0), |_| ()).unwrap();
+        assert_eq!((names(&path), found(&path)), (vec!["latest".into(), "step-00000020".into()], (20, 5.0)));
+    }
+}

@@ -1,0 +1,369 @@
+//! Saving: every rank stages its file, then rank 0 publishes all files atomically.
+//!
+//! ```text
+//! each rank   stage     DIR/.staging/step-00000030.rank-00002.<random>   written, synced
+//! all ranks   exchange  the records of the staged files, or errors
+//! rank 0      publish   DIR/.staging/step-00000030.<random>/             files moved in, manifest written, synced
+//!                       DIR/step-00000030/                               renamed (see `replace`), directory synced
+//!                       DIR/latest                                       one rename, directory synced
+//!                       old checkpoints beyond the last k                renamed to .staging, then removed
+//! all ranks   exchange  the outcome
+//! ```
+//!
+//! A crash at any point leaves `latest` and its checkpoint in either the old or the new state. The next publication of
+//! the same or a later step removes the staged files of runs that died.
+
+use std::path::Path;
+use std::sync::Mutex;
+
+use zero_shard::Layout;
+
+use super::assemble::{SaveMeta, manifest_of};
+use super::frames::{PublishedCheckpoint, StagedFile, shorten};
+use super::replace;
+use crate::format::blocks::{FileLayout, checksum};
+use crate::format::catalog::{self, Entry, LATEST, STAGING, backup_of, latest_line, random, step_name, step_of};
+use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, Manifest};
+use crate::io::dir::Dir;
+use crate::io::lock::Lock;
+use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
+use crate::io::parallel::{self, Source};
+use crate::{CkptError, ModelSpec, Piece, ShardData, StateSpec};
+
+/// A point of the save protocol at which tests interrupt a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
+#[non_exhaustive]
+pub enum SavePoint {
+    /// The rank's file is created.
+    FileCreated,
+    /// Its content is written.
+    StateWritten,
+    /// It is synced.
+    FileSynced,
+    /// Rank 0: the new checkpoint's directory is created.
+    DirCreated,
+    /// Rank 0: the files are moved there.
+    FilesMoved,
+    /// Rank 0: manifest and directory are written and synced.
+    ManifestSynced,
+    /// Rank 0, if the file system cannot exchange two names: the old checkpoint of this step is renamed to a backup.
+    BackedUp,
+    /// Rank 0: the checkpoint has its final name.
+    Renamed,
+    /// Rank 0: `latest` names it.
+    LatestMoved,
+    /// Rank 0: old checkpoints are removed.
+    Pruned,
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl SavePoint {
+    /// The points of every save, in order.
+    pub const ALL: [SavePoint; 9] = [
+        SavePoint::FileCreated,
+        SavePoint::StateWritten,
+        SavePoint::FileSynced,
+        SavePoint::DirCreated,
+        SavePoint::FilesMoved,
+        SavePoint::ManifestSynced,
+        SavePoint::Renamed,
+        SavePoint::LatestMoved,
+        SavePoint::Pruned,
+    ];
+}
+
+/// Options of a [`Store`].
+#[derive(Clone, Debug, Default)]
+pub struct StoreOptions {
+    /// Number of newest checkpoints to keep; `None` keeps all.
+    pub keep_last: Option<usize>,
+}
+
+type Observer = Box<dyn Fn(SavePoint) + Send + Sync>;
+
+/// A rank's access to the directory that a run saves into.
+pub struct Store {
+    dir: Dir,
+    staging: Dir,
+    rank: u64,
+    options: StoreOptions,
+    observer: Option<Observer>,
+    /// Rank 0: the published checkpoints, oldest save first.
+    published: Mutex<Vec<Entry>>,
+    _lock: Option<Lock>,
+}
+
+impl Store {
+    /// Opens `path` to save as `rank`; creates it if missing. Rank 0 locks the directory until the store is dropped or
+    /// the process ends.
+    ///
+    /// # Errors
+    /// The directory cannot be created or written, or another run has locked it ([`CkptError::Busy`]).
+    pub fn create(path: impl AsRef<Path>, rank: u64, options: StoreOptions) -> Result<Self, CkptError> {
+        let dir = Dir::create(path.as_ref())?;
+        let lock = if rank == 0 { Lock::acquire(&dir)? } else { None };
+        let staging = dir.create_dir(STAGING)?;
+        if rank == 0 {
+            replace::resolve_backups(&dir, &staging);
+        }
+        let probe = format!("probe.{}", random());
+        staging.write_new(&probe, b"")?;
+        let _ = staging.remove_file(&probe);
+        let published = if rank == 0 { catalog::list(&dir)?.0 } else { Vec::new() };
+        Ok(Self { dir, staging, rank, options, observer: None, published: Mutex::new(published), _lock: lock })
+    }
+
+    /// Calls `observer` at each point of the protocol.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn observe(mut self, observer: impl Fn(SavePoint) + Send + Sync + 'static) -> Self {
+        self.observer = Some(Box::new(observer));
+        self
+    }
+
+    /// The directory of checkpoints.
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u64 {
+        self.rank
+    }
+
+    /// Checks that existing checkpoints belong to this model; call it before training, not to fail at the first save.
+    /// Only rank 0 checks.
+    ///
+    /// # Errors
+    /// [`CkptError::AnotherModel`] with the first difference.
+    pub fn check_model(&self, model: &ModelSpec) -> Result<(), CkptError> {
+        let published = self.published.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match published.last().and_then(|e| Some((e, e.model.difference(model)?))) {
+            Some((entry, difference)) => {
+                Err(CkptError::AnotherModel { path: self.dir.path().join(&entry.name), difference })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Saves a checkpoint together with the other ranks. Returns the same on all: the published checkpoint, or the error
+    /// of the first rank that failed. All ranks call it with the same `meta`.
+    ///
+    /// `exchange` is an all-gather: its argument is this rank's frame, its result the frames of all ranks in rank order.
+    /// All frames have [`frame_bytes`](crate::frame_bytes) bytes. Every rank calls it twice, also after an error.
+    ///
+    /// # Errors
+    /// The error of any rank, as [`CkptError::Rank`], or a failed exchange.
+    pub fn save<E: std::fmt::Display>(
+        &self,
+        meta: &SaveMeta,
+        shard: &ShardData<'_>,
+        exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        let staged = self.stage(meta.step, shard);
+        self.finish(meta, shard.layout(), staged, exchange)
+    }
+
+    /// Writes this rank's file into the staging directory and syncs it.
+    ///
+    /// # Errors
+    /// State is missing, or a system call failed; the file is removed.
+    pub fn stage(&self, step: u64, shard: &ShardData<'_>) -> Result<StagedFile, CkptError> {
+        if shard.rank() != self.rank {
+            return Err(CkptError::argument("rank of the shard", self.rank, shard.rank()));
+        }
+        self.stage_source(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source()?)
+    }
+
+    /// Stages a file with the state bytes of `source`.
+    pub(crate) fn stage_source(
+        &self,
+        step: u64,
+        layout: &Layout,
+        states: Vec<StateSpec>,
+        pieces: Vec<Piece>,
+        source: &dyn Source,
+    ) -> Result<StagedFile, CkptError> {
+        let file_layout = FileLayout::new(&states, pieces)
+            .filter(|file| file.state_bytes() == source.len())
+            .ok_or_else(|| CkptError::argument("bytes of state", "the sum of all pieces", source.len()))?;
+        let metadata = [
+            ("format", "zero-ckpt shard".to_string()),
+            ("version", FORMAT_VERSION.to_string()),
+            ("rank", self.rank.to_string()),
+            ("world_size", layout.world_size().to_string()),
+            ("step", step.to_string()),
+        ];
+        let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
+        let header = file_layout.header(&states, |u| layout.units()[u as usize].name.as_str(), metadata);
+        let header = header.encode(PAGE_BYTES as u64, file_layout.table_bytes());
+        let front_bytes = header.len() as u64 + file_layout.table_bytes();
+        let bytes = front_bytes + file_layout.state_bytes();
+
+        let name = format!("{}.rank-{:05}.{}", step_name(step), self.rank, random());
+        let path = self.staging.path().join(&name);
+        let file = self.staging.create_file(&name, true)?;
+        self.at(SavePoint::FileCreated);
+        let write = || {
+            // Reserves the space before the first write, if the file system supports it.
+            match rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
+                Err(e) if e != rustix::io::Errno::OPNOTSUPP && e != rustix::io::Errno::INVAL => return Err(e.into()),
+                _ => {}
+            }
+            let table = parallel::write(&file, front_bytes, source)?;
+            let mut front = PageBuffer::new(front_bytes as usize);
+            let (head, tail) = front.bytes_mut().split_at_mut(header.len());
+            head.copy_from_slice(&header);
+            tail.chunks_exact_mut(8).zip(&table).for_each(|(to, crc)| to.copy_from_slice(&crc.to_le_bytes()));
+            let crc = checksum(front.bytes());
+            parallel::write_at(&file, front.whole(), 0)?;
+            file.set_len(bytes)?;
+            self.at(SavePoint::StateWritten);
+            file.sync_all()?;
+            Ok(crc)
+        };
+        let crc = write().map_err(|e| {
+            let _ = self.staging.remove_file(&name);
+            CkptError::io("write", path)(e)
+        })?;
+        self.at(SavePoint::FileSynced);
+        let FileLayout { pieces, .. } = file_layout;
+        Ok(StagedFile { rank: self.rank, step, file: name, bytes, front_crc64: crc, states, pieces })
+    }
+
+    /// Removes a staged file.
+    pub fn discard(&self, staged: &StagedFile) {
+        let _ = self.staging.remove_file(&staged.file);
+    }
+
+    /// Rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint and names it in `latest`. On an
+    /// error before the checkpoint has its name, removes the staged files; earlier checkpoints stay as they are.
+    ///
+    /// # Errors
+    /// The error of the first failed rank, staged files that do not form one checkpoint, another model in this
+    /// directory, or a failed system call.
+    pub fn publish(
+        &self,
+        meta: &SaveMeta,
+        layout: &Layout,
+        staged: Vec<Result<StagedFile, CkptError>>,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        let (mut good, mut failure) = (Vec::new(), None);
+        for result in staged {
+            match result {
+                Ok(file) => good.push(file),
+                Err(error) => failure = failure.or(Some(error)),
+            }
+        }
+        let result = failure.map_or(Ok(()), Err).and_then(|()| self.publish_files(meta, layout, &good));
+        if result.is_err() {
+            good.iter().for_each(|file| self.discard(file));
+        }
+        result
+    }
+
+    fn publish_files(
+        &self,
+        meta: &SaveMeta,
+        layout: &Layout,
+        staged: &[StagedFile],
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        let model = ModelSpec::from(layout);
+        self.check_model(&model)?;
+        let mut published = self.published.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
+        let name = step_name(meta.step);
+        let manifest = manifest_of(meta, layout, model, sequence, staged, &self.dir.path().join(&name))?;
+        for file in staged {
+            self.check_staged(file)?;
+        }
+
+        let dir_name = format!("{name}.{}", random());
+        let ready = self.staging.create_dir(&dir_name)?;
+        self.at(SavePoint::DirCreated);
+        let backed_up = || self.at(SavePoint::BackedUp);
+        let assembled = self
+            .assemble(&ready, staged, &manifest)
+            .and_then(|()| replace::replace(&self.staging, &dir_name, &self.dir, &name, backed_up));
+        if let Err(error) = assembled {
+            let _ = self.staging.remove(&dir_name);
+            return Err(error);
+        }
+        // The checkpoint is complete and has its name: from here on an error undoes nothing.
+        self.dir.sync()?;
+        self.at(SavePoint::Renamed);
+        self.move_latest(&name)?;
+        self.at(SavePoint::LatestMoved);
+        published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
+        published.push(Entry { name: name.clone(), sequence, model: manifest.model });
+        let notices = self.prune(&mut published, meta.step);
+        self.at(SavePoint::Pruned);
+        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
+        Ok(PublishedCheckpoint { name, step: meta.step, sequence, bytes, notices })
+    }
+
+    /// Checks that this machine sees the staged file in its length.
+    fn check_staged(&self, staged: &StagedFile) -> Result<(), CkptError> {
+        let rank = staged.rank;
+        let (_, got_bytes) = self.staging.open_file(&staged.file, false).map_err(|e| CkptError::Mismatch {
+            why: format!("rank 0 does not see the file of rank {rank}; use a directory that all ranks share ({e})"),
+        })?;
+        match got_bytes == staged.bytes {
+            true => Ok(()),
+            false => Err(CkptError::WrongLength {
+                path: self.staging.path().join(&staged.file),
+                expected_bytes: staged.bytes,
+                got_bytes,
+            }),
+        }
+    }
+
+    fn assemble(&self, ready: &Dir, staged: &[StagedFile], manifest: &Manifest) -> Result<(), CkptError> {
+        for (staged, file) in staged.iter().zip(&manifest.files) {
+            self.staging.rename(&staged.file, ready, &file.name)?;
+        }
+        self.at(SavePoint::FilesMoved);
+        ready.write_new(MANIFEST_NAME, &manifest.encode()?)?;
+        ready.sync()?;
+        self.at(SavePoint::ManifestSynced);
+        Ok(())
+    }
+
+    fn move_latest(&self, name: &str) -> Result<(), CkptError> {
+        let file = format!("latest.{}", random());
+        self.staging.write_new(&file, latest_line(name).as_bytes())?;
+        self.staging.rename(&file, &self.dir, LATEST).inspect_err(|_| {
+            let _ = self.staging.remove_file(&file);
+        })?;
+        self.dir.sync()
+    }
+
+    /// Removes checkpoints beyond the last k, the one that this save replaced, and files of dead runs that staged steps
+    /// up to this one.
+    fn prune(&self, published: &mut Vec<Entry>, step: u64) -> Vec<String> {
+        let mut notices = Vec::new();
+        let excess = self.options.keep_last.map_or(0, |keep| published.len().saturating_sub(keep.max(1)));
+        for entry in published.drain(..excess) {
+            // One rename hides it, so that no reader opens it half removed.
+            let old = format!("{}.old.{}", entry.name, random());
+            let gone = self.dir.rename(&entry.name, &self.staging, &old).and_then(|()| self.staging.remove(&old));
+            notices.extend(gone.err().map(|e| e.to_string()));
+        }
+        replace::resolve_backups(&self.dir, &self.staging);
+        for name in self.staging.names().unwrap_or_default() {
+            let of_step = name.split('.').next().and_then(step_of);
+            if of_step.is_some_and(|s| s <= step) || name.starts_with("latest.") || name.starts_with("probe.") {
+                let _ = self.staging.remove(&name);
+            }
+        }
+        notices.iter_mut().for_each(|n| *n = shorten(n));
+        notices.truncate(3);
+        notices
+    }
+
+    fn at(&self, point: SavePoint) {
+        if let Some(observer) = &self.observer {
+            observer(point);
+        }
+    }
+}

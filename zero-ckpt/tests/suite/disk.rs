@@ -1,0 +1,151 @@
+//! A full disk, a read-only disk, and two runs in one directory.
+//!
+//! The disks are small tmpfs mounts; a test that is not permitted to mount prints so and passes.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::common::{assert_holds, layout, save, save_with};
+use zero_ckpt::{CkptError, Reader, SaveMeta, Store, StoreOptions};
+
+/// A tmpfs mount, unmounted when dropped.
+struct SmallDisk {
+    dir: tempfile::TempDir,
+}
+
+impl SmallDisk {
+    fn mount(kib: u64) -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let size = format!("size={kib}k");
+        let done = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "none"]).arg(dir.path()).output();
+        if done.is_ok_and(|o| o.status.success()) {
+            return Some(Self { dir });
+        }
+        eprintln!("SKIPPED: mounting a tmpfs is not permitted here");
+        None
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    fn read_only(&self) {
+        let done = Command::new("mount").args(["-o", "remount,ro"]).arg(self.path()).status();
+        assert!(done.unwrap().success());
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.path()).status();
+    }
+}
+
+fn staged(dir: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(dir.join(".staging")).unwrap().map(|e| e.unwrap().path()).collect()
+}
+
+#[test]
+fn full_disk_fails_the_save_on_all_ranks() {
+    let Some(disk) = SmallDisk::mount(512) else { return };
+    let (dir, layout) = (disk.path().join("ckpt"), layout(2, 4));
+    let stores: Vec<_> = (0..2).map(|r| Store::create(&dir, r, StoreOptions::default()).unwrap()).collect();
+    save_with(&stores, &layout, 1, 1).into_iter().for_each(|r| drop(r.unwrap()));
+    let filler = disk.path().join("filler");
+    let (mut failed, mut saved) = (0, 0);
+    // One more free page each time, so that the save runs out of space at every point in turn.
+    for leave in 0..14 {
+        // Fills the disk, then frees pages.
+        let mut file = std::fs::File::create(&filler).unwrap();
+        while std::io::Write::write_all(&mut file, &[0; 4096]).is_ok() {}
+        let len = file.metadata().unwrap().len();
+        file.set_len(len / 4096 * 4096 - leave * 4096).unwrap();
+        drop(file);
+        let outcomes = save_with(&stores, &layout, 2, 2);
+        let texts: Vec<_> = outcomes.iter().filter_map(|o| o.as_ref().err()).map(|e| e.to_string()).collect();
+        if texts.is_empty() {
+            saved += 1;
+            assert_holds(&Reader::open(&dir).unwrap(), &layout, 2);
+            break;
+        }
+        failed += 1;
+        assert_eq!(texts.len(), 2, "both ranks know: {outcomes:?}");
+        assert!(texts.iter().all(|t| t.contains("No space left on device")), "{texts:?}");
+        let reader = Reader::open(&dir).unwrap();
+        assert!(reader.verify().problems.is_empty());
+        // If only `latest` did not fit, the new checkpoint is complete already.
+        let step = reader.manifest().step;
+        assert_holds(&reader, &layout, step);
+        if step == 1 && !dir.join("step-00000002").exists() {
+            assert_eq!(staged(&dir), Vec::<PathBuf>::new());
+        }
+    }
+    assert!(failed > 3 && saved == 1, "{failed} failed, {saved} saved");
+}
+
+#[test]
+fn read_only_disk_loads_and_rejects_stores() {
+    let Some(disk) = SmallDisk::mount(512) else { return };
+    let layout = layout(2, 4);
+    save(disk.path(), &layout, 1, 1, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
+    disk.read_only();
+    for rank in 0..2 {
+        let error = Store::create(disk.path(), rank, StoreOptions::default()).err().unwrap().to_string();
+        assert!(error.contains("Read-only file system"), "{error}");
+    }
+    assert_holds(&Reader::open(disk.path()).unwrap(), &layout, 1);
+}
+
+#[test]
+fn remounted_read_only_disk_fails_staging() {
+    let Some(disk) = SmallDisk::mount(512) else { return };
+    let layout = layout(2, 4);
+    save(disk.path(), &layout, 1, 1, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
+    {
+        // Rank 1 only: rank 0's open lock file would prevent the remount.
+        let store = Store::create(disk.path(), 1, StoreOptions::default()).unwrap();
+        disk.read_only();
+        let values = crate::common::STATES.map(|s| crate::common::storage(&layout, 1, s, 2));
+        let mut shard = zero_ckpt::ShardData::new(&layout, 1).unwrap();
+        for (state, values) in crate::common::STATES.iter().zip(&values) {
+            shard.storage_f32(state, values).unwrap();
+        }
+        let error = store.stage(2, &shard).unwrap_err().to_string();
+        assert!(error.contains("Read-only file system"), "{error}");
+    }
+    assert_holds(&Reader::open(disk.path()).unwrap(), &layout, 1);
+}
+
+#[test]
+fn second_run_is_rejected_with_the_holder() {
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(2, 4);
+    let first: Vec<_> = (0..2).map(|r| Store::create(dir.path(), r, StoreOptions::default()).unwrap()).collect();
+    let error = Store::create(dir.path(), 0, StoreOptions::default()).err().unwrap();
+    assert!(matches!(error, CkptError::Busy { .. }));
+    let us = format!("process {} on ", std::process::id());
+    assert!(error.to_string().contains(&us), "{error}");
+    // The first run is unaffected; dropping its stores unlocks the directory.
+    save_with(&first, &layout, 1, 1).into_iter().for_each(|r| drop(r.unwrap()));
+    drop(first);
+    save(dir.path(), &layout, 2, 2, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
+    assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 2);
+}
+
+#[test]
+fn another_model_is_rejected() {
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path(), &layout(2, 4), 1, 1, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
+    let units = [zero_shard::UnitSpec::new("u", [zero_shard::ParamSpec::new("wte", [3u64])])];
+    let other = zero_shard::Layout::new(&units, 1, 1).unwrap();
+    let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
+    let early = store.check_model(&(&other).into());
+    assert!(matches!(early, Err(CkptError::AnotherModel { .. })));
+    let mut shard = zero_ckpt::ShardData::new(&other, 0).unwrap();
+    shard.storage_f32("master", &[1.0; 3]).unwrap();
+    let meta = SaveMeta { step: 1, ..SaveMeta::default() };
+    let late = store.save(&meta, &shard, |f| Ok::<_, String>(vec![f.to_vec()]));
+    assert!(matches!(late, Err(CkptError::AnotherModel { .. })), "{late:?}");
+    assert!(staged(dir.path()).is_empty());
+    assert_holds(&Reader::open(dir.path()).unwrap(), &layout(3, 1), 1);
+}

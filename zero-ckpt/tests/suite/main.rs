@@ -1,0 +1,12 @@
+//! Integration tests of zero-ckpt.
+#![cfg(not(miri))]
+
+mod background;
+mod common;
+mod corpus;
+mod crash;
+mod damage;
+mod disk;
+mod exchange;
+mod properties;
+mod reshard;
