@@ -1,7 +1,7 @@
 """Times the peers of zero-ckpt on the same bytes: safetensors save_file with fsync, and torch DCP with fsync.
 
-python3 ckpt.py DIR GIB ROUNDS: prints one JSON object a round, {"safetensors_s": .., "dcp_s": ..}.
-Used by `ckpt_speed`; a peer that is not installed is null.
+python3 ckpt.py DIR GIB ROUNDS: prints one JSON object per round, {"safetensors_s": .., "dcp_s": ..}.
+Started by `ckpt_speed`; the time of a peer that is not installed is null.
 """
 
 import json
@@ -9,14 +9,6 @@ import os
 import shutil
 import sys
 import time
-
-
-def fsync_tree(path):
-    for root, dirs, files in os.walk(path):
-        for name in files:
-            fd = os.open(os.path.join(root, name), os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
 
 
 def main():

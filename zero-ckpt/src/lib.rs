@@ -15,7 +15,7 @@ pub use format::blocks::{Piece, StateSpec};
 pub use format::dtype::StateDtype;
 pub use format::header::{Header, TensorEntry};
 pub use format::manifest::{FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
-pub use format::model::{ModelSpec, ParamRecord, UnitRecord};
+pub use format::model::ModelSpec;
 pub use format::tensor_folder::TensorFolder;
 pub use load::export::{ExportOptions, ExportReport};
 pub use load::reader::Reader;

@@ -24,7 +24,7 @@ use crate::index::{NameIndex, NameRef};
 
 /// A parameter before it is placed: its name and shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
 pub struct ParamSpec {
     /// Name, unique within the model.
     pub name: String,
@@ -53,7 +53,7 @@ impl ParamSpec {
 
 /// Parameters that are gathered, released and reduced together, before they are placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
 pub struct UnitSpec {
     /// Name, unique among the units.
     pub name: String,

@@ -1,13 +1,13 @@
-//! Saving and loading beside the disk's own limit and the peers, interleaved in one run.
+//! Times saving and loading against `dd` and the peers, interleaved in one run.
 //!
 //! ```text
 //! cargo run -p benches --release --bin ckpt_speed -- [DIR] [GIB] [ROUNDS]
 //! ```
 //!
-//! Each round, in turn: `dd oflag=direct conv=fsync`; a save (every byte synced, published); a save in the
-//! background, of which only the stall counts, beside a memcpy of the same bytes; `dd iflag=direct`; a verified
-//! load, page cache bypassed; and where `python3 benches/peers/ckpt.py` works, safetensors `save_file` with fsync
-//! and torch DCP. Disks swing several-fold: only the ratios of one run mean something, and their medians are printed.
+//! Each round, in turn: `dd oflag=direct conv=fsync`; a save (synced and published); `dd iflag=direct`; a verified load
+//! that bypasses the page cache; if `python3 benches/peers/ckpt.py` works, safetensors `save_file` with fsync and torch
+//! DCP; a memcpy, and the stall of a background save of the same bytes. Disk speed varies several-fold between runs:
+//! only ratios within a run are comparable, and their medians are printed.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let states = STATES.map(|s| noise(layout.shard_elems() as usize, s.len() as u32));
     let bytes = layout.numel_elems() * 12;
     println!("{:.2} GiB, {rounds} rounds, {}", bytes as f64 / (1u64 << 30) as f64, dir.display());
-    // dd reads its source from memory, as the save does.
+    // dd reads from memory, like the save.
     let source = Path::new("/dev/shm/zero-ckpt-dd-source");
     let mut file = std::fs::File::create(source)?;
     states.iter().try_for_each(|s| file.write_all(bytes_of(s)))?;
@@ -66,7 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         std::fs::remove_file(target)?;
 
         if let Some(peers) = &mut peers {
-            let line = ask(peers)?;
+            let line = peer_round(peers)?;
             for (name, key) in [("safetensors", "\"safetensors_s\": "), ("torch DCP", "\"dcp_s\": ")] {
                 let number = line.split(key).nth(1).and_then(|r| r.split([',', '}']).next()?.parse().ok());
                 number.into_iter().for_each(|s| note(name, s));
@@ -103,7 +103,7 @@ fn report(table: &[(&str, Vec<f64>)], bytes: u64) {
         ("save against dd", "dd write", "save", "at least 0.9"),
         ("save against safetensors + fsync", "safetensors", "save", "at least 1.3"),
         ("save against torch DCP", "torch DCP", "save", "at least 2"),
-        ("dd itself against torch DCP", "torch DCP", "dd write", "what the disk allows"),
+        ("dd itself against torch DCP", "torch DCP", "dd write", "limit of the disk"),
         ("load against dd", "dd read", "load", "at least 0.9"),
         ("stall against memcpy", "stall of a background save", "memcpy", "at most 1.3"),
     ];
@@ -122,7 +122,7 @@ fn shard<'a>(layout: &'a Layout, states: &'a [Vec<f32>; 3]) -> Result<ShardData<
     Ok(shard)
 }
 
-/// The exchange of a world of one.
+/// The all-gather of a single rank.
 fn alone(frame: &[u8]) -> Result<Vec<Vec<u8>>, String> {
     Ok(vec![frame.to_vec()])
 }
@@ -142,7 +142,7 @@ fn bytes_of(values: &[f32]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
-/// Seconds that `work` took.
+/// Runs `work` and returns its seconds.
 fn timed<T, E: Into<Box<dyn Error>>>(work: impl FnOnce() -> Result<T, E>) -> Result<f64, Box<dyn Error>> {
     let start = Instant::now();
     work().map_err(Into::into)?;
@@ -161,8 +161,8 @@ fn peers(dir: &Path, gib: f64, rounds: usize) -> Result<Child, Box<dyn Error>> {
     Ok(python.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?)
 }
 
-/// Has the peers do a round; the line that they print.
-fn ask(peers: &mut Child) -> Result<String, Box<dyn Error>> {
+/// Starts a round of the peers and returns their output line.
+fn peer_round(peers: &mut Child) -> Result<String, Box<dyn Error>> {
     let mut line = String::new();
     peers.stdin.as_mut().ok_or("no stdin")?.write_all(b"go\n")?;
     BufReader::new(peers.stdout.as_mut().ok_or("no stdout")?).read_line(&mut line)?;

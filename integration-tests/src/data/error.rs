@@ -1,24 +1,24 @@
-//! What can be wrong with training data.
+//! Errors of training data.
 
 use std::io;
 use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Why data cannot be trained on.
+/// Data that cannot be trained on.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// Nothing at the path.
+    /// The path does not exist.
     #[error("{}: no such file or folder", path.display())]
     Missing {
-        /// The path given.
+        /// The path.
         path: PathBuf,
     },
-    /// A pipe or a device, which has no length and is read once.
-    #[error("{}: neither a file nor a folder; write what it gives into a file", path.display())]
+    /// A pipe or a device, which has no length.
+    #[error("{}: neither a file nor a folder; copy its content to a file", path.display())]
     NoFile {
-        /// The path given.
+        /// The path.
         path: PathBuf,
     },
     /// A file could not be read.
@@ -26,16 +26,16 @@ pub enum DataError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// A file without content.
+    /// An empty file.
     #[error("{}: the data file is empty", path.display())]
     Empty {
         /// The file.
         path: PathBuf,
     },
-    /// A token file that does not hold whole tokens.
+    /// A token file of an odd number of bytes.
     #[error("{}: {bytes} bytes are not a whole number of 2-byte tokens", path.display())]
     OddLength {
         /// The file.
@@ -44,22 +44,22 @@ pub enum DataError {
         bytes: u64,
     },
     /// A folder without text files.
-    #[error("{}: no text file in this folder (hidden, git-ignored, binary and large files are passed over)", path.display())]
+    #[error("{}: no text file in this folder (hidden, git-ignored, binary and large files are skipped)", path.display())]
     NoText {
         /// The folder.
         path: PathBuf,
     },
-    /// The current folder, taken because no data was named, has too little text to learn from.
+    /// No data was named, and the current folder has too little text.
     #[error(
-        "no --data was given and the current folder {} has only {bytes} bytes of text \
-         ({needed} needed): pass --data with a text file, a folder or tokens.bin", path.display()
+        "the current folder {} has only {bytes} bytes of text ({needed} needed): \
+         pass --data with a text file, a folder or tokens.bin", path.display()
     )]
     TooLittleHere {
         /// The current folder.
         path: PathBuf,
         /// Bytes of text in it.
         bytes: u64,
-        /// Bytes that are taken for enough.
+        /// Required bytes.
         needed: u64,
     },
     /// Text for a tokenizer that is not UTF-8.
@@ -67,43 +67,43 @@ pub enum DataError {
     NotUtf8 {
         /// The file.
         path: PathBuf,
-        /// The first byte that is wrong.
+        /// The first invalid byte.
         at: usize,
     },
-    /// `tokenizer.json` is not one, or failed on the text.
+    /// `tokenizer.json` is invalid, or failed on the text.
     #[error("{}: {message}", path.display())]
     Tokenizer {
         /// The tokenizer's file.
         path: PathBuf,
-        /// What is wrong.
+        /// The tokenizer's error.
         message: String,
     },
-    /// Fewer tokens than one row needs.
-    #[error("{name}: {tokens} tokens are too few for sequences of {seq_len}: {} are needed", seq_len + 1)]
+    /// Fewer tokens than one row requires.
+    #[error("{name}: {tokens} tokens are too few for --seq-len {seq_len}: {} are needed", seq_len + 1)]
     TooShort {
         /// The data.
         name: String,
-        /// Tokens that it has.
+        /// Its tokens.
         tokens: u64,
         /// Tokens of a row.
         seq_len: usize,
     },
-    /// A token that the model has no embedding for.
+    /// A token without an embedding in the model.
     #[error("{name}: token {token} at position {position} is outside the model's vocabulary of {vocab_size}")]
     OutsideVocabulary {
         /// The data.
         name: String,
         /// The token.
         token: u32,
-        /// Tokens before it.
+        /// Its position in the data.
         position: u64,
-        /// Tokens that the model knows.
+        /// Tokens of the model's vocabulary.
         vocab_size: usize,
     },
-    /// A batch was asked for that is no place in training, or in buffers of another size.
+    /// The requested batch is not a place in training, or the buffers have another size.
     #[error("no batch {what}")]
     BadBatch {
-        /// What is wrong.
+        /// The defect.
         what: String,
     },
 }

@@ -1,4 +1,4 @@
-//! All text of a folder, in an order that does not depend on the machine.
+//! The text files of a folder, in an order that does not depend on the machine.
 
 use std::fs;
 use std::path::Path;
@@ -7,10 +7,10 @@ use ignore::{DirEntry, WalkBuilder};
 
 use super::DataError;
 
-/// Files above this are not taken for text that a person wrote.
+/// Larger files are skipped: they are rarely written by a person.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// A file is taken for binary where one of its first bytes is 0.
+/// A file with a 0 among its first bytes is considered binary.
 const PROBE_BYTES: usize = 8192;
 
 /// The text files of a folder.
@@ -18,16 +18,16 @@ const PROBE_BYTES: usize = 8192;
 pub(super) struct Documents {
     /// Their texts, by path.
     pub(super) texts: Vec<String>,
-    /// Files that were passed over: binary, large, or not readable.
+    /// Number of skipped files: binary, large, or not readable.
     pub(super) skipped_files: usize,
 }
 
 /// Reads every text file under `root`.
 ///
-/// Passed over: hidden files, what the `.gitignore` files in the folder name, build folders (`target`, or
-/// with a `CACHEDIR.TAG`), symbolic links, files above 1 MiB, and what is not UTF-8 text.
+/// Skips hidden files, files ignored by the folder's `.gitignore` files, build folders (`target`, or with a
+/// `CACHEDIR.TAG`), symbolic links, files above 1 MiB, and files that are not UTF-8 text.
 pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
-    let mut documents = Documents { texts: Vec::new(), skipped_files: 0 };
+    let mut documents = Documents::default();
     let walk = WalkBuilder::new(root)
         .parents(false)
         .git_global(false)
@@ -62,7 +62,7 @@ fn is_build_folder(entry: &DirEntry) -> bool {
         && (entry.file_name() == "target" || entry.path().join("CACHEDIR.TAG").exists())
 }
 
-/// The file's text, or none where it is not text, too large or not readable.
+/// The file's text; `None` if it is too large, not text or not readable.
 fn read_text(entry: &DirEntry) -> Option<String> {
     if entry.metadata().ok()?.len() > MAX_FILE_BYTES {
         return None;
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_files_are_read_in_the_order_of_their_paths_and_the_rest_is_passed_over() {
+    fn text_files_are_sorted_and_others_skipped() {
         let dir = tempfile::tempdir().unwrap();
         let write = |path: &str, bytes: &[u8]| {
             let path = dir.path().join(path);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_named_target_can_itself_be_the_data() {
+    fn folder_named_target_can_be_the_data() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("target");
         fs::create_dir(&target).unwrap();
@@ -125,14 +125,12 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_without_text_is_an_error() {
+    fn folder_without_text_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("binary"), b"\0").unwrap();
         let error = read(dir.path()).err().unwrap().to_string();
         assert!(
-            error.ends_with(
-                "no text file in this folder (hidden, git-ignored, binary and large files are passed over)"
-            )
+            error.ends_with("no text file in this folder (hidden, git-ignored, binary and large files are skipped)")
         );
         assert!(error.starts_with(&dir.path().display().to_string()));
     }

@@ -1,15 +1,14 @@
 //! Training data: tokens from a file of tokens, a text, or a folder of texts.
 //!
-//! Words: a **data set** is a sequence of tokens. A **row** is `seq_len` tokens of it and, as targets, the
-//! same shifted by one; a **micro-batch** is the rows that a rank computes at once. Where a row starts is a
-//! pure function of the step, the micro-batch and the row (and, for text, the seed), so the position in the
-//! data is the step, and resuming is exact.
+//! A **data set** is a sequence of tokens. A **row** is `seq_len` of its tokens and, as targets, the same shifted by
+//! one. A **micro-batch** is the rows of one forward and backward pass of a rank. The start of a row is a pure function
+//! of step, micro-batch and row (and, for text, the seed), so a resumed run reads the same rows.
 //!
 //! | source | tokens | rows |
 //! |---|---|---|
-//! | `NAME.bin` | little-endian u16, read from the file as needed | one after another, around again at the end |
-//! | a text file | its bytes, or through a `tokenizer.json` | windows drawn at random |
-//! | a folder | all its text files, by path | windows drawn at random |
+//! | `NAME.bin` | little-endian u16, read on demand | consecutive, wrapping at the end |
+//! | a text file | its bytes, or by a `tokenizer.json` | random windows |
+//! | a folder | all its text files, by path | random windows |
 //!
 //! ```
 //! use integration_tests::data::{BatchAt, DataSource, Dataset};
@@ -28,7 +27,7 @@
 //! println!("{}; a unigram model's loss is {:.3}", data.describe(), data.unigram_loss());
 //! ```
 //!
-//! What it does not do: shuffle whole epochs, split off a validation set, or download.
+//! Not supported: shuffling of whole epochs, validation sets, downloads.
 
 mod error;
 mod folder;
@@ -49,27 +48,27 @@ pub use order::BatchAt;
 
 use order::Order;
 use tokenize::TextTokenizer;
-use tokens::Tokens;
+use tokens::{TokenStats, Tokens};
 
-/// Bytes of text that the current folder must have to be trained on unasked.
+/// Minimum text in the current folder for it to be the default data.
 pub const MIN_DEFAULT_BYTES: u64 = 1 << 16;
 
-/// Where data comes from.
+/// The source of training data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DataSource {
-    /// A file or folder; none is the text of the current folder.
+    /// A file or folder; `None` for the text of the current folder.
     pub path: Option<PathBuf>,
-    /// A Hugging Face `tokenizer.json` for text; none is one token a byte. Token files do not use it.
+    /// A Hugging Face `tokenizer.json` for text; `None` for one token per byte. Not used for token files.
     pub tokenizer: Option<PathBuf>,
 }
 
 impl DataSource {
-    /// A file or folder, with text as bytes.
+    /// A file or folder, text as bytes.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self { path: Some(path.into()), tokenizer: None }
     }
 
-    /// The same with text through a `tokenizer.json`.
+    /// Sets the tokenizer for text.
     pub fn with_tokenizer(self, tokenizer: impl Into<PathBuf>) -> Self {
         Self { tokenizer: Some(tokenizer.into()), ..self }
     }
@@ -79,19 +78,19 @@ impl DataSource {
 pub struct Dataset {
     tokens: Tokens,
     order: Order,
-    /// How often each token occurs.
+    /// Occurrences of each token, up to the largest that occurs.
     counts: Vec<u64>,
     fingerprint: u64,
-    /// The path, as errors name it.
+    /// The path, for error messages.
     name: String,
     description: String,
 }
 
 impl Dataset {
-    /// Opens the data and passes over all of it once, to count its tokens.
+    /// Opens the data and reads all of it once to count its tokens.
     ///
     /// # Errors
-    /// What [`DataError`] lists of missing, unreadable, empty or malformed data.
+    /// Missing, unreadable, empty or malformed data; see [`DataError`].
     pub fn open(source: &DataSource) -> Result<Self, DataError> {
         let here = Path::new(".");
         let path = source.path.as_deref().unwrap_or(here);
@@ -120,7 +119,7 @@ impl Dataset {
             }
             let what = match (documents.texts.len(), documents.skipped_files) {
                 (n, 0) => format!("{} text files", HumanCount(n as u64)),
-                (n, skipped) => format!("{} text files ({skipped} others passed over)", HumanCount(n as u64)),
+                (n, skipped) => format!("{} text files ({skipped} others skipped)", HumanCount(n as u64)),
             };
             (what, bytes, from_texts(documents.texts, tokenizer.as_ref())?)
         } else {
@@ -139,22 +138,21 @@ impl Dataset {
     }
 
     fn new(tokens: Tokens, order: Order, path: &Path, description: String) -> Result<Self, DataError> {
-        let census = tokens.census()?;
-        let (counts, fingerprint) = (census.counts, census.fingerprint);
+        let TokenStats { counts, fingerprint } = tokens.stats()?;
         Ok(Self { tokens, order, counts, fingerprint, name: path.display().to_string(), description })
     }
 
-    /// Tokens in all.
+    /// Number of tokens.
     pub fn len_tokens(&self) -> u64 {
         self.tokens.len()
     }
 
-    /// A checksum of all tokens (CRC-64): data that has changed since a checkpoint has another.
+    /// The CRC-64 of all tokens; detects data that changed since a checkpoint.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    /// One line for a person: the source, its size, and how it is read.
+    /// One line of text: the source, its size and its order.
     pub fn describe(&self) -> &str {
         &self.description
     }
@@ -162,13 +160,12 @@ impl Dataset {
     /// Checks that a model of `vocab_size` tokens can be trained on rows of `seq_len` tokens.
     ///
     /// # Errors
-    /// [`DataError::TooShort`], or [`DataError::OutsideVocabulary`] with the first such token and its place.
+    /// [`DataError::TooShort`], or [`DataError::OutsideVocabulary`] for the first such token.
     pub fn validate(&self, vocab_size: usize, seq_len: usize) -> Result<(), DataError> {
         let tokens = self.tokens.len();
         if tokens <= seq_len as u64 {
             return Err(DataError::TooShort { name: self.name.clone(), tokens, seq_len });
         }
-        // `counts` ends with the largest token that occurs.
         if self.counts.len() > vocab_size {
             let bound = u32::try_from(vocab_size).unwrap_or(u32::MAX);
             if let Some((token, position)) = self.tokens.first_at_least(bound)? {
@@ -179,17 +176,17 @@ impl Dataset {
         Ok(())
     }
 
-    /// Cross entropy, in nats a token, of the model that knows how often each token occurs and no more.
+    /// Cross entropy, in nats per token, of a unigram model of the data.
     pub fn unigram_loss(&self) -> f64 {
         let total = self.tokens.len() as f64;
         let seen = self.counts.iter().filter(|c| **c > 0);
         seen.map(|c| *c as f64 / total).map(|p| -p * p.ln()).sum()
     }
 
-    /// Writes the micro-batch at `at`: `inputs` and `targets` are `[micro_batch, seq_len]`, row after row.
+    /// Writes the micro-batch at `at` to `inputs` and `targets`, both `[micro_batch, seq_len]`.
     ///
     /// # Errors
-    /// Buffers of another size, a place that is none, data shorter than a row, or a failed read.
+    /// Buffers of another size, an invalid position, data shorter than a row, or a failed read.
     pub fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         let seq_len = at.seq_len;
         let expected = at.micro_batch.checked_mul(seq_len);
@@ -213,7 +210,7 @@ impl Dataset {
     }
 }
 
-/// The tokens of a folder's texts, end to end.
+/// The concatenated tokens of a folder's texts.
 fn from_texts(texts: Vec<String>, tokenizer: Option<&TextTokenizer>) -> Result<Tokens, DataError> {
     match tokenizer {
         None => Ok(Tokens::Bytes(texts.concat().into_bytes())),
@@ -227,7 +224,7 @@ fn from_texts(texts: Vec<String>, tokenizer: Option<&TextTokenizer>) -> Result<T
     }
 }
 
-/// The tokens of a file. Without a tokenizer any bytes will do.
+/// The tokens of a file: any bytes without a tokenizer.
 fn from_bytes(path: &Path, bytes: Vec<u8>, tokenizer: Option<&TextTokenizer>) -> Result<Tokens, DataError> {
     let Some(tokenizer) = tokenizer else { return Ok(Tokens::Bytes(bytes)) };
     let text =

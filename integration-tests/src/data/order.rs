@@ -1,16 +1,16 @@
-//! Which tokens a row of a batch gets: pure arithmetic on the step, micro-batch and row.
+//! The start of each row of a batch: a pure function of step, micro-batch and row.
 //!
-//! A batch at a step depends on nothing before it, so a resumed run goes on exactly, and the same global
-//! batch at another number of ranks has the same rows.
+//! A batch does not depend on earlier ones, so a resumed run reads the same batches, and a global batch has the same
+//! rows at any number of ranks.
 
 use crate::random::Counter;
 
-/// A place in training: one micro-batch of one rank.
+/// A position in training: one micro-batch of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchAt {
-    /// Optimizer steps before this one: the first step has 0.
+    /// Index of the optimizer step.
     pub step: u64,
-    /// Micro-batch within the step, below `grad_accum`.
+    /// Index of the micro-batch in the step, below `grad_accum`.
     pub micro_batch_index: u64,
     /// Micro-batches a step, A.
     pub grad_accum: u64,
@@ -22,28 +22,27 @@ pub struct BatchAt {
     pub micro_batch: usize,
     /// Tokens of a row, T.
     pub seq_len: usize,
-    /// Seed of the run; used where windows are drawn at random.
+    /// Seed of the run, for random windows.
     pub seed: u64,
 }
 
-/// How rows are taken from the tokens.
+/// The order of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// One window after another: row `b` of micro-batch `j` of step `s` starts at token
-    /// `((s*A + j)*B*N + b)*T`, modulo the whole windows that there are.
+    /// Consecutive windows: row `b` of micro-batch `j` of step `s` starts at token `((s*A + j)*B*N + b)*T`, modulo the
+    /// number of whole windows.
     InOrder,
-    /// A window at any place, drawn by (seed, step, micro-batch, row).
+    /// Windows at random positions, drawn by (seed, step, micro-batch, row).
     Random,
 }
 
 impl Order {
-    /// First token of row `row` (below `at.micro_batch`) of this rank's micro-batch, in a data set of
-    /// `len_tokens` tokens; the row and its last target are `start..start + T + 1`.
-    ///
-    /// `None` where there are fewer than T + 1 tokens, or `at` is no place in training.
+    /// The first token of row `row` (below `at.micro_batch`) of this rank's micro-batch, in a data set of `len_tokens`
+    /// tokens; the row and its last target are `start..start + T + 1`. `None` if there are fewer than T + 1 tokens or
+    /// `at` is not a position in training.
     pub(super) fn start(self, at: &BatchAt, row: usize, len_tokens: u64) -> Option<u64> {
         let seq_len = at.seq_len as u64;
-        // Starts from which T inputs and one more target fit.
+        // Starts from which T inputs and the last target fit.
         let starts = len_tokens.checked_sub(seq_len)?;
         let valid = starts > 0 && seq_len > 0 && at.rank < at.world_size && at.micro_batch_index < at.grad_accum;
         if !valid {
@@ -55,12 +54,12 @@ impl Order {
             Self::InOrder => {
                 let windows = u128::from((starts - 1) / seq_len + 1);
                 let micro_batch = u128::from(at.step) * u128::from(at.grad_accum) + u128::from(at.micro_batch_index);
-                // Modulo at each step: the product of all could exceed 128 bits.
+                // Reduced at each step: the whole product could exceed 128 bits.
                 let first = (micro_batch % windows) * (rows % windows) % windows;
                 Some(((first + row % windows) % windows) as u64 * seq_len)
             }
             Self::Random => {
-                // Rows and micro-batches of a step are far below 2^32, so the counter is unique.
+                // Rows and micro-batches of a step are below 2^32, so the counter is unique.
                 let low = (at.micro_batch_index << 32) ^ row as u64;
                 Some(Counter::new(at.seed, "data windows").below(starts, at.step, low))
             }
@@ -85,7 +84,7 @@ mod tests {
     };
 
     #[test]
-    fn in_order_rows_follow_one_another_over_rows_ranks_micro_batches_and_steps() {
+    fn in_order_rows_are_consecutive() {
         let mut expected = 0;
         for step in 0..3 {
             for micro_batch_index in 0..2 {
@@ -115,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn too_few_tokens_and_places_outside_training_have_no_start() {
+    fn invalid_positions_have_no_start() {
         for order in [Order::InOrder, Order::Random] {
             assert_eq!(order.start(&AT, 0, 33), Some(0));
             for len in [0, 1, 31, 32] {
@@ -128,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn random_windows_differ_by_seed_step_micro_batch_and_row() {
+    fn random_windows_differ_by_position() {
         let start = |at: BatchAt, row| Order::Random.start(&at, row, 1 << 60).unwrap();
         let all = [
             start(AT, 0),
@@ -143,9 +142,8 @@ mod tests {
     }
 
     proptest! {
-        /// The plain formula, in arithmetic that cannot overflow for the sizes drawn.
         #[test]
-        fn in_order_is_the_formula(
+        fn in_order_matches_the_formula(
             step in 0u64..1 << 20, j in 0u64..4, rank in 0u64..4, row in 0usize..8, seq_len in 1usize..64,
             len in 1u64..100_000,
         ) {
@@ -157,7 +155,7 @@ mod tests {
         }
 
         #[test]
-        fn a_window_always_fits(
+        fn window_always_fits(
             step: u64, j: u64, grad_accum: u64, rank: u64, world_size: u64, micro_batch: usize, row: usize,
             seq_len in 1usize..1000, len: u64, seed: u64,
         ) {
@@ -169,9 +167,8 @@ mod tests {
             }
         }
 
-        /// The same global batch at 1, 2 and 4 ranks: the same rows.
         #[test]
-        fn rows_do_not_depend_on_how_many_ranks_share_them(step in 0u64..1000, row in 0usize..8, seed: u64) {
+        fn rows_do_not_depend_on_world_size(step in 0u64..1000, row in 0usize..8, seed: u64) {
             for order in [Order::InOrder, Order::Random] {
                 let start = |world_size: u64| {
                     let micro_batch = 8 / world_size as usize;

@@ -1,4 +1,4 @@
-//! Data sets from files: what is read, in which order, and what is refused.
+//! Data sets from files: content, order and errors.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -79,7 +79,7 @@ fn batch(data: &Dataset, at: BatchAt) -> (Vec<u32>, Vec<u32>) {
 }
 
 #[test]
-fn a_token_file_is_read_in_order_with_targets_one_later() {
+fn token_file_is_read_in_order() {
     let files = Files::new();
     let data = open(&files.tokens(&(1000..1040).collect::<Vec<_>>()));
     data.validate(1040, 4).unwrap();
@@ -97,7 +97,7 @@ fn a_token_file_is_read_in_order_with_targets_one_later() {
 }
 
 #[test]
-fn text_is_read_as_bytes_in_windows_that_the_seed_decides() {
+fn text_is_read_in_random_windows() {
     let files = Files::new();
     let text: Vec<u8> = (0..=255).cycle().take(2000).collect();
     let data = open(&files.write("text.txt", &text));
@@ -114,7 +114,7 @@ fn text_is_read_as_bytes_in_windows_that_the_seed_decides() {
 }
 
 #[test]
-fn the_rows_of_all_ranks_are_the_rows_of_one() {
+fn rows_do_not_depend_on_world_size() {
     let files = Files::new();
     for path in [files.tokens(&(0..500).collect::<Vec<_>>()), files.write("a.txt", &[7; 333])] {
         let data = open(&path);
@@ -125,7 +125,7 @@ fn the_rows_of_all_ranks_are_the_rows_of_one() {
 }
 
 #[test]
-fn a_folder_is_its_text_files_end_to_end() {
+fn folder_concatenates_its_text_files() {
     let files = Files::new();
     files.write("b.txt", b"world\n");
     files.write("a.txt", b"hello");
@@ -134,13 +134,12 @@ fn a_folder_is_its_text_files_end_to_end() {
     assert_eq!(data.len_tokens(), 12);
     let (inputs, _) = batch(&data, BatchAt { micro_batch: 1, seq_len: 11, ..AT });
     assert_eq!(inputs, b"hello\nworld".map(u32::from));
-    let expected =
-        format!("{}: 2 text files (1 others passed over), 12 bytes, read as bytes", files.0.path().display());
+    let expected = format!("{}: 2 text files (1 others skipped), 12 bytes, read as bytes", files.0.path().display());
     assert_eq!(data.describe(), expected);
 }
 
 #[test]
-fn a_tokenizer_gives_the_tokens_of_the_whole_text_however_it_is_cut() {
+fn tokens_equal_those_of_the_whole_text() {
     let files = Files::new();
     let tokenizer = files.tokenizer();
     let line = "in the beginning\n\n\nthe th\n\néâtre\nthe thin\n    then: the\n";
@@ -150,7 +149,7 @@ fn a_tokenizer_gives_the_tokens_of_the_whole_text_however_it_is_cut() {
     let whole = Tokenizer::from_file(&tokenizer).unwrap().encode(text, false).unwrap();
     let n = whole.get_ids().len();
     assert_eq!(data.len_tokens(), n as u64);
-    // The one window of n - 1 inputs and as many targets is all of the text.
+    // A single window of n - 1 inputs and targets is the whole text.
     let (inputs, targets) = batch(&data, BatchAt { micro_batch: 1, seq_len: n - 1, ..AT });
     assert!(inputs == whole.get_ids()[..n - 1] && targets == whole.get_ids()[1..]);
     assert!(data.describe().ends_with(&format!("{} tokens", HumanCount(n as u64))), "{}", data.describe());
@@ -159,7 +158,7 @@ fn a_tokenizer_gives_the_tokens_of_the_whole_text_however_it_is_cut() {
 }
 
 #[test]
-fn a_folder_goes_through_the_tokenizer_file_by_file() {
+fn folder_is_tokenized_file_by_file() {
     let files = Files::new();
     let tokenizer = files.tokenizer();
     let texts = files.0.path().join("texts");
@@ -171,7 +170,7 @@ fn a_folder_goes_through_the_tokenizer_file_by_file() {
 }
 
 #[test]
-fn data_that_is_missing_empty_or_malformed_is_an_error_that_names_it() {
+fn missing_empty_or_malformed_data_is_named() {
     let files = Files::new();
     let dir = files.0.path().display().to_string();
     let tokenizer = files.tokenizer();
@@ -179,7 +178,7 @@ fn data_that_is_missing_empty_or_malformed_is_an_error_that_names_it() {
     let latin1 = files.write("latin1.txt", b"caf\xe9 au lait");
     let cases = [
         (DataSource::at(files.0.path().join("none.txt")), "DIR/none.txt: no such file or folder"),
-        (DataSource::at("/dev/zero"), "/dev/zero: neither a file nor a folder; write what it gives into a file"),
+        (DataSource::at("/dev/zero"), "/dev/zero: neither a file nor a folder; copy its content to a file"),
         (DataSource::at(files.write("empty.bin", b"")), "DIR/empty.bin: the data file is empty"),
         (DataSource::at(files.write("empty.txt", b"")), "DIR/empty.txt: the data file is empty"),
         (
@@ -203,7 +202,7 @@ fn data_that_is_missing_empty_or_malformed_is_an_error_that_names_it() {
 }
 
 #[test]
-fn data_that_does_not_fit_the_model_is_an_error_with_the_place() {
+fn unfit_data_is_an_error_with_the_position() {
     let files = Files::new();
     let mut tokens = vec![5; 3_000_000];
     tokens[2_345_678] = 256;
@@ -217,12 +216,12 @@ fn data_that_does_not_fit_the_model_is_an_error_with_the_place() {
     let error = text.validate(99, 3).unwrap_err().to_string();
     assert!(error.ends_with("token 99 at position 2 is outside the model's vocabulary of 99"), "{error}");
     let error = text.validate(256, 6).unwrap_err().to_string();
-    assert!(error.ends_with("text.txt: 6 tokens are too few for sequences of 6: 7 are needed"), "{error}");
+    assert!(error.ends_with("text.txt: 6 tokens are too few for --seq-len 6: 7 are needed"), "{error}");
     text.validate(256, 5).unwrap();
 }
 
 #[test]
-fn a_batch_that_does_not_fit_its_buffers_or_the_data_is_an_error() {
+fn invalid_batch_is_an_error() {
     let files = Files::new();
     let data = open(&files.tokens(&[1; 20]));
     let call = |at, inputs, targets| data.batch(at, &mut vec![0; inputs], &mut vec![0; targets]);
@@ -243,7 +242,7 @@ fn a_batch_that_does_not_fit_its_buffers_or_the_data_is_an_error() {
 }
 
 #[test]
-fn a_token_file_that_shrinks_after_it_was_opened_is_an_error() {
+fn token_file_truncated_while_open_is_an_error() {
     let files = Files::new();
     let path = files.tokens(&[1; 100]);
     let data = open(&path);
@@ -253,7 +252,7 @@ fn a_token_file_that_shrinks_after_it_was_opened_is_an_error() {
 }
 
 #[test]
-fn the_unigram_loss_is_the_entropy_of_the_tokens() {
+fn unigram_loss_is_the_entropy() {
     let files = Files::new();
     let loss = |tokens: &[u16]| open(&files.tokens(tokens)).unigram_loss();
     assert_eq!(loss(&[3; 10]), 0.0);
@@ -265,7 +264,7 @@ fn the_unigram_loss_is_the_entropy_of_the_tokens() {
 }
 
 #[test]
-fn the_fingerprint_changes_with_any_token() {
+fn fingerprint_changes_with_any_token() {
     let files = Files::new();
     let of = |bytes: &[u8]| open(&files.write("text.txt", bytes)).fingerprint();
     assert_eq!(of(b"some text"), of(b"some text"));
@@ -274,12 +273,12 @@ fn the_fingerprint_changes_with_any_token() {
 }
 
 #[test]
-fn the_current_folder_is_the_default_and_too_little_text_there_says_what_to_do() {
-    // Tests run in the crate's folder, whose sources are text.
+fn current_folder_is_the_default() {
+    // Tests run in the crate's folder, which has text.
     let data = Dataset::open(&DataSource::default()).unwrap();
     assert!(data.describe().starts_with(".: "), "{}", data.describe());
     let error = DataError::TooLittleHere { path: "/home/a".into(), bytes: 12, needed: 65536 }.to_string();
-    let expected = "no --data was given and the current folder /home/a has only 12 bytes of text (65536 needed): \
+    let expected = "the current folder /home/a has only 12 bytes of text (65536 needed): \
                     pass --data with a text file, a folder or tokens.bin";
     assert_eq!(error, expected);
 }

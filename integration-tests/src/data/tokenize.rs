@@ -1,4 +1,4 @@
-//! Text to tokens through a Hugging Face `tokenizer.json`.
+//! Tokenization by a Hugging Face `tokenizer.json`.
 
 use std::path::{Path, PathBuf};
 
@@ -6,10 +6,10 @@ use tokenizers::Tokenizer;
 
 use super::DataError;
 
-/// A part of a text that is tokenized at once is about this long.
+/// Approximate length of the parts that are tokenized at a time.
 const PART_BYTES: usize = 1 << 16;
 
-/// A tokenizer, and the file it came from.
+/// A tokenizer and its file.
 pub(super) struct TextTokenizer {
     path: PathBuf,
     inner: Tokenizer,
@@ -22,13 +22,13 @@ impl TextTokenizer {
         }
         let mut inner = Tokenizer::from_file(path)
             .map_err(|e| DataError::Tokenizer { path: path.to_owned(), message: one_line(&e.to_string()) })?;
-        // A file may carry the padding and truncation of one sentence's use; a corpus wants neither.
+        // A file may set padding and truncation for single sentences; a corpus must have neither.
         inner.with_padding(None);
         let _ = inner.with_truncation(None);
         Ok(Self { path: path.to_owned(), inner })
     }
 
-    /// Appends the tokens of `text`, without the special tokens of a sentence's ends.
+    /// Appends the tokens of `text`, without special tokens at its ends.
     pub(super) fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
         for part in parts(text, PART_BYTES) {
             let encoding = self.inner.encode_fast(part, false).map_err(|e| DataError::Tokenizer {
@@ -45,25 +45,25 @@ fn one_line(message: &str) -> String {
     message.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Cuts a text into parts of about `size` bytes, so that a large file does not take many times its size.
+/// Splits a text into parts of about `size` bytes, since tokenizing needs many times the memory of its input.
 ///
-/// A cut is after a line break between two characters that are not space. There GPT-2's own rules begin a
-/// new word, so its tokens are those of the uncut text. Where there is no such place within another `size`
-/// bytes, the cut is between any two characters.
+/// A split is after a line break between two characters other than space. GPT-2's rules begin a new word there, so the
+/// tokens equal those of the whole text. If another `size` bytes have no such place, the split is between any two
+/// characters.
 fn parts(text: &str, size: usize) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
         if rest.is_empty() {
             return None;
         }
-        let at = cut(rest, size);
+        let at = split_point(rest, size);
         let (part, later) = rest.split_at(at);
         rest = later;
         Some(part)
     })
 }
 
-fn cut(text: &str, size: usize) -> usize {
+fn split_point(text: &str, size: usize) -> usize {
     if text.len() <= 2 * size {
         return text.len();
     }
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_the_text_cut_after_single_line_breaks() {
+    fn text_is_split_after_single_line_breaks() {
         let text = "ab\ncd\n\nef\n gh\nij kl mn\nop\n";
         let parts: Vec<&str> = parts(text, 3).collect();
         assert_eq!(parts.concat(), text);
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn text_without_line_breaks_is_cut_between_characters() {
+    fn text_without_line_breaks_is_split() {
         let text = "é".repeat(50);
         for size in 1..20 {
             let parts: Vec<&str> = parts(&text, size).collect();

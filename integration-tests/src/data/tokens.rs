@@ -1,4 +1,4 @@
-//! Where tokens are kept, and the pass over all of them.
+//! Storage of tokens, and statistics of all of them.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -9,29 +9,29 @@ use crc_fast::{CrcAlgorithm, Digest};
 
 use super::DataError;
 
-/// Bytes that are read at a time when all tokens are passed over.
+/// Bytes of a file that are read at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// The tokens of a data set.
 pub(super) enum Tokens {
-    /// A file of u16 tokens, read where they are needed: the file may be larger than memory.
+    /// A file of u16 tokens, read on demand: it may be larger than memory.
     File { path: PathBuf, file: File, len_tokens: u64 },
-    /// Text as bytes.
+    /// Text, one token per byte.
     Bytes(Vec<u8>),
     /// The output of a tokenizer.
     Ids(Vec<u32>),
 }
 
-/// What one pass over all tokens finds.
-pub(super) struct Census {
-    /// How often each token occurs.
+/// Statistics of all tokens.
+pub(super) struct TokenStats {
+    /// Occurrences of each token, up to the largest that occurs.
     pub(super) counts: Vec<u64>,
     /// CRC-64 of the tokens.
     pub(super) fingerprint: u64,
 }
 
 impl Tokens {
-    /// A file of little-endian u16 tokens.
+    /// Opens a file of little-endian u16 tokens.
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let file = File::open(path).map_err(read)?;
@@ -53,7 +53,7 @@ impl Tokens {
         }
     }
 
-    /// Reads tokens `start ..`, as many as `out` holds; the caller has checked the range.
+    /// Reads the tokens from `start` into `out`; the range must be valid.
     pub(super) fn read(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         match self {
             Self::File { path, file, .. } => {
@@ -78,8 +78,8 @@ impl Tokens {
         Ok(())
     }
 
-    /// Passes over all tokens once.
-    pub(super) fn census(&self) -> Result<Census, DataError> {
+    /// Computes the statistics in one pass.
+    pub(super) fn stats(&self) -> Result<TokenStats, DataError> {
         let mut counts = Vec::new();
         let mut crc = Digest::new(CrcAlgorithm::Crc64Nvme);
         let mut count = |token: u32| {
@@ -104,10 +104,10 @@ impl Tokens {
                 false
             })?,
         }
-        Ok(Census { counts, fingerprint: crc.finalize() })
+        Ok(TokenStats { counts, fingerprint: crc.finalize() })
     }
 
-    /// The first token that is not below `bound`, with its position.
+    /// The first token of at least `bound`, with its position.
     pub(super) fn first_at_least(&self, bound: u32) -> Result<Option<(u32, u64)>, DataError> {
         let mut found = None;
         match self {
@@ -129,7 +129,7 @@ impl Tokens {
         Ok(found)
     }
 
-    /// Calls `f(first token's position, bytes)` for a token file, chunk by chunk, until it returns true.
+    /// Calls `f(position of the first token, bytes)` for each chunk of a token file until it returns true.
     fn each_chunk(&self, mut f: impl FnMut(u64, &[u8]) -> bool) -> Result<(), DataError> {
         let Self::File { path, len_tokens, .. } = self else { return Ok(()) };
         let read = |source: io::Error| DataError::Read { path: path.clone(), source };

@@ -158,10 +158,9 @@ pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)
 }
 
-/// Sorts states into file order: wider elements first, so that every tensor is aligned to its element; stable.
-pub(crate) fn file_order(mut states: Vec<StateSpec>) -> Vec<StateSpec> {
-    states.sort_by_key(|s| std::cmp::Reverse(s.dtype.bytes()));
-    states
+/// Sort key of states in a file: wider elements first, so that every tensor is aligned to its element.
+pub(crate) fn file_order(state: &StateSpec) -> std::cmp::Reverse<u64> {
+    std::cmp::Reverse(state.dtype.bytes())
 }
 
 /// The pieces of `rank`: its shard of every unit without the padding.
@@ -188,7 +187,8 @@ mod tests {
     #[test]
     fn tensors_are_contiguous_and_wider_first() {
         let state = |name: &str, dtype| StateSpec { name: name.into(), dtype };
-        let states = file_order(vec![state("half", StateDtype::BF16), state("whole", StateDtype::F32)]);
+        let mut states = vec![state("half", StateDtype::BF16), state("whole", StateDtype::F32)];
+        states.sort_by_key(file_order);
         assert_eq!(states[0].name, "whole");
         let layout = FileLayout::new(&states, vec![Piece(0, 5, 8), Piece(2, 0, 1)]).unwrap();
         let ranges = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(s, p)| layout.tensor_range(s, p));

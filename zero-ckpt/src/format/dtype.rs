@@ -39,32 +39,22 @@ impl StateDtype {
 
     /// Converts little-endian elements to fp32; `bytes.len() == out.len() * self.bytes()`.
     pub(crate) fn widen(self, bytes: &[u8], out: &mut [f32]) {
+        let pairs = bytes.as_chunks::<2>().0;
         match self {
             // The crate builds for little-endian machines only.
             Self::F32 => bytemuck::cast_slice_mut(out).copy_from_slice(bytes),
-            Self::BF16 => {
-                let (chunks, _) = bytes.as_chunks::<2>();
-                out.iter_mut().zip(chunks).for_each(|(o, b)| *o = bf16::from_le_bytes(*b).to_f32());
-            }
-            Self::F16 => {
-                let (chunks, _) = bytes.as_chunks::<2>();
-                out.iter_mut().zip(chunks).for_each(|(o, b)| *o = f16::from_le_bytes(*b).to_f32());
-            }
+            Self::BF16 => out.iter_mut().zip(pairs).for_each(|(o, b)| *o = bf16::from_le_bytes(*b).to_f32()),
+            Self::F16 => out.iter_mut().zip(pairs).for_each(|(o, b)| *o = f16::from_le_bytes(*b).to_f32()),
         }
     }
 
     /// Converts fp32 to little-endian elements, rounding to nearest even; `out.len() == values.len() * self.bytes()`.
     pub(crate) fn narrow(self, values: &[f32], out: &mut [u8]) {
+        let pairs = out.as_chunks_mut::<2>().0.iter_mut().zip(values);
         match self {
+            Self::BF16 => pairs.for_each(|(o, v)| *o = bf16::from_f32(*v).to_le_bytes()),
+            Self::F16 => pairs.for_each(|(o, v)| *o = f16::from_f32(*v).to_le_bytes()),
             Self::F32 => out.copy_from_slice(bytemuck::cast_slice(values)),
-            Self::BF16 => {
-                let (chunks, _) = out.as_chunks_mut::<2>();
-                chunks.iter_mut().zip(values).for_each(|(o, v)| *o = bf16::from_f32(*v).to_le_bytes());
-            }
-            Self::F16 => {
-                let (chunks, _) = out.as_chunks_mut::<2>();
-                chunks.iter_mut().zip(values).for_each(|(o, v)| *o = f16::from_f32(*v).to_le_bytes());
-            }
         }
     }
 }

@@ -168,7 +168,7 @@ impl Manifest {
     /// Checks the rules that the types do not express.
     pub(crate) fn check(&self, path: &Path) -> Result<Layout, CkptError> {
         let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
-        let layout = Layout::new(&self.model.unit_specs(), self.layout.world_size, self.layout.align_elems)
+        let layout = Layout::new(&self.model.units, self.layout.world_size, self.layout.align_elems)
             .map_err(|e| bad(format!("layout: {e}")))?;
         if self.stage > 3 {
             return Err(bad(format!("stage {}; stages are 0 to 3", self.stage)));

@@ -10,50 +10,20 @@ use zero_shard::{Layout, ParamSpec, UnitSpec};
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
     /// The units, in forward order.
-    pub units: Vec<UnitRecord>,
-}
-
-/// A unit of a model.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct UnitRecord {
-    /// Its name.
-    pub name: String,
-    /// Its parameters, in the order of the flat parameter.
-    pub params: Vec<ParamRecord>,
-}
-
-/// A parameter of a model.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ParamRecord {
-    /// Its name, unique within the model.
-    pub name: String,
-    /// Extent of each dimension.
-    pub shape: Vec<u64>,
+    pub units: Vec<UnitSpec>,
 }
 
 impl From<&Layout> for ModelSpec {
     fn from(layout: &Layout) -> Self {
-        let unit = |u: &zero_shard::UnitLayout| UnitRecord {
-            name: u.name.clone(),
-            params: u.params.iter().map(|p| ParamRecord { name: p.name.clone(), shape: p.shape.clone() }).collect(),
+        let unit = |u: &zero_shard::UnitLayout| {
+            let params = u.params.iter().map(|p| ParamSpec::new(p.name.as_str(), p.shape.as_slice()));
+            UnitSpec::new(u.name.as_str(), params.collect::<Vec<_>>())
         };
         Self { units: layout.units().iter().map(unit).collect() }
     }
 }
 
 impl ModelSpec {
-    /// The model as zero-shard's types.
-    pub fn unit_specs(&self) -> Vec<UnitSpec> {
-        let unit = |u: &UnitRecord| {
-            let params: Vec<_> =
-                u.params.iter().map(|p| ParamSpec::new(p.name.as_str(), p.shape.as_slice())).collect();
-            UnitSpec::new(u.name.as_str(), params)
-        };
-        self.units.iter().map(unit).collect()
-    }
-
     /// The first difference between the parameters of this stored model and of `wanted`. Their order and their
     /// grouping into units may differ.
     pub fn difference(&self, wanted: &ModelSpec) -> Option<String> {
@@ -82,8 +52,8 @@ mod tests {
     use super::*;
 
     fn model(params: &[(&str, &[u64])]) -> ModelSpec {
-        let params = params.iter().map(|(n, s)| ParamRecord { name: (*n).into(), shape: s.to_vec() }).collect();
-        ModelSpec { units: vec![UnitRecord { name: "u".into(), params }] }
+        let params: Vec<_> = params.iter().map(|(n, s)| ParamSpec::new(*n, *s)).collect();
+        ModelSpec { units: vec![UnitSpec::new("u", params)] }
     }
 
     #[test]

@@ -41,20 +41,12 @@ pub(crate) fn elems_of(unit: &UnitLayout, param: &ParamPlacement) -> Range<u64> 
 /// The runs of `rank`'s shard of a unit, in order; not empty, and with a gap between any two.
 pub(crate) fn runs(unit: &UnitLayout, rank: u64) -> Vec<Run> {
     let shard = unit.shard(rank);
-    let first = unit.params.partition_point(|p| p.range().end <= shard.start);
     let mut runs: Vec<Run> = Vec::new();
-    for param in &unit.params[first..] {
-        let whole = param.range();
-        if whole.start >= shard.end {
-            break;
-        }
-        let part = whole.start.max(shard.start)..whole.end.min(shard.end);
-        if part.start >= part.end {
-            continue;
-        }
-        let base = elems_of(unit, param).start;
-        let elems = base + part.start - whole.start..base + part.end - whole.start;
-        let at = part.start - shard.start;
+    // The shard is within its unit, so `params_in` does not fail.
+    for part in unit.params_in(shard.clone()).into_iter().flatten() {
+        let first = elems_of(unit, &unit.params[part.param]).start;
+        let elems = first + part.in_param.start..first + part.in_param.end;
+        let at = part.in_flat.start - shard.start;
         match runs.last_mut() {
             Some(last) if last.in_shard().end == at => last.elems.end = elems.end,
             _ => runs.push(Run { elems, at }),

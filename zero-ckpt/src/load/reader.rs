@@ -1,6 +1,5 @@
 //! Verified reads of any range of any state.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -24,7 +23,6 @@ pub struct Reader {
     pub(crate) layout: Layout,
     coverage: Coverage,
     files: Vec<OnceLock<ShardFile>>,
-    params: HashMap<String, (usize, ParamPlacement)>,
     notices: Vec<String>,
 }
 
@@ -74,10 +72,7 @@ impl Reader {
         let pieces = manifest.files.iter().map(|f| f.pieces.as_slice());
         let coverage = Coverage::new(&layout, pieces, dir.path())?;
         let files = manifest.files.iter().map(|_| OnceLock::new()).collect();
-        let params = layout.units().iter().enumerate();
-        let params = params.flat_map(|(u, unit)| unit.params.iter().map(move |p| (p.name.clone(), (u, p.clone()))));
-        let params = params.collect();
-        Ok(Self { dir, manifest, layout, coverage, files, params, notices })
+        Ok(Self { dir, manifest, layout, coverage, files, notices })
     }
 
     /// The directory of the checkpoint.
@@ -161,8 +156,9 @@ impl Reader {
 
     /// The unit of a parameter, and its placement there.
     pub(crate) fn param(&self, name: &str) -> Result<(usize, &ParamPlacement), CkptError> {
-        let found = self.params.get(name).map(|(unit, placed)| (*unit, placed));
-        found.ok_or_else(|| CkptError::argument("parameter", "one of this checkpoint", name))
+        let id = self.layout.find_param(name);
+        id.and_then(|id| Some((id.unit, self.layout.param(id)?)))
+            .ok_or_else(|| CkptError::argument("parameter", "one of this checkpoint", name))
     }
 
     /// Index and dtype of a state.

@@ -72,8 +72,13 @@ impl BackgroundStore {
     ///
     /// # Errors
     /// [`CkptError::OutOfMemory`], or sizes beyond 64 bits.
-    pub fn new(store: Store, layout: Arc<Layout>, states: Vec<StateSpec>, buffers: usize) -> Result<Self, CkptError> {
-        let states = file_order(states);
+    pub fn new(
+        store: Store,
+        layout: Arc<Layout>,
+        mut states: Vec<StateSpec>,
+        buffers: usize,
+    ) -> Result<Self, CkptError> {
+        states.sort_by_key(file_order);
         let file = FileLayout::new(&states, shard_pieces(&layout, store.rank())?)
             .ok_or_else(|| CkptError::argument("bytes of state", "a number of 64 bits", "more"))?;
         let (bytes, limit) = (file.state_bytes(), buffers.max(1));
@@ -135,14 +140,13 @@ impl BackgroundStore {
     /// # Errors
     /// As `begin`. A shard of another rank, layout or other states fails the save on all ranks.
     pub fn begin_copy(&mut self, meta: SaveMeta, shard: &ShardData<'_>) -> Result<(), CkptError> {
-        let source = match shard.source() {
-            Ok(source) if shard.specs() == self.states && *shard.layout() == *self.layout => Ok(source),
-            Ok(_) => Err("the shard has other states or another layout than the store".to_string()),
-            Err(e) => Err(e.to_string()),
-        };
+        let rank = self.store.rank();
+        let same = shard.specs() == self.states && *shard.layout() == *self.layout && shard.rank() == rank;
         self.begin(meta, |slices| {
-            let source = source?;
-            for (slice, part) in slices.into_iter().zip(source.parts()) {
+            if !same {
+                return Err("the shard has other states, another layout or another rank than the store".into());
+            }
+            for (slice, part) in slices.into_iter().zip(shard.source().parts()) {
                 slice.bytes.copy_from_slice(part);
             }
             Ok(Box::new(|| Ok(())))

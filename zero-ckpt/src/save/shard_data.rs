@@ -8,19 +8,12 @@ use crate::io::parallel::Slices;
 use crate::{CkptError, Piece, StateDtype, StateSpec};
 
 /// The state of one rank, borrowed from the trainer's memory.
-///
-/// Every state must have data for every unit. Data includes the padding of a shard, which is not stored.
 pub struct ShardData<'a> {
     layout: &'a Layout,
     rank: u64,
     pieces: Vec<Piece>,
-    states: Vec<State<'a>>,
-}
-
-struct State<'a> {
-    spec: StateSpec,
-    /// The shard of each unit, with padding.
-    units: Vec<Option<&'a [u8]>>,
+    /// Each state and its shard storage, with padding; in file order.
+    states: Vec<(StateSpec, &'a [u8])>,
 }
 
 impl<'a> ShardData<'a> {
@@ -32,7 +25,7 @@ impl<'a> ShardData<'a> {
         Ok(Self { layout, rank, pieces: shard_pieces(layout, rank)?, states: Vec::new() })
     }
 
-    /// Adds a state in fp32: the rank's shard storage, `layout.shard_elems()` elements.
+    /// Adds a state in fp32: the rank's shard storage, `layout.shard_elems()` elements. Padding is not stored.
     ///
     /// # Errors
     /// Another length, or the state was added before.
@@ -45,53 +38,16 @@ impl<'a> ShardData<'a> {
     /// # Errors
     /// Another length, or the state was added before.
     pub fn storage(&mut self, state: &str, dtype: StateDtype, storage: &'a [u8]) -> Result<&mut Self, CkptError> {
-        check_len(state, "shard storage", self.layout.shard_elems(), dtype, storage)?;
-        for (u, unit) in self.layout.units().iter().enumerate() {
-            let range = unit.shard_range();
-            let bytes = (range.start * dtype.bytes()) as usize..(range.end * dtype.bytes()) as usize;
-            self.unit(state, dtype, u, &storage[bytes])?;
+        let elems = self.layout.shard_elems();
+        if Some(storage.len() as u64) != elems.checked_mul(dtype.bytes()) {
+            let (what, got) = (format!("shard storage of state {state:?}"), format!("{} bytes", storage.len()));
+            return Err(CkptError::argument(what, format!("{elems} elements of {}", dtype.name()), got));
         }
-        Ok(self)
-    }
-
-    /// Adds a unit of a state in fp32: the rank's shard of it, `shard_elems` elements with the padding.
-    ///
-    /// # Errors
-    /// No such unit, another length, or it was added before.
-    pub fn unit_f32(&mut self, state: &str, unit: usize, shard: &'a [f32]) -> Result<&mut Self, CkptError> {
-        self.unit(state, StateDtype::F32, unit, bytemuck::cast_slice(shard))
-    }
-
-    /// Adds a unit of a state: the little-endian bytes of the rank's shard of it, `shard_elems` elements with the
-    /// padding.
-    ///
-    /// # Errors
-    /// No such unit, another length, another dtype than before, or it was added before.
-    pub fn unit(
-        &mut self,
-        state: &str,
-        dtype: StateDtype,
-        unit: usize,
-        shard: &'a [u8],
-    ) -> Result<&mut Self, CkptError> {
-        let units = self.layout.units();
-        let elems = units.get(unit).map(|u| u.shard_elems);
-        let elems = elems.ok_or_else(|| CkptError::argument("unit", format!("below {}", units.len()), unit))?;
-        check_len(state, "shard of a unit", elems, dtype, shard)?;
-        let index = self.states.iter().position(|s| s.spec.name == state).unwrap_or_else(|| {
-            let spec = StateSpec { name: state.into(), dtype };
-            self.states.push(State { spec, units: vec![None; units.len()] });
-            self.states.len() - 1
-        });
-        let found = &mut self.states[index];
-        if found.spec.dtype != dtype {
-            let what = format!("dtype of state {state:?}");
-            return Err(CkptError::argument(what, found.spec.dtype.name(), dtype.name()));
+        if self.states.iter().any(|(spec, _)| spec.name == state) {
+            return Err(CkptError::argument("state", "a new one", state));
         }
-        if found.units[unit].replace(shard).is_some() {
-            let what = format!("state {state:?} of unit {:?}", units[unit].name);
-            return Err(CkptError::argument(what, "once", "twice"));
-        }
+        self.states.push((StateSpec { name: state.into(), dtype }, storage));
+        self.states.sort_by_key(|(spec, _)| file_order(spec));
         Ok(self)
     }
 
@@ -111,38 +67,24 @@ impl<'a> ShardData<'a> {
 
     /// The states in file order.
     pub(crate) fn specs(&self) -> Vec<StateSpec> {
-        file_order(self.states.iter().map(|s| s.spec.clone()).collect())
+        self.states.iter().map(|(spec, _)| spec.clone()).collect()
     }
 
     /// The state bytes of the file, without padding.
-    pub(crate) fn source(&self) -> Result<Slices<'a>, CkptError> {
+    pub(crate) fn source(&self) -> Slices<'a> {
         let mut parts = Vec::with_capacity(self.states.len() * self.pieces.len());
-        for spec in self.specs() {
-            for state in self.states.iter().filter(|s| s.spec.name == spec.name) {
-                for piece in &self.pieces {
-                    let unit = piece.0 as usize;
-                    let shard = state.units[unit].ok_or_else(|| {
-                        let what = format!("state {:?} of unit {:?}", spec.name, self.layout.units()[unit].name);
-                        CkptError::argument(what, "data for every unit", "no data")
-                    })?;
-                    let width = spec.dtype.bytes();
-                    for run in runs(&self.layout.units()[unit], self.rank) {
-                        let range = run.in_shard();
-                        parts.push(&shard[(range.start * width) as usize..(range.end * width) as usize]);
-                    }
+        for (spec, storage) in &self.states {
+            let width = spec.dtype.bytes();
+            for unit in self.layout.units() {
+                let at = unit.shard_range().start;
+                for run in runs(unit, self.rank) {
+                    let range = run.in_shard();
+                    parts.push(&storage[((at + range.start) * width) as usize..((at + range.end) * width) as usize]);
                 }
             }
         }
-        Ok(Slices::new(parts))
+        Slices::new(parts)
     }
-}
-
-fn check_len(state: &str, what: &str, elems: u64, dtype: StateDtype, bytes: &[u8]) -> Result<(), CkptError> {
-    if Some(bytes.len() as u64) == elems.checked_mul(dtype.bytes()) {
-        return Ok(());
-    }
-    let expected = format!("{elems} elements of {}", dtype.name());
-    Err(CkptError::argument(format!("{what} of state {state:?}"), expected, format!("{} bytes", bytes.len())))
 }
 
 #[cfg(test)]
@@ -164,20 +106,18 @@ mod tests {
         let mut data = ShardData::new(&layout, 1).unwrap();
         data.storage_f32("master", &storage).unwrap();
         assert_eq!(data.pieces(), [Piece(0, 3, 5), Piece(2, 2, 3)]);
-        assert_eq!(data.source().unwrap().len(), 3 * 4);
+        assert_eq!(data.source().len(), 3 * 4);
     }
 
     #[test]
-    fn wrong_shapes_are_rejected() {
+    fn invalid_data_is_rejected() {
         let layout = layout();
         let storage = [0.0f32; 5];
         assert!(ShardData::new(&layout, 2).is_err());
         let mut data = ShardData::new(&layout, 0).unwrap();
         assert!(data.storage_f32("master", &storage[..4]).is_err());
-        assert!(data.unit_f32("master", 3, &storage).is_err());
-        data.unit_f32("master", 0, &storage[..3]).unwrap();
-        assert!(data.source().err().unwrap().to_string().contains("\"c\""));
-        assert!(data.unit_f32("master", 0, &storage[..3]).is_err());
-        assert!(data.unit("master", StateDtype::BF16, 2, &[0; 4]).is_err());
+        data.storage_f32("master", &storage).unwrap();
+        assert!(data.storage_f32("master", &storage).is_err());
+        assert!(data.storage("master", StateDtype::BF16, &[0; 10]).is_err());
     }
 }

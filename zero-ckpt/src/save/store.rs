@@ -172,7 +172,7 @@ impl Store {
         if shard.rank() != self.rank {
             return Err(CkptError::argument("rank of the shard", self.rank, shard.rank()));
         }
-        self.stage_source(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source()?)
+        self.stage_source(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source())
     }
 
     /// Stages a file with the state bytes of `source`.
