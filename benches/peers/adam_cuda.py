@@ -4,9 +4,9 @@
     cargo build --release -p benches --bin adam_cuda
     python3 benches/peers/adam_cuda.py [--elems 1,16,256,512,1024] [--rounds 9]
 
-Needs `pip install torch` and a GPU that nobody else uses. `--elems` in units of 2^20 parameters. For each size and round: our
+Needs `pip install torch` and an otherwise idle GPU. `--elems` in units of 2^20 parameters. For each size and round: our
 copy, update, whole step (norm, check, clip, update) and whole step in a graph; then torch's fused AdamW on fp32, and
-torch's mixed pipeline (upcast the bf16 gradient, norm, clip, fused AdamW on fp32, downcast to bf16), as it is and in a graph.
+torch's mixed pipeline (upcast the bf16 gradient, norm, clip, fused AdamW on fp32, downcast to bf16), plain and in a graph.
 The ratio is the median over rounds of torch's time over ours: above 1, ours is faster.
 """
 import argparse
@@ -36,7 +36,7 @@ def ours(kind, elems):
 
 
 def timed(step):
-    """Milliseconds of one, over as many as fill a tenth of a second."""
+    """Milliseconds of one step, over enough of them to last a tenth of a second."""
     count = 2
     while True:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -76,7 +76,7 @@ def peers(elems):
     return {"torch fused AdamW, fp32": optimizer.step, "torch pipeline": pipeline, "torch pipeline, graph": graph.replay}
 
 
-# Which of ours answers to which of theirs.
+# Our subject for each of torch's.
 COMPARED = {"torch fused AdamW, fp32": "adam", "torch pipeline": "step", "torch pipeline, graph": "graph"}
 
 print(torch.cuda.get_device_name(), "torch", torch.__version__)
@@ -96,7 +96,7 @@ for elems in (int(float(m) * 2**20) for m in args.elems.split(",")):
             tail = f"; of ours ({COMPARED[name]}): {statistics.median(a / b for a, b in zip(t, mine)):.2f} x"
         elif name != "copy":
             share = statistics.median(c / a for c, a in zip(times["copy"], t))
-            tail = f"; {28 if name == 'adam' else 30} B a parameter, {share * (1 if name == 'adam' else 30 / 28):.3f} of the copy"
+            tail = f"; {28 if name == 'adam' else 30} B per parameter, {share * (1 if name == 'adam' else 30 / 28):.3f} of the copy"
         print(f"  {name:26} {statistics.median(t):9.4f} ms (best {min(t):9.4f}){tail}", flush=True)
     del theirs, times
     torch.cuda.empty_cache()

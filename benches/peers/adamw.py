@@ -23,7 +23,7 @@ parser.add_argument("--server", default="target/release/adamw_server")
 parser.add_argument("--kinds", default="fp32,bf16,bf16_all")
 args = parser.parse_args()
 os.environ["OMP_NUM_THREADS"] = str(args.threads)
-# A thread that waits must not take a core from the next one that is timed.
+# A waiting thread must not occupy a core that the next timed subject needs.
 os.environ.update(OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="0", KMP_BLOCKTIME="0")
 
 import torch  # noqa: E402
@@ -33,7 +33,7 @@ torch.set_num_threads(args.threads)
 
 
 def timed(optimizer):
-    optimizer.step()  # makes the state, touches the pages
+    optimizer.step()  # allocates the state, touches the pages
 
     def step():
         start = time.perf_counter()

@@ -3,8 +3,8 @@
 // parameters: fp32 master and moments read and written (24), gradient read (2), parameter written (2).
 //
 // adam_GRAD: the master is the parameter. adam_GRAD_PARAM: the parameter is written too, rounded.
-// Grid: any; geometry::Span::blocks suits. Streams of `span.wide`: 0 master, 1 first moment, 2 second moment, 3 gradient,
-// 4 parameter. Three blocks a multiprocessor: as many registers as the loads of a tile need, with no spill.
+// Grid: any, best Span::blocks. Streams of `span.wide`: 0 master, 1 first moment, 2 second moment, 3 gradient,
+// 4 parameter. Three blocks per multiprocessor leave enough registers for the loads of a tile, without spills.
 
 template <class G, class P, bool HAS_PARAM>
 __device__ __forceinline__ void adam(f32 *master, f32 *first_moment, f32 *second_moment, const G *grad, P *param,

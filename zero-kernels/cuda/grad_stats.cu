@@ -2,16 +2,16 @@
 // (src/host/grad_stats.rs, where the order of the sum is described): no atomics, no dependence on the grid.
 // Each gradient is read once; 12 bytes are written for 32768 of them.
 //
-// Stage 1, grad_stats_chunks_GRAD: a block a chunk, a warp a strip of it. Grid: ceil(len / CHUNK).
-// Stage 2, grad_stats_combine: one block adds the chunks' sums up.
+// Stage 1, grad_stats_chunks_GRAD: one block per chunk, one warp per strip. Grid: ceil(len / CHUNK).
+// Stage 2, grad_stats_combine: one block adds the sums of the chunks.
 
 #define STRIPS (THREADS / WARP)
 #define STRIP 4096
 #define CHUNK 32768
-// Tiles whose loads are under way together.
+// Tiles whose loads are in flight together.
 #define BATCH 4
 
-static_assert(CHUNK == STRIPS * STRIP && STRIP % (BATCH * TILE_ELEMS) == 0, "a chunk is a block's, a strip a warp's");
+static_assert(CHUNK == STRIPS * STRIP && STRIP % (BATCH * TILE_ELEMS) == 0, "one block per chunk, one warp per strip");
 
 struct GradStats {
     double sum_sq;
@@ -27,8 +27,8 @@ template <class T> __device__ __forceinline__ T add_pairwise(T (&x)[GROUP]) {
     return x[0];
 }
 
-// Adds each square to its lane's sum; an element that is not finite counts and adds nothing. The square is exact in
-// fp64, so that fusing changes nothing.
+// Adds each square to its lane's sum; a non-finite element is counted and adds nothing. The square is exact in fp64, so
+// fusing changes no bit.
 template <class G> __device__ __forceinline__ void add_squares(const G (&g)[GROUP], double (&sums)[GROUP], u32 &bad) {
     // Zero if all are finite, else NaN.
     float zero = 0.0f;
@@ -106,7 +106,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void grad_stats_combine(const d
     u32 lane = threadIdx.x;
     double sum = 0.0;
     u64 count = 0;
-    // Loads of several chunks are under way together; the sums of those that are not there are 0.
+    // Loads of several chunks are in flight together; missing chunks are 0.
     for (u64 first = lane; first < chunks; first += THREADS * GROUP) {
         double of_chunk[GROUP];
         u32 bad_of_chunk[GROUP];

@@ -1,9 +1,9 @@
-// What every kernel file starts with; it is put in front of each at compile time, so no include path is needed.
+// The prelude of every kernel file, put before it at compile time, so no include path is needed.
 //
 // Types have the names of zero-kernels' dtypes. 16-bit values are converted by PTX instructions or integer
-// arithmetic, never through cuda_bf16.h or cuda_fp16.h, which many machines with a driver do not have.
-// Everything is compiled with --fmad=false: a multiplication and an addition are fused exactly where the source
-// says __fmaf_rn, as the host twins do with mul_add, so both give the same bits.
+// arithmetic, never by cuda_bf16.h or cuda_fp16.h, which many machines with a driver do not have. Everything is compiled
+// with --fmad=false: a multiplication and an addition are fused exactly where the source has __fmaf_rn, as in the host
+// twins with mul_add, so both compute the same bits.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -51,15 +51,16 @@ template <> __device__ __forceinline__ f16 narrow<f16>(float x) {
     return y;
 }
 
-// How a flat range is cut into tiles. `head` elements come before the first whole tile, so that as many streams as
-// possible are aligned to 16 bytes at the tiles' starts; bit `s` of `wide` says that stream `s` is.
+// The partition of a flat range into tiles. `head` elements come before the first whole tile, so that as many bytes as
+// possible are in streams that are aligned to 16 bytes at the start of every tile but the head: bit `s` of `wide` is set
+// if stream `s` is.
 struct Span {
     u64 len;
     u32 head;
     u32 wide;
 };
 
-// The elements that a warp takes at once: those of the head, or up to TILE_ELEMS behind it.
+// The elements that a warp processes at once: the head, or up to TILE_ELEMS after it.
 struct Tile {
     u64 start;
     u32 count;
@@ -79,9 +80,9 @@ __device__ __forceinline__ Tile tile_at(Span span, u64 index) {
     return {start, left < TILE_ELEMS ? (u32)left : TILE_ELEMS};
 }
 
-// Where element `i` of this thread lies in a tile of a stream of T, as it is loaded and stored. In a 16-bit stream a
-// thread has 8 neighbours; in an fp32 stream it has two runs of 4, 8 apart, and the next thread those between: so
-// every 16-byte access of two threads fills whole sectors of 32 bytes. `trade` leads from the one to the other.
+// The index in a tile of this thread's element `i` in a stream of T, as it is loaded and stored. In a 16-bit stream a
+// thread has 8 neighbours; in an fp32 stream it has two runs of 4, 8 apart, and the next thread the runs between, so
+// that two threads' 16-byte accesses fill whole sectors of 32 bytes. `trade` converts between the two layouts.
 template <class T> __device__ __forceinline__ u32 place(u32 i) {
     u32 lane = threadIdx.x % WARP;
     return sizeof(T) == 4 ? lane / 2 * 16 + lane % 2 * 4 + i / 4 * 8 + i % 4 : lane * GROUP + i;
@@ -135,7 +136,7 @@ template <class T> __device__ __forceinline__ void store_wide(T *p, const T *x) 
     for (u32 i = 0; i < GROUP; i += 16 / sizeof(T)) store_16(p + i, x + i);
 }
 
-// A thread's elements of a tile of a stream, `p` being the whole stream: what lies behind `count` is left as it was.
+// Loads a thread's elements of a tile of the stream `p`; elements at and after `count` keep their values.
 template <class T>
 __device__ __forceinline__ void load(const T *p, Span span, Tile tile, u32 stream, T (&x)[GROUP]) {
     p += tile.start;
@@ -162,27 +163,27 @@ __device__ __forceinline__ void store(T *p, Span span, Tile tile, u32 stream, co
     }
 }
 
-// From the places of a 16-bit stream to those of an fp32 stream, and back: two threads trade a half. To be called
-// by all threads of a warp; after the loads, since it waits for its own.
+// Converts between the layouts of a 16-bit and of an fp32 stream: two threads exchange a half. All threads of a warp
+// call it, after all loads, since it waits for its own.
 __device__ __forceinline__ void trade(f32 (&)[GROUP]) {}
-__device__ __forceinline__ void trade_words(u16 *x) {
+__device__ __forceinline__ void trade_halves(u16 *x) {
     uint4 q = pack(x);
     bool odd = threadIdx.x & 1;
     u32 a = __shfl_xor_sync(0xffffffffu, odd ? q.x : q.z, 1);
     u32 b = __shfl_xor_sync(0xffffffffu, odd ? q.y : q.w, 1);
     unpack(odd ? make_uint4(a, b, q.z, q.w) : make_uint4(q.x, q.y, a, b), x);
 }
-__device__ __forceinline__ void trade(u16 (&x)[GROUP]) { trade_words(x); }
-__device__ __forceinline__ void trade(bf16 (&x)[GROUP]) { trade_words(&x->bits); }
-__device__ __forceinline__ void trade(f16 (&x)[GROUP]) { trade_words(&x->bits); }
+__device__ __forceinline__ void trade(u16 (&x)[GROUP]) { trade_halves(x); }
+__device__ __forceinline__ void trade(bf16 (&x)[GROUP]) { trade_halves(&x->bits); }
+__device__ __forceinline__ void trade(f16 (&x)[GROUP]) { trade_halves(&x->bits); }
 
-// Runs the body for every tile of this warp; all threads of a warp are in it together.
+// Runs the body for every tile of this warp, with all threads of the warp.
 #define FOR_EACH_TILE(span, tile)                                                                             \
     for (u64 index_ = ((u64)blockIdx.x * THREADS + threadIdx.x) / WARP, count_ = tile_count(span);            \
          index_ < count_; index_ += (u64)gridDim.x * (THREADS / WARP))                                        \
         if (Tile tile = tile_at(span, index_); true)
 
-// What every Adam launch of a step shares (`StepScalars` of the host).
+// The scalars of a step's Adam launches (`StepScalars` of the host).
 struct StepScalars {
     float grad_scale;
     float lr;
@@ -215,7 +216,7 @@ __device__ __forceinline__ void adam_element(StepScalars s, AdamConstants c, flo
     w = __fsub_rn(w, __fdiv_rn(__fmul_rn(s.step_size, m), denominator));
 }
 
-// What AdamW multiplies weights with: 1 - lr * weight_decay.
+// AdamW's factor of the weights: 1 - lr * weight_decay.
 __device__ __forceinline__ float adam_keep(StepScalars s, AdamConstants c) {
     return __fsub_rn(1.0f, __fmul_rn(s.lr, c.weight_decay));
 }

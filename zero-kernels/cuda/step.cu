@@ -1,15 +1,15 @@
-// The decision of a step on the device, so that a step needs no host wait and can be captured in a graph.
+// The rules of a step on the device, so that a step needs no host wait and can be captured in a graph.
 // Host twin: src/step.rs, with the same structs and the same operations in the same order. One thread each.
 //
-// make_vote: this rank's vote from the statistics of its units. decide_step: what the step multiplies with, from all
-// ranks' votes; moves the loss scale by DeepSpeed's rules.
+// rank_stats: combines the statistics of this rank's units. advance_step: from the statistics of all ranks, the scalars
+// of the step's Adam launches; updates the loss scale and the counts of steps.
 
 struct GradStats {
     double sum_sq;
     u64 nonfinite;
 };
 
-struct Vote {
+struct RankStats {
     double sum_sq;
     u64 nonfinite;
     u64 first_bad_unit;
@@ -17,7 +17,7 @@ struct Vote {
     u64 flags;
 };
 
-struct StepSettings {
+struct StepConfig {
     double max_grad_norm;
     double min_scale;
     u64 window;
@@ -46,7 +46,7 @@ struct StepState {
     u32 halted;
 };
 
-struct StepReport {
+struct StepRecord {
     double grad_norm;
     double clip;
     double lr;
@@ -63,24 +63,24 @@ struct StepReport {
     u32 halted;
 };
 
-static_assert(sizeof(Vote) == 40 && sizeof(StepSettings) == 56, "as on the host");
-static_assert(sizeof(StepState) == 56 && sizeof(StepReport) == 104, "as on the host");
+static_assert(sizeof(RankStats) == 40 && sizeof(StepConfig) == 56, "as on the host");
+static_assert(sizeof(StepState) == 56 && sizeof(StepRecord) == 104, "as on the host");
 
 #define NONE 0xffffffffffffffffull
 #define HALT_AT_MINIMUM 1
 #define HALT_NO_RATE 2
 
-extern "C" __global__ void make_vote(const GradStats *units, u64 count, const double *loss, const u64 *flags,
-                                     Vote *out) {
-    Vote vote = {0.0, 0, NONE, *loss, *flags};
-    // One thread adds, in order; unrolled, so that it waits for memory once for many.
+extern "C" __global__ void rank_stats(const GradStats *units, u64 count, const double *loss, const u64 *flags,
+                                      RankStats *out) {
+    RankStats stats = {0.0, 0, NONE, *loss, *flags};
+    // One thread adds, in order; unrolled, so that many loads are in flight together.
 #pragma unroll 16
     for (u64 unit = 0; unit < count; unit++) {
-        vote.sum_sq = __dadd_rn(vote.sum_sq, units[unit].sum_sq);
-        vote.nonfinite += units[unit].nonfinite;
-        if (units[unit].nonfinite > 0 && vote.first_bad_unit == NONE) vote.first_bad_unit = unit;
+        stats.sum_sq = __dadd_rn(stats.sum_sq, units[unit].sum_sq);
+        stats.nonfinite += units[unit].nonfinite;
+        if (units[unit].nonfinite > 0 && stats.first_bad_unit == NONE) stats.first_bad_unit = unit;
     }
-    *out = vote;
+    *out = stats;
 }
 
 __device__ __forceinline__ bool is_finite(double x) {
@@ -97,88 +97,87 @@ __device__ __forceinline__ double power(double base, u64 exponent) {
     return result;
 }
 
-// Counts a step; false at the minimum scale.
-__device__ __forceinline__ bool update_scale(const StepSettings &set, StepState &s, bool overflow) {
-    if (!set.dynamic) {
-        s.iteration += 1;
-        return true;
-    }
-    if (overflow) {
-        if (s.hysteresis_left > 1) {
-            s.hysteresis_left -= 1;
-        } else if (s.loss_scale <= set.min_scale && set.fail_at_min) {
-            return false;
+// Counts a step and updates the loss scale; false, with nothing changed, on an overflow at the minimum scale.
+__device__ __forceinline__ bool count_step(const StepConfig &config, StepState &s, bool overflow) {
+    if (config.dynamic) {
+        if (overflow) {
+            if (s.hysteresis_left > 1) {
+                s.hysteresis_left -= 1;
+            } else if (s.loss_scale <= config.min_scale && config.fail_at_min) {
+                return false;
+            } else {
+                double half = s.loss_scale * 0.5;
+                s.loss_scale = half > config.min_scale ? half : config.min_scale;
+            }
+            s.since = s.iteration + 1;
         } else {
-            double half = s.loss_scale * 0.5;
-            s.loss_scale = half > set.min_scale ? half : set.min_scale;
+            u64 good_steps = s.iteration - s.since;
+            bool grows = good_steps > 0 && good_steps % config.window == 0;
+            if (config.consecutive_hysteresis || grows) s.hysteresis_left = config.hysteresis;
+            if (grows) s.loss_scale = s.loss_scale * 2.0;
         }
-        s.since = s.iteration + 1;
-    } else {
-        u64 good = s.iteration - s.since;
-        bool grows = good > 0 && good % set.window == 0;
-        if (set.consecutive_hysteresis || grows) s.hysteresis_left = set.hysteresis;
-        if (grows) s.loss_scale = s.loss_scale * 2.0;
     }
     s.iteration += 1;
+    if (overflow) {
+        s.skipped_steps += 1;
+    } else {
+        s.adam_steps += 1;
+        s.schedule_position += 1;
+    }
     return true;
 }
 
-extern "C" __global__ void decide_step(const Vote *votes, u64 ranks, const StepSettings *settings,
-                                       const StepRates *rates, u64 rate_count, StepState *state, StepScalars *scalars, StepReport *reports,
-                                       u64 report_count) {
-    StepSettings set = *settings;
+extern "C" __global__ void advance_step(const RankStats *ranks, u64 rank_count, const StepConfig *config_at,
+                                        const StepRates *rates, u64 rate_count, StepState *state,
+                                        StepScalars *scalars, StepRecord *records, u64 record_count) {
+    StepConfig config = *config_at;
     StepState s = *state;
     *scalars = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1};
-    // A halted run stays so until the host has looked.
+    // A run stays halted until the host resets its state.
     if (s.halted) return;
     double sum_sq = 0.0;
-    StepReport report = {0.0, 0.0, 0.0, 0.0, 0, NONE, s.loss_scale, 0, NONE, NONE, 0.0, s.iteration, 1, 0};
+    StepRecord record = {0.0, 0.0, 0.0, 0.0, 0, NONE, s.loss_scale, 0, NONE, NONE, 0.0, s.iteration, 1, 0};
 #pragma unroll 8
-    for (u64 rank = 0; rank < ranks; rank++) {
-        sum_sq = __dadd_rn(sum_sq, votes[rank].sum_sq);
-        report.loss = __dadd_rn(report.loss, votes[rank].loss);
-        report.flags_any |= votes[rank].flags;
-        report.flags_all &= votes[rank].flags;
-        report.nonfinite += votes[rank].nonfinite;
-        bool bad = votes[rank].nonfinite > 0 || !is_finite(votes[rank].sum_sq);
-        if (bad && report.bad_rank == NONE) {
-            report.bad_rank = rank;
-            report.bad_unit = votes[rank].first_bad_unit;
+    for (u64 rank = 0; rank < rank_count; rank++) {
+        sum_sq = __dadd_rn(sum_sq, ranks[rank].sum_sq);
+        record.loss = __dadd_rn(record.loss, ranks[rank].loss);
+        record.flags_any |= ranks[rank].flags;
+        record.flags_all &= ranks[rank].flags;
+        record.nonfinite += ranks[rank].nonfinite;
+        bool bad = ranks[rank].nonfinite > 0 || !is_finite(ranks[rank].sum_sq);
+        if (bad && record.bad_rank == NONE) {
+            record.bad_rank = rank;
+            record.bad_unit = ranks[rank].first_bad_unit;
         }
     }
-    u64 at = s.schedule_position - set.first_position;
-    if (s.schedule_position < set.first_position || at >= rate_count) {
+    u64 at = s.schedule_position - config.first_position;
+    if (s.schedule_position < config.first_position || at >= rate_count) {
         s.halted = HALT_NO_RATE;
-    } else if (report.bad_rank != NONE) {
-        report.lr = rates[at].lr;
-        if (update_scale(set, s, true))
-            s.skipped_steps += 1;
-        else
-            s.halted = HALT_AT_MINIMUM;
+    } else if (record.bad_rank != NONE) {
+        record.lr = rates[at].lr;
+        if (!count_step(config, s, true)) s.halted = HALT_AT_MINIMUM;
     } else {
-        double divisor = __dmul_rn(__dmul_rn(s.loss_scale, (double)ranks), (double)set.micro_batches);
+        double divisor = __dmul_rn(__dmul_rn(s.loss_scale, (double)rank_count), (double)config.micro_batches);
         StepRates now = rates[at];
-        report.lr = now.lr;
-        report.grad_norm = __ddiv_rn(__dsqrt_rn(sum_sq), divisor);
-        report.clip = 1.0;
-        if (set.max_grad_norm > 0.0 && report.grad_norm > set.max_grad_norm)
-            report.clip = __ddiv_rn(set.max_grad_norm, __dadd_rn(report.grad_norm, 1e-6));
-        report.skipped = 0;
+        record.lr = now.lr;
+        record.grad_norm = __ddiv_rn(__dsqrt_rn(sum_sq), divisor);
+        record.clip = 1.0;
+        if (config.max_grad_norm > 0.0 && record.grad_norm > config.max_grad_norm)
+            record.clip = __ddiv_rn(config.max_grad_norm, __dadd_rn(record.grad_norm, 1e-6));
+        record.skipped = 0;
         u64 t = s.adam_steps + 1;
-        scalars->grad_scale = (float)__ddiv_rn(report.clip, divisor);
-        scalars->lr = (float)report.lr;
-        scalars->step_size = (float)__ddiv_rn(report.lr, __dsub_rn(1.0, power(now.beta1, t)));
+        scalars->grad_scale = (float)__ddiv_rn(record.clip, divisor);
+        scalars->lr = (float)record.lr;
+        scalars->step_size = (float)__ddiv_rn(record.lr, __dsub_rn(1.0, power(now.beta1, t)));
         scalars->bias_correction2_sqrt = (float)__dsqrt_rn(__dsub_rn(1.0, power(now.beta2, t)));
         scalars->one_minus_beta1 = (float)__dsub_rn(1.0, now.beta1);
         scalars->beta2 = (float)now.beta2;
         scalars->one_minus_beta2 = (float)__dsub_rn(1.0, now.beta2);
         scalars->skip = 0;
-        update_scale(set, s, false);
-        s.adam_steps += 1;
-        s.schedule_position += 1;
+        count_step(config, s, false);
     }
-    report.next_loss_scale = s.loss_scale;
-    report.halted = s.halted;
-    reports[report.iteration % report_count] = report;
+    record.next_loss_scale = s.loss_scale;
+    record.halted = s.halted;
+    records[record.iteration % record_count] = record;
     *state = s;
 }

@@ -1,7 +1,7 @@
-//! The fused step on a framework's own device pointers and stream: what `fused_step` does is all there is to it.
+//! The fused step on a framework's device pointers and stream: `fused_step` is the whole interface.
 //!
-//! Here the "framework" is a few allocations and a raw stream handle. Needs a GPU and NVRTC; says so if they are
-//! missing.
+//! Here the "framework" is a few allocations and a raw stream handle. Needs a GPU and NVRTC; prints an error without
+//! them.
 
 use std::error::Error;
 use std::ffi::c_void;
@@ -12,7 +12,7 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memo
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::{AdamArgs, AdamHyper, KernelError, Kernels, StepScalars};
 
-/// What a framework has: pointers to device memory, and lengths.
+/// A framework's tensor: a pointer to device memory and a length.
 #[derive(Clone, Copy)]
 struct Tensor {
     pointer: *mut c_void,
@@ -21,9 +21,9 @@ struct Tensor {
 
 impl Tensor {
     /// # Safety
-    /// The memory holds that many values of `T` on the device, for as long as launches use it, ordered by streams.
+    /// The memory holds `elems` values of `T` on the device while launches use it, and streams order the accesses.
     unsafe fn view<T>(self) -> DeviceSlice<T> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees memory and order.
         unsafe { DeviceSlice::from_raw_parts(self.pointer.cast(), self.elems) }
     }
 }
@@ -39,13 +39,13 @@ unsafe fn fused_step(
     [master, first_moment, second_moment, grad, param, scalars]: [Tensor; 6],
     stream: *mut c_void,
 ) -> Result<(), KernelError> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller passes a stream of the device.
     let stream = unsafe { interop::stream_from_raw(device, stream, "framework") }?;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the memory of each tensor, with these types.
     let [master, first_moment, second_moment] = [master, first_moment, second_moment].map(|t| unsafe { t.view() });
-    // SAFETY: the caller's promise.
+    // SAFETY: as above.
     let [grad, param] = [grad, param].map(|t| unsafe { t.view::<half::bf16>() }.erase());
-    // SAFETY: the caller's promise.
+    // SAFETY: as above.
     let scalars = unsafe { scalars.view::<StepScalars>() };
     let args = AdamArgs { master, first_moment, second_moment, grad, param_out: Some(param), scalars, hyper: HYPER };
     kernels.adam(&stream, args)
@@ -79,7 +79,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut tensors = Vec::new();
     for image in images {
         let memory = device.allocate(image.len())?;
-        // SAFETY: allocated just now.
+        // SAFETY: allocated above with this size.
         let bytes = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), image.len(), DType::U8) };
         device.upload(&framework_stream, image, bytes, limit)?;
         tensors.push((memory, bytes));

@@ -1,4 +1,4 @@
-//! The fused step on memory and a stream of one's own, as a framework with an allocator would call it.
+//! The fused step on plain vectors and a host stream, as a framework with its own allocator would call it.
 
 use std::time::Duration;
 

@@ -1,23 +1,20 @@
-//! What a launch refuses, on any device: lengths, alignment, overlap. Dtypes are refused where a launch is chosen.
+//! The argument checks of every launch, on any device: lengths, alignment, overlap. Dtypes are checked where a kernel is
+//! selected.
 
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
-use crate::kernels::{DecideArgs, RemainderArgs};
 use crate::step::RankStats;
-use crate::{AdamArgs, GradStats, KernelError};
+use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, RemainderArgs};
 
 pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
     if expected == got { Ok(()) } else { Err(KernelError::LengthMismatch { what, expected, got }) }
 }
 
-fn at_least(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    if expected <= got { Ok(()) } else { Err(KernelError::LengthMismatch { what, expected, got }) }
-}
-
-/// Where an argument lies.
+/// The address range of an argument.
 #[derive(Clone, Copy)]
 struct Extent {
     what: &'static str,
+    elems: usize,
     start: usize,
     end: usize,
     align_bytes: usize,
@@ -25,19 +22,27 @@ struct Extent {
 
 impl Extent {
     fn any(what: &'static str, slice: AnySlice) -> Self {
-        let start = slice.as_ptr() as usize;
-        Self { what, start, end: start.saturating_add(slice.len_bytes()), align_bytes: slice.dtype().size_bytes() }
+        let (start, align_bytes) = (slice.as_ptr() as usize, slice.dtype().size_bytes());
+        Self { what, elems: slice.len(), start, end: start.saturating_add(slice.len_bytes()), align_bytes }
     }
 
     fn typed<T>(what: &'static str, slice: DeviceSlice<T>) -> Self {
-        let start = slice.as_ptr() as usize;
-        let bytes = slice.len().saturating_mul(size_of::<T>());
-        Self { what, start, end: start.saturating_add(bytes), align_bytes: align_of::<T>() }
+        let (start, elems) = (slice.as_ptr() as usize, slice.len());
+        let end = start.saturating_add(elems.saturating_mul(size_of::<T>()));
+        Self { what, elems, start, end, align_bytes: align_of::<T>() }
+    }
+
+    fn has(&self, elems: usize) -> Result<(), KernelError> {
+        same_len(self.what, elems, self.elems)
+    }
+
+    fn has_at_least(&self, elems: usize) -> Result<(), KernelError> {
+        if self.elems >= elems { Ok(()) } else { self.has(elems) }
     }
 }
 
-/// Refuses misaligned arguments, and a written one that shares memory with another: `&mut` must be exclusive.
-fn places(written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
+/// Refuses misaligned arguments, and written ones that share memory with another: the host makes `&mut` of them.
+fn check_extents(written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
     for e in written.iter().chain(read) {
         if e.start < e.end && !e.start.is_multiple_of(e.align_bytes) {
             let Extent { what, start: address, align_bytes, .. } = *e;
@@ -55,50 +60,43 @@ fn places(written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
 }
 
 pub(crate) fn adam(args: &AdamArgs) -> Result<(), KernelError> {
-    let n = args.master.len();
-    same_len("adam: first_moment", n, args.first_moment.len())?;
-    same_len("adam: second_moment", n, args.second_moment.len())?;
-    same_len("adam: grad", n, args.grad.len())?;
-    same_len("adam: param_out", n, args.param_out.map_or(n, AnySlice::len))?;
-    same_len("adam: scalars", 1, args.scalars.len())?;
-    let mut written = [Extent::typed("adam: master", args.master); 4];
-    written[1] = Extent::typed("adam: first_moment", args.first_moment);
-    written[2] = Extent::typed("adam: second_moment", args.second_moment);
-    let written = match args.param_out {
-        None => &written[..3],
-        Some(param) => {
-            written[3] = Extent::any("adam: param_out", param);
-            &written[..]
-        }
-    };
-    places(written, &[Extent::any("adam: grad", args.grad), Extent::typed("adam: scalars", args.scalars)])
+    let master = Extent::typed("adam: master", args.master);
+    let param_out = args.param_out.map_or(master, |param| Extent::any("adam: param_out", param));
+    let written = [
+        master,
+        Extent::typed("adam: first_moment", args.first_moment),
+        Extent::typed("adam: second_moment", args.second_moment),
+        param_out,
+    ];
+    let written = if args.param_out.is_some() { &written[..] } else { &written[..3] };
+    let read = [Extent::any("adam: grad", args.grad), Extent::typed("adam: scalars", args.scalars)];
+    written.iter().chain(&read[..1]).try_for_each(|e| e.has(master.elems))?;
+    read[1].has(1)?;
+    check_extents(written, &read)
 }
 
 pub(crate) fn adam_remainder(args: &RemainderArgs) -> Result<(), KernelError> {
-    let n = args.param.len();
-    same_len("adam_remainder: remainder", n, args.remainder.len())?;
-    same_len("adam_remainder: first_moment", n, args.first_moment.len())?;
-    same_len("adam_remainder: second_moment", n, args.second_moment.len())?;
-    same_len("adam_remainder: grad", n, args.grad.len())?;
-    same_len("adam_remainder: scalars", 1, args.scalars.len())?;
     let written = [
         Extent::typed("adam_remainder: param", args.param),
         Extent::typed("adam_remainder: remainder", args.remainder),
         Extent::typed("adam_remainder: first_moment", args.first_moment),
         Extent::typed("adam_remainder: second_moment", args.second_moment),
     ];
-    let scalars = Extent::typed("adam_remainder: scalars", args.scalars);
-    places(&written, &[Extent::any("adam_remainder: grad", args.grad), scalars])
+    let read =
+        [Extent::any("adam_remainder: grad", args.grad), Extent::typed("adam_remainder: scalars", args.scalars)];
+    written.iter().chain(&read[..1]).try_for_each(|e| e.has(args.param.len()))?;
+    read[1].has(1)?;
+    check_extents(&written, &read)
 }
 
 pub(crate) fn cast(src: AnySlice, dst: AnySlice) -> Result<(), KernelError> {
     same_len("cast: dst", src.len(), dst.len())?;
-    places(&[Extent::any("cast: dst", dst)], &[Extent::any("cast: src", src)])
+    check_extents(&[Extent::any("cast: dst", dst)], &[Extent::any("cast: src", src)])
 }
 
 pub(crate) fn accumulate(grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
     same_len("accumulate: acc", grad.len(), acc.len())?;
-    places(&[Extent::typed("accumulate: acc", acc)], &[Extent::any("accumulate: grad", grad)])
+    check_extents(&[Extent::typed("accumulate: acc", acc)], &[Extent::any("accumulate: grad", grad)])
 }
 
 pub(crate) fn grad_stats(
@@ -107,44 +105,42 @@ pub(crate) fn grad_stats(
     scratch_elems: usize,
     out: DeviceSlice<GradStats>,
 ) -> Result<(), KernelError> {
-    same_len("grad_stats: out", 1, out.len())?;
-    at_least("grad_stats: scratch", scratch_elems, scratch.len())?;
     let written = [Extent::typed("grad_stats: out", out), Extent::typed("grad_stats: scratch", scratch)];
-    places(&written, &[Extent::any("grad_stats: grad", grad)])
+    written[0].has(1)?;
+    written[1].has_at_least(scratch_elems)?;
+    check_extents(&written, &[Extent::any("grad_stats: grad", grad)])
 }
 
-pub(crate) fn make_vote(
+pub(crate) fn rank_stats(
     units: DeviceSlice<GradStats>,
     loss: DeviceSlice<f64>,
     flags: DeviceSlice<u64>,
     out: DeviceSlice<RankStats>,
 ) -> Result<(), KernelError> {
-    same_len("make_vote: loss", 1, loss.len())?;
-    same_len("make_vote: flags", 1, flags.len())?;
-    same_len("make_vote: out", 1, out.len())?;
+    let written = [Extent::typed("rank_stats: out", out)];
     let read = [
-        Extent::typed("make_vote: units", units),
-        Extent::typed("make_vote: loss", loss),
-        Extent::typed("make_vote: flags", flags),
+        Extent::typed("rank_stats: loss", loss),
+        Extent::typed("rank_stats: flags", flags),
+        Extent::typed("rank_stats: units", units),
     ];
-    places(&[Extent::typed("make_vote: out", out)], &read)
+    read[..2].iter().chain(&written).try_for_each(|e| e.has(1))?;
+    check_extents(&written, &read)
 }
 
-pub(crate) fn decide_step(args: &DecideArgs) -> Result<(), KernelError> {
-    at_least("decide_step: votes", 1, args.votes.len())?;
-    same_len("decide_step: settings", 1, args.settings.len())?;
-    same_len("decide_step: state", 1, args.state.len())?;
-    same_len("decide_step: scalars", 1, args.scalars.len())?;
-    at_least("decide_step: reports", 1, args.reports.len())?;
+pub(crate) fn advance_step(args: &AdvanceArgs) -> Result<(), KernelError> {
     let written = [
-        Extent::typed("decide_step: state", args.state),
-        Extent::typed("decide_step: scalars", args.scalars),
-        Extent::typed("decide_step: reports", args.reports),
+        Extent::typed("advance_step: state", args.state),
+        Extent::typed("advance_step: scalars", args.scalars),
+        Extent::typed("advance_step: records", args.records),
     ];
     let read = [
-        Extent::typed("decide_step: votes", args.votes),
-        Extent::typed("decide_step: settings", args.settings),
-        Extent::typed("decide_step: rates", args.rates),
+        Extent::typed("advance_step: ranks", args.ranks),
+        Extent::typed("advance_step: config", args.config),
+        Extent::typed("advance_step: rates", args.rates),
     ];
-    places(&written, &read)
+    read[0].has_at_least(1)?;
+    read[1].has(1)?;
+    written[..2].iter().try_for_each(|e| e.has(1))?;
+    written[2].has_at_least(1)?;
+    check_extents(&written, &read)
 }

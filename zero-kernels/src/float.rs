@@ -1,9 +1,9 @@
 //! Conversions between fp32 and the 16-bit types, written so that compilers vectorise them.
 //!
 //! Both directions are plain integer and floating-point arithmetic without branches or tables, so a loop
-//! over them becomes vector code on any instruction set, and every machine (and Miri) gives the same bits.
-//! Rounding is to nearest, ties to even. A NaN stays a NaN: its sign and upper payload bits are kept and it
-//! is made quiet, as F16C and AVX-512 do. Denormals are converted exactly.
+//! over them becomes vector code on any instruction set, and every machine (and Miri) computes the same bits.
+//! Rounding is to nearest, ties to even. A NaN keeps its sign and upper payload bits and becomes quiet, as with F16C
+//! and AVX-512. Denormals are converted exactly.
 
 use half::{bf16, f16};
 use zero_alloc::device::Element;
@@ -15,7 +15,7 @@ mod sealed {
     impl Sealed for half::f16 {}
 }
 
-/// A floating-point type of weights and gradients: fp32, bf16 or fp16. Arithmetic is always done in fp32.
+/// A floating-point type of weights and gradients: fp32, bf16 or fp16. Arithmetic is always in fp32.
 pub trait Float: Element + sealed::Sealed {
     /// The value as fp32, exactly.
     fn to_f32(self) -> f32;
@@ -56,7 +56,7 @@ impl Float for f16 {
     fn to_f32(self) -> f32 {
         let half = u32::from(self.to_bits());
         let sign = (half & 0x8000) << 16;
-        // Exponent and mantissa at fp32's places mean a value 2^112 too small, denormals included.
+        // Exponent and mantissa at fp32's positions make a value 2^112 too small, denormals included.
         let magnitude = (half & 0x7fff) << 13;
         let scaled = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
         let special = magnitude | 0x7f80_0000 | if half & 0x3ff != 0 { 0x40_0000 } else { 0 };
@@ -68,9 +68,9 @@ impl Float for f16 {
     fn from_f32(x: f32) -> Self {
         let bits = x.to_bits();
         let (sign, magnitude) = ((bits >> 16) & 0x8000, bits & 0x7fff_ffff);
-        // Rebias the exponent (127 to 15) and round the 13 bits that go.
+        // Rebias the exponent (127 to 15) and round off 13 bits.
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
-        // Beside 0.5 the last place is worth 2^-24, as in fp16's denormals: the addition rounds.
+        // Near 0.5 the last place is 2^-24, as in fp16's denormals: the addition rounds.
         let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
         let nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
         let out = if magnitude > 0x7f80_0000 {
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn every_sixteen_bit_value_widens_as_in_crate_half() {
+    fn widening_agrees_with_crate_half() {
         let step = if cfg!(miri) { 331 } else { 1 };
         for bits in (0..=u16::MAX).step_by(step) {
             let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn narrowing_agrees_with_crate_half_around_every_tie() {
+    fn narrowing_agrees_around_every_tie() {
         // Every sixteen-bit pattern, and its neighbourhood at both types' rounding points.
         let step = if cfg!(miri) { 331 } else { 1 };
         for high in (0..=u16::MAX).step_by(step) {
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     #[ignore = "all 2^32 values take a minute; run it after a change here"]
-    fn narrowing_agrees_with_crate_half_everywhere() {
+    fn narrowing_agrees_for_all_values() {
         (0..=u32::MAX).for_each(|bits| check_narrowing(f32::from_bits(bits)));
     }
 

@@ -1,26 +1,26 @@
-//! The contract of launches: every operation names its stream, takes slices, and returns at once.
+//! The contract of launches: every operation names its stream, accepts slices, and returns at once.
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
-use crate::step::{RankStats, StepRates, StepReport, StepSettings, StepState, power};
+use crate::step::{RankStats, StepConfig, StepRates, StepRecord, StepState, power};
 
-/// Why a launch was refused.
+/// Why an operation was not enqueued.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// Lengths that must agree do not.
+    /// Arguments have different lengths.
     #[error("{what}: expected {expected} elements, got {got}")]
     LengthMismatch {
         /// The operation and argument.
         what: &'static str,
         /// Elements expected.
         expected: usize,
-        /// Elements given.
+        /// Elements of the argument.
         got: usize,
     },
-    /// The operation is not defined for these dtypes.
-    #[error("{what}: not defined for {dtype}")]
+    /// The operation is not defined for this dtype.
+    #[error("{what}: {dtype} is not supported; use fp32, bf16 or fp16")]
     Unsupported {
         /// The operation and argument.
         what: &'static str,
@@ -32,37 +32,37 @@ pub enum KernelError {
     Misaligned {
         /// The operation and argument.
         what: &'static str,
-        /// Where the slice starts.
+        /// The slice's first byte.
         address: usize,
-        /// The size of an element.
+        /// The alignment of an element.
         align_bytes: usize,
     },
-    /// A slice that is written shares memory with another argument.
+    /// A written slice shares memory with another argument.
     #[error("{first} and {second} overlap")]
     Overlap {
-        /// The operation and argument that is written.
+        /// The operation and the written argument.
         first: &'static str,
         /// The other argument.
         second: &'static str,
     },
-    /// The operating system refused the threads of the host's operations.
-    #[error("cannot start {threads} threads: {message}")]
+    /// The threads of the host's operations could not be started.
+    #[error("failed to start {threads} threads: {message}")]
     Threads {
-        /// Threads asked for.
+        /// Threads requested.
         threads: usize,
-        /// What was said.
+        /// The reason.
         message: String,
     },
     /// A CUDA kernel could not be compiled.
+    #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
-    /// The stream refused.
+    /// The stream or device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// Sum of squares and non-finite count of a gradient (as it travels: scaled and summed over ranks).
-/// Eight-byte fields, so that it travels as bytes and lies on a device as on the host.
+/// Sum of squares and non-finite count of a gradient. The gradient is still scaled and summed over ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct GradStats {
@@ -72,11 +72,11 @@ pub struct GradStats {
     pub nonfinite: u64,
 }
 
-/// What every AdamW launch of one step shares; it lies on the device, so that a step needs no host wait.
+/// The scalars of all Adam launches of one step. They are in device memory, so that a step needs no host wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepScalars {
-    /// Multiplies every gradient: clip / (loss_scale x ranks x micro-batches).
+    /// Factor of every gradient: clip / (loss_scale x ranks x micro-batches).
     pub grad_scale: f32,
     /// Learning rate, for the decay.
     pub lr: f32,
@@ -84,7 +84,7 @@ pub struct StepScalars {
     pub step_size: f32,
     /// sqrt(1 - beta2^t).
     pub bias_correction2_sqrt: f32,
-    /// 1 - beta1, in fp64 before it is rounded, as all that is made of the betas.
+    /// 1 - beta1, subtracted in fp64 and then rounded, like all values derived from the betas.
     pub one_minus_beta1: f32,
     /// beta2.
     pub beta2: f32,
@@ -114,13 +114,13 @@ impl StepScalars {
         }
     }
 
-    /// The scalars of a step that is skipped.
+    /// The scalars of a skipped step.
     pub fn skipped() -> Self {
         Self { skip: 1, ..Self::default() }
     }
 }
 
-/// Constants of Adam. In fp64, since `1 - beta2` of an fp32 beta2 is already wrong in the fifth digit.
+/// Hyperparameters of Adam, in fp64: `1 - beta2` of an fp32 beta2 is wrong in the fifth digit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamHyper {
     /// Decay of the first moment.
@@ -136,8 +136,9 @@ pub struct AdamHyper {
 }
 
 impl AdamHyper {
-    /// What does not move, as every back end uses it; what is made of the betas is in [`StepScalars`].
-    pub fn constants(&self) -> AdamConstants {
+    /// The values that no schedule changes, as all back ends use them; those derived from the betas are in
+    /// [`StepScalars`].
+    pub(crate) fn constants(&self) -> AdamConstants {
         AdamConstants {
             eps: self.eps as f32,
             weight_decay: self.weight_decay as f32,
@@ -149,7 +150,7 @@ impl AdamHyper {
 /// Constants of Adam, rounded to fp32: `AdamConstants` of cuda/prelude.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-pub struct AdamConstants {
+pub(crate) struct AdamConstants {
     pub(crate) eps: f32,
     pub(crate) weight_decay: f32,
     /// Not 0: AdamW.
@@ -167,15 +168,15 @@ pub struct AdamArgs {
     pub second_moment: DeviceSlice<f32>,
     /// fp32, bf16 or fp16.
     pub grad: AnySlice,
-    /// Where the new parameter goes in its own dtype; `None` where the master is the parameter.
+    /// The parameter in its own dtype, written; `None` if the master is the parameter.
     pub param_out: Option<AnySlice>,
-    /// The step's scalars, read when the launch runs.
+    /// One, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
-    /// Constants; the betas are those of the scalars.
+    /// Hyperparameters; the betas are those of the scalars.
     pub hyper: AdamHyper,
 }
 
-/// One AdamW launch on weights that are a bf16 parameter and a 16-bit remainder: all slices have one length.
+/// One AdamW launch on weights stored as a bf16 parameter and a 16-bit remainder: all slices have one length.
 #[derive(Clone, Copy, Debug)]
 pub struct RemainderArgs {
     /// The parameter, updated.
@@ -188,69 +189,69 @@ pub struct RemainderArgs {
     pub second_moment: DeviceSlice<f32>,
     /// fp32, bf16 or fp16.
     pub grad: AnySlice,
-    /// The step's scalars, read when the launch runs.
+    /// One, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
-    /// Constants; the betas are those of the scalars.
+    /// Hyperparameters; the betas are those of the scalars.
     pub hyper: AdamHyper,
 }
 
-/// The decision of a step, all of it in device memory (see [`crate::step`]).
+/// The operands of [`Kernels::advance_step`], all in device memory.
 #[derive(Clone, Copy, Debug)]
-pub struct DecideArgs {
-    /// The votes of all ranks, in rank order.
-    pub votes: DeviceSlice<RankStats>,
+pub struct AdvanceArgs {
+    /// The statistics of all ranks, in rank order; at least one.
+    pub ranks: DeviceSlice<RankStats>,
     /// One, read.
-    pub settings: DeviceSlice<StepSettings>,
-    /// Those of the schedule's positions from the settings' first on; read.
+    pub config: DeviceSlice<StepConfig>,
+    /// The schedule's values from [`StepConfig::first_position`] on; read.
     pub rates: DeviceSlice<StepRates>,
     /// One, updated.
     pub state: DeviceSlice<StepState>,
-    /// One, written: what the step's Adam launches read.
+    /// One, written, for the step's Adam launches.
     pub scalars: DeviceSlice<StepScalars>,
-    /// At least one; the report of iteration `i` goes to place `i % len`.
-    pub reports: DeviceSlice<StepReport>,
+    /// A ring of at least one; the record of iteration `i` is written to element `i % len`.
+    pub records: DeviceSlice<StepRecord>,
 }
 
-/// The operations of a ZeRO step, enqueued on streams of `D`. Arguments are checked at the call: lengths, dtypes,
-/// alignment, and that nothing that is written overlaps anything else. Empty ranges are fine, and cost nothing.
+/// The operations of a ZeRO step, enqueued on streams of `D`. The call checks the arguments: lengths, dtypes, alignment,
+/// and that no written slice overlaps another argument. Empty ranges are allowed.
 ///
-/// No operation allocates device memory, waits, or leaves anything to the host: on a GPU all can be recorded into a
-/// graph.
+/// No operation allocates device memory or waits for the host, so a step can be recorded into a graph. Each returns an
+/// error if the arguments do not fit or the stream fails.
 pub trait Kernels<D: Device>: Send + Sync {
     /// One fused Adam step over a flat range.
     ///
     /// # Errors
-    /// The arguments do not fit, or the stream refused.
+    /// See [`KernelError`].
     fn adam(&self, stream: &D::Stream, args: AdamArgs) -> Result<(), KernelError>;
 
     /// One fused Adam step over a flat range of parameters with remainders: the same bits as [`Self::adam`] with fp32
     /// masters.
     ///
     /// # Errors
-    /// The arguments do not fit, or the stream refused.
+    /// See [`KernelError`].
     fn adam_remainder(&self, stream: &D::Stream, args: RemainderArgs) -> Result<(), KernelError>;
 
     /// `dst[i] = src[i] * scale`, rounded to nearest even; any of fp32, bf16, fp16 to any.
     ///
     /// # Errors
-    /// The arguments do not fit, or the stream refused.
+    /// See [`KernelError`].
     fn cast(&self, stream: &D::Stream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError>;
 
     /// `acc[i] += grad[i]` in fp32.
     ///
     /// # Errors
-    /// The arguments do not fit, or the stream refused.
+    /// See [`KernelError`].
     fn accumulate(&self, stream: &D::Stream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError>;
 
-    /// Elements of the scratch that [`Self::grad_stats`] needs for gradients of up to `len` elements; 0 on the host.
+    /// Elements of scratch that [`Self::grad_stats`] needs for gradients of up to `len` elements; 0 on the host.
     fn stats_scratch_elems(&self, len: usize) -> usize;
 
-    /// `out[0]` becomes the statistics of `grad`: the same bits for the same values, whatever the
-    /// alignment or the number of threads. `scratch` is the caller's, used until the launch has run, of at least
-    /// [`Self::stats_scratch_elems`].
+    /// Writes the statistics of `grad` to `out[0]`: the same bits for the same values, at any alignment and with any
+    /// number of threads. `scratch` has at least [`Self::stats_scratch_elems`] elements and is in use until the launch
+    /// has run.
     ///
     /// # Errors
-    /// The arguments do not fit, or the stream refused.
+    /// See [`KernelError`].
     fn grad_stats(
         &self,
         stream: &D::Stream,
@@ -259,11 +260,11 @@ pub trait Kernels<D: Device>: Send + Sync {
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError>;
 
-    /// `out[0]` becomes this rank's vote, from the statistics of its units, in order, one loss and one word of flags.
+    /// Writes this rank's [`RankStats`] to `out[0]`, from the statistics of its units, in order, one loss and 64 flags.
     ///
     /// # Errors
-    /// The arguments do not fit, or the stream refused.
-    fn make_vote(
+    /// See [`KernelError`].
+    fn rank_stats(
         &self,
         stream: &D::Stream,
         units: DeviceSlice<GradStats>,
@@ -272,9 +273,9 @@ pub trait Kernels<D: Device>: Send + Sync {
         out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError>;
 
-    /// The decision of a step from the votes of all ranks: [`crate::step::decide_step`], in stream order.
+    /// [`step::advance_step`](crate::step::advance_step) on values in device memory.
     ///
     /// # Errors
-    /// The arguments do not fit, or the stream refused.
-    fn decide_step(&self, stream: &D::Stream, args: DecideArgs) -> Result<(), KernelError>;
+    /// See [`KernelError`].
+    fn advance_step(&self, stream: &D::Stream, args: AdvanceArgs) -> Result<(), KernelError>;
 }

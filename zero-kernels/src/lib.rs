@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod check;
+#[cfg(feature = "cuda")]
 pub mod cuda;
 mod float;
 pub mod host;
@@ -9,7 +10,5 @@ pub mod reference;
 pub mod step;
 
 pub use float::Float;
-pub use kernels::{
-    AdamArgs, AdamConstants, AdamHyper, DecideArgs, GradStats, KernelError, Kernels, RemainderArgs, StepScalars,
-};
+pub use kernels::{AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, StepScalars};
 pub use step::RankStats;

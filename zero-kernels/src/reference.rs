@@ -1,6 +1,5 @@
-//! The oracle of each operation: a plain loop with the same signature, to read and to test against.
-//!
-//! Nothing here is fast, split or vectorised by intent; conversions are those of crate `half`.
+//! The oracle of each operation: a plain loop with the same signature, to read and to test against. Conversions are
+//! those of crate `half`.
 
 use half::{bf16, f16};
 use zero_alloc::device::DType;

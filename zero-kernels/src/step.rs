@@ -1,45 +1,58 @@
-//! The decision of a step as plain data, for a device that must not wait for the host: votes, settings and state in,
-//! scalars out. Kernel twin: cuda/step.cu, the same structs and the same operations in the same order.
+//! The rules of a step: gradient norm, clipping, overflow, loss scale and step counts, as plain data and arithmetic.
 //!
-//! zero-optim decides on the host with names, schedules and errors; its tests hold it to [`decide_step`], bit for
-//! bit. Here the learning rates and betas of coming steps lie in a table, since only the device knows which steps were
-//! skipped, and a run that cannot go on is *halted*: every later step is skipped until the host has looked. What
-//! became of a step is told in a [`StepReport`], in a ring that the host reads when it likes.
+//! [`advance_step`] is the only Rust version; zero-optim calls it on the host. The kernel in cuda/step.cu has the same
+//! structs and the same operations in the same order, so its results are equal bit for bit, and a step on a GPU needs no
+//! host wait. With `S` the loss scale of the step's backward, `N` ranks and `A` micro-batches:
+//!
+//! ```text
+//! grad_norm  = sqrt(sum over ranks of sum_sq) / (S * N * A)
+//! clip       = max_grad_norm / (grad_norm + 1e-6)  if grad_norm > max_grad_norm, else 1
+//! grad_scale = clip / (S * N * A)
+//! ```
+//!
+//! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows DeepSpeed's
+//! `DynamicLossScaler` (0.19.8):
+//!
+//! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; above 1 the hysteresis is reduced by 1.
+//! - **good step**: after `window` good steps since the last overflow, and every `window` after that, the scale doubles
+//!   and the hysteresis is reset. With `consecutive_hysteresis` every good step resets it.
+//!
+//! The scale changes only here, after the gradients that used it were applied. DeepSpeed #2686 was a scale that changed
+//! between backward and step.
 
 use crate::{GradStats, StepScalars};
 
-/// What a rank tells all others before a step. Plain bytes, to travel by all-gather.
+/// A rank's contribution to a step: gradient statistics of its shards, loss and flags. Plain bytes for an all-gather.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct RankStats {
-    /// Sum of squares of the gradients that the rank votes for: its units' sums, added in order.
+    /// Sum of squares over the rank's shards, added in unit order.
     pub sum_sq: f64,
-    /// How many of them are not finite.
+    /// Non-finite elements in them.
     pub nonfinite: u64,
-    /// The first unit that has such; [`RankStats::NO_UNIT`] if none.
+    /// The first unit with a non-finite element; [`RankStats::NO_UNIT`] if all are finite.
     pub first_bad_unit: u64,
-    /// This rank's part of the loss, whatever the caller sums over ranks.
+    /// The rank's part of the loss; parts are summed over ranks.
     pub loss: f64,
-    /// Whatever else the caller's ranks tell one another: of each bit all learn whether any and whether all have set
-    /// it.
+    /// Bits defined by the caller, reduced over ranks by OR and by AND.
     pub flags: u64,
 }
 
 impl RankStats {
-    /// No unit is bad.
+    /// No unit has a non-finite element.
     pub const NO_UNIT: u64 = u64::MAX;
 
-    /// The vote of a rank from the statistics of its units, in order; without flags.
+    /// Combines the statistics of a rank's units, in order, with its loss. The flags are 0.
     pub fn new(units: &[GradStats], loss: f64) -> Self {
-        let mut vote = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss, flags: 0 };
-        for (unit, stats) in units.iter().enumerate() {
-            vote.sum_sq += stats.sum_sq;
-            vote.nonfinite += stats.nonfinite;
-            if stats.nonfinite > 0 && vote.first_bad_unit == Self::NO_UNIT {
-                vote.first_bad_unit = unit as u64;
+        let mut stats = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss, flags: 0 };
+        for (unit, of_unit) in units.iter().enumerate() {
+            stats.sum_sq += of_unit.sum_sq;
+            stats.nonfinite += of_unit.nonfinite;
+            if of_unit.nonfinite > 0 && stats.first_bad_unit == Self::NO_UNIT {
+                stats.first_bad_unit = unit as u64;
             }
         }
-        vote
+        stats
     }
 
     /// Whether the step must be skipped.
@@ -48,31 +61,31 @@ impl RankStats {
     }
 }
 
-/// What does not change from step to step.
+/// Settings that stay the same from step to step.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-pub struct StepSettings {
-    /// Gradients of a greater norm are scaled down to it; 0: off.
+pub struct StepConfig {
+    /// Gradients of a greater norm are scaled down to it; 0: no clipping.
     pub max_grad_norm: f64,
-    /// The loss scale never goes below.
+    /// The minimum loss scale.
     pub min_scale: f64,
     /// Good steps in a row until the loss scale doubles; at least 1.
     pub window: u64,
     /// Micro-batches summed in a step.
     pub micro_batches: u64,
-    /// The schedule's position of the first rates in the table.
+    /// The schedule position of the first entry in the table of rates.
     pub first_position: u64,
-    /// Not 0: the loss scale moves.
+    /// Not 0: the loss scale is dynamic.
     pub dynamic: u32,
     /// Overflows until the loss scale halves; at least 1.
     pub hysteresis: u32,
-    /// Not 0: every good step refills the hysteresis.
+    /// Not 0: every good step resets the hysteresis.
     pub consecutive_hysteresis: u32,
     /// Not 0: an overflow at the minimum scale halts the run.
     pub fail_at_min: u32,
 }
 
-/// What the schedule says for one of its positions.
+/// The schedule's values at one position.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepRates {
@@ -84,23 +97,23 @@ pub struct StepRates {
     pub beta2: f64,
 }
 
-/// What moves from step to step.
+/// The state that a step updates.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepState {
     /// The scale of the next backward.
     pub loss_scale: f64,
-    /// Steps decided.
+    /// Steps so far, skipped ones included.
     pub iteration: u64,
     /// Iteration after the last overflow; 0 before the first.
     pub since: u64,
-    /// Steps applied.
+    /// Steps applied: Adam's `t` before the next step.
     pub adam_steps: u64,
     /// Position of the learning-rate schedule.
     pub schedule_position: u64,
     /// Steps skipped.
     pub skipped_steps: u64,
-    /// Overflows still endured, plus one.
+    /// Overflows until the scale halves.
     pub hysteresis_left: u32,
     /// [`StepState::RUNNING`], [`StepState::AT_MINIMUM`] or [`StepState::NO_RATE`].
     pub halted: u32,
@@ -113,48 +126,87 @@ impl StepState {
     pub const AT_MINIMUM: u32 = 1;
     /// `halted`: the schedule's position is outside the table of rates.
     pub const NO_RATE: u32 = 2;
+
+    /// The state before the first step.
+    pub fn new(loss_scale: f64, hysteresis: u32) -> Self {
+        Self { loss_scale, hysteresis_left: hysteresis, halted: Self::RUNNING, ..bytemuck::Zeroable::zeroed() }
+    }
+
+    /// Counts a step and updates the loss scale. Returns false, with nothing changed, if gradients overflowed at the
+    /// minimum scale and [`StepConfig::fail_at_min`] is set.
+    pub fn count_step(&mut self, config: &StepConfig, overflow: bool) -> bool {
+        if config.dynamic != 0 {
+            if overflow {
+                if self.hysteresis_left > 1 {
+                    self.hysteresis_left -= 1;
+                } else if self.loss_scale <= config.min_scale && config.fail_at_min != 0 {
+                    return false;
+                } else {
+                    self.loss_scale = (self.loss_scale * 0.5).max(config.min_scale);
+                }
+                self.since = self.iteration + 1;
+            } else {
+                let good_steps = self.iteration - self.since;
+                let grows = good_steps > 0 && good_steps.is_multiple_of(config.window);
+                if config.consecutive_hysteresis != 0 || grows {
+                    self.hysteresis_left = config.hysteresis;
+                }
+                if grows {
+                    self.loss_scale *= 2.0;
+                }
+            }
+        }
+        self.iteration += 1;
+        if overflow {
+            self.skipped_steps += 1;
+        } else {
+            self.adam_steps += 1;
+            self.schedule_position += 1;
+        }
+        true
+    }
 }
 
-/// What became of a step, for the host to read when it likes. The step at which a run is halted has a report; later
-/// ones have none.
+/// The record of one step, which the kernel writes to a ring for the host to read later. The step that halts a run has a
+/// record; later ones have none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-pub struct StepReport {
+pub struct StepRecord {
     /// Norm of the mean gradient before clipping; 0 if skipped.
     pub grad_norm: f64,
-    /// What clipping multiplied it with; 0 if skipped.
+    /// Clipping's factor; 0 if skipped.
     pub clip: f64,
     /// The learning rate.
     pub lr: f64,
-    /// Sum of the votes' losses.
+    /// Sum of the ranks' losses.
     pub loss: f64,
-    /// The bits that any vote's flags have.
+    /// OR of the ranks' flags.
     pub flags_any: u64,
-    /// The bits that all votes' flags have.
+    /// AND of the ranks' flags.
     pub flags_all: u64,
     /// The scale that the backward used.
     pub loss_scale: f64,
-    /// Elements that are not finite, over all ranks.
+    /// Non-finite elements over all ranks.
     pub nonfinite: u64,
-    /// The first rank that saw such; `u64::MAX` if none.
+    /// The first rank with a non-finite gradient; `u64::MAX` if all are finite.
     pub bad_rank: u64,
-    /// The first unit there; `u64::MAX` if none.
+    /// The first unit with one on that rank; `u64::MAX` if all are finite.
     pub bad_unit: u64,
     /// The scale of the next backward.
     pub next_loss_scale: f64,
-    /// Steps decided before this one.
+    /// Steps before this one, skipped ones included.
     pub iteration: u64,
     /// Not 0: Adam's update was skipped.
     pub skipped: u32,
-    /// What halted the run at this step: [`StepState::AT_MINIMUM`], [`StepState::NO_RATE`], or 0.
+    /// The reason why this step halted the run ([`StepState::AT_MINIMUM`], [`StepState::NO_RATE`]), or 0.
     pub halted: u32,
 }
 
-const _: () = assert!(size_of::<RankStats>() == 40 && size_of::<StepSettings>() == 56);
-const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepReport>() == 104 && size_of::<StepRates>() == 24);
+const _: () = assert!(size_of::<RankStats>() == 40 && size_of::<StepConfig>() == 56);
+const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepRecord>() == 104 && size_of::<StepRates>() == 24);
 
 /// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so the same bits, on
-/// every machine and device (a library's `pow` differs in the last place).
+/// every machine and device (library `pow` functions differ in the last place).
 pub fn power(base: f64, exponent: u64) -> f64 {
     let mut result = 1.0;
     for bit in (0..u64::BITS - exponent.leading_zeros()).rev() {
@@ -166,90 +218,56 @@ pub fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// Decides the next step from the votes of all ranks. `None` in place of a report: the run was halted before.
+/// Advances `state` by one step, given the statistics of all ranks in rank order. Returns the scalars of the step's
+/// Adam launches and the step's record, or no record if the run was halted before.
 ///
-/// As in the kernel, the scale of the backward is the state's: it moves only here, after the gradients' step. `rates`
-/// holds those of the schedule's positions from `first_position` on.
-pub fn decide_step(
-    votes: &[RankStats],
-    settings: &StepSettings,
+/// `rates` holds the schedule's values from [`StepConfig::first_position`] on, since only the state knows which steps
+/// were skipped. Outside this table, and on an overflow at the minimum scale, the run is *halted*: this step and all
+/// later ones are skipped.
+pub fn advance_step(
+    ranks: &[RankStats],
+    config: &StepConfig,
     rates: &[StepRates],
     state: &mut StepState,
-) -> (StepScalars, Option<StepReport>) {
-    let skipped = StepScalars::skipped();
+) -> (StepScalars, Option<StepRecord>) {
+    let mut scalars = StepScalars::skipped();
     if state.halted != StepState::RUNNING {
-        return (skipped, None);
+        return (scalars, None);
     }
-    let sum_sq = votes.iter().fold(0.0, |sum, v| sum + v.sum_sq);
-    let bad_rank = votes.iter().position(RankStats::is_bad);
-    let mut report = StepReport {
-        loss: votes.iter().fold(0.0, |sum, v| sum + v.loss),
-        flags_any: votes.iter().fold(0, |any, v| any | v.flags),
-        flags_all: votes.iter().fold(u64::MAX, |all, v| all & v.flags),
+    let sum_sq = ranks.iter().fold(0.0, |sum, r| sum + r.sum_sq);
+    let bad_rank = ranks.iter().position(RankStats::is_bad);
+    let mut record = StepRecord {
+        loss: ranks.iter().fold(0.0, |sum, r| sum + r.loss),
+        flags_any: ranks.iter().fold(0, |any, r| any | r.flags),
+        flags_all: ranks.iter().fold(u64::MAX, |all, r| all & r.flags),
         loss_scale: state.loss_scale,
-        nonfinite: votes.iter().map(|v| v.nonfinite).sum(),
+        nonfinite: ranks.iter().map(|r| r.nonfinite).sum(),
         bad_rank: bad_rank.map_or(u64::MAX, |r| r as u64),
-        bad_unit: bad_rank.map_or(u64::MAX, |r| votes[r].first_bad_unit),
+        bad_unit: bad_rank.map_or(u64::MAX, |r| ranks[r].first_bad_unit),
         iteration: state.iteration,
         skipped: 1,
-        ..StepReport::default()
+        ..StepRecord::default()
     };
-    let position = state.schedule_position.checked_sub(settings.first_position);
-    let rates = position.and_then(|p| rates.get(usize::try_from(p).ok()?));
-    let mut scalars = skipped;
-    if let Some(rates) = rates {
-        report.lr = rates.lr;
+    let index = state.schedule_position.checked_sub(config.first_position);
+    if let Some(rates) = index.and_then(|i| rates.get(usize::try_from(i).ok()?)) {
+        record.lr = rates.lr;
         if bad_rank.is_some() {
-            if update_scale(settings, state, true) {
-                state.skipped_steps += 1;
-            } else {
+            if !state.count_step(config, true) {
                 state.halted = StepState::AT_MINIMUM;
             }
         } else {
-            let divisor = state.loss_scale * votes.len() as f64 * settings.micro_batches as f64;
-            let (grad_norm, max) = (sum_sq.sqrt() / divisor, settings.max_grad_norm);
+            let divisor = state.loss_scale * ranks.len() as f64 * config.micro_batches as f64;
+            let (grad_norm, max) = (sum_sq.sqrt() / divisor, config.max_grad_norm);
             let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
-            let t = state.adam_steps + 1;
-            scalars = StepScalars::with_rates(t, rates, clip / divisor);
-            (report.grad_norm, report.clip, report.skipped) = (grad_norm, clip, 0);
-            update_scale(settings, state, false);
-            state.adam_steps += 1;
-            state.schedule_position += 1;
+            scalars = StepScalars::with_rates(state.adam_steps + 1, rates, clip / divisor);
+            (record.grad_norm, record.clip, record.skipped) = (grad_norm, clip, 0);
+            state.count_step(config, false);
         }
     } else {
         state.halted = StepState::NO_RATE;
     }
-    (report.next_loss_scale, report.halted) = (state.loss_scale, state.halted);
-    (scalars, Some(report))
-}
-
-/// Counts a step by DeepSpeed's rules; false at the minimum scale, where nothing has changed.
-fn update_scale(settings: &StepSettings, state: &mut StepState, overflow: bool) -> bool {
-    if settings.dynamic == 0 {
-        state.iteration += 1;
-        return true;
-    }
-    if overflow {
-        if state.hysteresis_left > 1 {
-            state.hysteresis_left -= 1;
-        } else if state.loss_scale <= settings.min_scale && settings.fail_at_min != 0 {
-            return false;
-        } else {
-            state.loss_scale = (state.loss_scale * 0.5).max(settings.min_scale);
-        }
-        state.since = state.iteration + 1;
-    } else {
-        let good = state.iteration - state.since;
-        let grows = good > 0 && good.is_multiple_of(settings.window);
-        if settings.consecutive_hysteresis != 0 || grows {
-            state.hysteresis_left = settings.hysteresis;
-        }
-        if grows {
-            state.loss_scale *= 2.0;
-        }
-    }
-    state.iteration += 1;
-    true
+    (record.next_loss_scale, record.halted) = (state.loss_scale, state.halted);
+    (scalars, Some(record))
 }
 
 #[cfg(test)]
@@ -258,7 +276,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri's powf is inexact on purpose")]
-    fn powers_are_near_the_librarys() {
+    fn power_is_near_powf() {
         for base in [0.9, 0.999, 0.95, 0.0, 1.0] {
             for t in (0..if cfg!(miri) { 5 } else { 200 }).chain([1000, 12345, 1 << 20, u64::MAX]) {
                 let (ours, theirs): (f64, f64) = (power(base, t), base.powf(t as f64));

@@ -1,5 +1,5 @@
-//! Two ranks, one after another in one thread, train y = a x + b by sharded AdamW: each keeps the state of one
-//! half. What a communicator would do (reduce-scatter, the gathering of votes, all-gather) is plain copying here.
+//! Two ranks, taking turns in one thread, train y = a x + b with sharded AdamW; each keeps half of the state. Plain copies
+//! replace the collectives (reduce-scatter, all-gather).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,35 +17,35 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device, 1 << 20);
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 10 };
-    let rules = OptimizerConfig { lr: 0.1, schedule, max_grad_norm: 1.0, ..OptimizerConfig::default() };
+    let config = OptimizerConfig { lr: 0.1, schedule, max_grad_norm: 1.0, ..OptimizerConfig::default() };
     let mut ranks = Vec::new();
     for _ in 0..2 {
         let kernels = Arc::new(HostKernels::new(1)?);
         let segments = vec![Segment::shard("line", 0..1)];
-        ranks.push(ShardedAdamW::new(&pool, kernels, &stream, rules.clone(), DType::F32, segments)?);
+        ranks.push(ShardedAdamW::new(&pool, kernels, &stream, config.clone(), DType::F32, segments)?);
     }
 
     let mut params = [0f32; 2]; // a belongs to rank 0, b to rank 1
     for step in 0..300 {
-        let scale = ranks[0].backward_scale();
-        // Each rank has its own point of the line 3 x - 1; the gradients are summed over ranks.
+        let scale = ranks[0].loss_scale() as f32;
+        // Each rank has its own point of the line 3 x - 1; gradients are summed over ranks.
         let (mut loss, mut grads) = ([0f64; 2], [0f32; 2]);
         for (rank, loss) in loss.iter_mut().enumerate() {
             let x = ((step + rank) % 5) as f32;
             let error = params[0] * x + params[1] - (3.0 * x - 1.0);
             *loss = f64::from(error * error) / 2.0;
-            grads[0] += 2.0 * error * x * scale.get() as f32;
-            grads[1] += 2.0 * error * scale.get() as f32;
+            grads[0] += 2.0 * error * x * scale;
+            grads[1] += 2.0 * error * scale;
         }
-        let mut votes: Vec<RankStats> = Vec::new();
+        let mut stats: Vec<RankStats> = Vec::new();
         for (rank, optim) in ranks.iter_mut().enumerate() {
             optim.enqueue_stats(&stream, &[one(&mut grads[rank])])?;
-            votes.push(optim.vote(&stream, loss[rank], LIMIT)?);
+            stats.push(optim.rank_stats(&stream, loss[rank], LIMIT)?);
         }
         for (rank, optim) in ranks.iter_mut().enumerate() {
             let units = [UnitSlices { grad: one(&mut grads[rank]), param: one(&mut params[rank]) }];
-            let ballot = GatheredStats { votes: &votes, backward_scale: scale, micro_batches: 1 };
-            let outcome = optim.step(&stream, &units, ballot, LIMIT)?;
+            let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+            let outcome = optim.step(&stream, &units, gathered, LIMIT)?;
             stream.synchronize(LIMIT)?;
             if rank == 0 && step % 50 == 49 {
                 let norm = outcome.grad_norm().unwrap_or(f64::NAN);

@@ -1,18 +1,18 @@
 //! The sharded mixed-precision AdamW of one rank.
 //!
-//! The buffers of its life, all from the pool:
+//! Buffers, all from the pool, for the optimizer's life:
 //!
-//! | buffer | elements | held for | when |
+//! | buffer | elements | purpose | when |
 //! |---|---|---|---|
 //! | first_moment, second_moment | state elements, fp32 | `Optimizer` | always |
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
-//! | stats | 16 bytes a unit | `Workspace` | always |
-//! | stats_scratch | as the kernels say, for the largest unit | `Workspace` | on a GPU |
+//! | stats | 16 bytes per unit | `Workspace` | always |
+//! | stats_scratch | [`Kernels::stats_scratch_elems`] of the largest unit | `Workspace` | on a GPU |
 //! | scalars | 32 bytes | `Workspace` | always |
 //!
-//! The state elements are this rank's shard storage (stages 1 to 3) or the whole storage (stage 0), end to
-//! end. The optimizer knows nothing of stages: it is given **segments**, one a unit, that tile its state,
-//! and at each step one gradient slice and one parameter slice a segment, wherever these lie.
+//! The state elements are this rank's shard storage (stages 1 to 3) or the whole storage (stage 0). The optimizer does
+//! not depend on the stage: the caller passes **segments**, one per unit, that tile the state, and at each step one
+//! gradient slice and one parameter slice per segment, anywhere in device memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,29 +20,27 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, RankStats, StepScalars};
+use zero_kernels::{AdamArgs, GradStats, Kernels, RankStats, StepScalars};
 
-use crate::decide::{BackwardScale, OptimizerConfig, Progress, StepController, StepOutcome};
-use crate::on_device::OnDevice;
+use crate::controller::{OptimizerConfig, Progress, StepController, StepOutcome};
+use crate::device_steps::DeviceSteps;
 use crate::segments::{Segment, SubGroup, UnitSlices, check_segments, sub_groups};
 use crate::{OptimError, StateKind};
 
-/// What all ranks gather before a step.
+/// The gathered statistics of a step.
 #[derive(Clone, Copy, Debug)]
 pub struct GatheredStats<'a> {
-    /// The votes of all ranks, in rank order.
-    pub votes: &'a [RankStats],
-    /// The loss scale that this step's backward used: [`ShardedAdamW::backward_scale`] before it.
-    pub backward_scale: BackwardScale,
-    /// Micro-batches that were summed.
+    /// The statistics of all ranks, in rank order.
+    pub ranks: &'a [RankStats],
+    /// Micro-batches summed in the gradients.
     pub micro_batches: usize,
 }
 
-/// AdamW over this rank's part of the state. One host thread drives it, on one compute stream.
+/// AdamW over this rank's part of the state, driven by one host thread on one compute stream.
 pub struct ShardedAdamW<D: Device> {
     pub(crate) device: D,
     pub(crate) kernels: Arc<dyn Kernels<D>>,
-    pub(crate) decider: StepController,
+    pub(crate) controller: StepController,
     param_dtype: DType,
     segments: Vec<Segment>,
     pub(crate) names: Vec<String>,
@@ -52,9 +50,9 @@ pub struct ShardedAdamW<D: Device> {
     stats: Block<D>,
     stats_scratch: Block<D>,
     scalars: Block<D>,
-    /// What steps need that are decided on the device.
-    pub(crate) on_device: Option<OnDevice<D>>,
-    /// The stream of the last launch, behind which the blocks are given back.
+    /// The buffers of device steps, once prepared.
+    pub(crate) device_steps: Option<DeviceSteps<D>>,
+    /// The stream of the last launch; the blocks are freed after it.
     pub(crate) stream: D::Stream,
 }
 
@@ -63,7 +61,7 @@ impl<D: Device> fmt::Debug for ShardedAdamW<D> {
         f.debug_struct("ShardedAdamW")
             .field("param_dtype", &self.param_dtype)
             .field("segments", &self.segments)
-            .field("decider", &self.decider)
+            .field("controller", &self.controller)
             .finish_non_exhaustive()
     }
 }
@@ -73,36 +71,36 @@ impl<D: Device> ShardedAdamW<D> {
     /// undefined until [`Self::init_masters`].
     ///
     /// # Errors
-    /// A setting is outside its range, the segments do not tile the state, or there is no memory.
+    /// A setting is outside its range, the segments do not tile the state, or an allocation failed.
     pub fn new(
         pool: &Pool<D>,
         kernels: Arc<dyn Kernels<D>>,
         stream: &D::Stream,
-        rules: OptimizerConfig,
+        config: OptimizerConfig,
         param_dtype: DType,
         segments: Vec<Segment>,
     ) -> Result<Self, OptimError> {
         if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
             return Err(OptimError::ParamDType { dtype: param_dtype });
         }
-        let decider = StepController::new(rules)?;
+        let controller = StepController::new(config)?;
         let elems = check_segments(&segments)?;
         let state = || pool.allocate(elems, DType::F32, Purpose::Optimizer, stream);
-        let largest = segments.iter().map(|s| s.vote.len()).max().unwrap_or(0);
+        let largest = segments.iter().map(|s| s.own_shard.len()).max().unwrap_or(0);
         let scratch_elems = kernels.stats_scratch_elems(largest);
         let optim = Self {
             device: pool.device().clone(),
             kernels,
-            decider,
+            controller,
             param_dtype,
             master: if param_dtype == DType::F32 { None } else { Some(state()?) },
             first_moment: state()?,
             second_moment: state()?,
-            // Two eight-byte words a unit, as `GradStats`; eight four-byte words, as `StepScalars`.
+            // The sizes of a `GradStats` per unit and of one `StepScalars`.
             stats: pool.allocate(2 * segments.len(), DType::F64, Purpose::Workspace, stream)?,
             stats_scratch: pool.allocate(scratch_elems, DType::F64, Purpose::Workspace, stream)?,
             scalars: pool.allocate(8, DType::F32, Purpose::Workspace, stream)?,
-            on_device: None,
+            device_steps: None,
             names: segments.iter().map(|s| s.name.clone()).collect(),
             segments,
             stream: stream.clone(),
@@ -123,11 +121,11 @@ impl<D: Device> ShardedAdamW<D> {
         &self.segments
     }
 
-    /// Enqueues filling the master weights from one slice a unit: fp32 where the initial weights are, or
-    /// the parameters. In fp32 training it does nothing: the parameter is the master.
+    /// Enqueues filling the master weights from one slice per unit: fp32 initial weights, or the parameters. In fp32
+    /// training it does nothing: the parameter is the master.
     ///
     /// # Errors
-    /// The slices do not fit the segments, or the stream refused.
+    /// The slices do not fit the segments, or the stream failed.
     pub fn init_masters(&mut self, stream: &D::Stream, weights: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("weights", weights.len(), weights.iter().copied())?;
         self.stream = stream.clone();
@@ -139,11 +137,11 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Enqueues writing the parameters from the masters, rounded to their dtype: after a checkpoint was
-    /// loaded. In fp32 training it does nothing.
+    /// Enqueues writing the parameters from the masters, rounded to their dtype, for use after a checkpoint was loaded.
+    /// In fp32 training it does nothing.
     ///
     /// # Errors
-    /// The slices do not fit the segments, or the stream refused.
+    /// The slices do not fit the segments, or the stream failed.
     pub fn write_params(&mut self, stream: &D::Stream, params: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("params", params.len(), params.iter().copied())?;
         self.stream = stream.clone();
@@ -155,70 +153,63 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// The loss scale for all micro-batches of the next step. Take it once, before the first.
-    pub fn backward_scale(&self) -> BackwardScale {
-        self.decider.backward_scale()
+    /// The loss scale for all micro-batches of the next step; only a step changes it.
+    pub fn loss_scale(&self) -> f64 {
+        self.controller.loss_scale()
     }
 
-    /// Enqueues the statistics of the gradients that this rank votes for, one slice a unit.
+    /// Enqueues the statistics of this rank's shards of the gradients, one slice per unit.
     ///
     /// # Errors
-    /// The slices do not fit the segments, or the stream refused.
+    /// The slices do not fit the segments, or the stream failed.
     pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("grads", grads.len(), grads.iter().copied())?;
         self.stream = stream.clone();
         let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
         for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
-            self.kernels.grad_stats(stream, grad.slice(segment.vote.clone()), scratch, stats.slice(i..i + 1))?;
+            self.kernels.grad_stats(stream, grad.slice(segment.own_shard.clone()), scratch, stats.slice(i..i + 1))?;
         }
         Ok(())
     }
 
-    /// Waits for the statistics, at most `limit`, and makes this rank's vote. `loss` is carried along.
+    /// Waits for the statistics, for at most `limit`, and combines them with this rank's `loss`.
     ///
     /// # Errors
     /// An operation on the stream failed, or the limit passed.
-    pub fn vote(&self, stream: &D::Stream, loss: f64, limit: Duration) -> Result<RankStats, OptimError> {
+    pub fn rank_stats(&self, stream: &D::Stream, loss: f64, limit: Duration) -> Result<RankStats, OptimError> {
         let mut stats = vec![GradStats::default(); self.segments.len()];
         self.device.download(stream, view(&self.stats), bytemuck::cast_slice_mut(&mut stats), limit)?;
         Ok(RankStats::new(&stats, loss))
     }
 
-    /// Decides the step from all ranks' votes and enqueues it: parameters and state are updated when the
-    /// stream gets there, or nothing is enqueued where the step is skipped.
+    /// Computes the step from the statistics of all ranks and enqueues the update of parameters and state. A skipped step
+    /// enqueues nothing.
     ///
     /// # Errors
-    /// The slices do not fit the segments, the loss scale is at its minimum, or the scalars did not reach the device
-    /// within `limit`: nothing has changed, and the step may be tried again. Where the stream refused a launch, some
-    /// units may have been updated.
+    /// The slices do not fit the segments, gradients overflowed with the loss scale at its minimum, or the scalars did
+    /// not reach the device within `limit`: nothing has changed, and the step may be retried. If the stream failed at a
+    /// launch, some units may have been updated.
     pub fn step(
         &mut self,
         stream: &D::Stream,
         units: &[UnitSlices],
-        ballot: GatheredStats<'_>,
+        gathered: GatheredStats<'_>,
         limit: Duration,
     ) -> Result<StepOutcome, OptimError> {
         self.check_units(units)?;
         self.stream = stream.clone();
-        let GatheredStats { votes, backward_scale, micro_batches } = ballot;
-        let mut decider = self.decider.clone();
-        let decision = decider.decide(votes, backward_scale, micro_batches, &self.names)?;
-        if !decision.outcome.is_skipped() {
-            let scalars = view(&self.scalars);
-            self.device.upload(stream, bytemuck::bytes_of(&decision.scalars), scalars, limit)?;
-            self.enqueue_adam(stream, units, decision.hyper)?;
+        let mut controller = self.controller.clone();
+        let (scalars, outcome) = controller.advance(gathered.ranks, gathered.micro_batches, &self.names)?;
+        if !outcome.is_skipped() {
+            self.device.upload(stream, bytemuck::bytes_of(&scalars), view(&self.scalars), limit)?;
+            self.enqueue_adam(stream, units)?;
         }
-        self.decider = decider;
-        Ok(decision.outcome)
+        self.controller = controller;
+        Ok(outcome)
     }
 
-    /// Enqueues the update, with the scalars that lie in device memory when the stream gets there.
-    pub(crate) fn enqueue_adam(
-        &self,
-        stream: &D::Stream,
-        units: &[UnitSlices],
-        hyper: AdamHyper,
-    ) -> Result<(), OptimError> {
+    /// Enqueues the update, which reads the scalars in device memory in stream order.
+    pub(crate) fn enqueue_adam(&self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
         let first_moment = view(&self.first_moment).typed::<f32>()?;
         let second_moment = view(&self.second_moment).typed::<f32>()?;
         let master = self.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
@@ -235,7 +226,7 @@ impl<D: Device> ShardedAdamW<D> {
                 grad: slices.grad,
                 param_out,
                 scalars: self.scalars_slice(),
-                hyper,
+                hyper: self.controller.config().hyper,
             };
             self.kernels.adam(stream, args)?;
         }
@@ -245,8 +236,8 @@ impl<D: Device> ShardedAdamW<D> {
     /// The state of one kind over the whole state storage; `None` for the masters of fp32 training.
     ///
     /// # Safety
-    /// Accesses are ordered against the optimizer's own by the stream it is driven on or by events, and end
-    /// before the optimizer is dropped or are noted by [`Self::record_use`].
+    /// Accesses are ordered with the optimizer's own by its stream or by events, and end before the optimizer is dropped
+    /// or are recorded by [`Self::record_use`].
     pub unsafe fn state(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
         let block = match kind {
             StateKind::Master => self.master.as_ref()?,
@@ -256,10 +247,10 @@ impl<D: Device> ShardedAdamW<D> {
         view(block).typed().ok()
     }
 
-    /// Notes that everything enqueued on `stream` so far may use the state.
+    /// Records that work enqueued on `stream` so far may use the state.
     ///
     /// # Errors
-    /// The stream is gone.
+    /// The stream is closed.
     pub fn record_use(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
         for block in self.master.iter_mut().chain([&mut self.first_moment, &mut self.second_moment]) {
             block.record_use(stream)?;
@@ -268,41 +259,41 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// The settings.
-    pub fn rules(&self) -> &OptimizerConfig {
-        self.decider.rules()
+    pub fn config(&self) -> &OptimizerConfig {
+        self.controller.config()
     }
 
-    /// The scalars that a checkpoint keeps.
+    /// The scalars for a checkpoint.
     pub fn progress(&self) -> Progress {
-        self.decider.progress()
+        self.controller.progress()
     }
 
-    /// Takes up the scalars of a checkpoint. The state itself is written through [`Self::state`]. Steps are decided
-    /// on the device again only after another [`Self::decide_on_device`].
+    /// Continues from the scalars of a checkpoint. Write masters and moments through [`Self::state`]. Device steps need
+    /// another [`Self::prepare_device_steps`].
     ///
     /// # Errors
     /// They do not fit the settings.
     pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
-        self.forget_device();
-        self.decider.restore(progress)
+        self.free_device_steps();
+        self.controller.restore(progress)
     }
 
-    /// Gives the blocks of decisions on the device back, behind the last launch.
-    pub(crate) fn forget_device(&mut self) {
-        if let Some(mut on_device) = self.on_device.take() {
-            on_device.record_use(&self.stream);
+    /// Frees the buffers of device steps after the last launch.
+    pub(crate) fn free_device_steps(&mut self) {
+        if let Some(mut device_steps) = self.device_steps.take() {
+            device_steps.record_use(&self.stream);
         }
     }
 
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
-        // SAFETY: the block holds eight four-byte words, as `StepScalars` does, and is aligned for them; it
-        // lives as long as `self`, whose drop notes the stream.
+        // SAFETY: the block has the size and alignment of a `StepScalars`, and is freed only after the stream recorded by
+        // the drop of `self`.
         unsafe { DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1) }
     }
 
     pub(crate) fn stats_slice(&self) -> DeviceSlice<GradStats> {
-        // SAFETY: the block holds two eight-byte words a unit, as `GradStats` does, and is aligned for them;
-        // it lives as long as `self`, whose drop notes the stream.
+        // SAFETY: the block has the size and alignment of a `GradStats` per unit, and is freed only after the stream
+        // recorded by the drop of `self`.
         unsafe { DeviceSlice::from_raw_parts(view(&self.stats).as_ptr().cast(), self.segments.len()) }
     }
 
@@ -340,7 +331,7 @@ impl<D: Device> ShardedAdamW<D> {
 
 impl<D: Device> Drop for ShardedAdamW<D> {
     fn drop(&mut self) {
-        self.forget_device();
+        self.free_device_steps();
         let blocks = [
             &mut self.first_moment,
             &mut self.second_moment,
@@ -349,15 +340,15 @@ impl<D: Device> Drop for ShardedAdamW<D> {
             &mut self.scalars,
         ];
         for block in self.master.iter_mut().chain(blocks) {
-            // A stream that is gone runs nothing any more.
+            // A closed stream runs nothing more.
             let _ = block.record_use(&self.stream);
         }
     }
 }
 
-/// The block as a slice, for launches of its owner.
+/// The block as a slice, for the launches of its owner.
 pub(crate) fn view<D: Device>(block: &Block<D>) -> AnySlice {
-    // SAFETY: the optimizer owns the block; all its launches are on streams that its drop or `record_use`
-    // notes, and one host thread enqueues them in order.
+    // SAFETY: the optimizer owns the block; its drop or `record_use` records every stream that uses it, and one host
+    // thread enqueues its launches in order.
     unsafe { block.slice() }
 }

@@ -1,62 +1,64 @@
-//! What can go wrong in an optimizer step.
+//! Errors of the optimizer.
 
 use zero_alloc::AllocError;
 use zero_alloc::device::{DType, DeviceError};
 use zero_kernels::KernelError;
 
-/// Why an optimizer could not be made or a step not be taken.
+/// Why an optimizer could not be created or a step failed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimError {
     /// A setting is outside its range.
-    #[error("{setting} = {value}: {rule}")]
+    #[error("{setting} is {value}; it must be {rule}")]
     Setting {
         /// The setting's name.
         setting: &'static str,
         /// Its value.
         value: f64,
-        /// What it must be.
+        /// The range.
         rule: &'static str,
     },
-    /// Parameters of this dtype cannot be trained.
+    /// No kernel updates parameters of this dtype.
     #[error("parameters of {dtype} cannot be trained; use fp32, bf16 or fp16")]
     ParamDType {
         /// The dtype.
         dtype: DType,
     },
     /// The segments do not tile the state storage.
-    #[error("unit {unit}: its state starts at {got}, expected {expected} (units tile the storage in order)")]
+    #[error(
+        "unit {unit}: its state starts at element {got}, expected {expected}: segments follow one another without gaps"
+    )]
     Segments {
         /// The unit.
         unit: String,
-        /// Where it should start.
+        /// The expected start.
         expected: usize,
-        /// Where it starts.
+        /// The start.
         got: usize,
     },
-    /// A segment votes for elements that it does not have.
-    #[error("unit {unit}: votes for elements {start}..{end} of {len}")]
-    VoteRange {
+    /// A segment's own shard is outside the segment.
+    #[error("unit {unit}: its own shard {start}..{end} is outside its {len} elements")]
+    OwnShard {
         /// The unit.
         unit: String,
-        /// Where the range starts.
+        /// Start of the shard.
         start: usize,
-        /// Where it ends.
+        /// End of the shard.
         end: usize,
-        /// Elements of the unit here.
+        /// Elements of the segment.
         len: usize,
     },
-    /// Not one slice per unit.
+    /// The number of slices is not the number of units.
     #[error("{what}: expected {expected} slices, one per unit, got {got}")]
     SliceCount {
         /// Which slices.
         what: &'static str,
         /// Units.
         expected: usize,
-        /// Slices given.
+        /// Slices passed.
         got: usize,
     },
-    /// A unit's slice has another length than its state.
+    /// A unit's slice and its state differ in length.
     #[error("unit {unit}, {what}: expected {expected} elements, got {got}")]
     SliceLen {
         /// The unit.
@@ -65,10 +67,10 @@ pub enum OptimError {
         what: &'static str,
         /// Elements of the unit's state.
         expected: usize,
-        /// Elements given.
+        /// Elements of the slice.
         got: usize,
     },
-    /// A unit's slice has another dtype than the optimizer was made for.
+    /// A unit's slice does not have the dtype of the optimizer's parameters.
     #[error("unit {unit}, {what}: expected {expected}, got {got}")]
     SliceDType {
         /// The unit.
@@ -77,41 +79,41 @@ pub enum OptimError {
         what: &'static str,
         /// Dtype expected.
         expected: DType,
-        /// Dtype given.
+        /// Dtype of the slice.
         got: DType,
     },
-    /// A decision without votes.
-    #[error("no votes: a step is decided by the votes of all ranks")]
-    NoVotes,
+    /// A step without statistics.
+    #[error("no rank statistics: a step needs those of all ranks")]
+    NoStats,
     /// Gradients overflow although the loss scale can go no lower.
     #[error(
         "step {step}: gradients of unit {unit} on rank {rank} are not finite although the loss scale is at its \
          minimum of {scale}; the run diverges: lower the learning rate, or train in bf16"
     )]
     LossScaleAtMinimum {
-        /// Steps taken or skipped before this one.
+        /// Steps before this one, skipped ones included.
         step: u64,
         /// The loss scale.
         scale: f64,
-        /// The first rank that saw it.
+        /// The first rank with a non-finite gradient.
         rank: usize,
-        /// The first unit there.
+        /// The first unit with one on that rank.
         unit: String,
     },
-    /// A step that is decided on the device before `decide_on_device`.
-    #[error("steps are not decided on the device: call decide_on_device first")]
-    NotOnDevice,
-    /// Reports of steps under way would be lost.
-    #[error("steps are under way whose reports are not read: call all_reports first")]
-    ReportsLeft,
-    /// A report was overwritten before it was read.
-    #[error("the report of step {iteration} is gone: 64 steps or more were enqueued without reading reports")]
-    ReportLost {
-        /// Steps decided before it.
+    /// A device step before `prepare_device_steps`.
+    #[error("device steps are not prepared: call prepare_device_steps first")]
+    NotPrepared,
+    /// Outcomes of enqueued steps would be lost.
+    #[error("enqueued steps have unread outcomes: call all_outcomes first")]
+    UnreadOutcomes,
+    /// A step's record was overwritten before it was read.
+    #[error("the outcome of step {iteration} is lost: 64 or more steps were enqueued without reading outcomes")]
+    OutcomeLost {
+        /// Steps before it, skipped ones included.
         iteration: u64,
     },
     /// The device has no rates for the schedule's position.
-    #[error("no rates on the device for position {position} of the schedule: call decide_on_device again")]
+    #[error("no rates on the device for position {position} of the schedule: call prepare_device_steps again")]
     NoRate {
         /// The position.
         position: u64,
@@ -119,24 +121,24 @@ pub enum OptimError {
     /// A saved state does not fit the settings.
     #[error("saved {what} does not fit: {reason}")]
     Restore {
-        /// What was saved.
+        /// The saved value.
         what: &'static str,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// No memory for the state.
+    /// The pool could not allocate the state.
     #[error(transparent)]
     Alloc(#[from] AllocError),
-    /// A launch was refused.
+    /// A kernel could not be enqueued.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// A stream failed.
+    /// A stream or the device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
 impl OptimError {
-    /// Refuses `value` unless `holds`.
+    /// An error about `value` unless `holds`.
     pub(crate) fn check(holds: bool, setting: &'static str, value: f64, rule: &'static str) -> Result<(), Self> {
         if holds { Ok(()) } else { Err(Self::Setting { setting, value, rule }) }
     }

@@ -1,9 +1,9 @@
 //! Learning-rate schedules, as functions of the position.
 //!
 //! The position is the number of steps applied so far: 0 at the first. A skipped step does not advance it.
-//! DeepSpeed's schedules give here, at position 0, the rate that their constructor sets and, at position
-//! `k`, the rate after the k-th `step()`. Names and parameters serialise as in a DeepSpeed configuration
-//! (`{"type": "WarmupLR", "params": {...}}`), and what is left out has DeepSpeed's default.
+//! At position 0 DeepSpeed's schedules have the rate of their constructor, at position `k` the rate after the k-th
+//! `step()`. Names and parameters serialise as in a DeepSpeed configuration
+//! (`{"type": "WarmupLR", "params": {...}}`) with DeepSpeed's defaults.
 //!
 //! Source: `deepspeed/runtime/lr_schedules.py` of 0.19.8; traces in tests/data/deepspeed_lr_schedules.json.
 
@@ -13,16 +13,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
 
-/// How the learning rate moves over the steps. `base` below is the optimizer's own rate.
+/// The learning rate over the steps. `base` below is [`OptimizerConfig::lr`](crate::OptimizerConfig::lr).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", content = "params")]
 pub enum LrSchedule {
     /// `base`, always.
     #[default]
     Constant,
-    /// `base * (position + 1) / warmup_steps` until that reaches `base`, then `base`.
+    /// `base * (position + 1) / warmup_steps`, at most `base`.
     LinearWarmup {
-        /// The step that is the first at the full rate, counted from 1; 0 is as 1.
+        /// The first step at the full rate, counted from 1; 0 counts as 1.
         warmup_steps: u64,
     },
     /// From the least to the greatest rate, then constant.
@@ -31,12 +31,12 @@ pub enum LrSchedule {
     /// The same, then linearly down to 0.
     #[serde(rename = "WarmupDecayLR")]
     WarmupDecay(WarmupDecay),
-    /// From a part of `base` to `base`, then down along a cosine.
+    /// From a fraction of `base` to `base`, then down along a cosine.
     #[serde(rename = "WarmupCosineLR")]
     WarmupCosine(WarmupCosine),
     /// Up and down once (Smith, arXiv 1803.09820), then decay.
     OneCycle(OneCycle),
-    /// Ever upwards, to find the greatest rate that trains.
+    /// Growing without end, to find the greatest rate that trains.
     #[serde(rename = "LRRangeTest")]
     RangeTest(RangeTest),
 }
@@ -56,11 +56,11 @@ pub enum WarmupType {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Warmup {
-    /// Where it starts.
+    /// The first rate.
     pub warmup_min_lr: f64,
-    /// Where it ends; `base` if not given.
+    /// The last rate; by default `base`.
     pub warmup_max_lr: Option<f64>,
-    /// Steps of warm-up; below 2 is as 2.
+    /// Steps of warm-up; 1 counts as 2.
     pub warmup_num_steps: u64,
     /// The curve.
     pub warmup_type: WarmupType,
@@ -78,13 +78,13 @@ impl Default for Warmup {
 pub struct WarmupDecay {
     /// The step at which the rate is 0.
     pub total_num_steps: u64,
-    /// Where it starts.
+    /// The first rate.
     #[serde(default)]
     pub warmup_min_lr: f64,
-    /// Where the warm-up ends.
+    /// The rate after the warm-up.
     #[serde(default = "default_max_lr")]
     pub warmup_max_lr: f64,
-    /// Steps of warm-up; below 2 is as 2.
+    /// Steps of warm-up; 1 counts as 2.
     #[serde(default = "default_warmup_steps")]
     pub warmup_num_steps: u64,
     /// The curve.
@@ -98,13 +98,13 @@ pub struct WarmupDecay {
 pub struct WarmupCosine {
     /// The step at which the cosine ends.
     pub total_num_steps: u64,
-    /// Part of `base` at the start.
+    /// Fraction of `base` at the start.
     #[serde(default)]
     pub warmup_min_ratio: f64,
-    /// Steps of warm-up; below 2 is as 2.
+    /// Steps of warm-up; 1 counts as 2.
     #[serde(default = "default_warmup_steps")]
     pub warmup_num_steps: u64,
-    /// Part of `base` at the end.
+    /// Fraction of `base` at the end.
     #[serde(default = "default_cos_min_ratio")]
     pub cos_min_ratio: f64,
     /// The curve of the warm-up.
@@ -120,25 +120,25 @@ pub struct OneCycle {
     pub cycle_min_lr: f64,
     /// The greatest.
     pub cycle_max_lr: f64,
-    /// How fast it falls after the cycle; 0: not.
+    /// Decay of the rate after the cycle; 0: no decay.
     #[serde(default)]
     pub decay_lr_rate: f64,
     /// Steps upwards.
     #[serde(default = "default_cycle_steps")]
     pub cycle_first_step_size: u64,
-    /// Steps downwards; as many if not given.
+    /// Steps downwards; by default the steps upwards.
     #[serde(default)]
     pub cycle_second_step_size: Option<u64>,
     /// Stairs upwards; 0: smooth.
     #[serde(default)]
     pub cycle_first_stair_count: u64,
-    /// Stairs downwards; as many if not given.
+    /// Stairs downwards; by default the stairs upwards.
     #[serde(default)]
     pub cycle_second_stair_count: Option<u64>,
     /// Steps of one interval of decay; 0: no decay.
     #[serde(default)]
     pub decay_step_size: u64,
-    /// Whether beta1 moves against the rate (and beta2 is 0.99).
+    /// Whether beta1 changes inversely to the rate (and beta2 is 0.99).
     #[serde(default = "default_true")]
     pub cycle_momentum: bool,
     /// The least beta1.
@@ -147,7 +147,7 @@ pub struct OneCycle {
     /// The greatest.
     #[serde(default = "default_max_mom")]
     pub cycle_max_mom: f64,
-    /// How fast beta1 grows after the cycle.
+    /// Growth of beta1 after the cycle.
     #[serde(default)]
     pub decay_mom_rate: f64,
 }
@@ -156,13 +156,13 @@ pub struct OneCycle {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RangeTest {
-    /// Where it starts.
+    /// The first rate.
     pub lr_range_test_min_lr: f64,
     /// Steps of one interval.
     pub lr_range_test_step_size: u64,
-    /// Growth per interval, in parts of the start.
+    /// Growth per interval, as a fraction of the first rate.
     pub lr_range_test_step_rate: f64,
-    /// Whether it grows once an interval.
+    /// Whether the rate grows once per interval.
     pub lr_range_test_staircase: bool,
 }
 
@@ -235,7 +235,7 @@ impl LrSchedule {
         }
     }
 
-    /// beta1 and beta2 of the step at `position`, where the schedule moves them.
+    /// beta1 and beta2 of the step at `position`, if the schedule changes them.
     pub fn betas(&self, position: u64) -> Option<(f64, f64)> {
         match self {
             Self::OneCycle(c) if c.cycle_momentum => Some((c.momentum(position.checked_sub(1)), 0.99)),
@@ -243,10 +243,10 @@ impl LrSchedule {
         }
     }
 
-    /// Refuses parameters outside their ranges.
+    /// Checks every parameter against its range.
     ///
     /// # Errors
-    /// Names the parameter, its value and the rule.
+    /// [`OptimError::Setting`] for the first that is outside.
     pub fn check(&self) -> Result<(), OptimError> {
         let steps = |name, n: u64| OptimError::check(n > 0, name, 0.0, "at least 1");
         let rate =
@@ -286,7 +286,7 @@ impl LrSchedule {
     }
 }
 
-/// The part of a warm-up of `steps` that is done at iteration `i`; `None` after it.
+/// The completed fraction of a warm-up of `steps` at iteration `i`; `None` after it.
 fn warmup(kind: WarmupType, i: u64, steps: u64) -> Option<f64> {
     let steps = steps.max(2);
     (i < steps).then(|| match kind {
@@ -316,7 +316,7 @@ impl OneCycle {
         self.cycle_second_step_size.unwrap_or(self.cycle_first_step_size) as f64
     }
 
-    /// How far up the cycle is: 0 at its ends, 1 at its peak.
+    /// The height of the cycle: 0 at its ends, 1 at its peak.
     fn height(&self, i: u64) -> f64 {
         let total = self.first() + self.second();
         let (ratio, batch) = (self.first() / total, (i + 1) as f64);
@@ -331,7 +331,7 @@ impl OneCycle {
         if stairs == 0.0 {
             return if rising { x / ratio } else { (x - 1.0) / (ratio - 1.0) };
         }
-        // From the whole number of the batch, so that rounding never costs a stair.
+        // Computed from the integer batch number, so that rounding never skips a stair.
         let within = batch % total;
         let position = if within <= self.first() {
             within * stairs / self.first()

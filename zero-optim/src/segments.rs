@@ -1,4 +1,4 @@
-//! Where units lie in the state storage, and which of them one launch can take together.
+//! The segments of units in the state storage, and the units that one launch updates together.
 
 use std::ops::Range;
 
@@ -6,28 +6,28 @@ use zero_alloc::device::AnySlice;
 
 use crate::OptimError;
 
-/// One unit's place in the state, and what of it this rank votes for.
+/// One unit's range of the state, and this rank's shard of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// The unit's name, for reports.
+    /// The unit's name, for errors and outcomes.
     pub name: String,
-    /// Its elements of the state storage.
+    /// Elements of the state storage.
     pub state: Range<usize>,
-    /// The elements, counted from the segment's start, whose gradients this rank votes for: its own shard.
-    pub vote: Range<usize>,
+    /// This rank's shard, counted from the segment's start: the elements of the rank's gradient statistics.
+    pub own_shard: Range<usize>,
 }
 
 impl Segment {
-    /// A segment that holds this rank's shard, and votes for all of it: stages 1 to 3.
+    /// A segment of this rank's shard alone: stages 1 to 3.
     pub fn shard(name: impl Into<String>, state: Range<usize>) -> Self {
-        let vote = 0..state.end.saturating_sub(state.start);
-        Self { name: name.into(), state, vote }
+        let own_shard = 0..state.end.saturating_sub(state.start);
+        Self { name: name.into(), state, own_shard }
     }
 
-    /// A segment that holds a whole unit, and votes for this rank's shard of it: stage 0. So the votes, and
-    /// the norm, have the same bits as at the other stages.
+    /// A segment of a whole unit: stage 0. The statistics are still those of the own shard, so that the norm has the same
+    /// bits as at the other stages.
     pub fn whole(name: impl Into<String>, state: Range<usize>, own_shard: Range<usize>) -> Self {
-        Self { name: name.into(), state, vote: own_shard }
+        Self { name: name.into(), state, own_shard }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -38,39 +38,37 @@ impl Segment {
 /// The slices of one unit in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct UnitSlices {
-    /// The gradient, reduced over ranks: fp32, bf16 or fp16, as many elements as the segment.
+    /// The gradient, reduced over ranks: fp32, bf16 or fp16, the length of the segment.
     pub grad: AnySlice,
-    /// The parameter in its own dtype, as many elements. It is written.
+    /// The parameter in its own dtype, the same length; written.
     pub param: AnySlice,
 }
 
-/// Elements of the state, if the segments tile it and vote within themselves.
+/// The elements of the state. The segments must tile it, and own shards must be within their segments.
 pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> {
     let mut end = 0;
     for s in segments {
         if s.state.start != end || s.state.end < s.state.start {
             return Err(OptimError::Segments { unit: s.name.clone(), expected: end, got: s.state.start });
         }
-        if s.vote.start > s.vote.end || s.vote.end > s.len() {
-            let (start, end) = (s.vote.start, s.vote.end);
-            return Err(OptimError::VoteRange { unit: s.name.clone(), start, end, len: s.len() });
+        let Range { start, end: shard_end } = s.own_shard;
+        if start > shard_end || shard_end > s.len() {
+            return Err(OptimError::OwnShard { unit: s.name.clone(), start, end: shard_end, len: s.len() });
         }
         end = s.state.end;
     }
     Ok(end)
 }
 
-/// Units that one launch updates: a range of the state, and the slices that go with it.
+/// Units that one launch updates: a range of the state, and its slices.
 #[derive(Clone, Debug)]
 pub(crate) struct SubGroup {
     pub(crate) state: Range<usize>,
     pub(crate) slices: UnitSlices,
 }
 
-/// The units as launches. With `join`, units whose gradients and parameters both lie end to end become one; without,
-/// each is one. Empty units are none.
-///
-/// Only for addresses that are numbers to this process, a GPU's: on the host a slice ends where its maker said.
+/// The units as launches, without empty units. With `join`, units with adjacent gradients and adjacent parameters become
+/// one launch. Only a GPU's addresses may be joined: on the host a slice must not cross the end of its allocation.
 pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool) -> Vec<SubGroup> {
     let mut groups: Vec<SubGroup> = Vec::new();
     for (segment, unit) in segments.iter().zip(units).filter(|(s, _)| !s.state.is_empty()) {
@@ -78,7 +76,7 @@ pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool)
             && let (Some(grad), Some(param)) =
                 (joined(last.slices.grad, unit.grad), joined(last.slices.param, unit.param))
         {
-            // Segments tile the state, so theirs lie end to end too.
+            // Segments tile the state, so these are adjacent too.
             last.state.end = segment.state.end;
             last.slices = UnitSlices { grad, param };
         } else {
@@ -88,10 +86,10 @@ pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool)
     groups
 }
 
-/// Both as one, if `b` begins where `a` ends.
+/// Both as one slice, if `b` starts at the end of `a`.
 fn joined(a: AnySlice, b: AnySlice) -> Option<AnySlice> {
     let adjacent = a.as_ptr().wrapping_add(a.len_bytes()) == b.as_ptr() && a.dtype() == b.dtype();
-    // SAFETY: each half is valid, and ordered, by the promise of its own maker.
+    // SAFETY: the makers of both slices guarantee that their memory is valid and accesses are ordered.
     adjacent.then(|| unsafe { AnySlice::from_raw_parts(a.as_ptr(), a.len() + b.len(), a.dtype()) })
 }
 
@@ -107,8 +105,8 @@ mod tests {
     }
 
     #[test]
-    fn units_that_lie_end_to_end_are_one_launch() {
-        // Gradients in bf16 end to end but for the last; parameters too; the second unit is empty.
+    fn adjacent_units_become_one_launch() {
+        // bf16 gradients, adjacent except for the last; adjacent parameters; the second unit is empty.
         let lens = [10usize, 0, 6, 4, 3];
         let (mut segments, mut units, mut end) = (Vec::new(), Vec::new(), 0);
         for (i, &len) in lens.iter().enumerate() {
@@ -129,7 +127,7 @@ mod tests {
         };
         assert_eq!(found(true), [(0..20, 20, 8192), (20..23, 3, 8192 + 80)]);
         assert_eq!(found(false).len(), 4);
-        // Another dtype behind the first is another launch, wherever it lies.
+        // A unit of another dtype is a separate launch.
         units[2].grad = slice(4096 + 20, 6, DType::F16);
         assert_eq!(sub_groups(&segments, &units, true).len(), 4);
     }

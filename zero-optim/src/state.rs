@@ -1,4 +1,4 @@
-//! The names of the state, as checkpoints know them.
+//! The kinds of optimizer state and their names in checkpoints.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StateKind {
-    /// The weights in fp32, where parameters are bf16 or fp16.
+    /// The fp32 weights of bf16 or fp16 parameters.
     Master,
     /// Adam's running mean of gradients.
     FirstMoment,

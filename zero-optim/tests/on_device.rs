@@ -1,23 +1,27 @@
-//! Steps decided on the device are the host's, bit for bit: the same outcomes, weights, moments and progress; and what
-//! goes wrong there is told with the same errors. One suite, on the host and on CUDA.
+//! Device steps equal host steps bit for bit: the same outcomes, weights, moments and progress, and the same errors. One
+//! suite, on the host and on CUDA.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(feature = "cuda")]
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+#[cfg(feature = "cuda")]
+use zero_alloc::device::DeviceError;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;
+#[cfg(feature = "cuda")]
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    DeviceSteps, DynamicScaling, Flags, GatheredStats, LossScaling, LrSchedule, OneCycle, OptimError,
-    OptimizerConfig, Progress, RankStats, Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
+    DeviceStepConfig, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig,
+    Progress, RankStats, ReducedFlags, Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Elements of a rank's shard of each unit; the shards lie end to end.
+/// Elements of a rank's shard of each unit; the shards are adjacent.
 const SHARDS: [usize; 4] = [37, 0, if cfg!(miri) { 20 } else { 300 }, 5];
 const RANKS: usize = 2;
 
@@ -33,6 +37,7 @@ fn host() -> Rig<HostDevice> {
     Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels) }
 }
 
+#[cfg(feature = "cuda")]
 fn cuda() -> Rig<CudaDevice> {
     let device = CudaDevice::open(0).unwrap();
     let (stream, kernels) = (device.create_stream("compute").unwrap(), CudaKernels::new(&device).unwrap());
@@ -57,11 +62,11 @@ impl<D: Device> Rig<D> {
 }
 
 fn view<D: Device>(block: &Block<D>) -> AnySlice {
-    // SAFETY: a test's blocks are used on its one stream, which is drained before they go.
+    // SAFETY: a test's blocks are used on its one stream, which is drained before they are freed.
     unsafe { block.slice() }
 }
 
-/// A rank's optimizer, with parameters and gradients of its own.
+/// A rank's optimizer, parameters and gradients.
 struct Rank<D: Device> {
     optim: ShardedAdamW<D>,
     params: Block<D>,
@@ -75,7 +80,7 @@ fn units(storage: AnySlice) -> Vec<AnySlice> {
     SHARDS.map(|len| (end, end += len).0).iter().zip(SHARDS).map(|(&at, len)| storage.slice(at..at + len)).collect()
 }
 
-/// Values of a step, of one rank, in -1..1.
+/// Values in -1..1.
 fn values(seed: usize) -> Vec<f32> {
     let mut x = seed as u64 + 1;
     let mut next = || {
@@ -86,7 +91,7 @@ fn values(seed: usize) -> Vec<f32> {
 }
 
 impl<D: Device> Rank<D> {
-    fn new(rig: &Rig<D>, rules: &OptimizerConfig, dtype: DType, rank: usize) -> Self {
+    fn new(rig: &Rig<D>, config: &OptimizerConfig, dtype: DType, rank: usize) -> Self {
         let mut end = 0;
         let segments = SHARDS.iter().enumerate().map(|(u, len)| {
             end += len;
@@ -97,7 +102,7 @@ impl<D: Device> Rank<D> {
         let (params, grads) = (rig.block(elems, dtype), rig.block(elems, DType::F32));
         let (loss, flags) = (rig.block(1, DType::F64), rig.block(8, DType::U8));
         let kernels = Arc::clone(&rig.kernels);
-        let mut optim = ShardedAdamW::new(&rig.pool, kernels, &rig.stream, rules.clone(), dtype, segments).unwrap();
+        let mut optim = ShardedAdamW::new(&rig.pool, kernels, &rig.stream, config.clone(), dtype, segments).unwrap();
         rig.upload(&grads, bytemuck::cast_slice(&values(1000 + rank)));
         optim.init_masters(&rig.stream, &units(view(&grads))).unwrap();
         rig.kernels.cast(&rig.stream, view(&grads), view(&params), 1.0).unwrap();
@@ -134,49 +139,48 @@ fn loss(rank: usize, step: usize) -> f64 {
     step as f64 + 0.25 * rank as f64
 }
 
-/// Bit 0 on all ranks, bit 1 on the first, bit 2 on none but in every third step.
+/// Bit 0 on all ranks, bit 1 on the first, bit 2 on all ranks in every third step.
 fn flags(rank: usize, step: usize) -> u64 {
     1 | u64::from(rank == 0) << 1 | u64::from(step.is_multiple_of(3)) << 2
 }
 
-fn plan(rank: usize, steps: usize) -> DeviceSteps {
-    DeviceSteps { rank, ranks: RANKS, micro_batches: 3, steps }
+fn device_steps(rank: usize, steps: usize) -> DeviceStepConfig {
+    DeviceStepConfig { rank, ranks: RANKS, micro_batches: 3, steps }
 }
 
-/// One step decided on the host.
+/// One host step.
 fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> Result<StepOutcome, OptimError> {
-    let (backward_scale, mut votes) = (ranks[0].optim.backward_scale(), Vec::new());
+    let mut stats = Vec::new();
     for (r, rank) in ranks.iter_mut().enumerate() {
         rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
-        let vote = rank.optim.vote(&rig.stream, loss(r, step), LIMIT)?;
-        votes.push(RankStats { flags: flags(r, step), ..vote });
+        let of_rank = rank.optim.rank_stats(&rig.stream, loss(r, step), LIMIT)?;
+        stats.push(RankStats { flags: flags(r, step), ..of_rank });
     }
-    let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches: 3 };
+    let gathered = GatheredStats { ranks: &stats, micro_batches: 3 };
     let mut outcomes = Vec::new();
     for rank in ranks {
         let units = rank.units();
-        outcomes.push(rank.optim.step(&rig.stream, &units, ballot, LIMIT)?);
+        outcomes.push(rank.optim.step(&rig.stream, &units, gathered, LIMIT)?);
     }
     assert_eq!(outcomes[0], outcomes[1]);
     Ok(outcomes.remove(0))
 }
 
-/// One step decided on the device; the gathering of votes is plain copying.
+/// One device step; the all-gather of statistics is plain copying.
 fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(), OptimError> {
-    let mut votes = Vec::new();
+    let mut stats = Vec::new();
     for rank in &mut *ranks {
         // SAFETY: the rank's own block, used on the one stream.
         let loss = unsafe { rank.loss.typed::<f64>() }?;
         // SAFETY: as above; eight bytes at the start of a block.
         let flags = unsafe { DeviceSlice::from_raw_parts(view(&rank.flags).as_ptr().cast(), 1) };
         rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
-        votes.push(rank.optim.enqueue_vote(&rig.stream, loss, flags)?);
+        stats.push(rank.optim.enqueue_rank_stats(&rig.stream, loss, flags)?);
     }
-    for (from, vote) in votes.iter().enumerate() {
-        let place = from * vote.own.len()..(from + 1) * vote.own.len();
-        for (to, other) in votes.iter().enumerate().filter(|(to, _)| *to != from) {
-            assert_ne!(from, to);
-            rig.pool.device().copy(&rig.stream, vote.own, other.all.slice(place.clone()))?;
+    for (from, sender) in stats.iter().enumerate() {
+        let range = from * sender.own.len()..(from + 1) * sender.own.len();
+        for (_, receiver) in stats.iter().enumerate().filter(|(to, _)| *to != from) {
+            rig.pool.device().copy(&rig.stream, sender.own, receiver.all.slice(range.clone()))?;
         }
     }
     for rank in ranks {
@@ -188,20 +192,20 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
 
 fn step_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(), OptimError> {
     enqueue_on_device(rig, ranks)?;
-    ranks.iter_mut().try_for_each(|rank| rank.optim.expect_report(&rig.stream))
+    ranks.iter_mut().try_for_each(|rank| rank.optim.expect_outcome(&rig.stream))
 }
 
-fn world<D: Device>(rig: &Rig<D>, rules: &OptimizerConfig, dtype: DType, steps: usize) -> Vec<Rank<D>> {
-    let mut ranks: Vec<_> = (0..RANKS).map(|r| Rank::new(rig, rules, dtype, r)).collect();
+fn world<D: Device>(rig: &Rig<D>, config: &OptimizerConfig, dtype: DType, steps: usize) -> Vec<Rank<D>> {
+    let mut ranks: Vec<_> = (0..RANKS).map(|r| Rank::new(rig, config, dtype, r)).collect();
     if steps > 0 {
         for (r, rank) in ranks.iter_mut().enumerate() {
-            rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(r, steps), LIMIT).unwrap();
+            rank.optim.prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, steps), LIMIT).unwrap();
         }
     }
     ranks
 }
 
-fn rules(loss_scaling: LossScaling) -> OptimizerConfig {
+fn config(loss_scaling: LossScaling) -> OptimizerConfig {
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 5 };
     OptimizerConfig { lr: 1e-2, schedule, max_grad_norm: 0.5, loss_scaling, ..OptimizerConfig::default() }
 }
@@ -215,111 +219,116 @@ fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
     ranks.iter().map(|r| r.optim.progress()).collect()
 }
 
-fn the_bits_are_those_of_steps_decided_on_the_host<D: Device>(rig: &Rig<D>) {
+fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
     const STEPS: usize = 9;
-    // A schedule that moves the betas too.
-    let cycle = OptimizerConfig { schedule: LrSchedule::OneCycle(one_cycle()), ..rules(LossScaling::NONE) };
-    for (dtype, rules) in [
-        (DType::F32, rules(LossScaling::NONE)),
-        (DType::Bf16, rules(LossScaling::NONE)),
-        (DType::F16, rules(dynamic())),
+    // A schedule that changes the betas too.
+    let cycle = OptimizerConfig { schedule: LrSchedule::OneCycle(one_cycle()), ..config(LossScaling::NONE) };
+    for (dtype, config) in [
+        (DType::F32, config(LossScaling::NONE)),
+        (DType::Bf16, config(LossScaling::NONE)),
+        (DType::F16, config(dynamic())),
         (DType::F32, cycle),
     ] {
-        let (mut on_host, mut on_device) = (world(rig, &rules, dtype, 0), world(rig, &rules, dtype, STEPS));
-        let (mut expected, mut reported) = (Vec::new(), Vec::new());
+        let (mut on_host, mut on_device) = (world(rig, &config, dtype, 0), world(rig, &config, dtype, STEPS));
+        let (mut expected, mut read_so_far) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
             for world in [&on_host, &on_device] {
                 world.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 3));
             }
             expected.push(step_on_host(rig, &mut on_host, step).unwrap());
             step_on_device(rig, &mut on_device).unwrap();
-            // Reports come when they come; sometimes they are waited for.
+            // Outcomes are read when there are some; in one step they are waited for.
             let optim = &mut on_device[0].optim;
-            reported.extend(if step == 5 { optim.all_reports(LIMIT) } else { optim.reports(LIMIT) }.unwrap());
+            read_so_far.extend(if step == 5 { optim.all_outcomes(LIMIT) } else { optim.outcomes(LIMIT) }.unwrap());
             if step == 5 {
-                assert_eq!(reported, expected);
+                assert_eq!(read_so_far, expected);
             }
         }
         for (a, b) in on_host.iter().zip(&on_device) {
             assert!(a.bits(rig) == b.bits(rig), "{dtype}: weights or state differ");
         }
-        reported.extend(on_device[0].optim.all_reports(LIMIT).unwrap());
-        assert_eq!(reported, expected);
+        read_so_far.extend(on_device[0].optim.all_outcomes(LIMIT).unwrap());
+        assert_eq!(read_so_far, expected);
         assert!(expected[3].is_skipped() && !expected[4].is_skipped());
-        assert_eq!(expected[3].flags(), Flags { any: 7, all: 5 });
-        assert_eq!(expected[4].flags(), Flags { any: 3, all: 1 });
-        assert_eq!(on_device[1].optim.all_reports(LIMIT).unwrap(), expected, "every rank learns the same");
+        assert_eq!(expected[3].flags(), ReducedFlags { any: 7, all: 5 });
+        assert_eq!(expected[4].flags(), ReducedFlags { any: 3, all: 1 });
+        assert_eq!(on_device[1].optim.all_outcomes(LIMIT).unwrap(), expected, "every rank reads the same");
         assert_eq!(progress(&on_device), progress(&on_host));
 
-        // On from there: the device takes up what the host knows, in the same place.
+        // Prepared again, with the same buffers.
         let held = |rig: &Rig<D>| rig.pool.report().total.live_bytes;
-        let (before, scale) = (held(rig), on_device[0].optim.loss_scale().unwrap().as_ptr());
+        let (before, scale) = (held(rig), on_device[0].optim.device_loss_scale().unwrap().as_ptr());
         for (r, rank) in on_device.iter_mut().enumerate() {
-            rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(r, STEPS), LIMIT).unwrap();
+            rank.optim.prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, STEPS), LIMIT).unwrap();
         }
-        assert_eq!((held(rig), on_device[0].optim.loss_scale().unwrap().as_ptr()), (before, scale));
+        assert_eq!((held(rig), on_device[0].optim.device_loss_scale().unwrap().as_ptr()), (before, scale));
         let outcome = step_on_host(rig, &mut on_host, STEPS).unwrap();
         step_on_device(rig, &mut on_device).unwrap();
-        let again = on_device[0].optim.all_reports(LIMIT).unwrap().remove(0);
+        let again = on_device[0].optim.all_outcomes(LIMIT).unwrap().remove(0);
         assert_eq!(again.lr(), outcome.lr());
         assert_eq!(again.grad_norm(), outcome.grad_norm());
     }
 }
 
-fn a_run_that_cannot_go_on_is_halted_and_says_why<D: Device>(rig: &Rig<D>) {
+fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
     let least = DynamicScaling { initial_scale_power: 1, hysteresis: 1, min_scale: 2.0, ..DynamicScaling::default() };
-    let mut ranks = world(rig, &rules(LossScaling::Dynamic(least)), DType::F16, 10);
+    let mut ranks = world(rig, &config(LossScaling::Dynamic(least)), DType::F16, 10);
     for step in 0..4 {
         ranks.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 1));
         step_on_device(rig, &mut ranks).unwrap();
     }
     let before = ranks[0].bits(rig);
     let optim = &mut ranks[0].optim;
-    assert_eq!(optim.all_reports(LIMIT).unwrap().len(), 1, "what came before the failure is told first");
+    assert_eq!(optim.all_outcomes(LIMIT).unwrap().len(), 1, "outcomes before the failure come first");
     let halted = OptimError::LossScaleAtMinimum { step: 1, scale: 2.0, rank: 1, unit: "unit2".into() };
-    assert_eq!(optim.reports(LIMIT), Err(halted.clone()));
-    assert_eq!(optim.all_reports(LIMIT), Err(halted));
+    assert_eq!(optim.outcomes(LIMIT), Err(halted.clone()));
+    assert_eq!(optim.all_outcomes(LIMIT), Err(halted));
     assert_eq!(optim.progress().adam_steps, 1);
     step_on_device(rig, &mut ranks).unwrap();
-    assert!(ranks[0].bits(rig) == before, "nothing moves any more");
+    assert!(ranks[0].bits(rig) == before, "a halted run updates nothing");
 
-    let mut ranks = world(rig, &rules(LossScaling::NONE), DType::F32, 2);
+    let mut ranks = world(rig, &config(LossScaling::NONE), DType::F32, 2);
     for step in 0..3 {
         ranks.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, false));
         step_on_device(rig, &mut ranks).unwrap();
     }
-    assert_eq!(ranks[1].optim.all_reports(LIMIT).unwrap().len(), 2);
-    assert_eq!(ranks[1].optim.all_reports(LIMIT), Err(OptimError::NoRate { position: 2 }));
+    assert_eq!(ranks[1].optim.all_outcomes(LIMIT).unwrap().len(), 2);
+    assert_eq!(ranks[1].optim.all_outcomes(LIMIT), Err(OptimError::NoRate { position: 2 }));
 }
 
-fn what_does_not_fit_is_refused<D: Device>(rig: &Rig<D>) {
-    let mut ranks = world(rig, &rules(LossScaling::NONE), DType::F32, 0);
-    assert_eq!(step_on_device(rig, &mut ranks).unwrap_err(), OptimError::NotOnDevice);
-    assert_eq!(ranks[0].optim.reports(LIMIT), Ok(Vec::new()));
+fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
+    let mut ranks = world(rig, &config(LossScaling::NONE), DType::F32, 0);
+    assert_eq!(step_on_device(rig, &mut ranks).unwrap_err(), OptimError::NotPrepared);
+    assert_eq!(ranks[0].optim.outcomes(LIMIT), Ok(Vec::new()));
     let rank = &mut ranks[0];
-    let refused = |plan| {
-        let rules = rules(LossScaling::NONE);
-        Rank::new(rig, &rules, DType::F32, 0).optim.decide_on_device(&rig.pool, &rig.stream, plan, LIMIT).unwrap_err()
+    let refused = |device_steps| {
+        let config = config(LossScaling::NONE);
+        Rank::new(rig, &config, DType::F32, 0)
+            .optim
+            .prepare_device_steps(&rig.pool, &rig.stream, device_steps, LIMIT)
+            .unwrap_err()
     };
-    let error = refused(DeviceSteps { micro_batches: 0, ..plan(0, 5) });
+    let error = refused(DeviceStepConfig { micro_batches: 0, ..device_steps(0, 5) });
     assert!(matches!(error, OptimError::Setting { setting: "micro_batches", .. }), "{error}");
-    let error = refused(plan(RANKS, 5));
+    let error = refused(device_steps(RANKS, 5));
     assert!(matches!(error, OptimError::Setting { setting: "rank", .. }), "{error}");
-    assert_eq!(rank.optim.loss_scale().unwrap_err(), OptimError::NotOnDevice);
+    assert_eq!(rank.optim.device_loss_scale().unwrap_err(), OptimError::NotPrepared);
 
-    rank.optim.decide_on_device(&rig.pool, &rig.stream, DeviceSteps { ranks: 1, ..plan(0, 100) }, LIMIT).unwrap();
+    rank.optim
+        .prepare_device_steps(&rig.pool, &rig.stream, DeviceStepConfig { ranks: 1, ..device_steps(0, 100) }, LIMIT)
+        .unwrap();
     let short = rank.optim.enqueue_step(&rig.stream, &rank.units()[1..]).unwrap_err();
     assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 4, got: 3 });
     for _ in 0..65 {
         step_on_device(rig, std::slice::from_mut(rank)).unwrap();
     }
-    let again = rank.optim.decide_on_device(&rig.pool, &rig.stream, plan(0, 5), LIMIT);
-    assert_eq!(again, Err(OptimError::ReportsLeft));
-    assert_eq!(rank.optim.all_reports(LIMIT), Err(OptimError::ReportLost { iteration: 0 }));
-    // A checkpoint's progress ends it; decisions are the host's until the device has taken it up.
+    let again = rank.optim.prepare_device_steps(&rig.pool, &rig.stream, device_steps(0, 5), LIMIT);
+    assert_eq!(again, Err(OptimError::UnreadOutcomes));
+    assert_eq!(rank.optim.all_outcomes(LIMIT), Err(OptimError::OutcomeLost { iteration: 0 }));
+    // After a restore, device steps must be prepared again.
     let saved = rank.optim.progress();
     rank.optim.restore(&saved).unwrap();
-    assert_eq!(rank.optim.enqueue_step(&rig.stream, &rank.units()), Err(OptimError::NotOnDevice));
+    assert_eq!(rank.optim.enqueue_step(&rig.stream, &rank.units()), Err(OptimError::NotPrepared));
 }
 
 fn one_cycle() -> OneCycle {
@@ -330,52 +339,53 @@ mod on_the_host {
     use super::host;
 
     #[test]
-    fn the_bits_are_those_of_steps_decided_on_the_host() {
-        super::the_bits_are_those_of_steps_decided_on_the_host(&host());
+    fn device_steps_equal_host_steps() {
+        super::device_steps_equal_host_steps(&host());
     }
 
     #[test]
-    fn a_run_that_cannot_go_on_is_halted_and_says_why() {
-        super::a_run_that_cannot_go_on_is_halted_and_says_why(&host());
+    fn halted_run_reports_its_cause() {
+        super::halted_run_reports_its_cause(&host());
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "many steps")]
-    fn what_does_not_fit_is_refused() {
-        super::what_does_not_fit_is_refused(&host());
+    fn bad_device_steps_are_refused() {
+        super::bad_device_steps_are_refused(&host());
     }
 }
 
+#[cfg(feature = "cuda")]
 mod on_cuda {
     use super::*;
 
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn the_bits_are_those_of_steps_decided_on_the_host() {
-        super::the_bits_are_those_of_steps_decided_on_the_host(&cuda());
+    fn device_steps_equal_host_steps() {
+        super::device_steps_equal_host_steps(&cuda());
     }
 
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn a_run_that_cannot_go_on_is_halted_and_says_why() {
-        super::a_run_that_cannot_go_on_is_halted_and_says_why(&cuda());
+    fn halted_run_reports_its_cause() {
+        super::halted_run_reports_its_cause(&cuda());
     }
 
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn what_does_not_fit_is_refused() {
-        super::what_does_not_fit_is_refused(&cuda());
+    fn bad_device_steps_are_refused() {
+        super::bad_device_steps_are_refused(&cuda());
     }
 
-    /// A whole step, recorded once and replayed: the host says nothing but "again".
+    /// A whole step, recorded once and replayed.
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn a_step_in_a_graph_is_the_step_itself() {
-        let (rig, rules) = (cuda(), rules(dynamic()));
-        let (mut plain, mut replayed) = (world(&rig, &rules, DType::F16, 8), world(&rig, &rules, DType::F16, 8));
+    fn graph_step_equals_plain_step() {
+        let (rig, config) = (cuda(), config(dynamic()));
+        let (mut plain, mut replayed) = (world(&rig, &config, DType::F16, 8), world(&rig, &config, DType::F16, 8));
         let record = || {
-            let told = |e: OptimError| DeviceError::Driver { call: "a step", message: e.to_string() };
-            enqueue_on_device(&rig, &mut replayed).map_err(told)
+            let driver_error = |e: OptimError| DeviceError::Driver { call: "a step", message: e.to_string() };
+            enqueue_on_device(&rig, &mut replayed).map_err(driver_error)
         };
         let graph = rig.stream.capture(record).unwrap();
         for step in 0..8 {
@@ -384,11 +394,11 @@ mod on_cuda {
             }
             step_on_device(&rig, &mut plain).unwrap();
             graph.launch(&rig.stream).unwrap();
-            replayed.iter_mut().for_each(|rank| rank.optim.expect_report(&rig.stream).unwrap());
+            replayed.iter_mut().for_each(|rank| rank.optim.expect_outcome(&rig.stream).unwrap());
         }
         for (a, b) in plain.iter_mut().zip(&mut replayed) {
             assert!(a.bits(&rig) == b.bits(&rig));
-            assert_eq!(a.optim.all_reports(LIMIT).unwrap(), b.optim.all_reports(LIMIT).unwrap());
+            assert_eq!(a.optim.all_outcomes(LIMIT).unwrap(), b.optim.all_outcomes(LIMIT).unwrap());
         }
         assert_eq!(progress(&plain), progress(&replayed));
         assert_eq!(progress(&plain)[0].skipped_steps, 2);

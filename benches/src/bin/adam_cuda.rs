@@ -1,14 +1,13 @@
-//! AdamW on a GPU beside a copy of as many bytes within its memory, in one run.
+//! AdamW on a GPU beside a copy of the same number of bytes in its memory, in one run.
 //!
 //! ```text
 //! cargo run --release -p benches --bin adam_cuda [-- ELEMS...]      a table; without numbers 1M to 1B parameters
 //! cargo run --release -p benches --bin adam_cuda -- --serve         for benches/peers/adam_cuda.py
 //! ```
 //!
-//! bf16 gradients in and parameters out, fp32 masters and moments: 28 bytes a parameter. Each figure is a median over
-//! rounds;
-//! in a round the subjects run one after the other, each as often as fills a tenth of a second, and the host waits
-//! only at the end. `--serve` reads lines `KIND ELEMS` and answers each with milliseconds a step, measured once.
+//! bf16 gradients in and parameters out, fp32 masters and moments: 28 bytes per parameter. Each figure is a median over
+//! rounds. In a round the subjects run in turn, each repeated for a tenth of a second, and the host waits only at the
+//! end. `--serve` reads lines `KIND ELEMS` and answers each with milliseconds per step, measured once.
 
 use std::io::{BufRead, Write};
 use std::ptr::NonNull;
@@ -18,8 +17,8 @@ use half::bf16;
 use zero_alloc::cuda::{CudaDevice, CudaStream, Graph};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
 use zero_kernels::cuda::CudaKernels;
-use zero_kernels::step::{StepRates, StepReport, StepSettings, StepState};
-use zero_kernels::{AdamArgs, AdamHyper, DecideArgs, Float, GradStats, Kernels, RankStats, StepScalars};
+use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
+use zero_kernels::{AdamArgs, AdamHyper, AdvanceArgs, Float, GradStats, Kernels, RankStats, StepScalars};
 
 type AnyError = Box<dyn std::error::Error>;
 
@@ -29,11 +28,11 @@ const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight
 const ADAM_BYTES: usize = 28;
 /// The norm reads the gradient once more.
 const STEP_BYTES: usize = 30;
-/// Steps that the table of learning rates lasts for.
+/// Length of the table of learning rates.
 const RATES: usize = 1 << 20;
 const ROUNDS: usize = 9;
 
-/// Device memory that is given back at the end.
+/// Device memory, freed on drop.
 struct Buffer {
     device: CudaDevice,
     ptr: NonNull<u8>,
@@ -46,7 +45,7 @@ impl Buffer {
     }
 
     fn all(&self) -> AnySlice {
-        // SAFETY: the buffer's own memory; subjects outlive what they enqueue, on one stream.
+        // SAFETY: the buffer's own memory, used on one stream, which is drained before the buffer is dropped.
         unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
     }
 
@@ -64,14 +63,14 @@ impl Drop for Buffer {
     }
 }
 
-/// What runs and is timed.
+/// A timed subject.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
-    /// A copy that moves as many bytes as Adam does.
+    /// A copy with the traffic of Adam.
     Copy,
     /// The fused update alone.
     Adam,
-    /// Norm and check, vote, decision, update.
+    /// Norm and check, rank statistics, step scalars, update.
     Step,
     /// The same, recorded once and replayed.
     Graph,
@@ -85,7 +84,7 @@ impl Kind {
     }
 }
 
-/// One shard with all that a step of it needs.
+/// One shard and the buffers of its steps.
 struct Shard {
     device: CudaDevice,
     stream: CudaStream,
@@ -97,7 +96,7 @@ struct Shard {
     grad: Buffer,
     param: Buffer,
     scratch: Buffer,
-    /// Statistics, loss, vote, settings, state, scalars and report, 256 bytes each.
+    /// Gradient statistics, loss, rank statistics, config, state, scalars, record and flags, 256 bytes each.
     control: Buffer,
     rates: Buffer,
     graph: Option<Graph>,
@@ -132,7 +131,7 @@ impl Shard {
         Ok(shard)
     }
 
-    /// A million values that look random, again and again.
+    /// A million pseudorandom values, repeated.
     fn fill<T: Float>(&self, buffer: &Buffer, value: impl Fn(f32) -> T) -> Result<(), AnyError> {
         let mut x = 1u32;
         let mut next = || {
@@ -159,9 +158,9 @@ impl Shard {
         unsafe { DeviceSlice::from_raw_parts(place.as_ptr().cast(), 1) }
     }
 
-    /// Before the first step of a run that never clips, and never runs out of rates.
+    /// The state before the first step of a run that never clips.
     fn reset(&self) -> Result<(), AnyError> {
-        let settings = StepSettings {
+        let config = StepConfig {
             max_grad_norm: 1.0,
             min_scale: 1.0,
             window: 1000,
@@ -172,19 +171,10 @@ impl Shard {
             consecutive_hysteresis: 0,
             fail_at_min: 1,
         };
-        let state = StepState {
-            loss_scale: 1.0,
-            iteration: 0,
-            since: 0,
-            adam_steps: 0,
-            schedule_position: 0,
-            skipped_steps: 0,
-            hysteresis_left: 1,
-            halted: StepState::RUNNING,
-        };
+        let state = StepState::new(1.0, 1);
         let scalars = StepScalars::new(1, 1e-4, &HYPER, 1.0);
         let mut image = vec![0u8; 8 * 256];
-        let values = [bytemuck::bytes_of(&settings), bytemuck::bytes_of(&state), bytemuck::bytes_of(&scalars)];
+        let values = [bytemuck::bytes_of(&config), bytemuck::bytes_of(&state), bytemuck::bytes_of(&scalars)];
         for (value, nth) in values.into_iter().zip([3, 4, 5]) {
             image[nth * 256..][..value.len()].copy_from_slice(value);
         }
@@ -210,14 +200,14 @@ impl Shard {
     fn step(&self) -> Result<(), AnyError> {
         let stats: DeviceSlice<GradStats> = self.control(0);
         let scratch = self.scratch.typed(self.kernels.stats_scratch_elems(self.elems));
-        let vote: DeviceSlice<RankStats> = self.control(2);
-        let reports: DeviceSlice<StepReport> = self.control(6);
+        let ranks: DeviceSlice<RankStats> = self.control(2);
+        let records: DeviceSlice<StepRecord> = self.control(6);
         let grad = self.grad.typed::<bf16>(self.elems).erase();
         self.kernels.grad_stats(&self.stream, grad, scratch, stats)?;
-        self.kernels.make_vote(&self.stream, stats, self.control(1), self.control(7), vote)?;
-        let (settings, rates, state) = (self.control(3), self.rates.typed(RATES), self.control(4));
-        let decide = DecideArgs { votes: vote, settings, rates, state, scalars: self.control(5), reports };
-        self.kernels.decide_step(&self.stream, decide)?;
+        self.kernels.rank_stats(&self.stream, stats, self.control(1), self.control(7), ranks)?;
+        let (config, rates, state) = (self.control(3), self.rates.typed(RATES), self.control(4));
+        let advance = AdvanceArgs { ranks, config, rates, state, scalars: self.control(5), records };
+        self.kernels.advance_step(&self.stream, advance)?;
         self.adam()
     }
 
@@ -236,8 +226,8 @@ impl Shard {
             Kind::Step => self.step()?,
             Kind::Graph => {
                 if self.graph.is_none() {
-                    let told = |e: AnyError| DeviceError::Driver { call: "a step", message: e.to_string() };
-                    self.graph = Some(self.stream.capture(|| self.step().map_err(told))?);
+                    let driver_error = |e: AnyError| DeviceError::Driver { call: "a step", message: e.to_string() };
+                    self.graph = Some(self.stream.capture(|| self.step().map_err(driver_error))?);
                 }
                 if let Some(graph) = &self.graph {
                     graph.launch(&self.stream)?;
@@ -247,10 +237,10 @@ impl Shard {
         Ok(())
     }
 
-    /// Milliseconds of one, measured over as many as fill `at_least`.
+    /// Milliseconds of one repetition, measured over enough of them to last `at_least`.
     fn time(&mut self, kind: Kind, at_least: Duration) -> Result<f64, AnyError> {
         self.reset()?;
-        // Once for what happens only once; then a few, to know how many fill the time.
+        // Once for one-time work; then more and more, until they last long enough.
         self.enqueue(kind)?;
         self.stream.synchronize(LIMIT)?;
         let (mut count, mut done) = (2u32, 1u64);
@@ -271,7 +261,7 @@ impl Shard {
         }
     }
 
-    /// Every step was really taken.
+    /// Checks that every step was applied.
     fn check(&self, kind: Kind, steps: u64) -> Result<(), AnyError> {
         let state: DeviceSlice<StepState> = self.control(4);
         let bytes = self.control.all().slice(4 * 256..4 * 256 + size_of::<StepState>());
@@ -281,7 +271,7 @@ impl Shard {
         let now: StepState = bytemuck::pod_read_unaligned(&now);
         let expected = if matches!(kind, Kind::Step | Kind::Graph) { steps } else { 0 };
         if (now.halted, now.skipped_steps, now.adam_steps) != (StepState::RUNNING, 0, expected) {
-            return Err(format!("{kind:?}: expected {expected} steps, the device says {now:?}").into());
+            return Err(format!("{kind:?}: expected {expected} steps, the device has {now:?}").into());
         }
         Ok(())
     }
@@ -334,7 +324,7 @@ fn serve(shard: impl Fn(usize) -> Result<Shard, AnyError>) -> Result<(), AnyErro
         let kind = Kind::named(kind).ok_or("KIND is copy, adam, step or graph")?;
         let elems = elems.parse()?;
         if current.as_ref().is_none_or(|s| s.elems != elems) {
-            drop(current.take()); // gives the memory back before the next takes its own
+            drop(current.take()); // frees the memory before the next allocation
             current = Some(shard(elems)?);
         }
         if let Some(shard) = &mut current {
@@ -348,7 +338,11 @@ fn serve(shard: impl Fn(usize) -> Result<Shard, AnyError>) -> Result<(), AnyErro
 fn main() -> Result<(), AnyError> {
     let device = CudaDevice::open(0)?;
     let stand_in = device.name().contains("stand-in");
-    eprintln!("{}{}", device.name(), if stand_in { ": to see that this runs; its figures mean nothing" } else { "" });
+    eprintln!(
+        "{}{}",
+        device.name(),
+        if stand_in { ": a check that this runs; its figures are meaningless" } else { "" }
+    );
     let (stream, kernels) = (device.create_stream("bench")?, CudaKernels::new(&device)?);
     kernels.warm(&stream, LIMIT)?;
     let shard = |elems| Shard::new(&device, &stream, &kernels, elems);

@@ -2,10 +2,10 @@
 //!
 //! `adamw_server ELEMS THREADS` reads lines `KIND REPEATS` from its input, with KIND one of `fp32`, `bf16`
 //! (bf16 parameter and gradient, fp32 moments) and `bf16_all` (bf16 moments too), `master` (fp32 master and
-//! moments, bf16 gradient in and parameter out), or `limit` (as many bytes as `fp32`, hardly any arithmetic),
-//! and answers each with one line: milliseconds of CPU time per
-//! step over all threads (Linux; 0 elsewhere), then milliseconds of each step.
-//! The memory of a kind is kept until another is asked for. See `benches/peers/adamw.py`.
+//! moments, bf16 gradient in and parameter out), or `limit` (the traffic of `fp32` with almost no arithmetic),
+//! and answers each with one line: milliseconds of CPU time per step over all threads (Linux; 0 elsewhere), then
+//! milliseconds of each step. The memory of a kind is kept until a line has another kind. See
+//! `benches/peers/adamw.py`.
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -18,14 +18,14 @@ type AnyError = Box<dyn std::error::Error>;
 
 const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
 
-/// `len` values that look random, written by the threads that will read them.
+/// `len` pseudorandom values.
 fn values<T: Float>(len: usize, scale: f32) -> Vec<T> {
     (0..len as u32)
         .map(|i| T::from_f32((i.wrapping_mul(0x9e37_79b9) >> 8) as f32 * scale / (1 << 24) as f32))
         .collect()
 }
 
-/// CPU time of all threads of this process in milliseconds, as the scheduler counts it.
+/// CPU time of all threads of this process in milliseconds, from the scheduler.
 fn cpu_ms() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
     let ns = |task: std::io::Result<std::fs::DirEntry>| -> Option<f64> {
@@ -56,7 +56,7 @@ fn step_of<W: Float, M: Float, G: Float, P: Float>(workers: &Workers, elems: usi
     })
 }
 
-/// The same memory traffic as `fp32`, 28 bytes an element, with next to no arithmetic: what the memory allows.
+/// The memory traffic of `fp32`, 28 bytes per element, with almost no arithmetic: the limit of the memory.
 fn limit_of(workers: &Workers, elems: usize) -> Step {
     let (workers, grad) = (workers.clone(), values::<f32>(7 * elems / 3, 0.1));
     let mut sum = values::<f32>(7 * elems / 3, 1.0);
@@ -75,7 +75,7 @@ fn main() -> Result<(), AnyError> {
         let line = line?;
         let (kind, repeats) = line.trim().split_once(' ').ok_or("expected: KIND REPEATS")?;
         if current.as_ref().is_none_or(|(k, _)| k != kind) {
-            drop(current.take()); // gives the memory back before the next takes its own
+            drop(current.take()); // frees the memory before the next allocation
             let mut step = match kind {
                 "fp32" => step_of::<f32, f32, f32, f32>(&workers, elems, false),
                 "bf16" => step_of::<bf16, f32, bf16, f32>(&workers, elems, false),

@@ -77,12 +77,12 @@ impl<'a, D: Device> Flags<'a, D> {
 }
 
 /// Whether any rank was asked to stop.
-pub(super) fn stop(flags: zero_optim::Flags) -> bool {
+pub(super) fn stop(flags: zero_optim::ReducedFlags) -> bool {
     flags.any & STOP != 0
 }
 
 /// Whether all ranks are ready to take the save under way a step further.
-pub(super) fn ready(flags: zero_optim::Flags) -> bool {
+pub(super) fn ready(flags: zero_optim::ReducedFlags) -> bool {
     flags.all & READY != 0
 }
 

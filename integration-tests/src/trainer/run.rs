@@ -180,7 +180,7 @@ impl<D: Device> Runner<'_, D> {
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
         let say = StepInputs { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
         recorder.run(Part::Decision, || stage.decide(rank, say))?;
-        stage.optimizer().expect_report(&rank.compute)?;
+        stage.optimizer().expect_outcome(&rank.compute)?;
         recorder.run(Part::Update, || stage.update(rank))?;
         if done + 1 < options.steps {
             // What fails here fails again where the batch is needed.

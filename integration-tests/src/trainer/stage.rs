@@ -2,7 +2,7 @@
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
-use zero_optim::{DeviceSteps, Segment, ShardedAdamW, StepOutcome, UnitSlices};
+use zero_optim::{DeviceStepConfig, Segment, ShardedAdamW, StepOutcome, UnitSlices};
 use zero_shard::ZeroStage;
 
 use super::rank::Rank;
@@ -82,11 +82,11 @@ pub(super) fn decide<D: Device>(
 ) -> Result<(), TrainError> {
     let Rank { compute, comm_stream, .. } = rank;
     optimizer.enqueue_stats(compute, grads)?;
-    let votes = optimizer.enqueue_vote(compute, say.loss, say.flags)?;
+    let stats = optimizer.enqueue_rank_stats(compute, say.loss, say.flags)?;
     comm_stream.wait(&compute.record()?)?;
-    rank.comm.control_all_gather(comm_stream, votes.own, votes.all)?;
+    rank.comm.control_all_gather(comm_stream, stats.own, stats.all)?;
     compute.wait(&comm_stream.record()?)?;
-    Ok(optimizer.enqueue_decision(compute)?)
+    Ok(optimizer.enqueue_advance(compute)?)
 }
 
 /// The update of `params` by `grads`, as decided.
@@ -101,24 +101,24 @@ pub(super) fn update<D: Device>(
 }
 
 /// Steps that are decided on the device, on rank 0 of `ranks`.
-pub fn device_steps(ranks: usize) -> DeviceSteps {
-    DeviceSteps { rank: 0, ranks, micro_batches: 1, steps: STEPS_AHEAD as usize }
+pub fn device_steps(ranks: usize) -> DeviceStepConfig {
+    DeviceStepConfig { rank: 0, ranks, micro_batches: 1, steps: STEPS_AHEAD as usize }
 }
 
 /// Puts what the decisions of the next [`STEPS_AHEAD`] steps need on the device. The steps before are reported.
 pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let Rank { comm, pool, compute, settings, .. } = rank;
-    let plan = DeviceSteps {
+    let config = DeviceStepConfig {
         rank: comm.rank(),
         micro_batches: settings.grad_accum_steps,
         ..device_steps(comm.world_size())
     };
-    Ok(stage.optimizer().decide_on_device(pool, compute, plan, settings.host_limit())?)
+    Ok(stage.optimizer().prepare_device_steps(pool, compute, config, settings.host_limit())?)
 }
 
 /// Waits until the step that was enqueued is decided, and gives what was decided.
 pub(super) fn outcome<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<StepOutcome, TrainError> {
-    let outcome = stage.optimizer().all_reports(rank.settings.host_limit())?.pop();
+    let outcome = stage.optimizer().all_outcomes(rank.settings.host_limit())?.pop();
     outcome.ok_or_else(|| TrainError::State("the device has not reported the step".to_owned()))
 }
 

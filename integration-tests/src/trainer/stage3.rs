@@ -85,7 +85,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
             let units = if i == last { std::mem::take(&mut turning) } else { self.unshard(&pass.backward_reads)? };
             let grads = self.grads.of_pass(rank, i)?;
             let params = params(rank, &pass.backward_reads, &units);
-            model.backward(&rank.compute, i, &params, &grads, self.optimizer.loss_scale()?)?;
+            model.backward(&rank.compute, i, &params, &grads, self.optimizer.device_loss_scale()?)?;
             self.reshard(units);
             for unit in rank.complete_after(i) {
                 self.grads.reduce_scatter(rank, unit, micro)?;

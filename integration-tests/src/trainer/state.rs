@@ -81,10 +81,10 @@ pub(super) fn save<D: Device>(
     state: &TrainerState,
     model_config: &serde_json::Value,
 ) -> Result<(), TrainError> {
-    let votes: Vec<_> = stage.optimizer().segments().iter().map(|s| s.vote.clone()).collect();
+    let ranges: Vec<_> = stage.optimizer().segments().iter().map(|s| s.own_shard.clone()).collect();
     let mut own = Vec::new();
     for kind in StateKind::ALL {
-        let shards = held(stage, kind)?.into_iter().zip(&votes).map(|(held, vote)| held.slice(vote.clone()));
+        let shards = held(stage, kind)?.into_iter().zip(&ranges).map(|(held, range)| held.slice(range.clone()));
         own.push((kind.name(), shards.collect::<Vec<_>>()));
     }
     let meta = SaveMeta {

@@ -1,58 +1,37 @@
-//! Compiled kernels on disk: compiling takes seconds, reading takes none.
+//! Compiled kernels on disk: compiling takes seconds.
 //!
-//! A file's name is a hash of all that its content depends on: the source with its prelude, what it was compiled for
-//! (machine code and PTX are kept apart), and the compiler with its version and options. Files are written under
-//! another name and renamed, so that processes that start together never read half of one. A file that is damaged in
-//! any way is as one that is missing.
+//! A file's name contains a hash of everything that its content depends on: the source with its prelude, the target
+//! (machine code and PTX are separate files), and the compiler with its version and options. Files are written under a
+//! temporary name and renamed, so that processes that start together never read a partial file. A damaged file is
+//! treated as missing.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Arch, CudaError, Source, Target};
 
-/// Something that compiles kernels. [`Nvrtc`](super::Nvrtc) does.
+/// A compiler of kernels, such as [`Nvrtc`](super::Nvrtc).
 pub trait Compile {
-    /// Everything of the compiler that its output depends on: name, version, options.
+    /// Everything about the compiler that its output depends on: name, version, options.
     fn identity(&self) -> String;
 
-    /// What it makes for devices of `arch`.
+    /// The target for devices of `arch`.
     ///
     /// # Errors
-    /// Nothing that such a device could run.
+    /// The compiler supports no architecture that such a device can run.
     fn target(&self, arch: Arch) -> Result<Target, CudaError>;
 
-    /// `source` as `target`.
+    /// Compiles `source` for `target`.
     ///
     /// # Errors
     /// It does not compile.
     fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError>;
 }
 
-/// Where a kernel came from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// From disk.
-    Hit,
-    /// Compiled, and kept.
-    Stored,
-    /// Compiled, and not kept: why not. The next start compiles again.
-    NotStored(String),
-}
-
-/// A compiled source.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cached {
-    /// What a driver loads: machine code, or PTX that ends in a zero byte.
-    pub image: Vec<u8>,
-    /// Which of the two, and for what.
-    pub target: Target,
-    /// Where it came from.
-    pub outcome: Outcome,
-}
-
 /// A folder of compiled kernels.
 #[derive(Clone, Debug)]
 pub struct KernelCache {
+    /// `None`: nothing is kept.
     folder: Option<PathBuf>,
 }
 
@@ -61,44 +40,31 @@ const MAGIC: &[u8; 8] = b"ZEROKRN1";
 const HEADER_BYTES: usize = 8 + 16 + 16;
 
 impl KernelCache {
-    /// Kernels in `folder`, which is made when the first is stored.
+    /// Kernels in `folder`, which is created when the first is stored.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
         Self { folder: Some(folder.into()) }
     }
 
-    /// The user's folder: `ZERO_KERNEL_CACHE`, or `zero-kernels` in `XDG_CACHE_HOME` or in `HOME/.cache`; nothing is
-    /// kept where none of these is set.
+    /// The user's folder: `ZERO_KERNEL_CACHE`, or `zero-kernels` in `XDG_CACHE_HOME` or in `HOME/.cache`. If none of
+    /// these is set, nothing is kept.
     pub fn of_user() -> Self {
         Self { folder: user_folder(|name| std::env::var(name).ok().filter(|v| !v.is_empty())) }
     }
 
-    /// Where the kernels are kept.
-    pub fn folder(&self) -> Option<&Path> {
-        self.folder.as_deref()
-    }
-
-    /// `source` for devices of `arch`: from disk, or compiled and kept.
-    ///
-    /// # Errors
-    /// It does not compile for them. A cache that cannot be written is not an error: see [`Outcome::NotStored`].
-    pub fn get(&self, compiler: &dyn Compile, source: &Source, arch: Arch) -> Result<Cached, CudaError> {
+    /// Returns the image of `source` for devices of `arch`, from disk or from `compiler`. An image that cannot be
+    /// written is compiled again next time.
+    pub(super) fn get(&self, compiler: &dyn Compile, source: &Source, arch: Arch) -> Result<Vec<u8>, CudaError> {
         let target = compiler.target(arch)?;
         let key = hash(&[source.text().as_bytes(), target.to_string().as_bytes(), compiler.identity().as_bytes()]);
-        let Some(folder) = &self.folder else {
-            let outcome = Outcome::NotStored("no folder for compiled kernels; set ZERO_KERNEL_CACHE".into());
-            return Ok(Cached { image: compiler.compile(source, target)?, target, outcome });
-        };
+        let Some(folder) = &self.folder else { return compiler.compile(source, target) };
         let (name, extension) = (source.name.trim_end_matches(".cu"), target.extension());
         let path = folder.join(format!("{name}-{target}-{key:032x}.{extension}"));
         if let Some(image) = std::fs::read(&path).ok().and_then(|file| unwrap(&file, key)) {
-            return Ok(Cached { image, target, outcome: Outcome::Hit });
+            return Ok(image);
         }
         let image = compiler.compile(source, target)?;
-        let outcome = match store(folder, &path, &wrap(&image, key)) {
-            Ok(()) => Outcome::Stored,
-            Err(e) => Outcome::NotStored(format!("{}: {e}", path.display())),
-        };
-        Ok(Cached { image, target, outcome })
+        let _not_kept = store(folder, &path, &wrap(&image, key));
+        Ok(image)
     }
 }
 
@@ -129,7 +95,7 @@ fn wrap(image: &[u8], key: u128) -> Vec<u8> {
     [&header(image, key), image].concat()
 }
 
-/// What a file holds, if it is whole and has this key.
+/// The image in a file, if the file is complete and has this key.
 fn unwrap(file: &[u8], key: u128) -> Option<Vec<u8>> {
     let (start, image) = file.split_at_checked(HEADER_BYTES)?;
     (start == header(image, key)).then(|| image.to_vec())
@@ -179,39 +145,39 @@ mod tests {
     const A: Source = Source::new("a.cu", "one");
     const B: Source = Source::new("a.cu", "two");
 
-    fn get(cache: &KernelCache, fake: &Fake, source: &Source, arch: u32) -> Outcome {
-        let cached = cache.get(fake, source, Arch(arch)).unwrap();
+    /// Whether the image had to be compiled.
+    fn compiles(cache: &KernelCache, fake: &Fake, source: &Source, arch: u32) -> bool {
+        let before = fake.compiled.get();
+        let image = cache.get(fake, source, Arch(arch)).unwrap();
         let target = fake.target(Arch(arch)).unwrap();
-        assert_eq!(cached.target, target);
-        assert_eq!(cached.image, format!("a.cu {target} {}", fake.version).into_bytes());
-        cached.outcome
+        assert_eq!(image, format!("a.cu {target} {}", fake.version).into_bytes());
+        fake.compiled.get() > before
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "files")]
-    fn a_kernel_is_compiled_once_for_each_source_arch_and_compiler() {
+    fn source_arch_and_compiler_are_the_key() {
         let folder = tempfile::tempdir().unwrap();
         let cache = KernelCache::at(folder.path().join("made/when/needed"));
         let (old, new) = (Fake::new("13.1"), Fake::new("13.2"));
-        assert_eq!(get(&cache, &old, &A, 90), Outcome::Stored);
-        assert_eq!(get(&cache, &old, &A, 90), Outcome::Hit);
-        assert_eq!(get(&cache, &old, &A, 80), Outcome::Stored, "another architecture");
-        assert_eq!(get(&cache, &old, &B, 90), Outcome::Stored, "another text");
-        assert_eq!(get(&cache, &new, &A, 90), Outcome::Stored, "another compiler");
-        assert_eq!(get(&cache.clone(), &old, &A, 90), Outcome::Hit);
-        assert_eq!((old.compiled.get(), new.compiled.get()), (3, 1));
-        // A device that the compiler does not know gets PTX of an older one, which is not that one's machine code.
-        assert_eq!(get(&cache, &old, &A, 120), Outcome::Stored);
-        assert_eq!(get(&cache, &old, &A, 990), Outcome::Hit, "the same PTX serves any newer device");
+        assert!(compiles(&cache, &old, &A, 90));
+        assert!(!compiles(&cache, &old, &A, 90));
+        assert!(compiles(&cache, &old, &A, 80), "another architecture");
+        assert!(compiles(&cache, &old, &B, 90), "another text");
+        assert!(compiles(&cache, &new, &A, 90), "another compiler");
+        assert!(!compiles(&cache.clone(), &old, &A, 90));
+        // The PTX for a newer device is not the machine code of the older architecture.
+        assert!(compiles(&cache, &old, &A, 120));
+        assert!(!compiles(&cache, &old, &A, 990), "the same PTX serves any newer device");
         assert!(matches!(cache.get(&old, &A, Arch(70)), Err(CudaError::UnsupportedArch { .. })));
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "files")]
-    fn a_damaged_file_is_compiled_again() {
+    fn damaged_file_is_compiled_again() {
         let folder = tempfile::tempdir().unwrap();
         let (cache, fake) = (KernelCache::at(folder.path()), Fake::new("1"));
-        get(&cache, &fake, &A, 90);
+        compiles(&cache, &fake, &A, 90);
         let path = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
         let good = std::fs::read(&path).unwrap();
         let mut damaged: Vec<Vec<u8>> = vec![Vec::new(), good[..10].into(), good[..good.len() - 1].into()];
@@ -222,7 +188,7 @@ mod tests {
         }
         for bytes in damaged {
             std::fs::write(&path, bytes).unwrap();
-            assert_eq!(get(&cache, &fake, &A, 90), Outcome::Stored);
+            assert!(compiles(&cache, &fake, &A, 90));
             assert_eq!(std::fs::read(&path).unwrap(), good);
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file is left");
@@ -230,19 +196,19 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "files")]
-    fn a_cache_that_cannot_be_written_says_so_and_compiles() {
+    fn unwritable_cache_still_compiles() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         std::fs::write(&file, "not a folder").unwrap();
-        let (cache, fake) = (KernelCache::at(&file), Fake::new("1"));
-        let Outcome::NotStored(why) = get(&cache, &fake, &A, 90) else { panic!("stored") };
-        assert!(why.contains("file"), "{why}");
-        let nowhere = KernelCache { folder: None };
-        assert!(matches!(get(&nowhere, &fake, &A, 90), Outcome::NotStored(_)));
+        let fake = Fake::new("1");
+        for cache in [KernelCache::at(&file), KernelCache { folder: None }] {
+            assert!(compiles(&cache, &fake, &A, 90));
+            assert!(compiles(&cache, &fake, &A, 90));
+        }
     }
 
     #[test]
-    fn the_users_folder() {
+    fn user_folder_follows_the_environment() {
         let folder = |set: &[(&str, &str)]| {
             user_folder(|name| set.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
         };
@@ -254,8 +220,8 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_is_fnv_1a_over_parts_with_lengths() {
-        // Of no bytes it is the offset basis; parts do not run into one another.
+    fn hash_separates_its_parts() {
+        // FNV-1a of no bytes is the offset basis.
         assert_eq!(hash(&[]), 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d);
         assert_ne!(hash(&[b"ab", b"c"]), hash(&[b"a", b"bc"]));
     }

@@ -1,4 +1,4 @@
-//! Why a kernel is not there.
+//! Errors of run-time compilation.
 
 use zero_alloc::library::MissingFunction;
 
@@ -15,20 +15,23 @@ pub enum CudaError {
         tried.join("; ")
     )]
     NoNvrtc {
-        /// What was tried, each with the loader's answer.
+        /// The names tried, each with the loader's error.
         tried: Vec<String>,
     },
     /// The library lacks a function.
     #[error(transparent)]
     MissingFunction(#[from] MissingFunction),
-    /// This NVRTC does not compile for the architecture.
-    #[error("NVRTC {version} does not compile for {arch}; it knows {}", supported.iter().map(u32::to_string).collect::<Vec<_>>().join(", "))]
+    /// This NVRTC does not support the architecture.
+    #[error(
+        "NVRTC {version} does not compile for {arch}, only for {}; install another NVRTC and set ZERO_NVRTC to its path",
+        supported.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+    )]
     UnsupportedArch {
         /// NVRTC's version.
         version: String,
-        /// The architecture asked for.
+        /// The architecture of the device.
         arch: Arch,
-        /// Those it compiles for.
+        /// The architectures that NVRTC supports.
         supported: Vec<u32>,
     },
     /// The source does not compile.
@@ -36,17 +39,17 @@ pub enum CudaError {
     Compilation {
         /// The source file.
         source_name: String,
-        /// What it was to become.
+        /// The compilation's target.
         target: Target,
-        /// What the compiler said.
+        /// The compiler's log.
         log: String,
     },
-    /// A call of NVRTC failed otherwise.
+    /// Another call of NVRTC failed.
     #[error("{call}: {message}")]
     Call {
         /// The function.
         call: &'static str,
-        /// What it said.
+        /// NVRTC's message.
         message: String,
     },
 }

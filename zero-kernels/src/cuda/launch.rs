@@ -1,163 +1,339 @@
-//! The operations on CUDA streams: planned by `plan`, loaded once, launched.
+//! Launches as data: the kernel, its grid and its parameters for each operation. Nothing here needs a device, so tests
+//! compare them with the compiled kernels.
 
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::ffi::c_void;
 
-use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
-use super::plan::{self, Launch};
-use super::{Functions, Loader, SOURCES, entry};
-use crate::kernels::{DecideArgs, RemainderArgs};
+use super::span::{Span, THREADS};
+use crate::host::stats_order::CHUNK_ELEMS;
+use crate::kernels::AdamConstants;
 use crate::step::RankStats;
-use crate::{AdamArgs, GradStats, KernelError, Kernels};
+use crate::{AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, RemainderArgs, check};
 
-/// The operations on one GPU's streams. Cloning gives another handle of the same kernels.
-///
-/// A source is compiled and loaded when the first of its kernels is launched, or all of them by [`Self::warm`]: loading
-/// synchronises with the device, and so must not happen while a collective waits for another rank of the process.
-#[derive(Clone, Debug)]
-pub struct CudaKernels {
-    loader: Loader,
-    loaded: Arc<[OnceLock<Functions>; SOURCES.len()]>,
+/// A kernel's parameter.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Param {
+    Address(u64),
+    U64(u64),
+    F32(f32),
+    Span(Span),
+    Adam(AdamConstants),
 }
 
-impl CudaKernels {
-    /// Operations on `device`, compiled by NVRTC and kept in the user's folder ([`Loader::new`]).
-    ///
-    /// # Errors
-    /// NVRTC is missing, or knows nothing that the device could run.
-    pub fn new(device: &CudaDevice) -> Result<Self, KernelError> {
-        Ok(Self::with_loader(Loader::new(device)?))
-    }
-
-    /// Operations on the loader's device.
-    pub fn with_loader(loader: Loader) -> Self {
-        Self { loader, loaded: Arc::default() }
-    }
-
-    /// Compiles and loads all kernels and runs each once, on nothing: afterwards no launch compiles, loads or
-    /// allocates. Blocks the host, at most `limit` for the runs.
-    ///
-    /// # Errors
-    /// A kernel does not compile, or the device failed.
-    pub fn warm(&self, stream: &CudaStream, limit: Duration) -> Result<(), KernelError> {
-        for index in 0..SOURCES.len() {
-            self.source(index)?;
+impl Param {
+    /// The value, as the driver reads it.
+    pub(super) fn as_mut_ptr(&mut self) -> *mut c_void {
+        match self {
+            Self::Address(x) | Self::U64(x) => std::ptr::from_mut(x).cast(),
+            Self::F32(x) => std::ptr::from_mut(x).cast(),
+            Self::Span(x) => std::ptr::from_mut(x).cast(),
+            Self::Adam(x) => std::ptr::from_mut(x).cast(),
         }
-        let device = self.loader.device();
-        let bytes = device.granularity_bytes().max(WARM_BYTES);
-        let memory = device.allocate(bytes)?;
-        // SAFETY: allocated just now, used on `stream` alone, and given back when that is drained.
-        let all = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), WARM_BYTES, DType::U8) };
-        let ran = device.fill_zero(stream, all).map_err(KernelError::from).and_then(|()| {
-            let launches = plan::idle(all.as_ptr() as u64);
-            // SAFETY: idle launches touch only the zeroes at the given place.
-            launches.iter().try_for_each(|launch| unsafe { self.launch(stream, "warm", launch) })
-        });
-        let drained = stream.synchronize(limit);
-        if drained.is_ok() {
-            // SAFETY: as above; a device that did not drain keeps the few bytes.
-            unsafe { device.deallocate(memory, bytes) };
+    }
+
+    fn size_bytes(&self) -> usize {
+        match self {
+            Self::Address(_) | Self::U64(_) => 8,
+            Self::F32(_) => 4,
+            Self::Span(_) => size_of::<Span>(),
+            Self::Adam(_) => size_of::<AdamConstants>(),
         }
-        ran.and(drained.map_err(KernelError::from))
-    }
-
-    /// The kernels of source `index`.
-    fn source(&self, index: usize) -> Result<&Functions, KernelError> {
-        let slot = &self.loaded[index];
-        if let Some(functions) = slot.get() {
-            return Ok(functions);
-        }
-        let source = &SOURCES[index];
-        let functions = self.loader.load(source, &entry::of_source(source.name))?;
-        Ok(slot.get_or_init(|| functions))
-    }
-
-    fn function(&self, launch: &Launch) -> Result<&Function, KernelError> {
-        let index = SOURCES.iter().position(|s| s.name == launch.source);
-        let functions = index.map(|index| self.source(index)).transpose()?;
-        functions.and_then(|f| f.get(launch.entry)).ok_or_else(|| {
-            let message = format!("{} has no {}", launch.source, launch.entry);
-            DeviceError::Driver { call: "kernel", message }.into()
-        })
-    }
-
-    /// Enqueues `launch`.
-    ///
-    /// # Safety
-    /// What its addresses point to is valid until it has run, and conflicting accesses are ordered.
-    unsafe fn launch(&self, stream: &CudaStream, op: &'static str, launch: &Launch) -> Result<(), KernelError> {
-        let function = self.function(launch)?;
-        let mut params = launch.params.clone();
-        let mut args: Vec<_> = params.iter_mut().map(plan::Param::as_mut_ptr).collect();
-        let (grid, block) = ([launch.blocks, 1, 1], [launch.threads, 1, 1]);
-        let enqueue = || {
-            // SAFETY: `plan` lists the kernel's parameters in its order and with its types, which tests hold against
-            // the compiled kernels; the memory is the caller's promise.
-            unsafe { function.launch(stream, grid, block, 0, &mut args) }
-        };
-        Ok(stream.labelled(op, enqueue)?)
-    }
-
-    /// Enqueues what a checked operation became, if anything.
-    fn enqueue(&self, stream: &CudaStream, op: &'static str, launch: Option<&Launch>) -> Result<(), KernelError> {
-        let Some(launch) = launch else { return Ok(()) };
-        // SAFETY: the addresses and lengths are those of slices that `plan` checked against one another; the maker of a
-        // slice promised that its memory is valid and its accesses ordered.
-        unsafe { self.launch(stream, op, launch) }
     }
 }
 
-/// Room for what idle launches touch.
-const WARM_BYTES: usize = 1024;
-const _: () = assert!(WARM_BYTES >= plan::IDLE_BYTES);
+impl From<AnySlice> for Param {
+    fn from(slice: AnySlice) -> Self {
+        Self::Address(slice.as_ptr() as u64)
+    }
+}
 
-impl Kernels<CudaDevice> for CudaKernels {
-    fn adam(&self, stream: &CudaStream, args: AdamArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "adam", plan::adam(&args)?.as_ref())
+impl<T> From<DeviceSlice<T>> for Param {
+    fn from(slice: DeviceSlice<T>) -> Self {
+        Self::Address(slice.as_ptr() as u64)
+    }
+}
+
+/// One launch.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Launch {
+    /// The source file.
+    pub(super) source: &'static str,
+    /// The kernel in it.
+    pub(super) entry: &'static str,
+    /// Blocks; 0 for an empty range, which is not launched.
+    pub(super) blocks: u32,
+    /// Threads of a block.
+    pub(super) threads: u32,
+    /// The kernel's parameters, in order.
+    pub(super) params: Vec<Param>,
+}
+
+impl Launch {
+    /// A launch over a flat range; the span is the kernel's last parameter.
+    fn flat(source: &'static str, entry: &'static str, span: Span, mut params: Vec<Param>) -> Self {
+        params.push(Param::Span(span));
+        Self { source, entry, blocks: span.blocks(), threads: THREADS, params }
+    }
+}
+
+/// The names of kernels over one dtype: fp32, bf16, fp16.
+macro_rules! entries {
+    ($prefix:literal) => {
+        [concat!($prefix, "_f32"), concat!($prefix, "_bf16"), concat!($prefix, "_f16")]
+    };
+}
+
+/// The index of a dtype in `entries!`.
+fn index(what: &'static str, dtype: DType) -> Result<usize, KernelError> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::Bf16 => Ok(1),
+        DType::F16 => Ok(2),
+        _ => Err(KernelError::Unsupported { what, dtype }),
+    }
+}
+
+pub(super) fn adam(args: &AdamArgs) -> Result<Launch, KernelError> {
+    check::adam(args)?;
+    let grad = index("adam: grad", args.grad.dtype())?;
+    let entry = match args.param_out {
+        None => entries!("adam")[grad],
+        Some(param) => {
+            let names = [entries!("adam_f32"), entries!("adam_bf16"), entries!("adam_f16")];
+            names[grad][index("adam: param_out", param.dtype())?]
+        }
+    };
+    let mut streams = vec![args.master.erase(), args.first_moment.erase(), args.second_moment.erase(), args.grad];
+    streams.extend(args.param_out);
+    let mut params: Vec<Param> = streams.iter().copied().map(Param::from).collect();
+    params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
+    Ok(Launch::flat("adam.cu", entry, Span::of(&streams), params))
+}
+
+pub(super) fn adam_remainder(args: &RemainderArgs) -> Result<Launch, KernelError> {
+    check::adam_remainder(args)?;
+    let entry = entries!("adam_remainder")[index("adam_remainder: grad", args.grad.dtype())?];
+    // SAFETY: the same memory as two-byte elements; only its address and length are used.
+    let remainder =
+        unsafe { AnySlice::from_raw_parts(args.remainder.as_ptr().cast(), args.remainder.len(), DType::F16) };
+    let streams = [args.param.erase(), remainder, args.first_moment.erase(), args.second_moment.erase(), args.grad];
+    let mut params: Vec<Param> = streams.map(Param::from).into();
+    params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
+    Ok(Launch::flat("adam_remainder.cu", entry, Span::of(&streams), params))
+}
+
+pub(super) fn cast(src: AnySlice, dst: AnySlice, scale: f32) -> Result<Launch, KernelError> {
+    check::cast(src, dst)?;
+    let names = [entries!("cast_f32"), entries!("cast_bf16"), entries!("cast_f16")];
+    let entry = names[index("cast: src", src.dtype())?][index("cast: dst", dst.dtype())?];
+    Ok(Launch::flat("cast.cu", entry, Span::of(&[src, dst]), vec![src.into(), dst.into(), Param::F32(scale)]))
+}
+
+pub(super) fn accumulate(grad: AnySlice, acc: DeviceSlice<f32>) -> Result<Launch, KernelError> {
+    check::accumulate(grad, acc)?;
+    let entry = entries!("accumulate")[index("accumulate: grad", grad.dtype())?];
+    let span = Span::of(&[grad, acc.erase()]);
+    Ok(Launch::flat("accumulate.cu", entry, span, vec![grad.into(), acc.into()]))
+}
+
+/// Blocks of the first stage of grad_stats for `len` elements, each with an fp64 sum and a 32-bit count in scratch.
+/// `None` beyond 2^31 (over 70 thousand billion elements).
+fn stats_chunks(len: usize) -> Option<u32> {
+    Some(i32::try_from(len.div_ceil(CHUNK_ELEMS)).ok()?.unsigned_abs())
+}
+
+/// See [`Kernels::stats_scratch_elems`](crate::Kernels::stats_scratch_elems).
+pub(super) fn stats_scratch_elems(len: usize) -> usize {
+    stats_chunks(len).map_or(usize::MAX, |chunks| (chunks as usize * (8 + 4)).div_ceil(8))
+}
+
+/// The two stages; the first is empty for no elements.
+pub(super) fn grad_stats(
+    grad: AnySlice,
+    scratch: DeviceSlice<f64>,
+    out: DeviceSlice<GradStats>,
+) -> Result<[Launch; 2], KernelError> {
+    let entry = entries!("grad_stats_chunks")[index("grad_stats: grad", grad.dtype())?];
+    check::grad_stats(grad, scratch, stats_scratch_elems(grad.len()), out)?;
+    // No scratch is long enough for more chunks than a grid can have.
+    let chunks = stats_chunks(grad.len()).unwrap_or(0);
+    let counts = Param::Address(scratch.as_ptr() as u64 + u64::from(chunks) * 8);
+    let launch = |entry, blocks, params| Launch { source: "grad_stats.cu", entry, blocks, threads: THREADS, params };
+    let first = vec![grad.into(), Param::U64(grad.len() as u64), scratch.into(), counts];
+    let second = vec![scratch.into(), counts, Param::U64(chunks.into()), out.into()];
+    Ok([launch(entry, chunks, first), launch("grad_stats_combine", 1, second)])
+}
+
+pub(super) fn rank_stats(
+    units: DeviceSlice<GradStats>,
+    loss: DeviceSlice<f64>,
+    flags: DeviceSlice<u64>,
+    out: DeviceSlice<RankStats>,
+) -> Result<Launch, KernelError> {
+    check::rank_stats(units, loss, flags, out)?;
+    let params = vec![units.into(), Param::U64(units.len() as u64), loss.into(), flags.into(), out.into()];
+    Ok(Launch { source: "step.cu", entry: "rank_stats", blocks: 1, threads: 1, params })
+}
+
+pub(super) fn advance_step(args: &AdvanceArgs) -> Result<Launch, KernelError> {
+    check::advance_step(args)?;
+    let AdvanceArgs { ranks, config, rates, state, scalars, records } = *args;
+    let mut params = vec![ranks.into(), Param::U64(ranks.len() as u64), config.into()];
+    params.extend([rates.into(), Param::U64(rates.len() as u64), state.into(), scalars.into()]);
+    params.extend([records.into(), Param::U64(records.len() as u64)]);
+    Ok(Launch { source: "step.cu", entry: "advance_step", blocks: 1, threads: 1, params })
+}
+
+/// Slots of [`every_kernel`], each for a single value.
+const SLOTS: usize = 9;
+const SLOT_BYTES: usize = 128;
+/// Bytes that the launches of [`every_kernel`] access.
+pub(super) const EVERY_KERNEL_BYTES: usize = SLOTS * SLOT_BYTES;
+
+/// Every kernel once, on empty ranges and on single values within [`EVERY_KERNEL_BYTES`] zeroed bytes at `address`.
+pub(super) fn every_kernel(address: usize) -> Result<Vec<Launch>, KernelError> {
+    fn slot<T>(address: usize, nth: usize, len: usize) -> DeviceSlice<T> {
+        debug_assert!(nth < SLOTS && len * size_of::<T>() <= SLOT_BYTES);
+        // SAFETY: only the address and the length are used here; the launcher provides the memory.
+        unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address + nth * SLOT_BYTES), len) }
+    }
+    let floats = [
+        slot::<f32>(address, 0, 0).erase(),
+        slot::<half::bf16>(address, 0, 0).erase(),
+        slot::<half::f16>(address, 0, 0).erase(),
+    ];
+    let hyper = AdamHyper { beta1: 0.0, beta2: 0.0, eps: 0.0, weight_decay: 0.0, decoupled: true };
+    let (flat, scalars, scratch, stats) =
+        (slot(address, 0, 0), slot(address, 1, 1), slot(address, 2, 2), slot(address, 3, 1));
+    let (master, first_moment, second_moment) = (flat, flat, flat);
+    let mut launches = Vec::new();
+    for grad in floats {
+        for param_out in [None].into_iter().chain(floats.map(Some)) {
+            let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
+            launches.push(adam(&args)?);
+        }
+        let (param, remainder) = (slot(address, 0, 0), slot(address, 0, 0));
+        let args = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
+        launches.push(adam_remainder(&args)?);
+        for dst in floats {
+            launches.push(cast(grad, dst, 1.0)?);
+        }
+        launches.push(accumulate(grad, flat)?);
+        let [chunks, _] = grad_stats(grad, scratch, stats)?;
+        launches.push(chunks);
+    }
+    let [_, combine] = grad_stats(floats[0], scratch, stats)?;
+    let (zero, ranks) = (slot(address, 4, 1), slot(address, 5, 1));
+    launches.extend([combine, rank_stats(slot(address, 3, 0), zero, slot(address, 4, 1), ranks)?]);
+    // With no rates the step halts the run at once.
+    let (config, rates, state) = (slot(address, 6, 1), slot(address, 0, 0), slot(address, 7, 1));
+    let args = AdvanceArgs { ranks, config, rates, state, scalars, records: slot(address, 8, 1) };
+    launches.push(advance_step(&args)?);
+    // Kernels over empty ranges return at once; the first stage of grad_stats writes one chunk's zeroes to scratch.
+    launches.iter_mut().for_each(|launch| launch.blocks = launch.blocks.max(1));
+    Ok(launches)
+}
+
+/// The kernels of a source file.
+pub(super) fn entries_of(source: &str) -> Result<Vec<&'static str>, KernelError> {
+    let launches = every_kernel(0)?.into_iter();
+    Ok(launches.filter(|launch| launch.source == source).map(|launch| launch.entry).collect())
+}
+
+/// Every kernel of this crate: its source, its name, and the sizes of the parameters that launches pass. For tests.
+#[doc(hidden)]
+pub fn kernel_signatures() -> Result<Vec<(super::Source, &'static str, Vec<usize>)>, KernelError> {
+    let mut signatures = Vec::new();
+    for launch in every_kernel(0)? {
+        let sizes = launch.params.iter().map(Param::size_bytes).collect();
+        signatures.extend(super::Source::named(launch.source).map(|source| (*source, launch.entry, sizes)));
+    }
+    Ok(signatures)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at<T>(address: usize, len: usize) -> DeviceSlice<T> {
+        // SAFETY: launches as data compute with addresses and never access them.
+        unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address), len) }
     }
 
-    fn adam_remainder(&self, stream: &CudaStream, args: RemainderArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "adam_remainder", plan::adam_remainder(&args)?.as_ref())
+    const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+
+    fn args(len: usize) -> AdamArgs {
+        AdamArgs {
+            master: at(0x1_0000, len),
+            first_moment: at(0x2_0000, len),
+            second_moment: at(0x3_0000, len),
+            grad: at::<half::bf16>(0x4_0000, len).erase(),
+            param_out: Some(at::<half::f16>(0x5_0000, len).erase()),
+            scalars: at(0x100, 1),
+            hyper: HYPER,
+        }
     }
 
-    fn cast(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
-        self.enqueue(stream, "cast", plan::cast(src, dst, scale)?.as_ref())
+    #[test]
+    fn adam_passes_its_streams_in_order() {
+        let launch = adam(&args(5000)).unwrap();
+        let mut params: Vec<Param> =
+            [0x1_0000, 0x2_0000, 0x3_0000, 0x4_0000, 0x5_0000, 0x100].map(Param::Address).into();
+        params.push(Param::Adam(HYPER.constants()));
+        params.push(Param::Span(Span { len: 5000, head: 0, wide: 0b11111 }));
+        // 20 tiles of 256 elements, 8 a block.
+        let expected = Launch { source: "adam.cu", entry: "adam_bf16_f16", blocks: 3, threads: 256, params };
+        assert_eq!(launch, expected);
+        let without = adam(&AdamArgs { param_out: None, ..args(5000) }).unwrap();
+        assert_eq!((without.entry, without.params.len()), ("adam_bf16", 7));
     }
 
-    fn accumulate(&self, stream: &CudaStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
-        self.enqueue(stream, "accumulate", plan::accumulate(grad, acc)?.as_ref())
+    #[test]
+    fn empty_ranges_are_checked_and_need_no_block() {
+        assert_eq!(adam(&args(0)).unwrap().blocks, 0);
+        let doubles: DeviceSlice<f64> = at(0x1000, 0);
+        let unsupported = |what, dtype| Err(KernelError::Unsupported { what, dtype });
+        assert_eq!(cast(doubles.erase(), doubles.erase(), 1.0), unsupported("cast: src", DType::F64));
+        let (src, dst): (DeviceSlice<f32>, DeviceSlice<half::bf16>) = (at(0x1000, 0), at(0x2000, 0));
+        assert_eq!(cast(src.erase(), dst.erase(), 1.0).unwrap().blocks, 0);
+        assert_eq!(accumulate(dst.erase(), src).unwrap().blocks, 0);
+        // The second stage writes the zero statistics.
+        let [chunks, combine] = grad_stats(src.erase(), doubles, at(0x3000, 1)).unwrap();
+        assert_eq!((chunks.blocks, combine.entry, combine.blocks), (0, "grad_stats_combine", 1));
     }
 
-    fn stats_scratch_elems(&self, len: usize) -> usize {
-        plan::stats_scratch_elems(len)
+    #[test]
+    fn stats_scratch_has_sums_before_counts() {
+        let (grad, scratch): (DeviceSlice<f32>, _) = (at(0x10_0000, 70_000), at(0x1000, stats_scratch_elems(70_000)));
+        let [chunks, combine] = grad_stats(grad.erase(), scratch, at(0x100, 1)).unwrap();
+        // 3 chunks: 24 bytes of sums, 12 of counts.
+        assert_eq!(scratch.len(), 5);
+        let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 24));
+        assert_eq!((chunks.blocks, &chunks.params[2..]), (3, &[sums, counts][..]));
+        assert_eq!(combine.params, [sums, counts, Param::U64(3), Param::Address(0x100)]);
+        let short = grad_stats(grad.erase(), scratch.slice(0..4), at(0x100, 1)).unwrap_err();
+        assert_eq!(short, KernelError::LengthMismatch { what: "grad_stats: scratch", expected: 5, got: 4 });
+        assert_eq!((stats_chunks(0), stats_chunks(32_769), stats_chunks(usize::MAX)), (Some(0), Some(2), None));
     }
 
-    fn grad_stats(
-        &self,
-        stream: &CudaStream,
-        grad: AnySlice,
-        scratch: DeviceSlice<f64>,
-        out: DeviceSlice<GradStats>,
-    ) -> Result<(), KernelError> {
-        let (chunks, combine) = plan::grad_stats(grad, scratch, out)?;
-        self.enqueue(stream, "grad_stats", chunks.as_ref())?;
-        self.enqueue(stream, "grad_stats_combine", Some(&combine))
-    }
-
-    fn make_vote(
-        &self,
-        stream: &CudaStream,
-        units: DeviceSlice<GradStats>,
-        loss: DeviceSlice<f64>,
-        flags: DeviceSlice<u64>,
-        out: DeviceSlice<RankStats>,
-    ) -> Result<(), KernelError> {
-        self.enqueue(stream, "make_vote", Some(&plan::make_vote(units, loss, flags, out)?))
-    }
-
-    fn decide_step(&self, stream: &CudaStream, args: DecideArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "decide_step", Some(&plan::decide_step(&args)?))
+    #[test]
+    fn every_kernel_stays_within_its_bytes() {
+        let mut entries = Vec::new();
+        for launch in every_kernel(0x1000).unwrap() {
+            assert_eq!(launch.blocks, 1);
+            for param in launch.params {
+                let end = 0x1000 + EVERY_KERNEL_BYTES as u64;
+                assert!(!matches!(param, Param::Address(a) if a < 0x1000 || a + SLOT_BYTES as u64 > end));
+                assert!(!matches!(param, Param::Span(span) if span.len > 0));
+            }
+            entries.push(launch.entry);
+        }
+        entries.sort_unstable();
+        entries.dedup();
+        assert_eq!(entries.len(), 12 + 3 + 9 + 3 + 4 + 2, "each kernel once");
+        for source in super::super::source::SOURCES {
+            assert!(!entries_of(source.name).unwrap().is_empty(), "{}", source.name);
+        }
     }
 }

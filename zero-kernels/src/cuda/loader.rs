@@ -1,4 +1,4 @@
-//! From a source to kernels that can be launched.
+//! Compiling sources and loading their kernels on a device.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,8 +12,7 @@ use crate::KernelError;
 /// The kernels of one source, by name.
 pub type Functions = HashMap<&'static str, Function>;
 
-/// Compiles sources for one device, or takes them from disk, and loads them. Cloning gives another handle of the same
-/// one.
+/// Compiles sources for one device, or reads them from the cache, and loads them. A clone is another handle.
 #[derive(Clone)]
 pub struct Loader(Arc<Inner>);
 
@@ -21,7 +20,7 @@ struct Inner {
     device: CudaDevice,
     compiler: Box<dyn Compile + Send + Sync>,
     cache: KernelCache,
-    /// One source at a time: ranks of a process that start together compile each only once.
+    /// One source at a time: ranks of a process that start together compile each source only once.
     loading: Mutex<()>,
 }
 
@@ -32,18 +31,18 @@ impl fmt::Debug for Loader {
 }
 
 impl Loader {
-    /// Compiles by NVRTC, and keeps kernels in the user's folder ([`KernelCache::of_user`]).
+    /// Compiles with NVRTC and caches kernels in the user's folder ([`KernelCache::of_user`]).
     ///
     /// # Errors
-    /// NVRTC is missing, or knows nothing that the device could run.
+    /// NVRTC is missing, or supports no architecture that the device can run.
     pub fn new(device: &CudaDevice) -> Result<Self, KernelError> {
         Self::with_compiler(device, Box::new(Nvrtc::find()?), KernelCache::of_user())
     }
 
-    /// Compiles by `compiler`, and keeps kernels in `cache`.
+    /// Compiles with `compiler` and caches kernels in `cache`.
     ///
     /// # Errors
-    /// The compiler knows nothing that the device could run.
+    /// The compiler supports no architecture that the device can run.
     pub fn with_compiler(
         device: &CudaDevice,
         compiler: Box<dyn Compile + Send + Sync>,
@@ -58,16 +57,16 @@ impl Loader {
         &self.0.device
     }
 
-    /// The kernels `entries` of `source`, loaded. Loading synchronises with the device: it must not happen while a
+    /// Loads the kernels `entries` of `source`. Loading synchronises with the device, so it must not happen while a
     /// collective waits for another rank of the process.
     ///
     /// # Errors
-    /// The source does not compile, the driver does not take it, or it has no such kernel.
+    /// The source does not compile, the driver refuses the image, or there is no such kernel.
     pub fn load(&self, source: &Source, entries: &[&'static str]) -> Result<Functions, KernelError> {
         let inner = &*self.0;
         let _one_at_a_time = inner.loading.lock().unwrap_or_else(PoisonError::into_inner);
-        let compiled = inner.cache.get(&*inner.compiler, source, Arch::of_capability(inner.device.arch()))?;
-        let module = inner.device.load_module(&compiled.image)?;
+        let image = inner.cache.get(&*inner.compiler, source, Arch::of_capability(inner.device.arch()))?;
+        let module = inner.device.load_module(&image)?;
         entries.iter().map(|&name| Ok((name, module.function(name)?))).collect()
     }
 }

@@ -1,9 +1,8 @@
-//! The operations as CUDA kernels: sources, their compilation at run time, and how ranges are cut into launches.
+//! The operations as CUDA kernels: sources, run-time compilation, and launches.
 //!
-//! Nothing here needs a GPU, a driver or a toolkit to build: NVRTC is looked for at run time ([`Nvrtc::find`]), and a
-//! machine without it gets [`CudaError::NoNvrtc`], which names what was tried. A kernel is compiled at first use for
-//! the device's own architecture (a device newer than NVRTC gets PTX for the newest that NVRTC knows: [`Target`]) and
-//! kept on disk ([`KernelCache`]), keyed by source, target, options and the version of NVRTC.
+//! Building needs no GPU, driver or toolkit: NVRTC is loaded at run time ([`Nvrtc::find`]); without it the error
+//! [`CudaError::NoNvrtc`] lists the library names that were tried. A kernel is compiled at first use for the device's
+//! architecture and cached on disk ([`KernelCache`]).
 //!
 //! | file of `cuda/` | operation | host twin |
 //! |---|---|---|
@@ -12,31 +11,31 @@
 //! | cast.cu | conversion with a scale | [`host::cast`](crate::host::cast()) |
 //! | accumulate.cu | sum over micro-batches | [`host::accumulate`](crate::host::accumulate()) |
 //! | grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
-//! | step.cu | the decision of a step, one thread | [`step::decide_step`](crate::step::decide_step) |
+//! | step.cu | statistics of a rank; clipping, loss scale and scalars of a step; one thread | [`step::advance_step`](crate::step::advance_step) |
 //!
-//! [`CudaKernels`] launches them. What an operation becomes is planned as data ([`plan`]), so that dispatch, geometry
-//! and parameters are tested without a GPU; a [`Loader`] turns sources into kernels, also those of other crates.
+//! [`CudaKernels`] launches them. A [`Loader`] compiles and loads any source, also those of other crates.
 //!
-//! The kernels do the host twins' operations in the same order, with fused multiply-adds in the same places, so the
-//! bits are the same but for the payloads of NaNs: seen on the stand-in of a GPU, which interprets PTX, and **not on a
-//! GPU yet**.
+//! The kernels do the host twins' operations in the same order, with fused multiply-adds in the same places, so results
+//! are equal bit for bit except for NaN payloads. Checked on a stand-in for a GPU that interprets PTX, and **not yet on
+//! a GPU**.
 
 mod cache;
-mod entry;
 mod error;
-mod geometry;
+mod kernels;
 mod launch;
 mod loader;
 mod nvrtc;
-pub mod plan;
 mod source;
+mod span;
 mod target;
 
-pub use cache::{Cached, Compile, KernelCache, Outcome};
+pub use cache::{Compile, KernelCache};
 pub use error::CudaError;
-pub use geometry::{Span, StatsPlan, THREADS};
-pub use launch::CudaKernels;
+pub use kernels::CudaKernels;
+#[doc(hidden)]
+pub use launch::kernel_signatures;
 pub use loader::{Functions, Loader};
 pub use nvrtc::{Compiled, Nvrtc};
-pub use source::{SOURCES, Source};
+pub use source::Source;
+pub use span::{Span, THREADS};
 pub use target::{Arch, Target};

@@ -1,4 +1,4 @@
-//! NVRTC, found at run time. All calls into the library are in this file.
+//! NVRTC, loaded at run time. All calls into the library are in this file.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
@@ -8,8 +8,8 @@ use zero_alloc::library::{Library, MissingFunction, Search};
 
 use super::{Arch, Compile, CudaError, Source, Target};
 
-/// Options of every compilation, beside the architecture. Without `--fmad=false` the compiler would fuse where the
-/// host twins do not.
+/// Options of every compilation, besides the architecture. Without `--fmad=false` the compiler would fuse operations
+/// that the host twins do not.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
 
 /// The compiler's library.
@@ -26,18 +26,18 @@ impl std::fmt::Debug for Nvrtc {
     }
 }
 
-/// What came out of a compilation.
+/// The output of a compilation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Compiled {
-    /// What a driver loads: machine code, or PTX that ends in a zero byte.
+    /// The image for the driver: machine code, or PTX that ends in a zero byte.
     pub image: Vec<u8>,
-    /// What the compiler said: warnings, and the registers of each kernel where they were asked for.
+    /// The compiler's log: warnings and, if requested, the registers of each kernel.
     pub log: String,
 }
 
 type Program = *mut c_void;
 
-/// The functions that are used, with NVRTC's signatures.
+/// NVRTC's functions, with the signatures of its header.
 struct Calls {
     version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
@@ -62,9 +62,9 @@ struct Calls {
 }
 
 impl Calls {
-    #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
+    #[allow(clippy::multiple_unsafe_ops_per_block, reason = "the same proof for each")]
     fn load(library: &Library) -> Result<Self, MissingFunction> {
-        // SAFETY: each field has the signature that NVRTC's header gives the function.
+        // SAFETY: each field has the function's signature in NVRTC's header.
         unsafe {
             Ok(Self {
                 version: library.function("nvrtcVersion")?,
@@ -99,13 +99,14 @@ impl Calls {
     }
 }
 
-/// NVRTC opens the library of its built-in functions by name alone, and not every build knows that it lies beside it
-/// (13.0.88 of pip does not). One that is loaded already is found. What fails here NVRTC reports when it compiles.
+/// NVRTC opens the library of its built-in functions by name, and not every build finds it in its own folder (13.0.88
+/// from pip does not). A library that is already loaded is found. On failure here NVRTC reports the error when it
+/// compiles.
 fn load_builtins(nvrtc: &str) {
     let folder = Path::new(nvrtc).parent().filter(|folder| !folder.as_os_str().is_empty());
     for entry in folder.and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
-            // SAFETY: NVRTC's own part, which it would load itself.
+            // SAFETY: a part of NVRTC, which NVRTC would load itself.
             let _loaded = unsafe { Library::open(&[entry.path().to_string_lossy()]) };
         }
     }
@@ -122,19 +123,16 @@ const SEARCH: Search = Search {
 };
 
 impl Nvrtc {
-    /// Looks for the library: at `ZERO_NVRTC`, or by its usual names.
+    /// Loads the library at `ZERO_NVRTC`, or under its usual names.
     ///
     /// # Errors
-    /// [`CudaError::NoNvrtc`] names what was tried; or the library is not NVRTC.
+    /// There is no such library, or it is not NVRTC.
     pub fn find() -> Result<Self, CudaError> {
         Self::find_among(&SEARCH.paths())
     }
 
-    /// Loads the first library of `paths` that loads.
-    ///
-    /// # Errors
-    /// As for [`Self::find`].
-    pub fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CudaError> {
+    /// Loads the first of `paths` that can be loaded.
+    fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CudaError> {
         // SAFETY: the names are NVRTC's, or the user's choice.
         let library = unsafe { Library::open(paths) }.map_err(|tried| CudaError::NoNvrtc { tried })?;
         load_builtins(library.path());
@@ -145,24 +143,24 @@ impl Nvrtc {
         // SAFETY: writes one number.
         calls.check("nvrtcGetNumSupportedArchs", unsafe { (calls.count_archs)(&raw mut count) })?;
         let mut archs: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: writes `count` numbers, which is how long `archs` is.
+        // SAFETY: writes `count` numbers, the length of `archs`.
         calls.check("nvrtcGetSupportedArchs", unsafe { (calls.list_archs)(archs.as_mut_ptr()) })?;
         let supported = archs.into_iter().filter_map(|a| u32::try_from(a).ok()).collect();
         Ok(Self { path: library.path().to_owned(), version: (major, minor), supported, calls })
     }
 
-    /// The version, as `13.2`.
-    pub fn version_text(&self) -> String {
+    /// The version, for example `13.2`.
+    fn version_text(&self) -> String {
         format!("{}.{}", self.version.0, self.version.1)
     }
 
-    /// The architectures that it compiles for.
+    /// The architectures that this NVRTC compiles for.
     pub fn supported_archs(&self) -> &[u32] {
         &self.supported
     }
 
-    /// Compiles `source` to `target`. With `report_registers` the log says, for every kernel, how many registers its
-    /// machine code uses and how many bytes it spills.
+    /// Compiles `source` for `target`. With `report_registers` the log has the registers and spilled bytes of every
+    /// kernel.
     ///
     /// # Errors
     /// The target is not supported, or the source does not compile.
@@ -184,12 +182,12 @@ impl Nvrtc {
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
 
         let mut raw: Program = ptr::null_mut();
-        // SAFETY: two strings that end in zero and no headers; a program is written to `raw`.
+        // SAFETY: two zero-terminated strings and no headers; a program is written to `raw`.
         let code =
             unsafe { (self.calls.create)(&raw mut raw, text.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null()) };
         self.calls.check("nvrtcCreateProgram", code)?;
         let program = OwnedProgram { calls: &self.calls, raw };
-        // SAFETY: a program that was made, and as many options as are counted.
+        // SAFETY: a live program, and `pointers` with its length.
         let code = unsafe { (self.calls.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
         let log = program.bytes("nvrtcGetProgramLog", self.calls.log_size, self.calls.log)?;
         let log = String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned();
@@ -222,14 +220,14 @@ impl Compile for Nvrtc {
     }
 }
 
-/// A program that is destroyed when it goes.
+/// A program, destroyed on drop.
 struct OwnedProgram<'a> {
     calls: &'a Calls,
     raw: Program,
 }
 
 impl OwnedProgram<'_> {
-    /// A result whose size is asked for first.
+    /// Reads a result: its size, then its bytes.
     fn bytes(
         &self,
         call: &'static str,
@@ -240,7 +238,7 @@ impl OwnedProgram<'_> {
         // SAFETY: a live program; one number is written.
         self.calls.check(call, unsafe { size(self.raw, &raw mut len) })?;
         let mut bytes = vec![0u8; len];
-        // SAFETY: a live program; `len` bytes are written, which is how long `bytes` is.
+        // SAFETY: a live program; `len` bytes are written, the length of `bytes`.
         self.calls.check(call, unsafe { get(self.raw, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
@@ -248,7 +246,7 @@ impl OwnedProgram<'_> {
 
 impl Drop for OwnedProgram<'_> {
     fn drop(&mut self) {
-        // SAFETY: made by `create`, destroyed once.
+        // SAFETY: created by `create`, destroyed once.
         unsafe { (self.calls.destroy)(&raw mut self.raw) };
     }
 }
@@ -259,7 +257,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn a_missing_library_is_an_error_that_names_what_was_tried() {
+    fn missing_library_error_lists_names_tried() {
         let error = Nvrtc::find_among(&["libno-such-nvrtc.so.1", "libnor-this.so"]).unwrap_err();
         let CudaError::NoNvrtc { tried } = &error else { panic!("{error}") };
         assert_eq!(tried.len(), 2);
@@ -271,7 +269,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn another_library_in_its_place_is_an_error_that_names_the_function() {
+    fn wrong_library_error_names_the_function() {
         let error = Nvrtc::find_among(&["libc.so.6"]).unwrap_err();
         assert!(
             matches!(&error, CudaError::MissingFunction(MissingFunction { function: "nvrtcVersion", .. })),

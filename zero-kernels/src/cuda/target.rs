@@ -1,4 +1,4 @@
-//! What kernels are compiled for.
+//! The architectures that kernels are compiled for.
 
 use std::fmt;
 
@@ -21,7 +21,7 @@ impl fmt::Display for Arch {
     }
 }
 
-/// What a compiler makes for a device.
+/// The form of a compiled kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Target {
     /// Machine code (an ELF file) for devices of this architecture alone.
@@ -31,17 +31,17 @@ pub enum Target {
 }
 
 impl Target {
-    /// What a compiler that knows `supported` makes for devices of `arch`: machine code, or PTX for the nearest older
-    /// architecture where it does not know the device's own.
+    /// The target for devices of `arch` with a compiler that supports `supported`: machine code, or PTX for the nearest
+    /// older architecture if the device's own is not supported.
     ///
     /// # Errors
-    /// The device is older than all that the compiler knows; `version` is for the message.
-    pub fn choose(arch: Arch, supported: &[u32], version: &str) -> Result<Self, CudaError> {
+    /// The device is older than all of `supported`; `version` is for the message.
+    pub(super) fn choose(arch: Arch, supported: &[u32], version: &str) -> Result<Self, CudaError> {
         if supported.contains(&arch.0) {
             return Ok(Self::Cubin(arch));
         }
-        let older = supported.iter().copied().filter(|&known| known < arch.0).max();
-        older.map(|known| Self::Ptx(Arch(known))).ok_or_else(|| CudaError::UnsupportedArch {
+        let older = supported.iter().copied().filter(|&older| older < arch.0).max();
+        older.map(|older| Self::Ptx(Arch(older))).ok_or_else(|| CudaError::UnsupportedArch {
             version: version.to_owned(),
             arch,
             supported: supported.to_vec(),
@@ -71,12 +71,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_known_device_gets_machine_code_and_a_newer_one_the_newest_ptx() {
+    fn newer_devices_get_the_newest_ptx() {
         let choose = |arch| Target::choose(Arch(arch), &[75, 80, 90, 121, 100], "13.2");
         assert_eq!(choose(90), Ok(Target::Cubin(Arch(90))));
         assert_eq!(choose(121), Ok(Target::Cubin(Arch(121))));
         assert_eq!(choose(990), Ok(Target::Ptx(Arch(121))));
-        assert_eq!(choose(86), Ok(Target::Ptx(Arch(80))), "between two that are known");
+        assert_eq!(choose(86), Ok(Target::Ptx(Arch(80))), "between two supported ones");
         let error = choose(70).unwrap_err();
         assert!(matches!(error, CudaError::UnsupportedArch { arch: Arch(70), .. }), "{error}");
         assert_eq!(Arch::of_capability((12, 1)), Arch(121));

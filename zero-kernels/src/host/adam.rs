@@ -28,14 +28,14 @@ pub struct AdamSlices<'a, W, M, G, P> {
     pub first_moment: &'a mut [M],
     /// Second moment, updated.
     pub second_moment: &'a mut [M],
-    /// Gradient, as it travelled: scaled.
+    /// Gradient, still scaled.
     pub grad: &'a [G],
-    /// Where the new weights go a second time, in the parameter's own dtype.
+    /// The new weights in the parameter's own dtype, written.
     pub param_out: Option<&'a mut [P]>,
 }
 
 impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
-    /// How many elements the step has, if all slices agree.
+    /// The length of all slices.
     ///
     /// # Errors
     /// A slice has another length than the weights.
@@ -77,7 +77,7 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
     }
 }
 
-/// What one step multiplies with, in fp32.
+/// The factors of one step, in fp32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Coefficients {
     pub(crate) grad_scale: f32,
@@ -110,7 +110,7 @@ impl Coefficients {
     }
 }
 
-/// One element: the new weight and moments.
+/// Returns the new weight and moments of one element.
 #[inline(always)]
 pub(super) fn element<const DECOUPLED: bool>(c: &Coefficients, w: f32, m: f32, v: f32, g: f32) -> (f32, f32, f32) {
     let g = g * c.grad_scale;
@@ -170,10 +170,10 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
     }
 }
 
-/// All in bf16: two neighbours are worked on as one 32-bit word, whose halves widen and narrow in place.
+/// All in bf16: two neighbours are processed as one 32-bit value, whose halves widen and narrow in place.
 ///
-/// The same arithmetic as [`update`] in a third fewer instructions. Rounding needs no care for NaN here: one
-/// that comes from bf16 values has 16 zero bits at its end, so nothing carries into the exponent.
+/// The arithmetic of [`update`] with a third fewer instructions. Rounding needs no special case for NaN: one that comes
+/// from bf16 values ends in 16 zero bits, so nothing carries into the exponent.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"

@@ -1,12 +1,12 @@
 //! Sum of squares and count of non-finite elements, deterministically.
 //!
-//! The order of the sum depends on the length alone, and suits a GPU as well as a CPU. To add values *pairwise* is to
-//! add the upper half to the lower half until one is left.
+//! The order of the sum depends on the length alone, and suits GPUs and CPUs. To add values *pairwise* is to add the
+//! upper half to the lower half until one is left.
 //!
 //! 1. The gradient is cut into strips of [`STRIP_ELEMS`] from its start. Within a strip, lane `l` of 256 sums the
 //!    squares of elements `l`, `l + 256`, ... in that order in fp64 (the square of an fp32 value is exact there).
 //!    Each [`NEIGHBOURS`] neighbouring lanes are then added pairwise, and their 32 sums pairwise.
-//! 2. The strips of a chunk of [`CHUNK_ELEMS`] are added pairwise; those that are not there are 0.
+//! 2. The strips of a chunk of [`CHUNK_ELEMS`] are added pairwise; missing strips are 0.
 //! 3. Lane `l` of [`TOP_LANES`] sums the results of chunks `l`, `l + TOP_LANES`, ... in that order; these lanes are
 //!    then added pairwise.
 //!
@@ -20,11 +20,11 @@ use crate::{Float, GradStats};
 pub(crate) const CHUNK_ELEMS: usize = 32_768;
 /// Elements of a strip: the grain of warps.
 pub(crate) const STRIP_ELEMS: usize = 4096;
-/// Elements that a GPU's thread reads at once.
+/// Elements that a GPU thread reads at once.
 const NEIGHBOURS: usize = 8;
 /// Independent sums within a strip.
 const LANES: usize = 32 * NEIGHBOURS;
-/// The sign of an fp32 value, without which the bits of values are ordered as they are.
+/// The sign bit of an fp32 value; without it bits order as magnitudes do.
 const SIGN: u32 = 1 << 31;
 /// Independent sums over chunks.
 pub(crate) const TOP_LANES: usize = 256;
@@ -34,7 +34,7 @@ pub fn grad_stats<G: Float>(grad: &[G]) -> GradStats {
     combine(grad.chunks(CHUNK_ELEMS).map(chunk))
 }
 
-/// Puts the statistics of all chunks together.
+/// Combines the statistics of all chunks.
 pub(crate) fn combine(chunks: impl IntoIterator<Item = GradStats>) -> GradStats {
     let (mut sums, mut nonfinite) = ([0f64; TOP_LANES], 0);
     for (i, chunk) in chunks.into_iter().enumerate() {
@@ -44,7 +44,7 @@ pub(crate) fn combine(chunks: impl IntoIterator<Item = GradStats>) -> GradStats 
     GradStats { sum_sq: add_pairwise(sums), nonfinite }
 }
 
-/// The sum of a power of two of values, upper half to lower half.
+/// The sum of `N` values, a power of two, upper half to lower half.
 fn add_pairwise<const N: usize>(mut sums: [f64; N]) -> f64 {
     let mut half = N / 2;
     while half > 0 {

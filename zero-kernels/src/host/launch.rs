@@ -1,15 +1,14 @@
-//! The operations on host streams: arguments are checked at the call, the work runs in stream order.
+//! The operations on host streams: the call checks the arguments, the work runs in stream order.
 
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice, Element};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
-use crate::kernels::{DecideArgs, RemainderArgs};
 use crate::step::{self, RankStats};
-use crate::{AdamArgs, AdamHyper, Float, GradStats, KernelError, Kernels, StepScalars, check};
+use crate::{AdamArgs, AdvanceArgs, Float, GradStats, KernelError, Kernels, RemainderArgs, check};
 
-/// The operations on the host's streams, each split over a fixed number of threads.
+/// The operations on host streams, each split over a fixed number of threads.
 #[derive(Clone, Debug)]
 pub struct HostKernels {
     workers: Workers,
@@ -19,18 +18,18 @@ impl HostKernels {
     /// Operations that each use `threads` threads (0 and 1: the stream's own).
     ///
     /// # Errors
-    /// The operating system refused a thread.
+    /// [`KernelError::Threads`].
     pub fn new(threads: usize) -> Result<Self, KernelError> {
         Ok(Self { workers: Workers::new(threads)? })
     }
 
-    /// Operations on threads that are shared with others.
+    /// Operations on threads shared with others.
     pub fn with_workers(workers: Workers) -> Self {
         Self { workers }
     }
 }
 
-/// What a launch finds out when it runs; the arguments were checked before, so it is never used.
+/// An error at run time. The arguments were checked before, so it does not occur.
 fn failed(error: KernelError) -> DeviceError {
     DeviceError::Driver { call: "host kernel", message: error.to_string() }
 }
@@ -40,7 +39,7 @@ fn failed(error: KernelError) -> DeviceError {
 /// # Safety
 /// As for [`DeviceSlice::as_host`].
 unsafe fn read_first<T: Copy>(slice: DeviceSlice<T>) -> Option<T> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds the contract of `as_host`.
     unsafe { slice.as_host() }.first().copied()
 }
 
@@ -70,8 +69,10 @@ impl HostKernels {
         let workers = self.workers.clone();
         let AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper } = args;
         let (grad, param_out) = (grad.typed::<G>()?, param_out.map(AnySlice::typed::<P>).transpose()?);
-        let run = move |scalars: &StepScalars, hyper: &AdamHyper| {
-            // SAFETY: host memory, disjoint from the others; its maker promised ordered accesses.
+        stream.enqueue("adam", move || {
+            // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+            let scalars = unsafe { read_first(scalars) }.unwrap_or_default();
+            // SAFETY: as above, and `check` found it disjoint from the others.
             let weights = unsafe { master.as_host_mut() };
             // SAFETY: as for the weights.
             let first_moment = unsafe { first_moment.as_host_mut() };
@@ -81,12 +82,8 @@ impl HostKernels {
             let grad = unsafe { grad.as_host() };
             // SAFETY: as for the weights.
             let param_out = param_out.map(|p| unsafe { p.as_host_mut() });
-            workers.adam(AdamSlices { weights, first_moment, second_moment, grad, param_out }, scalars, hyper)
-        };
-        stream.enqueue("adam", move || {
-            // SAFETY: host memory; its maker promised ordered accesses.
-            let scalars = unsafe { read_first(scalars) }.unwrap_or_default();
-            run(&scalars, &hyper).map_err(failed)
+            let slices = AdamSlices { weights, first_moment, second_moment, grad, param_out };
+            workers.adam(slices, &scalars, &hyper).map_err(failed)
         })?;
         Ok(())
     }
@@ -106,9 +103,9 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("adam_remainder: grad", args.grad.dtype(), G => {
             let grad = args.grad.typed::<G>()?;
             stream.enqueue("adam_remainder", move || {
-                // SAFETY: host memory; its maker promised ordered accesses.
+                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
                 let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
-                // SAFETY: as above, and disjoint from the others.
+                // SAFETY: as above, and `check` found it disjoint from the others.
                 let param = unsafe { args.param.as_host_mut() };
                 // SAFETY: as for the parameter.
                 let remainder = unsafe { args.remainder.as_host_mut() };
@@ -131,9 +128,9 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("cast: src", src.dtype(), S => with_float!("cast: dst", dst.dtype(), D => {
             let (src, dst) = (src.typed::<S>()?, dst.typed::<D>()?);
             stream.enqueue("cast", move || {
-                // SAFETY: host memory; its maker promised ordered accesses.
+                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
                 let src = unsafe { src.as_host() };
-                // SAFETY: as above, and disjoint from `src`.
+                // SAFETY: as above, and `check` found it disjoint from `src`.
                 let dst = unsafe { dst.as_host_mut() };
                 workers.cast(src, dst, scale).map_err(failed)
             })?;
@@ -147,9 +144,9 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("accumulate: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
             stream.enqueue("accumulate", move || {
-                // SAFETY: host memory; its maker promised ordered accesses.
+                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
                 let grad = unsafe { grad.as_host() };
-                // SAFETY: as above, and disjoint from `grad`.
+                // SAFETY: as above, and `check` found it disjoint from `grad`.
                 let acc = unsafe { acc.as_host_mut() };
                 workers.accumulate(grad, acc).map_err(failed)
             })?;
@@ -174,9 +171,9 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("grad_stats: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
             stream.enqueue("grad_stats", move || {
-                // SAFETY: host memory; its maker promised ordered accesses.
+                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
                 let stats = workers.grad_stats(unsafe { grad.as_host() });
-                // SAFETY: as above, and nothing else accesses it now.
+                // SAFETY: as above, and `check` found it disjoint from `grad`.
                 unsafe { out.as_host_mut() }.fill(stats);
                 Ok(())
             })?;
@@ -184,7 +181,7 @@ impl Kernels<HostDevice> for HostKernels {
         })
     }
 
-    fn make_vote(
+    fn rank_stats(
         &self,
         stream: &HostStream,
         units: DeviceSlice<GradStats>,
@@ -192,42 +189,42 @@ impl Kernels<HostDevice> for HostKernels {
         flags: DeviceSlice<u64>,
         out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError> {
-        check::make_vote(units, loss, flags, out)?;
-        stream.enqueue("make_vote", move || {
-            // SAFETY: host memory; its maker promised ordered accesses.
+        check::rank_stats(units, loss, flags, out)?;
+        stream.enqueue("rank_stats", move || {
+            // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
             let units = unsafe { units.as_host() };
             // SAFETY: as above.
             let loss = unsafe { read_first(loss) }.unwrap_or_default();
             // SAFETY: as above.
             let flags = unsafe { read_first(flags) }.unwrap_or_default();
-            // SAFETY: as above, and nothing else accesses it now.
+            // SAFETY: as above, and `check` found it disjoint from the others.
             unsafe { out.as_host_mut() }.fill(RankStats { flags, ..RankStats::new(units, loss) });
             Ok(())
         })?;
         Ok(())
     }
 
-    fn decide_step(&self, stream: &HostStream, args: DecideArgs) -> Result<(), KernelError> {
-        check::decide_step(&args)?;
-        stream.enqueue("decide_step", move || {
-            let DecideArgs { votes, settings, rates, state, scalars, reports } = args;
-            // SAFETY: host memory; its maker promised ordered accesses.
-            let votes = unsafe { votes.as_host() };
+    fn advance_step(&self, stream: &HostStream, args: AdvanceArgs) -> Result<(), KernelError> {
+        check::advance_step(&args)?;
+        stream.enqueue("advance_step", move || {
+            let AdvanceArgs { ranks, config, rates, state, scalars, records } = args;
+            // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+            let ranks = unsafe { ranks.as_host() };
             // SAFETY: as above.
-            let settings = unsafe { settings.as_host() };
+            let config = unsafe { config.as_host() };
             // SAFETY: as above.
             let rates = unsafe { rates.as_host() };
-            // SAFETY: as above, and disjoint from all others.
+            // SAFETY: as above, and `check` found it disjoint from the others.
             let state = unsafe { state.as_host_mut() };
             // SAFETY: as for the state.
             let scalars = unsafe { scalars.as_host_mut() };
-            if let ([settings], [state]) = (settings, state) {
-                let (decided, report) = step::decide_step(votes, settings, rates, state);
-                scalars.fill(decided);
-                if let Some(report) = report {
-                    let at = (report.iteration % reports.len() as u64) as usize;
-                    // SAFETY: as for the state; the other reports may be read meanwhile, and are left alone.
-                    unsafe { reports.slice(at..at + 1).as_host_mut() }.fill(report);
+            if let ([config], [state]) = (config, state) {
+                let (step_scalars, record) = step::advance_step(ranks, config, rates, state);
+                scalars.fill(step_scalars);
+                if let Some(record) = record {
+                    let at = (record.iteration % records.len() as u64) as usize;
+                    // SAFETY: as for the state; only this record is borrowed, since the host may be reading others.
+                    unsafe { records.slice(at..at + 1).as_host_mut() }.fill(record);
                 }
             }
             Ok(())
@@ -236,7 +233,7 @@ impl Kernels<HostDevice> for HostKernels {
     }
 }
 
-/// Every dtype of [`Float`] is one that [`with_float`] knows.
+/// `with_float` covers every dtype of [`Float`].
 const _: () = {
     const fn known(d: DType) -> bool {
         matches!(d, DType::F32 | DType::Bf16 | DType::F16)

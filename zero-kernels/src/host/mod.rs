@@ -1,12 +1,12 @@
-//! The operations on the host: safe functions over Rust slices, and [`HostKernels`], which puts them on streams.
+//! The operations on the host: safe functions over Rust slices, and [`HostKernels`], which enqueues them on streams.
 //!
 //! Each function runs on the calling thread and is compiled for several instruction sets (AVX-512, AVX2 with
-//! FMA, the baseline), one of which is chosen at run time. [`Workers`] runs the same functions split over
-//! threads. Neither the instruction set, nor the alignment, nor the split changes a bit of any result:
+//! FMA, the baseline), one of which is selected at run time. [`Workers`] splits the same functions over threads. No
+//! result depends on the instruction set, the alignment or the split, not in a single bit:
 //!
-//! - every element of adam, cast and accumulate is computed by itself, in fp32, with IEEE rounding at each
-//!   step and with fused multiply-adds exactly where the source says `mul_add` (a CPU without FMA, none of
-//!   the last decade, computes them in software: slowly, and with the same bits);
+//! - adam, cast and accumulate compute each element separately in fp32, with IEEE rounding at each operation and fused
+//!   multiply-adds exactly where the source has `mul_add` (a CPU without FMA computes them in software: slowly, with the
+//!   same bits);
 //! - grad_stats sums in fp64 in an order fixed by the length alone (see [`grad_stats`]).
 
 mod accumulate;
@@ -25,7 +25,8 @@ pub use launch::HostKernels;
 pub use remainder::{RemainderSlices, adam_remainder, join, split};
 pub use workers::Workers;
 
-/// The constants of [`grad_stats`]' order, which its kernel shares.
+/// The constants of the summation order of [`grad_stats`], shared with its kernel.
+#[cfg(feature = "cuda")]
 pub(crate) mod stats_order {
     pub(crate) use super::grad_stats::CHUNK_ELEMS;
     #[cfg(test)]

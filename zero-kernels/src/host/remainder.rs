@@ -1,7 +1,7 @@
-//! Weights as a bf16 parameter and a 16-bit remainder, exactly fp32 together: no separate master.
+//! Weights as a bf16 parameter and a 16-bit remainder, together exactly fp32: no separate master.
 //!
 //! `bits(w) = (bits(parameter) << 16) + remainder`, the remainder being signed. So the parameter is `w` rounded to
-//! nearest, ties away from zero (ties to even could not be undone), and nothing is lost. A NaN becomes the plain
+//! nearest, ties away from zero (ties to even could not be undone), and nothing is lost. A NaN becomes the canonical
 //! one. Kernel twin: cuda/adam_remainder.cu.
 
 use half::bf16;
@@ -18,7 +18,7 @@ pub fn split(w: f32) -> (bf16, i16) {
     (bf16::from_bits((bits.wrapping_add(0x8000) >> 16) as u16), bits as u16 as i16)
 }
 
-/// The weight whose parameter and remainder these are.
+/// The weight with this parameter and remainder.
 #[inline(always)]
 pub fn join(param: bf16, remainder: i16) -> f32 {
     f32::from_bits((u32::from(param.to_bits()) << 16).wrapping_add(i32::from(remainder) as u32))
@@ -35,12 +35,12 @@ pub struct RemainderSlices<'a, G> {
     pub first_moment: &'a mut [f32],
     /// Second moment, updated.
     pub second_moment: &'a mut [f32],
-    /// Gradient, as it travelled: scaled.
+    /// Gradient, still scaled.
     pub grad: &'a [G],
 }
 
-/// One step of AdamW or Adam as [`adam`](super::adam()) with fp32 masters: the same bits, in 26 bytes an element of
-/// traffic in place of 28.
+/// One step of AdamW or Adam with the bits of [`adam`](super::adam()) on fp32 masters, and 26 bytes of traffic per
+/// element instead of 28.
 ///
 /// # Errors
 /// The slices' lengths differ.

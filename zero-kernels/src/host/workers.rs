@@ -1,4 +1,4 @@
-//! The operations split over threads. The split never shows in a result.
+//! The operations split over threads. Results do not depend on the split.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use super::grad_stats::{CHUNK_ELEMS, chunk, combine};
 use super::{AdamSlices, accumulate, adam, cast, same_len};
 use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
 
-/// Fewer elements than this are not worth a second thread.
+/// Ranges below this length run on one thread.
 const MIN_PART_ELEMS: usize = 32 * 1024;
 
 /// More than any host has cores; starting as many as a process may takes minutes.
@@ -14,10 +14,10 @@ const MOST_THREADS: usize = 4096;
 
 const PARTS_PER_THREAD: usize = 8;
 
-/// A fixed number of threads. Cloning gives another handle of the same threads.
+/// A fixed number of threads. A clone is another handle of the same threads.
 #[derive(Clone, Debug)]
 pub struct Workers {
-    /// `None`: the calling thread does it all.
+    /// `None`: the calling thread does all work.
     pool: Option<Arc<rayon::ThreadPool>>,
 }
 
@@ -31,7 +31,7 @@ impl Workers {
             return Ok(Self { pool: None });
         }
         if threads > MOST_THREADS {
-            let message = format!("{MOST_THREADS} at most");
+            let message = format!("the maximum is {MOST_THREADS}");
             return Err(KernelError::Threads { threads, message });
         }
         let pool = rayon::ThreadPoolBuilder::new()
@@ -42,13 +42,13 @@ impl Workers {
         Ok(Self { pool: Some(Arc::new(pool)) })
     }
 
-    /// How many threads work.
+    /// The number of threads.
     pub fn threads(&self) -> usize {
         self.pool.as_ref().map_or(1, |p| p.current_num_threads())
     }
 
-    /// How long the parts of `len` elements are, in multiples of the grain; at least `len` where one
-    /// thread is enough. Each thread gets several, so that one that is held up delays no other for long.
+    /// The length of the parts of `len` elements, a multiple of the chunk length; at least `len` if one thread is enough.
+    /// Each thread gets several parts, so that a preempted thread delays the others only briefly.
     fn part_elems(&self, len: usize) -> usize {
         match self.threads() {
             1 => len.max(1),
@@ -56,7 +56,7 @@ impl Workers {
         }
     }
 
-    /// Runs `work` on every part, in any order, and returns when all are done.
+    /// Runs `work` on every part, in any order, and waits for all.
     fn each<P: Send>(&self, parts: impl IntoIterator<Item = P>, work: impl Fn(P) + Sync) {
         match &self.pool {
             None => parts.into_iter().for_each(work),

@@ -1,10 +1,10 @@
-//! Inputs that find mistakes: every kind of number, lengths around vector widths, misaligned starts.
-// Each test file uses a part of it.
+//! Test inputs: every kind of number, and lengths around vector widths.
+// Each test binary uses a part of it.
 #![allow(unreachable_pub, dead_code)]
 
 use zero_kernels::{AdamHyper, Float, StepScalars};
 
-/// Lengths around the vector widths and the grains of threads.
+/// Lengths around vector widths and parts of threads.
 pub const LENGTHS: &[usize] = if cfg!(miri) { &[0, 1, 37] } else { &[0, 1, 7, 8, 9, 255, (1 << 20) + 3] };
 
 /// SplitMix64: random numbers that need no crate.
@@ -26,7 +26,7 @@ impl Random {
     }
 }
 
-/// Values that break careless arithmetic.
+/// Zeroes, infinities, NaN, denormals and the limits of fp16 and fp32.
 pub const SPECIAL: [f32; 14] = [
     0.0,
     -0.0,
@@ -44,7 +44,7 @@ pub const SPECIAL: [f32; 14] = [
     1.0,
 ];
 
-/// `len` random values, about one in 16 of them special where asked for.
+/// `len` random values; with `special` about one in 16 is from [`SPECIAL`].
 pub fn values<T: Float>(len: usize, seed: u64, special: bool) -> Vec<T> {
     let mut random = Random(seed);
     let mut next = || match random.next() {

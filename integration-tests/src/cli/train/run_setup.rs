@@ -10,7 +10,7 @@ use zero_alloc::device::DType;
 use zero_ckpt::{ModelSpec, Reader};
 use zero_comm::PrefetchOptions;
 use zero_kernels::AdamHyper;
-use zero_optim::{DynamicScaling, LossScaler, LossScaling, LrSchedule, OptimizerConfig};
+use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::{Layout, ZeroStage};
 
 use super::args::TrainArgs;
@@ -195,7 +195,6 @@ fn settings(
         loss_scaling,
     };
     rules.check().map_err(CliError::usage)?;
-    LossScaler::new(rules.loss_scaling.clone()).map_err(CliError::usage)?;
     // A bucket holds gradients of one unit at most, so that DeepSpeed's default of 5e8 elements is too much.
     let from_file = file.map(|f| f.zero.reduce_bucket_elems.min(largest_unit).max(ranks as u64) as usize);
     let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);

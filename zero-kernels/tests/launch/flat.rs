@@ -4,8 +4,8 @@ use half::{bf16, f16};
 use zero_alloc::device::Device;
 use zero_kernels::{Float, GradStats, host, reference};
 
-use super::Rig;
-use super::adam::from;
+use crate::Rig;
+use crate::adam::from;
 use crate::common::{assert_same, values};
 
 fn check_cast<D: Device, S: Float, T: Float>(rig: &Rig<D>) {

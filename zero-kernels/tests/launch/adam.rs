@@ -1,15 +1,15 @@
-//! Adam in both forms, against the plain loop, bit for bit, and against fp64.
+//! Adam with masters and with remainders, bit for bit against the plain loop, and close to fp64.
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
 use zero_kernels::host::{RemainderSlices, join, split};
 use zero_kernels::{AdamArgs, AdamHyper, Float, RemainderArgs, StepScalars, host, reference};
 
-use super::Rig;
+use crate::Rig;
 use crate::common::{assert_same, hyper, scalars, squares, values};
 
-/// Where stream `s` of case `i` starts: aligned, all off alike, or each off differently.
-pub(super) fn from(i: usize, s: usize) -> usize {
+/// The start of stream `s` in case `i`: aligned, misaligned equally, or each misaligned differently.
+pub fn from(i: usize, s: usize) -> usize {
     [0, i, 3 * i + 5 * s][i % 3] % 8
 }
 
@@ -34,7 +34,7 @@ impl State {
     }
 }
 
-/// One step, with or without a parameter in its own type, at every length and place.
+/// One step, with or without a parameter output, at every length and alignment.
 fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
         for decoupled in [true, false] {
@@ -107,7 +107,7 @@ fn near_fp64<G: Float>(start: &State, grad: &[G], s: &StepScalars, h: &AdamHyper
     }
 }
 
-pub fn adam_without_a_parameter_of_its_own<D: Device>(rig: &Rig<D>) {
+pub fn adam_without_parameter_output<D: Device>(rig: &Rig<D>) {
     check::<D, f32, f32>(rig, false);
     check::<D, bf16, f32>(rig, false);
     check::<D, f16, f32>(rig, false);
@@ -166,13 +166,13 @@ fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
     }
 }
 
-pub fn adam_on_parameters_with_remainders<D: Device>(rig: &Rig<D>) {
+pub fn adam_with_remainders<D: Device>(rig: &Rig<D>) {
     check_remainder::<D, f32>(rig);
     check_remainder::<D, bf16>(rig);
     check_remainder::<D, f16>(rig);
 }
 
-pub fn a_skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
+pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let len = rig.most_elems.min(255);
     let (start, grad) = (State::new(len), values::<bf16>(len, 4, true));
     let (wide, narrow) = (rig.buffer(&start.weights, 1), rig.buffer(&values::<bf16>(len, 5, false), 0));

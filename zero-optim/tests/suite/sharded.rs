@@ -1,10 +1,7 @@
-//! The sharded optimizer against itself unsharded and against a plain loop; skipping, resuming, memory.
-
-mod common;
+//! The sharded optimizer against the unsharded one and a plain loop; skipping, resuming, memory.
 
 use std::time::Duration;
 
-use common::{Buffer, Holding, LIMIT, Random, Rank, World};
 use proptest::prelude::*;
 use zero_alloc::Purpose;
 use zero_alloc::device::{DType, DeviceError};
@@ -13,7 +10,9 @@ use zero_optim::{
     DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig, StateKind, StepOutcome,
 };
 
-fn rules() -> OptimizerConfig {
+use crate::common::{Buffer, Holding, LIMIT, Random, Rank, World};
+
+fn config() -> OptimizerConfig {
     OptimizerConfig {
         hyper: AdamHyper { weight_decay: 0.1, ..OptimizerConfig::default().hyper },
         lr: 1e-2,
@@ -38,7 +37,7 @@ fn bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 
-    /// Stage 0 and stages 1 to 3: the same votes, norms and weights, bit for bit, with a skipped step between.
+    /// Stage 0 and stages 1 to 3: the same statistics, norms and weights, bit for bit, with a skipped step.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn sharding_changes_no_bit(
@@ -54,26 +53,26 @@ proptest! {
             *g = f32::NAN;
         }
         let grad_dtype = if grad_dtype_is_fp32 { DType::F32 } else { dtype };
-        let mut whole = World::new(&rules(), dtype, &init, world, Holding::Whole);
-        let mut shard = World::new(&rules(), dtype, &init, world, Holding::Shard);
+        let mut whole = World::new(&config(), dtype, &init, world, Holding::Whole);
+        let mut shard = World::new(&config(), dtype, &init, world, Holding::Shard);
         for grads in &grads {
-            let (votes0, outcome0) = whole.step(grads, grad_dtype, 3);
-            let (votes1, outcome1) = shard.step(grads, grad_dtype, 3);
-            prop_assert_eq!(votes0, votes1);
+            let (stats0, outcome0) = whole.step(grads, grad_dtype, 3);
+            let (stats1, outcome1) = shard.step(grads, grad_dtype, 3);
+            prop_assert_eq!(stats0, stats1);
             prop_assert_eq!(outcome0, outcome1);
             prop_assert_eq!(bits(&whole.params()), bits(&shard.params()));
         }
     }
 }
 
-/// Mixed-precision AdamW in the plainest form, fp64 where it is not state.
+/// Against mixed-precision AdamW in its plainest form, in fp64.
 #[test]
 #[cfg_attr(miri, ignore = "Miri's powi is inexact on purpose")]
-fn it_is_adamw_with_clipping_on_the_mean_gradient() {
+fn steps_are_clipped_adamw() {
     let (world, micro_batches) = (3, 2);
     let (init, grads) = material(&[9, 6], 5, 7);
     for dtype in [DType::F32, DType::Bf16] {
-        let mut ours = World::new(&rules(), dtype, &init, world, Holding::Shard);
+        let mut ours = World::new(&config(), dtype, &init, world, Holding::Shard);
         let rounded = |w: &[f32]| Buffer::new(w, dtype).values();
         let mut weights: Vec<f64> = init.iter().flat_map(|w| rounded(w)).map(f64::from).collect();
         let (mut m, mut v) = (vec![0f64; weights.len()], vec![0f64; weights.len()]);
@@ -115,13 +114,13 @@ fn it_is_adamw_with_clipping_on_the_mean_gradient() {
 }
 
 #[test]
-fn a_skipped_step_changes_nothing_but_the_loss_scale_and_names_the_place() {
+fn skipped_step_changes_only_the_loss_scale() {
     let scaling =
         LossScaling::Dynamic(DynamicScaling { initial_scale_power: 4, hysteresis: 1, ..Default::default() });
-    let rules = OptimizerConfig { loss_scaling: scaling, ..rules() };
+    let config = OptimizerConfig { loss_scaling: scaling, ..config() };
     let (init, mut grads) = material(&[4, 8], 3, 11);
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
-        let mut world = World::new(&rules, DType::F16, &init, 2, Holding::Shard);
+        let mut world = World::new(&config, DType::F16, &init, 2, Holding::Shard);
         world.step(&grads[0], DType::F16, 1);
         let before: Vec<_> = StateKind::ALL.map(|k| world.ranks[1].state(k).unwrap().to_vec()).into();
         let (params, progress) = (world.params(), world.ranks[1].optim.progress());
@@ -134,7 +133,7 @@ fn a_skipped_step_changes_nothing_but_the_loss_scale_and_names_the_place() {
         // Elements 5 and 7 of unit 1 are in the second half: rank 1's shard.
         assert_eq!((overflow.rank, overflow.unit.as_str(), overflow.nonfinite), (1, "unit1", 2));
         assert_eq!((loss_scale, next_loss_scale), (16.0, 8.0));
-        assert_eq!(world.ranks[0].optim.backward_scale().get(), 8.0);
+        assert_eq!(world.ranks[0].optim.loss_scale(), 8.0);
         let after: Vec<_> = StateKind::ALL.map(|k| world.ranks[1].state(k).unwrap().to_vec()).into();
         assert_eq!(after, before);
         assert_eq!(world.params(), params);
@@ -142,39 +141,38 @@ fn a_skipped_step_changes_nothing_but_the_loss_scale_and_names_the_place() {
         assert_eq!((now.adam_steps, now.schedule_position), (progress.adam_steps, progress.schedule_position));
         assert_eq!(now.skipped_steps, 1);
         let (_, outcome) = world.step(&grads[2], DType::F16, 1);
-        assert_eq!(outcome.lr(), rules.schedule.lr(rules.lr, 1), "the schedule goes on where it stood: {lr}");
+        assert_eq!(outcome.lr(), config.schedule.lr(config.lr, 1), "the schedule continues: {lr}");
     }
 }
 
 #[test]
-fn an_overflow_at_the_minimum_scale_is_an_error_that_changes_nothing() {
+fn overflow_at_minimum_scale_changes_nothing() {
     let settings = DynamicScaling { initial_scale_power: 1, hysteresis: 1, min_scale: 2.0, ..Default::default() };
-    let rules = OptimizerConfig { loss_scaling: LossScaling::Dynamic(settings), ..rules() };
+    let config = OptimizerConfig { loss_scaling: LossScaling::Dynamic(settings), ..config() };
     let (init, mut grads) = material(&[4], 1, 5);
     grads[0][0][0] = f32::INFINITY;
-    let mut rank = Rank::new(&rules, DType::F16, &init, 0, 1, Holding::Shard);
-    let backward_scale = rank.optim.backward_scale();
-    let votes = [rank.vote(&grads[0], DType::F16, 0.0).unwrap()];
+    let mut rank = Rank::new(&config, DType::F16, &init, 0, 1, Holding::Shard);
+    let stats = [rank.stats(&grads[0], DType::F16, 0.0).unwrap()];
     let before = rank.optim.progress();
-    let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches: 1 };
-    let error = rank.step(&grads[0], DType::F16, ballot).unwrap_err();
+    let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+    let error = rank.step(&grads[0], DType::F16, gathered).unwrap_err();
     assert_eq!(error, OptimError::LossScaleAtMinimum { step: 0, scale: 2.0, rank: 0, unit: "unit0".into() });
     assert!(error.to_string().contains("unit unit0 on rank 0"), "{error}");
     assert_eq!(rank.optim.progress(), before);
 }
 
 #[test]
-fn a_run_resumed_from_its_state_goes_on_bit_for_bit() {
+fn resumed_run_is_bit_identical() {
     let scaling = LossScaling::Dynamic(DynamicScaling { window: 2, ..Default::default() });
-    let rules = OptimizerConfig { loss_scaling: scaling, ..rules() };
+    let config = OptimizerConfig { loss_scaling: scaling, ..config() };
     let (init, mut grads) = material(&[6, 0, 10], 8, 3);
     grads[1][0][0] = f32::NAN;
-    let mut straight = World::new(&rules, DType::Bf16, &init, 2, Holding::Shard);
+    let mut straight = World::new(&config, DType::Bf16, &init, 2, Holding::Shard);
     grads[..4].iter().for_each(|g| drop(straight.step(g, DType::Bf16, 1)));
 
-    // Progress travels as JSON, the masters and moments as slices; parameters are written from the masters.
+    // Progress as JSON, masters and moments as slices; the parameters come from the masters.
     let nothing: Vec<Vec<f32>> = init.iter().map(|u| vec![0.0; u.len()]).collect();
-    let mut resumed = World::new(&rules, DType::Bf16, &nothing, 2, Holding::Shard);
+    let mut resumed = World::new(&config, DType::Bf16, &nothing, 2, Holding::Shard);
     for (old, new) in straight.ranks.iter().zip(&mut resumed.ranks) {
         let progress = serde_json::to_string(&old.optim.progress()).unwrap();
         new.optim.restore(&serde_json::from_str(&progress).unwrap()).unwrap();
@@ -191,63 +189,62 @@ fn a_run_resumed_from_its_state_goes_on_bit_for_bit() {
 }
 
 #[test]
-fn the_pool_holds_eight_or_twelve_bytes_a_parameter() {
+fn state_has_eight_or_twelve_bytes_per_parameter() {
     let (init, grads) = material(&[12, 0, 30], 2, 9);
     for (dtype, bytes) in [(DType::F32, 8), (DType::Bf16, 12), (DType::F16, 12)] {
-        let mut world = World::new(&rules(), dtype, &init, 3, Holding::Shard);
+        let mut world = World::new(&config(), dtype, &init, 3, Holding::Shard);
         world.step(&grads[0], dtype, 1);
         let made = world.ranks[0].pool.report().backing_allocations;
         world.step(&grads[1], dtype, 1);
         let report = world.ranks[0].pool.report();
         assert_eq!(report.of(Purpose::Optimizer).live_bytes, 42 / 3 * bytes);
         assert_eq!(report.backing_allocations, made, "a step allocates nothing");
-        let whole = World::new(&rules(), dtype, &init, 3, Holding::Whole);
+        let whole = World::new(&config(), dtype, &init, 3, Holding::Whole);
         assert_eq!(whole.ranks[0].pool.report().of(Purpose::Optimizer).live_bytes, 42 * bytes);
     }
 }
 
 #[test]
-fn slices_that_do_not_fit_are_refused_and_change_nothing() {
+fn bad_slices_change_nothing() {
     let (init, grads) = material(&[4, 6], 1, 1);
-    let mut rank = Rank::new(&rules(), DType::Bf16, &init, 0, 2, Holding::Shard);
+    let mut rank = Rank::new(&config(), DType::Bf16, &init, 0, 2, Holding::Shard);
     let before = rank.optim.progress();
-    let votes = [rank.vote(&grads[0], DType::Bf16, 0.0).unwrap()];
-    let backward_scale = rank.optim.backward_scale();
-    let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches: 1 };
+    let stats = [rank.stats(&grads[0], DType::Bf16, 0.0).unwrap()];
+    let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
 
-    let short = rank.step(&grads[0][..1], DType::Bf16, ballot).unwrap_err();
+    let short = rank.step(&grads[0][..1], DType::Bf16, gathered).unwrap_err();
     assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 2, got: 1 });
     rank.params[1] = Buffer::new(&[0.0; 2], DType::Bf16);
-    let short = rank.step(&grads[0], DType::Bf16, ballot).unwrap_err();
+    let short = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
     assert_eq!(short, OptimError::SliceLen { unit: "unit1".into(), what: "params", expected: 3, got: 2 });
     rank.params[1] = Buffer::new(&[0.0; 3], DType::F32);
-    let wide = rank.step(&grads[0], DType::Bf16, ballot).unwrap_err();
+    let wide = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
     let (expected, got) = (DType::Bf16, DType::F32);
     assert_eq!(wide, OptimError::SliceDType { unit: "unit1".into(), what: "params", expected, got });
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
-    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { votes: &[], ..ballot }).unwrap_err();
-    assert_eq!(none, OptimError::NoVotes);
-    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { micro_batches: 0, ..ballot }).unwrap_err();
+    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { ranks: &[], ..gathered }).unwrap_err();
+    assert_eq!(none, OptimError::NoStats);
+    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { micro_batches: 0, ..gathered }).unwrap_err();
     assert!(matches!(none, OptimError::Setting { setting: "micro_batches", .. }));
     assert_eq!(rank.optim.progress(), before);
-    assert!(!rank.step(&grads[0], DType::Bf16, ballot).unwrap().is_skipped());
+    assert!(!rank.step(&grads[0], DType::Bf16, gathered).unwrap().is_skipped());
 }
 
 #[test]
-fn a_step_whose_scalars_come_too_late_is_not_counted_and_can_be_tried_again() {
+fn timed_out_step_can_be_retried() {
     let (init, grads) = material(&[4, 6], 1, 1);
-    let mut ranks = [0, 1].map(|_| Rank::new(&rules(), DType::F32, &init, 0, 2, Holding::Shard));
+    let mut ranks = [0, 1].map(|_| Rank::new(&config(), DType::F32, &init, 0, 2, Holding::Shard));
     let params = ranks.each_mut().map(|rank| {
-        let votes = [rank.vote(&grads[0], DType::F32, 0.0).unwrap()];
-        let ballot = GatheredStats { votes: &votes, backward_scale: rank.optim.backward_scale(), micro_batches: 1 };
-        rank.step(&grads[0], DType::F32, ballot).unwrap();
+        let stats = [rank.stats(&grads[0], DType::F32, 0.0).unwrap()];
+        let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+        rank.step(&grads[0], DType::F32, gathered).unwrap();
         rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
     });
     assert_eq!(bits(&params[0]), bits(&params[1]));
 
     let [late, _] = &mut ranks;
-    let votes = [late.vote(&grads[0], DType::F32, 0.0).unwrap()];
-    let ballot = GatheredStats { votes: &votes, backward_scale: late.optim.backward_scale(), micro_batches: 1 };
+    let stats = [late.stats(&grads[0], DType::F32, 0.0).unwrap()];
+    let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
     let before = late.optim.progress();
     let (go, held_up) = std::sync::mpsc::channel();
     let wait = move || {
@@ -255,12 +252,12 @@ fn a_step_whose_scalars_come_too_late_is_not_counted_and_can_be_tried_again() {
         Ok(())
     };
     late.stream.enqueue("held up", wait).unwrap();
-    let error = late.step_within(Duration::from_millis(20), &grads[0], DType::F32, ballot).unwrap_err();
+    let error = late.step_within(Duration::from_millis(20), &grads[0], DType::F32, gathered).unwrap_err();
     assert!(matches!(error, OptimError::Device(DeviceError::TimedOut { .. })), "{error:?}");
     assert_eq!(late.optim.progress(), before);
     go.send(()).unwrap();
     for rank in &mut ranks {
-        rank.step(&grads[0], DType::F32, ballot).unwrap();
+        rank.step(&grads[0], DType::F32, gathered).unwrap();
     }
     let [late, other] = ranks.each_ref().map(|rank| {
         let params: Vec<_> = rank.params.iter().map(Buffer::values).collect();
@@ -270,7 +267,7 @@ fn a_step_whose_scalars_come_too_late_is_not_counted_and_can_be_tried_again() {
 }
 
 #[test]
-fn an_optimizer_that_cannot_be_is_refused() {
+fn bad_settings_are_refused() {
     use std::sync::Arc;
     use zero_alloc::device::Device;
     use zero_alloc::host::HostDevice;
@@ -280,20 +277,20 @@ fn an_optimizer_that_cannot_be_is_refused() {
     let stream = device.create_stream("compute").unwrap();
     let pool = zero_alloc::Pool::new(device, 1 << 20);
     let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
-    let make = |rules: OptimizerConfig, dtype, segments: Vec<Segment>| {
-        ShardedAdamW::new(&pool, kernels.clone(), &stream, rules, dtype, segments).map(drop).unwrap_err()
+    let make = |config: OptimizerConfig, dtype, segments: Vec<Segment>| {
+        ShardedAdamW::new(&pool, kernels.clone(), &stream, config, dtype, segments).map(drop).unwrap_err()
     };
     let good = || vec![Segment::shard("a", 0..4)];
-    assert_eq!(make(rules(), DType::U8, good()), OptimError::ParamDType { dtype: DType::U8 });
+    assert_eq!(make(config(), DType::U8, good()), OptimError::ParamDType { dtype: DType::U8 });
     let gap = vec![Segment::shard("a", 0..4), Segment::shard("b", 5..6)];
-    assert_eq!(make(rules(), DType::F32, gap), OptimError::Segments { unit: "b".into(), expected: 4, got: 5 });
+    assert_eq!(make(config(), DType::F32, gap), OptimError::Segments { unit: "b".into(), expected: 4, got: 5 });
     let outside = vec![Segment::whole("a", 0..4, 2..5)];
-    let error = OptimError::VoteRange { unit: "a".into(), start: 2, end: 5, len: 4 };
-    assert_eq!(make(rules(), DType::F32, outside), error);
-    let hyper = AdamHyper { beta2: 1.0, ..rules().hyper };
-    let error = make(OptimizerConfig { hyper, ..rules() }, DType::F32, good());
-    assert_eq!(error.to_string(), "beta2 = 1: at least 0, below 1");
-    let error = make(OptimizerConfig { lr: f64::NAN, ..rules() }, DType::F32, good());
+    let error = OptimError::OwnShard { unit: "a".into(), start: 2, end: 5, len: 4 };
+    assert_eq!(make(config(), DType::F32, outside), error);
+    let hyper = AdamHyper { beta2: 1.0, ..config().hyper };
+    let error = make(OptimizerConfig { hyper, ..config() }, DType::F32, good());
+    assert_eq!(error.to_string(), "beta2 is 1; it must be at least 0, below 1");
+    let error = make(OptimizerConfig { lr: f64::NAN, ..config() }, DType::F32, good());
     assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
     stream_is_fine(&stream);
 }

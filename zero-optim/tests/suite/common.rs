@@ -1,5 +1,5 @@
-//! A small world: some units, their shards, and ranks that are driven one after another on one stream.
-#![allow(unreachable_pub, dead_code)]
+//! A small world: units, their shards, and ranks that take turns on one stream.
+#![allow(unreachable_pub)]
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use zero_optim::{
     GatheredStats, OptimError, OptimizerConfig, RankStats, Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
 };
 
-pub const LIMIT: Duration = Duration::from_secs(20);
+pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// Memory of a test, kept as fp32 values and as bytes of a dtype.
+/// Memory of a test: values of a dtype.
 pub struct Buffer {
     bytes: Vec<u64>,
     len: usize,
@@ -68,7 +68,7 @@ impl Random {
     }
 }
 
-/// How a rank holds its units.
+/// The part of each unit that a rank holds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Holding {
     /// Whole units: stage 0.
@@ -83,14 +83,14 @@ pub struct Rank {
     pub params: Vec<Buffer>,
     pub pool: Pool<HostDevice>,
     pub stream: HostStream,
-    /// What this rank holds of each unit.
+    /// This rank's range of each unit.
     held: Vec<Range<usize>>,
 }
 
 impl Rank {
     /// Rank `rank` of `world`; unit `u` has `units[u]` padded elements, starting as `init[u]`.
     pub fn new(
-        rules: &OptimizerConfig,
+        config: &OptimizerConfig,
         dtype: DType,
         init: &[Vec<f32>],
         rank: usize,
@@ -115,7 +115,7 @@ impl Rank {
             held.push(held_here);
         }
         let kernels = Arc::new(HostKernels::new(1).unwrap());
-        let mut optim = ShardedAdamW::new(&pool, kernels, &stream, rules.clone(), dtype, segments).unwrap();
+        let mut optim = ShardedAdamW::new(&pool, kernels, &stream, config.clone(), dtype, segments).unwrap();
         let mut params: Vec<Buffer> =
             init.iter().zip(&held).map(|(w, held)| Buffer::new(&w[held.clone()], dtype)).collect();
         let slices: Vec<AnySlice> = params.iter_mut().map(Buffer::slice).collect();
@@ -128,20 +128,20 @@ impl Rank {
         grads.iter().zip(&self.held).map(|(g, held)| Buffer::new(&g[held.clone()], dtype)).collect()
     }
 
-    pub fn vote(&mut self, grads: &[Vec<f32>], dtype: DType, loss: f64) -> Result<RankStats, OptimError> {
+    pub fn stats(&mut self, grads: &[Vec<f32>], dtype: DType, loss: f64) -> Result<RankStats, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let slices: Vec<AnySlice> = grads.iter_mut().map(Buffer::slice).collect();
         self.optim.enqueue_stats(&self.stream, &slices)?;
-        self.optim.vote(&self.stream, loss, LIMIT)
+        self.optim.rank_stats(&self.stream, loss, LIMIT)
     }
 
     pub fn step(
         &mut self,
         grads: &[Vec<f32>],
         dtype: DType,
-        ballot: GatheredStats<'_>,
+        gathered: GatheredStats<'_>,
     ) -> Result<StepOutcome, OptimError> {
-        self.step_within(LIMIT, grads, dtype, ballot)
+        self.step_within(LIMIT, grads, dtype, gathered)
     }
 
     pub fn step_within(
@@ -149,13 +149,13 @@ impl Rank {
         limit: Duration,
         grads: &[Vec<f32>],
         dtype: DType,
-        ballot: GatheredStats<'_>,
+        gathered: GatheredStats<'_>,
     ) -> Result<StepOutcome, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let pairs = grads.iter_mut().zip(&mut self.params);
         let units: Vec<UnitSlices> =
             pairs.map(|(grad, param)| UnitSlices { grad: grad.slice(), param: param.slice() }).collect();
-        let outcome = self.optim.step(&self.stream, &units, ballot, limit)?;
+        let outcome = self.optim.step(&self.stream, &units, gathered, limit)?;
         self.stream.synchronize(LIMIT).unwrap();
         Ok(outcome)
     }
@@ -174,37 +174,42 @@ impl Rank {
         unsafe { slice.as_host_mut() }.copy_from_slice(values);
     }
 
+    pub fn write_params(&mut self) {
+        let slices: Vec<AnySlice> = self.params.iter_mut().map(Buffer::slice).collect();
+        self.optim.write_params(&self.stream, &slices).unwrap();
+        self.stream.synchronize(LIMIT).unwrap();
+    }
+
     fn state_slice(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
         // SAFETY: used before the optimizer is dropped, on the one host thread of the test.
         unsafe { self.optim.state(kind) }
     }
 }
 
-/// A world of ranks that hold their units in one way.
+/// Ranks that hold the same parts of their units.
 pub struct World {
     pub ranks: Vec<Rank>,
     how: Holding,
 }
 
 impl World {
-    pub fn new(rules: &OptimizerConfig, dtype: DType, init: &[Vec<f32>], world: usize, how: Holding) -> Self {
-        Self { ranks: (0..world).map(|r| Rank::new(rules, dtype, init, r, world, how)).collect(), how }
+    pub fn new(config: &OptimizerConfig, dtype: DType, init: &[Vec<f32>], world: usize, how: Holding) -> Self {
+        Self { ranks: (0..world).map(|r| Rank::new(config, dtype, init, r, world, how)).collect(), how }
     }
 
     /// One step on all ranks with these reduced gradients (whole units, padded).
     pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<RankStats>, StepOutcome) {
-        let backward_scale = self.ranks[0].optim.backward_scale();
-        let votes: Vec<RankStats> =
-            self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.vote(grads, dtype, r as f64).unwrap()).collect();
-        let ballot = GatheredStats { votes: &votes, backward_scale, micro_batches };
+        let stats: Vec<RankStats> =
+            self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.stats(grads, dtype, r as f64).unwrap()).collect();
+        let gathered = GatheredStats { ranks: &stats, micro_batches };
         let mut outcomes: Vec<StepOutcome> =
-            self.ranks.iter_mut().map(|rank| rank.step(grads, dtype, ballot).unwrap()).collect();
+            self.ranks.iter_mut().map(|rank| rank.step(grads, dtype, gathered).unwrap()).collect();
         let outcome = outcomes.pop().unwrap();
         assert!(outcomes.iter().all(|o| *o == outcome), "the ranks disagree");
-        (votes, outcome)
+        (stats, outcome)
     }
 
-    /// The units' parameters, put together.
+    /// The units' whole parameters.
     pub fn params(&self) -> Vec<Vec<f32>> {
         let units = self.ranks[0].params.len();
         match self.how {
@@ -219,13 +224,5 @@ impl World {
                 (0..units).map(|u| self.ranks.iter().flat_map(|rank| rank.params[u].values()).collect()).collect()
             }
         }
-    }
-}
-
-impl Rank {
-    pub fn write_params(&mut self) {
-        let slices: Vec<AnySlice> = self.params.iter_mut().map(Buffer::slice).collect();
-        self.optim.write_params(&self.stream, &slices).unwrap();
-        self.stream.synchronize(LIMIT).unwrap();
     }
 }

@@ -1,6 +1,4 @@
-//! Kernels on their way from source to device: compiled once, kept, and every way in which that fails.
-
-#![cfg(not(miri))]
+//! From source to loaded kernel: compiled once, cached, and every way in which that fails.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,18 +6,16 @@ use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
-use zero_kernels::cuda::{
-    Arch, Compile, CudaError, CudaKernels, KernelCache, Loader, Nvrtc, SOURCES, Source, Target,
-};
+use zero_kernels::cuda::{Arch, Compile, CudaError, CudaKernels, KernelCache, Loader, Nvrtc, Source, Target};
 use zero_kernels::{KernelError, Kernels};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// NVRTC, or what goes wrong in its place; counts.
+/// NVRTC or a failure, with a count of compilations.
 struct Counting {
     nvrtc: Nvrtc,
     compiled: Arc<AtomicU32>,
-    /// What comes out instead of what NVRTC makes.
+    /// The result in place of NVRTC's.
     instead: Option<Result<Vec<u8>, CudaError>>,
 }
 
@@ -59,10 +55,10 @@ fn setup(instead: Option<Result<Vec<u8>, CudaError>>) -> Setup {
 }
 
 impl Setup {
-    /// A launch that touches nothing that it may not.
+    /// A launch of `elems / 2` elements.
     fn cast(&self, elems: usize) -> Result<(), KernelError> {
         let mut host = vec![0f64; elems];
-        // SAFETY: launches either fail before they run, or are of no elements.
+        // SAFETY: never accessed: launches fail before they run, or have no elements.
         let slice = unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32) };
         self.kernels.cast(&self.stream, slice.slice(0..elems / 2), slice.slice(elems / 2..elems), 1.0)
     }
@@ -77,16 +73,16 @@ mod cuda {
 
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn warming_compiles_every_source_once_and_no_launch_compiles_after_it() {
+    fn warming_compiles_every_source_once() {
         let setup = setup(None);
         assert_eq!(setup.compiled(), 0, "nothing is compiled before it is used");
         setup.kernels.warm(&setup.stream, LIMIT).unwrap();
-        assert_eq!(setup.compiled(), SOURCES.len() as u32);
+        assert_eq!(setup.compiled(), 6, "one per source");
         setup.kernels.clone().warm(&setup.stream, LIMIT).unwrap();
-        assert_eq!(setup.compiled(), SOURCES.len() as u32, "handles share what is loaded");
-        // Another process finds it on disk; here, other kernels of the same loader.
+        assert_eq!(setup.compiled(), 6, "handles share what is loaded");
+        // Other kernels of the same loader, as another process would, read the files.
         CudaKernels::with_loader(setup.loader.clone()).warm(&setup.stream, LIMIT).unwrap();
-        assert_eq!(setup.compiled(), SOURCES.len() as u32);
+        assert_eq!(setup.compiled(), 6);
     }
 
     #[test]
@@ -100,19 +96,19 @@ mod cuda {
 
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn what_does_not_compile_is_told_by_the_launch_and_leaves_the_stream_usable() {
+    fn compile_error_leaves_the_stream_usable() {
         let (source_name, target, log) = ("cast.cu".to_owned(), Target::Cubin(Arch(90)), "line 3: no".to_owned());
         let error = CudaError::Compilation { source_name, target, log };
         let setup = setup(Some(Err(error.clone())));
         assert_eq!(setup.cast(8), Err(KernelError::Cuda(error.clone())));
-        assert_eq!(setup.cast(8), Err(KernelError::Cuda(error)), "it is tried again, not remembered");
+        assert_eq!(setup.cast(8), Err(KernelError::Cuda(error)), "it is compiled again");
         assert_eq!(setup.compiled(), 2);
         setup.stream.synchronize(LIMIT).unwrap();
     }
 
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn an_image_that_the_driver_does_not_take_is_its_error() {
+    fn bad_image_is_a_driver_error() {
         let setup = setup(Some(Ok(b"not an image\0".to_vec())));
         let error = setup.cast(8).unwrap_err();
         assert!(matches!(&error, KernelError::Device(DeviceError::Driver { .. })), "{error}");
@@ -121,15 +117,15 @@ mod cuda {
 
     #[test]
     #[ignore = "needs a CUDA device"]
-    fn a_source_of_ones_own_is_loaded_by_its_entries() {
-        const OWN: Source = Source::new("own.cu", "extern \"C\" __global__ void nothing() {}");
+    fn foreign_source_is_loaded_by_its_entries() {
+        const FOREIGN: Source = Source::new("foreign.cu", "extern \"C\" __global__ void nothing() {}");
         let setup = setup(None);
-        let functions = setup.loader.load(&OWN, &["nothing"]).unwrap();
+        let functions = setup.loader.load(&FOREIGN, &["nothing"]).unwrap();
         let nothing = &functions["nothing"];
         // SAFETY: the kernel takes nothing and does nothing.
         unsafe { nothing.launch(&setup.stream, [1; 3], [32, 1, 1], 0, &mut []) }.unwrap();
         setup.stream.synchronize(LIMIT).unwrap();
-        let error = setup.loader.load(&OWN, &["nothing", "missing"]).unwrap_err();
+        let error = setup.loader.load(&FOREIGN, &["nothing", "missing"]).unwrap_err();
         assert!(matches!(&error, KernelError::Device(DeviceError::Driver { .. })), "{error}");
         assert!(error.to_string().contains("missing"), "{error}");
     }

@@ -1,20 +1,17 @@
-//! Laws that hold for any length, place, cut and number of threads.
+//! Laws that hold for any length, alignment, split and number of threads.
 
-#![cfg(not(miri))]
-
-mod common;
-
-use common::{assert_same, hyper, scalars, squares, values};
 use half::{bf16, f16};
 use proptest::prelude::*;
 use zero_kernels::host::{self, AdamSlices, Workers};
 use zero_kernels::{Float, GradStats, StepScalars, reference};
 
+use crate::common::{assert_same, hyper, scalars, squares, values};
+
 fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..Default::default() }
 }
 
-/// Runs `step` on ranges of fresh slices that lie between guards, and gives back everything, guards included.
+/// Runs `step` on the middle of fresh slices, and returns them whole, guards included.
 fn adam_within<W: Float, M: Float, G: Float>(
     (before, len, after): (usize, usize, usize),
     seed: u64,
@@ -44,17 +41,17 @@ fn check_adam<W: Float, M: Float, G: Float>(shape: (usize, usize, usize), seed: 
 }
 
 #[test]
-fn threads_that_no_host_has_are_refused_at_once() {
+fn too_many_threads_are_refused() {
     let error = Workers::new(usize::MAX).unwrap_err().to_string();
-    assert_eq!(error, format!("cannot start {} threads: 4096 at most", usize::MAX));
+    assert_eq!(error, format!("failed to start {} threads: the maximum is 4096", usize::MAX));
 }
 
 proptest! {
     #![proptest_config(config(48))]
 
-    /// The plain loop's bits, and nothing outside the range touched.
+    /// The plain loop's bits, and nothing outside the range is written.
     #[test]
-    fn adam_is_the_plain_loop_anywhere(
+    fn adam_is_the_plain_loop(
         before in 0usize..20,
         len in 0usize..300,
         after in 0usize..20,
@@ -99,7 +96,7 @@ proptest! {
         prop_assert_eq!(back, start);
     }
 
-    /// The count is exact, wherever the values that are not finite lie.
+    /// The count is exact at any position.
     #[test]
     fn non_finite_values_are_all_counted(
         len in 1usize..20_000,
@@ -121,9 +118,8 @@ proptest! {
 proptest! {
     #![proptest_config(config(12))]
 
-    /// Threads change no bit.
     #[test]
-    fn threads_do_not_show(len in 0usize..400_000, threads in 1usize..6, seed: u64) {
+    fn threads_change_no_bit(len in 0usize..400_000, threads in 1usize..6, seed: u64) {
         let workers = Workers::new(threads).unwrap();
         let grad = values::<bf16>(len, seed >> 8, true);
         let (one, many) = (host::grad_stats(&grad), workers.grad_stats(&grad));

@@ -1,20 +1,20 @@
-//! Launches run in the order of their stream and read their scalars when they run; PyTorch's numbers come out.
+//! Launches run in the order of their stream and read their scalars when they run.
 
 use half::bf16;
 use zero_alloc::device::{Device, DeviceSlice};
 use zero_kernels::{AdamArgs, AdamHyper, GradStats, StepScalars};
 
-use super::Rig;
-use super::rig::Buffer;
+use crate::Rig;
+use crate::rig::Buffer;
 
-/// Bytes, for copies.
+/// The buffer as bytes, for copies.
 fn bytes<D: Device, T: bytemuck::Pod>(buffer: &Buffer<'_, D, T>) -> zero_alloc::device::AnySlice {
     let slice = buffer.slice();
-    // SAFETY: the same memory, for as long.
+    // SAFETY: the same memory, as bytes.
     unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast::<u8>(), slice.len() * size_of::<T>()) }.erase()
 }
 
-pub fn a_step_runs_in_stream_order_and_reads_its_scalars_when_it_runs<D: Device>(rig: &Rig<D>) {
+pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
     let n = if cfg!(miri) { 40 } else { 1000 };
     let (w, m, v) = (rig.buffer(&vec![1f32; n], 0), rig.buffer(&vec![0f32; n], 0), rig.buffer(&vec![0f32; n], 0));
     let (param, grad) = (rig.poisoned::<bf16>(n, 0), rig.buffer(&vec![bf16::from_f32(2.0); n], 0));

@@ -1,4 +1,4 @@
-//! A device with kernels, and memory on it that notices who writes beside his range.
+//! A device with kernels, and buffers with guards around them.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -6,21 +6,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytemuck::Pod;
+#[cfg(feature = "cuda")]
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element, Stream};
 use zero_alloc::host::HostDevice;
 use zero_kernels::Kernels;
+#[cfg(feature = "cuda")]
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// What the suite runs on.
+/// A device to run the suite on.
 pub struct Rig<D: Device> {
     pub device: D,
     pub stream: D::Stream,
     pub kernels: Arc<dyn Kernels<D>>,
-    /// The greatest length that is worth the time here.
+    /// The greatest length to test on this device.
     pub most_elems: usize,
 }
 
@@ -33,6 +35,7 @@ impl Rig<HostDevice> {
     }
 }
 
+#[cfg(feature = "cuda")]
 impl Rig<CudaDevice> {
     pub fn cuda() -> Self {
         let device = CudaDevice::open(0).unwrap();
@@ -44,7 +47,7 @@ impl Rig<CudaDevice> {
     }
 }
 
-/// What lies around a range, and in outputs before they are written: as floats these are NaNs.
+/// The bytes of guards, and of outputs before they are written: NaNs as floats.
 const POISON: u8 = 0xff;
 const GUARD_ELEMS: usize = 9;
 
@@ -57,7 +60,7 @@ impl<D: Device> Rig<D> {
         vec![0, 1, 7, 8, 9, 255, self.most_elems]
     }
 
-    /// Memory that holds `values`, from element `from` of an aligned place on.
+    /// A buffer of `values`, from element `from` of an aligned allocation on.
     pub fn buffer<T: Pod>(&self, values: &[T], from: usize) -> Buffer<'_, D, T> {
         let elems = from + values.len() + GUARD_ELEMS;
         let mut image = vec![POISON; elems * size_of::<T>()];
@@ -69,7 +72,7 @@ impl<D: Device> Rig<D> {
         buffer
     }
 
-    /// The same, poisoned.
+    /// A buffer of poison.
     pub fn poisoned<T: Pod>(&self, len: usize, from: usize) -> Buffer<'_, D, T> {
         let poison = vec![POISON; size_of::<T>()];
         self.buffer(&vec![bytemuck::pod_read_unaligned(&poison); len], from)
@@ -88,7 +91,7 @@ pub struct Buffer<'a, D: Device, T> {
 
 impl<D: Device, T: Pod> Buffer<'_, D, T> {
     fn all(&self) -> AnySlice {
-        // SAFETY: the buffer's own memory, used on the rig's one stream, which is drained before it goes.
+        // SAFETY: the buffer's own memory, used on the rig's one stream, which is drained before it is freed.
         unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
     }
 
@@ -98,13 +101,13 @@ impl<D: Device, T: Pod> Buffer<'_, D, T> {
         unsafe { DeviceSlice::from_raw_parts(start, self.len) }
     }
 
-    /// What the range holds when the stream has run; nothing beside it has changed.
+    /// Reads the range in stream order, and checks that the guards have not changed.
     pub fn read(&self) -> Vec<T> {
         let mut image = vec![0; self.bytes];
         self.rig.device.download(&self.rig.stream, self.all(), &mut image, LIMIT).unwrap();
         let (before, rest) = image.split_at(self.from * size_of::<T>());
         let (range, after) = rest.split_at(self.len * size_of::<T>());
-        assert!(before.iter().chain(after).all(|&b| b == POISON), "something was written beside its range");
+        assert!(before.iter().chain(after).all(|&b| b == POISON), "a guard was overwritten");
         bytemuck::pod_collect_to_vec(range)
     }
 }

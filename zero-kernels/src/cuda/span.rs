@@ -1,14 +1,12 @@
-//! How a flat range becomes a launch: which elements come before the first whole tile, which streams then lie on
-//! 16-byte boundaries, and how many blocks there are. Pure arithmetic on addresses.
+//! How a flat range becomes a launch: the elements before the first whole tile, the streams that are then aligned to 16
+//! bytes, and the number of blocks. Pure arithmetic on addresses.
 //!
 //! A warp works on tiles of 256 elements, a thread on 8 of them: 16 bytes of a 16-bit stream, 32 of an fp32 stream.
 //! Shards start at any element, so the streams of one launch may be aligned differently; the head is chosen so that
-//! as many bytes as possible go by 16-byte accesses, and a stream that is left over goes element by element.
+//! as many bytes as possible use 16-byte accesses. The other streams are accessed element by element.
 
 use bytemuck::{Pod, Zeroable};
 use zero_alloc::device::AnySlice;
-
-use crate::host::stats_order::CHUNK_ELEMS;
 
 /// Threads of a block (`THREADS` of cuda/prelude.cuh).
 pub const THREADS: u32 = 256;
@@ -21,7 +19,7 @@ const TILE_ELEMS: u64 = WARP * GROUP_ELEMS;
 /// Bytes of a wide access.
 const WIDE_BYTES: u64 = 16;
 
-/// How a range is cut into tiles: `Span` of cuda/prelude.cuh.
+/// The partition of a range into tiles: `Span` of cuda/prelude.cuh.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Span {
@@ -29,24 +27,24 @@ pub struct Span {
     pub len: u64,
     /// Elements before the first whole tile: fewer than 8.
     pub head: u32,
-    /// Bit `s`: stream `s` lies on 16-byte boundaries at the tiles' starts.
+    /// Bit `s`: stream `s` is aligned to 16 bytes at the start of every tile but the head.
     pub wide: u32,
 }
 
 impl Span {
-    /// The best cut for streams of equal length, in the order that the kernel numbers them; at most 32.
+    /// The best partition for streams of equal length, in the order that the kernel numbers them; at most 32.
     pub fn of(streams: &[AnySlice]) -> Self {
-        let places: Vec<(u64, u64)> =
+        let streams_at: Vec<(u64, u64)> =
             streams.iter().map(|s| (s.as_ptr() as u64, s.dtype().size_bytes() as u64)).collect();
-        Self::plan(streams.first().map_or(0, |s| s.len() as u64), &places)
+        Self::best(streams.first().map_or(0, |s| s.len() as u64), &streams_at)
     }
 
-    /// The best cut of `len` elements for streams at these addresses with elements of these sizes.
-    pub fn plan(len: u64, streams: &[(u64, u64)]) -> Self {
+    /// The best partition of `len` elements for streams as (address, bytes of an element).
+    fn best(len: u64, streams: &[(u64, u64)]) -> Self {
         let wide_at = |head: u64| {
-            let on_boundary = |&(address, size): &(u64, u64)| (address + head * size).is_multiple_of(WIDE_BYTES);
-            let bits = streams.iter().enumerate().filter(|(_, s)| on_boundary(s));
-            bits.fold((0u32, 0u64), |(bits, bytes), (i, &(_, size))| (bits | 1 << i, bytes + size))
+            let is_aligned = |&(address, size): &(u64, u64)| (address + head * size).is_multiple_of(WIDE_BYTES);
+            let aligned = streams.iter().enumerate().filter(|(_, s)| is_aligned(s));
+            aligned.fold((0u32, 0u64), |(bits, bytes), (i, &(_, size))| (bits | 1 << i, bytes + size))
         };
         let mut best = (0, wide_at(0));
         for head in 1..GROUP_ELEMS {
@@ -59,44 +57,15 @@ impl Span {
         Self { len, head: head.min(len) as u32, wide }
     }
 
-    /// Tiles: the head, if any, and those of 256 behind it, the last of which may be shorter.
+    /// Tiles: the head, if any, and those of 256 after it, the last of which may be shorter.
     pub fn tiles(&self) -> u64 {
         u64::from(self.head > 0) + (self.len - u64::from(self.head)).div_ceil(TILE_ELEMS)
     }
 
-    /// The elements of tile `index`, as `tile_at` of the prelude gives them.
-    pub fn tile(&self, index: u64) -> std::ops::Range<u64> {
-        let head = u64::from(self.head);
-        let whole = match index.checked_sub(u64::from(head > 0)) {
-            None => return 0..head,
-            Some(whole) => whole,
-        };
-        let start = head + whole * TILE_ELEMS;
-        start..(start + TILE_ELEMS).min(self.len)
-    }
-
-    /// Blocks of a launch: a warp a tile while the grid allows it; the kernels stride over what is more.
+    /// Blocks of a launch: one warp per tile, up to the grid's limit; beyond it the kernels loop.
     pub fn blocks(&self) -> u32 {
         let blocks = self.tiles().div_ceil(u64::from(THREADS) / WARP);
         u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX as u32)
-    }
-}
-
-/// The launches and scratch of grad_stats.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StatsPlan {
-    /// Chunks, each a block of the first stage with an fp64 sum and a 32-bit count in scratch; the second has one
-    /// block.
-    pub chunks: u32,
-    /// Bytes of scratch: the sums, then the counts.
-    pub scratch_bytes: u64,
-}
-
-impl StatsPlan {
-    /// The plan for `len` elements; `None` beyond 2^31 chunks (over 70 thousand billion elements).
-    pub fn new(len: u64) -> Option<Self> {
-        let chunks = i32::try_from(len.div_ceil(CHUNK_ELEMS as u64)).ok()?.unsigned_abs();
-        Some(Self { chunks, scratch_bytes: u64::from(chunks) * (8 + 4) })
     }
 }
 
@@ -105,23 +74,31 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::host::stats_order::{STRIP_ELEMS, TOP_LANES};
+    use crate::host::stats_order::{CHUNK_ELEMS, STRIP_ELEMS, TOP_LANES};
+
+    /// The elements of tile `index`: `tile_at` of the prelude.
+    fn tile(span: &Span, index: u64) -> std::ops::Range<u64> {
+        let head = u64::from(span.head);
+        let Some(whole) = index.checked_sub(u64::from(head > 0)) else { return 0..head };
+        let start = head + whole * TILE_ELEMS;
+        start..(start + TILE_ELEMS).min(span.len)
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..Default::default() })]
 
         #[test]
         #[cfg_attr(miri, ignore)]
-        fn tiles_cover_every_element_once_and_wide_ones_are_aligned(
+        fn tiles_cover_the_range_and_are_aligned(
             len in 0u64..1000,
             streams in prop::collection::vec((0u64..1000, prop::sample::select(vec![2u64, 4])), 1..6),
         ) {
             let streams: Vec<(u64, u64)> = streams.into_iter().map(|(at, size)| (at * size, size)).collect();
-            let span = Span::plan(len, &streams);
+            let span = Span::best(len, &streams);
             prop_assert!(u64::from(span.head) < GROUP_ELEMS && u64::from(span.head) <= len);
             let mut next = 0;
             for i in 0..span.tiles() {
-                let tile = span.tile(i);
+                let tile = tile(&span, i);
                 prop_assert_eq!(tile.start, next);
                 prop_assert!(tile.start < tile.end && tile.end - tile.start <= TILE_ELEMS);
                 next = tile.end;
@@ -135,40 +112,37 @@ mod tests {
             prop_assert_eq!(next, len);
             // Each stream alone can always be wide: sizes divide 16.
             for &stream in &streams {
-                prop_assert_eq!(Span::plan(100, &[stream]).wide, 1);
+                prop_assert_eq!(Span::best(100, &[stream]).wide, 1);
             }
         }
     }
 
     #[test]
-    fn a_launch_on_aligned_memory_has_no_head_and_all_streams_wide() {
+    fn aligned_streams_need_no_head() {
         let streams = [(4096, 4), (8192, 4), (512, 4), (64, 2), (96, 2)];
-        assert_eq!(Span::plan(1000, &streams), Span { len: 1000, head: 0, wide: 0b11111 });
+        assert_eq!(Span::best(1000, &streams), Span { len: 1000, head: 0, wide: 0b11111 });
     }
 
     #[test]
-    fn the_majority_of_bytes_goes_wide() {
+    fn most_bytes_use_wide_accesses() {
         // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is off then.
         let streams = [(4100, 4), (8196, 4), (516, 4), (64, 2)];
-        assert_eq!(Span::plan(1000, &streams), Span { len: 1000, head: 3, wide: 0b0111 });
+        assert_eq!(Span::best(1000, &streams), Span { len: 1000, head: 3, wide: 0b0111 });
         // One element past a boundary each: a head of 7 serves both widths.
-        assert_eq!(Span::plan(1000, &[(4100, 4), (66, 2)]), Span { len: 1000, head: 7, wide: 0b11 });
+        assert_eq!(Span::best(1000, &[(4100, 4), (66, 2)]), Span { len: 1000, head: 7, wide: 0b11 });
     }
 
     #[test]
-    fn grids_stay_within_what_hardware_takes() {
-        assert_eq!(Span::plan(0, &[(0, 4)]).blocks(), 0);
-        assert_eq!(Span::plan(1, &[(0, 4)]).blocks(), 1);
-        assert_eq!(Span::plan(2049, &[(0, 4)]).blocks(), 2);
-        assert_eq!(Span::plan(u64::MAX / 4, &[(0, 4)]).blocks(), i32::MAX as u32);
-        assert_eq!(StatsPlan::new(0), Some(StatsPlan { chunks: 0, scratch_bytes: 0 }));
-        assert_eq!(StatsPlan::new(32_769), Some(StatsPlan { chunks: 2, scratch_bytes: 24 }));
-        assert_eq!(StatsPlan::new(u64::MAX), None);
+    fn grids_stay_within_the_hardware_limit() {
+        assert_eq!(Span::best(0, &[(0, 4)]).blocks(), 0);
+        assert_eq!(Span::best(1, &[(0, 4)]).blocks(), 1);
+        assert_eq!(Span::best(2049, &[(0, 4)]).blocks(), 2);
+        assert_eq!(Span::best(u64::MAX / 4, &[(0, 4)]).blocks(), i32::MAX as u32);
     }
 
-    /// The kernels' constants are those of the host.
+    /// The kernels' constants are the host's.
     #[test]
-    fn sources_agree_on_the_sizes() {
+    fn sources_define_the_same_sizes() {
         let text = crate::cuda::Source::named("grad_stats.cu").unwrap().text();
         for (name, value) in [
             ("THREADS", THREADS as usize),

@@ -1,27 +1,39 @@
-//! The launches of every back end: one suite (`suite/`), run on the host and on CUDA.
+//! The launches of every back end: one suite, run on the host and on CUDA.
+#![allow(unreachable_pub)]
 
+mod adam;
+#[path = "../common/mod.rs"]
 mod common;
-mod suite;
+mod flat;
+mod order;
+mod refused;
+mod rig;
+mod step;
+#[cfg(not(miri))]
+mod torch;
+
+use rig::Rig;
 
 macro_rules! on_every_device {
-    ($($(#[$attribute:meta])* $place:ident :: $test:ident),* $(,)?) => {
+    ($($(#[$attribute:meta])* $module:ident :: $test:ident),* $(,)?) => {
         mod host {
             $(
                 #[test]
                 $(#[$attribute])*
                 fn $test() {
-                    super::suite::$place::$test(&super::suite::Rig::host());
+                    super::$module::$test(&super::Rig::host());
                 }
             )*
         }
 
+        #[cfg(feature = "cuda")]
         mod cuda {
             $(
                 #[test]
                 $(#[$attribute])*
                 #[ignore = "needs a CUDA device"]
                 fn $test() {
-                    super::suite::$place::$test(&super::suite::Rig::cuda());
+                    super::$module::$test(&super::Rig::cuda());
                 }
             )*
         }
@@ -29,12 +41,12 @@ macro_rules! on_every_device {
 }
 
 on_every_device! {
-    adam::adam_without_a_parameter_of_its_own,
+    adam::adam_without_parameter_output,
     adam::adam_to_fp32_parameters,
     adam::adam_to_bf16_parameters,
     adam::adam_to_fp16_parameters,
-    adam::adam_on_parameters_with_remainders,
-    adam::a_skipped_step_writes_nothing,
+    adam::adam_with_remainders,
+    adam::skipped_step_writes_nothing,
     flat::cast_from_fp32,
     flat::cast_from_bf16,
     flat::cast_from_fp16,
@@ -42,13 +54,13 @@ on_every_device! {
     flat::accumulate_from_every_type,
     flat::grad_stats_of_every_type,
     flat::grad_stats_of_extremes,
-    decide::votes,
-    decide::decisions,
-    order::a_step_runs_in_stream_order_and_reads_its_scalars_when_it_runs,
+    step::rank_stats,
+    step::advance_step,
+    order::scalars_are_read_in_stream_order,
     refused::bad_arguments_of_adam,
-    refused::bad_arguments_of_adam_without_masters,
-    refused::bad_arguments_of_casts_sums_and_statistics,
-    refused::bad_arguments_of_decisions,
-    #[cfg(not(miri))] torch::adamw_agrees_with_torch_to_the_last_place_and_its_moments_exactly,
+    refused::bad_arguments_of_adam_remainder,
+    refused::bad_arguments_of_flat_operations,
+    refused::bad_arguments_of_step_operations,
+    #[cfg(not(miri))] torch::adamw_agrees_with_torch,
     #[cfg(not(miri))] torch::adam_with_l2_agrees_with_torch,
 }

@@ -1,11 +1,11 @@
-//! What launches refuse, on every device with the same words; and that they refuse before anything runs.
+//! Bad arguments: the same errors on every device, before anything runs.
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
-use zero_kernels::step::{StepReport, StepSettings, StepState};
-use zero_kernels::{AdamArgs, DecideArgs, GradStats, KernelError, RankStats, RemainderArgs, StepScalars};
+use zero_kernels::step::{StepConfig, StepRecord, StepState};
+use zero_kernels::{AdamArgs, AdvanceArgs, GradStats, KernelError, RankStats, RemainderArgs, StepScalars};
 
-use super::Rig;
+use crate::Rig;
 use crate::common::hyper;
 
 fn length(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
@@ -20,7 +20,7 @@ fn overlap(first: &'static str, second: &'static str) -> Result<(), KernelError>
     Err(KernelError::Overlap { first, second })
 }
 
-/// The same place as elements of another type.
+/// The same address as elements of another type.
 fn cast<T: Element, U>(slice: DeviceSlice<T>, len: usize) -> DeviceSlice<U> {
     // SAFETY: refused before any use.
     unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast(), len) }
@@ -72,7 +72,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
     assert_eq!(master.read(), [1.0; 8], "the stream is fine, and the step was a skipped one");
 }
 
-pub fn bad_arguments_of_adam_without_masters<D: Device>(rig: &Rig<D>) {
+pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
     let (weights, r) = (rig.buffer(&[bf16::ONE; 8], 0), rig.buffer(&[0i16; 8], 0));
     let (m, v, doubles) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f64; 8], 0));
     let (grad, scalars) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[StepScalars::skipped()], 0));
@@ -91,7 +91,7 @@ pub fn bad_arguments_of_adam_without_masters<D: Device>(rig: &Rig<D>) {
     assert_eq!(weights.read(), [bf16::ONE; 8]);
 }
 
-pub fn bad_arguments_of_casts_sums_and_statistics<D: Device>(rig: &Rig<D>) {
+pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
     let (stream, kernels) = (&rig.stream, &rig.kernels);
     let (floats, doubles) = (rig.buffer(&[1f32; 8], 0), rig.buffer(&[0f64; 8], 0));
     let all = floats.any();
@@ -120,32 +120,31 @@ pub fn bad_arguments_of_casts_sums_and_statistics<D: Device>(rig: &Rig<D>) {
     assert_eq!(floats.read(), [1.0; 8]);
 }
 
-pub fn bad_arguments_of_decisions<D: Device>(rig: &Rig<D>) {
-    let (bytes, reports) = (rig.buffer(&[0f64; 40], 0), rig.poisoned::<StepReport>(1, 0));
-    let (scalars, votes) = (rig.poisoned::<StepScalars>(1, 0), rig.buffer(&[RankStats::new(&[], 0.0)], 0));
-    let place = bytes.slice();
-    let settings: DeviceSlice<StepSettings> = cast(place, 1);
-    let state: DeviceSlice<StepState> = cast(place.slice(10..20), 1);
-    let good = DecideArgs {
-        votes: votes.slice(),
-        settings,
-        rates: cast(place.slice(30..33), 1),
+pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
+    let (words, records) = (rig.buffer(&[0f64; 40], 0), rig.poisoned::<StepRecord>(1, 0));
+    let (scalars, ranks) = (rig.poisoned::<StepScalars>(1, 0), rig.buffer(&[RankStats::new(&[], 0.0)], 0));
+    let all = words.slice();
+    let config: DeviceSlice<StepConfig> = cast(all, 1);
+    let state: DeviceSlice<StepState> = cast(all.slice(10..20), 1);
+    let good = AdvanceArgs {
+        ranks: ranks.slice(),
+        config,
+        rates: cast(all.slice(30..33), 1),
         state,
         scalars: scalars.slice(),
-        reports: reports.slice(),
+        records: records.slice(),
     };
-    let run = |args: DecideArgs| rig.kernels.decide_step(&rig.stream, args);
-    assert_eq!(run(DecideArgs { votes: votes.slice().slice(0..0), ..good }), length("decide_step: votes", 1, 0));
-    assert_eq!(
-        run(DecideArgs { reports: reports.slice().slice(0..0), ..good }),
-        length("decide_step: reports", 1, 0)
-    );
-    assert_eq!(run(DecideArgs { state: cast(place.slice(10..31), 3), ..good }), length("decide_step: state", 1, 3));
-    let shared = DecideArgs { state: cast(place, 1), ..good };
-    assert_eq!(run(shared), overlap("decide_step: state", "decide_step: settings"));
+    let run = |args: AdvanceArgs| rig.kernels.advance_step(&rig.stream, args);
+    let empty = AdvanceArgs { ranks: ranks.slice().slice(0..0), ..good };
+    assert_eq!(run(empty), length("advance_step: ranks", 1, 0));
+    let empty = AdvanceArgs { records: records.slice().slice(0..0), ..good };
+    assert_eq!(run(empty), length("advance_step: records", 1, 0));
+    assert_eq!(run(AdvanceArgs { state: cast(all.slice(10..31), 3), ..good }), length("advance_step: state", 1, 3));
+    let shared = AdvanceArgs { state: cast(all, 1), ..good };
+    assert_eq!(run(shared), overlap("advance_step: state", "advance_step: config"));
     let units = rig.buffer(&[GradStats::default()], 0);
-    let vote = |loss, out| rig.kernels.make_vote(&rig.stream, units.slice(), loss, cast(place.slice(9..10), 1), out);
-    assert_eq!(vote(place, votes.slice()), length("make_vote: loss", 1, 40));
-    assert_eq!(vote(place.slice(0..1), cast(place, 1)), overlap("make_vote: out", "make_vote: loss"));
-    assert_eq!(bytes.read(), [0.0; 40]);
+    let stats = |loss, out| rig.kernels.rank_stats(&rig.stream, units.slice(), loss, cast(all.slice(9..10), 1), out);
+    assert_eq!(stats(all, ranks.slice()), length("rank_stats: loss", 1, 40));
+    assert_eq!(stats(all.slice(0..1), cast(all, 1)), overlap("rank_stats: out", "rank_stats: loss"));
+    assert_eq!(words.read(), [0.0; 40]);
 }

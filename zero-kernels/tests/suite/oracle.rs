@@ -1,14 +1,13 @@
-//! Every operation against its plain loop: all dtypes, lengths, misaligned starts, special values, poisoned
-//! outputs, threads. Equality is of bits.
+//! Every operation against its plain loop, bit for bit: all dtypes, lengths, misaligned starts, special values,
+//! poisoned outputs, threads.
 
-mod common;
-
-use common::{LENGTHS, assert_same, hyper, scalars, squares, values};
 use half::{bf16, f16};
 use zero_kernels::host::{self, AdamSlices, Workers};
 use zero_kernels::{Float, StepScalars, reference};
 
-/// Elements before the range and after it, which nothing may touch.
+use crate::common::{LENGTHS, assert_same, hyper, scalars, squares, values};
+
+/// Elements before the range, which nothing may write.
 const OFFSETS: [usize; 3] = [0, 1, 3];
 
 fn workers() -> Vec<Workers> {
@@ -25,7 +24,7 @@ struct State<W, M, P> {
 }
 
 impl<W: Float, M: Float, P: Float> State<W, M, P> {
-    /// The moments are finite, the gradient brings the special values; the output is poisoned.
+    /// The moments are finite, the gradient has special values; the output is poisoned.
     fn new(len: usize) -> Self {
         Self {
             weights: values(len, 1, false),
@@ -73,7 +72,7 @@ fn check_adam<W: Float, M: Float, G: Float, P: Float>(with_param: bool) {
 }
 
 #[test]
-fn adam_with_fp32_masters_and_every_gradient_and_parameter_type() {
+fn adam_with_fp32_masters() {
     check_adam::<f32, f32, f32, f32>(false);
     check_adam::<f32, f32, bf16, f32>(false);
     check_adam::<f32, f32, f16, f32>(false);
@@ -89,7 +88,7 @@ fn adam_with_fp32_masters_and_every_gradient_and_parameter_type() {
 }
 
 #[test]
-fn adam_without_masters_and_with_sixteen_bit_moments() {
+fn adam_on_sixteen_bit_weights() {
     check_adam::<bf16, f32, bf16, f32>(false);
     check_adam::<f16, f32, f16, f32>(false);
     check_adam::<bf16, bf16, bf16, f32>(false);
@@ -97,7 +96,7 @@ fn adam_without_masters_and_with_sixteen_bit_moments() {
 }
 
 #[test]
-fn adam_does_not_depend_on_how_a_range_is_cut() {
+fn adam_does_not_depend_on_the_split() {
     let len = if cfg!(miri) { 19 } else { 203 };
     let grad = values::<bf16>(len, 4, true);
     let (start, scalars, hyper) = (State::<f32, f32, bf16>::new(len), scalars(1e-2, 0.37), hyper(true));
@@ -113,7 +112,7 @@ fn adam_does_not_depend_on_how_a_range_is_cut() {
 }
 
 #[test]
-fn a_skipped_step_writes_nothing() {
+fn skipped_step_writes_nothing() {
     let grad = values::<bf16>(255, 4, true);
     let start = State::<f32, f32, bf16>::new(255);
     let mut after = start.clone();
@@ -203,13 +202,13 @@ fn check_stats<G: Float>() {
 }
 
 #[test]
-fn grad_stats_have_the_same_bits_in_any_place_and_number_of_threads() {
+fn grad_stats_bits_are_reproducible() {
     check_stats::<f32>();
     check_stats::<bf16>();
     check_stats::<f16>();
 }
 
-/// The order of the sum as it is documented, in its plainest form: a GPU gives these bits too.
+/// The documented order of the sum, in its plainest form; GPUs compute these bits too.
 #[test]
 fn grad_stats_add_in_the_documented_order() {
     fn pairwise(mut lanes: Vec<f64>) -> f64 {
@@ -243,7 +242,7 @@ fn grad_stats_add_in_the_documented_order() {
 }
 
 #[test]
-fn the_sum_of_squares_does_not_overflow_or_vanish() {
+fn sum_of_squares_keeps_extremes() {
     let huge = host::grad_stats(&[f32::MAX; 1000]);
     assert_eq!(huge.nonfinite, 0);
     let (max, least) = (f64::from(f32::MAX), f64::from(f32::from_bits(1)));
@@ -253,7 +252,7 @@ fn the_sum_of_squares_does_not_overflow_or_vanish() {
 }
 
 #[test]
-fn slices_of_different_lengths_are_refused() {
+fn different_lengths_are_refused() {
     let (mut w, mut m, mut v, mut p) = ([0f32; 4], [0f32; 4], [0f32; 4], [bf16::ZERO; 3]);
     let slices = AdamSlices {
         weights: &mut w[..],

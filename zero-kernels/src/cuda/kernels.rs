@@ -1,0 +1,162 @@
+//! The operations on CUDA streams: described by `launch`, loaded at first use, enqueued.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
+
+use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
+use super::source::SOURCES;
+use super::{Functions, Loader};
+use crate::step::RankStats;
+use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs};
+
+/// The operations on one GPU's streams. A clone is another handle of the same kernels.
+///
+/// A source is compiled and loaded when the first of its kernels is launched, or by [`Self::warm`]. Loading
+/// synchronises with the device, so it must not happen while a collective waits for another rank of the process.
+#[derive(Clone, Debug)]
+pub struct CudaKernels {
+    loader: Loader,
+    loaded: Arc<[OnceLock<Functions>; SOURCES.len()]>,
+}
+
+impl CudaKernels {
+    /// Operations on `device`, compiled by NVRTC and cached in the user's folder ([`Loader::new`]).
+    ///
+    /// # Errors
+    /// NVRTC is missing, or supports no architecture that the device can run.
+    pub fn new(device: &CudaDevice) -> Result<Self, KernelError> {
+        Ok(Self::with_loader(Loader::new(device)?))
+    }
+
+    /// Operations on the loader's device.
+    pub fn with_loader(loader: Loader) -> Self {
+        Self { loader, loaded: Arc::default() }
+    }
+
+    /// Compiles and loads all kernels and runs each once on empty ranges; afterwards no launch compiles, loads or
+    /// allocates. Blocks the host, for at most `limit` while the kernels run.
+    ///
+    /// # Errors
+    /// A kernel does not compile, or the device failed.
+    pub fn warm(&self, stream: &CudaStream, limit: Duration) -> Result<(), KernelError> {
+        for index in 0..SOURCES.len() {
+            self.source(index)?;
+        }
+        let device = self.loader.device();
+        let bytes = device.granularity_bytes().max(EVERY_KERNEL_BYTES);
+        let memory = device.allocate(bytes)?;
+        // SAFETY: allocated above, used on `stream` only, and freed after that is drained.
+        let all = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), EVERY_KERNEL_BYTES, DType::U8) };
+        let enqueue = || {
+            device.fill_zero(stream, all)?;
+            let mut launches = launch::every_kernel(all.as_ptr() as usize)?.into_iter();
+            // SAFETY: these launches access only the zeroed bytes.
+            launches.try_for_each(|launch| unsafe { self.launch(stream, "warm", launch) })
+        };
+        let enqueued = enqueue();
+        let drained = stream.synchronize(limit);
+        if drained.is_ok() {
+            // SAFETY: as above; on a device that does not drain the bytes leak.
+            unsafe { device.deallocate(memory, bytes) };
+        }
+        enqueued.and(drained.map_err(KernelError::from))
+    }
+
+    /// The kernels of source `index`.
+    fn source(&self, index: usize) -> Result<&Functions, KernelError> {
+        let slot = &self.loaded[index];
+        if let Some(functions) = slot.get() {
+            return Ok(functions);
+        }
+        let source = &SOURCES[index];
+        let functions = self.loader.load(source, &launch::entries_of(source.name)?)?;
+        Ok(slot.get_or_init(|| functions))
+    }
+
+    fn function(&self, launch: &Launch) -> Result<&Function, KernelError> {
+        let index = SOURCES.iter().position(|s| s.name == launch.source);
+        let functions = index.map(|index| self.source(index)).transpose()?;
+        functions.and_then(|f| f.get(launch.entry)).ok_or_else(|| {
+            let message = format!("{} has no {}", launch.source, launch.entry);
+            DeviceError::Driver { call: "kernel", message }.into()
+        })
+    }
+
+    /// Enqueues `launch`.
+    ///
+    /// # Safety
+    /// The memory at its addresses is valid until it has run, and conflicting accesses are ordered.
+    unsafe fn launch(&self, stream: &CudaStream, op: &'static str, launch: Launch) -> Result<(), KernelError> {
+        let function = self.function(&launch)?;
+        let (grid, block, mut params) = ([launch.blocks, 1, 1], [launch.threads, 1, 1], launch.params);
+        let mut args: Vec<_> = params.iter_mut().map(Param::as_mut_ptr).collect();
+        let enqueue = || {
+            // SAFETY: `params` has the kernel's parameters in order and with their types (tests/nvrtc.rs compares them
+            // with the compiled kernels); the caller guarantees the memory.
+            unsafe { function.launch(stream, grid, block, 0, &mut args) }
+        };
+        Ok(stream.labelled(op, enqueue)?)
+    }
+
+    /// Enqueues the launch of a checked operation, unless its range is empty.
+    fn enqueue(&self, stream: &CudaStream, op: &'static str, launch: Launch) -> Result<(), KernelError> {
+        if launch.blocks == 0 {
+            return Ok(());
+        }
+        // SAFETY: the addresses and lengths are those of slices that `check` compared with one another; the maker of a
+        // slice guarantees that its memory is valid and its accesses ordered.
+        unsafe { self.launch(stream, op, launch) }
+    }
+}
+
+impl Kernels<CudaDevice> for CudaKernels {
+    fn adam(&self, stream: &CudaStream, args: AdamArgs) -> Result<(), KernelError> {
+        self.enqueue(stream, "adam", launch::adam(&args)?)
+    }
+
+    fn adam_remainder(&self, stream: &CudaStream, args: RemainderArgs) -> Result<(), KernelError> {
+        self.enqueue(stream, "adam_remainder", launch::adam_remainder(&args)?)
+    }
+
+    fn cast(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
+        self.enqueue(stream, "cast", launch::cast(src, dst, scale)?)
+    }
+
+    fn accumulate(&self, stream: &CudaStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
+        self.enqueue(stream, "accumulate", launch::accumulate(grad, acc)?)
+    }
+
+    fn stats_scratch_elems(&self, len: usize) -> usize {
+        launch::stats_scratch_elems(len)
+    }
+
+    fn grad_stats(
+        &self,
+        stream: &CudaStream,
+        grad: AnySlice,
+        scratch: DeviceSlice<f64>,
+        out: DeviceSlice<GradStats>,
+    ) -> Result<(), KernelError> {
+        let [chunks, combine] = launch::grad_stats(grad, scratch, out)?;
+        self.enqueue(stream, "grad_stats", chunks)?;
+        self.enqueue(stream, "grad_stats_combine", combine)
+    }
+
+    fn rank_stats(
+        &self,
+        stream: &CudaStream,
+        units: DeviceSlice<GradStats>,
+        loss: DeviceSlice<f64>,
+        flags: DeviceSlice<u64>,
+        out: DeviceSlice<RankStats>,
+    ) -> Result<(), KernelError> {
+        self.enqueue(stream, "rank_stats", launch::rank_stats(units, loss, flags, out)?)
+    }
+
+    fn advance_step(&self, stream: &CudaStream, args: AdvanceArgs) -> Result<(), KernelError> {
+        self.enqueue(stream, "advance_step", launch::advance_step(&args)?)
+    }
+}

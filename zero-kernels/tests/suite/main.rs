@@ -1,0 +1,11 @@
+//! The operations over Rust slices and the run-time compilation of kernels.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[cfg(not(miri))]
+mod laws;
+#[cfg(all(feature = "cuda", not(miri)))]
+mod loader;
+mod oracle;
+mod remainder;
+mod step;

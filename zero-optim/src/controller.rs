@@ -1,0 +1,325 @@
+//! The host's side of a step: settings and schedules in, outcomes with names out. The rules are
+//! [`zero_kernels::step`]'s, on the host as on the device.
+//!
+//! Every rank computes the step from the same statistics in rank order, so all ranks agree bit for bit.
+
+use serde::{Deserialize, Serialize};
+use zero_kernels::step::{self, StepConfig, StepRates, StepRecord, StepState};
+use zero_kernels::{AdamHyper, RankStats, StepScalars};
+
+use crate::{LossScalerState, LossScaling, LrSchedule, OptimError};
+
+/// Settings of the optimizer that all ranks share.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OptimizerConfig {
+    /// Hyperparameters of Adam.
+    pub hyper: AdamHyper,
+    /// The base learning rate.
+    pub lr: f64,
+    /// The learning-rate schedule.
+    pub schedule: LrSchedule,
+    /// Gradients of a greater norm are scaled down to it; 0: no clipping.
+    pub max_grad_norm: f64,
+    /// The loss scale.
+    pub loss_scaling: LossScaling,
+}
+
+impl Default for OptimizerConfig {
+    /// PyTorch's AdamW at a constant rate of 1e-3, without decay, clipping or scaling.
+    fn default() -> Self {
+        Self {
+            hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true },
+            lr: 1e-3,
+            schedule: LrSchedule::Constant,
+            max_grad_norm: 0.0,
+            loss_scaling: LossScaling::NONE,
+        }
+    }
+}
+
+impl OptimizerConfig {
+    /// Checks every setting against its range.
+    ///
+    /// # Errors
+    /// [`OptimError::Setting`] for the first that is outside.
+    pub fn check(&self) -> Result<(), OptimError> {
+        let from_zero =
+            |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
+        let beta = |name, x: f64| OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1");
+        beta("beta1", self.hyper.beta1)?;
+        beta("beta2", self.hyper.beta2)?;
+        from_zero("eps", self.hyper.eps)?;
+        from_zero("weight_decay", self.hyper.weight_decay)?;
+        from_zero("lr", self.lr)?;
+        from_zero("max_grad_norm", self.max_grad_norm)?;
+        self.schedule.check()?;
+        self.loss_scaling.check()
+    }
+
+    /// The schedule's values at `position`.
+    pub(crate) fn rates(&self, position: u64) -> StepRates {
+        let AdamHyper { beta1, beta2, .. } = self.hyper;
+        let (beta1, beta2) = self.schedule.betas(position).unwrap_or((beta1, beta2));
+        StepRates { lr: self.schedule.lr(self.lr, position), beta1, beta2 }
+    }
+
+    /// The settings in the form of [`zero_kernels::step`], for a table of rates from `first_position` on.
+    pub(crate) fn step_config(&self, micro_batches: usize, first_position: u64) -> StepConfig {
+        let (dynamic, scaling) = self.loss_scaling.dynamic();
+        StepConfig {
+            max_grad_norm: self.max_grad_norm,
+            min_scale: scaling.min_scale,
+            window: scaling.window,
+            micro_batches: micro_batches as u64,
+            first_position,
+            dynamic: dynamic.into(),
+            hysteresis: scaling.hysteresis,
+            consecutive_hysteresis: scaling.consecutive_hysteresis.into(),
+            fail_at_min: scaling.fail_at_min.into(),
+        }
+    }
+}
+
+/// The maximum number of steps of a run: fp64 counts them exactly, and no sum of counts overflows.
+const MAX_STEPS: u64 = 1 << 53;
+
+/// The optimizer's scalars in a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps applied: Adam's `t` before the next step.
+    pub adam_steps: u64,
+    /// Position of the learning-rate schedule.
+    pub schedule_position: u64,
+    /// Steps skipped.
+    pub skipped_steps: u64,
+    /// The loss scaler's state.
+    pub loss_scaler: LossScalerState,
+}
+
+/// The non-finite gradients of a skipped step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overflow {
+    /// The first rank with a non-finite gradient.
+    pub rank: usize,
+    /// The first unit with one on that rank.
+    pub unit: String,
+    /// Non-finite elements over all ranks.
+    pub nonfinite: u64,
+}
+
+/// The flags of all ranks, reduced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReducedFlags {
+    /// OR: the bits that at least one rank has set.
+    pub any: u64,
+    /// AND: the bits that all ranks have set.
+    pub all: u64,
+}
+
+/// The outcome of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum StepOutcome {
+    /// Weights and moments were updated.
+    Applied {
+        /// Norm of the mean gradient, before clipping.
+        grad_norm: f64,
+        /// Clipping's factor; 1 without clipping.
+        clip: f64,
+        /// The learning rate.
+        lr: f64,
+        /// Sum of the ranks' losses.
+        loss: f64,
+        /// The scale that the backward used.
+        loss_scale: f64,
+        /// The ranks' flags.
+        flags: ReducedFlags,
+    },
+    /// Nothing was updated.
+    Skipped {
+        /// The non-finite gradients.
+        overflow: Overflow,
+        /// The learning rate, not used.
+        lr: f64,
+        /// Sum of the ranks' losses.
+        loss: f64,
+        /// The scale that the backward used.
+        loss_scale: f64,
+        /// The scale of the next backward.
+        next_loss_scale: f64,
+        /// The ranks' flags.
+        flags: ReducedFlags,
+    },
+}
+
+impl StepOutcome {
+    /// Whether the step was skipped.
+    pub fn is_skipped(&self) -> bool {
+        matches!(self, Self::Skipped { .. })
+    }
+
+    /// Sum of the ranks' losses.
+    pub fn loss(&self) -> f64 {
+        match self {
+            Self::Applied { loss, .. } | Self::Skipped { loss, .. } => *loss,
+        }
+    }
+
+    /// The learning rate.
+    pub fn lr(&self) -> f64 {
+        match self {
+            Self::Applied { lr, .. } | Self::Skipped { lr, .. } => *lr,
+        }
+    }
+
+    /// The scale that the backward used.
+    pub fn loss_scale(&self) -> f64 {
+        match self {
+            Self::Applied { loss_scale, .. } | Self::Skipped { loss_scale, .. } => *loss_scale,
+        }
+    }
+
+    /// The ranks' flags.
+    pub fn flags(&self) -> ReducedFlags {
+        match self {
+            Self::Applied { flags, .. } | Self::Skipped { flags, .. } => *flags,
+        }
+    }
+
+    /// Norm of the mean gradient before clipping; `None` if the step was skipped.
+    pub fn grad_norm(&self) -> Option<f64> {
+        match self {
+            Self::Applied { grad_norm, .. } => Some(*grad_norm),
+            Self::Skipped { .. } => None,
+        }
+    }
+}
+
+/// The settings and the state of the optimizer's steps.
+#[derive(Clone, Debug)]
+pub struct StepController {
+    config: OptimizerConfig,
+    state: StepState,
+}
+
+impl StepController {
+    /// A controller before the first step.
+    ///
+    /// # Errors
+    /// A setting is outside its range.
+    pub fn new(config: OptimizerConfig) -> Result<Self, OptimError> {
+        config.check()?;
+        let state = StepState::new(config.loss_scaling.initial_scale(), config.loss_scaling.dynamic().1.hysteresis);
+        Ok(Self { config, state })
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &OptimizerConfig {
+        &self.config
+    }
+
+    /// The state, as [`zero_kernels::step`] updates it.
+    pub fn state(&self) -> &StepState {
+        &self.state
+    }
+
+    /// The loss scale for all micro-batches of the next step.
+    pub fn loss_scale(&self) -> f64 {
+        self.state.loss_scale
+    }
+
+    /// The scalars for a checkpoint.
+    pub fn progress(&self) -> Progress {
+        let s = &self.state;
+        Progress {
+            adam_steps: s.adam_steps,
+            schedule_position: s.schedule_position,
+            skipped_steps: s.skipped_steps,
+            loss_scaler: LossScalerState {
+                scale: s.loss_scale,
+                iteration: s.iteration,
+                since: s.since,
+                hysteresis_left: s.hysteresis_left,
+            },
+        }
+    }
+
+    /// Continues from a checkpoint.
+    ///
+    /// # Errors
+    /// The loss scale does not fit the settings, or a count is out of range; nothing has changed then.
+    pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
+        let Progress { adam_steps, schedule_position, skipped_steps, loss_scaler } = *progress;
+        let counts = [adam_steps, schedule_position, skipped_steps, loss_scaler.iteration];
+        if let Some(steps) = counts.into_iter().find(|steps| *steps > MAX_STEPS) {
+            let reason = format!("{steps} steps, above the maximum of {MAX_STEPS}");
+            return Err(OptimError::Restore { what: "progress", reason });
+        }
+        let LossScalerState { scale, iteration, since, hysteresis_left } =
+            self.config.loss_scaling.fit(loss_scaler)?;
+        self.state = StepState {
+            loss_scale: scale,
+            iteration,
+            since,
+            adam_steps,
+            schedule_position,
+            skipped_steps,
+            hysteresis_left,
+            halted: StepState::RUNNING,
+        };
+        Ok(())
+    }
+
+    /// Takes the next step from the statistics of all ranks, in rank order. Returns the scalars of its Adam launches and
+    /// its outcome. `unit_names` are for reports; `micro_batches` were summed.
+    ///
+    /// # Errors
+    /// No statistics, no micro-batches, or an overflow with the loss scale at its minimum; nothing has changed then.
+    pub fn advance(
+        &mut self,
+        ranks: &[RankStats],
+        micro_batches: usize,
+        unit_names: &[String],
+    ) -> Result<(StepScalars, StepOutcome), OptimError> {
+        if ranks.is_empty() {
+            return Err(OptimError::NoStats);
+        }
+        OptimError::check(micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
+        let (position, mut state) = (self.state.schedule_position, self.state);
+        let config = self.config.step_config(micro_batches, position);
+        let (scalars, record) = step::advance_step(ranks, &config, &[self.config.rates(position)], &mut state);
+        // The host's state is never halted, so there is a record.
+        let outcome = self.outcome(&record.unwrap_or_default(), unit_names)?;
+        self.state = state;
+        Ok((scalars, outcome))
+    }
+
+    /// Repeats the step of a device's `record`.
+    ///
+    /// # Errors
+    /// The run was halted at this step.
+    pub(crate) fn replay(&mut self, record: &StepRecord, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
+        let outcome = self.outcome(record, unit_names)?;
+        self.state.count_step(&self.config.step_config(1, 0), record.skipped != 0);
+        Ok(outcome)
+    }
+
+    /// The outcome in `record`, the record of the next step.
+    fn outcome(&self, record: &StepRecord, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
+        let &StepRecord { grad_norm, clip, lr, loss, loss_scale, next_loss_scale, nonfinite, .. } = record;
+        let flags = ReducedFlags { any: record.flags_any, all: record.flags_all };
+        if record.halted == StepState::NO_RATE {
+            return Err(OptimError::NoRate { position: self.state.schedule_position });
+        }
+        if record.skipped == 0 {
+            return Ok(StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale, flags });
+        }
+        let unit = usize::try_from(record.bad_unit).ok().and_then(|unit| unit_names.get(unit)).cloned();
+        let (rank, unit) = (record.bad_rank as usize, unit.unwrap_or_else(|| "(unknown)".into()));
+        if record.halted == StepState::AT_MINIMUM {
+            let step = self.state.adam_steps + self.state.skipped_steps;
+            return Err(OptimError::LossScaleAtMinimum { step, scale: loss_scale, rank, unit });
+        }
+        let overflow = Overflow { rank, unit, nonfinite };
+        Ok(StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale, flags })
+    }
+}

@@ -1,0 +1,339 @@
+//! Steps on the device: the host enqueues them and waits for nothing.
+//!
+//! Statistics are gathered in device memory, the kernel of [`zero_kernels::step`] computes the step, Adam's launches read
+//! its scalars, and a ring keeps a record of each step until the host reads it. So a step can be recorded into a graph and
+//! replayed.
+//!
+//! | buffer | bytes | purpose |
+//! |---|---|---|
+//! | control: config, state, all ranks' statistics, a ring of 64 records | 112 + 40 per rank + 6656 | `Workspace` |
+//! | rates of the coming steps | 24 per step | `Workspace` |
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bytemuck::{Pod, Zeroable};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Stream};
+use zero_alloc::{Block, Pool, Purpose};
+use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
+use zero_kernels::{AdvanceArgs, RankStats};
+
+use crate::adamw::view;
+use crate::{OptimError, ShardedAdamW, StepOutcome, UnitSlices};
+
+/// Records that are kept until they are read.
+const RECORDS: usize = 64;
+
+/// Settings of device steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceStepConfig {
+    /// This rank.
+    pub rank: usize,
+    /// All ranks.
+    pub ranks: usize,
+    /// Micro-batches summed in a step.
+    pub micro_batches: usize,
+    /// Steps whose learning rates and betas are uploaded. After them the run is halted until
+    /// [`ShardedAdamW::prepare_device_steps`] is called again.
+    pub steps: usize,
+}
+
+impl DeviceStepConfig {
+    /// Device memory of the buffers: 24 bytes per step, 40 per rank, and the config, the state and the records.
+    pub const fn bytes(&self) -> usize {
+        (self.control_words() + self.steps * RATES_WORDS) * WORD_BYTES
+    }
+
+    const fn control_words(&self) -> usize {
+        CONTROL_WORDS + self.ranks * STATS_WORDS + RECORDS * RECORD_WORDS
+    }
+}
+
+/// Rank statistics in device memory, as bytes, for the all-gather before a step.
+#[derive(Clone, Copy, Debug)]
+pub struct RankStatsSlices {
+    /// This rank's: the rank's element of `all`.
+    pub own: AnySlice,
+    /// All ranks', in rank order.
+    pub all: AnySlice,
+}
+
+/// The buffers of device steps, and the steps whose outcomes are unread.
+pub(crate) struct DeviceSteps<D: Device> {
+    config: DeviceStepConfig,
+    control: Block<D>,
+    rates: Block<D>,
+    /// The stream that reads records, beside running steps.
+    reading: D::Stream,
+    /// Iterations with unread outcomes, each with the event after which its record is written.
+    expected: VecDeque<(u64, D::Event)>,
+    /// The iteration of the next step.
+    next: u64,
+    /// The error that halted the run.
+    halted: Option<OptimError>,
+}
+
+/// The start of the control block.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Control {
+    config: StepConfig,
+    state: StepState,
+}
+
+const WORD_BYTES: usize = size_of::<f64>();
+const CONTROL_WORDS: usize = size_of::<Control>() / WORD_BYTES;
+const STATS_WORDS: usize = size_of::<RankStats>() / WORD_BYTES;
+const RECORD_WORDS: usize = size_of::<StepRecord>() / WORD_BYTES;
+const RATES_WORDS: usize = size_of::<StepRates>() / WORD_BYTES;
+
+/// `len` values of `T` from 8-byte word `word` of a block.
+fn values<D: Device, T>(block: &Block<D>, word: usize, len: usize) -> DeviceSlice<T> {
+    const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES) && align_of::<T>() <= WORD_BYTES) };
+    let words = view(block).slice(word..word + len * size_of::<T>() / WORD_BYTES);
+    // SAFETY: the words have the size and alignment of the values; the block is freed only after the streams that the
+    // drop of the optimizer records.
+    unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len) }
+}
+
+impl<D: Device> DeviceSteps<D> {
+    fn new(pool: &Pool<D>, stream: &D::Stream, config: DeviceStepConfig) -> Result<Self, OptimError> {
+        Ok(Self {
+            config,
+            control: pool.allocate(config.control_words(), DType::F64, Purpose::Workspace, stream)?,
+            rates: pool.allocate(config.steps * RATES_WORDS, DType::F64, Purpose::Workspace, stream)?,
+            reading: pool.device().create_stream("step records")?,
+            expected: VecDeque::new(),
+            next: 0,
+            halted: None,
+        })
+    }
+
+    fn state(&self) -> DeviceSlice<StepState> {
+        values(&self.control, size_of::<StepConfig>() / WORD_BYTES, 1)
+    }
+
+    fn ranks(&self) -> DeviceSlice<RankStats> {
+        values(&self.control, CONTROL_WORDS, self.config.ranks)
+    }
+
+    fn records(&self) -> DeviceSlice<StepRecord> {
+        values(&self.control, CONTROL_WORDS + self.config.ranks * STATS_WORDS, RECORDS)
+    }
+
+    /// Records that work enqueued on `stream`, and the reading of records, may use the blocks.
+    pub(crate) fn record_use(&mut self, stream: &D::Stream) {
+        for block in [&mut self.control, &mut self.rates] {
+            for stream in [stream, &self.reading] {
+                // A closed stream uses the block no more.
+                let _closed = block.record_use(stream);
+            }
+        }
+    }
+}
+
+fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
+    // SAFETY: the same memory, as bytes.
+    unsafe { AnySlice::from_raw_parts(slice.as_ptr().cast(), slice.len() * size_of::<T>(), DType::U8) }
+}
+
+impl<D: Device> ShardedAdamW<D> {
+    /// Uploads the settings, the state and the coming learning rates; [`Self::enqueue_rank_stats`] and
+    /// [`Self::enqueue_step`] then take the next steps. Call it again after `config.steps` steps, when all outcomes have
+    /// been read: with the same config it allocates nothing, and all slices keep their addresses. Blocks the host.
+    ///
+    /// # Errors
+    /// An outcome is unread, a setting is outside its range, or an allocation failed.
+    pub fn prepare_device_steps(
+        &mut self,
+        pool: &Pool<D>,
+        stream: &D::Stream,
+        config: DeviceStepConfig,
+        limit: Duration,
+    ) -> Result<(), OptimError> {
+        if self.device_steps.as_ref().is_some_and(|d| !d.expected.is_empty()) {
+            return Err(OptimError::UnreadOutcomes);
+        }
+        OptimError::check(config.micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
+        OptimError::check(config.rank < config.ranks, "rank", config.rank as f64, "less than the number of ranks")?;
+        let (optim_config, state) = (self.controller.config(), *self.controller.state());
+        let first = state.schedule_position;
+        let rates: Vec<StepRates> = (0..config.steps as u64).map(|s| optim_config.rates(first + s)).collect();
+        let control = Control { config: optim_config.step_config(config.micro_batches, first), state };
+        if self.device_steps.as_ref().is_none_or(|d| d.config != config) {
+            let device_steps = DeviceSteps::new(pool, stream, config)?;
+            self.free_device_steps();
+            self.device_steps = Some(device_steps);
+        }
+        self.stream = stream.clone();
+        let Some(steps) = &mut self.device_steps else { return Err(OptimError::NotPrepared) };
+        (steps.next, steps.halted) = (state.iteration, None);
+        self.device.fill_zero(stream, view(&steps.control))?;
+        let start = bytes(values::<_, Control>(&steps.control, 0, 1));
+        self.device.upload(stream, bytemuck::bytes_of(&control), start, limit)?;
+        self.device.upload(stream, bytemuck::cast_slice(&rates), view(&steps.rates), limit)?;
+        Ok(())
+    }
+
+    fn prepared(&self) -> Result<&DeviceSteps<D>, OptimError> {
+        self.device_steps.as_ref().ok_or(OptimError::NotPrepared)
+    }
+
+    /// The loss scale of the next backward, in device memory. Work enqueued after [`Self::enqueue_advance`] reads the new
+    /// value.
+    ///
+    /// # Errors
+    /// [`OptimError::NotPrepared`].
+    pub fn device_loss_scale(&self) -> Result<DeviceSlice<f64>, OptimError> {
+        let state = self.prepared()?.state();
+        const { assert!(std::mem::offset_of!(StepState, loss_scale) == 0) };
+        // SAFETY: the first field of the state.
+        Ok(unsafe { DeviceSlice::from_raw_parts(state.as_ptr().cast(), 1) })
+    }
+
+    /// Enqueues this rank's statistics, from those of [`Self::enqueue_stats`] and from `loss` and `flags`, read in stream
+    /// order. Gather `own` of all ranks into `all`, then call [`Self::enqueue_step`].
+    ///
+    /// # Errors
+    /// [`OptimError::NotPrepared`], or the stream failed.
+    pub fn enqueue_rank_stats(
+        &mut self,
+        stream: &D::Stream,
+        loss: DeviceSlice<f64>,
+        flags: DeviceSlice<u64>,
+    ) -> Result<RankStatsSlices, OptimError> {
+        self.stream = stream.clone();
+        let steps = self.prepared()?;
+        let (rank, ranks) = (steps.config.rank, steps.ranks());
+        let own = ranks.slice(rank..rank + 1);
+        self.kernels.rank_stats(stream, self.stats_slice(), loss, flags, own)?;
+        Ok(RankStatsSlices { own: bytes(own), all: bytes(ranks) })
+    }
+
+    /// Enqueues the step: [`Self::enqueue_advance`], then [`Self::enqueue_update`]. `stream` must be ordered after the
+    /// all-gather. The host does not wait; [`Self::expect_outcome`] registers the step's outcome.
+    ///
+    /// # Errors
+    /// The slices do not fit the segments, [`OptimError::NotPrepared`], or the stream failed.
+    pub fn enqueue_step(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
+        self.check_units(units)?;
+        self.enqueue_advance(stream)?;
+        self.enqueue_update(stream, units)
+    }
+
+    /// Enqueues the kernel that advances the state by a step and writes its scalars and its record.
+    ///
+    /// # Errors
+    /// [`OptimError::NotPrepared`], or the stream failed.
+    pub fn enqueue_advance(&mut self, stream: &D::Stream) -> Result<(), OptimError> {
+        self.stream = stream.clone();
+        let steps = self.prepared()?;
+        let args = AdvanceArgs {
+            ranks: steps.ranks(),
+            config: values(&steps.control, 0, 1),
+            rates: values(&steps.rates, 0, steps.config.steps),
+            state: steps.state(),
+            scalars: self.scalars_slice(),
+            records: steps.records(),
+        };
+        Ok(self.kernels.advance_step(stream, args)?)
+    }
+
+    /// Enqueues the update of parameters and state, after [`Self::enqueue_advance`]. In a skipped step it writes nothing.
+    ///
+    /// # Errors
+    /// The slices do not fit the segments, or the stream failed.
+    pub fn enqueue_update(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
+        self.check_units(units)?;
+        self.stream = stream.clone();
+        self.enqueue_adam(stream, units)
+    }
+
+    /// Registers one step that was enqueued on `stream`, by a call or by a graph: its record is written when the work
+    /// enqueued so far has run. With 64 or more unread outcomes the oldest are lost.
+    ///
+    /// # Errors
+    /// [`OptimError::NotPrepared`], or the stream is closed.
+    pub fn expect_outcome(&mut self, stream: &D::Stream) -> Result<(), OptimError> {
+        let event = stream.record()?;
+        let steps = self.device_steps.as_mut().ok_or(OptimError::NotPrepared)?;
+        steps.expected.push_back((steps.next, event));
+        steps.next += 1;
+        Ok(())
+    }
+
+    /// Returns the unread outcomes of the steps that have run, in order, without waiting for others.
+    /// [`Self::progress`] and [`Self::loss_scale`] advance with the outcomes that are read.
+    ///
+    /// # Errors
+    /// A step failed, or halted the run: gradients overflowed with the loss scale at its minimum, or the rates are used
+    /// up. Outcomes before the failure are returned first; the failure is returned by every later call.
+    pub fn outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+        let Some(steps) = &self.device_steps else { return Ok(Vec::new()) };
+        let mut count = 0;
+        for (_, event) in &steps.expected {
+            if !event.is_done()? {
+                break;
+            }
+            count += 1;
+        }
+        self.read_outcomes(count, limit)
+    }
+
+    /// [`Self::outcomes`] of all expected steps. Waits for them, for at most `limit`.
+    ///
+    /// # Errors
+    /// As for [`Self::outcomes`], or the limit passed.
+    pub fn all_outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+        let Some(steps) = &self.device_steps else { return Ok(Vec::new()) };
+        if let Some((_, last)) = steps.expected.back() {
+            last.synchronize(limit)?;
+        }
+        let count = steps.expected.len();
+        self.read_outcomes(count, limit)
+    }
+
+    /// Reads the first `count` expected records; their steps have run.
+    fn read_outcomes(&mut self, count: usize, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+        let steps = self.device_steps.as_mut().ok_or(OptimError::NotPrepared)?;
+        if let Some(error) = &steps.halted {
+            return Err(error.clone());
+        }
+        let Some((_, last)) = count.checked_sub(1).and_then(|last| steps.expected.get(last)) else {
+            return Ok(Vec::new());
+        };
+        steps.reading.wait(last)?;
+        // The ring wraps at most once. Other records must not be read: a running step may be writing one.
+        let first = steps.expected.front().map_or(0, |(iteration, _)| *iteration);
+        let lost = first + RECORDS as u64 <= steps.next;
+        let start = (first % RECORDS as u64) as usize;
+        let readable = if lost { 0 } else { count };
+        let mut read = vec![StepRecord::default(); readable];
+        let (head, tail) = read.split_at_mut(readable.min(RECORDS - start));
+        for (at, records) in [(start, head), (0, tail)] {
+            if !records.is_empty() {
+                let from = bytes(steps.records().slice(at..at + records.len()));
+                self.device.download(&steps.reading, from, bytemuck::cast_slice_mut(records), limit)?;
+            }
+        }
+        let mut outcomes = Vec::with_capacity(count);
+        let mut read = read.iter();
+        for (iteration, _) in steps.expected.drain(..count) {
+            let outcome = match read.next().filter(|record| record.iteration == iteration) {
+                Some(record) => self.controller.replay(record, &self.names),
+                None => Err(OptimError::OutcomeLost { iteration }),
+            };
+            match outcome {
+                Ok(outcome) => outcomes.push(outcome),
+                Err(error) => {
+                    steps.halted = Some(error);
+                    break;
+                }
+            }
+        }
+        match &steps.halted {
+            Some(error) if outcomes.is_empty() => Err(error.clone()),
+            _ => Ok(outcomes),
+        }
+    }
+}

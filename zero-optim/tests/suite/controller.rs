@@ -1,0 +1,284 @@
+//! Steps without a device: rank statistics, clipping, loss scale, schedules, settings and saved progress.
+
+use proptest::prelude::*;
+use zero_kernels::GradStats;
+use zero_optim::{
+    DynamicScaling, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig, Progress,
+    RangeTest, RankStats, ReducedFlags, StepController, StepOutcome, Warmup, WarmupCosine, WarmupDecay,
+};
+
+fn good(sum_sq: f64) -> RankStats {
+    RankStats::new(&[GradStats { sum_sq, nonfinite: 0 }], 0.0)
+}
+
+fn bad() -> RankStats {
+    RankStats::new(&[GradStats { sum_sq: 1.0, nonfinite: 0 }, GradStats { sum_sq: 0.0, nonfinite: 3 }], 0.0)
+}
+
+fn names() -> Vec<String> {
+    vec!["embedding".into(), "block".into()]
+}
+
+fn dynamic(settings: DynamicScaling) -> OptimizerConfig {
+    OptimizerConfig { loss_scaling: LossScaling::Dynamic(settings), ..OptimizerConfig::default() }
+}
+
+#[test]
+fn rank_stats_add_units_in_order() {
+    let stats = |sum_sq, nonfinite| GradStats { sum_sq, nonfinite };
+    let combined = RankStats::new(&[stats(0.1, 0), stats(0.2, 2), stats(0.3, 1)], 4.0);
+    assert_eq!(combined, RankStats { sum_sq: 0.1 + 0.2 + 0.3, nonfinite: 3, first_bad_unit: 1, loss: 4.0, flags: 0 });
+    assert_eq!(
+        RankStats::new(&[], 1.0),
+        RankStats { sum_sq: 0.0, nonfinite: 0, first_bad_unit: RankStats::NO_UNIT, loss: 1.0, flags: 0 }
+    );
+    assert_eq!(size_of::<RankStats>(), 40, "gathered as bytes");
+}
+
+#[test]
+fn clipping_uses_the_mean_gradient() {
+    let config = OptimizerConfig {
+        max_grad_norm: 2.0,
+        loss_scaling: LossScaling::Static { scale: 8.0 },
+        ..Default::default()
+    };
+    let mut steps = StepController::new(config).unwrap();
+    // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. Mean norm 5: sum of squares (240)^2.
+    let (scalars, outcome) = steps.advance(&[good(144.0 * 144.0), good(192.0 * 192.0)], 3, &names()).unwrap();
+    let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
+    assert_eq!((grad_norm, clip), (5.0, 2.0 / (5.0 + 1e-6)));
+    assert_eq!(scalars.grad_scale, (clip / 48.0) as f32);
+    // At the limit nothing is clipped.
+    let (scalars, outcome) = steps.advance(&[good(96.0 * 96.0), good(0.0)], 3, &names()).unwrap();
+    let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
+    assert_eq!((grad_norm, clip, scalars.grad_scale), (2.0, 1.0, (1.0 / 48.0) as f32));
+}
+
+#[test]
+fn no_clipping_by_default() {
+    let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
+    let (scalars, outcome) = steps.advance(&[good(1e12)], 1, &names()).unwrap();
+    assert_eq!((scalars.grad_scale, outcome.grad_norm()), (1.0, Some(1e6)));
+}
+
+/// DeepSpeed #2686: the scale grew between backward and step, and gradients were divided by the new one.
+#[test]
+fn gradients_are_divided_by_their_scale() {
+    let growing = dynamic(DynamicScaling { initial_scale_power: 4, window: 1, ..Default::default() });
+    let mut steps = StepController::new(growing).unwrap();
+    for step in 0..4 {
+        let scale = steps.loss_scale();
+        let (scalars, outcome) = steps.advance(&[good(scale * scale)], 1, &names()).unwrap();
+        assert_eq!(scalars.grad_scale, 1.0 / scale as f32, "step {step}");
+        assert_eq!((outcome.grad_norm(), outcome.loss_scale()), (Some(1.0), scale));
+    }
+    assert!(steps.loss_scale() > 16.0, "it grew");
+}
+
+#[test]
+fn non_finite_gradient_skips_and_is_named() {
+    // A static scale of 1 is that of fp32 and bf16.
+    let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
+    let ranks = [RankStats { flags: 0b110, ..good(1.0) }, RankStats { flags: 0b011, ..bad() }];
+    let (scalars, outcome) = steps.advance(&ranks, 1, &names()).unwrap();
+    assert_eq!(outcome.flags(), ReducedFlags { any: 0b111, all: 0b010 });
+    assert_eq!((scalars.skip, outcome.grad_norm()), (1, None));
+    let StepOutcome::Skipped { overflow, .. } = outcome else { panic!("applied") };
+    assert_eq!((overflow.rank, overflow.unit.as_str(), overflow.nonfinite), (1, "block", 3));
+    assert_eq!((steps.progress().adam_steps, steps.progress().skipped_steps), (0, 1));
+}
+
+#[test]
+fn bias_corrections_count_applied_steps() {
+    let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
+    let mut applied = 0;
+    for step in 0..20 {
+        let ranks = [if step % 3 == 1 { bad() } else { good(1.0) }];
+        let (scalars, outcome) = steps.advance(&ranks, 1, &names()).unwrap();
+        if !outcome.is_skipped() {
+            applied += 1;
+            assert_eq!(scalars.step_size, (1e-3 / (1.0 - 0.9f64.powf(f64::from(applied)))) as f32);
+        }
+    }
+    assert_eq!(steps.progress().adam_steps, u64::from(applied as u32));
+}
+
+#[test]
+fn one_cycle_changes_the_betas() {
+    let params = serde_json::json!({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5,
+        "cycle_first_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0, "decay_mom_rate": 0.5}});
+    let schedule: LrSchedule = serde_json::from_value(params).unwrap();
+    let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} and {b}");
+    for (position, lr, beta1) in [(0, 0.1, 0.8), (1, 0.3, 0.85), (2, 0.5, 0.8), (3, 0.3, 0.85), (4, 0.1, 0.9)] {
+        near(schedule.lr(1.0, position), lr);
+        near(schedule.betas(position).unwrap().0, beta1);
+    }
+    // One step after the cycle: half an interval of decay.
+    near(schedule.lr(1.0, 5), 0.1 / 1.5);
+    near(schedule.betas(5).unwrap().0, 0.9 * 1.25);
+    let mut steps = StepController::new(OptimizerConfig { schedule, ..Default::default() }).unwrap();
+    let (scalars, _) = steps.advance(&[good(1.0)], 1, &names()).unwrap();
+    assert_eq!((scalars.one_minus_beta1, scalars.beta2), ((1.0 - 0.8f64) as f32, 0.99));
+}
+
+#[test]
+fn one_cycle_climbs_in_stairs() {
+    let params = serde_json::json!({"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4,
+        "cycle_second_step_size": 2, "cycle_first_stair_count": 2, "cycle_second_stair_count": 1,
+        "cycle_momentum": false});
+    let cycle: OneCycle = serde_json::from_value(params).unwrap();
+    let schedule = LrSchedule::OneCycle(cycle);
+    let rates: Vec<f64> = (0..8).map(|p| schedule.lr(1.0, p)).collect();
+    assert_eq!(rates, [0.0, 0.0, 0.5, 0.5, 1.0, 0.0, 0.0, 0.0]);
+    assert_eq!(schedule.betas(3), None);
+}
+
+#[test]
+fn linear_warmup_ends_at_the_base_rate() {
+    let schedule = LrSchedule::LinearWarmup { warmup_steps: 4 };
+    let rates: Vec<f64> = (0..6).map(|p| schedule.lr(1.0, p)).collect();
+    assert_eq!(rates, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]);
+    assert_eq!(LrSchedule::LinearWarmup { warmup_steps: 0 }.lr(1.0, 0), 1.0);
+    assert_eq!(LrSchedule::Constant.lr(0.5, 1 << 40), 0.5);
+}
+
+#[test]
+fn schedules_have_deepspeed_names_and_defaults() {
+    let parse = |json: serde_json::Value| serde_json::from_value::<LrSchedule>(json);
+    let bare = parse(serde_json::json!({"type": "WarmupLR", "params": {}})).unwrap();
+    assert_eq!(bare, LrSchedule::Warmup(Warmup::default()));
+    assert_eq!(bare.lr(3e-4, 5000), 3e-4, "up to the base rate");
+    let bare = parse(serde_json::json!({"type": "LRRangeTest", "params": {}})).unwrap();
+    assert_eq!(bare, LrSchedule::RangeTest(RangeTest::default()));
+    assert!(parse(serde_json::json!({"type": "WarmupLR", "params": {"warmup_steps": 3}})).is_err(), "unknown key");
+    assert!(parse(serde_json::json!({"type": "WarmupDecayLR", "params": {}})).is_err(), "no total_num_steps");
+    let again = serde_json::to_value(LrSchedule::RangeTest(RangeTest::default())).unwrap();
+    assert_eq!(again["type"], "LRRangeTest");
+    let stairs = RangeTest { lr_range_test_staircase: true, lr_range_test_step_size: 2, ..Default::default() };
+    let schedule = LrSchedule::RangeTest(stairs);
+    let rates: Vec<f64> = (0..5).map(|p| schedule.lr(1.0, p)).collect();
+    assert_eq!(rates, [1e-3, 1e-3, 2e-3, 2e-3, 3e-3]);
+}
+
+#[test]
+fn settings_outside_their_ranges_are_refused() {
+    let refused = |config: OptimizerConfig| match StepController::new(config).map(drop) {
+        Err(OptimError::Setting { setting, .. }) => setting,
+        other => panic!("{other:?}"),
+    };
+    let base = OptimizerConfig::default;
+    let with = |schedule| OptimizerConfig { schedule, ..base() };
+    assert_eq!(refused(OptimizerConfig { max_grad_norm: -1.0, ..base() }), "max_grad_norm");
+    assert_eq!(refused(OptimizerConfig { loss_scaling: LossScaling::Static { scale: 0.0 }, ..base() }), "loss_scale");
+    let d = DynamicScaling::default;
+    assert_eq!(refused(dynamic(DynamicScaling { window: 0, ..d() })), "loss_scale_window");
+    assert_eq!(refused(dynamic(DynamicScaling { hysteresis: 0, ..d() })), "hysteresis");
+    assert_eq!(refused(dynamic(DynamicScaling { initial_scale_power: 200, ..d() })), "initial_scale_power");
+    assert_eq!(refused(dynamic(DynamicScaling { min_scale: 1e9, ..d() })), "min_loss_scale");
+    let zero = Warmup { warmup_num_steps: 0, ..Default::default() };
+    assert_eq!(refused(with(LrSchedule::Warmup(zero))), "warmup_num_steps");
+    let decay = |json| serde_json::from_value::<WarmupDecay>(json).unwrap();
+    let json = serde_json::json!({"total_num_steps": 9, "warmup_max_lr": -1.0});
+    assert_eq!(refused(with(LrSchedule::WarmupDecay(decay(json)))), "warmup_max_lr");
+    let json = serde_json::json!({"total_num_steps": 9, "cos_min_ratio": -1.0});
+    let cosine: WarmupCosine = serde_json::from_value(json).unwrap();
+    assert_eq!(refused(with(LrSchedule::WarmupCosine(cosine))), "cos_min_ratio");
+    let json = serde_json::json!({"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_min_mom": 1.0});
+    let cycle: OneCycle = serde_json::from_value(json).unwrap();
+    assert_eq!(refused(with(LrSchedule::OneCycle(cycle))), "cycle_min_mom");
+    let zero = RangeTest { lr_range_test_step_size: 0, ..Default::default() };
+    assert_eq!(refused(with(LrSchedule::RangeTest(zero))), "lr_range_test_step_size");
+}
+
+#[test]
+fn counts_out_of_range_are_not_restored() {
+    let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
+    let good = steps.progress();
+    let scaler = LossScalerState { iteration: u64::MAX, ..good.loss_scaler };
+    for bad in [
+        Progress { adam_steps: u64::MAX, ..good },
+        Progress { schedule_position: u64::MAX, ..good },
+        Progress { skipped_steps: u64::MAX, ..good },
+        Progress { loss_scaler: scaler, ..good },
+    ] {
+        let error = steps.restore(&bad).unwrap_err().to_string();
+        let expected = "18446744073709551615 steps, above the maximum of 9007199254740992";
+        assert_eq!(error, format!("saved progress does not fit: {expected}"));
+        assert_eq!(steps.progress(), good);
+    }
+    steps.restore(&Progress { adam_steps: 1 << 53, ..good }).unwrap();
+}
+
+/// Checkpoints keep these keys.
+#[test]
+fn saved_progress_keeps_its_json_keys() {
+    let json = r#"{"adam_steps":7,"schedule_position":8,"skipped_steps":2,"loss_scaler":{"scale":4.0,"iteration":9,"since":3,"hysteresis_left":1}}"#;
+    let progress: Progress = serde_json::from_str(json).unwrap();
+    let mut steps = StepController::new(dynamic(DynamicScaling::default())).unwrap();
+    steps.restore(&progress).unwrap();
+    assert_eq!(serde_json::to_string(&steps.progress()).unwrap(), json);
+}
+
+#[test]
+fn only_a_fitting_loss_scale_is_restored() {
+    let state = LossScalerState { scale: 4.0, iteration: 9, since: 3, hysteresis_left: 5 };
+    let mut steps = StepController::new(dynamic(DynamicScaling::default())).unwrap();
+    let with = |loss_scaler| Progress { adam_steps: 9, schedule_position: 9, skipped_steps: 0, loss_scaler };
+    steps.restore(&with(state)).unwrap();
+    let limited = LossScalerState { hysteresis_left: 2, ..state };
+    assert_eq!(steps.progress().loss_scaler, limited, "at most this run's hysteresis");
+    for bad in [
+        LossScalerState { scale: f64::NAN, ..state },
+        LossScalerState { scale: 0.0, ..state },
+        LossScalerState { since: 10, ..state },
+    ] {
+        assert!(matches!(steps.restore(&with(bad)), Err(OptimError::Restore { what: "loss scale", .. })));
+        assert_eq!(steps.progress().loss_scaler, limited);
+    }
+    let fixed = OptimizerConfig { loss_scaling: LossScaling::Static { scale: 8.0 }, ..Default::default() };
+    let mut fixed = StepController::new(fixed).unwrap();
+    assert!(fixed.restore(&with(state)).is_err());
+    fixed.restore(&with(LossScalerState { scale: 8.0, ..state })).unwrap();
+    fixed.advance(&[bad()], 1, &names()).unwrap();
+    assert_eq!(fixed.loss_scale(), 8.0, "a static scale never changes");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+    /// The scale is a power of two, at least the minimum; it doubles only after `window` good steps and halves only on an
+    /// overflow with no hysteresis left.
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn loss_scale_stays_in_its_bounds(
+        overflows in prop::collection::vec(prop::bool::weighted(0.2), 0..200),
+        power in 0u32..20,
+        window in 1u64..8,
+        hysteresis in 1u32..4,
+        consecutive_hysteresis: bool,
+    ) {
+        let settings = DynamicScaling {
+            initial_scale_power: power, window, hysteresis, consecutive_hysteresis, min_scale: 1.0, fail_at_min: false,
+        };
+        let mut steps = StepController::new(dynamic(settings)).unwrap();
+        let mut good_steps = 0;
+        for overflow in overflows {
+            let before = steps.progress().loss_scaler;
+            let outcome = steps.advance(&[if overflow { bad() } else { good(1.0) }], 1, &names()).unwrap().1;
+            let after = steps.progress().loss_scaler;
+            prop_assert_eq!((outcome.is_skipped(), outcome.loss_scale()), (overflow, before.scale));
+            prop_assert!(after.scale >= 1.0 && after.scale.log2().fract() == 0.0);
+            prop_assert!((1..=hysteresis).contains(&after.hysteresis_left));
+            good_steps = if overflow { 0 } else { good_steps + 1 };
+            if overflow && before.hysteresis_left > 1 {
+                prop_assert_eq!((after.scale, after.hysteresis_left), (before.scale, before.hysteresis_left - 1));
+            } else if overflow {
+                prop_assert_eq!(after.scale, (before.scale / 2.0).max(1.0));
+            } else if after.scale > before.scale {
+                prop_assert!(good_steps > window && after.scale == 2.0 * before.scale);
+            } else {
+                prop_assert_eq!(after.scale, before.scale);
+            }
+        }
+    }
+}
