@@ -1,36 +1,37 @@
-//! A collective call as plain data: what ranks compare, and the checks and counts that all back ends share.
+//! A collective call as plain data, which ranks compare, and the checks and counts that all back ends share.
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType};
 
 use crate::{Collective, CommError, ReduceOp, Traffic};
 
-/// Part `index` of `len` elements cut in `parts` parts as equal as can be, the longer ones first.
+/// The range of part `index` of `len` elements in `parts` parts, whose lengths differ by one at most, longer ones first.
 ///
 /// # Panics
-/// There are no parts.
+/// `parts` is 0.
 pub const fn balanced_range(len: usize, parts: usize, index: usize) -> Range<usize> {
     let (base, longer) = (len / parts, len % parts);
     let start = index * base + if index < longer { index } else { longer };
     start..start + base + if index < longer { 1 } else { 0 }
 }
 
-/// How the whole buffer of a call is cut among the ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The division of a call's whole buffer among the ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Segments {
     /// The same number of elements for each rank.
     Even(usize),
-    /// These numbers of elements.
+    /// One number of elements per rank.
     Uneven(Arc<[usize]>),
-    /// This many elements in all, as [`balanced_range`] cuts them.
+    /// This many elements in all, divided by [`balanced_range`].
     Balanced(usize),
 }
 
 impl Segments {
-    /// Where the segment of `rank` lies in the whole buffer.
+    /// The segment of `rank`, as a range of the whole buffer.
     pub fn range(&self, rank: usize, world_size: usize) -> Range<usize> {
         match self {
             Self::Even(n) => rank * n..(rank + 1) * n,
@@ -52,21 +53,41 @@ impl Segments {
     }
 }
 
-/// What a rank called: the same on every rank, or the call is a mismatch.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A collective call of a rank. Calls that differ between ranks are a [`CommError::Mismatch`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
-    /// Which collective.
+    /// The collective.
     pub collective: Collective,
-    /// The reduction, where there is one.
+    /// The reduction, if the collective has one.
     pub op: Option<ReduceOp>,
     /// Type of the elements.
+    #[serde(with = "SerdeDType")]
     pub dtype: DType,
-    /// The whole buffer and its cut.
+    /// The whole buffer and its segments.
     pub segments: Segments,
-    /// The root, where there is one.
+    /// The root of a broadcast.
     pub root: Option<usize>,
-    /// Whether it counts as control traffic.
+    /// Whether its bytes count as control traffic.
     pub control: bool,
+}
+
+/// [`DType`] for serde.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "DType")]
+enum SerdeDType {
+    U8,
+    F16,
+    Bf16,
+    F32,
+    F64,
+}
+
+impl Call {
+    /// The most bytes of a serialized call of `world_size` ranks. An integer takes 10 at most.
+    #[cfg(feature = "mpi")]
+    pub(crate) const fn max_serialized_bytes(world_size: usize) -> usize {
+        32 + 10 * world_size
+    }
 }
 
 impl fmt::Display for Call {
@@ -88,7 +109,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// A call that has passed a check of [`Group`]: its description and the buffers of this rank, which fit it.
+/// A call that passed a check of [`Group`], and the buffers of this rank, which fit it.
 #[derive(Clone, Debug)]
 pub struct Checked {
     pub(crate) call: Call,
@@ -97,28 +118,28 @@ pub struct Checked {
 }
 
 impl Checked {
-    /// What all ranks must agree on.
+    /// The call, which all ranks must make alike.
     pub fn call(&self) -> &Call {
         &self.call
     }
 
-    /// What this rank gives.
+    /// The input of this rank.
     pub fn send(&self) -> AnySlice {
         self.send
     }
 
-    /// Where this rank's result goes.
+    /// The output of this rank.
     pub fn recv(&self) -> AnySlice {
         self.recv
     }
 }
 
-/// Of which group the checks speak.
+/// A rank and the number of ranks; the checks of calls are its methods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
     /// This rank.
     pub rank: usize,
-    /// How many ranks.
+    /// The number of ranks.
     pub world_size: usize,
 }
 
@@ -208,9 +229,9 @@ impl Group {
         self.check(Collective::AllToAll, None, Segments::Even(len / world_size), send, recv)
     }
 
-    /// A barrier: nothing to check.
+    /// A barrier, which needs no check.
     pub fn barrier(self) -> Checked {
-        // SAFETY: no elements.
+        // SAFETY: an empty slice is never dereferenced, so its pointer may be null.
         let none = unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8) };
         let (collective, segments) = (Collective::Barrier, Segments::Even(0));
         let call = Call { collective, op: None, dtype: DType::U8, segments, root: None, control: false };
@@ -221,7 +242,7 @@ impl Group {
         if counts.len() != self.world_size {
             return Err(CommError::RankCounts { collective, expected: self.world_size, got: counts.len() });
         }
-        // No buffer is that long: counts beyond it would only overflow the sums below.
+        // No buffer is longer, so larger counts could only overflow sums.
         let total = counts.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
         if total.is_none_or(|total| total > isize::MAX as usize) {
             return Err(CommError::CountsTooLarge { collective });
@@ -273,13 +294,12 @@ impl Group {
         Ok(Checked { call, send, recv })
     }
 
-    /// Adds to `traffic` what this rank must send in `call`.
+    /// Adds the bytes that this rank must send in `call` to `traffic`.
     pub fn count(self, call: &Call, traffic: &mut Traffic) {
         let Self { rank, world_size } = self;
         let bytes = |elems: usize| (elems * call.dtype.size_bytes()) as u64;
         let (whole, own) = (call.segments.total(world_size), call.segments.range(rank, world_size).len());
-        // A reduce-scatter sends every segment but the own to its owner; an all-gather sends the own
-        // segment to every other rank.
+        // A reduce-scatter sends each other segment to its rank; an all-gather sends the own segment to each rank.
         let (scattered, gathered) = (bytes(whole - own), bytes(own * (world_size - 1)));
         match call.collective {
             Collective::AllGather if call.control => traffic.control_bytes += gathered,

@@ -6,12 +6,13 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, Device};
 
 use crate::{Checked, CommError, Group};
 
 /// How elements of different ranks are combined, in rank order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// Their sum (of bytes: modulo 256).
     Sum,
@@ -33,7 +34,7 @@ impl ReduceOp {
 }
 
 /// Which collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
     /// Every rank gets its segment of the reduction.
     ReduceScatter,

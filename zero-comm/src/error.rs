@@ -1,64 +1,73 @@
-//! What can go wrong in a collective: one variant a cause.
+//! The errors of collectives, one variant per cause.
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use zero_alloc::device::{DType, DeviceError};
 
 use crate::{Call, Collective, ReduceOp};
 
-/// Why a collective could not be enqueued or did not finish.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+/// The reason why a collective was not enqueued or did not finish. The variants that ranks send each other serialize.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CommError {
-    /// A world of no ranks.
+    /// A world without ranks.
     #[error("a world needs at least one rank")]
+    #[serde(skip)]
     NoRanks,
-    /// A world of more ranks than its back end can have.
-    #[error("a world of {world_size} ranks; there are {most} at most")]
+    /// More ranks than the back end supports.
+    #[error("a world of {world_size} ranks exceeds the maximum of {most}")]
+    #[serde(skip)]
     TooManyRanks {
-        /// Ranks asked for.
+        /// Ranks requested.
         world_size: usize,
-        /// The most.
+        /// The maximum.
         most: usize,
     },
-    /// The counts of a call do not fit together.
+    /// A buffer has the wrong length.
     #[error("{what}: expected {expected} elements, got {got}")]
+    #[serde(skip)]
     Count {
         /// The call and argument.
+        #[serde(skip)]
         what: &'static str,
         /// Elements expected.
         expected: usize,
-        /// Elements given.
+        /// Elements passed.
         got: usize,
     },
-    /// One count a rank was expected.
-    #[error("{collective}: expected {expected} counts, one a rank, got {got}", collective = collective.name())]
+    /// One count per rank was expected.
+    #[error("{collective}: expected {expected} counts, one per rank, got {got}", collective = collective.name())]
+    #[serde(skip)]
     RankCounts {
         /// The collective.
         collective: Collective,
         /// Ranks.
         expected: usize,
-        /// Counts given.
+        /// Counts passed.
         got: usize,
     },
-    /// The sum of the ranks' counts is beyond the address space.
-    #[error("{collective}: the sum of the counts is beyond the address space", collective = collective.name())]
+    /// The sum of the counts exceeds the address space.
+    #[error("{collective}: the sum of the counts exceeds the address space", collective = collective.name())]
+    #[serde(skip)]
     CountsTooLarge {
         /// The collective.
         collective: Collective,
     },
-    /// A buffer whose length the number of ranks does not divide.
-    #[error("{collective}: {len} elements do not divide among {world_size} ranks", collective = collective.name())]
+    /// The number of ranks does not divide the length of a buffer.
+    #[error("{collective}: {len} elements are not divisible by {world_size} ranks", collective = collective.name())]
+    #[serde(skip)]
     NotDivisible {
         /// The collective.
         collective: Collective,
-        /// Elements given.
+        /// Elements passed.
         len: usize,
         /// Ranks.
         world_size: usize,
     },
-    /// `send` and `recv` hold different types.
-    #[error("{collective}: send holds {send}, recv holds {recv}", collective = collective.name())]
+    /// `send` and `recv` have different types.
+    #[error("{collective}: send has {send} elements, recv has {recv}", collective = collective.name())]
+    #[serde(skip)]
     DTypes {
         /// The collective.
         collective: Collective,
@@ -67,22 +76,25 @@ pub enum CommError {
         /// Type of `recv`.
         recv: DType,
     },
-    /// `send` and `recv` overlap otherwise than the in-place rule allows.
-    #[error("{collective}: send and recv overlap, and not as the in-place rule allows", collective = collective.name())]
+    /// `send` and `recv` overlap in a way that the in-place rule does not allow.
+    #[error("{collective}: send and recv overlap in a way that the in-place rule does not allow", collective = collective.name())]
+    #[serde(skip)]
     Overlap {
         /// The collective.
         collective: Collective,
     },
-    /// There is no such root.
-    #[error("broadcast from rank {root} of {world_size}")]
+    /// The root is not a rank of the group.
+    #[error("broadcast from rank {root}, but there are {world_size} ranks")]
+    #[serde(skip)]
     NoSuchRoot {
-        /// The root asked for.
+        /// The root passed.
         root: usize,
         /// Ranks.
         world_size: usize,
     },
     /// The operation is not defined for the dtype.
     #[error("{collective} with {op} is not defined for {dtype}", collective = collective.name(), op = op.name())]
+    #[serde(skip)]
     Unsupported {
         /// The collective.
         collective: Collective,
@@ -94,49 +106,49 @@ pub enum CommError {
     /// Two ranks made different calls.
     #[error("collective {sequence}: rank {rank} called {call}, but rank {other_rank} called {other_call}")]
     Mismatch {
-        /// The place of the call in the order of calls, from 0.
+        /// The number of the call, from 0.
         sequence: u64,
-        /// The one side.
+        /// The first rank.
         rank: usize,
-        /// What it called.
+        /// Its call.
         call: Box<Call>,
-        /// The other side.
+        /// The second rank.
         other_rank: usize,
-        /// What that one called.
+        /// Its call.
         other_call: Box<Call>,
     },
-    /// A rank did not come in time.
-    #[error("collective {sequence}, {call}: rank {rank} did not come within {limit:?} (it had done {done})")]
+    /// A rank did not reach the collective within the limit.
+    #[error("collective {sequence}, {call}: rank {rank} did not reach it within {limit:?}; it had reached {done} collectives")]
     Stalled {
-        /// The place of the call in the order of calls, from 0.
+        /// The number of the call, from 0.
         sequence: u64,
-        /// What was called.
+        /// The call.
         call: Box<Call>,
-        /// The rank that is missing.
+        /// The late rank.
         rank: usize,
-        /// How long was waited.
+        /// The limit that passed.
         limit: Duration,
-        /// How many collectives that rank had reached.
+        /// The number of collectives that the rank had reached.
         done: u64,
     },
-    /// A rank's communicator is gone.
+    /// A rank dropped its communicator or ended.
     #[error("collective {sequence}, {call}: rank {rank} left after {done} collectives")]
     Left {
-        /// The place of the call in the order of calls, from 0.
+        /// The number of the call, from 0.
         sequence: u64,
-        /// What was called.
+        /// The call.
         call: Box<Call>,
         /// The rank that left.
         rank: usize,
-        /// How many collectives that rank had called.
+        /// The number of collectives that the rank had called.
         done: u64,
     },
-    /// A rank's stream failed, so that a collective enqueued on it never ran.
-    #[error("collective {sequence}, {call}: stream {stream} of rank {rank} failed before it ran")]
+    /// A rank's stream failed before it ran a collective.
+    #[error("collective {sequence}, {call}: stream {stream} of rank {rank} failed before running it")]
     Skipped {
-        /// The place of the call in the order of calls, from 0.
+        /// The number of the call, from 0.
         sequence: u64,
-        /// What was called.
+        /// The call.
         call: Box<Call>,
         /// The rank at fault.
         rank: usize,
@@ -146,9 +158,9 @@ pub enum CommError {
     /// A rank panicked within a collective.
     #[error("collective {sequence}, {call}: rank {rank} panicked")]
     Panicked {
-        /// The place of the call in the order of calls, from 0.
+        /// The number of the call, from 0.
         sequence: u64,
-        /// What was called.
+        /// The call.
         call: Box<Call>,
         /// The rank at fault.
         rank: usize,
@@ -158,40 +170,47 @@ pub enum CommError {
     Aborted {
         /// The rank that aborted.
         rank: usize,
-        /// What it said.
+        /// The reason that it passed.
         reason: String,
     },
-    /// The library behind a back end is missing, unfit or failed.
+    /// The library of a back end failed or cannot be used.
     #[error("{back_end}: {message}")]
+    #[serde(skip)]
     BackEnd {
         /// The back end.
+        #[serde(skip)]
         back_end: &'static str,
-        /// What was seen.
+        /// The cause.
         message: String,
     },
-    /// A rank failed in a way that the back end cannot tell more of.
+    /// Any other failure of a rank.
     #[error("rank {rank}: {message}")]
     Peer {
         /// The rank at fault.
         rank: usize,
-        /// What was seen.
+        /// The cause.
         message: String,
     },
-    /// A library was not found.
+    /// No library was found.
     #[error("{name} was not found; tried {}", tried.join(", "))]
+    #[serde(skip)]
     NoLibrary {
-        /// Its name for people.
+        /// The name of the library.
+        #[serde(skip)]
         name: &'static str,
-        /// What was tried, with what the loader said.
+        /// The paths tried, each with the loader's message.
         tried: Vec<String>,
     },
-    /// What a launcher says in the environment makes no sense.
+    /// The launcher's environment variables are inconsistent.
     #[error(transparent)]
+    #[serde(skip)]
     Launch(#[from] crate::nccl::LaunchError),
-    /// The processes did not come together.
+    /// The processes failed to connect.
     #[error(transparent)]
+    #[serde(skip)]
     Rendezvous(#[from] crate::RendezvousError),
-    /// The stream refused.
+    /// The device or the stream failed.
     #[error(transparent)]
+    #[serde(skip)]
     Device(#[from] DeviceError),
 }

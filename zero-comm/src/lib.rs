@@ -2,7 +2,6 @@
 
 mod buckets;
 mod call;
-mod call_codec;
 mod communicator;
 pub mod conformance;
 mod error;

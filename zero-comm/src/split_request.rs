@@ -1,7 +1,9 @@
 //! What a rank asks of a split, and who comes together by it.
 
+use serde::{Deserialize, Serialize};
+
 /// What a rank asks of a split.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SplitRequest {
     /// Of the communicator that it is to be in, if any.
     pub(crate) color: Option<u64>,

@@ -1,19 +1,19 @@
-//! Ranks as processes under MPI (cargo feature `mpi`): host memory on one machine or a cluster of them.
+//! Ranks as processes under MPI (cargo feature `mpi`): host memory on one machine or a cluster.
 //!
 //! [`MpiWorld::init`] starts MPI; [`MpiWorld::comm`] is the communicator of all processes. Sums are taken in rank
 //! order by the same code as over [`threads`](crate::threads), so both give the same bits.
 //!
-//! Each collective is made of direct, non-blocking transfers between pairs of ranks ([`operation`]), so that
-//! a wait can have a limit, calls can be compared before data flows, and a failure can be told to all. A waiting
-//! rank sleeps between looks.
+//! Each collective consists of direct, non-blocking transfers between pairs of ranks ([`operation`]), so that a wait
+//! can have a limit, calls can be compared before data flows, and a failure can reach all ranks. A waiting rank sleeps
+//! between polls.
 //!
-//! **Failure.** The first failure of any communicator ends the whole world of processes: every rank's collectives,
-//! under way or to come, fail. After a failure MPI is not finalised, since that would wait for the lost rank;
-//! the process should say what happened and exit. `mpirun` by itself ends all processes when one is killed.
+//! **Failure.** The first failure of any communicator ends the whole world: every rank's collectives, under way or later,
+//! fail. After a failure MPI is not finalized, since that would wait for the lost rank; the process should report the
+//! error and exit. `mpirun` by default ends all processes when one is killed.
 
+mod notice;
 mod operation;
 mod raw;
-mod wire;
 mod world;
 
 use std::fmt;
@@ -27,13 +27,14 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
+use crate::split_request::{SplitRequest, members};
 use crate::{CommError, CommOptions, Communicator, Traffic};
+use notice::Notice;
 use operation::{MAX_CONTEXT, Members, Operation};
 use raw::{MpiError, Raw};
-use wire::Notice;
 use world::World;
 
-/// MPI, from its initialisation to its end: keep it on the main thread until all streams are drained.
+/// MPI, from its initialization to its finalization. Keep it on the main thread until all streams are synchronized.
 pub struct MpiWorld {
     universe: Option<Universe>,
     world: Arc<World>,
@@ -46,23 +47,23 @@ impl fmt::Debug for MpiWorld {
     }
 }
 
-fn refused(error: MpiError) -> CommError {
+fn back_end(error: MpiError) -> CommError {
     CommError::BackEnd { back_end: "mpi", message: format!("{}: {}", error.call, error.message) }
 }
 
 impl MpiWorld {
-    /// Initialises MPI. Every process calls it, once.
+    /// Initializes MPI. Every process calls it once.
     ///
     /// # Errors
-    /// MPI was initialised before, allows one thread only, or a call failed.
+    /// MPI was initialized before, does not allow calls from several threads, or a call failed.
     pub fn init(options: CommOptions) -> Result<Self, CommError> {
         let error = |message: &str| CommError::BackEnd { back_end: "mpi", message: message.to_owned() };
         let (universe, threading) = ::mpi::initialize_with_threading(Threading::Serialized)
-            .ok_or_else(|| error("MPI was initialised before in this process"))?;
+            .ok_or_else(|| error("MPI was initialized before in this process"))?;
         if threading < Threading::Serialized {
             return Err(error("this MPI library allows calls from one thread only"));
         }
-        let raw = Raw::new(&universe).map_err(refused)?;
+        let raw = Raw::new(&universe).map_err(back_end)?;
         let members = Members { context: 0, rank: raw.rank, world_ranks: (0..raw.size).collect() };
         let world = Arc::new(World::new(raw, options.limit));
         let comm = Arc::new(MpiComm { world: Arc::clone(&world), members, enqueued: Mutex::default() });
@@ -79,7 +80,7 @@ impl Drop for MpiWorld {
     fn drop(&mut self) {
         let universe = self.universe.take();
         if self.world.failure().is_some() {
-            // Finalising waits for all processes, and one of them is lost.
+            // Finalizing would wait for the lost process.
             std::mem::forget(universe);
         } else {
             self.world.leave(0, self.comm.enqueued.lock().sequence);
@@ -88,14 +89,14 @@ impl Drop for MpiWorld {
     }
 }
 
-/// What the host thread of a rank changes when it enqueues.
+/// Counters of the calls of this rank.
 #[derive(Default)]
 struct Enqueued {
     sequence: u64,
     traffic: Traffic,
 }
 
-/// One process's handle of a group of processes.
+/// One process's communicator of a group of processes.
 pub struct MpiComm {
     world: Arc<World>,
     members: Members,
@@ -122,7 +123,7 @@ impl Communicator<HostDevice> for MpiComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
-        // Held over `stream.enqueue`, so that sequence numbers and stream order agree.
+        // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
         let (label, name) = (checked.call.collective.name(), stream.name().to_owned());
         self.group().count(&checked.call, &mut enqueued.traffic);
@@ -138,36 +139,32 @@ impl Communicator<HostDevice> for MpiComm {
     }
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
-        // An all-gather of (has a color, color, key, greatest context known) on this thread.
+        // An all-gather, on this thread, of four words: 1 with a color, color, key, greatest context of this process.
         const WORDS: usize = 4;
         let n = self.world_size();
         let mut enqueued = self.enqueued.lock();
         let known = u64::from(self.world.contexts.load(Ordering::Relaxed));
-        let mut request = [u64::from(color.is_some()), color.unwrap_or(0), key, known];
-        let mut requests = vec![0u64; n * WORDS];
-        // SAFETY: both outlive the operation, which runs here and now.
-        let send = unsafe { AnySlice::from_raw_parts(request.as_mut_ptr().cast(), size_of_val(&request), DType::U8) };
-        let len = requests.len() * size_of::<u64>();
+        let mut own = [u64::from(color.is_some()), color.unwrap_or(0), key, known];
+        let mut all = vec![0u64; n * WORDS];
+        // SAFETY: `own` and `all` outlive the operation, which ends within this function, and alone accesses them.
+        let send = unsafe { AnySlice::from_raw_parts(own.as_mut_ptr().cast(), size_of_val(&own), DType::U8) };
         // SAFETY: as above.
-        let recv = unsafe { AnySlice::from_raw_parts(requests.as_mut_ptr().cast(), len, DType::U8) };
+        let recv = unsafe { AnySlice::from_raw_parts(all.as_mut_ptr().cast(), size_of_val(&all[..]), DType::U8) };
         let checked = self.group().control_all_gather(send, recv)?;
         self.operation(&mut enqueued, checked, "split").run()?;
-        let requests: Vec<&[u64]> = requests.chunks_exact(WORDS).collect();
-        // New to every member. Groups of one split share it: they have no member in common.
-        let context = requests.iter().map(|w| w[3]).max().unwrap_or(0) + 1;
+        // New to every member. The groups of one split share it: they have no member in common.
+        let context = all.chunks_exact(WORDS).map(|words| words[3]).max().unwrap_or(0) + 1;
         let Some(context) = u32::try_from(context).ok().filter(|&context| context <= MAX_CONTEXT) else {
             let message = format!("more than {MAX_CONTEXT} splits");
             return Err(CommError::BackEnd { back_end: "mpi", message });
         };
         self.world.contexts.fetch_max(context, Ordering::Relaxed);
         let Some(color) = color else { return Ok(None) };
-        let mut members: Vec<(u64, usize)> = Vec::new();
-        for (rank, request) in requests.iter().enumerate().filter(|(_, w)| w[0] == 1 && w[1] == color) {
-            members.push((request[2], rank));
-        }
-        members.sort_unstable();
-        let rank = members.iter().position(|&(_, q)| q == self.members.rank).unwrap_or(0);
-        let world_ranks = members.iter().map(|&(_, q)| self.members.world_ranks[q]).collect();
+        let request = |words: &[u64]| SplitRequest { color: (words[0] == 1).then_some(words[1]), key: words[2] };
+        let requests: Vec<SplitRequest> = all.chunks_exact(WORDS).map(request).collect();
+        let members = members(&requests, color);
+        let rank = members.iter().position(|&rank| rank == self.members.rank).unwrap_or(0);
+        let world_ranks = members.into_iter().map(|rank| self.members.world_ranks[rank]).collect();
         let members = Members { context, rank, world_ranks };
         let child = Self { world: Arc::clone(&self.world), members, enqueued: Mutex::default() };
         Ok(Some(Arc::new(child)))

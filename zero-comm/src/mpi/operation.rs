@@ -1,15 +1,15 @@
-//! One collective of one rank over MPI: a meeting by headers, then direct transfers.
+//! One collective of one rank over MPI: the ranks compare their calls, then transfer data directly.
 //!
-//! Every rank sends every other one the header of its call; differing headers are a mismatch, named on each
-//! side. Then each segment goes from the rank that has it straight to the rank that needs it:
+//! Every rank sends its call to every other rank; calls that differ are a mismatch. Then each segment goes from the rank
+//! that has it straight to the rank that needs it:
 //!
-//! - reduce_scatter: segment q of `send` to rank q; the own segments of all are added in rank order, by the same
-//!   code as over threads, so the bits are the same;
-//! - all_gather, all_to_all: one transfer a pair; all_reduce: reduce_scatter, then all_gather;
-//! - broadcast: the root scatters, then all gather.
+//! - reduce_scatter: segment q of `send` to rank q, which adds all ranks' segments in rank order, by the same code and
+//!   with the same bits as over threads;
+//! - all_gather, all_to_all: one transfer per pair; all_reduce: reduce_scatter, then all_gather;
+//! - broadcast: the root scatters, then all ranks gather.
 //!
-//! These are the bytes that [`Traffic`](crate::Traffic) counts. Tags carry the communicator, the sequence number
-//! and the phase, so collectives of different streams may be under way at once.
+//! [`Traffic`](crate::Traffic) counts these bytes. Tags contain the communicator, the sequence number and the phase, so
+//! collectives of different streams can be under way at the same time.
 
 use std::ffi::c_int;
 use std::ops::Range;
@@ -18,28 +18,27 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
+use super::notice::Notice;
 use super::raw::{MpiError, Request};
-use super::wire::Notice;
 use super::world::{Interrupt, World};
 use crate::call::{Call, Checked};
-use crate::call_codec::{call_of, header, header_words};
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, CommError, ReduceOp};
 
-/// The greatest context that fits into a tag.
+/// The greatest context that fits in a tag.
 pub(super) const MAX_CONTEXT: u32 = 0xff;
 
 /// A communicator's identity and members.
 #[derive(Clone)]
 pub(super) struct Members {
     pub(super) context: u32,
-    /// Rank here.
+    /// This rank's number in the communicator.
     pub(super) rank: usize,
-    /// Ranks in the world, by rank here.
+    /// World ranks, by rank of the communicator.
     pub(super) world_ranks: Arc<[usize]>,
 }
 
-/// One collective. Dropped before it ran (its stream failed and skipped it), it ends the world.
+/// One collective. If it is dropped before it ran, its stream failed, and the world with it.
 pub(super) struct Operation {
     pub(super) world: Arc<World>,
     pub(super) members: Members,
@@ -61,15 +60,15 @@ impl Drop for Operation {
     }
 }
 
-/// The phases of a collective, told apart by their tags.
+/// The phases of a collective, which are part of its tags.
 #[derive(Clone, Copy)]
 enum Phase {
-    Meet,
+    Compare,
     Scatter,
     Gather,
 }
 
-/// Where bytes go to or come from, for one peer.
+/// The bytes to send to a peer or to receive from it.
 struct Part {
     peer: usize,
     bytes: AnySlice,
@@ -93,14 +92,14 @@ impl Operation {
         self.checked.call.segments.range(rank, self.n())
     }
 
-    fn fail(&self, blamed: usize, error: CommError) -> CommError {
-        let notice = Notice::Failed { blamed: self.members.world_ranks[blamed], message: error.to_string() };
+    fn fail(&self, at_fault: usize, error: CommError) -> CommError {
+        let notice = Notice::Failed { at_fault: self.members.world_ranks[at_fault], message: error.to_string() };
         self.world.fail(error, &notice)
     }
 
     fn tag(&self, phase: Phase) -> c_int {
-        // 8 bits of communicator, 20 of sequence number, 2 of phase: below the least upper bound that clusters'
-        // MPI libraries have (2^30).
+        // 8 bits of communicator, 20 of sequence number, 2 of phase: below 2^30, the least upper bound of the MPI
+        // libraries of clusters.
         ((self.members.context & MAX_CONTEXT) as c_int) << 22
             | ((self.sequence as c_int & 0xf_ffff) << 2)
             | phase as c_int
@@ -113,20 +112,20 @@ impl Operation {
         let result = result.map_err(|(peer, error)| Interrupt::Broken(peer, error));
         let result = result.and_then(|()| self.world.wait(&mut requests, self.members.context, self.sequence));
         result.map_err(|interrupt| {
-            let here = |peer: usize| self.members.world_ranks.iter().position(|&q| q == peer).unwrap_or(0);
+            let index = |peer: usize| self.members.world_ranks.iter().position(|&q| q == peer).unwrap_or(0);
             let (sequence, call) = (self.sequence, self.call());
             let error = match interrupt {
                 Interrupt::Failed(error) => error,
                 Interrupt::Broken(peer, error) => {
                     let message = format!("collective {sequence}, {call}: {}: {}", error.call, error.message);
-                    self.fail(here(peer), CommError::Peer { rank: here(peer), message })
+                    self.fail(index(peer), CommError::Peer { rank: index(peer), message })
                 }
                 Interrupt::Left(peer, done) => {
-                    self.fail(here(peer), CommError::Left { sequence, call, rank: here(peer), done })
+                    self.fail(index(peer), CommError::Left { sequence, call, rank: index(peer), done })
                 }
                 Interrupt::Late(peer) => {
-                    let (rank, limit) = (here(peer), self.world.limit);
-                    // A rank that is late here had come to everything before.
+                    let (rank, limit) = (index(peer), self.world.limit);
+                    // The collectives of a communicator are in order, so the late rank had reached all before.
                     self.fail(rank, CommError::Stalled { sequence, call, rank, limit, done: sequence })
                 }
             };
@@ -144,50 +143,48 @@ impl Operation {
     ) -> Result<(), (usize, MpiError)> {
         let tag = self.tag(phase);
         let world_rank = |part: &Part| (self.members.world_ranks[part.peer], tag);
-        // `exchange` keeps the buffers until every request is done, or settled after a failure; parts that are
-        // received do not overlap anything else that the phase uses.
         for part in receives {
             part.bytes.note_access(true);
             let (to, len) = (part.bytes.as_ptr(), part.bytes.len_bytes());
-            // SAFETY: as said above.
+            // SAFETY: the parts are valid memory; `exchange`, the caller, returns only when every request is done or
+            // settled. Received parts overlap no other part of the phase.
             unsafe { self.world.receive(to, len, world_rank(part), requests) }?;
         }
         for part in sends {
             part.bytes.note_access(false);
             let (from, len) = (part.bytes.as_ptr(), part.bytes.len_bytes());
-            // SAFETY: as said above.
+            // SAFETY: as above.
             unsafe { self.world.send(from, len, world_rank(part), requests) }?;
         }
         Ok(())
     }
 
-    /// All ranks come and say what they called.
-    fn meet(&self) -> Result<(), CommError> {
-        let words = header_words(self.n());
-        let mut own = header(&self.checked.call, self.n());
-        let mut theirs = vec![0u64; words * self.n()];
-        let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: words_of(&mut own) }).collect();
-        let mut receives = Vec::with_capacity(self.n());
-        for (peer, place) in theirs.chunks_exact_mut(words).enumerate().filter(|(q, _)| *q != self.members.rank) {
-            receives.push(Part { peer, bytes: words_of(place) });
-        }
-        self.exchange(Phase::Meet, &sends, &receives)?;
+    /// Compares the calls of all ranks.
+    fn compare(&self) -> Result<(), CommError> {
+        let (call, bytes) = (&self.checked.call, Call::max_serialized_bytes(self.n()));
+        let (sequence, rank) = (self.sequence, self.members.rank);
+        let mut own = postcard::to_allocvec(call).unwrap_or_default();
+        let mut received = vec![0u8; bytes * self.n()];
+        // SAFETY: `own` and `received` outlive the exchange, which alone accesses them until it ends.
+        let slice = |bytes: &mut [u8]| unsafe { AnySlice::from_raw_parts(bytes.as_mut_ptr(), bytes.len(), DType::U8) };
+        let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: slice(&mut own) }).collect();
+        let receives = received.chunks_exact_mut(bytes).enumerate().filter(|(peer, _)| *peer != rank);
+        let receives: Vec<Part> = receives.map(|(peer, bytes)| Part { peer, bytes: slice(bytes) }).collect();
+        self.exchange(Phase::Compare, &sends, &receives)?;
         for peer in self.others() {
-            let other_call = call_of(&theirs[peer * words..(peer + 1) * words]);
-            if other_call.as_ref() == Some(&self.checked.call) {
-                continue;
+            // A call may be shorter than its buffer.
+            match postcard::take_from_bytes::<Call>(&received[peer * bytes..(peer + 1) * bytes]) {
+                Ok((other, _)) if other == *call => {}
+                Ok((other, _)) => {
+                    let (call, other_call) = (self.call(), Box::new(other));
+                    let error = CommError::Mismatch { sequence, rank, call, other_rank: peer, other_call };
+                    return Err(self.fail(peer, error));
+                }
+                Err(error) => {
+                    let message = format!("collective {sequence}, {call}: received an undecodable call: {error}");
+                    return Err(self.fail(peer, CommError::Peer { rank: peer, message }));
+                }
             }
-            let (sequence, rank, call) = (self.sequence, self.members.rank, self.call());
-            return Err(match other_call {
-                Some(other) => {
-                    let (other_rank, other_call) = (peer, Box::new(other));
-                    self.fail(peer, CommError::Mismatch { sequence, rank, call, other_rank, other_call })
-                }
-                None => {
-                    let message = format!("collective {sequence}, {call}: a header that is none");
-                    self.fail(peer, CommError::Peer { rank: peer, message })
-                }
-            });
         }
         Ok(())
     }
@@ -198,7 +195,7 @@ impl Operation {
         if let Some(error) = self.world.failure() {
             return Err(error);
         }
-        self.meet()?;
+        self.compare()?;
         let (Checked { call, send, recv }, rank) = (&self.checked, self.members.rank);
         let (send, recv, own) = (*send, *recv, self.range(rank));
         match (call.collective, call.op) {
@@ -217,7 +214,7 @@ impl Operation {
                     (Vec::new(), vec![Part { peer: root, bytes: send.slice(own.clone()) }])
                 };
                 self.exchange(Phase::Scatter, &sends, &receives)?;
-                // The root has everything already: it gives its own segment and takes none.
+                // The root has all segments: it sends its own and receives none.
                 let sends: Vec<Part> = self
                     .others()
                     .filter(|&peer| peer != root)
@@ -260,7 +257,7 @@ impl Operation {
         let (rank, n, own) = (self.members.rank, self.n(), self.range(self.members.rank));
         let len = own.len();
         let mut staged: Vec<T> = vec![T::default(); len * n];
-        // SAFETY: `staged` outlives the exchange, and is not touched while it goes on.
+        // SAFETY: `staged` outlives the exchange, which alone accesses it until it ends.
         let places = unsafe { DeviceSlice::from_raw_parts(staged.as_mut_ptr(), staged.len()) }.erase();
         let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: send.slice(self.range(peer)) }).collect();
         let receives: Vec<Part> =
@@ -271,32 +268,26 @@ impl Operation {
         for start in (0..len).step_by(CHUNK_ELEMS) {
             let chunk = start..(start + CHUNK_ELEMS).min(len);
             let result = &mut result[..chunk.len()];
-            // SAFETY: host memory that its maker keeps valid and that nothing writes to now; this view is gone
-            // before `out`, which may be the same, is written.
+            // SAFETY: the memory is valid by the promise of the slice's maker, and nothing writes to it now; this view's
+            // last use precedes the write to `out`, which may be the same memory.
             let mine = unsafe { mine.slice(chunk.clone()).as_host() };
             let theirs = |q: usize| &staged[q * len + chunk.start..q * len + chunk.end];
             let views: Vec<&[T]> = (0..n).map(|q| if q == rank { mine } else { theirs(q) }).collect();
             T::reduce(op, &views, result, Store::Cached);
-            // SAFETY: host memory that its maker keeps valid and that only this operation accesses now.
+            // SAFETY: the memory is valid by the promise of the slice's maker, and only this operation accesses it now.
             unsafe { out.slice(chunk.clone()).as_host_mut() }.copy_from_slice(result);
         }
         Ok(())
     }
 }
 
-/// The words as bytes, for the exchange of headers.
-fn words_of(words: &mut [u64]) -> AnySlice {
-    // SAFETY: `meet` keeps its words, untouched, until the exchange that uses the slice has ended.
-    unsafe { AnySlice::from_raw_parts(words.as_mut_ptr().cast(), size_of_val(words), DType::U8) }
-}
-
-/// `from` to `to`, unless they are the same.
+/// Copies `from` to `to`, unless they are the same.
 fn copy(from: AnySlice, to: AnySlice) {
     if from.as_ptr() != to.as_ptr() {
         from.note_access(false);
         to.note_access(true);
-        // SAFETY: host memory that its makers keep valid, of one length; the check of the call allows no other
-        // overlap than being the same.
+        // SAFETY: both are valid by the promises of their makers and have the same length; the check of the call excludes
+        // that they overlap without being the same.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len_bytes()) };
     }
 }

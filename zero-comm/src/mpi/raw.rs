@@ -1,9 +1,9 @@
-//! The MPI calls that the back end makes, each behind a safe or narrowly unsafe method.
+//! The MPI calls of the back end, each behind a safe or narrowly unsafe method.
 //!
-//! MPI is initialised for serialised use: every call is made under one lock, from whatever thread. Sends and
-//! receives do not block; [`Raw::test`] drives them. After [`Raw::freeze`] this process makes no call any more:
-//! the transports of CPU clusters (shared memory, TCP) move bytes in or out of a process's buffers only within
-//! that process's own calls, so buffers of transfers that cannot end are safe to give back from then on.
+//! MPI is initialized for serialized use: every call is made under one lock, from any thread. Sends and receives are
+//! non-blocking; [`Raw::test`] drives them. After [`Raw::freeze`] this process makes no MPI call: the transports of CPU
+//! clusters (shared memory, TCP) access a process's buffers only within that process's own calls, so from then on the
+//! buffers of unfinished transfers may be freed.
 
 use std::ffi::{c_int, c_void};
 
@@ -11,31 +11,31 @@ use ::mpi::environment::Universe;
 use ::mpi::ffi;
 use parking_lot::Mutex;
 
-/// An MPI call that failed: its name and what MPI said.
+/// A failed MPI call: its name and MPI's error text.
 #[derive(Clone, Debug)]
 pub(super) struct MpiError {
     pub(super) call: &'static str,
     pub(super) message: String,
 }
 
-/// A transfer under way. Its buffer must stay valid until [`Raw::test`] says that it is done.
+/// A transfer under way. Its buffer must stay valid until [`Raw::test`] returns true.
 #[derive(Debug)]
 pub(super) struct Request {
     handle: ffi::MPI_Request,
-    /// Rank in the world at the other end.
+    /// The world rank at the other end.
     pub(super) peer: usize,
     pub(super) receives: bool,
     pub(super) done: bool,
 }
 
-// SAFETY: a handle is a name for the library, used under the lock only.
+// SAFETY: MPI request handles may be used from any thread; this one is used only under `Raw`'s lock.
 unsafe impl Send for Request {}
 
-/// The communicators of this process and the lock for all calls.
+/// The MPI communicators of this process and the lock of all calls.
 pub(super) struct Raw {
-    /// For the parts of collectives.
+    /// Carries the transfers of collectives.
     data: ffi::MPI_Comm,
-    /// For notices of failure.
+    /// Carries notices.
     notices: ffi::MPI_Comm,
     pub(super) rank: usize,
     pub(super) size: usize,
@@ -43,7 +43,7 @@ pub(super) struct Raw {
     usable: Mutex<bool>,
 }
 
-// SAFETY: communicator handles are names for the library, used under the lock only.
+// SAFETY: MPI communicator handles may be used from any thread; these are used only under the lock.
 unsafe impl Send for Raw {}
 // SAFETY: as above.
 unsafe impl Sync for Raw {}
@@ -54,49 +54,49 @@ fn check(call: &'static str, code: c_int) -> Result<(), MpiError> {
     }
     let mut text = [0u8; ffi::MPI_MAX_ERROR_STRING as usize];
     let mut len: c_int = 0;
-    // SAFETY: the buffer has the length that MPI asks for.
+    // SAFETY: the buffer has the length `MPI_MAX_ERROR_STRING`, which MPI requires.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
     let text = &text[..usize::try_from(len).unwrap_or(0).min(text.len())];
     Err(MpiError { call, message: String::from_utf8_lossy(text).into_owned() })
 }
 
 fn byte_type() -> ffi::MPI_Datatype {
-    // SAFETY: a constant of the library.
+    // SAFETY: reads a constant that the library initializes when it is loaded.
     unsafe { ffi::RSMPI_UINT8_T }
 }
 
 fn null_request() -> ffi::MPI_Request {
-    // SAFETY: a constant of the library.
+    // SAFETY: reads a constant that the library initializes when it is loaded.
     unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
 fn ignored_status() -> *mut ffi::MPI_Status {
-    // SAFETY: a constant of the library.
+    // SAFETY: reads a constant that the library initializes when it is loaded.
     unsafe { ffi::RSMPI_STATUS_IGNORE }
 }
 
 fn duplicate(comm: ffi::MPI_Comm) -> Result<ffi::MPI_Comm, MpiError> {
     let mut copy = comm;
-    // SAFETY: MPI is initialised and `comm` is a live communicator.
+    // SAFETY: MPI is initialized, `comm` is a valid communicator, and the pointer is valid for a write.
     check("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(comm, &mut copy) })?;
-    // SAFETY: a constant of the library.
+    // SAFETY: reads a constant that the library initializes when it is loaded.
     let errors_return = unsafe { ffi::RSMPI_ERRORS_RETURN };
-    // SAFETY: `copy` was just made.
+    // SAFETY: `copy` is the communicator that the call above made.
     check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(copy, errors_return) })?;
     Ok(copy)
 }
 
-/// No transfer is larger: MPI counts in `int`.
+/// The maximum of a transfer: MPI counts in `int`.
 pub(super) const MAX_BYTES: usize = 1 << 30;
 
 impl Raw {
-    /// Communicators of one's own over all processes. All of them call it.
-    pub(super) fn new(_initialised: &Universe) -> Result<Self, MpiError> {
-        // SAFETY: a constant of the library.
+    /// Duplicates the communicator of all processes. All processes call it.
+    pub(super) fn new(_initialized: &Universe) -> Result<Self, MpiError> {
+        // SAFETY: reads a constant that the library initializes when it is loaded.
         let world = unsafe { ffi::RSMPI_COMM_WORLD };
         let (data, notices) = (duplicate(world)?, duplicate(world)?);
         let (mut rank, mut size): (c_int, c_int) = (0, 0);
-        // SAFETY: the communicator was just made.
+        // SAFETY: `data` is a valid communicator, and the pointer is valid for a write.
         check("MPI_Comm_rank", unsafe { ffi::MPI_Comm_rank(data, &mut rank) })?;
         // SAFETY: as above.
         check("MPI_Comm_size", unsafe { ffi::MPI_Comm_size(data, &mut size) })?;
@@ -104,28 +104,28 @@ impl Raw {
         Ok(Self { data, notices, rank, size, usable: Mutex::new(true) })
     }
 
-    /// Ends MPI, which waits for the other processes; no call is made from then on.
+    /// Finalizes MPI, which waits for the other processes. No call is made afterwards.
     pub(super) fn finalize(&self, universe: Option<Universe>) {
         let mut usable = self.usable.lock();
         *usable = false;
         drop(universe);
     }
 
-    /// No call is made from now on.
+    /// Prevents all further calls.
     pub(super) fn freeze(&self) {
         *self.usable.lock() = false;
     }
 
     fn call<R>(&self, f: impl FnOnce() -> Result<R, MpiError>) -> Result<R, MpiError> {
         let usable = self.usable.lock();
-        if *usable { f() } else { Err(MpiError { call: "MPI", message: "given up after a failure".to_owned() }) }
+        if *usable { f() } else { Err(MpiError { call: "MPI", message: "no calls are made after a failure".to_owned() }) }
     }
 
     /// Starts to send `len` bytes.
     ///
     /// # Safety
-    /// `from` is valid for reads of `len` bytes, which nothing writes to, until the request is done or calls are
-    /// frozen.
+    /// Until the request is done or calls are frozen, `from` is valid for reads of `len` bytes, and nothing writes to
+    /// them.
     pub(super) unsafe fn send(
         &self,
         from: *const u8,
@@ -136,7 +136,7 @@ impl Raw {
         let (from, count) = (from.cast::<c_void>(), len as c_int);
         self.call(|| {
             let mut handle = null_request();
-            // SAFETY: the caller vouches for the buffer; a request of its own.
+            // SAFETY: the buffer is valid by the caller's promise; `handle` is valid for a write.
             let code =
                 unsafe { ffi::MPI_Isend(from, count, byte_type(), peer as c_int, tag, self.data, &mut handle) };
             check("MPI_Isend", code)?;
@@ -147,8 +147,8 @@ impl Raw {
     /// Starts to receive `len` bytes.
     ///
     /// # Safety
-    /// `to` is valid for writes of `len` bytes, and nothing else accesses it, until the request is done or calls
-    /// are frozen.
+    /// Until the request is done or calls are frozen, `to` is valid for writes of `len` bytes, and nothing else
+    /// accesses them.
     pub(super) unsafe fn receive(
         &self,
         to: *mut u8,
@@ -159,19 +159,19 @@ impl Raw {
         let (to, count) = (to.cast::<c_void>(), len as c_int);
         self.call(|| {
             let mut handle = null_request();
-            // SAFETY: the caller vouches for the buffer; a request of its own.
+            // SAFETY: the buffer is valid by the caller's promise; `handle` is valid for a write.
             let code = unsafe { ffi::MPI_Irecv(to, count, byte_type(), peer as c_int, tag, self.data, &mut handle) };
             check("MPI_Irecv", code)?;
             Ok(Request { handle, peer, receives: true, done: false })
         })
     }
 
-    /// Drives `request`; whether it is done.
+    /// Drives `request`; returns whether it is done.
     pub(super) fn test(&self, request: &mut Request) -> Result<bool, MpiError> {
         if !request.done {
             let mut flag: c_int = 0;
             self.call(|| {
-                // SAFETY: a live request of this process; done requests are not tested again.
+                // SAFETY: the request is not done, so its handle is valid; the pointers are valid for writes.
                 let code = unsafe { ffi::MPI_Test(&mut request.handle, &mut flag, ignored_status()) };
                 check("MPI_Test", code)
             })?;
@@ -180,46 +180,46 @@ impl Raw {
         Ok(request.done)
     }
 
-    /// Asks to give `request` up; [`Self::test`] says when it is.
+    /// Starts to cancel `request`; [`Self::test`] returns true when it has ended.
     pub(super) fn cancel(&self, request: &mut Request) -> Result<(), MpiError> {
         if request.done {
             return Ok(());
         }
-        // SAFETY: a live request of this process.
+        // SAFETY: the request is not done, so its handle is valid.
         self.call(|| check("MPI_Cancel", unsafe { ffi::MPI_Cancel(&mut request.handle) }))
     }
 
-    /// Sends a notice, as well as can be: it is small, and leaves with the call.
+    /// Sends a notice, best effort. Notices are small, so MPI sends them eagerly, within the call.
     pub(super) fn notify(&self, peer: usize, notice: &[u8]) {
-        let kept: &'static [u8] = Box::leak(notice.to_vec().into_boxed_slice());
-        let (from, count) = (kept.as_ptr().cast::<c_void>(), kept.len() as c_int);
-        let _unreachable_peer = self.call(|| {
+        let leaked: &'static [u8] = Box::leak(notice.into());
+        let (from, count) = (leaked.as_ptr().cast::<c_void>(), leaked.len() as c_int);
+        let _ = self.call(|| {
             let mut handle = null_request();
-            // SAFETY: the buffer lives for good.
+            // SAFETY: the buffer is never freed; `handle` is valid for a write.
             let code =
                 unsafe { ffi::MPI_Isend(from, count, byte_type(), peer as c_int, 0, self.notices, &mut handle) };
             check("MPI_Isend", code)
         });
     }
 
-    /// A notice that has come: from which rank of the world, and its bytes.
+    /// Receives a pending notice: its sender's world rank and its bytes.
     pub(super) fn notice(&self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
         self.call(|| {
             let (any, tag) = (ffi::MPI_ANY_SOURCE as c_int, 0);
             let mut flag: c_int = 0;
-            // SAFETY: plain integers, for which zeros are fine.
+            // SAFETY: a struct of integers, for which zeros are valid.
             let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };
-            // SAFETY: places of its own to write to.
+            // SAFETY: the pointers are valid for writes.
             check("MPI_Iprobe", unsafe { ffi::MPI_Iprobe(any, tag, self.notices, &mut flag, &mut status) })?;
             if flag == 0 {
                 return Ok(None);
             }
             let mut count: c_int = 0;
-            // SAFETY: the status of the probe above.
+            // SAFETY: the probe above wrote the status.
             check("MPI_Get_count", unsafe { ffi::MPI_Get_count(&status, byte_type(), &mut count) })?;
             let mut bytes = vec![0u8; usize::try_from(count).unwrap_or(0)];
             let (to, from) = (bytes.as_mut_ptr().cast::<c_void>(), status.MPI_SOURCE);
-            // SAFETY: the buffer has the probed length; the message is here, so this does not wait.
+            // SAFETY: the buffer has the probed length. The message is pending, so the call does not block.
             let code = unsafe { ffi::MPI_Recv(to, count, byte_type(), from, tag, self.notices, ignored_status()) };
             check("MPI_Recv", code)?;
             Ok(Some((usize::try_from(from).unwrap_or(0), bytes)))

@@ -1,4 +1,4 @@
-//! What the communicators of a process share: the connection, and the first failure.
+//! The state that a process's communicators share: MPI and the first failure.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -7,36 +7,36 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::notice::Notice;
 use super::raw::{MAX_BYTES, MpiError, Raw, Request};
-use super::wire::Notice;
 use crate::CommError;
 
-/// How long transfers may take to end after a failure, before calls are frozen.
-const SETTLE: Duration = Duration::from_secs(1);
+/// Limit of the end of transfers after a failure. After it, no MPI call is made.
+const SETTLE_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long before the limit ranks ask each other whom they wait for, at most.
-const ASK: Duration = Duration::from_secs(2);
+/// The longest time before the limit at which ranks notify each other of the rank that they wait for.
+const NOTIFY_BEFORE: Duration = Duration::from_secs(2);
 
-/// The process's part of the world. Ranks here are those of the whole world.
+/// The process's part of the world. Ranks are those of the whole world.
 pub(super) struct World {
     pub(super) raw: Raw,
     pub(super) limit: Duration,
     failure: Mutex<Option<CommError>>,
-    /// Collectives called on a communicator by a rank that has left it.
+    /// The collectives that a rank had called on a communicator when it dropped it.
     left: Mutex<HashMap<(u32, usize), u64>>,
-    /// What ranks said that they wait for.
+    /// The ranks that other ranks wait for.
     waits: Mutex<Waits>,
-    /// The greatest context that this process knows of.
+    /// The greatest context that this process knows.
     pub(super) contexts: AtomicU32,
 }
 
-/// Why waiting for transfers ended early.
+/// The reason why a wait for transfers ended early.
 pub(super) enum Interrupt {
-    /// The world has failed.
+    /// The world failed.
     Failed(CommError),
     /// A transfer with this rank failed.
     Broken(usize, MpiError),
-    /// This rank has left after so many collectives.
+    /// This rank dropped the communicator after this number of collectives.
     Left(usize, u64),
     /// This rank is late.
     Late(usize),
@@ -57,7 +57,7 @@ impl World {
         (0..self.raw.size).filter(|&q| q != self.raw.rank).for_each(|q| self.raw.notify(q, &bytes));
     }
 
-    /// Ends the world here and tells the others; the first failure stands, and is returned.
+    /// Ends the world and notifies the other ranks. Returns the first failure.
     pub(super) fn fail(&self, error: CommError, notice: &Notice) -> CommError {
         let mut failure = self.failure.lock();
         if failure.is_none() {
@@ -73,21 +73,21 @@ impl World {
         }
     }
 
-    /// Hears what the others have to tell; the failure, if there is one.
+    /// Receives notices; returns the failure.
     pub(super) fn poll(&self) -> Option<CommError> {
         while let Ok(Some((from, bytes))) = self.raw.notice() {
             let error = match Notice::decode(&bytes) {
                 Some(Notice::Aborted(reason)) => CommError::Aborted { rank: from, reason },
-                Some(Notice::Failed { blamed, message }) => CommError::Peer { rank: blamed, message },
+                Some(Notice::Failed { at_fault, message }) => CommError::Peer { rank: at_fault, message },
                 Some(Notice::Left { context, done }) => {
                     self.left.lock().insert((context, from), done);
                     continue;
                 }
                 Some(Notice::Waits { context, sequence, peer }) => {
-                    self.waits.lock().hear(context, from, sequence, peer as usize);
+                    self.waits.lock().insert(context, from, sequence, peer);
                     continue;
                 }
-                None => CommError::Peer { rank: from, message: "sent a notice that is none".to_owned() },
+                None => CommError::Peer { rank: from, message: "sent an undecodable notice".to_owned() },
             };
             self.failure.lock().get_or_insert(error);
         }
@@ -96,12 +96,12 @@ impl World {
 
     /// Waits until all `requests` of collective `sequence` of communicator `context` are done.
     ///
-    /// A rank that is waited for may itself wait for another. So before the limit each says for whom it waits,
-    /// and each that hears it answers; the one that says nothing is late.
+    /// The rank that this one waits for may itself wait for another. So before the limit each waiting rank sends a
+    /// notice, and each waiting rank that receives one sends its own; the rank without a notice is late.
     pub(super) fn wait(&self, requests: &mut [Request], context: u32, sequence: u64) -> Result<(), Interrupt> {
         let begun = Instant::now();
-        let asks_after = self.limit - (self.limit / 4).min(ASK);
-        let mut said = false;
+        let notify_after = self.limit - (self.limit / 4).min(NOTIFY_BEFORE);
+        let mut notified = false;
         let mut pause = Pause::default();
         loop {
             if let Some(error) = self.poll() {
@@ -124,9 +124,9 @@ impl World {
                 return Err(Interrupt::Left(peer, done));
             }
             let waited = begun.elapsed();
-            if !said && (waited >= asks_after || self.waits.lock().any(context)) {
-                said = true;
-                self.notify_all(&Notice::Waits { context, sequence, peer: peer as u32 });
+            if !notified && (waited >= notify_after || self.waits.lock().any(context)) {
+                notified = true;
+                self.notify_all(&Notice::Waits { context, sequence, peer });
             }
             if waited >= self.limit {
                 return Err(Interrupt::Late(self.waits.lock().late(context, sequence, peer)));
@@ -135,14 +135,14 @@ impl World {
         }
     }
 
-    /// After a failure: ends `requests`, so that their buffers can be given back.
+    /// After a failure: ends `requests`, so that their buffers may be freed.
     pub(super) fn settle(&self, requests: &mut [Request]) {
-        let deadline = Instant::now() + SETTLE;
+        let deadline = Instant::now() + SETTLE_LIMIT;
         for request in requests.iter_mut().filter(|request| request.receives) {
-            let _given_up = self.raw.cancel(request);
+            let _ = self.raw.cancel(request);
         }
         let mut pause = Pause::default();
-        // An error of a test ends the request too, or says that calls are frozen.
+        // A request whose test fails has ended too, or no calls are made any more.
         while !requests.iter_mut().all(|request| self.raw.test(request).unwrap_or(true)) {
             if Instant::now() >= deadline {
                 return self.raw.freeze();
@@ -151,7 +151,7 @@ impl World {
         }
     }
 
-    /// Starts to send `len` bytes, in as many transfers as it takes.
+    /// Starts to send `len` bytes, in transfers of at most [`MAX_BYTES`].
     ///
     /// # Safety
     /// As for [`Raw::send`], for every request.
@@ -164,13 +164,13 @@ impl World {
     ) -> Result<(), (usize, MpiError)> {
         for start in (0..len).step_by(MAX_BYTES) {
             let (from, len) = (from.wrapping_add(start), MAX_BYTES.min(len - start));
-            // SAFETY: a part of what the caller vouches for.
+            // SAFETY: this range is within the caller's buffer, for which the promise holds.
             requests.push(unsafe { self.raw.send(from, len, peer, tag) }.map_err(|error| (peer, error))?);
         }
         Ok(())
     }
 
-    /// Starts to receive `len` bytes, in as many transfers as it takes.
+    /// Starts to receive `len` bytes, in transfers of at most [`MAX_BYTES`].
     ///
     /// # Safety
     /// As for [`Raw::receive`], for every request.
@@ -183,23 +183,23 @@ impl World {
     ) -> Result<(), (usize, MpiError)> {
         for start in (0..len).step_by(MAX_BYTES) {
             let (to, len) = (to.wrapping_add(start), MAX_BYTES.min(len - start));
-            // SAFETY: a part of what the caller vouches for.
+            // SAFETY: this range is within the caller's buffer, for which the promise holds.
             requests.push(unsafe { self.raw.receive(to, len, peer, tag) }.map_err(|error| (peer, error))?);
         }
         Ok(())
     }
 }
 
-/// Who said to wait for whom: of a communicator and a rank, the collective and the peer.
+/// By communicator and rank: the collective in which the rank waits, and the peer that it waits for.
 #[derive(Default)]
 struct Waits(HashMap<(u32, usize), (u64, usize)>);
 
 impl Waits {
-    fn hear(&mut self, context: u32, from: usize, sequence: u64, peer: usize) {
+    fn insert(&mut self, context: u32, from: usize, sequence: u64, peer: usize) {
         self.0.insert((context, from), (sequence, peer));
     }
 
-    /// This collective has ended: what was said of it says nothing of the next.
+    /// Removes the entries of a collective that has ended, and of those before it.
     fn done(&mut self, context: u32, sequence: u64) {
         self.0.retain(|&(c, _), &mut (s, _)| c != context || s > sequence);
     }
@@ -208,7 +208,7 @@ impl Waits {
         self.0.keys().any(|&(c, _)| c == context)
     }
 
-    /// Who is late, if `peer` is waited for: the end of the chain of those who wait, or `peer` if it is a ring.
+    /// The late rank, if this one waits for `peer`: the end of the chain of waiting ranks, or `peer` if it is a cycle.
     fn late(&self, context: u32, sequence: u64, peer: usize) -> usize {
         let mut last = peer;
         for _ in 0..=self.0.len() {
@@ -221,7 +221,7 @@ impl Waits {
     }
 }
 
-/// Sleeps between tests: not at all while bytes flow, up to half a millisecond while nothing does.
+/// The pause between polls: none while transfers progress, otherwise up to half a millisecond.
 #[derive(Default)]
 struct Pause(u32);
 
@@ -240,23 +240,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_late_rank_is_the_one_that_says_nothing() {
+    fn late_rank_is_the_end_of_the_chain() {
         let mut waits = Waits::default();
         assert_eq!(waits.late(0, 5, 1), 1);
-        // 1 waits for 2, 2 for 3, and 3 says nothing.
-        waits.hear(0, 1, 5, 2);
-        waits.hear(0, 2, 4, 3);
+        // 1 waits for 2, 2 for 3, and 3 for nobody.
+        waits.insert(0, 1, 5, 2);
+        waits.insert(0, 2, 4, 3);
         assert_eq!(waits.late(0, 5, 1), 3);
-        // What is said on another communicator, or of a collective further on, counts for nothing here.
-        waits.hear(1, 3, 5, 4);
+        // Other communicators and later collectives do not count.
+        waits.insert(1, 3, 5, 4);
         assert_eq!(waits.late(0, 5, 1), 3);
-        waits.hear(0, 3, 6, 4);
+        waits.insert(0, 3, 6, 4);
         assert_eq!(waits.late(0, 5, 1), 3);
-        // In a ring, the next is named.
-        waits.hear(0, 3, 5, 1);
+        // In a cycle, the next rank is named.
+        waits.insert(0, 3, 5, 1);
         assert_eq!(waits.late(0, 5, 1), 1);
         assert!(waits.any(0) && waits.any(1) && !waits.any(2));
-        // An ended collective takes with it what was said of it.
+        // The end of a collective removes its entries.
         waits.done(0, 5);
         assert_eq!(waits.late(0, 6, 1), 1);
         assert!(!waits.any(0) && waits.any(1));

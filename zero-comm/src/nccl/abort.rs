@@ -1,34 +1,34 @@
-//! The end of what a communicator had under way when it was aborted.
+//! The completion of an asynchronous abort.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// How long that is waited for. What takes longer is left to itself: it stands behind something of this process that
-/// goes when the failure is known, as a graph with collectives in it does.
+/// The longest wait. An abort can depend on resources that the process releases only when it sees the failure, such as
+/// a graph with collectives in it, so it is then left to complete in the background.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// An end that is to come, or has.
+/// The completion of an asynchronous abort.
 #[must_use]
 pub(super) struct AbortCompletion(Receiver<()>);
 
 impl AbortCompletion {
-    /// It comes when the sender is dropped.
+    /// Returns a sender and the completion that occurs when the sender is dropped.
     pub(super) fn new() -> (Sender<()>, Self) {
-        let (ended, end) = channel();
-        (ended, Self(end))
+        let (sender, receiver) = channel();
+        (sender, Self(receiver))
     }
 
-    /// Waits for it, not for ever.
+    /// Waits for at most [`LIMIT`].
     pub(super) fn wait(self) {
         Self::wait_for_all([self]);
     }
 
-    /// Waits for all, as long as for one.
+    /// Waits for all, for at most [`LIMIT`] in sum.
     pub(super) fn wait_for_all(all: impl IntoIterator<Item = Self>) {
         let deadline = Instant::now() + LIMIT;
-        for Self(end) in all {
-            // Nothing is ever sent.
-            let _ = end.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        for Self(receiver) in all {
+            // Nothing is ever sent: this returns when the sender is dropped.
+            let _ = receiver.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         }
     }
 }

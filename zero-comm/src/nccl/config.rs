@@ -1,12 +1,12 @@
-//! How a communicator of NCCL is to be.
+//! The configuration of a non-blocking NCCL communicator.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::mem::offset_of;
 
 use cudarc::nccl::sys;
 
-/// `ncclConfig_t` as it was in 2.18: newer libraries take it, and fill in what came later. What is undefined is left to
-/// NCCL and its variables.
+/// `ncclConfig_t` of 2.18. Newer libraries accept it and use their defaults for later fields. Undefined fields follow
+/// NCCL's environment variables.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -20,12 +20,12 @@ pub(super) struct Config {
     split_share: c_int,
 }
 
-// It has the first fields of today's.
+// The fields are the first of today's `ncclConfig_t`.
 const _: () = assert!(offset_of!(Config, blocking) == offset_of!(sys::ncclConfig_t, blocking));
 const _: () = assert!(offset_of!(Config, net_name) == offset_of!(sys::ncclConfig_t, netName));
 const _: () = assert!(offset_of!(Config, split_share) == offset_of!(sys::ncclConfig_t, splitShare));
 
-/// What NCCL reads: up to the last field. Behind it the compiler leaves a gap, in which later versions have a field.
+/// The bytes that NCCL reads. Padding follows the last field, where later versions have another one.
 const BYTES: usize = offset_of!(Config, split_share) + size_of::<c_int>();
 
 const UNDEFINED: c_int = c_int::MIN;

@@ -1,102 +1,101 @@
-//! Why the processes of a world do not come together.
+//! Errors of the rendezvous.
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Why the ranks did not meet at rank 0's address.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+/// The reason why the ranks did not connect at rank 0's address.
+#[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// Another program listens where rank 0 should.
-    #[error("{address} is in use: another run may be going on there; set MASTER_PORT to another port")]
+    /// Another program listens at rank 0's address.
+    #[error("{address} is in use, perhaps by another run; set MASTER_PORT to another port")]
     AddressInUse {
-        /// Where.
+        /// Rank 0's address.
         address: String,
     },
-    /// Rank 0 cannot listen.
+    /// Rank 0 cannot listen at its address.
     #[error("rank 0 cannot listen at {address}: {message}; is MASTER_ADDR this machine?")]
     Listen {
-        /// Where.
+        /// Rank 0's address.
         address: String,
-        /// What the system said.
+        /// The system's error.
         message: String,
     },
-    /// Rank 0 does not answer.
+    /// A rank cannot connect to rank 0.
     #[error("rank {rank} did not reach rank 0 at {address} within {limit:?}: {message}")]
     Unreachable {
-        /// Who tried.
+        /// The rank that tried.
         rank: usize,
-        /// Where.
+        /// Rank 0's address.
         address: String,
-        /// How long was tried.
+        /// The limit that passed.
         limit: Duration,
-        /// What the system said last.
+        /// The system's last error.
         message: String,
     },
-    /// Ranks were told of different worlds.
-    #[error("rank {rank} was told of {says} ranks, rank 0 of {expected}")]
+    /// The world sizes of two ranks differ.
+    #[error("rank {rank} was started as one of {got} ranks, rank 0 as one of {expected}")]
     WorldSize {
-        /// Which rank.
+        /// The rank that differs.
         rank: usize,
-        /// What it was told.
-        says: usize,
-        /// What rank 0 was told.
+        /// Its world size.
+        got: usize,
+        /// Rank 0's world size.
         expected: usize,
     },
-    /// Ranks run different versions of this program.
-    #[error(
-        "rank {rank} speaks version {says} of this protocol, rank 0 version {expected}: they run different builds"
-    )]
+    /// Two ranks run different builds.
+    #[error("rank {rank} has protocol version {got}, rank 0 version {expected}; start the same build on all ranks")]
     Version {
-        /// Which rank.
+        /// The rank that differs.
         rank: usize,
-        /// What it speaks.
-        says: u32,
-        /// What rank 0 speaks.
+        /// Its protocol version.
+        got: u32,
+        /// Rank 0's protocol version.
         expected: u32,
     },
-    /// Ranks have different versions of NCCL.
-    #[error("rank {rank} has NCCL {}, rank 0 NCCL {}", version_text(*says), version_text(*expected))]
+    /// Two ranks have different versions of NCCL.
+    #[error("rank {rank} has NCCL {}, rank 0 NCCL {}", version_text(*got), version_text(*expected))]
     Library {
-        /// Which rank.
+        /// The rank that differs.
         rank: usize,
-        /// What it has.
-        says: u64,
-        /// What rank 0 has.
+        /// Its NCCL version.
+        got: u64,
+        /// Rank 0's NCCL version.
         expected: u64,
     },
-    /// Two processes say that they are the same rank.
-    #[error("two processes say that they are rank {rank}")]
+    /// Two processes have the same rank.
+    #[error("two processes were started as rank {rank}")]
     Twice {
-        /// Which rank.
+        /// Their rank.
         rank: usize,
     },
-    /// A rank came, and ended before the others came.
-    #[error("rank {rank}'s process ended before all ranks had come")]
+    /// A rank's process ended during the rendezvous.
+    #[error("rank {rank}'s process ended before all ranks had joined")]
     Died {
-        /// Which rank.
+        /// The rank.
         rank: usize,
     },
-    /// Not all ranks came.
-    #[error("of {world_size} ranks, {} did not come within {limit:?}: {}", ranks.len(), list(ranks))]
+    /// Some ranks did not join.
+    #[error("{} of {world_size} ranks did not join within {limit:?}: {}", ranks.len(), list(ranks))]
     Missing {
-        /// Who is missing.
+        /// The missing ranks.
         ranks: Vec<usize>,
-        /// How many there should be.
+        /// Ranks of the world.
         world_size: usize,
-        /// How long was waited.
+        /// The limit that passed.
         limit: Duration,
     },
-    /// The connection to rank 0 ended before all had come.
-    #[error("the connection to rank 0 ended before all ranks had come: {message}")]
+    /// The connection to rank 0 ended during the rendezvous.
+    #[error("the connection to rank 0 ended before all ranks had joined: {message}")]
     Broken {
-        /// What was seen.
+        /// The cause.
         message: String,
     },
 }
 
-/// NCCL's version number for people: 22809 is 2.28.9.
+/// The text of NCCL's version number: 22809 is 2.28.9.
 pub(super) fn version_text(version: u64) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
@@ -111,11 +110,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_words_name_the_ranks() {
+    fn errors_name_ranks_and_versions() {
         let limit = Duration::from_secs(3);
         let missing = RendezvousError::Missing { ranks: (1..12).collect(), world_size: 16, limit };
-        assert_eq!(missing.to_string(), "of 16 ranks, 11 did not come within 3s: 1, 2, 3, 4, 5, 6, 7, 8, ...");
-        let library = RendezvousError::Library { rank: 2, says: 22_809, expected: 23_007 };
+        assert_eq!(missing.to_string(), "11 of 16 ranks did not join within 3s: 1, 2, 3, 4, 5, 6, 7, 8, ...");
+        let library = RendezvousError::Library { rank: 2, got: 22_809, expected: 23_007 };
         assert_eq!(library.to_string(), "rank 2 has NCCL 2.28.9, rank 0 NCCL 2.30.7");
     }
 }

@@ -1,8 +1,8 @@
-//! An NCCL communicator: the only place that calls the library.
+//! An NCCL communicator: the only module that calls the library with one.
 //!
-//! The communicator does not block: a call may return before it is done, and then nothing but asking for its state is
-//! allowed until it is. Each call here asks until then, with a limit, and gives up early when the world has failed. The
-//! lock is held for single calls of the library only, never while waiting, so that [`Handle::abort`] gets it.
+//! The communicator is non-blocking: a call may return before it is complete, and until then only the communicator's
+//! state may be queried. Each method polls that state within a limit and returns early when the world has failed. The
+//! lock is held during single library calls but not between polls, so that [`Handle::abort`] can take it.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -20,62 +20,61 @@ use super::world::Transport;
 use crate::call::{Checked, Group};
 use crate::{Collective, CommError, ReduceOp};
 
-/// How long it is asked without a pause whether a call is done: NCCL hands each collective to a thread, which takes
-/// some tens of microseconds to put it on its stream.
+/// Time of polling without a pause. NCCL's proxy thread takes some tens of microseconds to enqueue a collective.
 const SPIN: Duration = Duration::from_micros(100);
-/// Between two questions after that, at first and at most.
+/// First and longest pause between polls after [`SPIN`].
 const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_millis(1)];
-/// How long aborting waits for a call of another thread, which does not block and so soon returns.
+/// Limit of an abort's wait for another thread's library call, which is non-blocking.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
-/// How long giving up a communicator in peace may take, before it is aborted.
+/// Limit of finalizing a communicator. After it, the communicator is aborted.
 const FINALIZE_LIMIT: Duration = Duration::from_secs(10);
 /// `NCCL_SPLIT_NOCOLOR`.
 const NO_COLOR: c_int = -1;
 
-/// How waiting for a call ends early.
+/// The reason why a wait ended early.
 #[derive(Debug)]
 pub(super) enum Interrupt {
     /// The limit passed.
     Late,
-    /// The world has failed.
+    /// The world failed.
     World(CommError),
-    /// The library has.
+    /// The library failed.
     Failed(CommError),
 }
 
-/// Asked while waiting: the failure of the world, if there is one.
+/// Returns the failure of the world.
 pub(super) type FailureProbe<'a> = &'a dyn Fn() -> Option<CommError>;
 
 struct Raw(sys::ncclComm_t);
 
-// SAFETY: NCCL's communicators may be used from any thread, one at a time; the lock around this sees to that.
+// SAFETY: any thread may use an NCCL communicator, one at a time; it is used only under `Handle::raw`'s lock.
 unsafe impl Send for Raw {}
 
 /// A communicator of NCCL.
 pub(super) struct Handle {
     nccl: &'static Nccl,
     device: CudaDevice,
-    /// None once it is aborted or destroyed.
+    /// `None` after it was aborted or destroyed.
     raw: Mutex<Option<Raw>>,
 }
 
-/// What initialises the communicators of a world.
+/// A new id, which initializes the communicators of a world.
 pub(super) fn unique_id(nccl: &Nccl) -> Result<Vec<u8>, CommError> {
     let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
-    // SAFETY: writes the id.
+    // SAFETY: the function writes one id to the pointer, which is valid.
     nccl.check("ncclGetUniqueId", unsafe { (nccl.table.get_unique_id)(&raw mut id) })?;
     Ok(id.internal.map(|c| c as u8).to_vec())
 }
 
 const ID_BYTES: usize = 128;
 
-/// Where NCCL writes a new communicator's handle: perhaps later, from a thread of its own, and so never freed.
+/// Memory for a new communicator's handle. NCCL may write it later, from another thread, so it is never freed.
 fn slot() -> &'static AtomicPtr<sys::ncclComm> {
     Box::leak(Box::new(AtomicPtr::new(std::ptr::null_mut())))
 }
 
 impl Handle {
-    /// Joins the world of `id`.
+    /// Joins the world of `id`, as all its ranks do.
     pub(super) fn init(
         nccl: &'static Nccl,
         device: &CudaDevice,
@@ -84,13 +83,14 @@ impl Handle {
         (limit, failure): (Duration, FailureProbe<'_>),
     ) -> Result<Self, Interrupt> {
         let failed = |message: &str| Interrupt::Failed(back_end(message.to_owned()));
-        let id: [u8; ID_BYTES] = id.try_into().map_err(|_| failed("rank 0's id has the wrong length"))?;
+        let id: [u8; ID_BYTES] = id.try_into().map_err(|_| failed("rank 0 sent an id of the wrong length"))?;
         let id = sys::ncclUniqueId { internal: id.map(|c| c as c_char) };
         let number = |n: usize| c_int::try_from(n).map_err(|_| failed("too many ranks"));
         let (n, rank) = (number(world_size)?, number(rank)?);
         device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
         let (slot, mut config) = (slot(), Config::without_blocking());
-        // SAFETY: writes one handle; the configuration is read during the call; the device is current.
+        // SAFETY: `slot` is never freed, so NCCL may write the handle at any time; `config` outlives the call, which reads
+        // it; the device is current.
         let code = unsafe { (nccl.table.init)(slot.as_ptr(), n, id, rank, config.as_ptr()) };
         let raw = slot.load(Ordering::Acquire);
         if raw.is_null() {
@@ -101,7 +101,7 @@ impl Handle {
         Ok(handle)
     }
 
-    /// Calls the library with the communicator, unless it is gone.
+    /// Calls the library with the communicator.
     fn with(
         &self,
         call: impl FnOnce(sys::ncclComm_t) -> c_int,
@@ -111,13 +111,13 @@ impl Handle {
         match &*self.raw.lock() {
             Some(raw) => Ok(call(raw.0)),
             None => {
-                Err(failure()
-                    .map_or_else(|| Interrupt::Failed(back_end("it was aborted".to_owned())), Interrupt::World))
+                let aborted = || Interrupt::Failed(back_end("the communicator was aborted".to_owned()));
+                Err(failure().map_or_else(aborted, Interrupt::World))
             }
         }
     }
 
-    /// Waits until the call that returned `code` is done.
+    /// Waits until the call that returned `code` is complete.
     fn settle(
         &self,
         call: &str,
@@ -156,17 +156,17 @@ impl Handle {
     /// The state of the communicator, as a code.
     fn state(&self, raw: sys::ncclComm_t) -> c_int {
         let mut state = IN_PROGRESS;
-        // SAFETY: the communicator lives, since its lock is held; writes one number.
+        // SAFETY: the caller holds the lock, so the communicator exists; the function writes one `c_int`.
         let code = unsafe { (self.nccl.table.async_error)(raw, &raw mut state) };
         if code == SUCCESS { state } else { code }
     }
 
-    /// Enqueues a collective on `stream`, and waits until it is enqueued; for the first ones that is when all ranks
-    /// have called them, since NCCL connects them then.
+    /// Enqueues a collective on `stream` and waits until it is enqueued. NCCL connects the ranks in the first collective
+    /// of each kind, which therefore waits for all of them.
     ///
     /// # Safety
-    /// `stream` is a stream of the device; `barrier` is one byte of the device's memory, or more.
-    pub(super) unsafe fn run(
+    /// `stream` is a stream of the device; `barrier` is one byte of the device's memory, or more, which stays allocated.
+    pub(super) unsafe fn enqueue(
         &self,
         checked: &Checked,
         group: Group,
@@ -174,15 +174,15 @@ impl Handle {
         stream: *mut c_void,
         (limit, failure): (Duration, FailureProbe<'_>),
     ) -> Result<(), Interrupt> {
-        let label = checked.call().collective.name();
-        // SAFETY: the caller's promise; the buffers are valid by the promise of who made the slices.
-        let code = self.with(|raw| unsafe { self.enqueue(raw, checked, group, barrier, stream.cast()) }, failure)?;
-        self.settle(label, code, limit, failure)
+        let name = checked.call().collective.name();
+        // SAFETY: `with` holds the lock and passes an existing communicator; the rest is the caller's promise.
+        let code = self.with(|raw| unsafe { self.call(raw, checked, group, barrier, stream.cast()) }, failure)?;
+        self.settle(name, code, limit, failure)
     }
 
     /// # Safety
-    /// The communicator lives and its lock is held, and as for [`Self::run`].
-    unsafe fn enqueue(
+    /// The communicator exists and its lock is held; and as for [`Self::enqueue`].
+    unsafe fn call(
         &self,
         raw: sys::ncclComm_t,
         checked: &Checked,
@@ -199,13 +199,14 @@ impl Handle {
             Collective::Barrier => {
                 let (at, len) = (barrier.as_ptr().cast::<c_void>(), 1);
                 let (u8, sum) = (sys::ncclDataType_t::ncclUint8, sys::ncclRedOp_t::ncclSum);
-                // SAFETY: the caller's promise. All ranks add zeros, whichever streams do it at once.
+                // SAFETY: the caller's promise; the byte is 0 on all ranks, so concurrent sums write the same 0.
                 unsafe { (table.all_reduce)(at, at, len, u8, sum, raw, stream) }
             }
             _ if send.is_empty() && recv.is_empty() && segment(rank).is_empty() && call.segments.total(n) == 0 => {
                 SUCCESS
             }
-            // SAFETY: the buffers have the counts that were checked; the caller's promise.
+            // SAFETY: `checked` proves that the buffers have these counts, and their maker that they stay valid until the
+            // stream has run the call; the communicator and the stream are valid by the caller's promise. So below.
             Collective::AllReduce => unsafe { (table.all_reduce)(from, to, recv.len(), dtype, op, raw, stream) },
             Collective::Broadcast => {
                 let root = call.root.unwrap_or(0) as c_int;
@@ -220,20 +221,19 @@ impl Handle {
                 // SAFETY: as above.
                 unsafe { (table.all_gather)(from, to, send.len(), dtype, raw, stream) }
             }
-            // Segments of different lengths: one reduction to each rank, all at once. Every rank sends each segment
-            // but its own once.
+            // Segments of different lengths: a group of one reduction to each rank. A rank sends each other segment once.
             Collective::ReduceScatter => self.grouped((0..n).filter(|&q| !segment(q).is_empty()), |q| {
                 let part = send.slice(segment(q));
                 let (from, len) = (part.as_ptr().cast_const().cast(), part.len());
-                // SAFETY: as above; only rank q's `to` is written.
+                // SAFETY: as above; NCCL writes `to` only if this is rank `q`.
                 unsafe { (table.reduce)(from, to, len, dtype, op, q as c_int, raw, stream) }
             }),
-            // One broadcast from each rank, all at once.
+            // A group of one broadcast from each rank.
             Collective::AllGather => self.grouped((0..n).filter(|&q| !segment(q).is_empty()), |q| {
                 let part = recv.slice(segment(q));
                 let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
                 let from = if q == rank { from } else { at.cast_const() };
-                // SAFETY: as above; only rank q's `from` is read.
+                // SAFETY: as above; NCCL reads `from` only if this is rank `q`.
                 unsafe { (table.broadcast)(from, at, len, dtype, q as c_int, raw, stream) }
             }),
             Collective::AllToAll => self.grouped(0..2 * n, |i| {
@@ -251,21 +251,22 @@ impl Handle {
         }
     }
 
-    /// Calls that make one operation.
+    /// Makes the calls for all `parts` as one operation.
     fn grouped(&self, parts: impl Iterator<Item = usize>, mut call: impl FnMut(usize) -> c_int) -> c_int {
         let table = &self.nccl.table;
-        // SAFETY: begins a group of this thread, which ends below in any case.
+        // SAFETY: no arguments; the group ends below, also after an error.
         let begun = unsafe { (table.group_start)() };
         if begun != SUCCESS {
             return begun;
         }
         let failed = parts.map(&mut call).find(|&code| code != SUCCESS && code != IN_PROGRESS);
-        // SAFETY: ends the group that was begun.
+        // SAFETY: ends the group that this function started.
         let ended = unsafe { (table.group_end)() };
         failed.unwrap_or(ended)
     }
 
-    /// The communicator of the ranks that pass the same color, as rank `rank` of it; all ranks call this.
+    /// The communicator of the ranks that pass the same color. `place` is the color and this rank's number in it. All
+    /// ranks call this.
     pub(super) fn split(
         &self,
         place: Option<(usize, usize)>,
@@ -279,7 +280,7 @@ impl Handle {
         };
         let (slot, mut config) = (slot(), Config::without_blocking());
         let code = self.with(
-            // SAFETY: the communicator lives; writes one handle, null without a color.
+            // SAFETY: `with` passes an existing communicator; `slot` is never freed; `config` outlives the call.
             |raw| unsafe { (self.nccl.table.split)(raw, color, key, slot.as_ptr(), config.as_ptr()) },
             failure,
         )?;
@@ -290,7 +291,7 @@ impl Handle {
             device: self.device.clone(),
             raw: Mutex::new(Some(Raw(child))),
         });
-        // What came of a split that failed can be aborted only.
+        // The new communicator of a failed split may only be aborted.
         settled.inspect_err(|_| child.iter().for_each(|child| child.abort().wait()))?;
         if let Some(child) = &child {
             let code = child.with(|raw| child.state(raw), failure)?;
@@ -299,18 +300,18 @@ impl Handle {
         Ok(child)
     }
 
-    /// Tells NCCL of the allocation that `memory` lies in, if peers can open it.
+    /// Registers the allocation that contains `memory`.
     ///
     /// # Safety
-    /// The allocation is the device's, and stays mapped until the result is deregistered or the communicator is gone.
+    /// The allocation is on the device and stays mapped until the result is deregistered or the communicator destroyed.
     pub(super) unsafe fn register(&self, memory: AnySlice) -> Result<Registered, CommError> {
         let Some(register) = self.nccl.table.register else {
-            return Err(back_end("this NCCL registers no memory; 2.19 and later do".to_owned()));
+            return Err(back_end("this NCCL cannot register memory; 2.19 and later can".to_owned()));
         };
-        let (at, bytes) = self.device.shareable_allocation(memory)?;
+        let (start, bytes) = self.device.shareable_allocation(memory)?;
         let (mut handle, no_failure) = (std::ptr::null_mut(), || None);
-        // SAFETY: the caller's promise; the communicator lives; writes one handle.
-        let call = |raw| unsafe { register(raw, at.cast(), bytes, &raw mut handle) };
+        // SAFETY: the caller's promise; `with` passes an existing communicator; the function writes one handle.
+        let call = |raw| unsafe { register(raw, start.cast(), bytes, &raw mut handle) };
         let code = self.with(call, &no_failure);
         let settled = code.and_then(|code| self.settle("ncclCommRegister", code, FINALIZE_LIMIT, &no_failure));
         settled.map_err(|interrupt| match interrupt {
@@ -319,39 +320,37 @@ impl Handle {
         })?;
         if handle.is_null() {
             return Err(back_end(
-                "NCCL took no memory: is NCCL_LOCAL_REGISTER=0 or NCCL_P2P_USE_CUDA_MEMCPY=1?".to_owned(),
+                "NCCL registered nothing; check for NCCL_LOCAL_REGISTER=0 and NCCL_P2P_USE_CUDA_MEMCPY=1".to_owned(),
             ));
         }
         Ok(Registered { handle, bytes })
     }
 
-    /// Ends a registration, unless the communicator is gone, and it with it.
+    /// Ends a registration. Without effect if the communicator is gone, whose end deregisters.
     pub(super) fn deregister(&self, registered: &Registered) {
         if let (Some(deregister), Some(raw), Ok(())) =
             (self.nccl.table.deregister, self.raw.lock().as_ref(), self.device.bind())
         {
-            // SAFETY: the communicator lives; registered with it, once.
+            // SAFETY: the lock is held, so the communicator exists; `registered` came from it.
             unsafe { deregister(raw.0, registered.handle) };
         }
     }
 }
 
-/// Registered memory.
+/// A registered allocation.
 pub(super) struct Registered {
-    /// What NCCL calls it.
     handle: *mut c_void,
-    /// Of the whole allocation.
     pub(super) bytes: usize,
 }
 
-// SAFETY: a handle; any thread may use it.
+// SAFETY: any thread may use the handle.
 unsafe impl Send for Registered {}
 // SAFETY: as above.
 unsafe impl Sync for Registered {}
 
 impl Transport for Handle {
     fn error(&self) -> Option<String> {
-        // While a call is made there is nothing to learn that the call does not say.
+        // If the lock is taken, a call is being made, which reports the error itself.
         let raw = self.raw.try_lock()?;
         match self.state(raw.as_ref()?.0) {
             SUCCESS | IN_PROGRESS => None,
@@ -359,36 +358,37 @@ impl Transport for Handle {
         }
     }
 
-    /// On a thread of its own: NCCL's call blocks until what was under way has left its streams, and until graphs with
-    /// collectives of it are gone.
+    /// Aborts on a new thread: NCCL's call blocks until the collectives under way have left their streams and all graphs
+    /// with collectives of the communicator are gone.
     fn abort(&self) -> AbortCompletion {
-        let (ended, end) = AbortCompletion::new();
-        // A library that blocks after all keeps the lock: then the process's end has to do.
+        let (sender, completion) = AbortCompletion::new();
+        // If the library blocks in a call, the communicator stays until the process ends.
         let raw = self.raw.try_lock_for(LOCK_LIMIT).and_then(|mut raw| raw.take());
         if let Some(raw) = raw {
             let (nccl, device) = (self.nccl, self.device.clone());
             let abort = move || {
-                let whole = raw;
+                // Moves the whole `Raw`, which is `Send`.
+                let raw = raw;
                 if device.bind().is_ok() {
-                    // SAFETY: it lives, and nobody else has it any more.
-                    unsafe { (nccl.table.abort)(whole.0) };
+                    // SAFETY: the communicator exists; it was taken out of the handle, so this is its only user.
+                    unsafe { (nccl.table.abort)(raw.0) };
                 }
-                drop(ended);
+                drop(sender);
             };
-            // Without a thread it stays as it is until the process ends.
-            let _spawned = std::thread::Builder::new().name("nccl abort".to_owned()).spawn(abort);
+            // Without a thread, the communicator stays until the process ends.
+            let _ = std::thread::Builder::new().name("nccl abort".to_owned()).spawn(abort);
         }
-        end
+        completion
     }
 }
 
 impl Drop for Handle {
-    /// In peace if nothing is under way; who drops it has seen to that.
+    /// Finalizes and destroys the communicator; its owner has waited for the collectives under way.
     fn drop(&mut self) {
         if self.raw.lock().is_none() || self.device.bind().is_err() {
             return;
         }
-        // SAFETY: the communicator lives.
+        // SAFETY: `with` passes an existing communicator.
         let finalize = |raw| unsafe { (self.nccl.table.finalize)(raw) };
         let no_failure = || None;
         let finalized = self.with(finalize, &no_failure);
@@ -397,7 +397,7 @@ impl Drop for Handle {
             return self.abort().wait();
         }
         if let Some(raw) = self.raw.lock().take() {
-            // SAFETY: it lives, is finalized, and nobody else has it any more.
+            // SAFETY: the communicator exists and is finalized; it was taken out of the handle, so this is its only user.
             unsafe { (self.nccl.table.destroy)(raw.0) };
         }
     }

@@ -1,9 +1,9 @@
-//! NCCL's library, found at run time, and its functions.
+//! The NCCL library, found at run time, and its functions.
 //!
-//! The types are cudarc's, made from NVIDIA's headers. Its functions are not used: they panic where the library or a
-//! function is missing, return codes as a Rust enum that a newer library's code does not fit, and never try the one
-//! name that NCCL's packages install, `libnccl.so.2`. What they are good for is below: each function here has the
-//! parameters that cudarc's has, or this file does not compile.
+//! The types are those of cudarc, generated from NVIDIA's headers. cudarc's functions are not used: they panic if the
+//! library or a function is missing, return a Rust enum that cannot hold the codes of newer libraries, and never try
+//! `libnccl.so.2`, the only name that NCCL's packages install. The signatures below are checked against cudarc's at
+//! compile time.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -23,13 +23,13 @@ const OLDEST: c_int = 21_800;
 
 macro_rules! table {
     ($($field:ident = $symbol:ident($($arg:ty),*);)*) => {
-        /// The functions that are used.
+        /// The functions used.
         pub(super) struct Table {
             $(pub(super) $field: unsafe extern "C" fn($($arg),*) -> c_int,)*
-            /// Takes any code, so it does not take cudarc's enum.
+            /// Accepts any code, hence not cudarc's enum.
             error_string: unsafe extern "C" fn(c_int) -> *const c_char,
             last_error: unsafe extern "C" fn(sys::ncclComm_t) -> *const c_char,
-            /// The code is written as a number, whichever it is.
+            /// Writes any code, hence not cudarc's enum.
             pub(super) async_error: unsafe extern "C" fn(sys::ncclComm_t, *mut c_int) -> c_int,
             /// Since 2.19.
             pub(super) register: Option<Register>,
@@ -39,9 +39,9 @@ macro_rules! table {
         $(const _: unsafe fn($($arg),*) -> sys::ncclResult_t = sys::$symbol;)*
 
         impl Table {
-            #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
+            #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof holds for all of them")]
             fn load(library: &Library) -> Result<Self, MissingFunction> {
-                // SAFETY: each field has the signature that NVIDIA's headers give the function.
+                // SAFETY: each field has the signature of its function in NVIDIA's headers.
                 unsafe {
                     Ok(Self {
                         $($field: library.function(stringify!($symbol))?,)*
@@ -103,41 +103,41 @@ pub(super) struct Nccl {
 }
 
 impl Nccl {
-    /// The library of this machine; looked for once in a process.
+    /// The library of this machine, searched once per process.
     pub(super) fn get() -> Result<&'static Self, CommError> {
         static FOUND: OnceLock<Result<Nccl, CommError>> = OnceLock::new();
         FOUND.get_or_init(|| Self::find_among(&SEARCH.paths())).as_ref().map_err(Clone::clone)
     }
 
-    /// Loads the first library of `paths` that loads.
+    /// The first library of `paths` that can be loaded.
     fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CommError> {
-        // SAFETY: the names are NCCL's, or the user's choice.
+        // SAFETY: the paths name NCCL, or a library that the user chose; its initializers are sound to run.
         let library =
             unsafe { Library::open(paths) }.map_err(|tried| CommError::NoLibrary { name: "NCCL", tried })?;
         let table = Table::load(&library).map_err(|error| back_end(error.to_string()))?;
         let mut version = 0;
-        // SAFETY: writes one number.
+        // SAFETY: the function writes one `c_int` to the pointer, which is valid.
         let code = unsafe { (table.get_version)(&raw mut version) };
         let nccl = Self { table, version };
         nccl.check("ncclGetVersion", code)?;
         if version < OLDEST {
             let (has, needs) = (version_text(version as u64), version_text(OLDEST as u64));
             let path = library.path();
-            return Err(back_end(format!("{path} is NCCL {has}; {needs} is the oldest that can be used")));
+            return Err(back_end(format!("{path} is NCCL {has}, but {needs} or later is needed")));
         }
         Ok(nccl)
     }
 
-    /// An error for any code but success. (Calls of a communicator that does not block may also be in progress.)
+    /// Returns an error for any code but success. Not for calls of a communicator, which may be in progress.
     pub(super) fn check(&self, call: &str, code: c_int) -> Result<(), CommError> {
         if code == SUCCESS { Ok(()) } else { Err(back_end(self.message(call, code))) }
     }
 
-    /// NCCL's own words for a code, and for what led to it.
+    /// NCCL's text for a code, and its last error.
     pub(super) fn message(&self, call: &str, code: c_int) -> String {
-        // SAFETY: takes any code, returns a static string.
+        // SAFETY: the function accepts any code and returns a static string.
         let name = text(unsafe { (self.table.error_string)(code) });
-        // SAFETY: the communicator is not used; returns a string that stays until the next error of this thread.
+        // SAFETY: the function ignores the communicator; its string is valid until this thread's next error.
         let detail = text(unsafe { (self.table.last_error)(std::ptr::null_mut()) });
         let name = name.unwrap_or_else(|| format!("error {code}"));
         match detail.map(|detail| detail.trim().to_owned()).filter(|detail| !detail.is_empty()) {
@@ -151,7 +151,7 @@ fn text(text: *const c_char) -> Option<String> {
     if text.is_null() {
         return None;
     }
-    // SAFETY: a string of the library, which is never unloaded.
+    // SAFETY: not null, so a C string of the library, which is never unloaded.
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
@@ -161,9 +161,9 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn a_missing_library_is_an_error_that_names_what_was_tried() {
+    fn missing_library_error_names_the_paths() {
         let Err(error) = Nccl::find_among(&["libno-such-nccl.so.2", "libnor-this.so"]) else {
-            panic!("there is no such library")
+            panic!("a library that does not exist was found")
         };
         let CommError::NoLibrary { name: "NCCL", tried } = &error else { panic!("{error}") };
         assert_eq!(tried.len(), 2);
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn another_library_in_its_place_is_an_error_that_names_the_function() {
+    fn wrong_library_error_names_the_function() {
         let Err(error) = Nccl::find_among(&["libc.so.6"]) else { panic!("libc is not NCCL") };
         assert!(error.to_string().contains("libc.so.6 has no function ncclGetVersion"), "{error}");
     }

@@ -1,410 +1,225 @@
-//! What the processes of a world tell each other beside the data, and how it lies on the wire: a length, a kind, words
-//! and texts, all little-endian. What comes from the wire is checked; nothing in it makes this code panic.
+//! Messages of the control plane, between each rank and the coordinator. Ranks are those of the whole world.
 
-use crate::call::{Call, Segments};
-use crate::call_codec::{call_of, header};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::wire::decode;
+use crate::call::Call;
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
-/// The version of this protocol: all ranks must speak the same.
-pub(super) const VERSION: u32 = 2;
-/// No message is longer: one that says so is none.
-pub(super) const MAX_BYTES: usize = 1 << 26;
-/// How a rank begins to speak, so that a stranger at the port is told apart.
-const HELLO: &[u8; 8] = b"zero-rs\0";
+/// Protocol version. The coordinator refuses ranks of another version.
+pub(super) const VERSION: u32 = 3;
+/// Handshake magic; rejects unrelated connections.
+const MAGIC: [u8; 8] = *b"zero-rs\0";
 
-/// A communicator of the world: 0 is that of all ranks.
+/// A communicator of the world; 0 contains all ranks.
 pub(super) type Context = u32;
 
-/// From a rank to the hub, or from the hub to ranks. Ranks are those of the world.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The first frame of a connection, from a rank to the coordinator. New fields go to the end: the preamble keeps its
+/// layout in all versions, so that a rank of another version is refused by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    pub(super) preamble: Preamble,
+    pub(super) world_size: usize,
+    /// NCCL's version.
+    pub(super) library: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Preamble {
+    magic: [u8; 8],
+    pub(super) version: u32,
+    pub(super) rank: usize,
+}
+
+impl Hello {
+    pub(super) fn new(rank: usize, world_size: usize, library: u64) -> Self {
+        Self { preamble: Preamble { magic: MAGIC, version: VERSION, rank }, world_size, library }
+    }
+
+    /// Decodes the first frame of a connection. `None`: the peer is not a rank.
+    ///
+    /// # Errors
+    /// The rank has another version of the protocol.
+    pub(super) fn decode(frame: &[u8]) -> Result<Option<Self>, RendezvousError> {
+        match postcard::take_from_bytes(frame) {
+            Ok((Preamble { magic: MAGIC, version: VERSION, .. }, _)) => Ok(decode(frame).ok()),
+            Ok((Preamble { magic: MAGIC, version: got, rank }, _)) => {
+                Err(RendezvousError::Version { rank, got, expected: VERSION })
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+/// What a rank contributes to a meeting: a point where all ranks of a communicator wait for each other. Splits and
+/// registrations share one count of meetings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum MeetingEntry {
+    Split(SplitRequest),
+    /// Bytes that the rank registered; `None` if it failed to.
+    Registration(Option<u64>),
+}
+
+impl MeetingEntry {
+    pub(super) fn kind(self) -> &'static str {
+        match self {
+            Self::Split(_) => "split",
+            Self::Registration(_) => "registration",
+        }
+    }
+}
+
+/// All frames after the first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
-    /// A rank comes.
-    Hello { version: u32, rank: u64, world_size: u64, library: u64 },
-    /// All are here; the id that they initialise NCCL with.
+    /// All ranks have joined; `id` initializes NCCL.
     Welcome { id: Vec<u8> },
-    /// They do not come together.
+    /// The rendezvous failed.
     Refused { error: RendezvousError },
     /// The rank's next call on a communicator.
     Called { context: Context, call: Call },
-    /// How many of its calls the rank's streams have reached, and ended.
+    /// The number of calls that the rank's streams have reached and ended.
     Progress { context: Context, reached: u64, ended: u64 },
-    /// A collective of the rank takes longer than its limit.
-    Late { context: Context, sequence: u64, call: Call, limit_ms: u64 },
-    /// To the hub: the rank failed. From the hub: the world did, by this.
+    /// A collective of the rank exceeded its limit.
+    Late { context: Context, sequence: u64, call: Call, limit: Duration },
+    /// To the coordinator: the rank failed. From the coordinator: the failure of the world.
     Failed { error: CommError },
-    /// The rank comes to meeting `number` of a communicator, which is a split: what it asks. (Splits and
-    /// registrations are counted together: they are what all ranks of a communicator wait for.)
-    Split { context: Context, number: u64, request: SplitRequest },
-    /// All have: what they ask, in rank order of the communicator, and the number of the first new one, which is the
-    /// least color's; the next color's is the next.
-    SplitDone { context: Context, number: u64, first: Context, requests: Vec<SplitRequest> },
-    /// The rank comes to meeting `number`, which is a registration: the bytes it has registered, if it could.
-    Register { context: Context, number: u64, bytes: Option<u64> },
-    /// All have: the bytes of each, in rank order of the communicator.
-    RegisterDone { context: Context, number: u64, bytes: Vec<Option<u64>> },
-    /// The rank waits in that meeting longer than its limit.
-    LateMeeting { context: Context, number: u64, limit_ms: u64 },
-    /// The rank gives up a communicator, after this many calls.
+    /// The rank waits in meeting `number` of a communicator.
+    Meet { context: Context, number: u64, entry: MeetingEntry },
+    /// All ranks wait in that meeting; the entries are in rank order of the communicator. Of a split, `first` is the
+    /// communicator of the least color; the following colors have the following numbers.
+    Met { context: Context, number: u64, first: Context, entries: Vec<MeetingEntry> },
+    /// The rank waited in that meeting for longer than its limit.
+    LateMeeting { context: Context, number: u64, limit: Duration },
+    /// The rank dropped a communicator, after `done` calls.
     Left { context: Context, done: u64 },
-    /// To the hub: the rank ends well. From the hub: rank 0 did, and nobody listens any more.
+    /// To the coordinator: the rank ends without an error. From the coordinator: rank 0 does, and the coordinator too.
     Goodbye,
-    /// Nothing new.
+    /// Keepalive.
     Alive,
-}
-
-struct Writer(Vec<u8>);
-
-impl Writer {
-    fn word(mut self, word: u64) -> Self {
-        self.0.extend(word.to_le_bytes());
-        self
-    }
-
-    fn bytes(self, bytes: &[u8]) -> Self {
-        let mut out = self.word(bytes.len() as u64);
-        out.0.extend(bytes);
-        out
-    }
-
-    fn text(self, text: &str) -> Self {
-        self.bytes(text.as_bytes())
-    }
-
-    fn words(self, words: impl ExactSizeIterator<Item = u64>) -> Self {
-        let out = self.word(words.len() as u64);
-        words.fold(out, Self::word)
-    }
-
-    fn call(self, call: &Call) -> Self {
-        let counts = if let Segments::Uneven(counts) = &call.segments { counts.len() } else { 0 };
-        self.words(header(call, counts).into_iter())
-    }
-
-    fn error(self, error: &CommError) -> Self {
-        match error {
-            CommError::Mismatch { sequence, rank, call, other_rank, other_call } => {
-                self.word(0).word(*sequence).word(*rank as u64).call(call).word(*other_rank as u64).call(other_call)
-            }
-            CommError::Stalled { sequence, call, rank, limit, done } => {
-                let limit = limit.as_millis().try_into().unwrap_or(u64::MAX);
-                self.word(1).word(*sequence).call(call).word(*rank as u64).word(limit).word(*done)
-            }
-            CommError::Left { sequence, call, rank, done } => {
-                self.word(2).word(*sequence).call(call).word(*rank as u64).word(*done)
-            }
-            CommError::Skipped { sequence, call, rank, stream } => {
-                self.word(3).word(*sequence).call(call).word(*rank as u64).text(stream)
-            }
-            CommError::Aborted { rank, reason } => self.word(4).word(*rank as u64).text(reason),
-            CommError::Peer { rank, message } => self.word(5).word(*rank as u64).text(message),
-            CommError::BackEnd { message, .. } => self.word(6).text(message),
-            other => self.word(6).text(&other.to_string()),
-        }
-    }
-
-    fn refusal(self, error: &RendezvousError) -> Self {
-        let (kind, a, b, c) = match error {
-            RendezvousError::WorldSize { rank, says, expected } => (0, *rank, *says as u64, *expected as u64),
-            RendezvousError::Version { rank, says, expected } => (1, *rank, u64::from(*says), u64::from(*expected)),
-            RendezvousError::Library { rank, says, expected } => (2, *rank, *says, *expected),
-            RendezvousError::Twice { rank } => (3, *rank, 0, 0),
-            RendezvousError::Died { rank } => (6, *rank, 0, 0),
-            RendezvousError::Missing { ranks, world_size, limit } => {
-                let (limit, size) = (limit.as_millis().try_into().unwrap_or(u64::MAX), *world_size as u64);
-                return self.word(4).word(limit).word(size).words(ranks.iter().map(|&r| r as u64));
-            }
-            RendezvousError::Broken { message } => return self.word(5).text(message),
-            other => return self.word(5).text(&other.to_string()),
-        };
-        self.word(kind).word(a as u64).word(b).word(c)
-    }
-}
-
-struct Reader<'a>(&'a [u8]);
-
-impl Reader<'_> {
-    fn word(&mut self) -> Option<u64> {
-        let (word, rest) = self.0.split_first_chunk::<8>()?;
-        self.0 = rest;
-        Some(u64::from_le_bytes(*word))
-    }
-
-    fn size(&mut self) -> Option<usize> {
-        self.word()?.try_into().ok()
-    }
-
-    fn bytes(&mut self) -> Option<Vec<u8>> {
-        let len = self.size()?;
-        let (bytes, rest) = self.0.split_at_checked(len)?;
-        self.0 = rest;
-        Some(bytes.to_vec())
-    }
-
-    fn text(&mut self) -> Option<String> {
-        Some(String::from_utf8_lossy(&self.bytes()?).into_owned())
-    }
-
-    fn words(&mut self) -> Option<Vec<u64>> {
-        // As many as are there, however many it says.
-        let len = self.size().filter(|len| *len <= self.0.len() / 8)?;
-        (0..len).map(|_| self.word()).collect()
-    }
-
-    fn call(&mut self) -> Option<Call> {
-        call_of(&self.words()?)
-    }
-
-    fn context(&mut self) -> Option<Context> {
-        self.word()?.try_into().ok()
-    }
-
-    fn error(&mut self) -> Option<CommError> {
-        let milliseconds = std::time::Duration::from_millis;
-        Some(match self.word()? {
-            0 => CommError::Mismatch {
-                sequence: self.word()?,
-                rank: self.size()?,
-                call: Box::new(self.call()?),
-                other_rank: self.size()?,
-                other_call: Box::new(self.call()?),
-            },
-            1 => CommError::Stalled {
-                sequence: self.word()?,
-                call: Box::new(self.call()?),
-                rank: self.size()?,
-                limit: milliseconds(self.word()?),
-                done: self.word()?,
-            },
-            2 => CommError::Left {
-                sequence: self.word()?,
-                call: Box::new(self.call()?),
-                rank: self.size()?,
-                done: self.word()?,
-            },
-            3 => CommError::Skipped {
-                sequence: self.word()?,
-                call: Box::new(self.call()?),
-                rank: self.size()?,
-                stream: self.text()?,
-            },
-            4 => CommError::Aborted { rank: self.size()?, reason: self.text()? },
-            5 => CommError::Peer { rank: self.size()?, message: self.text()? },
-            6 => CommError::BackEnd { back_end: "nccl", message: self.text()? },
-            _ => return None,
-        })
-    }
-
-    fn refusal(&mut self) -> Option<RendezvousError> {
-        Some(match self.word()? {
-            0 => RendezvousError::WorldSize { rank: self.size()?, says: self.size()?, expected: self.size()? },
-            1 => RendezvousError::Version { rank: self.size()?, says: self.context()?, expected: self.context()? },
-            2 => RendezvousError::Library { rank: self.size()?, says: self.word()?, expected: self.word()? },
-            kind @ (3 | 6) => {
-                let rank = self.size()?;
-                self.word()?;
-                self.word()?;
-                if kind == 3 { RendezvousError::Twice { rank } } else { RendezvousError::Died { rank } }
-            }
-            4 => {
-                let (limit, world_size) = (std::time::Duration::from_millis(self.word()?), self.size()?);
-                let ranks = self.words()?.into_iter().map(|r| r as usize).collect();
-                RendezvousError::Missing { ranks, world_size, limit }
-            }
-            5 => RendezvousError::Broken { message: self.text()? },
-            _ => return None,
-        })
-    }
-}
-
-fn option_words(option: &Option<u64>) -> [u64; 2] {
-    [u64::from(option.is_some()), option.unwrap_or(0)]
-}
-
-fn option_of(words: &[u64]) -> Option<Option<u64>> {
-    let [is_some, value] = words else { return None };
-    Some((*is_some == 1).then_some(*value))
-}
-
-fn request_words(request: &SplitRequest) -> [u64; 3] {
-    let [has_color, color] = option_words(&request.color);
-    [has_color, color, request.key]
-}
-
-fn request_of(words: &[u64]) -> Option<SplitRequest> {
-    let (key, color) = words.split_last()?;
-    Some(SplitRequest { color: option_of(color)?, key: *key })
-}
-
-impl Message {
-    /// Its length and what follows.
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let start = |kind: u8| Writer(vec![0, 0, 0, 0, kind]);
-        let mut out = match self {
-            Self::Hello { version, rank, world_size, library } => {
-                start(0).bytes(HELLO).word(u64::from(*version)).word(*rank).word(*world_size).word(*library)
-            }
-            Self::Welcome { id } => start(1).bytes(id),
-            Self::Refused { error } => start(2).refusal(error),
-            Self::Called { context, call } => start(3).word(u64::from(*context)).call(call),
-            Self::Progress { context, reached, ended } => {
-                start(4).word(u64::from(*context)).word(*reached).word(*ended)
-            }
-            Self::Late { context, sequence, call, limit_ms } => {
-                start(5).word(u64::from(*context)).word(*sequence).call(call).word(*limit_ms)
-            }
-            Self::Failed { error } => start(6).error(error),
-            Self::Split { context, number, request } => {
-                start(7).word(u64::from(*context)).word(*number).words(request_words(request).into_iter())
-            }
-            Self::SplitDone { context, number, first, requests } => {
-                let words: Vec<u64> = requests.iter().flat_map(request_words).collect();
-                start(8).word(u64::from(*context)).word(*number).word(u64::from(*first)).words(words.into_iter())
-            }
-            Self::Left { context, done } => start(9).word(u64::from(*context)).word(*done),
-            Self::Goodbye => start(10),
-            Self::Alive => start(11),
-            Self::LateMeeting { context, number, limit_ms } => {
-                start(12).word(u64::from(*context)).word(*number).word(*limit_ms)
-            }
-            Self::Register { context, number, bytes } => {
-                start(13).word(u64::from(*context)).word(*number).words(option_words(bytes).into_iter())
-            }
-            Self::RegisterDone { context, number, bytes } => {
-                let words: Vec<u64> = bytes.iter().flat_map(option_words).collect();
-                start(14).word(u64::from(*context)).word(*number).words(words.into_iter())
-            }
-        }
-        .0;
-        let len = (out.len() - 4) as u32;
-        out[..4].copy_from_slice(&len.to_le_bytes());
-        out
-    }
-
-    /// A message without its length; none if it is not one.
-    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (kind, rest) = bytes.split_first()?;
-        let mut r = Reader(rest);
-        let message = match kind {
-            0 => {
-                (r.bytes()? == HELLO).then_some(())?;
-                let version = r.context()?;
-                Self::Hello { version, rank: r.word()?, world_size: r.word()?, library: r.word()? }
-            }
-            1 => Self::Welcome { id: r.bytes()? },
-            2 => Self::Refused { error: r.refusal()? },
-            3 => Self::Called { context: r.context()?, call: r.call()? },
-            4 => Self::Progress { context: r.context()?, reached: r.word()?, ended: r.word()? },
-            5 => {
-                let (context, sequence) = (r.context()?, r.word()?);
-                Self::Late { context, sequence, call: r.call()?, limit_ms: r.word()? }
-            }
-            6 => Self::Failed { error: r.error()? },
-            7 => Self::Split { context: r.context()?, number: r.word()?, request: request_of(&r.words()?)? },
-            8 => {
-                let (context, number, first) = (r.context()?, r.word()?, r.context()?);
-                let words = r.words()?;
-                let requests = words.chunks(3).map(request_of).collect::<Option<_>>()?;
-                Self::SplitDone { context, number, first, requests }
-            }
-            9 => Self::Left { context: r.context()?, done: r.word()? },
-            10 => Self::Goodbye,
-            11 => Self::Alive,
-            12 => Self::LateMeeting { context: r.context()?, number: r.word()?, limit_ms: r.word()? },
-            13 => Self::Register { context: r.context()?, number: r.word()?, bytes: option_of(&r.words()?)? },
-            14 => {
-                let (context, number, words) = (r.context()?, r.word()?, r.words()?);
-                let bytes = words.chunks(2).map(option_of).collect::<Option<_>>()?;
-                Self::RegisterDone { context, number, bytes }
-            }
-            _ => return None,
-        };
-        r.0.is_empty().then_some(message)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use proptest::prelude::*;
     use zero_alloc::device::DType;
 
+    use super::super::wire::{encode, take_frame};
     use super::*;
+    use crate::call::Segments;
     use crate::{Collective, ReduceOp};
 
-    fn call(segments: Segments) -> Call {
-        let (op, dtype) = (Some(ReduceOp::Avg), DType::Bf16);
-        Call { collective: Collective::ReduceScatter, op, dtype, segments, root: None, control: false }
+    fn calls() -> impl Strategy<Value = Call> {
+        let segments = prop_oneof![
+            any::<usize>().prop_map(Segments::Even),
+            any::<usize>().prop_map(Segments::Balanced),
+            prop::collection::vec(any::<usize>(), 0..9).prop_map(|counts| Segments::Uneven(counts.into())),
+        ];
+        let ops = prop::sample::select(vec![None, Some(ReduceOp::Sum), Some(ReduceOp::Avg), Some(ReduceOp::Max)]);
+        let dtypes = prop::sample::select(vec![DType::U8, DType::F16, DType::Bf16, DType::F32, DType::F64]);
+        let collectives = prop::sample::select(&Collective::ALL[..]);
+        (collectives, ops, dtypes, segments, any::<Option<usize>>(), any::<bool>()).prop_map(
+            |(collective, op, dtype, segments, root, control)| Call { collective, op, dtype, segments, root, control },
+        )
     }
 
-    fn all() -> Vec<Message> {
-        let (even, uneven) = (call(Segments::Even(7)), call(Segments::Uneven([1, 0, 5].into())));
-        let (boxed, other) = (Box::new(even.clone()), Box::new(uneven.clone()));
-        let limit = Duration::from_millis(1500);
-        let errors = [
-            CommError::Mismatch { sequence: 4, rank: 1, call: boxed.clone(), other_rank: 2, other_call: other },
-            CommError::Stalled { sequence: 4, call: boxed.clone(), rank: 1, limit, done: 3 },
-            CommError::Left { sequence: 4, call: boxed.clone(), rank: 1, done: 3 },
-            CommError::Skipped { sequence: 4, call: boxed, rank: 1, stream: "comm".into() },
-            CommError::Aborted { rank: 2, reason: "on purpose".into() },
-            CommError::Peer { rank: 2, message: "gone".into() },
-            CommError::BackEnd { back_end: "nccl", message: "no".into() },
-        ];
-        let refusals = [
-            RendezvousError::WorldSize { rank: 1, says: 3, expected: 2 },
-            RendezvousError::Version { rank: 1, says: 3, expected: 2 },
-            RendezvousError::Library { rank: 1, says: 21_800, expected: 23_007 },
-            RendezvousError::Twice { rank: 1 },
-            RendezvousError::Died { rank: 1 },
-            RendezvousError::Missing { ranks: vec![1, 3], world_size: 4, limit },
-            RendezvousError::Broken { message: "so".into() },
-        ];
-        let requests = vec![SplitRequest { color: Some(7), key: 1 }, SplitRequest { color: None, key: 9 }];
-        let mut all = vec![
-            Message::Hello { version: 1, rank: 2, world_size: 3, library: 4 },
-            Message::Welcome { id: vec![1; 128] },
-            Message::Called { context: 1, call: even.clone() },
-            Message::Called { context: 1, call: uneven },
-            Message::Progress { context: 1, reached: 2, ended: 3 },
-            Message::Late { context: 1, sequence: 2, call: even, limit_ms: 3 },
-            Message::Split { context: 1, number: 2, request: requests[0] },
-            Message::SplitDone { context: 1, number: 2, first: 5, requests },
-            Message::Register { context: 1, number: 2, bytes: Some(3) },
-            Message::RegisterDone { context: 1, number: 2, bytes: vec![None, Some(1 << 33)] },
-            Message::Left { context: 1, done: 2 },
-            Message::LateMeeting { context: 1, number: 2, limit_ms: 3 },
-            Message::Goodbye,
-            Message::Alive,
-        ];
-        all.extend(errors.map(|error| Message::Failed { error }));
-        all.extend(refusals.map(|error| Message::Refused { error }));
-        all
-    }
-
-    #[test]
-    fn every_message_survives_the_wire_and_no_part_of_it_does() {
-        for message in all() {
-            let bytes = message.encode();
-            assert_eq!(u32::from_le_bytes(bytes[..4].try_into().unwrap()) as usize, bytes.len() - 4);
-            for end in 5..bytes.len() {
-                assert_eq!(Message::decode(&bytes[4..end]), None, "{message:?} cut at {end}");
+    fn errors() -> impl Strategy<Value = CommError> {
+        let fields = (any::<u64>(), calls(), any::<usize>(), any::<u64>(), ".{0,9}", any::<Duration>());
+        (0..7, fields, calls()).prop_map(|(kind, (sequence, call, rank, done, text, limit), other)| {
+            let (call, other_call) = (Box::new(call), Box::new(other));
+            match kind {
+                0 => CommError::Mismatch { sequence, rank, call, other_rank: done as usize, other_call },
+                1 => CommError::Stalled { sequence, call, rank, limit, done },
+                2 => CommError::Left { sequence, call, rank, done },
+                3 => CommError::Skipped { sequence, call, rank, stream: text },
+                4 => CommError::Panicked { sequence, call, rank },
+                5 => CommError::Aborted { rank, reason: text },
+                _ => CommError::Peer { rank, message: text },
             }
-            assert_eq!(Message::decode(&bytes[4..]), Some(message));
-        }
+        })
+    }
+
+    fn refusals() -> impl Strategy<Value = RendezvousError> {
+        (0..7, any::<[usize; 3]>(), any::<u32>(), ".{0,9}", any::<Duration>()).prop_map(
+            |(kind, [rank, got, expected], version, message, limit)| match kind {
+                0 => RendezvousError::WorldSize { rank, got, expected },
+                1 => RendezvousError::Version { rank, got: version, expected: VERSION },
+                2 => RendezvousError::Library { rank, got: got as u64, expected: expected as u64 },
+                3 => RendezvousError::Twice { rank },
+                4 => RendezvousError::Died { rank },
+                5 => RendezvousError::Missing { ranks: vec![rank, got], world_size: expected, limit },
+                _ => RendezvousError::Broken { message },
+            },
+        )
+    }
+
+    fn messages() -> impl Strategy<Value = Message> {
+        let entries = prop_oneof![
+            (any::<Option<u64>>(), any::<u64>())
+                .prop_map(|(color, key)| MeetingEntry::Split(SplitRequest { color, key })),
+            any::<Option<u64>>().prop_map(MeetingEntry::Registration),
+        ];
+        let numbers = (any::<Context>(), any::<u64>(), any::<u64>());
+        prop_oneof![
+            prop::collection::vec(any::<u8>(), 0..200).prop_map(|id| Message::Welcome { id }),
+            refusals().prop_map(|error| Message::Refused { error }),
+            errors().prop_map(|error| Message::Failed { error }),
+            (numbers.clone(), calls(), any::<Duration>(), prop::collection::vec(entries, 1..9), 0..8).prop_map(
+                |((context, a, b), call, limit, entries, kind)| match kind {
+                    0 => Message::Called { context, call },
+                    1 => Message::Progress { context, reached: a, ended: b },
+                    2 => Message::Late { context, sequence: a, call, limit },
+                    3 => Message::Meet { context, number: a, entry: entries[0] },
+                    4 => Message::Met { context, number: a, first: b as Context, entries },
+                    5 => Message::LateMeeting { context, number: a, limit },
+                    6 => Message::Left { context, done: a },
+                    _ => [Message::Goodbye, Message::Alive][b as usize % 2].clone(),
+                }
+            ),
+        ]
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_message_or_none(index in any::<prop::sample::Index>(), at in 4..200usize, byte in any::<u8>()) {
-            // A message with one byte changed.
-            let all = all();
-            let mut bytes = index.get(&all).encode();
-            let at = at.min(bytes.len() - 1);
-            bytes[at] = byte;
-            if let Some(message) = Message::decode(&bytes[4..]) {
-                prop_assert_eq!(Message::decode(&message.encode()[4..]), Some(message));
+        fn messages_survive_a_round_trip(message in messages(), cut in any::<prop::sample::Index>()) {
+            let mut bytes = encode(&message).unwrap();
+            let frame = take_frame(&mut bytes).unwrap().unwrap();
+            prop_assert!(bytes.is_empty());
+            prop_assert!(decode::<Message>(&frame[..cut.index(frame.len())]).is_err());
+            prop_assert!(decode::<Message>(&[&frame[..], &[0]].concat()).is_err());
+            prop_assert_eq!(decode::<Message>(&frame).unwrap(), message);
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Hello::decode(&bytes);
+            if let Ok(message) = decode::<Message>(&bytes) {
+                let mut again = encode(&message).unwrap();
+                prop_assert_eq!(decode::<Message>(&take_frame(&mut again).unwrap().unwrap()).unwrap(), message);
             }
         }
+
+        #[test]
+        fn damaged_messages_never_panic(message in messages(), at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+            let mut frame = take_frame(&mut encode(&message).unwrap()).unwrap().unwrap();
+            *at.get_mut(&mut frame) = byte;
+            let _ = decode::<Message>(&frame);
+        }
+    }
+
+    #[test]
+    fn only_a_rank_of_this_version_joins() {
+        let frame = |hello: &Hello| take_frame(&mut encode(hello).unwrap()).unwrap().unwrap();
+        let hello = Hello::new(3, 4, 23_007);
+        assert_eq!(Hello::decode(&frame(&hello)), Ok(Some(hello)));
+        let with = |preamble| frame(&Hello { preamble, ..hello });
+        let later = [with(Preamble { version: VERSION + 1, ..hello.preamble }), vec![1; 20]].concat();
+        let refused = RendezvousError::Version { rank: 3, got: VERSION + 1, expected: VERSION };
+        assert_eq!(Hello::decode(&later), Err(refused));
+        assert_eq!(Hello::decode(&with(Preamble { magic: *b"GET / HT", ..hello.preamble })), Ok(None));
+        assert_eq!(Hello::decode(&frame(&hello)[1..]), Ok(None));
     }
 }

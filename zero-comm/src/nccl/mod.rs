@@ -1,60 +1,57 @@
-//! Ranks as processes, one a GPU, over NVIDIA's NCCL.
+//! Ranks as processes, one per GPU, over NVIDIA's NCCL.
 //!
 //! ```no_run
 //! use zero_alloc::cuda::CudaDevice;
 //! use zero_comm::CommOptions;
 //! use zero_comm::nccl::{NcclCommunicator, Ranks};
 //!
-//! // Under torchrun, mpirun or srun; who else starts processes sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-//! let ranks = Ranks::from_env()?.expect("somebody started several processes");
+//! // Set by torchrun, mpirun or srun; otherwise set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+//! let ranks = Ranks::from_env()?.expect("several processes");
 //! let device = CudaDevice::open(ranks.local_rank)?;
 //! let comm = NcclCommunicator::join(&device, &ranks, CommOptions::default())?;
 //! # Ok::<(), zero_comm::CommError>(())
 //! ```
 //!
-//! It is compiled in every build; the library is found at run time (`ZERO_NCCL`, else `libnccl.so.2`), 2.18 or later.
+//! The library is found at run time (`ZERO_NCCL`, else `libnccl.so.2`), 2.18 or later.
 //!
-//! **Sums.** NCCL adds in an order of its own choice, and may round sums of fp16 and bf16 once a hop: with N ranks a
-//! result is within (N - 1) units in the last place of the travelling type, for N values of one sign, of the sum that
-//! the host's back ends round once. The same call on the same ranks gives the same bits again. What Max gives where
-//! one value is NaN is NCCL's to say.
+//! **Sums.** NCCL chooses the order of additions, and may round sums of fp16 and bf16 at each hop: with N ranks, the
+//! sum of N values of one sign is within (N - 1) units in the last place of the host back ends' sum, which rounds once.
+//! The same call on the same ranks repeats bit by bit. The result of Max with NaN is not specified.
 //!
-//! **Order.** One communicator runs its collectives one after the other, whatever streams they are on. Collectives of
-//! two communicators that are under way at once must be enqueued in one order on all ranks.
+//! **Order.** One communicator runs its collectives one after the other, even on different streams. Concurrent
+//! collectives of two communicators must be enqueued in the same order on all ranks.
 //!
-//! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, where memory is registered, and in
-//! the first collective of each kind, or on registered memory; always within the limit. Otherwise it only enqueues.
+//! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, in registration, and in the first
+//! collective of each kind or on registered memory; always within the limit. Otherwise it only enqueues.
 //!
-//! **Graphs.** A collective may be recorded once one of its kind has run. While it is recorded NCCL tries to have
-//! ranks open one another's buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` saves the attempt.
-//! NCCL gives a communicator up only when all graphs with its collectives are gone: drop them first.
+//! **Graphs.** A collective can be captured once one of its kind has run. During capture NCCL tries to open the peers'
+//! buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` avoids the attempt. NCCL releases a
+//! communicator only when all graphs with its collectives have been dropped: drop them first.
 //!
-//! **Registration.** NCCL copies through buffers of its own, unless it is told of the memory:
-//! [`NcclCommunicator::register_pool`], for a pool of
-//! [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
+//! **Registration.** Without it, NCCL copies through buffers of its own. [`NcclCommunicator::register_pool`] registers
+//! a pool of [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
 //! ```no_run
 //! # use zero_alloc::{Pool, cuda::CudaDevice};
 //! # use zero_comm::nccl::NcclCommunicator;
 //! # fn example(device: &CudaDevice, comm: &NcclCommunicator) -> Result<(), zero_alloc::device::DeviceError> {
-//! // For what collectives read and write; the rest stays in a pool of pages.
+//! // For the buffers of collectives; everything else stays in a pool of pages.
 //! let pool = Pool::new(device.clone().with_shareable_backings()?, 1 << 30);
 //! match comm.register_pool(&pool) {
 //!     Ok(registration) => println!("{registration:?}: keep it"),
-//!     Err(error) => println!("collectives copy, as without it: {error}"),
+//!     Err(error) => println!("collectives copy: {error}"),
 //! }
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! **Failure.** NCCL itself tells of few faults, and names no rank. So the processes of a world keep a second, thin
-//! connection: to the *hub*, a few threads in rank 0's process, at the address where they met. Off the critical path,
-//! some ten milliseconds later, the hub hears of every call and compares it with those of the others; it sees
-//! processes end; and it knows who is late. Whatever it finds ends the world on every rank with the same
-//! [`CommError`], in whose words ranks are those of the whole world. A call that differs from its peers' may have
-//! delivered nonsense, or have seemed to succeed, before that. What a recorded graph repeats is not seen: its
-//! collectives were compared when they were recorded, and a stall shows as the limit of whoever waits for the stream.
-//! Nor is a stream poisoned for them: before the results of a launch are believed, [`Communicator::failure`] must be
-//! asked.
+//! **Failure.** NCCL reports few faults and names no rank. So every process also keeps a TCP connection to the
+//! *coordinator*, a few threads in rank 0's process, at the address of the rendezvous. Within some ten milliseconds and
+//! off the critical path, the coordinator receives every call and compares it with the other ranks' calls; it also
+//! detects processes that end and ranks that are late. The first failure ends the world: every rank returns the same
+//! [`CommError`], whose ranks are those of the whole world. Until then, a call that differs from its peers' may return
+//! wrong results or success. The replays of a graph are not compared, only its capture: a stall shows as the timeout
+//! of a wait on the stream, and the stream is not poisoned, so check [`Communicator::failure`] before using the results
+//! of a launch.
 
 mod abort;
 mod config;
@@ -92,34 +89,34 @@ use library::Nccl;
 use message::Context;
 use world::{Operation, Transport, World};
 
-/// Whether NCCL is there, and which: `2.30.7`.
+/// The version of the NCCL library, such as `2.30.7`.
 ///
 /// # Errors
-/// [`CommError::NoLibrary`] names what was tried; or the library is too old, or not NCCL.
+/// [`CommError::NoLibrary`] if no library was found; [`CommError::BackEnd`] if it is too old or not NCCL.
 pub fn version() -> Result<String, CommError> {
     Nccl::get().map(|nccl| error::version_text(nccl.version as u64))
 }
 
-/// What the communicators of a process share.
+/// The state that a process's communicators share.
 struct Process {
     world: World,
-    /// A byte of the device for barriers. It is never freed: that would wait for the whole device.
+    /// One byte of device memory for barriers. It is never freed, because freeing waits for the whole device.
     barrier: AnySlice,
 }
 
-/// What the host thread of a rank changes when it enqueues.
+/// Counters of the calls of this rank.
 #[derive(Default)]
 struct Enqueued {
     sequence: u64,
-    /// Splits and registrations.
+    /// Splits and registrations together.
     meetings: u64,
 }
 
-/// One process's handle of a group of processes, each with a GPU. Dropping it gives the group up: the others get
-/// [`CommError::Left`] from what this rank has not called. It waits, some seconds at most, for the other ranks of the
-/// machine to do the same, and for graphs with its collectives to be gone: drop those first.
+/// One rank's communicator of a group of processes, each with a GPU. Once it is dropped, collectives that only the other
+/// ranks call fail with [`CommError::Left`]. Dropping waits, for some seconds at most, for the other ranks of the machine
+/// to drop theirs, and for graphs with its collectives: drop those first.
 pub struct NcclCommunicator {
-    // First, so that NCCL's communicator goes before the world does.
+    // The first field, so that NCCL's communicator is destroyed before the world.
     handle: Arc<Handle>,
     process: Arc<Process>,
     context: Context,
@@ -135,23 +132,23 @@ impl fmt::Debug for NcclCommunicator {
 }
 
 impl NcclCommunicator {
-    /// Joins the world that `ranks` speaks of, with `device` as this rank's GPU. Every process calls it, once.
+    /// Joins the world of `ranks`, with `device` as this rank's GPU. Every process calls it once.
     ///
     /// # Errors
-    /// There is no NCCL, the ranks do not meet within the limit, or NCCL cannot connect them.
+    /// NCCL was not found, the rendezvous failed or exceeded the limit, or NCCL cannot connect the ranks.
     pub fn join(device: &CudaDevice, ranks: &Ranks, options: CommOptions) -> Result<Self, CommError> {
         let (nccl, limit, begun) = (Nccl::get()?, options.limit, Instant::now());
         let joined = rendezvous::join(ranks, nccl.version as u64, || handle::unique_id(nccl), limit)?;
         let id = joined.id.clone();
         let world = World::start(joined, ranks.rank, limit)?;
-        let at = Memory::allocate(device, 1)?;
-        // SAFETY: never freed.
-        let barrier = unsafe { AnySlice::from_raw_parts(at.as_ptr(), 1, DType::U8) };
+        let memory = Memory::allocate(device, 1)?;
+        // SAFETY: the allocation has one byte and is never freed.
+        let barrier = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8) };
         let process = Arc::new(Process { world, barrier });
         let group = Group { rank: ranks.rank, world_size: ranks.world_size };
-        let left = limit.saturating_sub(begun.elapsed());
+        let remaining = limit.saturating_sub(begun.elapsed());
         let failure = || process.world.failure();
-        let handle = Handle::init(nccl, device, group, &id, (left, &failure));
+        let handle = Handle::init(nccl, device, group, &id, (remaining, &failure));
         let handle = handle.map_err(|interrupt| process.fail(interrupt, "NCCL did not connect the ranks", limit))?;
         Ok(Self::open(process, handle, 0, group))
     }
@@ -162,29 +159,24 @@ impl NcclCommunicator {
         Self { handle, process, context, group, enqueued: Mutex::default(), traffic: Mutex::default() }
     }
 
-    /// Enqueues the call with this number; the failure of the world if that fails.
+    /// Enqueues call `sequence`. An error is the failure of the world.
     fn run(&self, stream: &CudaStream, checked: &Checked, sequence: u64) -> Result<Operation, CommError> {
         let (world, call) = (&self.process.world, checked.call());
         let label = call.collective.name();
-        let refused = |error: DeviceError| {
-            let skipped = CommError::Skipped {
-                sequence,
-                call: Box::new(call.clone()),
-                rank: world.rank,
-                stream: stream.name().to_owned(),
-            };
-            world.fail(skipped);
+        let skipped = |error: DeviceError| {
+            let (call, rank, stream) = (Box::new(call.clone()), world.rank, stream.name().to_owned());
+            world.fail(CommError::Skipped { sequence, call, rank, stream });
             CommError::Device(error)
         };
-        let reached = stream.record().map_err(refused)?;
+        let reached = stream.record().map_err(skipped)?;
         let mut failure = None;
         let enqueued = stream.labelled(label, || {
             let raw = interop::raw_stream(stream);
-            let waiting = (world.limit, &|| world.failure() as Option<CommError>);
-            // SAFETY: a stream and a byte of the device.
-            let ran =
-                unsafe { self.handle.run(checked, self.group, self.process.barrier, raw, (waiting.0, waiting.1)) };
-            ran.map_err(|interrupt| {
+            let wait = (world.limit, &|| world.failure());
+            // SAFETY: `raw` is a stream of the communicator's device; `barrier` is one byte of it that is never freed.
+            let enqueued =
+                unsafe { self.handle.enqueue(checked, self.group, self.process.barrier, raw, (wait.0, wait.1)) };
+            enqueued.map_err(|interrupt| {
                 let error = match interrupt {
                     Interrupt::Late => world.late(self.context, sequence, call.clone()),
                     other => self.process.fail(other, label, world.limit),
@@ -196,10 +188,10 @@ impl NcclCommunicator {
         });
         match (enqueued, failure) {
             (_, Some(failure)) => return Err(failure),
-            (Err(error), None) => return Err(refused(error)),
+            (Err(error), None) => return Err(skipped(error)),
             (Ok(()), None) => {}
         }
-        let ended = stream.record().map_err(refused)?;
+        let ended = stream.record().map_err(skipped)?;
         let poisoned = stream.clone();
         Ok(Operation {
             call: call.clone(),
@@ -217,7 +209,7 @@ fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
 }
 
 impl Process {
-    /// Waits until the collectives of a communicator that are under way have ended.
+    /// Waits until no collective of a communicator is under way.
     fn drain(&self, context: Context) -> Result<(), CommError> {
         let (world, begun) = (&self.world, Instant::now());
         while world.under_way(context) > 0 {
@@ -225,7 +217,7 @@ impl Process {
                 return Err(failure);
             }
             if begun.elapsed() >= world.limit {
-                let message = format!("what was under way did not end within {:?}", world.limit);
+                let message = format!("collectives under way did not end within {:?}", world.limit);
                 return Err(CommError::Peer { rank: world.rank, message });
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -233,12 +225,12 @@ impl Process {
         Ok(())
     }
 
-    /// The world's failure, which `interrupt` is or becomes.
+    /// Ends the world because of `interrupt`; returns the failure.
     fn fail(&self, interrupt: Interrupt, what: &str, limit: Duration) -> CommError {
         let rank = self.world.rank;
         let error = match interrupt {
             Interrupt::World(failure) => return failure,
-            Interrupt::Failed(error) => CommError::Peer { rank, message: error.to_string() },
+            Interrupt::Failed(error) => error,
             Interrupt::Late => CommError::Peer { rank, message: format!("{what} within {limit:?}") },
         };
         self.world.fail(error)
@@ -248,7 +240,7 @@ impl Process {
 impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
-        // What this rank enqueued is finished first, as its peers expect.
+        // The peers' collectives need this rank's part.
         if self.process.drain(self.context).is_err() {
             self.handle.abort().wait();
         }
@@ -263,7 +255,7 @@ impl Communicator<CudaDevice> for NcclCommunicator {
 
     fn enqueue(&self, stream: &CudaStream, checked: Checked) -> Result<(), CommError> {
         let world = &self.process.world;
-        // Held until it is enqueued, so that sequence numbers and NCCL's order agree.
+        // Held during the call, so that sequence numbers follow NCCL's order.
         let mut enqueued = self.enqueued.lock();
         let (sequence, call) = (enqueued.sequence, checked.call());
         if let Some(failure) = world.failure() {
@@ -282,7 +274,7 @@ impl Communicator<CudaDevice> for NcclCommunicator {
         let mut enqueued = self.enqueued.lock();
         let (world, number) = (&self.process.world, enqueued.meetings);
         enqueued.meetings += 1;
-        // NCCL splits what is idle.
+        // NCCL splits only an idle communicator.
         self.process.drain(self.context)?;
         let (first, requests) = world.split(self.context, number, SplitRequest { color, key })?;
         let colors = colors(&requests);

@@ -1,23 +1,23 @@
-//! Who this process is: what torchrun, Open MPI and Slurm say in variables of the environment.
+//! This process's rank, from the environment variables of torchrun, Open MPI and Slurm.
 //!
-//! | | torchrun, and whoever sets the same | Open MPI | Slurm (`srun`) |
+//! | | torchrun, or set by hand | Open MPI | Slurm (`srun`) |
 //! |---|---|---|---|
 //! | rank | `RANK` | `OMPI_COMM_WORLD_RANK` | `SLURM_PROCID` |
-//! | world_size | `WORLD_SIZE` | `OMPI_COMM_WORLD_SIZE` | `SLURM_STEP_NUM_TASKS` |
+//! | world size | `WORLD_SIZE` | `OMPI_COMM_WORLD_SIZE` | `SLURM_STEP_NUM_TASKS` |
 //! | local rank | `LOCAL_RANK` | `OMPI_COMM_WORLD_LOCAL_RANK` | `SLURM_LOCALID` |
-//! | host of rank 0 | `MASTER_ADDR` | `MASTER_ADDR`, or this machine if it has all ranks | `MASTER_ADDR`, or the first of the step's nodes |
-//! | port | `MASTER_PORT` | `MASTER_PORT`, or one made of the job's name | `MASTER_PORT`, or one made of the job's number |
+//! | host of rank 0 | `MASTER_ADDR` | `MASTER_ADDR`, or this machine if it has all ranks | `MASTER_ADDR`, or the step's first node |
+//! | port | `MASTER_PORT` | `MASTER_PORT`, or derived from the job's name | `MASTER_PORT`, or derived from the job's number |
 //!
-//! Slurm sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script too, which is no rank; the variables of a *step* are
-//! set by `srun` alone. A step of one task is no world. The agent of torchrun listens at `MASTER_PORT` itself (it says
-//! so in `TORCHELASTIC_USE_AGENT_STORE`); rank 0 takes the port after it.
+//! Slurm sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script too, which is not a rank; only `srun` sets the
+//! variables of a *step*. A step of one task is not a world. torchrun's agent listens at `MASTER_PORT` itself if
+//! `TORCHELASTIC_USE_AGENT_STORE` is set; then rank 0 uses the next port.
 
 use thiserror::Error;
 
-/// Who started the processes.
+/// The program that started the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// torchrun, `zero train` itself, or anything else that sets `RANK` and `WORLD_SIZE`.
+    /// torchrun, `zero train`, or any other program that sets `RANK` and `WORLD_SIZE`.
     Torchrun,
     /// `mpirun` of Open MPI.
     OpenMpi,
@@ -25,61 +25,61 @@ pub enum Launcher {
     Slurm,
 }
 
-/// This process among those that a launcher started.
+/// This process's place in the world that a launcher started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ranks {
     /// This process's rank.
     pub rank: usize,
-    /// How many ranks.
+    /// The number of ranks.
     pub world_size: usize,
-    /// Its number among the ranks of this machine: which GPU is its own.
+    /// The number of this process among those of its machine, which selects its GPU.
     pub local_rank: usize,
-    /// The machine of rank 0: a name or an address.
+    /// The name or address of rank 0's machine.
     pub host: String,
-    /// Where rank 0 listens.
+    /// The port at which rank 0 listens.
     pub port: u16,
-    /// Who said so.
+    /// The program that set the variables.
     pub launcher: Launcher,
 }
 
-/// Why the variables make no sense.
+/// The reason why the variables are inconsistent.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// A variable that belongs to the others is not there.
+    /// Some variables of a launcher are set, but not all.
     #[error("{present} is set, but {missing} is not")]
     Missing {
-        /// What is there.
+        /// A variable that is set.
         present: &'static str,
-        /// What is not.
+        /// The missing variable.
         missing: &'static str,
     },
-    /// A variable does not hold what it should.
+    /// A variable has a value of the wrong form.
     #[error("{variable}={value}: expected {expected}")]
     Value {
-        /// Which.
+        /// The variable.
         variable: &'static str,
-        /// What it holds.
+        /// Its value.
         value: String,
-        /// What it should hold.
+        /// A description of valid values.
         expected: &'static str,
     },
-    /// A rank beyond the world.
+    /// The rank is not less than the world size.
     #[error("{variable}={rank}, but there are {world_size} ranks")]
     Rank {
-        /// The variable that names the rank.
+        /// The variable of the rank.
         variable: &'static str,
-        /// What it says.
+        /// The rank.
         rank: usize,
-        /// How many there are.
+        /// The number of ranks.
         world_size: usize,
     },
 }
 
-/// Ports that are made up: above those of services, below those that systems give to clients.
-const MADE_UP_PORTS: std::ops::Range<u16> = 20_000..30_000;
+/// Derived ports: above the ports of services and below those of outgoing connections.
+const DERIVED_PORTS: std::ops::Range<u16> = 20_000..30_000;
 
-/// A way to look up variables.
+/// The lookup of a variable.
 struct Variables<F>(F);
 
 impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
@@ -114,25 +114,25 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         if rank >= world_size {
             return Err(LaunchError::Rank { variable: rank_name, rank, world_size });
         }
-        // Without one, all ranks are on this machine.
+        // If it is missing, all ranks are on this machine.
         let local_rank = self.number(local_name, "a number")?.unwrap_or(rank);
         Ok(Ranks { rank, world_size, local_rank, host, port, launcher })
     }
 }
 
 impl Ranks {
-    /// What the environment says; `None` where nobody started several processes.
+    /// This process's place by its environment; `None` if no launcher set the variables.
     ///
     /// # Errors
-    /// The variables do not fit together.
+    /// The variables are inconsistent.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
         Self::parse(|name| std::env::var(name).ok())
     }
 
-    /// The same, of variables from anywhere.
+    /// As [`from_env`](Self::from_env), from the variables that `variable` returns.
     ///
     /// # Errors
-    /// The variables do not fit together.
+    /// The variables are inconsistent.
     pub fn parse(variable: impl Fn(&'static str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
         let vars = Variables(variable);
         if vars.text("RANK").is_some() || vars.text("WORLD_SIZE").is_some() {
@@ -143,8 +143,8 @@ impl Ranks {
             }
             let host = vars.text("MASTER_ADDR").ok_or(missing("MASTER_ADDR"))?;
             let port = vars.port()?.ok_or(missing("MASTER_PORT"))?;
-            let taken = vars.text("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.eq_ignore_ascii_case("true"));
-            let port = if taken { port.checked_add(1).unwrap_or(port - 1) } else { port };
+            let agent_listens = vars.text("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.eq_ignore_ascii_case("true"));
+            let port = if agent_listens { port.checked_add(1).unwrap_or(port - 1) } else { port };
             let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
             return vars.world(Launcher::Torchrun, names, (host, port)).map(Some);
         }
@@ -155,7 +155,7 @@ impl Ranks {
             let missing = LaunchError::Missing { present: "OMPI_COMM_WORLD_RANK", missing: "MASTER_ADDR" };
             let host = vars.text("MASTER_ADDR").or(here).ok_or(missing)?;
             let job = vars.text("PMIX_NAMESPACE").unwrap_or_default();
-            let port = vars.port()?.unwrap_or_else(|| made_up_port(&job));
+            let port = vars.port()?.unwrap_or_else(|| derived_port(&job));
             return vars.world(Launcher::OpenMpi, names, (host, port)).map(Some);
         }
         if vars.number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?.is_some_and(|tasks| tasks > 1) {
@@ -168,20 +168,20 @@ impl Ranks {
             let host = vars.text("MASTER_ADDR").or(first).ok_or(missing)?;
             let text = |name| vars.text(name).unwrap_or_default();
             let job = format!("{}.{}", text("SLURM_JOB_ID"), text("SLURM_STEP_ID"));
-            let port = vars.port()?.unwrap_or_else(|| made_up_port(&job));
+            let port = vars.port()?.unwrap_or_else(|| derived_port(&job));
             return vars.world(Launcher::Slurm, names, (host, port)).map(Some);
         }
         Ok(None)
     }
 }
 
-/// A port that all processes of a job make up alike, and that another job on the machine seldom has.
-fn made_up_port(job: &str) -> u16 {
+/// The port of a job: the same in all its processes, and rarely that of another job on the machine.
+fn derived_port(job: &str) -> u16 {
     let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
-    MADE_UP_PORTS.start + (hash % MADE_UP_PORTS.len() as u64) as u16
+    DERIVED_PORTS.start + (hash % DERIVED_PORTS.len() as u64) as u16
 }
 
-/// The first of Slurm's list of nodes: `n1` of `n1,n2`, `rack-07` of `rack-[07-09,12],other`.
+/// The first node of a Slurm node list: `n1` of `n1,n2`, `rack-07` of `rack-[07-09,12],other`.
 fn first_node(list: &str) -> Option<String> {
     let end = |text: &str, ends: &[char]| text.find(ends).unwrap_or(text.len());
     let Some(open) = list.find('[').filter(|&open| open < end(list, &[','])) else {
@@ -191,7 +191,7 @@ fn first_node(list: &str) -> Option<String> {
     let (close, inside) = (list.find(']')?, list.get(open + 1..)?);
     let tail = &list[close + 1..];
     let tail = &tail[..end(tail, &[','])];
-    // A second bracket: a list of a kind that is rare; its first names are found alike.
+    // A second bracket in one name, which is rare.
     let tail = if tail.contains('[') { first_node(tail)? } else { tail.to_owned() };
     Some(format!("{}{}{tail}", &list[..open], &inside[..end(inside, &['-', ',', ']'])]))
 }
@@ -234,25 +234,25 @@ mod tests {
     }
 
     #[test]
-    fn torchruns_variables() {
+    fn torchrun_variables() {
         let ranks = parse(&TORCHRUN).unwrap().unwrap();
         let host = "node-0".to_owned();
         let launcher = Launcher::Torchrun;
         assert_eq!(ranks, Ranks { rank: 5, world_size: 8, local_rank: 1, host, port: 29500, launcher });
-        // The agent has the port.
+        // The agent listens at the port.
         let agent = parse(&with(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "True")).unwrap().unwrap();
         assert_eq!(agent.port, 29501);
-        // They win over Open MPI's and Slurm's.
+        // They take precedence over Open MPI's and Slurm's.
         assert_eq!(parse(&[&TORCHRUN[..], &OPEN_MPI, &SLURM].concat()).unwrap().unwrap(), ranks);
     }
 
     #[test]
-    fn open_mpis_variables() {
+    fn open_mpi_variables() {
         let ranks = parse(&OPEN_MPI).unwrap().unwrap();
         assert_eq!((ranks.rank, ranks.world_size, ranks.local_rank), (3, 4, 3));
         assert_eq!((ranks.host.as_str(), ranks.launcher), ("127.0.0.1", Launcher::OpenMpi));
-        assert!(MADE_UP_PORTS.contains(&ranks.port));
-        // Over several machines somebody must say where rank 0 is.
+        assert!(DERIVED_PORTS.contains(&ranks.port));
+        // On several machines, the address of rank 0 must be set.
         let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
         let missing = LaunchError::Missing { present: "OMPI_COMM_WORLD_RANK", missing: "MASTER_ADDR" };
         assert_eq!(parse(&spread), Err(missing));
@@ -260,18 +260,18 @@ mod tests {
     }
 
     #[test]
-    fn slurms_variables() {
+    fn slurm_variables() {
         let ranks = parse(&SLURM).unwrap().unwrap();
         assert_eq!((ranks.rank, ranks.world_size, ranks.local_rank), (2, 16, 2));
         assert_eq!((ranks.host.as_str(), ranks.launcher), ("gpu-007", Launcher::Slurm));
         assert_ne!(ranks.port, parse(&with(&SLURM, "SLURM_JOB_ID", "4712")).unwrap().unwrap().port);
-        // A batch script is no rank, and neither is a step of one task.
+        // Neither a batch script nor a step of one task is a rank.
         assert_eq!(parse(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16")]), Ok(None));
         assert_eq!(parse(&with(&SLURM, "SLURM_STEP_NUM_TASKS", "1")), Ok(None));
     }
 
     #[test]
-    fn lists_of_nodes() {
+    fn node_lists() {
         let cases =
             [("n1", "n1"), ("n1,n2", "n1"), ("r-[07-09,12],x", "r-07"), ("a[1,2]b,c", "a1b"), ("x,a[1-2]", "x")];
         for (list, first) in cases.into_iter().chain([("a[1-2]b[3-4]", "a1b3")]) {
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_is_named() {
+    fn errors_name_the_variable() {
         assert_eq!(parse(&[]), Ok(None));
         for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
             let rest: Vec<_> = TORCHRUN.into_iter().filter(|(n, _)| *n != name).collect();
@@ -301,7 +301,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_list_of_nodes_gives_a_node_or_none(list in "[a-c0-2\\[\\],-]{0,12}") {
+        fn arbitrary_node_lists_never_panic(list in "[a-c0-2\\[\\],-]{0,12}") {
             if let Some(node) = first_node(&list) {
                 prop_assert!(!node.contains(','), "{node}");
             }

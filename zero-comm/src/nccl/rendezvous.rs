@@ -1,34 +1,34 @@
-//! How the ranks find each other: at rank 0's address, each with its rank and what it was told of the world.
+//! The rendezvous: all ranks connect to the coordinator at rank 0's address.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use super::Ranks;
-use super::message::{Message, VERSION};
+use super::message::{Hello, Message};
 use super::server;
 use super::wire::{Incoming, prepare, send};
 use crate::{CommError, RendezvousError};
 
-/// The longest that one attempt to connect takes.
+/// Limit of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// Between attempts, at first and at most.
+/// First and longest pause between attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
-/// How much longer than rank 0 the others wait for its word.
+/// Time beyond the limit in which rank 0's answer can arrive.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// A rank that has met the others.
+/// A rank's connection to the coordinator, after all ranks have joined.
 pub(super) struct Joined {
-    /// What rank 0 made, for all.
+    /// Rank 0's id, which initializes NCCL.
     pub(super) id: Vec<u8>,
     pub(super) outgoing: TcpStream,
     pub(super) incoming: Incoming,
 }
 
-/// Meets the other ranks; rank 0 starts the hub, with what `make_id` makes.
+/// Joins the world. Rank 0 first starts the coordinator, with the id that `make_id` returns.
 ///
 /// # Errors
-/// They do not come together within `limit`, or `make_id` failed.
+/// The rendezvous failed or exceeded `limit`, or `make_id` failed.
 pub(super) fn join(
     ranks: &Ranks,
     library: u64,
@@ -38,18 +38,18 @@ pub(super) fn join(
     let address = format!("{}:{}", ranks.host, ranks.port);
     let stream = if ranks.rank == 0 {
         let listener = listen(ranks, &address)?;
-        let refused = |e: io::Error| RendezvousError::Listen { address: address.clone(), message: e.to_string() };
-        let here = reachable(listener.local_addr().map_err(refused)?);
-        server::start(listener, ranks.world_size, library, make_id()?, limit).map_err(refused)?;
-        TcpStream::connect_timeout(&here, ATTEMPT).map_err(refused)?
+        let failed = |e: io::Error| RendezvousError::Listen { address: address.clone(), message: e.to_string() };
+        let here = reachable(listener.local_addr().map_err(failed)?);
+        server::start(listener, ranks.world_size, library, make_id()?, limit).map_err(failed)?;
+        TcpStream::connect_timeout(&here, ATTEMPT).map_err(failed)?
     } else {
         connect(ranks, &address, limit)?
     };
-    Ok(meet(stream, ranks, library, limit)?)
+    Ok(handshake(stream, ranks, library, limit)?)
 }
 
-/// Listens at what `MASTER_ADDR` names; where that is not an address of this machine's own (a name of a service, an
-/// address that is translated), at all of them.
+/// Listens at `MASTER_ADDR`, or at all of this machine's addresses if `MASTER_ADDR` is none of them, as with the name
+/// of a service or a translated address.
 fn listen(ranks: &Ranks, address: &str) -> Result<TcpListener, RendezvousError> {
     let error = |e: io::Error| match e.kind() {
         io::ErrorKind::AddrInUse => RendezvousError::AddressInUse { address: address.to_owned() },
@@ -63,7 +63,7 @@ fn listen(ranks: &Ranks, address: &str) -> Result<TcpListener, RendezvousError> 
     }
 }
 
-/// Where rank 0 itself reaches its listener.
+/// The address at which rank 0 itself reaches its listener.
 fn reachable(mut listening: SocketAddr) -> SocketAddr {
     if listening.ip().is_unspecified() {
         listening.set_ip(IpAddr::V4(Ipv4Addr::LOCALHOST));
@@ -75,7 +75,7 @@ fn connect(ranks: &Ranks, address: &str, limit: Duration) -> Result<TcpStream, R
     let begun = Instant::now();
     let mut pause = PAUSES[0];
     loop {
-        // Names are resolved anew: in a cluster a node's name may come later than its peers.
+        // Each attempt resolves the name: in a cluster, rank 0's name can appear after the other ranks start.
         let most = limit.saturating_sub(begun.elapsed()).clamp(PAUSES[0], ATTEMPT);
         let attempt = (ranks.host.as_str(), ranks.port).to_socket_addrs().and_then(|addresses| {
             let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
@@ -100,21 +100,20 @@ fn connect(ranks: &Ranks, address: &str, limit: Duration) -> Result<TcpStream, R
     }
 }
 
-fn meet(stream: TcpStream, ranks: &Ranks, library: u64, limit: Duration) -> Result<Joined, RendezvousError> {
+fn handshake(stream: TcpStream, ranks: &Ranks, library: u64, limit: Duration) -> Result<Joined, RendezvousError> {
     let broken = |e: io::Error| RendezvousError::Broken { message: e.to_string() };
     prepare(&stream).map_err(broken)?;
-    let (rank, world_size) = (ranks.rank as u64, ranks.world_size as u64);
-    send(&stream, &[Message::Hello { version: VERSION, rank, world_size, library }]).map_err(broken)?;
+    send(&stream, &[Hello::new(ranks.rank, ranks.world_size, library)]).map_err(broken)?;
     let mut incoming = Incoming::new(stream.try_clone().map_err(broken)?);
     let deadline = Instant::now().checked_add(limit.saturating_add(GRACE));
     loop {
-        match incoming.next(server::BEAT).map_err(broken)? {
+        match incoming.next(server::KEEPALIVE).map_err(broken)? {
             Some(Message::Welcome { id }) => return Ok(Joined { id, outgoing: stream, incoming }),
             Some(Message::Refused { error }) => return Err(error),
-            // Signs of life.
+            // Keepalives.
             Some(_) => {}
             None if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
-                let message = format!("rank 0 said nothing within {limit:?}");
+                let message = format!("rank 0 did not answer within {limit:?}");
                 return Err(RendezvousError::Broken { message });
             }
             None => {}

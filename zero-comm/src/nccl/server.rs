@@ -1,4 +1,5 @@
-//! The hub's threads, in rank 0's process: one accepts the ranks and then looks after them, one a rank listens.
+//! The coordinator's threads, in rank 0's process: one accepts connections and then sends keepalives, and one per rank
+//! receives.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -7,49 +8,49 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::coordinator::{Coordinator, Out};
-use super::message::Message;
+use super::coordinator::{Coordinator, Outgoing};
+use super::message::{Hello, Message};
 use super::wire::{Incoming, prepare, send};
 use crate::RendezvousError;
 
-/// How long a new connection may take to say who it is.
+/// Limit of the first frame of a connection.
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
-/// Between two looks at who comes.
+/// Time between two attempts to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(5);
-/// Between two signs of life.
-pub(super) const BEAT: Duration = Duration::from_secs(1);
+/// Time between two keepalives.
+pub(super) const KEEPALIVE: Duration = Duration::from_secs(1);
 
 /// A connection to a rank.
 struct Peer {
     stream: TcpStream,
-    heard: Instant,
+    last_received: Instant,
 }
 
 struct State {
-    hub: Coordinator,
+    coordinator: Coordinator,
     peers: Vec<Option<Peer>>,
-    /// What every rank gets when all have come.
+    /// Every rank's welcome.
     id: Vec<u8>,
-    /// Why they never will.
+    /// The failure of the rendezvous.
     refused: Option<RendezvousError>,
 }
 
 impl State {
     fn send(&self, rank: usize, message: &Message) {
-        // Where it fails the listener sees the end of the connection.
+        // After a failure, the receiving thread sees the end of the connection.
         let _ = self.peers[rank].as_ref().map(|peer| send(&peer.stream, std::slice::from_ref(message)));
     }
 
-    /// Rank 0 is last: its process, and the hub with it, may end as soon as it has heard.
+    /// Rank 0 is last: its process, and these threads with it, may end when it receives the message.
     fn send_all(&self, message: &Message) {
         (0..self.peers.len()).rev().for_each(|rank| self.send(rank, message));
     }
 
-    fn carry_out(&self, outs: Vec<Out>) {
-        for out in outs {
-            match out {
-                Out::To(rank, message) => self.send(rank, &message),
-                Out::All(message) => self.send_all(&message),
+    fn send_outgoing(&self, outgoing: Vec<Outgoing>) {
+        for outgoing in outgoing {
+            match outgoing {
+                Outgoing::To(rank, message) => self.send(rank, &message),
+                Outgoing::All(message) => self.send_all(&message),
             }
         }
     }
@@ -62,10 +63,10 @@ impl State {
 
 type Shared = Arc<Mutex<State>>;
 
-/// Starts the hub of `world_size` ranks at `listener`; those who come within `limit` get `id`.
+/// Starts the coordinator of `world_size` ranks on `listener`. When all have joined within `limit`, they receive `id`.
 ///
 /// # Errors
-/// The system has no thread for it.
+/// The system cannot start a thread.
 pub(super) fn start(
     listener: TcpListener,
     world_size: usize,
@@ -74,34 +75,30 @@ pub(super) fn start(
     limit: Duration,
 ) -> io::Result<()> {
     let peers = (0..world_size).map(|_| None).collect();
-    let state = State { hub: Coordinator::new(world_size, library), peers, id, refused: None };
+    let state = State { coordinator: Coordinator::new(world_size, library), peers, id, refused: None };
     let shared = Arc::new(Mutex::new(state));
     listener.set_nonblocking(true)?;
-    std::thread::Builder::new().name("zero hub".to_owned()).spawn(move || {
+    std::thread::Builder::new().name("zero coordinator".to_owned()).spawn(move || {
         accept_all(listener, &shared, limit);
-        look_after(&shared, limit);
+        keep_alive(&shared, limit);
     })?;
     Ok(())
 }
 
-/// Until all have come, or one came that does not belong here, or the limit passed.
+/// Accepts connections until all ranks have joined, the rendezvous failed, or the limit passed.
 fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
     let deadline = Instant::now().checked_add(limit);
     loop {
-        match listener.accept() {
-            Ok((stream, _)) => {
-                let shared = Arc::clone(shared);
-                let name = "zero hub, a rank".to_owned();
-                // Without a thread for it the rank is missing in the end.
-                let _ = std::thread::Builder::new().name(name).spawn(move || greet(stream, &shared));
-                continue;
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            // Of one connection that ended again, or of the whole process: the limit tells.
-            Err(_) => {}
+        if let Ok((stream, _)) = listener.accept() {
+            let shared = Arc::clone(shared);
+            // If the system has no thread for it, the rank is reported as missing at the limit.
+            let builder = std::thread::Builder::new().name("zero coordinator, receiving".to_owned());
+            let _ = builder.spawn(move || greet(stream, &shared));
+            continue;
         }
+        // Either no connection is pending, or accepting failed: a lasting failure ends at the limit.
         let mut state = shared.lock();
-        let ranks = state.hub.missing();
+        let ranks = state.coordinator.missing();
         if ranks.is_empty() || state.refused.is_some() {
             return;
         }
@@ -114,55 +111,60 @@ fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
     }
 }
 
-/// Learns who a connection is, and listens to it from then on. A stranger's is dropped.
+/// Reads the first frame of a connection, then receives from that rank. An unrelated connection is dropped.
 fn greet(stream: TcpStream, shared: &Shared) {
     let Ok(reading) = prepare(&stream).and_then(|()| stream.try_clone()) else { return };
     let mut incoming = Incoming::new(reading);
     let deadline = Instant::now() + HELLO_LIMIT;
-    let hello = loop {
-        match incoming.next(BEAT) {
-            Ok(Some(message)) => break message,
+    let frame = loop {
+        match incoming.next_frame(KEEPALIVE) {
+            Ok(Some(frame)) => break frame,
             Ok(None) if Instant::now() < deadline => {}
             _ => return,
         }
     };
+    let hello = Hello::decode(&frame);
+    if hello == Ok(None) {
+        return;
+    }
     let mut state = shared.lock();
     let refused = state.refused.clone().map_or(Ok(()), Err);
-    match refused.and_then(|()| state.hub.join(&hello)) {
+    let joined = refused.and(hello).and_then(|hello| hello.map(|hello| state.coordinator.join(&hello)).transpose());
+    match joined {
         Err(error) => {
             let _ = send(&stream, &[Message::Refused { error: error.clone() }]);
             state.refuse(error);
         }
         Ok(None) => {}
         Ok(Some(rank)) => {
-            state.peers[rank] = Some(Peer { stream, heard: Instant::now() });
-            if state.hub.missing().is_empty() {
+            state.peers[rank] = Some(Peer { stream, last_received: Instant::now() });
+            if state.coordinator.missing().is_empty() {
                 state.send_all(&Message::Welcome { id: state.id.clone() });
             }
             drop(state);
-            listen(rank, incoming, shared);
+            receive(rank, incoming, shared);
         }
     }
 }
 
-fn listen(rank: usize, mut incoming: Incoming, shared: &Shared) {
+fn receive(rank: usize, mut incoming: Incoming, shared: &Shared) {
     loop {
-        let heard = incoming.next(BEAT);
+        let received = incoming.next(KEEPALIVE);
         let mut state = shared.lock();
-        match heard {
+        match received {
             Ok(None) => {}
             Ok(Some(message)) => {
                 if let Some(peer) = &mut state.peers[rank] {
-                    peer.heard = Instant::now();
+                    peer.last_received = Instant::now();
                 }
-                let outs = state.hub.hear(rank, message);
-                state.carry_out(outs);
+                let outgoing = state.coordinator.receive(rank, message);
+                state.send_outgoing(outgoing);
             }
-            Err(_) if !state.hub.missing().is_empty() => return state.refuse(RendezvousError::Died { rank }),
+            Err(_) if !state.coordinator.missing().is_empty() => return state.refuse(RendezvousError::Died { rank }),
             Err(error) => {
-                let outs = state.hub.lost(rank, &format!("its process ended, or its connection did: {error}"));
+                let outgoing = state.coordinator.lost(rank, format!("its process or its connection ended: {error}"));
                 state.peers[rank] = None;
-                return state.carry_out(outs);
+                return state.send_outgoing(outgoing);
             }
         }
         if state.refused.is_some() {
@@ -171,21 +173,22 @@ fn listen(rank: usize, mut incoming: Incoming, shared: &Shared) {
     }
 }
 
-/// Gives signs of life, and counts as lost whoever gives none for `limit`.
-fn look_after(shared: &Shared, limit: Duration) {
+/// Sends keepalives, and declares ranks lost that send nothing for `limit`.
+fn keep_alive(shared: &Shared, limit: Duration) {
     loop {
-        std::thread::sleep(BEAT);
+        std::thread::sleep(KEEPALIVE);
         let mut state = shared.lock();
-        if state.refused.is_some() || state.hub.is_over() {
+        if state.refused.is_some() || state.coordinator.is_over() {
             return;
         }
         state.send_all(&Message::Alive);
-        let silent = |peer: &Option<Peer>| peer.as_ref().is_some_and(|p| p.heard.elapsed() > limit.max(BEAT * 5));
-        let silent: Vec<usize> = (0..state.peers.len()).filter(|&rank| silent(&state.peers[rank])).collect();
-        for rank in silent {
-            let outs = state.hub.lost(rank, &format!("gave no sign of life for {limit:?}"));
-            state.peers[rank] = None;
-            state.carry_out(outs);
+        for rank in 0..state.peers.len() {
+            let silence = state.peers[rank].as_ref().map(|peer| peer.last_received.elapsed());
+            if silence.is_some_and(|silence| silence > limit.max(KEEPALIVE * 5)) {
+                let outgoing = state.coordinator.lost(rank, format!("sent nothing for {limit:?}"));
+                state.peers[rank] = None;
+                state.send_outgoing(outgoing);
+            }
         }
     }
 }

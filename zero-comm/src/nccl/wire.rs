@@ -1,14 +1,19 @@
-//! Messages over a TCP connection.
+//! Frames over a TCP connection: a little-endian `u32` length, then that many bytes of postcard.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use super::message::{MAX_BYTES, Message};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-/// How long a write may take: messages are small, so a peer that takes nothing for so long is gone.
+use super::message::Message;
+
+/// Maximum frame size. A larger length is a protocol error.
+const MAX_FRAME_BYTES: usize = 1 << 26;
+/// Limit of a write. Messages are small, so a peer that reads nothing for this long is lost.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
-/// Bytes read at once.
+/// Bytes per read.
 const CHUNK_BYTES: usize = 1 << 14;
 
 /// Prepares a connection for small messages.
@@ -18,15 +23,54 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_write_timeout(Some(WRITE_LIMIT))
 }
 
-pub(super) fn send(mut stream: &TcpStream, messages: &[Message]) -> io::Result<()> {
-    let bytes: Vec<u8> = messages.iter().flat_map(Message::encode).collect();
-    stream.write_all(&bytes)
+fn protocol_error(message: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, message)
+}
+
+/// The frame of `message`, with its length.
+pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
+    let mut frame = vec![0; 4];
+    frame = postcard::to_extend(message, frame).map_err(|e| protocol_error(e.to_string()))?;
+    let len = frame.len() - 4;
+    if len > MAX_FRAME_BYTES {
+        return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {MAX_FRAME_BYTES}")));
+    }
+    frame[..4].copy_from_slice(&(len as u32).to_le_bytes());
+    Ok(frame)
+}
+
+/// The message of a frame without its length.
+pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
+    match postcard::take_from_bytes(frame) {
+        Ok((message, [])) => Ok(message),
+        Ok((_, rest)) => Err(protocol_error(format!("{} bytes follow the message in its frame", rest.len()))),
+        Err(error) => Err(protocol_error(format!("a frame of {} bytes cannot be decoded: {error}", frame.len()))),
+    }
+}
+
+/// Removes the first frame from `bytes` and returns it without its length; `None` until all of it is there.
+pub(super) fn take_frame(bytes: &mut Vec<u8>) -> io::Result<Option<Vec<u8>>> {
+    let Some(len) = bytes.first_chunk::<4>() else { return Ok(None) };
+    let len = u32::from_le_bytes(*len) as usize;
+    if len > MAX_FRAME_BYTES {
+        return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {MAX_FRAME_BYTES}")));
+    }
+    let Some(frame) = bytes.get(4..4 + len) else { return Ok(None) };
+    let frame = frame.to_vec();
+    bytes.drain(..4 + len);
+    Ok(Some(frame))
+}
+
+pub(super) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::Result<()> {
+    let frames = messages.iter().map(encode).collect::<io::Result<Vec<_>>>()?;
+    stream.write_all(&frames.concat())
 }
 
 /// The receiving side of a connection.
 #[derive(Debug)]
 pub(super) struct Incoming {
     stream: TcpStream,
+    /// Received bytes that do not make a whole frame yet.
     bytes: Vec<u8>,
 }
 
@@ -35,38 +79,70 @@ impl Incoming {
         Self { stream, bytes: Vec::new() }
     }
 
-    /// The next message, if one comes within `wait`.
+    /// The next message, if it arrives within `wait`.
     ///
     /// # Errors
-    /// The connection has ended, or what came is no message.
+    /// The connection ended, or the peer violated the protocol.
     pub(super) fn next(&mut self, wait: Duration) -> io::Result<Option<Message>> {
-        if let Some(message) = self.take()? {
-            return Ok(Some(message));
+        self.next_frame(wait)?.map(|frame| decode(&frame)).transpose()
+    }
+
+    /// The next frame, without its length, as [`next`](Self::next).
+    pub(super) fn next_frame(&mut self, wait: Duration) -> io::Result<Option<Vec<u8>>> {
+        if let Some(frame) = take_frame(&mut self.bytes)? {
+            return Ok(Some(frame));
         }
-        // A wait of 0 would be one without an end.
+        // A timeout of 0 is an error.
         self.stream.set_read_timeout(Some(wait.max(Duration::from_millis(1))))?;
         let mut chunk = [0; CHUNK_BYTES];
         match self.stream.read(&mut chunk) {
-            Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended")),
+            Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection")),
             Ok(n) => self.bytes.extend(&chunk[..n]),
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted => {}
                 _ => return Err(error),
             },
         }
-        self.take()
+        take_frame(&mut self.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::message::MeetingEntry;
+    use super::*;
+
+    #[test]
+    fn frames_arrive_in_any_pieces() {
+        let messages = [Message::Alive, Message::Welcome { id: vec![7; 300] }, Message::Goodbye];
+        let (mut received, mut buffer) = (Vec::new(), Vec::new());
+        for byte in messages.iter().flat_map(|message| encode(message).unwrap()) {
+            buffer.push(byte);
+            received.extend(take_frame(&mut buffer).unwrap().map(|frame| decode::<Message>(&frame).unwrap()));
+        }
+        assert_eq!(received, messages);
+        assert!(buffer.is_empty());
     }
 
-    fn take(&mut self) -> io::Result<Option<Message>> {
-        let Some(len) = self.bytes.first_chunk::<4>() else { return Ok(None) };
-        let end = 4 + u32::from_le_bytes(*len) as usize;
-        let none = || io::Error::new(io::ErrorKind::InvalidData, "what came is no message of ours");
-        if end > MAX_BYTES {
-            return Err(none());
+    #[test]
+    fn oversized_length_is_a_protocol_error() {
+        for len in [MAX_FRAME_BYTES as u32 + 1, u32::MAX, u32::from_le_bytes(*b"GET ")] {
+            let error = take_frame(&mut len.to_le_bytes().to_vec()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         }
-        let Some(frame) = self.bytes.get(4..end) else { return Ok(None) };
-        let message = Message::decode(frame).ok_or_else(none)?;
-        self.bytes.drain(..end);
-        Ok(Some(message))
+        assert!(take_frame(&mut (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec()).unwrap().is_none());
+        assert!(encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES] }).is_err());
+    }
+
+    /// A sequence that claims more elements than its frame has bytes is refused before memory is allocated for it.
+    #[test]
+    fn oversized_sequence_is_a_protocol_error() {
+        let entries = vec![MeetingEntry::Registration(None)];
+        let message = Message::Met { context: 0, number: 0, first: 0, entries };
+        let mut frame = encode(&message).unwrap().split_off(4);
+        // The last three bytes are the count of entries, 1, and the entry.
+        frame.truncate(frame.len() - 3);
+        frame.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]);
+        assert!(decode::<Message>(&frame).is_err());
     }
 }

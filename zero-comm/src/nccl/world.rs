@@ -1,14 +1,13 @@
-//! A process's part of the world: what it has under way, and the thread that watches it.
+//! A process's part of the world: its collectives under way, and the thread that watches them.
 //!
-//! The host threads that enqueue write down what they called and go on; everything that takes time is the watcher's.
-//! Every few milliseconds it
+//! The host threads that enqueue only queue a message and return. The watcher does the rest; every few milliseconds it
 //!
-//! - tells the hub what was called, and how far this rank's streams have come;
-//! - asks each communicator for an error that came up meanwhile;
-//! - looks how long the oldest collective under way has been running: from when its stream reached it, so that the
-//!   compute before it does not count. Over the limit, it asks the hub whose fault that is;
-//! - hears what the hub has to say. A failure ends the world here: first the streams with collectives under way are
-//!   poisoned, so that nobody takes what they leave for a result, then the communicators are aborted.
+//! - sends the queued messages and this rank's progress to the coordinator;
+//! - queries each communicator for an asynchronous error;
+//! - measures the oldest collective under way, from when its stream reached it, so that earlier compute does not count.
+//!   Beyond the limit, the coordinator determines which rank is late;
+//! - receives from the coordinator. A failure ends the world: the watcher first poisons the streams with collectives
+//!   under way, so that nothing uses their results, and then aborts the communicators.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::TcpStream;
@@ -20,29 +19,30 @@ use parking_lot::{Condvar, Mutex};
 use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
-use super::message::{Context, Message};
+use super::library::back_end;
+use super::message::{Context, MeetingEntry, Message};
 use super::rendezvous::Joined;
-use super::server::BEAT;
+use super::server::KEEPALIVE;
 use super::wire::{Incoming, send};
 use crate::CommError;
 use crate::call::Call;
 use crate::split_request::SplitRequest;
 
-/// Between two looks of the watcher.
+/// The watcher's period.
 const TICK: Duration = Duration::from_millis(10);
-/// How long the hub may take to pronounce a failure that was told to it.
-const VERDICT_LIMIT: Duration = Duration::from_secs(2);
+/// Limit of the coordinator's answer to a failure. After it, a rank ends with the failure that it saw itself.
+const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 
-/// What carries a communicator's data.
+/// The library communicator behind a communicator.
 pub(super) trait Transport: Send + Sync {
-    /// An error that came up outside any call.
+    /// An asynchronous error.
     fn error(&self) -> Option<String>;
 
-    /// Begins to end all that is under way.
+    /// Starts to abort all collectives under way.
     fn abort(&self) -> AbortCompletion;
 }
 
-/// Whether a point of a stream is reached.
+/// Returns whether a stream has reached a point.
 pub(super) type Probe = Box<dyn Fn() -> Result<bool, DeviceError> + Send>;
 
 /// A collective of this rank under way.
@@ -50,41 +50,41 @@ pub(super) struct Operation {
     pub(super) call: Call,
     /// The name of its stream.
     pub(super) stream: String,
-    /// The stream has come to it.
+    /// The stream has reached it.
     pub(super) reached: Probe,
-    /// It has ended.
     pub(super) ended: Probe,
-    /// Makes the stream fail.
+    /// Poisons the stream.
     pub(super) poison: Box<dyn FnOnce(&CommError) + Send>,
 }
 
 /// A communicator of this process.
 struct Open {
     transport: Arc<dyn Transport>,
-    /// The oldest first; NCCL runs the collectives of a communicator one after the other.
+    /// Oldest first: NCCL runs the collectives of a communicator in order.
     operations: VecDeque<Operation>,
     ended: u64,
-    /// Since when the oldest is under way.
+    /// The time when the stream reached the oldest operation.
     since: Option<Instant>,
-    told: (u64, u64),
+    /// The last progress sent: calls reached and ended.
+    reported: (u64, u64),
 }
 
 #[derive(Default)]
 struct State {
     failure: Option<CommError>,
     open: BTreeMap<Context, Open>,
-    /// What is to be told to the hub.
-    unsaid: Vec<Message>,
-    /// Meetings that all ranks came to: what a split made of its ranks, and what each has registered.
-    splits: HashMap<(Context, u64), (Context, Vec<SplitRequest>)>,
-    registrations: HashMap<(Context, u64), Vec<Option<u64>>>,
-    /// The hub has gone, and said so: nobody is told anything any more.
-    alone: bool,
+    /// Messages to send.
+    queue: Vec<Message>,
+    /// Completed meetings: the first new communicator and all ranks' entries.
+    meetings: HashMap<(Context, u64), (Context, Vec<MeetingEntry>)>,
+    /// The connection to the coordinator has ended.
+    disconnected: bool,
     closing: bool,
+    /// The watcher has ended.
     over: bool,
 }
 
-/// What the threads of a process share.
+/// The state that a process's threads share.
 pub(super) struct Shared {
     pub(super) rank: usize,
     pub(super) limit: Duration,
@@ -93,10 +93,10 @@ pub(super) struct Shared {
     changed: Condvar,
 }
 
-/// The world; when the last communicator drops it, it says goodbye.
+/// The world. Dropping it sends the goodbye.
 pub(super) struct World {
     shared: Arc<Shared>,
-    watcher: Mutex<Option<JoinHandle<()>>>,
+    watcher: Option<JoinHandle<()>>,
 }
 
 impl std::ops::Deref for World {
@@ -111,21 +111,19 @@ impl World {
     pub(super) fn start(joined: Joined, rank: usize, limit: Duration) -> Result<Self, CommError> {
         let (outgoing, state) = (Mutex::new(joined.outgoing), Mutex::default());
         let shared = Arc::new(Shared { rank, limit, outgoing, state, changed: Condvar::new() });
-        let watcher = Watcher { shared: Arc::clone(&shared), incoming: joined.incoming, heard: Instant::now() };
+        let watcher =
+            Watcher { shared: Arc::clone(&shared), incoming: joined.incoming, last_received: Instant::now() };
         let spawned = std::thread::Builder::new().name(format!("rank {rank} watcher")).spawn(move || watcher.run());
-        let watcher = spawned.map_err(|e| CommError::BackEnd {
-            back_end: "nccl",
-            message: format!("the system has no thread for the watcher: {e}"),
-        })?;
-        Ok(Self { shared, watcher: Mutex::new(Some(watcher)) })
+        let watcher = spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
+        Ok(Self { shared, watcher: Some(watcher) })
     }
 }
 
 impl Drop for World {
     fn drop(&mut self) {
         self.shared.state.lock().closing = true;
-        if let Some(watcher) = self.watcher.lock().take() {
-            // It ends by itself, within the limit of a verdict.
+        if let Some(watcher) = self.watcher.take() {
+            // It ends by itself, within `ANSWER_LIMIT`.
             let _ = watcher.join();
         }
     }
@@ -136,102 +134,109 @@ impl Shared {
         self.state.lock().failure.clone()
     }
 
-    /// Sends what is unsaid, in its order.
-    fn speak(&self) {
+    fn queue(&self, message: Message) {
+        self.state.lock().queue.push(message);
+    }
+
+    /// Sends the queue, in order.
+    fn flush(&self) {
         let outgoing = self.outgoing.lock();
-        let (unsaid, alone) = {
+        let (messages, disconnected) = {
             let mut state = self.state.lock();
-            (std::mem::take(&mut state.unsaid), state.alone)
+            (std::mem::take(&mut state.queue), state.disconnected)
         };
-        if !unsaid.is_empty() && !alone {
-            // Where it fails the watcher sees the end of the connection.
-            let _ = send(&outgoing, &unsaid);
+        if !messages.is_empty() && !disconnected {
+            // After a failure, the watcher sees the end of the connection.
+            let _ = send(&outgoing, &messages);
         }
     }
 
-    fn say(&self, message: Message) {
-        self.state.lock().unsaid.push(message);
-    }
-
-    /// This rank makes its next call on `context`.
+    /// Reports this rank's next call on `context`.
     pub(super) fn called(&self, context: Context, call: Call) {
-        self.say(Message::Called { context, call });
+        self.queue(Message::Called { context, call });
     }
 
-    /// The collective that was called last on `context` is enqueued.
+    /// Watches the operation of the last call on `context`, which is now enqueued.
     pub(super) fn watch(&self, context: Context, operation: Operation) {
         let mut state = self.state.lock();
-        let failure = state.failure.clone();
+        if !state.open.contains_key(&context) {
+            return;
+        }
+        if let Some(failure) = state.failure.clone() {
+            drop(state);
+            return (operation.poison)(&failure);
+        }
         if let Some(open) = state.open.get_mut(&context) {
             open.operations.push_back(operation);
-            if let Some(failure) = failure {
-                let operation = open.operations.pop_back();
-                drop(state);
-                if let Some(operation) = operation {
-                    (operation.poison)(&failure);
-                }
-            }
         }
     }
 
-    /// How many collectives of `context` are under way.
+    /// The number of collectives of `context` under way.
     pub(super) fn under_way(&self, context: Context) -> usize {
         self.state.lock().open.get(&context).map_or(0, |open| open.operations.len())
     }
 
     pub(super) fn open(&self, context: Context, transport: Arc<dyn Transport>) {
-        let open = Open { transport, operations: VecDeque::new(), ended: 0, since: None, told: (0, 0) };
+        let open = Open { transport, operations: VecDeque::new(), ended: 0, since: None, reported: (0, 0) };
         self.state.lock().open.insert(context, open);
     }
 
-    /// This rank gives up `context` after `done` calls.
+    /// Drops `context` after `done` calls.
     pub(super) fn close(&self, context: Context, done: u64) {
         let mut state = self.state.lock();
         state.open.remove(&context);
-        state.unsaid.push(Message::Left { context, done });
+        state.queue.push(Message::Left { context, done });
     }
 
-    /// Ends the world by `error`, unless something else has; what did.
+    /// Ends the world with `error`, or with the failure that came first, which is returned.
     pub(super) fn fail(&self, error: CommError) -> CommError {
-        self.ask(Message::Failed { error: error.clone() }, error)
+        use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
+        let error = match error {
+            Mismatch { .. } | Stalled { .. } | Left { .. } | Skipped { .. } | Panicked { .. } | Aborted { .. } => error,
+            Peer { .. } => error,
+            // An error of this process.
+            other => Peer { rank: self.rank, message: other.to_string() },
+        };
+        self.report(Message::Failed { error: error.clone() }, error)
     }
 
-    /// A collective of this rank has taken longer than the limit: ends the world; by whose fault.
+    /// Ends the world because a collective of this rank exceeded the limit; returns the failure.
     pub(super) fn late(&self, context: Context, sequence: u64, call: Call) -> CommError {
-        let (tell, own) = self.late_words(context, sequence, call);
-        self.ask(tell, own)
+        let Fault { message, fallback } = self.late_fault(context, sequence, call);
+        self.report(message, fallback)
     }
 
-    fn late_words(&self, context: Context, sequence: u64, call: Call) -> (Message, CommError) {
+    fn late_fault(&self, context: Context, sequence: u64, call: Call) -> Fault {
         let message = format!("collective {sequence}, {call}: did not end within {:?}", self.limit);
-        let tell = Message::Late { context, sequence, call, limit_ms: milliseconds(self.limit) };
-        (tell, CommError::Peer { rank: self.rank, message })
+        let fallback = CommError::Peer { rank: self.rank, message };
+        Fault { message: Message::Late { context, sequence, call, limit: self.limit }, fallback }
     }
 
-    /// Tells the hub, and waits for what it pronounces; `own` stands where it does not.
-    fn ask(&self, message: Message, own: CommError) -> CommError {
-        let alone = {
+    /// Sends a failure to the coordinator and returns its answer, or `fallback` if there is no answer.
+    fn report(&self, message: Message, fallback: CommError) -> CommError {
+        let disconnected = {
             let mut state = self.state.lock();
             if let Some(failure) = &state.failure {
                 return failure.clone();
             }
-            state.unsaid.push(message);
-            state.alone || state.over
+            state.queue.push(message);
+            state.disconnected || state.over
         };
-        if !alone {
-            self.speak();
+        if !disconnected {
+            self.flush();
         }
-        let verdict = |state: &mut State| state.failure.clone();
-        let wait = if alone { Duration::ZERO } else { VERDICT_LIMIT };
-        self.wait(wait, verdict).unwrap_or_else(|| {
-            let mut state = self.state.lock();
-            let failure = state.failure.get_or_insert(own).clone();
-            self.changed.notify_all();
-            failure
-        })
+        let limit = if disconnected { Duration::ZERO } else { ANSWER_LIMIT };
+        self.wait(limit, |state| state.failure.clone()).unwrap_or_else(|| self.set_failure(fallback))
     }
 
-    /// Waits until `ready` gives something, at most `limit`.
+    /// Sets the failure, unless there is one, and returns it.
+    fn set_failure(&self, error: CommError) -> CommError {
+        let failure = self.state.lock().failure.get_or_insert(error).clone();
+        self.changed.notify_all();
+        failure
+    }
+
+    /// Waits until `ready` returns a value, for at most `limit`.
     fn wait<R>(&self, limit: Duration, ready: impl Fn(&mut State) -> Option<R>) -> Option<R> {
         let deadline = Instant::now().checked_add(limit);
         let mut state = self.state.lock();
@@ -249,86 +254,83 @@ impl Shared {
         }
     }
 
-    /// Meeting `number` of `context` is a split: the number of its first new communicator, and what all ranks ask.
+    /// Joins meeting `number` of `context`, a split. Returns the first new communicator and all ranks' requests.
     pub(super) fn split(
         &self,
         context: Context,
         number: u64,
         request: SplitRequest,
     ) -> Result<(Context, Vec<SplitRequest>), CommError> {
-        let tell = Message::Split { context, number, request };
-        self.meet(context, number, ("split", tell), |state| state.splits.remove(&(context, number)))
+        let (first, entries) = self.meet(context, number, MeetingEntry::Split(request))?;
+        let request = |entry| if let MeetingEntry::Split(request) = entry { Some(request) } else { None };
+        Ok((first, entries.into_iter().filter_map(request).collect()))
     }
 
-    /// Meeting `number` of `context` is a registration: the bytes that each rank has registered, if it could.
+    /// Joins meeting `number` of `context`, a registration. Returns the bytes that each rank registered, if it did.
     pub(super) fn register(
         &self,
         context: Context,
         number: u64,
         bytes: Option<u64>,
     ) -> Result<Vec<Option<u64>>, CommError> {
-        let tell = Message::Register { context, number, bytes };
-        self.meet(context, number, ("registration", tell), |state| state.registrations.remove(&(context, number)))
+        let (_, entries) = self.meet(context, number, MeetingEntry::Registration(bytes))?;
+        let bytes = |entry| if let MeetingEntry::Registration(bytes) = entry { Some(bytes) } else { None };
+        Ok(entries.into_iter().filter_map(bytes).collect())
     }
 
-    /// Comes to a meeting, and waits until all have.
-    fn meet<R>(
+    /// Joins a meeting and waits until all ranks have.
+    fn meet(
         &self,
         context: Context,
         number: u64,
-        (kind, tell): (&str, Message),
-        answer: impl Fn(&mut State) -> Option<R>,
-    ) -> Result<R, CommError> {
-        if self.state.lock().alone {
+        entry: MeetingEntry,
+    ) -> Result<(Context, Vec<MeetingEntry>), CommError> {
+        let kind = entry.kind();
+        if self.state.lock().disconnected {
             return Err(self.fail(CommError::Peer { rank: 0, message: format!("left before {kind} {number}") }));
         }
-        self.say(tell);
-        self.speak();
-        let answer = self.wait(self.limit, |state| match &state.failure {
+        self.queue(Message::Meet { context, number, entry });
+        self.flush();
+        let met = self.wait(self.limit, |state| match &state.failure {
             Some(failure) => Some(Err(failure.clone())),
-            None => answer(state).map(Ok),
+            None => state.meetings.remove(&(context, number)).map(Ok),
         });
-        answer.unwrap_or_else(|| {
+        met.unwrap_or_else(|| {
             let message = format!("{kind} {number} did not end within {:?}", self.limit);
-            let tell = Message::LateMeeting { context, number, limit_ms: milliseconds(self.limit) };
-            Err(self.ask(tell, CommError::Peer { rank: self.rank, message }))
+            let late = Message::LateMeeting { context, number, limit: self.limit };
+            Err(self.report(late, CommError::Peer { rank: self.rank, message }))
         })
     }
 }
 
-fn milliseconds(limit: Duration) -> u64 {
-    limit.as_millis().try_into().unwrap_or(u64::MAX)
-}
-
-/// What the watcher has found: what it tells the hub, and what stands if the hub pronounces nothing.
-struct Finding {
-    tell: Message,
-    own: CommError,
+/// A failure that the watcher found: its report to the coordinator, and the failure if the coordinator does not answer.
+struct Fault {
+    message: Message,
+    fallback: CommError,
 }
 
 struct Watcher {
     shared: Arc<Shared>,
     incoming: Incoming,
-    /// When the hub was heard last.
-    heard: Instant,
+    last_received: Instant,
 }
 
 impl Watcher {
     fn run(mut self) {
-        let mut spoken = Instant::now();
+        let mut last_keepalive = Instant::now();
         loop {
-            self.listen();
-            let finding = self.look();
-            if spoken.elapsed() > BEAT {
-                self.shared.say(Message::Alive);
-                spoken = Instant::now();
+            self.receive();
+            let fault = self.check_collectives();
+            if last_keepalive.elapsed() > KEEPALIVE {
+                self.shared.queue(Message::Alive);
+                last_keepalive = Instant::now();
             }
-            self.shared.speak();
-            if let Some(finding) = finding {
-                self.report(finding);
+            self.shared.flush();
+            if let Some(fault) = fault {
+                self.report(fault);
             }
             if self.shared.failure().is_some() {
-                self.end();
+                self.abort_all();
             }
             let state = self.shared.state.lock();
             if state.closing || state.failure.is_some() {
@@ -338,119 +340,114 @@ impl Watcher {
         }
     }
 
-    /// Tells the hub of a finding, and hears its verdict.
-    fn report(&mut self, Finding { tell, own }: Finding) {
-        self.shared.say(tell);
-        self.shared.speak();
-        let deadline = Instant::now() + VERDICT_LIMIT;
-        while self.shared.failure().is_none() && Instant::now() < deadline && !self.shared.state.lock().alone {
-            self.listen();
-        }
-        self.shared.state.lock().failure.get_or_insert(own);
-        self.shared.changed.notify_all();
+    /// Sends a fault to the coordinator and receives its answer.
+    fn report(&mut self, Fault { message, fallback }: Fault) {
+        self.shared.queue(message);
+        self.shared.flush();
+        self.receive_until(|state| state.failure.is_some());
+        self.shared.set_failure(fallback);
     }
 
-    /// Hears the hub, for a tick at most.
-    fn listen(&mut self) {
-        if self.shared.state.lock().alone {
+    /// Receives until `done` or the end of the connection, for at most [`ANSWER_LIMIT`].
+    fn receive_until(&mut self, done: impl Fn(&State) -> bool) {
+        let deadline = Instant::now() + ANSWER_LIMIT;
+        let pending = |state: &State| !done(state) && !state.disconnected;
+        while pending(&self.shared.state.lock()) && Instant::now() < deadline {
+            self.receive();
+        }
+    }
+
+    /// Receives one message from the coordinator, for at most a tick.
+    fn receive(&mut self) {
+        if self.shared.state.lock().disconnected {
             return std::thread::sleep(TICK);
         }
-        let heard = self.incoming.next(TICK);
+        let received = self.incoming.next(TICK);
         let mut state = self.shared.state.lock();
-        match heard {
-            Ok(None) if self.heard.elapsed() <= self.shared.limit.max(BEAT * 5) => {}
-            Ok(None) => {
-                let message = format!("gave no sign of life for {:?}", self.shared.limit);
-                state.failure.get_or_insert(CommError::Peer { rank: 0, message });
-                state.alone = true;
-            }
+        let lost = match received {
+            Ok(None) if self.last_received.elapsed() <= self.shared.limit.max(KEEPALIVE * 5) => None,
+            Ok(None) => Some(format!("sent nothing for {:?}", self.shared.limit)),
             Ok(Some(message)) => {
-                self.heard = Instant::now();
+                self.last_received = Instant::now();
                 match message {
                     Message::Failed { error } => {
                         state.failure.get_or_insert(error);
                     }
-                    Message::SplitDone { context, number, first, requests } => {
-                        state.splits.insert((context, number), (first, requests));
+                    Message::Met { context, number, first, entries } => {
+                        state.meetings.insert((context, number), (first, entries));
                     }
-                    Message::RegisterDone { context, number, bytes } => {
-                        state.registrations.insert((context, number), bytes);
-                    }
-                    Message::Goodbye => state.alone = true,
+                    Message::Goodbye => state.disconnected = true,
                     _ => {}
                 }
+                None
             }
-            Err(error) => {
-                let message = format!("its process ended, or the connection to it did: {error}");
-                state.failure.get_or_insert(CommError::Peer { rank: 0, message });
-                state.alone = true;
-            }
+            Err(error) => Some(format!("its process or the connection to it ended: {error}")),
+        };
+        if let Some(message) = lost {
+            state.failure.get_or_insert(CommError::Peer { rank: 0, message });
+            state.disconnected = true;
         }
         drop(state);
         self.shared.changed.notify_all();
     }
 
-    /// Looks at what is under way.
-    fn look(&self) -> Option<Finding> {
+    /// Removes collectives that have ended, queues this rank's progress, and returns the first fault.
+    fn check_collectives(&self) -> Option<Fault> {
         let mut state = self.shared.state.lock();
-        let State { open, unsaid, failure, .. } = &mut *state;
+        let State { open, queue, failure, .. } = &mut *state;
         if failure.is_some() {
             return None;
         }
         for (&context, open) in open {
-            match open.look(self.shared.rank, self.shared.limit) {
+            match open.check(self.shared.rank, self.shared.limit) {
                 Ok(None) => {}
-                Ok(Some((sequence, call))) => {
-                    let (tell, own) = self.shared.late_words(context, sequence, call);
-                    return Some(Finding { tell, own });
+                Ok(Some((sequence, call))) => return Some(self.shared.late_fault(context, sequence, call)),
+                Err(error) => {
+                    return Some(Fault { message: Message::Failed { error: error.clone() }, fallback: error });
                 }
-                Err(error) => return Some(Finding { tell: Message::Failed { error: error.clone() }, own: error }),
             }
-            let now = (open.ended + u64::from(open.since.is_some()), open.ended);
-            if now != open.told {
-                open.told = now;
-                unsaid.push(Message::Progress { context, reached: now.0, ended: now.1 });
+            let progress = (open.ended + u64::from(open.since.is_some()), open.ended);
+            if progress != open.reported {
+                open.reported = progress;
+                queue.push(Message::Progress { context, reached: progress.0, ended: progress.1 });
             }
         }
         None
     }
 
-    /// Ends what is under way by the failure.
-    fn end(&self) {
+    /// Ends the collectives under way with the failure.
+    fn abort_all(&self) {
         let mut state = self.shared.state.lock();
         let Some(failure) = state.failure.clone() else { return };
         let open: Vec<_> =
             state.open.values_mut().map(|o| (Arc::clone(&o.transport), std::mem::take(&mut o.operations))).collect();
         drop(state);
         let (transports, operations): (Vec<_>, Vec<_>) = open.into_iter().unzip();
-        let broken_off =
-            operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
-        broken_off.for_each(|operation| (operation.poison)(&failure));
-        // All at once: what one has under way may stand behind another's on a stream.
-        let ends: Vec<AbortCompletion> = transports.iter().map(|transport| transport.abort()).collect();
-        AbortCompletion::wait_for_all(ends);
+        let unfinished = operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
+        unfinished.for_each(|operation| (operation.poison)(&failure));
+        // All aborts start before any is awaited: a collective of one communicator can be enqueued after another's.
+        let completions: Vec<AbortCompletion> = transports.iter().map(|transport| transport.abort()).collect();
+        AbortCompletion::wait_for_all(completions);
         self.shared.changed.notify_all();
     }
 
-    /// The world is over here.
     fn leave(&mut self) {
         self.shared.state.lock().over = true;
         let failed = self.shared.failure().is_some();
         if !failed {
-            self.shared.say(Message::Goodbye);
+            self.shared.queue(Message::Goodbye);
         }
-        self.shared.speak();
-        // Rank 0's goodbye comes back when all have been told; then its process, and the hub with it, may end.
-        let deadline = Instant::now() + VERDICT_LIMIT;
-        while self.shared.rank == 0 && !failed && Instant::now() < deadline && !self.shared.state.lock().alone {
-            self.listen();
+        self.shared.flush();
+        if self.shared.rank == 0 && !failed {
+            // The coordinator answers when all ranks have its goodbye. Only then may this process end.
+            self.receive_until(|_| false);
         }
     }
 }
 
 impl Open {
-    /// Drops what has ended; the oldest collective if it takes longer than `limit`.
-    fn look(&mut self, rank: usize, limit: Duration) -> Result<Option<(u64, Call)>, CommError> {
+    /// Removes the operations that have ended. Returns the oldest collective if it exceeds `limit`.
+    fn check(&mut self, rank: usize, limit: Duration) -> Result<Option<(u64, Call)>, CommError> {
         if let Some(message) = self.transport.error() {
             return Err(CommError::Peer { rank, message });
         }

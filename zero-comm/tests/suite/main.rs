@@ -5,6 +5,7 @@ mod collective_order;
 #[path = "../common/mod.rs"]
 mod common;
 mod conformance;
+mod faults;
 mod overlap;
 mod prefetch;
 mod seeded;

@@ -1,11 +1,9 @@
 //! Every way in which a rank can fail, at every collective: all ranks end, with the same cause, in time.
 //! (`tests/mpi.rs` does the same with real processes.)
 
-mod common;
-
 use std::time::Duration;
 
-use common::{Comm, LIMIT, Random, Streams, another, call, on_ranks, view};
+use crate::common::{Comm, LIMIT, Random, Streams, another, call, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError, Stream};
 use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
