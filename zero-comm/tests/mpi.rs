@@ -1,6 +1,6 @@
-//! The MPI back end, as real processes: this program starts itself under `mpirun` and judges what comes back.
+//! The MPI back end as real processes: this program starts itself under `mpirun` and checks the output.
 //!
-//! `cargo test -p zero-comm --features mpi --test mpi` needs `mpirun`; without it, it says so and passes.
+//! `cargo test -p zero-comm --features mpi --test mpi` needs `mpirun`; without it, it prints that and passes.
 
 mod common;
 
@@ -32,14 +32,14 @@ const FAULTS: [&str; 11] = [
     "panic",
 ];
 
-/// Elements a rank in the tests of faults, and where the count is what is wrong.
+/// Elements per rank in the tests of faults, and the wrong count.
 const LEN: usize = 4096;
 const OTHER_LEN: usize = 4000;
 
-/// How long a rank waits in the tests of faults.
+/// The limit of collectives in the tests of faults.
 const FAULT_LIMIT: Duration = Duration::from_secs(3);
 
-/// Sums of values whose order of addition shows, as bits.
+/// A hash of sums that depend on the order of additions.
 fn digest(comm: &Comm, streams: &Streams) -> u64 {
     let rank = comm.rank() as u64;
     let draw = |i: u64| ((i * 2_654_435_761 + rank * 40_503) % 10_007) as f32 * 1.7e-3 - 8.0;
@@ -62,7 +62,7 @@ fn kill_this_process() -> ! {
     }
 }
 
-/// What rank 1 does wrong, before it dies, stalls or comes to `which` as the others do.
+/// Makes rank 1 fail; it returns if it then calls `which` as the others do.
 fn misbehave(
     kind: &str,
     which: Collective,
@@ -77,7 +77,7 @@ fn misbehave(
             kill_this_process();
         }
         "killed-during" => {
-            // The others are held back, so this one is waiting inside when it dies.
+            // The others are delayed, so this rank waits in the collective when it is killed.
             call(comm, streams, which, send, recv, LEN)?;
             std::thread::sleep(Duration::from_millis(200));
             kill_this_process();
@@ -95,7 +95,7 @@ fn misbehave(
     Ok(())
 }
 
-/// Every rank waits for the error that rank 1 makes at `which`, and returns it.
+/// Makes rank 1 fail at `which`; every other rank returns its error.
 fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Result<(), CommError> {
     let (mut send, mut recv) = (vec![1f32; LEN * 4], vec![1f32; LEN * 4]);
     let (mut send_bytes, mut recv_bytes) = (vec![1u8; LEN * 4], vec![1u8; LEN * 4]);
@@ -115,7 +115,7 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
     if kind == "killed-during" {
-        // A barrier asks no more of a rank than to have come, so its peers miss it only now.
+        // A barrier ends when all ranks have reached it, so the other ranks fail only in the next collective.
         call(comm, streams, which, buffers[0], buffers[1], LEN)?;
     }
     let ended = streams.comm.synchronize(LIMIT);
@@ -133,7 +133,7 @@ fn rank_main(what: &str) -> ExitCode {
         "conformance" => {
             let plan = Plan { seed: n as u64, cases: 60, ..Plan::default() };
             check(&HostDevice::new(), &*comm, &streams.comm, plan).unwrap();
-            // Twice as many streams as one, and calls on both.
+            // Calls on two streams.
             let mut values = vec![vec![rank as f32; 1000]; 20];
             for (i, values) in values.iter_mut().enumerate() {
                 let stream = if i % 3 == rank % 3 { &streams.compute } else { &streams.comm };
@@ -166,9 +166,9 @@ fn rank_main(what: &str) -> ExitCode {
         fault_at => {
             let (kind, name) = fault_at.split_once('@').unwrap();
             let which = Collective::ALL.into_iter().find(|which| which.name() == name).unwrap();
-            let error = fault(kind, which, &comm, &streams).expect_err("the fault is seen");
+            let error = fault(kind, which, &comm, &streams).expect_err("the world fails");
             println!("rank {rank} saw: {error}");
-            // Time for the others to say so too, before the launcher ends them.
+            // Time for the other ranks to print their errors, before the launcher ends them.
             std::thread::sleep(Duration::from_millis(500));
             return ExitCode::FAILURE;
         }
@@ -177,13 +177,13 @@ fn rank_main(what: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// `mpirun -n N this-program --rank WHAT`, ended after a minute.
+/// Runs `mpirun -n N this-program --rank WHAT`; kills it after [`LIMIT`].
 fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
     let program = std::env::current_exe().unwrap();
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &n.to_string()]);
     if recovery {
-        // Otherwise the launcher itself ends all ranks when it loses one.
+        // Otherwise the launcher ends all ranks when one is killed.
         command.arg("--enable-recovery");
     }
     command.arg(program).args(["--rank", what]).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -206,30 +206,30 @@ fn expect(ok: bool, what: &str, output: &Output) {
     assert!(ok, "{what}: {}\n--- stdout\n{out}\n--- stderr\n{err}", output.status);
 }
 
-/// Whether all that can tell name the right cause, in time.
+/// Checks that all remaining ranks name the right cause, in time.
 fn check_fault(kind: &str, which: Collective) {
     let killed = kind.starts_with("killed");
     let what = format!("{kind}@{}", which.name());
     let (output, time) = launch(3, &what, killed);
     let out = String::from_utf8_lossy(&output.stdout);
-    let words = match kind {
+    let text = match kind {
         "killed-during" => "rank 1".to_owned(),
-        "killed-before" | "killed-after" | "stalled" => "rank 1 did not come".to_owned(),
+        "killed-before" | "killed-after" | "stalled" => "rank 1 did not reach it".to_owned(),
         "count" => format!(" of {OTHER_LEN} x fp32"),
         "dtype" => format!(" of {LEN} x u8"),
         "kind" | "order" => another(which).name().to_owned(),
         "abort" => "rank 1 aborted: on purpose".to_owned(),
-        _ => "rank 1 failed before it ran".to_owned(),
+        _ => "rank 1 failed before running it".to_owned(),
     };
-    let named = |line: &str| line.contains(&words) && (kind == "abort" || line.contains(which.name()));
-    let told = out.lines().filter(|line| line.contains("saw:") && named(line)).count();
-    // The stalled rank is still asleep when mpirun ends it.
+    let named = |line: &str| line.contains(&text) && (kind == "abort" || line.contains(which.name()));
+    let failed = out.lines().filter(|line| line.contains("saw:") && named(line)).count();
+    // The stalled rank still sleeps when mpirun ends it.
     let survivors = if killed || kind == "stalled" { 2 } else { 3 };
     let within = time < FAULT_LIMIT + Duration::from_secs(20);
-    // With recovery, the launcher counts a lost rank as none of its business.
+    // With recovery, the launcher's exit status ignores a killed rank.
     let reported = killed || !output.status.success();
-    expect(reported && told == survivors && within, &what, &output);
-    println!("ok: {what}: {told} ranks said '{words}' after {time:.1?}");
+    expect(reported && failed == survivors && within, &what, &output);
+    println!("ok: {what}: {failed} ranks failed with '{text}' after {time:.1?}");
 }
 
 fn main() -> ExitCode {
@@ -259,8 +259,7 @@ fn main() -> ExitCode {
     }
     let cases: Vec<(&str, Collective)> =
         FAULTS.iter().flat_map(|&f| Collective::ALL.map(|which| (f, which))).collect();
-    // Most of the time they wait for a limit, so two go on at once; with more, on two cores, ranks that are well come
-    // late.
+    // Two cases run concurrently, since most of their time is waiting for a limit. More would delay the healthy ranks.
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..2 {

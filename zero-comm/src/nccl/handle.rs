@@ -42,8 +42,23 @@ pub(super) enum Interrupt {
     Failed(CommError),
 }
 
-/// Returns the failure of the world.
-pub(super) type FailureProbe<'a> = &'a dyn Fn() -> Option<CommError>;
+/// The ends of a wait for the library.
+#[derive(Clone, Copy)]
+pub(super) struct Wait<'a> {
+    pub(super) limit: Duration,
+    /// Returns the failure of the world.
+    pub(super) failure: &'a dyn Fn() -> Option<CommError>,
+}
+
+impl Wait<'_> {
+    /// The failure of the world, or else `error` of the library.
+    fn interrupt(self, error: impl FnOnce() -> CommError) -> Interrupt {
+        (self.failure)().map_or_else(|| Interrupt::Failed(error()), Interrupt::World)
+    }
+}
+
+/// A wait to register memory or to finalize, independent of the world.
+const LOCAL_WAIT: Wait<'static> = Wait { limit: FINALIZE_LIMIT, failure: &|| None };
 
 struct Raw(sys::ncclComm_t);
 
@@ -80,7 +95,7 @@ impl Handle {
         device: &CudaDevice,
         Group { rank, world_size }: Group,
         id: &[u8],
-        (limit, failure): (Duration, FailureProbe<'_>),
+        wait: Wait<'_>,
     ) -> Result<Self, Interrupt> {
         let failed = |message: &str| Interrupt::Failed(back_end(message.to_owned()));
         let id: [u8; ID_BYTES] = id.try_into().map_err(|_| failed("rank 0 sent an id of the wrong length"))?;
@@ -97,50 +112,26 @@ impl Handle {
             return Err(Interrupt::Failed(back_end(nccl.message("ncclCommInitRankConfig", code))));
         }
         let handle = Self { nccl, device: device.clone(), raw: Mutex::new(Some(Raw(raw))) };
-        handle.settle("ncclCommInitRankConfig", code, limit, failure).inspect_err(|_| handle.abort().wait())?;
+        handle.settle("ncclCommInitRankConfig", code, wait).inspect_err(|_| handle.abort().wait())?;
         Ok(handle)
     }
 
     /// Calls the library with the communicator.
-    fn with(
-        &self,
-        call: impl FnOnce(sys::ncclComm_t) -> c_int,
-        failure: FailureProbe<'_>,
-    ) -> Result<c_int, Interrupt> {
+    fn with(&self, call: impl FnOnce(sys::ncclComm_t) -> c_int, wait: Wait<'_>) -> Result<c_int, Interrupt> {
         self.device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
-        match &*self.raw.lock() {
-            Some(raw) => Ok(call(raw.0)),
-            None => {
-                let aborted = || Interrupt::Failed(back_end("the communicator was aborted".to_owned()));
-                Err(failure().map_or_else(aborted, Interrupt::World))
-            }
-        }
+        let raw = self.raw.lock();
+        let raw = raw.as_ref().ok_or_else(|| wait.interrupt(|| back_end("the communicator was aborted".to_owned())))?;
+        Ok(call(raw.0))
     }
 
     /// Waits until the call that returned `code` is complete.
-    fn settle(
-        &self,
-        call: &str,
-        mut code: c_int,
-        limit: Duration,
-        failure: FailureProbe<'_>,
-    ) -> Result<(), Interrupt> {
+    fn settle(&self, call: &str, mut code: c_int, wait: Wait<'_>) -> Result<(), Interrupt> {
         let (begun, mut pause) = (Instant::now(), PAUSES[0]);
-        loop {
-            match code {
-                SUCCESS => return Ok(()),
-                IN_PROGRESS => {}
-                code => {
-                    return Err(failure().map_or_else(
-                        || Interrupt::Failed(back_end(self.nccl.message(call, code))),
-                        Interrupt::World,
-                    ));
-                }
-            }
-            if let Some(error) = failure() {
+        while code == IN_PROGRESS {
+            if let Some(error) = (wait.failure)() {
                 return Err(Interrupt::World(error));
             }
-            if begun.elapsed() >= limit {
+            if begun.elapsed() >= wait.limit {
                 return Err(Interrupt::Late);
             }
             if begun.elapsed() < SPIN {
@@ -149,8 +140,9 @@ impl Handle {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(PAUSES[1]);
             }
-            code = self.with(|raw| self.state(raw), failure)?;
+            code = self.with(|raw| self.state(raw), wait)?;
         }
+        self.nccl.check(call, code).map_err(|error| wait.interrupt(|| error))
     }
 
     /// The state of the communicator, as a code.
@@ -172,12 +164,12 @@ impl Handle {
         group: Group,
         barrier: AnySlice,
         stream: *mut c_void,
-        (limit, failure): (Duration, FailureProbe<'_>),
+        wait: Wait<'_>,
     ) -> Result<(), Interrupt> {
         let name = checked.call().collective.name();
         // SAFETY: `with` holds the lock and passes an existing communicator; the rest is the caller's promise.
-        let code = self.with(|raw| unsafe { self.call(raw, checked, group, barrier, stream.cast()) }, failure)?;
-        self.settle(name, code, limit, failure)
+        let code = self.with(|raw| unsafe { self.call(raw, checked, group, barrier, stream.cast()) }, wait)?;
+        self.settle(name, code, wait)
     }
 
     /// # Safety
@@ -199,7 +191,7 @@ impl Handle {
             Collective::Barrier => {
                 let (at, len) = (barrier.as_ptr().cast::<c_void>(), 1);
                 let (u8, sum) = (sys::ncclDataType_t::ncclUint8, sys::ncclRedOp_t::ncclSum);
-                // SAFETY: the caller's promise; the byte is 0 on all ranks, so concurrent sums write the same 0.
+                // SAFETY: the caller's promise. Concurrent barriers may write the byte in any order: its value is never used.
                 unsafe { (table.all_reduce)(at, at, len, u8, sum, raw, stream) }
             }
             _ if send.is_empty() && recv.is_empty() && segment(rank).is_empty() && call.segments.total(n) == 0 => {
@@ -270,7 +262,7 @@ impl Handle {
     pub(super) fn split(
         &self,
         place: Option<(usize, usize)>,
-        (limit, failure): (Duration, FailureProbe<'_>),
+        wait: Wait<'_>,
     ) -> Result<Option<Self>, Interrupt> {
         let number =
             |n: usize| c_int::try_from(n).map_err(|_| Interrupt::Failed(back_end("too many ranks".to_owned())));
@@ -282,9 +274,9 @@ impl Handle {
         let code = self.with(
             // SAFETY: `with` passes an existing communicator; `slot` is never freed; `config` outlives the call.
             |raw| unsafe { (self.nccl.table.split)(raw, color, key, slot.as_ptr(), config.as_ptr()) },
-            failure,
+            wait,
         )?;
-        let settled = self.settle("ncclCommSplit", code, limit, failure);
+        let settled = self.settle("ncclCommSplit", code, wait);
         let child = slot.load(Ordering::Acquire);
         let child = (!child.is_null()).then(|| Self {
             nccl: self.nccl,
@@ -294,8 +286,8 @@ impl Handle {
         // The new communicator of a failed split may only be aborted.
         settled.inspect_err(|_| child.iter().for_each(|child| child.abort().wait()))?;
         if let Some(child) = &child {
-            let code = child.with(|raw| child.state(raw), failure)?;
-            child.settle("ncclCommSplit", code, limit, failure)?;
+            let code = child.with(|raw| child.state(raw), wait)?;
+            child.settle("ncclCommSplit", code, wait)?;
         }
         Ok(child)
     }
@@ -309,11 +301,11 @@ impl Handle {
             return Err(back_end("this NCCL cannot register memory; 2.19 and later can".to_owned()));
         };
         let (start, bytes) = self.device.shareable_allocation(memory)?;
-        let (mut handle, no_failure) = (std::ptr::null_mut(), || None);
+        let mut handle = std::ptr::null_mut();
         // SAFETY: the caller's promise; `with` passes an existing communicator; the function writes one handle.
         let call = |raw| unsafe { register(raw, start.cast(), bytes, &raw mut handle) };
-        let code = self.with(call, &no_failure);
-        let settled = code.and_then(|code| self.settle("ncclCommRegister", code, FINALIZE_LIMIT, &no_failure));
+        let code = self.with(call, LOCAL_WAIT);
+        let settled = code.and_then(|code| self.settle("ncclCommRegister", code, LOCAL_WAIT));
         settled.map_err(|interrupt| match interrupt {
             Interrupt::World(error) | Interrupt::Failed(error) => error,
             Interrupt::Late => back_end(format!("ncclCommRegister did not end within {FINALIZE_LIMIT:?}")),
@@ -390,10 +382,8 @@ impl Drop for Handle {
         }
         // SAFETY: `with` passes an existing communicator.
         let finalize = |raw| unsafe { (self.nccl.table.finalize)(raw) };
-        let no_failure = || None;
-        let finalized = self.with(finalize, &no_failure);
-        let finalized = finalized.and_then(|code| self.settle("ncclCommFinalize", code, FINALIZE_LIMIT, &no_failure));
-        if finalized.is_err() {
+        let finalized = self.with(finalize, LOCAL_WAIT);
+        if finalized.and_then(|code| self.settle("ncclCommFinalize", code, LOCAL_WAIT)).is_err() {
             return self.abort().wait();
         }
         if let Some(raw) = self.raw.lock().take() {

@@ -84,7 +84,7 @@ pub use registration::Registration;
 use crate::call::{Checked, Group};
 use crate::split_request::{SplitRequest, colors, members};
 use crate::{CommError, CommOptions, Communicator, Traffic};
-use handle::{Handle, Interrupt};
+use handle::{Handle, Interrupt, Wait};
 use library::Nccl;
 use message::Context;
 use world::{Operation, Transport, World};
@@ -146,9 +146,8 @@ impl NcclCommunicator {
         let barrier = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8) };
         let process = Arc::new(Process { world, barrier });
         let group = Group { rank: ranks.rank, world_size: ranks.world_size };
-        let remaining = limit.saturating_sub(begun.elapsed());
-        let failure = || process.world.failure();
-        let handle = Handle::init(nccl, device, group, &id, (remaining, &failure));
+        let wait = Wait { limit: limit.saturating_sub(begun.elapsed()), failure: &|| process.world.failure() };
+        let handle = Handle::init(nccl, device, group, &id, wait);
         let handle = handle.map_err(|interrupt| process.fail(interrupt, "NCCL did not connect the ranks", limit))?;
         Ok(Self::open(process, handle, 0, group))
     }
@@ -172,10 +171,9 @@ impl NcclCommunicator {
         let mut failure = None;
         let enqueued = stream.labelled(label, || {
             let raw = interop::raw_stream(stream);
-            let wait = (world.limit, &|| world.failure());
+            let wait = Wait { limit: world.limit, failure: &|| world.failure() };
             // SAFETY: `raw` is a stream of the communicator's device; `barrier` is one byte of it that is never freed.
-            let enqueued =
-                unsafe { self.handle.enqueue(checked, self.group, self.process.barrier, raw, (wait.0, wait.1)) };
+            let enqueued = unsafe { self.handle.enqueue(checked, self.group, self.process.barrier, raw, wait) };
             enqueued.map_err(|interrupt| {
                 let error = match interrupt {
                     Interrupt::Late => world.late(self.context, sequence, call.clone()),
@@ -284,8 +282,8 @@ impl Communicator<CudaDevice> for NcclCommunicator {
             let rank = members.iter().position(|&rank| rank == self.group.rank)?;
             Some((index, Group { rank, world_size: members.len() }))
         });
-        let failure = || world.failure();
-        let child = self.handle.split(place.map(|(index, group)| (index, group.rank)), (world.limit, &failure));
+        let wait = Wait { limit: world.limit, failure: &|| world.failure() };
+        let child = self.handle.split(place.map(|(index, group)| (index, group.rank)), wait);
         let child = child
             .map_err(|interrupt| self.process.fail(interrupt, "NCCL did not split the communicator", world.limit))?;
         let Some(((index, group), handle)) = place.zip(child) else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! What a process does as a rank.
+//! A rank's process.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -11,9 +11,9 @@ use zero_comm::conformance::{Plan, Sums, check};
 use zero_comm::nccl::{NcclCommunicator, Ranks};
 use zero_comm::{CommError, CommOptions, Communicator, ReduceOp};
 
-/// The variable that says what.
-pub(crate) const WHAT: &str = "ZERO_TEST_RANK";
-/// How long a rank waits in the tests of faults.
+/// The variable that selects the case.
+pub(crate) const CASE: &str = "ZERO_TEST_RANK";
+/// The limit of collectives in the case `stalled`.
 pub(crate) const FAULT_LIMIT: Duration = Duration::from_secs(4);
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -21,17 +21,17 @@ pub(crate) fn is_stand_in() -> bool {
     CudaDevice::open(0).unwrap().name().contains("stand-in")
 }
 
-/// A rank with a stream and memory.
+/// A rank's stream and memory.
 struct Rank {
     stream: CudaStream,
     pool: Pool<CudaDevice>,
 }
 
 impl Rank {
-    /// `len` ones of `dtype`, or zero bytes for u8.
+    /// A buffer of `len` ones if `dtype` is f32, otherwise of zeros.
     fn buffer(&self, len: usize, dtype: DType) -> (AnySlice, Block<CudaDevice>) {
         let block = self.pool.allocate(len, dtype, Purpose::Workspace, &self.stream).unwrap();
-        // SAFETY: the block is kept until the process ends, or its stream has.
+        // SAFETY: the callers keep the block until the stream has run the collectives on it.
         let slice = unsafe { block.slice() };
         let ones: Vec<u8> = match dtype {
             DType::F32 => 1f32.to_le_bytes().repeat(len),
@@ -49,15 +49,14 @@ fn kill_this_process() -> ! {
     }
 }
 
-pub(crate) fn main(what: &str) {
+pub(crate) fn main(case: &str) {
     let ranks = Ranks::from_env().unwrap().unwrap();
     let device = CudaDevice::open(ranks.local_rank % CudaDevice::count().unwrap()).unwrap();
-    let faultless = matches!(what, "conformance" | "sums" | "registers" | "registers-nothing");
-    let limit = if faultless || what != "stalled" { LIMIT } else { FAULT_LIMIT };
+    let limit = if case == "stalled" { FAULT_LIMIT } else { LIMIT };
     let comm = NcclCommunicator::join(&device, &ranks, CommOptions { limit }).unwrap();
     let stream = device.create_stream("comm").unwrap();
     let rank = Rank { stream, pool: Pool::new(device.clone(), usize::MAX) };
-    match what {
+    match case {
         "conformance" => {
             let cases = if is_stand_in() { 40 } else { 120 };
             let plan = Plan { seed: ranks.world_size as u64, cases, sums: Sums::AnyOrder, limit, ..Plan::default() };
@@ -75,13 +74,13 @@ pub(crate) fn main(what: &str) {
             println!("rank {} registered nothing", ranks.rank);
         }
         kind => {
-            let error = fault(kind, comm, &rank).expect_err("the fault is seen");
+            let error = fault(kind, comm, &rank).expect_err("the world fails");
             println!("rank {} saw: {error}", ranks.rank);
         }
     }
 }
 
-/// Calls on two streams, and a piece of memory that NCCL knows.
+/// Calls on two streams.
 fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
     let other = device.create_stream("other").unwrap();
     let (slice, _block) = rank.buffer(1000, DType::F32);
@@ -97,7 +96,7 @@ fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
     assert!(bytes.chunks(4).all(|b| b == 1f32.to_le_bytes()));
 }
 
-/// The sum of ones on all ranks, gathered from all: `repeats` times in buffers of `pool`.
+/// Sums ones over all ranks and gathers the sums, `repeats` times, in buffers of the rank's pool.
 fn sum_and_gather(comm: &NcclCommunicator, rank: &Rank, repeats: usize) {
     const LEN: usize = 3000;
     let (device, n) = (rank.pool.device(), comm.world_size());
@@ -112,7 +111,7 @@ fn sum_and_gather(comm: &NcclCommunicator, rank: &Rank, repeats: usize) {
     assert!(bytes.chunks(4).all(|b| b == (n as f32).to_le_bytes()));
 }
 
-/// Registered pools: what works in them, what is refused for all, and in which orders things end.
+/// Collectives in registered pools, refused registrations, and orders of drops.
 fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     const BUDGET: usize = 8 << 20;
     let shareable = || Pool::new(device.clone().with_shareable_backings().unwrap(), BUDGET);
@@ -120,14 +119,14 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     let registration = comm.register_pool(&rank.pool).unwrap();
     sum_and_gather(&comm, &rank, 3);
     assert_eq!(rank.pool.report().backing_allocations, 1);
-    // Another communicator may know it too, by any part of it.
+    // Another registration of the same memory, by a part of it.
     let both = comm.split(Some(0), 0).unwrap();
     assert!(both.is_some());
-    // SAFETY: the pool outlives it.
+    // SAFETY: the registration is dropped before the pool.
     let again = unsafe { comm.register(rank.buffer(100, DType::F32).0) }.unwrap();
     drop(again);
     sum_and_gather(&comm, &rank, 1);
-    // It ends with work behind it: what is under way is waited for.
+    // Dropping a registration waits for the collectives under way.
     let (slice, block) = rank.buffer(1 << 20, DType::F32);
     for _ in 0..10 {
         comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).unwrap();
@@ -135,29 +134,29 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     drop(registration);
     sum_and_gather(&comm, &rank, 1);
     drop(block);
-    // What one rank cannot share is shared by none, and collectives go on.
+    // If one rank's memory is not shareable, no rank registers, and collectives still work.
     let odd = comm.rank() == 1;
     rank.pool = if odd { Pool::new(device.clone().with_backings(), BUDGET) } else { shareable() };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
-    // Which of the first two depends on the driver.
-    let words =
+    // The driver decides between the first two.
+    let texts =
         ["no handle that could be given away", "for this process alone", "rank 1 did not register its memory"];
-    assert!(words[if odd { 0..2 } else { 2..3 }].iter().any(|words| refused.contains(words)), "{refused}");
+    assert!(texts[if odd { 0..2 } else { 2..3 }].iter().any(|text| refused.contains(text)), "{refused}");
     sum_and_gather(&comm, &rank, 1);
-    // Nor is what differs in length.
+    // Nor if the lengths differ.
     let budget = if odd { 2 * BUDGET } else { BUDGET };
     rank.pool = Pool::new(device.clone().with_shareable_backings().unwrap(), budget);
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
-    let words = [format!("rank 0 registered {BUDGET} bytes"), format!("rank 1 {}", 2 * BUDGET)];
-    assert!(words.iter().all(|words| refused.contains(words)), "{refused}");
+    let texts = [format!("rank 0 registered {BUDGET} bytes"), format!("rank 1 {}", 2 * BUDGET)];
+    assert!(texts.iter().all(|text| refused.contains(text)), "{refused}");
     sum_and_gather(&comm, &rank, 1);
-    // Pages are many handles, and nobody else's.
+    // Pages are many handles, which are not shareable.
     rank.pool = Pool::new(device.clone(), BUDGET);
     assert!(comm.register_pool(&rank.pool).unwrap_err().to_string().contains("lends pages"));
-    // SAFETY: refused; and the pool outlives it.
+    // SAFETY: the pool outlives the call, which registers nothing.
     let refused = unsafe { comm.register(rank.buffer(100, DType::F32).0) }.unwrap_err().to_string();
     assert!(refused.contains("for this process alone"), "{refused}");
-    // The registration keeps its pool, and ends after its communicator in peace.
+    // The registration keeps its pool, and may be dropped after its communicator.
     rank.pool = shareable();
     let registration = comm.register_pool(&rank.pool).unwrap();
     sum_and_gather(&comm, &rank, 1);
@@ -166,7 +165,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     drop(registration);
 }
 
-/// Where nothing can be shared, all ranks say so, and train on.
+/// Without shareable memory, registration fails on all ranks, and collectives work.
 fn registers_nothing(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
     let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20), ..rank };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
@@ -207,7 +206,7 @@ fn sums(comm: &NcclCommunicator, rank: &Rank) {
     println!("within (N - 1) units in the last place");
 }
 
-/// What rank 1 (or 0) does wrong; every rank then waits for its error.
+/// Makes rank 1 (or 0) fail; every other rank returns its error.
 fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommError> {
     let (stream, at_fault) = (&rank.stream, comm.rank() == 1);
     let ((a, _a), (b, _b)) = (rank.buffer(4096, DType::F32), rank.buffer(8192, DType::F32));
@@ -215,13 +214,13 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
     let mut parts = Vec::new();
     comm.barrier(stream)?;
     stream.synchronize(LIMIT)?;
-    // So that the hub has heard of it.
+    // So that the coordinator has received it.
     std::thread::sleep(Duration::from_millis(100));
     match kind {
         "killed-before" if at_fault => kill_this_process(),
         "killed-0" if comm.rank() == 0 => kill_this_process(),
         "killed-during" if at_fault => {
-            // It waits inside for the others, who are held back.
+            // It waits in the collective for the others, which are delayed.
             std::thread::spawn(|| {
                 std::thread::sleep(Duration::from_millis(200));
                 kill_this_process();
@@ -235,7 +234,7 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
                 kill_this_process();
             }
         }
-        // What this rank has under way on the world's communicator stands on the stream behind what cannot end.
+        // On the stream, the world's collective follows one of another communicator that cannot end.
         "killed-behind" => {
             let part = comm.split(Some(0), comm.rank() as u64)?.unwrap();
             part.all_reduce(stream, a, a, ReduceOp::Sum)?;
@@ -246,7 +245,7 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
             part.all_reduce(stream, a, a, ReduceOp::Sum)?;
             parts.push(part);
         }
-        // NCCL waits for graphs with collectives of a communicator before it gives it up. This one stays for good.
+        // NCCL releases a communicator only after all graphs with its collectives. This graph is never dropped.
         "killed-with-graph" => {
             let failed = |e: CommError| DeviceError::Driver { call: "all_reduce", message: e.to_string() };
             let graph = stream.capture(|| comm.all_reduce(stream, a, a, ReduceOp::Sum).map_err(failed))?;
@@ -277,7 +276,7 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
     }
     let called = comm.all_reduce(stream, a, a, ReduceOp::Sum);
     let ended = called.and_then(|()| Ok(stream.synchronize(LIMIT)?));
-    // What differs from its peers' may seem to succeed before the hub has compared it.
+    // A call that differs from its peers' may succeed before the coordinator has compared it.
     let begun = Instant::now();
     while comm.failure().is_none() && begun.elapsed() < FAULT_LIMIT {
         std::thread::sleep(Duration::from_millis(5));

@@ -1,5 +1,5 @@
-//! Every way in which a rank can fail, at every collective: all ranks end, with the same cause, in time.
-//! (`tests/mpi.rs` does the same with real processes.)
+//! Every fault of a rank at every collective: all ranks fail with the same error, in time. `tests/mpi.rs` does the same
+//! with processes.
 
 use std::time::Duration;
 
@@ -8,14 +8,15 @@ use zero_alloc::device::{AnySlice, DeviceError, Stream};
 use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
 const RANKS: usize = 3;
-/// What rank 1 does instead of its part.
+
+/// A fault of rank 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     /// Its thread ends: the communicator is dropped.
     Dies,
     /// Its thread ends while the others wait within the collective.
     DiesMeanwhile,
-    /// It does nothing, for longer than the limit.
+    /// It calls nothing until the limit has passed.
     Stalls,
     /// An earlier operation of its stream fails.
     Poisoned,
@@ -49,7 +50,7 @@ const FAULTS: [Fault; 11] = [
     Fault::Order,
 ];
 
-/// What rank 1 does; whether it stays to see the end.
+/// Makes rank 1 fail; returns whether it then waits for the failure of the world.
 fn misbehave(fault: Fault, comm: &Comm, s: &Streams, which: Collective, buffers: [AnySlice; 4]) -> bool {
     let [send, recv, send_bytes, recv_bytes] = buffers;
     let other = another(which);
@@ -88,7 +89,7 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
         let (mut send, mut recv) = (vec![1f32; 32], vec![1f32; 32]);
         let (mut send_bytes, mut recv_bytes) = (vec![1u8; 32], vec![1u8; 32]);
         let buffers = [view(&mut send), view(&mut recv), view(&mut send_bytes), view(&mut recv_bytes)];
-        // One that works, so that the failing one is number 1.
+        // Collective 0 succeeds.
         comm.barrier(&s.comm).unwrap();
         s.comm.synchronize(LIMIT).unwrap();
         if comm.rank() == 1 {
@@ -98,7 +99,6 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
         } else {
             call(&comm, s, which, buffers[0], buffers[1], 8).unwrap();
             if fault == Fault::Order {
-                // The world may have ended already, which closes nothing.
                 call(&comm, s, another(which), buffers[0], buffers[1], 8).unwrap();
             }
         }
@@ -111,11 +111,11 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
 }
 
 #[test]
-fn every_fault_at_every_collective_ends_all_ranks_with_its_cause() {
+fn every_fault_ends_all_ranks() {
     for which in Collective::ALL {
         for fault in FAULTS {
             if which == Collective::Barrier && matches!(fault, Fault::Count | Fault::DType) {
-                // A barrier has neither.
+                // A barrier has neither count nor type.
                 continue;
             }
             let seen = outcomes(fault, which);
@@ -146,9 +146,9 @@ fn every_fault_at_every_collective_ends_all_ranks_with_its_cause() {
     }
 }
 
-/// Buffers are freed as soon as a rank sees the error: nobody may still work in them (run it under a sanitizer).
+/// A rank frees its buffers as soon as it sees the error, so no peer may still access them. Run it under a sanitizer.
 #[test]
-fn no_rank_leaves_while_a_peer_works_in_its_buffers() {
+fn ranks_leave_only_unused_buffers() {
     for seed in 0..if cfg!(miri) { 3 } else { 60 } {
         on_ranks(RANKS, CommOptions::default(), |comm, s| {
             let mut random = Random::new(seed * 10 + comm.rank() as u64);
@@ -172,7 +172,7 @@ fn no_rank_leaves_while_a_peer_works_in_its_buffers() {
 }
 
 #[test]
-fn a_split_that_a_rank_does_not_come_to_ends_all() {
+fn missed_split_ends_all_ranks() {
     for how in ["leaves", "aborts", "stalls"] {
         let limit = if how == "stalls" { Duration::from_secs(1) } else { LIMIT };
         let seen = on_ranks(RANKS, CommOptions { limit }, |comm, _| {
@@ -200,13 +200,13 @@ fn a_split_that_a_rank_does_not_come_to_ends_all() {
 }
 
 #[test]
-fn a_failure_reaches_the_worlds_that_were_split_off() {
-    // A rank that still splits, or calls, when the failure comes gets it there.
+fn failure_reaches_split_communicators() {
+    // The failure must not come before all ranks have split and called.
     let all_have_called = std::sync::Barrier::new(RANKS);
     on_ranks(RANKS, CommOptions::default(), |comm, s| {
         let child = comm.split(Some((comm.rank() / 2) as u64), 0).unwrap().unwrap();
         if comm.rank() == 0 {
-            // Its peer never comes.
+            // Its peer does not call it.
             child.barrier(&s.comm).unwrap();
         }
         all_have_called.wait();

@@ -264,5 +264,5 @@ fn bad_calls_are_refused_before_they_start() {
     });
     assert_eq!(World::new(0, CommOptions::default()).unwrap_err(), CommError::NoRanks);
     let error = World::new(usize::MAX, CommOptions::default()).unwrap_err();
-    assert_eq!(error.to_string(), format!("a world of {} ranks; there are 65536 at most", usize::MAX));
+    assert_eq!(error.to_string(), format!("a world of {} ranks exceeds the maximum of 65536", usize::MAX));
 }

@@ -34,22 +34,22 @@ pub struct Config {
     blocking: c_int,
 }
 
-/// What was called in a group: on which communicator, where, and what.
+/// The calls of a group: communicator, stream and operation.
 type Calls = Vec<(usize, Stream, Part)>;
 
 thread_local! {
-    /// The groups that are open, and what was called in them.
+    /// The depth of open groups, and their calls.
     static GROUP: RefCell<(usize, Calls)> = const { RefCell::new((0, Vec::new())) };
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-fn say(code: c_int, what: &str) -> c_int {
-    LAST.with(|last| *last.borrow_mut() = CString::new(what).unwrap_or_default());
+fn fail(code: c_int, message: &str) -> c_int {
+    LAST.with(|last| *last.borrow_mut() = CString::new(message).unwrap_or_default());
     code
 }
 
 fn guarded(call: impl FnOnce() -> c_int) -> c_int {
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| say(INTERNAL_ERROR, "the stand-in panicked"))
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| fail(INTERNAL_ERROR, "the stand-in panicked"))
 }
 
 /// The version.
@@ -80,7 +80,7 @@ pub extern "C" fn ncclGetErrorString(code: c_int) -> *const c_char {
     text.as_ptr()
 }
 
-/// What led to the last error of this thread.
+/// The message of this thread's last error.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclGetLastError(_comm: usize) -> *const c_char {
     LAST.with(|last| last.borrow().as_ptr())
@@ -106,15 +106,15 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
 /// `config` is null or a configuration.
 unsafe fn check(config: *const Config) -> c_int {
     if config.is_null() {
-        return say(INVALID_USAGE, "the stand-in knows communicators that do not block only");
+        return fail(INVALID_USAGE, "the stand-in supports only non-blocking communicators");
     }
     // SAFETY: the caller's promise.
     let config = unsafe { &*config };
     if config.magic != MAGIC || config.size < size_of::<Config>() || config.version < 21_400 {
-        return say(INVALID_ARGUMENT, "the configuration was not initialised");
+        return fail(INVALID_ARGUMENT, "the configuration was not initialized");
     }
     if config.blocking != 0 {
-        return say(INVALID_USAGE, "the stand-in knows communicators that do not block only");
+        return fail(INVALID_USAGE, "the stand-in supports only non-blocking communicators");
     }
     SUCCESS
 }
@@ -138,25 +138,25 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     }
     let (Ok(n), Ok(rank)) = (usize::try_from(n), usize::try_from(rank)) else { return INVALID_ARGUMENT };
     if rank >= n {
-        return say(INVALID_ARGUMENT, "the rank is beyond the world");
+        return fail(INVALID_ARGUMENT, "the rank is not less than the number of ranks");
     }
     let name: String = id.internal.iter().map(|&c| c as u8 as char).take_while(|&c| c != '\0').collect();
     if name.is_empty() || !name.chars().all(|c| c.is_ascii_hexdigit() || c == '-') {
-        return say(INVALID_ARGUMENT, "that is no id of the stand-in");
+        return fail(INVALID_ARGUMENT, "the id is not from the stand-in");
     }
     // SAFETY: the caller's promise.
     unsafe { out.write(Comm::init(&name, rank, n)) };
     comm::IN_PROGRESS
 }
 
-/// `f` with the communicator of a handle.
+/// Calls `f` with the communicator of a handle.
 fn with(handle: usize, f: impl FnOnce(&Arc<Comm>) -> c_int) -> c_int {
     guarded(|| {
-        comm::find(handle).map_or_else(|| say(INVALID_ARGUMENT, "there is no such communicator"), |comm| f(&comm))
+        comm::find(handle).map_or_else(|| fail(INVALID_ARGUMENT, "the communicator does not exist"), |comm| f(&comm))
     })
 }
 
-/// Splits a communicator; the new one's handle is written when it is made, by another thread.
+/// Splits a communicator. Another thread writes the new one's handle.
 ///
 /// # Safety
 /// `out` stays valid for a write until the communicator is no longer in progress; `config` is a configuration.
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn ncclCommSplit(
     if code != SUCCESS {
         return code;
     }
-    // SAFETY: the caller's promise; an address that another thread may write to.
+    // SAFETY: valid by the caller's promise; all later accesses are atomic.
     let out = unsafe { &*out.cast::<std::sync::atomic::AtomicUsize>() };
     out.store(0, Ordering::Release);
     with(handle, |comm| comm.split(color, key, move |child| out.store(child, Ordering::Release)))
@@ -192,18 +192,18 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(handle: usize, state: *mut c_int)
     })
 }
 
-/// Makes ready to be destroyed.
+/// Finalizes a communicator.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommFinalize(handle: usize) -> c_int {
     with(
         handle,
         |comm| {
-            if comm.is_idle() { comm.finalize() } else { say(INVALID_USAGE, "collectives are under way") }
+            if comm.is_idle() { comm.finalize() } else { fail(INVALID_USAGE, "collectives are under way") }
         },
     )
 }
 
-/// Ends a communicator.
+/// Destroys a communicator.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommDestroy(handle: usize) -> c_int {
     with(handle, |comm| {
@@ -213,7 +213,7 @@ pub extern "C" fn ncclCommDestroy(handle: usize) -> c_int {
     })
 }
 
-/// Ends a communicator and what is under way.
+/// Aborts a communicator and its collectives under way.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommAbort(handle: usize) -> c_int {
     with(handle, |comm| {
@@ -223,7 +223,7 @@ pub extern "C" fn ncclCommAbort(handle: usize) -> c_int {
     })
 }
 
-/// Knows memory.
+/// Registers memory.
 ///
 /// # Safety
 /// `out` is valid for a write.
@@ -237,10 +237,10 @@ pub unsafe extern "C" fn ncclCommRegister(
     with(handle, |comm| {
         let start = at as u64;
         if at.is_null() || bytes == 0 {
-            return say(INVALID_ARGUMENT, "no memory to register");
+            return fail(INVALID_ARGUMENT, "no memory to register");
         }
         let Some(number) = comm.register(start..start + bytes as u64) else {
-            return say(INVALID_ARGUMENT, "the memory is not one allocation that other processes can open");
+            return fail(INVALID_ARGUMENT, "the memory is not one allocation that other processes can open");
         };
         // SAFETY: the caller's promise.
         unsafe { out.write(std::ptr::without_provenance_mut(number)) };
@@ -248,12 +248,12 @@ pub unsafe extern "C" fn ncclCommRegister(
     })
 }
 
-/// Forgets memory.
+/// Deregisters memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommDeregister(handle: usize, registered: *mut c_void) -> c_int {
     with(handle, |comm| match comm.deregister(registered.addr()) {
         SUCCESS => SUCCESS,
-        code => say(code, "the memory is not registered, or is gone, or is worked in"),
+        code => fail(code, "the memory is not registered, was freed, or is in use"),
     })
 }
 
@@ -264,7 +264,7 @@ pub extern "C" fn ncclGroupStart() -> c_int {
     SUCCESS
 }
 
-/// Closes a group: what was called in it becomes one operation.
+/// Closes a group, whose calls become one operation.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclGroupEnd() -> c_int {
     let calls = GROUP.with(|group| {
@@ -272,10 +272,10 @@ pub extern "C" fn ncclGroupEnd() -> c_int {
         *depth = depth.checked_sub(1)?;
         Some(if *depth == 0 { std::mem::take(calls) } else { Vec::new() })
     });
-    let Some(calls) = calls else { return say(INVALID_USAGE, "no group is open") };
+    let Some(calls) = calls else { return fail(INVALID_USAGE, "no group is open") };
     let Some(&(handle, stream, _)) = calls.first() else { return SUCCESS };
     if calls.iter().any(|call| (call.0, call.1) != (handle, stream)) {
-        return say(INVALID_USAGE, "the stand-in knows groups of one communicator and one stream only");
+        return fail(INVALID_USAGE, "the stand-in supports only groups of one communicator and one stream");
     }
     with(handle, |comm| comm.enqueue(stream, calls.into_iter().map(|call| call.2).collect()))
 }
@@ -285,12 +285,12 @@ fn call(handle: usize, stream: *mut c_void, part: Part) -> c_int {
         let (rank, n) = comm.rank_and_size();
         let all_bytes = width(part.dtype).and_then(|w| w.checked_mul(part.count)?.checked_mul(n));
         if all_bytes.is_none_or(|bytes| bytes > isize::MAX as usize) || part.other >= n {
-            return say(INVALID_ARGUMENT, "an unknown type, a root that is none, or too many elements");
+            return fail(INVALID_ARGUMENT, "the type is unknown, the root is not a rank, or the count is too large");
         }
         let no_read = part.kind == Kind::Receive || part.kind == Kind::Broadcast && rank != part.other;
         let no_write = part.kind == Kind::Send || part.kind == Kind::Reduce && rank != part.other;
         if part.count > 0 && (!no_read && part.from.0.is_null() || !no_write && part.to.0.is_null()) {
-            return say(INVALID_ARGUMENT, "a buffer is null");
+            return fail(INVALID_ARGUMENT, "a buffer is null");
         }
         let bytes = width(part.dtype).unwrap_or(0) * part.count;
         let mut part = part;
@@ -306,7 +306,7 @@ fn call(handle: usize, stream: *mut c_void, part: Part) -> c_int {
             return SUCCESS;
         }
         if matches!(part.kind, Kind::Send | Kind::Receive) {
-            return say(INVALID_USAGE, "the stand-in knows sends and receives in groups only");
+            return fail(INVALID_USAGE, "the stand-in supports sends and receives only in groups");
         }
         comm.enqueue(Stream(stream), vec![part])
     })
@@ -317,7 +317,7 @@ macro_rules! collective {
         $(#[$doc])*
         ///
         /// # Safety
-        /// As for NCCL's: the buffers hold what the counts say until the stream has run it.
+        /// As for NCCL: the buffers have the lengths of the counts until the stream has run the call.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $t,)* comm: usize, stream: *mut c_void) -> c_int {
             let (from, to) = (At(($from).cast_mut().cast()), At(($to).cast()));
@@ -356,10 +356,10 @@ collective! {
         => [from, to, count, dtype, 0, root]
 }
 collective! {
-    /// To one rank.
+    /// Sends to one rank.
     ncclSend, Send(from: From, count: usize, dtype: c_int, peer: c_int) => [from, NOWHERE, count, dtype, 0, peer]
 }
 collective! {
-    /// From one rank.
+    /// Receives from one rank.
     ncclRecv, Receive(to: To, count: usize, dtype: c_int, peer: c_int) => [NOTHING, to, count, dtype, 0, peer]
 }

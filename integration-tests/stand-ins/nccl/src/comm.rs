@@ -1,4 +1,4 @@
-//! Communicators: what is in progress, and operations in their order.
+//! Communicators: their state, and their operations in order.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::cuda::{Current, Stream, launch, launch_each, shareable_bytes, tie};
 use crate::exchange::{Aborted, Exchange};
-use crate::work::{Kind, Part, give, take};
+use crate::work::{Kind, Part, finish, serialize};
 
 /// `ncclResult_t`.
 pub(crate) const SUCCESS: i32 = 0;
@@ -18,7 +18,7 @@ pub(crate) const INVALID_USAGE: i32 = 5;
 pub(crate) const REMOTE_ERROR: i32 = 6;
 pub(crate) const IN_PROGRESS: i32 = 7;
 
-/// Where the variable wants an error.
+/// The rank and operation of the error that the variable requests.
 fn error_at() -> Option<(usize, u64)> {
     let text = std::env::var("ZERO_STANDIN_NCCL_ERROR_AT").ok()?;
     let (rank, sequence) = text.split_once(':')?;
@@ -29,26 +29,26 @@ fn error_at() -> Option<(usize, u64)> {
 struct Order {
     /// Operations enqueued.
     enqueued: u64,
-    /// Operations that have ended; the next one's number.
+    /// Operations that have ended, which is the next one's number.
     ended: u64,
     /// Kinds that all ranks have called once.
     connected: HashSet<Kind>,
     splits: u64,
-    /// Operations that were recorded into graphs.
+    /// Operations captured into graphs.
     recorded: u64,
-    /// An operation works in its buffers.
+    /// An operation is accessing its buffers.
     working: bool,
-    /// Threads of its own at work.
+    /// Running background threads.
     busy: usize,
-    /// Operations that were put on streams, and those that their streams have left behind.
+    /// Operations enqueued on streams, and those that their streams have run.
     launched: u64,
     passed: u64,
-    /// Operations in graphs that live.
+    /// Operations in existing graphs.
     tied: usize,
 }
 
 impl Order {
-    /// Nothing of it is on a stream, nor can come on one.
+    /// Whether no operation is on a stream or can be launched by a graph.
     fn is_quiet(&self) -> bool {
         self.passed == self.launched && self.tied == 0
     }
@@ -57,15 +57,15 @@ impl Order {
 /// A communicator of this process.
 pub(crate) struct Comm {
     exchange: Exchange,
-    /// Where the last call stands.
+    /// The result of the last call.
     state: AtomicI32,
-    /// What came up outside any call.
+    /// An asynchronous error.
     failed: AtomicI32,
     order: Mutex<Order>,
     changed: Condvar,
-    /// It was not split from another.
+    /// Whether it was initialized, not split from another.
     is_world: bool,
-    /// Memory that is registered, by the numbers that the caller has of it.
+    /// Registered memory, by handle.
     registered: Mutex<HashMap<usize, Range<u64>>>,
 }
 
@@ -76,12 +76,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 static LIVE: Mutex<Option<HashMap<usize, Arc<Comm>>>> = Mutex::new(None);
 static NEXT: AtomicU64 = AtomicU64::new(0x1000);
 
-/// The communicator of a handle, if it lives.
+/// The communicator of a handle.
 pub(crate) fn find(handle: usize) -> Option<Arc<Comm>> {
     lock(&LIVE).as_ref()?.get(&handle).cloned()
 }
 
-/// Ends a handle.
+/// Removes a handle.
 pub(crate) fn remove(handle: usize) -> Option<Arc<Comm>> {
     lock(&LIVE).as_mut()?.remove(&handle)
 }
@@ -107,7 +107,7 @@ impl Comm {
         comm
     }
 
-    /// The communicator of `n` ranks that know `name`; its handle.
+    /// Starts the communicator `name` of `n` ranks; returns its handle.
     pub(crate) fn init(name: &str, rank: usize, n: usize) -> usize {
         insert(Self::start(Exchange::new(name, rank, n), true))
     }
@@ -139,7 +139,7 @@ impl Comm {
         self.state.store(state, Ordering::Release);
     }
 
-    /// What asking for its state gives.
+    /// The communicator's state.
     pub(crate) fn state(&self) -> i32 {
         match self.state.load(Ordering::Acquire) {
             SUCCESS => self.failed.load(Ordering::Acquire),
@@ -155,7 +155,7 @@ impl Comm {
     pub(crate) fn enqueue(self: &Arc<Self>, stream: Stream, parts: Vec<Part>) -> i32 {
         let state = self.state();
         if state != SUCCESS {
-            // As NCCL: a communicator in progress is not to be used.
+            // As NCCL: a communicator in progress must not be used.
             return if state == IN_PROGRESS { INVALID_ARGUMENT } else { state };
         }
         if stream.is_capturing() {
@@ -192,12 +192,11 @@ impl Comm {
         taken
     }
 
-    /// Records the parts as one operation. Its runs meet those of the other ranks' operation of the same number; what
-    /// is before and behind them is the streams' business.
+    /// Captures the parts as one operation. Its runs meet those of the other ranks' operation of the same number.
     fn record(self: &Arc<Self>, stream: Stream, parts: Vec<Part>) -> i32 {
         let mut order = lock(&self.order);
         if parts.iter().any(|part| !order.connected.contains(&part.kind)) {
-            // NCCL would connect now; here that is done outside.
+            // NCCL would connect now. Here the first operation of a kind must not be captured.
             return INVALID_USAGE;
         }
         let number = order.recorded;
@@ -234,13 +233,13 @@ impl Comm {
         })
     }
 
-    /// Does an operation when the ones before it are done.
+    /// Runs an operation after all earlier ones have ended.
     fn run(&self, sequence: u64, parts: &[Part]) -> Result<(), Aborted> {
         let mut order = lock(&self.order);
         while order.ended != sequence && !self.exchange.aborted.load(Ordering::Acquire) {
             order = self.changed.wait(order).unwrap_or_else(PoisonError::into_inner);
         }
-        // Under the lock, so that an abort either is seen here or waits for the end.
+        // Under the lock, so that an abort is either seen here or waits for the end.
         if self.exchange.aborted.load(Ordering::Acquire) {
             return Err(Aborted);
         }
@@ -254,26 +253,26 @@ impl Comm {
         self.work(&sequence.to_string(), sequence.checked_sub(1).map(|before| before.to_string()), parts)
     }
 
-    /// Does the parts with those of all ranks under `name`. All ranks have done `before`, or they would not be here.
+    /// Exchanges the parts with all ranks under `name` and runs them. All ranks have ended operation `before`.
     fn work(&self, name: &str, before: Option<String>, parts: &[Part]) -> Result<(), Aborted> {
         let (rank, n) = self.rank_and_size();
-        let all = self.exchange.meet(name, &give(parts, rank, n))?;
-        if take(parts, rank, &all).is_none() {
+        let all = self.exchange.meet(name, &serialize(parts, rank, n))?;
+        if finish(parts, rank, &all).is_none() {
             return Err(self.exchange.hang());
         }
         if let Some(before) = before {
-            self.exchange.forget(&before);
+            self.exchange.remove(&before);
         }
         Ok(())
     }
 
-    /// Whether anything is under way.
+    /// Whether no operation is under way.
     pub(crate) fn is_idle(&self) -> bool {
         let order = lock(&self.order);
         order.ended == order.enqueued
     }
 
-    /// Begins to split; the handle of the new communicator goes to `out` in the end.
+    /// Starts a split, which passes the handle of the new communicator to `out`.
     pub(crate) fn split(self: &Arc<Self>, color: i32, key: i32, out: impl FnOnce(usize) + Send + 'static) -> i32 {
         if self.state() != SUCCESS {
             return INVALID_ARGUMENT;
@@ -282,22 +281,22 @@ impl Comm {
             return INVALID_USAGE;
         }
         let mut order = lock(&self.order);
-        let what = format!("split-{}", order.splits);
+        let name = format!("split-{}", order.splits);
         order.splits += 1;
         drop(order);
         self.set(IN_PROGRESS);
         let comm = Arc::clone(self);
         self.background(move || {
-            let wish = [color.to_le_bytes(), key.to_le_bytes()].concat();
-            let Ok(all) = comm.exchange.meet(&what, &wish) else { return };
+            let own = [color.to_le_bytes(), key.to_le_bytes()].concat();
+            let Ok(all) = comm.exchange.meet(&name, &own) else { return };
             let number = |bytes: &[u8]| bytes.try_into().map_or(0, i32::from_le_bytes);
-            let wishes: Vec<(i32, i32)> = all.iter().map(|b| (number(&b[..4]), number(&b[4..]))).collect();
-            let of_color = wishes.iter().enumerate().filter(|(_, wish)| wish.0 == color);
-            let mut members: Vec<(i32, usize)> = of_color.map(|(rank, wish)| (wish.1, rank)).collect();
+            let requests: Vec<(i32, i32)> = all.iter().map(|b| (number(&b[..4]), number(&b[4..]))).collect();
+            let of_color = requests.iter().enumerate().filter(|(_, request)| request.0 == color);
+            let mut members: Vec<(i32, usize)> = of_color.map(|(rank, request)| (request.1, rank)).collect();
             members.sort_unstable();
             let place = members.iter().position(|&(_, rank)| rank == comm.exchange.rank);
             if let (true, Some(rank)) = (color >= 0, place) {
-                let part = comm.exchange.part(&format!("{what}-{color}"), rank, members.len());
+                let part = comm.exchange.part(&format!("{name}-{color}"), rank, members.len());
                 out(insert(Self::start(part, false)));
             }
             comm.set(SUCCESS);
@@ -305,7 +304,7 @@ impl Comm {
         IN_PROGRESS
     }
 
-    /// Gets ready to be destroyed: when no graph has operations of it any more, and all ranks do the same.
+    /// Finalizes the communicator: waits until no graph has its operations and all ranks finalize.
     pub(crate) fn finalize(self: &Arc<Self>) -> i32 {
         if self.state() != SUCCESS {
             return INVALID_ARGUMENT;
@@ -316,14 +315,14 @@ impl Comm {
             let aborted = || comm.exchange.aborted.load(Ordering::Acquire);
             comm.wait_while(|order| !order.is_quiet() && !aborted());
             if !aborted() {
-                comm.set(if comm.exchange.part_in_peace() { SUCCESS } else { REMOTE_ERROR });
+                comm.set(if comm.exchange.finalize() { SUCCESS } else { REMOTE_ERROR });
             }
         });
         IN_PROGRESS
     }
 
-    /// Ends what is under way, and waits until it has left its streams; also until graphs with operations of it are
-    /// gone.
+    /// Aborts the operations under way, and waits until they have left their streams and all graphs with operations of
+    /// the communicator are gone.
     pub(crate) fn abort(&self) {
         self.exchange.aborted.store(true, Ordering::Release);
         self.change(|_| ());
@@ -331,8 +330,8 @@ impl Comm {
         self.exchange.destroy();
     }
 
-    /// Registers memory, if it lies in one allocation that others can open, from its beginning: NVLink's switches are
-    /// given aligned memory only; its number.
+    /// Registers memory from the beginning of one allocation that other processes can open, since NVLink switches need
+    /// aligned memory. Returns its handle.
     pub(crate) fn register(&self, bytes: Range<u64>) -> Option<usize> {
         let whole = shareable_bytes(bytes.start)?;
         if self.state() != SUCCESS || bytes.start != whole.start || bytes.end > whole.end {
@@ -343,23 +342,23 @@ impl Comm {
         Some(number)
     }
 
-    /// Whether these bytes lie in registered memory.
+    /// Whether these bytes are registered.
     pub(crate) fn is_registered(&self, at: u64, bytes: usize) -> bool {
         bytes > 0 && lock(&self.registered).values().any(|r| r.start <= at && at + bytes as u64 <= r.end)
     }
 
-    /// Forgets memory, which must still be there, with nothing under way: otherwise a peer may work where nothing is.
+    /// Deregisters memory, which must still exist, with no operation under way: otherwise a peer may access freed memory.
     pub(crate) fn deregister(&self, number: usize) -> i32 {
         let known = lock(&self.registered).remove(&number);
-        let there = known.is_some_and(|bytes| shareable_bytes(bytes.start).is_some());
-        if there && self.is_idle() {
+        let exists = known.is_some_and(|bytes| shareable_bytes(bytes.start).is_some());
+        if exists && self.is_idle() {
             return SUCCESS;
         }
         self.failed.store(INVALID_USAGE, Ordering::Release);
         INVALID_USAGE
     }
 
-    /// Ends a communicator that is idle.
+    /// Ends an idle communicator.
     pub(crate) fn leave(&self) {
         self.exchange.leave();
     }

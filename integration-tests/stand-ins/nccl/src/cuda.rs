@@ -1,4 +1,4 @@
-//! The few functions of the driver that are needed: those of the stand-in for libcuda, which the program has loaded.
+//! Functions of the driver: the stand-in for libcuda, which the program has loaded.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -19,19 +19,19 @@ struct Driver {
     release: unsafe extern "C" fn(u64) -> c_int,
 }
 
-/// `CUmemAllocationProp`, as far as it is looked at: a kind and handle types.
+/// `CUmemAllocationProp`, of which only the handle types are read.
 type Properties = [u32; 8];
 
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`: what NCCL gives to the other processes of a machine.
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, which NCCL shares with the other processes of a machine.
 const DESCRIPTOR: u32 = 1;
 
 fn driver() -> Option<&'static Driver> {
     static DRIVER: OnceLock<Option<Driver>> = OnceLock::new();
     let find = || {
-        // SAFETY: the program has loaded it already.
+        // SAFETY: the library is already loaded, so no initializer runs.
         let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
         let driver = Driver {
-            // SAFETY: the signature is the driver's.
+            // SAFETY: the field has the driver's signature.
             launch: *unsafe { library.get(b"cuLaunchHostFunc\0") }.ok()?,
             // SAFETY: as above.
             current: *unsafe { library.get(b"cuCtxGetCurrent\0") }.ok()?,
@@ -39,9 +39,9 @@ fn driver() -> Option<&'static Driver> {
             make_current: *unsafe { library.get(b"cuCtxSetCurrent\0") }.ok()?,
             // SAFETY: as above.
             is_capturing: *unsafe { library.get(b"cuStreamIsCapturing\0") }.ok()?,
-            // SAFETY: the signature is the stand-in's.
+            // SAFETY: the field has the stand-in's signature.
             tie: *unsafe { library.get(b"standInTieToCapture\0") }.ok()?,
-            // SAFETY: the signatures of these are the driver's.
+            // SAFETY: the field has the driver's signature.
             range: *unsafe { library.get(b"cuMemGetAddressRange_v2\0") }.ok()?,
             // SAFETY: as above.
             retain: *unsafe { library.get(b"cuMemRetainAllocationHandle\0") }.ok()?,
@@ -56,39 +56,39 @@ fn driver() -> Option<&'static Driver> {
     DRIVER.get_or_init(find).as_ref()
 }
 
-/// The bytes of the allocation that holds `at`, if other processes can open it; none where they cannot.
-pub(crate) fn shareable_bytes(at: u64) -> Option<std::ops::Range<u64>> {
+/// The allocation that contains `address`, if other processes can open it.
+pub(crate) fn shareable_bytes(address: u64) -> Option<std::ops::Range<u64>> {
     let driver = driver()?;
     let (mut start, mut bytes, mut handle, mut properties) = (0, 0, 0, Properties::default());
-    // SAFETY: writes two numbers.
-    let found = unsafe { (driver.range)(&raw mut start, &raw mut bytes, at) } == 0;
-    // SAFETY: writes one number.
-    if !found || unsafe { (driver.retain)(&raw mut handle, at) } != 0 {
+    // SAFETY: both pointers are valid for writes.
+    let found = unsafe { (driver.range)(&raw mut start, &raw mut bytes, address) } == 0;
+    // SAFETY: the pointer is valid for a write.
+    if !found || unsafe { (driver.retain)(&raw mut handle, address) } != 0 {
         return None;
     }
-    // SAFETY: writes 32 bytes.
-    let told = unsafe { (driver.properties)(&raw mut properties, handle) } == 0;
-    // SAFETY: retained above.
+    // SAFETY: `Properties` has the 32 bytes that the function writes.
+    let read = unsafe { (driver.properties)(&raw mut properties, handle) } == 0;
+    // SAFETY: releases the handle that was retained above, once.
     unsafe { (driver.release)(handle) };
-    (told && properties[1] & DESCRIPTOR != 0).then_some(start..start + bytes as u64)
+    (read && properties[1] & DESCRIPTOR != 0).then_some(start..start + bytes as u64)
 }
 
-/// The context of the calling thread, to be taken to another.
+/// The context of a thread, for another thread.
 pub(crate) struct Current(*mut c_void);
 
-// SAFETY: a handle, which any thread may make current.
+// SAFETY: any thread may make the context current.
 unsafe impl Send for Current {}
 
 impl Current {
     pub(crate) fn of_this_thread() -> Option<Self> {
         let mut context = std::ptr::null_mut();
-        // SAFETY: writes one handle.
+        // SAFETY: the pointer is valid for a write.
         let code = unsafe { (driver()?.current)(&raw mut context) };
         (code == 0 && !context.is_null()).then_some(Self(context))
     }
 
     pub(crate) fn make(&self) -> bool {
-        // SAFETY: a context that was current.
+        // SAFETY: the context was current, so it exists.
         driver().is_some_and(|driver| unsafe { (driver.make_current)(self.0) } == 0)
     }
 }
@@ -97,14 +97,14 @@ impl Current {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stream(pub(crate) *mut c_void);
 
-// SAFETY: a handle, which any thread may use.
+// SAFETY: any thread may use the stream.
 unsafe impl Send for Stream {}
 
 impl Stream {
-    /// Whether it is recorded into a graph.
+    /// Whether it is being captured.
     pub(crate) fn is_capturing(self) -> bool {
         let mut status = 0;
-        // SAFETY: a stream of the caller; writes one number.
+        // SAFETY: the caller's stream is valid, and the pointer is valid for a write.
         driver().is_some_and(|driver| unsafe { (driver.is_capturing)(self.0, &raw mut status) } == 0 && status != 0)
     }
 }
@@ -113,40 +113,40 @@ type Work = Box<dyn FnOnce() + Send>;
 type Repeated = Box<dyn Fn() + Send + Sync>;
 
 unsafe extern "C" fn repeat(work: *mut c_void) {
-    // SAFETY: leaked by `launch_each`.
+    // SAFETY: `launch_each` leaked this box, so it is never freed.
     let work = unsafe { &*work.cast::<Repeated>() };
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
 }
 
-/// Records `work`, which runs whenever its turn in a launch of the graph comes; whether the driver took it. It stays
-/// for good, since nobody says when the graph is gone.
+/// Captures `work`, which runs in each launch of the graph; returns whether the driver accepted it. It is never freed,
+/// since the driver does not report the end of the graph.
 pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'static) -> bool {
     let Some(driver) = driver() else { return false };
     let work: Box<Repeated> = Box::new(Box::new(work));
-    // SAFETY: `repeat` only reads what is given to it here.
+    // SAFETY: `repeat` only reads the leaked box.
     unsafe { (driver.launch)(stream.0, repeat, std::ptr::from_mut(Box::leak(work)).cast()) == 0 }
 }
 
 unsafe extern "C" fn run(work: *mut c_void) {
-    // SAFETY: made by `launch`, run once.
+    // SAFETY: `hand_over` made this box, and the driver runs it once.
     let work = unsafe { Box::from_raw(work.cast::<Work>()) };
-    // A panic must not reach the driver; what it leaves undone shows as a collective that does not end.
+    // A panic must not reach the driver. The collective then hangs.
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(*work));
 }
 
-/// Runs `work` when its turn in the stream comes; whether the driver took it.
+/// Enqueues `work`; returns whether the driver accepted it.
 pub(crate) fn launch(stream: Stream, work: impl FnOnce() + Send + 'static) -> bool {
     hand_over(stream, work, |driver| driver.launch)
 }
 
-/// Runs `work` when the graph that the stream is recorded into is gone; at once where the driver did not take it.
+/// Runs `work` when the graph that the stream is captured into is gone, or now if the driver does not accept it.
 pub(crate) fn tie(stream: Stream, work: impl FnOnce() + Clone + Send + 'static) {
     if !hand_over(stream, work.clone(), |driver| driver.tie) {
         work();
     }
 }
 
-/// Gives `work` to a function of the driver; whether it took it.
+/// Passes `work` to a function of the driver; returns whether it accepted it.
 fn hand_over(
     stream: Stream,
     work: impl FnOnce() + Send + 'static,
@@ -155,11 +155,11 @@ fn hand_over(
     let Some(driver) = driver() else { return false };
     let work: Box<Work> = Box::new(Box::new(work));
     let raw = Box::into_raw(work).cast();
-    // SAFETY: `run` takes what is given to it here, once.
-    let taken = unsafe { to(driver)(stream.0, run, raw) } == 0;
-    if !taken {
-        // SAFETY: the driver has not taken it.
+    // SAFETY: `run` frees the box, once.
+    let accepted = unsafe { to(driver)(stream.0, run, raw) } == 0;
+    if !accepted {
+        // SAFETY: the driver did not accept the box, so this is its only user.
         drop(unsafe { Box::from_raw(raw.cast::<Work>()) });
     }
-    taken
+    accepted
 }

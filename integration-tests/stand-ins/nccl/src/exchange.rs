@@ -1,4 +1,4 @@
-//! How ranks pass each other bytes: each writes a file under a name that all know, and waits for those of the others.
+//! The exchange of bytes between ranks: each writes a file of a common name and waits for the files of the others.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// What a communicator's ranks share: a folder, in memory where the system has one.
+/// The folder that a communicator's ranks share, in memory if the system has such a folder.
 #[derive(Clone, Debug)]
 pub(crate) struct Exchange {
     folder: PathBuf,
@@ -15,7 +15,7 @@ pub(crate) struct Exchange {
     pub(crate) aborted: Arc<AtomicBool>,
 }
 
-/// It was aborted.
+/// The communicator was aborted.
 #[derive(Debug)]
 pub(crate) struct Aborted;
 
@@ -26,22 +26,22 @@ impl Exchange {
         Self { folder: base.join(format!("zero-nccl-stand-in-{name}")), rank, n, aborted: Arc::default() }
     }
 
-    /// The folder of a part of these ranks.
+    /// The exchange of some of these ranks.
     pub(crate) fn part(&self, name: &str, rank: usize, n: usize) -> Self {
         let mut folder = self.folder.clone().into_os_string();
         folder.push(format!("-{name}"));
         Self { folder: folder.into(), rank, n, aborted: Arc::default() }
     }
 
-    fn file(&self, what: &str, rank: usize) -> PathBuf {
-        self.folder.join(format!("{what}.{rank}"))
+    fn file(&self, name: &str, rank: usize) -> PathBuf {
+        self.folder.join(format!("{name}.{rank}"))
     }
 
     fn check(&self) -> Result<(), Aborted> {
         if self.aborted.load(Ordering::Acquire) { Err(Aborted) } else { Ok(()) }
     }
 
-    /// Never returns but by an abort.
+    /// Returns only after an abort.
     pub(crate) fn hang(&self) -> Aborted {
         while self.check().is_ok() {
             std::thread::sleep(Duration::from_millis(1));
@@ -49,9 +49,9 @@ impl Exchange {
         Aborted
     }
 
-    /// Gives `bytes` for `what`, and waits for what all ranks give, in rank order.
-    pub(crate) fn meet(&self, what: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Aborted> {
-        let (part, whole) = (self.folder.join(format!("{what}.{}.part", self.rank)), self.file(what, self.rank));
+    /// Publishes `bytes` under `name`, and waits for the bytes of all ranks, in rank order.
+    pub(crate) fn meet(&self, name: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Aborted> {
+        let (part, whole) = (self.folder.join(format!("{name}.{}.part", self.rank)), self.file(name, self.rank));
         let written = fs::create_dir_all(&self.folder)
             .and_then(|()| fs::write(&part, bytes))
             .and_then(|()| fs::rename(&part, &whole));
@@ -63,7 +63,7 @@ impl Exchange {
             let mut turn = 0u64;
             all.push(loop {
                 self.check()?;
-                match fs::read(self.file(what, rank)) {
+                match fs::read(self.file(name, rank)) {
                     Ok(bytes) => break bytes,
                     Err(_) => std::thread::sleep(Duration::from_micros((20 * turn).min(1000))),
                 }
@@ -73,24 +73,24 @@ impl Exchange {
         Ok(all)
     }
 
-    /// Takes back what this rank gave for `what`; all ranks have read it.
-    pub(crate) fn forget(&self, what: &str) {
-        let _ = fs::remove_file(self.file(what, self.rank));
+    /// Removes this rank's bytes of `name`, which all ranks have read.
+    pub(crate) fn remove(&self, name: &str) {
+        let _ = fs::remove_file(self.file(name, self.rank));
     }
 
-    /// Waits until all ranks want to part; false where one has ended what they share, or this one is aborted.
-    pub(crate) fn part_in_peace(&self) -> bool {
-        let said = fs::write(self.file("parts", self.rank), []).is_ok();
-        while said && !(0..self.n).all(|rank| self.file("parts", rank).exists()) {
+    /// Waits until all ranks finalize; false if another rank removed the folder or this one is aborted.
+    pub(crate) fn finalize(&self) -> bool {
+        let written = fs::write(self.file("finalized", self.rank), []).is_ok();
+        while written && !(0..self.n).all(|rank| self.file("finalized", rank).exists()) {
             if self.check().is_err() || !self.folder.exists() {
                 return false;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        said
+        written
     }
 
-    /// This rank has read all that it will ever read. The last one to say so takes the folder away.
+    /// Ends this rank's reads. The last rank removes the folder.
     pub(crate) fn leave(&self) {
         let _ = fs::write(self.file("left", self.rank), []);
         if (0..self.n).all(|rank| self.file("left", rank).exists()) {
@@ -98,7 +98,7 @@ impl Exchange {
         }
     }
 
-    /// Takes the folder away at once: nobody will finish anything.
+    /// Removes the folder, so that no rank can finish an operation.
     pub(crate) fn destroy(&self) {
         let _ = fs::remove_dir_all(&self.folder);
     }

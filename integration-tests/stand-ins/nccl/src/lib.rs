@@ -1,25 +1,25 @@
-//! Stands in for `libnccl.so.2` on machines without a GPU, beside the stand-in for `libcuda`, whose device memory is
-//! host memory: the functions that zero-comm calls, between processes of one machine, which pass data by files in
-//! memory.
+//! A stand-in for `libnccl.so.2` on machines without a GPU. It implements the functions that zero-comm calls, between
+//! processes of one machine, which exchange data through files in memory. It needs the stand-in for `libcuda`, whose
+//! device memory is host memory.
 //!
-//! It is as strict as NCCL is where that is documented, or stricter, so that what NCCL would forgive by chance shows
-//! here:
+//! It is as strict as NCCL's documentation or stricter, so that tests show what NCCL tolerates only by chance:
 //!
-//! - communicators do not block: initialisation, splitting, and the first collective of each kind are in progress
-//!   until all ranks have come, every other collective until another thread has put it on its stream, and the end
-//!   until all ranks want it; any call before that is refused;
-//! - ending and aborting a communicator wait for graphs with collectives of it, and aborting blocks: until what was
-//!   under way has left its streams, which may stand behind another communicator's;
-//! - a collective whose peers differ in kind, count or type, or do not come, never ends, until it is aborted;
-//! - memory is registered only if it lies in one allocation that other processes can open (NCCL takes other memory
-//!   and does not use it, or in some versions uses it wrongly), a collective that finds it registered on some ranks
-//!   only never ends, and one that is deregistered while it is worked in, or when it is gone, fails the communicator;
-//! - collectives of a communicator run one after the other, on whatever streams;
-//! - sums of 16-bit types are rounded at each rank, and start at another rank for each part, as around a ring: they
-//!   are not the host's bits.
+//! - communicators are non-blocking. Initialization, splitting, and the first collective of each kind are in progress
+//!   until all ranks have called them, every other collective until another thread has enqueued it, and finalization
+//!   until all ranks call it. Any other call before that fails;
+//! - finalizing and aborting a communicator wait for graphs with its collectives. Aborting blocks until the collectives
+//!   under way have left their streams, where they may follow another communicator's;
+//! - a collective whose kind, count or type differs between ranks, or that some rank does not call, hangs until it is
+//!   aborted;
+//! - memory can be registered only if it is within one allocation that other processes can open. (NCCL accepts other
+//!   memory; depending on the version it ignores it or uses it wrongly.) A collective on memory that only some ranks
+//!   registered hangs. Deregistration during a collective on the memory, or after it was freed, fails the communicator;
+//! - collectives of a communicator run in order, on any streams;
+//! - sums of 16-bit types are rounded at each rank and start at another rank for each part, as in a ring, so their bits
+//!   differ from the host's.
 //!
-//! `ZERO_STANDIN_NCCL_ERROR_AT=RANK:SEQUENCE`: that rank's communicator of the world has an asynchronous error in the
-//! collective of that number. Its times mean nothing.
+//! `ZERO_STANDIN_NCCL_ERROR_AT=RANK:SEQUENCE` makes that rank's communicator of the world report an asynchronous error
+//! in the collective of that number. The stand-in's times are meaningless.
 
 mod api;
 mod comm;

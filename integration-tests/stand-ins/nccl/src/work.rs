@@ -1,4 +1,4 @@
-//! What the parts of an operation do with the bytes of all ranks.
+//! The computations of operations, on the bytes of all ranks.
 
 use half::{bf16, f16};
 
@@ -6,7 +6,7 @@ use half::{bf16, f16};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct At(pub(crate) *mut u8);
 
-// SAFETY: an address; the caller of the collective promised that nobody else uses what lies there meanwhile.
+// SAFETY: only an address; the caller of the collective promises exclusive access to the memory until it ends.
 unsafe impl Send for At {}
 // SAFETY: as above.
 unsafe impl Sync for At {}
@@ -16,20 +16,20 @@ impl At {
         if bytes == 0 {
             return Vec::new();
         }
-        // SAFETY: the caller of the collective promised that many readable bytes.
+        // SAFETY: the caller of the collective promises that this number of bytes is readable.
         unsafe { std::slice::from_raw_parts(self.0, bytes) }.to_vec()
     }
 
     fn write(self, offset: usize, bytes: &[u8]) {
         if !bytes.is_empty() {
             let to = self.0.wrapping_add(offset);
-            // SAFETY: the caller of the collective promised that many writable bytes, which are not the vector's.
+            // SAFETY: the caller of the collective promises that these bytes are writable; `bytes` is another allocation.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         }
     }
 }
 
-/// Which operation; the numbers are this library's own.
+/// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Kind {
     AllReduce,
@@ -55,20 +55,20 @@ pub(crate) struct Part {
     pub(crate) op: i32,
     /// The root or the peer, or 0.
     pub(crate) other: usize,
-    /// Which buffers lie in registered memory: 1 that which is read, 2 that which is written.
+    /// The registered buffers: bit 0 for `from`, bit 1 for `to`.
     pub(crate) registered: u64,
 }
 
-/// Words of a part's header.
+/// `u64`s of a part's header.
 const HEADER: usize = 5;
 
-/// A rank's part, as another rank reads it.
-struct Given<'a> {
+/// A part as another rank receives it.
+struct Received<'a> {
     header: [u64; HEADER],
     bytes: &'a [u8],
 }
 
-/// Bytes of an element of `ncclDataType_t`; none for types that are not known here.
+/// Bytes of an element of `ncclDataType_t`; `None` for unsupported types.
 pub(crate) fn width(dtype: i32) -> Option<usize> {
     match dtype {
         0 | 1 => Some(1),
@@ -80,8 +80,8 @@ pub(crate) fn width(dtype: i32) -> Option<usize> {
 }
 
 impl Part {
-    /// Notes which buffers of a collective of `n` ranks lie in registered memory; `is` is asked of an address and how
-    /// many times the count lies there. Where only the root reads or writes, its buffer is its own affair.
+    /// Sets `registered`, for a collective of `n` ranks; `is` takes an address and a multiple of the count. A buffer that
+    /// only the root uses does not count.
     pub(crate) fn note_registered(&mut self, is: impl Fn(At, usize) -> bool, n: usize) {
         let (from, to) = match self.kind {
             Kind::AllReduce => (is(self.from, 1), is(self.to, 1)),
@@ -108,8 +108,8 @@ impl Part {
         ]
     }
 
-    /// What rank `rank` of `n` gives for it: a header, and the bytes that others need.
-    fn give(&self, rank: usize, n: usize, out: &mut Vec<u8>) {
+    /// Serializes the part for the other ranks: a header, and the bytes that they need.
+    fn serialize(&self, rank: usize, n: usize, out: &mut Vec<u8>) {
         let elems = match self.kind {
             Kind::AllReduce | Kind::Reduce | Kind::AllGather | Kind::Send => self.count,
             Kind::ReduceScatter => self.count * n,
@@ -122,14 +122,14 @@ impl Part {
     }
 }
 
-/// What a rank gives for all parts of an operation.
-pub(crate) fn give(parts: &[Part], rank: usize, n: usize) -> Vec<u8> {
+/// Serializes all parts of an operation.
+pub(crate) fn serialize(parts: &[Part], rank: usize, n: usize) -> Vec<u8> {
     let mut out = Vec::new();
-    parts.iter().for_each(|part| part.give(rank, n, &mut out));
+    parts.iter().for_each(|part| part.serialize(rank, n, &mut out));
     out
 }
 
-fn parse(mut bytes: &[u8]) -> Option<Vec<Given<'_>>> {
+fn parse(mut bytes: &[u8]) -> Option<Vec<Received<'_>>> {
     let mut all = Vec::new();
     while !bytes.is_empty() {
         let mut header = [0; HEADER];
@@ -138,30 +138,30 @@ fn parse(mut bytes: &[u8]) -> Option<Vec<Given<'_>>> {
             (*word, bytes) = (u64::from_le_bytes(*first), rest);
         }
         let (data, rest) = bytes.split_at_checked(header[4] as usize)?;
-        all.push(Given { header, bytes: data });
+        all.push(Received { header, bytes: data });
         bytes = rest;
     }
     Some(all)
 }
 
-/// Does the parts of rank `rank`, with what all ranks gave; `None`, and nothing done, where the ranks' calls differ.
-pub(crate) fn take(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
-    let all: Vec<Vec<Given<'_>>> = all.iter().map(|bytes| parse(bytes)).collect::<Option<_>>()?;
+/// Runs the parts of rank `rank` on the parts of all ranks. `None` if the ranks' calls differ; then nothing is written.
+pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
+    let all: Vec<Vec<Received<'_>>> = all.iter().map(|bytes| parse(bytes)).collect::<Option<_>>()?;
     let to_peers = |kind: u64| kind == Kind::Send as u64 || kind == Kind::Receive as u64;
     // Collectives are the same on all ranks, in the same order.
-    let shared = |given: &[Given<'_>]| -> Vec<[u64; 4]> {
-        let collectives = given.iter().filter(|part| !to_peers(part.header[0]));
+    let shared = |received: &[Received<'_>]| -> Vec<[u64; 4]> {
+        let collectives = received.iter().filter(|part| !to_peers(part.header[0]));
         collectives.map(|part| [part.header[0], part.header[1], part.header[2], part.header[3]]).collect()
     };
     let own = shared(&all[rank]);
-    if all.iter().any(|given| shared(given) != own) {
+    if all.iter().any(|received| shared(received) != own) {
         return None;
     }
-    // What rank q sends to this rank, in its order.
-    let mut inboxes: Vec<Vec<&Given<'_>>> = Vec::new();
-    for given in &all {
-        let to_here = |part: &&Given<'_>| part.header[0] == Kind::Send as u64 && part.header[3] == rank as u64;
-        inboxes.push(given.iter().filter(to_here).rev().collect());
+    // By sender, the parts for this rank, in order.
+    let mut inboxes: Vec<Vec<&Received<'_>>> = Vec::new();
+    for received in &all {
+        let to_here = |part: &&Received<'_>| part.header[0] == Kind::Send as u64 && part.header[3] == rank as u64;
+        inboxes.push(received.iter().filter(to_here).rev().collect());
     }
     let mut writes: Vec<(At, usize, Vec<u8>)> = Vec::new();
     let mut index = 0;
@@ -175,11 +175,11 @@ pub(crate) fn take(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
         match part.kind {
             Kind::Send => continue,
             Kind::Receive => {
-                let given = inboxes.get_mut(part.other)?.pop()?;
-                if (given.header[1], given.header[2]) != (part.count as u64, (part.dtype as u64) << 8) {
+                let received = inboxes.get_mut(part.other)?.pop()?;
+                if (received.header[1], received.header[2]) != (part.count as u64, (part.dtype as u64) << 8) {
                     return None;
                 }
-                writes.push((part.to, 0, given.bytes.to_vec()));
+                writes.push((part.to, 0, received.bytes.to_vec()));
                 continue;
             }
             Kind::AllReduce => writes.push((part.to, 0, reduce(part, &of(index))?)),
@@ -202,7 +202,7 @@ pub(crate) fn take(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
     Some(())
 }
 
-/// A type that can be reduced: added with rounding at each rank.
+/// An element type, whose sums are rounded at each rank.
 trait Number: Copy + PartialOrd {
     fn of(bytes: &[u8]) -> Self;
     fn put(self, out: &mut Vec<u8>);
@@ -236,7 +236,7 @@ numbers! {
     f64: |a, b| a + b, |a: f64, n: usize| a / n as f64;
 }
 
-/// The reduction of what all ranks gave.
+/// The reduction of all ranks' buffers.
 fn reduce(part: &Part, all: &[&[u8]]) -> Option<Vec<u8>> {
     match part.dtype {
         1 => reduce_as::<u8>(part.op, all, 1),
@@ -252,7 +252,7 @@ fn reduce_as<T: Number>(op: i32, all: &[&[u8]], width: usize) -> Option<Vec<u8>>
     let (n, len) = (all.len(), all.first()?.len());
     let mut out = Vec::with_capacity(len);
     for at in (0..len).step_by(width) {
-        // As around a ring: each part of the buffer begins at another rank.
+        // As in a ring, each part of the buffer starts at another rank.
         let start = at * n / len + 1;
         let mut values = (0..n).map(|i| T::of(&all[(start + i) % n][at..at + width]));
         let first = values.next()?;
@@ -272,8 +272,8 @@ mod tests {
     use super::*;
 
     fn run(parts: impl Fn(usize) -> Vec<Part>, n: usize) -> Option<()> {
-        let all: Vec<Vec<u8>> = (0..n).map(|rank| give(&parts(rank), rank, n)).collect();
-        (0..n).try_for_each(|rank| take(&parts(rank), rank, &all))
+        let all: Vec<Vec<u8>> = (0..n).map(|rank| serialize(&parts(rank), rank, n)).collect();
+        (0..n).try_for_each(|rank| finish(&parts(rank), rank, &all))
     }
 
     fn part(kind: Kind, from: &[f32], to: &mut [f32], count: usize, other: usize) -> Part {
@@ -281,7 +281,7 @@ mod tests {
         Part { kind, from, to, count, dtype: 7, op: 0, other, registered: 0 }
     }
 
-    /// Rank r sends 10 r + i.
+    /// Rank r's element i is 10 r + i.
     fn sent(n: usize, len: usize) -> Vec<Vec<f32>> {
         (0..n).map(|r| (0..len).map(|i| (10 * r + i) as f32).collect()).collect()
     }
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn sends_meet_receives_and_calls_that_differ_do_nothing() {
+    fn differing_calls_write_nothing() {
         let from = sent(2, 1);
         let to = std::cell::RefCell::new(vec![vec![0f32; 1]; 2]);
         let pair = |r: usize, count| {
