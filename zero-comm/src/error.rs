@@ -118,7 +118,9 @@ pub enum CommError {
         other_call: Box<Call>,
     },
     /// A rank did not reach the collective within the limit.
-    #[error("collective {sequence}, {call}: rank {rank} did not reach it within {limit:?}; it had reached {done} collectives")]
+    #[error(
+        "collective {sequence}, {call}: rank {rank} did not reach it within {limit:?}; it had reached {done} collectives"
+    )]
     Stalled {
         /// The number of the call, from 0.
         sequence: u64,

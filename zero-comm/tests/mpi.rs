@@ -144,7 +144,7 @@ fn rank_main(what: &str) -> ExitCode {
             assert!(values.iter().flatten().all(|&v| v == (n - 1) as f32));
             println!("rank {rank} conforms");
         }
-        // Until the link is cut (scripts/two-hosts); the words go to a file, since their way to mpirun is cut, too.
+        // Until scripts/two-hosts cuts the link. The error goes to a file, since the connection to mpirun is cut too.
         "until-cut" => {
             let file = std::env::var("ZERO_TEST_FILE").expect("where to write");
             let mut values = vec![1f32; 100_000];

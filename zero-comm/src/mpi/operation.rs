@@ -142,19 +142,13 @@ impl Operation {
         requests: &mut Vec<Request>,
     ) -> Result<(), (usize, MpiError)> {
         let tag = self.tag(phase);
-        let world_rank = |part: &Part| (self.members.world_ranks[part.peer], tag);
-        for part in receives {
-            part.bytes.note_access(true);
-            let (to, len) = (part.bytes.as_ptr(), part.bytes.len_bytes());
+        for (part, receives) in receives.iter().map(|part| (part, true)).chain(sends.iter().map(|part| (part, false)))
+        {
+            part.bytes.note_access(receives);
+            let peer = self.members.world_ranks[part.peer];
             // SAFETY: the parts are valid memory; `exchange`, the caller, returns only when every request is done or
             // settled. Received parts overlap no other part of the phase.
-            unsafe { self.world.receive(to, len, world_rank(part), requests) }?;
-        }
-        for part in sends {
-            part.bytes.note_access(false);
-            let (from, len) = (part.bytes.as_ptr(), part.bytes.len_bytes());
-            // SAFETY: as above.
-            unsafe { self.world.send(from, len, world_rank(part), requests) }?;
+            unsafe { self.world.start(receives, part.bytes, peer, tag, requests) }?;
         }
         Ok(())
     }
@@ -166,7 +160,8 @@ impl Operation {
         let mut own = postcard::to_allocvec(call).unwrap_or_default();
         let mut received = vec![0u8; bytes * self.n()];
         // SAFETY: `own` and `received` outlive the exchange, which alone accesses them until it ends.
-        let slice = |bytes: &mut [u8]| unsafe { AnySlice::from_raw_parts(bytes.as_mut_ptr(), bytes.len(), DType::U8) };
+        let slice =
+            |bytes: &mut [u8]| unsafe { AnySlice::from_raw_parts(bytes.as_mut_ptr(), bytes.len(), DType::U8) };
         let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: slice(&mut own) }).collect();
         let receives = received.chunks_exact_mut(bytes).enumerate().filter(|(peer, _)| *peer != rank);
         let receives: Vec<Part> = receives.map(|(peer, bytes)| Part { peer, bytes: slice(bytes) }).collect();

@@ -118,51 +118,39 @@ impl Raw {
 
     fn call<R>(&self, f: impl FnOnce() -> Result<R, MpiError>) -> Result<R, MpiError> {
         let usable = self.usable.lock();
-        if *usable { f() } else { Err(MpiError { call: "MPI", message: "no calls are made after a failure".to_owned() }) }
+        if *usable {
+            f()
+        } else {
+            Err(MpiError { call: "MPI", message: "no calls are made after a failure".to_owned() })
+        }
     }
 
-    /// Starts to send `len` bytes.
+    /// Starts to receive `len` bytes from `peer`, or to send them to it.
     ///
     /// # Safety
-    /// Until the request is done or calls are frozen, `from` is valid for reads of `len` bytes, and nothing writes to
-    /// them.
-    pub(super) unsafe fn send(
+    /// Until the request is done or calls are frozen, `buffer` is valid for `len` bytes: of a receive for writes, and
+    /// nothing else accesses them; of a send for reads, and nothing writes to them.
+    pub(super) unsafe fn start(
         &self,
-        from: *const u8,
+        receives: bool,
+        buffer: *mut u8,
         len: usize,
         peer: usize,
         tag: c_int,
     ) -> Result<Request, MpiError> {
-        let (from, count) = (from.cast::<c_void>(), len as c_int);
+        let (buffer, count, rank) = (buffer.cast::<c_void>(), len as c_int, peer as c_int);
         self.call(|| {
             let mut handle = null_request();
-            // SAFETY: the buffer is valid by the caller's promise; `handle` is valid for a write.
-            let code =
-                unsafe { ffi::MPI_Isend(from, count, byte_type(), peer as c_int, tag, self.data, &mut handle) };
-            check("MPI_Isend", code)?;
-            Ok(Request { handle, peer, receives: false, done: false })
-        })
-    }
-
-    /// Starts to receive `len` bytes.
-    ///
-    /// # Safety
-    /// Until the request is done or calls are frozen, `to` is valid for writes of `len` bytes, and nothing else
-    /// accesses them.
-    pub(super) unsafe fn receive(
-        &self,
-        to: *mut u8,
-        len: usize,
-        peer: usize,
-        tag: c_int,
-    ) -> Result<Request, MpiError> {
-        let (to, count) = (to.cast::<c_void>(), len as c_int);
-        self.call(|| {
-            let mut handle = null_request();
-            // SAFETY: the buffer is valid by the caller's promise; `handle` is valid for a write.
-            let code = unsafe { ffi::MPI_Irecv(to, count, byte_type(), peer as c_int, tag, self.data, &mut handle) };
-            check("MPI_Irecv", code)?;
-            Ok(Request { handle, peer, receives: true, done: false })
+            if receives {
+                // SAFETY: the buffer is valid by the caller's promise; `handle` is valid for a write.
+                let code = unsafe { ffi::MPI_Irecv(buffer, count, byte_type(), rank, tag, self.data, &mut handle) };
+                check("MPI_Irecv", code)?;
+            } else {
+                // SAFETY: as above.
+                let code = unsafe { ffi::MPI_Isend(buffer, count, byte_type(), rank, tag, self.data, &mut handle) };
+                check("MPI_Isend", code)?;
+            }
+            Ok(Request { handle, peer, receives, done: false })
         })
     }
 

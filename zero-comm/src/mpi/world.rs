@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use zero_alloc::device::AnySlice;
 
 use super::notice::Notice;
 use super::raw::{MAX_BYTES, MpiError, Raw, Request};
@@ -151,40 +152,24 @@ impl World {
         }
     }
 
-    /// Starts to send `len` bytes, in transfers of at most [`MAX_BYTES`].
+    /// Starts to receive `bytes` from `peer`, or to send them to it, in transfers of at most [`MAX_BYTES`].
     ///
     /// # Safety
-    /// As for [`Raw::send`], for every request.
-    pub(super) unsafe fn send(
+    /// As for [`Raw::start`], for every request.
+    pub(super) unsafe fn start(
         &self,
-        from: *const u8,
-        len: usize,
-        (peer, tag): (usize, c_int),
+        receives: bool,
+        bytes: AnySlice,
+        peer: usize,
+        tag: c_int,
         requests: &mut Vec<Request>,
     ) -> Result<(), (usize, MpiError)> {
+        let len = bytes.len_bytes();
         for start in (0..len).step_by(MAX_BYTES) {
-            let (from, len) = (from.wrapping_add(start), MAX_BYTES.min(len - start));
+            let (buffer, len) = (bytes.as_ptr().wrapping_add(start), MAX_BYTES.min(len - start));
             // SAFETY: this range is within the caller's buffer, for which the promise holds.
-            requests.push(unsafe { self.raw.send(from, len, peer, tag) }.map_err(|error| (peer, error))?);
-        }
-        Ok(())
-    }
-
-    /// Starts to receive `len` bytes, in transfers of at most [`MAX_BYTES`].
-    ///
-    /// # Safety
-    /// As for [`Raw::receive`], for every request.
-    pub(super) unsafe fn receive(
-        &self,
-        to: *mut u8,
-        len: usize,
-        (peer, tag): (usize, c_int),
-        requests: &mut Vec<Request>,
-    ) -> Result<(), (usize, MpiError)> {
-        for start in (0..len).step_by(MAX_BYTES) {
-            let (to, len) = (to.wrapping_add(start), MAX_BYTES.min(len - start));
-            // SAFETY: this range is within the caller's buffer, for which the promise holds.
-            requests.push(unsafe { self.raw.receive(to, len, peer, tag) }.map_err(|error| (peer, error))?);
+            let request = unsafe { self.raw.start(receives, buffer, len, peer, tag) };
+            requests.push(request.map_err(|error| (peer, error))?);
         }
         Ok(())
     }

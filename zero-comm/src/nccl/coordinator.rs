@@ -255,7 +255,8 @@ impl Coordinator {
         group.meetings.remove(&number);
         let ranks = group.ranks.clone();
         let first = self.next_context;
-        let split = |entry: &MeetingEntry| if let MeetingEntry::Split(request) = entry { Some(*request) } else { None };
+        let split =
+            |entry: &MeetingEntry| if let MeetingEntry::Split(request) = entry { Some(*request) } else { None };
         let requests: Vec<SplitRequest> = entries.iter().filter_map(split).collect();
         for color in colors(&requests) {
             let members = members(&requests, color).into_iter().map(|index| ranks[index]).collect();
@@ -343,19 +344,15 @@ mod tests {
             let differing = Message::Called { context: 0, call: call.clone() };
             let (_, sent) = deliver([(0, called(1)), (1, called(1)), (0, called(8)), (1, differing)]);
             let (call, other_call) = (Box::new(call), other_call.clone());
-            assert_eq!(
-                sent,
-                failed(CommError::Mismatch { sequence: 1, rank: 1, call, other_rank: 0, other_call })
-            );
+            assert_eq!(sent, failed(CommError::Mismatch { sequence: 1, rank: 1, call, other_rank: 0, other_call }));
         }
     }
 
     #[test]
     fn late_collective_names_the_late_rank() {
         let call = Box::new(broadcast(8));
-        let stalled = |rank, done| {
-            failed(CommError::Stalled { sequence: 1, call: call.clone(), rank, limit: LIMIT, done })
-        };
+        let stalled =
+            |rank, done| failed(CommError::Stalled { sequence: 1, call: call.clone(), rank, limit: LIMIT, done });
         let first: Vec<_> = (0..3).flat_map(|rank| [(rank, called(1)), (rank, progress(1, 1))]).collect();
         let with = |more: &[(usize, Message)]| deliver(first.iter().chain(more).cloned()).1;
         // Rank 2 has not called it.

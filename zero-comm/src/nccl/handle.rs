@@ -120,7 +120,8 @@ impl Handle {
     fn with(&self, call: impl FnOnce(sys::ncclComm_t) -> c_int, wait: Wait<'_>) -> Result<c_int, Interrupt> {
         self.device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
         let raw = self.raw.lock();
-        let raw = raw.as_ref().ok_or_else(|| wait.interrupt(|| back_end("the communicator was aborted".to_owned())))?;
+        let raw =
+            raw.as_ref().ok_or_else(|| wait.interrupt(|| back_end("the communicator was aborted".to_owned())))?;
         Ok(call(raw.0))
     }
 
@@ -259,11 +260,7 @@ impl Handle {
 
     /// The communicator of the ranks that pass the same color. `place` is the color and this rank's number in it. All
     /// ranks call this.
-    pub(super) fn split(
-        &self,
-        place: Option<(usize, usize)>,
-        wait: Wait<'_>,
-    ) -> Result<Option<Self>, Interrupt> {
+    pub(super) fn split(&self, place: Option<(usize, usize)>, wait: Wait<'_>) -> Result<Option<Self>, Interrupt> {
         let number =
             |n: usize| c_int::try_from(n).map_err(|_| Interrupt::Failed(back_end("too many ranks".to_owned())));
         let (color, key) = match place {

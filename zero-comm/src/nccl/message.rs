@@ -54,8 +54,8 @@ impl Hello {
     }
 }
 
-/// What a rank contributes to a meeting: a point where all ranks of a communicator wait for each other. Splits and
-/// registrations share one count of meetings.
+/// A rank's entry of a meeting, a point where all ranks of a communicator wait for each other. Splits and registrations
+/// are numbered together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum MeetingEntry {
     Split(SplitRequest),
@@ -122,7 +122,14 @@ mod tests {
         let dtypes = prop::sample::select(vec![DType::U8, DType::F16, DType::Bf16, DType::F32, DType::F64]);
         let collectives = prop::sample::select(&Collective::ALL[..]);
         (collectives, ops, dtypes, segments, any::<Option<usize>>(), any::<bool>()).prop_map(
-            |(collective, op, dtype, segments, root, control)| Call { collective, op, dtype, segments, root, control },
+            |(collective, op, dtype, segments, root, control)| Call {
+                collective,
+                op,
+                dtype,
+                segments,
+                root,
+                control,
+            },
         )
     }
 

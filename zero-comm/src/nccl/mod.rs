@@ -28,7 +28,7 @@
 //! buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` avoids the attempt. NCCL releases a
 //! communicator only when all graphs with its collectives have been dropped: drop them first.
 //!
-//! **Registration.** Without it, NCCL copies through buffers of its own. [`NcclCommunicator::register_pool`] registers
+//! **Registration.** Without it, NCCL copies through its internal buffers. [`NcclCommunicator::register_pool`] registers
 //! a pool of [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
 //! ```no_run
 //! # use zero_alloc::{Pool, cuda::CudaDevice};

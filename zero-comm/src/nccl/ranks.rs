@@ -96,26 +96,27 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         value.trim().parse().map(Some).map_err(|_| LaunchError::Value { variable: name, value, expected })
     }
 
-    fn port(&self) -> Result<Option<u16>, LaunchError> {
-        self.number("MASTER_PORT", "a port, 1 to 65535")
-    }
-
+    /// The world of the launcher whose variables of the rank, the world size and the local rank these are. Without
+    /// `MASTER_ADDR` and `MASTER_PORT`, it uses `host` and `port`.
     fn world(
         &self,
         launcher: Launcher,
         [rank_name, size_name, local_name]: [&'static str; 3],
-        (host, port): (String, u16),
+        host: Option<String>,
+        port: Option<u16>,
     ) -> Result<Ranks, LaunchError> {
-        let need = |name| {
-            let number = self.number(name, "a number")?;
-            number.ok_or(LaunchError::Missing { present: rank_name, missing: name })
-        };
+        let present = if self.text(rank_name).is_some() { rank_name } else { size_name };
+        let missing = |missing| LaunchError::Missing { present, missing };
+        let need = |name| self.number(name, "a number")?.ok_or(missing(name));
         let (rank, world_size): (usize, usize) = (need(rank_name)?, need(size_name)?);
         if rank >= world_size {
             return Err(LaunchError::Rank { variable: rank_name, rank, world_size });
         }
         // If it is missing, all ranks are on this machine.
         let local_rank = self.number(local_name, "a number")?.unwrap_or(rank);
+        let host = self.text("MASTER_ADDR").or(host).ok_or(missing("MASTER_ADDR"))?;
+        let master_port = self.number("MASTER_PORT", "a port, 1 to 65535")?;
+        let port = master_port.or(port).ok_or(missing("MASTER_PORT"))?;
         Ok(Ranks { rank, world_size, local_rank, host, port, launcher })
     }
 }
@@ -135,41 +136,27 @@ impl Ranks {
     /// The variables are inconsistent.
     pub fn parse(variable: impl Fn(&'static str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
         let vars = Variables(variable);
+        let text = |name| vars.text(name).unwrap_or_default();
         if vars.text("RANK").is_some() || vars.text("WORLD_SIZE").is_some() {
-            let present = if vars.text("RANK").is_some() { "RANK" } else { "WORLD_SIZE" };
-            let missing = |missing| LaunchError::Missing { present, missing };
-            if vars.text("RANK").is_none() {
-                return Err(missing("RANK"));
-            }
-            let host = vars.text("MASTER_ADDR").ok_or(missing("MASTER_ADDR"))?;
-            let port = vars.port()?.ok_or(missing("MASTER_PORT"))?;
-            let agent_listens = vars.text("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.eq_ignore_ascii_case("true"));
-            let port = if agent_listens { port.checked_add(1).unwrap_or(port - 1) } else { port };
             let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
-            return vars.world(Launcher::Torchrun, names, (host, port)).map(Some);
+            let mut ranks = vars.world(Launcher::Torchrun, names, None, None)?;
+            if text("TORCHELASTIC_USE_AGENT_STORE").eq_ignore_ascii_case("true") {
+                ranks.port = ranks.port.checked_add(1).unwrap_or(u16::MAX - 1);
+            }
+            return Ok(Some(ranks));
         }
         if vars.text("OMPI_COMM_WORLD_RANK").is_some() {
             let names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"];
             let all_here = vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
-            let here = all_here.then(|| "127.0.0.1".to_owned());
-            let missing = LaunchError::Missing { present: "OMPI_COMM_WORLD_RANK", missing: "MASTER_ADDR" };
-            let host = vars.text("MASTER_ADDR").or(here).ok_or(missing)?;
-            let job = vars.text("PMIX_NAMESPACE").unwrap_or_default();
-            let port = vars.port()?.unwrap_or_else(|| derived_port(&job));
-            return vars.world(Launcher::OpenMpi, names, (host, port)).map(Some);
+            let (host, port) = (all_here.then(|| "127.0.0.1".to_owned()), derived_port(&text("PMIX_NAMESPACE")));
+            return vars.world(Launcher::OpenMpi, names, host, Some(port)).map(Some);
         }
         if vars.number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?.is_some_and(|tasks| tasks > 1) {
             let names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"];
-            if vars.text(names[0]).is_none() {
-                return Err(LaunchError::Missing { present: names[1], missing: names[0] });
-            }
-            let first = vars.text("SLURM_STEP_NODELIST").as_deref().and_then(first_node);
-            let missing = LaunchError::Missing { present: "SLURM_PROCID", missing: "MASTER_ADDR" };
-            let host = vars.text("MASTER_ADDR").or(first).ok_or(missing)?;
-            let text = |name| vars.text(name).unwrap_or_default();
-            let job = format!("{}.{}", text("SLURM_JOB_ID"), text("SLURM_STEP_ID"));
-            let port = vars.port()?.unwrap_or_else(|| derived_port(&job));
-            return vars.world(Launcher::Slurm, names, (host, port)).map(Some);
+            let port = derived_port(&format!("{}.{}", text("SLURM_JOB_ID"), text("SLURM_STEP_ID")));
+            return vars
+                .world(Launcher::Slurm, names, first_node(&text("SLURM_STEP_NODELIST")), Some(port))
+                .map(Some);
         }
         Ok(None)
     }

@@ -78,8 +78,8 @@ impl NcclCommunicator {
     ///
     /// Measure whether it helps on your machine. By its sources, NCCL uses registered memory with NVLink switches (in
     /// all three collectives), and in rings over NVLink and network cards for all-gathers and for all-reduces that are
-    /// not in place; never for a ring's reduce-scatter. Memory of `all_to_all` should have a registration of its own:
-    /// sharing one crashed NCCL 2.24 (NVIDIA/nccl#1859).
+    /// not in place; never for a ring's reduce-scatter. Register memory of `all_to_all` separately:
+    /// sharing a registration crashed NCCL 2.24 (NVIDIA/nccl#1859).
     ///
     /// # Errors
     /// A rank's memory is not shareable or not one backing, its NCCL cannot register, or two ranks' lengths differ; the

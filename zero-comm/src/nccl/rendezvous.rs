@@ -48,8 +48,8 @@ pub(super) fn join(
     Ok(handshake(stream, ranks, library, limit)?)
 }
 
-/// Listens at `MASTER_ADDR`, or at all of this machine's addresses if `MASTER_ADDR` is none of them, as with the name
-/// of a service or a translated address.
+/// Listens at `MASTER_ADDR`, or at all of this machine's addresses if `MASTER_ADDR` is another one, such as a service's
+/// or a translated address.
 fn listen(ranks: &Ranks, address: &str) -> Result<TcpListener, RendezvousError> {
     let error = |e: io::Error| match e.kind() {
         io::ErrorKind::AddrInUse => RendezvousError::AddressInUse { address: address.to_owned() },

@@ -95,7 +95,10 @@ fn differing_hello_is_refused_on_all_ranks() {
         hello
     };
     let cases = [
-        (hello(1, VERSION + 1, 2, LIBRARY), RendezvousError::Version { rank: 1, got: VERSION + 1, expected: VERSION }),
+        (
+            hello(1, VERSION + 1, 2, LIBRARY),
+            RendezvousError::Version { rank: 1, got: VERSION + 1, expected: VERSION },
+        ),
         (hello(1, VERSION, 2, 22_809), RendezvousError::Library { rank: 1, got: 22_809, expected: LIBRARY }),
         (hello(0, VERSION, 2, LIBRARY), RendezvousError::Twice { rank: 0 }),
         (hello(1, VERSION, 3, LIBRARY), RendezvousError::WorldSize { rank: 1, got: 3, expected: 2 }),
@@ -336,7 +339,8 @@ fn lost_connection_ends_the_other_ranks() {
         rank.call(8, Ok(true), Ok(false));
         Some(rank.failure())
     });
-    let named = |error: &CommError| matches!(error, CommError::Left { rank: 1, .. } | CommError::Peer { rank: 1, .. });
+    let named =
+        |error: &CommError| matches!(error, CommError::Left { rank: 1, .. } | CommError::Peer { rank: 1, .. });
     assert!(errors[0] == errors[2] && errors[0].as_ref().is_some_and(named), "{errors:?}");
 }
 

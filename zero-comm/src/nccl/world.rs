@@ -192,7 +192,9 @@ impl Shared {
     pub(super) fn fail(&self, error: CommError) -> CommError {
         use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
         let error = match error {
-            Mismatch { .. } | Stalled { .. } | Left { .. } | Skipped { .. } | Panicked { .. } | Aborted { .. } => error,
+            Mismatch { .. } | Stalled { .. } | Left { .. } | Skipped { .. } | Panicked { .. } | Aborted { .. } => {
+                error
+            }
             Peer { .. } => error,
             // An error of this process.
             other => Peer { rank: self.rank, message: other.to_string() },
@@ -423,7 +425,8 @@ impl Watcher {
             state.open.values_mut().map(|o| (Arc::clone(&o.transport), std::mem::take(&mut o.operations))).collect();
         drop(state);
         let (transports, operations): (Vec<_>, Vec<_>) = open.into_iter().unzip();
-        let unfinished = operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
+        let unfinished =
+            operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
         unfinished.for_each(|operation| (operation.poison)(&failure));
         // All aborts start before any is awaited: a collective of one communicator can be enqueued after another's.
         let completions: Vec<AbortCompletion> = transports.iter().map(|transport| transport.abort()).collect();
