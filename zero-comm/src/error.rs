@@ -7,10 +7,92 @@ use zero_alloc::device::{DType, DeviceError};
 
 use crate::{Call, Collective, ReduceOp};
 
-/// The reason why a collective was not enqueued or did not finish. The variants that ranks send each other serialize.
+/// The reason why a collective was not enqueued or did not finish.
+// Ranks send each other the variants up to `Peer`. Skipped variants follow them, because serde counts those when it
+// serializes, but not when it deserializes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CommError {
+    /// Two ranks made different calls.
+    #[error("collective {sequence}: rank {rank} called {call}, but rank {other_rank} called {other_call}")]
+    Mismatch {
+        /// The number of the call, from 0.
+        sequence: u64,
+        /// The first rank.
+        rank: usize,
+        /// Its call.
+        call: Box<Call>,
+        /// The second rank.
+        other_rank: usize,
+        /// Its call.
+        other_call: Box<Call>,
+    },
+    /// A rank did not reach the collective within the limit.
+    #[error(
+        "collective {sequence}, {call}: rank {rank} did not reach it within {limit:?}; it had reached {done} collectives"
+    )]
+    Stalled {
+        /// The number of the call, from 0.
+        sequence: u64,
+        /// The call.
+        call: Box<Call>,
+        /// The late rank.
+        rank: usize,
+        /// The limit that passed.
+        limit: Duration,
+        /// The number of collectives that the rank had reached.
+        done: u64,
+    },
+    /// A rank dropped its communicator or ended.
+    #[error("collective {sequence}, {call}: rank {rank} left after {done} collectives")]
+    Left {
+        /// The number of the call, from 0.
+        sequence: u64,
+        /// The call.
+        call: Box<Call>,
+        /// The rank that left.
+        rank: usize,
+        /// The number of collectives that the rank had called.
+        done: u64,
+    },
+    /// A rank's stream failed before it ran a collective.
+    #[error("collective {sequence}, {call}: stream {stream} of rank {rank} failed before running it")]
+    Skipped {
+        /// The number of the call, from 0.
+        sequence: u64,
+        /// The call.
+        call: Box<Call>,
+        /// The rank at fault.
+        rank: usize,
+        /// Its stream.
+        stream: String,
+    },
+    /// A rank panicked within a collective.
+    #[error("collective {sequence}, {call}: rank {rank} panicked")]
+    Panicked {
+        /// The number of the call, from 0.
+        sequence: u64,
+        /// The call.
+        call: Box<Call>,
+        /// The rank at fault.
+        rank: usize,
+    },
+    /// A rank called `abort`.
+    #[error("rank {rank} aborted: {reason}")]
+    Aborted {
+        /// The rank that aborted.
+        rank: usize,
+        /// The reason that it passed.
+        reason: String,
+    },
+    /// Any other failure of a rank.
+    #[error("rank {rank}: {message}")]
+    Peer {
+        /// The rank at fault.
+        rank: usize,
+        /// The cause.
+        message: String,
+    },
     /// A world without ranks.
     #[error("a world needs at least one rank")]
     #[serde(skip)]
@@ -103,78 +185,6 @@ pub enum CommError {
         /// The dtype.
         dtype: DType,
     },
-    /// Two ranks made different calls.
-    #[error("collective {sequence}: rank {rank} called {call}, but rank {other_rank} called {other_call}")]
-    Mismatch {
-        /// The number of the call, from 0.
-        sequence: u64,
-        /// The first rank.
-        rank: usize,
-        /// Its call.
-        call: Box<Call>,
-        /// The second rank.
-        other_rank: usize,
-        /// Its call.
-        other_call: Box<Call>,
-    },
-    /// A rank did not reach the collective within the limit.
-    #[error(
-        "collective {sequence}, {call}: rank {rank} did not reach it within {limit:?}; it had reached {done} collectives"
-    )]
-    Stalled {
-        /// The number of the call, from 0.
-        sequence: u64,
-        /// The call.
-        call: Box<Call>,
-        /// The late rank.
-        rank: usize,
-        /// The limit that passed.
-        limit: Duration,
-        /// The number of collectives that the rank had reached.
-        done: u64,
-    },
-    /// A rank dropped its communicator or ended.
-    #[error("collective {sequence}, {call}: rank {rank} left after {done} collectives")]
-    Left {
-        /// The number of the call, from 0.
-        sequence: u64,
-        /// The call.
-        call: Box<Call>,
-        /// The rank that left.
-        rank: usize,
-        /// The number of collectives that the rank had called.
-        done: u64,
-    },
-    /// A rank's stream failed before it ran a collective.
-    #[error("collective {sequence}, {call}: stream {stream} of rank {rank} failed before running it")]
-    Skipped {
-        /// The number of the call, from 0.
-        sequence: u64,
-        /// The call.
-        call: Box<Call>,
-        /// The rank at fault.
-        rank: usize,
-        /// Its stream.
-        stream: String,
-    },
-    /// A rank panicked within a collective.
-    #[error("collective {sequence}, {call}: rank {rank} panicked")]
-    Panicked {
-        /// The number of the call, from 0.
-        sequence: u64,
-        /// The call.
-        call: Box<Call>,
-        /// The rank at fault.
-        rank: usize,
-    },
-    /// A rank called `abort`.
-    #[error("rank {rank} aborted: {reason}")]
-    Aborted {
-        /// The rank that aborted.
-        rank: usize,
-        /// The reason that it passed.
-        reason: String,
-    },
     /// The library of a back end failed or cannot be used.
     #[error("{back_end}: {message}")]
     #[serde(skip)]
@@ -182,14 +192,6 @@ pub enum CommError {
         /// The back end.
         #[serde(skip)]
         back_end: &'static str,
-        /// The cause.
-        message: String,
-    },
-    /// Any other failure of a rank.
-    #[error("rank {rank}: {message}")]
-    Peer {
-        /// The rank at fault.
-        rank: usize,
         /// The cause.
         message: String,
     },
