@@ -1,11 +1,15 @@
 //! Flags that several commands have, and their checks.
 
+use std::path::Path;
+
 use clap::ValueEnum;
 use parse_size::parse_size;
 use zero_alloc::device::DType;
+use zero_shard::Tier;
 
 use super::CliError;
-use crate::config::OffloadDevice;
+use crate::hf::HfFolder;
+use crate::model::config::GptConfig;
 
 /// Element types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -43,13 +47,27 @@ pub(super) fn parse_params(text: &str) -> Result<u64, String> {
 }
 
 /// Parses the value of `--offload`.
-pub(super) fn parse_offload(value: &str) -> Result<OffloadDevice, CliError> {
-    match (value, value.strip_prefix("nvme:")) {
-        ("none", _) => Ok(OffloadDevice::None),
-        ("cpu", _) => Ok(OffloadDevice::Cpu),
-        (_, Some(folder)) => Ok(OffloadDevice::Nvme(folder.into())),
+pub(super) fn parse_offload(value: &str) -> Result<Tier, CliError> {
+    match value {
+        "none" => Ok(Tier::Device),
+        "cpu" => Ok(Tier::Host),
+        folder if folder.starts_with("nvme:") => Ok(Tier::Nvme),
         _ => Err(CliError::Usage(format!("--offload {value}: expected none, cpu or nvme:DIR"))),
     }
+}
+
+/// The configuration of a preset or of a Hugging Face folder, and the folder.
+pub(super) fn find_model(name: &str, notices: &mut Vec<String>) -> Result<(GptConfig, Option<HfFolder>), CliError> {
+    if Path::new(name).is_dir() {
+        let folder = HfFolder::open(Path::new(name)).map_err(CliError::usage)?;
+        notices.extend(folder.warnings().iter().cloned());
+        return Ok((folder.config().clone(), Some(folder)));
+    }
+    let config = GptConfig::preset(name).map_err(|e| {
+        let hint = if name.contains('/') { "; the folder does not exist" } else { "" };
+        CliError::Usage(format!("--model {name}: {e}{hint}"))
+    })?;
+    Ok((config, None))
 }
 
 /// Checks that none of these flags is 0.

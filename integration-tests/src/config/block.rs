@@ -167,7 +167,7 @@ impl Block {
     /// Rejects the remaining keys.
     pub(super) fn end_strict(self) -> Result<(), ConfigFileError> {
         match self.keys.keys().next() {
-            Some(key) => Err(ConfigFileError::UnknownKey { key: self.name(key) }),
+            Some(key) => Err(ConfigFileError::UnknownKey(self.name(key))),
             None => Ok(()),
         }
     }

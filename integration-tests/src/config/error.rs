@@ -26,18 +26,12 @@ pub enum ConfigFileError {
         /// The error.
         source: Box<ConfigFileError>,
     },
-    /// Not a JSON object (with comments).
-    #[error("not a JSON object: {message}")]
-    Json {
-        /// The parser's message, with line and column.
-        message: String,
-    },
-    /// A key that DeepSpeed rejects, too.
-    #[error("unknown key {key}")]
-    UnknownKey {
-        /// The key with its block.
-        key: String,
-    },
+    /// Not a JSON object (with comments): the parser's message, with line and column.
+    #[error("not a JSON object: {0}")]
+    Json(String),
+    /// A key, with its block, that DeepSpeed rejects, too.
+    #[error("unknown key {0}")]
+    UnknownKey(String),
     /// A value of another type or outside its range.
     #[error("{key} is {got}; expected {expected}")]
     WrongType {
@@ -74,12 +68,9 @@ pub enum ConfigFileError {
         /// Why it is required.
         why: &'static str,
     },
-    /// Invalid parameters of a schedule.
-    #[error("scheduler.params: {message}")]
-    Schedule {
-        /// The deserializer's message.
-        message: String,
-    },
+    /// Invalid parameters of a schedule: the deserializer's message.
+    #[error("scheduler.params: {0}")]
+    Schedule(String),
     /// A number outside the optimizer's ranges.
     #[error(transparent)]
     Optim(#[from] OptimError),

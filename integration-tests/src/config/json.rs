@@ -9,16 +9,15 @@ use super::ConfigFileError;
 
 /// Parses a JSON object. Line and column in errors are those of `text`.
 pub(super) fn parse(text: &str) -> Result<Map<String, Value>, ConfigFileError> {
-    let error = |message: String| ConfigFileError::Json { message };
     let mut plain = text.as_bytes().to_vec();
     json_strip_comments::strip_slice(&mut plain)
-        .map_err(|_| error("`/` outside of a string does not start a comment".to_owned()))?;
+        .map_err(|_| ConfigFileError::Json("`/` outside of a string does not start a comment".to_owned()))?;
     // Block comments become spaces, line breaks too; without those the lines would be counted wrong.
     plain.iter_mut().zip(text.bytes()).filter(|(_, byte)| *byte == b'\n').for_each(|(plain, byte)| *plain = byte);
-    let Strict(value) = serde_json::from_slice(&plain).map_err(|e| error(e.to_string()))?;
+    let Strict(value) = serde_json::from_slice(&plain).map_err(|e| ConfigFileError::Json(e.to_string()))?;
     match value {
         Value::Object(map) => Ok(map),
-        other => Err(error(format!("expected an object {{..}}, found {other}"))),
+        other => Err(ConfigFileError::Json(format!("expected an object {{..}}, found {other}"))),
     }
 }
 

@@ -44,4 +44,4 @@ pub use batch::{Batch, BatchKeys};
 pub use deepspeed::{ActivationCheckpointing, DsConfig};
 pub use error::ConfigFileError;
 pub use optimizer::DsOptimizer;
-pub use zero::{OffloadDevice, ZeroOptimization};
+pub use zero::ZeroOptimization;

@@ -131,7 +131,7 @@ pub(super) fn read_scheduler(
         rest.remove("warmup_type");
     }
     let schedule: LrSchedule = serde_json::from_value(json!({ "type": name, "params": rest }))
-        .map_err(|e| ConfigFileError::Schedule { message: e.to_string() })?;
+        .map_err(|e| ConfigFileError::Schedule(e.to_string()))?;
     schedule.check()?;
     Ok(Some(schedule))
 }

@@ -4,9 +4,9 @@ use serde_json::{Value, json};
 use zero_alloc::device::DType;
 use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, WarmupType};
+use zero_shard::Tier;
 
-use super::{ActivationCheckpointing, BatchKeys, ConfigFileError, DsConfig, DsOptimizer};
-use super::{OffloadDevice, ZeroOptimization};
+use super::{ActivationCheckpointing, BatchKeys, ConfigFileError, DsConfig, DsOptimizer, ZeroOptimization};
 
 /// Parses a configuration that must be valid and without warnings.
 fn quiet(text: &str) -> DsConfig {
@@ -42,21 +42,7 @@ fn assert_errors(table: &str) {
 fn empty_file_has_deepspeeds_defaults() {
     let expected = DsConfig {
         batch: BatchKeys::default(),
-        zero: ZeroOptimization {
-            stage: 0,
-            reduce_bucket_elems: 500_000_000,
-            allgather_bucket_elems: 500_000_000,
-            overlap_comm: false,
-            sub_group_elems: 1_000_000_000,
-            prefetch_bucket_elems: 50_000_000,
-            persistence_threshold_elems: 100_000,
-            max_live_elems: 1_000_000_000,
-            max_reuse_elems: 1_000_000_000,
-            gather_16bit_weights_on_save: false,
-            offload_optimizer: OffloadDevice::None,
-            offload_optimizer_buffers: 4,
-            offload_param: OffloadDevice::None,
-        },
+        zero: ZeroOptimization::default(),
         dtype: DType::F32,
         loss_scaling: LossScaling::NONE,
         gradient_clipping: 1.0,
@@ -102,8 +88,8 @@ fn hugging_face_example_has_no_warnings() {
     );
     let expected = ZeroOptimization {
         stage: 3,
-        offload_optimizer: OffloadDevice::Cpu,
-        offload_param: OffloadDevice::Cpu,
+        offload_optimizer: Tier::Host,
+        offload_param: Tier::Host,
         gather_16bit_weights_on_save: true,
         overlap_comm: true,
         ..ZeroOptimization::default()
@@ -174,9 +160,9 @@ fn file_with_all_keys_is_read() {
             max_live_elems: 6_000_000,
             max_reuse_elems: 7_000_000,
             gather_16bit_weights_on_save: false,
-            offload_optimizer: OffloadDevice::Nvme("/local".into()),
+            offload_optimizer: Tier::Nvme,
             offload_optimizer_buffers: 6,
-            offload_param: OffloadDevice::None,
+            offload_param: Tier::Device,
         },
         dtype: DType::Bf16,
         loss_scaling: LossScaling::NONE,
@@ -200,9 +186,9 @@ fn old_forms_of_zero_optimization_are_read() {
     assert_eq!(zero("true"), ZeroOptimization { stage: 1, ..default() });
     assert_eq!(zero("false"), default());
     assert_eq!(zero(r#""auto""#), default());
-    assert_eq!(zero(r#"{"cpu_offload": true}"#).offload_optimizer, OffloadDevice::Cpu);
+    assert_eq!(zero(r#"{"cpu_offload": true}"#).offload_optimizer, Tier::Host);
     let old = zero(r#"{"stage": 3, "cpu_offload_param": true, "cpu_offload": false}"#);
-    assert_eq!((old.offload_optimizer, old.offload_param), (OffloadDevice::None, OffloadDevice::Cpu));
+    assert_eq!((old.offload_optimizer, old.offload_param), (Tier::Device, Tier::Host));
     assert!(zero(r#"{"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}"#).gather_16bit_weights_on_save);
 }
 

@@ -1,8 +1,7 @@
 //! The block `zero_optimization` and its `offload_*` blocks.
 
-use std::path::PathBuf;
-
 use serde_json::Value;
+use zero_shard::Tier;
 
 use super::ConfigFileError;
 use super::block::{Block, Kind, Usual, shortened};
@@ -31,11 +30,11 @@ pub struct ZeroOptimization {
     /// Whether saving also writes whole 16-bit weights.
     pub gather_16bit_weights_on_save: bool,
     /// Device of the optimizer state.
-    pub offload_optimizer: OffloadDevice,
+    pub offload_optimizer: Tier,
     /// `offload_optimizer.buffer_count`: buffers for parts of the optimizer state.
     pub offload_optimizer_buffers: u64,
     /// Device of the parameters at stage 3.
-    pub offload_param: OffloadDevice,
+    pub offload_param: Tier,
 }
 
 impl Default for ZeroOptimization {
@@ -51,23 +50,11 @@ impl Default for ZeroOptimization {
             max_live_elems: 1_000_000_000,
             max_reuse_elems: 1_000_000_000,
             gather_16bit_weights_on_save: false,
-            offload_optimizer: OffloadDevice::None,
+            offload_optimizer: Tier::Device,
             offload_optimizer_buffers: 4,
-            offload_param: OffloadDevice::None,
+            offload_param: Tier::Device,
         }
     }
-}
-
-/// A device for offloaded state.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum OffloadDevice {
-    /// No offload: the compute device.
-    #[default]
-    None,
-    /// Host memory.
-    Cpu,
-    /// Files in this folder.
-    Nvme(PathBuf),
 }
 
 /// Keys that have a second name with the prefix `stage3_`.
@@ -159,7 +146,7 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroO
     let stage = stage as u8;
     let (offload_optimizer, buffers) = read_offload_optimizer(&mut block, stage, warnings)?;
     let offload_param = read_offload_param(&mut block)?;
-    if offload_param != OffloadDevice::None && stage != 3 {
+    if offload_param != Tier::Device && stage != 3 {
         warnings.push(format!("zero_optimization.offload_param is not honoured: it needs stage 3, not {stage}"));
     }
     let zero = ZeroOptimization {
@@ -188,7 +175,7 @@ fn read_offload_optimizer(
     zero: &mut Block,
     stage: u8,
     warnings: &mut Vec<String>,
-) -> Result<(OffloadDevice, Option<u64>), ConfigFileError> {
+) -> Result<(Tier, Option<u64>), ConfigFileError> {
     use Usual::{Flag, Nothing};
     let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
     let Some(mut block) = zero.block("offload_optimizer")? else { return Ok((old, None)) };
@@ -213,7 +200,7 @@ fn read_offload_optimizer(
     Ok(offload)
 }
 
-fn read_offload_param(zero: &mut Block) -> Result<OffloadDevice, ConfigFileError> {
+fn read_offload_param(zero: &mut Block) -> Result<Tier, ConfigFileError> {
     let old = old_flag(zero, "cpu_offload_param", "offload_param")?;
     let Some(mut block) = zero.block("offload_param")? else { return Ok(old) };
     let counts = ["buffer_count", "buffer_size", "max_in_cpu"].map(|key| (key, Kind::Count));
@@ -225,23 +212,21 @@ fn read_offload_param(zero: &mut Block) -> Result<OffloadDevice, ConfigFileError
 }
 
 /// Reads `cpu_offload: true`, the old form of `offload_optimizer`.
-fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<OffloadDevice, ConfigFileError> {
+fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<Tier, ConfigFileError> {
     match zero.flag(old)? {
         Some(_) if zero.has(new) => Err(ConfigFileError::Conflict { one: zero.name(old), other: zero.name(new) }),
-        Some(true) => Ok(OffloadDevice::Cpu),
-        _ => Ok(OffloadDevice::None),
+        Some(true) => Ok(Tier::Host),
+        _ => Ok(Tier::Device),
     }
 }
 
-fn device(block: &mut Block) -> Result<OffloadDevice, ConfigFileError> {
-    let path = block.text("nvme_path")?;
+fn device(block: &mut Block) -> Result<Tier, ConfigFileError> {
+    let has_path = block.text("nvme_path")?.is_some();
     match block.text("device")?.as_deref() {
-        None | Some("none") => Ok(OffloadDevice::None),
-        Some("cpu") => Ok(OffloadDevice::Cpu),
-        Some("nvme") => match path {
-            Some(path) => Ok(OffloadDevice::Nvme(path.into())),
-            None => Err(ConfigFileError::Missing { key: "nvme_path", why: "the offload device is nvme" }),
-        },
+        None | Some("none") => Ok(Tier::Device),
+        Some("cpu") => Ok(Tier::Host),
+        Some("nvme") if has_path => Ok(Tier::Nvme),
+        Some("nvme") => Err(ConfigFileError::Missing { key: "nvme_path", why: "the offload device is nvme" }),
         Some(other) => {
             let (key, expected) = (block.name("device"), "\"none\", \"cpu\" or \"nvme\"");
             Err(ConfigFileError::WrongType { key, expected, got: format!("{other:?}") })

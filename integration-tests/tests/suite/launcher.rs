@@ -78,7 +78,7 @@ fn pids(folder: &Path, n: usize) -> Vec<u32> {
 }
 
 fn is_running(pid: u32) -> bool {
-    // A zombie has ended; only its parent has not collected its status.
+    // A zombie has ended, and waits for its parent to collect its status.
     fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
@@ -131,7 +131,7 @@ fn job_succeeds_when_all_ranks_do() {
 fn one_failure_kills_all_descendants() {
     let folder = tempfile::tempdir().unwrap();
     let here = folder.path().display();
-    // Ranks 0 and 2 wait for a child of their own; rank 1 fails when both have started.
+    // Ranks 0 and 2 each start a child and wait for it; rank 1 fails when both have started.
     let script = format!(
         "if [ $RANK = 1 ]; then while [ ! -s {here}/0 ] || [ ! -s {here}/2 ]; do sleep 0.02; done; exit 3; fi
          sleep 600 & echo $! > {here}/$RANK; wait"

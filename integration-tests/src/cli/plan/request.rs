@@ -1,15 +1,12 @@
 //! The input of a plan: flags override the configuration file, which overrides the defaults.
 
-use std::path::Path;
-
 use zero_alloc::device::DType;
 use zero_shard::{LayoutOptions, ParamSpec, Tie, Tier, TransformerShape, UnitSpec, Widths, ZeroStage};
 
 use super::PlanArgs;
 use crate::cli::CliError;
-use crate::cli::flags::{check_positive, check_seq_len, parse_offload};
-use crate::config::{DsConfig, OffloadDevice};
-use crate::hf::HfFolder;
+use crate::cli::flags::{check_positive, check_seq_len, find_model, parse_offload};
+use crate::config::DsConfig;
 use crate::model::config::GptConfig;
 use crate::trainer::SHARD_ALIGN_ELEMS;
 
@@ -39,7 +36,6 @@ pub(super) struct Request {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) checkpointing: bool,
-    pub(super) checkpoint_shards: u64,
     pub(super) offload_optimizer: Tier,
     pub(super) offload_params: Tier,
     pub(super) bucket_elems: u64,
@@ -89,12 +85,11 @@ impl Request {
             grad_accum: batch.grad_accum,
             seq_len,
             checkpointing: args.activation_checkpointing || checkpointing.is_some(),
-            checkpoint_shards: 1,
-            offload_optimizer: match args.offload.as_deref().map(parse_offload).transpose()? {
-                Some(flag) => tier(&flag),
-                None => zero.map_or(Tier::Device, |z| tier(&z.offload_optimizer)),
+            offload_optimizer: match args.offload.as_deref() {
+                Some(flag) => parse_offload(flag)?,
+                None => zero.map_or(Tier::Device, |z| z.offload_optimizer),
             },
-            offload_params: zero.map_or(Tier::Device, |z| tier(&z.offload_param)),
+            offload_params: zero.map_or(Tier::Device, |z| z.offload_param),
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
             prefetch: zero.is_none_or(|z| z.overlap_comm && z.prefetch_bucket_elems > 0),
@@ -113,25 +108,11 @@ impl Request {
     }
 }
 
-fn tier(device: &OffloadDevice) -> Tier {
-    match device {
-        OffloadDevice::None => Tier::Device,
-        OffloadDevice::Cpu => Tier::Host,
-        OffloadDevice::Nvme(_) => Tier::Nvme,
-    }
-}
-
 /// The model, and its number of positions if that is known.
 fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Option<u64>), CliError> {
     match (&args.model, args.params) {
         (Some(name), _) => {
-            let config = if Path::new(name).is_dir() {
-                let folder = HfFolder::open(Path::new(name)).map_err(CliError::usage)?;
-                notices.extend(folder.warnings().iter().cloned());
-                folder.config().clone()
-            } else {
-                GptConfig::preset(name).map_err(|e| CliError::Usage(format!("--model {name}: {e}")))?
-            };
+            let (config, _) = find_model(name, notices)?;
             config.validate().map_err(CliError::usage)?;
             Ok((ModelSize::of(name, &config), Some(config.n_positions as u64)))
         }

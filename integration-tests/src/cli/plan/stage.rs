@@ -108,7 +108,7 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
         seq_len: request.seq_len,
         elem_bytes: widths.param_bytes,
         checkpointing: request.checkpointing,
-        checkpoint_shards: request.checkpoint_shards,
+        checkpoint_shards: 1,
         flash_attention: true,
         dropout: false,
     };

@@ -1,9 +1,11 @@
 //! Checks of flags and configuration before anything else is read.
 
+use zero_shard::Tier;
+
 use super::args::TrainArgs;
 use crate::cli::CliError;
 use crate::cli::flags::{check_positive, parse_offload};
-use crate::config::{DsConfig, OffloadDevice};
+use crate::config::DsConfig;
 
 /// The highest number of ranks, and of threads of all ranks.
 const MAX_RANKS: usize = 1024;
@@ -43,22 +45,22 @@ pub(super) fn accumulation(grad_accum: u64) -> Result<(), CliError> {
 
 /// Rejects devices of optimizer state and parameters that this version does not support.
 pub(super) fn offload(args: &TrainArgs, file: Option<&DsConfig>, on_cuda: bool) -> Result<(), CliError> {
-    let check = |what: &str, device: &OffloadDevice| {
-        let value = match device {
-            OffloadDevice::Nvme(_) => "nvme",
-            OffloadDevice::Cpu if on_cuda => "cpu with --device cuda",
+    let check = |what: &str, tier: Tier| {
+        let value = match tier {
+            Tier::Nvme => "nvme",
+            Tier::Host if on_cuda => "cpu with --device cuda",
             // On the host, device memory is host memory.
-            OffloadDevice::Cpu | OffloadDevice::None => return Ok(()),
+            Tier::Host | Tier::Device => return Ok(()),
         };
         Err(CliError::Usage(format!("{what} {value} is not supported in this version; use none")))
     };
     // Below stage 3 offload_param has no effect; the file's warnings say so.
     if let Some(file) = file.filter(|file| file.zero.stage == 3) {
-        check("zero_optimization.offload_param: device", &file.zero.offload_param)?;
+        check("zero_optimization.offload_param: device", file.zero.offload_param)?;
     }
     match (args.offload.as_deref(), file) {
-        (Some(flag), _) => check("--offload", &parse_offload(flag)?),
-        (None, Some(file)) => check("zero_optimization.offload_optimizer: device", &file.zero.offload_optimizer),
+        (Some(flag), _) => check("--offload", parse_offload(flag)?),
+        (None, Some(file)) => check("zero_optimization.offload_optimizer: device", file.zero.offload_optimizer),
         (None, None) => Ok(()),
     }
 }

@@ -72,7 +72,7 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
     let mut setup = RunSetup::new(args, world_size, Some(device.name().to_owned()))?;
     setup.options.cancel = cancelled_by_signals()?;
-    // Rank 0 prints and may have a GPU of its own, so this does not depend on whether it shares one.
+    // The note is printed by rank 0, whether or not that rank shares its GPU.
     if args.share_gpus && world_size > gpus {
         setup.notices.push("ranks share GPUs: speeds mean nothing".to_owned());
     }

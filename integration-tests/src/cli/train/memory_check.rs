@@ -17,27 +17,18 @@ pub(super) fn check(setup: &RunSetup) -> Result<(), CliError> {
     else {
         return Ok(());
     };
-    let rank = RankMemory {
-        state_bytes: state.total_bytes(),
-        activations_bytes: workload.options.activations_bytes(&workload.config),
-        buckets_bytes: (settings.bucket_capacity_elems as u64).saturating_mul(BUCKETS * widths.comm_grad_bytes),
-    };
-    fits(setup.ranks, settings.stage.number(), &rank, free_bytes)
+    let activations_bytes = workload.options.activations_bytes(&workload.config);
+    let buckets_bytes = (settings.bucket_capacity_elems as u64).saturating_mul(BUCKETS * widths.comm_grad_bytes);
+    let rank_bytes = [state.total_bytes(), activations_bytes, buckets_bytes];
+    fits(setup.ranks, settings.stage.number(), rank_bytes, free_bytes)
 }
 
 /// Linux only; other systems are not checked.
 const MEMORY_INFO: &str = "/proc/meminfo";
 
-/// Memory of each rank.
-struct RankMemory {
-    state_bytes: u64,
-    activations_bytes: u64,
-    buckets_bytes: u64,
-}
-
-fn fits(ranks: usize, stage: u8, rank: &RankMemory, free_bytes: u64) -> Result<(), CliError> {
-    let all = |rank_bytes: u64| rank_bytes.saturating_mul(ranks as u64);
-    let [state, activations, buckets] = [rank.state_bytes, rank.activations_bytes, rank.buckets_bytes].map(all);
+/// `rank_bytes` are model state, activations and buckets of each rank.
+fn fits(ranks: usize, stage: u8, rank_bytes: [u64; 3], free_bytes: u64) -> Result<(), CliError> {
+    let [state, activations, buckets] = rank_bytes.map(|bytes| bytes.saturating_mul(ranks as u64));
     if state.saturating_add(activations).saturating_add(buckets) <= free_bytes {
         return Ok(());
     }
@@ -68,20 +59,15 @@ mod tests {
 
     #[test]
     fn oversized_run_is_rejected_with_figures() {
-        let held = |state_bytes, activations_bytes, buckets_bytes| RankMemory {
-            state_bytes,
-            activations_bytes,
-            buckets_bytes,
-        };
-        fits(4, 3, &held(1 << 29, 1 << 28, 1 << 28), 4 << 30).unwrap();
-        for rank in [held(2 << 30, 0, 0), held(1, 2 << 30, 0), held(1, 1 << 30, 1 << 30)] {
-            let error = fits(4, 0, &rank, (8 << 30) - 1).unwrap_err();
+        fits(4, 3, [1 << 29, 1 << 28, 1 << 28], 4 << 30).unwrap();
+        for rank_bytes in [[2 << 30, 0, 0], [1, 2 << 30, 0], [1, 1 << 30, 1 << 30]] {
+            let error = fits(4, 0, rank_bytes, (8 << 30) - 1).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             for word in ["4 ranks", "stage 0", " GiB", "--stage", "--ranks", "--micro-batch", "--bucket-elems"] {
                 assert!(error.to_string().contains(word), "{word:?} is not in: {error}");
             }
         }
-        assert!(fits(1024, 0, &held(u64::MAX, u64::MAX, 1), u64::MAX - 1).is_err());
+        assert!(fits(1024, 0, [u64::MAX, u64::MAX, 1], u64::MAX - 1).is_err());
     }
 
     #[test]

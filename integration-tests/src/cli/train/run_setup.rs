@@ -16,7 +16,7 @@ use zero_shard::{Layout, ZeroStage};
 use super::args::TrainArgs;
 use super::{checks, unused_keys};
 use crate::cli::CliError;
-use crate::cli::flags::check_seq_len;
+use crate::cli::flags::{check_seq_len, find_model};
 use crate::config::DsConfig;
 use crate::data::{DataSource, Dataset};
 use crate::hf::HfFolder;
@@ -54,8 +54,11 @@ impl RunSetup {
         checks::offload(args, file, device.is_some())?;
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
         notices.extend(file.map(unused_keys::notices).unwrap_or_default());
-        let (model_name, config, weights, tokenizer) = model(args, &mut notices)?;
-        let data = data(args, tokenizer)?;
+        let model_name = args.model.clone().unwrap_or_else(|| "nano".to_owned());
+        let (config, folder) = find_model(&model_name, &mut notices)?;
+        let tokenizer = folder.as_ref().and_then(HfFolder::tokenizer);
+        let weights = folder.map_or(Weights::Initial(args.seed), Weights::Folder);
+        let data = Dataset::open(&DataSource { path: args.data.clone(), tokenizer }).map_err(CliError::usage)?;
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
         let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
         let mut settings = settings(args, file, ranks, largest_unit)?;
@@ -136,29 +139,6 @@ fn raise_live_limit(settings: &mut Settings, layout: &Layout, config: &GptConfig
         format!("stage3_max_live_parameters {limit} is less than one pass of the model reads; using {least}");
     *limit = least;
     Some(notice)
-}
-
-type Model = (String, GptConfig, Weights, Option<PathBuf>);
-
-/// The model's name, configuration, initial weights and tokenizer.
-fn model(args: &TrainArgs, notices: &mut Vec<String>) -> Result<Model, CliError> {
-    let name = args.model.clone().unwrap_or_else(|| "nano".to_owned());
-    if !Path::new(&name).is_dir() {
-        let config = GptConfig::preset(&name).map_err(|e| {
-            let hint = if name.contains('/') { "; the folder does not exist" } else { "" };
-            CliError::Usage(format!("--model {name}: {e}{hint}"))
-        })?;
-        return Ok((name, config, Weights::Initial(args.seed), None));
-    }
-    let folder = HfFolder::open(Path::new(&name)).map_err(CliError::usage)?;
-    notices.extend(folder.warnings().iter().cloned());
-    let (config, tokenizer) = (folder.config().clone(), folder.tokenizer());
-    Ok((name, config, Weights::Folder(folder), tokenizer))
-}
-
-fn data(args: &TrainArgs, tokenizer: Option<PathBuf>) -> Result<Dataset, CliError> {
-    let source = DataSource { path: args.data.clone(), tokenizer };
-    Dataset::open(&source).map_err(CliError::usage)
 }
 
 fn settings(
