@@ -272,7 +272,6 @@ fn unknown_parameter_and_wrong_range_are_errors() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
     fn any_range_reads_as_written(a in 0u64..=44, b in 0u64..=44) {
         let all = params(&tiny());

@@ -78,11 +78,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: if cfg!(miri) { 8 } else { 200 },
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        })]
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
         fn every_element_is_in_one_run(
             sizes in prop::collection::vec(0u64..20, 0..6), ranks in 1u64..5, align in 1u64..6, param_align in 1u64..6,

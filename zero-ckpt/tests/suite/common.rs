@@ -3,8 +3,15 @@
 use std::path::Path;
 use std::sync::{Barrier, Mutex};
 
+use proptest::prelude::ProptestConfig;
 use zero_ckpt::{CkptError, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions};
 use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+/// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
+pub(crate) fn cases(n: u32) -> ProptestConfig {
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+}
 
 pub(crate) const STATES: [&str; 3] = ["master", "first_moment", "second_moment"];
 

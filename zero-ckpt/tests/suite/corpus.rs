@@ -85,7 +85,7 @@ fn valid_inputs_load() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(crate::common::cases(60))]
 
     #[test]
     fn damaged_inputs_do_not_panic(

@@ -42,7 +42,7 @@ fn exact(values: &[f32]) -> Vec<f32> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+    #![proptest_config(crate::common::cases(40))]
 
     #[test]
     fn any_layout_loads_any_other(
