@@ -79,7 +79,7 @@ mod tests {
     const GOAL: f64 = 1.03;
 
     fn ratio(trace: &Trace, blocks: Blocks) -> f64 {
-        let outcome = replay(trace, blocks).expect("room");
+        let outcome = replay(trace, blocks).expect("allocated");
         outcome.reserved_peak_bytes as f64 / trace.live_peak_bytes as f64
     }
 

@@ -38,12 +38,12 @@ impl From<DeviceError> for Failure {
     }
 }
 
-/// A copy that the device refused to enqueue.
+/// The state of a plan when the device refused to enqueue a copy.
 struct Refused {
     /// The number of moves that were enqueued completely.
-    made: usize,
+    completed: usize,
     /// Whether a part of the next was enqueued.
-    begun: bool,
+    partial: bool,
     error: DeviceError,
 }
 
@@ -129,23 +129,22 @@ impl<D: Device> State<D> {
             };
         }
         if let Some(view) = self.views.allocate_kept(&mut self.planner, request.bytes, request.tag) {
-            return Ok(self.enter(view, stream).map(Some)?);
+            return Ok(self.order_view(view, stream).map(Some)?);
         }
-        let refused = match self.planner.find_remedy(request) {
-            Ok(Remedy::Grow { bytes }) => match self.grow(device, bytes) {
+        let remedy = match self.planner.find_remedy(request).map_err(|_| Failure::OutOfMemory(None))? {
+            Remedy::Grow { bytes } => match self.grow(device, bytes) {
                 Ok(()) => return Ok(None),
-                Err(error) => error,
+                // The device is out of pages: only reserved memory can help.
+                Err(error) => self.planner.find_remedy_without_growing(request).ok_or(error)?,
             },
-            Ok(Remedy::Compact(plan)) => return Ok(self.apply(device, &plan, stream).map(|()| None)?),
-            Ok(Remedy::Stitch(plan)) => return Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
-            Err(_) => return Err(Failure::OutOfMemory(None)),
+            remedy => remedy,
         };
-        // The device is out of pages: only what is reserved already can help.
-        match self.planner.find_remedy_without_growing(request) {
-            Some(Remedy::Compact(plan)) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
-            Some(Remedy::Stitch(plan)) => Ok(self.stitch(device, &plan, request.tag, stream).map(Some)?),
-            _ => Err(refused.into()),
+        match remedy {
+            Remedy::Grow { .. } => {}
+            Remedy::Compact(plan) => self.apply(device, &plan, stream)?,
+            Remedy::Stitch(plan) => return Ok(Some(self.stitch(device, &plan, request.tag, stream)?)),
         }
+        Ok(None)
     }
 
     fn grow(&mut self, device: &D, bytes: u64) -> Result<(), DeviceError> {
@@ -161,11 +160,11 @@ impl<D: Device> State<D> {
             return Err(DeviceError::Driver { call: "stitch", message: "no virtual memory".into() });
         };
         let view = self.views.allocate_stitched(memory, arena, &mut self.planner, plan, tag)?;
-        self.enter(view, stream)
+        self.order_view(view, stream)
     }
 
     /// Orders a view that was just allocated behind the earlier users of its bytes.
-    fn enter(&mut self, view: ViewId, stream: &D::Stream) -> Result<Allocation, DeviceError> {
+    fn order_view(&mut self, view: ViewId, stream: &D::Stream) -> Result<Allocation, DeviceError> {
         let pieces = self.views.pieces(view);
         // All waits first: if one fails, the pieces are freed with the hazards that they had.
         if let Err(error) = pieces.iter().try_for_each(|piece| self.hazards.wait(piece.clone(), stream)) {
@@ -226,17 +225,18 @@ impl<D: Device> State<D> {
             self.hazards.wait(m.to..m.to + m.bytes, stream)?;
         }
         let refused = self.copy(device, plan, stream).err();
-        let made = refused.as_ref().map_or(plan.moves.len(), |refused| refused.made);
-        let half = plan.moves[made..].first().filter(|_| refused.as_ref().is_some_and(|refused| refused.begun));
+        let completed = refused.as_ref().map_or(plan.moves.len(), |refused| refused.completed);
+        let half =
+            plan.moves[completed..].first().filter(|_| refused.as_ref().is_some_and(|refused| refused.partial));
         if refused.is_none() {
             self.planner.apply(plan);
-        } else if made > 0 {
+        } else if completed > 0 {
             let mut valid = plan.clone();
-            valid.moves.truncate(made);
+            valid.moves.truncate(completed);
             self.planner.apply(&valid);
         }
         let done = stream.record();
-        for m in &plan.moves[..made] {
+        for m in &plan.moves[..completed] {
             self.moved_bytes += m.bytes;
             self.hazards.remove(m.to..m.to + m.bytes);
             match &done {
@@ -253,23 +253,23 @@ impl<D: Device> State<D> {
             self.lose(m.range, stream, &refused.error);
         }
         // Vacated bytes, and free bytes written by half a move, may be used behind the copies.
-        let vacated = plan.moves[..made].iter().map(|m| m.from..m.from + m.bytes);
+        let vacated = plan.moves[..completed].iter().map(|m| m.from..m.from + m.bytes);
         let written = half.map(|m| m.to..m.to + m.bytes);
         for range in self.planner.free_within(vacated.chain(written)) {
             self.hazards.remove(range.clone());
             let uses = done.iter().map(|done| (stream.id(), done.clone())).collect();
             self.hazards.insert(range, stream, uses);
         }
-        self.compactions += u64::from(made > 0);
+        self.compactions += u64::from(completed > 0);
         refused.map_or(done.map(|_| ()), |refused| Err(refused.error))
     }
 
     /// Enqueues the copies of a plan.
     fn copy(&self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), Refused> {
-        for (made, m) in plan.moves.iter().enumerate() {
+        for (completed, m) in plan.moves.iter().enumerate() {
             for (nth, (from, to, bytes)) in m.copies().enumerate() {
                 let copied = device.copy(stream, self.bytes_at(from, bytes), self.bytes_at(to, bytes));
-                copied.map_err(|error| Refused { made, begun: nth > 0, error })?;
+                copied.map_err(|error| Refused { completed, partial: nth > 0, error })?;
             }
         }
         Ok(())

@@ -157,12 +157,12 @@ fn compaction_moves_only_movable_blocks() {
     let stream = stream(&device);
     let pool = Pool::new(device.clone(), 1 << 20);
     let quarter = 1 << 18;
-    let allocate = |n| pool.allocate_movable(n, DType::U8, Purpose::Params, &stream).expect("room");
+    let allocate = |n| pool.allocate_movable(n, DType::U8, Purpose::Params, &stream).expect("allocated");
     let (a, b, c, d) = (allocate(quarter), allocate(quarter), allocate(quarter), allocate(quarter));
     drop((a, c));
     assert_eq!(pool.report().largest_free_bytes, quarter);
     // It does not fit until b or d is moved.
-    let fixed = pool.allocate(2 * quarter, DType::U8, Purpose::Params, &stream).expect("compaction makes room");
+    let fixed = pool.allocate(2 * quarter, DType::U8, Purpose::Params, &stream).expect("allocated after compaction");
     assert_eq!(pool.report().compactions, 1);
     let at = address(&fixed);
     drop((b, d));
@@ -176,8 +176,9 @@ fn fragmentation_above_the_threshold_is_compacted() {
     let device = HostDevice::new();
     let stream = stream(&device);
     let pool = Pool::new(device, 1 << 20);
-    let blocks: Vec<_> =
-        (0..16).map(|_| pool.allocate_movable(1 << 16, DType::U8, Purpose::Params, &stream).expect("room")).collect();
+    let blocks: Vec<_> = (0..16)
+        .map(|_| pool.allocate_movable(1 << 16, DType::U8, Purpose::Params, &stream).expect("allocated"))
+        .collect();
     let kept: Vec<_> = blocks.into_iter().enumerate().filter(|(i, _)| i % 2 == 1).map(|(_, b)| b).collect();
     assert!(!pool.compact_above(0.9, &stream).expect("the stream is there"));
     assert!(pool.compact_above(0.5, &stream).expect("the stream is there"));
@@ -191,8 +192,10 @@ fn stitching_moves_nothing() {
     let (device, memory) = paged(16);
     let stream = stream(&device);
     let pool = Pool::new(device.clone(), 16 * PAGE);
-    let mut blocks: Vec<_> =
-        (0..16).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &stream).expect("room")).map(Some).collect();
+    let mut blocks: Vec<_> = (0..16)
+        .map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &stream).expect("allocated"))
+        .map(Some)
+        .collect();
     for (i, block) in blocks.iter().flatten().enumerate() {
         fill(&device, &stream, block, i as u8);
     }
@@ -231,7 +234,7 @@ fn a_freed_view_is_reused_behind_its_uses() {
     let (a, b) = (stream(&device), device.create_stream("comm").expect("a stream"));
     let pool = Pool::new(device, 4 * PAGE);
     let mut blocks: Vec<_> =
-        (0..4).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &a).expect("room")).map(Some).collect();
+        (0..4).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &a).expect("allocated")).map(Some).collect();
     blocks[0] = None;
     blocks[2] = None;
     let open = Arc::new(zero_alloc::host::Monitor::new(false));
@@ -255,7 +258,7 @@ fn out_of_memory_lists_holders_and_compaction() {
     let pool = Pool::new(device, 1 << 20);
     let quarter = 1 << 18;
     let mut blocks: Vec<_> = [Purpose::Params, Purpose::Grads, Purpose::Params, Purpose::Optimizer]
-        .map(|purpose| pool.allocate(quarter, DType::U8, purpose, &stream).expect("room"))
+        .map(|purpose| pool.allocate(quarter, DType::U8, purpose, &stream).expect("allocated"))
         .map(Some)
         .into();
     blocks[1] = None;
@@ -329,7 +332,7 @@ fn a_simulated_device_needs_no_memory() {
     let device = Simulated::new(139_000_000_000, 2 << 20);
     let stream = stream(&device);
     let pool = Pool::new(device.clone(), 139_000_000_000);
-    let block = pool.allocate(130_000_000_000, DType::U8, Purpose::Params, &stream).expect("room");
+    let block = pool.allocate(130_000_000_000, DType::U8, Purpose::Params, &stream).expect("allocated");
     assert!(device.usage().live_bytes >= 130_000_000_000);
     assert!(pool.allocate(20_000_000_000, DType::U8, Purpose::Params, &stream).is_err());
     drop((block, pool));

@@ -74,8 +74,8 @@ fn setup(budget_bytes: usize) -> (Pool<HostDevice>, HostStream, HostStream) {
 #[test]
 fn blocks_are_accounted_by_purpose() {
     let (pool, stream, _) = setup(1 << 20);
-    let params = pool.allocate(3, DType::Bf16, Purpose::Params, &stream).expect("room");
-    let grads = pool.allocate(5, DType::F32, Purpose::Grads, &stream).expect("room");
+    let params = pool.allocate(3, DType::Bf16, Purpose::Params, &stream).expect("allocated");
+    let grads = pool.allocate(5, DType::F32, Purpose::Grads, &stream).expect("allocated");
     let report = pool.report();
     assert_eq!(report.of(Purpose::Params).live_bytes, 6);
     assert_eq!(report.of(Purpose::Grads).live_bytes, 20);
@@ -106,11 +106,11 @@ fn an_empty_block_needs_no_memory() {
 }
 
 /// Enqueues an operation that runs once the monitor's value is true.
-fn hold(stream: &HostStream) -> Arc<Monitor<bool>> {
+fn block_stream(stream: &HostStream) -> Arc<Monitor<bool>> {
     let open = Arc::new(Monitor::new(false));
     let opened = Arc::clone(&open);
     let op = move || opened.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
-    stream.enqueue("hold", op).expect("enqueued");
+    stream.enqueue("block", op).expect("enqueued");
     open
 }
 
@@ -119,8 +119,8 @@ fn memory_is_freed_with_the_last_block() {
     let device = Counting::default();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
-    let block = pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("room");
-    drop(pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("room"));
+    let block = pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("allocated");
+    drop(pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("allocated"));
     drop(pool);
     assert!(device.allocated_bytes.load(Ordering::Relaxed) >= 5 << 20);
     stream.synchronize(LIMIT).expect("ran");
@@ -133,8 +133,8 @@ fn memory_in_use_is_not_freed() {
     let device = Counting::default();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
-    let block = pool.allocate(100, DType::U8, Purpose::Params, &stream).expect("room");
-    let open = hold(&stream);
+    let block = pool.allocate(100, DType::U8, Purpose::Params, &stream).expect("allocated");
+    let open = block_stream(&stream);
     drop((pool, block));
     std::thread::sleep(Duration::from_millis(20));
     assert!(device.allocated_bytes.load(Ordering::Relaxed) > 0);

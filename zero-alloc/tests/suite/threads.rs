@@ -43,13 +43,13 @@ fn threads_share_a_pool() {
                     let bytes = 1 + (random >> 33) as usize % MAX_BYTES;
                     let purpose = Purpose::ALL[(random >> 20) as usize % 6];
                     if random >> 63 == 0 {
-                        let block = pool.allocate(bytes, DType::U8, purpose, &stream).expect("room");
+                        let block = pool.allocate(bytes, DType::U8, purpose, &stream).expect("allocated");
                         // SAFETY: the home stream does all, so the order is given.
                         let slice = unsafe { block.slice() };
                         write_and_check(&stream, slice, thread * 31 + round).expect("enqueued");
                         held.push(block);
                     } else {
-                        let block = pool.allocate_movable(bytes, DType::U8, purpose, &stream).expect("room");
+                        let block = pool.allocate_movable(bytes, DType::U8, purpose, &stream).expect("allocated");
                         // SAFETY: used only by what is enqueued on this stream, which orders it.
                         let done = unsafe {
                             block.with(&stream, |slice| write_and_check(&stream, slice, thread * 31 + round))
