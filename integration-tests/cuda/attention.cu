@@ -15,7 +15,7 @@
 //   The two share no sum, so there are no atomics and the order of every sum is fixed; the price is that the scores and
 //   their gradients are computed twice: 7 products instead of 5.
 
-// Where the queries of (batch, head) begin; keys follow heads * D elements on, values another heads * D.
+// Offset of the queries of (batch, head); keys follow heads * D elements on, values another heads * D.
 struct Head {
     u64 qkv;
     u64 out;
@@ -133,7 +133,7 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
     for (u32 j = 0; j < blocks; j++) {
         copy_ahead<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
-        // All rows of a warp may lie before these keys; the first block of keys is seen by every row.
+        // All rows of a warp may precede these keys; the first block of keys is seen by every row.
         if (j * KEYS < first + own + 16 * ROW_TILES) {
             float s[ROW_TILES][KEYS / 8][4];
             clear(s);
@@ -305,7 +305,7 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
         __syncthreads();
         u32 stage = j % 2;
         const T *these_queries = queries + stage * QUERIES * D, *these_douts = douts + stage * QUERIES * D;
-        // All queries may lie before a warp's keys.
+        // All queries may precede a warp's keys.
         if (j * QUERIES + QUERIES > first + own) {
             float p[ROW_TILES][QUERIES / 8][4], ds[ROW_TILES][QUERIES / 8][4];
             clear(p);

@@ -2,7 +2,7 @@
 // not made for. Shapes, `lse`, `scale` and `slope` as there; D is `d`, at most 8 COLUMNS.
 //
 // A block of 256 threads works on tiles of 32 x 32 scores in shared memory, in fp32 whatever the storage: thread t has
-// row t / 8 of what its block owns, and of it the columns t % 8 + 8 i. A row's 8 threads lie in one warp.
+// row t / 8 of what its block owns, and of it the columns t % 8 + 8 i. A row's 8 threads are in one warp.
 // Grid: (ceil(seq / 32), heads, batch). Shared memory: tiles of 32 x (d + 1) fp32: 3 in forward, 4 in backward.
 
 #define TILE 32

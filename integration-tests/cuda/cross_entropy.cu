@@ -27,12 +27,12 @@ __device__ __forceinline__ float power(float x, float off) { return exp2_fast(__
 
 __device__ __forceinline__ Running merge(Running a, Running b) {
     float max = fmaxf(a.max, b.max);
-    // Where nothing was seen both maxima are -inf, and -inf less -inf would be NaN.
+    // Before the first element both maxima are -inf, and -inf less -inf would be NaN.
     if (max == minus_infinity()) return {max, 0.0f};
     return {max, a.sum * exp2_fast((a.max - max) * LOG2_E) + b.sum * exp2_fast((b.max - max) * LOG2_E)};
 }
 
-// What the lanes of a warp have seen, to all of them.
+// Combines the lanes of a warp; all lanes get the result.
 __device__ __forceinline__ Running merge_over_warp(Running seen) {
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) {

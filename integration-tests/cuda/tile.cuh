@@ -1,6 +1,6 @@
 // Tiles of 16-bit elements in shared memory, and tensor cores on them: mma.sync m16n8k16 with fp32 sums (sm_80 on).
 //
-// A tile has rows of D elements in chunks of 16 bytes. Chunk c of row r lies at place c ^ twist(r), so that the eight
+// A tile has rows of D elements in chunks of 16 bytes. Chunk c of row r is stored at c ^ twist(r), so that the eight
 // rows of an ldmatrix, and the rows that a warp writes fragments to, fall into different banks.
 
 #define DEVICE __device__ __forceinline__
@@ -108,7 +108,7 @@ template <class T, int N> DEVICE void left_of_sums(u32 (&a)[4], const float (&c)
     a[3] = pack_pair<T>(c[2 * k + 1][2], c[2 * k + 1][3]);
 }
 
-// Stores a warp's 16 rows of sums, times `factor` of the lane's two rows, by way of its own rows of a tile in shared
+// Stores a warp's 16 rows of sums, times `factor` of the lane's two rows, through its own rows of a tile in shared
 // memory that no other warp reads any more: row `row` of the tile goes to row `first + row` of `out`, if it is one.
 template <int D, class T>
 DEVICE void store_rows(T *out, u32 stride, u32 first, u32 rows, T *tile, u32 row, const float (&c)[D / 8][4],

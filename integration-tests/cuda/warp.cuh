@@ -1,4 +1,4 @@
-// What the transformer's kernels share beside zero-kernels' prelude: sums over warps and blocks, columns of a thread.
+// Helpers of the transformer's kernels beside zero-kernels' prelude: sums over warps and blocks, columns of a thread.
 //
 // Each file is compiled once for every type of storage, STORAGE: f32, bf16 or f16. Arithmetic is in fp32 whatever it is;
 // every sum has an order that its sizes alone fix.

@@ -70,7 +70,7 @@ fn is_running(pid: u32) -> bool {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_ranks_follow_the_host_at_every_stage_and_hold_and_send_what_it_does() {
+fn cuda_ranks_follow_the_host() {
     let dir = temp();
     for (stage, ranks) in [("0", "2"), ("1", "2"), ("2", "2"), ("3", "2"), ("3", "3")] {
         let args = ["--stage", stage, "--ranks", ranks];
@@ -138,13 +138,13 @@ fn cuda_ranks_of_another_launcher_join_it() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_rank_that_is_killed_ends_the_run_with_its_name_and_leaves_nobody() {
+fn cuda_killed_rank_ends_the_run() {
     killed_rank(&[]);
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_rank_that_is_killed_while_steps_are_replayed_ends_the_run_too() {
+fn cuda_killed_rank_ends_a_replayed_run() {
     killed_rank(&["--cuda-graph", "--stage", "2"]);
 }
 

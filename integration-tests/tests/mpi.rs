@@ -84,7 +84,7 @@ fn a_killed_rank_ends_the_run() {
     let mut run = mpirun(3).args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     while std::fs::read_to_string(&metrics).map_or(0, |t| t.lines().count()) < 2 {
-        assert!(Instant::now() < deadline, "the run has not started");
+        assert!(Instant::now() < deadline, "the run did not start");
         std::thread::sleep(Duration::from_millis(50));
     }
     let ranks = Command::new("pgrep").args(["-P", &run.id().to_string()]).output().unwrap();

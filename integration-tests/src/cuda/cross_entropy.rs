@@ -16,7 +16,7 @@ pub fn stride_elems(vocab: usize) -> usize {
     vocab.next_multiple_of(64)
 }
 
-/// What each token's loss is multiplied with in the gradient: the loss scale by the number of tokens that are averaged.
+/// The factor of each token's gradient: the loss scale divided by the number of averaged tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
     /// One, read when the launch runs.

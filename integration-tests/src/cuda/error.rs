@@ -1,4 +1,4 @@
-//! What can go wrong with an operation on CUDA.
+//! The error of operations on CUDA.
 
 use thiserror::Error;
 use zero_alloc::device::{DType, DeviceError};
@@ -6,7 +6,7 @@ use zero_kernels::KernelError;
 
 use super::matmul::LibraryError;
 
-/// Why an operation was not enqueued, or its kernels are not there.
+/// An operation was not enqueued, or its kernels could not be loaded.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpError {
@@ -15,9 +15,9 @@ pub enum OpError {
     Length {
         /// The operation and argument.
         what: &'static str,
-        /// Elements expected.
+        /// The expected elements.
         expected: usize,
-        /// Elements given.
+        /// The argument's elements.
         got: usize,
     },
     /// An argument is of another type than the kernels.
@@ -25,19 +25,19 @@ pub enum OpError {
     DType {
         /// The operation and argument.
         what: &'static str,
-        /// What they are for.
+        /// The kernels' type.
         expected: DType,
-        /// What was given.
+        /// The argument's type.
         got: DType,
     },
-    /// A size that no kernel is made for.
-    #[error("{what} is {got}; the kernels take {takes}")]
+    /// A size that no kernel supports.
+    #[error("{what} is {got}; the kernels support {takes}")]
     Size {
-        /// Which size.
+        /// The name of the size.
         what: &'static str,
-        /// What it is.
+        /// The value.
         got: usize,
-        /// What it may be.
+        /// The supported values.
         takes: &'static str,
     },
     /// A kernel that is not loaded.

@@ -96,7 +96,7 @@ macro_rules! files {
 
 static BF16: [KernelFile; 7] = files!("bf16");
 static F16: [KernelFile; 7] = files!("f16");
-// Tensor cores of fp32 round to 19 bits, so attention.cu is none of these.
+// Tensor cores of fp32 round to 19 bits, so fp32 uses attention_plain.cu.
 static F32: [KernelFile; 6] = {
     let [a, b, c, d, e, f, _] = files!("f32");
     [a, b, c, d, e, f]
@@ -105,7 +105,7 @@ static F32: [KernelFile; 6] = {
 /// The sources for activations of `dtype`.
 ///
 /// # Errors
-/// It is none of fp32, bf16 and fp16.
+/// `dtype` is not fp32, bf16 or fp16.
 pub fn kernel_files(dtype: DType) -> Result<&'static [KernelFile], KernelError> {
     match dtype {
         DType::F32 => Ok(&F32),

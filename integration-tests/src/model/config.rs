@@ -19,22 +19,16 @@ mod init;
 use thiserror::Error;
 use zero_shard::{ParamSpec, UnitSpec};
 
-/// Why a model configuration cannot be used.
+/// An invalid model configuration, or a request that does not fit it.
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum ConfigError {
-    /// No preset of this name.
-    #[error("no model preset {name:?}; the presets are {}", PRESETS.join(", "))]
-    UnknownPreset {
-        /// The name asked for.
-        name: String,
-    },
-    /// A size that must be at least 1 is 0.
-    #[error("the model's {field} is 0; it must be at least 1")]
-    Zero {
-        /// Which size.
-        field: &'static str,
-    },
-    /// The heads do not divide the width.
+    /// No preset has this name.
+    #[error("no model preset {0:?}; the presets are {presets}", presets = PRESETS.join(", "))]
+    UnknownPreset(String),
+    /// The named size is 0.
+    #[error("the model's {0} is 0; it must be at least 1")]
+    Zero(&'static str),
+    /// The number of heads does not divide the width.
     #[error("the model's width n_embd {n_embd} is not divisible by its n_head {n_head} heads")]
     HeadsDoNotDivide {
         /// The width.
@@ -42,80 +36,68 @@ pub enum ConfigError {
         /// The number of heads.
         n_head: usize,
     },
-    /// The parameter count does not fit the program's arithmetic.
+    /// The parameter count overflows.
     #[error("the model is too large: its parameter count has more than 59 bits")]
     TooLarge,
-    /// A depth that no model has: the names of its parameters alone would fill the memory.
-    #[error("the model's n_layer is {n_layer}; it must be {MAX_LAYERS} at most")]
-    TooManyLayers {
-        /// The number of blocks.
-        n_layer: usize,
-    },
+    /// More blocks than the limit, with which the names of the parameters alone would fill the memory.
+    #[error("the model's n_layer is {0}; it must be {MAX_LAYERS} at most")]
+    TooManyLayers(usize),
     /// A number outside its range.
     #[error("the model's {field} is {value}; it must be {expected}")]
     OutOfRange {
-        /// Which number.
+        /// The name of the number.
         field: &'static str,
-        /// What it is.
+        /// The value.
         value: f32,
-        /// What it should be.
+        /// The allowed range.
         expected: &'static str,
     },
-    /// The text is not JSON, or not an object.
-    #[error("not a JSON object: {message}")]
-    Json {
-        /// What the parser says, with line and column.
-        message: String,
-    },
-    /// A key that the model cannot do without is missing.
-    #[error("the key {key:?} is missing")]
-    MissingKey {
-        /// Which key.
-        key: &'static str,
-    },
+    /// The text is not a JSON object; the parser's message.
+    #[error("not a JSON object: {0}")]
+    Json(String),
+    /// A required key is missing.
+    #[error("the key {0:?} is missing")]
+    MissingKey(&'static str),
     /// A key has a value of another type.
     #[error("the key {key:?} is {got}; expected {expected}")]
     WrongType {
-        /// Which key.
+        /// The key.
         key: &'static str,
-        /// What its value should be.
+        /// The expected type.
         expected: &'static str,
-        /// What its value is.
+        /// The value.
         got: String,
     },
-    /// A variant of the architecture that this trainer does not compute.
-    #[error("the key {key:?} is {got}, which this trainer does not compute; it computes {supported}")]
+    /// A variant of the architecture that this trainer does not support.
+    #[error("the key {key:?} is {got}, which this trainer does not support; it supports {supported}")]
     Unsupported {
-        /// Which key.
+        /// The key.
         key: &'static str,
-        /// What its value is.
+        /// The value.
         got: String,
-        /// What would be accepted.
+        /// The supported values.
         supported: &'static str,
     },
-    /// A parameter that the model does not have.
-    #[error("the model has no parameter {name:?}")]
-    UnknownParameter {
-        /// The name asked for.
-        name: String,
-    },
+    /// The model has no parameter of this name.
+    #[error("the model has no parameter {0:?}")]
+    UnknownParameter(String),
     /// A range of elements outside the parameter, or of another length than the buffer.
     #[error("elements {start}..{end} of {name:?} ({numel} elements) do not fit a buffer of {len}")]
     BadRange {
         /// The parameter.
         name: String,
-        /// First element asked for.
+        /// The first element.
         start: u64,
-        /// End of the elements asked for.
+        /// The end of the range.
         end: u64,
-        /// Elements that the parameter has.
+        /// The parameter's length.
         numel: u64,
-        /// Elements that the buffer has.
+        /// The buffer's length.
         len: usize,
     },
 }
 
-/// The most blocks of a model: their parameters are listed by name, in memory.
+/// Maximum number of blocks, whose parameters are listed by name in memory.
 const MAX_LAYERS: usize = 1 << 16;
 
 /// Names of the presets, smallest first.
@@ -167,7 +149,7 @@ impl GptConfig {
             "gpt2-350m" => Ok(gpt2(1024, 24, 16)),
             "gpt2-774m" => Ok(gpt2(1280, 36, 20)),
             "gpt2-1.5b" => Ok(gpt2(1600, 48, 25)),
-            _ => Err(ConfigError::UnknownPreset { name: name.to_owned() }),
+            _ => Err(ConfigError::UnknownPreset(name.to_owned())),
         }
     }
 
@@ -185,13 +167,13 @@ impl GptConfig {
             ("n_inner", self.n_inner),
         ];
         if let Some(&(field, _)) = sizes.iter().find(|(_, n)| *n == 0) {
-            return Err(ConfigError::Zero { field });
+            return Err(ConfigError::Zero(field));
         }
         if !self.n_embd.is_multiple_of(self.n_head) {
             return Err(ConfigError::HeadsDoNotDivide { n_embd: self.n_embd, n_head: self.n_head });
         }
         if self.n_layer > MAX_LAYERS {
-            return Err(ConfigError::TooManyLayers { n_layer: self.n_layer });
+            return Err(ConfigError::TooManyLayers(self.n_layer));
         }
         // Each size is below 2^64, so only sizes that are each below 2^31 are multiplied: no overflow of u128.
         if sizes.iter().any(|(_, n)| *n > i32::MAX as usize) || self.count() > 1 << 59 {
@@ -280,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn presets_have_the_parameter_counts_that_hugging_face_prints() {
+    fn presets_have_hugging_face_parameter_counts() {
         let expected = [
             ("gpt2-124m", 124_439_808),
             ("gpt2-350m", 354_823_168),
@@ -293,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn every_preset_is_valid_and_its_units_hold_its_parameters() {
+    fn presets_are_valid_and_units_complete() {
         for name in PRESETS {
             let config = GptConfig::preset(name).unwrap();
             config.validate().unwrap();
@@ -304,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn an_untied_head_has_its_own_matrix_and_a_tied_one_has_none() {
+    fn only_an_untied_head_has_a_matrix() {
         let tied = GptConfig::preset("nano").unwrap();
         let untied = GptConfig { tied_head: false, ..tied.clone() };
         assert_eq!(tied.param("lm_head.weight"), None);
@@ -315,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_preset_is_an_error_that_lists_the_presets() {
+    fn unknown_preset_error_lists_presets() {
         let error = GptConfig::preset("gpt5").unwrap_err().to_string();
         assert_eq!(
             error,

@@ -1,8 +1,7 @@
-//! What a model is to the trainer: units of parameters, and passes that read them.
+//! The interface of a model: units of parameters, and passes that read them.
 //!
-//! A [`Model`] computes; it owns activations and nothing else. The stages hand it parameters just before
-//! each pass and take the gradients just after, so that they decide what is held, gathered, reduced and
-//! freed. A pass usually reads one unit; the head of a GPT-2 with a tied embedding reads two.
+//! A [`Model`] computes and owns activations only. The stages pass it parameters before each pass and read gradients
+//! after it, so that they decide what is stored, gathered, reduced and freed. A pass usually reads one unit; the head of a GPT-2 with a tied embedding reads two.
 
 pub mod config;
 pub mod gpt2;
@@ -11,7 +10,7 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use crate::error::TrainError;
 
-/// A stretch of the model between two points where parameters may be gathered and freed. Backward runs the
+/// A part of the model between two points where parameters may be gathered and freed. Backward runs the
 /// passes in reverse; in the last pass, whose backward follows its forward, both read the same units.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
@@ -25,25 +24,25 @@ pub struct Pass {
 
 /// A model on a device. All calls enqueue on `stream` and return.
 pub trait Model<D: Device>: Send {
-    /// Takes the next micro-batch: token ids `[batch, seq]`, and the ids that follow them.
+    /// Sets the next micro-batch: token ids `[batch, seq]`, and the ids that follow them.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream failed.
     fn set_batch(&mut self, stream: &D::Stream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError>;
 
     /// Computes pass `pass` forward; `params` are the flat parameters of its `forward_reads`, in order, in
     /// fp32, bf16 or fp16.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream failed.
     fn forward(&mut self, stream: &D::Stream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError>;
 
-    /// Computes pass `pass` backward: `params` are those of its `backward_reads`; to `grads`, the flat
-    /// gradients of its `grads` in order, it adds the gradient of `loss_scale[0]`, as it is when the stream gets
-    /// there, x the mean loss of the micro-batch. Before the first pass that adds to it, a gradient is zero.
+    /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`, `grads` the flat gradients
+    /// of its `grads`. Adds to `grads` the gradient of the micro-batch's mean loss times `loss_scale[0]`, which is read in
+    /// stream order. A gradient is zero before the first pass that adds to it.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream failed.
     fn backward(
         &mut self,
         stream: &D::Stream,

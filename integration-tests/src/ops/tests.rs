@@ -1,4 +1,7 @@
-//! Every operation, forward and backward, against a plain one in fp64 at random sizes.
+//! Every operation, forward and backward, against the same formula in fp64 with a bound of fp32's rounding, at random
+//! sizes.
+
+use std::ops::{Add, Mul, Sub};
 
 use proptest::prelude::*;
 
@@ -17,78 +20,162 @@ fn values(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-fn wide(x: &[f32]) -> Vec<f64> {
-    x.iter().map(|v| f64::from(*v)).collect()
+/// The unit roundoff of fp32.
+const U: f64 = 1.0 / (1u64 << 24) as f64;
+
+/// A value in fp64 and a bound of its distance to the same value computed in fp32. Every operation adds its own rounding
+/// to what it inherits (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3).
+#[derive(Clone, Copy, Debug)]
+struct Bounded {
+    value: f64,
+    error: f64,
 }
 
-fn close(got: &[f32], want: &[f64], what: &str) {
+impl Bounded {
+    /// A constant that fp32 holds to within `roundings`.
+    fn constant(value: f64, roundings: f64) -> Self {
+        Self { value, error: 0.0 }.rounded(roundings)
+    }
+
+    fn rounded(self, roundings: f64) -> Self {
+        Self { error: self.error + roundings * U * (self.value.abs() + self.error), ..self }
+    }
+
+    /// By `math::exp`, which is within 3e-7.
+    fn exp(self) -> Self {
+        let value = self.value.exp();
+        Self { value, error: value * self.error.exp_m1() }.rounded(6.0)
+    }
+
+    fn ln(self) -> Self {
+        Self { value: self.value.ln(), error: -(-self.error / self.value).ln_1p() }.rounded(2.0)
+    }
+
+    fn sqrt(self) -> Self {
+        let value = self.value.sqrt();
+        Self { value, error: value - (self.value - self.error).max(0.0).sqrt() }.rounded(1.0)
+    }
+
+    fn recip(self) -> Self {
+        let size = self.value.abs();
+        assert!(self.error < size, "the bound of a divisor holds zero");
+        Self { value: 1.0 / self.value, error: self.error / (size * (size - self.error)) }.rounded(1.0)
+    }
+
+    /// The sum in any order.
+    fn sum(terms: impl IntoIterator<Item = Self>) -> Self {
+        let (mut sum, mut size, mut count) = (Self::from(0.0), 0.0, 0.0);
+        for term in terms {
+            sum = Self { value: sum.value + term.value, error: sum.error + term.error };
+            size += term.value.abs() + term.error;
+            count += 1.0;
+        }
+        Self { error: sum.error + count * U * size, ..sum }
+    }
+
+    fn max(values: impl IntoIterator<Item = Self>) -> Self {
+        let least = Self { value: f64::NEG_INFINITY, error: 0.0 };
+        values.into_iter().fold(least, |a, b| Self { value: a.value.max(b.value), error: a.error.max(b.error) })
+    }
+}
+
+impl From<f32> for Bounded {
+    fn from(value: f32) -> Self {
+        Self { value: value.into(), error: 0.0 }
+    }
+}
+
+impl Add for Bounded {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self { value: self.value + other.value, error: self.error + other.error }.rounded(1.0)
+    }
+}
+
+impl Sub for Bounded {
+    type Output = Self;
+    fn sub(self, other: Self) -> Self {
+        self + Self { value: -other.value, ..other }
+    }
+}
+
+impl Mul for Bounded {
+    type Output = Self;
+    fn mul(self, other: Self) -> Self {
+        let error = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error;
+        Self { value: self.value * other.value, error }.rounded(1.0)
+    }
+}
+
+fn bounded(x: &[f32]) -> Vec<Bounded> {
+    x.iter().copied().map(Bounded::from).collect()
+}
+
+fn check(got: &[f32], want: &[Bounded], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
-    let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt().max(1e-3);
-    let diff = got.iter().zip(want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
-    assert!(diff / norm < 5e-6, "{what}: relative error {:e}", diff / norm);
+    for (i, (&got, want)) in got.iter().zip(want).enumerate() {
+        let error = (f64::from(got) - want.value).abs();
+        // Beside the bound, the rounding of the fp64 value itself.
+        let bound = want.error + 1e-13 * want.value.abs();
+        assert!(
+            error <= bound,
+            "{what}, element {i}: {got}, {} expected, {error:e} off, bound {bound:e}",
+            want.value
+        );
+    }
 }
 
-/// The gradient of `f` at `x` by central differences, in fp64.
-fn numeric(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
-    let h = 1e-5;
-    let mut at = x.to_vec();
-    let slope = |i: usize| {
-        let x = at[i];
-        at[i] = x + h;
-        let up = f(&at);
-        at[i] = x - h;
-        let down = f(&at);
-        at[i] = x;
-        (up - down) / (2.0 * h)
-    };
-    (0..x.len()).map(slope).collect()
-}
-
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
-}
-
-fn matmul(x: &[f64], w: &[f64], k: usize, n: usize) -> Vec<f64> {
-    let rows = x.chunks(k).flat_map(|row| (0..n).map(move |j| (0..k).map(|i| row[i] * w[i * n + j]).sum()));
+/// x `[rows, k]` by w `[k, n]`.
+fn matmul(x: &[Bounded], w: &[Bounded], k: usize, n: usize) -> Vec<Bounded> {
+    let rows = x.chunks(k).flat_map(|row| (0..n).map(move |j| Bounded::sum((0..k).map(|i| row[i] * w[i * n + j]))));
     rows.collect()
 }
 
-fn layer_norm_64(x: &[f64], gain: &[f64], bias: &[f64]) -> Vec<f64> {
-    let n = gain.len();
-    let row = |x: &[f64]| {
-        let mean = x.iter().sum::<f64>() / n as f64;
-        let var = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
-        (0..n).map(|i| (x[i] - mean) / (var + 1e-5).sqrt() * gain[i] + bias[i]).collect::<Vec<_>>()
-    };
-    x.chunks(n).flat_map(row).collect()
+fn transposed(x: &[f32], columns: usize) -> Vec<Bounded> {
+    let rows = x.len() / columns;
+    (0..x.len()).map(|i| x[i % rows * columns + i / rows].into()).collect()
 }
 
-fn gelu_64(x: f64) -> f64 {
-    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
+/// Mean over `n` elements.
+fn mean(terms: impl IntoIterator<Item = Bounded>, n: usize) -> Bounded {
+    (Bounded::sum(terms) * Bounded::from(n as f32).recip()).rounded(1.0)
 }
 
-fn attention_64(qkv: &[f64], s: Shape) -> Vec<f64> {
-    let c = s.heads * s.d;
-    let mut out = vec![0.0; s.batch * s.seq * c];
-    for b in 0..s.batch {
-        for h in 0..s.heads {
-            let at = |part: usize, t: usize, i: usize| qkv[(b * s.seq + t) * 3 * c + part * c + h * s.d + i];
-            for t in 0..s.seq {
-                let score = |u| (0..s.d).map(|i| at(0, t, i) * at(1, u, i)).sum::<f64>() / (s.d as f64).sqrt();
-                let weights: Vec<f64> = (0..=t).map(|u| f64::exp(score(u))).collect();
-                let sum: f64 = weights.iter().sum();
-                for i in 0..s.d {
-                    out[(b * s.seq + t) * c + h * s.d + i] = (0..=t).map(|u| weights[u] / sum * at(2, u, i)).sum();
-                }
-            }
+/// Output `[seq, d]`, and gradients of query, key and value, of one head of an attention.
+struct HeadOracle {
+    out: Vec<Bounded>,
+    gradients: [Vec<Bounded>; 3],
+}
+
+impl HeadOracle {
+    /// From query, key, value and the output's gradient, `[seq, d]` each.
+    fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize) -> Self {
+        let (seq, scale) = (q.len() / d, Bounded::constant(1.0 / (d as f64).sqrt(), 2.0));
+        let dot = |a: &[Bounded], b: &[Bounded]| Bounded::sum(a.iter().zip(b).map(|(&a, &b)| a * b));
+        let row = |x: &[Bounded], t: usize| x[t * d..(t + 1) * d].to_vec();
+        let (mut p, mut ds) = (Vec::new(), Vec::new());
+        let mut out = Vec::new();
+        for t in 0..seq {
+            let scores: Vec<_> = (0..=t).map(|u| dot(&row(&q, t), &row(&k, u)) * scale).collect();
+            let max = Bounded::max(scores.iter().copied());
+            let exps: Vec<_> = scores.iter().map(|&s| (s - max).exp()).collect();
+            let sum = Bounded::sum(exps.iter().copied());
+            let forward: Vec<_> = exps.iter().map(|&e| e * sum.recip()).collect();
+            out.extend((0..d).map(|i| Bounded::sum((0..=t).map(|u| forward[u] * v[u * d + i]))));
+            // The backward pass recomputes the probabilities from the log-sum-exp.
+            let lse = max + sum.ln();
+            let backward: Vec<_> = scores.iter().map(|&s| (s - lse).exp()).collect();
+            let delta = dot(&out[t * d..], &row(&dout, t));
+            let slope = |u: usize| backward[u] * (dot(&row(&dout, t), &row(&v, u)) - delta) * scale;
+            ds.push((0..=t).map(slope).collect::<Vec<_>>());
+            p.push(backward);
         }
+        let elements = || (0..seq * d).map(|e| (e / d, e % d));
+        let dq = elements().map(|(t, i)| Bounded::sum((0..=t).map(|u| ds[t][u] * k[u * d + i])));
+        let dk = elements().map(|(u, i)| Bounded::sum((u..seq).map(|t| ds[t][u] * q[t * d + i])));
+        let dv = elements().map(|(u, i)| Bounded::sum((u..seq).map(|t| p[t][u] * dout[t * d + i])));
+        Self { gradients: [dq.collect(), dk.collect(), dv.collect()], out }
     }
-    out
-}
-
-fn cross_entropy_64(logits: &[f64], targets: &[u32], vocab: usize) -> f64 {
-    let row = |(row, t): (&[f64], &u32)| row.iter().map(|x| x.exp()).sum::<f64>().ln() - row[*t as usize];
-    logits.chunks(vocab).zip(targets).map(row).sum()
 }
 
 fn on(threads: usize, work: impl FnOnce() + Send) {
@@ -96,32 +183,31 @@ fn on(threads: usize, work: impl FnOnce() + Send) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
-
     #[test]
     fn linear_layers(m in 1usize..20, k in 1usize..40, n in 1usize..40, threads in 1usize..4, seed in any::<u64>()) {
         let (x, w, bias, dy) = (values(m * k, seed), values(k * n, seed ^ 1), values(n, seed ^ 2), values(m * n, seed ^ 3));
         on(threads, || {
-            let product = matmul(&wide(&x), &wide(&w), k, n);
-            let want: Vec<f64> = product.iter().enumerate().map(|(i, v)| v + f64::from(bias[i % n])).collect();
+            let product = matmul(&bounded(&x), &bounded(&w), k, n);
             let mut y = vec![f32::NAN; m * n];
             linear::forward(&mut y, &x, &w, &bias);
-            close(&y, &want, "forward");
+            let want: Vec<_> = product.iter().enumerate().map(|(i, &v)| v + bias[i % n].into()).collect();
+            check(&y, &want, "forward");
             let mut residual = dy.clone();
             linear::forward_residual(&mut residual, &x, &w, &bias);
-            close(&residual, &want.iter().zip(&dy).map(|(a, b)| a + f64::from(*b)).collect::<Vec<_>>(), "residual");
+            let sum = |(i, &v): (usize, _)| Bounded::sum([v, dy[i].into(), bias[i % n].into()]);
+            check(&residual, &product.iter().enumerate().map(sum).collect::<Vec<_>>(), "residual");
 
-            let transposed: Vec<f64> = (0..k * n).map(|i| f64::from(w[i % k * n + i / k])).collect();
             let mut dx = vec![f32::NAN; m * k];
             linear::product_transposed(&mut dx, &dy, &w, k);
-            close(&dx, &matmul(&wide(&dy), &transposed, n, k), "gradient of the input");
+            check(&dx, &matmul(&bounded(&dy), &transposed(&w, n), n, k), "gradient of the input");
 
-            let xt: Vec<f64> = (0..k * m).map(|i| f64::from(x[i % m * k + i / m])).collect();
             let (mut dw, mut dbias) = (vec![1.0; k * n], vec![1.0; n]);
             linear::backward_weight(&mut dw, &mut dbias, &x, &dy);
-            close(&dw, &matmul(&xt, &wide(&dy), m, n).iter().map(|v| v + 1.0).collect::<Vec<_>>(), "weight");
-            let sums: Vec<f64> = (0..n).map(|j| 1.0 + (0..m).map(|i| f64::from(dy[i * n + j])).sum::<f64>()).collect();
-            close(&dbias, &sums, "bias");
+            let plus_one = |v: Bounded| v + 1.0.into();
+            let want = matmul(&transposed(&x, k), &bounded(&dy), m, n).into_iter().map(plus_one);
+            check(&dw, &want.collect::<Vec<_>>(), "weight");
+            let column = |j| Bounded::sum((0..m).map(|i| Bounded::from(dy[i * n + j])).chain([Bounded::from(1.0)]));
+            check(&dbias, &(0..n).map(column).collect::<Vec<_>>(), "bias");
         });
     }
 
@@ -131,24 +217,30 @@ proptest! {
         on(threads, || {
             let (mut y, mut stats) = (vec![f32::NAN; m * n], vec![f32::NAN; 2 * m]);
             layer_norm::forward(&mut y, &mut stats, &x, &gain, &bias, 1e-5);
-            let (x64, gain64, bias64, dy64) = (wide(&x), wide(&gain), wide(&bias), wide(&dy));
-            // Rows of two elements may have a small variance: 1/std then magnifies what fp32 has lost.
-            if stats.chunks(2).any(|s| s[1] > 20.0) {
-                return;
-            }
-            close(&y, &layer_norm_64(&x64, &gain64, &bias64), "forward");
             let (mut dx, mut dgain, mut dbias) = (vec![0.0; m * n], vec![0.0; n], vec![0.0; n]);
             layer_norm::backward(&mut dx, &mut dgain, &mut dbias, &dy, &x, &stats, &gain);
-            let slopes = [
-                numeric(&x64, |x| dot(&layer_norm_64(x, &gain64, &bias64), &dy64)),
-                numeric(&gain64, |gain| dot(&layer_norm_64(&x64, gain, &bias64), &dy64)),
-                numeric(&bias64, |bias| dot(&layer_norm_64(&x64, &gain64, bias), &dy64)),
-            ];
-            for (got, want) in [dx, dgain, dbias].iter().zip(&slopes) {
-                let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt().max(1e-2);
-                let diff = got.iter().zip(want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
-                assert!(diff / norm < 1e-4, "gradient: relative error {:e}", diff / norm);
+
+            let (mut want_y, mut want_dx, mut normalized) = (Vec::new(), Vec::new(), Vec::new());
+            for (x, dy) in bounded(&x).chunks(n).zip(bounded(&dy).chunks(n)) {
+                let average = mean(x.iter().copied(), n);
+                let centred: Vec<_> = x.iter().map(|&x| x - average).collect();
+                let variance = mean(centred.iter().map(|&c| c * c), n);
+                let rstd = (variance + 1e-5.into()).sqrt().recip();
+                let h: Vec<_> = centred.iter().map(|&c| c * rstd).collect();
+                let g: Vec<_> = dy.iter().zip(&gain).map(|(&d, &gain)| d * gain.into()).collect();
+                let mean_g = mean(g.iter().copied(), n);
+                let mean_gh = mean(g.iter().zip(&h).map(|(&g, &h)| g * h), n);
+                want_y.extend((0..n).map(|i| h[i] * gain[i].into() + bias[i].into()));
+                want_dx.extend((0..n).map(|i| rstd * (g[i] - mean_g - h[i] * mean_gh)));
+                normalized.extend(h);
             }
+            check(&y, &want_y, "forward");
+            check(&dx, &want_dx, "input");
+            let column = |f: &dyn Fn(usize) -> Bounded| {
+                (0..n).map(|j| Bounded::sum((0..m).map(|i| f(i * n + j)))).collect::<Vec<_>>()
+            };
+            check(&dgain, &column(&|i| normalized[i] * dy[i].into()), "gain");
+            check(&dbias, &column(&|i| Bounded::from(dy[i])), "bias");
         });
     }
 
@@ -159,12 +251,21 @@ proptest! {
         on(threads, || {
             let mut y = vec![f32::NAN; n];
             gelu::forward(&mut y, &x);
-            close(&y, &wide(&x).into_iter().map(gelu_64).collect::<Vec<_>>(), "forward");
             let mut dx = dy.clone();
             gelu::backward(&mut dx, &x);
-            let h = 1e-5;
-            let slope = |(x, dy): (f64, &f32)| f64::from(*dy) * (gelu_64(x + h) - gelu_64(x - h)) / (2.0 * h);
-            close(&dx, &wide(&x).into_iter().zip(&dy).map(slope).collect::<Vec<_>>(), "backward");
+            let one = Bounded::from(1.0);
+            let factor = Bounded::constant((8.0 / std::f64::consts::PI).sqrt(), 3.0);
+            let cubic = Bounded::constant(0.044_715, 1.0);
+            let both = x.iter().zip(&dy).map(|(&x, &dy)| {
+                let x = Bounded::from(x);
+                let minus_u = Bounded::from(-1.0) * factor * (x + cubic * x * x * x);
+                let s = (one + minus_u.exp()).recip();
+                let slope = factor * (one + Bounded::constant(3.0, 1.0) * cubic * x * x);
+                (x * s, (s + x * s * (one - s) * slope) * dy.into())
+            });
+            let (want_y, want_dx): (Vec<_>, Vec<_>) = both.unzip();
+            check(&y, &want_y, "forward");
+            check(&dx, &want_dx, "backward");
         });
     }
 
@@ -183,21 +284,21 @@ proptest! {
         on(threads, || {
             let (mut out, mut lse) = (vec![f32::NAN; elems], vec![f32::NAN; batch * heads * seq]);
             attention::forward(&mut out, &mut lse, &qkv, shape);
-            let qkv64 = wide(&qkv);
-            close(&out, &attention_64(&qkv64, shape), "forward");
             let mut dqkv = vec![f32::NAN; 3 * elems];
             attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, shape);
-            // Along a random direction, not each axis: one difference a case.
-            let along = wide(&values(3 * elems, seed ^ 2));
-            let h = 1e-5;
-            let at = |sign: f64| {
-                let moved: Vec<f64> = qkv64.iter().zip(&along).map(|(x, a)| x + sign * h * a).collect();
-                dot(&attention_64(&moved, shape), &wide(&dout))
-            };
-            let want = (at(1.0) - at(-1.0)) / (2.0 * h);
-            let got = dot(&wide(&dqkv), &along);
-            let size = dot(&wide(&dqkv), &wide(&dqkv)).sqrt() * dot(&along, &along).sqrt();
-            assert!((got - want).abs() < 1e-5 * size.max(1e-3), "gradient along a direction: {got} and {want}");
+            for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+                // Rows of `parts * heads * d` elements: this head's [seq, d] of a part.
+                let head = |x: &[f32], parts: usize, part: usize| -> Vec<f32> {
+                    let start = |t| ((b * seq + t) * parts + part) * heads * d + h * d;
+                    (0..seq).flat_map(|t| x[start(t)..start(t) + d].to_vec()).collect()
+                };
+                let [q, k, v] = [0, 1, 2].map(|part| bounded(&head(&qkv, 3, part)));
+                let want = HeadOracle::new([q, k, v, bounded(&head(&dout, 1, 0))], d);
+                check(&head(&out, 1, 0), &want.out, "forward");
+                for (part, gradient) in want.gradients.iter().enumerate() {
+                    check(&head(&dqkv, 3, part), gradient, ["query", "key", "value"][part]);
+                }
+            }
         });
     }
 
@@ -208,10 +309,19 @@ proptest! {
         on(threads, || {
             let mut grad = logits.clone();
             let loss = cross_entropy::forward_backward(&mut grad, &targets, vocab, 0.5);
-            let want = cross_entropy_64(&wide(&logits), &targets, vocab);
-            assert!((loss - want).abs() < 1e-5 * want.max(1.0), "loss {loss}, {want} expected");
-            let slopes = numeric(&wide(&logits), |x| 0.5 * cross_entropy_64(x, &targets, vocab));
-            close(&grad, &slopes, "gradient");
+            let (mut want, mut losses) = (Vec::new(), Vec::new());
+            for (row, &target) in bounded(&logits).chunks(vocab).zip(&targets) {
+                let max = Bounded::max(row.iter().copied());
+                let exps: Vec<_> = row.iter().map(|&x| (x - max).exp()).collect();
+                let sum = Bounded::sum(exps.iter().copied());
+                let factor = Bounded::from(0.5) * sum.recip();
+                let one_hot = |i| Bounded::from(if i == target as usize { 0.5 } else { 0.0 });
+                want.extend(exps.iter().enumerate().map(|(i, &e)| e * factor - one_hot(i)));
+                losses.push(sum.ln() + max - row[target as usize]);
+            }
+            check(&grad, &want, "gradient");
+            let want = Bounded::sum(losses);
+            assert!((loss - want.value).abs() <= want.error, "loss {loss}, {} expected", want.value);
         });
     }
 
@@ -225,17 +335,17 @@ proptest! {
             embedding::forward(&mut x, &tokens, &wte, &wpe, seq, c);
             let (mut dwte, mut dwpe) = (vec![0.0; vocab * c], vec![0.0; seq * c]);
             embedding::backward(&mut dwte, &mut dwpe, &tokens, &dx, seq, c);
+            // fp32 sums in the order of the rows are exact expectations.
             let (mut want_wte, mut want_wpe) = (vec![0.0; vocab * c], vec![0.0; seq * c]);
             for row in 0..rows {
                 for j in 0..c {
                     let (e, p) = (tokens[row] as usize * c + j, row % seq * c + j);
                     assert_eq!(x[row * c + j], wte[e] + wpe[p]);
-                    want_wte[e] += f64::from(dx[row * c + j]);
-                    want_wpe[p] += f64::from(dx[row * c + j]);
+                    want_wte[e] += dx[row * c + j];
+                    want_wpe[p] += dx[row * c + j];
                 }
             }
-            close(&dwte, &want_wte, "tokens");
-            close(&dwpe, &want_wpe, "positions");
+            assert_eq!((dwte, dwpe), (want_wte, want_wpe));
         });
     }
 }

@@ -1,4 +1,4 @@
-//! Micro-batches on their way from the data into the model.
+//! Loading micro-batches from the data into the model.
 
 use zero_alloc::device::Device;
 
@@ -8,30 +8,27 @@ use crate::data::BatchAt;
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// Gives a model its micro-batches: the first one of a step already while the device works on the step before, so that
-/// reading and sorting tokens costs the device no time.
+/// Loads micro-batches into a model. The first one of a step is loaded while the device still works on the previous step,
+/// so that the device never waits for it.
 pub(super) struct BatchLoader<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
     options: &'a RunOptions,
     inputs: Vec<u32>,
     targets: Vec<u32>,
-    /// Steps done before it, and its number: the micro-batch that the model was given last.
-    given: Option<(u64, usize)>,
+    /// The micro-batch that the model has: the steps before it, and its index in its step.
+    loaded: Option<(u64, usize)>,
 }
 
 impl<'a, D: Device> BatchLoader<'a, D> {
     pub(super) fn new(rank: &'a Rank<D>, workload: &'a dyn Workload<D>, options: &'a RunOptions) -> Self {
         let tokens = options.micro_batch * options.seq_len;
-        Self { rank, workload, options, inputs: vec![0; tokens], targets: vec![0; tokens], given: None }
+        Self { rank, workload, options, inputs: vec![0; tokens], targets: vec![0; tokens], loaded: None }
     }
 
-    /// Gives `model` the `micro`-th micro-batch of the step that `done` steps are done before, unless it has it.
-    ///
-    /// # Errors
-    /// The data cannot be read, or the stream refused.
-    pub(super) fn give(&mut self, model: &mut dyn Model<D>, done: u64, micro: usize) -> Result<(), TrainError> {
-        if self.given == Some((done, micro)) {
+    /// Loads the `micro`-th micro-batch of the step after `done` steps into `model`, unless it is loaded already.
+    pub(super) fn load(&mut self, model: &mut dyn Model<D>, done: u64, micro: usize) -> Result<(), TrainError> {
+        if self.loaded == Some((done, micro)) {
             return Ok(());
         }
         let Self { rank, workload, options, inputs, targets, .. } = self;
@@ -47,7 +44,7 @@ impl<'a, D: Device> BatchLoader<'a, D> {
         };
         workload.batch(at, inputs, targets)?;
         model.set_batch(&rank.compute, inputs, targets)?;
-        self.given = Some((done, micro));
+        self.loaded = Some((done, micro));
         Ok(())
     }
 }

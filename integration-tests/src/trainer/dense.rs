@@ -59,9 +59,9 @@ impl<D: Device> Stage<D> for Dense<D> {
         Ok(())
     }
 
-    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
         self.grads.wait(rank)?;
-        decide(rank, &mut self.optimizer, &self.grads.storage().all_units(), say)
+        decide(rank, &mut self.optimizer, &self.grads.storage().all_units(), inputs)
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {

@@ -1,11 +1,11 @@
-//! What the ranks tell one another beside their votes: a request to stop, and readiness to take a save further.
+//! The flags that ranks exchange at the end of a step: a request to stop, and readiness to advance a save.
 //!
 //! | buffer | bytes | life |
 //! |---|---|---|
-//! | `word` | 8, in memory that the host and copies use | written by an operation of the host in the compute stream |
-//! | `flags` | 8, on the device | a copy of it, which the vote reads |
+//! | `host` | 8, in memory that the host and copies use | written by a host operation in the compute stream |
+//! | `device` | 8, on the device | a copy of it, read by the all-gather of statistics |
 //!
-//! So a request to stop counts until the device comes to the vote, however far ahead the host is.
+//! So a request to stop takes effect in the step that the device is computing, however far ahead the host is.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -18,70 +18,67 @@ use super::rank::Rank;
 use crate::error::TrainError;
 
 const BYTES: usize = size_of::<u64>();
-/// A rank was asked to stop after this step.
+/// A rank requests to stop after this step.
 const STOP: u64 = 1;
-/// The rank is ready to take the save under way a step further.
+/// The rank is ready to advance the save in progress.
 const READY: u64 = 2;
 
 /// The flags of one rank.
 pub(super) struct Flags<'a, D: Device> {
     rank: &'a Rank<D>,
-    word: NonNull<u64>,
-    flags: Block<D>,
+    host: NonNull<u64>,
+    device: Block<D>,
 }
 
-/// Where the operation of the host writes.
-struct Word(NonNull<u64>);
+/// The host's copy of the flags, as a host operation uses it.
+struct HostFlags(NonNull<u64>);
 
 // SAFETY: memory of the process, used in the order of one stream.
-unsafe impl Send for Word {}
+unsafe impl Send for HostFlags {}
 
-impl Word {
+impl HostFlags {
     /// # Safety
-    /// The memory is there, and nothing else uses it now.
+    /// The memory is allocated, and nothing else uses it now.
     unsafe fn set(&self, flags: u64) {
-        // SAFETY: the caller's promise; allocated for a word.
+        // SAFETY: the caller's promise; allocated for one u64.
         unsafe { self.0.write(flags) };
     }
 }
 
 impl<'a, D: Device> Flags<'a, D> {
     pub(super) fn new(rank: &'a Rank<D>) -> Result<Self, TrainError> {
-        let flags = rank.pool.allocate(BYTES, DType::U8, Purpose::Workspace, &rank.compute)?;
+        let device = rank.pool.allocate(BYTES, DType::U8, Purpose::Workspace, &rank.compute)?;
         // Backings are aligned to 64 bytes or more.
-        let word = rank.host.memory.allocate(BYTES)?.cast();
-        Ok(Self { rank, word, flags })
+        let host = rank.host.memory.allocate(BYTES)?.cast();
+        Ok(Self { rank, host, device })
     }
 
-    /// Enqueues this rank's flags of a step on the compute stream, as they are when it gets there.
-    ///
-    /// # Errors
-    /// The stream refused.
+    /// Enqueues the write and the copy of this rank's flags on the compute stream; `cancel` is read when it runs.
     pub(super) fn enqueue(&self, cancel: &Arc<AtomicBool>, ready: bool) -> Result<DeviceSlice<u64>, TrainError> {
-        let (word, cancel, compute) = (Word(self.word), Arc::clone(cancel), &self.rank.compute);
+        let (host, cancel, compute) = (HostFlags(self.host), Arc::clone(cancel), &self.rank.compute);
         let write = move || {
             let stop = if cancel.load(Ordering::Relaxed) { STOP } else { 0 };
-            // SAFETY: the drop of the flags frees the word only behind this operation; the copy before it has run.
-            unsafe { word.set(stop | if ready { READY } else { 0 }) };
+            // SAFETY: the drop of `Flags` frees the memory after this operation; the previous copy has run.
+            unsafe { host.set(stop | if ready { READY } else { 0 }) };
             Ok(())
         };
         (self.rank.host.enqueue)(compute, "flags", Box::new(write))?;
-        // SAFETY: the compute stream alone uses the block; dropping it notes that stream.
-        let flags = unsafe { self.flags.slice() };
-        // SAFETY: as long as was allocated, until the drop of the flags has waited for the copy.
-        let word = unsafe { AnySlice::from_raw_parts(self.word.as_ptr().cast(), BYTES, DType::U8) };
-        self.rank.pool.device().copy(compute, word, flags)?;
+        // SAFETY: only the compute stream uses the block; the drop records that stream.
+        let device = unsafe { self.device.slice() };
+        // SAFETY: allocated with this length, until the drop of `Flags` has waited for the copy.
+        let host = unsafe { AnySlice::from_raw_parts(self.host.as_ptr().cast(), BYTES, DType::U8) };
+        self.rank.pool.device().copy(compute, host, device)?;
         // SAFETY: eight bytes at the start of a block, which is aligned for them.
-        Ok(unsafe { DeviceSlice::from_raw_parts(flags.as_ptr().cast(), 1) })
+        Ok(unsafe { DeviceSlice::from_raw_parts(device.as_ptr().cast(), 1) })
     }
 }
 
-/// Whether any rank was asked to stop.
+/// Whether any rank requests to stop.
 pub(super) fn stop(flags: zero_optim::ReducedFlags) -> bool {
     flags.any & STOP != 0
 }
 
-/// Whether all ranks are ready to take the save under way a step further.
+/// Whether all ranks are ready to advance the save in progress.
 pub(super) fn ready(flags: zero_optim::ReducedFlags) -> bool {
     flags.all & READY != 0
 }
@@ -89,12 +86,12 @@ pub(super) fn ready(flags: zero_optim::ReducedFlags) -> bool {
 impl<D: Device> Drop for Flags<'_, D> {
     /// Drains the compute stream.
     fn drop(&mut self) {
-        // A stream that refuses is closed, and uses the block no more.
-        let _closed = self.flags.record_use(&self.rank.compute);
-        // A stream that failed may still hold a copy of the word: it stays then, as it does where the limit passes.
+        // A stream that refuses is closed and no longer uses the block.
+        let _closed = self.device.record_use(&self.rank.compute);
+        // After a failure or a timeout a copy of the memory may still be queued: it is leaked.
         if self.rank.compute.synchronize(self.rank.settings.host_limit()).is_ok() {
-            // SAFETY: allocated with these bytes; all that used it has run.
-            unsafe { self.rank.host.memory.deallocate(self.word.cast(), BYTES) };
+            // SAFETY: allocated with this size; every operation on it has run.
+            unsafe { self.rank.host.memory.deallocate(self.host.cast(), BYTES) };
         }
     }
 }

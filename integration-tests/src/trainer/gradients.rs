@@ -1,14 +1,14 @@
-//! Gradients on their way from backward to where they are kept.
+//! The reduction of gradients from backward into their storage.
 //!
 //! | buffer | elements | life |
 //! |---|---|---|
 //! | scratch slot | a unit's flat gradient in fp32 | from the first pass that adds to it until it is packed |
-//! | bucket | constant, in the travelling dtype | from packing until the reduced piece is where it is kept |
+//! | bucket | constant, in the dtype of communication | from packing until the reduced piece is stored |
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
-//! A unit whose gradient is complete is cut into pieces; each piece is packed into a bucket (cast to the
-//! travelling dtype on the compute stream), reduced over ranks on the communication stream, and lands in
-//! the storage: written by the first micro-batch of a step, added in fp32 by the later ones.
+//! A unit whose gradient is complete is cut into pieces. Each piece is packed into a bucket (cast on the compute
+//! stream), reduced over ranks on the communication stream, and stored: the first micro-batch of a step overwrites the
+//! storage, later ones add in fp32.
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::{Block, Purpose};
@@ -30,7 +30,7 @@ pub(super) struct Gradients<D: Device> {
 }
 
 impl<D: Device> Gradients<D> {
-    /// Scratch and buckets for gradients that are kept in `storage`.
+    /// Allocates scratch and buckets for gradients kept in `storage`.
     pub(super) fn new(rank: &Rank<D>, storage: Storage<D>) -> Result<Self, TrainError> {
         let (slot_of, sizes) = scratch_slots(rank);
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
@@ -43,8 +43,7 @@ impl<D: Device> Gradients<D> {
         Ok(Self { slots, slot_of, buckets, storage, compute })
     }
 
-    /// The flat gradients to which the backward of `pass` adds; those that it is the first to add to are
-    /// set to zero before.
+    /// The flat gradients to which the backward of `pass` adds, set to zero if it is the first to add.
     pub(super) fn of_pass(&self, rank: &Rank<D>, pass: usize) -> Result<Vec<DeviceSlice<f32>>, TrainError> {
         let mut grads = Vec::new();
         for &unit in &rank.passes[pass].grads {
@@ -64,7 +63,7 @@ impl<D: Device> Gradients<D> {
             // SAFETY: used on the communication stream alone, before `finish`.
             let sum = unsafe { in_flight.slice() };
             for (part, place) in parts(&piece, sum) {
-                self.land(rank, part, self.storage.unit(unit).slice(place), micro)?;
+                self.store(rank, part, self.storage.unit(unit).slice(place), micro)?;
             }
             let _done = in_flight.finish()?;
         }
@@ -82,7 +81,7 @@ impl<D: Device> Gradients<D> {
                 let in_flight = bucket.reduce_scatter(ReduceOp::Sum)?;
                 // SAFETY: used on the communication stream alone, before `finish`.
                 let sum = unsafe { in_flight.segment() };
-                self.land(rank, sum, shard, micro)?;
+                self.store(rank, sum, shard, micro)?;
                 in_flight
             };
             let _done = in_flight.finish()?;
@@ -90,18 +89,18 @@ impl<D: Device> Gradients<D> {
         Ok(())
     }
 
-    /// Makes the compute stream wait until all gradients are where they are kept.
+    /// Makes the compute stream wait until all gradients are stored.
     pub(super) fn wait(&self, rank: &Rank<D>) -> Result<(), TrainError> {
         Ok(self.buckets.wait_all_on(&rank.compute)?)
     }
 
-    /// Where the gradients are kept.
+    /// The stored gradients.
     pub(super) fn storage(&self) -> &Storage<D> {
         &self.storage
     }
 
     fn scratch(&self, rank: &Rank<D>, unit: usize) -> AnySlice {
-        // SAFETY: the compute stream alone uses the scratch, and dropping it notes that stream.
+        // SAFETY: only the compute stream uses the scratch, and the drop records that stream.
         let slot = unsafe { self.slots[self.slot_of[unit]].slice() };
         slot.slice(0..rank.layout.units()[unit].padded_elems as usize)
     }
@@ -123,8 +122,8 @@ impl<D: Device> Gradients<D> {
         Ok(bucket)
     }
 
-    /// Writes or adds a reduced piece, on the communication stream.
-    fn land(&self, rank: &Rank<D>, sum: AnySlice, place: AnySlice, micro: usize) -> Result<(), TrainError> {
+    /// Writes a reduced piece, or adds it after the first micro-batch, on the communication stream.
+    fn store(&self, rank: &Rank<D>, sum: AnySlice, place: AnySlice, micro: usize) -> Result<(), TrainError> {
         if micro == 0 {
             rank.kernels.cast(&rank.comm_stream, sum, place, 1.0)?;
         } else {
@@ -137,13 +136,13 @@ impl<D: Device> Gradients<D> {
 impl<D: Device> Drop for Gradients<D> {
     fn drop(&mut self) {
         for slot in &mut self.slots {
-            // A stream that refuses is closed, and uses the block no more.
+            // A stream that refuses is closed and no longer uses the block.
             let _closed = slot.record_use(&self.compute);
         }
     }
 }
 
-/// The segments of a bucket with their places in the unit; one segment where the piece is the whole unit.
+/// The segments of a bucket with their ranges in the unit; one segment if the piece is the whole unit.
 fn parts(piece: &BucketPiece, bucket: AnySlice) -> Vec<(AnySlice, std::ops::Range<usize>)> {
     if piece.elems() == piece.shard_elems * piece.world_size {
         return vec![(bucket, 0..bucket.len())];
@@ -153,7 +152,7 @@ fn parts(piece: &BucketPiece, bucket: AnySlice) -> Vec<(AnySlice, std::ops::Rang
     segments.map(|(i, at)| (bucket.slice(i * n..(i + 1) * n), at.start as usize..at.end as usize)).collect()
 }
 
-/// For each unit a slot that no other unit uses between its first and last pass; and the slots' sizes.
+/// Assigns each unit a slot that no other unit uses between its first and last pass. Returns also the slots' sizes.
 fn scratch_slots<D: Device>(rank: &Rank<D>) -> (Vec<usize>, Vec<usize>) {
     let (mut slot_of, mut sizes, mut free) = (vec![0; rank.units()], Vec::<usize>::new(), Vec::new());
     let mut placed = vec![false; rank.units()];

@@ -1,4 +1,4 @@
-//! Running ranks: on the host all as threads of this process, or one, the others being other processes; on CUDA one.
+//! Running ranks: on the host all as threads of this process, or one with the others in other processes; on CUDA one.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,14 +22,14 @@ use super::run::run_rank;
 use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 
-/// Elements to which shards are aligned: 32 bytes of a 16-bit type.
+/// Alignment of shards in elements: 32 bytes of a 16-bit type.
 pub const SHARD_ALIGN_ELEMS: u64 = 16;
 
-/// Trains on `world_size` ranks of this process, with `threads` threads each. `observe` is given rank 0's
-/// figures of each step.
+/// Trains on `world_size` ranks of this process, with `threads` threads each. Calls `observe` with rank 0's metrics of
+/// each step.
 ///
 /// # Errors
-/// The first rank's failure, as [`TrainError::Rank`]; the others end with it.
+/// The first failure, as [`TrainError::Rank`]; it ends all ranks.
 pub fn run_on_threads(
     world_size: usize,
     threads: usize,
@@ -53,18 +53,11 @@ pub fn run_on_threads(
             let (run, failures) = (&run, &failures);
             let name = format!("rank {index}");
             let spawned = std::thread::Builder::new().name(name).spawn_scoped(scope, move || {
-                let (message, echo) = match catch_unwind(AssertUnwindSafe(|| run(index, Arc::clone(&comm)))) {
-                    Ok(Ok(summary)) => return Some(summary),
-                    Ok(Err(error)) => (error.to_string(), is_echo(&error)),
-                    Err(panic) => (format!("panicked: {}", panic_message(&*panic)), false),
-                };
-                comm.abort(&message);
-                failures.lock().push(Failure { rank: index, message, echo });
-                None
+                caught(&*comm, || run(index, Arc::clone(&comm))).map_err(|f| failures.lock().push(f)).ok()
             });
-            // A rank that has no thread has dropped its communicator, which tells the others.
+            // Without a thread the rank's communicator is dropped, which aborts the others.
             spawned.inspect_err(|e| {
-                let message = format!("its thread was refused: {e}");
+                let message = format!("failed to start its thread: {e}");
                 failures.lock().push(Failure { rank: index, message, echo: false });
             })
         };
@@ -72,16 +65,17 @@ pub fn run_on_threads(
         ranks.into_iter().map(|rank| rank.ok().and_then(|r| r.join().ok()).flatten()).collect::<Vec<_>>()
     });
     let failures = failures.into_inner();
-    match failures.iter().find(|f| !f.echo).or(failures.first()) {
-        Some(f) => Err(TrainError::Rank { rank: f.rank, message: f.message.clone() }),
+    let cause = failures.iter().position(|f| !f.echo).unwrap_or(0);
+    match failures.into_iter().nth(cause) {
+        Some(failure) => Err(failure.into()),
         None => Ok(summaries.into_iter().flatten().collect()),
     }
 }
 
-/// Trains as one rank of `comm`, whose other ranks are other processes. `observe` is given this rank's figures.
+/// Trains as one rank of `comm`, whose other ranks are other processes. Calls `observe` with this rank's metrics.
 ///
 /// # Errors
-/// Anything that went wrong on this rank, or what another rank's failure looks like from here.
+/// A failure of this rank, or a collective that failed because another rank did.
 pub fn run_as_rank(
     comm: Arc<dyn Communicator<HostDevice>>,
     threads: usize,
@@ -94,11 +88,11 @@ pub fn run_as_rank(
     run_caught(&comm, make, workload, options, observe)
 }
 
-/// Trains as one rank of `comm` on `device`. `observe` is given this rank's figures; the device's operations are in its
-/// timeline, and their overlap in the figures, where `record` says so: that costs two events an operation.
+/// Trains as one rank of `comm` on `device`. Calls `observe` with this rank's metrics. With `record`, the timeline and the
+/// metrics of overlap include the device's operations, at a cost of two events an operation.
 ///
 /// # Errors
-/// Anything that went wrong on this rank, or what another rank's failure looks like from here.
+/// A failure of this rank, or a collective that failed because another rank did.
 pub fn run_on_cuda(
     device: &CudaDevice,
     comm: Arc<dyn Communicator<CudaDevice>>,
@@ -126,7 +120,7 @@ pub fn run_on_cuda(
     run_caught(&comm, make, workload, options, observe)
 }
 
-/// Makes a rank and trains as it; whatever ends it, the others are told.
+/// Creates a rank and trains; a failure or panic aborts the communicator.
 fn run_caught<D: Device>(
     comm: &Arc<dyn Communicator<D>>,
     make: impl FnOnce(Arc<dyn Communicator<D>>, Arc<Layout>) -> Result<Rank<D>, TrainError>,
@@ -134,19 +128,23 @@ fn run_caught<D: Device>(
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
-    let (index, world_size) = (comm.rank(), comm.world_size() as u64);
-    let layout = Arc::new(Layout::new(&workload.units(), world_size, SHARD_ALIGN_ELEMS)?);
-    let ended = catch_unwind(AssertUnwindSafe(|| {
-        let rank = make(Arc::clone(comm), layout)?;
-        run_rank(&rank, workload, options, observe)
-    }));
-    let error = match ended {
+    let layout = Arc::new(Layout::new(&workload.units(), comm.world_size() as u64, SHARD_ALIGN_ELEMS)?);
+    let run = || run_rank(&make(Arc::clone(comm), layout)?, workload, options, observe);
+    Ok(caught(&**comm, run)?)
+}
+
+/// Runs `work`; a failure or a panic aborts `comm`.
+fn caught<D: Device>(
+    comm: &dyn Communicator<D>,
+    work: impl FnOnce() -> Result<RankSummary, TrainError>,
+) -> Result<RankSummary, Failure> {
+    let (message, echo) = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(summary)) => return Ok(summary),
-        Ok(Err(error)) => error.to_string(),
-        Err(panic) => format!("panicked: {}", panic_message(&*panic)),
+        Ok(Err(error)) => (error.to_string(), is_echo(&error)),
+        Err(panic) => (format!("panicked: {}", panic_message(&*panic)), false),
     };
-    comm.abort(&error);
-    Err(TrainError::Rank { rank: index, message: error })
+    comm.abort(&message);
+    Err(Failure { rank: comm.rank(), message, echo })
 }
 
 /// A rank on the host.
@@ -178,12 +176,18 @@ impl Replay<CudaDevice> for Graph {
     }
 }
 
-/// How a rank ended.
+/// The failure of a rank.
 struct Failure {
     rank: usize,
     message: String,
-    /// It failed in a collective, perhaps because another rank had.
+    /// Whether it failed in a collective, perhaps because another rank had failed.
     echo: bool,
+}
+
+impl From<Failure> for TrainError {
+    fn from(Failure { rank, message, .. }: Failure) -> Self {
+        Self::Rank { rank, message }
+    }
 }
 
 fn is_echo(error: &TrainError) -> bool {

@@ -1,4 +1,4 @@
-//! The figures of a step, as `--metrics` writes them: one JSON object a line.
+//! The metrics of a step, as `--metrics` writes them: one JSON object a line.
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::{Purpose, Report};
@@ -30,18 +30,18 @@ pub struct StepMetrics {
     pub comm_bytes: CommBytes,
     /// Bytes that this rank held.
     pub memory: MemoryBytes,
-    /// Where the time went on this rank's streams.
+    /// Time spent on this rank's streams.
     pub overlap: OverlapMs,
 }
 
 /// Compute and communication of a step, in milliseconds, as the streams recorded them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OverlapMs {
-    /// In which compute ran.
+    /// Time in which compute ran.
     pub compute_ms: f64,
-    /// In which a collective ran, the wait for other ranks included.
+    /// Time in which a collective ran, including the wait for other ranks.
     pub comm_ms: f64,
-    /// In which a collective ran and no compute did.
+    /// Time in which a collective ran and no compute did.
     pub exposed_comm_ms: f64,
     /// 1 - (step - compute) / communication.
     pub overlap_fraction: f64,
@@ -68,7 +68,7 @@ pub struct CommBytes {
     pub all_gather: u64,
     /// By all-reduce.
     pub all_reduce: u64,
-    /// By the exchange of votes and losses.
+    /// By the all-gather of statistics and losses.
     pub control: u64,
 }
 
@@ -107,7 +107,7 @@ pub struct MemoryBytes {
     pub workspace_bytes: u64,
     /// All of it, at most in this step.
     pub peak_bytes: u64,
-    /// What the pool has taken from the device.
+    /// Bytes that the pool has allocated from the device.
     pub reserved_bytes: u64,
 }
 

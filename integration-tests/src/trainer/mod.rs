@@ -1,8 +1,8 @@
 //! ZeRO stages 0 to 3 over the crates of the workspace.
 //!
-//! [`dense`](self) (stage 0), `stages_1_and_2` and `stage3` each read as the algorithm does. What they share
-//! lies beside them: a [`Rank`] (streams, pool, communicator, layout), flat storages, the way of the gradients,
-//! and the end of a step. [`run_rank`] is the loop of one rank; [`run_on_threads`] runs all ranks in this process.
+//! `dense` (stage 0), `stages_1_and_2` and `stage3` each contain one algorithm. They share a `Rank` (streams, pool,
+//! communicator, layout), flat storages, the reduction of gradients, and the end of a step. `run_rank` is the loop of one
+//! rank; [`run_on_threads`] runs all ranks in this process.
 
 mod batch_loader;
 mod dense;
@@ -24,9 +24,8 @@ mod workload;
 
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
 pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
-pub use rank::{HostOp, HostSide, Rank, Settings};
-pub use recorder::{AT_STAGE_3, Record, Replay};
-pub use run::run_rank;
-pub use stage::{Stage, StepInputs, device_steps};
+pub use rank::Settings;
+pub use recorder::AT_STAGE_3;
+pub use stage::device_steps;
 pub use state::TrainerState;
 pub use workload::{RankSummary, RunOptions, Workload};

@@ -1,4 +1,4 @@
-//! What one rank works with: its streams, memory, communicator and kernels, and the layout that all share.
+//! A rank's resources: streams, memory, communicator and kernels, and the layout that all ranks share.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,90 +15,87 @@ use super::recorder::Record;
 use crate::error::TrainError;
 use crate::model::Pass;
 
-/// What all ranks of a run agree on.
+/// Settings that are equal on all ranks.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// What is sharded.
+    /// The ZeRO stage.
     pub stage: ZeroStage,
-    /// Type of parameters, and of gradients on their way.
+    /// Type of parameters, and of gradients in collectives.
     pub dtype: DType,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
     /// Elements of a gradient bucket.
     pub bucket_capacity_elems: usize,
-    /// Whether communication runs beside compute. Off, each waits for the other, and nothing is gathered ahead.
+    /// Whether communication overlaps compute. If not, each waits for the other, and no unit is gathered ahead.
     pub overlap: bool,
     /// How stage 3 gathers units.
     pub prefetch: PrefetchOptions,
     /// The optimizer.
-    pub rules: OptimizerConfig,
-    /// Whether steps are recorded into graphs of the device, from the third on: on CUDA, at stages 0 to 2.
+    pub optimizer: OptimizerConfig,
+    /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
     pub graphs: bool,
-    /// The longest that a rank waits for the others in a collective.
+    /// The timeout of a collective.
     pub limit: Duration,
 }
 
 impl Settings {
-    /// How long the host waits for a stream: longer than a collective on it takes to say which rank did not come.
+    /// The timeout of the host's waits for a stream: longer than that of a collective, whose error names the missing rank.
     pub fn host_limit(&self) -> Duration {
         self.limit.saturating_mul(2)
     }
 
-    /// The dtype in which gradients are kept until the step: fp32 where several micro-batches are summed.
+    /// The dtype of stored gradients: fp32 if several micro-batches are summed.
     pub fn grad_dtype(&self) -> DType {
         if self.grad_accum_steps > 1 { DType::F32 } else { self.dtype }
     }
 
-    /// Bytes an element, for the formulas.
+    /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
         Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64)
     }
 }
 
 /// An operation of the host in a stream.
-pub type HostOp = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
+pub(super) type HostOp = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
 
-/// How the host takes part in what a device's streams do.
-pub struct HostSide<D: Device> {
-    /// Memory that operations of the host use, and the device's copies.
-    pub memory: Arc<dyn Memory>,
-    /// Enqueues an operation of the host on a stream, under a label. It must not wait for the device.
-    pub enqueue: fn(&D::Stream, &'static str, HostOp) -> Result<(), DeviceError>,
-    /// Records a graph, where the device has such.
-    pub record: Option<Record<D>>,
+/// Host operations in a device's streams.
+pub(super) struct HostSide<D: Device> {
+    /// Memory for host operations and for copies to and from the device.
+    pub(super) memory: Arc<dyn Memory>,
+    /// Enqueues a host operation with a label on a stream. The operation must not wait for the device.
+    pub(super) enqueue: fn(&D::Stream, &'static str, HostOp) -> Result<(), DeviceError>,
+    /// Records a graph, if the device supports it.
+    pub(super) record: Option<Record<D>>,
 }
 
 /// One rank of a run.
-pub struct Rank<D: Device> {
+pub(super) struct Rank<D: Device> {
     /// The group of ranks.
-    pub comm: Arc<dyn Communicator<D>>,
+    pub(super) comm: Arc<dyn Communicator<D>>,
     /// Operations on flat ranges.
-    pub kernels: Arc<dyn Kernels<D>>,
-    /// Where all memory comes from.
-    pub pool: Pool<D>,
-    /// The host's part in the streams.
-    pub host: HostSide<D>,
-    /// Forward, backward and the optimizer run here.
-    pub compute: D::Stream,
-    /// Collectives run here, beside compute, ordered by events alone.
-    pub comm_stream: D::Stream,
-    /// What ran when on the two streams.
-    pub timeline: Timeline,
-    /// Who owns what.
-    pub layout: Arc<Layout>,
+    pub(super) kernels: Arc<dyn Kernels<D>>,
+    /// The pool of all device memory.
+    pub(super) pool: Pool<D>,
+    /// Host operations in the streams.
+    pub(super) host: HostSide<D>,
+    /// The stream of forward, backward and the optimizer.
+    pub(super) compute: D::Stream,
+    /// The stream of collectives, ordered with compute by events alone.
+    pub(super) comm_stream: D::Stream,
+    /// The operations of the two streams with their times.
+    pub(super) timeline: Timeline,
+    /// The sharding of all units.
+    pub(super) layout: Arc<Layout>,
     /// The passes of the model.
-    pub passes: Vec<Pass>,
-    /// What all ranks agree on.
-    pub settings: Settings,
+    pub(super) passes: Vec<Pass>,
+    /// Settings that are equal on all ranks.
+    pub(super) settings: Settings,
 }
 
 impl<D: Device> Rank<D> {
-    /// A rank on `device`, whose operations `timeline` sees, with streams and a pool of its own. `parts` makes the
-    /// kernels, on the compute stream, and says how the host takes part.
-    ///
-    /// # Errors
-    /// The device refused a stream, or `parts` failed.
-    pub fn new(
+    /// A rank on `device`, whose operations `timeline` records, with new streams and a new pool. `parts` creates the
+    /// kernels and the host side.
+    pub(super) fn new(
         device: D,
         timeline: Timeline,
         comm: Arc<dyn Communicator<D>>,
@@ -127,27 +124,23 @@ impl<D: Device> Rank<D> {
     }
 
     /// Elements of `unit` that belong to parameters.
-    pub fn numel(&self, unit: usize) -> usize {
+    pub(super) fn numel(&self, unit: usize) -> usize {
         self.layout.units()[unit].numel_elems as usize
     }
 
-    /// How many units.
-    pub fn units(&self) -> usize {
+    /// The number of units.
+    pub(super) fn units(&self) -> usize {
         self.layout.units().len()
     }
 
-    /// Units whose gradient is complete when the backward of pass `pass` has run (backward goes from the last
-    /// pass to the first).
-    pub fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
+    /// The units whose gradient is complete after the backward of `pass`. (Backward runs from the last pass to the first.)
+    pub(super) fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
         let grads = |p: usize| self.passes[p].grads.iter().copied();
         grads(pass).filter(move |unit| !(0..pass).any(|earlier| grads(earlier).any(|u| u == *unit)))
     }
 
-    /// Blocks the host until both streams have run dry.
-    ///
-    /// # Errors
-    /// The first error of a stream, or the limit passed.
-    pub fn synchronize(&self) -> Result<(), TrainError> {
+    /// Blocks the host until both streams are idle.
+    pub(super) fn synchronize(&self) -> Result<(), TrainError> {
         self.compute.synchronize(self.settings.host_limit())?;
         Ok(self.comm_stream.synchronize(self.settings.host_limit())?)
     }

@@ -1,16 +1,15 @@
-//! The parts of a step, enqueued by calls or, once recorded into graphs of the device, by one call each.
+//! Recording the parts of a step into CUDA graphs and replaying them.
 //!
-//! A part is what one call of a [`Stage`](super::Stage) enqueues. All that changes from step to step (tokens,
-//! learning rate, loss scale, flags) is read from device memory when it runs, so that a part recorded in one step is
-//! that part of every later one. The first two steps are not recorded: in them kernels are loaded and products find
-//! their algorithms.
+//! A part is the work that one call of a [`Stage`](super::stage::Stage) enqueues. Everything that changes from step to step
+//! (tokens, learning rate, loss scale, flags) is read from device memory when the part runs, so that a recorded part is
+//! valid in every later step. The first two steps are not recorded: they load kernels and choose matrix-product
+//! algorithms.
 //!
-//! Between parts the two streams are one: a part begins behind both and ends with both. So nothing of one part runs
-//! beside another, which costs the overlap of the gather after an update with the next forward. In a timeline a part is
-//! one operation.
+//! A part starts after both streams and both continue after it. So parts do not overlap: in particular the gather after
+//! an update does not overlap the next forward. In a timeline a part is one operation.
 //!
-//! The streams must be drained before what the parts use is freed; the drop of [`Flags`](super::flags::Flags) does
-//! that.
+//! The streams must be drained before memory that the parts use is freed; the drop of [`Flags`](super::flags::Flags)
+//! does it.
 
 use zero_alloc::device::{Device, DeviceError, Stream};
 use zero_comm::Traffic;
@@ -19,17 +18,14 @@ use zero_shard::ZeroStage;
 use super::rank::Rank;
 use crate::error::TrainError;
 
-/// What was recorded.
-pub trait Replay<D: Device> {
-    /// Enqueues it on `stream`.
-    ///
-    /// # Errors
-    /// The stream refused.
+/// A recorded graph.
+pub(super) trait Replay<D: Device> {
+    /// Enqueues the graph on `stream`.
     fn launch(&self, stream: &D::Stream) -> Result<(), DeviceError>;
 }
 
-/// Records what a closure enqueues on a stream, and on those that fork from it and come back, instead of running it.
-pub type Record<D> = fn(
+/// Records the work that a closure enqueues on a stream, and on streams forked from and joined to it, without running it.
+pub(super) type Record<D> = fn(
     &<D as Device>::Stream,
     &mut dyn FnMut() -> Result<(), DeviceError>,
 ) -> Result<Box<dyn Replay<D>>, DeviceError>;
@@ -49,7 +45,7 @@ pub(super) enum Part {
 
 struct Recorded<D: Device> {
     graph: Box<dyn Replay<D>>,
-    /// What its collectives send.
+    /// Bytes that its collectives send.
     sent: Traffic,
 }
 
@@ -59,17 +55,17 @@ pub(super) struct Recorder<'a, D: Device> {
     record: Option<Record<D>>,
     parts: [Option<Recorded<D>>; 4],
     warm: bool,
-    /// What replays have sent.
+    /// Bytes that replays have sent.
     sent: Traffic,
 }
 
 impl<'a, D: Device> Recorder<'a, D> {
     /// # Errors
-    /// Steps are to be recorded that cannot be.
+    /// The settings request graphs that the device or the stage does not support.
     pub(super) fn new(rank: &'a Rank<D>) -> Result<Self, TrainError> {
         let record = rank.host.record.filter(|_| rank.settings.graphs);
         if rank.settings.graphs && record.is_none() {
-            return Err(TrainError::Usage("steps are recorded into graphs on CUDA only".to_owned()));
+            return Err(TrainError::Usage("graphs are supported on CUDA only".to_owned()));
         }
         if record.is_some() && rank.settings.stage == ZeroStage::Three {
             return Err(TrainError::Usage(AT_STAGE_3.to_owned()));
@@ -77,15 +73,12 @@ impl<'a, D: Device> Recorder<'a, D> {
         Ok(Self { rank, record, parts: [const { None }; 4], warm: false, sent: Traffic::default() })
     }
 
-    /// Two steps have run: from now on parts are recorded.
+    /// Starts recording parts; called after two steps.
     pub(super) fn warm(&mut self) {
         self.warm = true;
     }
 
-    /// Enqueues `part`, which `enqueue` enqueues.
-    ///
-    /// # Errors
-    /// What it returned, or the stream refused.
+    /// Enqueues `part` by `enqueue`, by recording it, or by replaying it.
     pub(super) fn run(
         &mut self,
         part: Part,
@@ -93,18 +86,18 @@ impl<'a, D: Device> Recorder<'a, D> {
     ) -> Result<(), TrainError> {
         let Some(record) = self.record.filter(|_| self.warm) else { return enqueue() };
         let Rank { comm, compute, comm_stream, .. } = self.rank;
-        let place = &mut self.parts[part as usize];
-        let recorded = match place {
+        let slot = &mut self.parts[part as usize];
+        let recorded = match slot {
             Some(recorded) => {
                 self.sent = self.sent + recorded.sent;
                 recorded
             }
             None => {
-                // What was enqueued before is no part of the graph, and its points may not be waited for there.
+                // A capture may not wait for events that were recorded before it.
                 self.rank.synchronize()?;
                 let before = comm.traffic();
                 let graph = forked(self.rank, record, enqueue)?;
-                place.insert(Recorded { graph, sent: comm.traffic().since(before) })
+                slot.insert(Recorded { graph, sent: comm.traffic().since(before) })
             }
         };
         compute.wait(&comm_stream.record()?)?;
@@ -112,17 +105,17 @@ impl<'a, D: Device> Recorder<'a, D> {
         Ok(comm_stream.wait(&compute.record()?)?)
     }
 
-    /// What replays have sent until now, which the communicator does not count.
+    /// Bytes that replays have sent, which the communicator does not count.
     pub(super) fn sent(&self) -> Traffic {
         self.sent
     }
 }
 
-/// Why stage 3 is not recorded.
-pub const AT_STAGE_3: &str = "steps of stage 3 cannot be recorded into graphs, since units are gathered into memory \
-                              that is taken and given back as they go; stages 0 to 2 can";
+/// The error for graphs at stage 3.
+pub const AT_STAGE_3: &str = "steps of stage 3 cannot be recorded into graphs, because units are gathered into memory \
+                              that is allocated and freed during the step; use stage 0, 1 or 2";
 
-/// A graph of what `enqueue` enqueues, in which the communication stream forks from the compute stream and comes back.
+/// Records `enqueue`, with the communication stream forked from the compute stream and joined to it.
 fn forked<D: Device>(
     rank: &Rank<D>,
     record: Record<D>,

@@ -1,4 +1,4 @@
-//! The loop of one rank, from weights to the last checkpoint.
+//! The training loop of one rank, from the first weights to the last checkpoint.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -8,35 +8,39 @@ use zero_alloc::host::OpSpan;
 use zero_ckpt::Reader;
 use zero_comm::overlap::Overlap;
 use zero_optim::{LossScaling, StepOutcome};
+use zero_shard::ZeroStage;
 
 use super::batch_loader::BatchLoader;
+use super::dense::Dense;
 use super::flags::{self, Flags};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
 use super::rank::Rank;
 use super::recorder::{Part, Recorder};
 use super::saver::Saver;
 use super::stage::{self, Stage, StepInputs};
+use super::stage3::Stage3;
+use super::stages_1_and_2::Stages1And2;
 use super::state::{self, TrainerState};
 use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// So many steps skipped in a row under a scale that never moves are no accident of the data: the weights are lost.
-const MOST_SKIPPED: u64 = 100;
+/// After this many skipped steps in a row under a static loss scale, the weights themselves are not finite.
+const MAX_SKIPPED: u64 = 100;
 
-/// What came of a step.
-struct Step {
+/// The results of one step.
+struct StepResult {
     metrics: StepMetrics,
-    /// A rank was asked to stop.
+    /// Whether a rank requested to stop.
     stop: bool,
     spans: Vec<OpSpan>,
 }
 
-/// Trains on one rank; all ranks call it. `observe` is given each step's figures.
+/// Trains on one rank; all ranks call it. Calls `observe` with the metrics of each step.
 ///
 /// # Errors
-/// Anything that went wrong on this rank, or what another rank's failure looks like from here.
-pub fn run_rank<D: Device>(
+/// A failure of this rank, or a collective that failed because another rank did.
+pub(super) fn run_rank<D: Device>(
     rank: &Rank<D>,
     workload: &dyn Workload<D>,
     options: &RunOptions,
@@ -44,20 +48,20 @@ pub fn run_rank<D: Device>(
 ) -> Result<RankSummary, TrainError> {
     let mut recorder = Recorder::new(rank)?;
     let mut model = workload.model(&rank.pool, &rank.compute)?;
-    let mut stage = stage::create(rank)?;
-    // Dropped first, which drains the compute stream.
+    let mut stage = create(rank)?;
+    // Declared last: its drop drains the compute stream before the others free memory.
     let flags = Flags::new(rank)?;
     let _guard = AbortOnPanic(rank);
     let result =
         Runner { rank, workload, options, flags: &flags }.run(&mut *model, &mut *stage, &mut recorder, observe);
     if let Err(error) = &result {
-        // Before anything is freed, so that no peer waits for this rank and no stream of ours for a peer.
+        // Before memory is freed, so that no peer waits for this rank and no local stream for a peer.
         rank.comm.abort(&error.to_string());
     }
     result
 }
 
-/// A panic ends the other ranks before this one's buffers are freed.
+/// Aborts the communicator when this rank panics, before its buffers are freed.
 struct AbortOnPanic<'a, D: Device>(&'a Rank<D>);
 
 impl<D: Device> Drop for AbortOnPanic<'_, D> {
@@ -66,6 +70,15 @@ impl<D: Device> Drop for AbortOnPanic<'_, D> {
             self.0.comm.abort("panicked");
         }
     }
+}
+
+fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
+    Ok(match rank.settings.stage {
+        ZeroStage::Zero => Box::new(Dense::new(rank)?),
+        ZeroStage::One => Box::new(Stages1And2::stage_1(rank)?),
+        ZeroStage::Two => Box::new(Stages1And2::stage_2(rank)?),
+        ZeroStage::Three => Box::new(Stage3::new(rank)?),
+    })
 }
 
 struct Runner<'a, D: Device> {
@@ -106,20 +119,20 @@ impl<D: Device> Runner<'_, D> {
             backing_allocations: [0; 2],
             last_spans: Vec::new(),
         };
-        let mut feed = BatchLoader::new(rank, workload, options);
+        let mut batches = BatchLoader::new(rank, workload, options);
         let mut backings_after_two = None;
-        let mut stuck = 0;
+        let mut skipped_in_row = 0;
         while summary.step < options.steps && !summary.cancelled {
             if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
                 stage::decide_on_device(rank, stage)?;
             }
-            let Step { metrics, stop, spans } =
-                self.step(model, stage, recorder, &mut feed, saver.as_mut(), summary.step)?;
+            let StepResult { metrics, stop, spans } =
+                self.step(model, stage, recorder, &mut batches, saver.as_mut(), summary.step)?;
             summary.last_spans = spans;
             observe(&metrics)?;
-            stuck = if metrics.skipped && self.is_static() { stuck + 1 } else { 0 };
-            if stuck == MOST_SKIPPED {
-                return Err(TrainError::Diverged { step: metrics.step, skipped: stuck });
+            skipped_in_row = if metrics.skipped && self.is_static() { skipped_in_row + 1 } else { 0 };
+            if skipped_in_row == MAX_SKIPPED {
+                return Err(TrainError::Diverged { step: metrics.step, skipped: skipped_in_row });
             }
             summary.step = metrics.step;
             summary.last = Some(metrics);
@@ -129,15 +142,15 @@ impl<D: Device> Runner<'_, D> {
                 recorder.warm();
             }
             if let (Some(saver), Some((_, every))) = (&mut saver, &options.checkpoint) {
-                // Weights that may be lost do not push out those of before.
-                let due = *every > 0 && summary.step.is_multiple_of(*every) && stuck == 0;
+                // A checkpoint of weights that may not be finite must not replace an older one.
+                let due = *every > 0 && summary.step.is_multiple_of(*every) && skipped_in_row == 0;
                 if due || summary.cancelled || summary.step == options.steps {
                     self.save(stage, saver, summary.step)?;
                 }
             }
         }
         if let (Some(saver), Some((dir, _))) = (&mut saver, &options.checkpoint) {
-            // Nothing was left to do: what was loaded is saved elsewhere, cut for these ranks.
+            // No step was left to do: save the resumed state to the new directory, sharded for these ranks.
             if summary.last.is_none() && options.resume.as_ref() != Some(dir) {
                 self.save(stage, saver, summary.step)?;
             }
@@ -150,21 +163,21 @@ impl<D: Device> Runner<'_, D> {
         Ok(summary)
     }
 
-    /// Whether the loss scale never moves, so that no step follows from one that was skipped.
+    /// Whether a skipped step changes nothing, so that the next one is skipped too unless its data differ.
     fn is_static(&self) -> bool {
-        matches!(self.rank.settings.rules.loss_scaling, LossScaling::Static { .. })
+        matches!(self.rank.settings.optimizer.loss_scaling, LossScaling::Static { .. })
     }
 
-    /// One step; `done` steps are done already.
+    /// Runs the step after `done` steps.
     fn step(
         &self,
         model: &mut dyn Model<D>,
         stage: &mut dyn Stage<D>,
         recorder: &mut Recorder<'_, D>,
-        feed: &mut BatchLoader<'_, D>,
+        batches: &mut BatchLoader<'_, D>,
         mut saver: Option<&mut Saver>,
         done: u64,
-    ) -> Result<Step, TrainError> {
+    ) -> Result<StepResult, TrainError> {
         let Self { rank, options, flags, .. } = *self;
         let grad_accum_steps = rank.settings.grad_accum_steps;
         let started = Instant::now();
@@ -173,23 +186,23 @@ impl<D: Device> Runner<'_, D> {
 
         rank.pool.device().fill_zero(&rank.compute, model.loss().erase())?;
         for micro in 0..grad_accum_steps {
-            feed.give(model, done, micro)?;
+            batches.load(model, done, micro)?;
             let part = if micro == 0 { Part::First } else { Part::Later };
             recorder.run(part, || stage.micro_batch(rank, model, micro))?;
         }
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
-        let say = StepInputs { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
-        recorder.run(Part::Decision, || stage.decide(rank, say))?;
+        let inputs = StepInputs { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
+        recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
         stage.optimizer().expect_outcome(&rank.compute)?;
         recorder.run(Part::Update, || stage.update(rank))?;
         if done + 1 < options.steps {
-            // What fails here fails again where the batch is needed.
-            let _later = feed.give(model, done + 1, 0);
+            // An error here comes again when the batch is needed.
+            let _ignored = batches.load(model, done + 1, 0);
         }
-        // The one wait of a step, for what was decided. The update runs meanwhile, and at stages 1 and 2 the gather
-        // after it beside the next step's forward.
+        // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2 the gather after the
+        // update overlaps the next step's forward.
         let outcome = stage::outcome(rank, stage)?;
-        // A stream is not poisoned for the collectives of a graph: one that was broken off leaves what it found.
+        // A collective of a graph does not fail its stream when it is aborted, so its failure is checked here.
         if let Some(failure) = rank.comm.failure() {
             return Err(failure.into());
         }
@@ -229,7 +242,7 @@ impl<D: Device> Runner<'_, D> {
                 next_loss_scale
             );
         }
-        Ok(Step { metrics, stop: flags::stop(outcome.flags()), spans })
+        Ok(StepResult { metrics, stop: flags::stop(outcome.flags()), spans })
     }
 
     fn save(&self, stage: &mut dyn Stage<D>, saver: &mut Saver, step: u64) -> Result<(), TrainError> {

@@ -1,9 +1,8 @@
-//! Saving while training goes on: a step stalls only for the copy of the state into host memory.
+//! Saving in the background: training waits only for the copy of the state into host memory.
 //!
-//! A save is begun by copying this rank's state into the staging buffer (on the compute stream, so it is that of
-//! after the step); a worker writes and syncs the file meanwhile. Every step the ranks tell one another whether they
-//! are ready to go on with the save; when all are, it is taken further, without waiting for a disk. A failure
-//! surfaces there, on all ranks.
+//! A save starts by copying this rank's state into the staging buffer, on the compute stream, so after the step. A
+//! worker writes and syncs the file. In every step the ranks exchange whether they are ready to advance the save; when
+//! all are, it advances without waiting for a disk. A failure is reported there, on all ranks.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,11 +26,11 @@ pub(super) struct Saver {
 }
 
 impl Saver {
-    /// Opens `dir`, which must be the run's alone, and takes a staging buffer.
+    /// Opens `dir`, which no other run may use, and allocates a staging buffer.
     pub(super) fn new<D: Device>(rank: &Rank<D>, dir: &Path, keep_last: Option<usize>) -> Result<Self, TrainError> {
         let options = StoreOptions { keep_last };
         let store = Store::create(dir, rank.comm.rank() as u64, options)?;
-        // Now, not after hours of training.
+        // Fails at the start of training rather than at the first save.
         store.check_model(&ModelSpec::from(&*rank.layout))?;
         let spec = |kind: StateKind| StateSpec { name: kind.name().to_owned(), dtype: StateDtype::F32 };
         let states = StateKind::ALL.map(spec).to_vec();
@@ -39,7 +38,7 @@ impl Saver {
         Ok(Self { background, dir: dir.to_owned(), newest: None })
     }
 
-    /// Begins a save, for which `copy` fills every slot; one that is still under way is completed first.
+    /// Begins a save; `copy` fills every slot. A save in progress is completed first.
     pub(super) fn begin<D: Device>(
         &mut self,
         rank: &Rank<D>,
@@ -54,13 +53,13 @@ impl Saver {
         Ok(begun?)
     }
 
-    /// Whether this rank would not have to wait to take the save that is under way a step further.
+    /// Whether this rank can advance the save in progress without waiting.
     pub(super) fn ready(&mut self) -> bool {
         self.background.ready()
     }
 
-    /// Takes the save that is under way a step further (receipts, then the verdict on the publication, which
-    /// rank 0's worker does); all ranks call it, when all are ready.
+    /// Advances the save in progress (receipts, then the result of the publication by rank 0's worker). Collective; all
+    /// ranks must be ready.
     pub(super) fn advance<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         if self.background.in_flight() > 0
             && let Some(published) = self.background.advance(|bytes| exchange(rank, bytes))?
@@ -70,7 +69,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Waits until the save that is under way, if one is, is published; all ranks call it.
+    /// Waits until a save in progress is published. Collective.
     pub(super) fn complete<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         if self.background.in_flight() > 0 {
             let published = self.background.complete(|bytes| exchange(rank, bytes))?;

@@ -1,40 +1,28 @@
-//! What the trainer asks of a stage, and what the stages share of a step.
+//! The interface of a ZeRO stage, and the parts of a step that all stages share.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_optim::{DeviceStepConfig, Segment, ShardedAdamW, StepOutcome, UnitSlices};
-use zero_shard::ZeroStage;
 
 use super::rank::Rank;
-use super::stages_1_and_2::Stages1And2;
-use super::{dense, stage3};
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// For so many steps learning rates are put on the device at once.
+/// Steps whose learning rates are uploaded at once.
 pub(super) const STEPS_AHEAD: u64 = 1024;
 
-/// One rank's side of a ZeRO stage. What a call enqueues at stages 0 to 2 may be recorded, and replayed in later
-/// steps in place of the call.
-pub trait Stage<D: Device>: Send {
-    /// Forward and backward of the model's current micro-batch, the `micro`-th of the step; its gradients
-    /// are on their way to where they are kept.
-    ///
-    /// # Errors
-    /// A stream or a collective refused.
+/// One rank of a ZeRO stage. The operations that a call enqueues at stages 0 to 2 may be recorded and replayed in later
+/// steps instead of the call.
+pub(super) trait Stage<D: Device>: Send {
+    /// Enqueues forward and backward of the loaded micro-batch, the `micro`-th of the step, and the reduction of its
+    /// gradients.
     fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError>;
 
-    /// Enqueues the decision of the step, which all ranks take alike. The host waits for nothing.
-    ///
-    /// # Errors
-    /// A stream or a collective refused.
-    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError>;
+    /// Enqueues the decision of the step (skip or update, clipping), the same on all ranks. The host does not wait.
+    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError>;
 
-    /// Enqueues the update that was decided, which does nothing in a step that is skipped; afterwards the parameters
-    /// are ready for the next forward.
-    ///
-    /// # Errors
-    /// A stream or a collective refused.
+    /// Enqueues the decided update, a no-op in a skipped step; afterwards the parameters are ready for the next
+    /// forward.
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 
     /// The optimizer, whose state is this rank's shards, or everything at stage 0.
@@ -44,52 +32,35 @@ pub trait Stage<D: Device>: Send {
     fn updated(&self) -> Vec<AnySlice>;
 
     /// Makes parameters that were set from outside ready for the next forward.
-    ///
-    /// # Errors
-    /// A stream or a collective refused.
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 }
 
-/// The stage of the settings.
-///
-/// # Errors
-/// There is no memory for it.
-pub(super) fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
-    Ok(match rank.settings.stage {
-        ZeroStage::Zero => Box::new(dense::Dense::new(rank)?),
-        ZeroStage::One => Box::new(Stages1And2::stage_1(rank)?),
-        ZeroStage::Two => Box::new(Stages1And2::stage_2(rank)?),
-        ZeroStage::Three => Box::new(stage3::Stage3::new(rank)?),
-    })
-}
-
-/// What a rank tells all others at the end of a step beside its gradients' statistics, in device memory when the
-/// compute stream gets there.
+/// This rank's loss and flags for the all-gather at the end of a step, in device memory, read in compute-stream order.
 #[derive(Clone, Copy, Debug)]
-pub struct StepInputs {
+pub(super) struct StepInputs {
     /// Sum of its micro-batches' losses.
-    pub loss: DeviceSlice<f64>,
-    /// 64 bits, of which all learn whether any and whether all ranks have set them.
-    pub flags: DeviceSlice<u64>,
+    pub(super) loss: DeviceSlice<f64>,
+    /// 64 bits; every rank receives their OR and their AND over all ranks.
+    pub(super) flags: DeviceSlice<u64>,
 }
 
-/// Statistics of the gradients that this rank votes for, the votes of all ranks, and one decision, the same everywhere.
+/// Enqueues this rank's gradient statistics, their all-gather, and the decision, which is the same on all ranks.
 pub(super) fn decide<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut ShardedAdamW<D>,
     grads: &[AnySlice],
-    say: StepInputs,
+    inputs: StepInputs,
 ) -> Result<(), TrainError> {
     let Rank { compute, comm_stream, .. } = rank;
     optimizer.enqueue_stats(compute, grads)?;
-    let stats = optimizer.enqueue_rank_stats(compute, say.loss, say.flags)?;
+    let stats = optimizer.enqueue_rank_stats(compute, inputs.loss, inputs.flags)?;
     comm_stream.wait(&compute.record()?)?;
     rank.comm.control_all_gather(comm_stream, stats.own, stats.all)?;
     compute.wait(&comm_stream.record()?)?;
     Ok(optimizer.enqueue_advance(compute)?)
 }
 
-/// The update of `params` by `grads`, as decided.
+/// Enqueues the decided update of `params` by `grads`.
 pub(super) fn update<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut ShardedAdamW<D>,
@@ -100,12 +71,12 @@ pub(super) fn update<D: Device>(
     Ok(optimizer.enqueue_update(&rank.compute, &units)?)
 }
 
-/// Steps that are decided on the device, on rank 0 of `ranks`.
+/// The device's plan of decisions on rank 0 of `ranks`.
 pub fn device_steps(ranks: usize) -> DeviceStepConfig {
     DeviceStepConfig { rank: 0, ranks, micro_batches: 1, steps: STEPS_AHEAD as usize }
 }
 
-/// Puts what the decisions of the next [`STEPS_AHEAD`] steps need on the device. The steps before are reported.
+/// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. All earlier steps have been reported.
 pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let Rank { comm, pool, compute, settings, .. } = rank;
     let config = DeviceStepConfig {
@@ -116,20 +87,17 @@ pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<
     Ok(stage.optimizer().prepare_device_steps(pool, compute, config, settings.host_limit())?)
 }
 
-/// Waits until the step that was enqueued is decided, and gives what was decided.
+/// Waits for the decision of the enqueued step and returns it.
 pub(super) fn outcome<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<StepOutcome, TrainError> {
     let outcome = stage.optimizer().all_outcomes(rank.settings.host_limit())?.pop();
-    outcome.ok_or_else(|| TrainError::State("the device has not reported the step".to_owned()))
+    outcome.ok_or_else(|| TrainError::State("internal error: the device reported no step outcome".to_owned()))
 }
 
-/// Every rank's `bytes` end to end; all ranks send the same length. Control traffic.
-///
-/// # Errors
-/// A stream or a rank failed.
+/// All-gathers `bytes`, of the same length on all ranks, as control traffic. Returns them in rank order.
 pub(super) fn exchange_bytes<D: Device>(rank: &Rank<D>, bytes: &[u8]) -> Result<Vec<u8>, TrainError> {
     let (n, device, stream) = (rank.comm.world_size(), rank.pool.device(), &rank.comm_stream);
     let mut block = rank.pool.allocate(bytes.len() * n, DType::U8, Purpose::Workspace, stream)?;
-    // SAFETY: used on the communication stream alone, which is noted before the block is dropped.
+    // SAFETY: only the communication stream uses the block, and it is recorded before the block is dropped.
     let all = unsafe { block.slice() };
     let own = all.slice(rank.comm.rank() * bytes.len()..(rank.comm.rank() + 1) * bytes.len());
     let mut received = vec![0; all.len()];
@@ -155,5 +123,5 @@ pub(super) fn sharded_optimizer<D: Device>(rank: &Rank<D>) -> Result<ShardedAdam
 /// The optimizer over `segments`.
 pub(super) fn optimizer<D: Device>(rank: &Rank<D>, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, TrainError> {
     let Rank { pool, kernels, compute, settings, .. } = rank;
-    Ok(ShardedAdamW::new(pool, kernels.clone(), compute, settings.rules.clone(), settings.dtype, segments)?)
+    Ok(ShardedAdamW::new(pool, kernels.clone(), compute, settings.optimizer.clone(), settings.dtype, segments)?)
 }

@@ -94,12 +94,12 @@ impl<D: Device> Stage<D> for Stage3<D> {
         Ok(())
     }
 
-    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
         if let OrderCheck::Changed { position, expected, got } = self.prefetcher.end_step().order {
             tracing::warn!(position, ?expected, ?got, "units were used in another order; not gathered ahead");
         }
         self.grads.wait(rank)?;
-        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), say)
+        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), inputs)
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {

@@ -59,13 +59,13 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
         Ok(())
     }
 
-    fn decide(&mut self, rank: &Rank<D>, say: StepInputs) -> Result<(), TrainError> {
+    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
         self.grads.wait(rank)?;
-        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), say)
+        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), inputs)
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        self.params.settle(rank)?;
+        self.params.wait(rank)?;
         let (params, grads) = (self.params.own(), self.grads.storage().all_own());
         update(rank, &mut self.optimizer, &params, &grads)?;
         self.params.all_gather(rank)

@@ -1,4 +1,4 @@
-//! Setting, saving and restoring what a stage holds: weights and moments, as fp32, whatever the stage.
+//! Setting, saving and restoring the state of a stage: weights and moments in fp32.
 //!
 //! Three kinds of state exist at every stage ([`StateKind`]); in fp32 training the parameters themselves are
 //! the master weights. Each unit's state is this rank's shard of it, or all of it at stage 0.
@@ -16,8 +16,7 @@ use super::saver::Saver;
 use super::stage::Stage;
 use crate::error::TrainError;
 
-/// Sets the weights from `source`, which fills a range of a parameter, and makes them ready for the first
-/// forward.
+/// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the first forward.
 pub(super) fn set_weights<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -37,7 +36,7 @@ pub(super) fn set_weights<D: Device>(
     publish(rank, stage)
 }
 
-/// Sets weights, moments and progress from a checkpoint of any world size, stage and dtype.
+/// Restores weights, moments and progress from a checkpoint of any world size, stage and dtype.
 pub(super) fn restore<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -55,7 +54,7 @@ pub(super) fn restore<D: Device>(
     }
     let mut progress = state.progress;
     if reader.manifest().dtype != rank.settings.dtype.name() {
-        // A loss scale is of its dtype: in another it begins anew.
+        // A loss scale is valid for its dtype only.
         progress.loss_scaler = stage.optimizer().progress().loss_scaler;
     }
     stage.optimizer().restore(&progress)?;
@@ -63,17 +62,17 @@ pub(super) fn restore<D: Device>(
     Ok(state)
 }
 
-/// A checkpoint that cannot be read, and what to do: an older one is never taken unasked.
+/// The error of a corrupt checkpoint, with a remedy: an older checkpoint is never used without a request.
 fn unreadable(error: CkptError) -> TrainError {
     match error {
         CkptError::Corrupt { .. } => TrainError::State(format!(
-            "{error}; `zero ckpt verify` finds a whole checkpoint: name its own folder, --resume DIR/step-N"
+            "{error}; find an intact checkpoint with `zero ckpt verify` and resume from its folder: --resume DIR/step-N"
         )),
         other => other.into(),
     }
 }
 
-/// Begins a save of everything, together with all ranks.
+/// Begins a save of all state. Collective.
 pub(super) fn save<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -96,17 +95,17 @@ pub(super) fn save<D: Device>(
     };
     saver.begin(rank, meta, |slot| {
         let shards = own.iter().find(|(name, _)| *name == slot.state.name);
-        let (_, shards) = shards.ok_or_else(|| TrainError::State(format!("no state {}", slot.state.name)))?;
+        let (_, shards) = shards.ok_or_else(|| TrainError::State(format!("unknown state {}", slot.state.name)))?;
         let range = slot.in_shard.start as usize..slot.in_shard.end as usize;
         let (shard, limit) = (shards[slot.unit].slice(range), rank.settings.host_limit());
         Ok(rank.pool.device().download(&rank.compute, shard, slot.bytes, limit)?)
     })
 }
 
-/// What a checkpoint keeps of a run besides its tensors.
+/// The state of a run in a checkpoint, besides its tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Steps done; also the position in the data.
+    /// Completed steps; also the position in the data.
     pub step: u64,
     /// The optimizer's scalars.
     pub progress: Progress,
@@ -124,12 +123,12 @@ impl TrainerState {
     pub fn of(reader: &Reader) -> Result<Self, TrainError> {
         if reader.manifest().trainer.is_null() {
             return Err(TrainError::State(format!(
-                "{}: weights only, no run to go on with: export it with `zero ckpt export` and start with --model",
+                "{}: contains weights but no training state to resume: export it with `zero ckpt export` and start with --model",
                 display(reader.path())
             )));
         }
         let read = Self::deserialize(&reader.manifest().trainer);
-        read.map_err(|e| TrainError::State(format!("{}: the trainer's state: {e}", display(reader.path()))))
+        read.map_err(|e| TrainError::State(format!("{}: invalid trainer state: {e}", display(reader.path()))))
     }
 }
 
@@ -137,7 +136,7 @@ fn display(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// The state of `kind` that this rank holds of each unit.
+/// This rank's part of the state of `kind`, for each unit.
 fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Result<Vec<AnySlice>, TrainError> {
     let segments = stage.optimizer().segments().to_vec();
     // SAFETY: read and written on the compute stream, which orders the optimizer's launches.
@@ -148,8 +147,8 @@ fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Result<Vec<AnyS
     }
 }
 
-/// Writes the state of `kind`: `source` fills what is held of a unit, elements `range` of its padded flat
-/// parameter; what it leaves is zero.
+/// Writes the state of `kind`: `source` fills elements `range` of a unit's padded flat parameter, this rank's part of it.
+/// Elements that it does not fill are zero.
 fn fill<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -167,7 +166,7 @@ fn fill<D: Device>(
     Ok(())
 }
 
-/// Parameters from the masters, and ready for the next forward.
+/// Writes the parameters from the master weights and publishes them for the next forward.
 fn publish<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let params = stage.updated();
     stage.optimizer().write_params(&rank.compute, &params)?;

@@ -10,11 +10,10 @@ use crate::error::TrainError;
 
 /// One allocation that holds a part of every unit, from the start of a run to its end.
 pub(super) struct Storage<D: Device> {
-    /// None only while dropped.
     block: Block<D>,
-    /// Where each unit's part lies.
+    /// The range of each unit's part.
     units: Vec<Range<usize>>,
-    /// Where this rank's shard lies within each unit's part.
+    /// The range of this rank's shard within each unit's part.
     own: Vec<Range<usize>>,
     streams: [D::Stream; 2],
 }
@@ -55,12 +54,12 @@ impl<D: Device> Storage<D> {
     }
 
     fn all(&self) -> AnySlice {
-        // SAFETY: only the rank's two streams use the storage, in an order that its stage gives by events,
-        // and dropping it notes both.
+        // SAFETY: only the rank's two streams use the storage, ordered by the stage's events, and the drop records
+        // both.
         unsafe { self.block.slice() }
     }
 
-    /// The part that is held of `unit`: all of it with its padding, or this rank's shard.
+    /// The stored part of `unit`: all of it with its padding, or this rank's shard.
     pub(super) fn unit(&self, unit: usize) -> AnySlice {
         self.all().slice(self.units[unit].clone())
     }
@@ -84,7 +83,7 @@ impl<D: Device> Storage<D> {
 impl<D: Device> Drop for Storage<D> {
     fn drop(&mut self) {
         for stream in &self.streams {
-            // A stream that refuses is closed, and uses the block no more.
+            // A stream that refuses is closed and no longer uses the block.
             let _closed = self.block.record_use(stream);
         }
     }

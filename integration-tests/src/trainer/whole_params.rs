@@ -13,21 +13,21 @@ use crate::error::TrainError;
 /// All parameters of one rank.
 pub(super) struct WholeParams<D: Device> {
     storage: Storage<D>,
-    /// The end of each unit's gather, until a forward has waited for it.
-    arriving: Vec<Option<D::Event>>,
+    /// The completion of each unit's gather, until a forward has waited for it.
+    gathers: Vec<Option<D::Event>>,
 }
 
 impl<D: Device> WholeParams<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
         let storage = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        Ok(Self { storage, arriving: (0..rank.units()).map(|_| None).collect() })
+        Ok(Self { storage, gathers: (0..rank.units()).map(|_| None).collect() })
     }
 
-    /// The flat parameters of `units`, for the compute stream, which waits for those that are still arriving.
+    /// The flat parameters of `units`. The compute stream waits for their gathers.
     pub(super) fn of(&mut self, rank: &Rank<D>, units: &[usize]) -> Result<Vec<AnySlice>, TrainError> {
         let mut params = Vec::with_capacity(units.len());
         for &unit in units {
-            if let Some(event) = self.arriving[unit].take() {
+            if let Some(event) = self.gathers[unit].take() {
                 rank.compute.wait(&event)?;
             }
             params.push(self.storage.unit(unit).slice(0..rank.numel(unit)));
@@ -40,9 +40,9 @@ impl<D: Device> WholeParams<D> {
         self.storage.all_own()
     }
 
-    /// Makes the compute stream wait for what no pass has read since it was gathered, so that it may be written.
-    pub(super) fn settle(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        for event in self.arriving.iter_mut().filter_map(Option::take) {
+    /// Makes the compute stream wait for all gathers, so that the parameters may be written.
+    pub(super) fn wait(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        for event in self.gathers.iter_mut().filter_map(Option::take) {
             rank.compute.wait(&event)?;
         }
         Ok(())
@@ -57,7 +57,7 @@ impl<D: Device> WholeParams<D> {
             if !rank.settings.overlap {
                 rank.compute.wait(&event)?;
             }
-            self.arriving[unit] = Some(event);
+            self.gathers[unit] = Some(event);
         }
         Ok(())
     }

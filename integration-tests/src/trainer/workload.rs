@@ -1,4 +1,4 @@
-//! What a run is given and what it gives: a model with its data, how long, and how it ended.
+//! The inputs and the result of a run.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::data::BatchAt;
 use crate::error::TrainError;
 use crate::model::{Model, Pass};
 
-/// What is trained on what: a model with its first weights, and data.
+/// A model with its first weights, and data to train on.
 pub trait Workload<D: Device>: Sync {
     /// The units of the model.
     fn units(&self) -> Vec<UnitSpec>;
@@ -22,13 +22,13 @@ pub trait Workload<D: Device>: Sync {
     /// The passes of the model over its units, in forward order.
     fn passes(&self) -> Vec<Pass>;
 
-    /// A rank's model, with its activations from `pool`.
+    /// Creates a rank's model, with its activations from `pool`.
     ///
     /// # Errors
-    /// There is no memory for it, or its settings do not fit.
+    /// Out of memory, or invalid settings.
     fn model(&self, pool: &Pool<D>, compute: &D::Stream) -> Result<Box<dyn Model<D>>, TrainError>;
 
-    /// Fills `out` with elements `range` of the first value of parameter `name`.
+    /// Fills `out` with elements `range` of the initial value of parameter `name`.
     ///
     /// # Errors
     /// The weights cannot be read.
@@ -47,42 +47,42 @@ pub trait Workload<D: Device>: Sync {
     fn model_config(&self) -> serde_json::Value;
 }
 
-/// How long, on how much at a time, and what to keep of it.
+/// The length of a run, its batches and its checkpoints.
 #[derive(Clone, Debug)]
 pub struct RunOptions {
-    /// The step to end at.
+    /// The last step.
     pub steps: u64,
-    /// Sequences of a micro-batch, on each rank.
+    /// Sequences per micro-batch and rank.
     pub micro_batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub seq_len: usize,
-    /// Seed of the order of the data.
+    /// Seed of the data order.
     pub seed: u64,
-    /// Where to save, and after how many steps (0: only at the end).
+    /// Folder of checkpoints, and the interval in steps (0: only at the end).
     pub checkpoint: Option<(PathBuf, u64)>,
-    /// Keep this many checkpoints; `None` keeps all.
+    /// Number of checkpoints to keep; `None` keeps all.
     pub keep_last: Option<usize>,
-    /// Where to resume from.
+    /// Checkpoint to resume from.
     pub resume: Option<PathBuf>,
-    /// Set from outside to end the run after the step under way.
+    /// Request to end the run after the current step.
     pub cancel: Arc<AtomicBool>,
 }
 
-/// How a run ended, as one rank saw it.
+/// The result of a run on one rank.
 #[derive(Clone, Debug)]
 pub struct RankSummary {
-    /// The step it ended at.
+    /// The last completed step.
     pub step: u64,
-    /// It ended before its last step because it was asked to.
+    /// Whether a request ended the run before its last step.
     pub cancelled: bool,
-    /// The step it started from.
+    /// The step that it started from.
     pub resumed_at: u64,
-    /// The last step's figures on this rank; none if there was nothing to do.
+    /// The metrics of the last step on this rank; `None` if no step ran.
     pub last: Option<StepMetrics>,
     /// The newest checkpoint of this run.
     pub checkpoint: Option<PathBuf>,
-    /// Backings that the pool took from the device up to the second step, and in all.
+    /// The pool's allocations from the device: up to the second step, and in all.
     pub backing_allocations: [u64; 2],
-    /// What ran when in the last step.
+    /// The operations of the last step with their times.
     pub last_spans: Vec<OpSpan>,
 }

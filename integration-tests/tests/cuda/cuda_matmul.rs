@@ -59,7 +59,7 @@ fn rows_further_apart_than_they_are_long() {
     let got = gpu.get(y);
     let real: Vec<f32> = got.chunks(stride).flat_map(|r| r[..n].to_vec()).collect();
     close(&real, &want, tolerance(DType::Bf16), "the columns that count");
-    assert!(got.chunks(stride).all(|r| r[n..].iter().all(|v| *v == 9.0)), "what lies between rows is left alone");
+    assert!(got.chunks(stride).all(|r| r[n..].iter().all(|v| *v == 9.0)), "elements between rows are unchanged");
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
         close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: bias and residual"));
 
         if dtype == DType::F32 {
-            // The model does not ask for it, since the library does not say how exact its GELU is.
+            // The model does not use it, since the accuracy of the library's GELU is not specified.
             continue;
         }
         let input = gpu.fresh(m * n, dtype);
@@ -127,7 +127,7 @@ fn sums_are_fp32_until_they_are_stored() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_product_runs_from_any_thread_and_with_its_bias_at_any_place() {
+fn product_runs_on_any_thread_at_any_alignment() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
     let (m, n, k) = (24, 40, 56);
@@ -150,7 +150,7 @@ fn a_product_runs_from_any_thread_and_with_its_bias_at_any_place() {
     }
 }
 
-/// A unit's flat parameter lies at multiples of 32 bytes at some stages, and at larger ones at others.
+/// A unit's flat parameter starts at multiples of 32 bytes at some stages, and at larger ones at others.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn bits_are_the_same_at_all_places_that_units_have() {

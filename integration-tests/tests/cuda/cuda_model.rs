@@ -109,7 +109,7 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
 fn any_shape_is_the_hosts() {
     let gpu = Gpu::open();
     let base = GptConfig { n_layer: 1, n_positions: 60, ..config() };
-    // A vocabulary and widths that are no multiples of anything; a head of its own; a vocabulary with more rows to the
+    // A vocabulary and widths that are no multiples of anything; an untied head; a vocabulary with more rows to the
     // next round number than there are positions.
     let shapes = [
         GptConfig { vocab_size: 203, n_embd: 36, n_head: 3, n_inner: 71, ..base.clone() },
@@ -197,7 +197,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
     tiny.step(0);
     let want = (tiny.loss(), tiny.gradients());
     let before = gpu.pool.report();
-    // What the second step of a run does, but for the batch, which the host writes.
+    // The second step of a run, except for the batch, which the host writes.
     let (inputs, targets) = batch(0);
     let stream = gpu.stream.clone();
     tiny.model.set_batch(&stream, &inputs, &targets).unwrap();

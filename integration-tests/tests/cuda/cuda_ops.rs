@@ -31,7 +31,7 @@ fn layer_norms() {
             layer_norm::forward(&ops, &gpu.stream, y, stats, x, gain, bias, 1e-5).unwrap();
             close(&gpu.get(y), &want_y, tolerance(dtype), &format!("{what}: y"));
 
-            // What is there is added to.
+            // The gradients are added to existing values.
             let (dgain, dbias) = (gpu.floats(&vec![1.0; n]), gpu.floats(&vec![-1.0; n]));
             let workspace = gpu.floats(&vec![f32::NAN; layer_norm::workspace_elems(rows, n)]);
             layer_norm::backward(&ops, &gpu.stream, dx, [dgain, dbias], dy, x, stats, gain, workspace).unwrap();

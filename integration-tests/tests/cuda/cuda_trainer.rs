@@ -33,7 +33,7 @@ fn settings(stage: u64, dtype: DType) -> Settings {
         bucket_capacity_elems: 1 << 14,
         overlap: true,
         prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
-        rules: OptimizerConfig {
+        optimizer: OptimizerConfig {
             hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true },
             lr: 1e-3,
             max_grad_norm: 1.0,
@@ -165,9 +165,9 @@ fn recorded_steps_have_the_same_bits() {
     let scaling = DynamicScaling { initial_scale_power: 22, window: 2, hysteresis: 1, ..DynamicScaling::default() };
     for (stage, dtype) in [(0, DType::F32), (1, DType::F16), (2, DType::Bf16)] {
         let mut settings = settings(stage, dtype);
-        settings.rules.schedule = LrSchedule::LinearWarmup { warmup_steps: 20 };
+        settings.optimizer.schedule = LrSchedule::LinearWarmup { warmup_steps: 20 };
         if dtype == DType::F16 {
-            settings.rules.loss_scaling = LossScaling::Dynamic(scaling);
+            settings.optimizer.loss_scaling = LossScaling::Dynamic(scaling);
         }
         let (plain, recorded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (want, _) = run(&settings, &options(9, Some(plain.path()), None)).unwrap();
@@ -185,7 +185,7 @@ fn recorded_steps_have_the_same_bits() {
         }
         let [after_two, at_end] = summary.backing_allocations;
         assert_eq!(after_two, at_end, "stage {stage}: memory was taken after the second step");
-        // What ran in the last step were graphs: two micro-batches, the decision and the update.
+        // The last step ran graphs: two micro-batches, the decision and the update.
         let ran = |label| summary.last_spans.iter().filter(|s| s.label == label).count();
         assert!(ran("graph") >= 3 && ran("matmul") == 0, "stage {stage}: {:?}", summary.last_spans);
     }

@@ -121,7 +121,7 @@ pub(crate) fn rounded(values: &[f32], dtype: DType) -> Vec<f64> {
     values.iter().map(round).collect()
 }
 
-/// What rounding the result costs at most, relative to its norm: half a unit in the last place, and for 16 bits as much
+/// The largest rounding error of the result, relative to its norm: half a unit in the last place, and for 16 bits as much
 /// again for what an operation rounds on its way.
 pub(crate) fn tolerance(dtype: DType) -> f64 {
     match dtype {

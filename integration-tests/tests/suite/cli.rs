@@ -114,7 +114,7 @@ fn wrong_flags_are_usage_errors() {
     fails(&run_tiny(dir.path(), &["--threads", "1000"]), 2, &["--threads 1000", "2 ranks", "1024"]);
     // Sizes that would overflow, or that the machine cannot hold, are found before the run.
     let tokens = run_tiny(dir.path(), &["--micro-batch", "2305843009213693952"]);
-    fails(&tokens, 2, &["2305843009213693952", "2147483648 tokens at most"]);
+    fails(&tokens, 2, &["2305843009213693952", "at most 2147483648 tokens"]);
     fails(&run_tiny(dir.path(), &["--grad-accum", "4294967296"]), 2, &["--grad-accum 4294967296", "65536"]);
     fails(&run_tiny(dir.path(), &["--micro-batch", "67108864"]), 2, &["for activations", "free", "--micro-batch"]);
     fails(&run_tiny(dir.path(), &["--bucket-elems", "1099511627776"]), 2, &["for buckets", "free", "--bucket-elems"]);

@@ -3,6 +3,9 @@
 mod cli;
 #[cfg(target_os = "linux")]
 mod launcher;
+#[path = "../common/oracle.rs"]
+mod oracle;
 #[path = "../common/place.rs"]
 mod place;
 mod plan_and_train;
+mod trainer;

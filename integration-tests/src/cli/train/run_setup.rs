@@ -197,7 +197,7 @@ fn settings(
         bucket_capacity_elems: bucket,
         overlap,
         prefetch,
-        rules,
+        optimizer: rules,
         graphs: args.cuda_graph,
         limit,
     })

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use thiserror::Error;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
-/// What can go wrong with cuBLASLt.
+/// An error of cuBLASLt.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LibraryError {
@@ -20,7 +20,7 @@ pub enum LibraryError {
         tried.join("; ")
     )]
     NotFound {
-        /// What was tried, each with the loader's answer.
+        /// The names that were tried, each with the loader's message.
         tried: Vec<String>,
     },
     /// The library lacks a function.
@@ -37,7 +37,7 @@ pub enum LibraryError {
     Call {
         /// The function.
         call: &'static str,
-        /// What it said.
+        /// The library's message.
         message: String,
     },
 }
@@ -45,7 +45,7 @@ pub enum LibraryError {
 pub(super) type Status = c_int;
 pub(super) type Raw = *mut c_void;
 
-/// What the library says of an algorithm (`cublasLtMatmulHeuristicResult_t`).
+/// The library's description of an algorithm (`cublasLtMatmulHeuristicResult_t`).
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct Algorithm {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn another_library_in_its_place_is_an_error_that_names_the_function() {
+    fn wrong_library_error_names_the_function() {
         let error = Calls::find_among(&["libc.so.6"]).err().unwrap();
         assert!(
             matches!(&error, LibraryError::MissingFunction(MissingFunction { function: "cublasLtCreate", .. })),

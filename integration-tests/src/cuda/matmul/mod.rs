@@ -28,7 +28,7 @@ pub fn find_library() -> Result<(), LibraryError> {
     library::is_there()
 }
 
-/// Bytes that algorithms may ask for: what NVIDIA recommends for its larger devices.
+/// Workspace limit of algorithms: NVIDIA's recommendation for its larger devices.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// A row-major matrix: rows of `cols` elements, `stride` elements apart.
@@ -58,7 +58,7 @@ impl Matrix {
         Self { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
     }
 
-    /// Rows and columns as they lie in memory.
+    /// Rows and columns in memory.
     fn stored(&self) -> [usize; 2] {
         if self.transposed { [self.cols, self.rows] } else { [self.rows, self.cols] }
     }
@@ -70,14 +70,14 @@ fn alignment(slice: AnySlice) -> u32 {
     1 << slice.as_ptr().addr().trailing_zeros().min(5)
 }
 
-/// What is done to the sums before they are stored.
+/// The operation on the sums before they are stored.
 #[derive(Clone, Copy, Debug)]
 pub enum Epilogue {
     /// Nothing.
     None,
     /// A bias for each column.
     Bias(AnySlice),
-    /// A bias for each column, then GELU; what it is given is kept for the backward pass.
+    /// A bias for each column, then GELU; its input is stored for the backward pass.
     BiasGelu {
         /// The bias.
         bias: AnySlice,
@@ -128,12 +128,12 @@ pub struct Product {
     pub out: Matrix,
     /// `[m, n]` as `out` lies; `out` itself to add to it.
     pub add: Option<Matrix>,
-    /// What is done to the sums.
+    /// The operation on the sums.
     pub epilogue: Epilogue,
 }
 
 impl Product {
-    /// What it is called in timelines: one name for each way in which the library treats it.
+    /// The label in timelines: one for each kind of product.
     fn label(&self) -> &'static str {
         match (self.epilogue, self.add.is_some(), self.left.data.dtype() == self.out.data.dtype()) {
             (Epilogue::Bias(_), false, _) => "matmul + bias",
@@ -229,7 +229,7 @@ impl Matmul {
         let Plan { description, layouts, algorithm } = plan;
         let enqueue = || {
             // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid and that accesses are
-            // ordered by the stream; the workspace is as large as the algorithm was allowed to ask for.
+            // ordered by the stream; the workspace has the size limit given to the choice of the algorithm.
             unsafe { self.library.matmul(stream, description, layouts, at, beta, algorithm, workspace) }
                 .map_err(|e| DeviceError::Driver { call: "cublasLtMatmul", message: e.to_string() })
         };

@@ -1,4 +1,4 @@
-//! What is asked of cuBLASLt: matrices and a product by descriptors, an algorithm for them, and the product itself.
+//! Calls of cuBLASLt: descriptors of matrices and products, the choice of an algorithm, and the product itself.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -74,7 +74,7 @@ impl MatrixLayout {
     }
 }
 
-/// What is computed: `d = epilogue(op(a) op(b) + c)`.
+/// The computation `d = epilogue(op(a) op(b) + c)`.
 pub(super) struct Description(Owned);
 
 impl Description {
@@ -131,7 +131,7 @@ const REDUCTION_COMPUTE_TYPE: u32 = 2;
 /// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of b, c and d follow.
 const PREFERENCE_ALIGNMENT: c_int = 5;
 
-/// Algorithms that are asked for: the first may be one that cannot run after all.
+/// Algorithms requested: the first may turn out not to run.
 const CANDIDATES: usize = 8;
 
 impl CublasLt {
@@ -167,7 +167,7 @@ impl CublasLt {
         let status = unsafe {
             (calls.heuristic)(self.handle, what.0.raw, a, b, c, d, raw, most, found.as_mut_ptr(), &raw mut count)
         };
-        // The library's way to say that there is none is an error or no result. The fastest comes first.
+        // No algorithm: an error or no result. The fastest comes first.
         let count = if status == 0 { usize::try_from(count).unwrap_or(0) } else { 0 };
         Ok(found.into_iter().take(count).find(|algorithm| algorithm.state == 0))
     }
@@ -176,7 +176,7 @@ impl CublasLt {
     ///
     /// # Safety
     /// The addresses are of matrices with these layouts (and those in the description too), and of a workspace of as
-    /// many bytes as the algorithm asks for; all stay valid until the stream has run, which orders all conflicting
+    /// many bytes as the algorithm requires; all stay valid until the stream has run, which orders all conflicting
     /// accesses.
     #[allow(clippy::too_many_arguments)]
     pub(super) unsafe fn matmul(

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use super::{ConfigError, GptConfig};
 
 impl GptConfig {
-    /// The configuration in a GPT-2 `config.json`, and warnings about what it asks for and does not get.
+    /// The configuration in a GPT-2 `config.json`, and warnings about settings that are ignored.
     ///
     /// Keys that do not shape the model are ignored. `n_inner` null or missing is `4 * n_embd`; other keys
     /// that are missing have Hugging Face's default, except the sizes, which must be there.
@@ -15,9 +15,9 @@ impl GptConfig {
     /// Text that is not a JSON object, a missing or mistyped key, a variant that is not computed here, or
     /// a shape that [`validate`](Self::validate) refuses.
     pub fn from_hf_json(text: &str) -> Result<(Self, Vec<String>), ConfigError> {
-        let value: Value = serde_json::from_str(text).map_err(|e| ConfigError::Json { message: e.to_string() })?;
+        let value: Value = serde_json::from_str(text).map_err(|e| ConfigError::Json(e.to_string()))?;
         let Value::Object(object) = value else {
-            return Err(ConfigError::Json { message: format!("the text is {}", name_of(&value)) });
+            return Err(ConfigError::Json(format!("the text is {}", name_of(&value))));
         };
         let keys = Keys(object);
         keys.expect("model_type", |v| v == "gpt2", "\"gpt2\"")?;
@@ -128,7 +128,7 @@ impl Keys {
     }
 
     fn size(&self, key: &'static str) -> Result<usize, ConfigError> {
-        let value = self.get(key).ok_or(ConfigError::MissingKey { key })?;
+        let value = self.get(key).ok_or(ConfigError::MissingKey(key))?;
         let wrong = || ConfigError::WrongType { key, expected: "a whole number", got: value.to_string() };
         value.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(wrong)
     }
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_hugging_face_gives_its_shape_and_their_defaults() {
+    fn missing_keys_take_hugging_face_defaults() {
         let (config, warnings) = GptConfig::from_hf_json(GOOD).unwrap();
         let expected = GptConfig {
             vocab_size: 256,

@@ -22,9 +22,9 @@ impl GptConfig {
     /// library.)
     ///
     /// # Errors
-    /// A name that the model has not, a range outside the parameter or of another length than `out`.
+    /// An unknown parameter, a range outside the parameter or of another length than `out`.
     pub fn fill_initial(&self, seed: u64, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), ConfigError> {
-        let param = self.param(name).ok_or_else(|| ConfigError::UnknownParameter { name: name.to_owned() })?;
+        let param = self.param(name).ok_or_else(|| ConfigError::UnknownParameter(name.to_owned()))?;
         let numel: u64 = param.shape.iter().product();
         if range.start > range.end || range.end > numel || range.end - range.start != out.len() as u64 {
             let (start, end, len) = (range.start, range.end, out.len());

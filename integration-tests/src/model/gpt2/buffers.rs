@@ -1,9 +1,9 @@
-//! The activations of a [`super::Gpt2`]: what it allocates, and the views that its passes take.
+//! The activations of a [`super::Gpt2`]: allocation, and views for the passes.
 //!
 //! A `*Slices` value is what an enqueued pass captures; its `view()` gives the plain slices that the
 //! arithmetic works on.
 
-use zero_alloc::device::{DType, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 
@@ -55,32 +55,72 @@ views! {
     ScratchSlices, ScratchView { dres, narrow, wide, logits }
 }
 
-/// What a pass reads and writes.
-pub(super) struct Activations {
-    pub(super) input: DeviceSlice<f32>,
-    pub(super) output: DeviceSlice<f32>,
-    pub(super) block: BlockSlices,
+/// The activations that a pass reads and writes: `X` of the residual stream, `B` of a block.
+pub(super) struct Activations<X, B> {
+    pub(super) input: X,
+    pub(super) output: X,
+    pub(super) block: B,
 }
 
-/// All buffers; the blocks are held so that the slices stay valid.
+/// The activations of all passes.
+pub(super) struct Layers<X, B> {
+    /// The input of each block, and of the head.
+    pub(super) residual: Vec<X>,
+    /// One for each block, or one for all.
+    pub(super) blocks: Vec<B>,
+}
+
+impl<X: Copy, B: Copy> Layers<X, B> {
+    /// Buffers of pass `pass`: the embedding's output is `residual[0]`, the head's input the last.
+    pub(super) fn of_pass(&self, pass: usize) -> Activations<X, B> {
+        let last = self.residual.len() - 1;
+        Activations {
+            input: self.residual[pass.saturating_sub(1)],
+            output: self.residual[pass.min(last)],
+            block: self.blocks[pass.saturating_sub(1).min(self.blocks.len() - 1)],
+        }
+    }
+}
+
+/// Blocks of the pool that keep slices valid. The drop records the stream of all their uses.
+pub(super) struct Held<D: Device> {
+    blocks: Vec<Block<D>>,
+    pool: Pool<D>,
+    stream: D::Stream,
+}
+
+impl<D: Device> Held<D> {
+    pub(super) fn new(pool: &Pool<D>, stream: &D::Stream) -> Self {
+        Self { blocks: Vec::new(), pool: pool.clone(), stream: stream.clone() }
+    }
+
+    /// A slice that is valid as long as this lives, for use on the stream.
+    pub(super) fn allocate(&mut self, elems: usize, dtype: DType, purpose: Purpose) -> Result<AnySlice, TrainError> {
+        let block = self.pool.allocate(elems, dtype, purpose, &self.stream)?;
+        // SAFETY: the block lives as long as this, whose drop records the only stream that uses it.
+        let slice = unsafe { block.slice() };
+        self.blocks.push(block);
+        Ok(slice)
+    }
+}
+
+impl<D: Device> Drop for Held<D> {
+    fn drop(&mut self) {
+        for block in &mut self.blocks {
+            // A stream that refuses is closed and no longer uses the block.
+            let _closed = block.record_use(&self.stream);
+        }
+    }
+}
+
+/// All buffers of the model.
 pub(super) struct Buffers {
-    residual: Vec<DeviceSlice<f32>>,
-    blocks: Vec<BlockSlices>,
+    pub(super) layers: Layers<DeviceSlice<f32>, BlockSlices>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
     pub(super) upcast: DeviceSlice<f32>,
     pub(super) loss: DeviceSlice<f64>,
-    held: Vec<Block<HostDevice>>,
-    stream: HostStream,
-}
-
-impl Drop for Buffers {
-    fn drop(&mut self) {
-        for block in &mut self.held {
-            // A stream that refuses is closed, and uses the block no more.
-            let _closed = block.record_use(&self.stream);
-        }
-    }
+    _held: Held<HostDevice>,
 }
 
 /// Elements of the activations, in fp32.
@@ -129,15 +169,10 @@ impl Buffers {
         stream: &HostStream,
     ) -> Result<Self, TrainError> {
         let Sizes { row, distinct, block, head, scratch } = Sizes::new(config, options);
-        let mut held = Vec::new();
-        let mut take = |elems: usize, dtype, purpose| {
-            let block = pool.allocate(elems, dtype, purpose, stream)?;
-            // SAFETY: the block lives in `Buffers::held`, whose drop notes the stream of all its uses.
-            let slice = unsafe { block.slice() };
-            held.push(block);
-            Ok::<_, TrainError>(slice)
-        };
-        let mut floats = |elems, purpose| Ok::<_, TrainError>(take(elems, DType::F32, purpose)?.typed::<f32>()?);
+        let mut held = Held::new(pool, stream);
+        let loss = held.allocate(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;
+        let mut floats =
+            |elems, purpose| Ok::<_, TrainError>(held.allocate(elems, DType::F32, purpose)?.typed::<f32>()?);
 
         let residual = (0..=config.n_layer).map(|_| floats(row, Purpose::Activations)).collect::<Result<_, _>>()?;
         let blocks = (0..distinct)
@@ -146,18 +181,7 @@ impl Buffers {
         let head = HeadSlices::cut(floats(head.iter().sum(), Purpose::Activations)?, &head);
         let scratch = ScratchSlices::cut(floats(scratch.iter().sum(), Purpose::Activations)?, &scratch);
         let upcast = floats(upcast, Purpose::Workspace)?;
-        let loss = take(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;
-        Ok(Self { residual, blocks, head, scratch, upcast, loss, held, stream: stream.clone() })
-    }
-
-    /// Buffers of pass `pass`: the embedding's output is `residual[0]`, the head's input the last.
-    pub(super) fn of_pass(&self, pass: usize) -> Activations {
-        let last = self.residual.len() - 1;
-        Activations {
-            input: self.residual[pass.saturating_sub(1)],
-            output: self.residual[pass.min(last)],
-            block: self.blocks[pass.saturating_sub(1).min(self.blocks.len() - 1)],
-        }
+        Ok(Self { layers: Layers { residual, blocks }, head, scratch, upcast, loss, _held: held })
     }
 }
 

@@ -30,38 +30,38 @@ use crate::ops::{Threads, attention, embedding};
 use buffers::{Activations, Buffers};
 use params::{Flat, UnitParams};
 
-/// The most tokens of a micro-batch: with them no buffer of a valid model has more elements than 64 bits count.
-const MOST_TOKENS: usize = 1 << 31;
+/// Maximum number of tokens of a micro-batch, so that no buffer size of a valid model overflows 64 bits.
+const MAX_TOKENS: usize = 1 << 31;
 
-/// How a [`Gpt2`] is run.
+/// Options of a [`Gpt2`].
 #[derive(Clone, Debug)]
 pub struct Gpt2Options {
     /// Sequences of a micro-batch.
     pub micro_batch: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Type of the parameters given to the passes.
+    /// Type of the parameters.
     pub dtype: DType,
-    /// Keep only the input of each block, and compute the rest again in backward.
+    /// Whether only the input of each block is kept, and the rest is recomputed in backward.
     pub activation_checkpointing: bool,
 }
 
 impl Gpt2Options {
-    /// Checks the configuration, and that the model takes batches of this size.
+    /// Checks the configuration and the batch size.
     ///
     /// # Errors
-    /// What is wrong with the configuration, or sizes that it does not take.
+    /// An invalid configuration, or batch sizes outside the model's limits.
     pub fn validate(&self, config: &GptConfig) -> Result<(), TrainError> {
         config.validate()?;
         if self.seq_len == 0 || self.seq_len > config.n_positions || self.micro_batch == 0 {
             return Err(TrainError::Usage(format!(
-                "micro-batch {} x sequence {}: the model takes 1 to {} positions and at least one sequence",
+                "micro-batch {} x sequence {}: the model supports 1 to {} positions and needs at least one sequence",
                 self.micro_batch, self.seq_len, config.n_positions
             )));
         }
-        if self.micro_batch.checked_mul(self.seq_len).is_none_or(|tokens| tokens > MOST_TOKENS) {
+        if self.micro_batch.checked_mul(self.seq_len).is_none_or(|tokens| tokens > MAX_TOKENS) {
             return Err(TrainError::Usage(format!(
-                "micro-batch {} x sequence {}: a micro-batch has {MOST_TOKENS} tokens at most",
+                "micro-batch {} x sequence {}: a micro-batch can have at most {MAX_TOKENS} tokens",
                 self.micro_batch, self.seq_len
             )));
         }
@@ -119,7 +119,7 @@ impl Gpt2 {
     /// Enqueues the logits `[micro_batch * seq_len, vocab]` after a forward of every pass.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream failed.
     pub fn logits(&self, stream: &HostStream, params: &[AnySlice], out: DeviceSlice<f32>) -> Result<(), TrainError> {
         let (head, vocab) = (self.buffers.head, self.config.vocab_size);
         self.enqueue(stream, "logits", self.passes.len() - 1, params, &[], move |flat, _| {
@@ -212,7 +212,7 @@ impl Model<HostDevice> for Gpt2 {
 
     fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
         let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
-        let Activations { input, output, block } = self.buffers.of_pass(pass);
+        let Activations { input, output, block } = self.buffers.layers.of_pass(pass);
         if pass == 0 {
             let tokens = Arc::clone(&self.inputs);
             return self.enqueue(stream, "forward embedding", pass, params, &[], move |flat, _| {
@@ -250,7 +250,7 @@ impl Model<HostDevice> for Gpt2 {
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
-        let Activations { input, block, .. } = self.buffers.of_pass(pass);
+        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = self.buffers.scratch;
         // SAFETY of the views below: the buffers are this model's, and the stream orders its passes.
         if pass == 0 {

@@ -1,4 +1,4 @@
-//! Where each parameter lies in the flat parameter of its unit.
+//! The range of each parameter in the flat parameter of its unit.
 
 use std::ops::Range;
 
@@ -24,14 +24,14 @@ impl UnitParams {
         Self(unit.params.iter().map(place).collect())
     }
 
-    /// Where the parameter whose name contains `part` lies.
+    /// The range of the parameter whose name contains `part`.
     pub(super) fn range(&self, part: &str) -> Range<usize> {
         let found = self.0.iter().find(|(name, _)| name.contains(part)).map(|(_, range)| range.clone());
         debug_assert!(found.is_some(), "no parameter {part}");
         found.unwrap_or_default()
     }
 
-    /// The named parts of a flat gradient, which lie in it in this order.
+    /// Splits a flat gradient into the named parts, which must be in the order of the unit.
     pub(super) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32], parts: [&str; N]) -> [&'a mut [f32]; N] {
         let (mut rest, mut done) = (flat, 0);
         parts.map(|part| {

@@ -237,7 +237,7 @@ fn gelu_is_known() -> bool {
 /// One algorithm, for what is known.
 ///
 /// # Safety
-/// Handles are null or live; `results` is valid for as many as are asked for, `count` for a write.
+/// Handles are null or live; `results` is valid for the requested number, `count` for a write.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(

@@ -2,7 +2,7 @@
 
 use crate::product::Description;
 
-/// Bytes of workspace that every algorithm here asks for.
+/// Bytes of workspace that every algorithm here requires.
 pub(crate) const WORKSPACE_BYTES: usize = 1 << 10;
 /// To what a workspace must be aligned.
 const WORKSPACE_ALIGNMENT: usize = 256;
@@ -89,7 +89,7 @@ mod tests {
     use crate::product::NOTHING;
 
     #[test]
-    fn a_product_must_keep_to_what_its_algorithm_was_chosen_for() {
+    fn products_must_match_their_algorithm() {
         let what = Description { transposed: [false; 2], epilogue: NOTHING, bias: 0x40, aux: 0, aux_stride: 0 };
         let all = Preference { workspace_bytes: 1 << 20, ..Preference::default() };
         assert!(Algorithm::choose(&Preference::default(), &what).is_none(), "no workspace");

@@ -1,6 +1,6 @@
 //! Stands in for `libcublasLt` on machines without a GPU, beside the stand-in for `libcuda`, whose device memory is
-//! host memory. The products that this workspace asks for are computed by plain loops in fp32, when their turn in the
-//! stream comes (`cuLaunchHostFunc`); what it does not know it refuses, as `CUBLAS_STATUS_NOT_SUPPORTED`.
+//! host memory. The products that this workspace uses are computed by plain loops in fp32, when their turn in the
+//! stream comes (`cuLaunchHostFunc`); others are refused as `CUBLAS_STATUS_NOT_SUPPORTED`.
 //!
 //! It promises no more than the library's documentation: what an algorithm was chosen for is checked when it runs, sums
 //! whose parts may be rounded to 16 bits are, and other alignments may have another algorithm, with other bits.

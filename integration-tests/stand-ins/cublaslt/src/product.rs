@@ -14,7 +14,7 @@ pub(crate) struct Layout {
     pub(crate) stride: usize,
 }
 
-/// What is done beside the product (`cublasLtMatmulDescAttributes_t`).
+/// The operations beside the product (`cublasLtMatmulDescAttributes_t`).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Description {
     pub(crate) transposed: [bool; 2],

@@ -65,10 +65,10 @@ failures! {
     Unknown = 999, "CUDA_ERROR_UNKNOWN", "unknown error";
 }
 
-/// What a driver function comes to.
+/// The result of a driver function.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
-/// Says on stderr what a code alone cannot say.
+/// Prints a diagnosis to stderr.
 macro_rules! say {
     ($($part:tt)*) => {
         $crate::error::say_text(&format!($($part)*))

@@ -4,7 +4,7 @@
 //! Device memory is host memory at the same address; a registry of what is live says which accesses are legal. A
 //! stream is a thread with a queue, so two streams are ordered by nothing but events. A kernel is PTX, decoded at
 //! load and interpreted warp by warp. Memory is not zeroed but filled with ones (NaN in every float format), the
-//! default stream is refused, and an access outside live memory fails the context for good, as on a GPU.
+//! default stream is refused, and an access outside live memory fails the context permanently, as on a GPU.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -16,7 +16,7 @@
 //! | `ZERO_STANDIN_SHARING` | 0: no memory that other processes may open; unless set there is, by file descriptors and not over NVLink |
 //! | `ZERO_STANDIN_LAUNCH_SECONDS` | limit of one kernel, 300 unless set |
 //!
-//! What it does not do: it knows one thread's order of memory accesses within a block, not a GPU's weak memory model;
+//! Limits: it knows one thread's order of memory accesses within a block, not a GPU's weak memory model;
 //! it finds races in shared memory between warps only; and its times mean nothing.
 
 mod api;

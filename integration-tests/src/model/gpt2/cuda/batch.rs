@@ -1,7 +1,7 @@
-//! Tokens on their way to the device: written into pinned memory on the host, copied by the stream.
+//! Uploading tokens: the host writes them to pinned memory, and the stream copies them.
 //!
-//! The device has one place for them, since the stream orders the copy behind the last use; the host has several, so
-//! that it runs ahead of the device.
+//! The device has one buffer, because the stream orders the copy after the last use. The host has several, so that it can
+//! run ahead of the device.
 
 use std::ptr::NonNull;
 use std::time::Duration;
@@ -14,15 +14,15 @@ use crate::error::TrainError;
 
 /// Micro-batches that the host may be ahead.
 const SLOTS: usize = 4;
-/// The longest that the host waits for the device to take a batch.
+/// The timeout of the host's wait for the copy of an older batch.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, and one count.
 pub(super) fn device_bytes(tokens: usize) -> usize {
-    words(tokens) * size_of::<u32>()
+    len_words(tokens) * size_of::<u32>()
 }
 
-fn words(tokens: usize) -> usize {
+fn len_words(tokens: usize) -> usize {
     4 * tokens + 1
 }
 
@@ -30,8 +30,7 @@ fn words(tokens: usize) -> usize {
 pub(super) struct Batches {
     device: CudaDevice,
     tokens: usize,
-    /// On the device.
-    place: AnySlice,
+    on_device: AnySlice,
     slots: Vec<Slot>,
     next: usize,
 }
@@ -40,7 +39,7 @@ impl Batches {
     /// For micro-batches of `tokens` tokens in `place`, [`device_bytes`] long.
     pub(super) fn new(device: &CudaDevice, tokens: usize, place: AnySlice) -> Result<Self, TrainError> {
         let slots = (0..SLOTS).map(|_| Slot::new(device, device_bytes(tokens))).collect::<Result<_, _>>()?;
-        Ok(Self { device: device.clone(), tokens, place, slots, next: 0 })
+        Ok(Self { device: device.clone(), tokens, on_device: place, slots, next: 0 })
     }
 
     /// Enqueues the copy of a batch.
@@ -49,7 +48,7 @@ impl Batches {
         if inputs.len() != tokens || targets.len() != tokens {
             let (a, b) = (inputs.len(), targets.len());
             return Err(TrainError::Usage(format!(
-                "a batch of {a} inputs and {b} targets; the model takes {tokens}"
+                "a batch of {a} inputs and {b} targets; the model needs {tokens}"
             )));
         }
         let slot = &mut self.slots[self.next];
@@ -62,8 +61,8 @@ impl Batches {
         sent[..tokens].copy_from_slice(inputs);
         sent[tokens..].copy_from_slice(targets);
         count[0] = sort_tokens(inputs, order, starts);
-        self.device.copy(stream, slot.bytes(), self.place)?;
-        slot.taken = Some(stream.record()?);
+        self.device.copy(stream, slot.bytes(), self.on_device)?;
+        slot.copied = Some(stream.record()?);
         Ok(())
     }
 
@@ -80,8 +79,8 @@ impl Batches {
     }
 
     fn words(&self, start: usize, len: usize) -> DeviceSlice<u32> {
-        let first = self.place.as_ptr().cast::<u32>().wrapping_add(start);
-        // SAFETY: within `place`, which is a block's start and so aligned; its maker's promise covers the rest.
+        let first = self.on_device.as_ptr().cast::<u32>().wrapping_add(start);
+        // SAFETY: within `on_device`, which is a block's start and so aligned; its maker's promise covers the rest.
         unsafe { DeviceSlice::from_raw_parts(first, len) }
     }
 }
@@ -91,8 +90,8 @@ struct Slot {
     memory: PinnedMemory,
     ptr: NonNull<u8>,
     len_bytes: usize,
-    /// Reached when the copy from here has run.
-    taken: Option<CudaEvent>,
+    /// The completion of the copy from this slot.
+    copied: Option<CudaEvent>,
 }
 
 // SAFETY: the slot owns its memory; the address is not tied to a thread.
@@ -102,25 +101,25 @@ impl Slot {
     fn new(device: &CudaDevice, len_bytes: usize) -> Result<Self, DeviceError> {
         let memory = PinnedMemory::new(device);
         let ptr = memory.allocate(len_bytes)?;
-        // SAFETY: `len_bytes` bytes, allocated just now: pinned memory starts undefined, and is lent out as numbers
-        // below.
+        // SAFETY: `len_bytes` bytes, allocated just now: pinned memory starts undefined, and `words` returns it
+        // as numbers.
         unsafe { ptr.write_bytes(0, len_bytes) };
-        Ok(Self { memory, ptr, len_bytes, taken: None })
+        Ok(Self { memory, ptr, len_bytes, copied: None })
     }
 
-    /// Waits until the device has taken what is here.
+    /// Waits until the copy from this slot has run.
     fn wait(&mut self) -> Result<(), DeviceError> {
-        if let Some(taken) = &self.taken {
-            taken.synchronize(LIMIT)?;
+        if let Some(copied) = &self.copied {
+            copied.synchronize(LIMIT)?;
         }
-        self.taken = None;
+        self.copied = None;
         Ok(())
     }
 
     /// The memory; after [`Self::wait`].
     fn words(&mut self) -> &mut [u32] {
-        debug_assert!(self.taken.is_none());
-        // SAFETY: aligned for words, as long as was allocated and initialised; no copy from it is under way.
+        debug_assert!(self.copied.is_none());
+        // SAFETY: aligned for words, as long as was allocated and initialised; no copy from it is in progress.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len_bytes / size_of::<u32>()) }
     }
 

@@ -1,19 +1,20 @@
-//! The buffers of a [`super::CudaGpt2`]: what it allocates, and how passes find theirs.
+//! The buffers of a [`super::CudaGpt2`]: allocation, and the buffers of each pass.
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
-use zero_alloc::{Block, Pool, Purpose};
+use zero_alloc::{Pool, Purpose};
 
 use super::batch;
 use crate::cuda::{column_sums, cross_entropy, layer_norm, matmul};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::Gpt2Options;
+use crate::model::gpt2::buffers::{Held, Layers};
 
 /// Buffers that share a block start at multiples of this many bytes.
 const ALIGN_BYTES: usize = 256;
 
-/// What is kept of a block: `[M, C]` but for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics `[M, 2]`, and
+/// The activations of a block: `[M, C]` but for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics `[M, 2]`, and
 /// `lse` `[batch, heads, seq]`.
 #[derive(Clone, Copy)]
 pub(super) struct BlockSlices {
@@ -50,33 +51,15 @@ pub(super) struct ScratchSlices {
     pub(super) partials: DeviceSlice<f32>,
 }
 
-/// What a pass reads and writes.
-pub(super) struct Activations {
-    pub(super) input: AnySlice,
-    pub(super) output: AnySlice,
-    pub(super) block: BlockSlices,
-}
-
-/// All buffers; the blocks are held so that the slices stay valid.
+/// All buffers of the model.
 pub(super) struct Buffers {
-    residual: Vec<AnySlice>,
-    blocks: Vec<BlockSlices>,
+    pub(super) layers: Layers<AnySlice, BlockSlices>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
     pub(super) batch: AnySlice,
     pub(super) matmul_workspace: AnySlice,
     pub(super) loss: DeviceSlice<f64>,
-    held: Vec<Block<CudaDevice>>,
-    stream: CudaStream,
-}
-
-impl Drop for Buffers {
-    fn drop(&mut self) {
-        for block in &mut self.held {
-            // A stream that refuses is closed, and uses the block no more.
-            let _closed = block.record_use(&self.stream);
-        }
-    }
+    _held: Held<CudaDevice>,
 }
 
 impl Buffers {
@@ -90,23 +73,18 @@ impl Buffers {
         let (c, f, act) = (config.n_embd, config.n_inner, options.dtype);
         let tokens = options.micro_batch * options.seq_len;
         let (row, heads) = (tokens * c, tokens * config.n_head);
-        let mut held = Vec::new();
-        let mut take = |bytes: usize, purpose| {
-            let block = pool.allocate(bytes, DType::U8, purpose, stream)?;
-            // SAFETY: the block lives in `Buffers::held`, whose drop notes the stream of all its uses.
-            let slice = unsafe { block.slice() };
-            held.push(block);
-            Ok::<_, TrainError>(slice)
-        };
+        let mut held = Held::new(pool, stream);
+        let loss = held.allocate(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;
+        let mut allocate = |bytes: usize, purpose| held.allocate(bytes, DType::U8, purpose);
 
         let distinct = if options.activation_checkpointing { 1 } else { config.n_layer };
         let residual = (0..=config.n_layer)
-            .map(|_| Ok(Parts::new(take(row * act.size_bytes(), Purpose::Activations)?).take(row, act)))
+            .map(|_| Ok(Parts::new(allocate(row * act.size_bytes(), Purpose::Activations)?).take(row, act)))
             .collect::<Result<_, TrainError>>()?;
         let parts = [(5 * row + 2 * tokens * f, act), (4 * tokens + heads, DType::F32)];
         let blocks = (0..distinct)
             .map(|_| {
-                let mut all = Parts::new(take(bytes(&parts, 8), Purpose::Activations)?);
+                let mut all = Parts::new(allocate(bytes(&parts, 8), Purpose::Activations)?);
                 Ok(BlockSlices {
                     ln1_stats: all.floats(2 * tokens),
                     qkv: all.take(3 * row, act),
@@ -119,7 +97,7 @@ impl Buffers {
                 })
             })
             .collect::<Result<_, TrainError>>()?;
-        let mut all = Parts::new(take(bytes(&[(row, act), (2 * tokens, DType::F32)], 2), Purpose::Activations)?);
+        let mut all = Parts::new(allocate(bytes(&[(row, act), (2 * tokens, DType::F32)], 2), Purpose::Activations)?);
         let head = HeadSlices { out: all.take(row, act), stats: all.floats(2 * tokens) };
 
         let wide = tokens * f.max(3 * c);
@@ -127,7 +105,7 @@ impl Buffers {
         let width = f.max(3 * c);
         let partials = layer_norm::workspace_elems(tokens, c).max(column_sums::workspace_elems(tokens, width));
         let parts = [(3 * row + wide + logits, act), (heads + tokens + partials, DType::F32)];
-        let mut all = Parts::new(take(bytes(&parts, 8), Purpose::Activations)?);
+        let mut all = Parts::new(allocate(bytes(&parts, 8), Purpose::Activations)?);
         let scratch = ScratchSlices {
             normed: all.take(row, act),
             dres: all.take(row, act),
@@ -138,31 +116,16 @@ impl Buffers {
             losses: all.floats(tokens),
             partials: all.floats(partials),
         };
-        let batch = take(batch::device_bytes(tokens), Purpose::Workspace)?;
-        let matmul_workspace = take(matmul::WORKSPACE_BYTES, Purpose::Workspace)?;
-        let loss = pool.allocate(1, DType::F64, Purpose::Workspace, stream)?;
-        // SAFETY: as for the others.
-        let slice = unsafe { loss.typed::<f64>() }?;
-        held.push(loss);
-        let stream = stream.clone();
-        Ok(Self { residual, blocks, head, scratch, batch, matmul_workspace, loss: slice, held, stream })
-    }
-
-    /// Buffers of pass `pass`: the embedding's output is `residual[0]`, the head's input the last.
-    pub(super) fn of_pass(&self, pass: usize) -> Activations {
-        let last = self.residual.len() - 1;
-        Activations {
-            input: self.residual[pass.saturating_sub(1)],
-            output: self.residual[pass.min(last)],
-            block: self.blocks[pass.saturating_sub(1).min(self.blocks.len() - 1)],
-        }
+        let batch = allocate(batch::device_bytes(tokens), Purpose::Workspace)?;
+        let matmul_workspace = allocate(matmul::WORKSPACE_BYTES, Purpose::Workspace)?;
+        Ok(Self { layers: Layers { residual, blocks }, head, scratch, batch, matmul_workspace, loss, _held: held })
     }
 }
 
 /// Whole rows of logits, as many as there are tokens if they fit.
-fn logits_elems(config: &GptConfig, tokens: usize, act: DType, most_bytes: usize) -> usize {
+fn logits_elems(config: &GptConfig, tokens: usize, act: DType, max_bytes: usize) -> usize {
     let stride = cross_entropy::stride_elems(config.vocab_size);
-    stride * (most_bytes / act.size_bytes() / stride).clamp(1, tokens)
+    stride * (max_bytes / act.size_bytes() / stride).clamp(1, tokens)
 }
 
 /// Bytes of a block with these contents, cut into `parts` parts.

@@ -8,13 +8,13 @@
 //! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with activation checkpointing one serves all blocks |
 //! | `head` | M x C `act` | forward to backward of the head |
 //! | `scratch` | gradients of activations, partial sums, and the logits | within a backward pass, but for `dres`, which goes from pass to pass |
-//! | `batch` | tokens and the lists that the embedding's backward goes by | one micro-batch; copied from pinned memory |
+//! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
-//! The outputs of layer norms are not kept: making them again in backward takes a hundredth of a step, and they would
-//! be an eighth of what is kept.
+//! The outputs of layer norms are recomputed in backward: that takes a hundredth of a step and saves an eighth of the
+//! activations.
 //!
-//! A pass enqueues kernels and products and returns: no allocation, and no wait but for a batch's pinned memory,
-//! where the device is several micro-batches behind.
+//! A pass enqueues kernels and products and returns: it does not allocate, and waits only for a batch's pinned memory
+//! if the device is several micro-batches behind.
 
 mod batch;
 mod block;
@@ -28,6 +28,7 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 use zero_kernels::cuda::Loader;
 
+use super::buffers::Activations;
 use super::params::UnitParams;
 use super::{Gpt2Options, passes};
 use crate::cuda::attention::{Attention, Shape};
@@ -38,7 +39,7 @@ use crate::error::TrainError;
 use crate::model::config::GptConfig;
 use crate::model::{Model, Pass};
 use batch::Batches;
-use buffers::{Activations, Buffers};
+use buffers::Buffers;
 
 /// Logits of at most this many bytes are in memory at once: all of them, at the sizes that one GPU trains.
 const LOGITS_BYTES: usize = 4 << 30;
@@ -56,7 +57,7 @@ pub struct CudaGpt2 {
     buffers: Buffers,
 }
 
-/// What the passes compute with.
+/// Kernels and libraries of the passes.
 struct Ops {
     kernels: OpKernels,
     matmul: Matmul,
@@ -65,7 +66,7 @@ struct Ops {
 }
 
 impl Ops {
-    /// Whether a product can do GELU too. In fp32 the library is not asked: our own kernels are as exact as fp32 is.
+    /// Whether the library computes GELU in the product. Not in fp32, where its accuracy is not specified.
     fn fuses_gelu(&self, product: &Product) -> Result<bool, OpError> {
         Ok(self.kernels.dtype() != DType::F32 && self.matmul.supports(product)?)
     }
@@ -88,7 +89,7 @@ impl CudaGpt2 {
         Self::with_logits_bytes(config, options, logits_bytes, pool, stream)
     }
 
-    /// The same, with no more than `logits_bytes` of logits in memory at once, but at least a row.
+    /// [`Self::new`] with no more than `logits_bytes` of logits in memory at once, but at least a row.
     ///
     /// # Errors
     /// As for [`Self::new`].
@@ -116,7 +117,7 @@ impl CudaGpt2 {
     /// Enqueues the logits `[micro_batch * seq_len, stride_elems(vocab)]` after a forward of every pass.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream failed.
     pub fn logits(&self, stream: &CudaStream, params: &[AnySlice], out: AnySlice) -> Result<(), TrainError> {
         let flat = self.flat(self.passes.len() - 1, params);
         Ok(head::logits(&self.ops, stream, out, self.buffers.head.out, &flat, self.config.vocab_size)?)
@@ -147,10 +148,10 @@ impl Flat<'_> {
         self.grads[read].slice(self.units[self.reads[read]].range(part))
     }
 
-    /// Where the head's matrix `[vocab, c]` is: its own, or the embedding's where tied. Where enough of the flat
-    /// parameter lies behind it, it has as many rows as a row of logits has columns: products of round sizes are
-    /// faster. What those rows give is not looked at, and their gradient is 0: with the vocabulary's 50257 rows, the
-    /// 47 behind are positions'.
+    /// The unit and range of the head's matrix `[vocab, c]`: its own, or the embedding's if tied. If the flat parameter is
+    /// long enough, the range is extended to `stride_elems(vocab)` rows, because products of round sizes are faster. The
+    /// logits of the added rows are ignored and their gradient is 0: after the 50257 rows of GPT-2's vocabulary, 47 rows
+    /// of positions.
     fn head_matrix(&self, vocab: usize, c: usize) -> (usize, Range<usize>) {
         let (read, part) = if self.reads.len() > 1 { (1, "wte") } else { (0, "lm_head") };
         let own = self.units[self.reads[read]].range(part);
@@ -167,7 +168,7 @@ impl Model<CudaDevice> for CudaGpt2 {
     fn forward(&mut self, stream: &CudaStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
         let (ops, flat) = (&self.ops, self.flat(pass, params));
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
-        let Activations { input, output, block } = self.buffers.of_pass(pass);
+        let Activations { input, output, block } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
             let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
@@ -191,7 +192,7 @@ impl Model<CudaDevice> for CudaGpt2 {
     ) -> Result<(), TrainError> {
         let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
-        let Activations { input, block, .. } = self.buffers.of_pass(pass);
+        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
             let tables = [flat.grad(0, "wte"), flat.grad(0, "wpe")];

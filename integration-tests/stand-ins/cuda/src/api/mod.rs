@@ -25,8 +25,8 @@ pub use {
     transfer::*, virtual_memory::*,
 };
 
-/// Where a result goes: a pointer of the caller's that is null or valid for writing one `T`. Only a caller of a driver
-/// function makes one, and promises that.
+/// A result pointer, null or valid for writing one `T`. Only a caller of a driver function makes one, and promises
+/// that.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct Out<T>(*mut T);

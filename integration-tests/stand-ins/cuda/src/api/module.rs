@@ -24,7 +24,7 @@ struct Function {
     module: usize,
     device: &'static Device,
     program: Arc<Program>,
-    /// The most dynamic shared memory that a launch may ask for.
+    /// Maximum dynamic shared memory of a launch.
     dynamic_limit: AtomicU32,
 }
 

@@ -1,4 +1,4 @@
-//! What a code means, and where a function is. These may be called anywhere, also by host functions.
+//! The meaning of codes and the addresses of functions. Host functions may call these too.
 
 use std::ffi::c_char;
 
@@ -59,8 +59,7 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     if address.is_some() { 0 } else { Failure::NotFound as u32 }
 }
 
-/// `cuGetExportTable` of the CUDA driver: there are none. NVRTC loads the driver and asks for one, and crashes where
-/// the function is missing.
+/// `cuGetExportTable` of the CUDA driver: always fails. NVRTC calls it and crashes if the function is missing.
 ///
 /// # Safety
 /// `table` is null or valid for a write.

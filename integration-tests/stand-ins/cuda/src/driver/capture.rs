@@ -24,8 +24,8 @@ struct Node {
     after: Vec<usize>,
 }
 
-/// What a library ties to a graph: CUDA's user objects. It is told when the graph, all that was made of it and their
-/// last launch are gone.
+/// CUDA's user object of a graph. Its destructor runs after the graph, its executables and their last launch are
+/// gone.
 pub(crate) struct Tied {
     pub(crate) gone: HostFunction,
     pub(crate) data: usize,

@@ -31,7 +31,7 @@ impl Ticket {
     }
 }
 
-/// What an event was last recorded in.
+/// The stream or capture that an event was last recorded in.
 #[derive(Clone)]
 pub(crate) enum Recorded {
     Nothing,

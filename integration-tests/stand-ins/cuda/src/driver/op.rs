@@ -15,13 +15,13 @@ use crate::error::{Failure, Outcome};
 pub(crate) enum Place {
     /// Device or page-locked memory: the registry must know it.
     Known(u64),
-    /// Memory of the process that no one told the driver about.
+    /// Memory of the process that is not registered with the driver.
     Pageable(u64),
-    /// What pageable memory held at the call.
+    /// The contents of pageable memory at the call.
     Bytes(Arc<[u8]>),
 }
 
-/// What a kernel's launch comes to when its turn is there.
+/// A kernel's launch, run in stream order.
 pub(crate) type KernelRun = dyn Fn(&Arc<Space>) -> Result<(), (Failure, String)> + Send + Sync;
 
 /// A function of the host, in stream order.
@@ -162,7 +162,7 @@ fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
                 return Err(Failure::IllegalAddress);
             }
             Err(_) => {
-                // Where the system forbids the call, the caller's promise about the pointer must do.
+                // If the system forbids the call, the caller's promise about the pointer must suffice.
                 // SAFETY: the caller of the driver promises that the pageable end is valid; the other end is checked.
                 unsafe {
                     std::ptr::copy((from as usize + done) as *const u8, (to as usize + done) as *mut u8, bytes - done)

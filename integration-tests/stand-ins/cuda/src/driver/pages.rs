@@ -35,7 +35,7 @@ struct Reservation {
 
 struct Mapped {
     pages: Arc<Pages>,
-    /// Present while the device has access: it stands in the registry, and operations clone it.
+    /// Present while the device has access: the registry holds it, and operations clone it.
     access: Option<Arc<()>>,
 }
 
@@ -62,7 +62,7 @@ pub(crate) fn reserve(bytes: usize, alignment: usize) -> Outcome<u64> {
     Ok(start)
 }
 
-/// Gives reserved addresses back; nothing may be mapped there.
+/// Frees reserved addresses; nothing may be mapped there.
 pub(crate) fn free_reservation(start: u64, bytes: usize) -> Outcome {
     let mut state = lock(&STATE);
     let whole = state.reserved.get(&start).is_some_and(|r| r.bytes == bytes);
@@ -73,7 +73,7 @@ pub(crate) fn free_reservation(start: u64, bytes: usize) -> Outcome {
     Ok(())
 }
 
-/// Makes physical memory.
+/// Allocates physical memory.
 pub(crate) fn create(device: &'static Device, bytes: usize, handle_types: u32) -> Outcome<usize> {
     if bytes == 0 || !granular(bytes as u64) {
         return Err(Failure::InvalidValue);
@@ -100,7 +100,7 @@ pub(crate) fn properties(handle: usize) -> Outcome<(i32, u32)> {
     Ok((pages.device.ordinal as i32, pages.handle_types))
 }
 
-/// Gives up the handle; the memory stays where it is mapped.
+/// Releases the handle; mapped memory stays.
 pub(crate) fn release(handle: usize) -> Outcome {
     HANDLES.remove(handle).map_err(|_| Failure::InvalidValue).map(drop)
 }
@@ -134,7 +134,7 @@ pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Out
     Ok(())
 }
 
-/// Gives the device access to mapped memory, or takes it away. The range must hold whole mappings without a gap.
+/// Grants or revokes the device's access to mapped memory. The range must hold whole mappings without a gap.
 pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
     let mut state = lock(&STATE);
     let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
@@ -165,7 +165,7 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
     Ok(())
 }
 
-/// Takes mapped memory away from its addresses, whole mappings only. Waits for operations that use it.
+/// Unmaps whole mappings. Waits for operations that use them.
 pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
     let mut state = lock(&STATE);
     let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;

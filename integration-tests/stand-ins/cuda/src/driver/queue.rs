@@ -1,4 +1,4 @@
-//! A stream's queue, worked off by a thread of its own: nothing but events orders two of them.
+//! A stream's queue and its thread: only events order two queues.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -100,7 +100,7 @@ impl Shared {
                     ticket.complete();
                 }
             }
-            // What the operation holds goes before anybody hears that it is done.
+            // The operation's resources are released before it is reported as done.
             drop(op);
             lock(&self.state).finished += 1;
             self.changed.notify_all();

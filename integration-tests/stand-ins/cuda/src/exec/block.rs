@@ -17,7 +17,7 @@ pub(crate) const SHARED_WINDOW: u64 = 1 << WINDOW_SHIFT;
 pub(crate) const LOCAL_WINDOW: u64 = 2 << WINDOW_SHIFT;
 pub(crate) const PARAM_WINDOW: u64 = 3 << WINDOW_SHIFT;
 
-/// What is the same for all blocks of a launch.
+/// Properties shared by all blocks of a launch.
 pub(crate) struct LaunchShape {
     pub(crate) grid: [u32; 3],
     pub(crate) block: [u32; 3],
@@ -76,7 +76,7 @@ impl BlockMemory {
         self.arrivals.push(arrival);
     }
 
-    /// Where `bytes` at an address of a lane lie in the host's memory: valid for reads and writes of that many bytes
+    /// The host address of `bytes` at an address of a lane: valid for reads and writes of that many bytes
     /// while this block runs, and aligned to `bytes`, a power of two.
     pub(crate) fn resolve(
         &mut self,
@@ -128,7 +128,7 @@ impl BlockMemory {
         }
     }
 
-    /// Looks for a race, where that is asked for.
+    /// Checks for a race, if enabled.
     fn note(&mut self, warp: usize, lane: usize, offset: u64, bytes: usize, access: Access) -> Done {
         let races = self.races.as_mut();
         let Some(race) = races.and_then(|races| races.note(offset as usize, bytes, warp, access)) else {

@@ -35,16 +35,16 @@ pub(crate) fn fault<T>(failure: Failure, what: impl Into<String>) -> Result<T, B
 
 pub(crate) type Done<T = ()> = Result<T, Box<Fault>>;
 
-/// What an instruction does to the active lanes.
+/// The effect of an instruction on the active lanes.
 pub(crate) type Action = Box<dyn Fn(&mut Warp, &mut BlockMemory, Mask) -> Done + Send + Sync>;
 
-/// Where a lane's value of an operand is: a register of 64 bits a lane. Constants and special registers have slots too.
+/// The index of an operand's register, 64 bits a lane. Constants and special registers have slots too.
 pub(crate) type Slot = usize;
 
 /// A register of one bit a lane.
 pub(crate) type PredSlot = usize;
 
-/// What a special register holds, fixed for a thread's life.
+/// A special register, constant for a thread's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Special {
     ThreadId(usize),
@@ -75,7 +75,7 @@ pub(crate) enum Reduction {
     Any { source: PredSlot, negate: bool, to: PredSlot },
 }
 
-/// What comes after an instruction.
+/// The control flow after an instruction.
 pub(crate) enum Flow {
     /// The next one.
     Do(Action),

@@ -19,7 +19,7 @@ struct Use {
     warp: u16,
 }
 
-/// What a block has done to each byte of its shared memory.
+/// A block's accesses to each byte of its shared memory.
 #[derive(Debug)]
 pub(crate) struct Races {
     barriers: u32,

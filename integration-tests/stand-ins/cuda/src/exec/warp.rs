@@ -17,7 +17,7 @@ struct Group {
     blocked: bool,
 }
 
-/// Copies to shared memory that a lane has asked for and not waited for.
+/// Copies to shared memory that a lane has started and not waited for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AsyncCopy {
     pub(crate) lane: u32,
@@ -195,7 +195,7 @@ impl Warp {
                     self.live &= !active;
                     mask &= !active;
                     at += 1;
-                    // Who waits for a mask waits for live lanes only.
+                    // A wait for a mask covers live lanes only.
                     self.groups.iter_mut().for_each(|group| group.blocked = false);
                     if mask == 0 {
                         return Ok(());

@@ -44,7 +44,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     }
     if mods.name == "lop3" {
         let [to, x, y, z, table] = exactly(operands)?;
-        let Operand::Integer(table) = *table else { return Err("the table is no number".into()) };
+        let Operand::Integer(table) = *table else { return Err("the table is not a number".into()) };
         let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
         return Ok(map3(to, from, move |a, b, c| {
             let term = |row: u64| {

@@ -7,7 +7,7 @@ use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Type, mask_of};
 
-/// What the instruction says beside its types.
+/// The instruction's modifiers beside its types.
 #[derive(Clone, Copy)]
 struct How {
     rounding: Option<(Rounding, bool)>,
@@ -124,7 +124,7 @@ fn to_float(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> De
 fn to_integer(to_kind: Type, from_kind: Type, how: How, keep: u64, to: usize, a: usize) -> Decoded<Flow> {
     let Some((rounding, true)) = how.rounding else { return Err("no rounding to an integer".into()) };
     let (read, (lowest, highest)) = (reader(from_kind, how.ftz)?, range(to_kind)?);
-    // What a NaN becomes depends on the types.
+    // The NaN result depends on the types.
     let wide = from_kind == Type::F64 || to_kind.bits() == 64;
     let nan = if wide { 1u64 << (to_kind.bits() - 1) } else { 0 };
     Ok(map1(to, a, move |a| {

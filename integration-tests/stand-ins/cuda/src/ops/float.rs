@@ -26,7 +26,7 @@ fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
 }
 
-/// What `.ftz` and `.sat` do to an operation's numbers.
+/// The effect of `.ftz` and `.sat` on an operation's numbers.
 #[derive(Clone, Copy)]
 struct Around {
     ftz: bool,

@@ -102,7 +102,7 @@ impl Format {
             Rounding::Up => !negative && rest != 0,
         };
         let rounded = kept + u64::from(up);
-        // Where the significand has its leading bit, adding the exponent's field minus one puts it in place; a carry
+        // If the significand has its leading bit, adding the exponent's field minus one puts it in place; a carry
         // moves into the exponent by itself.
         let field = if kept >> self.fraction_bits == 0 { 0 } else { (scale + bias - 1) as u64 };
         let result = (field << self.fraction_bits) + rounded;
@@ -152,7 +152,7 @@ pub(crate) fn add_odd(a: f64, b: f64) -> f64 {
     if !sum.is_finite() {
         return sum;
     }
-    // What the rounding has cut off. (Knuth's two-sum.)
+    // The rounding error. (Knuth's two-sum.)
     let part = sum - a;
     let rest = (a - (sum - part)) + (b - part);
     if rest == 0.0 || sum.to_bits() & 1 == 1 {
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_half_comes_back_and_f32_rounds_as_the_processor_does() {
+    fn halves_round_trip_and_f32_rounds_natively() {
         for bits in 0..=0xffffu64 {
             for format in [F16, BF16] {
                 let value = format.widen(bits);

@@ -6,7 +6,7 @@ use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::Type;
 
-/// Integers with what PTX asks of them. `Wide` has twice the bits.
+/// Integers with the operations of PTX. `Wide` has twice the bits.
 trait Int: Copy + Ord + Send + Sync + 'static {
     fn of(bits: u64) -> Self;
     fn bits(self) -> u64;
@@ -97,7 +97,7 @@ fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
         "mul" => {
             let part = mods.take_of(&["lo", "hi", "wide"]).ok_or("no part of the product")?;
             match part {
-                // A closure of its own, which the compiler turns into vectors.
+                // A separate closure, which the compiler vectorizes.
                 "lo" => map2(to, from, |a, b| T::of(a.wrapping_mul(b)).bits()),
                 part => map2(to, from, product::<T>(part)),
             }

@@ -10,7 +10,7 @@ use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Space, Type};
 
 /// Parts of loads and stores that choose caches and orders. Blocks run in one order of memory accesses or another, and
-/// that order is stronger than any of these asks for.
+/// that order is stronger than all of these require.
 const HINTS: [&str; 30] = [
     "nc",
     "ca",

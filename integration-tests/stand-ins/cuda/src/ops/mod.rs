@@ -20,7 +20,7 @@ mod moves;
 mod packed;
 mod sync;
 
-/// What decoding comes to; an error says what is wrong with the instruction.
+/// The result of decoding; an error describes the defect of the instruction.
 pub(crate) type Decoded<T = Flow> = Result<T, String>;
 
 /// Decodes an instruction. Its parts that no family knows make it an error.

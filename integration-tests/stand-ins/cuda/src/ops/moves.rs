@@ -78,7 +78,7 @@ fn selp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
     }))
 }
 
-/// What a generic address has above an address of the space.
+/// The offset of generic addresses of the space.
 fn window(space: Space) -> u64 {
     match space {
         Space::Shared => SHARED_WINDOW,

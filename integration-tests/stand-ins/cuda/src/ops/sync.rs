@@ -1,4 +1,4 @@
-//! What threads do together: barriers, shuffles, votes; and hints that change nothing here.
+//! Cooperation of threads: barriers, shuffles, votes; and hints, which have no effect.
 
 use super::memory::only_address;
 use super::{Decoded, act, exactly, holds, mask_where, nothing, store, unknown};

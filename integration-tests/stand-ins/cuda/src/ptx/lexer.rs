@@ -12,7 +12,7 @@ pub(crate) enum Token {
     Mark(char),
 }
 
-/// What is wrong with a program, and where.
+/// An error in a program, with its line.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Mistake {
     pub(crate) line: u32,

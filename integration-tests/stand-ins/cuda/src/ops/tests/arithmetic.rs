@@ -156,7 +156,7 @@ fn sums_round_in_the_direction_asked_for() {
             assert!(right, "{name} {:e} + {:e} = {got:e}, {exact:e}", f(a), f(b));
         }
     }
-    // What exp() of the CUDA library does to take the integer part of a number.
+    // The CUDA library's exp() takes the integer part of a number like this.
     let code = "fma.rm.f32 %r, %x, %y, %z;";
     let (log2e, magic) = (std::f32::consts::LOG2_E, 12_583_039.0f32);
     let inputs: Vec<[u64; 3]> = (-400..400)
@@ -166,7 +166,7 @@ fn sums_round_in_the_direction_asked_for() {
 }
 
 #[test]
-fn the_smaller_and_the_larger_of_numbers_know_nan_and_signed_zero() {
+fn min_and_max_handle_nan_and_signed_zero() {
     let all = triples(&floats());
     let larger = |a: f32, b: f32| match (a.is_nan(), b.is_nan()) {
         (true, _) => b,

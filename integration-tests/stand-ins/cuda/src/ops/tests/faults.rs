@@ -107,7 +107,7 @@ fn traps_and_waits_without_an_end_are_failures() {
 }
 
 #[test]
-fn launches_keep_to_the_limits_of_the_device_and_the_kernel() {
+fn launches_beyond_limits_are_refused() {
     let bench = Bench::load(
         ".visible .entry f() .maxntid 128 { .shared .align 4 .b8 s[1024]; .reg .b32 %r; mov.b32 %r, s; ret; }",
     );
@@ -119,7 +119,7 @@ fn launches_keep_to_the_limits_of_the_device_and_the_kernel() {
     assert_eq!(run([1; 3], [0, 1, 1], 0), bad);
     assert_eq!(run([1, 65536, 1], [1; 3], 0), bad);
     assert_eq!(run([0, 1, 1], [1; 3], 0), bad);
-    // 48 KiB with the static memory; more only when asked for, and never more than 227 KiB.
+    // 48 KiB with the static memory; more only after opting in, and never more than 227 KiB.
     assert_eq!(run([1; 3], [1; 3], 47 << 10), 0);
     assert_eq!(run([1; 3], [1; 3], (47 << 10) + 1), bad);
     // SAFETY: takes a handle.

@@ -1,5 +1,5 @@
-//! What NVRTC makes of CUDA sources: all kernels of the workspace decode, and some run right. Without NVRTC these
-//! tests say that they are skipped, and fail where `ZERO_REQUIRE_NVRTC` is set.
+//! PTX of NVRTC: all kernels of the workspace decode, and some run right. Without NVRTC these tests are skipped with a
+//! message, or fail if `ZERO_REQUIRE_NVRTC` is set.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
@@ -118,7 +118,7 @@ fn map(library: &Library, number: &str, expression: &str, options: &[&CStr], inp
     bench.u64s(to, input.len()).into_iter().map(f64::from_bits).collect()
 }
 
-/// What a function should be.
+/// The expected function.
 type Function = fn(f64) -> f64;
 
 #[test]

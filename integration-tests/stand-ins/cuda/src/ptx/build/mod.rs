@@ -17,7 +17,7 @@ pub(crate) use mods::Mods;
 /// Functions that call one another deeper than this call themselves.
 const DEEPEST: usize = 32;
 
-/// What a name stands for.
+/// The meaning of a name.
 #[derive(Clone, Debug)]
 enum Named {
     Register(Slot),

@@ -155,7 +155,7 @@ impl Builder<'_> {
         }
     }
 
-    /// An address in `space`. A variable within a function, and a called function's parameter, lie in local memory.
+    /// An address in `space`. A variable within a function, and a called function's parameter, are in local memory.
     pub(crate) fn address(&mut self, operand: &Operand, space: Space) -> Built<Address> {
         let Operand::Address(base, offset) = operand else { return Err(format!("{operand:?} is no address")) };
         let space = match &**base {

@@ -1,4 +1,4 @@
-//! A gradient that is not finite: the step is skipped on every rank, the scale goes by DeepSpeed's rules.
+//! Gradients that are not finite: the step is skipped on every rank, and the loss scale follows DeepSpeed's rules.
 
 use integration_tests::trainer::{RunOptions, StepMetrics, run_on_threads};
 use zero_alloc::device::DType;
@@ -6,9 +6,9 @@ use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 
-use crate::support::Case;
+use super::support::Case;
 
-fn rules(initial_scale_power: u32) -> OptimizerConfig {
+fn optimizer(initial_scale_power: u32) -> OptimizerConfig {
     let dynamic = DynamicScaling { initial_scale_power, hysteresis: 1, ..DynamicScaling::default() };
     OptimizerConfig {
         loss_scaling: LossScaling::Dynamic(dynamic),
@@ -18,27 +18,27 @@ fn rules(initial_scale_power: u32) -> OptimizerConfig {
 }
 
 #[test]
-fn skips_and_halves_until_gradients_fit() {
+fn scale_halves_until_gradients_are_finite() {
     for stage in 0..4 {
-        let case = Case { stage, dtype: DType::F16, steps: 16, rules: rules(30), ..Case::default() };
+        let case = Case { stage, dtype: DType::F16, steps: 16, optimizer: optimizer(30), ..Case::default() };
         let outcome = case.run_tiny();
         let skipped = outcome.steps.iter().take_while(|s| s.skipped).count();
         assert!((2..14).contains(&skipped), "stage {stage}: {skipped} steps were skipped");
-        assert!(outcome.steps[skipped..].iter().all(|s| !s.skipped), "stage {stage}: once they fit, they fit");
+        assert!(outcome.steps[skipped..].iter().all(|s| !s.skipped), "stage {stage}: a step was skipped later");
         for (i, step) in outcome.steps.iter().enumerate() {
             assert_eq!(step.loss_scale, 2f64.powi(30 - i.min(skipped) as i32), "halved by each skipped step");
             assert_eq!(step.grad_norm.is_none(), step.skipped);
         }
-        // The schedule has not moved: the first step that counts has the first rate.
+        // A skipped step does not advance the schedule.
         assert_eq!(outcome.steps[skipped].lr, outcome.steps[0].lr);
         assert!(outcome.steps[skipped + 1].lr > outcome.steps[0].lr);
     }
 }
 
 #[test]
-fn leaves_weights_and_moments_untouched() {
+fn skipped_step_changes_no_state() {
     for stage in 0..4 {
-        let all_skipped = Case { stage, dtype: DType::F16, steps: 2, rules: rules(60), ..Case::default() };
+        let all_skipped = Case { stage, dtype: DType::F16, steps: 2, optimizer: optimizer(60), ..Case::default() };
         let outcome = all_skipped.run_tiny();
         assert!(outcome.steps.iter().all(|s| s.skipped));
         let untouched = Case { steps: 0, ..all_skipped.clone() };
@@ -60,26 +60,27 @@ fn leaves_weights_and_moments_untouched() {
     }
 }
 
-/// bf16 and fp32 check too (PEERS.md: a masked NaN norm).
+/// bf16 and fp32 check too: a NaN norm must not be masked.
 #[test]
-fn a_nan_in_any_dtype_is_skipped() {
+fn nan_in_any_dtype_is_skipped() {
     for dtype in [DType::F32, DType::Bf16] {
         let case = Case { dtype, steps: 2, ..Case::default() };
         let mut workload = case.tiny();
         workload.config.layer_norm_epsilon = f32::MAX; // its square root is finite, but activations vanish
         let fine = case.run(&workload);
         assert!(fine.steps.iter().all(|s| !s.skipped));
-        let case = Case { rules: OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() }, ..case };
+        let case =
+            Case { optimizer: OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() }, ..case };
         let outcome = Case { steps: 4, ..case }.run_tiny();
         assert!(outcome.steps.last().unwrap().skipped, "{dtype}: weights blew up, and the step after is skipped");
     }
 }
 
-/// With a scale that never moves nothing gets better: the run ends, and what was saved before is still there.
+/// Under a static loss scale lost weights stay lost: the run ends, and the last good checkpoint is kept.
 #[test]
-fn weights_that_are_lost_end_the_run_and_push_out_no_checkpoint() {
-    let rules = OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() };
-    let case = Case { ranks: 1, steps: 1000, rules, ..Case::default() };
+fn lost_weights_end_the_run_and_keep_checkpoints() {
+    let optimizer = OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() };
+    let case = Case { ranks: 1, steps: 1000, optimizer, ..Case::default() };
     let dir = tempfile::tempdir().unwrap();
     let save = RunOptions { checkpoint: Some((dir.path().to_owned(), 1)), keep_last: Some(1), ..case.options(None) };
     let (mut steps, settings) = (0, case.settings());

@@ -1,4 +1,4 @@
-//! What the tests share: runs, and what came of them.
+//! Runs of the tests and their results.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,12 +25,12 @@ use zero_shard::{Layout, ZeroStage};
 pub(crate) use crate::oracle::{relative_error, tensors, tokens};
 use crate::place::data;
 
-/// A folder in memory where there is one: checkpoints are synced, and hundreds of them wear on a disk.
+/// A folder in memory if possible: hundreds of synced checkpoints are slow on a disk.
 fn temporary_folder() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// A run of the tests: what is not said is 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
+/// A run. The default is 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     pub(crate) ranks: usize,
@@ -42,7 +42,7 @@ pub(crate) struct Case {
     pub(crate) overlap: bool,
     pub(crate) activation_checkpointing: bool,
     pub(crate) bucket_elems: usize,
-    pub(crate) rules: OptimizerConfig,
+    pub(crate) optimizer: OptimizerConfig,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) cancel: Arc<AtomicBool>,
 }
@@ -59,21 +59,21 @@ impl Default for Case {
             overlap: true,
             activation_checkpointing: false,
             bucket_elems: 1 << 12,
-            rules: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
+            optimizer: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
             resume: None,
             cancel: Arc::default(),
         }
     }
 }
 
-/// What came of a run.
+/// The result of a run.
 pub(crate) struct Outcome {
-    /// Rank 0's figures of each step.
+    /// Rank 0's metrics of each step.
     pub(crate) steps: Vec<StepMetrics>,
     pub(crate) summaries: Vec<RankSummary>,
     pub(crate) layout: Layout,
     pub(crate) settings: Settings,
-    /// Where the checkpoint is, as long as this lives.
+    /// The folder of the checkpoint, removed on drop.
     pub(crate) dir: TempDir,
 }
 
@@ -108,7 +108,7 @@ impl Case {
             bucket_capacity_elems: self.bucket_elems,
             overlap: self.overlap,
             prefetch: PrefetchOptions { ahead: usize::from(self.overlap), ..PrefetchOptions::default() },
-            rules: self.rules.clone(),
+            optimizer: self.optimizer.clone(),
             graphs: false,
             limit: Duration::from_secs(60),
         }

@@ -3,7 +3,7 @@
 use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 
-use crate::support::{Case, Outcome};
+use super::support::{Case, Outcome};
 
 fn resumed(from: &Outcome, case: &Case) -> Outcome {
     Case { resume: Some(from.dir.path().to_owned()), ..case.clone() }.run_tiny()
@@ -33,7 +33,7 @@ fn in_another_dtype() {
         Case {
             dtype,
             steps,
-            rules: OptimizerConfig { loss_scaling, ..OptimizerConfig::default() },
+            optimizer: OptimizerConfig { loss_scaling, ..OptimizerConfig::default() },
             ..Case::default()
         }
     };

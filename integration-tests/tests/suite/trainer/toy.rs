@@ -17,13 +17,13 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_shard::{ParamSpec, UnitSpec};
 
-/// The toy and its sizes.
+/// The toy model and its sizes.
 pub(crate) struct Toy {
     units: Vec<UnitSpec>,
     passes: Vec<Pass>,
     /// At this pass of its third forward, rank 0's model panics.
     pub(crate) panic_at: Option<usize>,
-    /// As its third forward runs, rank 0's model asks for this.
+    /// Set by rank 0's model while its third forward runs.
     pub(crate) cancel: Option<Arc<AtomicBool>>,
 }
 
@@ -122,7 +122,7 @@ impl Model<HostDevice> for ToyModel {
         let cancel = self.cancel.clone().filter(|_| self.forwards == 3);
         let (kept, params) = (Arc::clone(&self.kept[pass]), params.to_vec());
         stream.enqueue("toy forward", move || {
-            assert!(!panics, "the toy was told to panic");
+            assert!(!panics, "panic requested by the test");
             if let Some(cancel) = cancel {
                 std::thread::sleep(Duration::from_millis(50)); // the host has long enqueued the rest of the step
                 cancel.store(true, Ordering::Relaxed);

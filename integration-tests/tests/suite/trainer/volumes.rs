@@ -4,8 +4,8 @@ use integration_tests::trainer::CommBytes;
 use zero_alloc::device::DType;
 use zero_shard::ZeroStage;
 
-use crate::support::{Case, Outcome};
-use crate::toy::Toy;
+use super::support::{Case, Outcome};
+use super::toy::Toy;
 
 fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
     let (layout, settings) = (&outcome.layout, &outcome.settings);

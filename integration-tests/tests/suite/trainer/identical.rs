@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 
-use crate::support::{Case, Outcome};
-use crate::toy::Toy;
+use super::support::{Case, Outcome};
+use super::toy::Toy;
 
 fn same(a: &Outcome, b: &Outcome, what: &str) {
     assert_eq!(a.curve(), b.curve(), "{what}: losses and norms");

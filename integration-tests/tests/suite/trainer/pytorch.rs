@@ -6,22 +6,29 @@ use serde_json::Value;
 use zero_kernels::AdamHyper;
 use zero_optim::OptimizerConfig;
 
+use super::support::{Case, relative_error, tensors};
 use crate::place::data;
-use crate::support::{Case, relative_error, tensors};
 
 fn matches_pytorch(ranks: usize, micro_batch: usize) {
     let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let expected = expected["steps"].as_array().unwrap();
     let last: HashMap<_, _> = tensors("params_last.safetensors").into_iter().collect();
-    let rules = OptimizerConfig {
+    let optimizer = OptimizerConfig {
         hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true },
         lr: 1e-3,
         max_grad_norm: 1.0,
         ..OptimizerConfig::default()
     };
     for stage in 0..4 {
-        let case =
-            Case { ranks, stage, micro_batch, steps: 30, grad_accum: 2, rules: rules.clone(), ..Case::default() };
+        let case = Case {
+            ranks,
+            stage,
+            micro_batch,
+            steps: 30,
+            grad_accum: 2,
+            optimizer: optimizer.clone(),
+            ..Case::default()
+        };
         let outcome = case.run_tiny();
         assert_eq!(outcome.steps.len(), expected.len());
         for (got, want) in outcome.steps.iter().zip(expected) {

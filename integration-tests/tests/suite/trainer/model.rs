@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use super::support::{relative_error, tensors, tokens};
 use crate::place::data;
-use crate::support::{relative_error, tensors, tokens};
 use integration_tests::model::Model;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};

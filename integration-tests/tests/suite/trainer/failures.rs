@@ -2,11 +2,11 @@
 
 use integration_tests::trainer::{Settings, StepMetrics, run_on_threads};
 
-use crate::support::Case;
-use crate::toy::Toy;
+use super::support::Case;
+use super::toy::Toy;
 
 #[test]
-fn graphs_on_a_device_that_has_none_are_refused() {
+fn host_device_refuses_graphs() {
     let case = Case { ranks: 1, stage: 2, ..Case::default() };
     let settings = Settings { graphs: true, ..case.settings() };
     let options = case.options(None);
@@ -16,7 +16,7 @@ fn graphs_on_a_device_that_has_none_are_refused() {
 }
 
 #[test]
-fn a_panic_in_one_rank_ends_the_run_and_names_the_rank() {
+fn panic_ends_the_run_and_names_the_rank() {
     for stage in 0..4 {
         for ranks in [1, 4] {
             for panic_at in [0, 2] {
@@ -27,7 +27,7 @@ fn a_panic_in_one_rank_ends_the_run_and_names_the_rank() {
                     Err(error) => error.to_string(),
                 };
                 assert!(error.contains("rank 0"), "stage {stage}, {ranks} ranks: {error}");
-                assert!(error.contains("told to panic"), "stage {stage}, {ranks} ranks: {error}");
+                assert!(error.contains("panic requested"), "stage {stage}, {ranks} ranks: {error}");
             }
         }
     }
