@@ -2,7 +2,7 @@
 //!
 //! Shapes: qkv, dqkv `[batch, seq, 3, heads, d]`, out, dout `[batch, seq, heads, d]` in the kernels' type; lse, delta
 //! `[batch, heads, seq]` in fp32. `lse` is log2 of the sum of the exponentials of the scores: the forward pass writes
-//! it for the backward pass, and no one else reads it.
+//! it for the backward pass only.
 
 use std::f32::consts::LOG2_E;
 
@@ -42,7 +42,8 @@ struct Kernel {
     launch: Launch,
 }
 
-/// Rows that a block owns, its warps, and the rows of what it passes over: the numbers at the end of attention.cu.
+/// Rows that a block owns, its warps, and the rows of a tile that it iterates over: the numbers at the end of
+/// attention.cu.
 struct Tiles {
     d: usize,
     forward: [usize; 3],
@@ -60,13 +61,13 @@ impl Attention {
     /// Chooses the kernels for `shape`: tensor cores where `ops` has them for this head dimension.
     ///
     /// # Errors
-    /// No kernel takes the shape, or the device has too little shared memory for it.
+    /// No kernel supports the shape, or the device has too little shared memory.
     pub fn new(ops: &OpKernels, shape: Shape) -> Result<Self, OpError> {
         let flash = FLASH.iter().find(|t| t.d == shape.d && ops.function(&format!("flash_forward_{}", t.d)).is_ok());
         flash.map_or_else(|| Self::plain(ops, shape), |tiles| Self::flash(ops, shape, tiles))
     }
 
-    /// The kernels that need no tensor cores.
+    /// The kernels without tensor cores.
     ///
     /// # Errors
     /// As for [`Self::new`].
@@ -86,7 +87,7 @@ impl Attention {
     }
 
     fn flash(ops: &OpKernels, shape: Shape, tiles: &Tiles) -> Result<Self, OpError> {
-        // The forward pass keeps its rows once (queries), the backward passes twice; what is passed over comes as two
+        // Shared memory: the forward pass stores its rows once (queries), the backward passes twice; the others are two
         // tiles in two stages.
         let kernel = |name: &str, [rows, warps, others]: [usize; 3], own: usize| {
             let shared = (own * rows + 4 * others) * shape.d * ELEM_BYTES;
@@ -113,7 +114,7 @@ impl Attention {
     /// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass.
     ///
     /// # Errors
-    /// Lengths or types do not fit, or the stream refused.
+    /// Lengths or types do not fit, or the stream failed.
     pub fn forward(
         &self,
         ops: &OpKernels,
@@ -144,7 +145,7 @@ impl Attention {
     /// `dqkv` = the gradient of qkv, overwritten; `delta` is scratch.
     ///
     /// # Errors
-    /// Lengths or types do not fit, or the stream refused.
+    /// Lengths or types do not fit, or the stream failed.
     #[allow(clippy::too_many_arguments)]
     pub fn backward(
         &self,

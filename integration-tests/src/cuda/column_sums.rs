@@ -8,9 +8,9 @@ use super::launch::{OpKernels, Shape, columns, size};
 
 /// Warps of a block (`WARPS` of the source).
 const WARPS: u32 = 8;
-/// Rows of a chunk at least, so that the second stage has little to add.
+/// Minimum rows of a chunk, so that the second stage is short.
 const CHUNK_ROWS: usize = 128;
-/// Chunks at most. Bits depend on this number.
+/// Maximum number of chunks. The results' bits depend on it.
 const MAX_CHUNKS: usize = 132;
 
 /// Elements of the workspace of [`add`].
@@ -33,7 +33,7 @@ pub(super) fn part(what: &'static str, all: DeviceSlice<f32>, len: usize) -> Res
 /// `out[j] += sum over rows of x[i, j]`: x `[rows, n]` in the kernels' type, out `[n]`.
 ///
 /// # Errors
-/// Lengths or types do not fit, or the stream refused.
+/// Lengths or types do not fit, or the stream failed.
 pub fn add(
     ops: &OpKernels,
     stream: &CudaStream,

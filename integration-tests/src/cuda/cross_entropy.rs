@@ -8,7 +8,7 @@ use super::launch::{OpKernels, Shape, size};
 
 /// Threads of a block (`CE_THREADS` of the source).
 const BLOCK: u32 = 1024;
-/// Threads of the one block that adds the losses up.
+/// Threads of the one block that sums the losses.
 const SUM_BLOCK: u32 = 1024;
 
 /// Elements from one row of logits to the next, so that all rows are aligned to 128 bytes of a 16-bit type.
@@ -21,7 +21,7 @@ pub fn stride_elems(vocab: usize) -> usize {
 pub struct Scale {
     /// One, read when the launch runs.
     pub loss_scale: DeviceSlice<f64>,
-    /// Tokens of the mean, of which a launch may do a part.
+    /// Tokens of the mean; a launch may cover a part of them.
     pub tokens: usize,
 }
 
@@ -30,7 +30,7 @@ pub struct Scale {
 /// the data was opened.
 ///
 /// # Errors
-/// Lengths or types do not fit, or the stream refused.
+/// Lengths or types do not fit, or the stream failed.
 pub fn forward_backward(
     ops: &OpKernels,
     stream: &CudaStream,
@@ -43,7 +43,7 @@ pub fn forward_backward(
     let (rows, stride) = (targets.len(), stride_elems(vocab));
     check_len("cross entropy: losses", losses.len(), rows)?;
     check_len("cross entropy: loss scale", scale.loss_scale.len(), 1)?;
-    // The kernel's wide accesses need it, and stride_elems keeps it from row to row.
+    // The kernel's wide accesses need it; stride_elems preserves it from row to row.
     check_len("cross entropy: logits' address modulo 16", logits.as_ptr().addr() % 16, 0)?;
     let args = [
         ops.stored("cross entropy: logits", logits, rows * stride)?,
@@ -59,10 +59,10 @@ pub fn forward_backward(
     unsafe { ops.launch(stream, "cross entropy", "cross_entropy", shape, args) }
 }
 
-/// `loss[0] += sum of losses / rows`, in fp64 and an order that their number fixes.
+/// `loss[0] += sum of losses / rows`, in fp64, in an order that depends on their number alone.
 ///
 /// # Errors
-/// Lengths do not fit, or the stream refused.
+/// Lengths do not fit, or the stream failed.
 pub fn add_mean(
     ops: &OpKernels,
     stream: &CudaStream,

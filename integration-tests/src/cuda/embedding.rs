@@ -1,4 +1,4 @@
-//! Launches of embedding.cu, and the lists that its backward pass goes by.
+//! Launches of embedding.cu, and the token lists of its backward pass.
 //!
 //! Shapes: tokens `[rows]`, rows = batch x seq; wte `[vocab, n]`, wpe `[positions, n]`, x, dx `[rows, n]` in the
 //! kernels' type; dwte, dwpe in fp32. Tokens were checked against the vocabulary when the data was opened.
@@ -9,23 +9,23 @@ use zero_alloc::device::{AnySlice, DeviceSlice};
 use super::error::{OpError, check_len};
 use super::launch::{OpKernels, Shape, columns, size};
 
-/// The tokens of a micro-batch on the device, and which rows have the same.
+/// The tokens of a micro-batch on the device, and its rows grouped by token.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenLists {
     /// The token of each row.
     pub tokens: DeviceSlice<u32>,
-    /// All rows, by their token, and in their own order where it is the same.
+    /// All rows, sorted by token; the sort is stable.
     pub order: DeviceSlice<u32>,
-    /// Where in `order` each different token begins; as long as `order`.
+    /// The start of each distinct token in `order`; as long as `order`.
     pub starts: DeviceSlice<u32>,
-    /// One: how many different tokens there are.
+    /// One element: the number of distinct tokens.
     pub segments: DeviceSlice<u32>,
 }
 
 /// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and `starts` are as long
-/// as `tokens`; what `starts` holds behind the segments is left as it was.
+/// as `tokens`; the rest of `starts` is unchanged.
 pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32 {
-    // How many rows a token has, and then where its next row goes.
+    // First the number of rows of each token, then the position of its next row.
     let mut places = vec![0u32; tokens.iter().max().map_or(0, |&most| most as usize + 1)];
     tokens.iter().for_each(|&token| places[token as usize] += 1);
     let (mut segments, mut end) = (0, 0);
@@ -48,7 +48,7 @@ pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32
 /// `x[b, t] = wte[token] + wpe[t]`.
 ///
 /// # Errors
-/// Lengths or types do not fit, or the stream refused.
+/// Lengths or types do not fit, or the stream failed.
 pub fn forward(
     ops: &OpKernels,
     stream: &CudaStream,
@@ -75,10 +75,10 @@ pub fn forward(
     unsafe { ops.launch(stream, "embedding", &format!("embedding_forward_{columns}"), shape, args) }
 }
 
-/// `dwte[token] += dx` and `dwpe[t] += dx`, in an order that the tokens alone fix.
+/// `dwte[token] += dx` and `dwpe[t] += dx`, in an order that depends on the tokens alone.
 ///
 /// # Errors
-/// Lengths or types do not fit, or the stream refused.
+/// Lengths or types do not fit, or the stream failed.
 pub fn backward(
     ops: &OpKernels,
     stream: &CudaStream,
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_listed_by_token_and_then_in_their_order() {
+    fn rows_are_sorted_by_token() {
         let tokens = [7, 2, 7, 0, 2, 7];
         let (mut order, mut starts) = ([99; 6], [99; 6]);
         assert_eq!(sort_tokens(&tokens, &mut order, &mut starts), 3);

@@ -10,7 +10,7 @@ use super::launch::{OpKernels, Shape};
 /// `y = gelu(x)`, elementwise.
 ///
 /// # Errors
-/// Lengths or types do not fit, or the stream refused.
+/// Lengths or types do not fit, or the stream failed.
 pub fn forward(ops: &OpKernels, stream: &CudaStream, y: AnySlice, x: AnySlice) -> Result<(), OpError> {
     elementwise(ops, stream, "gelu", "gelu_forward", y, x)
 }
@@ -18,7 +18,7 @@ pub fn forward(ops: &OpKernels, stream: &CudaStream, y: AnySlice, x: AnySlice) -
 /// `dy *= gelu'(x)`, elementwise: on return `dy` is the gradient of x.
 ///
 /// # Errors
-/// Lengths or types do not fit, or the stream refused.
+/// Lengths or types do not fit, or the stream failed.
 pub fn backward(ops: &OpKernels, stream: &CudaStream, dy: AnySlice, x: AnySlice) -> Result<(), OpError> {
     elementwise(ops, stream, "gelu backward", "gelu_backward", dy, x)
 }

@@ -9,9 +9,9 @@ use zero_kernels::cuda::{Arch, Functions, Loader, Span};
 use super::error::OpError;
 use super::kernel_files;
 
-/// Threads of a block where a kernel works element by element (`THREADS` of the prelude).
+/// Threads of a block of an elementwise kernel (`THREADS` of the prelude).
 pub(super) const THREADS: u32 = 256;
-/// Blocks of a kernel that takes any grid: enough for the largest devices, each thread then takes several groups.
+/// Maximum blocks of a kernel with a grid-stride loop: enough for the largest devices.
 const MAX_BLOCKS: u64 = 132 * 16;
 
 /// The kernels for activations of one type, loaded on a device.
@@ -31,7 +31,7 @@ impl OpKernels {
     /// All kernels for `dtype` that the loader's device can run.
     ///
     /// # Errors
-    /// No kernels are made for `dtype`, they do not compile, or the driver refuses them.
+    /// There are no kernels for `dtype`, or they cannot be compiled or loaded.
     pub fn load(loader: &Loader, dtype: DType) -> Result<Self, OpError> {
         let arch = Arch::of_capability(loader.device().arch());
         let mut functions = Functions::new();
@@ -63,7 +63,7 @@ impl OpKernels {
     /// Enqueues `entry` on `stream`; `op` is its name in errors and timelines.
     ///
     /// # Safety
-    /// `args` are the kernel's parameters in order, and within the slices among them lies what it touches.
+    /// `args` are the kernel's parameters in order, and it accesses only elements within the slices among them.
     pub(super) unsafe fn launch<const N: usize>(
         &self,
         stream: &CudaStream,
@@ -97,7 +97,7 @@ impl Shape {
         Self { grid: [blocks, 1, 1], block, shared_bytes: 0 }
     }
 
-    /// Threads for `items` items, of which each thread takes every gridDim-th.
+    /// Threads for `items` items of a grid-stride loop.
     pub(super) fn over(items: u64) -> Self {
         Self::blocks(items.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32, THREADS)
     }
@@ -147,13 +147,13 @@ impl From<Span> for Arg {
 // The low bytes of a number come first.
 const _: () = assert!(cfg!(target_endian = "little") && size_of::<Span>() == 16);
 
-/// Columns of a thread in rows of `n` elements: 8 where 16-byte accesses fit all `slices`, else 1.
+/// Columns of a thread in rows of `n` elements: 8 if all `slices` allow 16-byte accesses, else 1.
 pub(super) fn columns(n: usize, slices: &[AnySlice]) -> usize {
     let aligned = |s: &AnySlice| s.as_ptr().addr().is_multiple_of(16);
     if n.is_multiple_of(8) && slices.iter().all(aligned) { 8 } else { 1 }
 }
 
-/// A size as the kernels take it.
+/// A size as a kernel's argument.
 pub(super) fn size(what: &'static str, n: usize) -> Result<u32, OpError> {
     u32::try_from(n).ok().filter(|&n| n <= i32::MAX as u32).ok_or(OpError::Size {
         what,

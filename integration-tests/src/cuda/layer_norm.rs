@@ -10,7 +10,7 @@ use super::column_sums;
 use super::error::{OpError, check_len};
 use super::launch::{OpKernels, Shape, columns, size};
 
-/// Rows that a block takes at a time (`BATCH` of the source).
+/// Rows that a block computes at a time (`BATCH` of the source).
 const BATCH: usize = 4;
 /// Blocks of the backward pass: four on each multiprocessor of the largest device. Bits depend on this number.
 const BACKWARD_BLOCKS: usize = 4 * 132;
@@ -38,7 +38,7 @@ fn block(n: usize, columns: usize) -> Result<u32, OpError> {
 /// `y = (x - mean) / sqrt(var + eps) * gain + bias`; `stats` is written for the backward pass.
 ///
 /// # Errors
-/// Lengths, types or sizes do not fit, or the stream refused.
+/// Lengths, types or sizes do not fit, or the stream failed.
 #[allow(clippy::too_many_arguments)]
 pub fn forward(
     ops: &OpKernels,
@@ -72,7 +72,7 @@ pub fn forward(
 /// Adds the gradients of x, gain and bias to `dx`, `dgain` and `dbias`.
 ///
 /// # Errors
-/// Lengths, types or sizes do not fit, or the stream refused.
+/// Lengths, types or sizes do not fit, or the stream failed.
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     ops: &OpKernels,

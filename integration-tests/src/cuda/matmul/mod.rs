@@ -1,6 +1,6 @@
 //! Matrix products by cuBLASLt, with biases and GELU in the same pass over memory.
 //!
-//! All matrices here are row-major. The library is column-major, so it is given the transposed product:
+//! All matrices here are row-major. The library is column-major, so it computes the transposed product:
 //! `(x w)^T = w^T x^T`, where a row-major matrix is its own transpose in column-major order.
 
 mod library;
@@ -20,7 +20,7 @@ use product::{Addresses, Attribute, Description, Layouts, MatrixLayout, data_typ
 
 pub use library::LibraryError;
 
-/// Looks for cuBLASLt.
+/// Checks that cuBLASLt can be loaded.
 ///
 /// # Errors
 /// It is not on this machine, or lacks a function.
@@ -64,8 +64,8 @@ impl Matrix {
     }
 }
 
-/// The greatest power of two, at most 32, that divides the address. Tensor cores want 16 bytes; and to 32 a unit's flat
-/// parameter is aligned at every stage, so that the same product has the same algorithm, and bits, at all of them.
+/// The greatest power of two, at most 32, that divides the address. Tensor cores need 16 bytes. A unit's flat
+/// parameter is aligned to 32 bytes at every stage, so that a product has the same algorithm, and bits, at all stages.
 fn alignment(slice: AnySlice) -> u32 {
     1 << slice.as_ptr().addr().trailing_zeros().min(5)
 }
@@ -81,7 +81,7 @@ pub enum Epilogue {
     BiasGelu {
         /// The bias.
         bias: AnySlice,
-        /// Where GELU's input goes, in the shape of the result.
+        /// Output for GELU's input, in the shape of the result.
         input: AnySlice,
     },
     /// Times the slope of GELU at its input.
@@ -126,7 +126,7 @@ pub struct Product {
     pub right: Matrix,
     /// `[m, n]`, not transposed; may be of another type than the factors.
     pub out: Matrix,
-    /// `[m, n]` as `out` lies; `out` itself to add to it.
+    /// `[m, n]` in the layout of `out`; `out` itself to add to it.
     pub add: Option<Matrix>,
     /// The operation on the sums.
     pub epilogue: Epilogue,
@@ -146,7 +146,7 @@ impl Product {
     }
 }
 
-/// All that the choice of an algorithm depends on.
+/// The inputs of the choice of an algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [usize; 3],
@@ -155,8 +155,8 @@ struct Key {
     dtypes: [DType; 2],
     /// Of the factors, the addend and the result in the library's order.
     alignments: [u32; 4],
-    /// Of the bias and GELU's input, which the library looks at too.
-    beside: [Option<u32>; 2],
+    /// Alignments of the bias and of GELU's input, which the choice depends on too.
+    operand_alignments: [Option<u32>; 2],
     adds: bool,
     epilogue: u32,
 }
@@ -206,7 +206,7 @@ impl Matmul {
     /// Enqueues `product` on `stream`.
     ///
     /// # Errors
-    /// The matrices do not fit one another, the library knows no way, or the stream refused.
+    /// The matrices do not fit one another, the library has no algorithm, or the stream failed.
     pub fn run(&self, stream: &CudaStream, product: &Product) -> Result<(), OpError> {
         let key = check(product)?;
         let mut plans = self.plans.lock();
@@ -217,7 +217,7 @@ impl Matmul {
         };
         plan.point_at(product, |slice| slice.as_ptr().addr() as u64)?;
         let Product { left, right, out, add, .. } = product;
-        // Nothing is added: the library then does not read c.
+        // With beta = 0 the library does not read c.
         let (c, beta) = add.as_ref().map_or((out, 0.0), |add| (add, 1.0));
         let at = Addresses {
             a: right.data.as_ptr().cast_const().cast(),
@@ -242,7 +242,7 @@ impl Matmul {
         key: Key,
         product: &Product,
     ) -> Result<Option<&'a Plan>, OpError> {
-        // The library works in the context that is current on the calling thread.
+        // The library uses the context that is current on the calling thread.
         self.device.bind()?;
         let plan = match plans.entry(key) {
             Entry::Occupied(known) => known.into_mut(),
@@ -274,7 +274,7 @@ impl Matmul {
             description.set_wide(Attribute::AuxStride, out.cols as u64)?;
         }
         let plan = Plan { description, layouts, algorithm: Algorithm::default() };
-        // The choice looks at the alignment of addresses alone: one that is no better aligned than the key says.
+        // The choice depends on the alignment of addresses alone: an address with exactly the key's alignment.
         plan.point_at(product, |slice| alignment(slice).into())?;
         let found = library.choose(&plan.description, &plan.layouts, key.alignments, self.workspace.len())?;
         Ok(found.map(|algorithm| Plan { algorithm, ..plan }))
@@ -282,7 +282,7 @@ impl Matmul {
 }
 
 impl Plan {
-    /// Gives the description the addresses of this product's bias and GELU input.
+    /// Sets the addresses of this product's bias and GELU input in the description.
     fn point_at(&self, product: &Product, address: impl Fn(AnySlice) -> u64) -> Result<(), LibraryError> {
         if let Some(bias) = product.epilogue.bias() {
             self.description.set_wide(Attribute::BiasPointer, address(bias))?;
@@ -340,7 +340,7 @@ fn check(product: &Product) -> Result<Key, OpError> {
         transposed: [left.transposed, right.transposed],
         dtypes: [left.data.dtype(), out.data.dtype()],
         alignments: [right, left, c, out].map(|m| alignment(m.data)),
-        beside: [epilogue.bias(), epilogue.gelu_input()].map(|slice| slice.map(alignment)),
+        operand_alignments: [epilogue.bias(), epilogue.gelu_input()].map(|slice| slice.map(alignment)),
         adds: add.is_some(),
         epilogue: epilogue.code(),
     })

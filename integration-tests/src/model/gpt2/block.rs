@@ -34,23 +34,9 @@ pub(super) fn backward(
 ) {
     let get = |part| p.get(0, part);
     let c = shape.heads * shape.d;
-    let [ln1_w, ln1_b, qkv_w, qkv_b, proj_w, proj_b, ln2_w, ln2_b, fc_w, fc_b, out_w, out_b] = p.unit(0).split_mut(
-        grad,
-        [
-            "ln_1.weight",
-            "ln_1.bias",
-            "c_attn.weight",
-            "c_attn.bias",
-            "attn.c_proj.weight",
-            "attn.c_proj.bias",
-            "ln_2.weight",
-            "ln_2.bias",
-            "c_fc.weight",
-            "c_fc.bias",
-            "mlp.c_proj.weight",
-            "mlp.c_proj.bias",
-        ],
-    );
+    // In the order of `GptConfig::units`.
+    let [ln1_w, ln1_b, qkv_w, qkv_b, proj_w, proj_b, ln2_w, ln2_b, fc_w, fc_b, out_w, out_b] =
+        p.unit(0).split_mut(grad);
     let dact = &mut s.wide[..a.fc.len()];
     linear::backward_weight(out_w, out_b, a.act, s.dres);
     linear::product_transposed(dact, s.dres, get("mlp.c_proj.weight"), a.fc.len() * c / s.dres.len());

@@ -35,11 +35,11 @@ pub(super) fn backward(
     let Some(own) = grads.pop() else { return 0.0 };
     let (dgain, dbias, dw) = match embedding {
         Some(embedding) => {
-            let [dgain, dbias] = p.unit(0).split_mut(own, ["ln_f.weight", "ln_f.bias"]);
-            let [dw] = p.unit(1).split_mut(embedding, ["wte"]);
+            let [dgain, dbias] = p.unit(0).split_mut(own);
+            let [dw] = p.unit(1).split_mut(embedding);
             (dgain, dbias, dw)
         }
-        None => p.unit(0).split_mut(own, ["ln_f.weight", "ln_f.bias", "lm_head"]).into(),
+        None => p.unit(0).split_mut::<3>(own).into(),
     };
     let rows = s.logits.len() / vocab;
     let mut loss = 0.0;

@@ -257,7 +257,7 @@ impl Model<HostDevice> for Gpt2 {
             let tokens = Arc::clone(&self.inputs);
             let layout = Arc::clone(&self.params);
             return self.enqueue(stream, "backward embedding", pass, params, grads, move |_, mut grads| {
-                let [dwte, dwpe] = layout[0].split_mut(grads[0], ["wte", "wpe"]);
+                let [dwte, dwpe] = layout[0].split_mut(grads[0]);
                 embedding::backward(dwte, dwpe, &tokens, scratch.view().dres, seq, c);
             });
         }

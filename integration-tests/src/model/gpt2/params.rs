@@ -31,15 +31,13 @@ impl UnitParams {
         found.unwrap_or_default()
     }
 
-    /// Splits a flat gradient into the named parts, which must be in the order of the unit.
-    pub(super) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32], parts: [&str; N]) -> [&'a mut [f32]; N] {
-        let (mut rest, mut done) = (flat, 0);
-        parts.map(|part| {
-            let range = self.range(part);
-            let (_, tail) = std::mem::take(&mut rest).split_at_mut(range.start - done);
-            let (found, tail) = tail.split_at_mut(range.len());
-            (rest, done) = (tail, range.end);
-            found
+    /// The first N parameters of the unit, cut from its flat gradient.
+    pub(super) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32]) -> [&'a mut [f32]; N] {
+        let mut rest = flat;
+        std::array::from_fn(|i| {
+            let (param, tail) = std::mem::take(&mut rest).split_at_mut(self.0[i].1.len());
+            rest = tail;
+            param
         })
     }
 }
