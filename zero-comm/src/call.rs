@@ -26,7 +26,7 @@ pub enum Segments {
     Even(usize),
     /// One number of elements per rank.
     Uneven(Arc<[usize]>),
-    /// This many elements in all, divided by [`balanced_range`].
+    /// This many elements in all, in segments as equal as possible, the longer ones first.
     Balanced(usize),
 }
 
