@@ -152,7 +152,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     sum_and_gather(&comm, &rank, 1);
     // Pages are many handles, which are not shareable.
     rank.pool = Pool::new(device.clone(), BUDGET);
-    assert!(comm.register_pool(&rank.pool).unwrap_err().to_string().contains("lends pages"));
+    assert!(comm.register_pool(&rank.pool).unwrap_err().to_string().contains("uses pages"));
     // SAFETY: the pool outlives the call, which registers nothing.
     let refused = unsafe { comm.register(rank.buffer(100, DType::F32).0) }.unwrap_err().to_string();
     assert!(refused.contains("for this process alone"), "{refused}");
