@@ -19,10 +19,10 @@ mod split_request;
 pub mod threads;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight};
-pub use call::{Call, Checked, Group, Segments, balanced_range};
+pub use call::{Call, Checked, Group, Segments};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
-pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher, UnitGather, Unsharded};
+pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher, Unsharded};
 pub use solo::Solo;

@@ -1,4 +1,4 @@
-//! An estimate of a transformer's activations, for planning; what a trainer really keeps, it measures.
+//! An estimate of a transformer's activations, for planning; the trainer measures the actual bytes.
 //!
 //! Counted as by Korthikanti et al. (arXiv 2205.05198, section 4), s tokens a row, b rows, width h, width f within
 //! the feed-forward, a heads; a layer keeps for its backward, in elements of the computing dtype:
@@ -62,7 +62,7 @@ impl TransformerShape {
     }
 }
 
-/// How a model runs, as far as its activations depend on it.
+/// The run's settings that determine its activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ActivationOptions {
@@ -74,7 +74,7 @@ pub struct ActivationOptions {
     pub elem_bytes: u64,
     /// Whether blocks keep only their input and compute the rest again (arXiv 1604.06174).
     pub checkpointing: bool,
-    /// Ranks that share each checkpoint (ZeRO-R's P_a, arXiv 1910.02054, section 6.1); 1 for none.
+    /// Ranks that share each checkpoint (ZeRO-R's P_a, arXiv 1910.02054, section 6.1); 1 for no sharing.
     pub checkpoint_shards: u64,
     /// Whether the attention matrix is never kept.
     pub flash_attention: bool,
@@ -140,7 +140,7 @@ impl ActivationBytes {
         Ok(bytes)
     }
 
-    /// All of it.
+    /// The sum.
     pub fn total_bytes(&self) -> u64 {
         let working = self.statistics_bytes + self.backward_bytes + self.head_bytes;
         self.blocks_bytes + self.recomputed_bytes + working

@@ -36,7 +36,7 @@ impl BucketPiece {
         self.segment_elems() * self.world_size
     }
 
-    /// For each rank in order: where its segment lies in the unit's flat parameter.
+    /// The range of each rank's segment in the unit's flat parameter, in rank order.
     pub fn segments(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         (0..self.world_size).map(|rank| {
             let base = rank * self.shard_elems;
@@ -46,7 +46,7 @@ impl BucketPiece {
 }
 
 /// Cuts `unit` into pieces of at most `capacity_elems` elements each over all ranks (at least one element
-/// a rank, so a capacity below the world size is taken as the world size).
+/// a rank: a capacity below the world size counts as the world size).
 pub fn bucket_pieces(
     unit: &UnitLayout,
     world_size: u64,
@@ -65,7 +65,7 @@ fn pieces(shard_elems: u64, world_size: u64, step: u64) -> impl Iterator<Item = 
 
 impl Layout {
     /// As [`bucket_pieces`], and every segment but the last of the unit is a multiple of the shard's
-    /// alignment (so a capacity below one alignment a rank is taken as that).
+    /// alignment (a capacity below one alignment a rank counts as that).
     ///
     /// # Errors
     /// There is no such unit.

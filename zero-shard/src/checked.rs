@@ -1,4 +1,4 @@
-//! Products and sums that are errors where 64 bits do not hold them.
+//! Products and sums with an error on overflow of 64 bits.
 
 use crate::ShardError;
 

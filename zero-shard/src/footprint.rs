@@ -1,10 +1,10 @@
-//! Everything a rank holds, by purpose and by tier of memory.
+//! The memory of a rank, by purpose and tier.
 //!
 //! | purpose | bytes |
 //! |---|---|
 //! | parameters, gradients, optimizer state | [`StateBytes`], on the tier where [`Placement`] puts each |
 //! | gathered units | the most elements live at once, at stage 3 |
-//! | buckets | of constant size: they do not grow with the model |
+//! | buckets | constant: independent of the model's size |
 //! | scratch | flat gradients while a backward pass adds to them |
 //! | staging | host memory between the device and NVMe: sub-groups in flight |
 //! | activations | an estimate, such as [`ActivationBytes`](crate::ActivationBytes) |
@@ -26,15 +26,15 @@ pub enum Tier {
     Nvme,
 }
 
-/// Where the shards live (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
+/// The tier of each kind of shard (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Placement {
-    /// Parameters; away from the device only where they are sharded (stage 3).
+    /// Parameters; off the device only at stage 3, where they are sharded.
     pub params: Tier,
-    /// Gradients; away from the device only where they are sharded (stages 2 and 3).
+    /// Gradients; off the device only at stages 2 and 3, where they are sharded.
     pub grads: Tier,
-    /// Optimizer state; away from the device at any stage.
+    /// Optimizer state; off the device at any stage.
     pub optimizer: Tier,
 }
 
@@ -42,15 +42,15 @@ impl Placement {
     /// All on the device.
     pub const DEVICE: Self = Self { params: Tier::Device, grads: Tier::Device, optimizer: Tier::Device };
 
-    /// Optimizer state on `tier`, and with it the gradients of stages 2 and 3 in host memory, where the step
-    /// is taken.
+    /// Optimizer state on `tier`, and with it the gradients of stages 2 and 3 in host memory, where the optimizer
+    /// runs.
     pub fn offload_optimizer(stage: ZeroStage, tier: Tier) -> Self {
         let away = stage.shards_grads() && tier != Tier::Device;
         Self { params: Tier::Device, grads: if away { Tier::Host } else { Tier::Device }, optimizer: tier }
     }
 }
 
-/// What a rank holds on one tier.
+/// Bytes of a rank on one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TierBytes {
@@ -69,7 +69,7 @@ pub struct TierBytes {
 }
 
 impl TierBytes {
-    /// All of it.
+    /// The sum.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
@@ -80,7 +80,7 @@ impl TierBytes {
     }
 }
 
-/// What a rank holds, by tier.
+/// Bytes of a rank, by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Footprint {
@@ -92,15 +92,15 @@ pub struct Footprint {
     pub nvme: TierBytes,
 }
 
-/// Everything that the bytes of a rank depend on, but the model's size.
+/// The inputs of a rank's memory, except for the model's size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct MemoryModel {
-    /// What is sharded.
+    /// The ZeRO stage.
     pub stage: ZeroStage,
     /// Bytes an element.
     pub widths: Widths,
-    /// Where the shards live.
+    /// The tier of each kind of shard.
     pub placement: Placement,
     /// The most elements gathered at once, at stage 3.
     pub gathered_elems: u64,
@@ -110,7 +110,7 @@ pub struct MemoryModel {
     pub buckets: u64,
     /// Bytes of flat gradients to which a backward pass adds.
     pub scratch_bytes: u64,
-    /// Elements of a sub-group, for what lies on NVMe.
+    /// Elements of a sub-group, for state on NVMe.
     pub sub_group_elems: u64,
     /// How many sub-groups are in host memory at once.
     pub sub_group_buffers: u64,
@@ -138,7 +138,7 @@ impl MemoryModel {
     /// The bytes of a rank that keeps `state`.
     ///
     /// # Errors
-    /// Something is placed away from the device that is not sharded, or a sum does not fit 64 bits.
+    /// State that is not sharded is placed off the device, or a sum does not fit 64 bits.
     pub fn footprint(&self, state: &StateBytes) -> Result<Footprint, ShardError> {
         let stage = self.stage.number();
         if self.placement.params != Tier::Device && !self.stage.shards_params() {
@@ -165,7 +165,7 @@ impl MemoryModel {
             staging_bytes: 0,
             activations_bytes: self.activations_bytes,
         };
-        let mut staged = 0u64; // bytes an element of what comes and goes
+        let mut staged = 0u64; // bytes an element of state on NVMe
         for (tier, bytes) in [
             (self.placement.params, widths.param_bytes),
             (self.placement.grads, widths.grad_bytes),
@@ -185,14 +185,14 @@ impl MemoryModel {
         Ok(footprint)
     }
 
-    /// The most parameters whose rank fits `device_bytes` of device memory on `world_size` ranks, the
-    /// gathered units, buckets and activations being as given. 0 if not even those fit.
+    /// The largest number of parameters with which a rank of `world_size` fits `device_bytes` of device memory, with
+    /// these gathered units, buckets and activations. 0 if those alone do not fit.
     ///
     /// # Errors
-    /// A world of no ranks, or something is placed away from the device that is not sharded.
+    /// A world of no ranks, or state that is not sharded is placed off the device.
     pub fn largest_model_elems(&self, world_size: u64, device_bytes: u64) -> Result<u64, ShardError> {
         self.footprint(&StateBytes::of_elems(self.stage, &self.widths, 0, world_size)?)?;
-        // What does not fit 64 bits does not fit the device.
+        // A size that overflows 64 bits does not fit the device.
         Ok(largest(|elems| {
             let state = StateBytes::of_elems(self.stage, &self.widths, elems, world_size);
             let total = state.and_then(|state| self.footprint(&state)?.device.total_bytes());
@@ -201,7 +201,7 @@ impl MemoryModel {
     }
 }
 
-/// The greatest n for which `fits` holds, which must hold up to some n and not above; 0 if it never holds.
+/// The greatest n for which the monotone predicate `fits` holds; 0 if it never holds.
 pub fn largest(mut fits: impl FnMut(u64) -> bool) -> u64 {
     let (mut low, mut high) = (0u64, u64::MAX);
     while low < high {

@@ -1,5 +1,4 @@
-//! Finding a parameter by its name: a sorted list of hashes, half a dozen words a parameter and no second
-//! copy of any name.
+//! Lookup of a parameter by name: a sorted list of hashes, without a second copy of any name.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -12,7 +11,7 @@ pub(crate) struct NameIndex {
     entries: Vec<(u64, NameRef)>,
 }
 
-/// Where a name is written.
+/// The owner of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NameRef {
     /// The name of a parameter.
@@ -52,7 +51,7 @@ impl NameIndex {
         Ok(Self { entries })
     }
 
-    /// Where `name` is written; `name_of` reads a candidate.
+    /// The owner of `name`; `name_of` reads a candidate's name.
     pub(crate) fn find<'a>(&self, name: &str, name_of: impl Fn(NameRef) -> &'a str) -> Option<NameRef> {
         let wanted = hash(name);
         let first = self.entries.partition_point(|e| e.0 < wanted);

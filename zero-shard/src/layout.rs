@@ -1,7 +1,7 @@
-//! Which rank owns which element.
+//! The assignment of elements to ranks.
 //!
 //! A model is a list of **units** (embedding, each block, head): parameters that travel together. The
-//! parameters of a unit are laid end to end in one **flat parameter**, which is padded at its end and cut
+//! parameters of a unit are placed end to end in one **flat parameter**, which is padded at its end and cut
 //! into `world_size` **shards** of equal length. Shard `r` belongs to rank `r`, at every ZeRO stage.
 //!
 //! ```text
@@ -13,7 +13,7 @@
 //! parameters end to end (`padded_elems`); the **shard** storage of a rank is its shards of all units end
 //! to end (`shard_elems = padded_elems / world_size`).
 //!
-//! A third numbering knows neither ranks nor padding: the **global** index counts the elements of all
+//! The **global** index is independent of ranks and padding: it counts the elements of all
 //! parameters in order, `0..numel_elems`. It is the same at every world size and alignment.
 
 use std::collections::HashMap;
@@ -38,7 +38,7 @@ impl ParamSpec {
         Self { name: name.into(), shape: shape.into() }
     }
 
-    /// How many elements it has, the product of its extents.
+    /// Number of elements: the product of the extents.
     ///
     /// # Errors
     /// The product does not fit 64 bits.
@@ -57,7 +57,7 @@ impl ParamSpec {
 pub struct UnitSpec {
     /// Name, unique among the units.
     pub name: String,
-    /// The parameters, in the order in which they lie in the flat parameter.
+    /// The parameters, in the order of the flat parameter.
     pub params: Vec<ParamSpec>,
 }
 
@@ -68,7 +68,7 @@ impl UnitSpec {
     }
 }
 
-/// A second name for a parameter, as a model with tied embeddings has: no elements of its own.
+/// A second name for a parameter, as of tied embeddings; it owns no elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Tie {
@@ -87,11 +87,11 @@ impl Tie {
     }
 }
 
-/// What a layout has beyond units and ranks.
+/// Alignments and ties of a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct LayoutOptions {
-    /// Every shard is a multiple of this. See [`align_elems_for`](crate::align_elems_for) for bytes.
+    /// Every shard is a multiple of this.
     pub shard_align_elems: u64,
     /// Every parameter starts at a multiple of this in its flat parameter; the gaps are padding.
     pub param_align_elems: u64,
@@ -113,11 +113,11 @@ pub struct ParamPlacement {
     pub name: String,
     /// Its shape.
     pub shape: Vec<u64>,
-    /// Where it starts in the unit's flat parameter.
+    /// Offset in the unit's flat parameter.
     pub offset_elems: u64,
-    /// How many elements it has.
+    /// Number of elements.
     pub numel_elems: u64,
-    /// Where it starts in the global numbering.
+    /// Offset in the global numbering.
     pub global_offset_elems: u64,
 }
 
@@ -146,22 +146,17 @@ pub struct UnitLayout {
     pub shard_elems: u64,
     /// Elements of the flat parameter with its padding: `shard_elems * world_size`.
     pub padded_elems: u64,
-    /// Where this unit starts in the whole storage.
+    /// Offset in the whole storage.
     pub whole_offset_elems: u64,
-    /// Where this unit's shard starts in a rank's shard storage.
+    /// Offset of the shard in a rank's shard storage.
     pub shard_offset_elems: u64,
-    /// Where this unit starts in the global numbering.
+    /// Offset in the global numbering.
     pub global_offset_elems: u64,
 }
 
 impl UnitLayout {
-    /// Elements of padding in the flat parameter, at its end and in gaps between aligned parameters.
-    pub fn padding_elems(&self) -> u64 {
-        self.padded_elems - self.numel_elems
-    }
-
-    /// The part of the flat parameter that `rank` owns (it may lie partly or wholly in the padding; a rank
-    /// that the world does not have owns an empty range at the end).
+    /// The part of the flat parameter that `rank` owns (possibly padding only; for a rank outside the
+    /// world, an empty range at the end).
     pub fn shard(&self, rank: u64) -> Range<u64> {
         let start = rank.saturating_mul(self.shard_elems).min(self.padded_elems);
         start..start.saturating_add(self.shard_elems).min(self.padded_elems)
@@ -172,18 +167,18 @@ impl UnitLayout {
         (elem < self.padded_elems).then(|| elem / self.shard_elems)
     }
 
-    /// Where this unit lies in the whole storage.
+    /// The unit's range in the whole storage.
     pub fn whole_range(&self) -> Range<u64> {
         self.whole_offset_elems..self.whole_offset_elems + self.padded_elems
     }
 
-    /// Where this unit's shard lies in a rank's shard storage.
+    /// The range of the unit's shard in a rank's shard storage.
     pub fn shard_range(&self) -> Range<u64> {
         self.shard_offset_elems..self.shard_offset_elems + self.shard_elems
     }
 }
 
-/// Which parameter: the unit, and the parameter within the unit.
+/// A parameter, by position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ParamId {
@@ -193,13 +188,13 @@ pub struct ParamId {
     pub param: usize,
 }
 
-/// What a layout is made from, and is made from again.
+/// The inputs of a layout, which determine it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct LayoutSpec {
     /// The units, in forward order.
     pub units: Vec<UnitSpec>,
-    /// How many ranks share the model.
+    /// Number of ranks.
     pub world_size: u64,
     /// Alignments and ties.
     pub options: LayoutOptions,
@@ -222,7 +217,7 @@ impl From<Layout> for LayoutSpec {
     }
 }
 
-/// The layout of a model over `world_size` ranks. It is read and written as its [`LayoutSpec`].
+/// The layout of a model over `world_size` ranks. It is serialized as its [`LayoutSpec`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(try_from = "LayoutSpec", into = "LayoutSpec"))]
@@ -301,7 +296,7 @@ impl Layout {
         self.units.get(unit).ok_or(ShardError::UnknownUnit { unit, units: self.units.len() })
     }
 
-    /// How many ranks share the model.
+    /// Number of ranks.
     pub fn world_size(&self) -> u64 {
         self.world_size
     }
@@ -331,7 +326,7 @@ impl Layout {
         self.shard_elems * self.world_size
     }
 
-    /// The parameter of this name, or that a tie of this name stands for. O(log n).
+    /// The parameter of this name, or the target of the tie of this name. O(log n).
     pub fn find_param(&self, name: &str) -> Option<ParamId> {
         match self.names.find(name, |r| name_of(&self.units, &self.options.ties, r))? {
             NameRef::Param(id) => Some(id),
@@ -349,8 +344,8 @@ impl Layout {
         self.options.ties.iter().zip(&self.ties).map(|(tie, &(user, id))| (tie, user, id))
     }
 
-    /// The units that must be gathered while `unit` computes: itself, and those that hold a parameter tied
-    /// into it. Ascending, each once.
+    /// The units that `unit`'s compute needs gathered: itself and those that hold its tied parameters. Ascending,
+    /// each once.
     pub fn units_needed_by(&self, unit: usize) -> Vec<usize> {
         let tied = self.ties.iter().filter(|(user, _)| *user == unit).map(|(_, id)| id.unit);
         let mut needed: Vec<usize> = std::iter::once(unit).chain(tied).collect();

@@ -1,7 +1,7 @@
-//! From a parameter to the ranks that own it, and back.
+//! Maps between parameters and the ranks that own them.
 //!
-//! Four ways to name an element, and the maps between them; each is O(log n) in units and parameters, and
-//! none allocates:
+//! An element has four addresses. Each map between them is O(log n) in units and parameters, and allocates
+//! nothing:
 //!
 //! ```text
 //! global index  <->  (parameter, offset in it)  <->  unit, offset in the flat parameter  <->  (rank, offset in its shard)
@@ -17,9 +17,9 @@ use crate::{Layout, ParamId, ParamPlacement, ShardError, UnitLayout};
 pub struct ShardPiece {
     /// The rank that owns it.
     pub rank: u64,
-    /// Where it lies in that rank's shard of the unit.
+    /// Its range in that rank's shard of the unit.
     pub in_shard: Range<u64>,
-    /// Where it lies in the unit's flat parameter.
+    /// Its range in the unit's flat parameter.
     pub in_flat: Range<u64>,
 }
 
@@ -29,9 +29,9 @@ pub struct ShardPiece {
 pub struct ParamPiece {
     /// Position of the parameter in [`UnitLayout::params`].
     pub param: usize,
-    /// Where the piece lies in the parameter.
+    /// Its range in the parameter.
     pub in_param: Range<u64>,
-    /// Where it lies in the unit's flat parameter.
+    /// Its range in the unit's flat parameter.
     pub in_flat: Range<u64>,
 }
 
@@ -39,17 +39,17 @@ pub struct ParamPiece {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct StoredPiece {
-    /// The rank whose storage it is.
+    /// The rank that owns it.
     pub rank: u64,
     /// The parameter.
     pub id: ParamId,
-    /// Where the piece lies in the parameter.
+    /// Its range in the parameter.
     pub in_param: Range<u64>,
-    /// Where it lies in the rank's shard storage.
+    /// Its range in the rank's shard storage.
     pub in_storage: Range<u64>,
 }
 
-/// Where one element lives.
+/// The location of one element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ElemLocation {
@@ -91,8 +91,8 @@ impl UnitLayout {
         }))
     }
 
-    /// The parts of `flat`, a range of the flat parameter, by parameter, ascending; padding belongs to none
-    /// and is left out, as are empty parameters.
+    /// The parts of `flat`, a range of the flat parameter, by parameter, ascending, without padding
+    /// and empty parameters.
     ///
     /// # Errors
     /// The range is reversed or leaves the flat parameter.
@@ -110,7 +110,7 @@ impl UnitLayout {
 
     /// The parameter that element `elem` of the flat parameter belongs to, and its offset there; `None` in
     /// padding.
-    pub fn param_at(&self, elem: u64) -> Option<(usize, u64)> {
+    fn param_at(&self, elem: u64) -> Option<(usize, u64)> {
         let i = self.params.partition_point(|p| p.range().end <= elem);
         let p = self.params.get(i).filter(|p| p.offset_elems <= elem)?;
         Some((i, elem - p.offset_elems))
@@ -123,7 +123,7 @@ impl Layout {
         self.locate_elem(global).map(|at| at.rank)
     }
 
-    /// Where element `global` of the global numbering lives; `None` past the last. O(log n).
+    /// The location of element `global` of the global numbering; `None` past the last. O(log n).
     pub fn locate_elem(&self, global: u64) -> Option<ElemLocation> {
         let unit = self.units.partition_point(|u| u.global_offset_elems + u.numel_elems <= global);
         let params = &self.units.get(unit)?.params;
@@ -147,7 +147,7 @@ impl Layout {
 
     /// The rank that owns element `in_param` of parameter `id`, and where in its shard storage; `None` if
     /// there is no such element.
-    pub fn place_of(&self, id: ParamId, in_param: u64) -> Option<(u64, u64)> {
+    fn place_of(&self, id: ParamId, in_param: u64) -> Option<(u64, u64)> {
         let (unit, param) = (self.units.get(id.unit)?, self.param(id).filter(|p| in_param < p.numel_elems)?);
         let flat = param.offset_elems + in_param;
         let rank = flat / unit.shard_elems;
@@ -176,8 +176,8 @@ impl Layout {
         }))
     }
 
-    /// The parts of `in_shard`, a range of `rank`'s shard of unit `unit`, by parameter, ascending; padding
-    /// is left out. The inverse of [`Layout::locate`].
+    /// The parts of `in_shard`, a range of `rank`'s shard of unit `unit`, by parameter, ascending, without
+    /// padding. The inverse of [`Layout::locate`].
     ///
     /// # Errors
     /// There is no such unit or rank, or the range is reversed or leaves the shard.
@@ -201,14 +201,14 @@ impl Layout {
         }))
     }
 
-    /// The parts of all of `rank`'s shard storage, by parameter, ascending; padding is left out.
+    /// The parts of all of `rank`'s shard storage, by parameter, ascending, without padding.
     ///
     /// # Errors
     /// There is no such rank.
     pub fn rank_pieces(&self, rank: u64) -> Result<impl Iterator<Item = StoredPiece> + '_, ShardError> {
         self.check_rank(rank)?;
         let shards = self.units.iter().enumerate();
-        // The rank and range are those of the layout itself, so no unit refuses.
+        // The rank and ranges are in bounds, so no unit returns an error.
         Ok(shards.flat_map(move |(i, unit)| self.params_in(i, rank, 0..unit.shard_elems).into_iter().flatten()))
     }
 

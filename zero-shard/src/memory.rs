@@ -1,4 +1,4 @@
-//! Bytes that a rank keeps from step to step.
+//! Bytes of a rank's state from step to step.
 //!
 //! With Ψ elements over N ranks, p, g and K bytes for each element's parameter, gradient and optimizer
 //! state (arXiv 1910.02054, section 5, figure 1):
@@ -59,14 +59,14 @@ impl StateBytes {
         Self::of(stage, widths, numel_elems, numel_elems.div_ceil(world_size))
     }
 
-    /// All of it.
+    /// The sum.
     pub fn total_bytes(&self) -> u64 {
         self.params_bytes + self.grads_bytes + self.optimizer_bytes
     }
 }
 
 impl Layout {
-    /// What each rank keeps at `stage`, exactly, padding included.
+    /// The state of each rank at `stage`, exactly, padding included.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.

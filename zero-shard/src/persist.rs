@@ -1,8 +1,8 @@
 //! Small parameters that stay whole on every rank at stage 3.
 //!
-//! Gathering a layer-norm weight costs a latency and saves nothing. Parameters up to a threshold are moved
-//! into one unit of their own, which is gathered once a step, after the optimizer, and stays; its shards,
-//! optimizer state and place in a checkpoint are those of any unit.
+//! The gather of a layer-norm weight costs a latency and saves no memory worth it. Parameters up to a threshold form
+//! one persistent unit, which is gathered once a step, after the optimizer, and kept. It is sharded, optimized and
+//! checkpointed as any other unit.
 
 use crate::{ShardError, UnitSpec};
 
@@ -19,8 +19,8 @@ pub struct PersistentSplit {
     pub persistent_elems: u64,
 }
 
-/// Moves the parameters of 1 to `threshold_elems` elements into a unit `name`, in order, as long as there are
-/// no more than `max_total_elems` in it. A threshold of 0 moves none.
+/// Moves the parameters of 1 to `threshold_elems` elements into a unit `name`, in order, up to
+/// `max_total_elems` in all. A threshold of 0 moves none.
 ///
 /// # Errors
 /// The size of a parameter does not fit 64 bits, or a unit is already called `name`.

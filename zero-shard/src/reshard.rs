@@ -2,9 +2,9 @@
 //!
 //! A plan is a list of [`Move`]s, a contiguous copy each. Two ways to make one:
 //!
-//! - [`reshard_rank`] from one [`Layout`] to another: any world sizes, unit order and cut, alignments. It is
-//!   worked out a target rank at a time, so no rank lists what concerns others, at any scale.
-//! - [`Sources`] from any list of [`Extent`]s, as a checkpoint's manifest gives.
+//! - [`reshard_rank`] from one [`Layout`] to another: any world sizes, unit order and cut, alignments. It plans
+//!   one target rank, so its cost does not grow with the target's world size.
+//! - [`Sources`] from any list of [`Extent`]s, such as a checkpoint's manifest.
 //!
 //! Either way every wanted element is moved to its place exactly once, or the plan is an error that names
 //! the parameter and the range in question.
@@ -14,22 +14,22 @@ use std::ops::Range;
 
 use crate::{Layout, ParamId, ShardError, StoredPiece};
 
-/// A contiguous copy. Places are ranks, files, whatever the caller numbers.
+/// A contiguous copy. A place is a rank or a file, numbered by the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Move {
-    /// Where the elements come from.
+    /// The source place.
     pub from: u64,
-    /// Their range in that place's storage.
+    /// The range in the source's storage.
     pub from_range: Range<u64>,
-    /// Where they go.
+    /// The target place.
     pub to: u64,
-    /// Their range in that place's storage; as long as `from_range`.
+    /// The range in the target's storage, of the same length.
     pub to_range: Range<u64>,
 }
 
 impl Move {
-    /// How many elements are copied.
+    /// Number of elements.
     pub fn elems(&self) -> u64 {
         self.to_range.end - self.to_range.start
     }
@@ -40,7 +40,7 @@ impl Move {
     }
 }
 
-/// Appends a move, as one with the last where it continues it.
+/// Appends a move, merged with the last if contiguous.
 fn push(moves: &mut Vec<Move>, next: Move) {
     match moves.last_mut().filter(|last| next.continues(last)) {
         Some(last) => {
@@ -51,7 +51,7 @@ fn push(moves: &mut Vec<Move>, next: Move) {
     }
 }
 
-/// A run of elements, and where it lies.
+/// A run of elements and its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Extent {
@@ -59,7 +59,7 @@ pub struct Extent {
     pub elems: Range<u64>,
     /// The place that holds them.
     pub place: u64,
-    /// Where they start in that place's storage.
+    /// Offset of the first in that place's storage.
     pub offset_elems: u64,
 }
 
@@ -69,7 +69,7 @@ impl Extent {
         Self { elems, place, offset_elems }
     }
 
-    /// The part from `start` to `end`, which lie inside.
+    /// The part `start..end`, which must be inside.
     fn part(&self, start: u64, end: u64) -> Self {
         Self::new(start..end, self.place, self.offset_elems + (start - self.elems.start))
     }
@@ -100,7 +100,7 @@ impl Layout {
         Ok(Extent::new(base + in_param.start..base + in_param.end, place, offset_elems))
     }
 
-    /// What `rank`'s shard storage holds; its place is `rank`.
+    /// The contents of `rank`'s shard storage, at place `rank`.
     ///
     /// # Errors
     /// There is no such rank.
@@ -112,7 +112,7 @@ impl Layout {
         }))
     }
 
-    /// What a whole storage holds, at `place`.
+    /// The contents of a whole storage, at `place`.
     pub fn whole_extents(&self, place: u64) -> impl Iterator<Item = Extent> + '_ {
         self.params().filter(|(_, p)| p.numel_elems > 0).map(move |(id, p)| {
             Extent::new(p.global_range(), place, self.units[id.unit].whole_offset_elems + p.offset_elems)
@@ -129,7 +129,7 @@ impl Layout {
     }
 }
 
-/// Who holds what: disjoint extents by ascending element.
+/// The sources of elements: disjoint extents by ascending element.
 #[derive(Clone, Debug)]
 pub struct Sources<'a> {
     layout: &'a Layout,
@@ -154,15 +154,14 @@ impl<'a> Sources<'a> {
         Ok(Self { layout, extents })
     }
 
-    /// Sources of which several may hold one element, as where parameters are replicated: the first in the
-    /// list is taken.
+    /// Sources of which several may hold one element, such as replicated parameters: the first in the list counts.
     ///
     /// # Errors
     /// An extent is reversed, or leaves the model or its storage's 64 bits.
     pub fn first_of(layout: &'a Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Self, ShardError> {
         let mut taken: BTreeMap<u64, Extent> = BTreeMap::new();
         for extent in checked(layout, extents)? {
-            // Only what lies in the gaps between those taken before.
+            // Only the gaps between the extents before it.
             let before = taken.range(..=extent.elems.start).next_back().map(|(_, e)| e.elems.end);
             let mut at = extent.elems.start.max(before.unwrap_or(0));
             if at >= extent.elems.end {
@@ -255,7 +254,7 @@ impl<'a> Sources<'a> {
     }
 }
 
-/// The extents that are not empty, if all lie in the model and in 64 bits of storage.
+/// The non-empty extents, if all are within the model and 64 bits of storage.
 fn checked(layout: &Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Vec<Extent>, ShardError> {
     let mut all = Vec::new();
     for e in extents {
@@ -315,7 +314,7 @@ fn append_rank(moves: &mut Vec<Move>, from: &Layout, to: &Layout, rank: u64) -> 
     Ok(())
 }
 
-/// The parameter of this name: at the same position, as it mostly is, or wherever it is.
+/// The parameter of this name; the position in the other layout is tried first.
 fn find(layout: &Layout, guess: ParamId, name: &str) -> Option<ParamId> {
     let there = layout.param(guess).is_some_and(|p| p.name == name);
     if there { Some(guess) } else { layout.find_param(name) }

@@ -1,6 +1,6 @@
 //! ZeRO's stages, and the widths of what each rank keeps.
 
-/// What is sharded. arXiv 1910.02054, section 5: stage 1 is P_os, stage 2 P_os+g, stage 3 P_os+g+p.
+/// The sharded state. arXiv 1910.02054, section 5: stage 1 is P_os, stage 2 P_os+g, stage 3 P_os+g+p.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum ZeroStage {

@@ -4,14 +4,14 @@
 //! |---|---|---|---|
 //! | `Flat` (ZeRO) | over all ranks | over all ranks | over all ranks |
 //! | `Secondary` (hpZ of ZeRO++, arXiv 2306.10209) | over all ranks; of parameters also a second copy over each group | forward over all ranks, backward within the group | over all ranks |
-//! | `Replicated` (MiCS, arXiv 2205.00119; HSDP of FSDP) | over each group, every group alike | within the group | within the group, then once a step between the groups |
+//! | `Replicated` (MiCS, arXiv 2205.00119; HSDP of FSDP) | over each group, each group a replica | within the group | within the group, then once a step between the groups |
 
 use std::ops::Range;
 
 use crate::checked::{product, sum};
 use crate::{Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, ZeroStage};
 
-/// Ranks in groups of neighbours: rank = group x group_size + position.
+/// Ranks in groups of consecutive ranks: rank = group x group_size + position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     world_size: u64,
@@ -43,7 +43,7 @@ impl Grid {
         self.group_size
     }
 
-    /// How many groups there are.
+    /// Number of groups.
     pub fn groups(&self) -> u64 {
         self.world_size / self.group_size
     }
@@ -64,8 +64,8 @@ impl Grid {
         start..start.saturating_add(self.group_size)
     }
 
-    /// The ranks with `rank`'s position, one of each group, ascending: those that hold the same shard where
-    /// groups are alike.
+    /// The ranks with `rank`'s position, one of each group, ascending: the holders of the same shard where groups
+    /// are replicas.
     pub fn peer_ranks(&self, rank: u64) -> impl Iterator<Item = u64> + use<> {
         let (grid, position) = (*self, self.position_of(rank));
         (0..grid.groups()).map(move |group| group * grid.group_size + position)
@@ -80,7 +80,7 @@ pub enum Sharding {
     Flat,
     /// Over all ranks, and a second copy of the parameters over each group.
     Secondary,
-    /// Over each group, the groups being replicas.
+    /// Over each group, each group a replica.
     Replicated,
 }
 
@@ -99,14 +99,14 @@ pub enum Routing {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GridTraffic {
-    /// Sent by a rank, to whomever.
+    /// Sent by a rank to any rank.
     pub rank: StepTraffic,
     /// Sent by all ranks of a group together to ranks of other groups.
     pub group_egress_bytes: u64,
 }
 
 impl GridTraffic {
-    /// All that a rank sends.
+    /// The sum over a rank's collectives.
     pub fn rank_total_bytes(&self) -> u64 {
         self.rank.total_bytes()
     }
@@ -148,24 +148,24 @@ impl GridLayout {
         self.sharding
     }
 
-    /// The layout of what is sharded, over all ranks or over a group. `rank` has shard
+    /// The layout over all ranks or over a group. `rank` has shard
     /// [`GridLayout::shard_of`] of it.
     pub fn primary(&self) -> &Layout {
         &self.primary
     }
 
     /// The layout of the second copy of the parameters over a group. A rank has the shard of its position.
-    /// Its whole storage is that of the primary, so what is gathered is the same either way.
+    /// Its whole storage is that of the primary, so both gather the same values.
     pub fn secondary(&self) -> Option<&Layout> {
         self.secondary.as_ref()
     }
 
-    /// Which shard of the primary layout `rank` holds.
+    /// The shard of the primary layout that `rank` holds.
     pub fn shard_of(&self, rank: u64) -> u64 {
         if self.sharding == Sharding::Replicated { self.grid.position_of(rank) } else { rank }
     }
 
-    /// What each rank keeps at `stage`. A second copy is kept where parameters are sharded (stage 3).
+    /// The state of each rank at `stage`. The second copy exists where parameters are sharded (stage 3).
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
@@ -179,8 +179,8 @@ impl GridLayout {
         Ok(bytes)
     }
 
-    /// What is sent in a step of `grad_accum_steps` micro-batches, padding included; at stage 3 the most.
-    /// Between replicas gradients travel once a step at the width they are kept in.
+    /// Bytes sent in a step of `grad_accum_steps` micro-batches, padding included; an upper bound at stage 3.
+    /// Between replicas gradients travel once a step, at the width in which they are kept.
     ///
     /// # Errors
     /// A sum does not fit 64 bits.
@@ -194,7 +194,7 @@ impl GridLayout {
         const WHAT: &str = "bytes sent in a step";
         let (groups, group_size, shard) = (self.grid.groups(), self.grid.group_size, self.primary.shard_elems());
         let mut rank = self.primary.step_traffic(stage, widths, grad_accum_steps)?;
-        // What leaves a group of a gather or reduction over all ranks, an element of the whole storage a byte.
+        // Elements that leave a group in a gather or reduction over all ranks.
         let crossing = match routing {
             _ if groups == 1 => 0,
             Routing::Ring => product(WHAT, &[shard, self.grid.world_size - 1])?,

@@ -57,15 +57,15 @@ impl StepTraffic {
         Self { reduce_scatter_bytes, all_gather_bytes, all_reduce_bytes: 0 }
     }
 
-    /// All of it (a step uses either all-reduce or the other two).
+    /// The sum (a step uses either all-reduce or the other two).
     pub fn total_bytes(&self) -> u64 {
         self.reduce_scatter_bytes + self.all_gather_bytes + self.all_reduce_bytes
     }
 }
 
 impl Layout {
-    /// What each rank sends in a step of `grad_accum_steps` micro-batches, exactly, padding included; at
-    /// stage 3 the most.
+    /// Bytes that each rank sends in a step of `grad_accum_steps` micro-batches, exactly, padding included; an upper
+    /// bound at stage 3.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.

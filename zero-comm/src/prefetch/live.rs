@@ -1,26 +1,25 @@
-//! What is live: the elements of all blocks in flight, held and kept.
+//! The count of live elements: those of all blocks in flight, held and kept.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// What is live, shared with the `Unsharded` units.
+/// The live elements, shared with the `Unsharded` units.
 #[derive(Debug, Default)]
 pub(super) struct Live {
     pub(super) elems: usize,
     pub(super) peak_elems: usize,
-    /// The units that are held, and their elements.
-    pub(super) held: HashMap<usize, usize>,
+    /// The units that the caller holds.
+    pub(super) held: HashSet<usize>,
 }
 
-/// One block's part of the live elements, given back on drop.
+/// One block's part of the live elements, subtracted on drop.
 #[derive(Debug)]
 pub(super) struct Lease {
     live: Arc<Mutex<Live>>,
     pub(super) unit: usize,
     pub(super) elems: usize,
-    held: bool,
 }
 
 impl Lease {
@@ -29,19 +28,12 @@ impl Lease {
         now.elems += elems;
         now.peak_elems = now.peak_elems.max(now.elems);
         drop(now);
-        Self { live: Arc::clone(live), unit, elems, held: false }
+        Self { live: Arc::clone(live), unit, elems }
     }
 
-    pub(super) fn set_held(&mut self, held: bool) {
-        if self.held != held {
-            self.held = held;
-            let mut live = self.live.lock();
-            if held {
-                live.held.insert(self.unit, self.elems);
-            } else {
-                live.held.remove(&self.unit);
-            }
-        }
+    pub(super) fn set_held(&self, held: bool) {
+        let mut live = self.live.lock();
+        if held { live.held.insert(self.unit) } else { live.held.remove(&self.unit) };
     }
 }
 

@@ -1,31 +1,32 @@
 //! Unit prefetch: sharded units are gathered on the communication stream ahead of their use.
 //!
-//! Two buffers live here. A **shard** is the caller's, in its storage, for good. A **gathered unit** is a block
-//! of `shard.len() * world_size` elements held as `Purpose::Buckets`:
+//! A **shard** belongs to the caller for the prefetcher's lifetime. A **gathered unit** is a block of
+//! `shard.len() * world_size` elements of `Purpose::Buckets`:
 //!
 //! ```text
 //! sharded --begin_step, unshard--> in flight --unshard--> held --reshard--> sharded
-//!            (ahead of its use)    the gather runs        the caller's      the block is back in the pool,
-//!                                                                           in stream order
+//!            (ahead of its use)    the gather runs        in use            the block is freed in stream order
 //! ```
 //!
-//! - *in flight* ([`UnitGather`]): its block counts as live; the communication stream writes it.
+//! - *in flight*: its block counts as live; the communication stream writes it.
 //! - *held* ([`Unsharded`]): the compute stream waits for the gather; the caller's operations use the block.
-//! - *kept*: resharded, but with its block: where the very next use is the same unit (the last block of a
-//!   model, forward then backward), or where it is small ([`PrefetchOptions::persistence_threshold_elems`]).
-//!   Weights do not change within a step, so it need not be gathered again until [`Prefetcher::end_step`].
+//! - *kept*: resharded, but its block stays live, because the next use is the same unit (the last block of a
+//!   model, forward then backward), or because it is small ([`PrefetchOptions::persistence_threshold_elems`]).
+//!   Weights do not change within a step, so it is not gathered again before [`Prefetcher::end_step`].
 //!
-//! The order of use is given, or recorded on the first step, and checked on each later one. A use out of order
-//! ends prefetching for that step: units are gathered on demand, the [`PrefetchReport`] says where the order
-//! changed, and the next step expects the new one.
+//! The order of use is set by [`Prefetcher::expect_order`] or recorded on the first step, and checked on each later
+//! one. A use out of order ends prefetching for that step: units are gathered on demand, the [`PrefetchReport`]
+//! contains the position, and the next step expects the new order.
 //!
 //! **Limit.** The elements of all blocks in flight, held and kept never exceed
-//! [`PrefetchOptions::max_live_elems`], but for a unit that exceeds it alone: it is gathered on demand when
+//! [`PrefetchOptions::max_live_elems`], except for a unit that exceeds it alone: it is gathered on demand when
 //! nothing else is live. The host never waits; the memory of a resharded unit is reused in stream order.
+//!
+//! **Exposed communication** with one unit ahead: `tests/suite/overlap.rs` states the law and proves it.
 
-mod gathered_unit;
 mod live;
-mod order;
+mod report;
+mod unsharded;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -35,8 +36,8 @@ use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
 use zero_alloc::{AllocError, Pool};
 
-pub use gathered_unit::{UnitGather, Unsharded};
-pub use order::{OrderCheck, PrefetchReport};
+pub use report::{OrderCheck, PrefetchReport};
+pub use unsharded::Unsharded;
 
 use crate::{CommError, Communicator};
 use live::{Lease, Live};
@@ -46,51 +47,53 @@ use live::{Lease, Live};
 #[non_exhaustive]
 pub enum PrefetchError {
     /// There is no such unit.
-    #[error("unit {unit} of {units}")]
+    #[error("no unit {unit}: there are {units} units")]
     NoSuchUnit {
-        /// The unit asked for.
+        /// The requested unit.
         unit: usize,
-        /// How many there are.
+        /// Number of units.
         units: usize,
     },
-    /// The unit is held already.
-    #[error("unit {unit} is unsharded already")]
+    /// The caller holds the unit already.
+    #[error("unit {unit} is already unsharded; reshard it first")]
     Held {
-        /// The unit asked for.
+        /// The requested unit.
         unit: usize,
     },
-    /// What the caller holds leaves no room under the limit.
-    #[error("unit {unit} has {asked_elems} elements, and {live_elems} of {limit_elems} live elements are held")]
+    /// The units that the caller holds leave too little under the limit.
+    #[error(
+        "unit {unit} of {unit_elems} elements exceeds max_live_elems {limit_elems}: held units have {live_elems}"
+    )]
     LiveLimit {
-        /// The unit asked for.
+        /// The requested unit.
         unit: usize,
         /// Its elements.
-        asked_elems: usize,
+        unit_elems: usize,
         /// Live now.
         live_elems: usize,
         /// [`PrefetchOptions::max_live_elems`].
         limit_elems: usize,
     },
-    /// The pool has no room for the unit.
+    /// The allocation of the unit failed.
     #[error(transparent)]
     Alloc(#[from] AllocError),
-    /// The collective was refused.
+    /// The gather was not enqueued.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// A stream refused.
+    /// A stream returned an error.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// How units are prefetched.
+/// Prefetch limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchOptions {
-    /// How many uses ahead units are gathered. 0: only when they are asked for, and then behind what compute has
-    /// been given before, so that nothing overlaps. Default: 1.
+    /// Number of uses that units are gathered ahead. At 0 a gather is enqueued at the use, behind all compute before
+    /// it, so that nothing overlaps. Default: 1.
     pub ahead: usize,
-    /// The most elements that are live. Default: no limit.
+    /// Limit of live elements. Default: no limit.
     pub max_live_elems: usize,
-    /// A unit of at most this many elements is gathered once in a step and kept until its end. Default: 0.
+    /// A unit of at most this many elements is gathered once per step and kept until its end. Default: 0.
     pub persistence_threshold_elems: usize,
 }
 
@@ -98,12 +101,6 @@ impl Default for PrefetchOptions {
     fn default() -> Self {
         Self { ahead: 1, max_live_elems: usize::MAX, persistence_threshold_elems: 0 }
     }
-}
-
-/// A unit that waits for its use.
-enum Ready<D: Device> {
-    InFlight(UnitGather<D>, Lease),
-    Kept(Unsharded<D>),
 }
 
 /// Gathers the units of one rank ahead of their use.
@@ -115,7 +112,8 @@ pub struct Prefetcher<D: Device> {
     shards: Vec<AnySlice>,
     options: PrefetchOptions,
     live: Arc<Mutex<Live>>,
-    ready: HashMap<usize, Ready<D>>,
+    /// The units in flight or kept.
+    ready: HashMap<usize, Unsharded<D>>,
     /// The expected order of use of a step.
     order: Option<Vec<usize>>,
     /// The uses of this step so far.
@@ -130,7 +128,7 @@ impl<D: Device> fmt::Debug for Prefetcher<D> {
 }
 
 impl<D: Device> Prefetcher<D> {
-    /// For units whose shards of this rank are `shards`; each rank's are of the same lengths.
+    /// A prefetcher of the units of which this rank has `shards`; lengths are the same on all ranks.
     pub fn new(
         pool: Pool<D>,
         comm: Arc<dyn Communicator<D>>,
@@ -144,8 +142,8 @@ impl<D: Device> Prefetcher<D> {
         Self { pool, comm, compute, comm_stream, shards, options, live, ready, order, used, report }
     }
 
-    /// Expects `order`, the units of one step in their order of use (forward, then backward, for each
-    /// micro-batch), instead of recording it on the first step.
+    /// Sets the expected order: the units of one step in order of use (forward, then backward, for each micro-batch).
+    /// Without it the first step records the order.
     ///
     /// # Errors
     /// [`PrefetchError::NoSuchUnit`].
@@ -164,7 +162,7 @@ impl<D: Device> Prefetcher<D> {
         Ok(shard.len() * self.comm.world_size())
     }
 
-    /// Elements in flight, held and kept now.
+    /// Elements in flight, held and kept.
     pub fn live_elems(&self) -> usize {
         self.live.lock().elems
     }
@@ -172,7 +170,7 @@ impl<D: Device> Prefetcher<D> {
     /// Starts a step: gathers see the shards as everything enqueued on the compute stream so far leaves them.
     ///
     /// # Errors
-    /// A stream, the pool or the collective refused.
+    /// A stream, the pool or the collective returned an error.
     pub fn begin_step(&mut self) -> Result<(), PrefetchError> {
         self.ready.clear();
         self.used.clear();
@@ -185,13 +183,14 @@ impl<D: Device> Prefetcher<D> {
         self.gather_ahead()
     }
 
-    /// The gathered unit, for the compute stream, which waits for it; starts the gathers of the next uses.
+    /// Returns the gathered unit, for which the compute stream waits, and enqueues the gathers of the next uses.
     ///
     /// # Errors
-    /// There is no such unit, it is held, the held units leave no room for it, or the pool or a stream refused.
+    /// There is no such unit, it is held, it exceeds the limit beside the held units, or the pool or a stream returned
+    /// an error.
     pub fn unshard(&mut self, unit: usize) -> Result<Unsharded<D>, PrefetchError> {
         let elems = self.elems(unit)?;
-        if self.live.lock().held.contains_key(&unit) {
+        if self.live.lock().held.contains(&unit) {
             return Err(PrefetchError::Held { unit });
         }
         let expected = self.order.as_ref().and_then(|order| order.get(self.used.len()).copied());
@@ -200,14 +199,9 @@ impl<D: Device> Prefetcher<D> {
         }
         self.used.push(unit);
         let mut unsharded = match self.ready.remove(&unit) {
-            Some(Ready::Kept(unsharded)) => {
-                self.report.kept += 1;
-                unsharded
-            }
-            Some(Ready::InFlight(gather, lease)) => {
-                self.report.prefetched += 1;
-                let mut unsharded = gather.wait_on(&self.compute)?;
-                unsharded.lease = Some(lease);
+            Some(unsharded) => {
+                let in_flight = unsharded.is_in_flight();
+                *(if in_flight { &mut self.report.prefetched } else { &mut self.report.kept }) += 1;
                 unsharded
             }
             None => {
@@ -216,39 +210,36 @@ impl<D: Device> Prefetcher<D> {
                 if self.options.ahead == 0 {
                     self.comm_stream.wait(&self.compute.record()?)?;
                 }
-                let (gather, lease) = self.gather(unit, elems)?;
-                let mut unsharded = gather.wait_on(&self.compute)?;
-                unsharded.lease = Some(lease);
-                unsharded
+                self.gather(unit, elems)?
             }
         };
-        if let Some(lease) = &mut unsharded.lease {
-            lease.set_held(true);
+        if unsharded.is_in_flight() {
+            unsharded.wait_on(&self.compute)?;
         }
+        unsharded.lease.set_held(true);
         self.gather_ahead()?;
         Ok(unsharded)
     }
 
-    /// Ends a use: the memory goes back to the pool in stream order, or is kept for the next use in this step.
-    pub fn reshard(&mut self, mut unsharded: Unsharded<D>) {
-        let Some(lease) = &mut unsharded.lease else { return };
-        lease.set_held(false);
-        let (unit, elems) = (lease.unit, lease.elems);
+    /// Ends a use: the memory is freed in stream order, or kept for the next use in this step.
+    pub fn reshard(&mut self, unsharded: Unsharded<D>) {
+        unsharded.lease.set_held(false);
+        let (unit, elems) = (unsharded.lease.unit, unsharded.lease.elems);
         let next = match self.report.order {
             OrderCheck::Followed => self.order.as_ref().and_then(|order| order.get(self.used.len()).copied()),
             _ => None,
         };
         if next == Some(unit) || elems <= self.options.persistence_threshold_elems {
-            self.ready.insert(unit, Ready::Kept(unsharded));
+            self.ready.insert(unit, unsharded);
         }
     }
 
-    /// Ends a step: what is kept or in flight is given up, and the order of use is checked.
+    /// Ends a step: frees the units kept or in flight, and checks the order of use.
     pub fn end_step(&mut self) -> PrefetchReport {
         if let Some(&expected) = self.order.as_ref().and_then(|order| order.get(self.used.len())) {
             self.order_changed(Some(expected), None);
         }
-        self.report.wasted += self.ready.values().filter(|r| matches!(r, Ready::InFlight(..))).count();
+        self.drop_in_flight();
         self.ready.clear();
         if self.report.order != OrderCheck::Followed {
             self.order = Some(std::mem::take(&mut self.used));
@@ -260,22 +251,22 @@ impl<D: Device> Prefetcher<D> {
     fn order_changed(&mut self, expected: Option<usize>, got: Option<usize>) {
         if self.report.order == OrderCheck::Followed {
             self.report.order = OrderCheck::Changed { position: self.used.len(), expected, got };
-            self.give_up_in_flight();
+            self.drop_in_flight();
         }
     }
 
-    fn give_up_in_flight(&mut self) {
+    fn drop_in_flight(&mut self) {
         let before = self.ready.len();
-        self.ready.retain(|_, ready| matches!(ready, Ready::Kept(_)));
+        self.ready.retain(|_, unit| !unit.is_in_flight());
         self.report.wasted += before - self.ready.len();
     }
 
-    /// Makes room for a unit that is gathered now: first what is in flight goes, then what is kept.
-    fn make_room(&mut self, unit: usize, asked_elems: usize) -> Result<(), PrefetchError> {
+    /// Frees units in flight, then units kept, until `unit` fits the limit.
+    fn make_room(&mut self, unit: usize, unit_elems: usize) -> Result<(), PrefetchError> {
         let limit_elems = self.options.max_live_elems;
-        let fits = |live: usize| live == 0 || live.checked_add(asked_elems).is_some_and(|sum| sum <= limit_elems);
+        let fits = |live: usize| live == 0 || live.checked_add(unit_elems).is_some_and(|sum| sum <= limit_elems);
         if !fits(self.live_elems()) {
-            self.give_up_in_flight();
+            self.drop_in_flight();
         }
         if !fits(self.live_elems()) {
             self.ready.clear();
@@ -284,16 +275,16 @@ impl<D: Device> Prefetcher<D> {
         if fits(live_elems) {
             Ok(())
         } else {
-            Err(PrefetchError::LiveLimit { unit, asked_elems, live_elems, limit_elems })
+            Err(PrefetchError::LiveLimit { unit, unit_elems, live_elems, limit_elems })
         }
     }
 
-    fn gather(&self, unit: usize, elems: usize) -> Result<(UnitGather<D>, Lease), PrefetchError> {
+    fn gather(&self, unit: usize, elems: usize) -> Result<Unsharded<D>, PrefetchError> {
         let lease = Lease::new(&self.live, unit, elems);
-        Ok((UnitGather::start(&self.pool, &*self.comm, &self.comm_stream, self.shards[unit])?, lease))
+        Unsharded::gather(&self.pool, &*self.comm, &self.comm_stream, self.shards[unit], lease)
     }
 
-    /// Starts the gathers of the next uses, in their order, as far as the limit allows.
+    /// Enqueues the gathers of the next uses, in order, as far as the limit allows.
     fn gather_ahead(&mut self) -> Result<(), PrefetchError> {
         if self.report.order != OrderCheck::Followed {
             return Ok(());
@@ -307,13 +298,12 @@ impl<D: Device> Prefetcher<D> {
             let elems = self.elems(unit)?;
             let live = self.live.lock();
             let room = live.elems.checked_add(elems).is_some_and(|sum| sum <= self.options.max_live_elems);
-            // A unit that is held now may be kept when it is resharded.
-            if !room || live.held.contains_key(&unit) {
+            // A held unit may be kept when it is resharded.
+            if !room || live.held.contains(&unit) {
                 break;
             }
             drop(live);
-            let (gather, lease) = self.gather(unit, elems)?;
-            self.ready.insert(unit, Ready::InFlight(gather, lease));
+            self.ready.insert(unit, self.gather(unit, elems)?);
         }
         Ok(())
     }

@@ -106,7 +106,7 @@ fn no_prefetch_gathers_on_demand() {
 }
 
 #[test]
-fn a_changed_order_is_reported_and_served_on_demand_and_then_expected() {
+fn changed_order_is_gathered_on_demand_then_expected() {
     let other = [0, 1, 3, 2, 2, 3, 1, 0];
     let shorter = [0, 1];
     let reports = run(2, PrefetchOptions::default(), None, &[ORDER, ORDER, &other, &other, &shorter, &shorter]);
@@ -144,7 +144,7 @@ fn small_units_are_gathered_once_in_a_step() {
 }
 
 #[test]
-fn what_cannot_be_gathered_is_an_error_and_leaves_nothing_behind() {
+fn failed_gather_leaves_nothing_live() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 100);
         let mut shards: Vec<Vec<f32>> = vec![vec![1.0; 10], vec![1.0; 10], vec![1.0; 1000]];
@@ -156,7 +156,7 @@ fn what_cannot_be_gathered_is_an_error_and_leaves_nothing_behind() {
         assert_eq!(prefetch.unshard(7).unwrap_err(), PrefetchError::NoSuchUnit { unit: 7, units: 3 });
         let held = prefetch.unshard(0).unwrap();
         assert_eq!(prefetch.unshard(0).unwrap_err(), PrefetchError::Held { unit: 0 });
-        let full = PrefetchError::LiveLimit { unit: 1, asked_elems: 10, live_elems: 10, limit_elems: 15 };
+        let full = PrefetchError::LiveLimit { unit: 1, unit_elems: 10, live_elems: 10, limit_elems: 15 };
         assert_eq!(prefetch.unshard(1).unwrap_err(), full);
         drop(held);
         assert_eq!(prefetch.live_elems(), 0);

@@ -118,7 +118,7 @@ proptest! {
     }
 
     /// A shard is never a whole alignment unit longer than it must be, so shards differ by less than one
-    /// unit in what they hold of the parameters, but for those that lie in the padding at the end.
+    /// unit in what they hold of the parameters, except for ranges in the padding at the end.
     #[test]
     fn shards_are_balanced_and_aligned(units in huge_units(), ranks in 1u64..=65_536, align in 1u64..5_000) {
         let layout = laid_out(&units, ranks, align, 1);

@@ -176,7 +176,7 @@ fn a_hole_is_named() {
     assert_eq!(sources.check_complete(), Err(hole(2..6)));
     assert_eq!(sources.plan(to.shard_extents(1).unwrap()), Err(hole(2..6)));
     assert_eq!(sources.plan(to.whole_extents(1)), Err(hole(2..6)));
-    // What is not wanted may be missing.
+    // Elements that are not wanted may be missing.
     assert_eq!(sources.plan([to.extent("first", 1..3, 5, 0).unwrap()]).unwrap().len(), 1);
     let more = all.into_iter().chain([to.extent("p", 3..6, 9, 7).unwrap()]);
     let sources = Sources::new(&to, more).unwrap();

@@ -1,4 +1,4 @@
-//! What a step did: its counts, and how its uses compare with the expected order.
+//! The report of a step: its counts, and how its uses compare with the expected order.
 
 /// How a step's uses compare with the expected order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -12,25 +12,25 @@ pub enum OrderCheck {
     Changed {
         /// The first use out of order.
         position: usize,
-        /// The unit expected; none after the last.
+        /// The unit expected; `None` past the last.
         expected: Option<usize>,
-        /// The unit used; none if the step ended.
+        /// The unit used; `None` if the step ended.
         got: Option<usize>,
     },
 }
 
-/// What a step did.
+/// The gathers of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefetchReport {
-    /// Uses whose gather was under way before.
+    /// Uses whose gather was enqueued ahead.
     pub prefetched: usize,
-    /// Uses that were gathered when they were asked for.
+    /// Uses whose gather was enqueued at the use.
     pub on_demand: usize,
-    /// Uses that needed no gather, since the unit was kept.
+    /// Uses without a gather, because the unit was kept.
     pub kept: usize,
     /// Gathers that were dropped unused.
     pub wasted: usize,
-    /// The most elements that were live at a time.
+    /// Peak of live elements.
     pub peak_live_elems: usize,
     /// The order of use.
     pub order: OrderCheck,

@@ -1,0 +1,93 @@
+//! A gathered unit and its memory.
+
+use std::fmt;
+
+use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
+use zero_alloc::{Block, Pool, Purpose};
+
+use super::PrefetchError;
+use super::live::Lease;
+use crate::Communicator;
+
+/// A gathered unit. Dropping or resharding it returns its memory, in stream order.
+#[must_use = "dropping it frees the gathered unit"]
+pub struct Unsharded<D: Device> {
+    block: Block<D>,
+    slice: AnySlice,
+    /// The end of the gather.
+    gathered: D::Event,
+    /// The stream that uses the unit; `None` while it is in flight.
+    user: Option<D::Stream>,
+    pub(super) lease: Lease,
+}
+
+impl<D: Device> fmt::Debug for Unsharded<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Unsharded({} x {})", self.slice.len(), self.slice.dtype())
+    }
+}
+
+impl<D: Device> Drop for Unsharded<D> {
+    fn drop(&mut self) {
+        if let Some(user) = &self.user {
+            // A stream that returns an error is closed, and uses the block no more.
+            let _closed = self.block.record_use(user);
+        }
+    }
+}
+
+impl<D: Device> Unsharded<D> {
+    /// Enqueues the gather of `shard` from all ranks on `comm_stream`, into a block of `pool`.
+    ///
+    /// # Errors
+    /// The pool is out of memory, or the collective was not enqueued.
+    pub(super) fn gather(
+        pool: &Pool<D>,
+        comm: &dyn Communicator<D>,
+        comm_stream: &D::Stream,
+        shard: AnySlice,
+        lease: Lease,
+    ) -> Result<Self, PrefetchError> {
+        let len = shard.len() * comm.world_size();
+        let mut block = pool.allocate(len, shard.dtype(), Purpose::Buckets, comm_stream)?;
+        // SAFETY: every stream that uses the slice is recorded before the block is dropped: the communication stream
+        // below, the user's stream by `Drop`.
+        let slice = unsafe { block.slice() };
+        let enqueued = comm.all_gather(comm_stream, shard, slice);
+        block.record_use(comm_stream)?;
+        enqueued?;
+        let gathered = comm_stream.record()?;
+        Ok(Self { block, slice, gathered, user: None, lease })
+    }
+
+    /// Makes `stream`, the unit's user from now on, wait for the gather.
+    pub(super) fn wait_on(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
+        stream.wait(&self.gathered)?;
+        self.user = Some(stream.clone());
+        Ok(())
+    }
+
+    /// Whether no stream has used it yet.
+    pub(super) fn is_in_flight(&self) -> bool {
+        self.user.is_none()
+    }
+
+    /// The whole unit: the shards of all ranks end to end.
+    ///
+    /// # Safety
+    /// The slice is used only by operations enqueued on the prefetcher's compute stream, before this value is dropped
+    /// or resharded; nothing writes to it.
+    pub unsafe fn slice(&self) -> AnySlice {
+        self.slice
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.slice.len()
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.slice.is_empty()
+    }
+}
