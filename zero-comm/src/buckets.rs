@@ -1,25 +1,25 @@
-//! Gradient buckets: constant memory in which gradients travel, however large the model is.
+//! Gradient buckets: gradients are reduced through a constant amount of memory.
 //!
-//! The one buffer here is the **bucket**: a block of `capacity_elems` elements of the travelling dtype, held as
-//! [`Purpose::Buckets`] from [`Buckets::new`] on. Its life, as types:
+//! A **bucket** is a block of `capacity_elems` elements of the reduction's dtype, allocated by [`Buckets::new`] as
+//! [`Purpose::Buckets`]. Its states are types:
 //!
 //! ```text
 //! free --begin--> Filling --reduce_scatter, all_reduce--> InFlight --finish--> free, and Done
-//!                 producers write                         the communicator     consumers wait
+//!                 producers write                         the collective runs  consumers wait
 //! ```
 //!
-//! - [`Filling`]: nothing is on its way; producers' streams write to the bucket. It knows all its producers.
-//! - [`InFlight`]: enqueued on the communication stream, behind all producers. The bucket is the communicator's;
-//!   what the caller enqueues on that stream next sees the result.
-//! - [`Done`]: the event after it; the bucket itself is free for the next [`Buckets::begin`], whose producers'
-//!   streams wait for its last use. The host never waits.
+//! - [`Filling`]: the streams of its recorded producers write to the bucket.
+//! - [`InFlight`]: the collective is enqueued on the communication stream, behind all producers. Operations that the
+//!   caller enqueues on that stream next see the result.
+//! - [`Done`]: the event after it. The bucket is free for the next [`Buckets::begin`], whose producers' streams wait
+//!   for its last use. The host never waits.
 //!
-//! Which elements travel together is the caller's business: a gradient larger than a bucket is cut in
-//! pieces (`zero_shard::bucket_pieces` does it), each piece being the same range of every rank's shard.
-//! ZeRO's stages differ only in the launch: stage 0 all-reduces, stages 1 to 3 reduce-scatter.
+//! The caller chooses the elements of each bucket: a gradient larger than a bucket is cut into pieces
+//! (`zero_shard::bucket_pieces`), each the same range of every rank's shard. Stage 0 of ZeRO all-reduces a bucket,
+//! stages 1 to 3 reduce-scatter it.
 //!
-//! The hazards are those of PEERS' bug lists: a reduction that waits for one of several producers, a bucket
-//! that is overwritten before its reader ends, an error path that forgets both (`tests/buckets.rs`).
+//! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of several producers, a
+//! bucket overwritten before its reader ends, an error path that omits either wait.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -31,60 +31,62 @@ use zero_alloc::{AllocError, Block, Pool, Purpose};
 
 use crate::{CommError, Communicator, ReduceOp};
 
-/// Why a bucket could not be had or launched.
+/// The failure of an operation on buckets.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BucketError {
-    /// Buckets of which there are none, or that hold less than an element a rank.
-    #[error("{count} buckets of {capacity_elems} elements for {world_size} ranks")]
+    /// No buckets, or less than one element per rank in each.
+    #[error(
+        "{count} buckets of {capacity_elems} elements: {world_size} ranks need at least one bucket of {world_size} elements"
+    )]
     TooSmall {
-        /// Buckets asked for.
+        /// Number of buckets.
         count: usize,
-        /// Elements of each.
+        /// Capacity of each.
         capacity_elems: usize,
         /// Ranks.
         world_size: usize,
     },
-    /// More elements than a bucket holds.
-    #[error("{elems} elements for a bucket of {capacity_elems}")]
+    /// More elements than a bucket's capacity.
+    #[error("{elems} elements exceed a bucket's capacity of {capacity_elems}")]
     TooLong {
-        /// Elements asked for.
+        /// Requested elements.
         elems: usize,
-        /// What a bucket holds.
+        /// Capacity of a bucket.
         capacity_elems: usize,
     },
-    /// All buckets are still held as `Filling` or `InFlight`.
-    #[error("all {count} buckets are held; finish one first")]
+    /// All buckets are `Filling` or `InFlight`.
+    #[error("all {count} buckets are in use; finish one first")]
     NoneFree {
-        /// How many there are.
+        /// Number of buckets.
         count: usize,
     },
-    /// The pool has no room for the buckets.
+    /// The allocation of the buckets failed.
     #[error(transparent)]
     Alloc(#[from] AllocError),
-    /// The collective was refused.
+    /// The collective was not enqueued.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// A stream refused.
+    /// A stream returned an error.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// How buckets are made.
+/// Number, size and dtype of buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BucketOptions {
-    /// How many; one is filled while the others are in flight. Default: 2.
+    /// Number of buckets; one is filled while the others are in flight. Default: 2.
     pub count: usize,
-    /// Elements of each.
+    /// Capacity of each.
     pub capacity_elems: usize,
-    /// The dtype in which gradients travel.
+    /// The dtype of the reduction.
     pub dtype: DType,
-    /// Whether compute goes on while a bucket is in flight. Off, [`InFlight::finish`] makes the compute stream wait.
+    /// Whether compute overlaps with buckets in flight. If not, [`InFlight::finish`] makes the compute stream wait.
     pub overlap: bool,
 }
 
 impl BucketOptions {
-    /// Two buckets, overlapping with compute.
+    /// Two buckets that overlap with compute.
     pub const fn new(capacity_elems: usize, dtype: DType) -> Self {
         Self { count: 2, capacity_elems, dtype, overlap: true }
     }
@@ -92,12 +94,12 @@ impl BucketOptions {
 
 struct Bucket<D: Device> {
     block: Block<D>,
-    /// Points that must be reached before the bucket is written again.
+    /// Events that the next write to the bucket waits for.
     last_uses: Vec<D::Event>,
 }
 
 impl<D: Device> Bucket<D> {
-    fn used_on(&mut self, stream: &D::Stream) -> Result<D::Event, DeviceError> {
+    fn record_use(&mut self, stream: &D::Stream) -> Result<D::Event, DeviceError> {
         self.block.record_use(stream)?;
         let event = stream.record()?;
         self.last_uses.push(event.clone());
@@ -123,11 +125,11 @@ impl<D: Device> fmt::Debug for Buckets<D> {
 }
 
 impl<D: Device> Buckets<D> {
-    /// Allocates the buckets, the only time that memory is. `compute` is the stream of the usual producer,
-    /// `comm_stream` that of the collectives.
+    /// Allocates the buckets; nothing later allocates memory. `compute` is the first producer's stream, `comm_stream`
+    /// that of the collectives.
     ///
     /// # Errors
-    /// No buckets, less than an element a rank, or no room in the pool.
+    /// No buckets, less than one element per rank, or the allocation failed.
     pub fn new(
         pool: &Pool<D>,
         comm: Arc<dyn Communicator<D>>,
@@ -148,7 +150,7 @@ impl<D: Device> Buckets<D> {
         Ok(Self(Arc::new(Shared { comm, compute, comm_stream, options, free: Mutex::new(free) })))
     }
 
-    /// How they were made.
+    /// The options of [`Buckets::new`].
     pub fn options(&self) -> BucketOptions {
         self.0.options
     }
@@ -158,38 +160,37 @@ impl<D: Device> Buckets<D> {
         &self.0.comm_stream
     }
 
-    /// The next bucket, for `elems` elements to be written on the compute stream, which waits for its last use.
+    /// Returns the next bucket, for `elems` elements written on the compute stream, which waits for its last use.
     ///
     /// # Errors
-    /// The bucket is too small, all buckets are held, or a stream refused.
+    /// The bucket is too small, all buckets are in use, or a stream returned an error.
     pub fn begin(&self, elems: usize) -> Result<Filling<D>, BucketError> {
         let BucketOptions { count, capacity_elems, .. } = self.0.options;
         if elems > capacity_elems {
             return Err(BucketError::TooLong { elems, capacity_elems });
         }
         let bucket = self.0.free.lock().pop_front().ok_or(BucketError::NoneFree { count })?;
-        // SAFETY: it is handed out by unsafe methods alone, whose callers keep to streams that the bucket notes
-        // before it is free again or dropped.
+        // SAFETY: only unsafe methods return it, whose callers use it on streams that the bucket records before it is
+        // free again or dropped.
         let slice = unsafe { bucket.block.slice() }.slice(0..elems);
         let mut filling = Filling { bucket: Some(bucket), slice, producers: Vec::new(), shared: Arc::clone(&self.0) };
         filling.add_producer(&self.0.compute)?;
         Ok(filling)
     }
 
-    /// Makes `stream` wait for everything launched so far, and for what the caller put behind it on the
-    /// communication stream.
+    /// Makes `stream` wait for everything enqueued on the communication stream so far.
     ///
     /// # Errors
-    /// A stream refused.
+    /// A stream returned an error.
     pub fn wait_all_on(&self, stream: &D::Stream) -> Result<(), DeviceError> {
         stream.wait(&self.0.comm_stream.record()?)
     }
 }
 
-/// A bucket that is being written to.
-#[must_use = "a bucket that is not launched carries nothing"]
+/// A bucket that producers write to.
+#[must_use = "a bucket that is not launched reduces nothing"]
 pub struct Filling<D: Device> {
-    /// None once launched.
+    /// `None` once launched.
     bucket: Option<Bucket<D>>,
     slice: AnySlice,
     producers: Vec<D::Stream>,
@@ -203,15 +204,15 @@ impl<D: Device> fmt::Debug for Filling<D> {
 }
 
 impl<D: Device> Drop for Filling<D> {
-    /// Given up: what the producers may still write is over before the bucket is used again.
+    /// The bucket's next use waits for the producers' enqueued writes.
     fn drop(&mut self) {
         if let Some(mut bucket) = self.bucket.take() {
             let before = std::mem::take(&mut bucket.last_uses);
             for producer in &self.producers {
-                // A stream that refuses is closed, and writes no more.
-                let _closed = bucket.used_on(producer);
+                // A stream that returns an error is closed, and writes no more.
+                let _closed = bucket.record_use(producer);
             }
-            // All producers wait for the uses before; where no stream took the bucket, those are still its last.
+            // All producers wait for the uses before; without a producer, those are still the last.
             if bucket.last_uses.is_empty() {
                 bucket.last_uses = before;
             }
@@ -221,20 +222,20 @@ impl<D: Device> Drop for Filling<D> {
 }
 
 impl<D: Device> Filling<D> {
-    /// Elements in the bucket.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.slice.len()
     }
 
-    /// Whether there are none.
+    /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.slice.is_empty()
     }
 
-    /// Lets `stream` write to the bucket too: it waits for the bucket's last use now, and the launch waits for it.
+    /// Adds a stream that writes to the bucket: it waits for the bucket's last use, and the launch waits for it.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream returned an error.
     pub fn add_producer(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
         if let Some(bucket) = &self.bucket {
             for event in &bucket.last_uses {
@@ -247,7 +248,7 @@ impl<D: Device> Filling<D> {
         Ok(())
     }
 
-    /// Where the elements are to be written: rank q's segment is `q * len / world_size ..` for a reduce-scatter.
+    /// The bucket's elements. For a reduce-scatter, rank q's segment starts at `q * len / world_size`.
     ///
     /// # Safety
     /// The slice is used only by operations enqueued on the compute stream or on streams added by
@@ -264,7 +265,7 @@ impl<D: Device> Filling<D> {
         for producer in &self.producers {
             shared.comm_stream.wait(&producer.record()?)?;
         }
-        // From here on the bucket is the communication stream's, whatever the call says.
+        // From here on the communication stream may use the bucket, even if the call returns an error.
         let (bucket, slice) = (self.bucket.take(), self.slice);
         let in_flight = InFlight { bucket, slice, consumers: Vec::new(), shared: Arc::clone(&shared) };
         // Behind all producers; later uses of the bucket wait for the event that `InFlight` records at its end.
@@ -272,20 +273,20 @@ impl<D: Device> Filling<D> {
         Ok(in_flight)
     }
 
-    /// Sends the bucket; this rank's segment of the result goes straight into `shard`, which the
-    /// communication stream writes (`shard.len() * world_size == len`).
+    /// Reduce-scatters the bucket; the communication stream writes this rank's segment of the result into `shard`
+    /// (`shard.len() * world_size == len`).
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or a stream refused.
+    /// Counts or dtypes do not match, or a stream returned an error.
     pub fn reduce_scatter_into(self, shard: AnySlice, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
         self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, shard, op))
     }
 
-    /// Sends the bucket; this rank's segment of the result stays in it ([`InFlight::segment`]), to be added to
-    /// an accumulated gradient by an operation that the caller enqueues on the communication stream.
+    /// Reduce-scatters the bucket; this rank's segment of the result stays in it ([`InFlight::segment`]). The caller adds
+    /// it to an accumulated gradient by an operation on the communication stream.
     ///
     /// # Errors
-    /// The number of ranks does not divide the length, or a stream refused.
+    /// The number of ranks does not divide the length, or a stream returned an error.
     pub fn reduce_scatter(self, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
         let (rank, n, len) = (self.shared.comm.rank(), self.shared.comm.world_size(), self.len());
         if !len.is_multiple_of(n) {
@@ -296,20 +297,20 @@ impl<D: Device> Filling<D> {
         self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, slice.slice(own), op))
     }
 
-    /// Sends the bucket; the whole result stays in it ([`InFlight::slice`]), for the caller to copy out by an
-    /// operation on the communication stream.
+    /// All-reduces the bucket; the result stays in it ([`InFlight::slice`]). The caller copies it by an operation on the
+    /// communication stream.
     ///
     /// # Errors
-    /// A stream refused.
+    /// A stream returned an error.
     pub fn all_reduce(self, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
         self.launch(|comm, stream, slice| comm.all_reduce(stream, slice, slice, op))
     }
 }
 
-/// A bucket on its way.
-#[must_use = "finish it to learn when its result is there"]
+/// A bucket whose collective is enqueued.
+#[must_use = "finish it to get the event of its result"]
 pub struct InFlight<D: Device> {
-    /// None once finished.
+    /// `None` once finished.
     bucket: Option<Bucket<D>>,
     slice: AnySlice,
     consumers: Vec<D::Stream>,
@@ -324,7 +325,7 @@ impl<D: Device> fmt::Debug for InFlight<D> {
 
 impl<D: Device> Drop for InFlight<D> {
     fn drop(&mut self) {
-        // A stream that refuses is closed, and uses the bucket no more.
+        // A stream that returns an error is closed, and uses the bucket no more.
         let _closed = self.retire();
     }
 }
@@ -333,13 +334,13 @@ impl<D: Device> InFlight<D> {
     fn retire(&mut self) -> Result<Option<D::Event>, DeviceError> {
         let Some(mut bucket) = self.bucket.take() else { return Ok(None) };
         bucket.last_uses.clear();
-        let event = bucket.used_on(&self.shared.comm_stream);
-        let consumed = self.consumers.iter().try_for_each(|consumer| bucket.used_on(consumer).map(drop));
+        let event = bucket.record_use(&self.shared.comm_stream);
+        let consumed = self.consumers.iter().try_for_each(|consumer| bucket.record_use(consumer).map(drop));
         self.shared.free.lock().push_back(bucket);
         consumed.and(event).map(Some)
     }
 
-    /// The whole bucket, as the communication stream will have it.
+    /// The whole bucket after the collective.
     ///
     /// # Safety
     /// The slice is used only by operations enqueued on the communication stream or on streams added by
@@ -357,10 +358,10 @@ impl<D: Device> InFlight<D> {
         self.slice.slice(rank * len..(rank + 1) * len)
     }
 
-    /// Lets `stream` read the bucket too: it waits for the result, and the bucket's next use waits for it.
+    /// Adds a stream that reads the bucket: it waits for the result, and the bucket's next use waits for it.
     ///
     /// # Errors
-    /// A stream refused.
+    /// A stream returned an error.
     pub fn add_consumer(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
         stream.wait(&self.shared.comm_stream.record()?)?;
         if self.consumers.iter().all(|known| known.id() != stream.id()) {
@@ -369,11 +370,11 @@ impl<D: Device> InFlight<D> {
         Ok(())
     }
 
-    /// Ends the bucket's way: what the caller has enqueued behind the collective on the communication stream
-    /// is the last use. Without overlap, the compute stream waits for it here.
+    /// Ends the bucket's use: its last uses are the operations that the caller has enqueued on the communication stream
+    /// so far, and the consumers'. Without overlap, the compute stream waits for them.
     ///
     /// # Errors
-    /// A stream refused.
+    /// A stream returned an error.
     pub fn finish(mut self) -> Result<Done<D>, DeviceError> {
         let event = match self.retire()? {
             Some(event) => event,
@@ -386,9 +387,9 @@ impl<D: Device> InFlight<D> {
     }
 }
 
-/// The point at which a bucket's result is where it belongs.
+/// The event after which a bucket's result is complete.
 #[derive(Debug)]
-#[must_use = "who reads the result must wait for it"]
+#[must_use = "readers of the result must wait for it"]
 pub struct Done<D: Device> {
     event: D::Event,
 }
@@ -397,12 +398,12 @@ impl<D: Device> Done<D> {
     /// Makes `stream` wait for the result.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream returned an error.
     pub fn wait_on(&self, stream: &D::Stream) -> Result<(), DeviceError> {
         stream.wait(&self.event)
     }
 
-    /// The point itself.
+    /// The event.
     pub fn event(&self) -> &D::Event {
         &self.event
     }

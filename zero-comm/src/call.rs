@@ -13,7 +13,7 @@ use crate::{Collective, CommError, ReduceOp, Traffic};
 ///
 /// # Panics
 /// `parts` is 0.
-pub const fn balanced_range(len: usize, parts: usize, index: usize) -> Range<usize> {
+pub(crate) const fn balanced_range(len: usize, parts: usize, index: usize) -> Range<usize> {
     let (base, longer) = (len / parts, len % parts);
     let start = index * base + if index < longer { index } else { longer };
     start..start + base + if index < longer { 1 } else { 0 }

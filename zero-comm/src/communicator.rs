@@ -1,7 +1,7 @@
-//! The contract of collectives: counts, rank offsets and the in-place rule of each.
+//! The contract of collectives: their counts, rank offsets and in-place rules.
 //!
-//! All ranks of a communicator call the same collectives in the same order, each on a stream of its own.
-//! A call enqueues and returns; the operation runs in stream order, and its failure poisons the stream.
+//! All ranks of a communicator call the same collectives in the same order, each rank on its own stream. A call
+//! enqueues and returns; the operation runs in stream order, and its failure poisons the stream.
 //! Sums of fp16 and bf16 are taken in fp32 in rank order and rounded once.
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use zero_alloc::device::{AnySlice, Device};
 
 use crate::{Checked, CommError, Group};
 
-/// How elements of different ranks are combined, in rank order.
+/// A reduction over ranks, in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// Their sum (of bytes: modulo 256).
@@ -33,7 +33,7 @@ impl ReduceOp {
     }
 }
 
-/// Which collective.
+/// A kind of collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
     /// Every rank gets its segment of the reduction.
@@ -55,7 +55,7 @@ impl Collective {
     pub const ALL: [Self; 6] =
         [Self::ReduceScatter, Self::AllGather, Self::AllReduce, Self::Broadcast, Self::AllToAll, Self::Barrier];
 
-    /// The name of the method that does it: `reduce_scatter`, `all_gather`, ...
+    /// The name of its method: `reduce_scatter`, `all_gather`, ...
     pub const fn name(self) -> &'static str {
         match self {
             Self::ReduceScatter => "reduce_scatter",
@@ -68,13 +68,12 @@ impl Collective {
     }
 }
 
-/// Bytes that this rank has sent, by collective: what a rank must put on a wire with a bandwidth-optimal
-/// algorithm, S being the bytes of the whole buffer and N the ranks: (N-1)/N x S for reduce-scatter,
-/// all-gather and all-to-all, twice that for all-reduce; for broadcast S (N-1)/N on every rank
-/// (scatter and all-gather, the root's scatter included).
+/// Bytes that this rank has sent, by collective, as a bandwidth-optimal algorithm sends them. With S bytes in the
+/// whole buffer and N ranks: (N-1)/N x S for reduce-scatter, all-gather and all-to-all, twice that for all-reduce; for
+/// broadcast S (N-1)/N on every rank (scatter and all-gather, the root's scatter included).
 ///
-/// Where S is not divisible by N, the buffer counts as cut by [`balanced_range`](crate::balanced_range), and
-/// the bytes are those of this rank's part: exact integers whose sum over the ranks is N times the formula.
+/// If N does not divide S, segments are as equal as possible ([`Segments::Balanced`](crate::Segments)), and the bytes
+/// are those of this rank's segment: exact integers whose sum over the ranks is N times the formula.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// By reduce-scatter.
@@ -87,12 +86,12 @@ pub struct Traffic {
     pub broadcast_bytes: u64,
     /// By all-to-all.
     pub all_to_all_bytes: u64,
-    /// By [`Communicator::control_all_gather`]: votes, norms and losses, a few bytes a step.
+    /// By [`Communicator::control_all_gather`]: statistics of a step, a few bytes.
     pub control_bytes: u64,
 }
 
 impl Traffic {
-    /// All of them together.
+    /// The sum.
     pub const fn total_bytes(self) -> u64 {
         self.reduce_scatter_bytes
             + self.all_gather_bytes
@@ -102,7 +101,7 @@ impl Traffic {
             + self.control_bytes
     }
 
-    /// What was sent since `earlier`, a reading of the same communicator.
+    /// Bytes sent since `earlier`, a reading of the same communicator.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -135,31 +134,31 @@ impl std::ops::Add for Traffic {
 /// part of `send` (reduce_scatter) or `send` the rank's own part of `recv` (all_gather), or both the same
 /// (all_reduce); any other overlap is an error.
 ///
-/// A back end says who it is ([`group`](Self::group)) and runs what passed the checks ([`enqueue`](Self::enqueue));
-/// the collectives are made of these two.
+/// A back end implements [`group`](Self::group), its rank and world size, and [`enqueue`](Self::enqueue), which runs a
+/// checked call; the collectives are default methods.
 pub trait Communicator<D: Device>: Send + Sync {
-    /// This rank and how many there are.
+    /// This rank and the number of ranks.
     fn group(&self) -> Group;
 
-    /// Enqueues a call that a check of [`group`](Self::group) let pass, and counts its traffic.
+    /// Enqueues a call that [`group`](Self::group) has checked, and counts its traffic.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream returned an error.
     fn enqueue(&self, stream: &D::Stream, checked: Checked) -> Result<(), CommError>;
 
     /// The communicator of the ranks that pass the same `color`, numbered by `key`, then by rank here; `None`
     /// for a rank that passes no color. Every rank calls it; the host waits for the others, within the time limit.
-    /// The new communicator counts its own traffic. A failure here reaches it; the other way round it may (`mpi`)
-    /// or may not (`threads`).
+    /// The new communicator counts its own traffic. A failure of this communicator fails the new one; the reverse holds
+    /// for `mpi` and not for `threads`.
     ///
     /// # Errors
-    /// A rank failed, or did not come.
+    /// A rank failed, or did not call it within the limit.
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<D>>>, CommError>;
 
     /// Bytes sent so far, counted when enqueued.
     fn traffic(&self) -> Traffic;
 
-    /// Ends every collective under way or to come, on all ranks, with an error that names this rank and `reason`.
+    /// Fails every running and later collective, on all ranks, with an error that names this rank and `reason`.
     fn abort(&self, reason: &str);
 
     /// The first failure of the group, as every rank sees it: the cause behind a poisoned stream.
@@ -170,7 +169,7 @@ pub trait Communicator<D: Device>: Send + Sync {
         self.group().rank
     }
 
-    /// How many ranks.
+    /// Number of ranks.
     fn world_size(&self) -> usize {
         self.group().world_size
     }
@@ -178,7 +177,7 @@ pub trait Communicator<D: Device>: Send + Sync {
     /// `recv[i] = op over ranks q of send_q[rank * recv.len() + i]`; `send.len() == recv.len() * world_size`.
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
+    /// Counts or dtypes do not match, or the stream returned an error.
     fn reduce_scatter(
         &self,
         stream: &D::Stream,
@@ -190,10 +189,10 @@ pub trait Communicator<D: Device>: Send + Sync {
     }
 
     /// Reduce-scatter with a segment of `counts[q]` elements for rank q, end to end in `send`;
-    /// `recv.len() == counts[rank]`. All ranks pass the same counts; zeros are fine.
+    /// `recv.len() == counts[rank]`. All ranks pass the same counts; a count may be 0.
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
+    /// Counts or dtypes do not match, or the stream returned an error.
     fn reduce_scatter_uneven(
         &self,
         stream: &D::Stream,
@@ -208,16 +207,16 @@ pub trait Communicator<D: Device>: Send + Sync {
     /// `recv[q * send.len() + i] = send_q[i]` for all ranks q; `recv.len() == send.len() * world_size`.
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
+    /// Counts or dtypes do not match, or the stream returned an error.
     fn all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
         self.enqueue(stream, self.group().all_gather(send, recv)?)
     }
 
     /// All-gather of `counts[q]` elements from rank q, end to end in `recv`; `send.len() == counts[rank]`.
-    /// All ranks pass the same counts; zeros are fine.
+    /// All ranks pass the same counts; a count may be 0.
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
+    /// Counts or dtypes do not match, or the stream returned an error.
     fn all_gather_uneven(
         &self,
         stream: &D::Stream,
@@ -228,11 +227,11 @@ pub trait Communicator<D: Device>: Send + Sync {
         self.enqueue(stream, self.group().all_gather_uneven(send, recv, counts)?)
     }
 
-    /// [`all_gather`](Self::all_gather) of a few bytes that steer the run (votes, norms, losses): the same
-    /// operation, counted in [`Traffic::control_bytes`].
+    /// [`all_gather`](Self::all_gather) of a few bytes of control data (norms, losses, flags), counted in
+    /// [`Traffic::control_bytes`].
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
+    /// Counts or dtypes do not match, or the stream returned an error.
     fn control_all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
         self.enqueue(stream, self.group().control_all_gather(send, recv)?)
     }
@@ -240,15 +239,15 @@ pub trait Communicator<D: Device>: Send + Sync {
     /// `recv[i] = op over ranks q of send_q[i]`; `send.len() == recv.len()`.
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
+    /// Counts or dtypes do not match, or the stream returned an error.
     fn all_reduce(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError> {
         self.enqueue(stream, self.group().all_reduce(send, recv, op)?)
     }
 
-    /// `buffer` of every rank becomes that of `root`.
+    /// Copies the root's `buffer` into `buffer` of every rank.
     ///
     /// # Errors
-    /// There is no such root, or the stream refused.
+    /// There is no such root, or the stream returned an error.
     fn broadcast(&self, stream: &D::Stream, buffer: AnySlice, root: usize) -> Result<(), CommError> {
         self.enqueue(stream, self.group().broadcast(buffer, root)?)
     }
@@ -256,15 +255,15 @@ pub trait Communicator<D: Device>: Send + Sync {
     /// `recv[q * n + i] = send_q[rank * n + i]`, `n = send.len() / world_size`.
     ///
     /// # Errors
-    /// Counts or dtypes do not fit, or the stream refused.
+    /// Counts or dtypes do not match, or the stream returned an error.
     fn all_to_all(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
         self.enqueue(stream, self.group().all_to_all(send, recv)?)
     }
 
-    /// Nothing enqueued on `stream` after this runs before every rank's stream is here.
+    /// Operations enqueued on `stream` after this run only when every rank's stream has reached it.
     ///
     /// # Errors
-    /// The stream refused.
+    /// The stream returned an error.
     fn barrier(&self, stream: &D::Stream) -> Result<(), CommError> {
         self.enqueue(stream, self.group().barrier())
     }

@@ -206,10 +206,12 @@ pub enum CommError {
         tried: Vec<String>,
     },
     /// The launcher's environment variables are inconsistent.
+    #[cfg(feature = "cuda")]
     #[error(transparent)]
     #[serde(skip)]
     Launch(#[from] crate::nccl::LaunchError),
     /// The processes failed to connect.
+    #[cfg(feature = "cuda")]
     #[error(transparent)]
     #[serde(skip)]
     Rendezvous(#[from] crate::RendezvousError),

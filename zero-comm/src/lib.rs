@@ -3,16 +3,19 @@
 mod buckets;
 mod call;
 mod communicator;
+#[cfg(feature = "testing")]
 pub mod conformance;
 mod error;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "cuda")]
 pub mod nccl;
 mod nontemporal;
 mod options;
 pub mod overlap;
 mod prefetch;
 mod reduce;
+#[cfg(feature = "testing")]
 pub mod slow;
 mod solo;
 mod split_request;
@@ -22,6 +25,7 @@ pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight};
 pub use call::{Call, Checked, Group, Segments};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
+#[cfg(feature = "cuda")]
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
 pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher, Unsharded};

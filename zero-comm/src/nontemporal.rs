@@ -1,13 +1,13 @@
-//! Stores that do not enter the cache.
+//! Non-temporal stores, which bypass the cache.
 //!
-//! An ordinary store to memory that is not in the cache first reads it. A result larger than the cache will not
-//! be found there by its reader anyway, so writing it past the cache saves that read: a third of all memory
-//! traffic of an all-gather, a quarter of a reduce-scatter's between two ranks (`benches`, `collectives`).
+//! An ordinary store to memory that is not in the cache first reads it. A result larger than the cache does not stay
+//! there for its reader, so bypassing the cache saves that read: a third of the memory traffic of an all-gather
+//! between two ranks, a quarter of a reduce-scatter's (`benches`, `collectives`).
 
-/// From how many bytes moved by all ranks together stores go past the cache: about a large last-level cache.
+/// Stores are non-temporal from this many bytes moved by all ranks together: about a large last-level cache.
 pub(crate) const THRESHOLD_BYTES: usize = 24 << 20;
 
-/// What [`lines`] asks of its target's address.
+/// The alignment of [`lines`]'s target.
 pub(crate) const LINE_BYTES: usize = 64;
 
 /// Copies `from` to `to`, of the same length.
@@ -25,8 +25,8 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     fence();
 }
 
-/// Copies whole lines; `to` starts a line (or else the copy is an ordinary one). What is written is seen by
-/// others only after a [`fence`].
+/// Copies whole lines with non-temporal stores if `to` is aligned to a line, else with ordinary ones. Other threads
+/// see the stores only after a [`fence`].
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
 pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
@@ -35,7 +35,7 @@ pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
     if !to.as_ptr().addr().is_multiple_of(LINE_BYTES) || !to.len().is_multiple_of(LINE_BYTES) {
         return to.copy_from_slice(from);
     }
-    // A line is written whole, so that it leaves in one piece.
+    // All stores of a line follow each other, so that it is written to memory at once.
     for (from, to) in from.as_chunks::<STORE_BYTES>().0.iter().zip(to.as_chunks_mut::<STORE_BYTES>().0) {
         // SAFETY: as many bytes as are loaded; no alignment is needed.
         let value = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
@@ -44,13 +44,13 @@ pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// Copies whole lines: here, an ordinary copy.
+/// Copies whole lines with ordinary stores.
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
     to.copy_from_slice(from);
 }
 
-/// Orders the stores of [`lines`] before what this thread writes next, the meeting of the ranks.
+/// Orders the stores of [`lines`] before this thread's later stores.
 pub(crate) fn fence() {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     // SAFETY: every x86-64 processor has it.
@@ -59,11 +59,11 @@ pub(crate) fn fence() {
     }
 }
 
-/// Asks for the line at `at`, which need not be an address of anything.
+/// Prefetches the line at `at`, which may be any address.
 #[inline(always)]
 pub(crate) fn prefetch<T>(at: *const T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: a hint, which reads nothing that the program sees and fails at no address.
+    // SAFETY: a hint without architectural effect, valid for any address.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
     }
@@ -76,7 +76,7 @@ mod tests {
     use super::copy;
 
     #[test]
-    fn any_offset_and_length_is_copied_and_nothing_beside_it() {
+    fn copy_writes_exactly_its_range() {
         let source: Vec<u8> = (0..400).map(|i| (i * 7 % 251) as u8).collect();
         for len in (0..200).step_by(if cfg!(miri) { 37 } else { 1 }) {
             for (from, to) in [(0, 0), (3, 0), (0, 5), (17, 63), (64, 64)] {

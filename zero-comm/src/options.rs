@@ -1,11 +1,11 @@
-//! How a world of ranks behaves, whatever carries its data.
+//! Options of a world of ranks, for every back end.
 
 use std::time::Duration;
 
-/// How a world of ranks behaves.
+/// Options of a world of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommOptions {
-    /// How long a rank waits for the others before it ends the world with an error. Default: 10 minutes.
+    /// The longest that a rank waits for the others; then the world fails. Default: 10 minutes.
     pub limit: Duration,
 }
 

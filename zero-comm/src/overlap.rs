@@ -1,9 +1,8 @@
-//! What of communication is hidden: arithmetic on the spans of a recorded step, and the trace file of it.
+//! Overlap of communication and compute, from the spans of a recorded step; the step's trace file.
 //!
-//! With T_step the time of the step, T_compute that in which some compute operation ran and T_comm that in
-//! which some communication did, the **overlap fraction** is `1 - (T_step - T_compute) / T_comm`: 1 where
-//! communication costs nothing, 0 where all of it is waited for. The **exposed** time is that in which
-//! communication ran and compute did not.
+//! Let T_step be the time of the step, T_compute the time in which some compute operation ran, and T_comm the time in
+//! which some communication ran. The **overlap fraction** is `1 - (T_step - T_compute) / T_comm`: 1 if communication
+//! adds no time, 0 if compute waits for all of it. The **exposed** time is the time of communication without compute.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,7 +10,7 @@ use std::time::Duration;
 
 use zero_alloc::host::OpSpan;
 
-/// Label of the spans in which a stream waits for an event; they are no work.
+/// Label of the spans in which a stream waits for an event.
 const WAIT: &str = "wait";
 
 /// The times of one step of one rank.
@@ -19,17 +18,16 @@ const WAIT: &str = "wait";
 pub struct Overlap {
     /// From the first start to the last end of any operation.
     pub step: Duration,
-    /// In which a compute operation ran.
+    /// Time in which a compute operation ran.
     pub compute: Duration,
-    /// In which a communication ran.
+    /// Time in which communication ran.
     pub comm: Duration,
-    /// In which a communication ran and no compute did.
+    /// Time in which communication ran without compute.
     pub exposed: Duration,
 }
 
 impl Overlap {
-    /// The times of `spans`, those of the stream `comm_stream` being communication, all others compute. Waits are
-    /// left out.
+    /// The times of `spans` without waits. Spans of the stream `comm_stream` are communication, all others compute.
     pub fn of(spans: &[OpSpan], comm_stream: &str) -> Self {
         let work = || spans.iter().filter(|s| s.label != WAIT);
         let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) = work().partition(|s| &*s.stream == comm_stream);
@@ -41,7 +39,7 @@ impl Overlap {
         Self { step: end - start, compute: compute_time, comm: comm_time, exposed }
     }
 
-    /// `1 - (T_step - T_compute) / T_comm`; 1 where nothing was communicated.
+    /// `1 - (T_step - T_compute) / T_comm`; 1 without communication.
     pub fn fraction(&self) -> f64 {
         let waited = self.step.saturating_sub(self.compute).as_secs_f64();
         if self.comm.is_zero() { 1.0 } else { 1.0 - waited / self.comm.as_secs_f64() }
@@ -78,7 +76,7 @@ fn common(a: &[Interval], b: &[Interval]) -> Duration {
     sum
 }
 
-/// The spans as Chrome trace JSON, which Perfetto and chrome://tracing open: one process, one line a stream.
+/// The spans as Chrome trace JSON for Perfetto and chrome://tracing: one process, one line per stream.
 pub fn chrome_trace(spans: &[OpSpan]) -> String {
     let mut lines: BTreeMap<&str, usize> = BTreeMap::new();
     for span in spans {
@@ -107,7 +105,7 @@ fn quoted(text: &str) -> String {
         match c {
             '"' | '\\' => out.extend(['\\', c]),
             c if c.is_control() => {
-                // Writing to a string does not fail.
+                // Writing to a string cannot fail.
                 let _ok = write!(out, "\\u{:04x}", c as u32);
             }
             c => out.push(c),
@@ -144,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_trace_is_json_whatever_the_names() {
+    fn trace_is_valid_json() {
         let trace = chrome_trace(&[span("rank 0 \"comm\"\n", "all_gather", 1, 3), span("b\\c", "x", 2, 2)]);
         let json: serde_json::Value = serde_json::from_str(&trace).expect("valid JSON");
         let events = json["traceEvents"].as_array().expect("a list");
@@ -154,9 +152,9 @@ mod tests {
     }
 
     proptest! {
-        /// Against counting milliseconds one by one.
+        /// The oracle counts milliseconds one by one.
         #[test]
-        fn times_are_those_of_a_plain_count(
+        fn times_equal_a_plain_count(
             spans in prop::collection::vec((any::<bool>(), 0u64..60, 0u64..20), 0..20)
         ) {
             let spans: Vec<OpSpan> = spans

@@ -1,15 +1,14 @@
 //! Combining the elements of all ranks on the host, in rank order: `((x0 op x1) op x2) op ...`.
 //!
-//! Every back end that adds on the host calls [`Reducible::reduce`], so their results are the same bit for bit.
+//! Every back end that reduces on the host calls [`Reducible::reduce`], so their results are bit-identical.
 //! 16-bit types are widened to fp32, combined there and rounded once, to nearest even.
 //!
-//! The kernel goes through all inputs side by side, one block of [`BLOCK`] elements at a time whose running
-//! result stays in registers, and goes straight from there to where it is wanted. So memory sees one forward stream
-//! for each rank, which is what its prefetchers are good at, asked for a little ahead since they stop at
-//! the end of a page; and each byte is read or written once.
+//! The kernel reads all inputs side by side, in blocks of [`BLOCK`] elements whose result stays in registers until it
+//! is stored. So memory sees one forward stream per rank, and each byte is read or written once. Software prefetch
+//! covers page ends, where hardware prefetchers stop.
 //!
-//! The loops are plain; `multiversion` compiles them for several instruction sets and picks at run time. No sum
-//! is contracted or reordered, so all versions give the same bits.
+//! `multiversion` compiles the loops for several instruction sets and selects one at run time. No sum is contracted or
+//! reordered, so all versions are bit-identical.
 
 use half::{bf16, f16};
 use multiversion::multiversion;
@@ -17,27 +16,27 @@ use zero_alloc::device::Element;
 
 use crate::{ReduceOp, nontemporal};
 
-/// Elements that callers hand over at a time where a result is copied on: it stays in the first-level cache.
+/// Elements reduced at a time where the result is copied to several outputs: it stays in the first-level cache.
 pub(crate) const CHUNK_ELEMS: usize = 4096;
 
-/// Elements whose running result is in registers: of any type, whole lines of the cache.
+/// Elements whose result is in registers; whole cache lines of any type.
 const BLOCK: usize = 64;
 
-/// How far ahead of the block at work its successors are asked for.
+/// Distance of the software prefetch.
 const AHEAD_BYTES: usize = 1024;
 
-/// Where results go.
+/// The stores of a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Store {
-    /// Into the cache, as usual.
+    /// Ordinary stores.
     Cached,
-    /// Past the cache: for results that are larger.
+    /// Non-temporal stores, for results larger than the cache.
     PastCache,
 }
 
 /// An element that can be combined.
 pub(crate) trait Reducible: Element + Default {
-    /// `out[i]` = the elements `i` of all inputs, combined in order. All are of one length, and there is an input.
+    /// `out[i]` = the elements `i` of all inputs, combined in order. There is at least one input; all lengths are equal.
     fn reduce(op: ReduceOp, inputs: &[&[Self]], out: &mut [Self], store: Store);
 }
 
@@ -69,7 +68,7 @@ fn block<'a, T: Lane>(op: ReduceOp, ranks: usize, of: impl Fn(usize) -> &'a [T; 
 
 #[inline(always)]
 fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
-    // Past the cache go whole lines: what is before the first is a block that is not full.
+    // Non-temporal stores write whole lines; the part before the first is a partial block.
     let head = match store {
         Store::Cached => 0,
         Store::PastCache => out.as_ptr().align_offset(nontemporal::LINE_BYTES).min(out.len()),
@@ -87,7 +86,7 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
         }
         let zeros = &[T::default(); BLOCK];
         let mut result = *zeros;
-        // All inputs have the length of the output, so there is such a block.
+        // All inputs have the length of the output, so the block exists.
         block(op, inputs.len(), |rank| inputs[rank][at..].first_chunk().unwrap_or(zeros), &mut result);
         match store {
             Store::Cached => *out = result,
@@ -100,7 +99,7 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
     }
 }
 
-/// Less than a block, from element `at`: filled up with zeros, which are combined too and go nowhere.
+/// Less than a block, from element `at`: padded with zeros, whose results are dropped.
 #[inline(always)]
 fn partial<T: Lane>(op: ReduceOp, inputs: &[&[T]], at: usize, out: &mut [T]) {
     if out.is_empty() {
@@ -120,7 +119,7 @@ macro_rules! reducible {
     ($($t:ty => $f:ident),*) => {$(
         #[multiversion(targets = "simd")]
         fn $f(op: ReduceOp, inputs: &[&[$t]], out: &mut [$t], store: Store) {
-            // Each operation gets loops of its own.
+            // One instance of the loops per operation.
             match op {
                 ReduceOp::Sum => kernel(ReduceOp::Sum, inputs, out, store),
                 ReduceOp::Avg => kernel(ReduceOp::Avg, inputs, out, store),
@@ -182,7 +181,7 @@ macro_rules! lane {
 }
 lane!(f32, f32, |x| x, |a, x| a + x, |a, n| a / n as f32, |a| a);
 lane!(f64, f64, |x| x, |a, x| a + x, |a, n| a / n as f64, |a| a);
-// Averages of bytes are refused when a call is checked.
+// The check of a call rejects averages of bytes.
 lane!(u8, u8, |x| x, u8::wrapping_add, |a, _| a, |a| a);
 lane!(bf16, f32, widen_bf16, |a, x| a + x, |a, n| a / n as f32, round_bf16);
 
@@ -192,7 +191,7 @@ fn widen_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// To nearest even; a NaN stays one (its payload's upper part, made quiet).
+/// Rounds to nearest even; a NaN stays a quiet NaN with the upper part of its payload.
 #[inline(always)]
 fn round_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
@@ -203,12 +202,12 @@ fn round_bf16(x: f32) -> bf16 {
 
 lane!(f16, f32, widen_f16, |a, x| a + x, |a, n| a / n as f32, round_f16);
 
-/// The parts of binary16, and fp32's where they are shifted to.
+/// Masks of binary16, and fp32 constants of the same quantities.
 mod f16_parts {
     pub(super) const EXPONENT: u32 = 0x7c00;
     pub(super) const SIGN: u32 = 0x8000;
     pub(super) const NAN: u32 = 0x7e00;
-    /// Digits that fp32 has beyond it.
+    /// Fraction bits that fp32 has and binary16 has not.
     pub(super) const EXTRA_DIGITS: u32 = 13;
     /// 2^112, between the two biases of the exponent, as fp32.
     pub(super) const REBIAS: u32 = (127 + 112) << 23;
@@ -218,7 +217,7 @@ mod f16_parts {
     pub(super) const BEYOND: u32 = (127 + 16) << 23;
 }
 
-/// Exact. The bits in fp32's places are a number 2^112 too small, subnormal ones included.
+/// Exact: binary16's bits at fp32's positions are the number times 2^-112, for subnormals too.
 #[inline(always)]
 fn widen_f16(x: f16) -> f32 {
     use f16_parts::{EXPONENT, EXTRA_DIGITS, REBIAS, SIGN};
@@ -229,7 +228,7 @@ fn widen_f16(x: f16) -> f32 {
     f32::from_bits(magnitude | (bits & SIGN) << 16)
 }
 
-/// To nearest even; too large becomes infinite; a NaN stays one.
+/// Rounds to nearest even, overflow to infinity; a NaN stays a NaN.
 #[inline(always)]
 fn round_f16(x: f32) -> f16 {
     use f16_parts::{BEYOND, EXPONENT, EXTRA_DIGITS, LEAST_NORMAL, NAN, SIGN};
@@ -276,12 +275,12 @@ mod tests {
         let inputs: Vec<&[T]> = inputs.iter().map(|input| &input[..]).collect();
         let mut out = vec![T::default(); inputs[0].len()];
         T::reduce(op, &inputs, &mut out, Store::Cached);
-        // Wherever in a line the target starts.
+        // Targets at several offsets in a line.
         let mut past = vec![T::default(); out.len() + 40];
         for offset in [0, 1, 39] {
             let place = &mut past[offset..offset + out.len()];
             T::reduce(op, &inputs, place, Store::PastCache);
-            // Which of several NaN a sum is, the processor says, and not the language.
+            // The payload of a NaN sum depends on the processor.
             let same = |(&a, &b): (&T, &T)| bytes_of(&a) == bytes_of(&b) || to_f32(a).is_nan() && to_f32(b).is_nan();
             assert!(place.iter().zip(&out).all(same), "{op:?} at {offset}: {place:?}, not {out:?}");
         }
@@ -298,7 +297,7 @@ mod tests {
 
         /// Any bits: infinities, NaN, subnormal numbers, ties of rounding.
         #[test]
-        fn blocks_give_what_single_elements_give(
+        fn blocks_equal_single_elements(
             op in prop::sample::select(vec![ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max]),
             ranks in 1usize..6, len in 0usize..200, seed in any::<u32>(),
         ) {
@@ -311,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_widen_and_round_as_the_crate_half_says() {
+    fn halves_convert_as_in_the_crate_half() {
         for bits in (0..=u16::MAX).step_by(if cfg!(miri) { 977 } else { 1 }) {
             let x = f16::from_bits(bits);
             let wide = widen_f16(x);

@@ -11,21 +11,21 @@ use crate::{CommError, Communicator, Traffic};
 /// A link between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Before the first byte of each collective.
+    /// Delay before the first byte of each collective.
     pub latency: Duration,
-    /// Of what a rank sends.
+    /// Rate of a rank's sent bytes.
     pub bytes_per_second: f64,
 }
 
 impl Link {
-    /// How long `bytes` take.
+    /// Time to send `bytes`.
     pub fn time(self, bytes: u64) -> Duration {
         self.latency + Duration::try_from_secs_f64(bytes as f64 / self.bytes_per_second).unwrap_or(Duration::MAX)
     }
 }
 
-/// Another communicator behind a [`Link`]: before each collective its stream sleeps for as long as the link
-/// would take for the bytes that the rank sends, in an operation labelled `link`.
+/// Another communicator behind a [`Link`]: before each collective its stream sleeps for the time that the link takes
+/// for the rank's sent bytes, in an operation labelled `link`.
 pub struct SlowComm {
     inner: Arc<dyn Communicator<HostDevice>>,
     link: Link,

@@ -1,4 +1,4 @@
-//! A world of one rank, on any device: what has nobody to talk to is a copy, or nothing.
+//! A world of one rank, on any device: each collective is a copy or nothing.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ impl<D> fmt::Debug for Solo<D> {
 }
 
 impl<D: Device> Solo<D> {
-    /// The only rank there is, on `device`.
+    /// The only rank, on `device`.
     pub fn new(device: D) -> Self {
         Self { device, failure: Mutex::new(None) }
     }
@@ -37,7 +37,7 @@ impl<D: Device> Communicator<D> for Solo<D> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
-        // In place there is nothing to do; so there is where nothing is sent.
+        // In place, or without elements, there is nothing to copy.
         if checked.send().as_ptr() != checked.recv().as_ptr() && !checked.send().is_empty() {
             self.device.copy(stream, checked.send(), checked.recv())?;
         }

@@ -1,17 +1,18 @@
-//! What a rank asks of a split, and who comes together by it.
+//! A rank's arguments of a split, and the members of the new communicators.
 
 use serde::{Deserialize, Serialize};
 
-/// What a rank asks of a split.
+/// A rank's arguments of a split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SplitRequest {
-    /// Of the communicator that it is to be in, if any.
+    /// The color of its new communicator, if any.
     pub(crate) color: Option<u64>,
-    /// Its order there.
+    /// Orders the ranks of a color.
     pub(crate) key: u64,
 }
 
-/// The colors of a split, in order.
+/// The colors of a split, ascending.
+#[cfg(any(feature = "cuda", feature = "mpi"))]
 pub(crate) fn colors(requests: &[SplitRequest]) -> Vec<u64> {
     let mut colors: Vec<u64> = requests.iter().filter_map(|request| request.color).collect();
     colors.sort_unstable();
@@ -19,7 +20,7 @@ pub(crate) fn colors(requests: &[SplitRequest]) -> Vec<u64> {
     colors
 }
 
-/// The ranks that ask for `color`, in the order of their keys, then of their ranks.
+/// The ranks of `color`, in the order of their keys, then of their ranks.
 pub(crate) fn members(requests: &[SplitRequest], color: u64) -> Vec<usize> {
     let of_color = requests.iter().enumerate().filter(|(_, request)| request.color == Some(color));
     let mut members: Vec<(u64, usize)> = of_color.map(|(rank, request)| (request.key, rank)).collect();

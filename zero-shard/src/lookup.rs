@@ -147,7 +147,7 @@ impl Layout {
 
     /// The rank that owns element `in_param` of parameter `id`, and where in its shard storage; `None` if
     /// there is no such element.
-    fn place_of(&self, id: ParamId, in_param: u64) -> Option<(u64, u64)> {
+    pub fn place_of(&self, id: ParamId, in_param: u64) -> Option<(u64, u64)> {
         let (unit, param) = (self.units.get(id.unit)?, self.param(id).filter(|p| in_param < p.numel_elems)?);
         let flat = param.offset_elems + in_param;
         let rank = flat / unit.shard_elems;

@@ -33,7 +33,11 @@ impl Lease {
 
     pub(super) fn set_held(&self, held: bool) {
         let mut live = self.live.lock();
-        if held { live.held.insert(self.unit) } else { live.held.remove(&self.unit) };
+        if held {
+            live.held.insert(self.unit)
+        } else {
+            live.held.remove(&self.unit)
+        };
     }
 }
 

@@ -1,8 +1,8 @@
-//! Every order of ranks that meet, fail and leave, tried by loom:
+//! Loom models of all orders of ranks that arrive, fail and leave:
 //! `RUSTFLAGS="--cfg loom" cargo test -p zero-comm --lib --release loom_tests`.
 //!
-//! The gates are loom's; the world's own lock is an ordinary one, held across no gate, so loom takes what happens under
-//! it as one step.
+//! The monitors are loom's; the world's own lock is an ordinary one, held across no monitor, so for loom a critical
+//! section is one step.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use super::ticket::Ticket;
 use crate::CommOptions;
 use crate::{CommError, Group};
 
-/// What the model watches of each of two ranks.
+/// The observed state of two ranks.
 struct Watched {
     shared: Arc<Shared>,
-    /// It has come to the collective.
-    came: [AtomicBool; 2],
-    /// It has done its share.
+    /// It has entered the collective.
+    entered: [AtomicBool; 2],
+    /// It has worked.
     worked: [AtomicBool; 2],
     /// It has left the collective, and may have freed its buffers.
     left: [AtomicBool; 2],
@@ -29,17 +29,17 @@ impl Watched {
     fn new() -> Arc<Self> {
         let flags = || [AtomicBool::new(false), AtomicBool::new(false)];
         let shared = Arc::new(Shared::new(2, CommOptions::default()));
-        Arc::new(Self { shared, came: flags(), worked: flags(), left: flags() })
+        Arc::new(Self { shared, entered: flags(), worked: flags(), left: flags() })
     }
 
-    /// One collective of `rank`, which checks whenever it works that its peer is there.
+    /// One collective of `rank`, which asserts that its peer is in the collective while it works.
     fn run(&self, rank: usize) -> Result<(), CommError> {
         let checked = Group { rank, world_size: 2 }.barrier();
         let ticket = Ticket::new(Arc::clone(&self.shared), rank, 0, checked, "stream".to_owned());
         let peer = 1 - rank;
-        self.came[rank].store(true, Ordering::SeqCst);
+        self.entered[rank].store(true, Ordering::SeqCst);
         let result = ticket.run(|_, _| {
-            assert!(self.came[peer].load(Ordering::SeqCst) && !self.left[peer].load(Ordering::SeqCst));
+            assert!(self.entered[peer].load(Ordering::SeqCst) && !self.left[peer].load(Ordering::SeqCst));
             self.worked[rank].store(true, Ordering::SeqCst);
             assert!(!self.left[peer].load(Ordering::SeqCst), "the peer's buffers are in use");
         });
@@ -54,7 +54,7 @@ fn aborted() -> CommError {
 }
 
 #[test]
-fn ranks_that_meet_both_work_and_both_go_on() {
+fn two_ranks_complete_a_collective() {
     loom::model(|| {
         let watched = Watched::new();
         let other = Arc::clone(&watched);
@@ -65,8 +65,8 @@ fn ranks_that_meet_both_work_and_both_go_on() {
 }
 
 #[test]
-fn a_failure_at_any_moment_ends_both_and_neither_leaves_while_the_other_works() {
-    // Three threads have too many orders: those in which at most two times one is interrupted.
+fn failure_ends_both_and_no_buffer_is_in_use() {
+    // Three threads have too many orders; at most two preemptions bound them.
     let mut bounded = loom::model::Builder::new();
     bounded.preemption_bound = Some(2);
     bounded.check(|| {
@@ -82,7 +82,7 @@ fn a_failure_at_any_moment_ends_both_and_neither_leaves_while_the_other_works() 
 }
 
 #[test]
-fn a_rank_that_leaves_at_any_moment_is_missed() {
+fn leaving_rank_fails_its_peer() {
     loom::model(|| {
         let watched = Watched::new();
         let other = Arc::clone(&watched);

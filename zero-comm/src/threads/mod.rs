@@ -1,4 +1,4 @@
-//! All ranks in one process: each rank's stream works straight on its peers' buffers.
+//! All ranks in one process: each rank's stream reads and writes its peers' buffers directly.
 //!
 //! ```text
 //! rank 0's stream   ... | post, wait | work | wait | ...
@@ -6,13 +6,12 @@
 //! ```
 //!
 //! An operation posts its call and buffers, waits until every rank has posted the same call of the same
-//! sequence number, does its share (`work`) and waits until every rank has done its own; only then may
-//! buffers change again. There are no copies between: each byte of a result is written once, by the rank that
-//! computed it. A waiting rank looks for its peers for as long as waking it up would take (more ranks than cores: only
-//! lets them go first), then sleeps.
+//! sequence number, does its share (`work`) and waits until every rank has done its share; only then may buffers
+//! change again. There are no intermediate copies: each byte of a result is written once, by the rank that computed
+//! it. A waiting rank spins for about the time of a wake-up (with more ranks than cores it yields), then sleeps.
 //!
-//! **Failure.** The first failure of the world ends it: every collective under way or to come returns that
-//! failure on every rank. No rank leaves an operation while another still works in its buffers.
+//! **Failure.** The first failure ends the world: every running and later collective returns that failure on every
+//! rank. No rank leaves an operation while another still works in its buffers.
 
 #[cfg(all(test, loom))]
 mod loom_tests;
@@ -35,7 +34,7 @@ use crate::{CommError, CommOptions, Communicator, Traffic};
 use shared::Shared;
 use ticket::Ticket;
 
-/// More threads than a process has.
+/// Above the number of threads of a process.
 const MOST_RANKS: usize = 1 << 16;
 
 /// Makes the communicators of a world of threads.
@@ -43,7 +42,7 @@ const MOST_RANKS: usize = 1 << 16;
 pub struct World;
 
 impl World {
-    /// One communicator for each of `world_size` ranks, in rank order, to be given to their threads.
+    /// One communicator for each of `world_size` ranks, in rank order.
     ///
     /// # Errors
     /// [`CommError::NoRanks`], or [`CommError::TooManyRanks`] above 65536.
@@ -60,20 +59,20 @@ impl World {
     }
 }
 
-/// What the host thread of a rank changes when it enqueues.
+/// The state of a rank's host thread.
 #[derive(Default)]
 struct Enqueued {
-    /// Collectives enqueued so far: the next one's sequence number.
+    /// Collectives enqueued so far; the next one's sequence number.
     sequence: u64,
     /// Splits called so far.
     splits: u64,
     traffic: Traffic,
 }
 
-/// One rank's handle of a world of threads. Dropping it tells the others that this rank has left: they finish
-/// what it enqueued, and get [`CommError::Left`] from what it did not.
+/// One rank's communicator. After its drop the others finish the collectives that it enqueued; later ones return
+/// [`CommError::Left`].
 ///
-/// Calls may go to different streams of the rank; ranks must still enqueue them in the same order.
+/// A rank may use several streams; all ranks must enqueue collectives in the same order.
 pub struct ThreadsComm {
     shared: Arc<Shared>,
     rank: usize,

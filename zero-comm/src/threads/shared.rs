@@ -1,4 +1,4 @@
-//! What the ranks of a world share: the collectives under way, who has left, and the first failure.
+//! The shared state of a world's ranks: the running collectives, the ranks that left, and the first failure.
 
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -14,24 +14,24 @@ use crate::{Call, CommError};
 
 #[derive(Default)]
 struct State {
-    /// By sequence number. Ranks that enqueue on several streams may have several open at once.
+    /// By sequence number. Several are open at once if ranks enqueue on several streams.
     slots: HashMap<u64, Arc<Slot>>,
     /// Collectives that each rank has reached.
     reached: Vec<u64>,
-    /// For each rank that has left: how many collectives it had enqueued.
+    /// For each rank that has left, the number of collectives that it had enqueued.
     left: Vec<Option<u64>>,
     failure: Option<CommError>,
-    /// Worlds that were split off.
+    /// Worlds split from this one.
     children: Vec<Weak<Shared>>,
 }
 
-/// What the ranks of a world share.
+/// The shared state of a world's ranks.
 pub(super) struct Shared {
     pub(super) world_size: usize,
     pub(super) options: CommOptions,
     pub(super) splits: Splits,
-    /// What a waiting rank does before it sleeps.
-    looks: SpinPolicy,
+    /// The wait before a rank sleeps.
+    spin: SpinPolicy,
     state: Mutex<State>,
 }
 
@@ -39,19 +39,18 @@ impl Shared {
     pub(super) fn new(world_size: usize, options: CommOptions) -> Self {
         let state = State { reached: vec![0; world_size], left: vec![None; world_size], ..State::default() };
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        // A rank for each core may wait where it is for as long as a sleeper would take to wake up; more ranks than
-        // cores only let each other go first.
-        let looks = if cfg!(loom) {
+        // With a core per rank, spinning costs less than a sleep and wake-up; with more ranks than cores, ranks yield.
+        let spin = if cfg!(loom) {
             SpinPolicy::default()
         } else if world_size <= cores {
             SpinPolicy { times: 20, spins: 50 }
         } else {
             SpinPolicy { times: 3, spins: 0 }
         };
-        Self { world_size, options, splits: Splits::default(), looks, state: Mutex::new(state) }
+        Self { world_size, options, splits: Splits::default(), spin, state: Mutex::new(state) }
     }
 
-    /// Ends the world, and those that were split off it; the first failure stands, and is returned.
+    /// Fails the world and those split from it; returns the first failure.
     pub(super) fn fail(&self, error: CommError) -> CommError {
         let (failure, slots, children) = {
             let mut state = self.state.lock();
@@ -70,16 +69,16 @@ impl Shared {
         self.state.lock().failure.clone()
     }
 
-    /// How many collectives `rank` has reached.
+    /// The number of collectives that `rank` has reached.
     pub(super) fn reached(&self, rank: usize) -> u64 {
         self.state.lock().reached[rank]
     }
 
-    /// The slot of collective `sequence`, which `rank` has reached with `call`.
+    /// Returns the slot of collective `sequence`, which `rank` has reached with `call`.
     ///
     /// # Errors
-    /// The world has failed, or a rank has left before this collective: [`Shared::leave`] sees the slots that are
-    /// open, this sees who has left.
+    /// The world has failed, or a rank has left before this collective. ([`Shared::leave`] fails the open slots; this
+    /// covers later ones.)
     pub(super) fn open(&self, sequence: u64, rank: usize, call: &Call) -> Result<Arc<Slot>, CommError> {
         let mut state = self.state.lock();
         if let Some(error) = &state.failure {
@@ -91,16 +90,16 @@ impl Shared {
             return Err(self.fail(CommError::Left { sequence, call: Box::new(call.clone()), rank, done }));
         }
         state.reached[rank] = state.reached[rank].max(sequence + 1);
-        let new = || Arc::new(Slot::new(sequence, (rank, call.clone()), self.world_size, self.looks));
+        let new = || Arc::new(Slot::new(sequence, (rank, call.clone()), self.world_size, self.spin));
         Ok(Arc::clone(state.slots.entry(sequence).or_insert_with(new)))
     }
 
-    /// Forgets a collective that all ranks have done.
+    /// Removes a collective that all ranks have completed.
     pub(super) fn retire(&self, sequence: u64) {
         self.state.lock().slots.remove(&sequence);
     }
 
-    /// `rank` leaves after it has enqueued `done` collectives; who waits for it in a later one gets an error.
+    /// Records that `rank` leaves after `done` collectives; fails a later one in which others wait.
     pub(super) fn leave(&self, rank: usize, done: u64) {
         let waiting = {
             let mut state = self.state.lock();
@@ -119,7 +118,7 @@ impl Shared {
         self.state.lock().left[rank].is_some()
     }
 
-    /// Makes a failure here reach `child` too.
+    /// Adds `child`, to which this world's failures propagate.
     pub(super) fn adopt(&self, child: &Arc<Self>) {
         let mut state = self.state.lock();
         state.children.retain(|child| child.strong_count() > 0);

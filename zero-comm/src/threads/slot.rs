@@ -1,13 +1,12 @@
-//! Where the ranks meet for one collective.
+//! The rendezvous of the ranks for one collective.
 //!
-//! A slot's life: *gathering* (ranks post their calls and buffers) -> *working* (all have posted the same
-//! call) -> *done* (all have worked). A failure ends it in any state. Invariants, under its gate:
+//! A slot's states: *gathering* (ranks post their calls and buffers) -> *working* (all have posted the same call) ->
+//! *done* (all have worked). A failure ends it in any state. Invariants, under its monitor:
 //!
 //! - `arrived` counts the ranks that have posted, `working` those that work in the posted buffers now, `done`
 //!   those that have worked; `working + done <= arrived`;
-//! - `working` is above 0 only where all have arrived; no rank starts to work after a failure;
-//! - a rank that has posted leaves only where `working` is 0 and nobody will start: its peers are out of its
-//!   buffers then.
+//! - `working` is above 0 only if all have arrived; no rank starts to work after a failure;
+//! - a rank that has posted leaves only if `working` is 0 and no rank will start: its buffers are then unused.
 
 use std::time::Duration;
 
@@ -33,33 +32,33 @@ struct State {
     failure: Option<CommError>,
 }
 
-/// One collective under way.
+/// A running collective.
 #[derive(Debug)]
 pub(super) struct Slot {
     sequence: u64,
-    /// The rank that came first, and what it called; the others must post the same.
+    /// The first rank and its call; the others must post the same.
     pub(super) call: (usize, Call),
-    gate: Monitor<State>,
+    monitor: Monitor<State>,
 }
 
-/// How waiting for the others ended.
+/// The end of the wait for the others.
 #[derive(Debug)]
 pub(super) enum Arrival {
-    /// All are here: this rank works now, and must call [`Slot::finish`] or [`Slot::break_off`].
+    /// All have posted: this rank works now, and must call [`Slot::finish`] or [`Slot::break_off`].
     Work(Vec<Posted>),
     /// The limit passed; these ranks are missing.
     Late(Vec<usize>),
 }
 
 impl Slot {
-    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, looks: SpinPolicy) -> Self {
+    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, spin: SpinPolicy) -> Self {
         let state = State { posted: vec![None; world_size], ..State::default() };
-        Self { sequence, call, gate: Monitor::new(state).looking(looks) }
+        Self { sequence, call, monitor: Monitor::new(state).looking(spin) }
     }
 
-    /// Ends the collective for all who wait in it.
+    /// Fails the collective for all ranks that wait in it.
     pub(super) fn fail(&self, error: &CommError) {
-        self.gate.update(|state| {
+        self.monitor.update(|state| {
             state.failure.get_or_insert_with(|| error.clone());
         });
     }
@@ -79,17 +78,17 @@ impl Slot {
                 other_call: Box::new(other_call.clone()),
             });
         }
-        self.gate.update(|state| {
+        self.monitor.update(|state| {
             state.posted[rank] = Some(Posted { send: checked.send, recv: checked.recv });
             state.arrived += 1;
         });
         Ok(())
     }
 
-    /// Waits until all ranks have posted, at most `limit`; `rank` has.
+    /// Waits until all ranks have posted, at most `limit`. This rank has posted.
     ///
     /// # Errors
-    /// The failure that ended the collective; the rank's buffers are its own again.
+    /// The failure that ended the collective; the rank's buffers are unused.
     pub(super) fn arrive(&self, limit: Duration) -> Result<Arrival, CommError> {
         let ready = |state: &mut State| {
             if state.failure.is_none() && state.arrived == state.posted.len() {
@@ -98,21 +97,21 @@ impl Slot {
             }
             state.failure.clone().filter(|_| state.working == 0).map(Err)
         };
-        match self.gate.wait_until(limit, String::new, ready) {
+        match self.monitor.wait_until(limit, String::new, ready) {
             Ok(result) => result,
             Err(_) => Ok(Arrival::Late(
-                self.gate
+                self.monitor
                     .update(|state| (0..state.posted.len()).filter(|&rank| state.posted[rank].is_none()).collect()),
             )),
         }
     }
 
-    /// This rank has worked; waits until no rank works in its buffers any more. Whether it was the last.
+    /// Records that this rank has worked, and waits until all have. Returns whether it was the last.
     ///
     /// # Errors
     /// The failure that ended the collective.
     pub(super) fn finish(&self) -> Result<bool, CommError> {
-        let last = self.gate.update(|state| {
+        let last = self.monitor.update(|state| {
             state.working -= 1;
             state.done += 1;
             state.done == state.posted.len()
@@ -120,17 +119,17 @@ impl Slot {
         self.drain(|state| state.done == state.posted.len()).map(|()| last)
     }
 
-    /// This rank panicked while it worked: ends the collective, and waits until no rank works any more.
+    /// Fails the collective after a panic of this rank's work, and waits until no rank works.
     pub(super) fn break_off(&self, error: &CommError) {
-        self.gate.update(|state| {
+        self.monitor.update(|state| {
             state.working -= 1;
             state.failure.get_or_insert_with(|| error.clone());
         });
         let _the_failure = self.drain(|_| false);
     }
 
-    /// Waits until `done`, or until nobody works after a failure. This ends without a limit of its own: all have
-    /// arrived, and each rank's worker either works, a finite loop over memory, or sees the failure.
+    /// Waits until `done`, or until no rank works after a failure. It needs no time limit: all have arrived, and each
+    /// either works, which is a finite loop over memory, or sees the failure.
     fn drain(&self, done: impl Fn(&State) -> bool) -> Result<(), CommError> {
         let ready = |state: &mut State| {
             if done(state) {
@@ -139,6 +138,6 @@ impl Slot {
             state.failure.clone().filter(|_| state.working == 0).map(Err)
         };
         // A wait of the longest duration does not time out.
-        self.gate.wait_until(Duration::MAX, String::new, ready)?
+        self.monitor.wait_until(Duration::MAX, String::new, ready)?
     }
 }

@@ -1,4 +1,4 @@
-//! Splitting a world: the host threads meet, each with its color and key.
+//! Splits of a world: the host threads exchange colors and keys.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ struct Turn {
     failure: Option<CommError>,
 }
 
-/// The splits under way, by their number.
+/// The running splits, by number.
 #[derive(Default)]
 pub(super) struct Splits(Mutex<HashMap<u64, Arc<Monitor<Turn>>>>);
 
@@ -27,7 +27,7 @@ impl Splits {
         self.0.lock().values().cloned().collect()
     }
 
-    /// Ends all splits under way.
+    /// Fails all running splits.
     pub(super) fn fail(&self, error: &CommError) {
         for turn in self.open() {
             turn.update(|turn| {
@@ -36,7 +36,7 @@ impl Splits {
         }
     }
 
-    /// `rank` has left; who waits for it in a split gets an error.
+    /// Fails the splits that wait for `rank`, which has left.
     pub(super) fn leave(&self, rank: usize) {
         for turn in self.open() {
             turn.update(|turn| {
@@ -52,7 +52,7 @@ fn left(rank: usize) -> CommError {
     CommError::Peer { rank, message: "left before a split".to_owned() }
 }
 
-/// The new rank of `rank` and its new world, when all ranks have said what they ask of split number `number`.
+/// Returns `rank`'s new rank and world when all ranks have called split `number`; `None` for a rank without a color.
 pub(super) fn split(
     shared: &Shared,
     rank: usize,
@@ -60,7 +60,7 @@ pub(super) fn split(
     request: SplitRequest,
 ) -> Result<Option<(usize, Arc<Shared>)>, CommError> {
     let (n, limit) = (shared.world_size, shared.options.limit);
-    let gate = {
+    let monitor = {
         let mut splits = shared.splits.0.lock();
         Arc::clone(
             splits
@@ -68,37 +68,37 @@ pub(super) fn split(
                 .or_insert_with(|| Arc::new(Monitor::new(Turn { requests: vec![None; n], ..Turn::default() }))),
         )
     };
-    gate.update(|turn| turn.requests[rank] = Some(request));
-    // Who left or failed before this split was open did not see it.
+    monitor.update(|turn| turn.requests[rank] = Some(request));
+    // A rank that left or failed before this split was open is not in it.
     if let Some(error) = shared.failure() {
         return Err(error);
     }
-    let missing = || gate.update(|turn| turn.requests.iter().position(Option::is_none));
+    let missing = || monitor.update(|turn| turn.requests.iter().position(Option::is_none));
     if let Some(gone) = missing().filter(|&rank| shared.has_left(rank)) {
         return Err(shared.fail(left(gone)));
     }
-    let met = gate.wait_until(limit, String::new, |turn| {
+    let met = monitor.wait_until(limit, String::new, |turn| {
         let requests: Vec<SplitRequest> = turn.requests.iter().flatten().copied().collect();
         if requests.len() == n { Some(Ok(requests)) } else { turn.failure.clone().map(Err) }
     });
     let requests = match met {
         Ok(result) => result.map_err(|error| shared.fail(error))?,
         Err(_) => {
-            let message = format!("did not come to split {number} within {limit:?}");
+            let message = format!("did not call split {number} within {limit:?}");
             return Err(shared.fail(CommError::Peer { rank: missing().unwrap_or(rank), message }));
         }
     };
     let answer = request.color.map(|color| {
         let members = members(&requests, color);
         let new_rank = members.iter().position(|&member| member == rank).unwrap_or(0);
-        let child = gate.update(|turn| {
+        let child = monitor.update(|turn| {
             let child = turn.children.entry(color);
             Arc::clone(child.or_insert_with(|| Arc::new(Shared::new(members.len(), shared.options))))
         });
         shared.adopt(&child);
         (new_rank, child)
     });
-    let last = gate.update(|turn| {
+    let last = monitor.update(|turn| {
         turn.answered += 1;
         turn.answered == n
     });

@@ -1,4 +1,4 @@
-//! One rank's promise to take part in one collective.
+//! One rank's part in one collective.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use super::slot::{Arrival, Posted, Slot};
 use crate::CommError;
 use crate::call::{Call, Checked};
 
-/// The promise, made when the collective is enqueued. Dropped without having been kept (the stream failed and
-/// skipped it, or the work panicked), it ends the world, so that no peer waits for this rank.
+/// One rank's part in one collective, created when it is enqueued. If it is dropped before it has run (the stream
+/// failed and skipped it, or the work panicked), the world fails, so that no peer waits for this rank.
 pub(super) struct Ticket {
     shared: Arc<Shared>,
     rank: usize,
@@ -46,7 +46,7 @@ impl Ticket {
         Self { shared, rank, sequence, checked, stream, phase: Phase::Enqueued }
     }
 
-    /// A panic may drop the ticket in this phase.
+    /// Sets the phase that `Drop` reads if the work panics.
     fn enter(&mut self, phase: Phase) {
         self.phase = phase;
     }
@@ -55,7 +55,7 @@ impl Ticket {
         Box::new(self.checked.call.clone())
     }
 
-    /// Meets the other ranks, works, and meets them again.
+    /// Waits for all ranks, works, and waits until all have worked.
     pub(super) fn run(mut self, work: impl FnOnce(&Call, &[Posted])) -> Result<(), CommError> {
         let result = self.arrive().and_then(|(slot, posted)| {
             self.enter(Phase::Working(Arc::clone(&slot)));
@@ -80,7 +80,7 @@ impl Ticket {
                 let done = self.shared.reached(rank);
                 self.shared.fail(CommError::Stalled { sequence, call: self.call(), rank, limit, done });
             }
-            // Either all came at the last moment, or the failure is what this gives; neither waits.
+            // Either all have arrived meanwhile, or this returns the failure; neither waits.
             arrival = slot.arrive(limit)?;
         }
         match arrival {

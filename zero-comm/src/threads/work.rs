@@ -1,6 +1,6 @@
-//! What one rank does of a collective, between the two meetings: plain loops over its peers' buffers.
+//! One rank's share of a collective, between its two waits: plain loops over its peers' buffers.
 //!
-//! The share of rank `r` is segment `r` of the whole buffer, wherever it lies:
+//! The share of rank `r` is segment `r` of the whole buffer:
 //!
 //! | collective | rank `r` reads | rank `r` writes |
 //! |---|---|---|
@@ -10,9 +10,9 @@
 //! | broadcast | segment `r` of the root's buffer | segment `r` of every other buffer |
 //! | all_to_all | segment `r` of every `send` | its `recv` |
 //!
-//! So no byte is written by two ranks, and no byte that a rank writes is read by another: in place, segment
-//! `r` of `send` is read by rank `r` alone, before it writes there. That is the argument of every SAFETY
-//! comment here; the two meetings order these accesses against everything before and after.
+//! No byte is written by two ranks, and no byte that a rank writes is read by another: in place, segment `r` of `send`
+//! is read by rank `r` alone, before it writes there. Every SAFETY comment here relies on this; the two waits order
+//! these accesses against everything before and after.
 
 use std::ops::Range;
 
@@ -33,7 +33,7 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     let own = call.segments.range(rank, world_size);
     let whole_bytes = call.segments.total(world_size) * call.dtype.size_bytes();
     let everywhere = || -> Vec<AnySlice> { posted.iter().map(|p| p.recv.slice(own.clone())).collect() };
-    // Of how many whole buffers the ranks together read and write every byte.
+    // `buffers`: the number of whole buffers that all ranks together read and write.
     let store = |buffers: usize| {
         if whole_bytes.saturating_mul(buffers) >= nontemporal::THRESHOLD_BYTES {
             Store::PastCache
@@ -80,15 +80,15 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
     let len = inputs[0].len();
     let views = |range: Range<usize>| -> Vec<&[T]> {
         let view = |input: &DeviceSlice<T>| {
-            // SAFETY: host memory that its maker keeps valid; only this rank accesses the segment now, and
-            // where it writes to it below, this view is gone.
+            // SAFETY: host memory that its owner keeps valid; only this rank accesses the segment now, and the view
+            // ends before this rank writes to it.
             unsafe { input.slice(range.clone()).as_host() }
         };
         inputs.iter().map(view).collect()
     };
     let in_place = outputs.iter().any(|output| inputs.iter().any(|input| input.as_ptr() == output.as_ptr()));
     if let ([output], false) = (&outputs[..], in_place) {
-        // SAFETY: host memory that its maker keeps valid, apart from the inputs: this rank's passed the check, and
+        // SAFETY: host memory that its owner keeps valid, apart from the inputs: this rank's passed the check, and
         // different ranks' buffers are different memory; only this rank accesses it now.
         return T::reduce(op, &views(0..len), unsafe { output.as_host_mut() }, store);
     }
@@ -98,9 +98,9 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
         let result = &mut result[..chunk.len()];
         T::reduce(op, &views(chunk.clone()), result, Store::Cached);
         for output in &outputs {
-            // SAFETY: host memory that its maker keeps valid; only this rank accesses it now.
+            // SAFETY: host memory that its owner keeps valid; only this rank accesses it now.
             let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
-            // In place, what is written has just been read into the cache.
+            // In place, the target has just been read into the cache.
             if store == Store::PastCache && !in_place {
                 nontemporal::copy(bytemuck::cast_slice(result), bytemuck::cast_slice_mut(target));
             } else {
@@ -110,7 +110,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
     }
 }
 
-/// `from` to every one of `to` that is not `from` itself.
+/// Copies `from` to each of `to` except itself.
 fn copy_to_all(from: AnySlice, to: &[AnySlice], store: Store) {
     let bytes = |slice: AnySlice| slice.bytes().typed::<u8>();
     let (Ok(from), len) = (bytes(from), from.len_bytes()) else { return };
@@ -118,9 +118,9 @@ fn copy_to_all(from: AnySlice, to: &[AnySlice], store: Store) {
         let chunk = start..(start + COPY_CHUNK_BYTES).min(len);
         let source = from.slice(chunk.clone());
         for to in to.iter().filter_map(|&to| bytes(to).ok()).filter(|to| to.as_ptr() != from.as_ptr()) {
-            // SAFETY: host memory that its maker keeps valid; nobody writes to it now.
+            // SAFETY: host memory that its owner keeps valid; no rank writes to it now.
             let source = unsafe { source.as_host() };
-            // SAFETY: host memory that its maker keeps valid, apart from the source: a rank's own buffers passed the
+            // SAFETY: host memory that its owner keeps valid, apart from the source: a rank's own buffers passed the
             // check, and different ranks' buffers are different memory; only this rank accesses it now.
             let target = unsafe { to.slice(chunk.clone()).as_host_mut() };
             if store == Store::PastCache {

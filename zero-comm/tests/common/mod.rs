@@ -1,4 +1,4 @@
-//! What the tests share: ranks on threads, views of vectors, delays.
+//! Shared by the tests: ranks on threads, views of vectors, delays.
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part")]
 
@@ -81,7 +81,7 @@ pub fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(Comm, &St
                 scope.spawn(move || {
                     let streams = Streams::new(comm.rank());
                     let result = body(Arc::new(comm), &streams);
-                    // What is left over may still use the body's memory only if it failed to wait.
+                    // Operations may use the body's memory until the streams are drained.
                     let _ = (streams.compute.synchronize(LIMIT), streams.comm.synchronize(LIMIT));
                     result
                 })

@@ -1,6 +1,6 @@
-//! A device on which time is arithmetic: an operation takes as long as it is said to, waits take the later of two
-//! times, and nothing is computed. What a step would take follows from its order of operations, waits and
-//! events alone, to the nanosecond and on any machine. All ranks being alike, one stands for all.
+//! A device with modelled time: an operation takes a given time, a wait continues at the later of two times, and
+//! nothing is computed. The time of a step follows from its operations, waits and events, to the nanosecond. All
+//! ranks are alike, so one is modelled.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
@@ -89,7 +89,7 @@ pub struct ModelStream {
 }
 
 impl ModelStream {
-    /// An operation that takes so long.
+    /// Enqueues an operation of this duration.
     pub fn run(&self, label: &'static str, time: Duration) {
         let mut now = self.now.lock().unwrap();
         let start = *now;

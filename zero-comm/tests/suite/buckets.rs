@@ -28,7 +28,7 @@ fn gradient(rank: usize, micro: usize, elems: usize) -> Vec<f32> {
     (0..elems).map(|i| ((i * 7 + rank * 3 + micro * 5) % 11) as f32).collect()
 }
 
-/// Reduces `micro_batches` gradients of `shard_elems * n` elements through buckets; what each rank ends with.
+/// Reduces `micro_batches` gradients of `shard_elems * n` elements through buckets; returns each rank's result.
 fn reduce(n: usize, shard_elems: usize, micro_batches: usize, stage: Stage, options: BucketOptions) -> Vec<Vec<f32>> {
     on_ranks(n, CommOptions::default(), |comm, streams| {
         let rank = comm.rank();
@@ -116,9 +116,8 @@ proptest! {
     }
 }
 
-/// PEERS: a reduction that waits for one of several producers.
 #[test]
-fn the_launch_waits_for_every_producer_and_producers_for_the_last_use() {
+fn launch_waits_for_every_producer() {
     on_ranks(2, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(9);
         let second = HostDevice::new().create_stream("second producer").unwrap();
@@ -146,7 +145,7 @@ fn the_launch_waits_for_every_producer_and_producers_for_the_last_use() {
 }
 
 #[test]
-fn a_reader_on_another_stream_holds_the_bucket_back() {
+fn next_use_waits_for_a_consumer() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(3);
         let reader = HostDevice::new().create_stream("reader").unwrap();
@@ -172,7 +171,7 @@ fn a_reader_on_another_stream_holds_the_bucket_back() {
 }
 
 #[test]
-fn a_bucket_that_is_given_up_comes_back() {
+fn dropped_bucket_is_free_again() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
         for _ in 0..5 {
@@ -191,15 +190,15 @@ fn a_bucket_that_is_given_up_comes_back() {
     });
 }
 
-/// An error path that forgets the uses before would let the next producer write while they go on.
+/// Otherwise the next producer would write during those uses.
 #[test]
-fn a_bucket_that_no_stream_took_keeps_its_last_uses() {
+fn bucket_without_producer_keeps_its_last_uses() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         let (_pool, buckets) =
             buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
         let _done = buckets.begin(4).unwrap().all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
         streams.compute.close();
-        // A closed stream refuses to wait: that it is asked to shows that there is something to wait for.
+        // A closed stream returns an error on a wait, which shows that `begin` waits.
         for attempt in 0..3 {
             let refused = buckets.begin(4).map(drop);
             assert!(matches!(refused, Err(BucketError::Device(_))), "{attempt}: {refused:?}");
@@ -208,7 +207,7 @@ fn a_bucket_that_no_stream_took_keeps_its_last_uses() {
 }
 
 #[test]
-fn bad_options_are_refused() {
+fn bad_options_are_errors() {
     on_ranks(3, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 64);
         let make = |options| {
@@ -241,7 +240,7 @@ fn without_overlap_compute_waits_for_every_bucket() {
             let _done = filling.all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
             let point = streams.compute.record().unwrap();
             if overlap {
-                // Nothing holds compute back.
+                // Compute does not wait for the bucket.
                 zero_alloc::device::Event::synchronize(&point, LIMIT).unwrap();
             } else {
                 let soon = std::time::Duration::from_millis(30);

@@ -109,7 +109,7 @@ fn sound(seed: u64, which: Collective, forgotten: Forgotten) -> bool {
 }
 
 #[test]
-fn a_missing_wait_beside_any_collective_is_found_in_every_order() {
+fn missing_wait_is_found_in_every_order() {
     for which in Collective::ALL.into_iter().filter(|&which| which != Collective::Barrier) {
         for seed in 0..if cfg!(miri) { 1 } else { 10 } {
             assert!(sound(seed, which, Forgotten::Nothing), "{which:?}, seed {seed}");
