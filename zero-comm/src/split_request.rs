@@ -12,7 +12,7 @@ pub(crate) struct SplitRequest {
 }
 
 /// The colors of a split, ascending.
-#[cfg(any(feature = "cuda", feature = "mpi"))]
+#[cfg(feature = "cuda")]
 pub(crate) fn colors(requests: &[SplitRequest]) -> Vec<u64> {
     let mut colors: Vec<u64> = requests.iter().filter_map(|request| request.color).collect();
     colors.sort_unstable();
