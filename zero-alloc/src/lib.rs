@@ -1,12 +1,15 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;
 pub mod host;
+#[cfg(feature = "cuda")]
 pub mod library;
 pub mod planner;
 pub mod pool;
 mod primitive;
+#[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod timeline;
 

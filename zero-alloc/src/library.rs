@@ -1,24 +1,23 @@
-//! Libraries found at run time: where they are looked for, and how functions are taken from them. The driver is found
-//! so; NVRTC, NCCL and cuBLASLt are by the crates that call them.
+//! Shared libraries that are loaded at run time: the CUDA driver here; NVRTC, NCCL and cuBLASLt in other crates.
 
 use std::fmt;
 use std::mem::ManuallyDrop;
 
 use thiserror::Error;
 
-/// Where a library is looked for.
+/// The search path of a library.
 #[derive(Clone, Copy, Debug)]
 pub struct Search {
-    /// The environment variable that names the library's path; where it is set, it alone counts.
+    /// The environment variable with the library's path; if set, no other path is tried.
     pub variable: &'static str,
-    /// The library's names, best first. Each is looked for as the system's loader does it.
+    /// The library's names, best first, for the system loader to find.
     pub names: &'static [&'static str],
-    /// Look in the CUDA toolkit as well: where `CUDA_HOME` and `CUDA_PATH` say it is, and at its usual place.
+    /// Also search the CUDA toolkit: `CUDA_HOME`, `CUDA_PATH`, and its default folder.
     pub in_toolkit: bool,
 }
 
 impl Search {
-    /// What to try, best first.
+    /// The paths to try, best first.
     pub fn paths(&self) -> Vec<String> {
         self.paths_with(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
@@ -39,7 +38,7 @@ impl Search {
     }
 }
 
-/// A loaded library. It is never unloaded, so that its functions can be kept and its own threads can run on.
+/// A loaded library. It is never unloaded, because functions of it may be in use and its threads may run.
 pub struct Library {
     path: String,
     handle: ManuallyDrop<libloading::Library>,
@@ -53,13 +52,13 @@ impl fmt::Debug for Library {
 
 /// A library lacks a function.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{library} has no function {function} ({message}): it is too old, or not the library that its name says")]
+#[error("{library} has no function {function} ({message}); it is too old or a different library")]
 pub struct MissingFunction {
     /// The library's path.
     pub library: String,
     /// The function's name.
     pub function: &'static str,
-    /// What the loader said.
+    /// The loader's message.
     pub message: String,
 }
 
@@ -67,23 +66,23 @@ impl Library {
     /// Loads the first of `paths` that loads.
     ///
     /// # Errors
-    /// None does: each path with the loader's answer.
+    /// No path loads; the error has each path with the loader's message.
     ///
     /// # Safety
-    /// Loading runs the library's initialisers: `paths` must name libraries that may be loaded here.
+    /// Loading runs the library's initializers, so `paths` must name libraries that are safe to load.
     pub unsafe fn open(paths: &[impl AsRef<str>]) -> Result<Self, Vec<String>> {
         let mut tried = Vec::new();
         for path in paths.iter().map(AsRef::as_ref) {
             // SAFETY: the caller's promise.
             match unsafe { libloading::Library::new(path) } {
                 Ok(library) => return Ok(Self { path: path.to_owned(), handle: ManuallyDrop::new(library) }),
-                Err(error) => tried.push(format!("{path} ({})", words(&error))),
+                Err(error) => tried.push(format!("{path} ({})", message(&error))),
             }
         }
         Err(tried)
     }
 
-    /// The path it was loaded by.
+    /// The path it was loaded from.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -91,23 +90,23 @@ impl Library {
     /// The function `name`, valid for as long as the process runs.
     ///
     /// # Errors
-    /// The library lacks it.
+    /// The library lacks the function.
     ///
     /// # Safety
-    /// `F` must be a function pointer with the signature that the library gives the function.
+    /// `F` must be a function pointer type with the function's signature.
     pub unsafe fn function<F: Copy>(&self, name: &'static str) -> Result<F, MissingFunction> {
         // SAFETY: the caller's promise.
         let found = unsafe { self.handle.get::<F>(name.as_bytes()) };
         found.map(|function| *function).map_err(|error| MissingFunction {
             library: self.path.clone(),
             function: name,
-            message: words(&error),
+            message: message(&error),
         })
     }
 }
 
-/// The loader's own words, which lie below the error's.
-fn words(error: &libloading::Error) -> String {
+/// The loader's message, which is the source of the error.
+fn message(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
@@ -118,7 +117,7 @@ mod tests {
     const SEARCH: Search = Search { variable: "ZERO_X", names: &["libx.so.2", "libx.so"], in_toolkit: false };
 
     #[test]
-    fn the_users_choice_is_the_only_one_tried() {
+    fn variable_overrides_the_search() {
         let chosen = |name: &str| (name == "ZERO_X").then(|| "/opt/mine.so".to_owned());
         assert_eq!(SEARCH.paths_with(chosen), ["/opt/mine.so"]);
         assert_eq!(SEARCH.paths_with(|_| None), ["libx.so.2", "libx.so"]);
@@ -126,7 +125,7 @@ mod tests {
 
     #[test]
     #[cfg(unix)]
-    fn the_toolkit_comes_after_the_loaders_own_search() {
+    fn toolkit_is_searched_last() {
         let search = Search { in_toolkit: true, ..SEARCH };
         let at_home = |name: &str| (name == "CUDA_HOME").then(|| "/cuda".to_owned());
         let usual = ["/usr/local/cuda/lib64/libx.so.2", "/usr/local/cuda/lib64/libx.so"];
@@ -137,7 +136,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn what_was_tried_is_named_with_the_loaders_words() {
+    fn failed_paths_are_in_the_error() {
         // SAFETY: there are no such libraries.
         let tried = unsafe { Library::open(&["libno-such.so.1", "libnor-this.so"]) }.err().unwrap();
         assert!(tried[0].starts_with("libno-such.so.1 (") && tried[1].starts_with("libnor-this.so ("), "{tried:?}");
@@ -148,7 +147,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn a_function_is_found_or_named() {
+    fn missing_function_is_named() {
         type Abs = unsafe extern "C" fn(std::ffi::c_int) -> std::ffi::c_int;
         // SAFETY: the C library is loaded already.
         let library = unsafe { Library::open(&["libno-such.so.1", "libc.so.6"]) }.unwrap();

@@ -1,14 +1,14 @@
-//! Locks, and under `--cfg loom` models of them, so that loom can try every order of what threads share.
+//! Locks; under `--cfg loom`, the loom versions of them.
 
 #[cfg(not(loom))]
 pub(crate) use parking_lot::{Condvar, Mutex};
 
 #[cfg(loom)]
-pub(crate) use modelled::{Condvar, Mutex};
+pub(crate) use loom_locks::{Condvar, Mutex};
 
 #[cfg(loom)]
-mod modelled {
-    //! parking_lot's interface over loom's types. Time does not pass in a model: a wait with a limit has none.
+mod loom_locks {
+    //! parking_lot's interface over loom's types. Time does not pass in a model, so limits never expire.
 
     use std::ops::{Deref, DerefMut};
     use std::time::Instant;

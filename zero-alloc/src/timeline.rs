@@ -1,4 +1,4 @@
-//! A recorder of what ran when on which stream.
+//! Recorded spans of stream operations.
 
 use std::sync::Arc;
 use std::task::Poll;
@@ -6,20 +6,21 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// One operation on one stream, in time since the [`Timeline`] was made.
+/// One operation on one stream, in time since the [`Timeline`] was created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpSpan {
     /// The operation's label.
     pub label: &'static str,
     /// The stream's name.
     pub stream: Arc<str>,
-    /// When it began to run.
+    /// The time at which it began to run.
     pub start: Duration,
-    /// When it had run.
+    /// The time at which it had run.
     pub end: Duration,
 }
 
-/// A span that a device has yet to run: asked again until it is there, or known never to come.
+/// An operation that the device may not have run yet: polled until its span is known; `None` if it never will be.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a device measures spans later"))]
 pub(crate) trait Pending: Send {
     fn poll(&self) -> Poll<Option<OpSpan>>;
 }
@@ -30,11 +31,10 @@ struct Inner {
     pending: Mutex<Vec<Box<dyn Pending>>>,
 }
 
-/// Collects [`OpSpan`]s of all streams that were made with it. Cloning gives another handle of the same one.
+/// Collects [`OpSpan`]s of all streams that were created with it. A clone is a handle of the same one.
 ///
-/// Streams get it by [`HostDevice::with_timeline`](crate::host::HostDevice::with_timeline) and
-/// [`CudaDevice::with_timeline`](crate::cuda::CudaDevice::with_timeline). Waits for events
-/// are recorded too, labelled `"wait"`, so that idle time can be told from work.
+/// A device passes it to its streams: [`HostDevice::with_timeline`](crate::host::HostDevice::with_timeline),
+/// `CudaDevice::with_timeline`. Waits for events are recorded as `"wait"`, which separates idle time from work.
 #[derive(Clone)]
 pub struct Timeline(Arc<Inner>);
 
@@ -51,12 +51,12 @@ impl std::fmt::Debug for Timeline {
 }
 
 impl Timeline {
-    /// An empty one; its time starts now.
+    /// An empty timeline; its time starts now.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Time since it was made.
+    /// Time since the timeline was created.
     pub fn now(&self) -> Duration {
         self.0.origin.elapsed()
     }
@@ -67,23 +67,24 @@ impl Timeline {
     }
 
     /// Adds a span that is known later.
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn expect(&self, span: Box<dyn Pending>) {
         self.0.pending.lock().push(span);
     }
 
-    /// All spans so far, in the order in which they ended. What a device has not run yet comes with a later call.
+    /// All spans so far, in the order of their ends. Operations that a device has not run yet appear in a later call.
     pub fn spans(&self) -> Vec<OpSpan> {
         self.settle();
         self.0.spans.lock().clone()
     }
 
-    /// All spans so far, in the order in which they ended; they are forgotten here.
+    /// Removes and returns all spans so far, in the order of their ends.
     pub fn take(&self) -> Vec<OpSpan> {
         self.settle();
         std::mem::take(&mut self.0.spans.lock())
     }
 
-    /// Takes over what has run by now.
+    /// Collects the pending operations that have run.
     fn settle(&self) {
         let mut pending = self.0.pending.lock();
         if pending.is_empty() {
@@ -107,7 +108,7 @@ mod tests {
 
     use super::*;
 
-    /// Not run yet, run, or never.
+    /// Pending (0), run (1) or failed (2).
     struct Later(Arc<AtomicU8>);
 
     impl Pending for Later {
@@ -122,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_span_comes_when_it_has_run_and_in_the_order_of_ends() {
+    fn pending_spans_appear_in_order_of_ends() {
         let (timeline, states) = (Timeline::new(), [0, 0, 0].map(|s| Arc::new(AtomicU8::new(s))));
         for state in &states {
             timeline.expect(Box::new(Later(Arc::clone(state))));

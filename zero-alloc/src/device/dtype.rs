@@ -1,11 +1,11 @@
-//! Element types that travel through the contract.
+//! Element types.
 
 use half::{bf16, f16};
 
 /// The type of an element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
-    /// Bytes.
+    /// Unsigned bytes.
     U8,
     /// IEEE half precision.
     F16,
@@ -18,7 +18,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// The size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
             Self::U8 => 1,
@@ -28,7 +28,7 @@ impl DType {
         }
     }
 
-    /// The name users know: `u8`, `fp16`, `bf16`, `fp32`, `fp64`.
+    /// The name in command lines and reports: `u8`, `fp16`, `bf16`, `fp32`, `fp64`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::U8 => "u8",

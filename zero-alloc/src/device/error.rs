@@ -1,56 +1,58 @@
-//! What can go wrong on a device.
+//! Errors of devices, and how failed operations of a stream are named.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use super::DType;
 
-/// Why a device, stream or event operation failed. Cheap to clone: a stream hands out its first error again.
+/// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its first error repeatedly.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// The device itself has no memory left.
-    #[error("the device has no {asked_bytes} bytes left: {detail}")]
+    /// The device is out of memory.
+    #[error("failed to allocate {requested_bytes} bytes: device out of memory ({detail})")]
     OutOfMemory {
-        /// What was asked for.
-        asked_bytes: usize,
-        /// What the device said.
+        /// Bytes requested.
+        requested_bytes: usize,
+        /// The device's message.
         detail: String,
     },
-    /// No driver of the device was found.
+    /// The device's driver was not found.
     #[error("no driver found; tried {}", tried.join(", "))]
     NoDriver {
-        /// Libraries that were tried.
+        /// Libraries tried, each with the loader's message.
         tried: Vec<String>,
     },
-    /// Lengths that must agree do not.
+    /// Two lengths must be equal and are not.
     #[error("{what}: expected {expected} elements, got {got}")]
     LengthMismatch {
         /// The operation and argument.
         what: &'static str,
         /// Elements expected.
         expected: usize,
-        /// Elements given.
+        /// Elements passed.
         got: usize,
     },
-    /// Elements of another type than asked for.
+    /// Elements have another type than expected.
     #[error("expected elements of {expected}, got {got}")]
     DTypeMismatch {
         /// Type expected.
         expected: DType,
-        /// Type given.
+        /// Type passed.
         got: DType,
     },
-    /// An enqueued operation failed; everything behind it on the stream was skipped.
+    /// An enqueued operation failed; later operations of the stream were skipped.
     #[error("{op} on stream {stream}: {message}")]
     Operation {
         /// The stream.
         stream: String,
         /// The operation.
         op: String,
-        /// What it said.
+        /// Its error.
         message: String,
     },
-    /// An enqueued operation panicked; everything behind it on the stream was skipped.
+    /// An enqueued operation panicked; later operations of the stream were skipped.
     #[error("{op} on stream {stream} panicked: {message}")]
     Panicked {
         /// The stream.
@@ -60,15 +62,15 @@ pub enum DeviceError {
         /// The panic's message.
         message: String,
     },
-    /// A wait took longer than its limit.
+    /// A wait exceeded its limit.
     #[error("{what} took longer than {limit:?}")]
     TimedOut {
-        /// What was waited for.
+        /// What the host waited for.
         what: String,
         /// The limit.
         limit: Duration,
     },
-    /// The stream's queue is closed (its worker ended).
+    /// The stream's queue is closed.
     #[error("stream {stream} is closed")]
     Closed {
         /// The stream.
@@ -79,7 +81,41 @@ pub enum DeviceError {
     Driver {
         /// The call.
         call: &'static str,
-        /// What it said.
+        /// Its message.
         message: String,
     },
+}
+
+impl DeviceError {
+    /// Adds the names of the stream and the operation, unless the error already has them.
+    pub(crate) fn in_operation(self, stream: &str, op: &str) -> Self {
+        match self {
+            Self::Operation { .. } | Self::Panicked { .. } => self,
+            error => Self::Operation { stream: stream.into(), op: op.into(), message: error.to_string() },
+        }
+    }
+}
+
+/// Runs a host operation of a stream. Its error or panic names the stream and the operation.
+pub(crate) fn run_named(
+    stream: &str,
+    op: &str,
+    run: impl FnOnce() -> Result<(), DeviceError>,
+) -> Result<(), DeviceError> {
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(result) => result.map_err(|error| error.in_operation(stream, op)),
+        Err(panic) => {
+            Err(DeviceError::Panicked { stream: stream.into(), op: op.into(), message: message_of(&*panic) })
+        }
+    }
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
+/// Checks two lengths of the argument `what`.
+pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), DeviceError> {
+    if expected == got { Ok(()) } else { Err(DeviceError::LengthMismatch { what, expected, got }) }
 }

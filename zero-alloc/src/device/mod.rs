@@ -1,24 +1,23 @@
-//! The device contract: what memory, streams and events promise, whatever the hardware.
+//! The device contract: what memory, streams and events promise on any hardware.
 //!
-//! It has no tensors and no operations. A back end supplies a [`Device`]; zero-comm and zero-kernels put
-//! work on its streams; a framework that has an allocator and streams of its own makes
-//! [`DeviceSlice`]s and streams from its own pointers and handles.
+//! It has no tensors and no operations on them. A back end supplies a [`Device`]; zero-comm and zero-kernels enqueue
+//! work on its streams; a framework with its own allocator and streams makes [`DeviceSlice`]s and streams from its
+//! pointers and handles.
 //!
-//! The traits are `unsafe` to implement: whoever dereferences a block, or reads it behind an event, relies on what a
-//! back end promises, and safe code can get there. To use them is safe.
+//! The traits are `unsafe` to implement, because safe code can reach memory whose validity rests on a back end's
+//! promises. Using them is safe.
 //!
 //! Three rules hold everywhere:
-//! 1. **Every operation names its stream.** There is no default stream. Operations of one stream run in
-//!    the order in which they were enqueued; between streams only events order anything.
-//! 2. **Errors are sticky.** The first failed operation poisons its stream: later operations are skipped,
-//!    and [`Stream::synchronize`] and events recorded after it return the error.
-//! 3. **Waits have limits.** Every call that blocks the host takes the longest time it may take.
+//! 1. **Every operation names its stream.** There is no default stream. Operations of one stream run in the order in
+//!    which they were enqueued; only events order operations of different streams.
+//! 2. **Errors are sticky.** The first failed operation poisons its stream: later operations are skipped, and
+//!    [`Stream::synchronize`] and events recorded after it return the error.
+//! 3. **Waits have limits.** Every call that blocks the host takes the longest time that it may take.
 
 mod dtype;
 mod error;
-mod named;
-mod pages;
 mod slice;
+mod virtual_memory;
 pub(crate) mod watch;
 
 use std::fmt::Debug;
@@ -30,11 +29,12 @@ use crate::planner::CostModel;
 
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
-pub(crate) use named::run_named;
-pub use pages::{Page, VirtualMemory};
+pub(crate) use error::{run_named, same_len};
+pub(crate) use slice::check_copy;
 pub use slice::{AnySlice, DeviceSlice};
+pub use virtual_memory::{Page, VirtualMemory};
 
-/// What kind of hardware a device is.
+/// The kind of hardware of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceKind {
@@ -42,83 +42,82 @@ pub enum DeviceKind {
     Host,
     /// An NVIDIA GPU.
     Cuda,
-    /// None at all: addresses are made up (see [`crate::testing::Simulated`]).
+    /// No hardware: addresses are fictitious (see `zero_alloc::testing::Simulated`).
     Simulated,
 }
 
-/// Where blocks come from: the source of **backings**, large allocations that a pool cuts into blocks.
+/// The source of **backings**, the large allocations that a pool divides into blocks.
 ///
 /// # Safety
-/// What `allocate` gives is `bytes` bytes at the alignment of `granularity_bytes`, which nobody else has until they
-/// are given back, and which this device's copies and its streams' operations can read and write (no others, where
-/// it is not host memory).
+/// `allocate` returns `bytes` bytes, aligned to `granularity_bytes`, with no other owner until they are deallocated.
+/// This device's copies and its streams' operations can read and write them (nothing else can, unless it is host
+/// memory).
 pub unsafe trait Memory: Debug + Send + Sync {
     /// Allocates `bytes` bytes, aligned to [`Memory::granularity_bytes`]; contents are undefined.
     ///
     /// # Errors
-    /// The device has no such memory left, or the call failed.
+    /// The device is out of memory, or the call failed.
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError>;
 
-    /// Gives a backing back.
+    /// Frees a backing.
     ///
     /// # Safety
-    /// `ptr` came from `allocate(bytes)` of this memory, is given back once, and no enqueued operation
-    /// uses it any more.
+    /// `ptr` came from `allocate(bytes)` of this memory, is freed once, and no enqueued operation uses it any more.
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize);
 
     /// The alignment of every backing; a power of two, at least 64.
     fn granularity_bytes(&self) -> usize;
 
-    /// Addresses and pages apart, where the device has that; then pools take pages instead of backings.
+    /// Virtual memory, if the device has it; pools then use pages instead of backings.
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
         None
     }
 
-    /// What moving and mapping cost on this device.
+    /// The cost of moving and mapping on this device.
     fn cost(&self) -> CostModel {
         CostModel::HOST
     }
 }
 
-/// What a pool tells its device about a block's life.
+/// A pool's notification to its device about a block.
 #[derive(Debug)]
 pub enum BlockNote<'a, S, E> {
-    /// It begins, first used on `stream`.
-    Taken {
+    /// A block was allocated, for first use on `stream`.
+    Allocated {
         /// Its first byte.
         ptr: *mut u8,
         /// Its size.
         bytes: usize,
-        /// What it is held for.
+        /// Its purpose.
         purpose: crate::Purpose,
-        /// Where it is first used.
+        /// The stream of its first use.
         stream: &'a S,
     },
-    /// It ends: what is enqueued on `home` so far may use it, and what lies before the events of `uses`.
+    /// A block was freed. Operations enqueued on `home` so far, and those before the events of `uses`, may still use it.
     Freed {
         /// Its first byte.
         ptr: *mut u8,
         /// Its size.
         bytes: usize,
-        /// The stream that it was taken on.
+        /// The stream it was allocated on.
         home: &'a S,
-        /// The uses noted, with the ids of their streams.
+        /// The recorded uses, with the ids of their streams.
         uses: &'a [(u64, E)],
     },
 }
 
-/// A device: memory, streams and copies between the two sides.
+/// A device: memory, streams, and copies to and from the host.
 ///
 /// # Safety
 /// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; slices of a device of kind
 /// [`DeviceKind::Host`] can be read as Rust slices.
 pub unsafe trait Device: Memory + Clone + 'static {
-    /// An ordered queue of operations; cloning gives another handle of the same queue.
+    /// An ordered queue of operations; a clone is a handle of the same queue.
     type Stream: Stream<Event = Self::Event>;
     /// A point in a stream.
     type Event: Event;
 
-    /// What kind of hardware this is.
+    /// The kind of hardware.
     fn kind(&self) -> DeviceKind;
 
     /// Makes a stream; `name` appears in errors and timelines.
@@ -127,19 +126,19 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// The device has no stream left.
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError>;
 
-    /// Told by a pool when a block is taken and freed, for back ends that check who uses what when.
+    /// Called by a pool when a block is allocated or freed, for back ends that check the order of accesses.
     fn note_block(&self, _note: BlockNote<'_, Self::Stream, Self::Event>) {}
 
     /// Enqueues a copy of `src` to `dst`, both on the device and not overlapping.
     ///
     /// # Errors
-    /// Lengths or dtypes differ, or the stream is gone.
+    /// Lengths or dtypes differ, or the stream is closed or poisoned.
     fn copy(&self, stream: &Self::Stream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError>;
 
     /// Enqueues setting all bytes of `dst` to zero.
     ///
     /// # Errors
-    /// The stream is gone.
+    /// The stream is closed or poisoned.
     fn fill_zero(&self, stream: &Self::Stream, dst: AnySlice) -> Result<(), DeviceError>;
 
     /// Enqueues a copy of `src` from the host to `dst` and waits for it, at most `limit`.
@@ -161,7 +160,7 @@ pub unsafe trait Device: Memory + Clone + 'static {
     ) -> Result<(), DeviceError>;
 }
 
-/// A number that no other stream of the process has.
+/// An id that no other stream of the process has.
 pub(crate) fn next_stream_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -170,8 +169,8 @@ pub(crate) fn next_stream_id() -> u64 {
 /// An ordered queue of operations on a device.
 ///
 /// # Safety
-/// Operations run in the order in which they were enqueued, none before what its stream was made to wait for; no two
-/// streams of a process have the same `id`.
+/// Operations run in the order in which they were enqueued, and not before the events that the stream waits for. Ids
+/// are unique in the process.
 pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// A point in this kind of stream.
     type Event: Event;
@@ -179,19 +178,19 @@ pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// The name that the stream was made with.
     fn name(&self) -> &str;
 
-    /// Tells queues apart: the same for clones of one stream, different for any two streams of a process.
+    /// Identifies the queue: equal for clones of one stream, different for any two streams of a process.
     fn id(&self) -> u64;
 
-    /// Marks the point after everything enqueued so far.
+    /// Records the point after everything enqueued so far.
     ///
     /// # Errors
-    /// The stream is gone.
+    /// The driver failed.
     fn record(&self) -> Result<Self::Event, DeviceError>;
 
     /// Makes everything enqueued from now on wait for `event`; the host does not wait.
     ///
     /// # Errors
-    /// The stream is gone.
+    /// The stream is closed or poisoned.
     fn wait(&self, event: &Self::Event) -> Result<(), DeviceError>;
 
     /// Blocks the host until everything enqueued so far has run, at most `limit`.
@@ -201,10 +200,10 @@ pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError>;
 }
 
-/// A point in a stream, reached when everything before it has run. Cloning gives the same point.
+/// A point in a stream, reached when everything before it has run. A clone is the same point.
 ///
 /// # Safety
-/// It is said to be reached only when what was enqueued before it touches no memory any more.
+/// A reached event means that the operations before it touch no memory any more.
 pub unsafe trait Event: Clone + Debug + Send + Sync + 'static {
     /// Whether the point is reached, without waiting.
     ///

@@ -1,13 +1,13 @@
 //! Non-owning views of device memory.
 //!
-//! Making a slice is the one unsafe step: its maker promises, for as long as any copy of the slice or any
-//! operation enqueued with it may be used, that the memory stays valid, and that conflicting accesses are
-//! ordered by streams and events. Passing slices on is then safe, as with a kernel launch.
+//! Making a slice is the one unsafe step: its maker promises that, for as long as any copy of the slice or any
+//! operation enqueued with it is used, the memory stays valid and conflicting accesses are ordered by streams and
+//! events. Passing slices on is then safe, as with a kernel launch.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{DType, DeviceError, Element, watch};
+use super::{DType, DeviceError, Element, same_len, watch};
 
 /// A typed view of `len` elements of device memory. `Copy`, and owns nothing.
 pub struct DeviceSlice<T> {
@@ -18,7 +18,7 @@ pub struct DeviceSlice<T> {
 
 // SAFETY: a slice is an address and a length; its maker promised that accesses through it are ordered.
 unsafe impl<T: Send> Send for DeviceSlice<T> {}
-// SAFETY: as above; `&DeviceSlice` gives no more than a copy of it does.
+// SAFETY: as above; `&DeviceSlice` allows no more than a copy of it does.
 unsafe impl<T: Send> Sync for DeviceSlice<T> {}
 
 impl<T> Clone for DeviceSlice<T> {
@@ -45,12 +45,12 @@ impl<T> DeviceSlice<T> {
         Self { ptr, len, _elements: PhantomData }
     }
 
-    /// How many elements.
+    /// The number of elements.
     pub const fn len(self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the slice has no elements.
     pub const fn is_empty(self) -> bool {
         self.len == 0
     }
@@ -69,7 +69,7 @@ impl<T> DeviceSlice<T> {
         Self { ptr: self.ptr.wrapping_add(range.start), len: range.end - range.start, _elements: PhantomData }
     }
 
-    /// The elements, where the device is the host.
+    /// The elements as a Rust slice; for host memory only.
     ///
     /// # Safety
     /// The memory is the host's, initialised, and nothing writes to it while the result lives.
@@ -82,7 +82,7 @@ impl<T> DeviceSlice<T> {
         unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
     }
 
-    /// The elements, writable, where the device is the host.
+    /// The elements as a mutable Rust slice; for host memory only.
     ///
     /// # Safety
     /// The memory is the host's, initialised, and nothing else accesses it while the result lives.
@@ -97,13 +97,13 @@ impl<T> DeviceSlice<T> {
 }
 
 impl<T: Element> DeviceSlice<T> {
-    /// The same view with its dtype known only at run time.
+    /// The same view with its dtype known at run time.
     pub fn erase(self) -> AnySlice {
         AnySlice { ptr: self.ptr.cast(), len: self.len, dtype: T::DTYPE }
     }
 }
 
-/// A view whose dtype is known at run time. `Copy`, and owns nothing.
+/// A view of `len` elements whose dtype is known at run time. `Copy`, and owns nothing.
 #[derive(Clone, Copy)]
 pub struct AnySlice {
     ptr: *mut u8,
@@ -131,17 +131,17 @@ impl AnySlice {
         Self { ptr, len, dtype }
     }
 
-    /// How many elements.
+    /// The number of elements.
     pub const fn len(self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the slice has no elements.
     pub const fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// How many bytes.
+    /// The size in bytes.
     pub const fn len_bytes(self) -> usize {
         self.len * self.dtype.size_bytes()
     }
@@ -171,8 +171,8 @@ impl AnySlice {
         Self { ptr: self.ptr, len: self.len_bytes(), dtype: DType::U8 }
     }
 
-    /// Tells a checking back end that the running operation reads (or, if `write`, writes) these elements: for
-    /// operations that go by the address and so are not seen through [`DeviceSlice::as_host`].
+    /// Reports to the seeded scheduler that the running operation reads (or, if `write`, writes) these elements: for
+    /// operations that use the address instead of [`DeviceSlice::as_host`].
     pub fn note_access(self, write: bool) {
         watch::touch(self.ptr.addr(), self.len_bytes(), write);
     }
@@ -187,5 +187,15 @@ impl AnySlice {
         } else {
             Err(DeviceError::DTypeMismatch { expected: T::DTYPE, got: self.dtype })
         }
+    }
+}
+
+/// Checks the two sides of a copy on a device.
+pub(crate) fn check_copy(src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+    same_len("copy", src.len, dst.len)?;
+    if src.dtype == dst.dtype {
+        Ok(())
+    } else {
+        Err(DeviceError::DTypeMismatch { expected: src.dtype, got: dst.dtype })
     }
 }

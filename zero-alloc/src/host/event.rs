@@ -11,8 +11,8 @@ struct Point {
     stream: Arc<str>,
     /// Set once, when the point is reached or its stream failed before it.
     result: OnceLock<Result<(), DeviceError>>,
-    gate: Monitor<()>,
-    /// Where it lies, for streams of the seeded scheduler.
+    reached: Monitor<()>,
+    /// Its place in the order of the seeded scheduler, for a stream of that.
     mark: Option<Mark>,
 }
 
@@ -27,31 +27,28 @@ impl std::fmt::Debug for HostEvent {
 }
 
 impl HostEvent {
-    pub(super) fn new(stream: Arc<str>) -> Self {
-        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Monitor::new(()), mark: None }))
+    pub(super) fn new(stream: Arc<str>, mark: Option<Mark>) -> Self {
+        Self(Arc::new(Point { stream, result: OnceLock::new(), reached: Monitor::new(()), mark }))
     }
 
-    pub(super) fn marked(stream: Arc<str>, mark: Mark) -> Self {
-        Self(Arc::new(Point { stream, result: OnceLock::new(), gate: Monitor::new(()), mark: Some(mark) }))
-    }
-
+    #[cfg(any(test, feature = "testing"))]
     pub(super) fn mark(&self) -> Option<&Mark> {
         self.0.mark.as_ref()
     }
 
-    /// Marks the point as reached; the first call counts.
+    /// Marks the point as reached; only the first call has an effect.
     pub(super) fn reach(&self, failed: Option<DeviceError>) {
         let _ = self.0.result.set(failed.map_or(Ok(()), Err));
-        self.0.gate.update(|()| ());
+        self.0.reached.update(|()| ());
     }
 
-    /// The result, if it is there.
+    /// The result, once the point is reached.
     pub(super) fn result(&self) -> Option<Result<(), DeviceError>> {
         self.0.result.get().cloned()
     }
 }
 
-// SAFETY: a place in a queue is passed when the operations before it have returned.
+// SAFETY: a point is reached when the operations before it have returned.
 unsafe impl Event for HostEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         if let Some(mark) = &self.0.mark {
@@ -61,14 +58,14 @@ unsafe impl Event for HostEvent {
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
+        let what = || format!("stream {}", self.0.stream);
         if let Some(mark) = &self.0.mark {
             mark.wait(self, limit);
-            let late = || DeviceError::TimedOut { what: format!("stream {}", self.0.stream), limit };
-            return self.result().unwrap_or_else(|| Err(late()));
+            return self.result().unwrap_or_else(|| Err(DeviceError::TimedOut { what: what(), limit }));
         }
         if let Some(result) = self.result() {
             return result;
         }
-        self.0.gate.wait_until(limit, || format!("stream {}", self.0.stream), |()| self.result())?
+        self.0.reached.wait_until(limit, what, |()| self.result())?
     }
 }

@@ -1,37 +1,48 @@
-//! The host back end: the machine's own memory, and streams that are real queues on worker threads.
+//! The host back end: the machine's own memory, and streams that are queues on worker threads.
 //!
-//! Streams have teeth here: two streams really run at once, ordered by nothing but recorded events, so a
-//! forgotten wait fails on a machine without a GPU.
+//! Two streams really run at once, ordered by nothing but recorded events, so a forgotten wait can fail on a machine
+//! without a GPU.
 
 mod event;
-mod memory;
+mod host_pages;
 mod monitor;
-mod op;
-mod pages;
+mod queue;
+#[cfg(any(test, feature = "testing"))]
+mod seeded;
+#[cfg(not(any(test, feature = "testing")))]
+#[path = "seeded_stub.rs"]
 mod seeded;
 mod stream;
 mod worker;
 
+use std::alloc::Layout;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::memory::Kind;
-use self::seeded::Scheduler;
-use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, VirtualMemory};
+use self::queue::StreamInfo;
+use self::worker::Worker;
+use crate::device::{
+    AnySlice, Device, DeviceError, DeviceKind, Memory, Stream, VirtualMemory, check_copy, next_stream_id, same_len,
+};
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
+pub use host_pages::HostPages;
 pub use monitor::{Monitor, SpinPolicy};
-pub use pages::HostPages;
+#[cfg(any(test, feature = "testing"))]
 pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;
 
-/// The host as a device.
+/// The alignment of backings, in bytes.
+const ALIGN_BYTES: usize = 4096;
+
+/// The host as a device. Its memory is the system allocator's, zeroed, unless [`HostDevice::with_pages`] adds pages.
 #[derive(Clone, Debug, Default)]
 pub struct HostDevice {
     timeline: Option<Timeline>,
-    scheduler: Option<Scheduler>,
-    memory: Kind,
+    #[cfg(any(test, feature = "testing"))]
+    scheduler: Option<seeded::Scheduler>,
+    pages: Option<Arc<HostPages>>,
 }
 
 impl HostDevice {
@@ -40,95 +51,71 @@ impl HostDevice {
         Self::default()
     }
 
-    /// The same, where streams made from now on record their operations in `timeline`.
+    /// The same device; streams made from now on record their operations in `timeline`.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {
         Self { timeline: Some(timeline), ..self }
     }
 
-    /// The host for tests: its streams interleave in an order that follows from `seed`, any order that streams and
-    /// events allow can come up, and an operation that touches memory out of order fails: a missing
-    /// wait or a use after free is named with the block and the streams.
-    ///
-    /// Only one operation runs at a time. Operations are seen through
-    /// [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
-    /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread; they must wait for each
-    /// other only in [`Monitor`]s.
-    pub fn seeded(seed: u64) -> Self {
-        Self { scheduler: Some(Scheduler::new(seed)), ..Self::default() }
-    }
-
-    /// The same, with memory that is locked in place, in huge pages where the system offers them: for offload, and
-    /// for copies to and from other devices.
-    #[must_use]
-    pub fn with_pinned_memory(self) -> Self {
-        Self { memory: Kind::Pinned, ..self }
-    }
-
-    /// The same, with the virtual memory of `pages`: pools then can map free pages under new addresses.
+    /// The same device with the virtual memory of `pages`: pools then map free pages under new addresses.
     #[must_use]
     pub fn with_pages(self, pages: Arc<HostPages>) -> Self {
-        Self { memory: Kind::Pages(pages), ..self }
-    }
-
-    /// The same, with host memory of another kind: for pools of a GPU's
-    /// [`PinnedMemory`](crate::cuda::PinnedMemory).
-    ///
-    /// # Safety
-    /// What `memory` gives is the host's: readable and writable by any thread.
-    #[must_use]
-    pub unsafe fn with_memory(self, memory: Arc<dyn Memory>) -> Self {
-        Self { memory: Kind::Other(memory), ..self }
-    }
-
-    /// What the seeded scheduler has found so far, in the order of finding; empty elsewhere.
-    pub fn violations(&self) -> Vec<Violation> {
-        self.scheduler.as_ref().map(Scheduler::violations).unwrap_or_default()
+        Self { pages: Some(pages), ..self }
     }
 }
 
-// SAFETY: allocations are the system's, at the alignment asked of it.
+#[cfg(any(test, feature = "testing"))]
+impl HostDevice {
+    /// The host for tests: operations of its streams interleave in an order that follows from `seed`. Every order that
+    /// streams and events allow can occur. An operation that touches memory out of order fails; its error names the
+    /// block and the streams of a missing wait or a use after free.
+    ///
+    /// One operation runs at a time. The checker sees accesses through
+    /// [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
+    /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread. Operations must wait for
+    /// each other only in [`Monitor`]s.
+    pub fn seeded(seed: u64) -> Self {
+        Self { scheduler: Some(seeded::Scheduler::new(seed)), ..Self::default() }
+    }
+
+    /// The mistakes that the seeded scheduler has found so far, in order; empty for other host devices.
+    pub fn violations(&self) -> Vec<Violation> {
+        self.scheduler.as_ref().map(seeded::Scheduler::violations).unwrap_or_default()
+    }
+}
+
+fn layout(bytes: usize) -> Result<Layout, DeviceError> {
+    let too_large =
+        |_| DeviceError::OutOfMemory { requested_bytes: bytes, detail: "beyond the address space".into() };
+    Layout::from_size_align(bytes.max(1), ALIGN_BYTES).map_err(too_large)
+}
+
+// SAFETY: allocations are the system allocator's, with the alignment of `layout`.
 unsafe impl Memory for HostDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        match &self.memory {
-            Kind::Pinned => memory::allocate_pinned(bytes),
-            Kind::Plain | Kind::Pages(_) => memory::allocate_plain(bytes),
-            Kind::Other(memory) => memory.allocate(bytes),
-        }
+        // SAFETY: the layout's size is above 0.
+        let ptr = unsafe { std::alloc::alloc_zeroed(layout(bytes)?) };
+        let detail = "the system allocator refused";
+        NonNull::new(ptr).ok_or_else(|| DeviceError::OutOfMemory { requested_bytes: bytes, detail: detail.into() })
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        match &self.memory {
-            // SAFETY: the caller's promise; the kind of a device never changes.
-            Kind::Pinned => unsafe { memory::deallocate_pinned(ptr, bytes) },
-            // SAFETY: as above.
-            Kind::Plain | Kind::Pages(_) => unsafe { memory::deallocate_plain(ptr, bytes) },
-            // SAFETY: as above.
-            Kind::Other(memory) => unsafe { memory.deallocate(ptr, bytes) },
+        if let Ok(layout) = layout(bytes) {
+            // SAFETY: by the caller's promise `ptr` came from `allocate`, with this layout, and is freed once.
+            unsafe { std::alloc::dealloc(ptr.as_ptr(), layout) };
         }
     }
 
     fn granularity_bytes(&self) -> usize {
-        match &self.memory {
-            Kind::Other(memory) => memory.granularity_bytes(),
-            _ => memory::ALIGN_BYTES,
-        }
+        ALIGN_BYTES
     }
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
-        match &self.memory {
-            Kind::Pages(pages) => Some(&**pages),
-            Kind::Plain | Kind::Pinned => None,
-            Kind::Other(memory) => memory.virtual_memory(),
-        }
+        self.pages.as_deref().map(|pages| pages as &dyn VirtualMemory)
     }
 }
 
-fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), DeviceError> {
-    if expected == got { Ok(()) } else { Err(DeviceError::LengthMismatch { what, expected, got }) }
-}
-
-// SAFETY: copies run on the stream that is named, over the slices alone.
+// SAFETY: copies run on the given stream and touch only their slices.
 unsafe impl Device for HostDevice {
     type Stream = HostStream;
     type Event = HostEvent;
@@ -138,20 +125,23 @@ unsafe impl Device for HostDevice {
     }
 
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
-        HostStream::spawn(name, self.timeline.clone(), self.scheduler.as_ref())
+        let info = StreamInfo { name: name.into(), id: next_stream_id(), timeline: self.timeline.clone() };
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(scheduler) = &self.scheduler {
+            return Ok(HostStream(Arc::new(scheduler.create_stream(info)?)));
+        }
+        Ok(HostStream(Arc::new(Worker::spawn(info)?)))
     }
 
-    fn note_block(&self, note: BlockNote<'_, HostStream, HostEvent>) {
+    #[cfg(any(test, feature = "testing"))]
+    fn note_block(&self, note: crate::device::BlockNote<'_, HostStream, HostEvent>) {
         if let Some(scheduler) = &self.scheduler {
-            scheduler.note(&note);
+            scheduler.note_block(&note);
         }
     }
 
     fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
-        same_len("copy", src.len(), dst.len())?;
-        if src.dtype() != dst.dtype() {
-            return Err(DeviceError::DTypeMismatch { expected: src.dtype(), got: dst.dtype() });
-        }
+        check_copy(src, dst)?;
         let (src, dst) = (src.bytes().typed::<u8>()?, dst.bytes().typed::<u8>()?);
         stream.enqueue("copy", move || {
             // SAFETY: host memory, and the slice's maker promised ordered accesses.
@@ -172,7 +162,6 @@ unsafe impl Device for HostDevice {
     }
 
     fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
-        use crate::device::Stream;
         same_len("upload", dst.len_bytes(), src.len())?;
         let (src, dst) = (src.to_vec(), dst.bytes().typed::<u8>()?);
         stream.enqueue("upload", move || {
@@ -190,11 +179,10 @@ unsafe impl Device for HostDevice {
         dst: &mut [u8],
         limit: Duration,
     ) -> Result<(), DeviceError> {
-        use crate::device::Stream;
         same_len("download", src.len_bytes(), dst.len())?;
         stream.synchronize(limit)?;
         let src = src.bytes().typed::<u8>()?;
-        // SAFETY: host memory; the stream is drained, and the slice's maker promised ordered accesses.
+        // SAFETY: host memory; the stream is synchronized, and the slice's maker promised ordered accesses.
         dst.copy_from_slice(unsafe { src.as_host() });
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! The way in which operations of host streams wait for each other.
+//! How operations of host streams wait for each other.
 //!
-//! A collective of the threads communicator blocks inside its operation until its peers arrive. It must do
-//! that through a [`Monitor`], and by no other lock that is held across a wait: then the seeded scheduler knows
-//! that the operation is blocked and runs another stream, and the checker knows what is ordered behind what.
+//! A collective of the threads communicator blocks inside its operation until its peers arrive. It must wait through a
+//! [`Monitor`] and hold no other lock meanwhile: then the seeded scheduler sees that the operation is blocked and runs
+//! another stream, and its checker learns the order.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -11,14 +11,14 @@ use super::seeded::{self, Clock};
 use crate::device::DeviceError;
 use crate::primitive::{Condvar, Mutex};
 
-/// What a waiter does before it goes to sleep, since waking it up takes several microseconds: it looks `times` times
-/// whether the value has changed, and after each look lets other threads have the core.
+/// How a waiter polls before it sleeps, since waking a thread takes several microseconds: `rounds` times it polls for
+/// a change of the value, then yields the core.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpinPolicy {
-    /// How many looks.
-    pub times: u32,
-    /// For how many turns of a loop each goes on: some 50 to a microsecond. None where threads outnumber cores, so
-    /// that no core is kept from whoever is waited for.
+    /// Number of rounds.
+    pub rounds: u32,
+    /// Spin-loop turns of a round, about 50 a microsecond. Use 0 if threads outnumber cores, to leave the core to the
+    /// thread that the waiter waits for.
     pub spins: u32,
 }
 
@@ -27,95 +27,83 @@ pub struct SpinPolicy {
 pub struct Monitor<T> {
     value: Mutex<Guarded<T>>,
     changed: Condvar,
-    /// How often the value has changed.
+    /// The number of changes.
     version: AtomicU64,
-    looks: SpinPolicy,
+    spin_policy: SpinPolicy,
 }
 
 #[derive(Debug, Default)]
 struct Guarded<T> {
     value: T,
-    /// What those knew who changed it; only operations of the seeded scheduler leave something here.
-    known: Option<Clock>,
+    /// The joined clocks of seeded operations that changed the value.
+    clock: Option<Clock>,
 }
 
 impl<T> Monitor<T> {
-    /// A gate around `value`.
-    #[cfg(not(loom))]
-    pub const fn new(value: T) -> Self {
-        Self {
-            value: Mutex::new(Guarded { value, known: None }),
-            changed: Condvar::new(),
-            version: AtomicU64::new(0),
-            looks: SpinPolicy { times: 0, spins: 0 },
-        }
-    }
-
-    /// A gate around `value`, in a model.
-    #[cfg(loom)]
+    /// A monitor of `value`, whose waiters sleep at once.
     pub fn new(value: T) -> Self {
         Self {
-            value: Mutex::new(Guarded { value, known: None }),
+            value: Mutex::new(Guarded { value, clock: None }),
             changed: Condvar::new(),
             version: AtomicU64::new(0),
-            looks: SpinPolicy { times: 0, spins: 0 },
+            spin_policy: SpinPolicy::default(),
         }
     }
 
-    /// The same gate, whose waiters look before they sleep.
+    /// The same monitor, whose waiters poll before they sleep.
     #[must_use]
-    pub const fn looking(mut self, looks: SpinPolicy) -> Self {
-        self.looks = looks;
+    pub const fn with_spin_policy(mut self, spin_policy: SpinPolicy) -> Self {
+        self.spin_policy = spin_policy;
         self
     }
 
-    /// Changes the value and wakes all that wait. What the caller did before is seen by every
-    /// [`Monitor::wait_until`] that passes afterwards.
+    /// Changes the value and wakes all waiters. Everything the caller did before is visible to each
+    /// [`Monitor::wait_until`] that returns afterwards.
     pub fn update<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let mut guarded = self.value.lock();
-        seeded::cross(&mut guarded.known);
+        seeded::release(&mut guarded.clock);
         let result = change(&mut guarded.value);
         self.version.fetch_add(1, Ordering::Release);
         drop(guarded);
-        seeded::progress();
+        seeded::note_progress();
         self.changed.notify_all();
         result
     }
 
-    /// Blocks until `ready` gives something, at most `limit`; `ready` may change the value, and is asked
-    /// again after every [`Monitor::update`]. A change made by a `ready` that passes wakes nobody.
+    /// Blocks until `ready` returns a value, at most `limit`. `ready` runs first at once, then after each
+    /// [`Monitor::update`]; it may change the value, which wakes no other waiter.
     ///
     /// # Errors
-    /// [`DeviceError::TimedOut`] with the words of `what`.
+    /// [`DeviceError::TimedOut`] with the text of `what`.
     pub fn wait_until<R>(
         &self,
         limit: Duration,
         what: impl FnOnce() -> String,
         mut ready: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<R, DeviceError> {
-        let mut looks = self.looks.times;
+        let mut rounds = self.spin_policy.rounds;
         let mut deadline = None;
         let mut timed_out = false;
         loop {
-            let seen = seeded::progress_so_far();
+            let progress = seeded::progress();
             let mut guarded = self.value.lock();
             if let Some(result) = ready(&mut guarded.value) {
-                seeded::pass(guarded.known.as_ref());
+                seeded::acquire(guarded.clock.as_ref());
                 return Ok(result);
             }
             if timed_out {
                 return Err(DeviceError::TimedOut { what: what(), limit });
             }
-            if looks > 0 && !seeded::in_operation() {
+            if rounds > 0 && !seeded::in_operation() {
                 let seen = self.version.load(Ordering::Relaxed);
                 drop(guarded);
-                self.look(&mut looks, seen);
+                self.spin(&mut rounds, seen);
                 continue;
             }
             let deadline = *deadline.get_or_insert_with(|| Instant::now().checked_add(limit));
             if seeded::in_operation() {
                 drop(guarded);
-                seeded::block(seen, deadline);
+                seeded::block(progress, deadline);
                 timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
                 continue;
             }
@@ -129,11 +117,11 @@ impl<T> Monitor<T> {
         }
     }
 
-    /// Looks until the version is not `seen` any more, while there are `looks` left.
-    fn look(&self, looks: &mut u32, seen: u64) {
-        while *looks > 0 {
-            *looks -= 1;
-            for _ in 0..=self.looks.spins {
+    /// Polls until the version differs from `seen` or no rounds are left.
+    fn spin(&self, rounds: &mut u32, seen: u64) {
+        while *rounds > 0 {
+            *rounds -= 1;
+            for _ in 0..=self.spin_policy.spins {
                 if self.version.load(Ordering::Acquire) != seen {
                     return;
                 }
@@ -148,34 +136,34 @@ impl<T> Monitor<T> {
 mod tests {
     use super::*;
 
+    const LIMIT: Duration = Duration::from_secs(60);
+
     #[test]
-    fn a_waiter_passes_when_the_value_is_right() {
-        let gate = Monitor::new(0);
+    fn waiter_passes_when_value_is_right() {
+        let monitor = Monitor::new(0);
         std::thread::scope(|s| {
-            let waiter =
-                s.spawn(|| gate.wait_until(Duration::from_secs(60), || "three".into(), |v| (*v == 3).then_some(*v)));
+            let waiter = s.spawn(|| monitor.wait_until(LIMIT, || "three".into(), |v| (*v == 3).then_some(*v)));
             for _ in 0..3 {
-                gate.update(|v| *v += 1);
+                monitor.update(|v| *v += 1);
             }
             assert_eq!(waiter.join().expect("the waiter ends"), Ok(3));
         });
     }
 
     #[test]
-    fn a_waiter_that_looks_first_passes_too_before_it_sleeps_and_after() {
-        for looks in [SpinPolicy::default(), SpinPolicy { times: 3, spins: 0 }, SpinPolicy { times: 1000, spins: 30 }]
+    fn spinning_and_sleeping_waiters_pass() {
+        for policy in
+            [SpinPolicy::default(), SpinPolicy { rounds: 3, spins: 0 }, SpinPolicy { rounds: 1000, spins: 30 }]
         {
-            let gates = [0, 0].map(|value| Monitor::new(value).looking(looks));
+            let monitors = [0, 0].map(|value| Monitor::new(value).with_spin_policy(policy));
             std::thread::scope(|s| {
                 for me in [0, 1] {
-                    let gates = &gates;
+                    let monitors = &monitors;
                     s.spawn(move || {
                         for turn in 1..if cfg!(miri) { 10 } else { 1000 } {
-                            gates[me].update(|v| *v = turn);
+                            monitors[me].update(|v| *v = turn);
                             let ready = |v: &mut i32| (*v >= turn).then_some(());
-                            gates[1 - me]
-                                .wait_until(Duration::from_secs(60), || "peer".into(), ready)
-                                .expect("it comes");
+                            monitors[1 - me].wait_until(LIMIT, || "peer".into(), ready).expect("the peer arrives");
                         }
                     });
                 }
@@ -184,10 +172,10 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_passes_is_named() {
-        let gate = Monitor::new(false).looking(SpinPolicy { times: 2, spins: 2 });
+    fn expired_limit_is_a_named_error() {
+        let monitor = Monitor::new(false).with_spin_policy(SpinPolicy { rounds: 2, spins: 2 });
         let limit = Duration::from_millis(1);
-        let error = gate.wait_until(limit, || "rank 3".into(), |v| v.then_some(())).expect_err("never true");
+        let error = monitor.wait_until(limit, || "rank 3".into(), |v| v.then_some(())).expect_err("never true");
         assert_eq!(error, DeviceError::TimedOut { what: "rank 3".into(), limit });
     }
 }

@@ -5,24 +5,24 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::HostEvent;
-use super::op::{Item, Named};
+use super::queue::{Item, Queue, StreamInfo, spawn};
 use crate::device::{DeviceError, Event};
 use crate::primitive::{Condvar, Mutex};
 
 #[derive(Default)]
-struct Queue {
+struct State {
     items: VecDeque<Item>,
     /// Set when the queue is closed: the point after its last item.
     end: Option<HostEvent>,
-    /// The worker sleeps: all that was enqueued before `items` has run.
+    /// The worker sleeps: everything enqueued before `items` has run.
     idle: bool,
-    /// What poisoned the stream; kept up to date while the worker sleeps.
+    /// The error that poisoned the stream; up to date while the worker sleeps.
     failed: Option<DeviceError>,
 }
 
 struct Shared {
-    named: Named,
-    queue: Mutex<Queue>,
+    info: StreamInfo,
+    state: Mutex<State>,
     arrived: Condvar,
 }
 
@@ -30,61 +30,64 @@ struct Shared {
 pub(super) struct Worker(Arc<Shared>);
 
 impl Worker {
-    pub(super) fn spawn(named: Named) -> Result<Self, DeviceError> {
-        let name = named.thread_name();
-        let shared = Arc::new(Shared { named, queue: Mutex::default(), arrived: Condvar::new() });
+    pub(super) fn spawn(info: StreamInfo) -> Result<Self, DeviceError> {
+        let shared = Arc::new(Shared { info, state: Mutex::default(), arrived: Condvar::new() });
         let worker = Arc::clone(&shared);
-        std::thread::Builder::new()
-            .name(name)
-            .spawn(move || work(&worker))
-            .map_err(|e| DeviceError::Driver { call: "thread spawn", message: e.to_string() })?;
+        spawn(&shared.info, move || work(&worker))?;
         Ok(Self(shared))
     }
 
-    pub(super) fn named(&self) -> &Named {
-        &self.0.named
+    fn event(&self) -> HostEvent {
+        HostEvent::new(Arc::clone(&self.0.info.name), None)
+    }
+}
+
+impl Queue for Worker {
+    fn info(&self) -> &StreamInfo {
+        &self.0.info
     }
 
-    pub(super) fn is_closed(&self) -> bool {
-        self.0.queue.lock().end.is_some()
-    }
-
-    pub(super) fn close(&self) {
-        let mut queue = self.0.queue.lock();
-        if queue.end.is_none() {
-            let end = HostEvent::new(Arc::clone(&self.0.named.name));
-            queue.items.push_back(Item::Record(end.clone()));
-            queue.end = Some(end);
-            drop(queue);
+    fn close(&self) {
+        let mut state = self.0.state.lock();
+        if state.end.is_none() {
+            let end = self.event();
+            state.items.push_back(Item::Record(end.clone()));
+            state.end = Some(end);
+            drop(state);
             self.0.arrived.notify_one();
         }
     }
 
-    pub(super) fn push(&self, item: Item) -> Result<(), DeviceError> {
-        let mut queue = self.0.queue.lock();
-        if queue.end.is_some() {
-            return Err(self.0.named.closed());
+    fn push(&self, item: Item) -> Result<(), DeviceError> {
+        // Waiting for a reached event has no effect.
+        let skipped = matches!(&item, Item::Wait(event) if event.result() == Some(Ok(())));
+        let mut state = self.0.state.lock();
+        if state.end.is_some() {
+            return Err(self.0.info.closed());
         }
-        queue.items.push_back(item);
-        // The worker takes the whole queue at once, so it sleeps only on an empty one.
-        let was_empty = queue.items.len() == 1;
-        drop(queue);
+        if skipped {
+            return Ok(());
+        }
+        state.items.push_back(item);
+        // The worker removes all items at once, so it sleeps only on an empty queue.
+        let was_empty = state.items.len() == 1;
+        drop(state);
         if was_empty {
             self.0.arrived.notify_one();
         }
         Ok(())
     }
 
-    pub(super) fn record(&self) -> HostEvent {
-        let event = HostEvent::new(Arc::clone(&self.0.named.name));
-        let mut queue = self.0.queue.lock();
-        if let Some(end) = &queue.end {
+    fn record(&self) -> HostEvent {
+        let event = self.event();
+        let mut state = self.0.state.lock();
+        if let Some(end) = &state.end {
             return end.clone();
         }
-        if queue.idle && queue.items.is_empty() {
-            event.reach(queue.failed.clone());
+        if state.idle && state.items.is_empty() {
+            event.reach(state.failed.clone());
         } else {
-            queue.items.push_back(Item::Record(event.clone()));
+            state.items.push_back(Item::Record(event.clone()));
         }
         event
     }
@@ -96,27 +99,27 @@ impl Drop for Worker {
     }
 }
 
-/// The worker: takes what is enqueued, runs it in order, ends when the queue is closed and empty.
+/// The worker thread: runs items in order until the queue is closed and empty.
 fn work(shared: &Shared) {
     let mut failed: Option<DeviceError> = None;
-    let mut taken = VecDeque::new();
+    let mut items = VecDeque::new();
     loop {
         {
-            let mut queue = shared.queue.lock();
-            if queue.items.is_empty() {
-                queue.idle = true;
-                queue.failed.clone_from(&failed);
+            let mut state = shared.state.lock();
+            if state.items.is_empty() {
+                state.idle = true;
+                state.failed.clone_from(&failed);
             }
-            while queue.items.is_empty() {
-                if queue.end.is_some() {
+            while state.items.is_empty() {
+                if state.end.is_some() {
                     return;
                 }
-                shared.arrived.wait(&mut queue);
+                shared.arrived.wait(&mut state);
             }
-            queue.idle = false;
-            std::mem::swap(&mut queue.items, &mut taken);
+            state.idle = false;
+            std::mem::swap(&mut state.items, &mut items);
         }
-        for item in taken.drain(..) {
+        for item in items.drain(..) {
             run(shared, item, &mut failed);
         }
     }
@@ -126,14 +129,14 @@ fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>) {
     match item {
         Item::Run(label, op) => {
             if failed.is_none() {
-                *failed = shared.named.call(label, op).err();
+                *failed = shared.info.call(label, op).err();
             }
         }
         Item::Record(event) => event.reach(failed.clone()),
         Item::Wait(event) => {
             let result = event.result().unwrap_or_else(|| {
-                // The streams waited for have limits of their own in their operations, so this wait ends.
-                shared.named.timed("wait", || event.synchronize(Duration::MAX))
+                // This wait ends, because the operations before the event have limits of their own.
+                shared.info.timed("wait", || event.synchronize(Duration::MAX))
             });
             if let Err(e) = result {
                 failed.get_or_insert(e);
@@ -142,7 +145,7 @@ fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>) {
     }
 }
 
-/// Every order of a producer and the worker, tried by loom:
+/// Loom runs every order of a producer and the worker:
 /// `RUSTFLAGS="--cfg loom" cargo test -p zero-alloc --lib --release loom_tests`.
 #[cfg(all(test, loom))]
 mod loom_tests {
@@ -151,8 +154,8 @@ mod loom_tests {
     use super::*;
 
     fn shared() -> Arc<Shared> {
-        let named = Named { name: "model".into(), id: 0, timeline: None };
-        Arc::new(Shared { named, queue: Mutex::default(), arrived: Condvar::new() })
+        let info = StreamInfo { name: "model".into(), id: 0, timeline: None };
+        Arc::new(Shared { info, state: Mutex::default(), arrived: Condvar::new() })
     }
 
     fn count(seen: &Arc<AtomicUsize>) -> Item {
@@ -165,7 +168,7 @@ mod loom_tests {
     }
 
     #[test]
-    fn no_wake_up_is_lost_and_what_is_enqueued_runs_before_the_end() {
+    fn enqueued_items_run_before_the_end() {
         loom::model(|| {
             let (shared, seen) = (shared(), Arc::new(AtomicUsize::new(0)));
             let working = Arc::clone(&shared);
@@ -200,16 +203,16 @@ mod loom_tests {
     }
 
     #[test]
-    fn a_gate_wakes_whoever_waits() {
+    fn monitor_update_wakes_waiters() {
         loom::model(|| {
-            let gate = Arc::new(super::super::Monitor::new(0));
-            let other = Arc::clone(&gate);
+            let monitor = Arc::new(super::super::Monitor::new(0));
+            let other = Arc::clone(&monitor);
             let waiter = loom::thread::spawn(move || {
                 let ready = |v: &mut i32| (*v == 2).then_some(*v);
                 other.wait_until(Duration::MAX, || "two".into(), ready)
             });
-            gate.update(|v| *v += 1);
-            gate.update(|v| *v += 1);
+            monitor.update(|v| *v += 1);
+            monitor.update(|v| *v += 1);
             assert_eq!(waiter.join().expect("it ends"), Ok(2));
         });
     }

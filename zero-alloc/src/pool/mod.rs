@@ -251,7 +251,7 @@ impl<D: Device> Central<D> {
             Ok(allocation) => {
                 let ptr = state.address(allocation);
                 state.account.add(purpose, bytes);
-                self.device.note_block(BlockNote::Taken { ptr, bytes, purpose, stream });
+                self.device.note_block(BlockNote::Allocated { ptr, bytes, purpose, stream });
                 Ok((allocation, ptr))
             }
             Err(Failure::OutOfMemory(device)) => Err(state.out_of_memory(bytes, purpose, self.budget_bytes, device)),

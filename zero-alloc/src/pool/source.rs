@@ -46,7 +46,7 @@ impl Arena {
                 Err(DeviceError::OutOfMemory { detail, .. }) => {
                     let created = (self.pages.len() - at) * self.page_bytes;
                     let detail = format!("{created} of {bytes} bytes could be created: {detail}");
-                    failure = Some(DeviceError::OutOfMemory { asked_bytes: bytes, detail });
+                    failure = Some(DeviceError::OutOfMemory { requested_bytes: bytes, detail });
                     break;
                 }
                 Err(error) => {

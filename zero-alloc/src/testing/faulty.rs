@@ -1,4 +1,4 @@
-//! A device whose n-th call of a kind fails.
+//! A device that fails the n-th call of a kind.
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -37,55 +37,54 @@ struct Plan {
     failing: HashMap<Call, u64>,
 }
 
-impl Plan {
-    /// Counts a call, and fails it where that is planned.
-    fn enter(&mut self, call: Call) -> Result<(), DeviceError> {
-        let count = self.calls.entry(call).or_default();
-        *count += 1;
-        let nth = *count;
-        if self.failing.get(&call) == Some(&nth) {
-            return Err(DeviceError::Driver { call: "injected", message: format!("{call:?} {nth} fails") });
-        }
-        Ok(())
-    }
-}
-
-/// Another device, with failures. Cloning gives another handle of the same one.
+/// A wrapper of another device that injects failures. A clone is a handle of the same one.
 #[derive(Clone, Debug)]
 pub struct Faulty<D> {
     inner: D,
     plan: Arc<Mutex<Plan>>,
 }
 
+/// Counts a call, and fails it if that is planned.
+fn enter(plan: &Mutex<Plan>, call: Call) -> Result<(), DeviceError> {
+    let mut plan = plan.lock();
+    let count = plan.calls.entry(call).or_default();
+    *count += 1;
+    let nth = *count;
+    if plan.failing.get(&call) == Some(&nth) {
+        return Err(DeviceError::Driver { call: "injected", message: format!("{call:?} {nth} fails") });
+    }
+    Ok(())
+}
+
 impl<D> Faulty<D> {
-    /// `inner`, which does not fail yet.
+    /// Wraps `inner`; no call fails yet.
     pub fn new(inner: D) -> Self {
         Self { inner, plan: Arc::default() }
     }
 
-    /// The device within.
+    /// The wrapped device.
     pub fn inner(&self) -> &D {
         &self.inner
     }
 
-    /// The `nth` call of this kind from now on fails, 1 being the next; those after it succeed.
+    /// Makes the `nth` call of this kind from now on fail, 1 being the next; later calls succeed.
     pub fn fail(&self, call: Call, nth: u64) {
         let mut plan = self.plan.lock();
         let at = plan.calls.get(&call).copied().unwrap_or(0) + nth;
         plan.failing.insert(call, at);
     }
 
-    /// How many calls of this kind there were.
+    /// The number of calls of this kind.
     pub fn calls(&self, call: Call) -> u64 {
         self.plan.lock().calls.get(&call).copied().unwrap_or(0)
     }
 
     fn enter(&self, call: Call) -> Result<(), DeviceError> {
-        self.plan.lock().enter(call)
+        enter(&self.plan, call)
     }
 }
 
-/// A stream of such a device.
+/// A stream of a [`Faulty`] device.
 #[derive(Clone, Debug)]
 pub struct FaultyStream<S> {
     inner: S,
@@ -93,13 +92,13 @@ pub struct FaultyStream<S> {
 }
 
 impl<S> FaultyStream<S> {
-    /// The stream within.
+    /// The wrapped stream.
     pub fn inner(&self) -> &S {
         &self.inner
     }
 }
 
-// SAFETY: the stream within, or an error.
+// SAFETY: every call is the wrapped stream's, or an error.
 unsafe impl<S: Stream> Stream for FaultyStream<S> {
     type Event = S::Event;
 
@@ -112,12 +111,12 @@ unsafe impl<S: Stream> Stream for FaultyStream<S> {
     }
 
     fn record(&self) -> Result<S::Event, DeviceError> {
-        self.plan.lock().enter(Call::Record)?;
+        enter(&self.plan, Call::Record)?;
         self.inner.record()
     }
 
     fn wait(&self, event: &S::Event) -> Result<(), DeviceError> {
-        self.plan.lock().enter(Call::Wait)?;
+        enter(&self.plan, Call::Wait)?;
         self.inner.wait(event)
     }
 
@@ -126,7 +125,7 @@ unsafe impl<S: Stream> Stream for FaultyStream<S> {
     }
 }
 
-// SAFETY: the device within, or an error.
+// SAFETY: every call is the wrapped device's, or an error.
 unsafe impl<D: Memory> Memory for Faulty<D> {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.enter(Call::Allocate)?;
@@ -152,57 +151,50 @@ unsafe impl<D: Memory> Memory for Faulty<D> {
 }
 
 impl<D: Memory> Faulty<D> {
-    fn pages(&self) -> Result<&dyn VirtualMemory, DeviceError> {
-        let none = || DeviceError::Driver { call: "virtual_memory", message: "the device has none".into() };
-        self.inner.virtual_memory().ok_or_else(none)
+    fn pages(&self) -> &dyn VirtualMemory {
+        self.inner.virtual_memory().expect("the wrapped device has virtual memory")
     }
 }
 
-// SAFETY: the device within, or an error.
+// SAFETY: every call is the wrapped device's, or an error.
 unsafe impl<D: Memory> VirtualMemory for Faulty<D> {
     fn page_bytes(&self) -> usize {
-        self.pages().map_or(1, VirtualMemory::page_bytes)
+        self.pages().page_bytes()
     }
 
     fn reserve(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.enter(Call::Reserve)?;
-        self.pages()?.reserve(bytes)
+        self.pages().reserve(bytes)
     }
 
     unsafe fn release(&self, base: NonNull<u8>, bytes: usize) {
-        if let Ok(pages) = self.pages() {
-            // SAFETY: the caller's promise.
-            unsafe { pages.release(base, bytes) };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.pages().release(base, bytes) };
     }
 
     fn create(&self) -> Result<Page, DeviceError> {
         self.enter(Call::Create)?;
-        self.pages()?.create()
+        self.pages().create()
     }
 
     unsafe fn destroy(&self, page: Page) {
-        if let Ok(pages) = self.pages() {
-            // SAFETY: the caller's promise.
-            unsafe { pages.destroy(page) };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.pages().destroy(page) };
     }
 
     unsafe fn map(&self, at: NonNull<u8>, pages: &[Page]) -> Result<(), DeviceError> {
         self.enter(Call::Map)?;
         // SAFETY: the caller's promise.
-        unsafe { self.pages()?.map(at, pages) }
+        unsafe { self.pages().map(at, pages) }
     }
 
     unsafe fn unmap(&self, at: NonNull<u8>, pages: usize) {
-        if let Ok(memory) = self.pages() {
-            // SAFETY: the caller's promise.
-            unsafe { memory.unmap(at, pages) };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.pages().unmap(at, pages) };
     }
 }
 
-// SAFETY: the device within, or an error.
+// SAFETY: every call is the wrapped device's, or an error.
 unsafe impl<D: Device> Device for Faulty<D> {
     type Stream = FaultyStream<D::Stream>;
     type Event = D::Event;
@@ -218,8 +210,8 @@ unsafe impl<D: Device> Device for Faulty<D> {
 
     fn note_block(&self, note: BlockNote<'_, Self::Stream, D::Event>) {
         self.inner.note_block(match note {
-            BlockNote::Taken { ptr, bytes, purpose, stream } => {
-                BlockNote::Taken { ptr, bytes, purpose, stream: &stream.inner }
+            BlockNote::Allocated { ptr, bytes, purpose, stream } => {
+                BlockNote::Allocated { ptr, bytes, purpose, stream: &stream.inner }
             }
             BlockNote::Freed { ptr, bytes, home, uses } => BlockNote::Freed { ptr, bytes, home: &home.inner, uses },
         });

@@ -1,4 +1,4 @@
-//! Back ends for tests: one that only pretends to have memory, one that fails when told to.
+//! Devices for tests: one without memory, and one whose calls fail on request.
 
 mod faulty;
 mod simulated;

@@ -1,7 +1,7 @@
-//! A device of any size that has no memory at all: 139 GB on a laptop.
+//! A device without memory, of any capacity.
 //!
-//! Addresses are made up and must not be read. What is allocated, mapped and given back is kept in books, and a wrong
-//! call (a page mapped over another, something given back twice) is an error in [`SimulatedUse`].
+//! Its addresses are fictitious and must not be accessed. It tracks allocations and mappings, and records incorrect
+//! calls (a page mapped over another, a double free) in [`SimulatedUse`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
@@ -11,95 +11,99 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::device::{AnySlice, Device, DeviceError, DeviceKind, Memory, Page, VirtualMemory};
+use crate::device::{
+    AnySlice, Device, DeviceError, DeviceKind, Memory, Page, Stream, VirtualMemory, check_copy, same_len,
+};
 use crate::host::{HostDevice, HostEvent, HostStream};
 use crate::planner::CostModel;
 
-/// What is in use, and what went wrong.
+/// Counters of a [`Simulated`] device, and its incorrect calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SimulatedUse {
-    /// Bytes of backings and pages that live.
+    /// Bytes of live backings and pages.
     pub live_bytes: u64,
-    /// The greatest of that.
+    /// The greatest `live_bytes` so far.
     pub peak_bytes: u64,
-    /// Bytes of addresses set aside.
+    /// Bytes of reserved addresses.
     pub reserved_address_bytes: u64,
-    /// Pages mapped now, counted once per mapping.
+    /// Live mappings of pages.
     pub mapped_pages: u64,
-    /// Bytes that copies have moved.
+    /// Bytes copied so far.
     pub copied_bytes: u64,
-    /// Calls that broke the rules, in words.
+    /// Descriptions of calls that broke a safety contract.
     pub mistakes: Vec<String>,
 }
 
 #[derive(Debug, Default)]
-struct Books {
+struct State {
     used: SimulatedUse,
     next_address: usize,
     next_page: u64,
+    /// Bytes by address.
     backings: BTreeMap<usize, usize>,
+    /// Bytes by address.
     reserved: BTreeMap<usize, usize>,
     pages: BTreeSet<u64>,
+    /// Pages by address.
     mapped: BTreeMap<usize, u64>,
 }
 
-/// The device. Cloning gives another handle of the same one.
+/// A device without memory. A clone is a handle of the same one.
 #[derive(Clone, Debug)]
 pub struct Simulated {
     host: HostDevice,
     capacity_bytes: u64,
     page_bytes: usize,
     virtual_memory: bool,
-    books: Arc<Mutex<Books>>,
+    state: Arc<Mutex<State>>,
 }
 
 impl Simulated {
-    /// A device with `capacity_bytes`, which lends them in pages of `page_bytes` (a power of two).
+    /// A device with `capacity_bytes` bytes in pages of `page_bytes` (a power of two).
     pub fn new(capacity_bytes: u64, page_bytes: usize) -> Self {
-        let books = Books { next_address: 1 << 40, ..Books::default() };
+        let state = State { next_address: 1 << 40, ..State::default() };
         Self {
             host: HostDevice::new(),
             capacity_bytes,
             page_bytes: page_bytes.next_power_of_two().max(64),
             virtual_memory: true,
-            books: Arc::new(Mutex::new(books)),
+            state: Arc::new(Mutex::new(state)),
         }
     }
 
-    /// The same without virtual memory: it lends backings.
+    /// The same device without virtual memory: pools use backings.
     #[must_use]
     pub fn without_virtual_memory(self) -> Self {
         Self { virtual_memory: false, ..self }
     }
 
-    /// The same with streams of the seeded scheduler.
+    /// The same device with streams of the seeded scheduler.
     #[must_use]
     pub fn seeded(self, seed: u64) -> Self {
         Self { host: HostDevice::seeded(seed), ..self }
     }
 
-    /// What is in use.
+    /// The counters now.
     pub fn usage(&self) -> SimulatedUse {
-        self.books.lock().used.clone()
+        self.state.lock().used.clone()
     }
 }
 
-impl Books {
-    /// Made-up addresses, at a multiple of `align`.
+impl State {
+    /// Unused fictitious addresses, at a multiple of `align`.
     fn addresses(&mut self, bytes: usize, align: usize) -> Result<NonNull<u8>, DeviceError> {
-        let exhausted =
-            || DeviceError::OutOfMemory { asked_bytes: bytes, detail: "no made-up addresses left".into() };
+        let exhausted = || DeviceError::OutOfMemory { requested_bytes: bytes, detail: "no addresses left".into() };
         let start = self.next_address.next_multiple_of(align);
-        // A gap, so that one range's end is not another's start.
+        // The gap keeps ranges from touching.
         self.next_address = start.checked_add(bytes).and_then(|end| end.checked_add(align)).ok_or_else(exhausted)?;
         NonZeroUsize::new(start).map(NonNull::without_provenance).ok_or_else(exhausted)
     }
 
-    fn lend(&mut self, bytes: u64, capacity_bytes: u64) -> Result<(), DeviceError> {
+    fn allocate(&mut self, bytes: u64, capacity_bytes: u64) -> Result<(), DeviceError> {
         if bytes > capacity_bytes - self.used.live_bytes {
             return Err(DeviceError::OutOfMemory {
-                asked_bytes: bytes as usize,
-                detail: format!("{} of {capacity_bytes} simulated bytes are lent", self.used.live_bytes),
+                requested_bytes: bytes as usize,
+                detail: format!("{} of {capacity_bytes} simulated bytes are in use", self.used.live_bytes),
             });
         }
         self.used.live_bytes += bytes;
@@ -112,22 +116,22 @@ impl Books {
     }
 }
 
-// SAFETY: addresses that nothing touches.
+// SAFETY: nothing accesses these addresses.
 unsafe impl Memory for Simulated {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        let mut books = self.books.lock();
-        books.lend(bytes as u64, self.capacity_bytes)?;
-        let ptr = books.addresses(bytes, self.page_bytes)?;
-        books.backings.insert(ptr.addr().get(), bytes);
+        let mut state = self.state.lock();
+        state.allocate(bytes as u64, self.capacity_bytes)?;
+        let ptr = state.addresses(bytes, self.page_bytes)?;
+        state.backings.insert(ptr.addr().get(), bytes);
         Ok(ptr)
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        let mut books = self.books.lock();
-        if books.backings.remove(&ptr.addr().get()) == Some(bytes) {
-            books.used.live_bytes -= bytes as u64;
+        let mut state = self.state.lock();
+        if state.backings.remove(&ptr.addr().get()) == Some(bytes) {
+            state.used.live_bytes -= bytes as u64;
         } else {
-            books.mistake(format!("{bytes} bytes at {ptr:p} were not allocated"));
+            state.mistake(format!("{bytes} bytes at {ptr:p} were not allocated"));
         }
     }
 
@@ -144,86 +148,86 @@ unsafe impl Memory for Simulated {
     }
 }
 
-// SAFETY: addresses that nothing touches, each given out once.
+// SAFETY: nothing accesses these addresses, and each is returned once.
 unsafe impl VirtualMemory for Simulated {
     fn page_bytes(&self) -> usize {
         self.page_bytes
     }
 
     fn reserve(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        let mut books = self.books.lock();
-        let base = books.addresses(bytes, self.page_bytes)?;
-        books.reserved.insert(base.addr().get(), bytes);
-        books.used.reserved_address_bytes += bytes as u64;
+        let mut state = self.state.lock();
+        let base = state.addresses(bytes, self.page_bytes)?;
+        state.reserved.insert(base.addr().get(), bytes);
+        state.used.reserved_address_bytes += bytes as u64;
         Ok(base)
     }
 
     unsafe fn release(&self, base: NonNull<u8>, bytes: usize) {
-        let mut books = self.books.lock();
+        let mut state = self.state.lock();
         let start = base.addr().get();
-        if books.reserved.remove(&start) != Some(bytes) {
-            books.mistake(format!("{bytes} bytes at {base:p} were not reserved"));
+        if state.reserved.remove(&start) != Some(bytes) {
+            state.mistake(format!("{bytes} bytes at {base:p} were not reserved"));
             return;
         }
-        books.used.reserved_address_bytes -= bytes as u64;
-        if books.mapped.range(start..start + bytes).next().is_some() {
-            books.mistake(format!("{bytes} bytes at {base:p} are released with pages mapped"));
+        state.used.reserved_address_bytes -= bytes as u64;
+        if state.mapped.range(start..start + bytes).next().is_some() {
+            state.mistake(format!("{bytes} bytes at {base:p} are released with pages mapped"));
         }
     }
 
     fn create(&self) -> Result<Page, DeviceError> {
-        let mut books = self.books.lock();
-        books.lend(self.page_bytes as u64, self.capacity_bytes)?;
-        books.next_page += 1;
-        let page = books.next_page;
-        books.pages.insert(page);
+        let mut state = self.state.lock();
+        state.allocate(self.page_bytes as u64, self.capacity_bytes)?;
+        state.next_page += 1;
+        let page = state.next_page;
+        state.pages.insert(page);
         Ok(Page(page))
     }
 
     unsafe fn destroy(&self, page: Page) {
-        let mut books = self.books.lock();
-        if !books.pages.remove(&page.0) {
-            books.mistake(format!("{page:?} does not live"));
+        let mut state = self.state.lock();
+        if !state.pages.remove(&page.0) {
+            state.mistake(format!("{page:?} is destroyed and was not live"));
             return;
         }
-        books.used.live_bytes -= self.page_bytes as u64;
-        if books.mapped.values().any(|mapped| *mapped == page.0) {
-            books.mistake(format!("{page:?} is destroyed while it is mapped"));
+        state.used.live_bytes -= self.page_bytes as u64;
+        if state.mapped.values().any(|mapped| *mapped == page.0) {
+            state.mistake(format!("{page:?} is destroyed while it is mapped"));
         }
     }
 
     unsafe fn map(&self, at: NonNull<u8>, pages: &[Page]) -> Result<(), DeviceError> {
-        let mut books = self.books.lock();
+        let mut state = self.state.lock();
         let (start, bytes) = (at.addr().get(), pages.len() * self.page_bytes);
-        let range = books.reserved.range(..=start).next_back().map(|(base, bytes)| base + bytes);
+        let range = state.reserved.range(..=start).next_back().map(|(base, bytes)| base + bytes);
         if range.is_none_or(|end| start + bytes > end) {
-            books.mistake(format!("{} pages at {at:p} are not within reserved addresses", pages.len()));
+            state.mistake(format!("{} pages at {at:p} are not within reserved addresses", pages.len()));
         }
         for (i, page) in pages.iter().enumerate() {
-            if !books.pages.contains(&page.0) {
-                books.mistake(format!("{page:?} is mapped and does not live"));
+            if !state.pages.contains(&page.0) {
+                state.mistake(format!("{page:?} is mapped and is not live"));
             }
-            if books.mapped.insert(start + i * self.page_bytes, page.0).is_some() {
-                books.mistake(format!("{page:?} is mapped over another at {at:p}"));
+            if state.mapped.insert(start + i * self.page_bytes, page.0).is_some() {
+                state.mistake(format!("{page:?} is mapped over another at {at:p}"));
             }
         }
-        books.used.mapped_pages += pages.len() as u64;
+        state.used.mapped_pages += pages.len() as u64;
         Ok(())
     }
 
     unsafe fn unmap(&self, at: NonNull<u8>, pages: usize) {
-        let mut books = self.books.lock();
+        let mut state = self.state.lock();
         for i in 0..pages {
-            if books.mapped.remove(&(at.addr().get() + i * self.page_bytes)).is_none() {
-                books.mistake(format!("page {i} at {at:p} is unmapped and was not mapped"));
+            if state.mapped.remove(&(at.addr().get() + i * self.page_bytes)).is_none() {
+                state.mistake(format!("page {i} at {at:p} is unmapped and was not mapped"));
             } else {
-                books.used.mapped_pages -= 1;
+                state.used.mapped_pages -= 1;
             }
         }
     }
 }
 
-// SAFETY: no operation touches memory, and the kind is not the host.
+// SAFETY: no operation accesses memory, and the kind is not the host.
 unsafe impl Device for Simulated {
     type Stream = HostStream;
     type Event = HostEvent;
@@ -237,12 +241,10 @@ unsafe impl Device for Simulated {
     }
 
     fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
-        if src.len() != dst.len() {
-            return Err(DeviceError::LengthMismatch { what: "copy", expected: src.len(), got: dst.len() });
-        }
-        let (books, bytes) = (Arc::clone(&self.books), src.len_bytes() as u64);
+        check_copy(src, dst)?;
+        let (state, bytes) = (Arc::clone(&self.state), src.len_bytes() as u64);
         stream.enqueue("copy", move || {
-            books.lock().used.copied_bytes += bytes;
+            state.lock().used.copied_bytes += bytes;
             Ok(())
         })
     }
@@ -252,14 +254,11 @@ unsafe impl Device for Simulated {
     }
 
     fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
-        use crate::device::Stream;
-        if src.len() != dst.len_bytes() {
-            return Err(DeviceError::LengthMismatch { what: "upload", expected: dst.len_bytes(), got: src.len() });
-        }
+        same_len("upload", dst.len_bytes(), src.len())?;
         stream.synchronize(limit)
     }
 
-    /// There is nothing to read: `dst` becomes zero.
+    /// Fills `dst` with zeros.
     fn download(
         &self,
         stream: &HostStream,
@@ -267,10 +266,7 @@ unsafe impl Device for Simulated {
         dst: &mut [u8],
         limit: Duration,
     ) -> Result<(), DeviceError> {
-        use crate::device::Stream;
-        if dst.len() != src.len_bytes() {
-            return Err(DeviceError::LengthMismatch { what: "download", expected: src.len_bytes(), got: dst.len() });
-        }
+        same_len("download", src.len_bytes(), dst.len())?;
         stream.synchronize(limit)?;
         dst.fill(0);
         Ok(())

@@ -14,8 +14,8 @@ fn more_memory_than_cuda_has_is_an_error_with_the_size() {
     let shareable = open().with_shareable_backings().expect("the driver answers");
     for device in [open().with_backings(), open().with_stream_ordered_memory(), shareable] {
         let error = device.allocate(2 * total).expect_err("more than there is");
-        let DeviceError::OutOfMemory { asked_bytes, detail } = &error else { panic!("{error}") };
-        assert_eq!(*asked_bytes, 2 * total);
+        let DeviceError::OutOfMemory { requested_bytes, detail } = &error else { panic!("{error}") };
+        assert_eq!(*requested_bytes, 2 * total);
         assert!(detail.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{detail}");
     }
 }

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use zero_alloc::device::{AnySlice, DType, Device, Memory, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostPages, HostStream};
 use zero_alloc::testing::{Call, Faulty, Simulated, SimulatedUse};
 use zero_alloc::{AllocError, Block, Movable, Pool, Purpose};
@@ -381,19 +381,4 @@ fn device_makes(call: Call, virtual_memory: bool) -> bool {
         Call::Copy | Call::Record | Call::Wait => false,
         Call::CreateStream => true,
     }
-}
-
-#[test]
-fn pinned_memory_is_memory() {
-    let device = HostDevice::new().with_pinned_memory();
-    let Ok(ptr) = device.allocate(1 << 20) else {
-        eprintln!("skipped: this system does not allow locked memory (ulimit -l)");
-        return;
-    };
-    // SAFETY: 1 MiB, writable.
-    unsafe { ptr.as_ptr().write_bytes(7, 1 << 20) };
-    // SAFETY: within it.
-    assert_eq!(unsafe { ptr.as_ptr().wrapping_add((1 << 20) - 1).read() }, 7);
-    // SAFETY: allocated above, and not used any more.
-    unsafe { device.deallocate(ptr, 1 << 20) };
 }

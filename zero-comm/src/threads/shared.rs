@@ -43,9 +43,9 @@ impl Shared {
         let spin = if cfg!(loom) {
             SpinPolicy::default()
         } else if world_size <= cores {
-            SpinPolicy { times: 20, spins: 50 }
+            SpinPolicy { rounds: 20, spins: 50 }
         } else {
-            SpinPolicy { times: 3, spins: 0 }
+            SpinPolicy { rounds: 3, spins: 0 }
         };
         Self { world_size, options, splits: Splits::default(), spin, state: Mutex::new(state) }
     }

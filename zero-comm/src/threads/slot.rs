@@ -53,7 +53,7 @@ pub(super) enum Arrival {
 impl Slot {
     pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, spin: SpinPolicy) -> Self {
         let state = State { posted: vec![None; world_size], ..State::default() };
-        Self { sequence, call, monitor: Monitor::new(state).looking(spin) }
+        Self { sequence, call, monitor: Monitor::new(state).with_spin_policy(spin) }
     }
 
     /// Fails the collective for all ranks that wait in it.

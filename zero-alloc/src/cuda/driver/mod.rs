@@ -84,10 +84,10 @@ impl Driver {
     }
 
     /// As `check`, for calls that take memory.
-    fn check_memory(&self, call: &'static str, code: c_int, asked_bytes: usize) -> Result<(), DeviceError> {
+    fn check_memory(&self, call: &'static str, code: c_int, requested_bytes: usize) -> Result<(), DeviceError> {
         match self.check(call, code) {
             Err(error) if code == OUT_OF_MEMORY => {
-                Err(DeviceError::OutOfMemory { asked_bytes, detail: error.to_string() })
+                Err(DeviceError::OutOfMemory { requested_bytes, detail: error.to_string() })
             }
             result => result,
         }

@@ -58,7 +58,7 @@ impl Shareable {
         let (driver, mut base) = (self.context.driver, 0);
         let Some(whole) = self.whole(bytes) else {
             let detail = "more than there are addresses".to_owned();
-            return Err(DeviceError::OutOfMemory { asked_bytes: bytes, detail });
+            return Err(DeviceError::OutOfMemory { requested_bytes: bytes, detail });
         };
         let handle = self.create(whole)?;
         // SAFETY: writes one address; wherever there is room.

@@ -1,8 +1,7 @@
-//! Who touched which bytes when, and whether it was ordered.
+//! Finds races and uses after free.
 //!
-//! For every byte: the block that it belongs to, the last write and the last reads since. Two accesses, one of
-//! them a write, must be ordered by streams, events, gates or the host; an access must not come
-//! after the block's end.
+//! For every byte it keeps the block, the last write, and the reads since. Two accesses, one of them a write, must be
+//! ordered by streams, events, monitors or the host; an access must be ordered before the block is freed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,27 +10,27 @@ use std::sync::Arc;
 
 use super::clock::Clock;
 
-/// What was done wrong.
+/// The kind of a [`Violation`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ViolationKind {
-    /// Two accesses, one of them a write, with no order between them: a wait is missing.
+    /// Two accesses, one of them a write, are not ordered: a wait is missing.
     Race,
-    /// An access that was not ordered before the block's end.
+    /// An access was not ordered before the block was freed.
     UseAfterFree,
-    /// A block was freed while a stream that used it was neither waited for nor noted by `record_use`.
+    /// A block was freed without `record_use` or a wait for a stream that used it.
     UnnotedUse,
 }
 
 /// A mistake in the use of streams, found by the seeded scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation {
-    /// Which.
+    /// The kind.
     pub kind: ViolationKind,
-    /// The block, or the addresses where no pool is known to own them.
+    /// The block, or the addresses if no pool owns them.
     pub block: String,
     /// Stream and operation of the earlier access (or use).
     pub first: (Arc<str>, &'static str),
-    /// Stream and operation of the later access (or the end of the block).
+    /// Stream and operation of the later access (or of the free).
     pub second: (Arc<str>, &'static str),
 }
 
@@ -51,7 +50,7 @@ impl fmt::Display for Violation {
             }
             ViolationKind::UnnotedUse => write!(
                 f,
-                "{block} was freed while {op_a} on stream {stream_a} used it: that stream is neither noted by record_use nor waited for"
+                "{block} was freed while {op_a} on stream {stream_a} used it: call record_use, or wait for that stream first"
             ),
         }
     }
@@ -59,21 +58,22 @@ impl fmt::Display for Violation {
 
 /// One operation's access.
 #[derive(Clone)]
-pub(super) struct Touch {
-    pub(super) seat: usize,
-    /// When it ran, by the stream's own count.
+pub(super) struct Access {
+    /// The stream's index.
+    pub(super) stream: usize,
+    /// The stream's time.
     pub(super) epoch: u64,
-    /// Its number in the stream's queue.
+    /// The operation's number in the stream's queue.
     pub(super) sequence: u64,
-    pub(super) stream: Arc<str>,
+    pub(super) name: Arc<str>,
     pub(super) label: &'static str,
-    /// It has passed a gate before, so that other streams' operations may stand in for it.
-    pub(super) crossed: bool,
+    /// The operation has passed a monitor, so that the order may follow from other streams' operations.
+    pub(super) synchronized: bool,
 }
 
 #[derive(Clone)]
-struct Ended {
-    /// Per stream, the last number in its queue that may still use the block.
+struct Freed {
+    /// For each stream, the last operation in its queue that may use the block.
     allowed: Arc<Clock>,
     home: Arc<str>,
 }
@@ -82,12 +82,12 @@ struct Ended {
 struct Cell {
     end: usize,
     block: Option<Arc<str>>,
-    ended: Option<Ended>,
-    write: Option<Touch>,
-    reads: Vec<Touch>,
+    freed: Option<Freed>,
+    write: Option<Access>,
+    reads: Vec<Access>,
 }
 
-/// The shadow of all memory seen.
+/// The accesses of all memory seen, by address range.
 #[derive(Default)]
 pub(super) struct Checker {
     cells: BTreeMap<usize, Cell>,
@@ -95,72 +95,74 @@ pub(super) struct Checker {
 }
 
 impl Checker {
-    /// A block begins.
-    pub(super) fn begin(&mut self, range: Range<usize>, purpose: impl fmt::Debug, stream: &str) {
+    /// Records that a block was allocated.
+    pub(super) fn allocate(&mut self, range: Range<usize>, purpose: impl fmt::Debug, stream: &str) {
         self.blocks += 1;
         let bytes = range.len();
         let name: Arc<str> = format!("block {} ({purpose:?}, {bytes} bytes, of stream {stream})", self.blocks).into();
         self.each(range, |cell| {
             cell.block = Some(Arc::clone(&name));
-            cell.ended = None;
+            cell.freed = None;
         });
     }
 
-    /// A block ends. `allowed`: what may still use it; `host`: what the host has waited for.
-    pub(super) fn end(
+    /// Records that a block was freed. `allowed`: operations that may still use it; `host`: those the host waited for.
+    pub(super) fn free(
         &mut self,
         range: Range<usize>,
         allowed: Clock,
         home: &Arc<str>,
         host: &Clock,
     ) -> Option<Violation> {
-        let ended = Ended { allowed: Arc::new(allowed), home: Arc::clone(home) };
+        let freed = Freed { allowed: Arc::new(allowed), home: Arc::clone(home) };
         let mut violation = None;
         self.each(range.clone(), |cell| {
-            let unnoted = cell.write.iter().chain(&cell.reads).find(|touch| {
-                !touch.crossed && touch.sequence > ended.allowed.get(touch.seat) && touch.epoch > host.get(touch.seat)
+            let unrecorded = cell.write.iter().chain(&cell.reads).find(|used| {
+                !used.synchronized
+                    && used.sequence > freed.allowed.get(used.stream)
+                    && used.epoch > host.get(used.stream)
             });
-            if let Some(touch) = unnoted {
+            if let Some(used) = unrecorded {
                 violation.get_or_insert_with(|| Violation {
                     kind: ViolationKind::UnnotedUse,
                     block: name_of(cell, &range),
-                    first: (Arc::clone(&touch.stream), touch.label),
+                    first: (Arc::clone(&used.name), used.label),
                     second: (Arc::clone(home), "free"),
                 });
             }
-            cell.ended = Some(ended.clone());
+            cell.freed = Some(freed.clone());
         });
         violation
     }
 
-    /// An operation that knows what `clock` says touches bytes.
+    /// Records an access of an operation, ordered behind `clock`.
     pub(super) fn access(
         &mut self,
         range: Range<usize>,
         write: bool,
-        me: &Touch,
+        me: &Access,
         clock: &Clock,
     ) -> Option<Violation> {
         let mut violation = None;
         self.each(range.clone(), |cell| {
-            let second = (Arc::clone(&me.stream), me.label);
-            if let Some(ended) = &cell.ended
-                && !me.crossed
-                && me.sequence > ended.allowed.get(me.seat)
+            let second = (Arc::clone(&me.name), me.label);
+            if let Some(freed) = &cell.freed
+                && !me.synchronized
+                && me.sequence > freed.allowed.get(me.stream)
             {
                 violation.get_or_insert_with(|| Violation {
                     kind: ViolationKind::UseAfterFree,
                     block: name_of(cell, &range),
-                    first: (Arc::clone(&ended.home), "free"),
+                    first: (Arc::clone(&freed.home), "free"),
                     second: second.clone(),
                 });
             }
             let conflicting = cell.write.iter().chain(cell.reads.iter().filter(|_| write));
-            if let Some(other) = conflicting.into_iter().find(|t| t.epoch > clock.get(t.seat)) {
+            if let Some(other) = conflicting.into_iter().find(|a| a.epoch > clock.get(a.stream)) {
                 violation.get_or_insert_with(|| Violation {
                     kind: ViolationKind::Race,
                     block: name_of(cell, &range),
-                    first: (Arc::clone(&other.stream), other.label),
+                    first: (Arc::clone(&other.name), other.label),
                     second,
                 });
             }
@@ -168,7 +170,7 @@ impl Checker {
                 cell.write = Some(me.clone());
                 cell.reads.clear();
             } else {
-                cell.reads.retain(|t| t.seat != me.seat);
+                cell.reads.retain(|read| read.stream != me.stream);
                 cell.reads.push(me.clone());
             }
         });
@@ -187,7 +189,7 @@ impl Checker {
             let next = self.cells.range(at..range.end).next().map(|(start, cell)| (*start, cell.end));
             let (start, end) = next.unwrap_or((range.end, range.end));
             if at < start {
-                // Never seen before.
+                // Not seen before.
                 let cell = self.cells.entry(at).or_insert(Cell { end: start, ..Cell::default() });
                 change(cell);
             }
@@ -224,53 +226,53 @@ fn name_of(cell: &Cell, range: &Range<usize>) -> String {
 mod tests {
     use super::*;
 
-    fn touch(seat: usize, epoch: u64) -> Touch {
-        let stream = Arc::from(format!("s{seat}"));
-        Touch { seat, epoch, sequence: epoch, stream, label: "op", crossed: false }
+    fn access(stream: usize, epoch: u64) -> Access {
+        let name = Arc::from(format!("s{stream}"));
+        Access { stream, epoch, sequence: epoch, name, label: "op", synchronized: false }
     }
 
     fn clock(times: &[(usize, u64)]) -> Clock {
         let mut clock = Clock::default();
-        for (seat, time) in times {
-            clock.set(*seat, *time);
+        for (stream, time) in times {
+            clock.set(*stream, *time);
         }
         clock
     }
 
     #[test]
-    fn unordered_accesses_race_only_if_one_writes() {
+    fn unordered_accesses_race_if_one_writes() {
         let mut checker = Checker::default();
-        assert_eq!(checker.access(0..100, false, &touch(0, 1), &clock(&[(0, 1)])), None);
-        assert_eq!(checker.access(50..150, false, &touch(1, 1), &clock(&[(1, 1)])), None);
-        let violation = checker.access(90..95, true, &touch(1, 2), &clock(&[(1, 2)])).expect("a race");
+        assert_eq!(checker.access(0..100, false, &access(0, 1), &clock(&[(0, 1)])), None);
+        assert_eq!(checker.access(50..150, false, &access(1, 1), &clock(&[(1, 1)])), None);
+        let violation = checker.access(90..95, true, &access(1, 2), &clock(&[(1, 2)])).expect("a race");
         assert_eq!(violation.kind, ViolationKind::Race);
         assert_eq!(&*violation.first.0, "s0");
-        // Where only its own stream has read, a write is fine; as it is behind the other's read.
-        assert_eq!(checker.access(100..150, true, &touch(1, 3), &clock(&[(1, 3)])), None);
-        assert_eq!(checker.access(0..50, true, &touch(1, 4), &clock(&[(0, 1), (1, 4)])), None);
+        // A write is allowed where only its own stream has read, and behind the other stream's read.
+        assert_eq!(checker.access(100..150, true, &access(1, 3), &clock(&[(1, 3)])), None);
+        assert_eq!(checker.access(0..50, true, &access(1, 4), &clock(&[(0, 1), (1, 4)])), None);
     }
 
     #[test]
-    fn a_block_may_be_used_up_to_its_noted_end() {
+    fn recorded_uses_may_follow_a_free() {
         let mut checker = Checker::default();
-        checker.begin(0..64, "Buckets", "s0");
-        assert_eq!(checker.end(0..64, clock(&[(0, 2), (1, 1)]), &"s0".into(), &Clock::default()), None);
-        assert_eq!(checker.access(0..64, false, &touch(0, 2), &clock(&[(0, 2)])), None);
-        let late = checker.access(8..9, false, &touch(1, 2), &clock(&[(1, 2)])).expect("too late");
+        checker.allocate(0..64, "Buckets", "s0");
+        assert_eq!(checker.free(0..64, clock(&[(0, 2), (1, 1)]), &"s0".into(), &Clock::default()), None);
+        assert_eq!(checker.access(0..64, false, &access(0, 2), &clock(&[(0, 2)])), None);
+        let late = checker.access(8..9, false, &access(1, 2), &clock(&[(1, 2)])).expect("too late");
         assert_eq!(late.kind, ViolationKind::UseAfterFree);
         assert!(late.block.contains("Buckets"), "{late}");
-        checker.begin(0..64, "Buckets", "s1");
-        assert_eq!(checker.access(0..64, false, &touch(1, 3), &clock(&[(1, 3)])), None);
+        checker.allocate(0..64, "Buckets", "s1");
+        assert_eq!(checker.access(0..64, false, &access(1, 3), &clock(&[(1, 3)])), None);
     }
 
     #[test]
-    fn a_use_that_nobody_noted_is_seen_at_the_end() {
+    fn unrecorded_usedis_found_at_the_free() {
         let mut checker = Checker::default();
-        checker.begin(0..64, "Grads", "s0");
-        assert_eq!(checker.access(0..64, true, &touch(1, 5), &clock(&[(1, 5)])), None);
+        checker.allocate(0..64, "Grads", "s0");
+        assert_eq!(checker.access(0..64, true, &access(1, 5), &clock(&[(1, 5)])), None);
         let waited = clock(&[(1, 5)]);
-        assert_eq!(checker.end(0..64, Clock::default(), &"s0".into(), &waited), None);
-        let violation = checker.end(0..64, Clock::default(), &"s0".into(), &Clock::default()).expect("unnoted");
+        assert_eq!(checker.free(0..64, Clock::default(), &"s0".into(), &waited), None);
+        let violation = checker.free(0..64, Clock::default(), &"s0".into(), &Clock::default()).expect("unrecorded");
         assert_eq!(violation.kind, ViolationKind::UnnotedUse);
         assert!(violation.to_string().contains("stream s1"), "{violation}");
     }

@@ -1,22 +1,22 @@
-//! Vector clocks: what is known to have happened, per stream.
+//! Vector clocks.
 
-/// By seat (stream of one scheduler): everything up to this time is behind. Missing entries are 0.
+/// For each stream of a scheduler, the time up to which its operations are ordered before. Missing entries are 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::host) struct Clock(Vec<u64>);
 
 impl Clock {
-    pub(super) fn get(&self, seat: usize) -> u64 {
-        self.0.get(seat).copied().unwrap_or(0)
+    pub(super) fn get(&self, stream: usize) -> u64 {
+        self.0.get(stream).copied().unwrap_or(0)
     }
 
-    pub(super) fn set(&mut self, seat: usize, time: u64) {
-        if self.0.len() <= seat {
-            self.0.resize(seat + 1, 0);
+    pub(super) fn set(&mut self, stream: usize, time: u64) {
+        if self.0.len() <= stream {
+            self.0.resize(stream + 1, 0);
         }
-        self.0[seat] = time;
+        self.0[stream] = time;
     }
 
-    /// Learns all that `other` knows.
+    /// Raises each entry to at least that of `other`.
     pub(super) fn join(&mut self, other: &Self) {
         if self.0.len() < other.0.len() {
             self.0.resize(other.0.len(), 0);
@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn joining_takes_the_later_of_each() {
+    fn join_keeps_the_later_times() {
         let (mut a, mut b) = (Clock::default(), Clock::default());
         a.set(0, 3);
         a.set(2, 1);

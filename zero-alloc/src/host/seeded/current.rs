@@ -1,4 +1,4 @@
-//! The operation that runs on this thread, if it is one of the scheduler's.
+//! The seeded operation that this thread runs, if any.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -9,17 +9,17 @@ use crate::device::{DeviceError, watch};
 
 pub(super) struct Current {
     scheduler: Scheduler,
-    index: usize,
+    stream: usize,
     label: &'static str,
-    /// It has passed a gate.
-    crossed: Cell<bool>,
-    /// Nothing was out of order so far.
+    /// It has changed or passed a monitor.
+    synchronized: Cell<bool>,
+    /// All its accesses were ordered so far.
     sound: Cell<bool>,
 }
 
 impl Current {
-    pub(super) fn new(scheduler: Scheduler, index: usize, label: &'static str) -> Self {
-        Self { scheduler, index, label, crossed: Cell::new(false), sound: Cell::new(true) }
+    pub(super) fn new(scheduler: Scheduler, stream: usize, label: &'static str) -> Self {
+        Self { scheduler, stream, label, synchronized: Cell::new(false), sound: Cell::new(true) }
     }
 }
 
@@ -31,14 +31,14 @@ fn get() -> Option<Rc<Current>> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// Runs an operation; gives whether all that it touched was in order.
+/// Runs an operation; returns whether all its accesses were ordered.
 pub(super) fn with(current: Current, op: impl FnOnce() -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
     let current = Rc::new(current);
     let watching = Rc::clone(&current);
     CURRENT.set(Some(Rc::clone(&current)));
     let watcher = Rc::new(move |range, write| {
-        let Current { scheduler, index, label, crossed, sound } = &*watching;
-        if !scheduler.touch(*index, range, write, label, crossed.get()) {
+        let Current { scheduler, stream, label, synchronized, sound } = &*watching;
+        if !scheduler.note_access(*stream, range, write, label, synchronized.get()) {
             sound.set(false);
         }
     });
@@ -47,44 +47,44 @@ pub(super) fn with(current: Current, op: impl FnOnce() -> Result<(), DeviceError
     result.map(|()| current.sound.get())
 }
 
-/// Whether this thread runs an operation of a seeded scheduler.
+/// Whether this thread runs a seeded operation.
 pub(in crate::host) fn in_operation() -> bool {
     CURRENT.with_borrow(Option::is_some)
 }
 
-/// The operation changes a gate: it learns what is known there and leaves what it knows.
-pub(in crate::host) fn cross(known: &mut Option<Clock>) {
+/// The current operation changes a monitor: joins its clock with the monitor's, both ways.
+pub(in crate::host) fn release(clock: &mut Option<Clock>) {
     let Some(current) = get() else { return };
-    current.crossed.set(true);
+    current.synchronized.set(true);
     let mut state = current.scheduler.0.state.lock();
-    let stream = &mut state.streams[current.index];
-    if let Some(known) = known {
-        stream.knows.join(known);
+    let stream = &mut state.streams[current.stream];
+    if let Some(clock) = clock {
+        stream.clock.join(clock);
     }
-    known.get_or_insert_default().join(&stream.knows);
-    // What it does from now on is not known to those who pass here.
-    stream.tick(current.index);
+    clock.get_or_insert_default().join(&stream.clock);
+    // Later accesses of the operation are not ordered before those who pass the monitor.
+    stream.tick(current.stream);
 }
 
-/// The operation passes a gate: it learns what is known there.
-pub(in crate::host) fn pass(known: Option<&Clock>) {
+/// The current operation passes a monitor: joins the monitor's clock into its own.
+pub(in crate::host) fn acquire(clock: Option<&Clock>) {
     let Some(current) = get() else { return };
-    current.crossed.set(true);
-    if let Some(known) = known {
-        current.scheduler.0.state.lock().streams[current.index].knows.join(known);
+    current.synchronized.set(true);
+    if let Some(clock) = clock {
+        current.scheduler.0.state.lock().streams[current.stream].clock.join(clock);
     }
 }
 
-/// Gives way until a gate has changed since `seen` or the limit is over.
-pub(in crate::host) fn block(seen: u64, limit: Option<Instant>) {
+/// Lets other streams run until progress differs from `progress` or the deadline passes.
+pub(in crate::host) fn block(progress: u64, deadline: Option<Instant>) {
     let Some(current) = get() else { return };
     let shared = &current.scheduler.0;
     let mut state = shared.state.lock();
-    state.streams[current.index].blocked = Some((seen, limit));
+    state.streams[current.stream].blocked = Some((progress, deadline));
     state.running = None;
     shared.turn.notify_all();
-    while state.running != Some(current.index) {
+    while state.running != Some(current.stream) {
         shared.turn.wait(&mut state);
     }
-    state.streams[current.index].blocked = None;
+    state.streams[current.stream].blocked = None;
 }

@@ -1,14 +1,13 @@
 //! The seeded scheduler: streams whose operations interleave in an order that follows from a seed.
 //!
-//! Nothing runs by itself. One thing runs at a time: a host thread, or one operation; which one is drawn from the
-//! seed whenever the host enqueues or waits. An operation that waits in a [`Monitor`](super::Monitor) gives way. So every
-//! order that the streams and events allow can come up, and comes up again with the same seed, as long as one
-//! host thread enqueues; with several, their own timing is part of the order.
+//! One thing runs at a time, a host thread or one operation. Whenever the host enqueues or waits, the seed selects the
+//! operations that run. An operation that waits in a [`Monitor`](super::Monitor) lets others run. So every order that
+//! streams and events allow can occur, and the same seed repeats it, as long as one host thread enqueues; with several
+//! host threads, their timing is part of the order.
 //!
-//! A [checker](checker) watches what operations touch through
-//! [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and its twin, and knows what is ordered by streams,
-//! events, gates and the host. The operation that breaks the order fails, with an error that names the block,
-//! the operations and their streams.
+//! A [checker](checker) sees accesses through [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
+//! `as_host_mut`, and the order given by streams, events, monitors and the host. An operation with an unordered access
+//! fails; its error names the block, the operations and their streams.
 
 mod checker;
 mod clock;
@@ -23,27 +22,27 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use self::checker::{Checker, Touch};
-use super::op::{Item, Named, Op};
+use self::checker::{Access, Checker};
+use super::queue::{Item, Op, StreamInfo};
 use super::{HostEvent, HostStream};
-use crate::device::{BlockNote, DeviceError};
+use crate::device::{BlockNote, DeviceError, Stream};
 pub use checker::{Violation, ViolationKind};
 pub(super) use clock::Clock;
-pub(super) use current::{block, cross, in_operation, pass};
-pub(super) use seeded_stream::{Mark, SeededStream};
+pub(super) use current::{acquire, block, in_operation, release};
+pub(super) use seeded_stream::Mark;
 
-/// Rises whenever a gate changes, so that blocked operations are asked again.
+/// Increases with each change of a monitor; blocked operations then run again.
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 
-pub(super) fn progress() {
+pub(super) fn note_progress() {
     PROGRESS.fetch_add(1, Ordering::Relaxed);
 }
 
-pub(super) fn progress_so_far() -> u64 {
+pub(super) fn progress() -> u64 {
     PROGRESS.load(Ordering::Relaxed)
 }
 
-/// A scheduler; cloning gives another handle of the same one.
+/// A scheduler; a clone is a handle of the same one.
 #[derive(Clone)]
 pub(super) struct Scheduler(Arc<Shared>);
 
@@ -55,9 +54,9 @@ struct Shared {
 struct State {
     random: u64,
     streams: Vec<StreamState>,
-    /// The stream whose operation runs; the host threads wait meanwhile.
+    /// The stream whose operation runs; host threads wait meanwhile.
     running: Option<usize>,
-    /// What the host has waited for.
+    /// The operations that the host has waited for.
     host: Clock,
     checker: Checker,
     violations: Vec<Violation>,
@@ -67,27 +66,27 @@ struct Entry {
     item: Item,
     /// Its number in the queue.
     sequence: u64,
-    /// What the host knew when it enqueued this.
+    /// The host's clock when it enqueued this.
     host: Clock,
 }
 
 struct StreamState {
-    named: Arc<Named>,
+    info: Arc<StreamInfo>,
     queue: VecDeque<Entry>,
     end: Option<HostEvent>,
     failed: Option<DeviceError>,
-    /// The operation whose turn it is, for the stream's thread to take.
+    /// The operation that the stream's thread runs next.
     next: Option<(&'static str, Op)>,
-    /// Its number.
+    /// Its number in the queue.
     sequence: u64,
-    /// The operation waits in a gate: the progress seen then, and its limit.
+    /// Set while the operation waits in a monitor: the progress at that time, and the deadline.
     blocked: Option<(u64, Option<Instant>)>,
-    /// How many items were enqueued, and what is ordered before the next one, by their numbers.
+    /// The number of items enqueued, and the numbers of all items that are ordered before the next one.
     enqueued: u64,
     ordered: Clock,
-    /// How many operations have begun or passed gates, and what they know.
+    /// The stream's time, and the times of all streams that are ordered before it.
     epoch: u64,
-    knows: Clock,
+    clock: Clock,
 }
 
 impl std::fmt::Debug for Scheduler {
@@ -109,13 +108,12 @@ impl Scheduler {
         Self(Arc::new(Shared { state: Mutex::new(state), turn: Condvar::new() }))
     }
 
-    /// Everything that was found so far.
     pub(super) fn violations(&self) -> Vec<Violation> {
         self.0.state.lock().violations.clone()
     }
 
-    /// Lets streams run until `done`, for `steps` steps or until `deadline`; says whether it is done. With no
-    /// deadline it also ends when nothing can run.
+    /// Runs streams until `done`, for at most `steps` steps and until `deadline`; returns whether `done` holds. Without
+    /// a deadline it also returns when no stream can run.
     fn drive(&self, mut steps: usize, deadline: Option<Instant>, done: impl Fn(&State) -> bool) -> bool {
         if in_operation() {
             return false;
@@ -137,7 +135,7 @@ impl Scheduler {
                 self.step(&mut state, stream);
                 continue;
             }
-            // Other host threads may bring something to do.
+            // Other host threads may enqueue something.
             let Some(deadline) = deadline else { return false };
             if Instant::now() >= deadline {
                 return false;
@@ -146,25 +144,25 @@ impl Scheduler {
         }
     }
 
-    /// Runs one item of a stream, or the rest of its blocked operation until it blocks again.
+    /// Runs one item of a stream, or continues its blocked operation until it blocks again.
     fn step(&self, state: &mut MutexGuard<'_, State>, index: usize) {
         let stream = &mut state.streams[index];
         if stream.blocked.is_none() {
             let Some(entry) = stream.queue.pop_front() else { return };
             stream.sequence = entry.sequence;
-            stream.knows.join(&entry.host);
+            stream.clock.join(&entry.host);
             match entry.item {
                 Item::Record(event) => {
                     stream.tick(index);
                     if let Some(mark) = event.mark() {
-                        mark.knows(stream.knows.clone());
+                        mark.set_clock(stream.clock.clone());
                     }
                     event.reach(stream.failed.clone());
                     return;
                 }
                 Item::Wait(event) => {
-                    if let Some(known) = event.mark().and_then(Mark::known) {
-                        stream.knows.join(&known);
+                    if let Some(clock) = event.mark().and_then(Mark::clock) {
+                        stream.clock.join(clock);
                     }
                     if let Some(Err(error)) = event.result() {
                         stream.failed.get_or_insert(error);
@@ -187,49 +185,50 @@ impl Scheduler {
         }
     }
 
-    /// Notes a pool's block.
-    pub(super) fn note(&self, note: &BlockNote<'_, HostStream, HostEvent>) {
+    pub(super) fn note_block(&self, note: &BlockNote<'_, HostStream, HostEvent>) {
         let mut state = self.0.state.lock();
         let state = &mut *state;
         match *note {
-            BlockNote::Taken { ptr, bytes, purpose, stream } => {
-                state.checker.begin(range(ptr, bytes), purpose, &stream.named_arc());
+            BlockNote::Allocated { ptr, bytes, purpose, stream } => {
+                state.checker.allocate(range(ptr, bytes), purpose, stream.name());
             }
             BlockNote::Freed { ptr, bytes, home, uses } => {
-                let Some(home) = home.seat() else { return };
-                let mut allowed = Clock::default();
-                if let Some(stream) = state.streams.get(home.index()) {
-                    allowed.join(&stream.ordered);
-                }
+                let Some(home) = state.streams.iter_mut().find(|stream| stream.info.id == home.id()) else { return };
+                let mut allowed = home.ordered.clone();
                 for mark in uses.iter().filter_map(|(_, event)| event.mark()) {
                     allowed.join(mark.ordered());
                 }
-                let name = Arc::clone(&home.named().name);
-                let violation = state.checker.end(range(ptr, bytes), allowed, &name, &state.host);
-                if let Some(violation) = violation {
-                    let message = violation.to_string();
-                    let error = DeviceError::Operation { stream: name.to_string(), op: "free".into(), message };
-                    state.streams[home.index()].failed.get_or_insert(error);
+                let name = &home.info.name;
+                if let Some(violation) = state.checker.free(range(ptr, bytes), allowed, name, &state.host) {
+                    let (stream, message) = (name.to_string(), violation.to_string());
+                    home.failed.get_or_insert(DeviceError::Operation { stream, op: "free".into(), message });
                     state.violations.push(violation);
                 }
             }
         }
     }
 
-    /// What an operation that runs now touches.
-    fn touch(&self, index: usize, range: Range<usize>, write: bool, label: &'static str, crossed: bool) -> bool {
+    /// Checks an access of the running operation; returns whether it is ordered.
+    fn note_access(
+        &self,
+        index: usize,
+        range: Range<usize>,
+        write: bool,
+        label: &'static str,
+        synchronized: bool,
+    ) -> bool {
         let mut state = self.0.state.lock();
         let state = &mut *state;
         let stream = &state.streams[index];
-        let touch = Touch {
-            seat: index,
+        let access = Access {
+            stream: index,
             epoch: stream.epoch,
             sequence: stream.sequence,
-            stream: Arc::clone(&stream.named.name),
+            name: Arc::clone(&stream.info.name),
             label,
-            crossed,
+            synchronized,
         };
-        let violation = state.checker.access(range, write, &touch, &stream.knows);
+        let violation = state.checker.access(range, write, &access, &stream.clock);
         let sound = violation.is_none();
         state.violations.extend(violation);
         sound
@@ -241,11 +240,11 @@ fn range(ptr: *mut u8, bytes: usize) -> Range<usize> {
 }
 
 impl State {
-    /// A stream that can go on, by the seed.
+    /// A stream that can run, drawn by the seed.
     fn pick(&mut self) -> Option<usize> {
-        let progress = progress_so_far();
+        let progress = progress();
         let can_run = |stream: &StreamState| match &stream.blocked {
-            Some((seen, limit)) => *seen != progress || limit.is_some_and(|limit| Instant::now() >= limit),
+            Some((seen, deadline)) => *seen != progress || deadline.is_some_and(|at| Instant::now() >= at),
             None => match stream.queue.front().map(|entry| &entry.item) {
                 Some(Item::Wait(event)) => event.result().is_some(),
                 Some(_) => true,
@@ -259,7 +258,7 @@ impl State {
         Some(ready[self.draw(ready.len())])
     }
 
-    /// splitmix64, below `bound`.
+    /// A random number below `bound` (splitmix64).
     fn draw(&mut self, bound: usize) -> usize {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
@@ -270,9 +269,9 @@ impl State {
 }
 
 impl StreamState {
-    /// A new moment of the stream's own time.
+    /// Advances the stream's time.
     fn tick(&mut self, index: usize) {
         self.epoch += 1;
-        self.knows.set(index, self.epoch);
+        self.clock.set(index, self.epoch);
     }
 }

@@ -1,4 +1,4 @@
-//! A stream's place at the scheduler: enqueuing, and the thread that runs its operations.
+//! A stream of the scheduler: its queue, and the thread that runs its operations.
 
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -9,14 +9,16 @@ use super::current::{self, Current};
 use super::{Clock, Entry, Scheduler, Shared, State, StreamState};
 use crate::device::DeviceError;
 use crate::host::HostEvent;
-use crate::host::op::{Item, Named};
+use crate::host::queue::{Item, Queue, StreamInfo, spawn};
 
-/// Where an event lies: what is ordered before it, and, once reached, what was known there.
+/// The place of an event in the order of operations.
 pub(in crate::host) struct Mark {
-    /// Weak, since the scheduler keeps events. It lives as long as a stream has anything to run.
+    /// Weak, because the scheduler holds events. It lives until every stream has run all its items.
     scheduler: Weak<Shared>,
+    /// The numbers of the items that are ordered before the event.
     ordered: Clock,
-    known: OnceLock<Clock>,
+    /// The stream's clock when the event was reached.
+    clock: OnceLock<Clock>,
 }
 
 impl Mark {
@@ -24,53 +26,52 @@ impl Mark {
         &self.ordered
     }
 
-    pub(super) fn known(&self) -> Option<Clock> {
-        self.known.get().cloned()
+    pub(super) fn clock(&self) -> Option<&Clock> {
+        self.clock.get()
     }
 
-    pub(super) fn knows(&self, clock: Clock) {
-        let _ = self.known.set(clock);
+    pub(super) fn set_clock(&self, clock: Clock) {
+        let _ = self.clock.set(clock);
     }
 
-    /// Lets something run, as time would.
+    /// Runs one step, so that a host that polls makes progress.
     pub(in crate::host) fn poll(&self, event: &HostEvent) {
         self.drive(1, None, event);
     }
 
-    /// Lets streams run until the event is reached or the limit is over.
+    /// Runs streams until the event is reached or the limit passes.
     pub(in crate::host) fn wait(&self, event: &HostEvent, limit: Duration) {
-        // A limit beyond the clock's reach is as good as an hour.
+        // An hour stands for a limit that the clock cannot represent.
         let deadline = Instant::now().checked_add(limit).or(Instant::now().checked_add(Duration::from_secs(3600)));
         self.drive(usize::MAX, deadline, event);
     }
 
-    /// Lets streams run towards the event; once it is reached, the host knows what was known there.
+    /// Runs streams towards the event; once it is reached, the host is ordered behind it.
     fn drive(&self, steps: usize, deadline: Option<Instant>, event: &HostEvent) {
         let Some(scheduler) = self.scheduler.upgrade().map(Scheduler) else { return };
         scheduler.drive(steps, deadline, |_| event.result().is_some());
         if event.result().is_some()
-            && let Some(known) = self.known.get()
+            && let Some(clock) = self.clock.get()
         {
-            scheduler.0.state.lock().host.join(known);
+            scheduler.0.state.lock().host.join(clock);
         }
     }
 }
 
-/// A stream at the scheduler.
+/// A stream of the scheduler.
 pub(in crate::host) struct SeededStream {
     scheduler: Scheduler,
     index: usize,
-    named: Arc<Named>,
+    info: Arc<StreamInfo>,
 }
 
 impl Scheduler {
-    /// A place for one more stream.
-    pub(in crate::host) fn seat(&self, named: Named) -> Result<SeededStream, DeviceError> {
-        let named = Arc::new(named);
+    pub(in crate::host) fn create_stream(&self, info: StreamInfo) -> Result<SeededStream, DeviceError> {
+        let info = Arc::new(info);
         let mut state = self.0.state.lock();
         let index = state.streams.len();
         state.streams.push(StreamState {
-            named: Arc::clone(&named),
+            info: Arc::clone(&info),
             queue: Default::default(),
             end: None,
             failed: None,
@@ -80,33 +81,26 @@ impl Scheduler {
             enqueued: 0,
             ordered: Clock::default(),
             epoch: 0,
-            knows: Clock::default(),
+            clock: Clock::default(),
         });
         drop(state);
         let scheduler = self.clone();
-        std::thread::Builder::new()
-            .name(named.thread_name())
-            .spawn(move || work(&scheduler, index))
-            .map_err(|e| DeviceError::Driver { call: "thread spawn", message: e.to_string() })?;
-        Ok(SeededStream { scheduler: self.clone(), index, named })
+        spawn(&info, move || work(&scheduler, index))?;
+        Ok(SeededStream { scheduler: self.clone(), index, info })
     }
 }
 
-impl SeededStream {
-    pub(in crate::host) fn named(&self) -> &Named {
-        &self.named
+impl Queue for SeededStream {
+    fn info(&self) -> &StreamInfo {
+        &self.info
     }
 
-    pub(super) fn index(&self) -> usize {
-        self.index
-    }
-
-    pub(in crate::host) fn push(&self, item: Item) -> Result<(), DeviceError> {
+    fn push(&self, item: Item) -> Result<(), DeviceError> {
         let mut guard = self.scheduler.0.state.lock();
         let state = &mut *guard;
         let stream = &mut state.streams[self.index];
         if stream.end.is_some() {
-            return Err(self.named.closed());
+            return Err(self.info.closed());
         }
         if let Item::Wait(event) = &item
             && let Some(mark) = event.mark()
@@ -118,7 +112,7 @@ impl SeededStream {
         Ok(())
     }
 
-    pub(in crate::host) fn record(&self) -> HostEvent {
+    fn record(&self) -> HostEvent {
         let mut guard = self.scheduler.0.state.lock();
         let state = &mut *guard;
         let stream = &mut state.streams[self.index];
@@ -131,15 +125,7 @@ impl SeededStream {
         event
     }
 
-    /// A point behind what is enqueued so far.
-    fn event(&self, stream: &StreamState) -> HostEvent {
-        let mut ordered = stream.ordered.clone();
-        ordered.set(self.index, stream.enqueued);
-        let mark = Mark { scheduler: Arc::downgrade(&self.scheduler.0), ordered, known: OnceLock::new() };
-        HostEvent::marked(Arc::clone(&self.named.name), mark)
-    }
-
-    pub(in crate::host) fn close(&self) {
+    fn close(&self) {
         let mut state = self.scheduler.0.state.lock();
         let state = &mut *state;
         let stream = &mut state.streams[self.index];
@@ -150,8 +136,18 @@ impl SeededStream {
             self.scheduler.0.turn.notify_all();
         }
     }
+}
 
-    /// Lets the streams run a few steps, none at all half of the time.
+impl SeededStream {
+    /// A point behind everything enqueued so far.
+    fn event(&self, stream: &StreamState) -> HostEvent {
+        let mut ordered = stream.ordered.clone();
+        ordered.set(self.index, stream.enqueued);
+        let mark = Mark { scheduler: Arc::downgrade(&self.scheduler.0), ordered, clock: OnceLock::new() };
+        HostEvent::new(Arc::clone(&self.info.name), Some(mark))
+    }
+
+    /// Runs a few steps of any streams; half of the time, no step.
     fn run_some(&self, mut state: MutexGuard<'_, State>) {
         let steps = if state.draw(2) == 0 { 0 } else { state.draw(6) };
         drop(state);
@@ -172,7 +168,7 @@ impl StreamState {
 impl Drop for SeededStream {
     fn drop(&mut self) {
         self.close();
-        // What is left runs as far as it can; the rest runs when somebody waits for what it needs.
+        // Items that wait for other streams run when the host waits for those.
         let index = self.index;
         self.scheduler.drive(usize::MAX, None, move |state| {
             state.streams[index].queue.is_empty() && state.streams[index].blocked.is_none()
@@ -181,16 +177,16 @@ impl Drop for SeededStream {
     }
 }
 
-/// The stream's thread: runs its operations when it is their turn.
+/// The stream's thread: runs each operation when the scheduler selects the stream.
 fn work(scheduler: &Scheduler, index: usize) {
     loop {
-        let (label, op, named) = {
+        let (label, op, info) = {
             let mut state = scheduler.0.state.lock();
             loop {
                 let running = state.running == Some(index);
                 let stream = &mut state.streams[index];
                 if running && let Some((label, op)) = stream.next.take() {
-                    break (label, op, Arc::clone(&stream.named));
+                    break (label, op, Arc::clone(&stream.info));
                 }
                 if stream.end.is_some() && stream.queue.is_empty() && stream.next.is_none() {
                     return;
@@ -199,12 +195,12 @@ fn work(scheduler: &Scheduler, index: usize) {
             }
         };
         let current = Current::new(scheduler.clone(), index, label);
-        let result = current::with(current, || named.call(label, op));
+        let result = current::with(current, || info.call(label, op));
         let mut state = scheduler.0.state.lock();
-        let violation = state.violations.iter().rev().find(|v| v.second == (Arc::clone(&named.name), label));
+        let violation = state.violations.iter().rev().find(|v| v.second == (Arc::clone(&info.name), label));
         let result = match (result, violation) {
             (Ok(sound), Some(violation)) if !sound => Err(DeviceError::Operation {
-                stream: named.name.to_string(),
+                stream: info.name.to_string(),
                 op: label.to_owned(),
                 message: violation.to_string(),
             }),
@@ -213,7 +209,7 @@ fn work(scheduler: &Scheduler, index: usize) {
         state.streams[index].failed = result.err();
         state.running = None;
         drop(state);
-        super::progress();
+        super::note_progress();
         scheduler.0.turn.notify_all();
     }
 }

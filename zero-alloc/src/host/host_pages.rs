@@ -1,4 +1,4 @@
-//! Virtual memory of the host: pages of one memory file, mapped where they are wanted (Linux).
+//! Virtual memory of the host: pages of one memory file, mapped into reserved addresses (Linux).
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -9,12 +9,13 @@ use crate::device::{DeviceError, Page, VirtualMemory};
 
 #[derive(Debug, Default)]
 struct Pages {
-    /// How many the file has had so far.
+    /// The number of pages that the file has had so far.
     made: u64,
-    spare: Vec<u64>,
+    /// Freed pages, to be used again.
+    free: Vec<u64>,
 }
 
-/// The pages of one memory file (`memfd_create`). A page is named by its place in the file.
+/// The pages of one memory file (`memfd_create`). A page is named by its index in the file.
 #[derive(Debug)]
 pub struct HostPages {
     file: OwnedFd,
@@ -28,30 +29,30 @@ fn failed(call: &'static str) -> DeviceError {
 }
 
 impl HostPages {
-    /// Pages of `page_bytes`, rounded up to a power of two and the system's own pages; at most `limit_bytes` of them.
+    /// Pages of `page_bytes` bytes, rounded up to a power of two and the system's page size; at most `limit_bytes` in all.
     ///
     /// # Errors
-    /// The system has no memory files.
+    /// The system does not support memory files.
     pub fn new(page_bytes: usize, limit_bytes: usize) -> Result<Self, DeviceError> {
         // SAFETY: the call reads no memory of ours.
         let system = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
         let system = usize::try_from(system).map_err(|_| failed("sysconf"))?;
         let page_bytes = page_bytes.max(system).checked_next_power_of_two().unwrap_or(system);
-        // SAFETY: the name is a string with its end.
+        // SAFETY: the name is a C string.
         let fd = unsafe { libc::memfd_create(c"zero-alloc".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
             return Err(failed("memfd_create"));
         }
-        // SAFETY: the descriptor is new, and ours.
+        // SAFETY: the descriptor was opened above and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(fd) };
         let limit_pages = (limit_bytes / page_bytes) as u64;
         Ok(Self { file, page_bytes, limit_pages, pages: Mutex::default() })
     }
 
-    /// How many pages live now.
+    /// The number of live pages.
     pub fn live_pages(&self) -> u64 {
         let pages = self.pages.lock();
-        pages.made - pages.spare.len() as u64
+        pages.made - pages.free.len() as u64
     }
 
     fn offset(&self, page: u64) -> libc::off_t {
@@ -59,7 +60,7 @@ impl HostPages {
     }
 }
 
-// SAFETY: ranges are the kernel's, pages are parts of one file that are given out once.
+// SAFETY: the kernel reserves ranges that overlap no others; each page of the file has one owner at a time.
 unsafe impl VirtualMemory for HostPages {
     fn page_bytes(&self) -> usize {
         self.page_bytes
@@ -67,43 +68,43 @@ unsafe impl VirtualMemory for HostPages {
 
     fn reserve(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let with_edge = bytes.checked_add(self.page_bytes).ok_or_else(|| DeviceError::OutOfMemory {
-            asked_bytes: bytes,
+            requested_bytes: bytes,
             detail: "beyond the address space".into(),
         })?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new range wherever there is room; nothing of ours is touched.
+        // SAFETY: maps a new range; no existing mapping changes.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), with_edge, libc::PROT_NONE, flags, -1, 0) };
         if base == libc::MAP_FAILED {
             return Err(failed("mmap"));
         }
         let base = base.cast::<u8>();
-        // Cut the edges off, so that the rest is aligned to pages.
+        // Unmap the edges, so that the rest is aligned to pages.
         let head = base.addr().next_multiple_of(self.page_bytes) - base.addr();
         let start = base.wrapping_add(head);
         let tail = self.page_bytes - head;
         if head > 0 {
-            // SAFETY: the first `head` bytes of the new range, which nobody knows.
+            // SAFETY: the first `head` bytes of the new range, which are unused.
             unsafe { libc::munmap(base.cast(), head) };
         }
         if tail > 0 {
-            // SAFETY: the last `tail` bytes of the new range, which nobody knows.
+            // SAFETY: the last `tail` bytes of the new range, which are unused.
             unsafe { libc::munmap(start.wrapping_add(bytes).cast(), tail) };
         }
         NonNull::new(start).ok_or_else(|| failed("mmap"))
     }
 
     unsafe fn release(&self, base: NonNull<u8>, bytes: usize) {
-        // SAFETY: by the caller's promise the range is ours and unused.
+        // SAFETY: by the caller's promise the range came from `reserve` and is unused.
         unsafe { libc::munmap(base.as_ptr().cast(), bytes) };
     }
 
     fn create(&self) -> Result<Page, DeviceError> {
-        let out_of_memory = |detail: String| DeviceError::OutOfMemory { asked_bytes: self.page_bytes, detail };
+        let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: self.page_bytes, detail };
         let mut pages = self.pages.lock();
-        let page = match pages.spare.pop() {
+        let page = match pages.free.pop() {
             Some(page) => page,
             None if pages.made >= self.limit_pages => {
-                return Err(out_of_memory(format!("the limit of {} pages is reached", self.limit_pages)));
+                return Err(out_of_memory(format!("all {} pages are in use", self.limit_pages)));
             }
             None => {
                 pages.made += 1;
@@ -114,7 +115,7 @@ unsafe impl VirtualMemory for HostPages {
         // SAFETY: the descriptor is open; the call reads no memory of ours.
         let done = unsafe { libc::fallocate(self.file.as_raw_fd(), 0, self.offset(page), self.page_bytes as _) };
         if done != 0 {
-            pages.spare.push(page);
+            pages.free.push(page);
             return Err(out_of_memory(failed("fallocate").to_string()));
         }
         Ok(Page(page))
@@ -122,14 +123,14 @@ unsafe impl VirtualMemory for HostPages {
 
     unsafe fn destroy(&self, page: Page) {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: the descriptor is open; by the caller's promise nobody sees the page any more.
+        // SAFETY: the descriptor is open; by the caller's promise the page is mapped nowhere.
         unsafe { libc::fallocate(self.file.as_raw_fd(), mode, self.offset(page.0), self.page_bytes as _) };
-        self.pages.lock().spare.push(page.0);
+        self.pages.lock().free.push(page.0);
     }
 
     unsafe fn map(&self, at: NonNull<u8>, pages: &[Page]) -> Result<(), DeviceError> {
         let mut mapped = 0;
-        // Neighbours in the file need one call only.
+        // Consecutive pages of the file need one call only.
         for run in pages.chunk_by(|a, b| a.0 + 1 == b.0) {
             let to = at.as_ptr().wrapping_add(mapped * self.page_bytes);
             let bytes = run.len() * self.page_bytes;
@@ -139,7 +140,7 @@ unsafe impl VirtualMemory for HostPages {
                 unsafe { libc::mmap(to.cast(), bytes, access, flags, self.file.as_raw_fd(), self.offset(run[0].0)) };
             if done == libc::MAP_FAILED {
                 let error = failed("mmap");
-                // SAFETY: these were mapped just now, and nobody knows.
+                // SAFETY: these were mapped above and are unused.
                 unsafe { self.unmap(at, mapped) };
                 return Err(error);
             }
@@ -153,8 +154,8 @@ unsafe impl VirtualMemory for HostPages {
             return;
         }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // The addresses stay set aside, with nothing behind them.
-        // SAFETY: by the caller's promise they are mapped by us and unused.
+        // The addresses stay reserved, without memory.
+        // SAFETY: by the caller's promise they are mapped by `map` and unused.
         unsafe { libc::mmap(at.as_ptr().cast(), pages * self.page_bytes, libc::PROT_NONE, flags, -1, 0) };
     }
 }
@@ -164,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_shows_the_same_bytes_wherever_it_is_mapped() {
+    fn page_contents_appear_at_every_mapping() {
         let memory = HostPages::new(1 << 16, 1 << 20).expect("memory files");
         let bytes = memory.page_bytes();
         let range = memory.reserve(4 * bytes).expect("addresses");
@@ -179,7 +180,7 @@ mod tests {
         unsafe { range.as_ptr().write(7) };
         // SAFETY: the same page, mapped.
         assert_eq!(unsafe { range.as_ptr().wrapping_add(3 * bytes).read() }, 7);
-        // SAFETY: mapped above, and nobody looks any more.
+        // SAFETY: mapped above, and no longer used.
         unsafe { memory.unmap(range, 4) };
         for page in pages {
             // SAFETY: created above, mapped nowhere.
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_an_error() {
+    fn page_limit_is_an_error() {
         let memory = HostPages::new(1 << 16, 1 << 16).expect("memory files");
         let page = memory.create().expect("room for one");
         assert!(matches!(memory.create(), Err(DeviceError::OutOfMemory { .. })));

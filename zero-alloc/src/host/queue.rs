@@ -1,0 +1,67 @@
+//! The queue of a stream: its interface, its items, and how an operation runs.
+
+use std::sync::Arc;
+
+use super::{HostEvent, OpSpan, Timeline};
+use crate::device::{DeviceError, run_named};
+
+pub(super) type Op = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
+
+/// One item of a queue.
+pub(super) enum Item {
+    Run(&'static str, Op),
+    Record(HostEvent),
+    Wait(HostEvent),
+}
+
+/// A queue, run in order by a worker thread or by the seeded scheduler.
+pub(super) trait Queue: Send + Sync {
+    fn info(&self) -> &StreamInfo;
+
+    /// Appends an item; an error if the queue is closed.
+    fn push(&self, item: Item) -> Result<(), DeviceError>;
+
+    /// The point after the last item.
+    fn record(&self) -> HostEvent;
+
+    /// Refuses later items; those in the queue still run.
+    fn close(&self);
+}
+
+/// The identity of a stream, and the timeline of its operations.
+pub(super) struct StreamInfo {
+    pub(super) name: Arc<str>,
+    pub(super) id: u64,
+    pub(super) timeline: Option<Timeline>,
+}
+
+impl StreamInfo {
+    /// The name of the stream's thread, without zero bytes, which the system does not accept.
+    pub(super) fn thread_name(&self) -> String {
+        self.name.replace('\0', " ")
+    }
+
+    pub(super) fn closed(&self) -> DeviceError {
+        DeviceError::Closed { stream: self.name.to_string() }
+    }
+
+    /// Runs an operation; its error or panic names the stream and the operation.
+    pub(super) fn call(&self, label: &'static str, op: Op) -> Result<(), DeviceError> {
+        self.timed(label, || run_named(&self.name, label, op))
+    }
+
+    /// Runs `work` and records its span.
+    pub(super) fn timed<R>(&self, label: &'static str, work: impl FnOnce() -> R) -> R {
+        let Some(timeline) = &self.timeline else { return work() };
+        let start = timeline.now();
+        let result = work();
+        timeline.push(OpSpan { label, stream: Arc::clone(&self.name), start, end: timeline.now() });
+        result
+    }
+}
+
+/// Starts the thread that runs a stream's operations.
+pub(super) fn spawn(info: &StreamInfo, work: impl FnOnce() + Send + 'static) -> Result<(), DeviceError> {
+    let spawned = std::thread::Builder::new().name(info.thread_name()).spawn(work);
+    spawned.map(drop).map_err(|e| DeviceError::Driver { call: "thread spawn", message: e.to_string() })
+}
