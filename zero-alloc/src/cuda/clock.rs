@@ -1,4 +1,4 @@
-//! When operations ran on the device, in the time of a host's timeline.
+//! Times of device operations, converted to the time of a timeline.
 
 use std::sync::Arc;
 use std::task::Poll;
@@ -11,15 +11,15 @@ use super::poll::Deadline;
 use crate::device::DeviceError;
 use crate::timeline::{OpSpan, Pending, Timeline};
 
-/// Elapsed times come as milliseconds in fp32: within a second they are exact to 60 ns.
+/// Elapsed times are milliseconds in fp32, exact to 60 ns within a second.
 const EXACT_MS: f32 = 1_000.0;
-/// How well a point's time on the host should be known, and how often that is tried: the host may be interrupted.
-const ANCHOR_UNSURE: Duration = Duration::from_micros(50);
+/// The uncertainty wanted for the anchor, and the number of tries, since the host may be interrupted.
+const ANCHOR_UNCERTAINTY: Duration = Duration::from_micros(50);
 const ANCHOR_TRIES: usize = 32;
-/// For an event on a stream that has nothing else to do.
+/// The limit for an event on an empty stream.
 const ANCHOR_LIMIT: Duration = Duration::from_secs(30);
 
-/// A point of the device whose time on the host is known.
+/// A device event whose time on the host is known.
 struct Anchor {
     point: Arc<Point>,
     at: Duration,
@@ -32,24 +32,24 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Sets the two clocks against each other; this waits for a stream that has nothing else to do.
+    /// Relates the two clocks; waits for an event on an empty stream.
     pub(super) fn new(context: &Arc<Context>, timeline: Timeline) -> Result<Self, DeviceError> {
-        let queue = Queue::new(context, false)?;
+        let queue = Queue::new(context)?;
         let mut best: Option<(Duration, Anchor)> = None;
         for _ in 0..ANCHOR_TRIES {
             let before = timeline.now();
             let point = queue.record(true)?;
             Deadline::after(ANCHOR_LIMIT).wait(|| "the clock of a timeline".into(), || point.query())?;
-            // The point was reached in between: the shorter that is, the better is its time known.
-            let unsure = timeline.now() - before;
-            if best.as_ref().is_none_or(|(least, _)| unsure < *least) {
-                best = Some((unsure, Anchor { point: Arc::new(point), at: before + unsure / 2 }));
+            // The point was reached between the two readings of the host's clock.
+            let uncertainty = timeline.now() - before;
+            if best.as_ref().is_none_or(|(least, _)| uncertainty < *least) {
+                best = Some((uncertainty, Anchor { point: Arc::new(point), at: before + uncertainty / 2 }));
             }
-            if unsure < ANCHOR_UNSURE {
+            if uncertainty < ANCHOR_UNCERTAINTY {
                 break;
             }
         }
-        let none = || DeviceError::Driver { call: "cuEventRecord", message: "no point to set the clock by".into() };
+        let none = || DeviceError::Driver { call: "cuEventRecord", message: "no event for the timeline's clock".into() };
         let (_, anchor) = best.ok_or_else(none)?;
         Ok(Self { timeline, anchor: Mutex::new(anchor) })
     }
@@ -60,7 +60,7 @@ impl Clock {
         self.timeline.expect(Box::new(Measured { clock, label, stream, start: Arc::new(start), end: Arc::new(end) }));
     }
 
-    /// The time of a point that is reached.
+    /// The time of a reached point.
     fn time_of(&self, point: &Arc<Point>) -> Result<Duration, DeviceError> {
         let mut anchor = self.anchor.lock();
         let ms = point.since_ms(&anchor.point)?;

@@ -1,7 +1,7 @@
 //! A GPU as a device.
 
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
@@ -12,57 +12,47 @@ use super::driver::{Code, Context, Driver, Pages, Queue, Shareable};
 use super::poll::Deadline;
 use super::staging::Staging;
 use super::{CudaEvent, CudaStream, Module};
-use crate::device::{AnySlice, Device, DeviceError, DeviceKind, Memory, VirtualMemory};
+use crate::device::{AnySlice, Device, DeviceError, DeviceKind, Memory, VirtualMemory, check_copy, same_len};
 use crate::planner::CostModel;
 use crate::timeline::Timeline;
 
-/// The alignment of all that the driver allocates.
+/// The alignment of the driver's allocations, in bytes.
 const ALIGN_BYTES: usize = 256;
-/// For the driver's own pool to answer: it may have to wait for other frees, never for a kernel of ours.
-const ALLOCATION_LIMIT: Duration = Duration::from_secs(60);
 
-/// What all handles of a device share.
+/// The state that all handles of a device share.
 struct Shared {
     context: Arc<Context>,
     name: String,
     arch: (u32, u32),
-    multiprocessors: u32,
     pages: Option<Pages>,
     staging: Staging,
-    /// Orders allocations of the driver's own pool.
-    allocations: OnceLock<Queue>,
 }
 
-/// Where backings come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The kind of memory that pools of a device use.
+#[derive(Clone)]
 enum Kind {
-    /// Pages, where the device has them; backings by `cuMemAlloc` otherwise.
+    /// Pages if the device has virtual memory, otherwise backings by `cuMemAlloc`.
     Pages,
     /// Backings by `cuMemAlloc`.
-    Plain,
-    /// Backings of the driver's own pool, by `cuMemAllocAsync`.
-    StreamOrdered,
-    /// Backings that other processes may open, each one handle.
-    Shareable,
+    Backings,
+    /// Backings that other processes can open, each one handle.
+    Shareable(Arc<Shareable>),
 }
 
-/// Relates the device to a timeline; made with the first stream.
+/// Relates the device to a timeline; the first stream creates the clock.
 struct Recorder {
     timeline: Timeline,
     clock: Mutex<Option<Arc<Clock>>>,
 }
 
-/// A GPU. Cloning gives another handle of the same one.
+/// A GPU. A clone is a handle of the same one.
 ///
-/// Pools take pages of it where the device has virtual memory: then live addresses never move and compaction can map
-/// instead of copy. [`CudaDevice::with_backings`], [`CudaDevice::with_stream_ordered_memory`] and
-/// [`CudaDevice::with_shareable_backings`] are the others.
+/// By default its pools use pages if the device has virtual memory: live addresses never move, and compaction can map
+/// instead of copy. [`CudaDevice::with_backings`] and [`CudaDevice::with_shareable_backings`] select other memory.
 #[derive(Clone)]
 pub struct CudaDevice {
     shared: Arc<Shared>,
     kind: Kind,
-    /// There where the kind is [`Kind::Shareable`].
-    shareable: Option<Arc<Shareable>>,
     recorder: Option<Arc<Recorder>>,
 }
 
@@ -73,7 +63,7 @@ impl std::fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
-    /// How many GPUs there are; 0 where there is a driver and no device.
+    /// The number of GPUs; 0 if there is a driver and no device.
     ///
     /// # Errors
     /// [`DeviceError::NoDriver`], or the driver failed to start.
@@ -81,8 +71,8 @@ impl CudaDevice {
         Driver::get()?.count()
     }
 
-    /// The GPU with this number, counted from 0. It shares the primary context with everything in the process that
-    /// uses CUDA's runtime (PyTorch, NCCL).
+    /// Opens the GPU with this index, counted from 0. It shares the primary context with all users of CUDA's runtime
+    /// in the process (PyTorch, NCCL).
     ///
     /// # Errors
     /// [`DeviceError::NoDriver`], or there is no such device.
@@ -97,67 +87,58 @@ impl CudaDevice {
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let paged = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
-        let pages = if paged == 1 { Some(Pages::new(&context)?) } else { None };
+        let paged = context.has(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
+        let pages = if paged { Some(Pages::new(&context)?) } else { None };
         let (name, staging) = (context.name()?, Staging::new(&context)?);
-        let shared = Shared { context, name, arch, multiprocessors, pages, staging, allocations: OnceLock::new() };
-        Ok(Self { shared: Arc::new(shared), kind: Kind::Pages, shareable: None, recorder: None })
+        let shared = Arc::new(Shared { context, name, arch, pages, staging });
+        Ok(Self { shared, kind: Kind::Pages, recorder: None })
     }
 
-    /// The same, where streams made from now on record their operations in `timeline`. Times are read from events on
-    /// the device when the timeline is asked, so recording waits for nothing.
+    /// The same device; streams made from now on record their operations in `timeline`. Times come from events on the
+    /// device, read when the timeline is read, so recording waits for nothing.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {
         Self { recorder: Some(Arc::new(Recorder { timeline, clock: Mutex::default() })), ..self }
     }
 
-    /// The same without virtual memory: pools take backings, by `cuMemAlloc`. Taking and giving back one may wait
-    /// for the whole device.
+    /// The same device without virtual memory: pools use backings from `cuMemAlloc`. Allocating and freeing a backing
+    /// may wait for the whole device.
     #[must_use]
     pub fn with_backings(self) -> Self {
-        Self { kind: Kind::Plain, ..self }
+        Self { kind: Kind::Backings, ..self }
     }
 
-    /// The same with backings from the driver's own pool, by `cuMemAllocAsync`: taking and giving back wait for no
-    /// kernel, so they are safe beside a pending collective. The driver keeps what is given back, until
-    /// [`CudaDevice::trim`].
-    #[must_use]
-    pub fn with_stream_ordered_memory(self) -> Self {
-        Self { kind: Kind::StreamOrdered, ..self }
-    }
-
-    /// The same with backings that other processes may open, and network cards too where the device allows it: what a
-    /// library of collectives can work in directly once it is told of it. Each backing is one handle of the driver,
-    /// since NCCL has taken ranges over several wrongly; so nothing is stitched, and free memory does not help
-    /// another pool. Meant for a pool of its own beside that of pages, for what collectives read and write.
+    /// The same device with backings that other processes can open, and network cards if the device allows it: memory
+    /// that NCCL can use directly once it is registered. Each backing is one handle of the driver, because NCCL has
+    /// registered ranges of several handles incorrectly; so nothing is stitched, and other pools cannot use its free
+    /// memory. Use it for a separate pool of communication buffers.
     ///
-    /// Where the device or its driver has no such memory, this is [`CudaDevice::with_backings`];
-    /// [`CudaDevice::shareable_allocation`] then says so.
+    /// If the device or its driver has no such memory, this equals [`CudaDevice::with_backings`], and
+    /// [`CudaDevice::shareable_allocation`] returns an error.
     ///
     /// # Errors
     /// The driver failed.
     pub fn with_shareable_backings(self) -> Result<Self, DeviceError> {
         Ok(match Shareable::new(self.context())? {
-            Some(shareable) => Self { kind: Kind::Shareable, shareable: Some(Arc::new(shareable)), ..self },
+            Some(shareable) => Self { kind: Kind::Shareable(Arc::new(shareable)), ..self },
             None => self.with_backings(),
         })
     }
 
-    /// The whole allocation that `memory` lies in, its first address and its bytes, if other processes may open it.
+    /// The allocation that contains `memory`, as its first address and its size in bytes.
     ///
     /// # Errors
-    /// It lies in several, or in one that this process has for itself, or the driver failed.
+    /// `memory` spans several allocations, or other processes cannot open the allocation, or the driver failed.
     pub fn shareable_allocation(&self, memory: AnySlice) -> Result<(*mut u8, usize), DeviceError> {
         self.context().shareable(memory.as_ptr(), memory.len_bytes())
     }
 
-    /// The name that the driver gives it.
+    /// The driver's name of the device.
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// Its number, counted from 0.
+    /// The device's index, counted from 0.
     pub fn ordinal(&self) -> usize {
         self.shared.context.ordinal()
     }
@@ -167,20 +148,7 @@ impl CudaDevice {
         self.shared.arch
     }
 
-    /// The newest CUDA that the driver serves, as (13, 0): PTX of a newer one is refused.
-    ///
-    /// # Errors
-    /// The driver failed.
-    pub fn driver_version(&self) -> Result<(u32, u32), DeviceError> {
-        self.shared.context.driver_version()
-    }
-
-    /// How many multiprocessors it has.
-    pub fn multiprocessors(&self) -> u32 {
-        self.shared.multiprocessors
-    }
-
-    /// Free and total bytes of its memory, whoever uses it.
+    /// Free and total bytes of the device's memory, for all processes.
     ///
     /// # Errors
     /// The driver failed.
@@ -188,36 +156,19 @@ impl CudaDevice {
         self.shared.context.memory_bytes()
     }
 
-    /// Takes what the driver's own pool holds in reserve away from it, for whoever else wants it.
-    ///
-    /// # Errors
-    /// The driver failed.
-    pub fn trim(&self) -> Result<(), DeviceError> {
-        self.shared.context.trim()
-    }
-
-    /// Makes the device's context current on this thread, for libraries that expect that (cuBLASLt, NCCL). Our
-    /// own methods do it themselves.
+    /// Makes the device's context current on this thread, for libraries that require it (cuBLASLt, NCCL). Methods of
+    /// this crate do it themselves.
     ///
     /// # Errors
     /// The driver failed.
     pub fn bind(&self) -> Result<(), DeviceError> {
-        self.shared.context.bind()
-    }
-
-    /// A stream whose blocks the device schedules before those of other streams: for communication, which otherwise
-    /// waits for compute to drain.
-    ///
-    /// # Errors
-    /// The driver failed.
-    pub fn create_urgent_stream(&self, name: &str) -> Result<CudaStream, DeviceError> {
-        self.stream_on(Queue::new(&self.shared.context, true)?, name)
+        self.shared.context.bind().map(drop)
     }
 
     /// Loads kernels: a cubin or fatbin for this device, or PTX that ends in a zero byte.
     ///
     /// # Errors
-    /// The driver does not take it; its compiler's log is in the message.
+    /// The driver rejects the image; the message contains its compiler's log.
     pub fn load_module(&self, image: &[u8]) -> Result<Module, DeviceError> {
         Ok(Module::new(Code::load(&self.shared.context, image)?))
     }
@@ -238,61 +189,35 @@ impl CudaDevice {
         };
         Ok(CudaStream::new(name, queue, Some(clock)))
     }
-
-    fn shareable(&self) -> Option<&Shareable> {
-        self.shareable.as_deref().filter(|_| self.kind == Kind::Shareable)
-    }
-
-    fn allocations(&self) -> Result<&Queue, DeviceError> {
-        if self.shared.allocations.get().is_none() {
-            // Another thread may be first: then this one goes.
-            let _ = self.shared.allocations.set(Queue::new(&self.shared.context, false)?);
-        }
-        let none = || DeviceError::Driver { call: "cuStreamCreate", message: "no stream for allocations".into() };
-        self.shared.allocations.get().ok_or_else(none)
-    }
 }
 
-// SAFETY: allocations are the driver's, aligned as it promises.
+// SAFETY: the driver's allocations have no other owner and at least this alignment.
 unsafe impl Memory for CudaDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        if let Some(shareable) = self.shareable() {
-            return shareable.allocate(bytes);
+        match &self.kind {
+            Kind::Shareable(shareable) => shareable.allocate(bytes),
+            Kind::Pages | Kind::Backings => self.shared.context.allocate(bytes),
         }
-        if self.kind != Kind::StreamOrdered {
-            return self.shared.context.allocate(bytes);
-        }
-        let queue = self.allocations()?;
-        let ptr = queue.allocate(bytes)?;
-        // Any stream may use it from now on, so the host sees to it that it is there.
-        let waited = Deadline::after(ALLOCATION_LIMIT).wait(|| "cuMemAllocAsync".into(), || queue.query());
-        if let Err(error) = waited {
-            // SAFETY: allocated just now; nobody knows it.
-            unsafe { queue.deallocate(ptr) };
-            return Err(error);
-        }
-        Ok(ptr)
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        if let Some(shareable) = self.shareable() {
+        match &self.kind {
             // SAFETY: the caller's promise; the kind of a device never changes.
-            unsafe { shareable.deallocate(ptr, bytes) };
-        } else if self.kind != Kind::StreamOrdered {
-            // SAFETY: the caller's promise; the kind of a device never changes.
-            unsafe { self.shared.context.deallocate(ptr) };
-        } else if let Some(queue) = self.shared.allocations.get() {
-            // SAFETY: the caller's promise: no operation at all uses it any more.
-            unsafe { queue.deallocate(ptr) };
+            Kind::Shareable(shareable) => unsafe { shareable.deallocate(ptr, bytes) },
+            // SAFETY: as above.
+            Kind::Pages | Kind::Backings => unsafe { self.shared.context.deallocate(ptr) },
         }
     }
 
     fn granularity_bytes(&self) -> usize {
-        self.shareable().map_or(ALIGN_BYTES, Shareable::granularity_bytes)
+        match &self.kind {
+            Kind::Shareable(shareable) => shareable.granularity_bytes(),
+            Kind::Pages | Kind::Backings => ALIGN_BYTES,
+        }
     }
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
-        let pages = self.shared.pages.as_ref().filter(|_| self.kind == Kind::Pages);
+        let pages = self.shared.pages.as_ref().filter(|_| matches!(self.kind, Kind::Pages));
         pages.map(|pages| pages as &dyn VirtualMemory)
     }
 
@@ -301,11 +226,7 @@ unsafe impl Memory for CudaDevice {
     }
 }
 
-fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), DeviceError> {
-    if expected == got { Ok(()) } else { Err(DeviceError::LengthMismatch { what, expected, got }) }
-}
-
-// SAFETY: copies are the driver's, on the stream that is named; the kind is not the host.
+// SAFETY: the driver's copies run on the given stream; the kind is not the host.
 unsafe impl Device for CudaDevice {
     type Stream = CudaStream;
     type Event = CudaEvent;
@@ -315,15 +236,12 @@ unsafe impl Device for CudaDevice {
     }
 
     fn create_stream(&self, name: &str) -> Result<CudaStream, DeviceError> {
-        self.stream_on(Queue::new(&self.shared.context, false)?, name)
+        self.stream_on(Queue::new(&self.shared.context)?, name)
     }
 
-    /// Either side may be [`PinnedMemory`](super::PinnedMemory) instead of device memory.
+    /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory.
     fn copy(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
-        same_len("copy", src.len(), dst.len())?;
-        if src.dtype() != dst.dtype() {
-            return Err(DeviceError::DTypeMismatch { expected: src.dtype(), got: dst.dtype() });
-        }
+        check_copy(src, dst)?;
         stream.labelled("copy", || stream.queue().copy(src, dst))
     }
 

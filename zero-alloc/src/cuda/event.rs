@@ -15,7 +15,7 @@ struct Inner {
     stream: Arc<str>,
     /// The failures of its stream, and its position there.
     sticky: (Arc<Sticky>, u64),
-    /// It was recorded into a graph: it orders what is recorded there, and means nothing afterwards.
+    /// The recording that contains the event: it orders operations there and has no meaning afterwards.
     capture: Option<Arc<Capture>>,
     done: AtomicBool,
 }
@@ -53,7 +53,7 @@ impl CudaEvent {
     }
 }
 
-// SAFETY: the driver's events say so.
+// SAFETY: the driver reports an event as reached when the operations before it have run.
 unsafe impl Event for CudaEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         let event = &*self.0;
@@ -66,7 +66,7 @@ unsafe impl Event for CudaEvent {
         let (sticky, position) = &event.sticky;
         let done = event.point.query().map_err(|error| sticky.fail(&event.stream, "an operation", 0, error))?;
         if !done {
-            // Also where the stream has failed: until then what is before this point may still use memory.
+            // Also if the stream has failed: operations before this point may still use memory.
             return Ok(false);
         }
         sticky.check_before(*position)?;
@@ -76,7 +76,7 @@ unsafe impl Event for CudaEvent {
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
         let waited = Deadline::after(limit).wait(|| format!("stream {}", self.0.stream), || self.is_done());
-        // The failure of an operation says more than that a limit passed.
+        // The failure of an operation is more informative than an expired limit.
         let (sticky, position) = &self.0.sticky;
         if waited.is_err() { sticky.check_before(*position).and(waited) } else { waited }
     }

@@ -1,4 +1,4 @@
-//! A recorded sequence of operations.
+//! Recorded sequences of operations.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::stream::Capture;
 use crate::device::DeviceError;
 
 /// Operations of one or more streams, recorded by [`CudaStream::capture`] and enqueued as one: a step of many launches
-/// costs the host one call. Whoever made it keeps alive what its operations use.
+/// costs the host one call. The memory that its operations use must outlive it.
 pub struct Graph(Mutex<Recording>);
 
 impl std::fmt::Debug for Graph {
@@ -20,13 +20,13 @@ impl std::fmt::Debug for Graph {
 }
 
 impl CudaStream {
-    /// Records what `enqueue` enqueues on this stream, and on streams that wait for events of it and are waited for
-    /// in the end, instead of running it. The host cannot wait for these streams meanwhile. A wait for a point from
-    /// before the recording is passed over where that is reached, and an error where it is not. Memory that the
-    /// operations use must outlive the graph: a pool does not know of its launches.
+    /// Records, instead of running, the operations that `enqueue` enqueues on this stream, and on streams that wait for
+    /// its events and that it waits for in the end. The host cannot wait for these streams meanwhile. A wait for an
+    /// earlier event is skipped if the event is reached, and otherwise fails. The memory that the operations use must
+    /// outlive the graph: pools do not track its launches.
     ///
     /// # Errors
-    /// The stream is poisoned or recorded already, `enqueue` failed, or what it did cannot be recorded.
+    /// The stream is poisoned or already recorded, `enqueue` failed, or an operation cannot be recorded.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
         self.check()?;
         self.refuse_in_capture("capture")?;
@@ -40,7 +40,7 @@ impl CudaStream {
     }
 }
 
-/// A recording that ends even if recording panics.
+/// A recording that also ends if `enqueue` panics.
 struct Running<'a> {
     stream: &'a CudaStream,
     capture: Arc<Capture>,
@@ -65,10 +65,10 @@ impl Drop for Running<'_> {
 }
 
 impl Graph {
-    /// Enqueues all of it on `stream`. Launches of one graph run one after the other, on whatever streams.
+    /// Enqueues the graph on `stream`. Launches of one graph run one after the other, also on different streams.
     ///
     /// # Errors
-    /// The stream is poisoned, or the driver refuses; that poisons the stream.
+    /// The stream is poisoned, or the driver refuses the launch, which poisons the stream.
     pub fn launch(&self, stream: &CudaStream) -> Result<(), DeviceError> {
         let recording = self.0.lock();
         stream.labelled("graph", || recording.launch(stream.queue()))

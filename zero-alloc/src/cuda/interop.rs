@@ -1,8 +1,7 @@
-//! Raw handles of a framework, both ways: `*mut c_void` stands for `CUcontext`, `CUstream`, `CUevent`, `CUfunction`
-//! (the runtime API's `cudaStream_t` and `cudaEvent_t` are the same handles).
+//! Conversion from and to a framework's raw handles: a `*mut c_void` is a `CUcontext`, `CUstream` or `CUevent` (the
+//! runtime API's `cudaStream_t` and `cudaEvent_t` are the same handles).
 //!
-//! A framework's own pointers become slices by
-//! [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts).
+//! [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts) makes slices of a framework's pointers.
 //! ```no_run
 //! use zero_alloc::cuda::{CudaDevice, interop};
 //! use zero_alloc::device::{Device, DeviceError, DeviceSlice};
@@ -24,19 +23,19 @@ use std::sync::Arc;
 
 use super::driver::{Context, Point, Queue};
 use super::sticky::Sticky;
-use super::{CudaDevice, CudaEvent, CudaStream, Function};
+use super::{CudaDevice, CudaEvent, CudaStream};
 use crate::device::DeviceError;
 
-/// CUDA's names for its two default streams; null is the first of them too.
+/// The handles of CUDA's default streams.
 const DEFAULT_STREAMS: [usize; 3] = [0, 1, 2];
 
-/// The device of a framework's context. Ours never destroys it.
+/// The device of a framework's context. The context is never destroyed here.
 ///
 /// # Errors
-/// [`DeviceError::NoDriver`], or the driver does not take it.
+/// [`DeviceError::NoDriver`], or the driver rejects the context.
 ///
 /// # Safety
-/// `context` is a context that outlives the device and all that is made from it.
+/// `context` is a context that outlives the device and everything made from it.
 pub unsafe fn device_from_context(context: *mut c_void) -> Result<CudaDevice, DeviceError> {
     if context.is_null() {
         return Err(DeviceError::Driver { call: "device_from_context", message: "the context is null".into() });
@@ -50,18 +49,11 @@ pub fn raw_context(device: &CudaDevice) -> *mut c_void {
     device.context().raw().cast()
 }
 
-/// The context that is current on this thread, null for none.
+/// A framework's stream. The stream is never destroyed here.
 ///
 /// # Errors
-/// [`DeviceError::NoDriver`], or the driver failed.
-pub fn current_context() -> Result<*mut c_void, DeviceError> {
-    Ok(Context::current()?.cast())
-}
-
-/// A framework's stream. Ours never destroys it.
-///
-/// # Errors
-/// It is a default stream, which every other stream of the context may wait for; or it is of another context.
+/// The stream is a default stream, which orders itself against other streams of the context; or it belongs to another
+/// context.
 ///
 /// # Safety
 /// `stream` is a stream that outlives all handles of the result.
@@ -71,19 +63,19 @@ pub unsafe fn stream_from_raw(
     name: &str,
 ) -> Result<CudaStream, DeviceError> {
     if DEFAULT_STREAMS.contains(&stream.addr()) {
-        let message = format!("{name} is a default stream, which orders itself against others; make one of its own");
+        let message = format!("{name} is a default stream, which orders itself against others; use a separate stream");
         return Err(DeviceError::Driver { call: "stream_from_raw", message });
     }
     // SAFETY: the caller's promise.
     device.stream_on(unsafe { Queue::foreign(device.context(), stream.cast()) }?, name)
 }
 
-/// The stream's handle; valid while a handle of ours lives.
+/// The stream's raw handle; valid while a [`CudaStream`] handle of it lives.
 pub fn raw_stream(stream: &CudaStream) -> *mut c_void {
     stream.queue().raw().cast()
 }
 
-/// A framework's event, as it was recorded last. Ours never destroys it.
+/// A framework's event, as recorded last. The event is never destroyed here.
 ///
 /// # Safety
 /// `event` is an event that outlives all handles of the result.
@@ -93,12 +85,7 @@ pub unsafe fn event_from_raw(device: &CudaDevice, event: *mut c_void, name: &str
     CudaEvent::new(point, name.into(), (Arc::<Sticky>::default(), 0), None)
 }
 
-/// The event's handle; valid while a handle of ours lives.
+/// The event's raw handle; valid while a [`CudaEvent`] handle of it lives.
 pub fn raw_event(event: &CudaEvent) -> *mut c_void {
     event.point().raw().cast()
-}
-
-/// The kernel's handle; valid while a handle of ours lives.
-pub fn raw_function(function: &Function) -> *mut c_void {
-    function.entry().raw().cast()
 }

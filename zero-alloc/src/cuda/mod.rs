@@ -1,16 +1,16 @@
 //! The CUDA back end: NVIDIA GPUs through the driver API, found at run time.
 //!
-//! It is compiled in every build and needs no toolkit. On a machine without a driver [`CudaDevice::open`] returns
-//! [`DeviceError::NoDriver`](crate::device::DeviceError::NoDriver) with what was tried; nothing panics.
+//! It needs no toolkit. On a machine without a driver [`CudaDevice::open`] returns
+//! [`DeviceError::NoDriver`](crate::device::DeviceError::NoDriver) with the paths tried; nothing panics.
 //!
-//! What it does not do, on purpose: it never uses the default stream, never synchronises on its own (the host waits in
-//! `synchronize`, `upload` and `download` only, polling, each with a limit), and does not track who uses which memory.
+//! It never uses the default stream, never synchronizes implicitly (the host waits only in `synchronize`, `upload` and
+//! `download`, by polling, each with a limit), and does not track the users of memory.
 //!
-//! - [`CudaDevice`]: memory (pages under addresses of their own, or backings), streams, copies, modules.
+//! - [`CudaDevice`]: memory (pages or backings), streams, copies, modules.
 //! - [`CudaStream`], [`CudaEvent`]: order. [`CudaStream::labelled`] names operations in errors and timelines.
 //! - [`Module`], [`Function`]: kernels. [`Graph`]: a recorded sequence of operations, enqueued as one.
-//! - [`PinnedMemory`]: host memory that the device copies from and to by itself.
-//! - [`interop`]: raw handles of a framework, both ways.
+//! - [`PinnedMemory`]: host memory that the device accesses directly.
+//! - [`interop`]: conversion from and to a framework's raw handles.
 
 mod clock;
 mod device;

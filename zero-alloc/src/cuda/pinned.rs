@@ -1,4 +1,4 @@
-//! Host memory that the device copies from and to by itself.
+//! Pinned host memory.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -7,14 +7,13 @@ use super::CudaDevice;
 use super::driver::Context;
 use crate::device::{DeviceError, Memory};
 
-/// What CUDA promises of every address that it allocates. Small pieces of pinned memory do share pages.
+/// The alignment that CUDA promises for all its allocations, in bytes.
 const ALIGN_BYTES: usize = 256;
 
 /// Pinned host memory of a device's context (`cuMemHostAlloc`, flags 0: cached, so that the host reads it fast).
 ///
-/// It is a [`Memory`] to give to [`HostDevice::with_memory`](crate::host::HostDevice::with_memory): host kernels work
-/// on it, and [`CudaDevice`]'s `copy` takes its slices on either side. A pool of it does not know of those copies:
-/// its blocks must live until they have run. Taking and giving back may wait for the device.
+/// Host code reads and writes it, and [`CudaDevice`]'s `copy` accepts its slices on either side; an allocation must
+/// live until those copies have run. Allocating and freeing may wait for the device.
 #[derive(Clone)]
 pub struct PinnedMemory(Arc<Context>);
 
@@ -31,13 +30,13 @@ impl PinnedMemory {
     }
 }
 
-// SAFETY: allocations are the driver's, aligned as it promises for pinned memory.
+// SAFETY: the driver's allocations have no other owner; `allocate` checks their alignment.
 unsafe impl Memory for PinnedMemory {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let ptr = self.0.allocate_pinned(bytes)?;
         let at = ptr.addr().get();
         if at % ALIGN_BYTES != 0 {
-            // SAFETY: allocated just now; nobody knows it.
+            // SAFETY: allocated above and unused.
             unsafe { self.0.deallocate_pinned(ptr) };
             let message = format!("{at:#x} is not aligned to {ALIGN_BYTES} bytes");
             return Err(DeviceError::Driver { call: "cuMemHostAlloc", message });
@@ -46,7 +45,7 @@ unsafe impl Memory for PinnedMemory {
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, _bytes: usize) {
-        // SAFETY: the caller's promise: it came from `allocate`, nothing uses it, and it comes back once.
+        // SAFETY: the caller's promise: it came from `allocate`, nothing uses it, and it is freed once.
         unsafe { self.0.deallocate_pinned(ptr) };
     }
 

@@ -1,21 +1,21 @@
-//! Waiting for a device without blocking in the driver.
+//! Waits for a device without blocking in the driver.
 //!
-//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the
-//! host asks again and again: at once at first, then with sleeps that grow.
+//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the host
+//! polls: first continuously, then with increasing sleeps.
 
 use std::time::{Duration, Instant};
 
 use crate::device::DeviceError;
 
-/// How long the host only yields.
+/// The time during which the host yields between polls instead of sleeping.
 const SPIN: Duration = Duration::from_micros(50);
 const LEAST_SLEEP: Duration = Duration::from_micros(10);
 const MOST_SLEEP: Duration = Duration::from_micros(500);
 
-/// The end of a wait.
+/// The limit of a wait.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Deadline {
-    /// `None` is never.
+    /// `None` if the clock cannot represent it.
     at: Option<Instant>,
     limit: Duration,
 }
@@ -25,10 +25,10 @@ impl Deadline {
         Self { at: Instant::now().checked_add(limit), limit }
     }
 
-    /// Asks `ready` until it says yes.
+    /// Polls `ready` until it returns true.
     ///
     /// # Errors
-    /// `ready` failed, or [`DeviceError::TimedOut`] with the words of `what`.
+    /// `ready` failed, or [`DeviceError::TimedOut`] with the text of `what`.
     pub(super) fn wait(
         self,
         what: impl FnOnce() -> String,
@@ -37,7 +37,7 @@ impl Deadline {
         let start = Instant::now();
         let mut sleep = LEAST_SLEEP;
         loop {
-            // The clock first: what is ready when the limit passes is no failure.
+            // The clock is read first, so that readiness at the limit counts.
             let now = Instant::now();
             if ready()? {
                 return Ok(());
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_ready_at_last_is_waited_for() {
+    fn wait_ends_when_ready() {
         let mut left = 5;
         let ready = || {
             left -= 1;
@@ -69,12 +69,12 @@ mod tests {
         };
         assert_eq!(Deadline::after(Duration::MAX).wait(|| "five".into(), ready), Ok(()));
         assert_eq!(left, 0);
-        // Also where no time is given at all.
+        // Also with a limit of zero.
         assert_eq!(Deadline::after(Duration::ZERO).wait(|| "now".into(), || Ok(true)), Ok(()));
     }
 
     #[test]
-    fn a_limit_that_passes_and_a_failure_are_errors() {
+    fn expired_limit_and_failure_are_errors() {
         let limit = Duration::from_millis(2);
         let late = Deadline::after(limit).wait(|| "rank 3".into(), || Ok(false));
         assert_eq!(late, Err(DeviceError::TimedOut { what: "rank 3".into(), limit }));

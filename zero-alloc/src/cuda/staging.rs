@@ -1,11 +1,11 @@
-//! Copies between ordinary host memory and the device, with a limit.
+//! Copies between pageable host memory and the device, with a limit.
 //!
-//! The driver copies from and to ordinary (pageable) memory by itself, but then it waits inside the call, holding
-//! locks, for whatever is enqueued before: behind a collective whose peer needs those locks that never ends. So bytes
-//! go through pinned buffers, and the host polls.
+//! The driver can copy from and to pageable memory, but then the call waits, holding locks, for everything enqueued
+//! before: behind a collective whose peer needs those locks it deadlocks. So bytes go through pinned buffers, and the
+//! host polls.
 //!
-//! A buffer's life: free, then filled and under way until its point is reached, then free again. One whose copy
-//! outlived its limit is free only when the point is reached; at the end it is leaked rather than pulled away.
+//! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer whose copy exceeded its
+//! limit becomes free when the point is reached; if it is still in flight on drop, it is leaked.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -17,16 +17,16 @@ use super::driver::{Context, Point};
 use super::poll::Deadline;
 use crate::device::{AnySlice, DType, DeviceError, Stream};
 
-/// Large enough that starting a copy costs nothing beside it.
+/// Large enough to make the cost of starting a copy negligible.
 const BUFFER_BYTES: usize = 4 << 20;
-/// One is filled or emptied while the other is under way.
+/// The host fills or empties one buffer while the other is in flight.
 const IN_FLIGHT: usize = 2;
 
-/// Pinned host memory.
+/// A buffer of pinned host memory.
 struct Buffer {
     context: Arc<Context>,
     ptr: NonNull<u8>,
-    /// Behind this nothing uses it.
+    /// Once this is reached, nothing uses the buffer.
     busy: Option<Point>,
 }
 
@@ -39,7 +39,7 @@ impl Buffer {
         Ok(Self { context: Arc::clone(context), ptr, busy: None })
     }
 
-    /// Whether nothing uses it. A failed point is reached too.
+    /// Whether nothing uses the buffer. A failed point counts as reached.
     fn is_free(&self) -> bool {
         self.busy.as_ref().is_none_or(|point| point.query().unwrap_or(true))
     }
@@ -55,16 +55,16 @@ impl Buffer {
 
     /// The first bytes as a slice for the driver.
     fn slice(&self, bytes: usize) -> AnySlice {
-        // SAFETY: at most BUFFER_BYTES, valid until the buffer goes, which waits for its point; one user at a time.
+        // SAFETY: at most BUFFER_BYTES, freed only when the buffer's point is reached; one user at a time.
         unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), bytes, DType::U8) }
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Otherwise a copy still runs on it, and it stays for good.
+        // Otherwise a copy still uses it, and it is leaked.
         if self.is_free() {
-            // SAFETY: allocated by `new`, given back once; its point is reached.
+            // SAFETY: allocated by `new`, freed once; its point is reached.
             unsafe { self.context.deallocate_pinned(self.ptr) };
         }
     }
@@ -77,15 +77,15 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    /// Takes the first buffers at once: taking pinned memory later may wait for the whole device.
+    /// Allocates the first buffers now, because allocating pinned memory later may wait for the whole device.
     pub(super) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let staging = Self { context: Arc::clone(context), free: Mutex::default() };
-        drop(staging.take()?);
+        drop(staging.acquire()?);
         Ok(staging)
     }
 
-    /// Buffers that nobody uses, for one copy of ours.
-    fn take(&self) -> Result<Lent<'_>, DeviceError> {
+    /// Free buffers for one copy.
+    fn acquire(&self) -> Result<Acquired<'_>, DeviceError> {
         let mut free = self.free.lock();
         let mut buffers = Vec::with_capacity(IN_FLIGHT);
         let mut at = free.len();
@@ -96,11 +96,11 @@ impl Staging {
             }
         }
         drop(free);
-        let mut lent = Lent { staging: self, buffers };
-        while lent.buffers.len() < IN_FLIGHT {
-            lent.buffers.push(Buffer::new(&self.context)?);
+        let mut acquired = Acquired { staging: self, buffers };
+        while acquired.buffers.len() < IN_FLIGHT {
+            acquired.buffers.push(Buffer::new(&self.context)?);
         }
-        Ok(lent)
+        Ok(acquired)
     }
 
     /// Copies `src` to `dst`, of the same length, in the order of `stream`, and waits.
@@ -111,18 +111,18 @@ impl Staging {
         dst: AnySlice,
         deadline: Deadline,
     ) -> Result<(), DeviceError> {
-        let mut lent = self.take()?;
+        let mut acquired = self.acquire()?;
         for (nth, chunk) in src.chunks(BUFFER_BYTES).enumerate() {
-            let buffer = &mut lent.buffers[nth % IN_FLIGHT];
+            let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
             buffer.settle(stream, deadline)?;
             let staged = buffer.slice(chunk.len());
-            // SAFETY: pinned host memory of at least this length, which nothing uses: its point is reached.
+            // SAFETY: pinned host memory of at least this length, which nothing uses, because its point is reached.
             unsafe { staged.as_ptr().copy_from_nonoverlapping(chunk.as_ptr(), chunk.len()) };
             let start = nth * BUFFER_BYTES;
             stream.queue().copy(staged, dst.slice(start..start + chunk.len()))?;
             buffer.busy = Some(stream.queue().record(false)?);
         }
-        lent.buffers.iter_mut().try_for_each(|buffer| buffer.settle(stream, deadline))
+        acquired.buffers.iter_mut().try_for_each(|buffer| buffer.settle(stream, deadline))
     }
 
     /// Copies `src` to `dst`, of the same length, in the order of `stream`, and waits.
@@ -133,26 +133,26 @@ impl Staging {
         dst: &mut [u8],
         deadline: Deadline,
     ) -> Result<(), DeviceError> {
-        let mut lent = self.take()?;
+        let mut acquired = self.acquire()?;
         let mut chunks = dst.chunks_mut(BUFFER_BYTES);
-        let mut under_way = std::collections::VecDeque::with_capacity(IN_FLIGHT);
+        let mut in_flight = std::collections::VecDeque::with_capacity(IN_FLIGHT);
         for nth in 0.. {
-            // Start the next copy, then empty the buffer of the one before.
+            // Start the next copy before emptying the buffer of the previous one.
             let start = nth * BUFFER_BYTES;
-            let chunk = if under_way.len() < IN_FLIGHT { chunks.next() } else { None };
+            let chunk = if in_flight.len() < IN_FLIGHT { chunks.next() } else { None };
             let started = chunk.is_some();
             if let Some(chunk) = chunk {
-                let buffer = &mut lent.buffers[nth % IN_FLIGHT];
+                let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
                 stream.queue().copy(src.slice(start..start + chunk.len()), buffer.slice(chunk.len()))?;
                 buffer.busy = Some(stream.queue().record(false)?);
-                under_way.push_back((nth, chunk));
+                in_flight.push_back((nth, chunk));
             }
-            if under_way.len() == IN_FLIGHT || !started {
-                let Some((nth, chunk)) = under_way.pop_front() else { break };
-                let buffer = &mut lent.buffers[nth % IN_FLIGHT];
+            if in_flight.len() == IN_FLIGHT || !started {
+                let Some((nth, chunk)) = in_flight.pop_front() else { break };
+                let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
                 buffer.settle(stream, deadline)?;
                 let staged = buffer.slice(chunk.len());
-                // SAFETY: pinned host memory of this length, which the copy has filled: its point is reached.
+                // SAFETY: pinned host memory of this length, which the copy has filled, because its point is reached.
                 unsafe { staged.as_ptr().copy_to_nonoverlapping(chunk.as_mut_ptr(), chunk.len()) };
             }
         }
@@ -160,13 +160,13 @@ impl Staging {
     }
 }
 
-/// Buffers on loan; they go back whatever happens, with the points behind which they are free.
-struct Lent<'a> {
+/// Buffers of one copy. They return to the free buffers on drop, with their points.
+struct Acquired<'a> {
     staging: &'a Staging,
     buffers: Vec<Buffer>,
 }
 
-impl Drop for Lent<'_> {
+impl Drop for Acquired<'_> {
     fn drop(&mut self) {
         self.staging.free.lock().append(&mut self.buffers);
     }

@@ -1,9 +1,8 @@
-//! How failures stick to streams and spread by waits.
+//! Sticky failures of streams, which spread by waits.
 //!
-//! A failure of the device itself the driver repeats to everyone. Failures that the driver knows nothing of (a launch
-//! that it refused, a host operation, a collective that was aborted) are kept here: the first of a stream counts,
-//! from the position at which the failed operation was enqueued, and what waits for a later position of that stream
-//! fails too.
+//! The driver reports a failure of the device to every later call. Failures unknown to the driver (a refused launch, a
+//! host operation, an aborted collective) are kept here: a stream keeps its first failure and the position at which the
+//! failed operation was enqueued, and streams that wait for a later position of it fail too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -12,11 +11,11 @@ use parking_lot::Mutex;
 
 use crate::device::DeviceError;
 
-/// The failure of one stream. What is enqueued has a position: a number that rises.
+/// The failure of one stream. Each enqueued operation has a position, an increasing number.
 #[derive(Debug, Default)]
 pub(super) struct Sticky {
     next: AtomicU64,
-    /// The position of the first failed operation, and why it failed.
+    /// The position of the first failed operation, and its error.
     first: OnceLock<(u64, DeviceError)>,
     waiting: Mutex<Vec<Waiting>>,
 }
@@ -25,24 +24,24 @@ pub(super) struct Sticky {
 #[derive(Debug)]
 struct Waiting {
     stream: Weak<Sticky>,
-    /// The last position waited for.
+    /// The last position that it waits for.
     until: u64,
-    /// Where in the waiting stream the first wait is.
+    /// The position of the first wait in the waiting stream.
     from: u64,
 }
 
 impl Sticky {
-    /// The position of what is enqueued now.
+    /// The position of the next operation.
     pub(super) fn position(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The failure of the stream, if there is one.
+    /// Returns the failure of the stream, if any.
     pub(super) fn check(&self) -> Result<(), DeviceError> {
         self.check_before(u64::MAX)
     }
 
-    /// The failure that stopped the stream before `position`.
+    /// Returns the failure that stopped the stream before `position`, if any.
     pub(super) fn check_before(&self, position: u64) -> Result<(), DeviceError> {
         match self.first.get() {
             Some((at, error)) if *at <= position => Err(error.clone()),
@@ -50,8 +49,8 @@ impl Sticky {
         }
     }
 
-    /// Notes that `op`, enqueued at `position`, failed; gives the stream's first failure. A limit that passed is no
-    /// failure of the stream.
+    /// Records that `op`, enqueued at `position`, failed, and returns the stream's first failure. An expired limit is not
+    /// a failure of the stream.
     pub(super) fn fail(&self, stream: &str, op: &str, position: u64, error: DeviceError) -> DeviceError {
         let named = named(stream, op, error);
         if !matches!(named, DeviceError::TimedOut { .. }) {
@@ -67,7 +66,7 @@ impl Sticky {
         }
     }
 
-    /// `later` waits for `position` of this stream, from its own position `from` on.
+    /// Records that `later` waits for `position` of this stream, from its own position `from` on.
     pub(super) fn is_waited_for(&self, position: u64, later: &Arc<Self>, from: u64) {
         let mut waiting = self.waiting.lock();
         waiting.retain(|w| w.stream.strong_count() > 0);
@@ -76,7 +75,7 @@ impl Sticky {
             None => waiting.push(Waiting { stream: Arc::downgrade(later), until: position, from }),
         }
         drop(waiting);
-        // It may have failed already.
+        // This stream may have failed already.
         self.spread();
     }
 
@@ -87,19 +86,16 @@ impl Sticky {
             let behind = waiting.iter().filter(|w| w.until >= *at);
             behind.filter_map(|w| Some((w.stream.upgrade()?, w.from))).collect()
         };
-        // Streams that wait for each other end this: a stream fails once.
+        // This ends also if streams wait for each other, because a stream fails only once.
         for (stream, from) in waiting {
             stream.adopt(from, error);
         }
     }
 }
 
-/// The error with the names of the stream and the operation, where it has none yet.
+/// Adds the names of the stream and the operation, except to an expired limit.
 pub(super) fn named(stream: &str, op: &str, error: DeviceError) -> DeviceError {
-    match error {
-        DeviceError::TimedOut { .. } | DeviceError::Operation { .. } | DeviceError::Panicked { .. } => error,
-        error => DeviceError::Operation { stream: stream.into(), op: op.into(), message: error.to_string() },
-    }
+    if matches!(error, DeviceError::TimedOut { .. }) { error } else { error.in_operation(stream, op) }
 }
 
 #[cfg(test)]
@@ -111,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_counts_from_its_position() {
+    fn first_failure_counts_from_its_position() {
         let sticky = Sticky::default();
         let (before, op, after) = (sticky.position(), sticky.position(), sticky.position());
         let no = DeviceError::Driver { call: "cuLaunchKernel", message: "no".into() };
@@ -125,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_passes_is_no_failure_of_the_stream() {
+    fn expired_limit_does_not_poison() {
         let sticky = Sticky::default();
         let late = DeviceError::TimedOut { what: "upload".into(), limit: std::time::Duration::ZERO };
         assert_eq!(sticky.fail("a", "upload", 0, late.clone()), late);
@@ -133,21 +129,21 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_spreads_to_what_waits_for_it_and_through_that() {
+    fn failure_spreads_through_waits() {
         let [a, b, c, other] = [(); 4].map(|()| Arc::new(Sticky::default()));
         let (early, op, late) = (a.position(), a.position(), a.position());
         a.is_waited_for(early, &other, other.position());
         let b_before = b.position();
         a.is_waited_for(late, &b, b.position());
         b.is_waited_for(b.position(), &c, c.position());
-        // A ring: it must end.
+        // A cycle of waits.
         c.is_waited_for(c.position(), &a, a.position());
         a.adopt(op, &failure("adam"));
         assert_eq!((b.check(), c.check()), (Err(failure("adam")), Err(failure("adam"))));
         assert_eq!((b.check_before(b_before), other.check()), (Ok(()), Ok(())));
-        // Whoever waits afterwards learns it at once.
-        let late_comer = Arc::new(Sticky::default());
-        a.is_waited_for(late, &late_comer, 0);
-        assert_eq!(late_comer.check(), Err(failure("adam")));
+        // A stream that waits afterwards fails at once.
+        let latecomer = Arc::new(Sticky::default());
+        a.is_waited_for(late, &latecomer, 0);
+        assert_eq!(latecomer.check(), Err(failure("adam")));
     }
 }

@@ -13,18 +13,18 @@ use super::poll::Deadline;
 use super::sticky::{Sticky, named};
 use crate::device::{DeviceError, Event, Stream, next_stream_id, run_named};
 
-/// A recording of operations that is going on, or is over.
+/// A recording of operations, active or over.
 #[derive(Default)]
 pub(super) struct Capture {
     over: AtomicBool,
-    /// A framework records this stream, and only the driver knows until when.
-    theirs: Option<Weak<Inner>>,
+    /// The stream that a framework records; only the driver knows when that ends.
+    foreign: Option<Weak<Inner>>,
 }
 
 impl Capture {
     pub(super) fn is_over(&self) -> bool {
         let ended = || {
-            let stream = self.theirs.as_ref().map(Weak::upgrade);
+            let stream = self.foreign.as_ref().map(Weak::upgrade);
             stream.is_some_and(|stream| !stream.is_some_and(|stream| stream.queue.is_capturing().unwrap_or(false)))
         };
         if !self.over.load(Ordering::Acquire) && ended() {
@@ -44,14 +44,14 @@ pub(super) struct Inner {
     queue: Queue,
     clock: Option<Arc<Clock>>,
     sticky: Arc<Sticky>,
-    /// What records this stream, if anything does.
+    /// The recording that this stream is in, if any.
     capture: Mutex<Option<Arc<Capture>>>,
 }
 
-/// A stream of a GPU. It is not ordered against the default stream. When the last handle is gone, what is enqueued
-/// still runs.
+/// A stream of a GPU. It is not ordered against the default stream. Operations enqueued before the last handle is
+/// dropped still run.
 ///
-/// Failures are sticky: of the device, as the driver has it, and of [`CudaStream::labelled`] operations.
+/// Failures are sticky: those of the device, which the driver reports, and those of [`CudaStream::labelled`] operations.
 #[derive(Clone)]
 pub struct CudaStream(Arc<Inner>);
 
@@ -71,28 +71,28 @@ impl CudaStream {
         &self.0.queue
     }
 
-    /// What poisoned the stream, if anything did.
+    /// Returns the error that poisoned the stream, if any.
     pub(super) fn check(&self) -> Result<(), DeviceError> {
         self.0.sticky.check()
     }
 
-    /// Notes what the device said when it was asked: whatever was not known to have run is lost.
+    /// Records a failure of the device: all operations not known to have run are lost.
     pub(super) fn lost(&self, error: DeviceError) -> DeviceError {
         self.0.sticky.fail(&self.0.name, "an operation", 0, error)
     }
 
-    /// Enqueues what `enqueue` enqueues on this stream as one operation: `op` names it in errors, and in the timeline
-    /// if the device has one. An `Err` poisons the stream.
+    /// Runs `enqueue`, and treats everything that it enqueues on this stream as one operation: `op` names it in errors,
+    /// and in the timeline if the device has one. An `Err` poisons the stream.
     ///
     /// # Errors
-    /// What poisoned the stream earlier, or what `enqueue` returned.
+    /// The error that poisoned the stream, or the error of `enqueue`.
     pub fn labelled<R>(
         &self,
         op: &'static str,
         enqueue: impl FnOnce() -> Result<R, DeviceError>,
     ) -> Result<R, DeviceError> {
         self.attempt(op, || {
-            // Points in a graph have no times.
+            // Events in a graph have no times.
             let Some(clock) = self.0.clock.as_ref().filter(|_| self.capture_now().is_none()) else {
                 return enqueue();
             };
@@ -103,7 +103,7 @@ impl CudaStream {
         })
     }
 
-    /// Without a place in the timeline.
+    /// As [`CudaStream::labelled`], without the timeline.
     pub(super) fn attempt<R>(
         &self,
         op: &str,
@@ -113,20 +113,21 @@ impl CudaStream {
         sticky.check()?;
         let position = sticky.position();
         enqueue().map_err(|error| match self.capture_now() {
-            // What cannot be recorded fails the recording, not the stream.
+            // An operation that cannot be recorded fails the recording, not the stream.
             Some(_) => named(&self.0.name, op, error),
             None => sticky.fail(&self.0.name, op, position, error),
         })
     }
 
-    /// Enqueues an operation of the host, which a thread of the driver runs in the stream's order; `label` names it in
-    /// errors and timelines. An `Err` or a panic poisons the stream, and later operations of the host are skipped; what
-    /// is already enqueued on the device behind it runs.
+    /// Enqueues a host operation, which a thread of the driver runs in the stream's order; `label` names it in errors and
+    /// timelines. An `Err` or a panic poisons the stream, and later host operations are skipped; device operations that
+    /// are already enqueued behind it run.
     ///
-    /// The operation must not call CUDA, nor wait for anything that does: one thread may run those of all streams.
+    /// The operation must not call CUDA, nor wait for code that does: one thread may run the host operations of all
+    /// streams.
     ///
     /// # Errors
-    /// What poisoned the stream earlier, or the stream is recorded into a graph.
+    /// The error that poisoned the stream, or the stream is recorded into a graph.
     pub fn enqueue_host(
         &self,
         label: &'static str,
@@ -144,9 +145,9 @@ impl CudaStream {
         self.labelled(label, || self.0.queue.call_host(Box::new(run)))
     }
 
-    /// Poisons the stream from outside: for libraries that learn later that what they enqueued failed. Operations and
-    /// waits are refused from now on; [`Stream::synchronize`] and events not known to be reached return the error,
-    /// also those of streams that wait for this one.
+    /// Poisons the stream, for libraries that detect later that their operation failed. Later operations and waits are
+    /// refused; [`Stream::synchronize`] and events not known to be reached return the error, also on streams that wait
+    /// for this one.
     pub fn poison(&self, error: DeviceError) {
         self.lost(error);
     }
@@ -160,7 +161,7 @@ impl CudaStream {
         let queue = &self.0.queue;
         if capture.is_none() && queue.is_foreign() && queue.is_capturing().unwrap_or(false) {
             *capture =
-                Some(Arc::new(Capture { over: AtomicBool::new(false), theirs: Some(Arc::downgrade(&self.0)) }));
+                Some(Arc::new(Capture { over: AtomicBool::new(false), foreign: Some(Arc::downgrade(&self.0)) }));
         }
         capture.clone()
     }
@@ -169,7 +170,7 @@ impl CudaStream {
         *self.0.capture.lock() = Some(Arc::clone(capture));
     }
 
-    /// The host cannot wait for what is recorded and does not run.
+    /// Fails in a recording, where the host cannot wait, because nothing runs.
     pub(super) fn refuse_in_capture(&self, op: &'static str) -> Result<(), DeviceError> {
         if self.capture_now().is_some() {
             let message = format!("stream {} is recorded into a graph, and the host cannot wait for it", self.0.name);
@@ -179,7 +180,7 @@ impl CudaStream {
     }
 }
 
-// SAFETY: the driver's streams; ids are counted once for all back ends.
+// SAFETY: the driver runs a stream's operations in order; ids are counted once for all back ends.
 unsafe impl Stream for CudaStream {
     type Event = CudaEvent;
 
@@ -194,7 +195,7 @@ unsafe impl Stream for CudaStream {
     fn record(&self) -> Result<CudaEvent, DeviceError> {
         let stream = &*self.0;
         let position = stream.sticky.position();
-        // A poisoned stream still has points: they return its error.
+        // Events of a poisoned stream return its error.
         let point = stream.queue.record(false).map_err(|error| self.lost(error))?;
         Ok(CudaEvent::new(
             point,
@@ -206,10 +207,10 @@ unsafe impl Stream for CudaStream {
 
     fn wait(&self, event: &CudaEvent) -> Result<(), DeviceError> {
         match event.capture() {
-            // Over: it meant an order within the graph.
+            // The event ordered operations of a recording that is over.
             Some(capture) if capture.is_over() => return Ok(()),
             Some(capture) => self.enter(capture),
-            // Before the recording: once it is reached, nothing that is recorded needs it.
+            // An event from before the recording; a reached one has no effect.
             None if self.capture_now().is_some() && event.is_done()? => return Ok(()),
             None => {}
         }
@@ -225,7 +226,7 @@ unsafe impl Stream for CudaStream {
         self.refuse_in_capture("synchronize")?;
         let ready = || self.0.queue.query().map_err(|error| self.lost(error));
         let waited = Deadline::after(limit).wait(|| format!("stream {}", self.0.name), ready);
-        // The failure of an operation says more than that a limit passed.
+        // The failure of an operation is more informative than an expired limit.
         self.check().and(waited)
     }
 }

@@ -25,9 +25,9 @@ fn run_in_child(test: &str) {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_fault_of_a_cuda_kernel_is_named_sticks_everywhere_and_nothing_hangs() {
+fn cuda_kernel_fault_is_sticky() {
     if std::env::var_os(IN_CHILD).is_none() {
-        run_in_child("faults::a_fault_of_a_cuda_kernel_is_named_sticks_everywhere_and_nothing_hangs");
+        run_in_child("faults::cuda_kernel_fault_is_sticky");
         return;
     }
     let device = open();

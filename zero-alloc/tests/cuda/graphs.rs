@@ -8,7 +8,7 @@ use crate::{LIMIT, floats, open, read, slice};
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_cuda_graph_runs_what_was_recorded_each_time_and_not_before() {
+fn cuda_graph_runs_at_each_launch() {
     let device = open();
     let stream = device.create_stream("compute").expect("a stream");
     let pool = Pool::new(device.clone(), 8 << 20);
@@ -33,7 +33,7 @@ fn a_cuda_graph_runs_what_was_recorded_each_time_and_not_before() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_cuda_graph_goes_over_streams_by_events() {
+fn cuda_graph_spans_streams() {
     let device = open();
     let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
     let pool = Pool::new(device.clone(), 8 << 20);
@@ -67,7 +67,7 @@ fn a_cuda_graph_goes_over_streams_by_events() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn what_cannot_be_recorded_into_a_cuda_graph_is_an_error_and_ends_it() {
+fn failed_cuda_capture_ends() {
     let device = open();
     let stream = device.create_stream("compute").expect("a stream");
     let pool = Pool::new(device.clone(), 8 << 20);
@@ -94,7 +94,7 @@ fn what_cannot_be_recorded_into_a_cuda_graph_is_an_error_and_ends_it() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_failure_while_a_cuda_graph_is_recorded_is_none_of_the_stream() {
+fn failed_cuda_capture_does_not_poison() {
     let device = open();
     let (stream, other) =
         (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
@@ -119,7 +119,7 @@ fn a_failure_while_a_cuda_graph_is_recorded_is_none_of_the_stream() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_point_before_a_cuda_graph_is_no_part_of_it_once_it_is_reached() {
+fn reached_event_is_skipped_in_cuda_capture() {
     let device = open();
     let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
     let pool = Pool::new(device.clone(), 8 << 20);

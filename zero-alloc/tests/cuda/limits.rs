@@ -1,4 +1,4 @@
-//! What happens when the device has no more, or refuses half-way.
+//! Out of memory, and partial failures.
 
 use std::ptr::NonNull;
 
@@ -9,10 +9,10 @@ use crate::{LIMIT, floats, open, read};
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn more_memory_than_cuda_has_is_an_error_with_the_size() {
+fn cuda_out_of_memory_has_the_size() {
     let (_, total) = open().memory_bytes().expect("a number");
     let shareable = open().with_shareable_backings().expect("the driver answers");
-    for device in [open().with_backings(), open().with_stream_ordered_memory(), shareable] {
+    for device in [open().with_backings(), shareable] {
         let error = device.allocate(2 * total).expect_err("more than there is");
         let DeviceError::OutOfMemory { requested_bytes, detail } = &error else { panic!("{error}") };
         assert_eq!(*requested_bytes, 2 * total);
@@ -22,7 +22,7 @@ fn more_memory_than_cuda_has_is_an_error_with_the_size() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_pool_that_asks_for_more_pages_than_cuda_has_gives_them_all_back() {
+fn failed_cuda_growth_frees_its_pages() {
     let device = open();
     let stream = device.create_stream("compute").expect("a stream");
     let (_, total) = device.memory_bytes().expect("a number");
@@ -43,7 +43,7 @@ fn a_pool_that_asks_for_more_pages_than_cuda_has_gives_them_all_back() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn pages_that_cuda_refuses_to_map_leave_nothing_mapped() {
+fn failed_cuda_map_leaves_nothing_mapped() {
     let device = open();
     let stream = device.create_stream("compute").expect("a stream");
     let memory = device.virtual_memory().expect("every device since sm_70 has that");

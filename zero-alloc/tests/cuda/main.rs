@@ -1,7 +1,7 @@
-//! What only CUDA has: modules, graphs, pinned memory, a framework's handles, times from the device, leaks that the
-//! driver can see. What it shares with other back ends is in `conformance`.
+//! Tests of features that only CUDA has: modules, graphs, pinned memory, foreign handles, device times, leaks. Tests of
+//! the device contract are in `suite/conformance`.
 //!
-//! They need a device (`cargo gpu-test`); without one, the stand-in of `integration-tests/stand-ins` will do.
+//! They need a device (`cargo gpu-test`) or the stand-in driver of `integration-tests/stand-ins`.
 
 mod faults;
 mod graphs;
@@ -46,7 +46,7 @@ fn read(device: &CudaDevice, stream: &CudaStream, block: &Block<CudaDevice>) -> 
 }
 
 #[test]
-fn without_a_driver_everything_says_so() {
+fn missing_driver_is_an_error() {
     // SAFETY: loading runs the library's initialisers; the name is the driver's.
     let driver = unsafe { libloading::Library::new("libcuda.so.1") };
     match (CudaDevice::count(), CudaDevice::open(0)) {
@@ -61,13 +61,12 @@ fn without_a_driver_everything_says_so() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_device_says_what_it_is() {
+fn cuda_device_has_properties() {
     let device = open();
     assert!(CudaDevice::count().expect("a driver") >= 1);
     assert_eq!(device.ordinal(), 0);
     assert!(!device.name().is_empty() && format!("{device:?}").contains(device.name()));
-    assert!(device.arch().0 >= 5 && device.multiprocessors() >= 1);
-    assert!(device.driver_version().expect("a version") >= (11, 2));
+    assert!(device.arch().0 >= 5);
     let (free, total) = device.memory_bytes().expect("a number");
     assert!(0 < free && free <= total);
     device.bind().expect("current");

@@ -1,18 +1,18 @@
-//! Memory that other processes may open, and which allocation a slice is of.
+//! Memory that other processes can open.
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Memory};
 use zero_alloc::{AllocError, Pool, Purpose};
 
 use crate::{floats, open, read, slice};
 
-/// What is wrong with sharing this.
+/// The error of sharing this memory.
 fn refusal(memory: AnySlice) -> String {
     open().shareable_allocation(memory).expect_err("not to be shared").to_string()
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_pool_of_shareable_cuda_memory_is_one_allocation_when_it_takes_its_budget() {
+fn shareable_cuda_budget_is_one_allocation() {
     let device = open().with_shareable_backings().expect("the driver answers");
     let stream = device.create_stream("compute").expect("a stream");
     let granularity = device.granularity_bytes();
@@ -21,7 +21,7 @@ fn a_pool_of_shareable_cuda_memory_is_one_allocation_when_it_takes_its_budget() 
     let (start, bytes) = pool.reserve_budget().expect("one backing");
     assert_eq!(bytes, 3 * granularity);
     assert_eq!(pool.reserve_budget().expect("the same"), (start, bytes));
-    // Whatever lies in the pool lies in it.
+    // Every block of the pool is in it.
     let (x, y) = (floats(&pool, &stream, 100_000, 1.0), floats(&pool, &stream, 1_000_000, 2.0));
     for block in [&x, &y] {
         assert_eq!(device.shareable_allocation(slice(block)).expect("of the pool"), (start, bytes));
@@ -30,9 +30,9 @@ fn a_pool_of_shareable_cuda_memory_is_one_allocation_when_it_takes_its_budget() 
     let report = pool.report();
     assert_eq!((report.reserved_bytes, report.backing_allocations), (bytes, 1));
     drop((x, y, pool));
-    // The pool's end is another thread's where its streams have not run out.
+    // Another thread frees the pool if its streams are still running.
     let back = || device.memory_bytes().expect("a number").0 >= free;
-    assert!((0..1000).any(|_| back() || {
+    assert!((0..60_000).any(|_| back() || {
         std::thread::sleep(std::time::Duration::from_millis(1));
         false
     }));
@@ -40,7 +40,7 @@ fn a_pool_of_shareable_cuda_memory_is_one_allocation_when_it_takes_its_budget() 
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_memory_that_nobody_else_may_open_says_why() {
+fn private_cuda_memory_is_not_shareable() {
     let device = open();
     let stream = device.create_stream("compute").expect("a stream");
     let pages = Pool::new(device.clone(), 1 << 30);
@@ -50,17 +50,17 @@ fn cuda_memory_that_nobody_else_may_open_says_why() {
     assert!(refusal(slice(&large)).contains("more than one allocation"), "{}", refusal(slice(&large)));
     let plain = Pool::new(device.clone().with_backings(), 1 << 20);
     let block = floats(&plain, &stream, 100, 1.0);
-    // Which of the two depends on the driver.
+    // The driver determines which of the two.
     let why = refusal(slice(&block));
     assert!(
-        ["no handle that could be given away", "for this process alone"].iter().any(|w| why.contains(w)),
+        ["no shareable handle", "for this process alone"].iter().any(|w| why.contains(w)),
         "{why}"
     );
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_pool_that_cannot_take_its_budget_as_one_piece_of_cuda_memory_says_why() {
+fn reserve_budget_errors_on_cuda() {
     let why = |pool: &Pool<_>| match pool.reserve_budget() {
         Err(AllocError::Device(DeviceError::Driver { call: "Pool::reserve_budget", message })) => message,
         other => panic!("{other:?}"),

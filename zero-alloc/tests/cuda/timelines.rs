@@ -15,7 +15,7 @@ fn find<'a>(spans: &'a [OpSpan], label: &str) -> &'a OpSpan {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_timeline_of_cuda_shows_what_ran_where_and_reading_it_waits_for_nothing() {
+fn cuda_timeline_shows_operations() {
     let timeline = Timeline::new();
     let device = open().with_timeline(timeline.clone());
     let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
@@ -60,7 +60,7 @@ fn a_timeline_of_cuda_shows_what_ran_where_and_reading_it_waits_for_nothing() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn an_operation_of_cuda_that_fails_has_no_span() {
+fn failed_cuda_operation_has_no_span() {
     let timeline = Timeline::new();
     let device = open().with_timeline(timeline.clone());
     let stream = device.create_stream("a").expect("a stream");
@@ -75,7 +75,7 @@ fn an_operation_of_cuda_that_fails_has_no_span() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn times_of_cuda_stay_true_for_seconds() {
+fn cuda_times_stay_exact_for_seconds() {
     let timeline = Timeline::new();
     let device = open().with_timeline(timeline.clone());
     let stream = device.create_stream("a").expect("a stream");

@@ -1,8 +1,11 @@
-//! The integration tests of zero-alloc, as one binary.
+//! The integration tests of zero-alloc that need no GPU, and the conformance suite of all back ends.
 
 mod arena;
+mod conformance;
+mod host_streams;
 mod planner_model;
 mod pool;
+mod seeded;
 mod threads;
 
 /// A splitmix64 generator.

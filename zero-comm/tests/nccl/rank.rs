@@ -140,7 +140,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
     // The driver decides between the first two.
     let texts =
-        ["no handle that could be given away", "for this process alone", "rank 1 did not register its memory"];
+        ["no shareable handle", "for this process alone", "rank 1 did not register its memory"];
     assert!(texts[if odd { 0..2 } else { 2..3 }].iter().any(|text| refused.contains(text)), "{refused}");
     sum_and_gather(&comm, &rank, 1);
     // Nor if the lengths differ.
@@ -169,7 +169,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
 fn registers_nothing(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
     let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20), ..rank };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
-    assert!(refused.contains("no handle that could be given away"), "{refused}");
+    assert!(refused.contains("no shareable handle"), "{refused}");
     sum_and_gather(comm, &rank, 1);
 }
 

@@ -1,8 +1,22 @@
-//! The driver API: the only place of the crate that calls it. What is here owns its handles and is safe to use from
-//! the rest of the back end, or says in a `# Safety` section what it takes.
+//! The driver API; no other module calls it. The types here own their handles. They are safe to use from the rest of
+//! the back end, except where a `# Safety` section states conditions.
 //!
-//! Two facts of CUDA carry most proofs below: any thread may use any handle, and the driver checks arguments other
-//! than pointers itself.
+//! Two facts of CUDA are the basis of most proofs below: any thread may use any handle, and the driver checks arguments
+//! other than pointers itself.
+
+/// Calls a function of the driver by name. Its error names the function.
+macro_rules! call {
+    ($driver:expr, $function:ident($($arg:expr),* $(,)?)) => {
+        $driver.check(stringify!($function), ($driver.table.$function)($($arg),*))
+    };
+}
+
+/// As `call!`, for calls that allocate this many bytes.
+macro_rules! call_memory {
+    ($driver:expr, $bytes:expr, $function:ident($($arg:expr),* $(,)?)) => {
+        $driver.check_memory(stringify!($function), ($driver.table.$function)($($arg),*), $bytes)
+    };
+}
 
 mod context;
 mod memory;
@@ -24,7 +38,6 @@ pub(super) use module::{Code, Entry};
 pub(super) use queue::{Point, Queue, Recording};
 pub(super) use shareable::Shareable;
 
-/// Codes that are no failures, or failures of their own kind.
 const SUCCESS: c_int = 0;
 const OUT_OF_MEMORY: c_int = 2;
 const NO_DEVICE: c_int = 100;
@@ -33,32 +46,39 @@ const NOT_READY: c_int = 600;
 /// The library's names, best first.
 const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
 
-/// The driver.
+/// The loaded driver.
 pub(super) struct Driver {
     table: Table,
-    /// What `cuInit` said.
+    /// The code that `cuInit` returned.
     init: c_int,
 }
 
 impl Driver {
-    /// The driver of this machine; looked for once in a process.
+    /// The driver of this machine; loaded once in a process.
     pub(super) fn get() -> Result<&'static Self, DeviceError> {
         static FOUND: OnceLock<Result<Driver, DeviceError>> = OnceLock::new();
         FOUND.get_or_init(|| Self::find_among(NAMES)).as_ref().map_err(Clone::clone)
     }
 
     /// Loads the first library of `names` that loads.
-    pub(super) fn find_among(names: &[&str]) -> Result<Self, DeviceError> {
+    fn find_among(names: &[&str]) -> Result<Self, DeviceError> {
         // SAFETY: the names are the driver's.
         let library = unsafe { Library::open(names) }.map_err(|tried| DeviceError::NoDriver { tried })?;
         let missing = |e: MissingFunction| DeviceError::Driver { call: e.function, message: e.to_string() };
         let table = Table::load(&library).map_err(missing)?;
-        // SAFETY: the one flag that is allowed.
+        // SAFETY: 0 is the only valid flag.
         let init = unsafe { (table.cuInit)(0) };
         Ok(Self { table, init })
     }
 
-    /// How many devices there are.
+    /// The driver, if it started.
+    fn started() -> Result<&'static Self, DeviceError> {
+        let driver = Self::get()?;
+        driver.check("cuInit", driver.init)?;
+        Ok(driver)
+    }
+
+    /// The number of devices.
     pub(super) fn count(&self) -> Result<usize, DeviceError> {
         if self.init == NO_DEVICE {
             return Ok(0);
@@ -66,48 +86,43 @@ impl Driver {
         self.check("cuInit", self.init)?;
         let mut count = 0;
         // SAFETY: writes one number.
-        self.check("cuDeviceGetCount", unsafe { (self.table.cuDeviceGetCount)(&raw mut count) })?;
+        unsafe { call!(self, cuDeviceGetCount(&raw mut count)) }?;
         Ok(usize::try_from(count).unwrap_or(0))
-    }
-
-    /// The newest CUDA that the driver serves, as (13, 0).
-    pub(super) fn version(&self) -> Result<(u32, u32), DeviceError> {
-        let mut version = 0;
-        // SAFETY: writes one number.
-        self.check("cuDriverGetVersion", unsafe { (self.table.cuDriverGetVersion)(&raw mut version) })?;
-        let version = u32::try_from(version).unwrap_or(0);
-        Ok((version / 1000, version % 1000 / 10))
     }
 
     fn check(&self, call: &'static str, code: c_int) -> Result<(), DeviceError> {
         if code == SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
     }
 
-    /// As `check`, for calls that take memory.
+    /// As [`Driver::check`], for calls that allocate `requested_bytes`.
     fn check_memory(&self, call: &'static str, code: c_int, requested_bytes: usize) -> Result<(), DeviceError> {
-        match self.check(call, code) {
-            Err(error) if code == OUT_OF_MEMORY => {
-                Err(DeviceError::OutOfMemory { requested_bytes, detail: error.to_string() })
-            }
-            result => result,
-        }
+        self.check(call, code).map_err(|error| match code {
+            OUT_OF_MEMORY => DeviceError::OutOfMemory { requested_bytes, detail: error.to_string() },
+            _ => error,
+        })
     }
 
-    /// CUDA's own name and text of a code.
+    /// The state of a stream or event from the code of a query.
+    fn check_ready(&self, call: &'static str, code: c_int) -> Result<bool, DeviceError> {
+        if code == NOT_READY { Ok(false) } else { self.check(call, code).map(|()| true) }
+    }
+
+    /// The error for a code, with CUDA's name and text of it.
     fn error(&self, call: &'static str, code: c_int) -> DeviceError {
         let name = self.text(self.table.cuGetErrorName, code).unwrap_or_else(|| format!("error {code}"));
         let text = self.text(self.table.cuGetErrorString, code).unwrap_or_else(|| "no text".to_owned());
-        DeviceError::Driver { call, message: format!("{name}: {text}") }
+        // Functions whose exported name has a version are known without it.
+        DeviceError::Driver { call: call.trim_end_matches("_v2"), message: format!("{name}: {text}") }
     }
 
     fn text(&self, get: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int, code: c_int) -> Option<String> {
         let mut text = std::ptr::null();
-        // SAFETY: takes any code; writes one pointer, null for a code it does not know.
+        // SAFETY: accepts any code; writes one pointer, null for an unknown code.
         let known = unsafe { get(code, &raw mut text) };
         if known != SUCCESS || text.is_null() {
             return None;
         }
-        // SAFETY: a string of the library, which is never unloaded.
+        // SAFETY: a C string of the library, which is never unloaded.
         Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 }
@@ -118,7 +133,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn a_missing_library_is_an_error_that_names_what_was_tried() {
+    fn missing_driver_names_the_paths_tried() {
         let Err(error) = Driver::find_among(&["libno-such-cuda.so.1", "libnor-this.so"]) else {
             panic!("there is no such library");
         };
@@ -131,7 +146,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
-    fn another_library_in_its_place_is_an_error_that_names_the_function() {
+    fn wrong_library_names_the_missing_function() {
         let Err(error) = Driver::find_among(&["libc.so.6"]) else { panic!("libc is no driver") };
         assert!(matches!(error, DeviceError::Driver { call: "cuInit", .. }), "{error}");
         assert!(error.to_string().contains("libc.so.6"), "{error}");

@@ -1,10 +1,9 @@
 //! The driver's functions, found by name.
 //!
-//! The types are cudarc's, which are made from NVIDIA's headers. Its functions are not used, for three reasons: they
-//! panic where the library or a function is missing; they return codes as a Rust enum, which a code of a newer
-//! driver does not fit; and they look for `libcuda.so` before `libcuda.so.1`, and so may find the toolkit's
-//! stub. What they are good for is below: each function here has the parameters that cudarc's has, or this file does
-//! not compile.
+//! The types are cudarc's, generated from NVIDIA's headers. Its functions are not used, for three reasons: they panic if
+//! the library or a function is missing; they return codes as a Rust enum, which has no value for codes of newer drivers;
+//! and they search for `libcuda.so` before `libcuda.so.1`, so that they may load the toolkit's stub. A compile-time
+//! check compares the parameters of each function here with cudarc's.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -16,13 +15,13 @@ type Flags = std::ffi::c_ulonglong;
 
 macro_rules! table {
     ($($symbol:ident($($arg:ty),*);)*) => {
-        /// The functions that are used, with the names that the library exports.
+        /// The functions in use, under the names that the library exports.
         #[allow(non_snake_case, reason = "NVIDIA's names")]
         pub(super) struct Table {
             $(pub(super) $symbol: unsafe extern "C" fn($($arg),*) -> c_int,)*
-            /// Every driver has it; the newest headers name its successor only.
+            /// Every driver exports it, but the newest headers declare only its successor.
             pub(super) cuEventElapsedTime: unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> c_int,
-            /// These two take any code, so they do not take cudarc's enum.
+            /// These two accept any code, not only values of cudarc's enum.
             pub(super) cuGetErrorName: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
             pub(super) cuGetErrorString: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
         }
@@ -33,8 +32,8 @@ macro_rules! table {
             /// Finds every function.
             ///
             /// # Errors
-            /// The first that `library` lacks is named.
-            #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
+            /// Names the first function that `library` lacks.
+            #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all fields")]
             pub(super) fn load(library: &Library) -> Result<Self, MissingFunction> {
                 // SAFETY: each field has the signature that NVIDIA's headers give the function.
                 unsafe {
@@ -52,7 +51,6 @@ macro_rules! table {
 
 table! {
     cuInit(c_uint);
-    cuDriverGetVersion(*mut c_int);
 
     cuDeviceGet(*mut sys::CUdevice, c_int);
     cuDeviceGetCount(*mut c_int);
@@ -60,17 +58,12 @@ table! {
     cuDeviceGetAttribute(*mut c_int, sys::CUdevice_attribute, sys::CUdevice);
     cuDevicePrimaryCtxRetain(*mut sys::CUcontext, sys::CUdevice);
     cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
-    cuCtxGetCurrent(*mut sys::CUcontext);
     cuCtxSetCurrent(sys::CUcontext);
     cuCtxGetDevice(*mut sys::CUdevice);
 
     cuMemGetInfo_v2(*mut usize, *mut usize);
     cuMemAlloc_v2(*mut sys::CUdeviceptr, usize);
     cuMemFree_v2(sys::CUdeviceptr);
-    cuMemAllocAsync(*mut sys::CUdeviceptr, usize, sys::CUstream);
-    cuMemFreeAsync(sys::CUdeviceptr, sys::CUstream);
-    cuDeviceGetDefaultMemPool(*mut sys::CUmemoryPool, sys::CUdevice);
-    cuMemPoolTrimTo(sys::CUmemoryPool, usize);
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
     cuMemAddressReserve(*mut sys::CUdeviceptr, usize, usize, sys::CUdeviceptr, Flags);
@@ -111,7 +104,6 @@ table! {
     cuModuleGetFunction(*mut sys::CUfunction, sys::CUmodule, *const c_char);
     cuFuncGetAttribute(*mut c_int, sys::CUfunction_attribute, sys::CUfunction);
     cuFuncSetAttribute(sys::CUfunction, sys::CUfunction_attribute, c_int);
-    cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, sys::CUfunction, c_int, usize);
     cuLaunchKernel(
         sys::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, sys::CUstream,
         *mut *mut c_void, *mut *mut c_void

@@ -1,16 +1,15 @@
-//! The back ends that the suite runs for.
+//! The back ends under test.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, Device, DeviceError};
 use zero_alloc::host::{HostDevice, HostPages, HostStream, Monitor};
 use zero_alloc::{Block, Movable, Pool};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A device, and how to put an operation of the host into one of its streams.
+/// A device, and its function to enqueue a host operation.
 pub(crate) trait Backend {
     type Device: Device;
 
@@ -26,24 +25,24 @@ pub(crate) trait Backend {
         device.create_stream(name).expect("a stream")
     }
 
-    /// Enqueues an operation that runs only when the gate opens.
+    /// Enqueues an operation that blocks the stream until [`open`].
     fn hold(stream: &Stream<Self>) -> Arc<Monitor<bool>> {
-        let gate = Arc::new(Monitor::new(false));
-        let held = Arc::clone(&gate);
+        let monitor = Arc::new(Monitor::new(false));
+        let held = Arc::clone(&monitor);
         let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
         Self::enqueue(stream, "hold", op).expect("enqueued");
-        gate
+        monitor
     }
 }
 
 pub(crate) type Stream<B> = <<B as Backend>::Device as Device>::Stream;
 
-pub(crate) fn open(gate: &Monitor<bool>) {
-    gate.update(|open| *open = true);
+pub(crate) fn open(monitor: &Monitor<bool>) {
+    monitor.update(|open| *open = true);
 }
 
 pub(crate) fn address(block: &Block<impl Device>) -> usize {
-    // SAFETY: only the address is looked at.
+    // SAFETY: the address is not dereferenced.
     unsafe { block.slice() }.as_ptr().addr()
 }
 
@@ -69,19 +68,6 @@ pub(crate) fn fill_movable<D: Device>(pool: &Pool<D>, stream: &D::Stream, block:
 pub(crate) fn check_movable<D: Device>(pool: &Pool<D>, stream: &D::Stream, block: &Movable<D>, value: u8) {
     // SAFETY: the slice is used only within, on the stream given; the tests order streams by events.
     unsafe { block.with(stream, |slice| check(pool, stream, slice, value)) }.expect("the stream is there");
-}
-
-/// splitmix64
-pub(crate) struct Random(pub u64);
-
-impl Random {
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % bound
-    }
 }
 
 /// The host, with backings or with pages of 64 KiB.
@@ -111,32 +97,41 @@ impl Backend for Host {
     }
 }
 
-/// The first GPU, with each kind of memory.
-pub(crate) enum Cuda {
-    Pages,
-    Backings,
-    StreamOrdered,
-    Shareable,
-}
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::Cuda;
 
-impl Backend for Cuda {
-    type Device = CudaDevice;
+#[cfg(feature = "cuda")]
+mod cuda {
+    use zero_alloc::cuda::{CudaDevice, CudaStream};
+    use zero_alloc::device::DeviceError;
 
-    fn device(&self) -> CudaDevice {
-        let device = CudaDevice::open(0).expect("a CUDA device");
-        match self {
-            Self::Pages => device,
-            Self::Backings => device.with_backings(),
-            Self::StreamOrdered => device.with_stream_ordered_memory(),
-            Self::Shareable => device.with_shareable_backings().expect("the driver answers"),
-        }
+    use super::Backend;
+
+    /// The first GPU, with each kind of memory.
+    pub(crate) enum Cuda {
+        Pages,
+        Backings,
+        Shareable,
     }
 
-    fn enqueue(
-        stream: &CudaStream,
-        label: &'static str,
-        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
-    ) -> Result<(), DeviceError> {
-        stream.enqueue_host(label, op)
+    impl Backend for Cuda {
+        type Device = CudaDevice;
+
+        fn device(&self) -> CudaDevice {
+            let device = CudaDevice::open(0).expect("a CUDA device");
+            match self {
+                Self::Pages => device,
+                Self::Backings => device.with_backings(),
+                Self::Shareable => device.with_shareable_backings().expect("the driver answers"),
+            }
+        }
+
+        fn enqueue(
+            stream: &CudaStream,
+            label: &'static str,
+            op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+        ) -> Result<(), DeviceError> {
+            stream.enqueue_host(label, op)
+        }
     }
 }

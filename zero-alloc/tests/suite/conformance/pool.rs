@@ -5,33 +5,33 @@ use std::time::Duration;
 use zero_alloc::device::{DType, Event, Stream};
 use zero_alloc::{AllocError, Pool, Purpose};
 
-use crate::backend::{Backend, LIMIT, address, check, fill, open};
+use super::backend::{Backend, LIMIT, address, check, fill, open};
 
 /// One page of every back end, or more.
 const WHOLE: usize = 2 << 20;
 
-pub(crate) fn the_same_stream_reuses_at_once<B: Backend>(backend: &B) {
+pub(crate) fn same_stream_reuses_at_once<B: Backend>(backend: &B) {
     let device = backend.device();
     let a = B::stream(&device, "a");
     let pool = Pool::new(device, WHOLE);
-    let gate = B::hold(&a);
+    let monitor = B::hold(&a);
     let block = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &a).expect("room");
     let first = address(&block);
     drop(block);
     let block = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &a).expect("room");
     assert_eq!(address(&block), first);
-    open(&gate);
+    open(&monitor);
     a.synchronize(LIMIT).expect("ran");
 }
 
-pub(crate) fn another_stream_reuses_behind_the_recorded_uses_and_the_home_stream<B: Backend>(backend: &B) {
+pub(crate) fn other_stream_reuses_behind_uses<B: Backend>(backend: &B) {
     for recorded in [false, true] {
         let device = backend.device();
         let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
         let pool = Pool::new(device, WHOLE);
         let mut block = pool.allocate(WHOLE, DType::U8, Purpose::Buckets, &a).expect("room");
         let first = address(&block);
-        let gate = B::hold(&a);
+        let monitor = B::hold(&a);
         if recorded {
             block.record_use(&a).expect("recorded");
         }
@@ -40,28 +40,28 @@ pub(crate) fn another_stream_reuses_behind_the_recorded_uses_and_the_home_stream
         assert_eq!(address(&block), first);
         let reused = b.record().expect("recorded");
         assert_eq!(reused.is_done(), Ok(false));
-        open(&gate);
+        open(&monitor);
         reused.synchronize(LIMIT).expect("reached");
     }
 }
 
-pub(crate) fn a_part_taken_leaves_the_hazard_of_the_rest<B: Backend>(backend: &B) {
+pub(crate) fn partial_reuse_keeps_hazards<B: Backend>(backend: &B) {
     let device = backend.device();
     let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
     let pool = Pool::new(device, WHOLE);
     let block = pool.allocate(WHOLE, DType::U8, Purpose::Params, &a).expect("room");
-    let gate = B::hold(&a);
+    let monitor = B::hold(&a);
     drop(block);
     let first = pool.allocate(1 << 10, DType::U8, Purpose::Params, &a).expect("room");
     let second = pool.allocate(1 << 10, DType::U8, Purpose::Params, &b).expect("room");
     let reused = b.record().expect("recorded");
     assert_eq!(reused.is_done(), Ok(false));
-    open(&gate);
+    open(&monitor);
     reused.synchronize(LIMIT).expect("reached");
     drop((first, second));
 }
 
-pub(crate) fn a_steady_step_takes_nothing_from_the_device<B: Backend>(backend: &B) {
+pub(crate) fn steady_steps_allocate_nothing<B: Backend>(backend: &B) {
     let device = backend.device();
     let (compute, comm) = (B::stream(&device, "compute"), B::stream(&device, "comm"));
     let pool = Pool::new(device, 1 << 26);
@@ -86,7 +86,7 @@ pub(crate) fn a_steady_step_takes_nothing_from_the_device<B: Backend>(backend: &
     drop(state);
 }
 
-pub(crate) fn trim_gives_back_what_is_free_at_the_end_and_done<B: Backend>(backend: &B) {
+pub(crate) fn trim_frees_the_finished_end<B: Backend>(backend: &B) {
     let device = backend.device();
     let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
     let pool = Pool::new(device, 16 * WHOLE);
@@ -95,10 +95,10 @@ pub(crate) fn trim_gives_back_what_is_free_at_the_end_and_done<B: Backend>(backe
     fill(&pool, &a, unsafe { low.slice() }, 7);
     let high = pool.allocate(4 * WHOLE, DType::U8, Purpose::Activations, &a).expect("room");
     let reserved = pool.report().reserved_bytes;
-    let gate = B::hold(&a);
+    let monitor = B::hold(&a);
     drop(high);
     assert_eq!(pool.trim(Duration::from_millis(20)), 0);
-    open(&gate);
+    open(&monitor);
     let back = pool.trim(LIMIT);
     assert!(back >= 4 * WHOLE && back < reserved, "{back} of {reserved}");
     assert_eq!(pool.report().reserved_bytes, reserved - back);
@@ -115,7 +115,7 @@ pub(crate) fn trim_gives_back_what_is_free_at_the_end_and_done<B: Backend>(backe
     pool.check_invariants().expect("sound");
 }
 
-pub(crate) fn the_budget_is_a_limit_and_its_error_has_the_numbers<B: Backend>(backend: &B) {
+pub(crate) fn budget_error_has_the_numbers<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
     let (budget, most) = (4 * WHOLE, 3 * WHOLE);

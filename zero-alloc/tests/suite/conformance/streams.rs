@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use zero_alloc::device::{DeviceError, Event, Stream};
 
-use crate::backend::{Backend, LIMIT, open};
+use super::backend::{Backend, LIMIT, open};
 
-pub(crate) fn operations_run_in_order_and_synchronize_sees_them<B: Backend>(backend: &B) {
+pub(crate) fn operations_run_in_order<B: Backend>(backend: &B) {
     let stream = B::stream(&backend.device(), "compute");
     let seen = Arc::new(AtomicUsize::new(0));
     for i in 0..100 {
@@ -23,18 +23,18 @@ pub(crate) fn operations_run_in_order_and_synchronize_sees_them<B: Backend>(back
     assert_eq!(seen.load(Ordering::Relaxed), 100);
 }
 
-pub(crate) fn a_stream_waits_for_another_ones_event<B: Backend>(backend: &B) {
+pub(crate) fn stream_waits_for_an_event<B: Backend>(backend: &B) {
     let device = backend.device();
     let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
     assert_ne!(a.id(), b.id());
     assert_eq!((a.name(), a.id()), ("a", a.clone().id()));
-    let gate = B::hold(&a);
+    let monitor = B::hold(&a);
     let event = a.record().expect("recorded");
     b.wait(&event).expect("enqueued");
     let done = b.record().expect("recorded");
     assert_eq!(event.is_done(), Ok(false));
     assert_eq!(done.is_done(), Ok(false));
-    open(&gate);
+    open(&monitor);
     done.synchronize(LIMIT).expect("reached");
     assert_eq!(event.is_done(), Ok(true));
     assert_eq!(event.clone().is_done(), Ok(true));
@@ -44,11 +44,11 @@ fn failure() -> DeviceError {
     DeviceError::Driver { call: "cuda", message: "no".into() }
 }
 
-pub(crate) fn a_failure_names_stream_and_operation_and_spreads_by_waits<B: Backend>(backend: &B) {
+pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
     let device = backend.device();
     let [a, b, c] = ["a", "b", "c"].map(|name| B::stream(&device, name));
     // Held, so that the waits are there before the failure is.
-    let gate = B::hold(&a);
+    let monitor = B::hold(&a);
     B::enqueue(&a, "fail", || Err(failure())).expect("enqueued");
     let skipped = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&skipped);
@@ -60,7 +60,7 @@ pub(crate) fn a_failure_names_stream_and_operation_and_spreads_by_waits<B: Backe
     let event = a.record().expect("recorded");
     b.wait(&event).expect("enqueued");
     c.wait(&b.record().expect("recorded")).expect("enqueued");
-    open(&gate);
+    open(&monitor);
     let expected = DeviceError::Operation { stream: "a".into(), op: "fail".into(), message: "cuda: no".into() };
     assert_eq!(a.synchronize(LIMIT), Err(expected.clone()));
     assert_eq!(event.is_done(), Err(expected.clone()));
@@ -76,45 +76,45 @@ pub(crate) fn a_failure_names_stream_and_operation_and_spreads_by_waits<B: Backe
     assert_eq!(d.synchronize(LIMIT), Err(expected));
 }
 
-pub(crate) fn what_came_before_a_failure_is_no_failure<B: Backend>(backend: &B) {
+pub(crate) fn events_before_a_failure_succeed<B: Backend>(backend: &B) {
     let device = backend.device();
     let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
-    let gate = B::hold(&a);
+    let monitor = B::hold(&a);
     let before = a.record().expect("recorded");
     b.wait(&before).expect("enqueued");
     B::enqueue(&a, "fail", || Err(failure())).expect("enqueued");
-    open(&gate);
+    open(&monitor);
     assert!(a.synchronize(LIMIT).is_err());
     assert_eq!(before.synchronize(LIMIT), Ok(()));
     assert_eq!(b.synchronize(LIMIT), Ok(()));
 }
 
-pub(crate) fn a_panic_becomes_an_error_that_names_it<B: Backend>(backend: &B) {
+pub(crate) fn panic_becomes_an_error<B: Backend>(backend: &B) {
     let stream = B::stream(&backend.device(), "compute");
     B::enqueue(&stream, "explode", || panic!("rank {}", 3)).expect("enqueued");
     let expected = DeviceError::Panicked { stream: "compute".into(), op: "explode".into(), message: "rank 3".into() };
     assert_eq!(stream.synchronize(LIMIT), Err(expected));
 }
 
-pub(crate) fn a_wait_has_a_limit<B: Backend>(backend: &B) {
+pub(crate) fn wait_has_a_limit<B: Backend>(backend: &B) {
     let stream = B::stream(&backend.device(), "slow");
-    let gate = B::hold(&stream);
+    let monitor = B::hold(&stream);
     let limit = Duration::from_millis(5);
     let late = Err(DeviceError::TimedOut { what: "stream slow".into(), limit });
     assert_eq!(stream.synchronize(limit), late);
     assert_eq!(stream.record().expect("recorded").synchronize(limit), late);
-    open(&gate);
+    open(&monitor);
     // A limit that passed is no failure of the stream.
     stream.synchronize(LIMIT).expect("ran");
 }
 
-pub(crate) fn what_is_enqueued_runs_though_the_handles_are_gone<B: Backend>(backend: &B) {
+pub(crate) fn operations_outlive_their_handles<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "short");
-    let gate = B::hold(&stream);
+    let monitor = B::hold(&stream);
     let done = stream.record().expect("recorded");
     drop(stream);
     drop(device);
-    open(&gate);
+    open(&monitor);
     done.synchronize(LIMIT).expect("reached");
 }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
 
-use crate::backend::{Backend, LIMIT, Random, open};
+use super::backend::{Backend, LIMIT, open};
+use crate::Random;
 
 /// Memory of a device for one test.
 struct Lent<'a, D: Device> {
@@ -36,7 +37,7 @@ fn random_bytes(len: usize, seed: u64) -> Vec<u8> {
     (0..len).map(|_| random.below(256) as u8).collect()
 }
 
-pub(crate) fn what_is_uploaded_comes_back_whatever_length_and_place<B: Backend>(backend: &B) {
+pub(crate) fn copy_round_trips_any_length<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
     // Beyond what a back end may stage at once.
@@ -54,7 +55,7 @@ pub(crate) fn what_is_uploaded_comes_back_whatever_length_and_place<B: Backend>(
     }
 }
 
-pub(crate) fn copies_and_zeros_arrive_in_the_order_of_the_stream<B: Backend>(backend: &B) {
+pub(crate) fn copies_follow_stream_order<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
     let memory = Lent::new(&device, 3000);
@@ -76,7 +77,7 @@ pub(crate) fn copies_and_zeros_arrive_in_the_order_of_the_stream<B: Backend>(bac
     assert_eq!(seen[2000..], holed);
 }
 
-pub(crate) fn wrong_lengths_and_types_are_errors<B: Backend>(backend: &B) {
+pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
     let memory = Lent::new(&device, 64);
@@ -93,12 +94,12 @@ pub(crate) fn wrong_lengths_and_types_are_errors<B: Backend>(backend: &B) {
     stream.synchronize(LIMIT).expect("sound");
 }
 
-pub(crate) fn a_copy_behind_a_held_stream_ends_at_its_limit_and_leaves_others_alone<B: Backend>(backend: &B) {
+pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
     let device = backend.device();
     let (held, free) = (B::stream(&device, "held"), B::stream(&device, "free"));
     let (first, second) = (Lent::new(&device, 1000), Lent::new(&device, 1000));
     device.upload(&held, &[1; 1000], first.slice(), LIMIT).expect("uploaded");
-    let gate = B::hold(&held);
+    let monitor = B::hold(&held);
     let limit = Duration::from_millis(5);
     let mut untouched = [7; 1000];
     for _ in 0..3 {
@@ -114,7 +115,7 @@ pub(crate) fn a_copy_behind_a_held_stream_ends_at_its_limit_and_leaves_others_al
         device.download(&free, second.slice(), &mut seen, LIMIT).expect("downloaded");
         assert_eq!(seen, [value; 1000]);
     }
-    open(&gate);
+    open(&monitor);
     held.synchronize(LIMIT).expect("ran");
     assert!(held.record().expect("recorded").synchronize(LIMIT).is_ok());
     // What was enqueued has run: the upload arrived late, the download did not write where nobody waits any more.
@@ -124,7 +125,7 @@ pub(crate) fn a_copy_behind_a_held_stream_ends_at_its_limit_and_leaves_others_al
     assert_eq!(untouched, [7; 1000]);
 }
 
-pub(crate) fn threads_copy_at_once_without_mixing_their_bytes<B: Backend>(backend: &B) {
+pub(crate) fn concurrent_copies_do_not_mix<B: Backend>(backend: &B) {
     let device = backend.device();
     let rounds = if cfg!(miri) { 2 } else { 30 };
     std::thread::scope(|scope| {

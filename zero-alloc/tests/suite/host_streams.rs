@@ -1,4 +1,4 @@
-//! What the host's streams promise beyond what every back end does (`conformance`).
+//! Properties of host streams beyond the conformance suite.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,17 +12,17 @@ fn stream(name: &str) -> HostStream {
     HostDevice::new().create_stream(name).expect("a stream")
 }
 
-/// Enqueues an operation that runs only when the gate opens.
+/// Enqueues an operation that blocks the stream until the monitor becomes true.
 fn hold(stream: &HostStream) -> Arc<Monitor<bool>> {
-    let gate = Arc::new(Monitor::new(false));
-    let held = Arc::clone(&gate);
+    let monitor = Arc::new(Monitor::new(false));
+    let held = Arc::clone(&monitor);
     let op = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
     stream.enqueue("hold", op).expect("enqueued");
-    gate
+    monitor
 }
 
 #[test]
-fn a_stream_has_any_name() {
+fn stream_accepts_any_name() {
     for device in [HostDevice::new(), HostDevice::seeded(1)] {
         for name in ["", "two\0parts", "größe"] {
             let stream = device.create_stream(name).expect("a stream");
@@ -34,9 +34,9 @@ fn a_stream_has_any_name() {
 }
 
 #[test]
-fn a_closed_stream_finishes_and_refuses_more() {
+fn closed_stream_finishes_its_queue() {
     let (stream, other) = (stream("old"), stream("other"));
-    let gate = hold(&stream);
+    let monitor = hold(&stream);
     let before = other.record().expect("recorded");
     stream.close();
     let closed = Err(DeviceError::Closed { stream: "old".into() });
@@ -44,19 +44,19 @@ fn a_closed_stream_finishes_and_refuses_more() {
     assert_eq!(stream.wait(&before), closed);
     let end = stream.record().expect("the end can be waited for");
     assert_eq!(end.is_done(), Ok(false));
-    gate.update(|open| *open = true);
+    monitor.update(|open| *open = true);
     stream.synchronize(LIMIT).expect("what was enqueued ran");
 }
 
 #[test]
-fn a_timeline_shows_what_ran_where() {
+fn timeline_shows_operations() {
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
     let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
-    let gate = hold(&a);
+    let monitor = hold(&a);
     b.wait(&a.record().expect("recorded")).expect("enqueued");
     b.enqueue("after", || Ok(())).expect("enqueued");
-    gate.update(|open| *open = true);
+    monitor.update(|open| *open = true);
     b.synchronize(LIMIT).expect("ran");
     let spans = timeline.take();
     let find = |label| spans.iter().find(|span| span.label == label).expect("recorded");

@@ -78,7 +78,7 @@ fn order(seed: u64) -> Vec<(usize, usize)> {
 }
 
 #[test]
-fn a_seed_gives_one_order_and_seeds_give_many() {
+fn seed_determines_the_order() {
     let orders: BTreeSet<_> = (0..SEEDS).map(order).collect();
     for order in &orders {
         for stream in 0..3 {
@@ -93,7 +93,7 @@ fn a_seed_gives_one_order_and_seeds_give_many() {
 }
 
 #[test]
-fn a_missing_wait_is_caught_and_named_whatever_the_order() {
+fn missing_wait_is_found_in_any_order() {
     for seed in 0..SEEDS {
         let Setup { device, pool, compute, comm } = setup(seed);
         let block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
@@ -113,7 +113,7 @@ fn a_missing_wait_is_caught_and_named_whatever_the_order() {
 }
 
 #[test]
-fn what_is_ordered_by_events_is_fine_in_every_order() {
+fn event_order_is_no_violation() {
     for seed in 0..SEEDS {
         let Setup { device, pool, compute, comm } = setup(seed);
         let mut block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
@@ -136,7 +136,7 @@ fn what_is_ordered_by_events_is_fine_in_every_order() {
 }
 
 #[test]
-fn the_host_orders_what_it_waits_for() {
+fn host_waits_order_operations() {
     for seed in 0..SEEDS {
         let Setup { device, pool, compute, comm } = setup(seed);
         let block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
@@ -155,7 +155,7 @@ fn the_host_orders_what_it_waits_for() {
 }
 
 #[test]
-fn a_block_freed_under_an_unnoted_stream_is_caught() {
+fn unrecorded_use_of_a_freed_block_is_found() {
     let mut kinds = BTreeSet::new();
     for seed in 0..SEEDS {
         let Setup { device, pool, compute, comm } = setup(seed);
@@ -180,7 +180,7 @@ fn a_block_freed_under_an_unnoted_stream_is_caught() {
 /// until the other has read.
 fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
     let Setup { device, pool, compute, comm } = setup(seed);
-    let gate = Arc::new(Monitor::new((0, 0)));
+    let monitor = Arc::new(Monitor::new((0, 0)));
     let blocks: Vec<_> = [&compute, &comm]
         .map(|stream| pool.allocate(16, DType::F32, Purpose::Buckets, stream).expect("room"))
         .into_iter()
@@ -188,15 +188,15 @@ fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
     for (rank, stream) in [&compute, &comm].into_iter().enumerate() {
         let (mine, other) = (f32s(&blocks[rank]), f32s(&blocks[1 - rank]));
         write(stream, mine, rank as f32);
-        let gate = Arc::clone(&gate);
+        let monitor = Arc::clone(&monitor);
         let op = move || {
-            gate.update(|(arrived, _)| *arrived += 1);
-            gate.wait_until(LIMIT, || "arrival".into(), |(arrived, _)| (*arrived == 2).then_some(()))?;
-            // SAFETY: host memory; the other side has written and will not write again before the second gate.
+            monitor.update(|(arrived, _)| *arrived += 1);
+            monitor.wait_until(LIMIT, || "arrival".into(), |(arrived, _)| (*arrived == 2).then_some(()))?;
+            // SAFETY: host memory; the other side has written and will not write again before the second monitor.
             assert_eq!(unsafe { other.as_host() }[0], 1.0 - rank as f32);
-            gate.update(|(_, read)| *read += 1);
+            monitor.update(|(_, read)| *read += 1);
             if careful {
-                gate.wait_until(LIMIT, || "departure".into(), |(_, read)| (*read == 2).then_some(()))?;
+                monitor.wait_until(LIMIT, || "departure".into(), |(_, read)| (*read == 2).then_some(()))?;
             }
             Ok(())
         };
@@ -211,7 +211,7 @@ fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
 }
 
 #[test]
-fn operations_may_wait_for_each_other_in_gates() {
+fn monitors_order_operations() {
     for seed in 0..SEEDS {
         let violations = exchange(seed, true);
         assert!(violations.is_empty(), "seed {seed}: {violations:?}");
@@ -219,14 +219,14 @@ fn operations_may_wait_for_each_other_in_gates() {
 }
 
 #[test]
-fn a_gate_that_is_left_too_early_is_caught() {
+fn leaving_a_monitor_early_is_found() {
     // A rank that leaves before the other has read, and writes: in some orders the reader comes after.
     let caught = (0..SEEDS).filter(|seed| !exchange(*seed, false).is_empty()).count() as u64;
     assert!(caught > SEEDS / 8, "caught with {caught} of {SEEDS} seeds");
 }
 
 #[test]
-fn copies_and_fills_are_watched_too() {
+fn copies_and_fills_are_checked() {
     let Setup { device, pool, compute, comm } = setup(7);
     let a = pool.allocate(64, DType::F32, Purpose::Params, &compute).expect("room");
     let b = pool.allocate(64, DType::F32, Purpose::Params, &compute).expect("room");
@@ -238,11 +238,11 @@ fn copies_and_fills_are_watched_too() {
 }
 
 #[test]
-fn what_cannot_go_on_ends_at_the_limit() {
+fn blocked_operation_ends_at_its_limit() {
     let Setup { compute, .. } = setup(1);
-    let gate = Monitor::new(false);
+    let monitor = Monitor::new(false);
     let limit = Duration::from_millis(3);
-    let op = move || gate.wait_until(limit, || "a peer".into(), |open| open.then_some(()));
+    let op = move || monitor.wait_until(limit, || "a peer".into(), |open| open.then_some(()));
     compute.enqueue("wait", op).expect("enqueued");
     let error = compute.synchronize(LIMIT).expect_err("nobody opens it");
     let DeviceError::Operation { stream, op, message } = error else { panic!("{error}") };

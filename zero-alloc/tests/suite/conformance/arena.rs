@@ -4,7 +4,8 @@ use zero_alloc::device::{DType, Device, Memory, Stream};
 use zero_alloc::testing::{Call, Faulty};
 use zero_alloc::{AllocError, Pool, Purpose};
 
-use crate::backend::{Backend, LIMIT, Random, address, check, check_movable, fill, fill_movable};
+use super::backend::{Backend, LIMIT, address, check, check_movable, fill, fill_movable};
+use crate::Random;
 
 /// A page of the device, or what goes for one.
 fn page_bytes(device: &impl Device) -> usize {
@@ -58,7 +59,7 @@ pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
     assert!(report.compactions > 0 && report.moved_bytes > 0, "nothing was tested: {report:?}");
 }
 
-pub(crate) fn a_large_block_is_stitched_from_free_pages_and_live_ones_stay<B: Backend>(backend: &B) {
+pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
     let device = backend.device();
     if device.virtual_memory().is_none() {
         return;
@@ -100,7 +101,7 @@ pub(crate) fn a_large_block_is_stitched_from_free_pages_and_live_ones_stay<B: Ba
 
 /// Every call of the device fails once, at each of several places; what lives keeps its contents, and the rest of the
 /// memory can be had again.
-pub(crate) fn nothing_breaks_whatever_fails<B: Backend>(backend: &B) {
+pub(crate) fn pool_survives_every_failing_call<B: Backend>(backend: &B) {
     for call in [Call::Allocate, Call::Reserve, Call::Create, Call::Map, Call::Copy] {
         for nth in [1, 2, 3, 6] {
             let device = Faulty::new(backend.device());
