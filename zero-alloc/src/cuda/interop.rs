@@ -63,7 +63,8 @@ pub unsafe fn stream_from_raw(
     name: &str,
 ) -> Result<CudaStream, DeviceError> {
     if DEFAULT_STREAMS.contains(&stream.addr()) {
-        let message = format!("{name} is a default stream, which orders itself against others; use a separate stream");
+        let message =
+            format!("{name} is a default stream, which orders itself against others; use a separate stream");
         return Err(DeviceError::Driver { call: "stream_from_raw", message });
     }
     // SAFETY: the caller's promise.

@@ -52,10 +52,7 @@ fn private_cuda_memory_is_not_shareable() {
     let block = floats(&plain, &stream, 100, 1.0);
     // The driver determines which of the two.
     let why = refusal(slice(&block));
-    assert!(
-        ["no shareable handle", "for this process alone"].iter().any(|w| why.contains(w)),
-        "{why}"
-    );
+    assert!(["no shareable handle", "for this process alone"].iter().any(|w| why.contains(w)), "{why}");
 }
 
 #[test]

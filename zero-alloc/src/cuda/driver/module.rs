@@ -89,13 +89,14 @@ impl Entry {
         let driver = code.context.bind()?;
         let (mut raw, mut registers) = (std::ptr::null_mut(), 0);
         // SAFETY: the module is loaded; the name is a C string; writes one handle.
-        unsafe { call!(driver, cuModuleGetFunction(&raw mut raw, code.raw, c_name.as_ptr())) }
-            .map_err(|error| match error {
+        unsafe { call!(driver, cuModuleGetFunction(&raw mut raw, code.raw, c_name.as_ptr())) }.map_err(|error| {
+            match error {
                 DeviceError::Driver { message, .. } => {
                     DeviceError::Driver { call, message: format!("{message}: {name}") }
                 }
                 other => other,
-            })?;
+            }
+        })?;
         let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         // SAFETY: a kernel of the module; writes one number.
         unsafe { call!(driver, cuFuncGetAttribute(&raw mut registers, which, raw)) }?;

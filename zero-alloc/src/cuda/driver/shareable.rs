@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-use super::memory::{PageProperties, address, raw};
 use super::Context;
+use super::memory::{PageProperties, address, raw};
 use crate::device::DeviceError;
 
 /// Values of the headers' `CUmemAllocationHandleType`: handles passed as a file descriptor, or (since CUDA 12.3) over
@@ -140,10 +140,8 @@ impl Context {
             return refused("the memory has no shareable handle, as memory of cuMemAlloc".into());
         }
         let mut properties = MaybeUninit::<PageProperties>::zeroed();
-        let (call, get) = (
-            "cuMemGetAllocationPropertiesFromHandle",
-            driver.table.cuMemGetAllocationPropertiesFromHandle,
-        );
+        let (call, get) =
+            ("cuMemGetAllocationPropertiesFromHandle", driver.table.cuMemGetAllocationPropertiesFromHandle);
         // SAFETY: writes the properties, which have the headers' layout; the handle is retained.
         let code = unsafe { get(properties.as_mut_ptr().cast(), handle) };
         // SAFETY: retained above, released once.
