@@ -139,8 +139,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     rank.pool = if odd { Pool::new(device.clone().with_backings(), BUDGET) } else { shareable() };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
     // The driver decides between the first two.
-    let texts =
-        ["no shareable handle", "for this process alone", "rank 1 did not register its memory"];
+    let texts = ["no shareable handle", "for this process alone", "rank 1 did not register its memory"];
     assert!(texts[if odd { 0..2 } else { 2..3 }].iter().any(|text| refused.contains(text)), "{refused}");
     sum_and_gather(&comm, &rank, 1);
     // Nor if the lengths differ.
