@@ -125,10 +125,10 @@ fn check(got: &[f32], want: &[Bounded], what: &str) {
     }
 }
 
-/// x `[rows, k]` by w `[k, n]`.
-fn matmul(x: &[Bounded], w: &[Bounded], k: usize, n: usize) -> Vec<Bounded> {
-    let rows = x.chunks(k).flat_map(|row| (0..n).map(move |j| Bounded::sum((0..k).map(|i| row[i] * w[i * n + j]))));
-    rows.collect()
+/// x `[rows, k]` by w `[k, n]`, added to `start` `[rows, n]` in any order.
+fn matmul_onto(start: &[f32], x: &[Bounded], w: &[Bounded], k: usize, n: usize) -> Vec<Bounded> {
+    let products = |i: usize| (0..k).map(move |l| x[i / n * k + l] * w[l * n + i % n]);
+    start.iter().enumerate().map(|(i, &s)| Bounded::sum(products(i).chain([Bounded::from(s)]))).collect()
 }
 
 fn transposed(x: &[f32], columns: usize) -> Vec<Bounded> {
@@ -187,25 +187,24 @@ proptest! {
     fn linear_layers(m in 1usize..20, k in 1usize..40, n in 1usize..40, threads in 1usize..4, seed in any::<u64>()) {
         let (x, w, bias, dy) = (values(m * k, seed), values(k * n, seed ^ 1), values(n, seed ^ 2), values(m * n, seed ^ 3));
         on(threads, || {
-            let product = matmul(&bounded(&x), &bounded(&w), k, n);
+            let (x64, w64) = (bounded(&x), bounded(&w));
+            let product = matmul_onto(&vec![0.0; m * n], &x64, &w64, k, n);
             let mut y = vec![f32::NAN; m * n];
             linear::forward(&mut y, &x, &w, &bias);
             let want: Vec<_> = product.iter().enumerate().map(|(i, &v)| v + bias[i % n].into()).collect();
             check(&y, &want, "forward");
             let mut residual = dy.clone();
             linear::forward_residual(&mut residual, &x, &w, &bias);
-            let sum = |(i, &v): (usize, _)| Bounded::sum([v, dy[i].into(), bias[i % n].into()]);
-            check(&residual, &product.iter().enumerate().map(sum).collect::<Vec<_>>(), "residual");
+            let sums = matmul_onto(&dy, &x64, &w64, k, n).into_iter().enumerate();
+            check(&residual, &sums.map(|(i, v)| v + bias[i % n].into()).collect::<Vec<_>>(), "residual");
 
             let mut dx = vec![f32::NAN; m * k];
             linear::product_transposed(&mut dx, &dy, &w, k);
-            check(&dx, &matmul(&bounded(&dy), &transposed(&w, n), n, k), "gradient of the input");
+            check(&dx, &matmul_onto(&vec![0.0; m * k], &bounded(&dy), &transposed(&w, n), n, k), "gradient of the input");
 
             let (mut dw, mut dbias) = (vec![1.0; k * n], vec![1.0; n]);
             linear::backward_weight(&mut dw, &mut dbias, &x, &dy);
-            let plus_one = |v: Bounded| v + 1.0.into();
-            let want = matmul(&transposed(&x, k), &bounded(&dy), m, n).into_iter().map(plus_one);
-            check(&dw, &want.collect::<Vec<_>>(), "weight");
+            check(&dw, &matmul_onto(&vec![1.0; k * n], &transposed(&x, k), &bounded(&dy), m, n), "weight");
             let column = |j| Bounded::sum((0..m).map(|i| Bounded::from(dy[i * n + j])).chain([Bounded::from(1.0)]));
             check(&dbias, &(0..n).map(column).collect::<Vec<_>>(), "bias");
         });
