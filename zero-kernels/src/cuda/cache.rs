@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "files")]
-    fn source_arch_and_compiler_are_the_key() {
+    fn key_has_source_arch_and_compiler() {
         let folder = tempfile::tempdir().unwrap();
         let cache = KernelCache::at(folder.path().join("made/when/needed"));
         let (old, new) = (Fake::new("13.1"), Fake::new("13.2"));

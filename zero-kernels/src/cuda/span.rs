@@ -89,7 +89,7 @@ mod tests {
 
         #[test]
         #[cfg_attr(miri, ignore)]
-        fn tiles_cover_the_range_and_are_aligned(
+        fn tiles_are_aligned_and_cover_the_range(
             len in 0u64..1000,
             streams in prop::collection::vec((0u64..1000, prop::sample::select(vec![2u64, 4])), 1..6),
         ) {

@@ -1,7 +1,7 @@
 //! The operations on host streams: the call checks the arguments, the work runs in stream order.
 
 use half::{bf16, f16};
-use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice, Element};
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
@@ -232,11 +232,3 @@ impl Kernels<HostDevice> for HostKernels {
         Ok(())
     }
 }
-
-/// `with_float` covers every dtype of [`Float`].
-const _: () = {
-    const fn known(d: DType) -> bool {
-        matches!(d, DType::F32 | DType::Bf16 | DType::F16)
-    }
-    assert!(known(<f32 as Element>::DTYPE) && known(<bf16 as Element>::DTYPE) && known(<f16 as Element>::DTYPE));
-};

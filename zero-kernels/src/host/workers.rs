@@ -9,7 +9,7 @@ use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
 /// Ranges below this length run on one thread.
 const MIN_PART_ELEMS: usize = 32 * 1024;
 
-/// More than any host has cores; starting as many as a process may takes minutes.
+/// Above the cores of any host; starting the maximum of a process takes minutes.
 const MOST_THREADS: usize = 4096;
 
 const PARTS_PER_THREAD: usize = 8;

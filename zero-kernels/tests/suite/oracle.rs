@@ -96,7 +96,7 @@ fn adam_on_sixteen_bit_weights() {
 }
 
 #[test]
-fn adam_does_not_depend_on_the_split() {
+fn splits_change_no_bit_of_adam() {
     let len = if cfg!(miri) { 19 } else { 203 };
     let grad = values::<bf16>(len, 4, true);
     let (start, scalars, hyper) = (State::<f32, f32, bf16>::new(len), scalars(1e-2, 0.37), hyper(true));
@@ -210,7 +210,7 @@ fn grad_stats_bits_are_reproducible() {
 
 /// The documented order of the sum, in its plainest form; GPUs compute these bits too.
 #[test]
-fn grad_stats_add_in_the_documented_order() {
+fn grad_stats_follow_the_documented_order() {
     fn pairwise(mut lanes: Vec<f64>) -> f64 {
         while lanes.len() > 1 {
             let upper = lanes.split_off(lanes.len() / 2);

@@ -76,7 +76,7 @@ fn gradients_are_divided_by_their_scale() {
 }
 
 #[test]
-fn non_finite_gradient_skips_and_is_named() {
+fn non_finite_gradient_skips_the_step() {
     // A static scale of 1 is that of fp32 and bf16.
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
     let ranks = [RankStats { flags: 0b110, ..good(1.0) }, RankStats { flags: 0b011, ..bad() }];
@@ -191,7 +191,7 @@ fn settings_outside_their_ranges_are_refused() {
 }
 
 #[test]
-fn counts_out_of_range_are_not_restored() {
+fn excessive_counts_are_not_restored() {
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
     let good = steps.progress();
     let scaler = LossScalerState { iteration: u64::MAX, ..good.loss_scaler };
@@ -220,7 +220,7 @@ fn saved_progress_keeps_its_json_keys() {
 }
 
 #[test]
-fn only_a_fitting_loss_scale_is_restored() {
+fn bad_loss_scale_is_not_restored() {
     let state = LossScalerState { scale: 4.0, iteration: 9, since: 3, hysteresis_left: 5 };
     let mut steps = StepController::new(dynamic(DynamicScaling::default())).unwrap();
     let with = |loss_scaler| Progress { adam_steps: 9, schedule_position: 9, skipped_steps: 0, loss_scaler };

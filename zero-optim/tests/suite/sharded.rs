@@ -189,7 +189,7 @@ fn resumed_run_is_bit_identical() {
 }
 
 #[test]
-fn state_has_eight_or_twelve_bytes_per_parameter() {
+fn state_bytes_per_parameter() {
     let (init, grads) = material(&[12, 0, 30], 2, 9);
     for (dtype, bytes) in [(DType::F32, 8), (DType::Bf16, 12), (DType::F16, 12)] {
         let mut world = World::new(&config(), dtype, &init, 3, Holding::Shard);
