@@ -6,9 +6,9 @@ use std::time::Duration;
 
 #[cfg(feature = "cuda")]
 use zero_alloc::cuda::CudaDevice;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 #[cfg(feature = "cuda")]
-use zero_alloc::device::DeviceError;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
+use zero_alloc::device::{DeviceError, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;

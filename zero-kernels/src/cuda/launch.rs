@@ -241,9 +241,12 @@ pub(super) fn entries_of(source: &str) -> Result<Vec<&'static str>, KernelError>
     Ok(launches.filter(|launch| launch.source == source).map(|launch| launch.entry).collect())
 }
 
-/// Every kernel of this crate: its source, its name, and the sizes of the parameters that launches pass. For tests.
+/// A kernel's source, its name, and the sizes of the parameters that launches pass.
+type Signature = (super::Source, &'static str, Vec<usize>);
+
+/// Every kernel of this crate, for tests.
 #[doc(hidden)]
-pub fn kernel_signatures() -> Result<Vec<(super::Source, &'static str, Vec<usize>)>, KernelError> {
+pub fn kernel_signatures() -> Result<Vec<Signature>, KernelError> {
     let mut signatures = Vec::new();
     for launch in every_kernel(0)? {
         let sizes = launch.params.iter().map(Param::size_bytes).collect();
