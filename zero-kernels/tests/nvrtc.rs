@@ -23,9 +23,12 @@ fn nvrtc(test: &str) -> Option<Nvrtc> {
     }
 }
 
-/// Every source with its kernels, and the sizes of the parameters that the host passes to each.
-fn sources() -> Vec<(Source, Vec<(&'static str, Vec<usize>)>)> {
-    let mut sources: Vec<(Source, Vec<_>)> = Vec::new();
+/// A kernel's name, and the sizes of the parameters that the host passes.
+type Kernel = (&'static str, Vec<usize>);
+
+/// Every source with its kernels.
+fn sources() -> Vec<(Source, Vec<Kernel>)> {
+    let mut sources: Vec<(Source, Vec<Kernel>)> = Vec::new();
     for (source, entry, sizes) in kernel_signatures().unwrap() {
         match sources.iter_mut().find(|(known, _)| *known == source) {
             Some((_, kernels)) => kernels.push((entry, sizes)),
@@ -48,7 +51,7 @@ fn every_kernel_compiles_without_spills() {
     });
 }
 
-fn check_arch(nvrtc: &Nvrtc, arch: Arch, sources: &[(Source, Vec<(&str, Vec<usize>)>)]) {
+fn check_arch(nvrtc: &Nvrtc, arch: Arch, sources: &[(Source, Vec<Kernel>)]) {
     for (source, kernels) in sources {
         let name = source.name;
         let compiled = nvrtc.compile(source, Target::Cubin(arch), true).unwrap();
