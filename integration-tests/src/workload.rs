@@ -22,7 +22,7 @@ pub enum Weights {
     /// GPT-2's initialization with this seed.
     Initial(u64),
     /// A Hugging Face folder.
-    Folder(HfFolder),
+    Folder(Box<HfFolder>),
 }
 
 /// A GPT-2 with its initial weights and its data.

@@ -1,9 +1,7 @@
 //! Lays out a small transformer with a tied head, and prints who owns what, what moves when the number of
 //! ranks changes, when units are gathered, and what a rank keeps and sends.
 
-use zero_shard::{
-    Layout, LayoutOptions, ParamSpec, ShardError, Tie, UnitSpec, Widths, ZeroStage, reshard_rank,
-};
+use zero_shard::{Layout, LayoutOptions, ParamSpec, ShardError, Tie, UnitSpec, Widths, ZeroStage, reshard_rank};
 
 fn model() -> Vec<UnitSpec> {
     let block = |i: usize| {

@@ -204,10 +204,10 @@ fn read_gradient_types(root: &mut Block, dtype: DType, warnings: &mut Vec<String
             Err(ConfigFileError::WrongType { key, expected, got: format!("{name:?}") })
         }
     };
-    if let Some(name) = root.text("communication_data_type")? {
-        if known(name, "communication_data_type".into())? != dtype {
-            warnings.push(format!("communication_data_type is not honoured: gradients are sent as {dtype}"));
-        }
+    if let Some(name) = root.text("communication_data_type")?
+        && known(name, "communication_data_type".into())? != dtype
+    {
+        warnings.push(format!("communication_data_type is not honoured: gradients are sent as {dtype}"));
     }
     if let Some(mut block) = root.block("data_types")? {
         for (key, used) in [("grad_accum_dtype", DType::F32), ("param_dtype", dtype)] {

@@ -232,7 +232,7 @@ fn unused(weights: &TensorFolder, config: &GptConfig, stored: &HashMap<String, S
     let used: std::collections::HashSet<&String> = stored.values().collect();
     let unused: Vec<&str> = weights.tensors().filter(|t| !used.contains(&t.name)).map(|t| t.name.as_str()).collect();
     let is_mask = |name: &str| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
-    let mut unused = unused.into_iter().filter(|name| !is_mask(name) && !(*name == HEAD && config.tied_head));
+    let mut unused = unused.into_iter().filter(|name| !(is_mask(name) || *name == HEAD && config.tied_head));
     let first = unused.next()?;
     let (path, count) = (weights.path().display(), 1 + unused.count());
     Some(format!("{path}: {count} tensors do not belong to the model and are ignored, the first is {first:?}"))

@@ -48,7 +48,7 @@ fn workload(dtype: DType) -> GptWorkload {
     let folder = HfFolder::open(&data("model")).unwrap();
     GptWorkload {
         config: folder.config().clone(),
-        weights: Weights::Folder(folder),
+        weights: Weights::Folder(Box::new(folder)),
         data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
         options: Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing: false },
         threads: 1,

@@ -173,7 +173,7 @@ pub(crate) fn in_parallel<I: Send, E: Send>(
     std::thread::scope(|scope| {
         let builder = || std::thread::Builder::new().name("zero-ckpt-io".into());
         // A thread that fails to start is skipped; the others do its share.
-        let others: Vec<_> = (1..threads).filter_map(|_| builder().spawn_scoped(scope, &run).ok()).collect();
+        let others: Vec<_> = (1..threads).filter_map(|_| builder().spawn_scoped(scope, run).ok()).collect();
         let mut result = run();
         for other in others {
             match other.join() {

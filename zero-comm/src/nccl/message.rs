@@ -174,7 +174,7 @@ mod tests {
             prop::collection::vec(any::<u8>(), 0..200).prop_map(|id| Message::Welcome { id }),
             refusals().prop_map(|error| Message::Refused { error }),
             errors().prop_map(|error| Message::Failed { error }),
-            (numbers.clone(), calls(), any::<Duration>(), prop::collection::vec(entries, 1..9), 0..8).prop_map(
+            (numbers, calls(), any::<Duration>(), prop::collection::vec(entries, 1..9), 0..8).prop_map(
                 |((context, a, b), call, limit, entries, kind)| match kind {
                     0 => Message::Called { context, call },
                     1 => Message::Progress { context, reached: a, ended: b },

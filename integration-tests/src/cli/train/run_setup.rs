@@ -57,7 +57,7 @@ impl RunSetup {
         let model_name = args.model.clone().unwrap_or_else(|| "nano".to_owned());
         let (config, folder) = find_model(&model_name, &mut notices)?;
         let tokenizer = folder.as_ref().and_then(HfFolder::tokenizer);
-        let weights = folder.map_or(Weights::Initial(args.seed), Weights::Folder);
+        let weights = folder.map_or(Weights::Initial(args.seed), |folder| Weights::Folder(Box::new(folder)));
         let data = Dataset::open(&DataSource { path: args.data.clone(), tokenizer }).map_err(CliError::usage)?;
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
         let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);

@@ -153,7 +153,7 @@ impl Case {
         let folder = HfFolder::open(&data("model")).unwrap();
         GptWorkload {
             config: folder.config().clone(),
-            weights: Weights::Folder(folder),
+            weights: Weights::Folder(Box::new(folder)),
             data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
             options: Gpt2Options {
                 micro_batch: self.micro_batch,
