@@ -1,4 +1,4 @@
-// acc[i] += grad[i] in fp32. Host twin: src/host/accumulate.rs.
+// acc[i] += grad[i] in fp32. Host version: src/host/accumulate.rs.
 //
 // accumulate_GRAD. Streams of `span.wide`: 0 grad, 1 acc.
 

@@ -1,10 +1,11 @@
 // Fused AdamW and Adam: unscale, clip, decay, moments, update and narrowing in one pass over memory.
-// Host twin: src/host/adam.rs (the formula and its sources are there). 28 bytes an element with bf16 gradients and
+// Host version: src/host/adam.rs, with the formula and its sources. 28 bytes an element with bf16 gradients and
 // parameters: fp32 master and moments read and written (24), gradient read (2), parameter written (2).
 //
-// adam_GRAD: the master is the parameter. adam_GRAD_PARAM: the parameter is written too, rounded.
-// Grid: any, best Span::blocks. Streams of `span.wide`: 0 master, 1 first moment, 2 second moment, 3 gradient,
-// 4 parameter. Three blocks per multiprocessor leave enough registers for the loads of a tile, without spills.
+// adam_GRAD: the master is the parameter. adam_GRAD_PARAM: also writes the parameter, rounded to its dtype. Grid: any
+// number of blocks; Span::blocks has one warp per tile. Streams of `span.wide`: 0 master, 1 first moment, 2 second
+// moment, 3 gradient, 4 parameter. Three blocks per multiprocessor leave enough registers for the loads of a tile,
+// without spills.
 
 template <class G, class P, bool HAS_PARAM>
 __device__ __forceinline__ void adam(f32 *master, f32 *first_moment, f32 *second_moment, const G *grad, P *param,

@@ -1,6 +1,6 @@
-// AdamW and Adam on weights stored as a bf16 parameter and a 16-bit remainder: together exactly fp32, with no separate
-// master. 26 bytes an element with bf16 gradients: parameter, remainder and fp32 moments read and
-// written (24), gradient read (2). Host twin: src/host/remainder.rs (the form is described there).
+// AdamW and Adam on weights stored as a bf16 parameter and a 16-bit remainder: together exactly fp32, with no
+// separate master. 26 bytes an element with bf16 gradients: parameter, remainder and fp32 moments read and written
+// (24), gradient read (2). Host version: src/host/remainder.rs, which describes the format.
 //
 // adam_remainder_GRAD. Streams of `span.wide`: 0 parameter, 1 remainder, 2 first moment, 3 second moment, 4 gradient.
 

@@ -1,4 +1,4 @@
-// dst[i] = src[i] * scale, multiplied in fp32, rounded to nearest even. Host twin: src/host/cast.rs.
+// dst[i] = src[i] * scale, multiplied in fp32, rounded to nearest even. Host version: src/host/cast.rs.
 //
 // cast_SRC_DST. Streams of `span.wide`: 0 src, 1 dst.
 

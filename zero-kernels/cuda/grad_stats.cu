@@ -1,6 +1,6 @@
-// Sum of squares in fp64 and count of non-finite elements, in two stages, with the bits of the host twin
-// (src/host/grad_stats.rs, where the order of the sum is described): no atomics, no dependence on the grid.
-// Each gradient is read once; 12 bytes are written for 32768 of them.
+// Sum of squares in fp64 and count of non-finite elements, in two stages without atomics. The result does not depend
+// on the grid and has the bits of the host version; src/host/grad_stats.rs documents the order of the sum. Each
+// gradient element is read once; 12 bytes are written per 32768 elements.
 //
 // Stage 1, grad_stats_chunks_GRAD: one block per chunk, one warp per strip. Grid: ceil(len / CHUNK).
 // Stage 2, grad_stats_combine: one block adds the sums of the chunks.
@@ -18,7 +18,7 @@ struct GradStats {
     u64 nonfinite;
 };
 
-// The upper half is added to the lower half until one is left.
+// Adds the upper half to the lower half until one value is left.
 template <class T> __device__ __forceinline__ T add_pairwise(T (&x)[GROUP]) {
 #pragma unroll
     for (u32 half = GROUP / 2; half > 0; half /= 2)
@@ -27,10 +27,10 @@ template <class T> __device__ __forceinline__ T add_pairwise(T (&x)[GROUP]) {
     return x[0];
 }
 
-// Adds each square to its lane's sum; a non-finite element is counted and adds nothing. The square is exact in fp64, so
-// fusing changes no bit.
+// Adds each square to its lane's sum; a non-finite element is counted and adds nothing. The square is exact in fp64,
+// so fusing changes no bit.
 template <class G> __device__ __forceinline__ void add_squares(const G (&g)[GROUP], double (&sums)[GROUP], u32 &bad) {
-    // Zero if all are finite, else NaN.
+    // 0 if all elements are finite, else NaN.
     float zero = 0.0f;
 #pragma unroll
     for (int i = 0; i < GROUP; i++) zero = __fmaf_rn(widen(g[i]), 0.0f, zero);

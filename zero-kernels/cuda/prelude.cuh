@@ -1,9 +1,9 @@
-// The prelude of every kernel file, put before it at compile time, so no include path is needed.
+// The prelude of every kernel file, prepended at compile time, so no include path is needed.
 //
-// Types have the names of zero-kernels' dtypes. 16-bit values are converted by PTX instructions or integer
-// arithmetic, never by cuda_bf16.h or cuda_fp16.h, which many machines with a driver do not have. Everything is compiled
-// with --fmad=false: a multiplication and an addition are fused exactly where the source has __fmaf_rn, as in the host
-// twins with mul_add, so both compute the same bits.
+// Types are named after zero-kernels' dtypes. 16-bit values are converted by PTX instructions or integer arithmetic,
+// never by cuda_bf16.h or cuda_fp16.h, which many machines with a driver do not have. Everything is compiled with
+// --fmad=false: a multiplication and an addition are fused exactly where the source has __fmaf_rn, as mul_add is on
+// the host, so both compute the same bits.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -15,12 +15,12 @@ struct f16 { u16 bits; };
 
 static_assert(sizeof(bf16) == 2 && sizeof(f16) == 2 && sizeof(u64) == 8, "as on the host");
 
-// Threads of a block, of every kernel that works element by element.
+// Threads per block of every elementwise kernel.
 #define THREADS 256
 #define WARP 32
-// Elements of a thread: 16 bytes of a 16-bit stream, twice 16 bytes of an fp32 stream.
+// Elements per thread: 16 bytes of a 16-bit stream, 32 bytes of an fp32 stream.
 #define GROUP 8
-// Elements of a warp.
+// Elements per warp.
 #define TILE_ELEMS (WARP * GROUP)
 
 __device__ __forceinline__ float widen(f32 x) { return x; }
@@ -51,9 +51,9 @@ template <> __device__ __forceinline__ f16 narrow<f16>(float x) {
     return y;
 }
 
-// The partition of a flat range into tiles. `head` elements come before the first whole tile, so that as many bytes as
-// possible are in streams that are aligned to 16 bytes at the start of every tile but the head: bit `s` of `wide` is set
-// if stream `s` is.
+// The partition of a flat range into tiles. `head` elements come before the first whole tile. Bit `s` of `wide` is
+// set if stream `s` is aligned to 16 bytes at the start of every tile after the head. The host chooses `head` so that
+// the aligned streams have the most bytes.
 struct Span {
     u64 len;
     u32 head;
@@ -80,15 +80,16 @@ __device__ __forceinline__ Tile tile_at(Span span, u64 index) {
     return {start, left < TILE_ELEMS ? (u32)left : TILE_ELEMS};
 }
 
-// The index in a tile of this thread's element `i` in a stream of T, as it is loaded and stored. In a 16-bit stream a
-// thread has 8 neighbours; in an fp32 stream it has two runs of 4, 8 apart, and the next thread the runs between, so
-// that two threads' 16-byte accesses fill whole sectors of 32 bytes. `trade` converts between the two layouts.
+// The index within the tile of this thread's element `i` when a stream of T is loaded or stored. In a 16-bit stream a
+// thread has 8 consecutive elements. In an fp32 stream it has two runs of 4, 8 apart, and its neighbour has the runs
+// between, so that the 16-byte accesses of two threads fill whole 32-byte sectors. `trade` converts between the
+// layouts.
 template <class T> __device__ __forceinline__ u32 place(u32 i) {
     u32 lane = threadIdx.x % WARP;
     return sizeof(T) == 4 ? lane / 2 * 16 + lane % 2 * 4 + i / 4 * 8 + i % 4 : lane * GROUP + i;
 }
 
-// The same for all threads of a warp.
+// Whether the tile is accessed 16 bytes at a time in this stream; equal for all threads of a warp.
 __device__ __forceinline__ bool is_wide(Span span, Tile tile, u32 stream) {
     return tile.count == TILE_ELEMS && (span.wide >> stream & 1u);
 }
@@ -111,7 +112,7 @@ __device__ __forceinline__ uint4 pack(const u16 *x) {
     return q;
 }
 
-// 16 bytes by one access.
+// One 16-byte access.
 __device__ __forceinline__ void load_16(const f32 *p, f32 *x) {
     float4 q = *reinterpret_cast<const float4 *>(p);
     x[0] = q.x, x[1] = q.y, x[2] = q.z, x[3] = q.w;
@@ -126,7 +127,7 @@ __device__ __forceinline__ void store_16(bf16 *p, const bf16 *x) { store_16(&p->
 __device__ __forceinline__ void load_16(const f16 *p, f16 *x) { load_16(&p->bits, &x->bits); }
 __device__ __forceinline__ void store_16(f16 *p, const f16 *x) { store_16(&p->bits, &x->bits); }
 
-// 8 neighbours at `p`, which is aligned to 16 bytes.
+// 8 consecutive elements at `p`, which is aligned to 16 bytes.
 template <class T> __device__ __forceinline__ void load_wide(const T *p, T *x) {
 #pragma unroll
     for (u32 i = 0; i < GROUP; i += 16 / sizeof(T)) load_16(p + i, x + i);
@@ -163,8 +164,9 @@ __device__ __forceinline__ void store(T *p, Span span, Tile tile, u32 stream, co
     }
 }
 
-// Converts between the layouts of a 16-bit and of an fp32 stream: two threads exchange a half. All threads of a warp
-// call it, after all loads, since it waits for its own.
+// Converts between the layouts of a 16-bit and an fp32 stream: two neighbouring threads exchange half of their
+// elements. All threads of a warp must call it. It waits for its operand's load, so it is called after all loads are
+// issued.
 __device__ __forceinline__ void trade(f32 (&)[GROUP]) {}
 __device__ __forceinline__ void trade_halves(u16 *x) {
     uint4 q = pack(x);
@@ -177,7 +179,7 @@ __device__ __forceinline__ void trade(u16 (&x)[GROUP]) { trade_halves(x); }
 __device__ __forceinline__ void trade(bf16 (&x)[GROUP]) { trade_halves(&x->bits); }
 __device__ __forceinline__ void trade(f16 (&x)[GROUP]) { trade_halves(&x->bits); }
 
-// Runs the body for every tile of this warp, with all threads of the warp.
+// Runs the body for every tile of this warp; all threads of the warp run it together.
 #define FOR_EACH_TILE(span, tile)                                                                             \
     for (u64 index_ = ((u64)blockIdx.x * THREADS + threadIdx.x) / WARP, count_ = tile_count(span);            \
          index_ < count_; index_ += (u64)gridDim.x * (THREADS / WARP))                                        \

@@ -1,8 +1,8 @@
-// The rules of a step on the device, so that a step needs no host wait and can be captured in a graph.
-// Host twin: src/step.rs, with the same structs and the same operations in the same order. One thread each.
+// The rules of a step on the device, so that a step needs no host wait and can be captured in a graph. Host version:
+// src/step.rs, with the same structs and the same operations in the same order. Each kernel is one thread.
 //
-// rank_stats: combines the statistics of this rank's units. advance_step: from the statistics of all ranks, the scalars
-// of the step's Adam launches; updates the loss scale and the counts of steps.
+// rank_stats: combines the statistics of this rank's units. advance_step: computes the scalars of the step's Adam
+// launches from the statistics of all ranks, and updates the loss scale and the step counts.
 
 struct GradStats {
     double sum_sq;
@@ -73,7 +73,7 @@ static_assert(sizeof(StepState) == 56 && sizeof(StepRecord) == 104, "as on the h
 extern "C" __global__ void rank_stats(const GradStats *units, u64 count, const double *loss, const u64 *flags,
                                       RankStats *out) {
     RankStats stats = {0.0, 0, NONE, *loss, *flags};
-    // One thread adds, in order; unrolled, so that many loads are in flight together.
+    // The sum is in unit order; unrolling keeps many loads in flight.
 #pragma unroll 16
     for (u64 unit = 0; unit < count; unit++) {
         stats.sum_sq = __dadd_rn(stats.sum_sq, units[unit].sum_sq);
@@ -97,7 +97,8 @@ __device__ __forceinline__ double power(double base, u64 exponent) {
     return result;
 }
 
-// Counts a step and updates the loss scale; false, with nothing changed, on an overflow at the minimum scale.
+// Counts a step and updates the loss scale. Returns false, with nothing changed, on an overflow at the minimum scale
+// if `fail_at_min` is set.
 __device__ __forceinline__ bool count_step(const StepConfig &config, StepState &s, bool overflow) {
     if (config.dynamic) {
         if (overflow) {

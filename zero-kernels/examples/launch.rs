@@ -1,4 +1,4 @@
-//! The fused step on plain vectors and a host stream, as a framework with its own allocator would call it.
+//! The fused step on plain vectors and a host stream, as a framework that manages its own memory would call it.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The argument checks of every launch, on any device: lengths, alignment, overlap. Dtypes are checked where a kernel is
-//! selected.
+//! The argument checks of every launch, on any device: lengths, alignment, overlap. Dtypes are checked when a kernel
+//! is selected.
 
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
@@ -41,7 +41,7 @@ impl Extent {
     }
 }
 
-/// Refuses misaligned arguments, and written ones that share memory with another: the host makes `&mut` of them.
+/// Rejects misaligned arguments, and written arguments that overlap another: the host makes `&mut` slices of them.
 fn check_extents(written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
     for e in written.iter().chain(read) {
         if e.start < e.end && !e.start.is_multiple_of(e.align_bytes) {

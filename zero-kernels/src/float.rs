@@ -20,7 +20,7 @@ pub trait Float: Element + sealed::Sealed {
     /// The value as fp32, exactly.
     fn to_f32(self) -> f32;
 
-    /// `x` rounded to nearest, ties to even; beyond the range it becomes infinite.
+    /// `x` rounded to nearest, ties to even. Values out of range become infinite.
     fn from_f32(x: f32) -> Self;
 }
 
@@ -70,7 +70,7 @@ impl Float for f16 {
         let (sign, magnitude) = ((bits >> 16) & 0x8000, bits & 0x7fff_ffff);
         // Rebias the exponent (127 to 15) and round off 13 bits.
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
-        // Near 0.5 the last place is 2^-24, as in fp16's denormals: the addition rounds.
+        // The addition rounds: near 0.5 the last place is 2^-24, as in fp16's denormals.
         let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
         let nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
         let out = if magnitude > 0x7f80_0000 {

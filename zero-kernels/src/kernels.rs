@@ -1,11 +1,12 @@
-//! The contract of launches: every operation names its stream, accepts slices, and returns at once.
+//! The trait [`Kernels`], its arguments and its errors. Each operation is enqueued on an explicit stream; the call
+//! returns before it runs.
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
 use crate::step::{RankStats, StepConfig, StepRates, StepRecord, StepState, power};
 
-/// Why an operation was not enqueued.
+/// An error that kept an operation from being enqueued.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -45,7 +46,7 @@ pub enum KernelError {
         /// The other argument.
         second: &'static str,
     },
-    /// The threads of the host's operations could not be started.
+    /// The host's threads could not be started.
     #[error("failed to start {threads} threads: {message}")]
     Threads {
         /// Threads requested.
@@ -90,7 +91,7 @@ pub struct StepScalars {
     pub beta2: f32,
     /// 1 - beta2.
     pub one_minus_beta2: f32,
-    /// Not 0: the step is skipped, nothing is written.
+    /// Nonzero if the step is skipped: the launches write nothing.
     pub skip: u32,
 }
 
@@ -136,7 +137,7 @@ pub struct AdamHyper {
 }
 
 impl AdamHyper {
-    /// The values that no schedule changes, as all back ends use them; those derived from the betas are in
+    /// The values that no schedule changes, rounded as all back ends use them. Values derived from the betas are in
     /// [`StepScalars`].
     pub(crate) fn constants(&self) -> AdamConstants {
         AdamConstants {
@@ -153,11 +154,11 @@ impl AdamHyper {
 pub(crate) struct AdamConstants {
     pub(crate) eps: f32,
     pub(crate) weight_decay: f32,
-    /// Not 0: AdamW.
+    /// Nonzero: AdamW.
     pub(crate) decoupled: u32,
 }
 
-/// One AdamW launch: all slices have one length.
+/// The arguments of [`Kernels::adam`]; all slices have the same length.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamArgs {
     /// fp32 master weights, updated.
@@ -170,13 +171,14 @@ pub struct AdamArgs {
     pub grad: AnySlice,
     /// The parameter in its own dtype, written; `None` if the master is the parameter.
     pub param_out: Option<AnySlice>,
-    /// One, read when the launch runs.
+    /// One element, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
     /// Hyperparameters; the betas are those of the scalars.
     pub hyper: AdamHyper,
 }
 
-/// One AdamW launch on weights stored as a bf16 parameter and a 16-bit remainder: all slices have one length.
+/// The arguments of [`Kernels::adam_remainder`]: weights stored as a bf16 parameter and a 16-bit remainder. All
+/// slices have the same length.
 #[derive(Clone, Copy, Debug)]
 pub struct RemainderArgs {
     /// The parameter, updated.
@@ -189,34 +191,34 @@ pub struct RemainderArgs {
     pub second_moment: DeviceSlice<f32>,
     /// fp32, bf16 or fp16.
     pub grad: AnySlice,
-    /// One, read when the launch runs.
+    /// One element, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
     /// Hyperparameters; the betas are those of the scalars.
     pub hyper: AdamHyper,
 }
 
-/// The operands of [`Kernels::advance_step`], all in device memory.
+/// The arguments of [`Kernels::advance_step`], all in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct AdvanceArgs {
     /// The statistics of all ranks, in rank order; at least one.
     pub ranks: DeviceSlice<RankStats>,
-    /// One, read.
+    /// One element, read.
     pub config: DeviceSlice<StepConfig>,
     /// The schedule's values from [`StepConfig::first_position`] on; read.
     pub rates: DeviceSlice<StepRates>,
-    /// One, updated.
+    /// One element, updated.
     pub state: DeviceSlice<StepState>,
-    /// One, written, for the step's Adam launches.
+    /// One element, written: the scalars of the step's Adam launches.
     pub scalars: DeviceSlice<StepScalars>,
-    /// A ring of at least one; the record of iteration `i` is written to element `i % len`.
+    /// A ring of at least one element; the record of iteration `i` is written to element `i % len`.
     pub records: DeviceSlice<StepRecord>,
 }
 
-/// The operations of a ZeRO step, enqueued on streams of `D`. The call checks the arguments: lengths, dtypes, alignment,
-/// and that no written slice overlaps another argument. Empty ranges are allowed.
+/// The operations of a ZeRO step, enqueued on streams of `D`. The call checks the arguments: lengths, dtypes,
+/// alignment, and that no written slice overlaps another argument. Empty ranges are allowed.
 ///
-/// No operation allocates device memory or waits for the host, so a step can be recorded into a graph. Each returns an
-/// error if the arguments do not fit or the stream fails.
+/// No operation allocates device memory or waits for the host, so a step can be recorded into a graph. Each returns
+/// an error if the arguments are invalid or the stream fails.
 pub trait Kernels<D: Device>: Send + Sync {
     /// One fused Adam step over a flat range.
     ///
@@ -247,8 +249,8 @@ pub trait Kernels<D: Device>: Send + Sync {
     fn stats_scratch_elems(&self, len: usize) -> usize;
 
     /// Writes the statistics of `grad` to `out[0]`: the same bits for the same values, at any alignment and with any
-    /// number of threads. `scratch` has at least [`Self::stats_scratch_elems`] elements and is in use until the launch
-    /// has run.
+    /// number of threads. `scratch` has at least [`Self::stats_scratch_elems`] elements and is in use until the
+    /// launch has run.
     ///
     /// # Errors
     /// See [`KernelError`].
@@ -260,7 +262,8 @@ pub trait Kernels<D: Device>: Send + Sync {
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError>;
 
-    /// Writes this rank's [`RankStats`] to `out[0]`, from the statistics of its units, in order, one loss and 64 flags.
+    /// Writes this rank's [`RankStats`] to `out[0]`, from the statistics of its units, in unit order, its loss
+    /// and 64 flag bits.
     ///
     /// # Errors
     /// See [`KernelError`].

@@ -1,5 +1,5 @@
-//! The oracle of each operation: a plain loop with the same signature, to read and to test against. Conversions are
-//! those of crate `half`.
+//! The test oracles: each operation as a plain loop with the signature of its [`host`](crate::host) version.
+//! Conversions are those of crate `half`.
 
 use half::{bf16, f16};
 use zero_alloc::device::DType;

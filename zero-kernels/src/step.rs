@@ -1,8 +1,8 @@
 //! The rules of a step: gradient norm, clipping, overflow, loss scale and step counts, as plain data and arithmetic.
 //!
-//! [`advance_step`] is the only Rust version; zero-optim calls it on the host. The kernel in cuda/step.cu has the same
-//! structs and the same operations in the same order, so its results are equal bit for bit, and a step on a GPU needs no
-//! host wait. With `S` the loss scale of the step's backward, `N` ranks and `A` micro-batches:
+//! [`advance_step`] is the only Rust version; zero-optim calls it on the host. The kernel in cuda/step.cu has the
+//! same structs and the same operations in the same order, so its results are equal bit for bit, and a step on a GPU
+//! needs no host wait. With `S` the loss scale of the step's backward, `N` ranks and `A` micro-batches:
 //!
 //! ```text
 //! grad_norm  = sqrt(sum over ranks of sum_sq) / (S * N * A)
@@ -13,12 +13,13 @@
 //! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows DeepSpeed's
 //! `DynamicLossScaler` (0.19.8):
 //!
-//! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; above 1 the hysteresis is reduced by 1.
-//! - **good step**: after `window` good steps since the last overflow, and every `window` after that, the scale doubles
-//!   and the hysteresis is reset. With `consecutive_hysteresis` every good step resets it.
+//! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; above 1 the hysteresis is reduced by
+//!   1.
+//! - **good step**: after `window` good steps since the last overflow, and every `window` after that, the scale
+//!   doubles and the hysteresis is reset. With `consecutive_hysteresis` every good step resets it.
 //!
-//! The scale changes only here, after the gradients that used it were applied. DeepSpeed #2686 was a scale that changed
-//! between backward and step.
+//! The scale changes only here, after the gradients that used it were applied. DeepSpeed #2686 was a scale that
+//! changed between backward and step.
 
 use crate::{GradStats, StepScalars};
 
@@ -28,7 +29,7 @@ use crate::{GradStats, StepScalars};
 pub struct RankStats {
     /// Sum of squares over the rank's shards, added in unit order.
     pub sum_sq: f64,
-    /// Non-finite elements in them.
+    /// Non-finite elements of the rank's shards.
     pub nonfinite: u64,
     /// The first unit with a non-finite element; [`RankStats::NO_UNIT`] if all are finite.
     pub first_bad_unit: u64,
@@ -61,11 +62,11 @@ impl RankStats {
     }
 }
 
-/// Settings that stay the same from step to step.
+/// Settings that no step changes.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepConfig {
-    /// Gradients of a greater norm are scaled down to it; 0: no clipping.
+    /// Gradients with a greater norm are scaled down to this norm; 0 disables clipping.
     pub max_grad_norm: f64,
     /// The minimum loss scale.
     pub min_scale: f64,
@@ -75,13 +76,13 @@ pub struct StepConfig {
     pub micro_batches: u64,
     /// The schedule position of the first entry in the table of rates.
     pub first_position: u64,
-    /// Not 0: the loss scale is dynamic.
+    /// Nonzero if the loss scale is dynamic.
     pub dynamic: u32,
     /// Overflows until the loss scale halves; at least 1.
     pub hysteresis: u32,
-    /// Not 0: every good step resets the hysteresis.
+    /// Nonzero if every good step resets the hysteresis.
     pub consecutive_hysteresis: u32,
-    /// Not 0: an overflow at the minimum scale halts the run.
+    /// Nonzero if an overflow at the minimum scale halts the run.
     pub fail_at_min: u32,
 }
 
@@ -105,7 +106,7 @@ pub struct StepState {
     pub loss_scale: f64,
     /// Steps so far, skipped ones included.
     pub iteration: u64,
-    /// Iteration after the last overflow; 0 before the first.
+    /// The iteration after the last overflow; 0 before the first.
     pub since: u64,
     /// Steps applied: Adam's `t` before the next step.
     pub adam_steps: u64,
@@ -120,7 +121,7 @@ pub struct StepState {
 }
 
 impl StepState {
-    /// `halted`: the run goes on.
+    /// `halted`: the run is not halted.
     pub const RUNNING: u32 = 0;
     /// `halted`: gradients overflowed with the loss scale at its minimum.
     pub const AT_MINIMUM: u32 = 1;
@@ -167,14 +168,14 @@ impl StepState {
     }
 }
 
-/// The record of one step, which the kernel writes to a ring for the host to read later. The step that halts a run has a
-/// record; later ones have none.
+/// The record of one step. The kernel writes it to a ring, and the host reads it later. The step that halts a run
+/// writes a record; later steps write none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepRecord {
     /// Norm of the mean gradient before clipping; 0 if skipped.
     pub grad_norm: f64,
-    /// Clipping's factor; 0 if skipped.
+    /// Clipping factor; 0 if skipped.
     pub clip: f64,
     /// The learning rate.
     pub lr: f64,
@@ -190,13 +191,13 @@ pub struct StepRecord {
     pub nonfinite: u64,
     /// The first rank with a non-finite gradient; `u64::MAX` if all are finite.
     pub bad_rank: u64,
-    /// The first unit with one on that rank; `u64::MAX` if all are finite.
+    /// The first unit with a non-finite gradient on that rank; `u64::MAX` if all are finite.
     pub bad_unit: u64,
     /// The scale of the next backward.
     pub next_loss_scale: f64,
     /// Steps before this one, skipped ones included.
     pub iteration: u64,
-    /// Not 0: Adam's update was skipped.
+    /// Nonzero if Adam's update was skipped.
     pub skipped: u32,
     /// The reason why this step halted the run ([`StepState::AT_MINIMUM`], [`StepState::NO_RATE`]), or 0.
     pub halted: u32,

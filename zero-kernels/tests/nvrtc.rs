@@ -1,5 +1,5 @@
-//! Every kernel compiles for every architecture without spilling registers, and has the entries and parameters that the
-//! host passes. Needs NVRTC and no GPU; without NVRTC the tests print that they are skipped, or fail if
+//! Every kernel compiles for every architecture without register spills, and has the name and the parameters that the
+//! host uses. Needs NVRTC and no GPU; without NVRTC the tests print that they are skipped, or fail if
 //! `ZERO_REQUIRE_NVRTC` is set (.ci/steps/80-cuda-compile does so).
 
 #![cfg(all(feature = "cuda", not(miri)))]
@@ -16,7 +16,7 @@ fn nvrtc(test: &str) -> Option<Nvrtc> {
         Ok(nvrtc) => Some(nvrtc),
         Err(error) if std::env::var_os("ZERO_REQUIRE_NVRTC").is_some() => panic!("{error}"),
         Err(error) => {
-            // Straight to the stream: the test harness would swallow `eprintln!`.
+            // Written to stderr directly, since the test harness captures `eprintln!`.
             let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {error}\n").as_bytes());
             None
         }
@@ -42,7 +42,7 @@ fn sources() -> Vec<(Source, Vec<Kernel>)> {
 fn every_kernel_compiles_without_spills() {
     let Some(nvrtc) = nvrtc("every_kernel_compiles_without_spills") else { return };
     let sources = sources();
-    // NVRTC compiles for each architecture on its own: two threads halve the wait.
+    // Two threads halve the time: NVRTC compiles for each architecture independently.
     std::thread::scope(|scope| {
         for archs in [&ARCHS[..2], &ARCHS[2..]] {
             let (nvrtc, sources) = (&nvrtc, &sources);
@@ -62,7 +62,7 @@ fn check_arch(nvrtc: &Nvrtc, arch: Arch, sources: &[(Source, Vec<Kernel>)]) {
             let needle = [b"\0", entry.as_bytes(), b"\0"].concat();
             assert!(compiled.image.windows(needle.len()).any(|w| w == needle), "{name} {arch}: no {entry}");
         }
-        // ptxas reports for every kernel "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads".
+        // For every kernel ptxas reports "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads".
         let spills: Vec<&str> = compiled.log.lines().filter(|l| l.contains("spill stores")).collect();
         assert!(spills.len() >= kernels.len(), "{name} {arch}: no report of registers: {}", compiled.log);
         for line in spills {

@@ -1,8 +1,8 @@
-//! Compiled kernels on disk: compiling takes seconds.
+//! An on-disk cache of compiled kernels: compiling takes seconds.
 //!
 //! A file's name contains a hash of everything that its content depends on: the source with its prelude, the target
-//! (machine code and PTX are separate files), and the compiler with its version and options. Files are written under a
-//! temporary name and renamed, so that processes that start together never read a partial file. A damaged file is
+//! (machine code and PTX are separate files), and the compiler with its version and options. Files are written under
+//! a temporary name and renamed, so that processes that start together never read a partial file. A damaged file is
 //! treated as missing.
 
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::{Arch, CudaError, Source, Target};
 
 /// A compiler of kernels, such as [`Nvrtc`](super::Nvrtc).
 pub trait Compile {
-    /// Everything about the compiler that its output depends on: name, version, options.
+    /// The compiler's name, version and options: a part of the cache key.
     fn identity(&self) -> String;
 
     /// The target for devices of `arch`.
@@ -24,14 +24,14 @@ pub trait Compile {
     /// Compiles `source` for `target`.
     ///
     /// # Errors
-    /// It does not compile.
+    /// The source does not compile.
     fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError>;
 }
 
 /// A folder of compiled kernels.
 #[derive(Clone, Debug)]
 pub struct KernelCache {
-    /// `None`: nothing is kept.
+    /// `None`: no caching.
     folder: Option<PathBuf>,
 }
 
@@ -40,19 +40,19 @@ const MAGIC: &[u8; 8] = b"ZEROKRN1";
 const HEADER_BYTES: usize = 8 + 16 + 16;
 
 impl KernelCache {
-    /// Kernels in `folder`, which is created when the first is stored.
+    /// A cache in `folder`, which is created when the first kernel is stored.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
         Self { folder: Some(folder.into()) }
     }
 
     /// The user's folder: `ZERO_KERNEL_CACHE`, or `zero-kernels` in `XDG_CACHE_HOME` or in `HOME/.cache`. If none of
-    /// these is set, nothing is kept.
+    /// these is set, kernels are not cached.
     pub fn of_user() -> Self {
         Self { folder: user_folder(|name| std::env::var(name).ok().filter(|v| !v.is_empty())) }
     }
 
-    /// Returns the image of `source` for devices of `arch`, from disk or from `compiler`. An image that cannot be
-    /// written is compiled again next time.
+    /// Returns the image of `source` for devices of `arch`, from disk or from `compiler`. A failure to write the file
+    /// is ignored: the image is compiled again next time.
     pub(super) fn get(&self, compiler: &dyn Compile, source: &Source, arch: Arch) -> Result<Vec<u8>, CudaError> {
         let target = compiler.target(arch)?;
         let key = hash(&[source.text().as_bytes(), target.to_string().as_bytes(), compiler.identity().as_bytes()]);
@@ -101,7 +101,7 @@ fn unwrap(file: &[u8], key: u128) -> Option<Vec<u8>> {
     (start == header(image, key)).then(|| image.to_vec())
 }
 
-/// FNV-1a, 128 bits, of the parts with their lengths.
+/// 128-bit FNV-1a of the parts, each preceded by its length.
 fn hash(parts: &[&[u8]]) -> u128 {
     let bytes = parts.iter().flat_map(|p| (p.len() as u64).to_le_bytes().into_iter().chain(p.iter().copied()));
     bytes.fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash, byte| {
@@ -115,7 +115,7 @@ mod tests {
 
     use super::*;
 
-    /// Compiles to its own name, and counts.
+    /// A compiler that returns the source's name as its output, and counts compilations.
     struct Fake {
         version: &'static str,
         compiled: Cell<u32>,
@@ -145,7 +145,7 @@ mod tests {
     const A: Source = Source::new("a.cu", "one");
     const B: Source = Source::new("a.cu", "two");
 
-    /// Whether the image had to be compiled.
+    /// Gets the image, and returns whether it was compiled.
     fn compiles(cache: &KernelCache, fake: &Fake, source: &Source, arch: u32) -> bool {
         let before = fake.compiled.get();
         let image = cache.get(fake, source, Arch(arch)).unwrap();

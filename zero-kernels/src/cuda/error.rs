@@ -4,11 +4,11 @@ use zero_alloc::library::MissingFunction;
 
 use super::{Arch, Target};
 
-/// Why a kernel could not be compiled.
+/// An error of run-time compilation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// The compiler's library is not on this machine.
+    /// NVRTC's library was not found.
     #[error(
         "NVRTC was not found; tried {}. Install it (pip install nvidia-cuda-nvrtc, or the CUDA toolkit) and set \
          ZERO_NVRTC to the library's path if the loader does not find it",
@@ -18,7 +18,7 @@ pub enum CudaError {
         /// The names tried, each with the loader's error.
         tried: Vec<String>,
     },
-    /// The library lacks a function.
+    /// The library does not export a function.
     #[error(transparent)]
     MissingFunction(#[from] MissingFunction),
     /// This NVRTC does not support the architecture.
@@ -44,7 +44,7 @@ pub enum CudaError {
         /// The compiler's log.
         log: String,
     },
-    /// Another call of NVRTC failed.
+    /// Another NVRTC call failed.
     #[error("{call}: {message}")]
     Call {
         /// The function.

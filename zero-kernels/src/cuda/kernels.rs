@@ -1,4 +1,4 @@
-//! The operations on CUDA streams: described by `launch`, loaded at first use, enqueued.
+//! The operations on CUDA streams. `launch` builds each launch; kernels are loaded at first use.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -59,7 +59,7 @@ impl CudaKernels {
         let enqueued = enqueue();
         let drained = stream.synchronize(limit);
         if drained.is_ok() {
-            // SAFETY: as above; on a device that does not drain the bytes leak.
+            // SAFETY: as above. If the stream does not drain, the memory leaks.
             unsafe { device.deallocate(memory, bytes) };
         }
         enqueued.and(drained.map_err(KernelError::from))
@@ -94,8 +94,8 @@ impl CudaKernels {
         let (grid, block, mut params) = ([launch.blocks, 1, 1], [launch.threads, 1, 1], launch.params);
         let mut args: Vec<_> = params.iter_mut().map(Param::as_mut_ptr).collect();
         let enqueue = || {
-            // SAFETY: `params` has the kernel's parameters in order and with their types (tests/nvrtc.rs compares them
-            // with the compiled kernels); the caller guarantees the memory.
+            // SAFETY: `params` has the kernel's parameters in order and with their types (tests/nvrtc.rs compares
+            // them with the compiled kernels); the caller guarantees the memory.
             unsafe { function.launch(stream, grid, block, 0, &mut args) }
         };
         Ok(stream.labelled(op, enqueue)?)
@@ -106,8 +106,8 @@ impl CudaKernels {
         if launch.blocks == 0 {
             return Ok(());
         }
-        // SAFETY: the addresses and lengths are those of slices that `check` compared with one another; the maker of a
-        // slice guarantees that its memory is valid and its accesses ordered.
+        // SAFETY: the addresses and lengths are those of slices that `check` compared with one another; the creator
+        // of a slice guarantees that its memory is valid and its accesses ordered.
         unsafe { self.launch(stream, op, launch) }
     }
 }

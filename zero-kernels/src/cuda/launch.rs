@@ -1,5 +1,5 @@
-//! Launches as data: the kernel, its grid and its parameters for each operation. Nothing here needs a device, so tests
-//! compare them with the compiled kernels.
+//! Launches as values: the kernel, grid and parameters of each operation. No code here needs a device, so tests
+//! compare the launches with the compiled kernels.
 
 use std::ffi::c_void;
 
@@ -22,7 +22,7 @@ pub(super) enum Param {
 }
 
 impl Param {
-    /// The value, as the driver reads it.
+    /// A pointer to the value, as the driver reads it.
     pub(super) fn as_mut_ptr(&mut self) -> *mut c_void {
         match self {
             Self::Address(x) | Self::U64(x) => std::ptr::from_mut(x).cast(),
@@ -77,7 +77,7 @@ impl Launch {
     }
 }
 
-/// The names of kernels over one dtype: fp32, bf16, fp16.
+/// The names of a kernel's variants for fp32, bf16 and fp16.
 macro_rules! entries {
     ($prefix:literal) => {
         [concat!($prefix, "_f32"), concat!($prefix, "_bf16"), concat!($prefix, "_f16")]
@@ -148,7 +148,7 @@ pub(super) fn stats_scratch_elems(len: usize) -> usize {
     stats_chunks(len).map_or(usize::MAX, |chunks| (chunks as usize * (8 + 4)).div_ceil(8))
 }
 
-/// The two stages; the first is empty for no elements.
+/// The two stages; the first has no blocks if there are no elements.
 pub(super) fn grad_stats(
     grad: AnySlice,
     scratch: DeviceSlice<f64>,
@@ -156,7 +156,7 @@ pub(super) fn grad_stats(
 ) -> Result<[Launch; 2], KernelError> {
     let entry = entries!("grad_stats_chunks")[index("grad_stats: grad", grad.dtype())?];
     check::grad_stats(grad, scratch, stats_scratch_elems(grad.len()), out)?;
-    // No scratch is long enough for more chunks than a grid can have.
+    // 0 is unreachable: the check above requires `usize::MAX` elements of scratch.
     let chunks = stats_chunks(grad.len()).unwrap_or(0);
     let counts = Param::Address(scratch.as_ptr() as u64 + u64::from(chunks) * 8);
     let launch = |entry, blocks, params| Launch { source: "grad_stats.cu", entry, blocks, threads: THREADS, params };
@@ -191,7 +191,8 @@ const SLOT_BYTES: usize = 128;
 /// Bytes that the launches of [`every_kernel`] access.
 pub(super) const EVERY_KERNEL_BYTES: usize = SLOTS * SLOT_BYTES;
 
-/// Every kernel once, on empty ranges and on single values within [`EVERY_KERNEL_BYTES`] zeroed bytes at `address`.
+/// A launch of each kernel, on empty ranges and on single values within [`EVERY_KERNEL_BYTES`] zeroed bytes at
+/// `address`.
 pub(super) fn every_kernel(address: usize) -> Result<Vec<Launch>, KernelError> {
     fn slot<T>(address: usize, nth: usize, len: usize) -> DeviceSlice<T> {
         debug_assert!(nth < SLOTS && len * size_of::<T>() <= SLOT_BYTES);
@@ -230,7 +231,8 @@ pub(super) fn every_kernel(address: usize) -> Result<Vec<Launch>, KernelError> {
     let (config, rates, state) = (slot(address, 6, 1), slot(address, 0, 0), slot(address, 7, 1));
     let args = AdvanceArgs { ranks, config, rates, state, scalars, records: slot(address, 8, 1) };
     launches.push(advance_step(&args)?);
-    // Kernels over empty ranges return at once; the first stage of grad_stats writes one chunk's zeroes to scratch.
+    // Kernels over empty ranges return at once, except the first stage of grad_stats: it writes one chunk's zeros to
+    // scratch.
     launches.iter_mut().for_each(|launch| launch.blocks = launch.blocks.max(1));
     Ok(launches)
 }
@@ -244,7 +246,7 @@ pub(super) fn entries_of(source: &str) -> Result<Vec<&'static str>, KernelError>
 /// A kernel's source, its name, and the sizes of the parameters that launches pass.
 type Signature = (super::Source, &'static str, Vec<usize>);
 
-/// Every kernel of this crate, for tests.
+/// The signatures of all kernels of this crate, for tests.
 #[doc(hidden)]
 pub fn kernel_signatures() -> Result<Vec<Signature>, KernelError> {
     let mut signatures = Vec::new();
@@ -260,7 +262,7 @@ mod tests {
     use super::*;
 
     fn at<T>(address: usize, len: usize) -> DeviceSlice<T> {
-        // SAFETY: launches as data compute with addresses and never access them.
+        // SAFETY: building a launch computes with addresses and accesses no memory.
         unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address), len) }
     }
 

@@ -12,7 +12,7 @@ use crate::KernelError;
 /// The kernels of one source, by name.
 pub type Functions = HashMap<&'static str, Function>;
 
-/// Compiles sources for one device, or reads them from the cache, and loads them. A clone is another handle.
+/// Compiles sources for one device, or reads their images from the cache, and loads them. A clone is another handle.
 #[derive(Clone)]
 pub struct Loader(Arc<Inner>);
 
@@ -20,7 +20,7 @@ struct Inner {
     device: CudaDevice,
     compiler: Box<dyn Compile + Send + Sync>,
     cache: KernelCache,
-    /// One source at a time: ranks of a process that start together compile each source only once.
+    /// Held while a source is loaded, so that ranks of a process that start together compile each source only once.
     loading: Mutex<()>,
 }
 

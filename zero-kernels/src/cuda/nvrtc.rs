@@ -9,10 +9,10 @@ use zero_alloc::library::{Library, MissingFunction, Search};
 use super::{Arch, Compile, CudaError, Source, Target};
 
 /// Options of every compilation, besides the architecture. Without `--fmad=false` the compiler would fuse operations
-/// that the host twins do not.
+/// that the host versions do not.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
 
-/// The compiler's library.
+/// NVIDIA's run-time compiler, as a loaded library.
 pub struct Nvrtc {
     path: String,
     version: (i32, i32),
@@ -89,7 +89,7 @@ impl Calls {
     }
 
     fn message(&self, code: c_int) -> String {
-        // SAFETY: takes any code, returns a static string or null.
+        // SAFETY: accepts any code, returns a static string or null.
         let text = unsafe { (self.error_string)(code) };
         if text.is_null() {
             return format!("error {code}");
@@ -99,9 +99,9 @@ impl Calls {
     }
 }
 
-/// NVRTC opens the library of its built-in functions by name, and not every build finds it in its own folder (13.0.88
-/// from pip does not). A library that is already loaded is found. On failure here NVRTC reports the error when it
-/// compiles.
+/// Loads `libnvrtc-builtins.so` from NVRTC's folder. NVRTC opens it by name when it compiles, and not every build
+/// searches NVRTC's folder (13.0.88 from pip does not); an already loaded library is found. If loading fails here,
+/// NVRTC reports the error when it compiles.
 fn load_builtins(nvrtc: &str) {
     let folder = Path::new(nvrtc).parent().filter(|folder| !folder.as_os_str().is_empty());
     for entry in folder.and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten() {
@@ -123,7 +123,7 @@ const SEARCH: Search = Search {
 };
 
 impl Nvrtc {
-    /// Loads the library at `ZERO_NVRTC`, or under its usual names.
+    /// Loads the library at the path in `ZERO_NVRTC`, or by its usual names.
     ///
     /// # Errors
     /// There is no such library, or it is not NVRTC.
@@ -159,8 +159,8 @@ impl Nvrtc {
         &self.supported
     }
 
-    /// Compiles `source` for `target`. With `report_registers` the log has the registers and spilled bytes of every
-    /// kernel.
+    /// Compiles `source` for `target`. With `report_registers` the log lists the registers and spilled bytes of
+    /// every kernel.
     ///
     /// # Errors
     /// The target is not supported, or the source does not compile.

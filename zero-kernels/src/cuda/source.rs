@@ -1,4 +1,4 @@
-//! The kernels' sources, carried in the binary.
+//! The kernels' sources, embedded in the binary.
 
 const PRELUDE: &str = include_str!("../../cuda/prelude.cuh");
 
@@ -21,12 +21,12 @@ pub(super) const SOURCES: [Source; 6] =
     sources!["adam.cu", "adam_remainder.cu", "cast.cu", "accumulate.cu", "grad_stats.cu", "step.cu"];
 
 impl Source {
-    /// Another crate's source, compiled with this crate's prelude before it.
+    /// A source of another crate. This crate's prelude is prepended.
     pub const fn new(name: &'static str, body: &'static str) -> Self {
         Self { name, body }
     }
 
-    /// The whole text: the prelude and the file. Compiler messages have the line numbers of the files.
+    /// The text to compile: the prelude, then the file. `#line` makes compiler messages refer to the files' lines.
     pub fn text(&self) -> String {
         format!("#line 1 \"prelude.cuh\"\n{PRELUDE}\n#line 1 \"{}\"\n{}", self.name, self.body)
     }

@@ -1,5 +1,5 @@
-//! How a flat range becomes a launch: the elements before the first whole tile, the streams that are then aligned to 16
-//! bytes, and the number of blocks. Pure arithmetic on addresses.
+//! The launch geometry of a flat range: the elements before the first whole tile, the streams that are aligned to 16
+//! bytes from there on, and the number of blocks. Pure arithmetic on addresses.
 //!
 //! A warp works on tiles of 256 elements, a thread on 8 of them: 16 bytes of a 16-bit stream, 32 of an fp32 stream.
 //! Shards start at any element, so the streams of one launch may be aligned differently; the head is chosen so that
@@ -32,14 +32,16 @@ pub struct Span {
 }
 
 impl Span {
-    /// The best partition for streams of equal length, in the order that the kernel numbers them; at most 32.
+    /// The partition with the most bytes in 16-byte accesses, for at most 32 streams of equal length, in the kernel's
+    /// order.
     pub fn of(streams: &[AnySlice]) -> Self {
         let streams_at: Vec<(u64, u64)> =
             streams.iter().map(|s| (s.as_ptr() as u64, s.dtype().size_bytes() as u64)).collect();
         Self::best(streams.first().map_or(0, |s| s.len() as u64), &streams_at)
     }
 
-    /// The best partition of `len` elements for streams as (address, bytes of an element).
+    /// The partition with the most bytes in 16-byte accesses, for streams of `len` elements as (address, element
+    /// bytes).
     fn best(len: u64, streams: &[(u64, u64)]) -> Self {
         let wide_at = |head: u64| {
             let is_aligned = |&(address, size): &(u64, u64)| (address + head * size).is_multiple_of(WIDE_BYTES);
@@ -57,7 +59,7 @@ impl Span {
         Self { len, head: head.min(len) as u32, wide }
     }
 
-    /// Tiles: the head, if any, and those of 256 after it, the last of which may be shorter.
+    /// The number of tiles: the head, if any, and tiles of 256 elements after it, the last of which may be shorter.
     pub fn tiles(&self) -> u64 {
         u64::from(self.head > 0) + (self.len - u64::from(self.head)).div_ceil(TILE_ELEMS)
     }
@@ -125,7 +127,7 @@ mod tests {
 
     #[test]
     fn most_bytes_use_wide_accesses() {
-        // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is off then.
+        // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is then misaligned.
         let streams = [(4100, 4), (8196, 4), (516, 4), (64, 2)];
         assert_eq!(Span::best(1000, &streams), Span { len: 1000, head: 3, wide: 0b0111 });
         // One element past a boundary each: a head of 7 serves both widths.

@@ -26,16 +26,16 @@ impl fmt::Display for Arch {
 pub enum Target {
     /// Machine code (an ELF file) for devices of this architecture alone.
     Cubin(Arch),
-    /// PTX for this virtual architecture, text that ends in a zero byte: the driver of any newer device translates it.
+    /// PTX for this virtual architecture, as zero-terminated text. The driver of any newer device compiles it.
     Ptx(Arch),
 }
 
 impl Target {
-    /// The target for devices of `arch` with a compiler that supports `supported`: machine code, or PTX for the nearest
-    /// older architecture if the device's own is not supported.
+    /// The target for devices of `arch` with a compiler that supports `supported`: machine code, or PTX for the
+    /// nearest older architecture if the device's own is not supported.
     ///
     /// # Errors
-    /// The device is older than all of `supported`; `version` is for the message.
+    /// The device is older than all of `supported`. `version` appears in the message.
     pub(super) fn choose(arch: Arch, supported: &[u32], version: &str) -> Result<Self, CudaError> {
         if supported.contains(&arch.0) {
             return Ok(Self::Cubin(arch));
@@ -48,7 +48,7 @@ impl Target {
         })
     }
 
-    /// The end of a file's name.
+    /// The extension of the cache file's name.
     pub(super) fn extension(self) -> &'static str {
         match self {
             Self::Cubin(_) => "cubin",

@@ -9,7 +9,7 @@
 //! w = w - (lr / (1 - beta1^t)) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
 //!
-//! It is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), fused multiply-adds included.
+//! This is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), including its fused multiply-adds.
 //! Sources: Kingma & Ba, arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
 
 use half::bf16;
@@ -19,10 +19,10 @@ use zero_alloc::device::DType;
 use super::same_len;
 use crate::{AdamHyper, Float, KernelError, StepScalars};
 
-/// The slices of one Adam step; all have one length.
+/// The slices of one Adam step, of equal length.
 #[derive(Debug)]
 pub struct AdamSlices<'a, W, M, G, P> {
-    /// Weights, updated: the fp32 masters, or the parameter itself where training keeps no masters.
+    /// Weights, updated: the fp32 masters, or the parameter itself if there are no masters.
     pub weights: &'a mut [W],
     /// First moment, updated.
     pub first_moment: &'a mut [M],
@@ -30,7 +30,7 @@ pub struct AdamSlices<'a, W, M, G, P> {
     pub second_moment: &'a mut [M],
     /// Gradient, still scaled.
     pub grad: &'a [G],
-    /// The new weights in the parameter's own dtype, written.
+    /// The new weights in the parameter's dtype, written.
     pub param_out: Option<&'a mut [P]>,
 }
 
@@ -38,7 +38,7 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
     /// The length of all slices.
     ///
     /// # Errors
-    /// A slice has another length than the weights.
+    /// A slice's length differs from the weights'.
     pub fn checked_len(&self) -> Result<usize, KernelError> {
         let n = self.weights.len();
         same_len("adam: first_moment", n, self.first_moment.len())?;
@@ -170,10 +170,11 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
     }
 }
 
-/// All in bf16: two neighbours are processed as one 32-bit value, whose halves widen and narrow in place.
+/// [`update`] for slices that are all bf16: two adjacent elements are processed as one 32-bit value, whose halves
+/// widen and narrow in place, with a third fewer instructions.
 ///
-/// The arithmetic of [`update`] with a third fewer instructions. Rounding needs no special case for NaN: one that comes
-/// from bf16 values ends in 16 zero bits, so nothing carries into the exponent.
+/// Rounding needs no special case for NaN: a NaN that comes from bf16 values ends in 16 zero bits, so rounding does
+/// not carry into the exponent.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
@@ -205,7 +206,7 @@ fn update_bf16_pairs<const DECOUPLED: bool>(
 }
 
 /// One fused step of AdamW (`hyper.decoupled`) or Adam with L2 over all elements of `slices`, on this thread.
-/// With `scalars.skip` nothing is written.
+/// If `scalars.skip` is nonzero, nothing is written.
 ///
 /// # Errors
 /// The slices' lengths differ.
@@ -239,12 +240,12 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     Ok(())
 }
 
-/// The slice as bf16, if it is of that type.
+/// The slice as bf16 if `T` is bf16.
 fn as_bf16<T: Float>(x: &[T]) -> Option<&[bf16]> {
     (T::DTYPE == DType::Bf16).then(|| bytemuck::cast_slice(x))
 }
 
-/// The slice as bf16, if it is of that type.
+/// The slice as bf16 if `T` is bf16.
 fn as_bf16_mut<T: Float>(x: &mut [T]) -> Option<&mut [bf16]> {
     (T::DTYPE == DType::Bf16).then(|| bytemuck::cast_slice_mut(x))
 }

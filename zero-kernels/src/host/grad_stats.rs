@@ -1,30 +1,30 @@
 //! Sum of squares and count of non-finite elements, deterministically.
 //!
-//! The order of the sum depends on the length alone, and suits GPUs and CPUs. To add values *pairwise* is to add the
-//! upper half to the lower half until one is left.
+//! The order of the sum depends on the length alone, and suits GPUs and CPUs. *Pairwise* addition adds the upper half
+//! of the values to the lower half until one value is left.
 //!
-//! 1. The gradient is cut into strips of [`STRIP_ELEMS`] from its start. Within a strip, lane `l` of 256 sums the
+//! 1. The gradient is split into strips of [`STRIP_ELEMS`] from its start. Within a strip, lane `l` of 256 sums the
 //!    squares of elements `l`, `l + 256`, ... in that order in fp64 (the square of an fp32 value is exact there).
 //!    Each [`NEIGHBOURS`] neighbouring lanes are then added pairwise, and their 32 sums pairwise.
 //! 2. The strips of a chunk of [`CHUNK_ELEMS`] are added pairwise; missing strips are 0.
 //! 3. Lane `l` of [`TOP_LANES`] sums the results of chunks `l`, `l + TOP_LANES`, ... in that order; these lanes are
 //!    then added pairwise.
 //!
-//! A non-finite element counts and adds 0.
+//! Non-finite elements are counted and add 0 to the sum.
 
 use multiversion::multiversion;
 
 use crate::{Float, GradStats};
 
-/// Elements of a chunk: the grain of threads on a CPU, of blocks on a GPU.
+/// Elements of a chunk: a CPU thread processes whole chunks, a GPU block one chunk.
 pub(crate) const CHUNK_ELEMS: usize = 32_768;
-/// Elements of a strip: the grain of warps.
+/// Elements of a strip: the work of one warp.
 pub(crate) const STRIP_ELEMS: usize = 4096;
 /// Elements that a GPU thread reads at once.
 const NEIGHBOURS: usize = 8;
 /// Independent sums within a strip.
 const LANES: usize = 32 * NEIGHBOURS;
-/// The sign bit of an fp32 value; without it bits order as magnitudes do.
+/// The sign bit of an fp32 value. With it cleared, bit patterns order like magnitudes.
 const SIGN: u32 = 1 << 31;
 /// Independent sums over chunks.
 pub(crate) const TOP_LANES: usize = 256;
@@ -44,7 +44,7 @@ pub(crate) fn combine(chunks: impl IntoIterator<Item = GradStats>) -> GradStats 
     GradStats { sum_sq: add_pairwise(sums), nonfinite }
 }
 
-/// The sum of `N` values, a power of two, upper half to lower half.
+/// The pairwise sum of `N` values; `N` is a power of two.
 fn add_pairwise<const N: usize>(mut sums: [f64; N]) -> f64 {
     let mut half = N / 2;
     while half > 0 {

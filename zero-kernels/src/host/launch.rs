@@ -1,4 +1,4 @@
-//! The operations on host streams: the call checks the arguments, the work runs in stream order.
+//! The operations on host streams. The call checks the arguments; the work runs in stream order.
 
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
@@ -15,7 +15,7 @@ pub struct HostKernels {
 }
 
 impl HostKernels {
-    /// Operations that each use `threads` threads (0 and 1: the stream's own).
+    /// Operations that each use `threads` threads (0 or 1: only the stream's thread).
     ///
     /// # Errors
     /// [`KernelError::Threads`].
@@ -23,13 +23,13 @@ impl HostKernels {
         Ok(Self { workers: Workers::new(threads)? })
     }
 
-    /// Operations on threads shared with others.
+    /// Operations on `workers`, which may be shared.
     pub fn with_workers(workers: Workers) -> Self {
         Self { workers }
     }
 }
 
-/// An error at run time. The arguments were checked before, so it does not occur.
+/// Converts an error of a running operation. It does not occur, since the call checked the arguments.
 fn failed(error: KernelError) -> DeviceError {
     DeviceError::Driver { call: "host kernel", message: error.to_string() }
 }
@@ -70,7 +70,7 @@ impl HostKernels {
         let AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper } = args;
         let (grad, param_out) = (grad.typed::<G>()?, param_out.map(AnySlice::typed::<P>).transpose()?);
         stream.enqueue("adam", move || {
-            // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+            // SAFETY: host memory; the slice's creator guarantees ordered accesses.
             let scalars = unsafe { read_first(scalars) }.unwrap_or_default();
             // SAFETY: as above, and `check` found it disjoint from the others.
             let weights = unsafe { master.as_host_mut() };
@@ -103,7 +103,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("adam_remainder: grad", args.grad.dtype(), G => {
             let grad = args.grad.typed::<G>()?;
             stream.enqueue("adam_remainder", move || {
-                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
                 let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
                 // SAFETY: as above, and `check` found it disjoint from the others.
                 let param = unsafe { args.param.as_host_mut() };
@@ -128,7 +128,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("cast: src", src.dtype(), S => with_float!("cast: dst", dst.dtype(), D => {
             let (src, dst) = (src.typed::<S>()?, dst.typed::<D>()?);
             stream.enqueue("cast", move || {
-                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
                 let src = unsafe { src.as_host() };
                 // SAFETY: as above, and `check` found it disjoint from `src`.
                 let dst = unsafe { dst.as_host_mut() };
@@ -144,7 +144,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("accumulate: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
             stream.enqueue("accumulate", move || {
-                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
                 let grad = unsafe { grad.as_host() };
                 // SAFETY: as above, and `check` found it disjoint from `grad`.
                 let acc = unsafe { acc.as_host_mut() };
@@ -154,7 +154,7 @@ impl Kernels<HostDevice> for HostKernels {
         })
     }
 
-    /// The host needs none.
+    /// Always 0: the host needs no scratch.
     fn stats_scratch_elems(&self, _len: usize) -> usize {
         0
     }
@@ -171,7 +171,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("grad_stats: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
             stream.enqueue("grad_stats", move || {
-                // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
                 let stats = workers.grad_stats(unsafe { grad.as_host() });
                 // SAFETY: as above, and `check` found it disjoint from `grad`.
                 unsafe { out.as_host_mut() }.fill(stats);
@@ -191,7 +191,7 @@ impl Kernels<HostDevice> for HostKernels {
     ) -> Result<(), KernelError> {
         check::rank_stats(units, loss, flags, out)?;
         stream.enqueue("rank_stats", move || {
-            // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+            // SAFETY: host memory; the slice's creator guarantees ordered accesses.
             let units = unsafe { units.as_host() };
             // SAFETY: as above.
             let loss = unsafe { read_first(loss) }.unwrap_or_default();
@@ -208,7 +208,7 @@ impl Kernels<HostDevice> for HostKernels {
         check::advance_step(&args)?;
         stream.enqueue("advance_step", move || {
             let AdvanceArgs { ranks, config, rates, state, scalars, records } = args;
-            // SAFETY: host memory; the maker of the slice guarantees ordered accesses.
+            // SAFETY: host memory; the slice's creator guarantees ordered accesses.
             let ranks = unsafe { ranks.as_host() };
             // SAFETY: as above.
             let config = unsafe { config.as_host() };

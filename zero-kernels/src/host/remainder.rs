@@ -1,8 +1,8 @@
 //! Weights as a bf16 parameter and a 16-bit remainder, together exactly fp32: no separate master.
 //!
-//! `bits(w) = (bits(parameter) << 16) + remainder`, the remainder being signed. So the parameter is `w` rounded to
-//! nearest, ties away from zero (ties to even could not be undone), and nothing is lost. A NaN becomes the canonical
-//! one. Kernel twin: cuda/adam_remainder.cu.
+//! `bits(w) = (bits(parameter) << 16) + remainder` with a signed remainder. So the parameter is `w` rounded to
+//! nearest, ties away from zero (ties to even could not be inverted), and no bit is lost. A NaN becomes the canonical
+//! NaN. CUDA version: cuda/adam_remainder.cu.
 
 use half::bf16;
 use multiversion::multiversion;
@@ -24,7 +24,7 @@ pub fn join(param: bf16, remainder: i16) -> f32 {
     f32::from_bits((u32::from(param.to_bits()) << 16).wrapping_add(i32::from(remainder) as u32))
 }
 
-/// The slices of one step in this form; all have one length.
+/// The slices of one Adam step in this format, of equal length.
 #[derive(Debug)]
 pub struct RemainderSlices<'a, G> {
     /// The parameter, updated.
@@ -39,7 +39,7 @@ pub struct RemainderSlices<'a, G> {
     pub grad: &'a [G],
 }
 
-/// One step of AdamW or Adam with the bits of [`adam`](super::adam()) on fp32 masters, and 26 bytes of traffic per
+/// One step of AdamW or Adam: the same bits as [`adam`](super::adam()) on fp32 masters, with 26 bytes of traffic per
 /// element instead of 28.
 ///
 /// # Errors

@@ -9,7 +9,7 @@ use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
 /// Ranges below this length run on one thread.
 const MIN_PART_ELEMS: usize = 32 * 1024;
 
-/// Above the cores of any host; starting the maximum of a process takes minutes.
+/// More than any host's cores. Starting as many threads as a process may have takes minutes.
 const MOST_THREADS: usize = 4096;
 
 const PARTS_PER_THREAD: usize = 8;
@@ -47,8 +47,8 @@ impl Workers {
         self.pool.as_ref().map_or(1, |p| p.current_num_threads())
     }
 
-    /// The length of the parts of `len` elements, a multiple of the chunk length; at least `len` if one thread is enough.
-    /// Each thread gets several parts, so that a preempted thread delays the others only briefly.
+    /// The length of each part of a range of `len` elements: a multiple of the chunk length, or at least `len` if one
+    /// thread is enough. Each thread gets several parts, so that a preempted thread delays the others only briefly.
     fn part_elems(&self, len: usize) -> usize {
         match self.threads() {
             1 => len.max(1),
@@ -56,7 +56,7 @@ impl Workers {
         }
     }
 
-    /// Runs `work` on every part, in any order, and waits for all.
+    /// Runs `work` on every part, in any order, and waits until all are done.
     fn each<P: Send>(&self, parts: impl IntoIterator<Item = P>, work: impl Fn(P) + Sync) {
         match &self.pool {
             None => parts.into_iter().for_each(work),
@@ -139,7 +139,7 @@ impl Workers {
         if grad.len() <= part_elems {
             return super::grad_stats(grad);
         }
-        // A part is a whole number of chunks, so its partial results are those of the whole gradient.
+        // Parts are whole numbers of chunks, so the chunks are those of the whole gradient.
         let mut partials = vec![GradStats::default(); grad.len().div_ceil(CHUNK_ELEMS)];
         let parts = grad.chunks(part_elems).zip(partials.chunks_mut(part_elems / CHUNK_ELEMS));
         self.each(parts, |(grad, partials)| {

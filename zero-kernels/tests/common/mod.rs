@@ -1,13 +1,13 @@
-//! Test inputs: every kind of number, and lengths around vector widths.
+//! Test inputs: values of every kind (normal, denormal, infinite, NaN), and lengths around vector widths.
 // Each test binary uses a part of it.
 #![allow(unreachable_pub, dead_code)]
 
 use zero_kernels::{AdamHyper, Float, StepScalars};
 
-/// Lengths around vector widths and parts of threads.
+/// Lengths around vector widths, and one that threads share.
 pub const LENGTHS: &[usize] = if cfg!(miri) { &[0, 1, 37] } else { &[0, 1, 7, 8, 9, 255, (1 << 20) + 3] };
 
-/// SplitMix64: random numbers that need no crate.
+/// A SplitMix64 generator.
 pub struct Random(pub u64);
 
 impl Random {
@@ -18,7 +18,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Of magnitude 2^-20 to 2^3, either sign.
+    /// A value of magnitude 2^-20 to 2^3 and either sign.
     pub fn value(&mut self) -> f32 {
         let r = self.next();
         let magnitude = f32::from_bits(((107 + (r % 23) as u32) << 23) | (r >> 41) as u32 & 0x7f_ffff);
@@ -44,7 +44,7 @@ pub const SPECIAL: [f32; 14] = [
     1.0,
 ];
 
-/// `len` random values; with `special` about one in 16 is from [`SPECIAL`].
+/// `len` random values; if `special`, about one in 16 is from [`SPECIAL`].
 pub fn values<T: Float>(len: usize, seed: u64, special: bool) -> Vec<T> {
     let mut random = Random(seed);
     let mut next = || match random.next() {
@@ -59,7 +59,7 @@ pub fn squares<T: Float>(len: usize, seed: u64) -> Vec<T> {
     values::<f32>(len, seed, false).into_iter().map(|x| T::from_f32(x * x)).collect()
 }
 
-/// Equal in every bit, NaN payloads aside.
+/// Asserts equal bits, except for NaN payloads.
 pub fn assert_same<T: Float>(what: &str, ours: &[T], theirs: &[T]) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (i, (a, b)) in ours.iter().zip(theirs).enumerate() {

@@ -8,7 +8,7 @@ use zero_kernels::{AdamArgs, AdamHyper, Float, RemainderArgs, StepScalars, host,
 use crate::Rig;
 use crate::common::{assert_same, hyper, scalars, squares, values};
 
-/// The start of stream `s` in case `i`: aligned, misaligned equally, or each misaligned differently.
+/// The first element of stream `s` in case `i`: all streams aligned, misaligned equally, or misaligned differently.
 pub fn from(i: usize, s: usize) -> usize {
     [0, i, 3 * i + 5 * s][i % 3] % 8
 }
@@ -74,7 +74,7 @@ fn param_poison<P: Float>(len: usize) -> Vec<P> {
     vec![P::from_f32(f32::NAN); len]
 }
 
-/// The plain loop itself is within a few roundings of the formula in fp64, where that is finite.
+/// Asserts that the plain loop is within a few roundings of the formula in fp64, where that is finite.
 fn near_fp64<G: Float>(start: &State, grad: &[G], s: &StepScalars, h: &AdamHyper, ours: &State) {
     const U: f64 = f32::EPSILON as f64 / 2.0;
     let least = f64::from(f32::from_bits(1));

@@ -1,4 +1,4 @@
-//! Casts, sums and statistics of flat ranges, against the plain loops, bit for bit.
+//! Cast and accumulate against the plain loops, and grad_stats against the host's functions, bit for bit.
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
@@ -40,7 +40,7 @@ pub fn cast_from_fp16<D: Device>(rig: &Rig<D>) {
     check_cast::<D, f16, f16>(rig);
 }
 
-/// Every sixteen-bit value, widened; and fp32 values around every rounding point of both types, narrowed.
+/// Widens every 16-bit pattern, and narrows fp32 values around every rounding point of both types.
 pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
     let step = if rig.most_elems < 1 << 16 { 61 } else { 1 };
     let highs = || (0..=u16::MAX).step_by(step);
@@ -76,7 +76,7 @@ pub fn accumulate_from_every_type<D: Device>(rig: &Rig<D>) {
 }
 
 fn check_stats<D: Device, G: Float>(rig: &Rig<D>) {
-    // A strip of 4096 and its neighbours, several chunks of 32768, and more of them than lanes to add them in.
+    // Lengths around a strip (4096), several chunks (32768), and more chunks than the 256 lanes that add them.
     let long = if cfg!(miri) { &[][..] } else { &[4095, 4096, 4097, 70_001, 257 * 32_768 + 5] };
     for (i, len) in rig.lengths().into_iter().chain(long.iter().copied()).enumerate() {
         let grad = values::<G>(len, 8, true);

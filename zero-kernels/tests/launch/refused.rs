@@ -22,7 +22,7 @@ fn overlap(first: &'static str, second: &'static str) -> Result<(), KernelError>
 
 /// The same address as elements of another type.
 fn cast<T: Element, U>(slice: DeviceSlice<T>, len: usize) -> DeviceSlice<U> {
-    // SAFETY: refused before any use.
+    // SAFETY: the launch is rejected before it accesses memory.
     unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast(), len) }
 }
 
@@ -61,7 +61,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
     let scalars = cast(good.first_moment, 1);
     assert_eq!(run(AdamArgs { scalars, ..good }), overlap("adam: first_moment", "adam: scalars"));
 
-    // SAFETY: within the doubles; it is refused before any use.
+    // SAFETY: within `doubles`; the launch is rejected before it accesses memory.
     let askew =
         unsafe { AnySlice::from_raw_parts(doubles.slice().as_ptr().cast::<u8>().wrapping_add(1), 8, DType::Bf16) };
     let error = run(AdamArgs { grad: askew, ..good }).unwrap_err();

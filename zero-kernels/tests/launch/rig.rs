@@ -1,4 +1,4 @@
-//! A device with kernels, and buffers with guards around them.
+//! A device with kernels, and buffers with guard elements around them.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -22,7 +22,7 @@ pub struct Rig<D: Device> {
     pub device: D,
     pub stream: D::Stream,
     pub kernels: Arc<dyn Kernels<D>>,
-    /// The greatest length to test on this device.
+    /// The longest range to test on this device.
     pub most_elems: usize,
 }
 
@@ -41,13 +41,13 @@ impl Rig<CudaDevice> {
         let device = CudaDevice::open(0).unwrap();
         let stream = device.create_stream("compute").unwrap();
         let kernels = Arc::new(CudaKernels::new(&device).unwrap());
-        // The stand-in interprets PTX.
+        // The stand-in interprets PTX, which is slow.
         let most_elems = if device.name().contains("stand-in") { 33_003 } else { (1 << 20) + 3 };
         Self { device, stream, kernels, most_elems }
     }
 }
 
-/// The bytes of guards, and of outputs before they are written: NaNs as floats.
+/// The byte that fills guards and unwritten outputs: a NaN in every float type.
 const POISON: u8 = 0xff;
 const GUARD_ELEMS: usize = 9;
 
@@ -60,7 +60,7 @@ impl<D: Device> Rig<D> {
         vec![0, 1, 7, 8, 9, 255, self.most_elems]
     }
 
-    /// A buffer of `values`, from element `from` of an aligned allocation on.
+    /// A buffer of `values` that starts at element `from` of an aligned allocation.
     pub fn buffer<T: Pod>(&self, values: &[T], from: usize) -> Buffer<'_, D, T> {
         let elems = from + values.len() + GUARD_ELEMS;
         let mut image = vec![POISON; elems * size_of::<T>()];
@@ -72,7 +72,7 @@ impl<D: Device> Rig<D> {
         buffer
     }
 
-    /// A buffer of poison.
+    /// A buffer of `len` elements filled with [`POISON`].
     pub fn poisoned<T: Pod>(&self, len: usize, from: usize) -> Buffer<'_, D, T> {
         let poison = vec![POISON; size_of::<T>()];
         self.buffer(&vec![bytemuck::pod_read_unaligned(&poison); len], from)

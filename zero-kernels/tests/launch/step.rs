@@ -20,11 +20,11 @@ pub fn rank_stats<D: Device>(rig: &Rig<D>) {
     }
 }
 
-/// A run of steps, in device memory and by the plain function.
+/// Compares a run of steps in device memory with the plain function.
 fn check_run<D: Device>(rig: &Rig<D>, config: StepConfig, ranks: usize, steps: u64, rates: u64, seed: u64) {
     const RECORDS: usize = 5;
     let mut random = Random(seed);
-    // The betas change too.
+    // The betas change as well.
     let rate = |p| StepRates { lr: 1e-3 / (p + 1) as f64, beta1: 0.9 - 0.01 * (p % 7) as f64, beta2: 0.999 };
     let rates: Vec<StepRates> = (0..rates).map(rate).collect();
     let mut state = StepState { schedule_position: config.first_position, ..StepState::new(16.0, config.hysteresis) };

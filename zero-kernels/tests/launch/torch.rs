@@ -1,4 +1,4 @@
-//! AdamW and Adam of PyTorch, ten steps, element by element (tests/data/torch_adam.safetensors).
+//! Ten steps compared with PyTorch's AdamW and Adam, element by element (tests/data/torch_adam.safetensors).
 
 use safetensors::SafeTensors;
 use zero_alloc::device::Device;
@@ -55,8 +55,7 @@ pub fn adamw_agrees_with_torch<D: Device>(rig: &Rig<D>) {
 }
 
 pub fn adam_with_l2_agrees_with_torch<D: Device>(rig: &Rig<D>) {
-    // A parameter that crosses zero has no leading digits left: there the rounding of the `t` updates, about lr
-    // each, is the bound.
+    // Near zero a parameter's ulp is tiny; there the bound is the rounding error of `t` updates of about lr each.
     let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.05, decoupled: false };
     let close = |t, a: f32, b: f32| ulps(a, b) <= 1 || (a - b).abs() <= t as f32 * 1e-2 * f32::EPSILON;
     check(rig, "adam_l2_257", 1e-2, hyper, close);

@@ -1,4 +1,4 @@
-//! Laws that hold for any length, alignment, split and number of threads.
+//! Property tests over lengths, alignments, splits and numbers of threads.
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..Default::default() }
 }
 
-/// Runs `step` on the middle of fresh slices, and returns them whole, guards included.
+/// Runs `step` on the middle of new slices, and returns the whole slices, guards included.
 fn adam_within<W: Float, M: Float, G: Float>(
     (before, len, after): (usize, usize, usize),
     seed: u64,
@@ -49,7 +49,7 @@ fn too_many_threads_are_refused() {
 proptest! {
     #![proptest_config(config(48))]
 
-    /// The plain loop's bits, and nothing outside the range is written.
+    /// Adam has the plain loop's bits and writes nothing outside the range.
     #[test]
     fn adam_is_the_plain_loop(
         before in 0usize..20,
@@ -86,7 +86,7 @@ proptest! {
         prop_assert!(m.iter().chain(&v).all(|&x| x == 0.0));
     }
 
-    /// Widening and narrowing again loses nothing, and a scale of a power of two is undone exactly.
+    /// Widening, scaling by a power of two, and the inverses of both are exact.
     #[test]
     fn casts_invert(len in 0usize..300, seed: u64) {
         let start = values::<bf16>(len, seed, false);
@@ -96,7 +96,6 @@ proptest! {
         prop_assert_eq!(back, start);
     }
 
-    /// The count is exact at any position.
     #[test]
     fn non_finite_values_are_all_counted(
         len in 1usize..20_000,

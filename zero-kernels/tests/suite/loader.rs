@@ -1,4 +1,4 @@
-//! From source to loaded kernel: compiled once, cached, and every way in which that fails.
+//! Compiling, caching and loading of kernels, and the errors of each.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,11 +11,11 @@ use zero_kernels::{KernelError, Kernels};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// NVRTC or a failure, with a count of compilations.
+/// NVRTC, or a fixed result instead, with a count of compilations.
 struct Counting {
     nvrtc: Nvrtc,
     compiled: Arc<AtomicU32>,
-    /// The result in place of NVRTC's.
+    /// Returned instead of NVRTC's result.
     instead: Option<Result<Vec<u8>, CudaError>>,
 }
 
@@ -58,7 +58,7 @@ impl Setup {
     /// A launch of `elems / 2` elements.
     fn cast(&self, elems: usize) -> Result<(), KernelError> {
         let mut host = vec![0f64; elems];
-        // SAFETY: never accessed: launches fail before they run, or have no elements.
+        // SAFETY: never accessed: launches fail before they run, or are empty.
         let slice = unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32) };
         self.kernels.cast(&self.stream, slice.slice(0..elems / 2), slice.slice(elems / 2..elems), 1.0)
     }
@@ -80,7 +80,7 @@ mod cuda {
         assert_eq!(setup.compiled(), 6, "one per source");
         setup.kernels.clone().warm(&setup.stream, LIMIT).unwrap();
         assert_eq!(setup.compiled(), 6, "handles share what is loaded");
-        // Other kernels of the same loader, as another process would, read the files.
+        // Other kernels of the same loader read the cached files, as another process would.
         CudaKernels::with_loader(setup.loader.clone()).warm(&setup.stream, LIMIT).unwrap();
         assert_eq!(setup.compiled(), 6);
     }

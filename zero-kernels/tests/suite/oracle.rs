@@ -7,7 +7,7 @@ use zero_kernels::{Float, StepScalars, reference};
 
 use crate::common::{LENGTHS, assert_same, hyper, scalars, squares, values};
 
-/// Elements before the range, which nothing may write.
+/// Elements before the range, which must stay unchanged.
 const OFFSETS: [usize; 3] = [0, 1, 3];
 
 fn workers() -> Vec<Workers> {
@@ -24,7 +24,7 @@ struct State<W, M, P> {
 }
 
 impl<W: Float, M: Float, P: Float> State<W, M, P> {
-    /// The moments are finite, the gradient has special values; the output is poisoned.
+    /// Finite weights and moments; the parameter output is poisoned.
     fn new(len: usize) -> Self {
         Self {
             weights: values(len, 1, false),
@@ -185,7 +185,7 @@ fn check_stats<G: Float>() {
         let grad = values::<G>(len, 8, true);
         let (ours, expected) = (host::grad_stats(&grad), reference::grad_stats(&grad));
         assert_eq!(ours.nonfinite, expected.nonfinite);
-        // Two orders of an fp64 sum of `len` terms that are not negative.
+        // The rounding error of an fp64 sum of `len` nonnegative terms in two orders.
         let bound = len as f64 * f64::EPSILON * expected.sum_sq;
         assert!((ours.sum_sq - expected.sum_sq).abs() <= bound, "{} and {}", ours.sum_sq, expected.sum_sq);
         for from in OFFSETS {
@@ -208,7 +208,7 @@ fn grad_stats_bits_are_reproducible() {
     check_stats::<f16>();
 }
 
-/// The documented order of the sum, in its plainest form; GPUs compute these bits too.
+/// The documented order of the sum, written out plainly. The CUDA kernel has the same order.
 #[test]
 fn grad_stats_follow_the_documented_order() {
     fn pairwise(mut lanes: Vec<f64>) -> f64 {
@@ -232,7 +232,7 @@ fn grad_stats_follow_the_documented_order() {
         strips.resize(8, 0.0);
         pairwise(strips)
     }
-    // More chunks than lanes to add them in.
+    // More chunks than the 256 lanes that add them.
     let long = if cfg!(miri) { 4097 } else { 257 * 32_768 + 5 };
     for len in LENGTHS.iter().copied().chain([long]) {
         let grad = values::<f32>(len, 8, false);

@@ -1,4 +1,4 @@
-//! Training without fp32 masters: the parameter with its remainder.
+//! Weights as a bf16 parameter and a 16-bit remainder, without fp32 masters.
 
 use half::{bf16, f16};
 use zero_kernels::host::{AdamSlices, RemainderSlices, adam, adam_remainder, join, split};
