@@ -1,5 +1,5 @@
-//! Two ranks, taking turns in one thread, train y = a x + b with sharded AdamW; each keeps half of the state. Plain copies
-//! replace the collectives (reduce-scatter, all-gather).
+//! Two ranks, taking turns on one thread, train y = a x + b with sharded AdamW; each stores half of the state. Shared
+//! arrays replace the collectives (reduce-scatter, all-gather).
 
 use std::sync::Arc;
 use std::time::Duration;

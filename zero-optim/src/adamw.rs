@@ -1,6 +1,6 @@
 //! The sharded mixed-precision AdamW of one rank.
 //!
-//! Buffers, all from the pool, for the optimizer's life:
+//! Buffers, allocated from the pool for the optimizer's lifetime:
 //!
 //! | buffer | elements | purpose | when |
 //! |---|---|---|---|
@@ -10,7 +10,7 @@
 //! | stats_scratch | [`Kernels::stats_scratch_elems`] of the largest unit | `Workspace` | on a GPU |
 //! | scalars | 32 bytes | `Workspace` | always |
 //!
-//! The state elements are this rank's shard storage (stages 1 to 3) or the whole storage (stage 0). The optimizer does
+//! The state elements are those of this rank's shards (stages 1 to 3) or of all units (stage 0). The optimizer does
 //! not depend on the stage: the caller passes **segments**, one per unit, that tile the state, and at each step one
 //! gradient slice and one parameter slice per segment, anywhere in device memory.
 
@@ -52,7 +52,7 @@ pub struct ShardedAdamW<D: Device> {
     scalars: Block<D>,
     /// The buffers of device steps, once prepared.
     pub(crate) device_steps: Option<DeviceSteps<D>>,
-    /// The stream of the last launch; the blocks are freed after it.
+    /// The stream of the last launch; the blocks are freed after its work.
     pub(crate) stream: D::Stream,
 }
 
@@ -67,8 +67,8 @@ impl<D: Device> fmt::Debug for ShardedAdamW<D> {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Allocates the state for `segments` and enqueues setting the moments to zero on `stream`. Masters are
-    /// undefined until [`Self::init_masters`].
+    /// Allocates the state for `segments` and enqueues zeroing the moments on `stream`. Masters are undefined until
+    /// [`Self::init_masters`].
     ///
     /// # Errors
     /// A setting is outside its range, the segments do not tile the state, or an allocation failed.
@@ -121,11 +121,11 @@ impl<D: Device> ShardedAdamW<D> {
         &self.segments
     }
 
-    /// Enqueues filling the master weights from one slice per unit: fp32 initial weights, or the parameters. In fp32
-    /// training it does nothing: the parameter is the master.
+    /// Enqueues copying one slice per unit (fp32 initial weights, or the parameters) to the master weights. A no-op
+    /// in fp32 training, where the parameter is the master.
     ///
     /// # Errors
-    /// The slices do not fit the segments, or the stream failed.
+    /// The slices do not match the segments, or the stream failed.
     pub fn init_masters(&mut self, stream: &D::Stream, weights: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("weights", weights.len(), weights.iter().copied())?;
         self.stream = stream.clone();
@@ -137,11 +137,11 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Enqueues writing the parameters from the masters, rounded to their dtype, for use after a checkpoint was loaded.
-    /// In fp32 training it does nothing.
+    /// Enqueues writing the parameters from the masters, rounded to their dtype. Call it after loading a checkpoint.
+    /// A no-op in fp32 training.
     ///
     /// # Errors
-    /// The slices do not fit the segments, or the stream failed.
+    /// The slices do not match the segments, or the stream failed.
     pub fn write_params(&mut self, stream: &D::Stream, params: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("params", params.len(), params.iter().copied())?;
         self.stream = stream.clone();
@@ -153,15 +153,15 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// The loss scale for all micro-batches of the next step; only a step changes it.
+    /// The loss scale for all micro-batches of the next step. Only a step or a restore changes it.
     pub fn loss_scale(&self) -> f64 {
         self.controller.loss_scale()
     }
 
-    /// Enqueues the statistics of this rank's shards of the gradients, one slice per unit.
+    /// Enqueues computing the statistics of this rank's shards of the gradients; `grads` has one slice per unit.
     ///
     /// # Errors
-    /// The slices do not fit the segments, or the stream failed.
+    /// The slices do not match the segments, or the stream failed.
     pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("grads", grads.len(), grads.iter().copied())?;
         self.stream = stream.clone();
@@ -172,7 +172,7 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Waits for the statistics, for at most `limit`, and combines them with this rank's `loss`.
+    /// Waits at most `limit` for the statistics and combines them with this rank's `loss`.
     ///
     /// # Errors
     /// An operation on the stream failed, or the limit passed.
@@ -182,13 +182,13 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(RankStats::new(&stats, loss))
     }
 
-    /// Computes the step from the statistics of all ranks and enqueues the update of parameters and state. A skipped step
-    /// enqueues nothing.
+    /// Computes the step from the statistics of all ranks and enqueues the update of parameters and state. A skipped
+    /// step enqueues nothing.
     ///
     /// # Errors
-    /// The slices do not fit the segments, gradients overflowed with the loss scale at its minimum, or the scalars did
-    /// not reach the device within `limit`: nothing has changed, and the step may be retried. If the stream failed at a
-    /// launch, some units may have been updated.
+    /// If the slices do not match the segments, gradients overflowed with the loss scale at its minimum, or the
+    /// scalars did not reach the device within `limit`, nothing has changed, and the step may be retried. If the
+    /// stream failed at a launch, some units may have been updated.
     pub fn step(
         &mut self,
         stream: &D::Stream,
@@ -208,7 +208,7 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(outcome)
     }
 
-    /// Enqueues the update, which reads the scalars in device memory in stream order.
+    /// Enqueues the update. It reads the scalars from device memory in stream order.
     pub(crate) fn enqueue_adam(&self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
         let first_moment = view(&self.first_moment).typed::<f32>()?;
         let second_moment = view(&self.second_moment).typed::<f32>()?;
@@ -236,8 +236,8 @@ impl<D: Device> ShardedAdamW<D> {
     /// The state of one kind over the whole state storage; `None` for the masters of fp32 training.
     ///
     /// # Safety
-    /// Accesses are ordered with the optimizer's own by its stream or by events, and end before the optimizer is dropped
-    /// or are recorded by [`Self::record_use`].
+    /// The optimizer's stream or events order accesses with those of the optimizer. They end before the optimizer is
+    /// dropped, or [`Self::record_use`] records them.
     pub unsafe fn state(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
         let block = match kind {
             StateKind::Master => self.master.as_ref()?,
@@ -247,7 +247,7 @@ impl<D: Device> ShardedAdamW<D> {
         view(block).typed().ok()
     }
 
-    /// Records that work enqueued on `stream` so far may use the state.
+    /// Records that work enqueued on `stream` so far may access the state, so that it is freed only after that work.
     ///
     /// # Errors
     /// The stream is closed.
@@ -263,16 +263,16 @@ impl<D: Device> ShardedAdamW<D> {
         self.controller.config()
     }
 
-    /// The scalars for a checkpoint.
+    /// The step counts and the loss scaler's state, for a checkpoint.
     pub fn progress(&self) -> Progress {
         self.controller.progress()
     }
 
-    /// Continues from the scalars of a checkpoint. Write masters and moments through [`Self::state`]. Device steps need
-    /// another [`Self::prepare_device_steps`].
+    /// Restores the progress of a checkpoint. Masters and moments are written through [`Self::state`]. Before further
+    /// device steps call [`Self::prepare_device_steps`] again.
     ///
     /// # Errors
-    /// They do not fit the settings.
+    /// The progress is invalid or contradicts the settings.
     pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
         self.free_device_steps();
         self.controller.restore(progress)
@@ -286,8 +286,8 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
-        // SAFETY: the block has the size and alignment of a `StepScalars`, and is freed only after the stream recorded by
-        // the drop of `self`.
+        // SAFETY: the block has the size and alignment of a `StepScalars`, and is freed only after the stream
+        // recorded by the drop of `self`.
         unsafe { DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1) }
     }
 
@@ -340,13 +340,13 @@ impl<D: Device> Drop for ShardedAdamW<D> {
             &mut self.scalars,
         ];
         for block in self.master.iter_mut().chain(blocks) {
-            // A closed stream runs nothing more.
+            // A closed stream runs no more work.
             let _ = block.record_use(&self.stream);
         }
     }
 }
 
-/// The block as a slice, for the launches of its owner.
+/// The block as a slice, for the optimizer's launches.
 pub(crate) fn view<D: Device>(block: &Block<D>) -> AnySlice {
     // SAFETY: the optimizer owns the block; its drop or `record_use` records every stream that uses it, and one host
     // thread enqueues its launches in order.

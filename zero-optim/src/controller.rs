@@ -1,5 +1,5 @@
-//! The host's side of a step: settings and schedules in, outcomes with names out. The rules are
-//! [`zero_kernels::step`]'s, on the host as on the device.
+//! The host side of a step: it converts settings and schedules to inputs of [`zero_kernels::step`], which has the
+//! rules for host and device, and records to outcomes with unit names.
 //!
 //! Every rank computes the step from the same statistics in rank order, so all ranks agree bit for bit.
 
@@ -18,7 +18,7 @@ pub struct OptimizerConfig {
     pub lr: f64,
     /// The learning-rate schedule.
     pub schedule: LrSchedule,
-    /// Gradients of a greater norm are scaled down to it; 0: no clipping.
+    /// Gradients with a greater norm are scaled down to this norm; 0 disables clipping.
     pub max_grad_norm: f64,
     /// The loss scale.
     pub loss_scaling: LossScaling,
@@ -41,7 +41,7 @@ impl OptimizerConfig {
     /// Checks every setting against its range.
     ///
     /// # Errors
-    /// [`OptimError::Setting`] for the first that is outside.
+    /// [`OptimError::Setting`] for the first setting out of range.
     pub fn check(&self) -> Result<(), OptimError> {
         let from_zero =
             |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
@@ -63,7 +63,7 @@ impl OptimizerConfig {
         StepRates { lr: self.schedule.lr(self.lr, position), beta1, beta2 }
     }
 
-    /// The settings in the form of [`zero_kernels::step`], for a table of rates from `first_position` on.
+    /// The settings as [`zero_kernels::step`] reads them, for a table of rates that starts at `first_position`.
     pub(crate) fn step_config(&self, micro_batches: usize, first_position: u64) -> StepConfig {
         let (dynamic, scaling) = self.loss_scaling.dynamic();
         StepConfig {
@@ -80,10 +80,10 @@ impl OptimizerConfig {
     }
 }
 
-/// The maximum number of steps of a run: fp64 counts them exactly, and no sum of counts overflows.
+/// The maximum number of steps of a run: fp64 is exact up to here, and sums of counts do not overflow.
 const MAX_STEPS: u64 = 1 << 53;
 
-/// The optimizer's scalars in a checkpoint.
+/// The optimizer's step counts and loss scaler, as saved in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps applied: Adam's `t` before the next step.
@@ -101,18 +101,18 @@ pub struct Progress {
 pub struct Overflow {
     /// The first rank with a non-finite gradient.
     pub rank: usize,
-    /// The first unit with one on that rank.
+    /// The first unit with a non-finite gradient on that rank.
     pub unit: String,
     /// Non-finite elements over all ranks.
     pub nonfinite: u64,
 }
 
-/// The flags of all ranks, reduced.
+/// The flags of all ranks, reduced by OR and by AND.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReducedFlags {
-    /// OR: the bits that at least one rank has set.
+    /// OR: the bits set on at least one rank.
     pub any: u64,
-    /// AND: the bits that all ranks have set.
+    /// AND: the bits set on all ranks.
     pub all: u64,
 }
 
@@ -123,7 +123,7 @@ pub enum StepOutcome {
     Applied {
         /// Norm of the mean gradient, before clipping.
         grad_norm: f64,
-        /// Clipping's factor; 1 without clipping.
+        /// Clipping factor; 1 without clipping.
         clip: f64,
         /// The learning rate.
         lr: f64,
@@ -138,7 +138,7 @@ pub enum StepOutcome {
     Skipped {
         /// The non-finite gradients.
         overflow: Overflow,
-        /// The learning rate, not used.
+        /// The learning rate that the step would have used.
         lr: f64,
         /// Sum of the ranks' losses.
         loss: f64,
@@ -194,7 +194,7 @@ impl StepOutcome {
     }
 }
 
-/// The settings and the state of the optimizer's steps.
+/// The optimizer's settings and step state, without buffers or device.
 #[derive(Clone, Debug)]
 pub struct StepController {
     config: OptimizerConfig,
@@ -227,7 +227,7 @@ impl StepController {
         self.state.loss_scale
     }
 
-    /// The scalars for a checkpoint.
+    /// The step counts and the loss scaler's state, for a checkpoint.
     pub fn progress(&self) -> Progress {
         let s = &self.state;
         Progress {
@@ -243,10 +243,10 @@ impl StepController {
         }
     }
 
-    /// Continues from a checkpoint.
+    /// Restores the progress of a checkpoint.
     ///
     /// # Errors
-    /// The loss scale does not fit the settings, or a count is out of range; nothing has changed then.
+    /// The loss scale is invalid or contradicts the settings, or a count is out of range. Nothing has changed then.
     pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
         let Progress { adam_steps, schedule_position, skipped_steps, loss_scaler } = *progress;
         let counts = [adam_steps, schedule_position, skipped_steps, loss_scaler.iteration];
@@ -269,11 +269,11 @@ impl StepController {
         Ok(())
     }
 
-    /// Takes the next step from the statistics of all ranks, in rank order. Returns the scalars of its Adam launches and
-    /// its outcome. `unit_names` are for reports; `micro_batches` were summed.
+    /// Advances by one step, from the statistics of all ranks in rank order and the number of micro-batches summed.
+    /// Returns the scalars of the step's Adam launches and its outcome, which names units by `unit_names`.
     ///
     /// # Errors
-    /// No statistics, no micro-batches, or an overflow with the loss scale at its minimum; nothing has changed then.
+    /// No statistics, no micro-batches, or an overflow with the loss scale at its minimum. Nothing has changed then.
     pub fn advance(
         &mut self,
         ranks: &[RankStats],
@@ -287,13 +287,13 @@ impl StepController {
         let (position, mut state) = (self.state.schedule_position, self.state);
         let config = self.config.step_config(micro_batches, position);
         let (scalars, record) = step::advance_step(ranks, &config, &[self.config.rates(position)], &mut state);
-        // The host's state is never halted, so there is a record.
+        // This state is never halted, so `advance_step` returns a record.
         let outcome = self.outcome(&record.unwrap_or_default(), unit_names)?;
         self.state = state;
         Ok((scalars, outcome))
     }
 
-    /// Repeats the step of a device's `record`.
+    /// Applies a device step's `record` to the host's state.
     ///
     /// # Errors
     /// The run was halted at this step.
@@ -303,7 +303,7 @@ impl StepController {
         Ok(outcome)
     }
 
-    /// The outcome in `record`, the record of the next step.
+    /// Converts the record of the next step to its outcome.
     fn outcome(&self, record: &StepRecord, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
         let &StepRecord { grad_norm, clip, lr, loss, loss_scale, next_loss_scale, nonfinite, .. } = record;
         let flags = ReducedFlags { any: record.flags_any, all: record.flags_all };

@@ -1,13 +1,13 @@
-//! Steps on the device: the host enqueues them and waits for nothing.
+//! Device steps: the host enqueues each step without waiting.
 //!
-//! Statistics are gathered in device memory, the kernel of [`zero_kernels::step`] computes the step, Adam's launches read
-//! its scalars, and a ring keeps a record of each step until the host reads it. So a step can be recorded into a graph and
-//! replayed.
+//! Statistics are gathered in device memory, the kernel of [`zero_kernels::step`] computes the step, Adam's launches
+//! read its scalars, and a ring buffer stores each step's record until the host reads it. So a step can be recorded
+//! into a graph and replayed.
 //!
 //! | buffer | bytes | purpose |
 //! |---|---|---|
 //! | control: config, state, all ranks' statistics, a ring of 64 records | 112 + 40 per rank + 6656 | `Workspace` |
-//! | rates of the coming steps | 24 per step | `Workspace` |
+//! | rates of the next steps | 24 per step | `Workspace` |
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use zero_kernels::{AdvanceArgs, RankStats};
 use crate::adamw::view;
 use crate::{OptimError, ShardedAdamW, StepOutcome, UnitSlices};
 
-/// Records that are kept until they are read.
+/// The capacity of the ring of records.
 const RECORDS: usize = 64;
 
 /// Settings of device steps.
@@ -29,11 +29,11 @@ const RECORDS: usize = 64;
 pub struct DeviceStepConfig {
     /// This rank.
     pub rank: usize,
-    /// All ranks.
+    /// The number of ranks.
     pub ranks: usize,
     /// Micro-batches summed in a step.
     pub micro_batches: usize,
-    /// Steps whose learning rates and betas are uploaded. After them the run is halted until
+    /// The number of steps whose learning rates and betas are uploaded. Steps beyond it are skipped until
     /// [`ShardedAdamW::prepare_device_steps`] is called again.
     pub steps: usize,
 }
@@ -52,20 +52,20 @@ impl DeviceStepConfig {
 /// Rank statistics in device memory, as bytes, for the all-gather before a step.
 #[derive(Clone, Copy, Debug)]
 pub struct RankStatsSlices {
-    /// This rank's: the rank's element of `all`.
+    /// This rank's statistics: its element of `all`.
     pub own: AnySlice,
-    /// All ranks', in rank order.
+    /// The statistics of all ranks, in rank order.
     pub all: AnySlice,
 }
 
-/// The buffers of device steps, and the steps whose outcomes are unread.
+/// The buffers of device steps, and the steps with unread outcomes.
 pub(crate) struct DeviceSteps<D: Device> {
     config: DeviceStepConfig,
     control: Block<D>,
     rates: Block<D>,
-    /// The stream that reads records, beside running steps.
+    /// The stream that downloads records while later steps run.
     reading: D::Stream,
-    /// Iterations with unread outcomes, each with the event after which its record is written.
+    /// Iterations with unread outcomes. After an entry's event its record is complete.
     expected: VecDeque<(u64, D::Event)>,
     /// The iteration of the next step.
     next: u64,
@@ -121,11 +121,11 @@ impl<D: Device> DeviceSteps<D> {
         values(&self.control, CONTROL_WORDS + self.config.ranks * STATS_WORDS, RECORDS)
     }
 
-    /// Records that work enqueued on `stream`, and the reading of records, may use the blocks.
+    /// Records that work enqueued on `stream` and on the reading stream may access the blocks.
     pub(crate) fn record_use(&mut self, stream: &D::Stream) {
         for block in [&mut self.control, &mut self.rates] {
             for stream in [stream, &self.reading] {
-                // A closed stream uses the block no more.
+                // A closed stream runs no more work.
                 let _closed = block.record_use(stream);
             }
         }
@@ -138,9 +138,10 @@ fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Uploads the settings, the state and the coming learning rates; [`Self::enqueue_rank_stats`] and
-    /// [`Self::enqueue_step`] then take the next steps. Call it again after `config.steps` steps, when all outcomes have
-    /// been read: with the same config it allocates nothing, and all slices keep their addresses. Blocks the host.
+    /// Uploads the settings, the state and the learning rates of the next `config.steps` steps, which
+    /// [`Self::enqueue_rank_stats`] and [`Self::enqueue_step`] then enqueue. Call it again after those steps, when
+    /// all outcomes have been read: with the same config it allocates nothing, and all slices keep their addresses.
+    /// Blocks the host.
     ///
     /// # Errors
     /// An outcome is unread, a setting is outside its range, or an allocation failed.
@@ -179,8 +180,8 @@ impl<D: Device> ShardedAdamW<D> {
         self.device_steps.as_ref().ok_or(OptimError::NotPrepared)
     }
 
-    /// The loss scale of the next backward, in device memory. Work enqueued after [`Self::enqueue_advance`] reads the new
-    /// value.
+    /// The loss scale of the next backward, in device memory. Work enqueued after [`Self::enqueue_advance`] reads the
+    /// new value.
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`].
@@ -191,8 +192,8 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(unsafe { DeviceSlice::from_raw_parts(state.as_ptr().cast(), 1) })
     }
 
-    /// Enqueues this rank's statistics, from those of [`Self::enqueue_stats`] and from `loss` and `flags`, read in stream
-    /// order. Gather `own` of all ranks into `all`, then call [`Self::enqueue_step`].
+    /// Enqueues combining the results of [`Self::enqueue_stats`] with `loss` and `flags`, which are read in stream
+    /// order, to this rank's statistics. Gather `own` of all ranks into `all`, then call [`Self::enqueue_step`].
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
@@ -210,18 +211,18 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(RankStatsSlices { own: bytes(own), all: bytes(ranks) })
     }
 
-    /// Enqueues the step: [`Self::enqueue_advance`], then [`Self::enqueue_update`]. `stream` must be ordered after the
-    /// all-gather. The host does not wait; [`Self::expect_outcome`] registers the step's outcome.
+    /// Enqueues the step: [`Self::enqueue_advance`], then [`Self::enqueue_update`]. `stream` must be ordered after
+    /// the all-gather. The host does not wait; [`Self::expect_outcome`] registers the step's outcome.
     ///
     /// # Errors
-    /// The slices do not fit the segments, [`OptimError::NotPrepared`], or the stream failed.
+    /// The slices do not match the segments, [`OptimError::NotPrepared`], or the stream failed.
     pub fn enqueue_step(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
         self.check_units(units)?;
         self.enqueue_advance(stream)?;
         self.enqueue_update(stream, units)
     }
 
-    /// Enqueues the kernel that advances the state by a step and writes its scalars and its record.
+    /// Enqueues the kernel that advances the state by one step and writes the step's scalars and record.
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
@@ -239,18 +240,19 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(self.kernels.advance_step(stream, args)?)
     }
 
-    /// Enqueues the update of parameters and state, after [`Self::enqueue_advance`]. In a skipped step it writes nothing.
+    /// Enqueues the update of parameters and state. Call it after [`Self::enqueue_advance`]. A skipped step writes
+    /// nothing.
     ///
     /// # Errors
-    /// The slices do not fit the segments, or the stream failed.
+    /// The slices do not match the segments, or the stream failed.
     pub fn enqueue_update(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
         self.check_units(units)?;
         self.stream = stream.clone();
         self.enqueue_adam(stream, units)
     }
 
-    /// Registers one step that was enqueued on `stream`, by a call or by a graph: its record is written when the work
-    /// enqueued so far has run. With 64 or more unread outcomes the oldest are lost.
+    /// Registers one step that was enqueued on `stream`, by a call or by a graph launch. Its record is complete when
+    /// the work enqueued so far has run. With 64 or more unread outcomes the oldest are lost.
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream is closed.
@@ -262,12 +264,12 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Returns the unread outcomes of the steps that have run, in order, without waiting for others.
-    /// [`Self::progress`] and [`Self::loss_scale`] advance with the outcomes that are read.
+    /// Returns the unread outcomes of completed steps, in order, without waiting for other steps. Reading outcomes
+    /// advances [`Self::progress`] and [`Self::loss_scale`].
     ///
     /// # Errors
-    /// A step failed, or halted the run: gradients overflowed with the loss scale at its minimum, or the rates are used
-    /// up. Outcomes before the failure are returned first; the failure is returned by every later call.
+    /// A step failed or halted the run: gradients overflowed with the loss scale at its minimum, or no rates were
+    /// uploaded for it. Outcomes before the failure are returned first; the failure is returned by every later call.
     pub fn outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
         let Some(steps) = &self.device_steps else { return Ok(Vec::new()) };
         let mut count = 0;
@@ -280,7 +282,7 @@ impl<D: Device> ShardedAdamW<D> {
         self.read_outcomes(count, limit)
     }
 
-    /// [`Self::outcomes`] of all expected steps. Waits for them, for at most `limit`.
+    /// Waits at most `limit` for all registered steps and returns their unread outcomes.
     ///
     /// # Errors
     /// As for [`Self::outcomes`], or the limit passed.
@@ -293,7 +295,7 @@ impl<D: Device> ShardedAdamW<D> {
         self.read_outcomes(count, limit)
     }
 
-    /// Reads the first `count` expected records; their steps have run.
+    /// Reads the first `count` registered records, whose steps have run.
     fn read_outcomes(&mut self, count: usize, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
         let steps = self.device_steps.as_mut().ok_or(OptimError::NotPrepared)?;
         if let Some(error) = &steps.halted {
@@ -303,7 +305,7 @@ impl<D: Device> ShardedAdamW<D> {
             return Ok(Vec::new());
         };
         steps.reading.wait(last)?;
-        // The ring wraps at most once. Other records must not be read: a running step may be writing one.
+        // The range wraps at most once. Only these records are read, since a running step may be writing another.
         let first = steps.expected.front().map_or(0, |(iteration, _)| *iteration);
         let lost = first + RECORDS as u64 <= steps.next;
         let start = (first % RECORDS as u64) as usize;

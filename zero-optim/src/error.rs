@@ -4,7 +4,7 @@ use zero_alloc::AllocError;
 use zero_alloc::device::{DType, DeviceError};
 use zero_kernels::KernelError;
 
-/// Why an optimizer could not be created or a step failed.
+/// An error of creating an optimizer or of a step.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimError {
@@ -36,7 +36,7 @@ pub enum OptimError {
         /// The start.
         got: usize,
     },
-    /// A segment's own shard is outside the segment.
+    /// This rank's shard of a segment is outside the segment.
     #[error("unit {unit}: its own shard {start}..{end} is outside its {len} elements")]
     OwnShard {
         /// The unit.
@@ -82,10 +82,10 @@ pub enum OptimError {
         /// Dtype of the slice.
         got: DType,
     },
-    /// A step without statistics.
+    /// A step was requested without rank statistics.
     #[error("no rank statistics: a step needs those of all ranks")]
     NoStats,
-    /// Gradients overflow although the loss scale can go no lower.
+    /// Gradients overflowed with the loss scale at its minimum.
     #[error(
         "step {step}: gradients of unit {unit} on rank {rank} are not finite although the loss scale is at its \
          minimum of {scale}; the run diverges: lower the learning rate, or train in bf16"
@@ -97,19 +97,19 @@ pub enum OptimError {
         scale: f64,
         /// The first rank with a non-finite gradient.
         rank: usize,
-        /// The first unit with one on that rank.
+        /// The first unit with a non-finite gradient on that rank.
         unit: String,
     },
-    /// A device step before `prepare_device_steps`.
+    /// A device step was requested before `prepare_device_steps`.
     #[error("device steps are not prepared: call prepare_device_steps first")]
     NotPrepared,
-    /// Outcomes of enqueued steps would be lost.
+    /// The call would lose outcomes of enqueued steps.
     #[error("enqueued steps have unread outcomes: call all_outcomes first")]
     UnreadOutcomes,
     /// A step's record was overwritten before it was read.
     #[error("the outcome of step {iteration} is lost: 64 or more steps were enqueued without reading outcomes")]
     OutcomeLost {
-        /// Steps before it, skipped ones included.
+        /// Steps before this one, skipped ones included.
         iteration: u64,
     },
     /// The device has no rates for the schedule's position.
@@ -118,7 +118,7 @@ pub enum OptimError {
         /// The position.
         position: u64,
     },
-    /// A saved state does not fit the settings.
+    /// A saved state is invalid or contradicts the settings.
     #[error("saved {what} does not fit: {reason}")]
     Restore {
         /// The saved value.
@@ -138,7 +138,7 @@ pub enum OptimError {
 }
 
 impl OptimError {
-    /// An error about `value` unless `holds`.
+    /// Returns [`Self::Setting`] unless `holds`.
     pub(crate) fn check(holds: bool, setting: &'static str, value: f64, rule: &'static str) -> Result<(), Self> {
         if holds { Ok(()) } else { Err(Self::Setting { setting, value, rule }) }
     }

@@ -1,8 +1,8 @@
 //! The settings of the loss scale for fp16 training.
 //!
-//! fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before backward, and the optimizer divides the
-//! gradients by it. A dynamic scale grows until gradients overflow; [`zero_kernels::step`] has the rules, which are those
-//! of DeepSpeed's `DynamicLossScaler`.
+//! fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before backward, and the optimizer divides
+//! the gradients by it. A dynamic scale grows until gradients overflow. Its rules are in [`zero_kernels::step`] and
+//! are those of DeepSpeed's `DynamicLossScaler`.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,14 +17,14 @@ pub enum LossScaling {
         /// The scale.
         scale: f64,
     },
-    /// A scale that follows the gradients.
+    /// A scale that grows until gradients overflow.
     Dynamic(DynamicScaling),
 }
 
 /// Settings of the dynamic loss scale. The defaults are DeepSpeed's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DynamicScaling {
-    /// The first scale is 2 to this power.
+    /// The initial scale is 2 to this power.
     pub initial_scale_power: u32,
     /// Good steps in a row until the scale doubles.
     pub window: u64,
@@ -34,8 +34,8 @@ pub struct DynamicScaling {
     pub consecutive_hysteresis: bool,
     /// The minimum scale.
     pub min_scale: f64,
-    /// Whether an overflow at the minimum is an error (DeepSpeed's `raise_error_at_min_scale`). If not, the scale stays
-    /// there and steps are skipped.
+    /// Whether an overflow at the minimum is an error (DeepSpeed's `raise_error_at_min_scale`). If false, the scale
+    /// stays at the minimum and steps are skipped.
     pub fail_at_min: bool,
 }
 
@@ -59,7 +59,7 @@ pub struct LossScalerState {
     pub scale: f64,
     /// Steps so far, skipped ones included.
     pub iteration: u64,
-    /// Iteration after the last overflow; 0 before the first.
+    /// The iteration after the last overflow; 0 before the first.
     pub since: u64,
     /// Overflows until the scale halves.
     pub hysteresis_left: u32,
@@ -72,7 +72,7 @@ impl LossScaling {
     /// Checks every setting against its range.
     ///
     /// # Errors
-    /// [`OptimError::Setting`] for the first that is outside.
+    /// [`OptimError::Setting`] for the first setting out of range.
     pub(crate) fn check(&self) -> Result<(), OptimError> {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         match self {
@@ -98,7 +98,7 @@ impl LossScaling {
         }
     }
 
-    /// Whether the scale is dynamic, and its settings. Those of a static scale have no effect.
+    /// Whether the scale is dynamic, and its settings. The settings returned for a static scale have no effect.
     pub(crate) fn dynamic(&self) -> (bool, DynamicScaling) {
         match self {
             Self::Static { .. } => (false, DynamicScaling { hysteresis: 1, ..DynamicScaling::default() }),
@@ -106,10 +106,10 @@ impl LossScaling {
         }
     }
 
-    /// The saved state, limited to what these settings allow: a run may resume with other settings.
+    /// Clamps a saved state to the range that these settings allow, since a run may resume with other settings.
     ///
     /// # Errors
-    /// No scaler with these settings can be in this state.
+    /// The state is invalid, or its scale differs from the static scale.
     pub(crate) fn fit(&self, state: LossScalerState) -> Result<LossScalerState, OptimError> {
         let refuse = |reason: String| Err(OptimError::Restore { what: "loss scale", reason });
         if !(state.scale.is_finite() && state.scale > 0.0) {

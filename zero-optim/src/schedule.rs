@@ -1,8 +1,8 @@
 //! Learning-rate schedules, as functions of the position.
 //!
-//! The position is the number of steps applied so far: 0 at the first. A skipped step does not advance it.
-//! At position 0 DeepSpeed's schedules have the rate of their constructor, at position `k` the rate after the k-th
-//! `step()`. Names and parameters serialise as in a DeepSpeed configuration
+//! The position is the number of steps applied so far: 0 at the first step. A skipped step does not advance it.
+//! At position 0 DeepSpeed's schedules have the rate that their constructor sets; at position `k`, the rate after the
+//! k-th `step()`. Names and parameters serialise as in a DeepSpeed configuration
 //! (`{"type": "WarmupLR", "params": {...}}`) with DeepSpeed's defaults.
 //!
 //! Source: `deepspeed/runtime/lr_schedules.py` of 0.19.8; traces in tests/data/deepspeed_lr_schedules.json.
@@ -17,7 +17,7 @@ use crate::OptimError;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", content = "params")]
 pub enum LrSchedule {
-    /// `base`, always.
+    /// `base` at every position.
     #[default]
     Constant,
     /// `base * (position + 1) / warmup_steps`, at most `base`.
@@ -25,18 +25,18 @@ pub enum LrSchedule {
         /// The first step at the full rate, counted from 1; 0 counts as 1.
         warmup_steps: u64,
     },
-    /// From the least to the greatest rate, then constant.
+    /// Warm-up from the minimum to the maximum rate, then constant.
     #[serde(rename = "WarmupLR")]
     Warmup(Warmup),
-    /// The same, then linearly down to 0.
+    /// Warm-up, then linear decay to 0.
     #[serde(rename = "WarmupDecayLR")]
     WarmupDecay(WarmupDecay),
-    /// From a fraction of `base` to `base`, then down along a cosine.
+    /// Warm-up from a fraction of `base` to `base`, then cosine decay.
     #[serde(rename = "WarmupCosineLR")]
     WarmupCosine(WarmupCosine),
-    /// Up and down once (Smith, arXiv 1803.09820), then decay.
+    /// One cycle up and down (Smith, arXiv 1803.09820), then decay.
     OneCycle(OneCycle),
-    /// Growing without end, to find the greatest rate that trains.
+    /// Unbounded growth, to find the greatest rate at which training is stable.
     #[serde(rename = "LRRangeTest")]
     RangeTest(RangeTest),
 }
@@ -56,9 +56,9 @@ pub enum WarmupType {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Warmup {
-    /// The first rate.
+    /// The rate at the start of the warm-up.
     pub warmup_min_lr: f64,
-    /// The last rate; by default `base`.
+    /// The rate at the end of the warm-up; by default `base`.
     pub warmup_max_lr: Option<f64>,
     /// Steps of warm-up; 1 counts as 2.
     pub warmup_num_steps: u64,
@@ -78,7 +78,7 @@ impl Default for Warmup {
 pub struct WarmupDecay {
     /// The step at which the rate is 0.
     pub total_num_steps: u64,
-    /// The first rate.
+    /// The rate at the start of the warm-up.
     #[serde(default)]
     pub warmup_min_lr: f64,
     /// The rate after the warm-up.
@@ -118,24 +118,24 @@ pub struct WarmupCosine {
 pub struct OneCycle {
     /// The least rate.
     pub cycle_min_lr: f64,
-    /// The greatest.
+    /// The greatest rate.
     pub cycle_max_lr: f64,
-    /// Decay of the rate after the cycle; 0: no decay.
+    /// Decay of the rate per interval after the cycle; 0 disables decay.
     #[serde(default)]
     pub decay_lr_rate: f64,
-    /// Steps upwards.
+    /// Steps of the rising half.
     #[serde(default = "default_cycle_steps")]
     pub cycle_first_step_size: u64,
-    /// Steps downwards; by default the steps upwards.
+    /// Steps of the falling half; by default those of the rising half.
     #[serde(default)]
     pub cycle_second_step_size: Option<u64>,
-    /// Stairs upwards; 0: smooth.
+    /// Stairs of the rising half; 0 means linear.
     #[serde(default)]
     pub cycle_first_stair_count: u64,
-    /// Stairs downwards; by default the stairs upwards.
+    /// Stairs of the falling half; by default those of the rising half.
     #[serde(default)]
     pub cycle_second_stair_count: Option<u64>,
-    /// Steps of one interval of decay; 0: no decay.
+    /// Steps per interval of decay; 0 disables decay.
     #[serde(default)]
     pub decay_step_size: u64,
     /// Whether beta1 changes inversely to the rate (and beta2 is 0.99).
@@ -144,10 +144,10 @@ pub struct OneCycle {
     /// The least beta1.
     #[serde(default = "default_min_mom")]
     pub cycle_min_mom: f64,
-    /// The greatest.
+    /// The greatest beta1.
     #[serde(default = "default_max_mom")]
     pub cycle_max_mom: f64,
-    /// Growth of beta1 after the cycle.
+    /// Growth of beta1 per interval after the cycle.
     #[serde(default)]
     pub decay_mom_rate: f64,
 }
@@ -156,13 +156,13 @@ pub struct OneCycle {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RangeTest {
-    /// The first rate.
+    /// The initial rate.
     pub lr_range_test_min_lr: f64,
-    /// Steps of one interval.
+    /// Steps per interval.
     pub lr_range_test_step_size: u64,
-    /// Growth per interval, as a fraction of the first rate.
+    /// Growth per interval, as a fraction of the initial rate.
     pub lr_range_test_step_rate: f64,
-    /// Whether the rate grows once per interval.
+    /// Whether the rate grows in one stair per interval instead of continuously.
     pub lr_range_test_staircase: bool,
 }
 
@@ -200,7 +200,7 @@ fn default_max_mom() -> f64 {
 }
 
 impl LrSchedule {
-    /// The learning rate of the step at `position`; `base` is the optimizer's own rate.
+    /// The learning rate of the step at `position`. `base` is [`OptimizerConfig::lr`](crate::OptimizerConfig::lr).
     pub fn lr(&self, base: f64, position: u64) -> f64 {
         // DeepSpeed's `last_batch_iteration`: -1 before the first step.
         let iteration = position.checked_sub(1);
@@ -246,7 +246,7 @@ impl LrSchedule {
     /// Checks every parameter against its range.
     ///
     /// # Errors
-    /// [`OptimError::Setting`] for the first that is outside.
+    /// [`OptimError::Setting`] for the first parameter out of range.
     pub fn check(&self) -> Result<(), OptimError> {
         let steps = |name, n: u64| OptimError::check(n > 0, name, 0.0, "at least 1");
         let rate =
@@ -286,7 +286,7 @@ impl LrSchedule {
     }
 }
 
-/// The completed fraction of a warm-up of `steps` at iteration `i`; `None` after it.
+/// The completed fraction of a warm-up of `steps` at iteration `i`; `None` after the warm-up.
 fn warmup(kind: WarmupType, i: u64, steps: u64) -> Option<f64> {
     let steps = steps.max(2);
     (i < steps).then(|| match kind {
@@ -316,7 +316,7 @@ impl OneCycle {
         self.cycle_second_step_size.unwrap_or(self.cycle_first_step_size) as f64
     }
 
-    /// The height of the cycle: 0 at its ends, 1 at its peak.
+    /// The relative height of the cycle: 0 at its ends, 1 at its peak.
     fn height(&self, i: u64) -> f64 {
         let total = self.first() + self.second();
         let (ratio, batch) = (self.first() / total, (i + 1) as f64);

@@ -1,4 +1,4 @@
-//! The segments of units in the state storage, and the units that one launch updates together.
+//! The segments of units in the state storage, and the grouping of units into launches.
 
 use std::ops::Range;
 
@@ -11,21 +11,21 @@ use crate::OptimError;
 pub struct Segment {
     /// The unit's name, for errors and outcomes.
     pub name: String,
-    /// Elements of the state storage.
+    /// The unit's range of the state storage, in elements.
     pub state: Range<usize>,
-    /// This rank's shard, counted from the segment's start: the elements of the rank's gradient statistics.
+    /// This rank's shard, relative to the segment's start. Gradient statistics cover only these elements.
     pub own_shard: Range<usize>,
 }
 
 impl Segment {
-    /// A segment of this rank's shard alone: stages 1 to 3.
+    /// A segment that stores only this rank's shard (stages 1 to 3).
     pub fn shard(name: impl Into<String>, state: Range<usize>) -> Self {
         let own_shard = 0..state.end.saturating_sub(state.start);
         Self { name: name.into(), state, own_shard }
     }
 
-    /// A segment of a whole unit: stage 0. The statistics are still those of the own shard, so that the norm has the same
-    /// bits as at the other stages.
+    /// A segment that stores a whole unit (stage 0). Statistics still cover only `own_shard`, so that the norm has
+    /// the same bits as at the other stages.
     pub fn whole(name: impl Into<String>, state: Range<usize>, own_shard: Range<usize>) -> Self {
         Self { name: name.into(), state, own_shard }
     }
@@ -38,13 +38,13 @@ impl Segment {
 /// The slices of one unit in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct UnitSlices {
-    /// The gradient, reduced over ranks: fp32, bf16 or fp16, the length of the segment.
+    /// The gradient, reduced over ranks: fp32, bf16 or fp16, with the segment's length.
     pub grad: AnySlice,
-    /// The parameter in its own dtype, the same length; written.
+    /// The parameter in the optimizer's parameter dtype, with the same length; written.
     pub param: AnySlice,
 }
 
-/// The elements of the state. The segments must tile it, and own shards must be within their segments.
+/// Returns the number of state elements. The segments must tile them, and each own shard must be within its segment.
 pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> {
     let mut end = 0;
     for s in segments {
@@ -60,15 +60,15 @@ pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> 
     Ok(end)
 }
 
-/// Units that one launch updates: a range of the state, and its slices.
+/// The units of one launch: a range of the state, and its slices.
 #[derive(Clone, Debug)]
 pub(crate) struct SubGroup {
     pub(crate) state: Range<usize>,
     pub(crate) slices: UnitSlices,
 }
 
-/// The units as launches, without empty units. With `join`, units with adjacent gradients and adjacent parameters become
-/// one launch. Only a GPU's addresses may be joined: on the host a slice must not cross the end of its allocation.
+/// Groups non-empty units into launches. If `join`, units with adjacent gradients and adjacent parameters share a
+/// launch. Only GPU slices may be joined: a host slice must not cross the end of its allocation.
 pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool) -> Vec<SubGroup> {
     let mut groups: Vec<SubGroup> = Vec::new();
     for (segment, unit) in segments.iter().zip(units).filter(|(s, _)| !s.state.is_empty()) {
@@ -76,7 +76,7 @@ pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool)
             && let (Some(grad), Some(param)) =
                 (joined(last.slices.grad, unit.grad), joined(last.slices.param, unit.param))
         {
-            // Segments tile the state, so these are adjacent too.
+            // Segments tile the state, so the state ranges are adjacent too.
             last.state.end = segment.state.end;
             last.slices = UnitSlices { grad, param };
         } else {
@@ -86,10 +86,10 @@ pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool)
     groups
 }
 
-/// Both as one slice, if `b` starts at the end of `a`.
+/// `a` and `b` as one slice, if `b` starts at the end of `a` and has its dtype.
 fn joined(a: AnySlice, b: AnySlice) -> Option<AnySlice> {
     let adjacent = a.as_ptr().wrapping_add(a.len_bytes()) == b.as_ptr() && a.dtype() == b.dtype();
-    // SAFETY: the makers of both slices guarantee that their memory is valid and accesses are ordered.
+    // SAFETY: the creators of both slices guarantee that their memory is valid and accesses are ordered.
     adjacent.then(|| unsafe { AnySlice::from_raw_parts(a.as_ptr(), a.len() + b.len(), a.dtype()) })
 }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A kind of optimizer state, fp32 each.
+/// A kind of optimizer state; each is fp32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StateKind {
@@ -15,7 +15,7 @@ pub enum StateKind {
 }
 
 impl StateKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 3] = [Self::Master, Self::FirstMoment, Self::SecondMoment];
 
     /// The name in a checkpoint: `master`, `first_moment`, `second_moment`.

@@ -1,5 +1,5 @@
-//! Device steps equal host steps bit for bit: the same outcomes, weights, moments and progress, and the same errors. One
-//! suite, on the host and on CUDA.
+//! Device steps equal host steps bit for bit: the same outcomes, weights, moments and progress, and the same errors.
+//! One suite, on the host and on CUDA.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -166,7 +166,7 @@ fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> 
     Ok(outcomes.remove(0))
 }
 
-/// One device step; the all-gather of statistics is plain copying.
+/// One device step; copies replace the all-gather of statistics.
 fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(), OptimError> {
     let mut stats = Vec::new();
     for rank in &mut *ranks {
@@ -221,7 +221,7 @@ fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
 
 fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
     const STEPS: usize = 9;
-    // A schedule that changes the betas too.
+    // This schedule also changes the betas.
     let cycle = OptimizerConfig { schedule: LrSchedule::OneCycle(one_cycle()), ..config(LossScaling::NONE) };
     for (dtype, config) in [
         (DType::F32, config(LossScaling::NONE)),
@@ -237,7 +237,7 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
             }
             expected.push(step_on_host(rig, &mut on_host, step).unwrap());
             step_on_device(rig, &mut on_device).unwrap();
-            // Outcomes are read when there are some; in one step they are waited for.
+            // Reads completed outcomes after each step; step 5 waits for all.
             let optim = &mut on_device[0].optim;
             read_so_far.extend(if step == 5 { optim.all_outcomes(LIMIT) } else { optim.outcomes(LIMIT) }.unwrap());
             if step == 5 {
@@ -377,7 +377,7 @@ mod on_cuda {
         super::bad_device_steps_are_refused(&cuda());
     }
 
-    /// A whole step, recorded once and replayed.
+    /// A whole step is recorded once and replayed.
     #[test]
     #[ignore = "needs a CUDA device"]
     fn graph_step_equals_plain_step() {

@@ -1,4 +1,4 @@
-//! A small world: units, their shards, and ranks that take turns on one stream.
+//! Test ranks with units and shards; they take turns on one thread.
 #![allow(unreachable_pub)]
 
 use std::ops::Range;
@@ -16,7 +16,7 @@ use zero_optim::{
 
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// Memory of a test: values of a dtype.
+/// Host memory with values of a dtype.
 pub struct Buffer {
     bytes: Vec<u64>,
     len: usize,
@@ -57,7 +57,7 @@ impl Buffer {
 pub struct Random(pub u64);
 
 impl Random {
-    /// In -1..1.
+    /// A value in -1..1.
     pub fn value(&mut self) -> f32 {
         self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         ((self.0 >> 40) as f32 / (1 << 23) as f32) - 1.0
@@ -68,7 +68,7 @@ impl Random {
     }
 }
 
-/// The part of each unit that a rank holds.
+/// The part of each unit that a rank stores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Holding {
     /// Whole units: stage 0.
@@ -88,7 +88,7 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Rank `rank` of `world`; unit `u` has `units[u]` padded elements, starting as `init[u]`.
+    /// Rank `rank` of `world`; unit `u` has the initial values `init[u]`, padded to a multiple of `world`.
     pub fn new(
         config: &OptimizerConfig,
         dtype: DType,
@@ -160,7 +160,7 @@ impl Rank {
         Ok(outcome)
     }
 
-    /// The state of one kind.
+    /// The state of one kind, as host memory.
     pub fn state(&self, kind: StateKind) -> Option<&[f32]> {
         self.state_slice(kind).map(|s| {
             // SAFETY: host memory, and the stream is drained after every step.
@@ -186,7 +186,7 @@ impl Rank {
     }
 }
 
-/// Ranks that hold the same parts of their units.
+/// All ranks of a run.
 pub struct World {
     pub ranks: Vec<Rank>,
     how: Holding,
@@ -197,7 +197,7 @@ impl World {
         Self { ranks: (0..world).map(|r| Rank::new(config, dtype, init, r, world, how)).collect(), how }
     }
 
-    /// One step on all ranks with these reduced gradients (whole units, padded).
+    /// Runs one step on all ranks with these reduced gradients (whole padded units), and asserts equal outcomes.
     pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<RankStats>, StepOutcome) {
         let stats: Vec<RankStats> =
             self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.stats(grads, dtype, r as f64).unwrap()).collect();
@@ -209,7 +209,7 @@ impl World {
         (stats, outcome)
     }
 
-    /// The units' whole parameters.
+    /// The parameters of whole units, assembled from all ranks.
     pub fn params(&self) -> Vec<Vec<f32>> {
         let units = self.ranks[0].params.len();
         match self.how {

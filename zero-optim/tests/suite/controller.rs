@@ -43,12 +43,12 @@ fn clipping_uses_the_mean_gradient() {
         ..Default::default()
     };
     let mut steps = StepController::new(config).unwrap();
-    // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. Mean norm 5: sum of squares (240)^2.
+    // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. A mean norm of 5 is a sum of squares of 240^2.
     let (scalars, outcome) = steps.advance(&[good(144.0 * 144.0), good(192.0 * 192.0)], 3, &names()).unwrap();
     let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
     assert_eq!((grad_norm, clip), (5.0, 2.0 / (5.0 + 1e-6)));
     assert_eq!(scalars.grad_scale, (clip / 48.0) as f32);
-    // At the limit nothing is clipped.
+    // A norm equal to the limit is not clipped.
     let (scalars, outcome) = steps.advance(&[good(96.0 * 96.0), good(0.0)], 3, &names()).unwrap();
     let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
     assert_eq!((grad_norm, clip, scalars.grad_scale), (2.0, 1.0, (1.0 / 48.0) as f32));
@@ -61,7 +61,7 @@ fn no_clipping_by_default() {
     assert_eq!((scalars.grad_scale, outcome.grad_norm()), (1.0, Some(1e6)));
 }
 
-/// DeepSpeed #2686: the scale grew between backward and step, and gradients were divided by the new one.
+/// Regression test for DeepSpeed #2686: the scale grew between backward and step, and the new scale was divided out.
 #[test]
 fn gradients_are_divided_by_their_scale() {
     let growing = dynamic(DynamicScaling { initial_scale_power: 4, window: 1, ..Default::default() });
@@ -77,7 +77,7 @@ fn gradients_are_divided_by_their_scale() {
 
 #[test]
 fn non_finite_gradient_skips_the_step() {
-    // A static scale of 1 is that of fp32 and bf16.
+    // The default: a static scale of 1, as for fp32 and bf16.
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
     let ranks = [RankStats { flags: 0b110, ..good(1.0) }, RankStats { flags: 0b011, ..bad() }];
     let (scalars, outcome) = steps.advance(&ranks, 1, &names()).unwrap();
@@ -209,7 +209,7 @@ fn excessive_counts_are_not_restored() {
     steps.restore(&Progress { adam_steps: 1 << 53, ..good }).unwrap();
 }
 
-/// Checkpoints keep these keys.
+/// The keys are a checkpoint format.
 #[test]
 fn saved_progress_keeps_its_json_keys() {
     let json = r#"{"adam_steps":7,"schedule_position":8,"skipped_steps":2,"loss_scaler":{"scale":4.0,"iteration":9,"since":3,"hysteresis_left":1}}"#;
@@ -246,8 +246,8 @@ fn bad_loss_scale_is_not_restored() {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
-    /// The scale is a power of two, at least the minimum; it doubles only after `window` good steps and halves only on an
-    /// overflow with no hysteresis left.
+    /// The scale is a power of two, at least the minimum; it doubles only after `window` good steps and halves only
+    /// on an overflow with no hysteresis left.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn loss_scale_stays_in_its_bounds(

@@ -1,4 +1,4 @@
-//! DeepSpeed's loss scaler and schedules, trace by trace (tests/data).
+//! Loss scale and schedules compared with recorded traces of DeepSpeed (tests/data).
 
 use serde::Deserialize;
 use zero_kernels::GradStats;
@@ -26,7 +26,7 @@ fn loss_scale_follows_every_trace() {
             hysteresis: t.hysteresis,
             consecutive_hysteresis: t.consecutive_hysteresis,
             min_scale: t.min_loss_scale,
-            // The traces continue at the minimum.
+            // The recorded runs continue at the minimum scale.
             fail_at_min: false,
         };
         let loss_scaling = LossScaling::Dynamic(settings);
@@ -52,7 +52,7 @@ fn schedules_follow_every_trace() {
         let base = trace["base_lr"].as_f64().unwrap();
         for (i, expected) in trace["lr_after_step"].as_array().unwrap().iter().enumerate() {
             let (ours, expected) = (schedule.lr(base, i as u64 + 1), expected.as_f64().unwrap());
-            // The machine's `ln` and `cos` may differ from those of the trace in the last place.
+            // `ln` and `cos` of this machine may differ in the last place from those of the recording machine.
             let close = (ours - expected).abs() <= 2.0 * f64::EPSILON * expected.abs();
             assert!(close, "{name}, after step {i}: {ours:e}, DeepSpeed {expected:e}");
         }

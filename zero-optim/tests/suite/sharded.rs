@@ -1,4 +1,4 @@
-//! The sharded optimizer against the unsharded one and a plain loop; skipping, resuming, memory.
+//! The sharded optimizer compared with the unsharded one and a plain loop; skipping, resuming, memory.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn config() -> OptimizerConfig {
     }
 }
 
-/// Units of these padded sizes, and gradients for some steps.
+/// Initial values of units of these padded sizes, and gradients of `steps` steps.
 fn material(sizes: &[usize], steps: usize, seed: u64) -> (Vec<Vec<f32>>, Vec<Vec<Vec<f32>>>) {
     let mut random = Random(seed);
     let init = sizes.iter().map(|&n| random.values(n)).collect();
@@ -37,7 +37,8 @@ fn bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 
-    /// Stage 0 and stages 1 to 3: the same statistics, norms and weights, bit for bit, with a skipped step.
+    /// Whole units (stage 0) and shards (stages 1 to 3) have bit-identical statistics, norms and weights; one step is
+    /// skipped.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn sharding_changes_no_bit(
@@ -65,7 +66,7 @@ proptest! {
     }
 }
 
-/// Against mixed-precision AdamW in its plainest form, in fp64.
+/// Compares with a plain loop of mixed-precision AdamW in fp64.
 #[test]
 #[cfg_attr(miri, ignore = "Miri's powi is inexact on purpose")]
 fn steps_are_clipped_adamw() {
@@ -170,7 +171,7 @@ fn resumed_run_is_bit_identical() {
     let mut straight = World::new(&config, DType::Bf16, &init, 2, Holding::Shard);
     grads[..4].iter().for_each(|g| drop(straight.step(g, DType::Bf16, 1)));
 
-    // Progress as JSON, masters and moments as slices; the parameters come from the masters.
+    // Progress is saved as JSON, masters and moments as slices; parameters are recomputed from the masters.
     let nothing: Vec<Vec<f32>> = init.iter().map(|u| vec![0.0; u.len()]).collect();
     let mut resumed = World::new(&config, DType::Bf16, &nothing, 2, Holding::Shard);
     for (old, new) in straight.ranks.iter().zip(&mut resumed.ranks) {
