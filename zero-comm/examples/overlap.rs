@@ -1,4 +1,4 @@
-//! Gradients that travel while backward goes on: two ranks, a slow link, a timeline to look at in Perfetto.
+//! Overlaps the reduction of gradients with backward: two ranks, a slow link. Prints a trace for Perfetto:
 //! `cargo run -p zero-comm --example overlap > trace.json`
 
 use std::{error::Error, sync::Arc, thread::sleep, time::Duration};
@@ -21,7 +21,7 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
     for _layer in 0..8 {
         let filling = buckets.begin(2_000_000)?;
         compute.enqueue("backward", || {
-            sleep(Duration::from_millis(10)); // a real one writes its gradient to `filling.slice()`
+            sleep(Duration::from_millis(10)); // a real backward writes its gradient to `filling.slice()`
             Ok(())
         })?;
         // SAFETY: `grads` outlives the streams' work, which is waited for below.

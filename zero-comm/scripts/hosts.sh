@@ -1,5 +1,5 @@
-# Sourced: two network namespaces stand in for two machines, with a link between them and host names of their own.
-# Needs root, iproute2 and Open MPI; says `skipped` and exits where one is missing.
+# Sourced. Makes two network namespaces, which stand in for two machines, with a link and separate host names.
+# Needs root, iproute2 and Open MPI; prints `skipped` and exits if one is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 command -v ip >/dev/null && command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] ||
@@ -8,7 +8,7 @@ command -v ip >/dev/null && command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] |
 a=zero-a-$$ b=zero-b-$$
 work=$(mktemp -d)
 hosts_down() {
-    # Where the link is cut, mpirun waits for its daemon whatever it is told: so the second time it is not asked.
+    # With the link cut, mpirun waits for its daemon even after SIGTERM, so SIGKILL follows.
     for signal in TERM KILL; do
         { ip netns pids $a; ip netns pids $b; } 2>/dev/null | xargs -r kill -$signal 2>/dev/null && sleep 1
     done
@@ -27,7 +27,7 @@ for side in a:$a:1 b:$b:2; do
     ip -n "$name" link set lo up
 done
 
-# mpirun asks this, instead of ssh, to start its daemon on the other "machine", which has a host name of its own.
+# mpirun runs this instead of ssh to start its daemon on the other "machine", which has a different host name.
 cat >"$work/agent" <<AGENT
 #!/usr/bin/env bash
 shift
@@ -35,7 +35,7 @@ exec ip netns exec $b unshare --uts bash -c 'hostname zero-b; exec "\$@"' - bash
 AGENT
 chmod +x "$work/agent"
 
-# Four ranks of a program, two on each host, for at most two minutes.
+# Runs a program as four ranks, two on each host, for at most two minutes.
 on_hosts() {
     ip netns exec $a unshare --uts bash -c 'hostname zero-a; exec "$@"' - \
         timeout --kill-after=5 120 mpirun --allow-run-as-root --oversubscribe --enable-recovery \
@@ -61,7 +61,7 @@ eventually() {
     return 1
 }
 
-# Whether this many files match.
+# there_are N PATTERN: succeeds if exactly N files in $work match.
 there_are() {
     [ "$(find "$work" -name "$2" | wc -l)" = "$1" ]
 }

@@ -8,7 +8,7 @@
 //!                 producers write                         the collective runs  consumers wait
 //! ```
 //!
-//! - [`Filling`]: the streams of its recorded producers write to the bucket.
+//! - [`Filling`]: producers write to the bucket; their streams are recorded.
 //! - [`InFlight`]: the collective is enqueued on the communication stream, behind all producers. Operations that the
 //!   caller enqueues on that stream next see the result.
 //! - [`Done`]: the event after it. The bucket is free for the next [`Buckets::begin`], whose producers' streams wait
@@ -18,8 +18,8 @@
 //! (`zero_shard::bucket_pieces`), each the same range of every rank's shard. Stage 0 of ZeRO all-reduces a bucket,
 //! stages 1 to 3 reduce-scatter it.
 //!
-//! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of several producers, a
-//! bucket overwritten before its reader ends, an error path that omits either wait.
+//! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of several producers; a
+//! bucket that is overwritten before its last reader ends; an error path that omits either wait.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -125,8 +125,8 @@ impl<D: Device> fmt::Debug for Buckets<D> {
 }
 
 impl<D: Device> Buckets<D> {
-    /// Allocates the buckets; nothing later allocates memory. `compute` is the first producer's stream, `comm_stream`
-    /// that of the collectives.
+    /// Allocates the buckets; later operations allocate no device memory. `compute` is the first producer's stream,
+    /// `comm_stream` that of the collectives.
     ///
     /// # Errors
     /// No buckets, less than one element per rank, or the allocation failed.
@@ -160,7 +160,7 @@ impl<D: Device> Buckets<D> {
         &self.0.comm_stream
     }
 
-    /// Returns the next bucket, for `elems` elements written on the compute stream, which waits for its last use.
+    /// Returns a free bucket for `elems` elements. The compute stream, its first producer, waits for its last use.
     ///
     /// # Errors
     /// The bucket is too small, all buckets are in use, or a stream returned an error.
@@ -170,8 +170,8 @@ impl<D: Device> Buckets<D> {
             return Err(BucketError::TooLong { elems, capacity_elems });
         }
         let bucket = self.0.free.lock().pop_front().ok_or(BucketError::NoneFree { count })?;
-        // SAFETY: only unsafe methods return it, whose callers use it on streams that the bucket records before it is
-        // free again or dropped.
+        // SAFETY: only unsafe methods return the slice. Their callers use it only on streams that are recorded in the
+        // block before the bucket is free again or dropped.
         let slice = unsafe { bucket.block.slice() }.slice(0..elems);
         let mut filling = Filling { bucket: Some(bucket), slice, producers: Vec::new(), shared: Arc::clone(&self.0) };
         filling.add_producer(&self.0.compute)?;
@@ -204,7 +204,7 @@ impl<D: Device> fmt::Debug for Filling<D> {
 }
 
 impl<D: Device> Drop for Filling<D> {
-    /// The bucket's next use waits for the producers' enqueued writes.
+    /// Frees the bucket; its next use waits for the producers' enqueued writes.
     fn drop(&mut self) {
         if let Some(mut bucket) = self.bucket.take() {
             let before = std::mem::take(&mut bucket.last_uses);
@@ -212,7 +212,8 @@ impl<D: Device> Drop for Filling<D> {
                 // A stream that returns an error is closed, and writes no more.
                 let _closed = bucket.record_use(producer);
             }
-            // All producers wait for the uses before; without a producer, those are still the last.
+            // Each producer waits for the earlier uses, so its event covers them; without a producer, they are still
+            // the last.
             if bucket.last_uses.is_empty() {
                 bucket.last_uses = before;
             }
@@ -282,8 +283,8 @@ impl<D: Device> Filling<D> {
         self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, shard, op))
     }
 
-    /// Reduce-scatters the bucket; this rank's segment of the result stays in it ([`InFlight::segment`]). The caller adds
-    /// it to an accumulated gradient by an operation on the communication stream.
+    /// Reduce-scatters the bucket; this rank's segment of the result stays in it ([`InFlight::segment`]). The caller
+    /// adds it to an accumulated gradient by an operation on the communication stream.
     ///
     /// # Errors
     /// The number of ranks does not divide the length, or a stream returned an error.
@@ -297,8 +298,8 @@ impl<D: Device> Filling<D> {
         self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, slice.slice(own), op))
     }
 
-    /// All-reduces the bucket; the result stays in it ([`InFlight::slice`]). The caller copies it by an operation on the
-    /// communication stream.
+    /// All-reduces the bucket; the result stays in it ([`InFlight::slice`]). The caller copies it by an operation on
+    /// the communication stream.
     ///
     /// # Errors
     /// A stream returned an error.
@@ -370,8 +371,8 @@ impl<D: Device> InFlight<D> {
         Ok(())
     }
 
-    /// Ends the bucket's use: its last uses are the operations that the caller has enqueued on the communication stream
-    /// so far, and the consumers'. Without overlap, the compute stream waits for them.
+    /// Frees the bucket. Its next use waits for the operations enqueued so far on the communication stream and on the
+    /// consumers' streams. Without overlap, the compute stream waits for the communication stream.
     ///
     /// # Errors
     /// A stream returned an error.

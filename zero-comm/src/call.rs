@@ -9,7 +9,8 @@ use zero_alloc::device::{AnySlice, DType};
 
 use crate::{Collective, CommError, ReduceOp, Traffic};
 
-/// The range of part `index` of `len` elements in `parts` parts, whose lengths differ by one at most, longer ones first.
+/// The range of part `index` if `len` elements are cut into `parts` parts whose lengths differ by at most 1, longer
+/// parts first.
 ///
 /// # Panics
 /// `parts` is 0.
@@ -53,7 +54,7 @@ impl Segments {
     }
 }
 
-/// A collective call of a rank. Calls that differ between ranks are a [`CommError::Mismatch`].
+/// A rank's call of a collective. All ranks must make equal calls; a difference is a [`CommError::Mismatch`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
     /// The collective.
@@ -83,7 +84,7 @@ enum SerdeDType {
 }
 
 impl Call {
-    /// The most bytes of a serialized call of `world_size` ranks. An integer takes 10 at most.
+    /// Upper bound of the bytes of a serialized call of `world_size` ranks; an integer has at most 10.
     #[cfg(feature = "mpi")]
     pub(crate) const fn max_serialized_bytes(world_size: usize) -> usize {
         32 + 10 * world_size
@@ -109,7 +110,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// A call that passed a check of [`Group`], and the buffers of this rank, which fit it.
+/// A call that passed the checks of [`Group`], with this rank's buffers.
 #[derive(Clone, Debug)]
 pub struct Checked {
     pub(crate) call: Call,
@@ -118,7 +119,7 @@ pub struct Checked {
 }
 
 impl Checked {
-    /// The call, which all ranks must make alike.
+    /// The call, which must be equal on all ranks.
     pub fn call(&self) -> &Call {
         &self.call
     }
@@ -242,7 +243,7 @@ impl Group {
         if counts.len() != self.world_size {
             return Err(CommError::RankCounts { collective, expected: self.world_size, got: counts.len() });
         }
-        // No buffer is longer, so larger counts could only overflow sums.
+        // No buffer is longer than this; the bound keeps sums of counts from overflowing.
         let total = counts.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
         if total.is_none_or(|total| total > isize::MAX as usize) {
             return Err(CommError::CountsTooLarge { collective });
@@ -299,7 +300,8 @@ impl Group {
         let Self { rank, world_size } = self;
         let bytes = |elems: usize| (elems * call.dtype.size_bytes()) as u64;
         let (whole, own) = (call.segments.total(world_size), call.segments.range(rank, world_size).len());
-        // A reduce-scatter sends each other segment to its rank; an all-gather sends the own segment to each rank.
+        // A reduce-scatter sends every other segment to its rank; an all-gather sends this rank's segment to every
+        // other.
         let (scattered, gathered) = (bytes(whole - own), bytes(own * (world_size - 1)));
         match call.collective {
             Collective::AllGather if call.control => traffic.control_bytes += gathered,

@@ -2,7 +2,7 @@
 //!
 //! All ranks of a communicator call the same collectives in the same order, each rank on its own stream. A call
 //! enqueues and returns; the operation runs in stream order, and its failure poisons the stream.
-//! Sums of fp16 and bf16 are taken in fp32 in rank order and rounded once.
+//! The host back ends add fp16 and bf16 in fp32, in rank order, and round once.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use zero_alloc::device::{AnySlice, Device};
 
 use crate::{Checked, CommError, Group};
 
-/// A reduction over ranks, in rank order.
+/// A reduction over ranks; the host back ends combine in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
-    /// Their sum (of bytes: modulo 256).
+    /// The sum; of bytes, modulo 256.
     Sum,
-    /// Their sum divided by the number of ranks (not of bytes).
+    /// The sum divided by the number of ranks; not defined for bytes.
     Avg,
-    /// The greatest; NaN if one of them is NaN.
+    /// The maximum; NaN if any value is NaN (with NCCL, unspecified).
     Max,
 }
 
@@ -36,22 +36,22 @@ impl ReduceOp {
 /// A kind of collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
-    /// Every rank gets its segment of the reduction.
+    /// Every rank receives its segment of the reduction.
     ReduceScatter,
-    /// Every rank gets the segments of all.
+    /// Every rank receives the segments of all ranks.
     AllGather,
-    /// Every rank gets the whole reduction.
+    /// Every rank receives the whole reduction.
     AllReduce,
-    /// Every rank gets the root's buffer.
+    /// Every rank receives the root's buffer.
     Broadcast,
-    /// Every rank gets one segment from each.
+    /// Every rank receives one segment from each rank.
     AllToAll,
-    /// Every rank waits for all.
+    /// Every rank waits for all ranks.
     Barrier,
 }
 
 impl Collective {
-    /// All of them.
+    /// All collectives.
     pub const ALL: [Self; 6] =
         [Self::ReduceScatter, Self::AllGather, Self::AllReduce, Self::Broadcast, Self::AllToAll, Self::Barrier];
 
@@ -69,8 +69,8 @@ impl Collective {
 }
 
 /// Bytes that this rank has sent, by collective, as a bandwidth-optimal algorithm sends them. With S bytes in the
-/// whole buffer and N ranks: (N-1)/N x S for reduce-scatter, all-gather and all-to-all, twice that for all-reduce; for
-/// broadcast S (N-1)/N on every rank (scatter and all-gather, the root's scatter included).
+/// whole buffer and N ranks: (N-1)/N x S for reduce-scatter, all-gather and all-to-all, twice that for all-reduce;
+/// for broadcast S (N-1)/N on every rank (scatter and all-gather, the root's scatter included).
 ///
 /// If N does not divide S, segments are as equal as possible ([`Segments::Balanced`](crate::Segments)), and the bytes
 /// are those of this rank's segment: exact integers whose sum over the ranks is N times the formula.
@@ -130,12 +130,12 @@ impl std::ops::Add for Traffic {
     }
 }
 
-/// A group of ranks. `send` and `recv` follow NCCL: elements are counted, `recv` may be the rank's own
-/// part of `send` (reduce_scatter) or `send` the rank's own part of `recv` (all_gather), or both the same
-/// (all_reduce); any other overlap is an error.
+/// One rank's handle of a group of ranks. `send` and `recv` follow NCCL: counts are in elements. In place means that
+/// `recv` is this rank's segment of `send` (reduce_scatter), `send` is this rank's segment of `recv` (all_gather), or
+/// both are the same (all_reduce); any other overlap is an error.
 ///
-/// A back end implements [`group`](Self::group), its rank and world size, and [`enqueue`](Self::enqueue), which runs a
-/// checked call; the collectives are default methods.
+/// A back end implements [`group`](Self::group), its rank and world size, and [`enqueue`](Self::enqueue), which runs
+/// a checked call; the collectives are default methods.
 pub trait Communicator<D: Device>: Send + Sync {
     /// This rank and the number of ranks.
     fn group(&self) -> Group;
@@ -146,22 +146,22 @@ pub trait Communicator<D: Device>: Send + Sync {
     /// The stream returned an error.
     fn enqueue(&self, stream: &D::Stream, checked: Checked) -> Result<(), CommError>;
 
-    /// The communicator of the ranks that pass the same `color`, numbered by `key`, then by rank here; `None`
-    /// for a rank that passes no color. Every rank calls it; the host waits for the others, within the time limit.
-    /// The new communicator counts its own traffic. A failure of this communicator fails the new one; the reverse holds
-    /// for `mpi` and not for `threads`.
+    /// Splits the communicator: ranks that pass the same `color` form a new one, in the order of `key`, then of their
+    /// ranks in this one. Returns `None` if `color` is `None`. Every rank must call it; the host waits for the other
+    /// ranks, within the time limit. The new communicator counts traffic separately. A failure of this communicator
+    /// fails the new one; the reverse holds for `mpi` and not for `threads`.
     ///
     /// # Errors
-    /// A rank failed, or did not call it within the limit.
+    /// A rank failed, or did not call `split` within the limit.
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<D>>>, CommError>;
 
-    /// Bytes sent so far, counted when enqueued.
+    /// Bytes sent so far; a collective counts when it is enqueued.
     fn traffic(&self) -> Traffic;
 
     /// Fails every running and later collective, on all ranks, with an error that names this rank and `reason`.
     fn abort(&self, reason: &str);
 
-    /// The first failure of the group, as every rank sees it: the cause behind a poisoned stream.
+    /// The first failure of the group, equal on all ranks: the cause of a poisoned stream.
     fn failure(&self) -> Option<CommError>;
 
     /// This rank.

@@ -4,8 +4,7 @@
 //! knows what every other rank sends, computes its own expected result element by element, and reports the
 //! first difference. It runs on any back end.
 //!
-//! Each buffer is in the middle of a block whose rest holds a canary, which detects writes beside a buffer. A write
-//! into `send` is detected too.
+//! Each buffer lies between canary bytes, which detect writes out of bounds. A write into `send` is detected too.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -33,7 +32,7 @@ pub struct Plan {
     pub seed: u64,
     /// Number of random calls.
     pub cases: usize,
-    /// Limit of elements in a rank's segment.
+    /// Maximum number of elements in a rank's segment.
     pub max_segment_elems: usize,
     /// The order of sums.
     pub sums: Sums,
@@ -224,7 +223,7 @@ impl<D: Device> Rank<'_, D> {
         Ok(Buffer { slice: whole.slice(margin..margin + values.len()), whole, margin, _block: block })
     }
 
-    /// Compares the buffer with `expected`, and with `canaries` the bytes around it.
+    /// Compares the buffer with `expected`; if `canaries`, also checks the bytes around it.
     fn expect<T: Case>(&self, what: &str, buffer: &Buffer<D>, expected: &[T], canaries: bool) -> Outcome {
         let mut bytes = vec![0u8; buffer.whole.len_bytes()];
         text(self.pool.device().download(self.stream, buffer.whole, &mut bytes, self.plan.limit))?;
@@ -315,7 +314,7 @@ impl<D: Device> Rank<'_, D> {
         }
     }
 
-    /// Compares the counted bytes with the formula, here element by element.
+    /// Compares the counted bytes with an independent computation.
     fn expect_traffic<T: Element>(&self, shape: &Shape, before: Traffic) -> Outcome {
         let Group { rank, world_size: n } = Group { rank: self.comm.rank(), world_size: self.comm.world_size() };
         let own = match &shape.segments {
@@ -368,11 +367,11 @@ fn check_all<D: Device>(rank: &Rank<'_, D>) -> Outcome {
     Ok(())
 }
 
-/// Runs `plan.cases` random calls on `comm`, then a quarter of that on communicators split from it. All ranks call it
+/// Runs `plan.cases` random calls on `comm`, then a quarter as many on each of three splits of it. All ranks call it
 /// with the same plan.
 ///
 /// # Errors
-/// The first difference from the reference, or the first error of a call: case, rank, shape, values.
+/// The first difference from the reference, or the first error of a call, with case, rank and shape.
 pub fn check<D: Device>(device: &D, comm: &dyn Communicator<D>, stream: &D::Stream, plan: Plan) -> Outcome {
     let pool = Pool::new(device.clone(), usize::MAX);
     check_all(&Rank { comm, pool: pool.clone(), stream, plan })?;

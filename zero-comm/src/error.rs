@@ -8,8 +8,8 @@ use zero_alloc::device::{DType, DeviceError};
 use crate::{Call, Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.
-// Ranks send each other the variants up to `Peer`. Skipped variants follow them, because serde counts those when it
-// serializes, but not when it deserializes.
+// Ranks send each other the variants up to `Peer`. Variants with `serde(skip)` must follow them: serde counts skipped
+// variants when it serializes, but not when it deserializes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CommError {

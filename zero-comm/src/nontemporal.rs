@@ -1,10 +1,11 @@
 //! Non-temporal stores, which bypass the cache.
 //!
-//! An ordinary store to memory that is not in the cache first reads it. A result larger than the cache does not stay
-//! there for its reader, so bypassing the cache saves that read: a third of the memory traffic of an all-gather
-//! between two ranks, a quarter of a reduce-scatter's (`benches`, `collectives`).
+//! An ordinary store to a line that is not in the cache first reads the line from memory. A result larger than the
+//! cache is evicted before its reader needs it, so bypassing the cache saves that read: a third of the memory traffic
+//! of an all-gather between two ranks, a quarter of a reduce-scatter's (`benches`, `collectives`).
 
-/// Stores are non-temporal from this many bytes moved by all ranks together: about a large last-level cache.
+/// Stores are non-temporal if all ranks together move at least this many bytes, about the size of a large last-level
+/// cache.
 pub(crate) const THRESHOLD_BYTES: usize = 24 << 20;
 
 /// The alignment of [`lines`]'s target.
@@ -25,8 +26,8 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     fence();
 }
 
-/// Copies whole lines with non-temporal stores if `to` is aligned to a line, else with ordinary ones. Other threads
-/// see the stores only after a [`fence`].
+/// Copies `from` to `to`, of the same length: with non-temporal stores if `to` is aligned whole lines, otherwise with
+/// ordinary stores. Call [`fence`] before another thread reads `to`.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
 pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
@@ -35,11 +36,11 @@ pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
     if !to.as_ptr().addr().is_multiple_of(LINE_BYTES) || !to.len().is_multiple_of(LINE_BYTES) {
         return to.copy_from_slice(from);
     }
-    // All stores of a line follow each other, so that it is written to memory at once.
+    // The stores of a line are consecutive, so that the processor combines them into one write to memory.
     for (from, to) in from.as_chunks::<STORE_BYTES>().0.iter().zip(to.as_chunks_mut::<STORE_BYTES>().0) {
-        // SAFETY: as many bytes as are loaded; no alignment is needed.
+        // SAFETY: `from` has the `STORE_BYTES` bytes that are loaded; the load needs no alignment.
         let value = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
-        // SAFETY: as many bytes as are stored, aligned since a line is.
+        // SAFETY: `to` has the `STORE_BYTES` bytes that are stored, and is aligned because the line is.
         unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), value) };
     }
 }
@@ -53,13 +54,13 @@ pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
 /// Orders the stores of [`lines`] before this thread's later stores.
 pub(crate) fn fence() {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: every x86-64 processor has it.
+    // SAFETY: every x86-64 processor has this instruction.
     unsafe {
         std::arch::x86_64::_mm_sfence();
     }
 }
 
-/// Prefetches the line at `at`, which may be any address.
+/// Prefetches the cache line at `at`, which may be any address.
 #[inline(always)]
 pub(crate) fn prefetch<T>(at: *const T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]

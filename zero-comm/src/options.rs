@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Options of a world of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommOptions {
-    /// The longest that a rank waits for the others; then the world fails. Default: 10 minutes.
+    /// The time limit of every wait for another rank. If it passes, the world fails. Default: 10 minutes.
     pub limit: Duration,
 }
 

@@ -1,8 +1,8 @@
-//! Overlap of communication and compute, from the spans of a recorded step; the step's trace file.
+//! The overlap of communication and compute in a recorded step, and the step as a Chrome trace.
 //!
-//! Let T_step be the time of the step, T_compute the time in which some compute operation ran, and T_comm the time in
-//! which some communication ran. The **overlap fraction** is `1 - (T_step - T_compute) / T_comm`: 1 if communication
-//! adds no time, 0 if compute waits for all of it. The **exposed** time is the time of communication without compute.
+//! T_step is the time of the step; T_compute is the time during which compute ran; T_comm is the time during which
+//! communication ran. The **overlap fraction** is `1 - (T_step - T_compute) / T_comm`: 1 if communication adds no
+//! time, 0 if compute waits for all of it. **Exposed** communication is the time during which only communication ran.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use zero_alloc::host::OpSpan;
 
-/// Label of the spans in which a stream waits for an event.
+/// The label of a stream's wait for an event.
 const WAIT: &str = "wait";
 
 /// The times of one step of one rank.
@@ -27,7 +27,8 @@ pub struct Overlap {
 }
 
 impl Overlap {
-    /// The times of `spans` without waits. Spans of the stream `comm_stream` are communication, all others compute.
+    /// Computes the times of `spans`; waits do not count. Spans of the stream `comm_stream` are communication, all
+    /// others are compute.
     pub fn of(spans: &[OpSpan], comm_stream: &str) -> Self {
         let work = || spans.iter().filter(|s| s.label != WAIT);
         let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) = work().partition(|s| &*s.stream == comm_stream);
@@ -66,7 +67,7 @@ fn length(intervals: &[Interval]) -> Duration {
     intervals.iter().map(|(start, end)| *end - *start).sum()
 }
 
-/// Length of the intersection of two lists of disjoint intervals in order.
+/// The total length of the intersection of two ordered lists of disjoint intervals.
 fn common(a: &[Interval], b: &[Interval]) -> Duration {
     let (mut i, mut j, mut sum) = (0, 0, Duration::ZERO);
     while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
@@ -76,7 +77,7 @@ fn common(a: &[Interval], b: &[Interval]) -> Duration {
     sum
 }
 
-/// The spans as Chrome trace JSON for Perfetto and chrome://tracing: one process, one line per stream.
+/// Formats spans as Chrome trace JSON for Perfetto and chrome://tracing: one process, one track per stream.
 pub fn chrome_trace(spans: &[OpSpan]) -> String {
     let mut lines: BTreeMap<&str, usize> = BTreeMap::new();
     for span in spans {
@@ -97,7 +98,7 @@ pub fn chrome_trace(spans: &[OpSpan]) -> String {
     format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"))
 }
 
-/// A JSON string.
+/// Quotes `text` as a JSON string.
 fn quoted(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 2);
     out.push('"');

@@ -1,14 +1,14 @@
 //! Combining the elements of all ranks on the host, in rank order: `((x0 op x1) op x2) op ...`.
 //!
-//! Every back end that reduces on the host calls [`Reducible::reduce`], so their results are bit-identical.
+//! All back ends that reduce on the host call [`Reducible::reduce`], so their results are bit-identical.
 //! 16-bit types are widened to fp32, combined there and rounded once, to nearest even.
 //!
-//! The kernel reads all inputs side by side, in blocks of [`BLOCK`] elements whose result stays in registers until it
-//! is stored. So memory sees one forward stream per rank, and each byte is read or written once. Software prefetch
-//! covers page ends, where hardware prefetchers stop.
+//! The kernel reads all inputs in parallel, in blocks of [`BLOCK`] elements whose result stays in registers until it
+//! is stored. Memory accesses are one sequential stream per rank, and each byte is read or written once. Software
+//! prefetch covers page boundaries, where hardware prefetchers stop.
 //!
-//! `multiversion` compiles the loops for several instruction sets and selects one at run time. No sum is contracted or
-//! reordered, so all versions are bit-identical.
+//! `multiversion` compiles the loops for several instruction sets and selects one at run time. No sum is contracted
+//! or reordered, so all versions are bit-identical.
 
 use half::{bf16, f16};
 use multiversion::multiversion;
@@ -16,10 +16,10 @@ use zero_alloc::device::Element;
 
 use crate::{ReduceOp, nontemporal};
 
-/// Elements reduced at a time where the result is copied to several outputs: it stays in the first-level cache.
+/// Elements reduced at a time if the result is copied to several outputs, so that it stays in the first-level cache.
 pub(crate) const CHUNK_ELEMS: usize = 4096;
 
-/// Elements whose result is in registers; whole cache lines of any type.
+/// Elements whose result is in registers; a whole number of cache lines for every type.
 const BLOCK: usize = 64;
 
 /// Distance of the software prefetch.
@@ -36,11 +36,12 @@ pub(crate) enum Store {
 
 /// An element that can be combined.
 pub(crate) trait Reducible: Element + Default {
-    /// `out[i]` = the elements `i` of all inputs, combined in order. There is at least one input; all lengths are equal.
+    /// `out[i]` = the elements `i` of all inputs, combined in order. There is at least one input; all lengths are
+    /// equal.
     fn reduce(op: ReduceOp, inputs: &[&[Self]], out: &mut [Self], store: Store);
 }
 
-/// How blocks of a type are widened, combined and rounded.
+/// Widens, combines and rounds blocks of a type.
 trait Lane: Element + Default {
     type Acc: Copy + Default;
     /// `acc = from`, widened.
@@ -52,7 +53,7 @@ trait Lane: Element + Default {
     fn round(acc: &[Self::Acc; BLOCK], to: &mut [Self; BLOCK]);
 }
 
-/// One block: the first rank's, then all others' in order.
+/// Reduces one block, in rank order; `of(rank)` is the input of a rank.
 #[inline(always)]
 fn block<'a, T: Lane>(op: ReduceOp, ranks: usize, of: impl Fn(usize) -> &'a [T; BLOCK], out: &mut [T; BLOCK]) {
     let mut acc = [T::Acc::default(); BLOCK];
@@ -99,7 +100,7 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
     }
 }
 
-/// Less than a block, from element `at`: padded with zeros, whose results are dropped.
+/// Reduces less than a block, from element `at`. It is padded with zeros, whose results are dropped.
 #[inline(always)]
 fn partial<T: Lane>(op: ReduceOp, inputs: &[&[T]], at: usize, out: &mut [T]) {
     if out.is_empty() {
@@ -119,7 +120,7 @@ macro_rules! reducible {
     ($($t:ty => $f:ident),*) => {$(
         #[multiversion(targets = "simd")]
         fn $f(op: ReduceOp, inputs: &[&[$t]], out: &mut [$t], store: Store) {
-            // One instance of the loops per operation.
+            // Constants, so that the compiler specializes the loops for each operation.
             match op {
                 ReduceOp::Sum => kernel(ReduceOp::Sum, inputs, out, store),
                 ReduceOp::Avg => kernel(ReduceOp::Avg, inputs, out, store),
@@ -136,14 +137,14 @@ macro_rules! reducible {
 }
 reducible!(f32 => reduce_f32, f64 => reduce_f64, bf16 => reduce_bf16, f16 => reduce_f16, u8 => reduce_u8);
 
-/// The greater of two, or NaN: `a` if it is NaN or not less than `b`.
+/// The maximum, or NaN if either is: `a` if it is NaN or not less than `b`, otherwise `b`.
 #[inline(always)]
 fn greater<T: PartialOrd + Copy>(a: T, b: T) -> T {
     #[allow(clippy::eq_op, reason = "the test for NaN")]
     if a >= b || a != a { a } else { b }
 }
 
-/// A type whose elements are widened and rounded one by one.
+/// Implements [`Lane`] for a type from functions of one element.
 macro_rules! lane {
     ($t:ty, $acc:ty, $widen:expr, $add:expr, $divide:expr, $round:expr) => {
         impl Lane for $t {
@@ -207,13 +208,13 @@ mod f16_parts {
     pub(super) const EXPONENT: u32 = 0x7c00;
     pub(super) const SIGN: u32 = 0x8000;
     pub(super) const NAN: u32 = 0x7e00;
-    /// Fraction bits that fp32 has and binary16 has not.
+    /// Fraction bits that fp32 has in addition to binary16's.
     pub(super) const EXTRA_DIGITS: u32 = 13;
-    /// 2^112, between the two biases of the exponent, as fp32.
+    /// 2^112 as fp32; 112 is the difference of the exponent biases.
     pub(super) const REBIAS: u32 = (127 + 112) << 23;
-    /// 2^-14, the least normal number, as fp32.
+    /// 2^-14, the smallest normal number of binary16, as fp32.
     pub(super) const LEAST_NORMAL: u32 = (127 - 14) << 23;
-    /// 2^16, beyond all finite numbers, as fp32.
+    /// 2^16, greater than all finite numbers of binary16, as fp32.
     pub(super) const BEYOND: u32 = (127 + 16) << 23;
 }
 
@@ -234,11 +235,12 @@ fn round_f16(x: f32) -> f16 {
     use f16_parts::{BEYOND, EXPONENT, EXTRA_DIGITS, LEAST_NORMAL, NAN, SIGN};
     let sign = (x.to_bits() >> 16) & SIGN;
     let magnitude = x.to_bits() & !(SIGN << 16);
-    // The carry out of rounding may raise the exponent, which is right, up to infinity.
+    // Rounding may carry into the exponent, up to infinity; that is the correct result.
     let half_less_one = (1 << (EXTRA_DIGITS - 1)) - 1;
     let nearest = magnitude.wrapping_add(half_less_one + ((magnitude >> EXTRA_DIGITS) & 1));
     let normal = nearest.wrapping_sub(112 << 23) >> EXTRA_DIGITS;
-    // One unit in the last place of 0.5 is that of subnormal numbers, so this sum rounds to them.
+    // The unit in the last place of fp32's 0.5 equals that of binary16's subnormal numbers, so this sum rounds to
+    // them.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let special = if x.is_nan() { NAN } else { EXPONENT };
     let finite = if magnitude < LEAST_NORMAL { subnormal } else { normal };
@@ -252,7 +254,7 @@ mod tests {
 
     use super::*;
 
-    /// One element after the other.
+    /// The oracle: one element after the other.
     fn plain(op: ReduceOp, values: &[f32]) -> f32 {
         let combine = |a: f32, b: f32| match op {
             ReduceOp::Max if a.is_nan() || b.is_nan() => f32::NAN,
@@ -316,7 +318,7 @@ mod tests {
             let wide = widen_f16(x);
             assert!(wide.to_bits() == x.to_f32().to_bits() || wide.is_nan() && x.is_nan(), "{bits:x}");
             assert!(round_f16(wide) == x || x.is_nan() && round_f16(wide).is_nan(), "{bits:x}");
-            // Around the middle between this number and the next, and around this number.
+            // Near this number, and near the midpoint between it and the next.
             let middle = wide.to_bits() ^ (1 << 12);
             for near in [wide.to_bits(), middle].into_iter().flat_map(|b| b.saturating_sub(2)..=b.saturating_add(2)) {
                 let (got, expected) = (round_f16(f32::from_bits(near)), f16::from_f32(f32::from_bits(near)));

@@ -1,4 +1,4 @@
-//! A communicator as slow as a given link: for tests and demonstrations of overlap on one machine.
+//! A communicator over a simulated slow link, for tests and demonstrations of overlap on one machine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::{CommError, Communicator, Traffic};
 pub struct Link {
     /// Delay before the first byte of each collective.
     pub latency: Duration,
-    /// Rate of a rank's sent bytes.
+    /// Bytes that a rank sends per second.
     pub bytes_per_second: f64,
 }
 
@@ -24,8 +24,8 @@ impl Link {
     }
 }
 
-/// Another communicator behind a [`Link`]: before each collective its stream sleeps for the time that the link takes
-/// for the rank's sent bytes, in an operation labelled `link`.
+/// Another communicator behind a simulated [`Link`]. Before each collective, an operation labelled `link` sleeps for
+/// the time that the link needs for the bytes that the rank sends.
 pub struct SlowComm {
     inner: Arc<dyn Communicator<HostDevice>>,
     link: Link,
@@ -38,7 +38,7 @@ impl std::fmt::Debug for SlowComm {
 }
 
 impl SlowComm {
-    /// `inner` behind `link`.
+    /// Puts `inner` behind `link`.
     pub fn new(inner: Arc<dyn Communicator<HostDevice>>, link: Link) -> Self {
         Self { inner, link }
     }

@@ -1,4 +1,4 @@
-//! A world of one rank, on any device: each collective is a copy or nothing.
+//! A world of one rank, on any device: each collective is a copy, or does nothing.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ impl<D> fmt::Debug for Solo<D> {
 }
 
 impl<D: Device> Solo<D> {
-    /// The only rank, on `device`.
+    /// Creates the communicator of the only rank, on `device`.
     pub fn new(device: D) -> Self {
         Self { device, failure: Mutex::new(None) }
     }
@@ -37,7 +37,7 @@ impl<D: Device> Communicator<D> for Solo<D> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
-        // In place, or without elements, there is nothing to copy.
+        // Nothing to copy in place or without elements.
         if checked.send().as_ptr() != checked.recv().as_ptr() && !checked.send().is_empty() {
             self.device.copy(stream, checked.send(), checked.recv())?;
         }
@@ -51,7 +51,7 @@ impl<D: Device> Communicator<D> for Solo<D> {
         Ok(color.map(|_| Arc::new(Self::new(self.device.clone())) as Arc<dyn Communicator<D>>))
     }
 
-    /// A rank alone sends nothing.
+    /// Zero: one rank sends nothing.
     fn traffic(&self) -> Traffic {
         Traffic::default()
     }

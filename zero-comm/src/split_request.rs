@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// A rank's arguments of a split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SplitRequest {
-    /// The color of its new communicator, if any.
+    /// The color of its new communicator; `None` to join none.
     pub(crate) color: Option<u64>,
     /// Orders the ranks of a color.
     pub(crate) key: u64,

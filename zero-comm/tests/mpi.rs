@@ -17,7 +17,7 @@ use zero_comm::conformance::{Plan, check};
 use zero_comm::mpi::MpiWorld;
 use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
-/// Every way in which rank 1 fails.
+/// The faults of rank 1.
 const FAULTS: [&str; 11] = [
     "killed-before",
     "killed-during",
@@ -36,7 +36,7 @@ const FAULTS: [&str; 11] = [
 const LEN: usize = 4096;
 const OTHER_LEN: usize = 4000;
 
-/// The limit of collectives in the tests of faults.
+/// The time limit of collectives in the tests of faults.
 const FAULT_LIMIT: Duration = Duration::from_secs(3);
 
 /// A hash of sums that depend on the order of additions.
@@ -62,7 +62,7 @@ fn kill_this_process() -> ! {
     }
 }
 
-/// Makes rank 1 fail; it returns if it then calls `which` as the others do.
+/// Makes rank 1 fail. Returns if rank 1 should then call `which` like the others.
 fn misbehave(
     kind: &str,
     which: Collective,
@@ -144,7 +144,8 @@ fn rank_main(what: &str) -> ExitCode {
             assert!(values.iter().flatten().all(|&v| v == (n - 1) as f32));
             println!("rank {rank} conforms");
         }
-        // Until scripts/two-hosts cuts the link. The error goes to a file, since the connection to mpirun is cut too.
+        // Runs until scripts/two-hosts cuts the link. Writes the error to a file, since the connection to mpirun is
+        // cut too.
         "until-cut" => {
             let file = std::env::var("ZERO_TEST_FILE").expect("where to write");
             let mut values = vec![1f32; 100_000];
@@ -226,7 +227,7 @@ fn check_fault(kind: &str, which: Collective) {
     // The stalled rank still sleeps when mpirun ends it.
     let survivors = if killed || kind == "stalled" { 2 } else { 3 };
     let within = time < FAULT_LIMIT + Duration::from_secs(20);
-    // With recovery, the launcher's exit status ignores a killed rank.
+    // With `--enable-recovery`, the launcher's exit status ignores a killed rank.
     let reported = killed || !output.status.success();
     expect(reported && failed == survivors && within, &what, &output);
     println!("ok: {what}: {failed} ranks failed with '{text}' after {time:.1?}");
@@ -259,7 +260,8 @@ fn main() -> ExitCode {
     }
     let cases: Vec<(&str, Collective)> =
         FAULTS.iter().flat_map(|&f| Collective::ALL.map(|which| (f, which))).collect();
-    // Two cases run concurrently, since most of their time is waiting for a limit. More would delay the healthy ranks.
+    // Two cases run concurrently, since most of their time is waiting for a limit. More would delay the healthy
+    // ranks.
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..2 {

@@ -1,7 +1,8 @@
 //! Ranks as processes over NCCL: this program starts itself once per rank and checks the output.
 //!
-//! On a machine with fewer GPUs than ranks, ranks share a GPU, which NCCL allows since 2.30. Without NCCL the tests print
-//! that they are skipped, or fail if `ZERO_REQUIRE_NCCL` is set, as by integration-tests/stand-ins/with-stand-ins.
+//! On a machine with fewer GPUs than ranks, ranks share a GPU, which NCCL allows since 2.30. Without NCCL the tests
+//! print that they are skipped, or fail if `ZERO_REQUIRE_NCCL` is set, as by
+//! integration-tests/stand-ins/with-stand-ins.
 
 #[path = "nccl/rank.rs"]
 mod rank;
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use zero_comm::{CommError, nccl};
 
-/// Limit of a process.
+/// Time limit of a process.
 const PROCESS_LIMIT: Duration = Duration::from_secs(240);
 
 /// Prints that a test is skipped; returns false.
@@ -23,7 +24,7 @@ fn skipped(test: &str, why: &str) -> bool {
     false
 }
 
-/// Whether NCCL is available.
+/// Returns whether NCCL is available; prints that `test` is skipped if not.
 fn library(test: &str) -> bool {
     match nccl::version() {
         Ok(version) => println!("NCCL {version}"),
@@ -35,7 +36,7 @@ fn library(test: &str) -> bool {
     true
 }
 
-/// Whether NCCL is the stand-in.
+/// Returns whether NCCL is the stand-in; prints that `test` is skipped if not.
 fn stand_in(test: &str) -> bool {
     library(test) && (rank::is_stand_in() || skipped(test, "only the stand-in simulates this"))
 }

@@ -4,12 +4,12 @@
 //! order by the same code as over [`threads`](crate::threads), so both give the same bits.
 //!
 //! Each collective consists of direct, non-blocking transfers between pairs of ranks ([`operation`]), so that a wait
-//! can have a limit, calls can be compared before data flows, and a failure can reach all ranks. A waiting rank sleeps
-//! between polls.
+//! can have a limit, calls can be compared before data flows, and a failure can reach all ranks. A waiting rank
+//! sleeps between polls.
 //!
-//! **Failure.** The first failure of any communicator ends the whole world: every rank's collectives, under way or later,
-//! fail. After a failure MPI is not finalized, since that would wait for the lost rank; the process should report the
-//! error and exit. `mpirun` by default ends all processes when one is killed.
+//! **Failure.** The first failure of any communicator ends the whole world: on every rank, collectives in flight and
+//! later ones fail. After a failure MPI is not finalized, since that would wait for the lost rank; the process should
+//! report the error and exit. `mpirun` by default ends all processes when one is killed.
 
 mod notice;
 mod operation;
@@ -34,7 +34,7 @@ use operation::{MAX_CONTEXT, Members, Operation};
 use raw::{MpiError, Raw};
 use world::World;
 
-/// MPI, from its initialization to its finalization. Keep it on the main thread until all streams are synchronized.
+/// An initialized MPI; dropping it finalizes MPI. Keep it on the main thread until all streams are synchronized.
 pub struct MpiWorld {
     universe: Option<Universe>,
     world: Arc<World>,
@@ -139,7 +139,8 @@ impl Communicator<HostDevice> for MpiComm {
     }
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
-        // An all-gather, on this thread, of four words: 1 with a color, color, key, greatest context of this process.
+        // An all-gather, on this thread, of four integers per rank: 1 if there is a color, the color, the key, and
+        // the greatest context that this process knows.
         const WORDS: usize = 4;
         let n = self.world_size();
         let mut enqueued = self.enqueued.lock();
@@ -152,7 +153,7 @@ impl Communicator<HostDevice> for MpiComm {
         let recv = unsafe { AnySlice::from_raw_parts(all.as_mut_ptr().cast(), size_of_val(&all[..]), DType::U8) };
         let checked = self.group().control_all_gather(send, recv)?;
         self.operation(&mut enqueued, checked, "split").run()?;
-        // New to every member. The groups of one split share it: they have no member in common.
+        // A number that no member has used. All groups of one split share it, since they have no member in common.
         let context = all.chunks_exact(WORDS).map(|words| words[3]).max().unwrap_or(0) + 1;
         let Some(context) = u32::try_from(context).ok().filter(|&context| context <= MAX_CONTEXT) else {
             let message = format!("more than {MAX_CONTEXT} splits");

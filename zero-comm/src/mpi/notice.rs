@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The most bytes of text, so that MPI sends a notice eagerly.
+/// Maximum bytes of text, small enough that MPI sends a notice eagerly.
 const MAX_TEXT_BYTES: usize = 1000;
 
 /// A notice from a rank to all others. Ranks are those of the world.
@@ -10,7 +10,7 @@ const MAX_TEXT_BYTES: usize = 1000;
 pub(super) enum Notice {
     /// The rank called `abort`, with this reason.
     Aborted(String),
-    /// The rank found another at fault.
+    /// The rank detected a failure of the rank `at_fault`.
     Failed { at_fault: usize, message: String },
     /// The rank dropped a communicator, after `done` collectives.
     Left { context: u32, done: u64 },

@@ -1,15 +1,15 @@
 //! One collective of one rank over MPI: the ranks compare their calls, then transfer data directly.
 //!
-//! Every rank sends its call to every other rank; calls that differ are a mismatch. Then each segment goes from the rank
-//! that has it straight to the rank that needs it:
+//! Every rank sends its call to every other rank; calls that differ are a mismatch. Then each rank sends segments
+//! directly to the ranks that need them:
 //!
-//! - reduce_scatter: segment q of `send` to rank q, which adds all ranks' segments in rank order, by the same code and
-//!   with the same bits as over threads;
+//! - reduce_scatter: segment q of `send` to rank q, which adds all ranks' segments in rank order, by the same code
+//!   and with the same bits as over threads;
 //! - all_gather, all_to_all: one transfer per pair; all_reduce: reduce_scatter, then all_gather;
 //! - broadcast: the root scatters, then all ranks gather.
 //!
-//! [`Traffic`](crate::Traffic) counts these bytes. Tags contain the communicator, the sequence number and the phase, so
-//! collectives of different streams can be under way at the same time.
+//! [`Traffic`](crate::Traffic) counts these bytes. Tags contain the communicator, the sequence number and the phase,
+//! so collectives of different streams can be in flight at the same time.
 
 use std::ffi::c_int;
 use std::ops::Range;
@@ -38,7 +38,7 @@ pub(super) struct Members {
     pub(super) world_ranks: Arc<[usize]>,
 }
 
-/// One collective. If it is dropped before it ran, its stream failed, and the world with it.
+/// One collective of this rank. Dropping it before it has run, because its stream failed, fails the world.
 pub(super) struct Operation {
     pub(super) world: Arc<World>,
     pub(super) members: Members,
@@ -98,8 +98,8 @@ impl Operation {
     }
 
     fn tag(&self, phase: Phase) -> c_int {
-        // 8 bits of communicator, 20 of sequence number, 2 of phase: below 2^30, the least upper bound of the MPI
-        // libraries of clusters.
+        // 8 bits of communicator, 20 of sequence number, 2 of phase: less than 2^30, which is within the tag limit
+        // (`MPI_TAG_UB`) of the MPI libraries used on clusters.
         ((self.members.context & MAX_CONTEXT) as c_int) << 22
             | ((self.sequence as c_int & 0xf_ffff) << 2)
             | phase as c_int
@@ -263,13 +263,14 @@ impl Operation {
         for start in (0..len).step_by(CHUNK_ELEMS) {
             let chunk = start..(start + CHUNK_ELEMS).min(len);
             let result = &mut result[..chunk.len()];
-            // SAFETY: the memory is valid by the promise of the slice's maker, and nothing writes to it now; this view's
-            // last use precedes the write to `out`, which may be the same memory.
+            // SAFETY: the memory is valid by the promise of the slice's maker, and nothing writes to it now; this
+            // view's last use precedes the write to `out`, which may be the same memory.
             let mine = unsafe { mine.slice(chunk.clone()).as_host() };
             let theirs = |q: usize| &staged[q * len + chunk.start..q * len + chunk.end];
             let views: Vec<&[T]> = (0..n).map(|q| if q == rank { mine } else { theirs(q) }).collect();
             T::reduce(op, &views, result, Store::Cached);
-            // SAFETY: the memory is valid by the promise of the slice's maker, and only this operation accesses it now.
+            // SAFETY: the memory is valid by the promise of the slice's maker, and only this operation accesses it
+            // now.
             unsafe { out.slice(chunk.clone()).as_host_mut() }.copy_from_slice(result);
         }
         Ok(())
@@ -281,8 +282,8 @@ fn copy(from: AnySlice, to: AnySlice) {
     if from.as_ptr() != to.as_ptr() {
         from.note_access(false);
         to.note_access(true);
-        // SAFETY: both are valid by the promises of their makers and have the same length; the check of the call excludes
-        // that they overlap without being the same.
+        // SAFETY: both are valid by the promises of their makers and have the same length; they are not the same
+        // memory, and the check of the call excludes any other overlap.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len_bytes()) };
     }
 }

@@ -1,9 +1,9 @@
 //! The MPI calls of the back end, each behind a safe or narrowly unsafe method.
 //!
-//! MPI is initialized for serialized use: every call is made under one lock, from any thread. Sends and receives are
-//! non-blocking; [`Raw::test`] drives them. After [`Raw::freeze`] this process makes no MPI call: the transports of CPU
-//! clusters (shared memory, TCP) access a process's buffers only within that process's own calls, so from then on the
-//! buffers of unfinished transfers may be freed.
+//! MPI is initialized with `MPI_THREAD_SERIALIZED`: any thread may call it, under one lock. Sends and receives are
+//! non-blocking; [`Raw::test`] drives them. After [`Raw::freeze`] this process makes no MPI call: the transports of
+//! CPU clusters (shared memory, TCP) access a process's buffers only within that process's own calls, so from then on
+//! the buffers of unfinished transfers may be freed.
 
 use std::ffi::{c_int, c_void};
 
@@ -18,7 +18,7 @@ pub(super) struct MpiError {
     pub(super) message: String,
 }
 
-/// A transfer under way. Its buffer must stay valid until [`Raw::test`] returns true.
+/// A transfer in flight. Its buffer must stay valid until [`Raw::test`] returns true.
 #[derive(Debug)]
 pub(super) struct Request {
     handle: ffi::MPI_Request,
@@ -31,7 +31,7 @@ pub(super) struct Request {
 // SAFETY: MPI request handles may be used from any thread; this one is used only under `Raw`'s lock.
 unsafe impl Send for Request {}
 
-/// The MPI communicators of this process and the lock of all calls.
+/// The MPI communicators of this process, and the lock that serializes all calls.
 pub(super) struct Raw {
     /// Carries the transfers of collectives.
     data: ffi::MPI_Comm,
@@ -81,12 +81,12 @@ fn duplicate(comm: ffi::MPI_Comm) -> Result<ffi::MPI_Comm, MpiError> {
     check("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(comm, &mut copy) })?;
     // SAFETY: reads a constant that the library initializes when it is loaded.
     let errors_return = unsafe { ffi::RSMPI_ERRORS_RETURN };
-    // SAFETY: `copy` is the communicator that the call above made.
+    // SAFETY: `copy` is the communicator that the call above created.
     check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(copy, errors_return) })?;
     Ok(copy)
 }
 
-/// The maximum of a transfer: MPI counts in `int`.
+/// Maximum bytes of one transfer; MPI's counts are of type `int`.
 pub(super) const MAX_BYTES: usize = 1 << 30;
 
 impl Raw {
@@ -125,11 +125,11 @@ impl Raw {
         }
     }
 
-    /// Starts to receive `len` bytes from `peer`, or to send them to it.
+    /// Starts to receive `len` bytes from `peer` if `receives`, otherwise to send them.
     ///
     /// # Safety
-    /// Until the request is done or calls are frozen, `buffer` is valid for `len` bytes: of a receive for writes, and
-    /// nothing else accesses them; of a send for reads, and nothing writes to them.
+    /// Until the request is done or calls are frozen, `buffer` must be valid for `len` bytes: for a receive, valid
+    /// for writes, and nothing else accesses them; for a send, valid for reads, and nothing writes to them.
     pub(super) unsafe fn start(
         &self,
         receives: bool,
@@ -168,7 +168,7 @@ impl Raw {
         Ok(request.done)
     }
 
-    /// Starts to cancel `request`; [`Self::test`] returns true when it has ended.
+    /// Requests the cancellation of `request`; [`Self::test`] returns true when it has ended.
     pub(super) fn cancel(&self, request: &mut Request) -> Result<(), MpiError> {
         if request.done {
             return Ok(());

@@ -12,10 +12,10 @@ use super::notice::Notice;
 use super::raw::{MAX_BYTES, MpiError, Raw, Request};
 use crate::CommError;
 
-/// Limit of the end of transfers after a failure. After it, no MPI call is made.
+/// Time limit for transfers to end after a failure. If it passes, this process makes no further MPI call.
 const SETTLE_LIMIT: Duration = Duration::from_secs(1);
 
-/// The longest time before the limit at which ranks notify each other of the rank that they wait for.
+/// How long before the time limit a rank notifies the others of the rank that it waits for, at most.
 const NOTIFY_BEFORE: Duration = Duration::from_secs(2);
 
 /// The process's part of the world. Ranks are those of the whole world.
@@ -23,7 +23,7 @@ pub(super) struct World {
     pub(super) raw: Raw,
     pub(super) limit: Duration,
     failure: Mutex<Option<CommError>>,
-    /// The collectives that a rank had called on a communicator when it dropped it.
+    /// By communicator and rank: the number of collectives that the rank had called when it dropped the communicator.
     left: Mutex<HashMap<(u32, usize), u64>>,
     /// The ranks that other ranks wait for.
     waits: Mutex<Waits>,
@@ -97,8 +97,9 @@ impl World {
 
     /// Waits until all `requests` of collective `sequence` of communicator `context` are done.
     ///
-    /// The rank that this one waits for may itself wait for another. So before the limit each waiting rank sends a
-    /// notice, and each waiting rank that receives one sends its own; the rank without a notice is late.
+    /// The rank that this one waits for may itself wait for another. To find the late rank, a waiting rank notifies
+    /// all others before the limit, and every waiting rank that receives such a notice does the same; the rank that
+    /// sends none is late.
     pub(super) fn wait(&self, requests: &mut [Request], context: u32, sequence: u64) -> Result<(), Interrupt> {
         let begun = Instant::now();
         let notify_after = self.limit - (self.limit / 4).min(NOTIFY_BEFORE);
@@ -152,7 +153,8 @@ impl World {
         }
     }
 
-    /// Starts to receive `bytes` from `peer`, or to send them to it, in transfers of at most [`MAX_BYTES`].
+    /// Starts to receive `bytes` from `peer` if `receives`, otherwise to send them, in transfers of at most
+    /// [`MAX_BYTES`].
     ///
     /// # Safety
     /// As for [`Raw::start`], for every request.
@@ -193,7 +195,8 @@ impl Waits {
         self.0.keys().any(|&(c, _)| c == context)
     }
 
-    /// The late rank, if this one waits for `peer`: the end of the chain of waiting ranks, or `peer` if it is a cycle.
+    /// The late rank if this one waits for `peer`: the end of the chain of waiting ranks, or `peer` if the chain is a
+    /// cycle.
     fn late(&self, context: u32, sequence: u64, peer: usize) -> usize {
         let mut last = peer;
         for _ in 0..=self.0.len() {
@@ -206,7 +209,7 @@ impl Waits {
     }
 }
 
-/// The pause between polls: none while transfers progress, otherwise up to half a millisecond.
+/// The pause between polls: yields while transfers progress, then sleeps for up to half a millisecond.
 #[derive(Default)]
 struct Pause(u32);
 

@@ -3,8 +3,8 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// The longest wait. An abort can depend on resources that the process releases only when it sees the failure, such as
-/// a graph with collectives in it, so it is then left to complete in the background.
+/// Time limit of a wait. After it, the abort completes in the background: it may need resources that the process
+/// releases only once it sees the failure, such as a graph with collectives.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// The completion of an asynchronous abort.
@@ -12,7 +12,7 @@ const LIMIT: Duration = Duration::from_secs(5);
 pub(super) struct AbortCompletion(Receiver<()>);
 
 impl AbortCompletion {
-    /// Returns a sender and the completion that occurs when the sender is dropped.
+    /// Returns a sender and a completion; dropping the sender completes it.
     pub(super) fn new() -> (Sender<()>, Self) {
         let (sender, receiver) = channel();
         (sender, Self(receiver))
@@ -23,7 +23,7 @@ impl AbortCompletion {
         Self::wait_for_all([self]);
     }
 
-    /// Waits for all, for at most [`LIMIT`] in sum.
+    /// Waits for all of them, for at most [`LIMIT`] in total.
     pub(super) fn wait_for_all(all: impl IntoIterator<Item = Self>) {
         let deadline = Instant::now() + LIMIT;
         for Self(receiver) in all {

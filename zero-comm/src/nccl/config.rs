@@ -5,8 +5,8 @@ use std::mem::offset_of;
 
 use cudarc::nccl::sys;
 
-/// `ncclConfig_t` of 2.18. Newer libraries accept it and use their defaults for later fields. Undefined fields follow
-/// NCCL's environment variables.
+/// `ncclConfig_t` of NCCL 2.18. Newer libraries accept it and use defaults for the fields that it lacks. NCCL's
+/// environment variables determine undefined fields.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -20,12 +20,12 @@ pub(super) struct Config {
     split_share: c_int,
 }
 
-// The fields are the first of today's `ncclConfig_t`.
+// The fields are a prefix of cudarc's `ncclConfig_t`.
 const _: () = assert!(offset_of!(Config, blocking) == offset_of!(sys::ncclConfig_t, blocking));
 const _: () = assert!(offset_of!(Config, net_name) == offset_of!(sys::ncclConfig_t, netName));
 const _: () = assert!(offset_of!(Config, split_share) == offset_of!(sys::ncclConfig_t, splitShare));
 
-/// The bytes that NCCL reads. Padding follows the last field, where later versions have another one.
+/// The size to report to NCCL, without the padding after the last field, where later versions have another field.
 const BYTES: usize = offset_of!(Config, split_share) + size_of::<c_int>();
 
 const UNDEFINED: c_int = c_int::MIN;

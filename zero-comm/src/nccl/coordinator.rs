@@ -1,11 +1,11 @@
 //! The coordinator's state machine: compares the calls of all ranks and determines the failure of the world.
 //!
-//! It runs in rank 0's process, performs no I/O and never touches data. Ranks report each call after it was enqueued.
-//! The first failure is final, and every rank receives it. It names
+//! It runs in rank 0's process, performs no I/O and never accesses the data of collectives. Ranks report each call to
+//! it. The first failure is final, and every rank receives it. It names
 //!
-//! - both ranks, if their calls of one number differ, or one splits where the other registers memory;
+//! - both ranks, if their calls of one sequence number differ, or one splits while the other registers memory;
 //! - the rank whose connection ended without a goodbye, or was silent for too long;
-//! - the rank that dropped a communicator which others still call;
+//! - the rank that dropped a communicator on which others still call collectives;
 //! - if a collective exceeds its limit: the first rank that has not called it; else the first whose stream has not
 //!   reached it; else the rank that reported it.
 
@@ -23,8 +23,9 @@ struct Member {
     called: u64,
     /// Calls that its stream has reached.
     reached: u64,
+    /// Calls that have ended on its stream.
     ended: u64,
-    /// The calls it had made when it dropped the communicator.
+    /// The number of calls that it had made when it dropped the communicator.
     left: Option<u64>,
 }
 
@@ -34,9 +35,9 @@ struct Group {
     /// World ranks, by rank of the communicator.
     ranks: Vec<usize>,
     members: Vec<Member>,
-    /// Calls that have not ended on all ranks, each with the rank that made it first.
+    /// Calls that have not ended on all ranks, by sequence number, each with the rank that reported it first.
     open: BTreeMap<u64, (usize, Call)>,
-    /// The entries of meetings that some ranks have not joined, by rank of the communicator.
+    /// Meetings that some ranks have not joined, by number: one entry per rank of the communicator.
     meetings: BTreeMap<u64, Vec<Option<MeetingEntry>>>,
 }
 
@@ -217,7 +218,7 @@ impl Coordinator {
         if std::mem::replace(&mut self.gone[rank], true) {
             return Vec::new();
         }
-        // The first collective in which other ranks may wait for it.
+        // The oldest collective in which other ranks may wait for it.
         let open = self.groups.values().find_map(|group| {
             let member = &group.members[group.index(rank)?];
             let (&sequence, (_, call)) = group.open.range(member.ended..).next()?;

@@ -95,7 +95,7 @@ pub enum RendezvousError {
     },
 }
 
-/// The text of NCCL's version number: 22809 is 2.28.9.
+/// Formats NCCL's version number: 22809 is 2.28.9.
 pub(super) fn version_text(version: u64) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }

@@ -1,8 +1,8 @@
-//! An NCCL communicator: the only module that calls the library with one.
+//! An NCCL communicator. Only this module passes one to the library.
 //!
 //! The communicator is non-blocking: a call may return before it is complete, and until then only the communicator's
-//! state may be queried. Each method polls that state within a limit and returns early when the world has failed. The
-//! lock is held during single library calls but not between polls, so that [`Handle::abort`] can take it.
+//! state may be queried. Each method polls that state within a time limit and returns early when the world has
+//! failed. The lock is held during each library call but not between polls, so that [`Handle::abort`] can acquire it.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -20,7 +20,7 @@ use super::world::Transport;
 use crate::call::{Checked, Group};
 use crate::{Collective, CommError, ReduceOp};
 
-/// Time of polling without a pause. NCCL's proxy thread takes some tens of microseconds to enqueue a collective.
+/// How long to poll without sleeping. NCCL's proxy thread needs some tens of microseconds to enqueue a collective.
 const SPIN: Duration = Duration::from_micros(100);
 /// First and longest pause between polls after [`SPIN`].
 const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_millis(1)];
@@ -42,7 +42,7 @@ pub(super) enum Interrupt {
     Failed(CommError),
 }
 
-/// The ends of a wait for the library.
+/// The conditions that end a wait for the library early.
 #[derive(Clone, Copy)]
 pub(super) struct Wait<'a> {
     pub(super) limit: Duration,
@@ -51,7 +51,7 @@ pub(super) struct Wait<'a> {
 }
 
 impl Wait<'_> {
-    /// The failure of the world, or else `error` of the library.
+    /// Returns the failure of the world if there is one, otherwise the library's `error`.
     fn interrupt(self, error: impl FnOnce() -> CommError) -> Interrupt {
         (self.failure)().map_or_else(|| Interrupt::Failed(error()), Interrupt::World)
     }
@@ -62,7 +62,7 @@ const LOCAL_WAIT: Wait<'static> = Wait { limit: FINALIZE_LIMIT, failure: &|| Non
 
 struct Raw(sys::ncclComm_t);
 
-// SAFETY: any thread may use an NCCL communicator, one at a time; it is used only under `Handle::raw`'s lock.
+// SAFETY: any thread may use an NCCL communicator, one thread at a time; it is used only under `Handle::raw`'s lock.
 unsafe impl Send for Raw {}
 
 /// A communicator of NCCL.
@@ -73,7 +73,7 @@ pub(super) struct Handle {
     raw: Mutex<Option<Raw>>,
 }
 
-/// A new id, which initializes the communicators of a world.
+/// Returns a new id, with which all ranks of a world initialize their communicators.
 pub(super) fn unique_id(nccl: &Nccl) -> Result<Vec<u8>, CommError> {
     let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
     // SAFETY: the function writes one id to the pointer, which is valid.
@@ -83,13 +83,14 @@ pub(super) fn unique_id(nccl: &Nccl) -> Result<Vec<u8>, CommError> {
 
 const ID_BYTES: usize = 128;
 
-/// Memory for a new communicator's handle. NCCL may write it later, from another thread, so it is never freed.
+/// Allocates memory for a new communicator's handle. NCCL may write to it later, from another thread, so it is never
+/// freed.
 fn slot() -> &'static AtomicPtr<sys::ncclComm> {
     Box::leak(Box::new(AtomicPtr::new(std::ptr::null_mut())))
 }
 
 impl Handle {
-    /// Joins the world of `id`, as all its ranks do.
+    /// Initializes this rank's communicator of the world with `id`. All ranks call this.
     pub(super) fn init(
         nccl: &'static Nccl,
         device: &CudaDevice,
@@ -104,8 +105,8 @@ impl Handle {
         let (n, rank) = (number(world_size)?, number(rank)?);
         device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
         let (slot, mut config) = (slot(), Config::without_blocking());
-        // SAFETY: `slot` is never freed, so NCCL may write the handle at any time; `config` outlives the call, which reads
-        // it; the device is current.
+        // SAFETY: `slot` is never freed, so NCCL may write the handle at any time; `config` outlives the call, which
+        // reads it; the device is current.
         let code = unsafe { (nccl.table.init)(slot.as_ptr(), n, id, rank, config.as_ptr()) };
         let raw = slot.load(Ordering::Acquire);
         if raw.is_null() {
@@ -116,7 +117,7 @@ impl Handle {
         Ok(handle)
     }
 
-    /// Calls the library with the communicator.
+    /// Runs `call` with the communicator, under the lock.
     fn with(&self, call: impl FnOnce(sys::ncclComm_t) -> c_int, wait: Wait<'_>) -> Result<c_int, Interrupt> {
         self.device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
         let raw = self.raw.lock();
@@ -146,7 +147,7 @@ impl Handle {
         self.nccl.check(call, code).map_err(|error| wait.interrupt(|| error))
     }
 
-    /// The state of the communicator, as a code.
+    /// Returns the communicator's asynchronous state.
     fn state(&self, raw: sys::ncclComm_t) -> c_int {
         let mut state = IN_PROGRESS;
         // SAFETY: the caller holds the lock, so the communicator exists; the function writes one `c_int`.
@@ -154,11 +155,12 @@ impl Handle {
         if code == SUCCESS { state } else { code }
     }
 
-    /// Enqueues a collective on `stream` and waits until it is enqueued. NCCL connects the ranks in the first collective
-    /// of each kind, which therefore waits for all of them.
+    /// Enqueues a collective on `stream` and waits until it is enqueued. NCCL connects the ranks in the first
+    /// collective of each kind, which therefore waits for all of them.
     ///
     /// # Safety
-    /// `stream` is a stream of the device; `barrier` is one byte of the device's memory, or more, which stays allocated.
+    /// `stream` is a stream of the device; `barrier` is at least one byte of the device's memory, which stays
+    /// allocated.
     pub(super) unsafe fn enqueue(
         &self,
         checked: &Checked,
@@ -192,14 +194,15 @@ impl Handle {
             Collective::Barrier => {
                 let (at, len) = (barrier.as_ptr().cast::<c_void>(), 1);
                 let (u8, sum) = (sys::ncclDataType_t::ncclUint8, sys::ncclRedOp_t::ncclSum);
-                // SAFETY: the caller's promise. Concurrent barriers may write the byte in any order: its value is never used.
+                // SAFETY: the caller's promise. Concurrent barriers may write the byte in any order: its value is
+                // never used.
                 unsafe { (table.all_reduce)(at, at, len, u8, sum, raw, stream) }
             }
             _ if send.is_empty() && recv.is_empty() && segment(rank).is_empty() && call.segments.total(n) == 0 => {
                 SUCCESS
             }
-            // SAFETY: `checked` proves that the buffers have these counts, and their maker that they stay valid until the
-            // stream has run the call; the communicator and the stream are valid by the caller's promise. So below.
+            // SAFETY: `checked` proves that the buffers have these counts, and their maker that they stay valid until
+            // the stream has run the call; the communicator and the stream are valid by the caller's promise.
             Collective::AllReduce => unsafe { (table.all_reduce)(from, to, recv.len(), dtype, op, raw, stream) },
             Collective::Broadcast => {
                 let root = call.root.unwrap_or(0) as c_int;
@@ -214,14 +217,15 @@ impl Handle {
                 // SAFETY: as above.
                 unsafe { (table.all_gather)(from, to, send.len(), dtype, raw, stream) }
             }
-            // Segments of different lengths: a group of one reduction to each rank. A rank sends each other segment once.
+            // NCCL has no uneven reduce-scatter: a group of one reduction to each rank. A rank sends each other
+            // segment once.
             Collective::ReduceScatter => self.grouped((0..n).filter(|&q| !segment(q).is_empty()), |q| {
                 let part = send.slice(segment(q));
                 let (from, len) = (part.as_ptr().cast_const().cast(), part.len());
                 // SAFETY: as above; NCCL writes `to` only if this is rank `q`.
                 unsafe { (table.reduce)(from, to, len, dtype, op, q as c_int, raw, stream) }
             }),
-            // A group of one broadcast from each rank.
+            // NCCL has no uneven all-gather: a group of one broadcast from each rank.
             Collective::AllGather => self.grouped((0..n).filter(|&q| !segment(q).is_empty()), |q| {
                 let part = recv.slice(segment(q));
                 let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
@@ -244,7 +248,7 @@ impl Handle {
         }
     }
 
-    /// Makes the calls for all `parts` as one operation.
+    /// Makes the calls for all `parts` in one NCCL group.
     fn grouped(&self, parts: impl Iterator<Item = usize>, mut call: impl FnMut(usize) -> c_int) -> c_int {
         let table = &self.nccl.table;
         // SAFETY: no arguments; the group ends below, also after an error.
@@ -258,8 +262,8 @@ impl Handle {
         failed.unwrap_or(ended)
     }
 
-    /// The communicator of the ranks that pass the same color. `place` is the color and this rank's number in it. All
-    /// ranks call this.
+    /// Splits the communicator. `place` is this rank's color and its rank in the new communicator; `None` joins none.
+    /// All ranks call this.
     pub(super) fn split(&self, place: Option<(usize, usize)>, wait: Wait<'_>) -> Result<Option<Self>, Interrupt> {
         let number =
             |n: usize| c_int::try_from(n).map_err(|_| Interrupt::Failed(back_end("too many ranks".to_owned())));
@@ -292,7 +296,8 @@ impl Handle {
     /// Registers the allocation that contains `memory`.
     ///
     /// # Safety
-    /// The allocation is on the device and stays mapped until the result is deregistered or the communicator destroyed.
+    /// The allocation is on the device and stays mapped until the result is deregistered or the communicator
+    /// destroyed.
     pub(super) unsafe fn register(&self, memory: AnySlice) -> Result<Registered, CommError> {
         let Some(register) = self.nccl.table.register else {
             return Err(back_end("this NCCL cannot register memory; 2.19 and later can".to_owned()));
@@ -315,7 +320,7 @@ impl Handle {
         Ok(Registered { handle, bytes })
     }
 
-    /// Ends a registration. Without effect if the communicator is gone, whose end deregisters.
+    /// Ends a registration. Does nothing if the communicator was aborted or destroyed, which deregisters.
     pub(super) fn deregister(&self, registered: &Registered) {
         if let (Some(deregister), Some(raw), Ok(())) =
             (self.nccl.table.deregister, self.raw.lock().as_ref(), self.device.bind())
@@ -339,7 +344,7 @@ unsafe impl Sync for Registered {}
 
 impl Transport for Handle {
     fn error(&self) -> Option<String> {
-        // If the lock is taken, a call is being made, which reports the error itself.
+        // If the lock is held, another thread is in a call, which reports the error itself.
         let raw = self.raw.try_lock()?;
         match self.state(raw.as_ref()?.0) {
             SUCCESS | IN_PROGRESS => None,
@@ -347,11 +352,11 @@ impl Transport for Handle {
         }
     }
 
-    /// Aborts on a new thread: NCCL's call blocks until the collectives under way have left their streams and all graphs
-    /// with collectives of the communicator are gone.
+    /// Aborts on a new thread: `ncclCommAbort` blocks until the collectives in flight have left their streams and all
+    /// graphs with collectives of the communicator are destroyed.
     fn abort(&self) -> AbortCompletion {
         let (sender, completion) = AbortCompletion::new();
-        // If the library blocks in a call, the communicator stays until the process ends.
+        // If another thread's call blocks, the communicator is leaked.
         let raw = self.raw.try_lock_for(LOCK_LIMIT).and_then(|mut raw| raw.take());
         if let Some(raw) = raw {
             let (nccl, device) = (self.nccl, self.device.clone());
@@ -364,7 +369,7 @@ impl Transport for Handle {
                 }
                 drop(sender);
             };
-            // Without a thread, the communicator stays until the process ends.
+            // If the system has no thread for it, the communicator is leaked.
             let _ = std::thread::Builder::new().name("nccl abort".to_owned()).spawn(abort);
         }
         completion
@@ -372,7 +377,7 @@ impl Transport for Handle {
 }
 
 impl Drop for Handle {
-    /// Finalizes and destroys the communicator; its owner has waited for the collectives under way.
+    /// Finalizes and destroys the communicator; its owner has waited for the collectives in flight.
     fn drop(&mut self) {
         if self.raw.lock().is_none() || self.device.bind().is_err() {
             return;
@@ -384,7 +389,8 @@ impl Drop for Handle {
             return self.abort().wait();
         }
         if let Some(raw) = self.raw.lock().take() {
-            // SAFETY: the communicator exists and is finalized; it was taken out of the handle, so this is its only user.
+            // SAFETY: the communicator exists and is finalized; it was taken out of the handle, so this is its only
+            // user.
             unsafe { (self.nccl.table.destroy)(raw.0) };
         }
     }

@@ -18,7 +18,7 @@ use crate::CommError;
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
 
-/// The oldest NCCL that splits communicators: 2.18.
+/// The minimum version, 2.18: the first that splits communicators.
 const OLDEST: c_int = 21_800;
 
 macro_rules! table {
@@ -26,10 +26,10 @@ macro_rules! table {
         /// The functions used.
         pub(super) struct Table {
             $(pub(super) $field: unsafe extern "C" fn($($arg),*) -> c_int,)*
-            /// Accepts any code, hence not cudarc's enum.
+            /// Accepts any code, so its argument is not cudarc's enum.
             error_string: unsafe extern "C" fn(c_int) -> *const c_char,
             last_error: unsafe extern "C" fn(sys::ncclComm_t) -> *const c_char,
-            /// Writes any code, hence not cudarc's enum.
+            /// Writes any code, so its result is not cudarc's enum.
             pub(super) async_error: unsafe extern "C" fn(sys::ncclComm_t, *mut c_int) -> c_int,
             /// Since 2.19.
             pub(super) register: Option<Register>,
@@ -98,18 +98,18 @@ const SEARCH: Search = Search { variable: "ZERO_NCCL", names: &["libnccl.so.2", 
 /// NCCL.
 pub(super) struct Nccl {
     pub(super) table: Table,
-    /// 23007 is 2.30.7.
+    /// NCCL's version number; 23007 is 2.30.7.
     pub(super) version: c_int,
 }
 
 impl Nccl {
-    /// The library of this machine, searched once per process.
+    /// Returns the library of this machine, searched once per process.
     pub(super) fn get() -> Result<&'static Self, CommError> {
         static FOUND: OnceLock<Result<Nccl, CommError>> = OnceLock::new();
         FOUND.get_or_init(|| Self::find_among(&SEARCH.paths())).as_ref().map_err(Clone::clone)
     }
 
-    /// The first library of `paths` that can be loaded.
+    /// Loads the first library of `paths` that can be loaded.
     fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CommError> {
         // SAFETY: the paths name NCCL, or a library that the user chose; its initializers are sound to run.
         let library =
@@ -128,12 +128,13 @@ impl Nccl {
         Ok(nccl)
     }
 
-    /// Returns an error for any code but success. Not for calls of a communicator, which may be in progress.
+    /// Returns an error for any code but success. Calls with a communicator may also return [`IN_PROGRESS`]; they
+    /// must not use this.
     pub(super) fn check(&self, call: &str, code: c_int) -> Result<(), CommError> {
         if code == SUCCESS { Ok(()) } else { Err(back_end(self.message(call, code))) }
     }
 
-    /// NCCL's text for a code, and its last error.
+    /// Formats an error of `call`: NCCL's description of the code, and its last error.
     pub(super) fn message(&self, call: &str, code: c_int) -> String {
         // SAFETY: the function accepts any code and returns a static string.
         let name = text(unsafe { (self.table.error_string)(code) });

@@ -14,11 +14,11 @@ pub(super) const VERSION: u32 = 3;
 /// Handshake magic; rejects unrelated connections.
 const MAGIC: [u8; 8] = *b"zero-rs\0";
 
-/// A communicator of the world; 0 contains all ranks.
+/// The number of a communicator of the world; communicator 0 contains all ranks.
 pub(super) type Context = u32;
 
-/// The first frame of a connection, from a rank to the coordinator. New fields go to the end: the preamble keeps its
-/// layout in all versions, so that a rank of another version is refused by its number.
+/// The first frame of a connection, from a rank to the coordinator. Add new fields at the end: the preamble has the
+/// same layout in all protocol versions, so that the coordinator can decode and refuse another version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub(super) preamble: Preamble,
@@ -54,8 +54,8 @@ impl Hello {
     }
 }
 
-/// A rank's entry of a meeting, a point where all ranks of a communicator wait for each other. Splits and registrations
-/// are numbered together.
+/// A rank's entry of a meeting. A meeting is a split or a registration, in which the hosts of all ranks of a
+/// communicator wait for each other. Each communicator numbers its meetings from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum MeetingEntry {
     Split(SplitRequest),
@@ -81,7 +81,7 @@ pub(super) enum Message {
     Refused { error: RendezvousError },
     /// The rank's next call on a communicator.
     Called { context: Context, call: Call },
-    /// The number of calls that the rank's streams have reached and ended.
+    /// The numbers of calls on a communicator that the rank's streams have reached and that have ended.
     Progress { context: Context, reached: u64, ended: u64 },
     /// A collective of the rank exceeded its limit.
     Late { context: Context, sequence: u64, call: Call, limit: Duration },
@@ -89,14 +89,15 @@ pub(super) enum Message {
     Failed { error: CommError },
     /// The rank waits in meeting `number` of a communicator.
     Meet { context: Context, number: u64, entry: MeetingEntry },
-    /// All ranks wait in that meeting; the entries are in rank order of the communicator. Of a split, `first` is the
-    /// communicator of the least color; the following colors have the following numbers.
+    /// All ranks have joined that meeting; the entries are in rank order of the communicator. For a split, `first` is
+    /// the communicator of the least color; the communicators of the other colors follow in ascending order of color.
     Met { context: Context, number: u64, first: Context, entries: Vec<MeetingEntry> },
     /// The rank waited in that meeting for longer than its limit.
     LateMeeting { context: Context, number: u64, limit: Duration },
     /// The rank dropped a communicator, after `done` calls.
     Left { context: Context, done: u64 },
-    /// To the coordinator: the rank ends without an error. From the coordinator: rank 0 does, and the coordinator too.
+    /// To the coordinator: the rank ends without an error. From the coordinator: rank 0 and the coordinator end
+    /// without one.
     Goodbye,
     /// Keepalive.
     Alive,

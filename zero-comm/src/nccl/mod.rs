@@ -15,21 +15,23 @@
 //! The library is found at run time (`ZERO_NCCL`, else `libnccl.so.2`), 2.18 or later.
 //!
 //! **Sums.** NCCL chooses the order of additions, and may round sums of fp16 and bf16 at each hop: with N ranks, the
-//! sum of N values of one sign is within (N - 1) units in the last place of the host back ends' sum, which rounds once.
-//! The same call on the same ranks repeats bit by bit. The result of Max with NaN is not specified.
+//! sum of N values of one sign is within (N - 1) units in the last place of the host back ends' sum, which rounds
+//! once. Repeating a call on the same ranks gives the same bits. The result of `Max` with NaN is not specified.
 //!
 //! **Order.** One communicator runs its collectives one after the other, even on different streams. Concurrent
 //! collectives of two communicators must be enqueued in the same order on all ranks.
 //!
-//! **Waiting.** The host waits where NCCL connects ranks: in `join`, in `split`, in registration, and in the first
-//! collective of each kind or on registered memory; always within the limit. Otherwise it only enqueues.
+//! **Waiting.** The host waits when NCCL connects ranks: in `join`, `split` and registration, in the first collective
+//! of each kind, and in the first collective on registered memory; always within the limit. Otherwise it only
+//! enqueues.
 //!
-//! **Graphs.** A collective can be captured once one of its kind has run. During capture NCCL tries to open the peers'
-//! buffers; pages of a pool cannot be opened, so `NCCL_GRAPH_REGISTER=0` avoids the attempt. NCCL releases a
-//! communicator only when all graphs with its collectives have been dropped: drop them first.
+//! **Graphs.** A collective can be captured once one of its kind has run. During capture NCCL tries to open the
+//! peers' buffers for direct access; it cannot open pages of a pool, and `NCCL_GRAPH_REGISTER=0` avoids the attempt.
+//! NCCL releases a communicator only after all graphs with its collectives are destroyed, so drop graphs before
+//! communicators.
 //!
-//! **Registration.** Without it, NCCL copies through its internal buffers. [`NcclCommunicator::register_pool`] registers
-//! a pool of [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
+//! **Registration.** NCCL copies unregistered memory through internal buffers. [`NcclCommunicator::register_pool`]
+//! registers a pool of [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
 //! ```no_run
 //! # use zero_alloc::{Pool, cuda::CudaDevice};
 //! # use zero_comm::nccl::NcclCommunicator;
@@ -45,13 +47,13 @@
 //! ```
 //!
 //! **Failure.** NCCL reports few faults and names no rank. So every process also keeps a TCP connection to the
-//! *coordinator*, a few threads in rank 0's process, at the address of the rendezvous. Within some ten milliseconds and
-//! off the critical path, the coordinator receives every call and compares it with the other ranks' calls; it also
-//! detects processes that end and ranks that are late. The first failure ends the world: every rank returns the same
-//! [`CommError`], whose ranks are those of the whole world. Until then, a call that differs from its peers' may return
-//! wrong results or success. The replays of a graph are not compared, only its capture: a stall shows as the timeout
-//! of a wait on the stream, and the stream is not poisoned, so check [`Communicator::failure`] before using the results
-//! of a launch.
+//! *coordinator*, a few threads in rank 0's process that listen at the rendezvous address. Within some ten
+//! milliseconds, off the critical path, the coordinator receives every call and compares it with the other ranks'
+//! calls; it also detects processes that end and ranks that are late. The first failure ends the world: every rank
+//! returns the same [`CommError`], which names ranks by their numbers in the whole world. Until then, a call that
+//! differs from its peers' may succeed with wrong results. Only the capture of a graph is compared, not its replays:
+//! a stalled replay appears as the timeout of a wait on the stream, and the stream is not poisoned. Check
+//! [`Communicator::failure`] before using the results of a replay.
 
 mod abort;
 mod config;
@@ -100,7 +102,7 @@ pub fn version() -> Result<String, CommError> {
 /// The state that a process's communicators share.
 struct Process {
     world: World,
-    /// One byte of device memory for barriers. It is never freed, because freeing waits for the whole device.
+    /// One byte of device memory for barriers. It is never freed, because freeing it would wait for the whole device.
     barrier: AnySlice,
 }
 
@@ -108,15 +110,15 @@ struct Process {
 #[derive(Default)]
 struct Enqueued {
     sequence: u64,
-    /// Splits and registrations together.
+    /// Splits and registrations, numbered together.
     meetings: u64,
 }
 
-/// One rank's communicator of a group of processes, each with a GPU. Once it is dropped, collectives that only the other
-/// ranks call fail with [`CommError::Left`]. Dropping waits, for some seconds at most, for the other ranks of the machine
-/// to drop theirs, and for graphs with its collectives: drop those first.
+/// One rank's communicator of a group of processes, each with a GPU. After it is dropped, later collectives of the
+/// other ranks fail with [`CommError::Left`]. Dropping waits, for some seconds at most, until the other ranks of the
+/// machine drop theirs and all graphs with its collectives are destroyed; drop those first.
 pub struct NcclCommunicator {
-    // The first field, so that NCCL's communicator is destroyed before the world.
+    // Declared before `process`, so that NCCL's communicator is destroyed before the world.
     handle: Arc<Handle>,
     process: Arc<Process>,
     context: Context,
@@ -158,7 +160,7 @@ impl NcclCommunicator {
         Self { handle, process, context, group, enqueued: Mutex::default(), traffic: Mutex::default() }
     }
 
-    /// Enqueues call `sequence`. An error is the failure of the world.
+    /// Enqueues call `sequence`. Any error fails the world.
     fn run(&self, stream: &CudaStream, checked: &Checked, sequence: u64) -> Result<Operation, CommError> {
         let (world, call) = (&self.process.world, checked.call());
         let label = call.collective.name();
@@ -172,7 +174,8 @@ impl NcclCommunicator {
         let enqueued = stream.labelled(label, || {
             let raw = interop::raw_stream(stream);
             let wait = Wait { limit: world.limit, failure: &|| world.failure() };
-            // SAFETY: `raw` is a stream of the communicator's device; `barrier` is one byte of it that is never freed.
+            // SAFETY: `raw` is a stream of the communicator's device; `barrier` is one byte of it that is never
+            // freed.
             let enqueued = unsafe { self.handle.enqueue(checked, self.group, self.process.barrier, raw, wait) };
             enqueued.map_err(|interrupt| {
                 let error = match interrupt {
@@ -207,7 +210,7 @@ fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
 }
 
 impl Process {
-    /// Waits until no collective of a communicator is under way.
+    /// Waits until a communicator has no collective in flight.
     fn drain(&self, context: Context) -> Result<(), CommError> {
         let (world, begun) = (&self.world, Instant::now());
         while world.under_way(context) > 0 {
@@ -238,7 +241,7 @@ impl Process {
 impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
-        // The peers' collectives need this rank's part.
+        // The peers cannot complete collectives in flight without this rank.
         if self.process.drain(self.context).is_err() {
             self.handle.abort().wait();
         }
@@ -272,7 +275,7 @@ impl Communicator<CudaDevice> for NcclCommunicator {
         let mut enqueued = self.enqueued.lock();
         let (world, number) = (&self.process.world, enqueued.meetings);
         enqueued.meetings += 1;
-        // NCCL splits only an idle communicator.
+        // NCCL can split only an idle communicator.
         self.process.drain(self.context)?;
         let (first, requests) = world.split(self.context, number, SplitRequest { color, key })?;
         let colors = colors(&requests);

@@ -8,9 +8,9 @@
 //! | host of rank 0 | `MASTER_ADDR` | `MASTER_ADDR`, or this machine if it has all ranks | `MASTER_ADDR`, or the step's first node |
 //! | port | `MASTER_PORT` | `MASTER_PORT`, or derived from the job's name | `MASTER_PORT`, or derived from the job's number |
 //!
-//! Slurm sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script too, which is not a rank; only `srun` sets the
-//! variables of a *step*. A step of one task is not a world. torchrun's agent listens at `MASTER_PORT` itself if
-//! `TORCHELASTIC_USE_AGENT_STORE` is set; then rank 0 uses the next port.
+//! Slurm also sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script, which is not a rank; only `srun` sets the
+//! variables of a *step*. A step of one task does not count as a launch. If `TORCHELASTIC_USE_AGENT_STORE` is true,
+//! torchrun's agent listens at `MASTER_PORT`, and rank 0 uses the next port.
 
 use thiserror::Error;
 
@@ -32,7 +32,7 @@ pub struct Ranks {
     pub rank: usize,
     /// The number of ranks.
     pub world_size: usize,
-    /// The number of this process among those of its machine, which selects its GPU.
+    /// This process's rank among those of its machine, which selects its GPU.
     pub local_rank: usize,
     /// The name or address of rank 0's machine.
     pub host: String,
@@ -76,7 +76,7 @@ pub enum LaunchError {
     },
 }
 
-/// Derived ports: above the ports of services and below those of outgoing connections.
+/// The range of derived ports: above well-known services, below the ephemeral ports of outgoing connections.
 const DERIVED_PORTS: std::ops::Range<u16> = 20_000..30_000;
 
 /// The lookup of a variable.
@@ -96,8 +96,8 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         value.trim().parse().map(Some).map_err(|_| LaunchError::Value { variable: name, value, expected })
     }
 
-    /// The world of the launcher whose variables of the rank, the world size and the local rank these are. Without
-    /// `MASTER_ADDR` and `MASTER_PORT`, it uses `host` and `port`.
+    /// Reads the variables of rank, world size and local rank with these names. `host` and `port` are the defaults of
+    /// `MASTER_ADDR` and `MASTER_PORT`.
     fn world(
         &self,
         launcher: Launcher,
@@ -112,7 +112,7 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         if rank >= world_size {
             return Err(LaunchError::Rank { variable: rank_name, rank, world_size });
         }
-        // If it is missing, all ranks are on this machine.
+        // Without a local rank, all ranks are assumed to be on this machine.
         let local_rank = self.number(local_name, "a number")?.unwrap_or(rank);
         let host = self.text("MASTER_ADDR").or(host).ok_or(missing("MASTER_ADDR"))?;
         let master_port = self.number("MASTER_PORT", "a port, 1 to 65535")?;
@@ -122,7 +122,7 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
 }
 
 impl Ranks {
-    /// This process's place by its environment; `None` if no launcher set the variables.
+    /// Reads this process's rank from the environment; `None` if no launcher has set the variables.
     ///
     /// # Errors
     /// The variables are inconsistent.
@@ -130,7 +130,7 @@ impl Ranks {
         Self::parse(|name| std::env::var(name).ok())
     }
 
-    /// As [`from_env`](Self::from_env), from the variables that `variable` returns.
+    /// Like [`from_env`](Self::from_env), with `variable` to look up a variable.
     ///
     /// # Errors
     /// The variables are inconsistent.
@@ -162,7 +162,7 @@ impl Ranks {
     }
 }
 
-/// The port of a job: the same in all its processes, and rarely that of another job on the machine.
+/// Derives a port from a job's name (FNV-1a): equal in all its processes, rarely equal for two jobs.
 fn derived_port(job: &str) -> u16 {
     let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
     DERIVED_PORTS.start + (hash % DERIVED_PORTS.len() as u64) as u16
@@ -178,7 +178,7 @@ fn first_node(list: &str) -> Option<String> {
     let (close, inside) = (list.find(']')?, list.get(open + 1..)?);
     let tail = &list[close + 1..];
     let tail = &tail[..end(tail, &[','])];
-    // A second bracket in one name, which is rare.
+    // The name may contain a second bracket.
     let tail = if tail.contains('[') { first_node(tail)? } else { tail.to_owned() };
     Some(format!("{}{}{tail}", &list[..open], &inside[..end(inside, &['-', ',', ']'])]))
 }

@@ -3,16 +3,16 @@
 //! By NCCL's guide ("User Buffer Registration") and the sources of 2.30 to 2.32 (`src/register`,
 //! `src/transport/p2p.cc`, `src/allocator.cc`), memory must be
 //!
-//! - made by `cuMemCreate` with a handle that peers can import (a file descriptor on one machine, a fabric handle over
-//!   NVLink between machines) and, for network cards, with GPUDirect RDMA: memory of `ncclMemAlloc` or of
-//!   [`CudaDevice::with_shareable_backings`](zero_alloc::cuda::CudaDevice::with_shareable_backings). NCCL accepts other
-//!   memory, but does not use it;
-//! - one handle. Until the change of August 2026 (NVIDIA/nccl#2362), after a collective within one handle of a range
-//!   over several handles, a later collective within another handle accessed memory that was not mapped;
-//! - registered from the beginning of its handle: NVLink switches (NVLS) reduce aligned ranges only;
-//! - registered by all ranks that call a collective on it, or by none: otherwise the result is undefined.
+//! - created by `cuMemCreate` with a handle that peers can import (a file descriptor on one machine, a fabric handle
+//!   over NVLink between machines) and, for network cards, with GPUDirect RDMA: memory of `ncclMemAlloc` or of
+//!   [`CudaDevice::with_shareable_backings`](zero_alloc::cuda::CudaDevice::with_shareable_backings). NCCL accepts
+//!   other memory, but does not use it;
+//! - of one handle. Before a fix of August 2026 (NVIDIA/nccl#2362), if a registered range spanned several handles, a
+//!   collective on one handle made a later collective on another access unmapped memory;
+//! - registered from the start of its handle: NVLink switches (NVLS) reduce aligned ranges only;
+//! - registered by all ranks that call a collective on it, or by no rank; otherwise the result is undefined.
 //!
-//! So this module registers whole allocations of one handle, on all ranks or on none.
+//! So this module registers whole allocations of one handle, on all ranks or on no rank.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -28,9 +28,9 @@ use super::world::Transport;
 use super::{NcclCommunicator, Process};
 use crate::CommError;
 
-/// Memory registered with NCCL. Dropping it deregisters: drop it on all ranks at the same point between two collectives,
-/// and after all graphs with collectives on the memory. Dropping waits, within the limit, for the communicator's
-/// collectives under way. The end of the communicator ends the registration too.
+/// Memory registered with NCCL. Dropping it deregisters the memory: drop it on all ranks between the same two
+/// collectives, and after all graphs with collectives on the memory. Dropping waits, within the limit, for the
+/// communicator's collectives in flight. Dropping the communicator deregisters too.
 #[must_use]
 pub struct Registration {
     // Weak: a registration does not keep the communicator or the world alive.
@@ -51,7 +51,7 @@ impl fmt::Debug for Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let (Some(handle), Some(process)) = (self.handle.upgrade(), self.process.upgrade()) else { return };
-        // The peers have this memory mapped, so no collective may be at work in it.
+        // The peers have mapped this memory, so no collective may use it any more.
         if process.drain(self.context).is_err() {
             handle.abort().wait();
         }
@@ -59,7 +59,7 @@ impl Drop for Registration {
     }
 }
 
-/// The reason why the ranks' registrations are not complete and equal.
+/// Returns an error text unless all ranks registered the same number of bytes.
 fn mismatch(bytes: &[Option<u64>]) -> Option<String> {
     if let Some(rank) = bytes.iter().position(Option::is_none) {
         return Some(format!("rank {rank} did not register its memory, so no rank does"));
@@ -72,19 +72,20 @@ fn mismatch(bytes: &[Option<u64>]) -> Option<String> {
 }
 
 impl NcclCommunicator {
-    /// Registers all memory of `pool`, so that collectives on its blocks copy less. The pool reserves its whole budget as
-    /// one backing, if it has none yet, and never grows. Every rank of the communicator calls it, for the same memory
-    /// (pools of one budget, with the same order of allocations), and makes no other call of the communicator meanwhile.
+    /// Registers all memory of `pool`, so that collectives on its blocks copy less. The pool reserves its whole
+    /// budget as one backing, if it has no backing yet, and never grows. Every rank of the communicator must call it,
+    /// with pools of the same budget and the same order of allocations, and must not call the communicator
+    /// concurrently.
     ///
-    /// Measure whether it helps on your machine. By its sources, NCCL uses registered memory with NVLink switches (in
-    /// all three collectives), and in rings over NVLink and network cards for all-gathers and for all-reduces that are
-    /// not in place; never for a ring's reduce-scatter. Register memory of `all_to_all` separately:
-    /// sharing a registration crashed NCCL 2.24 (NVIDIA/nccl#1859).
+    /// Measure whether it helps on your machine. According to its sources, NCCL uses registered memory with NVLink
+    /// switches (in all-gather, reduce-scatter and all-reduce), and in rings over NVLink and network cards for
+    /// all-gathers and for all-reduces that are not in place; never for a ring's reduce-scatter. Register memory of
+    /// `all_to_all` separately: sharing a registration crashed NCCL 2.24 (NVIDIA/nccl#1859).
     ///
     /// # Errors
-    /// A rank's memory is not shareable or not one backing, its NCCL cannot register, or two ranks' lengths differ; the
-    /// error names the rank. Then no rank registers, and collectives work as before. Or the world failed, as when
-    /// another rank splits the communicator instead.
+    /// A rank's memory is not shareable or not one backing, its NCCL cannot register memory, or two ranks' lengths
+    /// differ; then no rank registers, and collectives work as before. Or the world failed, for example because
+    /// another rank called `split` instead.
     pub fn register_pool(&self, pool: &Pool<CudaDevice>) -> Result<Registration, CommError> {
         self.registered(Some(pool.clone()), || {
             let (start, bytes) = pool.reserve_budget().map_err(|e| back_end(e.to_string()))?;
@@ -95,27 +96,29 @@ impl NcclCommunicator {
         })
     }
 
-    /// Registers the whole allocation that contains `memory`, which need not come from a pool. Every rank calls it, as
-    /// for [`NcclCommunicator::register_pool`], with allocations of the same layout: results of collectives on memory
-    /// that only some ranks registered are undefined.
+    /// Registers the whole allocation that contains `memory`, which need not come from a pool. Every rank must call
+    /// it, as with [`NcclCommunicator::register_pool`], with allocations of the same layout: collectives on memory
+    /// that only some ranks registered have undefined results.
     ///
     /// # Errors
     /// As for [`NcclCommunicator::register_pool`].
     ///
     /// # Safety
-    /// The allocation is on the device, and stays mapped at its address until the result or the communicator is dropped.
+    /// The allocation must be on the device and stay mapped at its address until the result or the communicator is
+    /// dropped.
     pub unsafe fn register(&self, memory: AnySlice) -> Result<Registration, CommError> {
         // SAFETY: the caller's promise.
         self.registered(None, || unsafe { self.handle.register(memory) })
     }
 
-    /// Registers with `register`. Returns the registration if all ranks have one of the same length.
+    /// Calls `register` and exchanges the result with all ranks. Returns the registration if all ranks have one of
+    /// the same length.
     fn registered(
         &self,
         pool: Option<Pool<CudaDevice>>,
         register: impl FnOnce() -> Result<Registered, CommError>,
     ) -> Result<Registration, CommError> {
-        // Held until all ranks agree, so that no collective finds the memory registered on some ranks only.
+        // Held until all ranks agree, so that no collective runs while only some ranks have registered the memory.
         let mut enqueued = self.enqueued.lock();
         let number = enqueued.meetings;
         enqueued.meetings += 1;

@@ -14,12 +14,12 @@ use crate::{CommError, RendezvousError};
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// First and longest pause between attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
-/// Time beyond the limit in which rank 0's answer can arrive.
+/// How long after the limit a rank still waits for rank 0's answer.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// A rank's connection to the coordinator, after all ranks have joined.
 pub(super) struct Joined {
-    /// Rank 0's id, which initializes NCCL.
+    /// The id that initializes NCCL, from rank 0.
     pub(super) id: Vec<u8>,
     pub(super) outgoing: TcpStream,
     pub(super) incoming: Incoming,
@@ -48,8 +48,8 @@ pub(super) fn join(
     Ok(handshake(stream, ranks, library, limit)?)
 }
 
-/// Listens at `MASTER_ADDR`, or at all of this machine's addresses if `MASTER_ADDR` is another one, such as a service's
-/// or a translated address.
+/// Listens at `MASTER_ADDR`. If that is not an address of this machine (for example a service's or a translated
+/// address), listens at all of this machine's addresses.
 fn listen(ranks: &Ranks, address: &str) -> Result<TcpListener, RendezvousError> {
     let error = |e: io::Error| match e.kind() {
         io::ErrorKind::AddrInUse => RendezvousError::AddressInUse { address: address.to_owned() },
@@ -63,7 +63,7 @@ fn listen(ranks: &Ranks, address: &str) -> Result<TcpListener, RendezvousError> 
     }
 }
 
-/// The address at which rank 0 itself reaches its listener.
+/// Returns the address at which rank 0 connects to its own listener.
 fn reachable(mut listening: SocketAddr) -> SocketAddr {
     if listening.ip().is_unspecified() {
         listening.set_ip(IpAddr::V4(Ipv4Addr::LOCALHOST));

@@ -1,5 +1,5 @@
-//! The coordinator's threads, in rank 0's process: one accepts connections and then sends keepalives, and one per rank
-//! receives.
+//! The coordinator's threads, in rank 0's process: one thread accepts connections and later sends keepalives; one
+//! thread per rank receives messages.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -13,7 +13,7 @@ use super::message::{Hello, Message};
 use super::wire::{Incoming, prepare, send};
 use crate::RendezvousError;
 
-/// Limit of the first frame of a connection.
+/// Time limit for the first frame of a connection.
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Time between two attempts to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(5);
@@ -29,7 +29,7 @@ struct Peer {
 struct State {
     coordinator: Coordinator,
     peers: Vec<Option<Peer>>,
-    /// Every rank's welcome.
+    /// The id that the welcome sends to every rank.
     id: Vec<u8>,
     /// The failure of the rendezvous.
     refused: Option<RendezvousError>,
@@ -37,11 +37,11 @@ struct State {
 
 impl State {
     fn send(&self, rank: usize, message: &Message) {
-        // After a failure, the receiving thread sees the end of the connection.
+        // If sending fails, the receiving thread detects the end of the connection.
         let _ = self.peers[rank].as_ref().map(|peer| send(&peer.stream, std::slice::from_ref(message)));
     }
 
-    /// Rank 0 is last: its process, and these threads with it, may end when it receives the message.
+    /// Sends to rank 0 last: when it receives the message, its process, which runs these threads, may end.
     fn send_all(&self, message: &Message) {
         (0..self.peers.len()).rev().for_each(|rank| self.send(rank, message));
     }
@@ -63,7 +63,8 @@ impl State {
 
 type Shared = Arc<Mutex<State>>;
 
-/// Starts the coordinator of `world_size` ranks on `listener`. When all have joined within `limit`, they receive `id`.
+/// Starts the coordinator of `world_size` ranks on `listener`. It sends `id` to all ranks if they join within
+/// `limit`.
 ///
 /// # Errors
 /// The system cannot start a thread.
@@ -96,7 +97,7 @@ fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
             let _ = builder.spawn(move || greet(stream, &shared));
             continue;
         }
-        // Either no connection is pending, or accepting failed: a lasting failure ends at the limit.
+        // No connection is pending, or accepting failed; a persistent failure ends at the limit.
         let mut state = shared.lock();
         let ranks = state.coordinator.missing();
         if ranks.is_empty() || state.refused.is_some() {
@@ -173,7 +174,7 @@ fn receive(rank: usize, mut incoming: Incoming, shared: &Shared) {
     }
 }
 
-/// Sends keepalives, and declares ranks lost that send nothing for `limit`.
+/// Sends keepalives, and declares a rank lost if it sends nothing for `limit`, at least five keepalive periods.
 fn keep_alive(shared: &Shared, limit: Duration) {
     loop {
         std::thread::sleep(KEEPALIVE);

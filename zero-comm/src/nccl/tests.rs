@@ -1,5 +1,5 @@
-//! Rendezvous and failures without a library or a device: ranks are threads, each with a connection to the coordinator,
-//! and collectives are flags.
+//! Tests of rendezvous and failures without NCCL or a device: ranks are threads, each connected to the coordinator;
+//! collectives are simulated by the results of their probes.
 
 use std::io::Write;
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -26,7 +26,7 @@ const LONG: Duration = Duration::from_secs(60);
 /// A limit that expires.
 const SHORT: Duration = Duration::from_millis(300);
 
-/// A free port, each returned once, below the ports of outgoing connections.
+/// Returns a free port below the ephemeral ports, never the same one twice.
 fn free_port() -> u16 {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     loop {
@@ -64,7 +64,7 @@ fn refusal(result: Result<Joined, CommError>) -> RendezvousError {
     }
 }
 
-/// A connection to `port`, once something listens there.
+/// Connects to `port` as soon as something listens there.
 fn connect(port: u16) -> TcpStream {
     let begun = Instant::now();
     loop {
@@ -187,7 +187,7 @@ impl Transport for Fake {
     }
 }
 
-/// A transport whose abort completes only after another's abort, as with a later collective on one stream.
+/// A transport whose abort completes only after another's abort, as if its collective waited behind the other's.
 struct Behind(Arc<Fake>);
 
 impl Transport for Behind {
@@ -213,7 +213,7 @@ fn broadcast(len: usize) -> Call {
     Call { collective, op: None, dtype: DType::F32, segments, root: None, control: false }
 }
 
-/// A rank whose collectives are flags.
+/// A rank with simulated collectives.
 struct Rank {
     world: World,
     fake: Arc<Fake>,

@@ -11,7 +11,7 @@ use super::message::Message;
 
 /// Maximum frame size. A larger length is a protocol error.
 const MAX_FRAME_BYTES: usize = 1 << 26;
-/// Limit of a write. Messages are small, so a peer that reads nothing for this long is lost.
+/// Time limit of a write. Messages are small, so a peer that reads nothing for this long counts as lost.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes per read.
 const CHUNK_BYTES: usize = 1 << 14;
@@ -27,7 +27,7 @@ fn protocol_error(message: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message)
 }
 
-/// The frame of `message`, with its length.
+/// Encodes `message` as a frame, with its length.
 pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; 4];
     frame = postcard::to_extend(message, frame).map_err(|e| protocol_error(e.to_string()))?;
@@ -39,7 +39,7 @@ pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// The message of a frame without its length.
+/// Decodes the message of a frame, which is passed without its length.
 pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
     match postcard::take_from_bytes(frame) {
         Ok((message, [])) => Ok(message),
@@ -48,7 +48,7 @@ pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
     }
 }
 
-/// Removes the first frame from `bytes` and returns it without its length; `None` until all of it is there.
+/// Removes the first frame from `bytes` and returns it without its length; `None` while it is incomplete.
 pub(super) fn take_frame(bytes: &mut Vec<u8>) -> io::Result<Option<Vec<u8>>> {
     let Some(len) = bytes.first_chunk::<4>() else { return Ok(None) };
     let len = u32::from_le_bytes(*len) as usize;
@@ -70,7 +70,7 @@ pub(super) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::
 #[derive(Debug)]
 pub(super) struct Incoming {
     stream: TcpStream,
-    /// Received bytes that do not make a whole frame yet.
+    /// Received bytes of incomplete frames.
     bytes: Vec<u8>,
 }
 
@@ -79,7 +79,7 @@ impl Incoming {
         Self { stream, bytes: Vec::new() }
     }
 
-    /// The next message, if it arrives within `wait`.
+    /// Receives the next message; `None` if none arrives within `wait`.
     ///
     /// # Errors
     /// The connection ended, or the peer violated the protocol.
@@ -87,12 +87,12 @@ impl Incoming {
         self.next_frame(wait)?.map(|frame| decode(&frame)).transpose()
     }
 
-    /// The next frame, without its length, as [`next`](Self::next).
+    /// Like [`next`](Self::next), for a frame without its length.
     pub(super) fn next_frame(&mut self, wait: Duration) -> io::Result<Option<Vec<u8>>> {
         if let Some(frame) = take_frame(&mut self.bytes)? {
             return Ok(Some(frame));
         }
-        // A timeout of 0 is an error.
+        // `set_read_timeout` rejects 0.
         self.stream.set_read_timeout(Some(wait.max(Duration::from_millis(1))))?;
         let mut chunk = [0; CHUNK_BYTES];
         match self.stream.read(&mut chunk) {
@@ -134,7 +134,7 @@ mod tests {
         assert!(encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES] }).is_err());
     }
 
-    /// A sequence that claims more elements than its frame has bytes is refused before memory is allocated for it.
+    /// A sequence whose count exceeds its frame's bytes is an error.
     #[test]
     fn oversized_sequence_is_a_protocol_error() {
         let entries = vec![MeetingEntry::Registration(None)];

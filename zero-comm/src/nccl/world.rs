@@ -1,13 +1,14 @@
-//! A process's part of the world: its collectives under way, and the thread that watches them.
+//! A process's part of the world: its collectives in flight, and the watcher thread.
 //!
-//! The host threads that enqueue only queue a message and return. The watcher does the rest; every few milliseconds it
+//! A host thread that enqueues a collective only queues a message for the coordinator. Every few milliseconds the
+//! watcher
 //!
 //! - sends the queued messages and this rank's progress to the coordinator;
 //! - queries each communicator for an asynchronous error;
-//! - measures the oldest collective under way, from when its stream reached it, so that earlier compute does not count.
-//!   Beyond the limit, the coordinator determines which rank is late;
-//! - receives from the coordinator. A failure ends the world: the watcher first poisons the streams with collectives
-//!   under way, so that nothing uses their results, and then aborts the communicators.
+//! - measures how long the oldest collective in flight has run since its stream reached it; earlier compute does not
+//!   count. If it exceeds the limit, the coordinator determines which rank is late;
+//! - receives from the coordinator. A failure ends the world: the watcher first poisons the streams that have
+//!   collectives in flight, so that nothing uses their results, and then aborts the communicators.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::TcpStream;
@@ -30,28 +31,29 @@ use crate::split_request::SplitRequest;
 
 /// The watcher's period.
 const TICK: Duration = Duration::from_millis(10);
-/// Limit of the coordinator's answer to a failure. After it, a rank ends with the failure that it saw itself.
+/// Time limit for the coordinator's answer to a report. After it, the rank fails with the failure that it saw itself.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 
-/// The library communicator behind a communicator.
+/// The NCCL communicator of a communicator, or a test's substitute.
 pub(super) trait Transport: Send + Sync {
-    /// An asynchronous error.
+    /// Returns an asynchronous error, if there is one.
     fn error(&self) -> Option<String>;
 
-    /// Starts to abort all collectives under way.
+    /// Starts to abort all collectives in flight.
     fn abort(&self) -> AbortCompletion;
 }
 
 /// Returns whether a stream has reached a point.
 pub(super) type Probe = Box<dyn Fn() -> Result<bool, DeviceError> + Send>;
 
-/// A collective of this rank under way.
+/// A collective of this rank in flight.
 pub(super) struct Operation {
     pub(super) call: Call,
     /// The name of its stream.
     pub(super) stream: String,
-    /// The stream has reached it.
+    /// Returns whether the stream has reached it.
     pub(super) reached: Probe,
+    /// Returns whether it has ended.
     pub(super) ended: Probe,
     /// Poisons the stream.
     pub(super) poison: Box<dyn FnOnce(&CommError) + Send>,
@@ -62,8 +64,9 @@ struct Open {
     transport: Arc<dyn Transport>,
     /// Oldest first: NCCL runs the collectives of a communicator in order.
     operations: VecDeque<Operation>,
+    /// Operations that have ended.
     ended: u64,
-    /// The time when the stream reached the oldest operation.
+    /// When the stream reached the oldest operation, as far as the watcher has seen.
     since: Option<Instant>,
     /// The last progress sent: calls reached and ended.
     reported: (u64, u64),
@@ -93,7 +96,7 @@ pub(super) struct Shared {
     changed: Condvar,
 }
 
-/// The world. Dropping it sends the goodbye.
+/// This process's world. Dropping it ends the watcher, which sends the goodbye.
 pub(super) struct World {
     shared: Arc<Shared>,
     watcher: Option<JoinHandle<()>>,
@@ -138,7 +141,7 @@ impl Shared {
         self.state.lock().queue.push(message);
     }
 
-    /// Sends the queue, in order.
+    /// Sends the queued messages, in order.
     fn flush(&self) {
         let outgoing = self.outgoing.lock();
         let (messages, disconnected) = {
@@ -146,7 +149,7 @@ impl Shared {
             (std::mem::take(&mut state.queue), state.disconnected)
         };
         if !messages.is_empty() && !disconnected {
-            // After a failure, the watcher sees the end of the connection.
+            // If sending fails, the watcher detects the end of the connection.
             let _ = send(&outgoing, &messages);
         }
     }
@@ -156,7 +159,7 @@ impl Shared {
         self.queue(Message::Called { context, call });
     }
 
-    /// Watches the operation of the last call on `context`, which is now enqueued.
+    /// Hands the enqueued operation of the last call on `context` to the watcher.
     pub(super) fn watch(&self, context: Context, operation: Operation) {
         let mut state = self.state.lock();
         if !state.open.contains_key(&context) {
@@ -171,7 +174,7 @@ impl Shared {
         }
     }
 
-    /// The number of collectives of `context` under way.
+    /// The number of collectives of `context` in flight.
     pub(super) fn under_way(&self, context: Context) -> usize {
         self.state.lock().open.get(&context).map_or(0, |open| open.operations.len())
     }
@@ -181,7 +184,7 @@ impl Shared {
         self.state.lock().open.insert(context, open);
     }
 
-    /// Drops `context` after `done` calls.
+    /// Removes `context`, which this rank drops after `done` calls.
     pub(super) fn close(&self, context: Context, done: u64) {
         let mut state = self.state.lock();
         state.open.remove(&context);
@@ -196,7 +199,7 @@ impl Shared {
                 error
             }
             Peer { .. } => error,
-            // An error of this process.
+            // All other variants concern this process only.
             other => Peer { rank: self.rank, message: other.to_string() },
         };
         self.report(Message::Failed { error: error.clone() }, error)
@@ -214,7 +217,8 @@ impl Shared {
         Fault { message: Message::Late { context, sequence, call, limit: self.limit }, fallback }
     }
 
-    /// Sends a failure to the coordinator and returns its answer, or `fallback` if there is no answer.
+    /// Reports a failure to the coordinator and returns the failure that it answers with, or `fallback` without an
+    /// answer.
     fn report(&self, message: Message, fallback: CommError) -> CommError {
         let disconnected = {
             let mut state = self.state.lock();
@@ -231,7 +235,7 @@ impl Shared {
         self.wait(limit, |state| state.failure.clone()).unwrap_or_else(|| self.set_failure(fallback))
     }
 
-    /// Sets the failure, unless there is one, and returns it.
+    /// Sets the failure unless one is set; returns the first.
     fn set_failure(&self, error: CommError) -> CommError {
         let failure = self.state.lock().failure.get_or_insert(error).clone();
         self.changed.notify_all();
@@ -268,7 +272,8 @@ impl Shared {
         Ok((first, entries.into_iter().filter_map(request).collect()))
     }
 
-    /// Joins meeting `number` of `context`, a registration. Returns the bytes that each rank registered, if it did.
+    /// Joins meeting `number` of `context`, a registration. Returns the bytes that each rank registered, `None` if it
+    /// failed to.
     pub(super) fn register(
         &self,
         context: Context,
@@ -305,7 +310,7 @@ impl Shared {
     }
 }
 
-/// A failure that the watcher found: its report to the coordinator, and the failure if the coordinator does not answer.
+/// A failure that this process detected: the report to the coordinator, and the failure to set if it does not answer.
 struct Fault {
     message: Message,
     fallback: CommError,
@@ -342,7 +347,7 @@ impl Watcher {
         }
     }
 
-    /// Sends a fault to the coordinator and receives its answer.
+    /// Reports a fault to the coordinator and waits for its answer.
     fn report(&mut self, Fault { message, fallback }: Fault) {
         self.shared.queue(message);
         self.shared.flush();
@@ -359,7 +364,7 @@ impl Watcher {
         }
     }
 
-    /// Receives one message from the coordinator, for at most a tick.
+    /// Receives one message from the coordinator, waiting for at most one tick.
     fn receive(&mut self) {
         if self.shared.state.lock().disconnected {
             return std::thread::sleep(TICK);
@@ -417,7 +422,7 @@ impl Watcher {
         None
     }
 
-    /// Ends the collectives under way with the failure.
+    /// Poisons the streams of the collectives in flight and aborts all communicators.
     fn abort_all(&self) {
         let mut state = self.shared.state.lock();
         let Some(failure) = state.failure.clone() else { return };
@@ -428,7 +433,7 @@ impl Watcher {
         let unfinished =
             operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
         unfinished.for_each(|operation| (operation.poison)(&failure));
-        // All aborts start before any is awaited: a collective of one communicator can be enqueued after another's.
+        // All aborts start before any is awaited: on a stream, a collective can wait behind another communicator's.
         let completions: Vec<AbortCompletion> = transports.iter().map(|transport| transport.abort()).collect();
         AbortCompletion::wait_for_all(completions);
         self.shared.changed.notify_all();
@@ -442,14 +447,14 @@ impl Watcher {
         }
         self.shared.flush();
         if self.shared.rank == 0 && !failed {
-            // The coordinator answers when all ranks have its goodbye. Only then may this process end.
+            // The coordinator answers when it has sent its goodbye to all ranks. Only then may this process end.
             self.receive_until(|_| false);
         }
     }
 }
 
 impl Open {
-    /// Removes the operations that have ended. Returns the oldest collective if it exceeds `limit`.
+    /// Removes the operations that have ended. Returns the oldest collective in flight if it exceeds `limit`.
     fn check(&mut self, rank: usize, limit: Duration) -> Result<Option<(u64, Call)>, CommError> {
         if let Some(message) = self.transport.error() {
             return Err(CommError::Peer { rank, message });

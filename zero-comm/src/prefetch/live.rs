@@ -1,11 +1,11 @@
-//! The count of live elements: those of all blocks in flight, held and kept.
+//! The count of live elements: the elements of all units in flight, held or kept.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// The live elements, shared with the `Unsharded` units.
+/// The live elements, shared by the prefetcher and its `Unsharded` units.
 #[derive(Debug, Default)]
 pub(super) struct Live {
     pub(super) elems: usize,
@@ -14,7 +14,7 @@ pub(super) struct Live {
     pub(super) held: HashSet<usize>,
 }
 
-/// One block's part of the live elements, subtracted on drop.
+/// One block's share of the live elements, subtracted on drop.
 #[derive(Debug)]
 pub(super) struct Lease {
     live: Arc<Mutex<Live>>,

@@ -1,7 +1,7 @@
 //! Unit prefetch: sharded units are gathered on the communication stream ahead of their use.
 //!
-//! A **shard** belongs to the caller for the prefetcher's lifetime. A **gathered unit** is a block of
-//! `shard.len() * world_size` elements of `Purpose::Buckets`:
+//! The caller owns the **shards** and keeps them valid for the prefetcher's lifetime. A **gathered unit** is a block
+//! of `shard.len() * world_size` elements, allocated as `Purpose::Buckets`:
 //!
 //! ```text
 //! sharded --begin_step, unshard--> in flight --unshard--> held --reshard--> sharded
@@ -10,19 +10,19 @@
 //!
 //! - *in flight*: its block counts as live; the communication stream writes it.
 //! - *held* ([`Unsharded`]): the compute stream waits for the gather; the caller's operations use the block.
-//! - *kept*: resharded, but its block stays live, because the next use is the same unit (the last block of a
+//! - *kept*: resharded, but its block stays live, because the next use is of the same unit (the last unit of a
 //!   model, forward then backward), or because it is small ([`PrefetchOptions::persistence_threshold_elems`]).
-//!   Weights do not change within a step, so it is not gathered again before [`Prefetcher::end_step`].
+//!   Parameters do not change within a step, so it is not gathered again before [`Prefetcher::end_step`].
 //!
 //! The order of use is set by [`Prefetcher::expect_order`] or recorded on the first step, and checked on each later
-//! one. A use out of order ends prefetching for that step: units are gathered on demand, the [`PrefetchReport`]
-//! contains the position, and the next step expects the new order.
+//! one. A use out of order ends prefetching for that step: later units are gathered on demand, the [`PrefetchReport`]
+//! contains the position, and the next step expects this step's order.
 //!
-//! **Limit.** The elements of all blocks in flight, held and kept never exceed
-//! [`PrefetchOptions::max_live_elems`], except for a unit that exceeds it alone: it is gathered on demand when
-//! nothing else is live. The host never waits; the memory of a resharded unit is reused in stream order.
+//! **Limit.** The elements in flight, held and kept together never exceed [`PrefetchOptions::max_live_elems`]. One
+//! exception: a unit that is larger than the limit is gathered on demand when nothing else is live. The host never
+//! waits; the memory of a resharded unit is reused in stream order.
 //!
-//! **Exposed communication** with one unit ahead: `tests/suite/overlap.rs` states the law and proves it.
+//! **Exposed communication** with one use ahead: `tests/suite/overlap.rs` derives a bound and tests it.
 
 mod live;
 mod report;
@@ -42,7 +42,7 @@ pub use unsharded::Unsharded;
 use crate::{CommError, Communicator};
 use live::{Lease, Live};
 
-/// Why a unit could not be gathered.
+/// The reason why a unit could not be gathered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PrefetchError {
@@ -69,7 +69,7 @@ pub enum PrefetchError {
         unit: usize,
         /// Its elements.
         unit_elems: usize,
-        /// Live now.
+        /// Elements live now.
         live_elems: usize,
         /// [`PrefetchOptions::max_live_elems`].
         limit_elems: usize,
@@ -88,8 +88,8 @@ pub enum PrefetchError {
 /// Prefetch limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchOptions {
-    /// Number of uses that units are gathered ahead. At 0 a gather is enqueued at the use, behind all compute before
-    /// it, so that nothing overlaps. Default: 1.
+    /// How many uses ahead units are gathered. With 0, a gather is enqueued at its use and waits for all earlier
+    /// compute, so nothing overlaps. Default: 1.
     pub ahead: usize,
     /// Limit of live elements. Default: no limit.
     pub max_live_elems: usize,
@@ -112,7 +112,7 @@ pub struct Prefetcher<D: Device> {
     shards: Vec<AnySlice>,
     options: PrefetchOptions,
     live: Arc<Mutex<Live>>,
-    /// The units in flight or kept.
+    /// The units in flight or kept, by index.
     ready: HashMap<usize, Unsharded<D>>,
     /// The expected order of use of a step.
     order: Option<Vec<usize>>,
@@ -128,7 +128,7 @@ impl<D: Device> fmt::Debug for Prefetcher<D> {
 }
 
 impl<D: Device> Prefetcher<D> {
-    /// A prefetcher of the units of which this rank has `shards`; lengths are the same on all ranks.
+    /// Creates a prefetcher. `shards[u]` is this rank's shard of unit `u`; its length is the same on all ranks.
     pub fn new(
         pool: Pool<D>,
         comm: Arc<dyn Communicator<D>>,
@@ -167,7 +167,7 @@ impl<D: Device> Prefetcher<D> {
         self.live.lock().elems
     }
 
-    /// Starts a step: gathers see the shards as everything enqueued on the compute stream so far leaves them.
+    /// Starts a step. Its gathers wait for everything enqueued on the compute stream so far.
     ///
     /// # Errors
     /// A stream, the pool or the collective returned an error.
@@ -186,8 +186,8 @@ impl<D: Device> Prefetcher<D> {
     /// Returns the gathered unit, for which the compute stream waits, and enqueues the gathers of the next uses.
     ///
     /// # Errors
-    /// There is no such unit, it is held, it exceeds the limit beside the held units, or the pool or a stream returned
-    /// an error.
+    /// There is no such unit, the caller holds it, it would exceed the limit together with the held units, or the
+    /// pool, the collective or a stream returned an error.
     pub fn unshard(&mut self, unit: usize) -> Result<Unsharded<D>, PrefetchError> {
         let elems = self.elems(unit)?;
         if self.live.lock().held.contains(&unit) {
@@ -221,7 +221,7 @@ impl<D: Device> Prefetcher<D> {
         Ok(unsharded)
     }
 
-    /// Ends a use: the memory is freed in stream order, or kept for the next use in this step.
+    /// Ends a use: frees the memory in stream order, or keeps the unit for its next use in this step.
     pub fn reshard(&mut self, unsharded: Unsharded<D>) {
         unsharded.lease.set_held(false);
         let (unit, elems) = (unsharded.lease.unit, unsharded.lease.elems);
@@ -298,7 +298,7 @@ impl<D: Device> Prefetcher<D> {
             let elems = self.elems(unit)?;
             let live = self.live.lock();
             let room = live.elems.checked_add(elems).is_some_and(|sum| sum <= self.options.max_live_elems);
-            // A held unit may be kept when it is resharded.
+            // A held unit may become kept, so do not gather it now.
             if !room || live.held.contains(&unit) {
                 break;
             }

@@ -19,7 +19,7 @@ pub enum OrderCheck {
     },
 }
 
-/// The gathers of a step.
+/// The counts of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefetchReport {
     /// Uses whose gather was enqueued ahead.

@@ -9,7 +9,8 @@ use super::PrefetchError;
 use super::live::Lease;
 use crate::Communicator;
 
-/// A gathered unit. Dropping or resharding it returns its memory, in stream order.
+/// A gathered unit. Dropping it frees its memory in stream order; pass it to `Prefetcher::reshard` so that it can be
+/// kept.
 #[must_use = "dropping it frees the gathered unit"]
 pub struct Unsharded<D: Device> {
     block: Block<D>,
@@ -60,7 +61,7 @@ impl<D: Device> Unsharded<D> {
         Ok(Self { block, slice, gathered, user: None, lease })
     }
 
-    /// Makes `stream`, the unit's user from now on, wait for the gather.
+    /// Makes `stream` wait for the gather and records it as the unit's user.
     pub(super) fn wait_on(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
         stream.wait(&self.gathered)?;
         self.user = Some(stream.clone());

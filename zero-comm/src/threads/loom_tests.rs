@@ -1,8 +1,8 @@
-//! Loom models of all orders of ranks that arrive, fail and leave:
+//! Loom tests of all interleavings of ranks that arrive, fail and leave:
 //! `RUSTFLAGS="--cfg loom" cargo test -p zero-comm --lib --release loom_tests`.
 //!
-//! The monitors are loom's; the world's own lock is an ordinary one, held across no monitor, so for loom a critical
-//! section is one step.
+//! Monitors use loom's primitives. The lock of `Shared` is an ordinary mutex that is never held while a monitor is
+//! used, so loom can treat its critical sections as atomic.
 
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ use crate::{CommError, Group};
 /// The observed state of two ranks.
 struct Watched {
     shared: Arc<Shared>,
-    /// It has entered the collective.
+    /// By rank: it has entered the collective.
     entered: [AtomicBool; 2],
-    /// It has worked.
+    /// By rank: it has done its share.
     worked: [AtomicBool; 2],
-    /// It has left the collective, and may have freed its buffers.
+    /// By rank: it has left the collective, and may have freed its buffers.
     left: [AtomicBool; 2],
 }
 
@@ -32,7 +32,7 @@ impl Watched {
         Arc::new(Self { shared, entered: flags(), worked: flags(), left: flags() })
     }
 
-    /// One collective of `rank`, which asserts that its peer is in the collective while it works.
+    /// Runs one collective of `rank`; asserts that its peer stays in the collective meanwhile.
     fn run(&self, rank: usize) -> Result<(), CommError> {
         let checked = Group { rank, world_size: 2 }.barrier();
         let ticket = Ticket::new(Arc::clone(&self.shared), rank, 0, checked, "stream".to_owned());
@@ -66,7 +66,7 @@ fn two_ranks_complete_a_collective() {
 
 #[test]
 fn failure_ends_both_and_no_buffer_is_in_use() {
-    // Three threads have too many orders; at most two preemptions bound them.
+    // Three threads have too many interleavings, so explore those with at most two preemptions.
     let mut bounded = loom::model::Builder::new();
     bounded.preemption_bound = Some(2);
     bounded.check(|| {

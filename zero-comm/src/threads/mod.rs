@@ -1,14 +1,14 @@
-//! All ranks in one process: each rank's stream reads and writes its peers' buffers directly.
+//! Ranks as threads of one process. Each rank's stream reads and writes its peers' buffers directly.
 //!
 //! ```text
 //! rank 0's stream   ... | post, wait | work | wait | ...
 //! rank 1's stream     ... | post, wait | work | wait | ...
 //! ```
 //!
-//! An operation posts its call and buffers, waits until every rank has posted the same call of the same
-//! sequence number, does its share (`work`) and waits until every rank has done its share; only then may buffers
-//! change again. There are no intermediate copies: each byte of a result is written once, by the rank that computed
-//! it. A waiting rank spins for about the time of a wake-up (with more ranks than cores it yields), then sleeps.
+//! An operation posts its call and buffers, waits until every rank has posted the same call with the same sequence
+//! number, does its share (`work`), and waits until every rank has done its share; only then may the buffers change
+//! again. There are no intermediate copies: each byte of a result is written once, by the rank that computed it. A
+//! waiting rank spins for about the time of a wake-up (yields if there are more ranks than cores), then sleeps.
 //!
 //! **Failure.** The first failure ends the world: every running and later collective returns that failure on every
 //! rank. No rank leaves an operation while another still works in its buffers.
@@ -34,15 +34,15 @@ use crate::{CommError, CommOptions, Communicator, Traffic};
 use shared::Shared;
 use ticket::Ticket;
 
-/// Above the number of threads of a process.
+/// Maximum number of ranks; a process cannot have as many threads.
 const MOST_RANKS: usize = 1 << 16;
 
-/// Makes the communicators of a world of threads.
+/// Creates the communicators of a world of threads.
 #[derive(Clone, Copy, Debug)]
 pub struct World;
 
 impl World {
-    /// One communicator for each of `world_size` ranks, in rank order.
+    /// Creates one communicator for each of `world_size` ranks, in rank order.
     ///
     /// # Errors
     /// [`CommError::NoRanks`], or [`CommError::TooManyRanks`] above 65536.
@@ -59,7 +59,7 @@ impl World {
     }
 }
 
-/// The state of a rank's host thread.
+/// Counters of the calls of this rank.
 #[derive(Default)]
 struct Enqueued {
     /// Collectives enqueued so far; the next one's sequence number.
@@ -69,8 +69,8 @@ struct Enqueued {
     traffic: Traffic,
 }
 
-/// One rank's communicator. After its drop the others finish the collectives that it enqueued; later ones return
-/// [`CommError::Left`].
+/// One rank's communicator. After it is dropped, the other ranks can complete the collectives that it had enqueued;
+/// later ones fail with [`CommError::Left`].
 ///
 /// A rank may use several streams; all ranks must enqueue collectives in the same order.
 pub struct ThreadsComm {
@@ -103,7 +103,7 @@ impl Communicator<HostDevice> for ThreadsComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
-        // Held over `stream.enqueue`, so that sequence numbers and stream order agree.
+        // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
         let (sequence, group, label) = (enqueued.sequence, self.group(), checked.call.collective.name());
         enqueued.sequence += 1;

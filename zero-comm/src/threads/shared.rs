@@ -14,9 +14,9 @@ use crate::{Call, CommError};
 
 #[derive(Default)]
 struct State {
-    /// By sequence number. Several are open at once if ranks enqueue on several streams.
+    /// The running collectives, by sequence number. There are several if ranks enqueue on several streams.
     slots: HashMap<u64, Arc<Slot>>,
-    /// Collectives that each rank has reached.
+    /// The number of collectives that each rank has reached.
     reached: Vec<u64>,
     /// For each rank that has left, the number of collectives that it had enqueued.
     left: Vec<Option<u64>>,
@@ -30,7 +30,7 @@ pub(super) struct Shared {
     pub(super) world_size: usize,
     pub(super) options: CommOptions,
     pub(super) splits: Splits,
-    /// The wait before a rank sleeps.
+    /// How a rank spins before it sleeps.
     spin: SpinPolicy,
     state: Mutex<State>,
 }
@@ -39,7 +39,7 @@ impl Shared {
     pub(super) fn new(world_size: usize, options: CommOptions) -> Self {
         let state = State { reached: vec![0; world_size], left: vec![None; world_size], ..State::default() };
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        // With a core per rank, spinning costs less than a sleep and wake-up; with more ranks than cores, ranks yield.
+        // With a core per rank, spinning is faster than sleeping and waking; with more ranks than cores, ranks yield.
         let spin = if cfg!(loom) {
             SpinPolicy::default()
         } else if world_size <= cores {
@@ -77,8 +77,8 @@ impl Shared {
     /// Returns the slot of collective `sequence`, which `rank` has reached with `call`.
     ///
     /// # Errors
-    /// The world has failed, or a rank has left before this collective. ([`Shared::leave`] fails the open slots; this
-    /// covers later ones.)
+    /// The world has failed, or a rank has left before this collective ([`Shared::leave`] fails only the slots that
+    /// are open then).
     pub(super) fn open(&self, sequence: u64, rank: usize, call: &Call) -> Result<Arc<Slot>, CommError> {
         let mut state = self.state.lock();
         if let Some(error) = &state.failure {

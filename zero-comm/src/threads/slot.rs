@@ -1,12 +1,13 @@
-//! The rendezvous of the ranks for one collective.
+//! The synchronization of the ranks in one collective.
 //!
 //! A slot's states: *gathering* (ranks post their calls and buffers) -> *working* (all have posted the same call) ->
-//! *done* (all have worked). A failure ends it in any state. Invariants, under its monitor:
+//! *done* (all have done their shares). A failure ends it in any state. Invariants, under its monitor:
 //!
-//! - `arrived` counts the ranks that have posted, `working` those that work in the posted buffers now, `done`
-//!   those that have worked; `working + done <= arrived`;
-//! - `working` is above 0 only if all have arrived; no rank starts to work after a failure;
-//! - a rank that has posted leaves only if `working` is 0 and no rank will start: its buffers are then unused.
+//! - `arrived` counts the ranks that have posted, `working` those that access the posted buffers now, `done`
+//!   those that have done their shares; `working + done <= arrived`;
+//! - `working` is above 0 only if all ranks have arrived; no rank starts to work after a failure;
+//! - a rank that has posted returns only if `working` is 0 and no rank will start to work: its buffers are then
+//!   unused.
 
 use std::time::Duration;
 
@@ -41,10 +42,11 @@ pub(super) struct Slot {
     monitor: Monitor<State>,
 }
 
-/// The end of the wait for the others.
+/// The result of the wait for the other ranks.
 #[derive(Debug)]
 pub(super) enum Arrival {
-    /// All have posted: this rank works now, and must call [`Slot::finish`] or [`Slot::break_off`].
+    /// All ranks have posted these buffers. This rank does its share now, then must call [`Slot::finish`] or
+    /// [`Slot::break_off`].
     Work(Vec<Posted>),
     /// The limit passed; these ranks are missing.
     Late(Vec<usize>),
@@ -85,7 +87,7 @@ impl Slot {
         Ok(())
     }
 
-    /// Waits until all ranks have posted, at most `limit`. This rank has posted.
+    /// Waits until all ranks have posted, for at most `limit`. This rank must have posted.
     ///
     /// # Errors
     /// The failure that ended the collective; the rank's buffers are unused.
@@ -106,7 +108,7 @@ impl Slot {
         }
     }
 
-    /// Records that this rank has worked, and waits until all have. Returns whether it was the last.
+    /// Records that this rank has done its share, and waits until all have. Returns whether it was the last.
     ///
     /// # Errors
     /// The failure that ended the collective.
@@ -128,8 +130,8 @@ impl Slot {
         let _the_failure = self.drain(|_| false);
     }
 
-    /// Waits until `done`, or until no rank works after a failure. It needs no time limit: all have arrived, and each
-    /// either works, which is a finite loop over memory, or sees the failure.
+    /// Waits until `done`, or until no rank works after a failure. It needs no time limit: all ranks have arrived,
+    /// and each either runs a finite loop over memory or sees the failure.
     fn drain(&self, done: impl Fn(&State) -> bool) -> Result<(), CommError> {
         let ready = |state: &mut State| {
             if done(state) {
@@ -137,7 +139,7 @@ impl Slot {
             }
             state.failure.clone().filter(|_| state.working == 0).map(Err)
         };
-        // A wait of the longest duration does not time out.
+        // `Duration::MAX` never times out.
         self.monitor.wait_until(Duration::MAX, String::new, ready)?
     }
 }

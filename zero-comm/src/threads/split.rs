@@ -1,4 +1,4 @@
-//! Splits of a world: the host threads exchange colors and keys.
+//! Splits of a world: the ranks' host threads exchange colors and keys.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -52,7 +52,8 @@ fn left(rank: usize) -> CommError {
     CommError::Peer { rank, message: "left before a split".to_owned() }
 }
 
-/// Returns `rank`'s new rank and world when all ranks have called split `number`; `None` for a rank without a color.
+/// Waits until all ranks have called split `number`. Returns `rank`'s new rank and world; `None` if it passed no
+/// color.
 pub(super) fn split(
     shared: &Shared,
     rank: usize,
@@ -69,7 +70,7 @@ pub(super) fn split(
         )
     };
     monitor.update(|turn| turn.requests[rank] = Some(request));
-    // A rank that left or failed before this split was open is not in it.
+    // Ranks that failed or left before this split was opened have not failed it, so check here.
     if let Some(error) = shared.failure() {
         return Err(error);
     }

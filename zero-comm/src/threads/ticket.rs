@@ -7,8 +7,8 @@ use super::slot::{Arrival, Posted, Slot};
 use crate::CommError;
 use crate::call::{Call, Checked};
 
-/// One rank's part in one collective, created when it is enqueued. If it is dropped before it has run (the stream
-/// failed and skipped it, or the work panicked), the world fails, so that no peer waits for this rank.
+/// One rank's part in one collective, created when the collective is enqueued. Dropping it before it has completed
+/// (the stream failed and skipped it, or the work panicked) fails the world, so that no peer waits for this rank.
 pub(super) struct Ticket {
     shared: Arc<Shared>,
     rank: usize,
@@ -55,7 +55,7 @@ impl Ticket {
         Box::new(self.checked.call.clone())
     }
 
-    /// Waits for all ranks, works, and waits until all have worked.
+    /// Waits until all ranks have posted, runs `work`, and waits until all have done their shares.
     pub(super) fn run(mut self, work: impl FnOnce(&Call, &[Posted])) -> Result<(), CommError> {
         let result = self.arrive().and_then(|(slot, posted)| {
             self.enter(Phase::Working(Arc::clone(&slot)));
@@ -80,7 +80,7 @@ impl Ticket {
                 let done = self.shared.reached(rank);
                 self.shared.fail(CommError::Stalled { sequence, call: self.call(), rank, limit, done });
             }
-            // Either all have arrived meanwhile, or this returns the failure; neither waits.
+            // All ranks have arrived meanwhile, or the world has failed: this returns without waiting.
             arrival = slot.arrive(limit)?;
         }
         match arrival {

@@ -10,9 +10,9 @@
 //! | broadcast | segment `r` of the root's buffer | segment `r` of every other buffer |
 //! | all_to_all | segment `r` of every `send` | its `recv` |
 //!
-//! No byte is written by two ranks, and no byte that a rank writes is read by another: in place, segment `r` of `send`
-//! is read by rank `r` alone, before it writes there. Every SAFETY comment here relies on this; the two waits order
-//! these accesses against everything before and after.
+//! No two ranks write the same byte, and no rank reads a byte that another writes: in place, only rank `r` reads
+//! segment `r` of `send`, before it writes there. Every SAFETY comment here relies on this. The two waits order these
+//! accesses against everything before and after.
 
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ use crate::{Collective, ReduceOp, nontemporal};
 /// Bytes copied at a time to all peers, so that the source is read from memory once.
 const COPY_CHUNK_BYTES: usize = 64 * 1024;
 
-/// Does the share of `group.rank`; `posted` are the buffers of all ranks.
+/// Does the share of `group.rank`; `posted` contains the buffers of all ranks, by rank.
 pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     let Group { rank, world_size } = group;
     let own = call.segments.range(rank, world_size);
@@ -71,7 +71,7 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     }
 }
 
-/// The inputs combined in order, written to every output.
+/// Combines the inputs in order and writes the result to every output.
 fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySlice], store: Store) {
     let typed = |slices: &[AnySlice]| -> Vec<DeviceSlice<T>> {
         slices.iter().filter_map(|slice| slice.typed().ok()).collect()
@@ -100,7 +100,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
         for output in &outputs {
             // SAFETY: host memory that its owner keeps valid; only this rank accesses it now.
             let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
-            // In place, the target has just been read into the cache.
+            // In place, the target is in the cache, because it was just read.
             if store == Store::PastCache && !in_place {
                 nontemporal::copy(bytemuck::cast_slice(result), bytemuck::cast_slice_mut(target));
             } else {
@@ -110,7 +110,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
     }
 }
 
-/// Copies `from` to each of `to` except itself.
+/// Copies `from` to each slice of `to` except itself.
 fn copy_to_all(from: AnySlice, to: &[AnySlice], store: Store) {
     let bytes = |slice: AnySlice| slice.bytes().typed::<u8>();
     let (Ok(from), len) = (bytes(from), from.len_bytes()) else { return };

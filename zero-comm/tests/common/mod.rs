@@ -12,19 +12,19 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommError, CommOptions, Communicator, ReduceOp};
 
-/// Longer than any test takes.
+/// Longer than any test runs.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// A communicator of host ranks.
 pub type Comm = Arc<dyn Communicator<HostDevice>>;
 
-/// A view of `values`, which the test keeps until its streams are drained.
+/// A slice of `values`, which the test keeps until its streams are synchronized.
 pub fn view<T: Element>(values: &mut [T]) -> AnySlice {
     // SAFETY: every test synchronizes its streams before it touches or drops the values.
     unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len()) }.erase()
 }
 
-/// Calls `which` with `len` elements a rank, or in all; `send` and `recv` hold that for every rank.
+/// Calls `which` with `len` elements per rank, or in total; `send` and `recv` have `len` elements for every rank.
 pub fn call(
     comm: &Comm,
     s: &Streams,
@@ -46,7 +46,7 @@ pub fn call(
     }
 }
 
-/// A collective that is not `which`.
+/// Returns another collective than `which`.
 pub fn another(which: Collective) -> Collective {
     if which == Collective::Barrier { Collective::AllGather } else { Collective::Barrier }
 }
@@ -70,7 +70,7 @@ impl Streams {
     }
 }
 
-/// Runs `body` on a thread for each rank; its results by rank.
+/// Runs `body` on a thread for each rank; returns the results by rank.
 pub fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(Comm, &Streams) -> R + Sync) -> Vec<R> {
     let comms = World::new(n, options).unwrap();
     std::thread::scope(|scope| {
@@ -91,7 +91,7 @@ pub fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(Comm, &St
     })
 }
 
-/// Small random numbers without a crate: xorshift64*.
+/// A pseudo-random generator: xorshift64*.
 pub struct Random(u64);
 
 impl Random {
@@ -107,7 +107,7 @@ impl Random {
     }
 }
 
-/// Lets `stream` sleep for a while, in half of the cases.
+/// Makes `stream` sleep for a random time, in half of the calls.
 pub fn delay(stream: &HostStream, random: &mut Random) {
     let micros = random.below(600).saturating_sub(300);
     if micros > 0 {

@@ -1,6 +1,6 @@
-//! A device with modelled time: an operation takes a given time, a wait continues at the later of two times, and
-//! nothing is computed. The time of a step follows from its operations, waits and events, to the nanosecond. All
-//! ranks are alike, so one is modelled.
+//! A device with simulated time: an operation has a given duration, a wait ends at the later of two times, and
+//! nothing is computed. The time of a step follows exactly, in nanoseconds, from its operations, waits and events.
+//! All ranks behave alike, so only one is simulated.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
@@ -30,7 +30,7 @@ impl Model {
     }
 }
 
-// SAFETY: the host's memory.
+// SAFETY: allocates host memory.
 unsafe impl Memory for Model {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.memory.allocate(bytes)
@@ -46,7 +46,7 @@ unsafe impl Memory for Model {
     }
 }
 
-// SAFETY: it notes operations and touches no memory.
+// SAFETY: it records operations and accesses no memory.
 unsafe impl Device for Model {
     type Stream = ModelStream;
     type Event = Instant;
@@ -79,7 +79,7 @@ unsafe impl Device for Model {
     }
 }
 
-/// A stream: the time at which all that was enqueued has run.
+/// A stream: the time at which everything enqueued has run.
 #[derive(Clone, Debug)]
 pub struct ModelStream {
     name: Arc<str>,
@@ -98,7 +98,7 @@ impl ModelStream {
     }
 }
 
-// SAFETY: nothing runs: operations are noted in their order.
+// SAFETY: operations are recorded in order and access no memory.
 unsafe impl Stream for ModelStream {
     type Event = Instant;
 
@@ -125,11 +125,11 @@ unsafe impl Stream for ModelStream {
     }
 }
 
-/// A point in a stream is a point in time.
+/// An event: the point in time at which its stream reaches it.
 #[derive(Clone, Copy, Debug)]
 pub struct Instant(Duration);
 
-// SAFETY: nothing runs that could touch memory.
+// SAFETY: no operation accesses memory.
 unsafe impl Event for Instant {
     fn is_done(&self) -> Result<bool, DeviceError> {
         Ok(true)
@@ -140,7 +140,7 @@ unsafe impl Event for Instant {
     }
 }
 
-/// Rank 0 of some that are alike: a collective takes as long as the link does.
+/// Rank 0 of ranks that behave alike: the duration of a collective is that of the link's transfer.
 #[derive(Debug)]
 pub struct ModelComm {
     pub world_size: usize,

@@ -119,14 +119,14 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     let registration = comm.register_pool(&rank.pool).unwrap();
     sum_and_gather(&comm, &rank, 3);
     assert_eq!(rank.pool.report().backing_allocations, 1);
-    // Another registration of the same memory, by a part of it.
+    // Registers the same memory again, through a part of it.
     let both = comm.split(Some(0), 0).unwrap();
     assert!(both.is_some());
     // SAFETY: the registration is dropped before the pool.
     let again = unsafe { comm.register(rank.buffer(100, DType::F32).0) }.unwrap();
     drop(again);
     sum_and_gather(&comm, &rank, 1);
-    // Dropping a registration waits for the collectives under way.
+    // Dropping a registration waits for the collectives in flight.
     let (slice, block) = rank.buffer(1 << 20, DType::F32);
     for _ in 0..10 {
         comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).unwrap();
@@ -138,7 +138,7 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     let odd = comm.rank() == 1;
     rank.pool = if odd { Pool::new(device.clone().with_backings(), BUDGET) } else { shareable() };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
-    // The driver decides between the first two.
+    // Which of the first two occurs depends on the driver.
     let texts = ["no shareable handle", "for this process alone", "rank 1 did not register its memory"];
     assert!(texts[if odd { 0..2 } else { 2..3 }].iter().any(|text| refused.contains(text)), "{refused}");
     sum_and_gather(&comm, &rank, 1);
@@ -213,7 +213,7 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
     let mut parts = Vec::new();
     comm.barrier(stream)?;
     stream.synchronize(LIMIT)?;
-    // So that the coordinator has received it.
+    // Time for the coordinator to receive the call.
     std::thread::sleep(Duration::from_millis(100));
     match kind {
         "killed-before" if at_fault => kill_this_process(),

@@ -1,4 +1,4 @@
-//! Gradient buckets: results do not depend on capacity, count, overlap or delays; hazards are covered.
+//! Gradient buckets: results do not depend on capacity, count, overlap or delays; each hazard has a test.
 
 use crate::common::{Comm, LIMIT, Random, Streams, accumulate, copy, delay, on_ranks, view};
 use proptest::prelude::*;
@@ -190,7 +190,7 @@ fn dropped_bucket_is_free_again() {
     });
 }
 
-/// Otherwise the next producer would write during those uses.
+/// Otherwise the next producer would overwrite the bucket during those uses.
 #[test]
 fn bucket_without_producer_keeps_its_last_uses() {
     on_ranks(1, CommOptions::default(), |comm, streams| {

@@ -1,5 +1,5 @@
-//! Every collective under the seeded scheduler, between a producer and a consumer on another stream: with both
-//! waits the checker finds nothing, with one of them forgotten it finds that, whatever the order.
+//! Every collective under the seeded scheduler, between a producer and a consumer on another stream. With both waits
+//! the checker finds no error; without one of them it reports one, in every order.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ const LEN: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Forgotten {
     Nothing,
-    /// The communication stream does not wait for what is written to `send`.
+    /// The communication stream does not wait for the writes to `send`.
     Producer,
     /// The stream that reads `recv` does not wait for the collective.
     Consumer,
@@ -41,7 +41,7 @@ impl Rank {
         Self { comm, compute, comm_stream, send, recv }
     }
 
-    /// The buffers that `which` reads and writes; those of a broadcast are one.
+    /// The buffers that `which` reads and writes; a broadcast has only one.
     fn buffers(&self, which: Collective) -> (AnySlice, AnySlice) {
         // SAFETY: the blocks are dropped after their streams are drained.
         let [send, recv] = [&self.send, &self.recv].map(|block| unsafe { block.slice() });
@@ -92,7 +92,7 @@ impl Rank {
     }
 }
 
-/// Whether the checker found nothing.
+/// Returns whether the checker found no error.
 fn sound(seed: u64, which: Collective, forgotten: Forgotten) -> bool {
     let device = HostDevice::seeded(seed);
     let pool = Pool::new(device.clone(), 1 << 20);

@@ -1,5 +1,5 @@
-//! Every fault of a rank at every collective: all ranks fail with the same error, in time. `tests/mpi.rs` does the same
-//! with processes.
+//! Every fault of a rank at every collective: all ranks fail with the same error, in time. `tests/mpi.rs` does the
+//! same with processes.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ enum Fault {
     Dies,
     /// Its thread ends while the others wait within the collective.
     DiesMeanwhile,
-    /// It calls nothing until the limit has passed.
+    /// It makes no call until the limit has passed.
     Stalls,
     /// An earlier operation of its stream fails.
     Poisoned,
@@ -28,11 +28,11 @@ enum Fault {
     Aborts,
     /// It calls another collective.
     Kind,
-    /// It passes other counts.
+    /// It passes different counts.
     Count,
     /// It passes elements of another type.
     DType,
-    /// It calls two collectives in the other order.
+    /// It calls two collectives in the wrong order.
     Order,
 }
 
@@ -146,7 +146,8 @@ fn every_fault_ends_all_ranks() {
     }
 }
 
-/// A rank frees its buffers as soon as it sees the error, so no peer may still access them. Run it under a sanitizer.
+/// A rank frees its buffers as soon as it sees the error, so no peer may still access them then. A sanitizer would
+/// detect such an access.
 #[test]
 fn ranks_leave_only_unused_buffers() {
     for seed in 0..if cfg!(miri) { 3 } else { 60 } {
@@ -201,7 +202,7 @@ fn missed_split_ends_all_ranks() {
 
 #[test]
 fn failure_reaches_split_communicators() {
-    // The failure must not come before all ranks have split and called.
+    // The failure must occur after all ranks have split and called.
     let all_have_called = std::sync::Barrier::new(RANKS);
     on_ranks(RANKS, CommOptions::default(), |comm, s| {
         let child = comm.split(Some((comm.rank() / 2) as u64), 0).unwrap().unwrap();

@@ -1,8 +1,8 @@
 //! Overlap of communication and compute in a step of stage 3 over a slow link.
 //!
-//! On real streams no test reads a clock: each compute operation ends only when the communication that should run
-//! beside it has ended, so that a step without overlap would not end. Times are asserted in modelled time
-//! (`common/model.rs`), to the nanosecond. One ignored test measures real time.
+//! Tests on real streams read no clock: each compute operation ends only when the communication that should overlap
+//! with it has ended, so a step without overlap would not end. Times are asserted exactly, in simulated time
+//! (`common/model.rs`). One ignored test measures real time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ const COMPUTE: Duration = Duration::from_millis(6);
 /// 1000 fp32 in 2 ms.
 const LINK: Link = Link { latency: Duration::from_millis(1), bytes_per_second: 4e6 };
 
-/// How long a compute operation takes.
+/// The duration of a compute operation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Compute {
     /// [`COMPUTE`].
@@ -92,7 +92,7 @@ fn rank(comm: Comm, overlap: bool, how: Compute) -> Vec<OpSpan> {
     let ([compute, comm_stream], mut marks) = (streams.clone(), Marks::default());
     let options = PrefetchOptions { ahead: usize::from(overlap), ..PrefetchOptions::default() };
     run_step(&Pool::new(device, 1 << 20), comm, streams, (shards, grads), options, |label| {
-        // The gathers of this unit and of the next are enqueued, and in backward the reduction of the unit before.
+        // Enqueued are the gathers of this unit and of the next and, in backward, the reduction of the previous one.
         marks.mark(how, &comm_stream);
         marks.compute(how, &compute, label);
     });
@@ -101,8 +101,8 @@ fn rank(comm: Comm, overlap: bool, how: Compute) -> Vec<OpSpan> {
     timeline.take()
 }
 
-/// Forward and backward of stage 3 over units with these shards of weights and of gradients; `compute` enqueues a
-/// unit's work. No overlap where nothing is gathered ahead.
+/// Runs forward and backward of stage 3 over units with these shards of parameters and of gradients; `work` enqueues
+/// a unit's compute. With `prefetch.ahead == 0` nothing overlaps.
 fn run_step<D: Device>(
     pool: &Pool<D>,
     comm: Arc<dyn Communicator<D>>,
@@ -136,7 +136,7 @@ fn run_step<D: Device>(
     buckets.wait_all_on(&compute).unwrap();
 }
 
-/// A step in modelled time.
+/// A step in simulated time.
 #[derive(Clone, Debug)]
 struct Step {
     /// Elements of each unit's shard.
@@ -166,13 +166,13 @@ impl Step {
         device.spans()
     }
 
-    /// Time of a unit's gather, and of its reduction.
+    /// The time of a unit's gather; that of its reduction is the same.
     fn one_way(&self, unit: usize) -> Duration {
         self.link.time(((self.ranks - 1) * self.shards[unit] * 4) as u64)
     }
 
-    /// The phases of a step that gathers one use ahead within `max_live_elems`: (compute, communication) that the
-    /// schedule allows to run side by side. The first phase from which the phases are exact, see the law below.
+    /// The phases of a step that gathers one use ahead within `max_live_elems`: each is the (compute, communication)
+    /// that the schedule can overlap. Also returns the first phase from which the law below is exact.
     fn phases(&self, max_live_elems: usize) -> (Vec<(Duration, Duration)>, usize) {
         let units = self.shards.len();
         let uses: Vec<usize> = (0..units).chain((0..units).rev()).collect();
@@ -226,19 +226,22 @@ fn one_unit_is_exposed_in_modelled_time() {
 }
 
 proptest! {
-    /// The law of exposed communication. Beside the compute of use k the schedule has the reduction of use k - 1
-    /// (in backward) and the gather of use k + 1 (unless its unit is kept). A gather that does not fit beside the
-    /// unit in use waits for its end; with the reduction before it, it is then a phase without compute. So are the
-    /// first gather and the last reduction. The exposed time is at most the sum, over these phases, of what
-    /// communication takes longer than compute; from the second use of backward on it is exactly that.
+    /// The law of exposed communication.
+    ///
+    /// During the compute of use k, the communication stream runs the reduction of use k - 1 (in backward) and the
+    /// gather of use k + 1 (unless its unit is kept). If the gather exceeds the limit together with the unit in use,
+    /// it waits until that unit is resharded; the gather and the reduction before it are then a phase without
+    /// compute. The first gather and the last reduction are also phases without compute. The exposed time is at most
+    /// the sum over the phases of max(0, comm - compute); from the second use of backward on, it equals that sum.
     ///
     /// Proof. Let m(k) be the time at which the compute and the communication of phases 0 to k have ended. Compute k
-    /// waits for compute k - 1 and for the last communication of phase k - 1, its own gather: it starts by m(k - 1).
-    /// The communication of phase k waits for that of phase k - 1, for compute k - 1 if it reduces, and for memory
-    /// whose last use is at most compute k - 1: it starts by m(k - 1). So m(k) <= m(k - 1) + max(compute, comm), and
-    /// summed: step - compute <= sum of max(0, comm - compute). While compute is idle, communication runs, so the
-    /// left side is the exposed time. Where phase k reduces, both start exactly at m(k - 1), and equality holds. In
-    /// forward gathers may run further ahead, if the pool has memory that no compute uses.
+    /// waits for compute k - 1 and for the last communication of phase k - 1, the gather of its unit: it starts at
+    /// m(k - 1) or earlier. The communication of phase k waits for that of phase k - 1, for compute k - 1 if it
+    /// reduces, and for memory whose last use is compute k - 1 or earlier: it starts at m(k - 1) or earlier. So m(k)
+    /// <= m(k - 1) + max(compute, comm). The sum over the phases is step - compute <= sum of max(0, comm - compute).
+    /// While compute is idle, communication runs, so the left side is the exposed time. If phase k reduces, both
+    /// start exactly at m(k - 1), and equality holds. In forward, gathers may run further ahead, if the pool has
+    /// memory that no compute uses.
     #[test]
     fn exposed_time_is_what_outlasts_compute(
         shards in prop::collection::vec(1usize..5000, 1..12), ranks in 2usize..9,
@@ -285,9 +288,9 @@ fn gathers_run_ahead_and_reductions_inside_backward() {
     // A unit is gathered before its forward, and reduced after its backward.
     assert!(gathers.iter().zip(&forward).all(|(gather, forward)| gather.end <= forward.start));
     assert!(reductions.iter().zip(&backward).all(|(reduction, backward)| backward.end <= reduction.start));
-    // Unit u+1 has been gathered before unit u is through ...
+    // Unit u+1 has been gathered before unit u's forward ends ...
     assert!((1..UNITS).all(|u| gathers[u].end <= forward[u - 1].end));
-    // ... and unit u's gradient has travelled before the next unit's is through.
+    // ... and unit u's gradient has been reduced before the next unit's backward ends.
     assert!((1..UNITS).all(|u| reductions[u - 1].end <= backward[u].end));
 }
 

@@ -21,8 +21,8 @@ fn prefetcher(
     Prefetcher::new(pool.clone(), comm.clone(), streams.compute.clone(), streams.comm.clone(), shards, options)
 }
 
-/// Runs steps with the uses of `orders`, checks every gathered value, and returns the reports of rank 0. The
-/// shards change between steps on the compute stream, as an optimizer changes them.
+/// Runs one step per order of `orders`, checks every gathered value, and returns the reports of rank 0. Between
+/// steps, the compute stream changes the shards, as an optimizer does.
 fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[usize]]) -> Vec<PrefetchReport> {
     let reports = on_ranks(n, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(comm.rank() as u64);
@@ -128,7 +128,7 @@ fn the_limit_of_live_elements_is_never_exceeded() {
         assert_eq!(report.peak_live_elems, 16);
         assert_eq!((report.prefetched, report.on_demand, report.kept), (5, 2, 1), "two large units never fit");
     }
-    // A unit that exceeds the limit alone comes on demand, alone.
+    // A unit that is larger than the limit is gathered on demand, when nothing else is live.
     let options = PrefetchOptions { ahead: 8, max_live_elems: 9, ..PrefetchOptions::default() };
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
         assert_eq!(report.peak_live_elems, 10);

@@ -1,5 +1,5 @@
-//! Buckets and prefetch under the seeded scheduler: no order that streams and events allow gives another result,
-//! and the checker finds no access out of order. One host thread enqueues for all ranks, so a seed is an order.
+//! Buckets and prefetch under the seeded scheduler: every order that streams and events allow has the same result,
+//! and the checker finds no unordered access. One host thread enqueues for all ranks, so a seed determines the order.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,13 +19,13 @@ const SHARDS: [usize; 3] = [3, 5, 2];
 /// Forward, then backward.
 const ORDER: [usize; 6] = [0, 1, 2, 2, 1, 0];
 
-/// Seeds of each pattern: the variable `ZERO_SEEDS`, or 1000.
+/// The number of seeds per test: the variable `ZERO_SEEDS`, or 1000.
 fn seeds() -> u64 {
     let asked = std::env::var("ZERO_SEEDS").ok().and_then(|n| n.parse().ok());
     asked.unwrap_or(if cfg!(miri) { 3 } else { 1000 })
 }
 
-/// Enqueues an operation on one slice to read and one to write.
+/// Enqueues an operation that reads `src` and writes `dst`.
 fn enqueue(stream: &HostStream, src: AnySlice, dst: AnySlice, f: impl Fn(&[f32], &mut [f32]) + Send + 'static) {
     let (src, dst) = (src.typed::<f32>().unwrap(), dst.typed::<f32>().unwrap());
     let op = move || {
@@ -39,7 +39,7 @@ fn enqueue(stream: &HostStream, src: AnySlice, dst: AnySlice, f: impl Fn(&[f32],
     stream.enqueue("compute", op).unwrap();
 }
 
-/// One rank of a step as the trainer's stage 3 does it.
+/// One rank of a step like that of the trainer's stage 3.
 struct Rank {
     compute: HostStream,
     comm: HostStream,
@@ -53,13 +53,13 @@ struct Rank {
     rank: usize,
 }
 
-/// An omission that the checker must find.
+/// A mistake that the checker must find.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mistake {
     None,
     /// The optimizer does not wait for the gradients.
     NoWaitForGrads,
-    /// A second producer is not made known to the bucket.
+    /// A second producer is not added to the bucket.
     UnknownProducer,
     /// A unit is used after it was resharded.
     UseAfterReshard,
@@ -107,7 +107,7 @@ impl Rank {
         self.held = Some(self.prefetch.unshard(ORDER[use_]).unwrap());
     }
 
-    /// Uses the unit; in backward, sends its gradient: the gathered weights themselves, plus the rank.
+    /// Uses the unit. In backward, reduces its gradient, which is the gathered weights plus the rank.
     fn finish(&mut self, use_: usize, mistake: Mistake) {
         let (unit, backward) = (ORDER[use_], use_ >= ORDER.len() / 2);
         let unsharded = self.held.take().unwrap();
@@ -132,7 +132,7 @@ impl Rank {
             let helper = (mistake == Mistake::UnknownProducer || start == 2)
                 .then(|| self.pool.device().create_stream(&format!("rank {} helper", self.rank)).unwrap());
             if let Some(helper) = &helper {
-                // The activation is this stream's to read, too.
+                // The helper stream reads the activation too.
                 helper.wait(&self.compute.record().unwrap()).unwrap();
                 if mistake != Mistake::UnknownProducer {
                     filling.add_producer(helper).unwrap();
@@ -150,7 +150,7 @@ impl Rank {
             }
             let in_flight = filling.reduce_scatter(ReduceOp::Sum).unwrap();
             if let Some(helper) = &helper {
-                // The next use of the activation is behind the helper's reading.
+                // The next use of the activation waits for the helper's read.
                 self.compute.wait(&helper.record().unwrap()).unwrap();
             }
             // SAFETY: used on the communication stream before it is finished.
@@ -174,7 +174,7 @@ impl Rank {
     }
 }
 
-/// A step on all ranks under `seed`; the weights of all ranks after it, if every stream ran through.
+/// Runs a step on all ranks under `seed`; returns the weights of all ranks after it if no stream failed.
 fn step(seed: u64, ahead: usize, overlap: bool, mistake: Mistake) -> (HostDevice, Option<Vec<Vec<f32>>>) {
     let device = HostDevice::seeded(seed);
     let mut ranks: Vec<Rank> = World::new(RANKS, CommOptions { limit: LIMIT })
@@ -205,7 +205,7 @@ fn expected() -> Vec<Vec<f32>> {
     (0..RANKS).flat_map(|rank| SHARDS.iter().enumerate().map(move |(u, &len)| vec![sum(u, rank); len])).collect()
 }
 
-/// Every order gives the same weights.
+/// Checks that every seed's order has the expected weights.
 fn every_order(ahead: usize, overlap: bool) {
     for seed in 0..seeds() {
         let (device, weights) = step(seed, ahead, overlap, Mistake::None);

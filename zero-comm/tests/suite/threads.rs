@@ -1,4 +1,4 @@
-//! The threads back end on small cases whose results are written out; `conformance.rs` has the rest.
+//! The threads back end on small cases with literal results; `conformance.rs` tests random ones.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ fn view<T: Element>(values: &mut [T]) -> AnySlice {
     unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len()) }.erase()
 }
 
-/// Runs `body` on a thread for each rank; its results by rank.
+/// Runs `body` on a thread for each rank; returns the results by rank.
 fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(&ThreadsComm, &HostStream) -> R + Sync) -> Vec<R> {
     let comms = World::new(n, options).unwrap();
     std::thread::scope(|scope| {
@@ -75,11 +75,11 @@ fn every_collective_does_what_it_says() {
     }
 }
 
-/// Results larger than caches take other stores.
+/// Results larger than caches use non-temporal stores.
 #[test]
 #[cfg_attr(miri, ignore = "megabytes")]
 fn large_buffers_are_as_right_as_small_ones() {
-    // Odd, so that segments start anywhere in a line.
+    // Odd, so that segments are not aligned to cache lines.
     const SEGMENT: usize = (8 << 20) / 8 + 13;
     on_ranks(2, CommOptions::default(), |comm, stream| {
         let value = |rank: usize, i: usize| ((i * 31 + rank * 7) % 4099) as f32;
