@@ -1,10 +1,10 @@
-//! Random numbers by counter: number `i` of stream `key` is a pure function of both.
+//! Counter-based random numbers: number `i` of stream `key` is a pure function of both.
 //!
 //! There is no state between draws: a rank generates its part of a parameter, or its rows of a batch, without the
 //! rest, and a resumed run draws the same numbers as an uninterrupted one.
 //!
 //! The function is Philox4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-//! easy as 1, 2, 3", SC 2011), tested against the known answers of the authors.
+//! easy as 1, 2, 3", SC 2011), tested against the authors' known answers.
 
 /// A stream of random numbers, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

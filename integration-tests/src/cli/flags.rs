@@ -40,7 +40,7 @@ pub(super) fn parse_bytes(text: &str) -> Result<u64, String> {
 /// Parses a number of parameters: `7.5e9`, `7.5B`, `350M` or `124439808`.
 pub(super) fn parse_params(text: &str) -> Result<u64, String> {
     let expected = |e| format!("{text:?} is not a number of parameters ({e}); expected 7.5e9, 7.5B or 350M");
-    // The parser of sizes takes B for bytes; here it is 10^9.
+    // `parse_size` reads B as bytes; in a number of parameters it means 10^9.
     let count = parse_size(text.replace('B', "G")).map_err(|e| expected(e.to_string()))?;
     // More than 10^18 parameters are more than 2^64 bytes.
     if (1..=10u64.pow(18)).contains(&count) { Ok(count) } else { Err(expected("out of range: 1 to 1e18".to_owned())) }

@@ -12,7 +12,8 @@ pub(super) fn parse(text: &str) -> Result<Map<String, Value>, ConfigFileError> {
     let mut plain = text.as_bytes().to_vec();
     json_strip_comments::strip_slice(&mut plain)
         .map_err(|_| ConfigFileError::Json("`/` outside of a string does not start a comment".to_owned()))?;
-    // Block comments become spaces, line breaks too; without those the lines would be counted wrong.
+    // Stripping replaces block comments, including their line breaks, by spaces. Restoring the line breaks keeps the
+    // line numbers of errors right.
     plain.iter_mut().zip(text.bytes()).filter(|(_, byte)| *byte == b'\n').for_each(|(plain, byte)| *plain = byte);
     let Strict(value) = serde_json::from_slice(&plain).map_err(|e| ConfigFileError::Json(e.to_string()))?;
     match value {

@@ -1,4 +1,4 @@
-//! Every rule of the configuration file, as tables of text and outcome.
+//! Every rule of the configuration file, in tables of configurations and outcomes.
 
 use serde_json::{Value, json};
 use zero_alloc::device::DType;

@@ -6,7 +6,7 @@ use zero_shard::Tier;
 use super::ConfigFileError;
 use super::block::{Block, Kind, Usual, shortened};
 
-/// `zero_optimization`, with DeepSpeed's defaults where the file is silent.
+/// `zero_optimization`. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ZeroOptimization {
     /// 0 to 3.

@@ -58,7 +58,7 @@ const FLASH: [Tiles; 3] = [
 ];
 
 impl Attention {
-    /// Chooses the kernels for `shape`: tensor cores where `ops` has them for this head dimension.
+    /// Chooses the kernels for `shape`: those on tensor cores if `ops` has them for this head dimension.
     ///
     /// # Errors
     /// No kernel supports the shape, or the device has too little shared memory.
@@ -87,8 +87,8 @@ impl Attention {
     }
 
     fn flash(ops: &OpKernels, shape: Shape, tiles: &Tiles) -> Result<Self, OpError> {
-        // Shared memory: the forward pass stores its rows once (queries), the backward passes twice; the others are two
-        // tiles in two stages.
+        // Shared memory: the forward pass stores its rows once (queries), the backward passes twice; the others are
+        // two tiles in two stages.
         let kernel = |name: &str, [rows, warps, others]: [usize; 3], own: usize| {
             let shared = (own * rows + 4 * others) * shape.d * ELEM_BYTES;
             Kernel::new(ops, shape, format!("flash_{name}_{}", shape.d), rows, 32 * warps as u32, shared)
@@ -142,7 +142,7 @@ impl Attention {
         }
     }
 
-    /// `dqkv` = the gradient of qkv, overwritten; `delta` is scratch.
+    /// Writes the gradient of qkv to `dqkv`; `delta` is scratch.
     ///
     /// # Errors
     /// Lengths or types do not fit, or the stream failed.

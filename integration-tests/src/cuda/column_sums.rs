@@ -10,7 +10,7 @@ use super::launch::{OpKernels, Shape, columns, size};
 const WARPS: u32 = 8;
 /// Minimum rows of a chunk, so that the second stage is short.
 const CHUNK_ROWS: usize = 128;
-/// Maximum number of chunks. The results' bits depend on it.
+/// Maximum number of chunks. The bits of the results depend on it.
 const MAX_CHUNKS: usize = 132;
 
 /// Elements of the workspace of [`add`].

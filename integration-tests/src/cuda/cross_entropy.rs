@@ -19,15 +19,15 @@ pub fn stride_elems(vocab: usize) -> usize {
 /// The factor of each token's gradient: the loss scale divided by the number of averaged tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
-    /// One, read when the launch runs.
+    /// One element, read when the kernel runs.
     pub loss_scale: DeviceSlice<f64>,
-    /// Tokens of the mean; a launch may cover a part of them.
+    /// Number of averaged tokens; a launch may cover a part of them.
     pub tokens: usize,
 }
 
-/// `losses[row] = -log softmax(logits)[target]` in nats, and the first `vocab` columns of `logits` `[rows,
-/// stride_elems]` become their gradient times `scale`, the others 0. Targets were checked against the vocabulary when
-/// the data was opened.
+/// Writes `losses[row] = -log softmax(logits)[target]` in nats, and replaces the first `vocab` columns of `logits`
+/// `[rows, stride_elems]` by their gradient times `scale`, the others by 0. Targets were checked against the vocabulary
+/// when the data was opened.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -43,7 +43,7 @@ pub fn forward_backward(
     let (rows, stride) = (targets.len(), stride_elems(vocab));
     check_len("cross entropy: losses", losses.len(), rows)?;
     check_len("cross entropy: loss scale", scale.loss_scale.len(), 1)?;
-    // The kernel's wide accesses need it; stride_elems preserves it from row to row.
+    // The kernel accesses 16 bytes at a time; stride_elems keeps every row aligned.
     check_len("cross entropy: logits' address modulo 16", logits.as_ptr().addr() % 16, 0)?;
     let args = [
         ops.stored("cross entropy: logits", logits, rows * stride)?,
@@ -59,7 +59,7 @@ pub fn forward_backward(
     unsafe { ops.launch(stream, "cross entropy", "cross_entropy", shape, args) }
 }
 
-/// `loss[0] += sum of losses / rows`, in fp64, in an order that depends on their number alone.
+/// `loss[0] += sum of losses / rows`, in fp64, in an order that depends only on their number.
 ///
 /// # Errors
 /// Lengths do not fit, or the stream failed.

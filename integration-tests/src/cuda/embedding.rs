@@ -71,11 +71,11 @@ pub fn forward(
         size("embedding: width", n)?.into(),
     ];
     let shape = Shape::over((rows * n / columns) as u64);
-    // SAFETY: the parameters of embedding_forward; lengths were checked, tokens when the data was opened.
+    // SAFETY: the parameters of embedding_forward; lengths were checked here, tokens when the data was opened.
     unsafe { ops.launch(stream, "embedding", &format!("embedding_forward_{columns}"), shape, args) }
 }
 
-/// `dwte[token] += dx` and `dwpe[t] += dx`, in an order that depends on the tokens alone.
+/// `dwte[token] += dx` and `dwpe[t] += dx`, in an order that depends only on the tokens.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -111,7 +111,7 @@ pub fn backward(
     let shape =
         Shape { grid: [rows32.max(1), n.div_ceil(32 * columns).max(1) as u32, 1], block: 256, shared_bytes: 0 };
     let entry = format!("embedding_tokens_{columns}");
-    // SAFETY: the parameters of embedding_tokens; lengths were checked, and `sort_tokens` made the lists.
+    // SAFETY: the parameters of embedding_tokens; lengths were checked, and `sort_tokens` filled the lists.
     unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }?;
     let batch = size("embedding: batch", rows / seq.max(1))?;
     let args = [dwpe.into(), dx, batch.into(), size("embedding: seq", seq)?.into(), n32.into()];

@@ -10,7 +10,7 @@ use super::matmul::LibraryError;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpError {
-    /// Lengths that must agree do not.
+    /// A length differs from the expected one.
     #[error("{what}: expected {expected} elements, got {got}")]
     Length {
         /// The operation and argument.
@@ -20,7 +20,7 @@ pub enum OpError {
         /// The argument's elements.
         got: usize,
     },
-    /// An argument is of another type than the kernels.
+    /// An argument's type differs from the kernels'.
     #[error("{what}: the kernels are for {expected}, got {got}")]
     DType {
         /// The operation and argument.
@@ -48,13 +48,13 @@ pub enum OpError {
         /// The type of storage.
         dtype: DType,
     },
-    /// Matrix products.
+    /// An error of cuBLASLt.
     #[error(transparent)]
     Library(#[from] LibraryError),
     /// There are no kernels for this type, or they cannot be compiled and loaded.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// The device.
+    /// An error of the device.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }

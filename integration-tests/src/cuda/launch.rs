@@ -1,4 +1,4 @@
-//! The loaded kernels of one type of storage, and how they are launched.
+//! The loaded kernels for one type of storage, and their launches.
 
 use std::ffi::c_void;
 
@@ -77,7 +77,7 @@ impl OpKernels {
         let mut pointers = args.each_mut().map(|arg| (&raw mut arg.0).cast::<c_void>());
         let Shape { grid, block, shared_bytes } = shape;
         // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low bytes of an `Arg`
-        // are its value), and slices were made with the promise that accesses are ordered.
+        // are its value), and the makers of the slices promised that accesses are ordered.
         let launch = || unsafe { function.launch(stream, grid, [block, 1, 1], shared_bytes, &mut pointers) };
         Ok(stream.labelled(op, launch)?)
     }
@@ -97,13 +97,13 @@ impl Shape {
         Self { grid: [blocks, 1, 1], block, shared_bytes: 0 }
     }
 
-    /// Threads for `items` items of a grid-stride loop.
+    /// The blocks of a grid-stride loop over `items` items.
     pub(super) fn over(items: u64) -> Self {
         Self::blocks(items.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32, THREADS)
     }
 }
 
-/// A parameter of a kernel: its bytes, at the start.
+/// A kernel parameter. Its bytes are the first ones.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(8))]
 pub(super) struct Arg([u64; 2]);
@@ -144,7 +144,7 @@ impl From<Span> for Arg {
     }
 }
 
-// The low bytes of a number come first.
+// In little-endian order the low bytes of a number come first.
 const _: () = assert!(cfg!(target_endian = "little") && size_of::<Span>() == 16);
 
 /// Columns of a thread in rows of `n` elements: 8 if all `slices` allow 16-byte accesses, else 1.

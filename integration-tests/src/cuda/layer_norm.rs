@@ -12,7 +12,7 @@ use super::launch::{OpKernels, Shape, columns, size};
 
 /// Rows that a block computes at a time (`BATCH` of the source).
 const BATCH: usize = 4;
-/// Blocks of the backward pass: four on each multiprocessor of the largest device. Bits depend on this number.
+/// Blocks of the backward pass: four on each multiprocessor of the largest device. The bits of results depend on it.
 const BACKWARD_BLOCKS: usize = 4 * 132;
 /// Blocks of the forward pass.
 const FORWARD_BLOCKS: usize = 16 * 132;

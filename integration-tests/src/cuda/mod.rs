@@ -1,17 +1,17 @@
-//! A transformer's operations on CUDA: kernels of our own, compiled at run time for the type that a run computes in,
-//! and matrix products by cuBLASLt.
+//! A transformer's operations on CUDA: kernels, compiled at run time for the type of the activations, and matrix
+//! products by cuBLASLt.
 //!
 //! | file of `cuda/` | operation | on the host |
 //! |---|---|---|
 //! | layer_norm.cu | layer normalisation | [`ops::layer_norm`](crate::ops::layer_norm) |
 //! | attention.cu | causal attention on tensor cores | [`ops::attention`](crate::ops::attention) |
-//! | attention_plain.cu | the same in fp32 arithmetic, any head dimension to 256 | [`ops::attention`](crate::ops::attention) |
+//! | attention_plain.cu | the same in fp32, head dimensions up to 256 | [`ops::attention`](crate::ops::attention) |
 //! | gelu.cu | GELU | [`ops::gelu`](crate::ops::gelu) |
 //! | embedding.cu | tokens and positions | [`ops::embedding`](crate::ops::embedding) |
 //! | cross_entropy.cu | loss and gradient of logits | [`ops::cross_entropy`](crate::ops::cross_entropy) |
 //! | column_sums.cu | gradients of biases | [`ops::linear`](crate::ops::linear) |
 //!
-//! No kernel adds by atomics: the bits of a result depend on the sizes alone, not on timing or on the device.
+//! No kernel adds with atomics: the bits of a result depend only on the sizes, not on timing or on the device.
 
 pub mod attention;
 pub mod column_sums;

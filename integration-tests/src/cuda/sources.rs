@@ -1,4 +1,4 @@
-//! The kernels' sources, carried in the binary, once for each type of storage.
+//! The kernels' sources, embedded in the binary once for each type of storage.
 
 use zero_alloc::device::DType;
 use zero_kernels::KernelError;
@@ -7,7 +7,7 @@ use zero_kernels::cuda::{Arch, Source};
 /// A source file for one type of storage.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelFile {
-    /// The text; its name is the file's in `cuda/`.
+    /// The text, with the name of the file in `cuda/`.
     pub source: Source,
     /// The kernels in it.
     pub entries: &'static [&'static str],
@@ -96,7 +96,7 @@ macro_rules! files {
 
 static BF16: [KernelFile; 7] = files!("bf16");
 static F16: [KernelFile; 7] = files!("f16");
-// Tensor cores of fp32 round to 19 bits, so fp32 uses attention_plain.cu.
+// Tensor cores round fp32 to 19 bits, so fp32 uses attention_plain.cu.
 static F32: [KernelFile; 6] = {
     let [a, b, c, d, e, f, _] = files!("f32");
     [a, b, c, d, e, f]

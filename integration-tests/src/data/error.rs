@@ -49,7 +49,7 @@ pub enum DataError {
         /// The folder.
         path: PathBuf,
     },
-    /// No data was named, and the current folder has too little text.
+    /// The user named no data, and the current folder has too little text.
     #[error(
         "the current folder {} has only {bytes} bytes of text ({needed} needed): \
          pass --data with a text file, a folder or tokens.bin", path.display()
@@ -100,7 +100,7 @@ pub enum DataError {
         /// Tokens of the model's vocabulary.
         vocab_size: usize,
     },
-    /// The requested batch is not a place in training, or the buffers have another size.
+    /// The requested batch is not a position in training, or the buffers have the wrong size.
     #[error("no batch {what}")]
     BadBatch {
         /// The defect.

@@ -1,8 +1,8 @@
 //! Training data: tokens from a file of tokens, a text, or a folder of texts.
 //!
 //! A **data set** is a sequence of tokens. A **row** is `seq_len` of its tokens and, as targets, the same shifted by
-//! one. A **micro-batch** is the rows of one forward and backward pass of a rank. The start of a row is a pure function
-//! of step, micro-batch and row (and, for text, the seed), so a resumed run reads the same rows.
+//! one. A **micro-batch** is the rows of one forward and backward pass of a rank. The start of a row is a pure
+//! function of step, micro-batch and row (and, for text, the seed), so a resumed run reads the same rows.
 //!
 //! | source | tokens | rows |
 //! |---|---|---|
@@ -186,7 +186,7 @@ impl Dataset {
     /// Writes the micro-batch at `at` to `inputs` and `targets`, both `[micro_batch, seq_len]`.
     ///
     /// # Errors
-    /// Buffers of another size, an invalid position, data shorter than a row, or a failed read.
+    /// Buffers of the wrong size, an invalid position, data shorter than a row, or a failed read.
     pub fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         let seq_len = at.seq_len;
         let expected = at.micro_batch.checked_mul(seq_len);
@@ -224,7 +224,7 @@ fn from_texts(texts: Vec<String>, tokenizer: Option<&TextTokenizer>) -> Result<T
     }
 }
 
-/// The tokens of a file: any bytes without a tokenizer.
+/// The tokens of a file: its bytes, or the output of the tokenizer.
 fn from_bytes(path: &Path, bytes: Vec<u8>, tokenizer: Option<&TextTokenizer>) -> Result<Tokens, DataError> {
     let Some(tokenizer) = tokenizer else { return Ok(Tokens::Bytes(bytes)) };
     let text =

@@ -29,20 +29,20 @@ pub struct BatchAt {
 /// The order of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// Consecutive windows: row `b` of micro-batch `j` of step `s` starts at token `((s*A + j)*B*N + b)*T`, modulo the
-    /// number of whole windows.
+    /// Consecutive windows: row `b` of micro-batch `j` of step `s` starts at token `((s*A + j)*B*N + b)*T`, modulo
+    /// the number of whole windows.
     InOrder,
     /// Windows at random positions, drawn by (seed, step, micro-batch, row).
     Random,
 }
 
 impl Order {
-    /// The first token of row `row` (below `at.micro_batch`) of this rank's micro-batch, in a data set of `len_tokens`
-    /// tokens; the row and its last target are `start..start + T + 1`. `None` if there are fewer than T + 1 tokens or
-    /// `at` is not a position in training.
+    /// The first token of row `row` (below `at.micro_batch`) of this rank's micro-batch, in a data set of
+    /// `len_tokens` tokens; the row and its last target are `start..start + T + 1`. `None` if there are fewer than T
+    /// + 1 tokens or `at` is not a position in training.
     pub(super) fn start(self, at: &BatchAt, row: usize, len_tokens: u64) -> Option<u64> {
         let seq_len = at.seq_len as u64;
-        // Starts from which T inputs and the last target fit.
+        // The number of positions at which T inputs and the last target fit.
         let starts = len_tokens.checked_sub(seq_len)?;
         let valid = starts > 0 && seq_len > 0 && at.rank < at.world_size && at.micro_batch_index < at.grad_accum;
         if !valid {
@@ -54,7 +54,7 @@ impl Order {
             Self::InOrder => {
                 let windows = u128::from((starts - 1) / seq_len + 1);
                 let micro_batch = u128::from(at.step) * u128::from(at.grad_accum) + u128::from(at.micro_batch_index);
-                // Reduced at each step: the whole product could exceed 128 bits.
+                // Reduced after each operation, because the whole product could exceed 128 bits.
                 let first = (micro_batch % windows) * (rows % windows) % windows;
                 Some(((first + row % windows) % windows) as u64 * seq_len)
             }

@@ -90,7 +90,7 @@ fn token_file_is_read_in_order() {
     let (inputs, targets) = batch(&data, BatchAt { step: 1, micro_batch_index: 1, ..AT });
     assert_eq!(inputs, (1024..1032).collect::<Vec<_>>());
     assert_eq!(targets, (1025..1033).collect::<Vec<_>>());
-    // 9 windows fit: the tenth row is the first window again.
+    // 9 windows fit, so the tenth row is the first window.
     let (inputs, targets) = batch(&data, BatchAt { step: 2, ..AT });
     assert_eq!(inputs, [1032, 1033, 1034, 1035, 1000, 1001, 1002, 1003]);
     assert_eq!(targets, [1033, 1034, 1035, 1036, 1001, 1002, 1003, 1004]);

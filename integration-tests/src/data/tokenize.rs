@@ -47,8 +47,8 @@ fn one_line(message: &str) -> String {
 
 /// Splits a text into parts of about `size` bytes, since tokenizing needs many times the memory of its input.
 ///
-/// A split is after a line break between two characters other than space. GPT-2's rules begin a new word there, so the
-/// tokens equal those of the whole text. If another `size` bytes have no such place, the split is between any two
+/// A split is after a line break between two characters other than space. GPT-2's rules begin a new word there, so
+/// the tokens equal those of the whole text. If another `size` bytes have no such place, the split is between any two
 /// characters.
 fn parts(text: &str, size: usize) -> impl Iterator<Item = &str> {
     let mut rest = text;

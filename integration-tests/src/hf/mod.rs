@@ -5,8 +5,8 @@
 //! (`transformer.wte.weight`); the prefix `transformer.` is optional in files.
 //!
 //! [`HfFolder::open`] checks all names, shapes and types against the configuration before anything is allocated.
-//! [`HfFolder::read`] reads any range of a parameter, so that a rank reads its own shard only. Checkpoints are exported
-//! to such folders by `zero_ckpt::Reader::export`.
+//! [`HfFolder::read`] reads any range of a parameter, so that a rank reads its own shard only. Checkpoints are
+//! exported to such folders by `zero_ckpt::Reader::export`.
 //!
 //! Not supported: downloads, pickled files (`pytorch_model.bin`), architectures other than GPT-2.
 

@@ -1,4 +1,4 @@
-//! Valid folders read as written; each defect of a folder is reported as a distinct error.
+//! Valid folders are read as written, and each defect of a folder is a distinct error.
 
 use std::fs;
 use std::path::Path;
@@ -125,7 +125,7 @@ fn bare_names_masks_and_tied_heads_are_accepted() {
     assert_holds(&folder, &expected);
 }
 
-/// transformers 5 loads such a head and unties it; older versions ignore it.
+/// transformers 5 loads such a head and unties it; older versions ignore the tensor.
 #[test]
 fn tied_head_that_differs_is_an_error() {
     let config = tiny();

@@ -4,8 +4,8 @@
 //! - Each rank gets the variables of torchrun ([`Job::variables`]).
 //! - Each rank has its own process group, so that the terminal signals only this program, which forwards interrupts
 //!   to every rank once.
-//! - After a failure the other ranks get a grace period to detect it and to end; then they are killed. The job's error
-//!   is the root cause: that of the first rank that failed by its own fault (`report`).
+//! - After a failure the other ranks get a grace period to detect it and to end; then they are killed. The job's
+//!   error is the root cause: the error of the first rank whose failure no other rank caused (`report`).
 //! - If this program is killed, the system kills the ranks.
 
 mod output;
@@ -164,7 +164,7 @@ impl Job {
     }
 }
 
-/// A free port. If another program takes it before rank 0 does, rank 0 fails with an error.
+/// Returns a free port. If another program binds it before rank 0 does, rank 0 fails with an error.
 fn free_port() -> std::io::Result<u16> {
     Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 /// Maximum length of a forwarded line; longer lines are split.
 const LINE_BYTES: u64 = 1 << 16;
-/// A process that a rank started may outlive it and keep its output open: the launcher waits no longer than this.
+/// Timeout for the end of the output: a process that a rank started may outlive it and keep its output open.
 const LIMIT: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// The threads that forward the output of ranks.

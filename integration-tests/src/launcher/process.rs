@@ -25,7 +25,7 @@ impl Rank {
     ) -> io::Result<Self> {
         let mut command = Command::new(&job.program);
         command.args(&job.args).envs(variables.iter().map(|(name, value)| (name, value))).stdin(Stdio::null());
-        // With its own group it does not get the terminal's signals, and its descendants can be killed together.
+        // With its own group it does not receive the terminal's signals, and all its descendants can be killed.
         command.process_group(0);
         end_with_this_process(&mut command);
         if number > 0 {
@@ -71,7 +71,7 @@ impl Drop for Rank {
     }
 }
 
-/// Lets the system kill the child when the thread that starts it ends, for any reason.
+/// Makes the system kill the child when the thread that starts it ends, for any reason.
 #[cfg(target_os = "linux")]
 fn end_with_this_process(command: &mut Command) {
     use rustix::process::{getpid, getppid, set_parent_process_death_signal};

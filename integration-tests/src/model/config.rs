@@ -1,9 +1,9 @@
 //! The shape of a GPT-2 model: presets, validation, and its parameters by unit.
 //!
 //! Names and shapes are Hugging Face's (`transformer.h.0.attn.c_attn.weight` is `[n_embd, 3 * n_embd]`,
-//! input dimension first), so that a folder of theirs maps one to one. The vocabulary of the GPT-2 presets
-//! is Hugging Face's 50257, not padded to a rounder number (llm.c pads to 50304 for speed): a checkpoint
-//! then has no rows that no token can reach.
+//! input dimension first), so that the tensors of a Hugging Face folder map one to one. The vocabulary of the GPT-2
+//! presets has Hugging Face's 50257 tokens and is not padded (llm.c pads to 50304 for speed), so every row of a
+//! checkpoint's embedding belongs to a token.
 //!
 //! ```
 //! use integration_tests::model::config::GptConfig;
@@ -39,7 +39,7 @@ pub enum ConfigError {
     /// The parameter count overflows.
     #[error("the model is too large: its parameter count has more than 59 bits")]
     TooLarge,
-    /// More blocks than the limit, with which the names of the parameters alone would fill the memory.
+    /// More blocks than the limit, which bounds the memory for parameter names.
     #[error("the model's n_layer is {0}; it must be {MAX_LAYERS} at most")]
     TooManyLayers(usize),
     /// A number outside its range.
@@ -81,7 +81,7 @@ pub enum ConfigError {
     /// The model has no parameter of this name.
     #[error("the model has no parameter {0:?}")]
     UnknownParameter(String),
-    /// A range of elements outside the parameter, or of another length than the buffer.
+    /// A range of elements that is outside the parameter or does not have the buffer's length.
     #[error("elements {start}..{end} of {name:?} ({numel} elements) do not fit a buffer of {len}")]
     BadRange {
         /// The parameter.
@@ -97,7 +97,7 @@ pub enum ConfigError {
     },
 }
 
-/// Maximum number of blocks, whose parameters are listed by name in memory.
+/// Maximum number of blocks. It bounds the memory for the list of parameter names.
 const MAX_LAYERS: usize = 1 << 16;
 
 /// Names of the presets, smallest first.
@@ -106,7 +106,7 @@ pub const PRESETS: [&str; 5] = ["nano", "gpt2-124m", "gpt2-350m", "gpt2-774m", "
 /// The shape of a GPT-2 model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GptConfig {
-    /// Tokens that exist; rows of the embedding.
+    /// Tokens of the vocabulary; rows of the embedding.
     pub vocab_size: usize,
     /// Longest sequence; rows of the position embedding.
     pub n_positions: usize,
@@ -153,10 +153,10 @@ impl GptConfig {
         }
     }
 
-    /// Checks that a model of this shape exists.
+    /// Checks each size and the relations between them.
     ///
     /// # Errors
-    /// The first thing that is wrong.
+    /// The first invalid field.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let sizes = [
             ("vocab_size", self.vocab_size),
@@ -175,7 +175,7 @@ impl GptConfig {
         if self.n_layer > MAX_LAYERS {
             return Err(ConfigError::TooManyLayers(self.n_layer));
         }
-        // Each size is below 2^64, so only sizes that are each below 2^31 are multiplied: no overflow of u128.
+        // Sizes of 2^31 or more are rejected before `count` multiplies them, so u128 does not overflow.
         if sizes.iter().any(|(_, n)| *n > i32::MAX as usize) || self.count() > 1 << 59 {
             return Err(ConfigError::TooLarge);
         }
@@ -247,7 +247,7 @@ impl GptConfig {
         units
     }
 
-    /// The parameter of this name, or none.
+    /// The parameter of this name, if the model has it.
     pub fn param(&self, name: &str) -> Option<ParamSpec> {
         self.units().into_iter().flat_map(|u| u.params).find(|p| p.name == name)
     }

@@ -1,7 +1,8 @@
 //! The interface of a model: units of parameters, and passes that read them.
 //!
 //! A [`Model`] computes and owns activations only. The stages pass it parameters before each pass and read gradients
-//! after it, so that they decide what is stored, gathered, reduced and freed. A pass usually reads one unit; the head of a GPT-2 with a tied embedding reads two.
+//! after it, so that they decide what is stored, gathered, reduced and freed. A pass usually reads one unit; the head
+//! of a GPT-2 with a tied embedding reads two.
 
 pub mod config;
 pub mod gpt2;
@@ -37,9 +38,9 @@ pub trait Model<D: Device>: Send {
     /// The stream failed.
     fn forward(&mut self, stream: &D::Stream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError>;
 
-    /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`, `grads` the flat gradients
-    /// of its `grads`. Adds to `grads` the gradient of the micro-batch's mean loss times `loss_scale[0]`, which is read in
-    /// stream order. A gradient is zero before the first pass that adds to it.
+    /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`, `grads` the flat
+    /// gradients of its `grads`. Adds to `grads` the gradient of the micro-batch's mean loss times `loss_scale[0]`,
+    /// which is read in stream order. A gradient is zero before the first pass that adds to it.
     ///
     /// # Errors
     /// The stream failed.
@@ -52,6 +53,6 @@ pub trait Model<D: Device>: Send {
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError>;
 
-    /// One fp64: the mean loss of each micro-batch in nats is added to it as its backward runs.
+    /// One fp64, to which each micro-batch's backward adds its mean loss in nats.
     fn loss(&self) -> DeviceSlice<f64>;
 }

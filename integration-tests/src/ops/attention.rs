@@ -1,7 +1,7 @@
 //! Causal self-attention of several heads, without a T x T matrix in memory.
 //!
 //! Shapes: qkv `[batch, seq, 3, heads, d]`, out `[batch, seq, heads, d]`, log-sum-exp `[batch, heads, seq]`.
-//! Queries are taken in blocks of 64 rows against all keys up to the diagonal; the backward pass
+//! Queries are processed in blocks of 64 rows, against all keys up to the diagonal; the backward pass
 //! recomputes the probabilities of a block from the log-sum-exp (FlashAttention's idea, arXiv 2205.14135,
 //! with whole rows in place of its running softmax).
 
@@ -15,7 +15,7 @@ use super::math;
 
 const BLOCK: usize = 64;
 
-/// Sizes of an attention.
+/// The sizes of attention's operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Sequences.
@@ -40,7 +40,7 @@ impl Shape {
         [0, 1, 2].map(|i| all.subcols(i * c + h * self.d, self.d))
     }
 
-    /// `[batch * seq, parts * heads * d]` cut into its `[seq, d]` tiles, those of batch b, part i, head h at
+    /// Splits `[batch * seq, parts * heads * d]` into `[seq, d]` tiles. The tile of batch b, part i, head h has index
     /// `(b * parts + i) * heads + h`.
     fn tiles(self, data: &mut [f32], parts: usize) -> Vec<MatMut<'_, f32>> {
         let mut tiles = Vec::with_capacity(self.batch * parts * self.heads);
@@ -78,7 +78,7 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], shape: Shape) {
     });
 }
 
-/// `dqkv` = the gradient of qkv, overwritten.
+/// Writes the gradient of qkv to `dqkv`.
 pub fn backward(dqkv: &mut [f32], dout: &[f32], qkv: &[f32], out: &[f32], lse: &[f32], shape: Shape) {
     let Shape { batch, seq, heads, d } = shape;
     let mut tiles: Vec<Option<MatMut<'_, f32>>> = shape.tiles(dqkv, 3).into_iter().map(Some).collect();
@@ -117,7 +117,7 @@ pub fn backward(dqkv: &mut [f32], dout: &[f32], qkv: &[f32], out: &[f32], lse: &
     });
 }
 
-/// Scores to probabilities, row by row: row i attends to columns 0..=start + i, the rest become 0.
+/// Converts scores to probabilities, row by row. Row i attends to columns 0..=start + i; the others become 0.
 #[multiversion(targets = "simd")]
 fn softmax_rows(scores: &mut [f32], lse: &mut [f32], start: usize) {
     let cols = scores.len() / lse.len();
@@ -137,7 +137,7 @@ fn softmax_rows(scores: &mut [f32], lse: &mut [f32], start: usize) {
     }
 }
 
-/// Scores to probabilities from their log-sum-exp, and `dp` to the gradient of the scores before scaling:
+/// Converts scores to probabilities with their log-sum-exp, and `dp` to the gradient of the scores before scaling:
 /// ds = p (dp - delta) scale.
 #[multiversion(targets = "simd")]
 fn softmax_backward_rows(p: &mut [f32], dp: &mut [f32], lse: &[f32], deltas: &[f32], start: usize, scale: f32) {

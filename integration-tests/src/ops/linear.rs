@@ -8,12 +8,12 @@ use rayon::prelude::*;
 
 use super::rows_per_thread;
 
-/// `[rows, cols]` of a row-major slice.
+/// A row-major slice as a `[rows, cols]` matrix.
 pub(super) fn mat(data: &[f32], rows: usize, cols: usize) -> MatRef<'_, f32> {
     MatRef::from_row_major_slice(data, rows, cols)
 }
 
-/// `[rows, cols]` of a row-major slice, writable.
+/// A row-major slice as a writable `[rows, cols]` matrix.
 pub(super) fn mat_mut(data: &mut [f32], rows: usize, cols: usize) -> MatMut<'_, f32> {
     MatMut::from_row_major_slice_mut(data, rows, cols)
 }
@@ -57,7 +57,7 @@ pub fn forward_residual(y: &mut [f32], x: &[f32], w: &[f32], bias: &[f32]) {
 
 /// `dw += x^T dy`: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
 pub fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
-    // Threads share the rows of dw: each sums over all m, so the order of the sum is one.
+    // The threads split the rows of dw, and each sums over all m, so the order of the sums is fixed.
     let (k, m) = (dw.len() / n, dy.len() / n);
     let rows = rows_per_thread(k);
     dw.par_chunks_mut(rows * n).enumerate().for_each(|(i, dw)| {

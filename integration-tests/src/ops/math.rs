@@ -1,4 +1,4 @@
-//! Elementary functions written so that loops over them become SIMD code, and sums in a fixed order.
+//! Elementary functions that loops can vectorize, and sums in a fixed order.
 
 /// Lanes of a sum: wide enough for one AVX-512 register.
 const LANES: usize = 16;
@@ -22,7 +22,7 @@ pub(super) fn exp(x: f32) -> f32 {
     let p = p * r + 0.5;
     let p = p * r + 1.0;
     let p = p * r + 1.0;
-    // k is within -126..=127 after the clamp, so the cast saturates nowhere.
+    // k is within -126..=127 after the clamp, so the cast does not saturate.
     let scale = f32::from_bits((((k as i32) + 127) << 23) as u32);
     let y = p * scale;
     let y = if x < -87.3 { 0.0 } else { y };
@@ -47,7 +47,7 @@ pub(super) fn sum_by(n: usize, f: impl Fn(usize) -> f32) -> f32 {
     total
 }
 
-/// The greatest element; -inf of none.
+/// The greatest element; -inf if `xs` is empty.
 #[inline(always)]
 pub(super) fn max(xs: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];

@@ -1,8 +1,8 @@
 //! The operations of the reference trainer on the host, forward and backward, in fp32.
 //!
-//! All are plain functions over slices. They run in parallel over rows with rayon, in whatever pool they
-//! are called from: [`Threads`] is that pool, one for each rank. How the rows are cut depends on the number
-//! of threads alone, so a rank's results do not depend on timing. Matrix products are faer's.
+//! All are plain functions over slices. They run in parallel over rows, in the rayon pool that calls them; each rank
+//! has one, [`Threads`]. The split of the rows depends only on the number of threads, so a rank's results do not
+//! depend on timing. Matrix products are faer's.
 
 pub mod attention;
 pub mod cross_entropy;
@@ -24,7 +24,7 @@ impl Threads {
     /// A pool of `count` threads (at least one).
     ///
     /// # Errors
-    /// The system gives no more threads.
+    /// The threads cannot be started.
     pub fn new(count: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
         let builder = rayon::ThreadPoolBuilder::new().num_threads(count.max(1));
         Ok(Self(Arc::new(builder.thread_name(|i| format!("ops-{i}")).build()?)))
@@ -36,7 +36,7 @@ impl Threads {
     }
 }
 
-/// Rows a thread takes when `rows` rows are cut evenly over the threads of the current pool.
+/// Rows per thread if `rows` rows are split evenly over the threads of the current pool.
 pub(crate) fn rows_per_thread(rows: usize) -> usize {
     rows.div_ceil(rayon::current_num_threads()).max(1)
 }

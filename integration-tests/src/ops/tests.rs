@@ -1,5 +1,5 @@
-//! Every operation, forward and backward, against the same formula in fp64 with a bound of fp32's rounding, at random
-//! sizes.
+//! Compares every operation, forward and backward, with the same formula in fp64 and a bound of fp32's rounding, at
+//! random sizes.
 
 use std::ops::{Add, Mul, Sub};
 
@@ -23,8 +23,8 @@ fn values(n: usize, seed: u64) -> Vec<f32> {
 /// The unit roundoff of fp32.
 const U: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// A value in fp64 and a bound of its distance to the same value computed in fp32. Every operation adds its own rounding
-/// to what it inherits (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3).
+/// A value in fp64 and a bound of its distance to the same value computed in fp32. Every operation adds its own
+/// rounding to the errors of its operands (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3).
 #[derive(Clone, Copy, Debug)]
 struct Bounded {
     value: f64,
@@ -32,7 +32,7 @@ struct Bounded {
 }
 
 impl Bounded {
-    /// A constant that fp32 holds to within `roundings`.
+    /// A constant whose fp32 value has at most `roundings` rounding errors.
     fn constant(value: f64, roundings: f64) -> Self {
         Self { value, error: 0.0 }.rounded(roundings)
     }
@@ -41,7 +41,7 @@ impl Bounded {
         Self { error: self.error + roundings * U * (self.value.abs() + self.error), ..self }
     }
 
-    /// By `math::exp`, which is within 3e-7.
+    /// The error of `math::exp` is within 3e-7.
     fn exp(self) -> Self {
         let value = self.value.exp();
         Self { value, error: value * self.error.exp_m1() }.rounded(6.0)
@@ -115,7 +115,7 @@ fn check(got: &[f32], want: &[Bounded], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (&got, want)) in got.iter().zip(want).enumerate() {
         let error = (f64::from(got) - want.value).abs();
-        // Beside the bound, the rounding of the fp64 value itself.
+        // The bound, plus the rounding of the fp64 value.
         let bound = want.error + 1e-13 * want.value.abs();
         assert!(
             error <= bound,

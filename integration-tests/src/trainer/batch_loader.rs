@@ -8,15 +8,15 @@ use crate::data::BatchAt;
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// Loads micro-batches into a model. The first one of a step is loaded while the device still works on the previous step,
-/// so that the device never waits for it.
+/// Loads micro-batches into a model. The first one of a step is loaded while the device still works on the previous
+/// step, so that the device never waits for it.
 pub(super) struct BatchLoader<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
     options: &'a RunOptions,
     inputs: Vec<u32>,
     targets: Vec<u32>,
-    /// The micro-batch that the model has: the steps before it, and its index in its step.
+    /// The loaded micro-batch: the number of completed steps, and its index in its step.
     loaded: Option<(u64, usize)>,
 }
 

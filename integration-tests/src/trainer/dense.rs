@@ -1,7 +1,7 @@
-//! Stage 0: plain data parallelism, the baseline and the oracle of the others.
+//! Stage 0: plain data parallelism, the baseline and the oracle of the other stages.
 //!
-//! Every rank holds everything: 16 bytes a parameter. Gradients are all-reduced as soon as a unit's
-//! backward is done; then every rank updates all parameters, the same way.
+//! Every rank holds the whole model state: 16 bytes a parameter. A unit's gradients are all-reduced as soon as its
+//! backward is done; then every rank makes the same update of all parameters.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
@@ -20,7 +20,7 @@ pub(super) struct Dense<D: Device> {
     params: Storage<D>,
     /// All gradients, summed over ranks.
     grads: Gradients<D>,
-    /// The state of all parameters.
+    /// The optimizer state of all parameters.
     optimizer: ShardedAdamW<D>,
 }
 

@@ -2,10 +2,10 @@
 //!
 //! | buffer | bytes | life |
 //! |---|---|---|
-//! | `host` | 8, in memory that the host and copies use | written by a host operation in the compute stream |
+//! | `host` | 8, in host memory from which copies read | written by a host operation in the compute stream |
 //! | `device` | 8, on the device | a copy of it, read by the all-gather of statistics |
 //!
-//! So a request to stop takes effect in the step that the device is computing, however far ahead the host is.
+//! A request to stop therefore takes effect in the step that the device is computing, even if the host is ahead.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(super) struct Flags<'a, D: Device> {
     device: Block<D>,
 }
 
-/// The host's copy of the flags, as a host operation uses it.
+/// The flags in host memory, for use in a host operation.
 struct HostFlags(NonNull<u64>);
 
 // SAFETY: memory of the process, used in the order of one stream.
@@ -53,7 +53,7 @@ impl<'a, D: Device> Flags<'a, D> {
         Ok(Self { rank, host, device })
     }
 
-    /// Enqueues the write and the copy of this rank's flags on the compute stream; `cancel` is read when it runs.
+    /// Enqueues the write and the copy of this rank's flags on the compute stream. The write reads `cancel` when it runs.
     pub(super) fn enqueue(&self, cancel: &Arc<AtomicBool>, ready: bool) -> Result<DeviceSlice<u64>, TrainError> {
         let (host, cancel, compute) = (HostFlags(self.host), Arc::clone(cancel), &self.rank.compute);
         let write = move || {
@@ -86,9 +86,9 @@ pub(super) fn ready(flags: zero_optim::ReducedFlags) -> bool {
 impl<D: Device> Drop for Flags<'_, D> {
     /// Drains the compute stream.
     fn drop(&mut self) {
-        // A stream that refuses is closed and no longer uses the block.
+        // Recording fails only on a closed stream, which no longer uses the block.
         let _closed = self.device.record_use(&self.rank.compute);
-        // After a failure or a timeout a copy of the memory may still be queued: it is leaked.
+        // After a failure or a timeout a copy may still be queued, so the memory is leaked.
         if self.rank.compute.synchronize(self.rank.settings.host_limit()).is_ok() {
             // SAFETY: allocated with this size; every operation on it has run.
             unsafe { self.rank.host.memory.deallocate(self.host.cast(), BYTES) };

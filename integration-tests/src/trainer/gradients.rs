@@ -7,8 +7,8 @@
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
 //! A unit whose gradient is complete is cut into pieces. Each piece is packed into a bucket (cast on the compute
-//! stream), reduced over ranks on the communication stream, and stored: the first micro-batch of a step overwrites the
-//! storage, later ones add in fp32.
+//! stream), reduced over ranks on the communication stream, and stored: the first micro-batch of a step overwrites
+//! the storage, later ones add in fp32.
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::{Block, Purpose};
@@ -136,13 +136,13 @@ impl<D: Device> Gradients<D> {
 impl<D: Device> Drop for Gradients<D> {
     fn drop(&mut self) {
         for slot in &mut self.slots {
-            // A stream that refuses is closed and no longer uses the block.
+            // Recording fails only on a closed stream, which no longer uses the block.
             let _closed = slot.record_use(&self.compute);
         }
     }
 }
 
-/// The segments of a bucket with their ranges in the unit; one segment if the piece is the whole unit.
+/// The segments of a bucket with their ranges in the unit. A piece that is the whole unit has one segment.
 fn parts(piece: &BucketPiece, bucket: AnySlice) -> Vec<(AnySlice, std::ops::Range<usize>)> {
     if piece.elems() == piece.shard_elems * piece.world_size {
         return vec![(bucket, 0..bucket.len())];
@@ -152,7 +152,8 @@ fn parts(piece: &BucketPiece, bucket: AnySlice) -> Vec<(AnySlice, std::ops::Rang
     segments.map(|(i, at)| (bucket.slice(i * n..(i + 1) * n), at.start as usize..at.end as usize)).collect()
 }
 
-/// Assigns each unit a slot that no other unit uses between its first and last pass. Returns also the slots' sizes.
+/// Assigns each unit a slot that no other unit uses between its first and last pass. Returns the slot of each unit
+/// and the sizes of the slots.
 fn scratch_slots<D: Device>(rank: &Rank<D>) -> (Vec<usize>, Vec<usize>) {
     let (mut slot_of, mut sizes, mut free) = (vec![0; rank.units()], Vec::<usize>::new(), Vec::new());
     let mut placed = vec![false; rank.units()];

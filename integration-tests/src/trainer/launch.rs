@@ -1,4 +1,4 @@
-//! Running ranks: on the host all as threads of this process, or one with the others in other processes; on CUDA one.
+//! Runs ranks: all host ranks as threads of this process, one host rank of several processes, or one CUDA rank.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,8 +25,8 @@ use crate::error::TrainError;
 /// Alignment of shards in elements: 32 bytes of a 16-bit type.
 pub const SHARD_ALIGN_ELEMS: u64 = 16;
 
-/// Trains on `world_size` ranks of this process, with `threads` threads each. Calls `observe` with rank 0's metrics of
-/// each step.
+/// Trains on `world_size` ranks of this process, with `threads` threads each. Calls `observe` with rank 0's metrics
+/// of each step.
 ///
 /// # Errors
 /// The first failure, as [`TrainError::Rank`]; it ends all ranks.
@@ -72,7 +72,7 @@ pub fn run_on_threads(
     }
 }
 
-/// Trains as one rank of `comm`, whose other ranks are other processes. Calls `observe` with this rank's metrics.
+/// Trains as one rank of `comm`; the other ranks are other processes. Calls `observe` with this rank's metrics.
 ///
 /// # Errors
 /// A failure of this rank, or a collective that failed because another rank did.
@@ -88,8 +88,8 @@ pub fn run_as_rank(
     run_caught(&comm, make, workload, options, observe)
 }
 
-/// Trains as one rank of `comm` on `device`. Calls `observe` with this rank's metrics. With `record`, the timeline and the
-/// metrics of overlap include the device's operations, at a cost of two events an operation.
+/// Trains as one rank of `comm` on `device`. Calls `observe` with this rank's metrics. With `record`, the timeline
+/// and the metrics of overlap include the device's operations, at a cost of two events an operation.
 ///
 /// # Errors
 /// A failure of this rank, or a collective that failed because another rank did.
@@ -107,7 +107,7 @@ pub fn run_on_cuda(
     let make = |comm, layout| {
         Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, compute| {
             let kernels = CudaKernels::new(device)?;
-            // Before the first collective: loading waits for the device.
+            // Before the first collective, because loading waits for the device.
             kernels.warm(compute, settings.limit)?;
             let host = HostSide {
                 memory: Arc::new(PinnedMemory::new(device)),

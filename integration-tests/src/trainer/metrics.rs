@@ -8,15 +8,15 @@ use zero_comm::overlap::Overlap;
 /// One step on one rank; loss and norm are the same on all.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
-    /// Steps done, this one included.
+    /// Completed steps, including this one.
     pub step: u64,
     /// Mean loss over all tokens of the step, in nats.
     pub loss: f64,
-    /// Norm of the mean gradient before clipping; null where it was not finite.
+    /// Norm of the mean gradient before clipping; null if it was not finite.
     pub grad_norm: Option<f64>,
     /// Learning rate.
     pub lr: f64,
-    /// Loss scale that the backward used.
+    /// Loss scale of the backward.
     pub loss_scale: f64,
     /// Whether the step was skipped because a gradient was not finite.
     pub skipped: bool,
@@ -24,7 +24,7 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Wall time of the step.
     pub step_ms: f64,
-    /// `tokens` by `step_ms`.
+    /// `tokens` divided by `step_ms`, per second.
     pub tokens_per_s: f64,
     /// Bytes that this rank sent in this step.
     pub comm_bytes: CommBytes,
@@ -34,14 +34,14 @@ pub struct StepMetrics {
     pub overlap: OverlapMs,
 }
 
-/// Compute and communication of a step, in milliseconds, as the streams recorded them.
+/// Compute and communication of a step, in milliseconds, from the streams' timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OverlapMs {
-    /// Time in which compute ran.
+    /// Time during which compute ran.
     pub compute_ms: f64,
-    /// Time in which a collective ran, including the wait for other ranks.
+    /// Time during which a collective ran, including its wait for other ranks.
     pub comm_ms: f64,
-    /// Time in which a collective ran and no compute did.
+    /// Time during which a collective ran and compute did not.
     pub exposed_comm_ms: f64,
     /// 1 - (step - compute) / communication.
     pub overlap_fraction: f64,
@@ -84,7 +84,7 @@ impl From<Traffic> for CommBytes {
 }
 
 impl CommBytes {
-    /// Without the control traffic, as the formulas count.
+    /// The sum without control traffic, which the formulas do not count.
     pub fn total(&self) -> u64 {
         self.reduce_scatter + self.all_gather + self.all_reduce
     }
@@ -95,17 +95,17 @@ impl CommBytes {
 pub struct MemoryBytes {
     /// Parameters, or the shard of them.
     pub params_bytes: u64,
-    /// Gradients kept until the step, or the shard of them.
+    /// Stored gradients, or the shard of them.
     pub grads_bytes: u64,
     /// Master weights and moments.
     pub optimizer_bytes: u64,
-    /// Buckets and gathered units, at most in this step.
+    /// Peak of buckets and gathered units in this step.
     pub buckets_bytes: u64,
-    /// Activations and their gradients, at most in this step.
+    /// Peak of activations and their gradients in this step.
     pub activations_bytes: u64,
-    /// A unit's gradient in fp32 while backward makes it, and small scratch; at most in this step.
+    /// Peak of a unit's fp32 gradient during its backward, and of small scratch, in this step.
     pub workspace_bytes: u64,
-    /// All of it, at most in this step.
+    /// Peak of the total in this step.
     pub peak_bytes: u64,
     /// Bytes that the pool has allocated from the device.
     pub reserved_bytes: u64,

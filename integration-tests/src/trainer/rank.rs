@@ -39,7 +39,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The timeout of the host's waits for a stream: longer than that of a collective, whose error names the missing rank.
+    /// The timeout of the host's waits for a stream: longer than a collective's, whose error names the missing rank.
     pub fn host_limit(&self) -> Duration {
         self.limit.saturating_mul(2)
     }
@@ -133,7 +133,7 @@ impl<D: Device> Rank<D> {
         self.layout.units().len()
     }
 
-    /// The units whose gradient is complete after the backward of `pass`. (Backward runs from the last pass to the first.)
+    /// The units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.
     pub(super) fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
         let grads = |p: usize| self.passes[p].grads.iter().copied();
         grads(pass).filter(move |unit| !(0..pass).any(|earlier| grads(earlier).any(|u| u == *unit)))

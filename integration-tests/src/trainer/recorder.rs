@@ -1,12 +1,12 @@
 //! Recording the parts of a step into CUDA graphs and replaying them.
 //!
-//! A part is the work that one call of a [`Stage`](super::stage::Stage) enqueues. Everything that changes from step to step
-//! (tokens, learning rate, loss scale, flags) is read from device memory when the part runs, so that a recorded part is
-//! valid in every later step. The first two steps are not recorded: they load kernels and choose matrix-product
-//! algorithms.
+//! A part is the work that one call of a [`Stage`](super::stage::Stage) enqueues. Everything that changes from step
+//! to step (tokens, learning rate, loss scale, flags) is read from device memory when the part runs, so that a
+//! recorded part is valid in every later step. The first two steps are not recorded: they load kernels and choose
+//! matrix-product algorithms.
 //!
-//! A part starts after both streams and both continue after it. So parts do not overlap: in particular the gather after
-//! an update does not overlap the next forward. In a timeline a part is one operation.
+//! A part waits for both streams, and both streams wait for it. Parts therefore do not overlap: in particular, the
+//! gather after an update does not overlap the next forward. In a timeline a part is one operation.
 //!
 //! The streams must be drained before memory that the parts use is freed; the drop of [`Flags`](super::flags::Flags)
 //! does it.
@@ -24,7 +24,7 @@ pub(super) trait Replay<D: Device> {
     fn launch(&self, stream: &D::Stream) -> Result<(), DeviceError>;
 }
 
-/// Records the work that a closure enqueues on a stream, and on streams forked from and joined to it, without running it.
+/// Records the work that a closure enqueues on a stream and on streams forked from and joined to it; does not run it.
 pub(super) type Record<D> = fn(
     &<D as Device>::Stream,
     &mut dyn FnMut() -> Result<(), DeviceError>,
@@ -35,9 +35,9 @@ pub(super) type Record<D> = fn(
 pub(super) enum Part {
     /// Forward and backward of the first micro-batch, whose gradients are written.
     First,
-    /// Those of a later one, whose gradients are added.
+    /// Forward and backward of a later micro-batch, whose gradients are added.
     Later,
-    /// The decision.
+    /// The decision to update or to skip.
     Decision,
     /// The update.
     Update,
@@ -78,7 +78,7 @@ impl<'a, D: Device> Recorder<'a, D> {
         self.warm = true;
     }
 
-    /// Enqueues `part` by `enqueue`, by recording it, or by replaying it.
+    /// Runs `part`: calls `enqueue`, or replays its graph, which the first call after [`Self::warm`] records.
     pub(super) fn run(
         &mut self,
         part: Part,
@@ -93,7 +93,7 @@ impl<'a, D: Device> Recorder<'a, D> {
                 recorded
             }
             None => {
-                // A capture may not wait for events that were recorded before it.
+                // A capture must not wait for events that were recorded before it.
                 self.rank.synchronize()?;
                 let before = comm.traffic();
                 let graph = forked(self.rank, record, enqueue)?;

@@ -1,4 +1,4 @@
-//! The training loop of one rank, from the first weights to the last checkpoint.
+//! The training loop of one rank, from the initial weights to the last checkpoint.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -25,7 +25,7 @@ use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// After this many skipped steps in a row under a static loss scale, the weights themselves are not finite.
+/// Under a static loss scale, this many skipped steps in a row mean that the weights are not finite.
 const MAX_SKIPPED: u64 = 100;
 
 /// The results of one step.
@@ -55,7 +55,7 @@ pub(super) fn run_rank<D: Device>(
     let result =
         Runner { rank, workload, options, flags: &flags }.run(&mut *model, &mut *stage, &mut recorder, observe);
     if let Err(error) = &result {
-        // Before memory is freed, so that no peer waits for this rank and no local stream for a peer.
+        // Before memory is freed: otherwise peers wait for this rank, and its streams wait for them.
         rank.comm.abort(&error.to_string());
     }
     result
@@ -150,7 +150,7 @@ impl<D: Device> Runner<'_, D> {
             }
         }
         if let (Some(saver), Some((dir, _))) = (&mut saver, &options.checkpoint) {
-            // No step was left to do: save the resumed state to the new directory, sharded for these ranks.
+            // No step ran: save the resumed state to the new directory, sharded for these ranks.
             if summary.last.is_none() && options.resume.as_ref() != Some(dir) {
                 self.save(stage, saver, summary.step)?;
             }
@@ -163,7 +163,7 @@ impl<D: Device> Runner<'_, D> {
         Ok(summary)
     }
 
-    /// Whether a skipped step changes nothing, so that the next one is skipped too unless its data differ.
+    /// Whether the loss scale is static. A skipped step then changes nothing, and only other data can end the skips.
     fn is_static(&self) -> bool {
         matches!(self.rank.settings.optimizer.loss_scaling, LossScaling::Static { .. })
     }
@@ -196,11 +196,11 @@ impl<D: Device> Runner<'_, D> {
         stage.optimizer().expect_outcome(&rank.compute)?;
         recorder.run(Part::Update, || stage.update(rank))?;
         if done + 1 < options.steps {
-            // An error here comes again when the batch is needed.
+            // An error recurs when the batch is needed.
             let _ignored = batches.load(model, done + 1, 0);
         }
-        // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2 the gather after the
-        // update overlaps the next step's forward.
+        // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2 the gather after
+        // the update overlaps the next step's forward.
         let outcome = stage::outcome(rank, stage)?;
         // A collective of a graph does not fail its stream when it is aborted, so its failure is checked here.
         if let Some(failure) = rank.comm.failure() {

@@ -1,8 +1,8 @@
 //! Saving in the background: training waits only for the copy of the state into host memory.
 //!
-//! A save starts by copying this rank's state into the staging buffer, on the compute stream, so after the step. A
-//! worker writes and syncs the file. In every step the ranks exchange whether they are ready to advance the save; when
-//! all are, it advances without waiting for a disk. A failure is reported there, on all ranks.
+//! A save starts by copying this rank's state into the staging buffer, on the compute stream and so after the step. A
+//! worker writes and syncs the file. In every step the ranks exchange whether they are ready to advance the save.
+//! When all are, the save advances without waiting for a disk; a failure is reported then, on all ranks.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ impl Saver {
     pub(super) fn new<D: Device>(rank: &Rank<D>, dir: &Path, keep_last: Option<usize>) -> Result<Self, TrainError> {
         let options = StoreOptions { keep_last };
         let store = Store::create(dir, rank.comm.rank() as u64, options)?;
-        // Fails at the start of training rather than at the first save.
+        // Checked here so that a wrong directory fails at the start of training and not at the first save.
         store.check_model(&ModelSpec::from(&*rank.layout))?;
         let spec = |kind: StateKind| StateSpec { name: kind.name().to_owned(), dtype: StateDtype::F32 };
         let states = StateKind::ALL.map(spec).to_vec();
@@ -58,8 +58,8 @@ impl Saver {
         self.background.ready()
     }
 
-    /// Advances the save in progress (receipts, then the result of the publication by rank 0's worker). Collective; all
-    /// ranks must be ready.
+    /// Advances the save in progress (receipts, then the result of the publication by rank 0's worker). Collective;
+    /// all ranks must be ready.
     pub(super) fn advance<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         if self.background.in_flight() > 0
             && let Some(published) = self.background.advance(|bytes| exchange(rank, bytes))?

@@ -11,8 +11,8 @@ use crate::model::Model;
 /// Steps whose learning rates are uploaded at once.
 pub(super) const STEPS_AHEAD: u64 = 1024;
 
-/// One rank of a ZeRO stage. The operations that a call enqueues at stages 0 to 2 may be recorded and replayed in later
-/// steps instead of the call.
+/// One rank of a ZeRO stage. The operations that a call enqueues at stages 0 to 2 may be recorded and replayed in
+/// later steps instead of the call.
 pub(super) trait Stage<D: Device>: Send {
     /// Enqueues forward and backward of the loaded micro-batch, the `micro`-th of the step, and the reduction of its
     /// gradients.
@@ -25,20 +25,21 @@ pub(super) trait Stage<D: Device>: Send {
     /// forward.
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 
-    /// The optimizer, whose state is this rank's shards, or everything at stage 0.
+    /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
     fn optimizer(&mut self) -> &mut ShardedAdamW<D>;
 
-    /// For each unit, the parameters that the optimizer updates: the shard, or everything at stage 0.
+    /// For each unit, the parameters that the optimizer updates: the shard, or all of them at stage 0.
     fn updated(&self) -> Vec<AnySlice>;
 
-    /// Makes parameters that were set from outside ready for the next forward.
+    /// Prepares parameters that were set outside of a step for the next forward.
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 }
 
-/// This rank's loss and flags for the all-gather at the end of a step, in device memory, read in compute-stream order.
+/// This rank's loss and flags for the all-gather at the end of a step, in device memory, read in compute-stream
+/// order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepInputs {
-    /// Sum of its micro-batches' losses.
+    /// Sum of the losses of its micro-batches.
     pub(super) loss: DeviceSlice<f64>,
     /// 64 bits; every rank receives their OR and their AND over all ranks.
     pub(super) flags: DeviceSlice<u64>,
@@ -71,12 +72,12 @@ pub(super) fn update<D: Device>(
     Ok(optimizer.enqueue_update(&rank.compute, &units)?)
 }
 
-/// The device's plan of decisions on rank 0 of `ranks`.
+/// The configuration of decisions on the device, for rank 0 of `ranks` ranks.
 pub fn device_steps(ranks: usize) -> DeviceStepConfig {
     DeviceStepConfig { rank: 0, ranks, micro_batches: 1, steps: STEPS_AHEAD as usize }
 }
 
-/// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. All earlier steps have been reported.
+/// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. The outcomes of all earlier steps must have been read.
 pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let Rank { comm, pool, compute, settings, .. } = rank;
     let config = DeviceStepConfig {

@@ -1,10 +1,10 @@
 //! Stage 3: optimizer state, gradients and parameters are sharded (P_os+g+p of the paper).
 //!
-//! Every rank holds 1/N of everything: 16 Ψ/N bytes. A unit is gathered just before a pass reads it and
-//! freed just after, in forward and again in backward, the next one being gathered meanwhile on the
-//! communication stream. A pass that runs backward right after its forward (the head) keeps its units
-//! between the two. Gradients go as in stage 2; after the step there is nothing to gather. At most 3 Ψ
-//! elements travel: two all-gathers and one reduce-scatter.
+//! Every rank holds 1/N of the model state: 16 Ψ/N bytes. A unit is gathered just before a pass reads it and freed
+//! just after, in forward and again in backward; meanwhile the communication stream gathers the next unit. The last
+//! pass (the head), whose backward directly follows its forward, keeps its units between the two. Gradients are
+//! reduced as in stage 2, and nothing is gathered after the step. At most 3 Ψ elements are sent: two all-gathers and
+//! one reduce-scatter.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
@@ -20,13 +20,13 @@ use crate::model::Model;
 
 /// One rank of stage 3.
 pub(super) struct Stage3<D: Device> {
-    /// Gathers units ahead of their use. (Dropped before the shards that it reads.)
+    /// Gathers units ahead of their use. Declared first, so that it is dropped before the shards that it reads.
     prefetcher: Prefetcher<D>,
-    /// The own shard of the parameters.
+    /// This rank's shard of the parameters.
     params: Storage<D>,
-    /// The own shard of the gradients, summed over ranks.
+    /// This rank's shard of the gradients, summed over ranks.
     grads: Gradients<D>,
-    /// The state of the own shard.
+    /// The optimizer state of this rank's shard.
     optimizer: ShardedAdamW<D>,
 }
 

@@ -2,9 +2,9 @@
 //! stage 2 the gradients too (P_os+g).
 //!
 //! In mixed precision a rank holds 4 Ψ + 12 Ψ/N bytes at stage 1, 2 Ψ + 14 Ψ/N at stage 2. A unit's gradient is
-//! reduce-scattered as soon as its backward is done, so that each rank has the sum over ranks for its own shard; it
-//! updates that shard, and the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 keeps storage for
-//! whole gradients, as a program without sharded ones would; only the own shard of it is ever summed.
+//! reduce-scattered as soon as its backward is done. Each rank then updates its shard from the sums over ranks, and
+//! the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 allocates storage for whole gradients,
+//! but only this rank's shard of it is summed.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
@@ -22,9 +22,9 @@ use crate::model::Model;
 pub(super) struct Stages1And2<D: Device> {
     /// All parameters.
     params: WholeParams<D>,
-    /// The gradients: all, or the own shard. Summed over ranks in the own shard.
+    /// The gradients: whole at stage 1, this rank's shard at stage 2. Only the shard has the sums over ranks.
     grads: Gradients<D>,
-    /// The state of the own shard.
+    /// The optimizer state of this rank's shard.
     optimizer: ShardedAdamW<D>,
 }
 

@@ -62,7 +62,7 @@ pub(super) fn restore<D: Device>(
     Ok(state)
 }
 
-/// The error of a corrupt checkpoint, with a remedy: an older checkpoint is never used without a request.
+/// Adds a remedy to the error of a corrupt checkpoint. An older checkpoint is used only if the user requests it.
 fn unreadable(error: CkptError) -> TrainError {
     match error {
         CkptError::Corrupt { .. } => TrainError::State(format!(
@@ -147,8 +147,8 @@ fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Result<Vec<AnyS
     }
 }
 
-/// Writes the state of `kind`: `source` fills elements `range` of a unit's padded flat parameter, this rank's part of it.
-/// Elements that it does not fill are zero.
+/// Writes this rank's part of the state of `kind`. `source` fills a range of a unit's padded flat parameter; elements
+/// that it does not fill are zero.
 fn fill<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,

@@ -8,7 +8,7 @@ use zero_alloc::{Block, Purpose};
 use super::rank::Rank;
 use crate::error::TrainError;
 
-/// One allocation that holds a part of every unit, from the start of a run to its end.
+/// One allocation that holds a part of every unit, for the whole run.
 pub(super) struct Storage<D: Device> {
     block: Block<D>,
     /// The range of each unit's part.
@@ -54,8 +54,7 @@ impl<D: Device> Storage<D> {
     }
 
     fn all(&self) -> AnySlice {
-        // SAFETY: only the rank's two streams use the storage, ordered by the stage's events, and the drop records
-        // both.
+        // SAFETY: only the rank's two streams use the storage, ordered by the stage's events; the drop records both.
         unsafe { self.block.slice() }
     }
 
@@ -83,7 +82,7 @@ impl<D: Device> Storage<D> {
 impl<D: Device> Drop for Storage<D> {
     fn drop(&mut self) {
         for stream in &self.streams {
-            // A stream that refuses is closed and no longer uses the block.
+            // Recording fails only on a closed stream, which no longer uses the block.
             let _closed = self.block.record_use(stream);
         }
     }

@@ -1,7 +1,7 @@
 //! Parameters that every rank holds whole while each updates only its shard: stages 1 and 2.
 //!
 //! After a step the shards are gathered unit by unit on the communication stream; the next forward waits
-//! for each unit just before its first use, so that gathering hides behind the forward of the units before.
+//! for each unit just before its first use, so that the gather overlaps the forward of earlier units.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device, Stream};

@@ -14,7 +14,7 @@ use crate::data::BatchAt;
 use crate::error::TrainError;
 use crate::model::{Model, Pass};
 
-/// A model with its first weights, and data to train on.
+/// A model with its initial weights, and data to train on.
 pub trait Workload<D: Device>: Sync {
     /// The units of the model.
     fn units(&self) -> Vec<UnitSpec>;
@@ -28,13 +28,13 @@ pub trait Workload<D: Device>: Sync {
     /// Out of memory, or invalid settings.
     fn model(&self, pool: &Pool<D>, compute: &D::Stream) -> Result<Box<dyn Model<D>>, TrainError>;
 
-    /// Fills `out` with elements `range` of the initial value of parameter `name`.
+    /// Fills `out` with elements `range` of the initial values of parameter `name`.
     ///
     /// # Errors
     /// The weights cannot be read.
     fn weights(&self, name: &str, range: std::ops::Range<u64>, out: &mut [f32]) -> Result<(), TrainError>;
 
-    /// The micro-batch at `at`.
+    /// Reads the micro-batch at `at`.
     ///
     /// # Errors
     /// The data cannot be read.
@@ -75,13 +75,13 @@ pub struct RankSummary {
     pub step: u64,
     /// Whether a request ended the run before its last step.
     pub cancelled: bool,
-    /// The step that it started from.
+    /// The step that the run started from.
     pub resumed_at: u64,
     /// The metrics of the last step on this rank; `None` if no step ran.
     pub last: Option<StepMetrics>,
     /// The newest checkpoint of this run.
     pub checkpoint: Option<PathBuf>,
-    /// The pool's allocations from the device: up to the second step, and in all.
+    /// The pool's allocations from the device: up to the end of the second step, and in total.
     pub backing_allocations: [u64; 2],
     /// The operations of the last step with their times.
     pub last_spans: Vec<OpSpan>,

@@ -17,7 +17,7 @@ pub(super) enum Backend {
     Cuda { gpus: usize, launched: Option<Ranks> },
 }
 
-/// Searches for the parts of a machine that a run on CUDA needs.
+/// Probes for what a run on CUDA needs from the machine.
 struct Machine<'a> {
     gpus: &'a dyn Fn() -> Result<usize, String>,
     nvrtc: &'a dyn Fn() -> Result<(), String>,
@@ -111,7 +111,7 @@ fn ranks(args: &TrainArgs, launched: Option<&Ranks>, gpus: usize) -> Result<usiz
     }
 }
 
-/// Whether the launcher shows each of its ranks only one GPU, as Slurm may.
+/// Whether the launcher makes only one GPU visible to each rank, as Slurm may.
 fn own_gpu_each(launched: Option<&Ranks>, gpus: usize) -> bool {
     launched.is_some() && gpus == 1 && std::env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(|v| !v.is_empty())
 }

@@ -10,7 +10,7 @@ use crate::config::DsConfig;
 /// The highest number of ranks, and of threads of all ranks.
 const MAX_RANKS: usize = 1024;
 
-/// Checks the numbers that no run can use.
+/// Rejects numbers that no run can use.
 pub(super) fn numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
     if !(1..=MAX_RANKS).contains(&ranks) {
         return Err(CliError::Usage(format!("--ranks {ranks}: expected 1 to {MAX_RANKS}")));
@@ -54,7 +54,7 @@ pub(super) fn offload(args: &TrainArgs, file: Option<&DsConfig>, on_cuda: bool) 
         };
         Err(CliError::Usage(format!("{what} {value} is not supported in this version; use none")))
     };
-    // Below stage 3 offload_param has no effect; the file's warnings say so.
+    // Below stage 3 offload_param has no effect, and the file's warnings include it.
     if let Some(file) = file.filter(|file| file.zero.stage == 3) {
         check("zero_optimization.offload_param: device", file.zero.offload_param)?;
     }

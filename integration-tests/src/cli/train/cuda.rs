@@ -19,10 +19,10 @@ use crate::trainer::run_on_cuda;
 const GRACE: Duration = Duration::from_secs(10);
 /// NCCL settings that let ranks share a GPU and limit the size of each rank's kernels.
 const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "8")];
-/// NCCL settings for recorded steps: NCCL would let ranks map each other's buffers, which pages of a pool do not allow.
+/// NCCL settings for recorded steps. NCCL would map the buffers of other ranks, which a pool's pages do not support.
 const RECORDING: [(&str, &str); 1] = [("NCCL_GRAPH_REGISTER", "0")];
 
-/// Trains on `gpus` GPUs of this machine, or as the rank that this process was `launched` as.
+/// Trains on `gpus` GPUs of this machine, or as one rank if a launcher started this process (`launched`).
 pub(super) fn run(args: &TrainArgs, gpus: usize, launched: Option<Ranks>) -> Result<(), CliError> {
     let ranks = args.ranks.unwrap_or(gpus);
     match launched {
@@ -88,7 +88,7 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
     observed(&setup, rank == 0, |observe| {
         let comm_of_run = Arc::clone(&comm);
         let summary = run_on_cuda(&device, comm_of_run, setup.is_recorded(), settings, workload, options, observe);
-        // Leaving the communicator may wait for the other ranks, which must not wait for the printing.
+        // Dropped before anything is printed, because leaving the communicator may wait for the other ranks.
         let failure = comm.failure();
         drop(comm);
         summary.map(|summary| vec![summary]).map_err(|error| match failure.filter(|f| !is_own(rank, f)) {
@@ -99,7 +99,7 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
     })
 }
 
-/// Under another launcher it is too late to set NCCL's variables here.
+/// Checks NCCL's variables under another launcher: this process starts too late to set them.
 fn check_sharing(args: &TrainArgs, shares: bool) -> Result<(), CliError> {
     let (name, value) = SHARING[0];
     if shares && args.share_gpus && std::env::var(name).as_deref() != Ok(value) {

@@ -5,7 +5,7 @@ use plotters::prelude::*;
 use crate::cli::CliError;
 use crate::trainer::StepMetrics;
 
-/// Plots the loss of each step, and the unigram loss: that of a model of token frequencies alone.
+/// Plots the loss of each step, and the loss of a unigram model.
 pub(super) fn svg(steps: &[StepMetrics], unigram: f64) -> Result<String, CliError> {
     let mut out = String::new();
     draw(&mut out, steps, unigram).map_err(|e| CliError::Failure(format!("failed to draw the loss curve: {e}")))?;

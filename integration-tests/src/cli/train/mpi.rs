@@ -23,7 +23,7 @@ pub(super) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
     }
 }
 
-/// Rejects processes of a launcher that host ranks cannot communicate under: each would train the whole run.
+/// Rejects processes of a launcher under which host ranks cannot communicate: each would train the whole run.
 fn check_not_launched(launched: Option<&Ranks>) -> Result<(), CliError> {
     let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else { return Ok(()) };
     let (rank, world_size) = (ranks.rank, ranks.world_size);

@@ -13,7 +13,7 @@ use crate::cli::output::print_note;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, StepMetrics};
 
-/// Shows and records the steps of a run on the rank that prints.
+/// Shows and records the steps of a run, on the rank that prints.
 pub(super) struct Observer {
     bar: ProgressBar,
     metrics: Option<(BufWriter<File>, String)>,

@@ -84,7 +84,7 @@ impl RunSetup {
         if let Some(dir) = &args.resume {
             notices.extend(check_resume(dir, &layout, &data, args.seed, settings.dtype)?);
         }
-        // Without --data and --model the run is a demonstration: it saves a checkpoint for the other commands.
+        // Without --data and --model the run is a demonstration, and its checkpoint is input for the other commands.
         let demonstration = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
         let checkpoint = args.checkpoint.clone().or_else(|| args.resume.clone()).or(demonstration);
         if checkpoint.is_none() && (args.checkpoint_every > 0 || args.keep_last.is_some()) {
@@ -126,7 +126,7 @@ impl RunSetup {
     }
 }
 
-/// Raises a limit of live parameters below what one pass of the model reads, and returns a note about it.
+/// Raises a limit of live parameters that is too low for one pass of the model, and returns a note about it.
 fn raise_live_limit(settings: &mut Settings, layout: &Layout, config: &GptConfig) -> Option<String> {
     let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems as usize);
     let pass = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<usize>();
@@ -175,7 +175,7 @@ fn settings(
         loss_scaling,
     };
     rules.check().map_err(CliError::usage)?;
-    // A bucket holds gradients of one unit at most, so that DeepSpeed's default of 5e8 elements is too much.
+    // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is reduced.
     let from_file = file.map(|f| f.zero.reduce_bucket_elems.min(largest_unit).max(ranks as u64) as usize);
     let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);
     if bucket < ranks {

@@ -1,6 +1,6 @@
-//! cuBLASLt, found at run time: its functions and a handle. They are called here and in `product`.
+//! cuBLASLt, loaded at run time: its functions and a handle. They are called here and in `product`.
 //!
-//! Signatures, numbers and the sizes of what it fills are those of cublasLt.h, versions 12 and 13.
+//! Signatures, constants and structure sizes are those of cublasLt.h, versions 12 and 13.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
@@ -13,7 +13,7 @@ use zero_alloc::library::{Library, MissingFunction, Search};
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LibraryError {
-    /// It is not on this machine.
+    /// The library was not found.
     #[error(
         "cuBLASLt was not found; tried {}. Install it (pip install nvidia-cublas, or the CUDA toolkit) and set \
          ZERO_CUBLASLT to the library's path if the loader does not find it",
@@ -26,10 +26,10 @@ pub enum LibraryError {
     /// The library lacks a function.
     #[error(transparent)]
     MissingFunction(#[from] MissingFunction),
-    /// It knows no way to compute this product.
+    /// The library has no algorithm for this product.
     #[error("cuBLASLt has no algorithm for {product}")]
     NoAlgorithm {
-        /// The product, in words.
+        /// A description of the product.
         product: String,
     },
     /// A call failed.
@@ -95,7 +95,7 @@ pub(super) struct Calls {
 impl Calls {
     #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
     fn load(library: &Library) -> Result<Self, MissingFunction> {
-        // SAFETY: each field has the signature that cublasLt.h gives the function.
+        // SAFETY: each field has the function's signature in cublasLt.h.
         unsafe {
             Ok(Self {
                 create: library.function("cublasLtCreate")?,
@@ -115,7 +115,7 @@ impl Calls {
         }
     }
 
-    /// Loads the first library of `paths` that loads.
+    /// Loads the first of `paths` that can be loaded.
     fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, LibraryError> {
         // SAFETY: the names are cuBLASLt's, or the user's choice.
         let library = unsafe { Library::open(paths) }.map_err(|tried| LibraryError::NotFound { tried })?;
@@ -126,7 +126,7 @@ impl Calls {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: takes any status, returns a static string or null.
+        // SAFETY: accepts any status and returns a static string or null.
         let text = unsafe { (self.status_string)(status) };
         let message = if text.is_null() {
             format!("status {status}")
@@ -138,13 +138,13 @@ impl Calls {
     }
 }
 
-/// A handle of the library, which the context that was current when it was made belongs to.
+/// A handle of the library, bound to the context that was current when it was created.
 pub(super) struct CublasLt {
     pub(super) calls: Calls,
     pub(super) handle: Raw,
 }
 
-// SAFETY: a handle may be used from any thread, also by several at once (the library's documentation says so).
+// SAFETY: a handle may be used from any thread, also by several at once (cuBLASLt's documentation).
 unsafe impl Send for CublasLt {}
 // SAFETY: as above.
 unsafe impl Sync for CublasLt {}
@@ -155,13 +155,13 @@ const SEARCH: Search = Search {
     in_toolkit: true,
 };
 
-/// Whether the library is there, without making anything.
+/// Checks that the library can be loaded; creates no handle.
 pub(super) fn is_there() -> Result<(), LibraryError> {
     Calls::find_among(&SEARCH.paths()).map(drop)
 }
 
 impl CublasLt {
-    /// Looks for the library and makes a handle for the context that is current on this thread.
+    /// Loads the library and creates a handle for the context that is current on this thread.
     pub(super) fn find() -> Result<Arc<Self>, LibraryError> {
         let calls = Calls::find_among(&SEARCH.paths())?;
         let mut handle: Raw = ptr::null_mut();
@@ -174,7 +174,7 @@ impl CublasLt {
 
 impl Drop for CublasLt {
     fn drop(&mut self) {
-        // SAFETY: made by `create`, destroyed once.
+        // SAFETY: created by `create`, destroyed once.
         unsafe { (self.calls.destroy)(self.handle) };
     }
 }

@@ -23,7 +23,7 @@ pub use library::LibraryError;
 /// Checks that cuBLASLt can be loaded.
 ///
 /// # Errors
-/// It is not on this machine, or lacks a function.
+/// The library was not found or lacks a function.
 pub fn find_library() -> Result<(), LibraryError> {
     library::is_there()
 }
@@ -47,12 +47,12 @@ impl Matrix {
         Self::with_stride(data, cols, cols)
     }
 
-    /// Rows of `cols` elements, `stride` elements apart: as many as `data` has strides.
+    /// Rows of `cols` elements, `stride` elements apart. Their number is that of the strides in `data`.
     pub fn with_stride(data: AnySlice, cols: usize, stride: usize) -> Self {
         Self { data, rows: data.len() / stride.max(1), cols, stride, transposed: false }
     }
 
-    /// The transposed matrix, without moving anything.
+    /// The transposed matrix, without a copy.
     #[must_use]
     pub fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
@@ -65,7 +65,7 @@ impl Matrix {
 }
 
 /// The greatest power of two, at most 32, that divides the address. Tensor cores need 16 bytes. A unit's flat
-/// parameter is aligned to 32 bytes at every stage, so that a product has the same algorithm, and bits, at all stages.
+/// parameter is aligned to 32 bytes at every stage, so a product has the same algorithm and bits at all stages.
 fn alignment(slice: AnySlice) -> u32 {
     1 << slice.as_ptr().addr().trailing_zeros().min(5)
 }
@@ -84,7 +84,7 @@ pub enum Epilogue {
         /// Output for GELU's input, in the shape of the result.
         input: AnySlice,
     },
-    /// Times the slope of GELU at its input.
+    /// A product with GELU's derivative at its input.
     GeluBackward {
         /// GELU's input, in the shape of the result.
         input: AnySlice,
@@ -146,7 +146,7 @@ impl Product {
     }
 }
 
-/// The inputs of the choice of an algorithm.
+/// All that determines the choice of an algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [usize; 3],
@@ -182,10 +182,10 @@ impl std::fmt::Debug for Matmul {
 }
 
 impl Matmul {
-    /// Finds the library. `workspace` (see [`WORKSPACE_BYTES`]), aligned to 256 bytes, is used by one stream at a time.
+    /// Loads the library. `workspace` (see [`WORKSPACE_BYTES`]) is aligned to 256 bytes; one stream at a time uses it.
     ///
     /// # Errors
-    /// [`LibraryError::NotFound`], the library cannot serve this device, or the workspace is not aligned.
+    /// [`LibraryError::NotFound`], the library does not support this device, or the workspace is not aligned.
     pub fn new(device: &CudaDevice, workspace: AnySlice) -> Result<Self, OpError> {
         check_len("matmul: workspace's address modulo 256", workspace.as_ptr().addr() % 256, 0)?;
         device.bind()?;
@@ -228,8 +228,8 @@ impl Matmul {
         let workspace = self.workspace.as_ptr().cast();
         let Plan { description, layouts, algorithm } = plan;
         let enqueue = || {
-            // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid and that accesses are
-            // ordered by the stream; the workspace has the size limit given to the choice of the algorithm.
+            // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid and that accesses
+            // are ordered by the stream; the workspace has the size limit given to the choice of the algorithm.
             unsafe { self.library.matmul(stream, description, layouts, at, beta, algorithm, workspace) }
                 .map_err(|e| DeviceError::Driver { call: "cublasLtMatmul", message: e.to_string() })
         };
@@ -257,7 +257,7 @@ impl Matmul {
         let layout = |m: &Matrix, dtype: DType| {
             let code = data_type(dtype).ok_or(zero_kernels::KernelError::Unsupported { what: "matmul", dtype })?;
             let [rows, cols] = m.stored();
-            // The rows of a row-major matrix are a column-major one's columns.
+            // The rows of a row-major matrix are the columns of a column-major one.
             Ok::<_, OpError>(MatrixLayout::new(library, code, cols, rows, m.stride)?)
         };
         let layouts = Layouts {
@@ -274,7 +274,7 @@ impl Matmul {
             description.set_wide(Attribute::AuxStride, out.cols as u64)?;
         }
         let plan = Plan { description, layouts, algorithm: Algorithm::default() };
-        // The choice depends on the alignment of addresses alone: an address with exactly the key's alignment.
+        // The choice depends only on the alignment of an address, so this address has exactly the key's alignment.
         plan.point_at(product, |slice| alignment(slice).into())?;
         let found = library.choose(&plan.description, &plan.layouts, key.alignments, self.workspace.len())?;
         Ok(found.map(|algorithm| Plan { algorithm, ..plan }))

@@ -36,7 +36,7 @@ pub(super) enum Attribute {
     AuxStride = 12,
 }
 
-/// An object of the library, destroyed when it goes.
+/// An object of the library. Dropping it destroys the object.
 struct Owned {
     raw: Raw,
     destroy: unsafe extern "C" fn(Raw) -> Status,
@@ -44,12 +44,12 @@ struct Owned {
     library: Arc<CublasLt>,
 }
 
-// SAFETY: plain data of the library, which no thread owns.
+// SAFETY: plain data of the library that is not bound to a thread.
 unsafe impl Send for Owned {}
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: made by the create function that belongs to `destroy`, destroyed once.
+        // SAFETY: created by the function that belongs to `destroy`, destroyed once.
         unsafe { (self.destroy)(self.raw) };
     }
 }
@@ -98,7 +98,7 @@ impl Description {
 
     fn set(&self, attribute: Attribute, bytes: &[u8]) -> Result<(), LibraryError> {
         let calls = &self.0.library.calls;
-        // SAFETY: a live descriptor; the attribute is copied from as many bytes as are given.
+        // SAFETY: a live descriptor; the attribute is copied from `bytes`.
         let status = unsafe { (calls.desc_set)(self.0.raw, attribute as c_int, bytes.as_ptr().cast(), bytes.len()) };
         calls.check("cublasLtMatmulDescSetAttribute", status)
     }
@@ -108,7 +108,7 @@ impl Description {
 pub(super) struct Layouts {
     pub(super) a: MatrixLayout,
     pub(super) b: MatrixLayout,
-    /// Of what is added, and of the result: their types and strides may differ.
+    /// The addend's layout, and the result's: their strides may differ.
     pub(super) c: MatrixLayout,
     pub(super) d: MatrixLayout,
 }
@@ -124,18 +124,18 @@ pub(super) struct Addresses {
 
 /// `CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES`.
 const PREFERENCE_WORKSPACE: c_int = 1;
-/// `CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK`, and the one scheme by which the parts of a sum that several blocks
-/// make are fp32 until they are added up: with the others they are rounded to the type of the result.
+/// `CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK`, and the only scheme that keeps the partial sums of
+/// several blocks in fp32; the others round them to the type of the result.
 const PREFERENCE_REDUCTION: c_int = 3;
 const REDUCTION_COMPUTE_TYPE: u32 = 2;
 /// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of b, c and d follow.
 const PREFERENCE_ALIGNMENT: c_int = 5;
 
-/// Algorithms requested: the first may turn out not to run.
+/// Number of algorithms requested, because the first may not be usable.
 const CANDIDATES: usize = 8;
 
 impl CublasLt {
-    /// The algorithm that the library thinks fastest, or none: for matrices aligned to `alignments` bytes (a, b, c, d).
+    /// The library's first usable algorithm, if any, for matrices aligned to `alignments` bytes (a, b, c, d).
     pub(super) fn choose(
         self: &Arc<Self>,
         what: &Description,
@@ -150,7 +150,7 @@ impl CublasLt {
         calls.check("cublasLtMatmulPreferenceCreate", status)?;
         let preference = Owned { raw, destroy: calls.preference_destroy, library: Arc::clone(self) };
         let set = |attribute: c_int, bytes: &[u8]| {
-            // SAFETY: a live descriptor; the attribute is copied from as many bytes as are given.
+            // SAFETY: a live descriptor; the attribute is copied from `bytes`.
             let status =
                 unsafe { (calls.preference_set)(preference.raw, attribute, bytes.as_ptr().cast(), bytes.len()) };
             calls.check("cublasLtMatmulPreferenceSetAttribute", status)
@@ -163,11 +163,11 @@ impl CublasLt {
         let (mut found, mut count) = ([Algorithm::default(); CANDIDATES], 0);
         let (a, b, c, d) = (layouts.a.0.raw, layouts.b.0.raw, layouts.c.0.raw, layouts.d.0.raw);
         let (raw, most) = (preference.raw, CANDIDATES as c_int);
-        // SAFETY: live descriptors; at most as many results as there are places, and their count, are written.
+        // SAFETY: live descriptors; writes at most `CANDIDATES` results and their count.
         let status = unsafe {
             (calls.heuristic)(self.handle, what.0.raw, a, b, c, d, raw, most, found.as_mut_ptr(), &raw mut count)
         };
-        // No algorithm: an error or no result. The fastest comes first.
+        // An error means that there is no algorithm. The results are sorted by estimated time.
         let count = if status == 0 { usize::try_from(count).unwrap_or(0) } else { 0 };
         Ok(found.into_iter().take(count).find(|algorithm| algorithm.state == 0))
     }

@@ -1,4 +1,4 @@
-//! A model's shape from and to the `config.json` of a Hugging Face GPT-2 folder.
+//! Conversion between a model's shape and the `config.json` of a Hugging Face GPT-2 folder.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -8,12 +8,12 @@ use super::{ConfigError, GptConfig};
 impl GptConfig {
     /// The configuration in a GPT-2 `config.json`, and warnings about settings that are ignored.
     ///
-    /// Keys that do not shape the model are ignored. `n_inner` null or missing is `4 * n_embd`; other keys
-    /// that are missing have Hugging Face's default, except the sizes, which must be there.
+    /// Keys that do not affect the model are ignored. Missing keys have Hugging Face's defaults, except for
+    /// sizes: `n_inner` defaults to `4 * n_embd`, and the others are required. Null counts as missing.
     ///
     /// # Errors
-    /// Text that is not a JSON object, a missing or mistyped key, a variant that is not computed here, or
-    /// a shape that [`validate`](Self::validate) refuses.
+    /// Text that is not a JSON object, a missing or mistyped key, an unsupported variant of the architecture, or
+    /// a shape that [`validate`](Self::validate) rejects.
     pub fn from_hf_json(text: &str) -> Result<(Self, Vec<String>), ConfigError> {
         let value: Value = serde_json::from_str(text).map_err(|e| ConfigError::Json(e.to_string()))?;
         let Value::Object(object) = value else {
@@ -51,9 +51,10 @@ impl GptConfig {
 
     /// The text of a `config.json` that Hugging Face transformers reads as this model.
     ///
-    /// `dtype` is the type of the stored weights in their words: `float32`, `float16` or `bfloat16`.
+    /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or `bfloat16`.
     pub fn to_hf_json(&self, dtype: &str) -> String {
-        // As in GPT-2 itself (50256 of 50257), the last token ends a text; no UTF-8 text has byte 255.
+        // As in GPT-2 (50256 of 50257), the last token marks the end of a text. With byte tokens that is 255, which
+        // no UTF-8 text contains.
         let last_token = self.vocab_size.saturating_sub(1);
         let file = HfConfig {
             activation_function: "gelu_new",
@@ -77,7 +78,7 @@ impl GptConfig {
             torch_dtype: dtype,
             vocab_size: self.vocab_size,
         };
-        // A struct of numbers, flags and strings always has a JSON text.
+        // Serializing numbers, flags and strings does not fail.
         serde_json::to_string_pretty(&file).unwrap_or_default() + "\n"
     }
 }
@@ -114,7 +115,7 @@ impl Keys {
         self.0.get(key).filter(|v| !v.is_null())
     }
 
-    /// A key that, where present, must be what this trainer computes.
+    /// Checks that a key, if present, has a supported value.
     fn expect(
         &self,
         key: &'static str,
@@ -184,7 +185,7 @@ mod tests {
         "n_layer": 3, "n_head": 4, "n_inner": null, "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-05, "summary_type": "cls_index"}"#;
 
-    /// `GOOD` with one key set to a value given as JSON.
+    /// `GOOD` with one key set to a JSON value.
     fn with(key: &str, json: &str) -> String {
         let mut value: Value = serde_json::from_str(GOOD).unwrap();
         value[key] = serde_json::from_str(json).unwrap();

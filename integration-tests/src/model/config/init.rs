@@ -1,4 +1,4 @@
-//! Initial parameters, as GPT-2 draws them: a pure function of (seed, parameter, element).
+//! Initial parameters by GPT-2's rules: a pure function of (seed, parameter, element).
 //!
 //! Weights are normal with standard deviation `initializer_range`; the two projections that end in the
 //! residual stream (`attn.c_proj`, `mlp.c_proj`) are smaller by `sqrt(2 * n_layer)`, so that the variance of
@@ -11,18 +11,17 @@ use rayon::prelude::*;
 use super::{ConfigError, GptConfig};
 use crate::random::Counter;
 
-/// Elements that one task makes: a multiple of 4, the numbers that one counter gives.
+/// Elements per task; a multiple of 4, because one counter generates four numbers.
 const CHUNK: usize = 1 << 16;
 
 impl GptConfig {
     /// Writes the initial values of elements `range` of parameter `name` to `out`.
     ///
-    /// An element's value depends on nothing but `seed`, `name` and its index, so that any rank makes any
-    /// part without the rest. (It is the same on every machine with the same `ln` and `sin` in its maths
-    /// library.)
+    /// An element's value depends only on `seed`, `name` and its index, so a rank can generate any part without
+    /// the rest. It is the same on all machines whose maths libraries have the same `ln`, `sin` and `cos`.
     ///
     /// # Errors
-    /// An unknown parameter, a range outside the parameter or of another length than `out`.
+    /// An unknown parameter, or a range that is outside the parameter or does not have the length of `out`.
     pub fn fill_initial(&self, seed: u64, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), ConfigError> {
         let param = self.param(name).ok_or_else(|| ConfigError::UnknownParameter(name.to_owned()))?;
         let numel: u64 = param.shape.iter().product();
@@ -60,7 +59,7 @@ enum Rule {
     Normal(f32),
 }
 
-/// Elements `start ..` of the normal sequence of `counter`, times `std`.
+/// Fills `out` with the elements of the normal sequence of `counter` from `start` on, times `std`.
 fn fill_normal(counter: &Counter, start: u64, std: f32, out: &mut [f32]) {
     let (mut group, mut skip) = (start / 4, (start % 4) as usize);
     let mut rest = out;

@@ -4,7 +4,7 @@ use super::buffers::{BlockView, ScratchView};
 use super::params::Flat;
 use crate::ops::{attention, gelu, layer_norm, linear};
 
-/// All activations of the block from its input `x` `[M, C]`, up to those of the MLP.
+/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
 pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], p: &Flat<'_>, shape: attention::Shape, eps: f32) {
     let get = |part| p.get(0, part);
     layer_norm::forward(a.ln1, a.ln1_stats, x, get("ln_1.weight"), get("ln_1.bias"), eps);
@@ -17,13 +17,14 @@ pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], p: &Flat<'_>, shape: att
     gelu::forward(a.act, a.fc);
 }
 
-/// The block's output `[M, C]`.
+/// Computes the block's output `[M, C]`.
 pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, p: &Flat<'_>) {
     out.copy_from_slice(a.mid);
     linear::forward_residual(out, a.act, p.get(0, "mlp.c_proj.weight"), p.get(0, "mlp.c_proj.bias"));
 }
 
-/// `s.dres` is the gradient of the output on entry, of the input on return; `grad` is the unit's gradient.
+/// Computes the block's backward and adds to `grad`, the unit's gradient. `s.dres` is the gradient of the output on
+/// entry and of the input on return.
 pub(super) fn backward(
     s: ScratchView<'_>,
     a: &BlockView<'_>,

@@ -1,7 +1,6 @@
 //! The activations of a [`super::Gpt2`]: allocation, and views for the passes.
 //!
-//! A `*Slices` value is what an enqueued pass captures; its `view()` gives the plain slices that the
-//! arithmetic works on.
+//! An enqueued pass captures `*Slices` values; when it runs, `view()` converts them to host slices.
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
@@ -11,7 +10,7 @@ use super::Gpt2Options;
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
 
-/// Logits of at most this many elements are in memory at once (64 MiB).
+/// Maximum number of logits in memory at once (64 MiB).
 const LOGITS_ELEMS: usize = 16 << 20;
 
 /// Declares slices cut from one allocation, and the view of them as host slices.
@@ -24,13 +23,13 @@ macro_rules! views {
         pub(super) struct $view<'a> { $(pub(super) $field: &'a mut [f32]),* }
 
         impl $slices {
-            /// Elements of each field in order, cut from `all`.
+            /// Splits `all` into the fields; `sizes` are their elements, in order.
             fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> Self {
                 let mut parts = cut(all, sizes);
                 Self { $($field: parts.next().unwrap_or_else(|| all.slice(0..0))),* }
             }
 
-            /// The buffers as host slices; for the pass that the stream runs now.
+            /// The buffers as host slices, for a pass that is running on the stream.
             pub(super) fn view<'a>(self) -> $view<'a> {
                 // SAFETY: distinct parts of a block that the model holds as long as its stream runs, and
                 // all passes that use them are ordered by that one stream.
@@ -41,7 +40,7 @@ macro_rules! views {
 }
 
 views! {
-    /// Activations of a block: `[M, C]` but for the statistics `[M, 2]`, `qkv` `[M, 3 C]`, `lse`
+    /// Activations of a block: `[M, C]` except for the statistics `[M, 2]`, `qkv` `[M, 3 C]`, `lse`
     /// `[batch, heads, seq]`, `fc` and `act` `[M, F]`.
     BlockSlices, BlockView { ln1, ln1_stats, qkv, attended, lse, mid, ln2, ln2_stats, fc, act }
 }
@@ -82,7 +81,7 @@ impl<X: Copy, B: Copy> Layers<X, B> {
     }
 }
 
-/// Blocks of the pool that keep slices valid. The drop records the stream of all their uses.
+/// Blocks of the pool that keep slices valid. Dropping it records the stream of all their uses.
 pub(super) struct Held<D: Device> {
     blocks: Vec<Block<D>>,
     pool: Pool<D>,
@@ -94,10 +93,10 @@ impl<D: Device> Held<D> {
         Self { blocks: Vec::new(), pool: pool.clone(), stream: stream.clone() }
     }
 
-    /// A slice that is valid as long as this lives, for use on the stream.
+    /// Allocates a slice for use on the stream. It is valid as long as `self`.
     pub(super) fn allocate(&mut self, elems: usize, dtype: DType, purpose: Purpose) -> Result<AnySlice, TrainError> {
         let block = self.pool.allocate(elems, dtype, purpose, &self.stream)?;
-        // SAFETY: the block lives as long as this, whose drop records the only stream that uses it.
+        // SAFETY: the block lives as long as `self`, whose drop records the only stream that uses it.
         let slice = unsafe { block.slice() };
         self.blocks.push(block);
         Ok(slice)
@@ -107,7 +106,7 @@ impl<D: Device> Held<D> {
 impl<D: Device> Drop for Held<D> {
     fn drop(&mut self) {
         for block in &mut self.blocks {
-            // A stream that refuses is closed and no longer uses the block.
+            // Recording fails only on a closed stream, which no longer uses the block.
             let _closed = block.record_use(&self.stream);
         }
     }
@@ -125,9 +124,9 @@ pub(super) struct Buffers {
 
 /// Elements of the activations, in fp32.
 struct Sizes {
-    /// Of the input of a block or of the head: `[M, C]`.
+    /// The input of a block or of the head: `[M, C]`.
     row: usize,
-    /// How many blocks keep theirs.
+    /// Number of blocks with activations of their own.
     distinct: usize,
     block: [usize; 10],
     head: [usize; 2],
@@ -135,7 +134,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// For options that [`Gpt2Options::validate`] accepts, so that nothing overflows.
+    /// The options must pass [`Gpt2Options::validate`], so that no size overflows.
     fn new(config: &GptConfig, options: &Gpt2Options) -> Self {
         let (c, f) = (config.n_embd, config.n_inner);
         let tokens = options.micro_batch * options.seq_len;
@@ -152,7 +151,7 @@ impl Sizes {
     }
 }
 
-/// Bytes of activations of a model on the host; for options that [`Gpt2Options::validate`] accepts.
+/// Bytes of activations of a model on the host. The options must pass [`Gpt2Options::validate`].
 pub(super) fn activations_bytes(config: &GptConfig, options: &Gpt2Options) -> u64 {
     let Sizes { row, distinct, block, head, scratch } = Sizes::new(config, options);
     let sum = |sizes: &[usize]| sizes.iter().map(|&n| n as u128).sum::<u128>();
@@ -185,7 +184,7 @@ impl Buffers {
     }
 }
 
-/// Consecutive parts of `all` of these sizes.
+/// Splits `all` into consecutive parts of these sizes.
 fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> impl Iterator<Item = DeviceSlice<f32>> + '_ {
     let mut end = 0;
     sizes.iter().map(move |&n| {

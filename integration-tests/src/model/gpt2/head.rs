@@ -1,7 +1,7 @@
 //! The final layer norm, the logits and the loss.
 //!
-//! Forward stops at the layer norm: the logits are made, turned into their gradient and used up in
-//! backward, some rows at a time, so that they are never all in memory.
+//! Forward computes only the layer norm. Backward computes the logits and their gradient, some rows at a time,
+//! so that they are never all in memory.
 
 use super::buffers::{HeadView, ScratchView};
 use super::params::Flat;
@@ -17,8 +17,8 @@ pub(super) fn logits(out: &mut [f32], x: &[f32], w: &[f32], vocab: usize) {
     linear::product_transposed(out, x, w, vocab);
 }
 
-/// Returns the sum of the losses; on return `s.dres` is the gradient of `x`, and `grads` (of the head's
-/// unit, and of the embedding's where tied) have been added to. `scale` is that of each token's loss.
+/// Computes the loss and the gradients, and returns the sum of the losses. Writes the gradient of `x` to `s.dres` and
+/// adds to `grads`: the head's unit and, if tied, the embedding's. `scale` is the factor of each token's loss.
 pub(super) fn backward(
     s: ScratchView<'_>,
     h: &HeadView<'_>,

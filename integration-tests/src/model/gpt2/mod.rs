@@ -5,10 +5,10 @@
 //! | buffer | elements | life |
 //! |---|---|---|
 //! | `residual[i]` | M x C, one a block and one for the head | written by forward, read by backward |
-//! | `block[i]` | about (8 C + 2 F) M | forward to backward; with activation checkpointing one serves all blocks |
+//! | `block[i]` | about (8 C + 2 F) M | forward to backward; with checkpointing one for all blocks |
 //! | `head` | M x C | forward to backward of the head |
-//! | `scratch` | gradients of activations and the logits | within a backward pass, but for `dres`, which goes from pass to pass |
-//! | `upcast` | the parameters of a pass | within a pass; only where parameters have 16 bits |
+//! | `scratch` | gradients of activations and the logits | a backward pass; `dres` also until the next one |
+//! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters |
 
 mod block;
 mod buffers;
@@ -68,7 +68,7 @@ impl Gpt2Options {
         Ok(())
     }
 
-    /// Bytes of activations on the host, exactly, where the options are valid for the configuration.
+    /// The exact bytes of activations on the host. The options must be valid for the configuration.
     pub fn activations_bytes(&self, config: &GptConfig) -> u64 {
         buffers::activations_bytes(config, self)
     }
@@ -125,13 +125,13 @@ impl Gpt2 {
         self.enqueue(stream, "logits", self.passes.len() - 1, params, &[], move |flat, _| {
             // SAFETY: the buffer is this model's, and the stream orders its passes.
             let x = unsafe { head.out.as_host() };
-            // SAFETY: the caller gave the slice to be written.
+            // SAFETY: the caller passes a slice that this operation may write.
             let out = unsafe { out.as_host_mut() };
             head::logits(out, x, flat.head_weight(), vocab);
         })
     }
 
-    /// Enqueues `work` on the threads of this rank, with the flat parameters of the pass in fp32 and the
+    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass in fp32 and the
     /// gradients, both as host slices.
     fn enqueue(
         &self,
@@ -152,7 +152,7 @@ impl Gpt2 {
                 for slice in params {
                     flats.push(in_fp32(slice, upcast, &mut used)?);
                 }
-                // SAFETY: the trainer gave distinct gradients for this pass alone, ordered by the stream.
+                // SAFETY: the trainer passes distinct gradients, used by this pass alone and ordered by the stream.
                 let grads = grads.into_iter().map(|g| unsafe { g.as_host_mut() }).collect();
                 work(Flat { units: &all, reads: &reads, flats }, grads);
                 Ok(())
@@ -171,10 +171,10 @@ impl Gpt2 {
     }
 }
 
-/// The flat parameter as fp32: itself, or its copy behind the `used` elements of `upcast`.
+/// Returns the flat parameter in fp32: the slice itself, or a copy in `upcast` behind its first `used` elements.
 fn in_fp32<'a>(slice: AnySlice, upcast: DeviceSlice<f32>, used: &mut usize) -> Result<&'a [f32], DeviceError> {
     if slice.dtype() == DType::F32 {
-        // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
+        // SAFETY: the trainer passes parameters that nothing writes before the pass has run.
         return Ok(unsafe { slice.typed::<f32>()?.as_host() });
     }
     let copy = upcast.slice(*used..*used + slice.len());
@@ -186,7 +186,7 @@ fn in_fp32<'a>(slice: AnySlice, upcast: DeviceSlice<f32>, used: &mut usize) -> R
     Ok(unsafe { copy.as_host() })
 }
 
-/// The passes of a GPT-2: embedding, each block, head, as its units.
+/// The passes of a GPT-2, one per unit: the embedding, each block, the head.
 pub fn passes(config: &GptConfig) -> Vec<Pass> {
     let head = config.n_layer + 1;
     let mut passes = vec![Pass { forward_reads: vec![0], backward_reads: vec![], grads: vec![0] }];
@@ -198,7 +198,7 @@ pub fn passes(config: &GptConfig) -> Vec<Pass> {
 }
 
 fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
-    // Padding travels with a flat parameter, but only its real elements are upcast.
+    // The slices that a pass receives have no padding.
     let numel = |&u: &usize| units[u].params.iter().map(|p| p.shape.iter().product::<u64>() as usize).sum::<usize>();
     passes.iter().map(|p| p.forward_reads.iter().map(numel).sum()).max().unwrap_or(0)
 }
@@ -267,7 +267,7 @@ impl Model<HostDevice> for Gpt2 {
             return self.enqueue(stream, "backward head", pass, params, grads, move |flat, grads| {
                 // SAFETY: as above.
                 let x = unsafe { input.as_host() };
-                // SAFETY: the trainer gave a scale that nothing writes before the pass has run.
+                // SAFETY: the trainer passes a scale that nothing writes before the pass has run.
                 let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
                 let sum = head::backward(scratch.view(), &head.view(), x, &targets, &flat, grads, scale);
                 // SAFETY: as above.

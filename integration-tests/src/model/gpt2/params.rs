@@ -10,7 +10,7 @@ use zero_shard::UnitSpec;
 
 use crate::ops::rows_per_thread;
 
-/// Parameters of a unit by the end of their name (`attn.c_attn.weight` without its `transformer.h.0.`).
+/// The name and range of each parameter of a unit. A part of the name (`attn.c_attn.weight`) finds a parameter.
 pub(super) struct UnitParams(Vec<(String, Range<usize>)>);
 
 impl UnitParams {
@@ -31,7 +31,7 @@ impl UnitParams {
         found.unwrap_or_default()
     }
 
-    /// The first N parameters of the unit, cut from its flat gradient.
+    /// Splits a flat gradient of the unit into those of its first N parameters.
     pub(super) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32]) -> [&'a mut [f32]; N] {
         let mut rest = flat;
         std::array::from_fn(|i| {
@@ -60,16 +60,16 @@ impl<'a> Flat<'a> {
         &self.units[self.reads[read]]
     }
 
-    /// The matrix `[vocab, c]` of the head: its own, or the embedding's where tied.
+    /// The head's matrix `[vocab, c]`; if tied, the embedding's.
     pub(super) fn head_weight(&self) -> &'a [f32] {
         if self.flats.len() > 1 { self.get(1, "wte") } else { self.get(0, "lm_head") }
     }
 }
 
-/// `out` = `slice` in fp32, on all threads.
+/// Writes `slice` to `out` in fp32, on all threads.
 pub(super) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
     fn from<T: Element + Float>(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
-        // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
+        // SAFETY: the trainer passes parameters that nothing writes before the pass has run.
         let src = unsafe { slice.typed::<T>()?.as_host() };
         let n = rows_per_thread(out.len());
         let parts = (out.par_chunks_mut(n), src.par_chunks(n)).into_par_iter();

@@ -1,7 +1,7 @@
-//! Uploading tokens: the host writes them to pinned memory, and the stream copies them.
+//! The upload of tokens: the host writes them to pinned memory, and the stream copies them.
 //!
-//! The device has one buffer, because the stream orders the copy after the last use. The host has several, so that it can
-//! run ahead of the device.
+//! The device has one buffer, because the stream orders the copy after the last use. The host has several, so that it
+//! can run ahead of the device.
 
 use std::ptr::NonNull;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Even
 use crate::cuda::embedding::{TokenLists, sort_tokens};
 use crate::error::TrainError;
 
-/// Micro-batches that the host may be ahead.
+/// Pinned buffers: the number of micro-batches that the host may run ahead.
 const SLOTS: usize = 4;
 /// The timeout of the host's wait for the copy of an older batch.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -36,7 +36,7 @@ pub(super) struct Batches {
 }
 
 impl Batches {
-    /// For micro-batches of `tokens` tokens in `place`, [`device_bytes`] long.
+    /// Allocates pinned memory for micro-batches of `tokens` tokens; `place` has [`device_bytes`] bytes.
     pub(super) fn new(device: &CudaDevice, tokens: usize, place: AnySlice) -> Result<Self, TrainError> {
         let slots = (0..SLOTS).map(|_| Slot::new(device, device_bytes(tokens))).collect::<Result<_, _>>()?;
         Ok(Self { device: device.clone(), tokens, on_device: place, slots, next: 0 })
@@ -80,7 +80,8 @@ impl Batches {
 
     fn words(&self, start: usize, len: usize) -> DeviceSlice<u32> {
         let first = self.on_device.as_ptr().cast::<u32>().wrapping_add(start);
-        // SAFETY: within `on_device`, which is a block's start and so aligned; its maker's promise covers the rest.
+        // SAFETY: within `on_device`, which starts a block and so is aligned; the caller that made that slice
+        // promised that the memory is valid and that accesses are ordered.
         unsafe { DeviceSlice::from_raw_parts(first, len) }
     }
 }
@@ -101,8 +102,7 @@ impl Slot {
     fn new(device: &CudaDevice, len_bytes: usize) -> Result<Self, DeviceError> {
         let memory = PinnedMemory::new(device);
         let ptr = memory.allocate(len_bytes)?;
-        // SAFETY: `len_bytes` bytes, allocated just now: pinned memory starts undefined, and `words` returns it
-        // as numbers.
+        // SAFETY: `len_bytes` bytes, allocated above. Pinned memory is uninitialised, and `words` returns it as u32.
         unsafe { ptr.write_bytes(0, len_bytes) };
         Ok(Self { memory, ptr, len_bytes, copied: None })
     }
@@ -119,7 +119,7 @@ impl Slot {
     /// The memory; after [`Self::wait`].
     fn words(&mut self) -> &mut [u32] {
         debug_assert!(self.copied.is_none());
-        // SAFETY: aligned for words, as long as was allocated and initialised; no copy from it is in progress.
+        // SAFETY: aligned for u32, allocated and initialised with this length; no copy from it is in progress.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len_bytes / size_of::<u32>()) }
     }
 
@@ -131,7 +131,7 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        // A failed stream runs no copy; one that does not end in time keeps its memory.
+        // A failed stream no longer copies. After a timeout the copy may still run, so the memory is leaked.
         let Err(DeviceError::TimedOut { .. }) = self.wait() else {
             // SAFETY: allocated with these bytes; the copy from it has run, or never will.
             unsafe { self.memory.deallocate(self.ptr, self.len_bytes) };

@@ -1,4 +1,4 @@
-//! A transformer block on CUDA: `x + attention(ln_1 x)`, then `mid + mlp(ln_2 mid)`; the order of the host's block.rs.
+//! A transformer block on CUDA: `x + attention(ln_1 x)`, then `mid + mlp(ln_2 mid)`, as in the host's block.rs.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
@@ -8,7 +8,7 @@ use super::{Flat, Ops};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::{OpError, column_sums, gelu, layer_norm};
 
-/// All activations of the block from its input `x` `[M, C]`, up to those of the MLP.
+/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
 pub(super) fn forward(
     ops: &Ops,
     stream: &CudaStream,
@@ -37,7 +37,7 @@ pub(super) fn forward(
     }
 }
 
-/// The block's output `[M, C]`.
+/// Computes the block's output `[M, C]`.
 pub(super) fn output(
     ops: &Ops,
     stream: &CudaStream,
@@ -49,7 +49,8 @@ pub(super) fn output(
     ops.matmul.run(stream, &linear(out, a.act, p.get(0, "mlp.c_proj.weight"), Some(a.mid), bias))
 }
 
-/// `s.dres` is the gradient of the output on entry, of the input on return; `p` has the unit's gradient.
+/// Computes the block's backward and adds to the unit's gradient in `p`. `s.dres` is the gradient of the output on
+/// entry and of the input on return.
 pub(super) fn backward(
     ops: &Ops,
     stream: &CudaStream,
@@ -60,12 +61,12 @@ pub(super) fn backward(
     eps: f32,
 ) -> Result<(), OpError> {
     let (kernels, get, grad) = (&ops.kernels, |part| p.get(0, part), |part| p.grad(0, part));
-    // A layer's weights and bias, from its input and the gradient of its output.
+    // Adds the gradients of a layer's weights and bias, from its input and the gradient of its output.
     let weights = |name: [&'static str; 2], x, dy| {
         ops.matmul.run(stream, &weight_gradient(grad(name[0]), x, dy, grad(name[1]).len()))?;
         column_sums::add(kernels, stream, grad(name[1]), dy, s.partials)
     };
-    // The norm's output again, with the same bits; its statistics are written as they were.
+    // Recomputes a norm's output and statistics, with the same bits.
     let normed = |name: [&'static str; 2], x, stats| {
         layer_norm::forward(kernels, stream, s.normed, stats, x, get(name[0]), get(name[1]), eps)
     };

@@ -14,8 +14,8 @@ use crate::model::gpt2::buffers::{Held, Layers};
 /// Buffers that share a block start at multiples of this many bytes.
 const ALIGN_BYTES: usize = 256;
 
-/// The activations of a block: `[M, C]` but for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics `[M, 2]`, and
-/// `lse` `[batch, heads, seq]`.
+/// The activations of a block: `[M, C]` except for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics
+/// `[M, 2]`, and `lse` `[batch, heads, seq]`.
 #[derive(Clone, Copy)]
 pub(super) struct BlockSlices {
     pub(super) ln1_stats: DeviceSlice<f32>,
@@ -36,7 +36,7 @@ pub(super) struct HeadSlices {
     pub(super) stats: DeviceSlice<f32>,
 }
 
-/// `normed` `[M, C]`, a layer norm's output on its way into products; gradients of activations: `dres` and `narrow`
+/// `normed` `[M, C]`, the output of a layer norm; gradients of activations: `dres` and `narrow`
 /// `[M, C]`, `wide` `[M, max(F, 3 C)]`, some rows of `logits`; `delta` `[batch, heads, seq]` of attention; `losses`
 /// `[M]`; and the `partials` of sums over rows.
 #[derive(Clone, Copy)]
@@ -122,18 +122,18 @@ impl Buffers {
     }
 }
 
-/// Whole rows of logits, as many as there are tokens if they fit.
+/// Elements of the logits' buffer: the whole rows that fit `max_bytes`, at least one and at most one per token.
 fn logits_elems(config: &GptConfig, tokens: usize, act: DType, max_bytes: usize) -> usize {
     let stride = cross_entropy::stride_elems(config.vocab_size);
     stride * (max_bytes / act.size_bytes() / stride).clamp(1, tokens)
 }
 
-/// Bytes of a block with these contents, cut into `parts` parts.
+/// Bytes of a block with these contents, including the alignment of its `parts` parts.
 fn bytes(contents: &[(usize, DType)], parts: usize) -> usize {
     contents.iter().map(|(elems, dtype)| elems * dtype.size_bytes()).sum::<usize>() + parts * ALIGN_BYTES
 }
 
-/// A block that is cut into aligned parts, one after another.
+/// Splits a block into consecutive aligned parts.
 struct Parts {
     rest: AnySlice,
 }

@@ -1,7 +1,7 @@
 //! The final layer norm, the logits and the loss on CUDA.
 //!
-//! Forward stops at the layer norm: the logits are made, turned into their gradient and used up in backward, as many
-//! rows at a time as there is memory for.
+//! Forward computes only the layer norm. Backward computes the logits and their gradient, as many rows at a time as
+//! fit the buffer.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
@@ -25,8 +25,8 @@ pub(super) fn forward(
     layer_norm::forward(&ops.kernels, stream, h.out, h.stats, x, gain, bias, eps)
 }
 
-/// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, of which the columns behind the
-/// vocabulary hold anything.
+/// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, whose columns behind the
+/// vocabulary are undefined.
 pub(super) fn logits(
     ops: &Ops,
     stream: &CudaStream,
@@ -44,8 +44,8 @@ pub(super) fn logits(
     ops.matmul.run(stream, &Product { left, right, out, add: None, epilogue: Epilogue::None })
 }
 
-/// Writes `s.losses`; on return `s.dres` is the gradient of `x`, and the gradients of the head's unit, and of the
-/// embedding's where tied, have been added to: those of `loss_scale` x the mean loss of the tokens.
+/// Writes the tokens' losses to `s.losses`, computes the gradients of `loss_scale` x their mean, writes that of `x`
+/// to `s.dres`, and adds the others to the head's unit and, if tied, to the embedding's.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward(
     ops: &Ops,

@@ -1,20 +1,21 @@
 //! GPT-2 on CUDA: the host's passes, with activations in the type of the parameters and statistics in fp32.
 //!
-//! Buffers and their lives, with M = batch x seq tokens, C the width, F the MLP's width, `act` the type of activations:
+//! Buffers and their lives, with M = batch x seq tokens, C the width, F the MLP's width, `act` the type of
+//! activations:
 //!
 //! | buffer | elements | life |
 //! |---|---|---|
 //! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward |
-//! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with activation checkpointing one serves all blocks |
+//! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with checkpointing one for all |
 //! | `head` | M x C `act` | forward to backward of the head |
-//! | `scratch` | gradients of activations, partial sums, and the logits | within a backward pass, but for `dres`, which goes from pass to pass |
+//! | `scratch` | gradients of activations, partial sums, and the logits | a backward pass; `dres` also until the next one |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
-//! The outputs of layer norms are recomputed in backward: that takes a hundredth of a step and saves an eighth of the
+//! Backward recomputes the outputs of layer norms, which costs a hundredth of a step and saves an eighth of the
 //! activations.
 //!
-//! A pass enqueues kernels and products and returns: it does not allocate, and waits only for a batch's pinned memory
-//! if the device is several micro-batches behind.
+//! A pass enqueues kernels and products without allocating. The host waits only for a batch's pinned memory, if the
+//! device is several micro-batches behind.
 
 mod batch;
 mod block;
@@ -41,9 +42,9 @@ use crate::model::{Model, Pass};
 use batch::Batches;
 use buffers::Buffers;
 
-/// Logits of at most this many bytes are in memory at once: all of them, at the sizes that one GPU trains.
+/// Maximum bytes of logits in memory at once. At the sizes that one GPU trains, all logits fit.
 const LOGITS_BYTES: usize = 4 << 30;
-/// ... and at most this part of the device's memory.
+/// The logits use at most the device's memory divided by this.
 const LOGITS_PART: usize = 8;
 
 /// A GPT-2 on a GPU.
@@ -66,7 +67,7 @@ struct Ops {
 }
 
 impl Ops {
-    /// Whether the library computes GELU in the product. Not in fp32, where its accuracy is not specified.
+    /// Whether the library fuses GELU into the product. Not used in fp32, where its accuracy is not specified.
     fn fuses_gelu(&self, product: &Product) -> Result<bool, OpError> {
         Ok(self.kernels.dtype() != DType::F32 && self.matmul.supports(product)?)
     }
@@ -77,8 +78,8 @@ impl CudaGpt2 {
     /// the user's [`KernelCache`](zero_kernels::cuda::KernelCache), which takes seconds.
     ///
     /// # Errors
-    /// The configuration is not valid or has sizes that no kernel takes, the sequence is longer than its positions,
-    /// memory ran out, or NVRTC or cuBLASLt is missing.
+    /// The configuration is not valid or has sizes that no kernel supports, the sequence is longer than its
+    /// positions, memory ran out, or NVRTC or cuBLASLt is missing.
     pub fn new(
         config: GptConfig,
         options: Gpt2Options,
@@ -89,7 +90,7 @@ impl CudaGpt2 {
         Self::with_logits_bytes(config, options, logits_bytes, pool, stream)
     }
 
-    /// [`Self::new`] with no more than `logits_bytes` of logits in memory at once, but at least a row.
+    /// [`Self::new`] with at most `logits_bytes` of logits in memory at once, but at least one row.
     ///
     /// # Errors
     /// As for [`Self::new`].
@@ -143,15 +144,15 @@ impl Flat<'_> {
         self.params[read].slice(self.units[self.reads[read]].range(part))
     }
 
-    /// Its gradient.
+    /// The gradient of the parameter of the `read`-th unit whose name contains `part`.
     fn grad(&self, read: usize, part: &str) -> DeviceSlice<f32> {
         self.grads[read].slice(self.units[self.reads[read]].range(part))
     }
 
-    /// The unit and range of the head's matrix `[vocab, c]`: its own, or the embedding's if tied. If the flat parameter is
-    /// long enough, the range is extended to `stride_elems(vocab)` rows, because products of round sizes are faster. The
-    /// logits of the added rows are ignored and their gradient is 0: after the 50257 rows of GPT-2's vocabulary, 47 rows
-    /// of positions.
+    /// The unit and range of the head's matrix `[vocab, c]`; if tied, the embedding's. If the flat parameter is
+    /// long enough, the range is extended to `stride_elems(vocab)` rows, because products of round sizes are faster.
+    /// The logits of the added rows are ignored and their gradient is 0. For GPT-2's 50257 tokens these are 47 rows
+    /// of the position embedding.
     fn head_matrix(&self, vocab: usize, c: usize) -> (usize, Range<usize>) {
         let (read, part) = if self.reads.len() > 1 { (1, "wte") } else { (0, "lm_head") };
         let own = self.units[self.reads[read]].range(part);
