@@ -1,4 +1,4 @@
-//! The pool alone: blocks are allocated and freed, holes appear, compaction closes them; drawn as SVG.
+//! A pool before and after compaction, drawn as SVG.
 //!
 //! `cargo run -p zero-alloc --example arena > map.svg`
 
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let mut history = vec![("full", pool.map())];
 
-    // Every second block is freed: half of the memory is free, in pieces.
+    // Frees every second block, so that the free memory is in pieces.
     let mut layer = 0;
     activations.retain(|_| {
         layer += 1;
@@ -49,7 +49,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Draws memory maps over time as SVG: a column for each, offsets upwards, free memory in grey.
+/// Draws memory maps over time as SVG: a column for each map, offsets in MiB upwards, free memory in grey.
 fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
     let colour = |purpose: Option<Purpose>| match purpose {
         Some(purpose) => Palette99::pick(purpose as usize).to_rgba(),

@@ -5,7 +5,7 @@ use std::mem::ManuallyDrop;
 
 use thiserror::Error;
 
-/// The search path of a library.
+/// The paths at which a library is searched.
 #[derive(Clone, Copy, Debug)]
 pub struct Search {
     /// The environment variable with the library's path; if set, no other path is tried.
@@ -38,7 +38,7 @@ impl Search {
     }
 }
 
-/// A loaded library. It is never unloaded, because functions of it may be in use and its threads may run.
+/// A loaded library. It is never unloaded, because its functions may be in use and its threads may run.
 pub struct Library {
     path: String,
     handle: ManuallyDrop<libloading::Library>,
@@ -82,7 +82,7 @@ impl Library {
         Err(tried)
     }
 
-    /// The path it was loaded from.
+    /// The path from which the library was loaded.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -105,7 +105,7 @@ impl Library {
     }
 }
 
-/// The loader's message, which is the source of the error.
+/// The loader's message: the error's source, if it has one.
 fn message(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(library.path(), "libc.so.6");
         // SAFETY: the signature of `abs`.
         let abs = unsafe { library.function::<Abs>("abs") }.unwrap();
-        // SAFETY: it takes any small number.
+        // SAFETY: `abs` accepts every number but the lowest.
         assert_eq!(unsafe { abs(-5) }, 5);
         // SAFETY: there is no such function.
         let error = unsafe { library.function::<Abs>("cuInit") }.unwrap_err();

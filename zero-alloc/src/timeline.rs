@@ -13,13 +13,13 @@ pub struct OpSpan {
     pub label: &'static str,
     /// The stream's name.
     pub stream: Arc<str>,
-    /// The time at which it began to run.
+    /// When it started.
     pub start: Duration,
-    /// The time at which it had run.
+    /// When it ended.
     pub end: Duration,
 }
 
-/// An operation that the device may not have run yet: polled until its span is known; `None` if it never will be.
+/// The span of an operation that may not have run yet. `poll` returns `None` if the span will never be known.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a device measures spans later"))]
 pub(crate) trait Pending: Send {
     fn poll(&self) -> Poll<Option<OpSpan>>;
@@ -31,7 +31,7 @@ struct Inner {
     pending: Mutex<Vec<Box<dyn Pending>>>,
 }
 
-/// Collects [`OpSpan`]s of all streams that were created with it. A clone is a handle of the same one.
+/// Collects [`OpSpan`]s of all streams that were created with it. Clones share the spans.
 ///
 /// A device passes it to its streams: [`HostDevice::with_timeline`](crate::host::HostDevice::with_timeline),
 /// `CudaDevice::with_timeline`. Waits for events are recorded as `"wait"`, which separates idle time from work.

@@ -11,7 +11,7 @@ use super::poll::Deadline;
 use crate::device::DeviceError;
 use crate::timeline::{OpSpan, Pending, Timeline};
 
-/// Elapsed times are milliseconds in fp32, exact to 60 ns within a second.
+/// Elapsed times are milliseconds in fp32, exact to 60 ns within a second. Beyond it the anchor is renewed.
 const EXACT_MS: f32 = 1_000.0;
 /// The uncertainty wanted for the anchor, and the number of tries, since the host may be interrupted.
 const ANCHOR_UNCERTAINTY: Duration = Duration::from_micros(50);
@@ -32,7 +32,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Relates the two clocks; waits for an event on an empty stream.
+    /// Relates the clocks of device and timeline; waits for an event on an empty stream.
     pub(super) fn new(context: &Arc<Context>, timeline: Timeline) -> Result<Self, DeviceError> {
         let queue = Queue::new(context)?;
         let mut best: Option<(Duration, Anchor)> = None;

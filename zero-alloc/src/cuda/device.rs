@@ -45,7 +45,7 @@ struct Recorder {
     clock: Mutex<Option<Arc<Clock>>>,
 }
 
-/// A GPU. A clone is a handle of the same one.
+/// A GPU. Clones refer to the same GPU.
 ///
 /// By default its pools use pages if the device has virtual memory: live addresses never move, and compaction can map
 /// instead of copy. [`CudaDevice::with_backings`] and [`CudaDevice::with_shareable_backings`] select other memory.
@@ -95,7 +95,7 @@ impl CudaDevice {
     }
 
     /// The same device; streams made from now on record their operations in `timeline`. Times come from events on the
-    /// device, read when the timeline is read, so recording waits for nothing.
+    /// device, which are read when the timeline is read, so that recording does not wait.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {
         Self { recorder: Some(Arc::new(Recorder { timeline, clock: Mutex::default() })), ..self }

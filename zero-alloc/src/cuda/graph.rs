@@ -9,8 +9,8 @@ use super::driver::Recording;
 use super::stream::Capture;
 use crate::device::DeviceError;
 
-/// Operations of one or more streams, recorded by [`CudaStream::capture`] and enqueued as one: a step of many launches
-/// costs the host one call. The memory that its operations use must outlive it.
+/// Operations of one or more streams, recorded by [`CudaStream::capture`] and enqueued as one: a step of many
+/// launches costs the host one call. The memory that the operations use must outlive the graph.
 pub struct Graph(Mutex<Recording>);
 
 impl std::fmt::Debug for Graph {
@@ -20,13 +20,13 @@ impl std::fmt::Debug for Graph {
 }
 
 impl CudaStream {
-    /// Records, instead of running, the operations that `enqueue` enqueues on this stream, and on streams that wait for
-    /// its events and that it waits for in the end. The host cannot wait for these streams meanwhile. A wait for an
-    /// earlier event is skipped if the event is reached, and otherwise fails. The memory that the operations use must
-    /// outlive the graph: pools do not track its launches.
+    /// Records the operations that `enqueue` enqueues, instead of running them: those on this stream, and those on
+    /// streams that wait for its events and for which it waits before `enqueue` returns. The host cannot wait for
+    /// these streams meanwhile. A wait for an earlier event is skipped if the event is reached, and otherwise fails.
+    /// The memory that the operations use must outlive the graph: pools do not track its launches.
     ///
     /// # Errors
-    /// The stream is poisoned or already recorded, `enqueue` failed, or an operation cannot be recorded.
+    /// The stream is poisoned or is being recorded already, `enqueue` failed, or an operation cannot be recorded.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
         self.check()?;
         self.refuse_in_capture("capture")?;

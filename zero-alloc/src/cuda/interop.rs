@@ -1,7 +1,8 @@
 //! Conversion from and to a framework's raw handles: a `*mut c_void` is a `CUcontext`, `CUstream` or `CUevent` (the
 //! runtime API's `cudaStream_t` and `cudaEvent_t` are the same handles).
 //!
-//! [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts) makes slices of a framework's pointers.
+//! [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts) makes slices of a framework's
+//! pointers.
 //! ```no_run
 //! use zero_alloc::cuda::{CudaDevice, interop};
 //! use zero_alloc::device::{Device, DeviceError, DeviceSlice};
@@ -29,7 +30,7 @@ use crate::device::DeviceError;
 /// The handles of CUDA's default streams.
 const DEFAULT_STREAMS: [usize; 3] = [0, 1, 2];
 
-/// The device of a framework's context. The context is never destroyed here.
+/// Makes a device of a framework's context. Dropping it does not destroy the context.
 ///
 /// # Errors
 /// [`DeviceError::NoDriver`], or the driver rejects the context.
@@ -49,7 +50,7 @@ pub fn raw_context(device: &CudaDevice) -> *mut c_void {
     device.context().raw().cast()
 }
 
-/// A framework's stream. The stream is never destroyed here.
+/// Makes a stream of a framework's stream. Dropping it does not destroy the framework's.
 ///
 /// # Errors
 /// The stream is a default stream, which orders itself against other streams of the context; or it belongs to another
@@ -76,7 +77,7 @@ pub fn raw_stream(stream: &CudaStream) -> *mut c_void {
     stream.queue().raw().cast()
 }
 
-/// A framework's event, as recorded last. The event is never destroyed here.
+/// Makes an event of a framework's event, as recorded last. Dropping it does not destroy the framework's.
 ///
 /// # Safety
 /// `event` is an event that outlives all handles of the result.

@@ -3,8 +3,8 @@
 //! It needs no toolkit. On a machine without a driver [`CudaDevice::open`] returns
 //! [`DeviceError::NoDriver`](crate::device::DeviceError::NoDriver) with the paths tried; nothing panics.
 //!
-//! It never uses the default stream, never synchronizes implicitly (the host waits only in `synchronize`, `upload` and
-//! `download`, by polling, each with a limit), and does not track the users of memory.
+//! It never uses the default stream, never synchronizes implicitly (the host waits only in `synchronize`, `upload`
+//! and `download`, by polling, each with a limit), and does not track the users of memory.
 //!
 //! - [`CudaDevice`]: memory (pages or backings), streams, copies, modules.
 //! - [`CudaStream`], [`CudaEvent`]: order. [`CudaStream::labelled`] names operations in errors and timelines.

@@ -7,8 +7,8 @@ use super::CudaStream;
 use super::driver::{Code, Entry};
 use crate::device::DeviceError;
 
-/// A loaded module. A clone is a handle of the same one. Dropping the last handle and the last [`Function`] unloads it,
-/// which must not happen before its kernels have run.
+/// A handle of a loaded module. Dropping the last handle and the last [`Function`] unloads the module, which must not
+/// happen before its kernels have run.
 #[derive(Clone)]
 pub struct Module(Arc<Code>);
 
@@ -38,7 +38,7 @@ struct Inner {
     entry: Entry,
 }
 
-/// A kernel. A clone is a handle of the same one.
+/// A handle of a kernel, which keeps the module loaded.
 #[derive(Clone)]
 pub struct Function(Arc<Inner>);
 
@@ -57,7 +57,7 @@ impl Function {
     /// Allows launches with up to `bytes` of dynamic shared memory; without this call the limit is 48 KiB.
     ///
     /// # Errors
-    /// The device has less.
+    /// The device has less shared memory.
     pub fn allow_shared_bytes(&self, bytes: u32) -> Result<(), DeviceError> {
         self.0.entry.allow_shared_bytes(bytes)
     }
@@ -69,8 +69,8 @@ impl Function {
     /// The error that poisoned the stream, or the driver refuses the launch, which poisons the stream.
     ///
     /// # Safety
-    /// `args` point to values of the kernel's parameters, one each; the memory that the kernel accesses, and a handle of
-    /// it or its module, live until it has run; conflicting accesses are ordered by streams and events.
+    /// `args` point to values of the kernel's parameters, one each; the memory that the kernel accesses, and a handle
+    /// of the kernel or its module, live until it has run; conflicting accesses are ordered by streams and events.
     pub unsafe fn launch(
         &self,
         stream: &CudaStream,

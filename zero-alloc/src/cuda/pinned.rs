@@ -7,7 +7,7 @@ use super::CudaDevice;
 use super::driver::Context;
 use crate::device::{DeviceError, Memory};
 
-/// The alignment that CUDA promises for all its allocations, in bytes.
+/// The alignment that CUDA guarantees for all its allocations, in bytes.
 const ALIGN_BYTES: usize = 256;
 
 /// Pinned host memory of a device's context (`cuMemHostAlloc`, flags 0: cached, so that the host reads it fast).
@@ -24,7 +24,7 @@ impl std::fmt::Debug for PinnedMemory {
 }
 
 impl PinnedMemory {
-    /// Host memory for copies from and to `device`.
+    /// Pinned memory for copies from and to `device`.
     pub fn new(device: &CudaDevice) -> Self {
         Self(Arc::clone(device.context()))
     }

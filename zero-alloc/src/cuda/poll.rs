@@ -1,7 +1,7 @@
 //! Waits for a device without blocking in the driver.
 //!
-//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the host
-//! polls: first continuously, then with increasing sleeps.
+//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the
+//! host polls: first continuously, then with increasing sleeps.
 
 use std::time::{Duration, Instant};
 

@@ -4,8 +4,8 @@
 //! before: behind a collective whose peer needs those locks it deadlocks. So bytes go through pinned buffers, and the
 //! host polls.
 //!
-//! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer whose copy exceeded its
-//! limit becomes free when the point is reached; if it is still in flight on drop, it is leaked.
+//! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer whose copy exceeded
+//! its limit becomes free when the point is reached; if it is still in flight on drop, it is leaked.
 
 use std::ptr::NonNull;
 use std::sync::Arc;

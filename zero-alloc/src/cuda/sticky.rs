@@ -1,8 +1,8 @@
 //! Sticky failures of streams, which spread by waits.
 //!
-//! The driver reports a failure of the device to every later call. Failures unknown to the driver (a refused launch, a
-//! host operation, an aborted collective) are kept here: a stream keeps its first failure and the position at which the
-//! failed operation was enqueued, and streams that wait for a later position of it fail too.
+//! The driver reports a failure of the device to every later call. Failures unknown to the driver (a refused launch,
+//! a host operation, an aborted collective) are kept here: a stream keeps its first failure and the position at which
+//! the failed operation was enqueued, and streams that wait for a later position of it fail too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -49,8 +49,8 @@ impl Sticky {
         }
     }
 
-    /// Records that `op`, enqueued at `position`, failed, and returns the stream's first failure. An expired limit is not
-    /// a failure of the stream.
+    /// Records that `op`, enqueued at `position`, failed, and returns the stream's first failure. An expired limit is
+    /// not a failure of the stream.
     pub(super) fn fail(&self, stream: &str, op: &str, position: u64, error: DeviceError) -> DeviceError {
         let named = named(stream, op, error);
         if !matches!(named, DeviceError::TimedOut { .. }) {
@@ -66,7 +66,7 @@ impl Sticky {
         }
     }
 
-    /// Records that `later` waits for `position` of this stream, from its own position `from` on.
+    /// Records that the stream `later` waits, from its position `from` on, for `position` of this stream.
     pub(super) fn is_waited_for(&self, position: u64, later: &Arc<Self>, from: u64) {
         let mut waiting = self.waiting.lock();
         waiting.retain(|w| w.stream.strong_count() > 0);

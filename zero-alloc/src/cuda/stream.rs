@@ -17,7 +17,7 @@ use crate::device::{DeviceError, Event, Stream, next_stream_id, run_named};
 #[derive(Default)]
 pub(super) struct Capture {
     over: AtomicBool,
-    /// The stream that a framework records; only the driver knows when that ends.
+    /// The stream, if a framework records it; only the driver knows when that recording ends.
     foreign: Option<Weak<Inner>>,
 }
 
@@ -51,7 +51,8 @@ pub(super) struct Inner {
 /// A stream of a GPU. It is not ordered against the default stream. Operations enqueued before the last handle is
 /// dropped still run.
 ///
-/// Failures are sticky: those of the device, which the driver reports, and those of [`CudaStream::labelled`] operations.
+/// Failures are sticky: those of the device, which the driver reports, and those of [`CudaStream::labelled`]
+/// operations.
 #[derive(Clone)]
 pub struct CudaStream(Arc<Inner>);
 
@@ -76,13 +77,13 @@ impl CudaStream {
         self.0.sticky.check()
     }
 
-    /// Records a failure of the device: all operations not known to have run are lost.
+    /// Records a failure of the device, which affects all operations not known to have run.
     pub(super) fn lost(&self, error: DeviceError) -> DeviceError {
         self.0.sticky.fail(&self.0.name, "an operation", 0, error)
     }
 
-    /// Runs `enqueue`, and treats everything that it enqueues on this stream as one operation: `op` names it in errors,
-    /// and in the timeline if the device has one. An `Err` poisons the stream.
+    /// Runs `enqueue`, and treats everything that it enqueues on this stream as one operation: `op` names it in
+    /// errors, and in the timeline if the device has one. An `Err` poisons the stream.
     ///
     /// # Errors
     /// The error that poisoned the stream, or the error of `enqueue`.
@@ -119,9 +120,9 @@ impl CudaStream {
         })
     }
 
-    /// Enqueues a host operation, which a thread of the driver runs in the stream's order; `label` names it in errors and
-    /// timelines. An `Err` or a panic poisons the stream, and later host operations are skipped; device operations that
-    /// are already enqueued behind it run.
+    /// Enqueues a host operation, which a thread of the driver runs in the stream's order; `label` names it in errors
+    /// and timelines. An `Err` or a panic poisons the stream, and later host operations are skipped; device
+    /// operations that are already enqueued behind it run.
     ///
     /// The operation must not call CUDA, nor wait for code that does: one thread may run the host operations of all
     /// streams.
@@ -145,9 +146,9 @@ impl CudaStream {
         self.labelled(label, || self.0.queue.call_host(Box::new(run)))
     }
 
-    /// Poisons the stream, for libraries that detect later that their operation failed. Later operations and waits are
-    /// refused; [`Stream::synchronize`] and events not known to be reached return the error, also on streams that wait
-    /// for this one.
+    /// Poisons the stream, for libraries that detect later that their operation failed. Later operations and waits
+    /// are refused; [`Stream::synchronize`] and events not known to be reached return the error, also on streams that
+    /// wait for this one.
     pub fn poison(&self, error: DeviceError) {
         self.lost(error);
     }
@@ -170,7 +171,7 @@ impl CudaStream {
         *self.0.capture.lock() = Some(Arc::clone(capture));
     }
 
-    /// Fails in a recording, where the host cannot wait, because nothing runs.
+    /// Fails if the stream is being recorded: then nothing runs, and the host cannot wait for it.
     pub(super) fn refuse_in_capture(&self, op: &'static str) -> Result<(), DeviceError> {
         if self.capture_now().is_some() {
             let message = format!("stream {} is recorded into a graph, and the host cannot wait for it", self.0.name);
@@ -180,7 +181,7 @@ impl CudaStream {
     }
 }
 
-// SAFETY: the driver runs a stream's operations in order; ids are counted once for all back ends.
+// SAFETY: the driver runs a stream's operations in order; one counter assigns the ids of all back ends.
 unsafe impl Stream for CudaStream {
     type Event = CudaEvent;
 

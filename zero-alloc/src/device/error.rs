@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use super::DType;
 
-/// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its first error repeatedly.
+/// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its first error
+/// repeatedly.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {

@@ -1,18 +1,18 @@
-//! The device contract: what memory, streams and events promise on any hardware.
+//! The device contract: the traits of memory, streams and events that every back end implements.
 //!
-//! It has no tensors and no operations on them. A back end supplies a [`Device`]; zero-comm and zero-kernels enqueue
+//! It has no tensors and no operations on them. A back end implements [`Device`]; zero-comm and zero-kernels enqueue
 //! work on its streams; a framework with its own allocator and streams makes [`DeviceSlice`]s and streams from its
 //! pointers and handles.
 //!
-//! The traits are `unsafe` to implement, because safe code can reach memory whose validity rests on a back end's
-//! promises. Using them is safe.
+//! The traits are `unsafe` to implement, because safe code relies on a back end for the validity of memory. Using
+//! them is safe.
 //!
 //! Three rules hold everywhere:
 //! 1. **Every operation names its stream.** There is no default stream. Operations of one stream run in the order in
 //!    which they were enqueued; only events order operations of different streams.
 //! 2. **Errors are sticky.** The first failed operation poisons its stream: later operations are skipped, and
 //!    [`Stream::synchronize`] and events recorded after it return the error.
-//! 3. **Waits have limits.** Every call that blocks the host takes the longest time that it may take.
+//! 3. **Waits have limits.** Every call that makes the host wait for a stream or an event has a time limit as a parameter.
 
 mod dtype;
 mod error;
@@ -50,8 +50,8 @@ pub enum DeviceKind {
 ///
 /// # Safety
 /// `allocate` returns `bytes` bytes, aligned to `granularity_bytes`, with no other owner until they are deallocated.
-/// This device's copies and its streams' operations can read and write them (nothing else can, unless it is host
-/// memory).
+/// This device's copies and its streams' operations can read and write them; host code can only if they are host
+/// memory.
 pub unsafe trait Memory: Debug + Send + Sync {
     /// Allocates `bytes` bytes, aligned to [`Memory::granularity_bytes`]; contents are undefined.
     ///
@@ -93,7 +93,8 @@ pub enum BlockNote<'a, S, E> {
         /// The stream of its first use.
         stream: &'a S,
     },
-    /// A block was freed. Operations enqueued on `home` so far, and those before the events of `uses`, may still use it.
+    /// A block was freed. Operations enqueued on `home` so far, and those before the events of `uses`, may still use
+    /// it.
     Freed {
         /// Its first byte.
         ptr: *mut u8,
@@ -109,8 +110,8 @@ pub enum BlockNote<'a, S, E> {
 /// A device: memory, streams, and copies to and from the host.
 ///
 /// # Safety
-/// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; slices of a device of kind
-/// [`DeviceKind::Host`] can be read as Rust slices.
+/// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; slices of a device of
+/// kind [`DeviceKind::Host`] can be read as Rust slices.
 pub unsafe trait Device: Memory + Clone + 'static {
     /// An ordered queue of operations; a clone is a handle of the same queue.
     type Stream: Stream<Event = Self::Event>;

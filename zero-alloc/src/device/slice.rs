@@ -1,6 +1,6 @@
 //! Non-owning views of device memory.
 //!
-//! Making a slice is the one unsafe step: its maker promises that, for as long as any copy of the slice or any
+//! Making a slice is the only unsafe step: the maker promises that, for as long as any copy of the slice or any
 //! operation enqueued with it is used, the memory stays valid and conflicting accesses are ordered by streams and
 //! events. Passing slices on is then safe, as with a kernel launch.
 
@@ -177,7 +177,7 @@ impl AnySlice {
         watch::touch(self.ptr.addr(), self.len_bytes(), write);
     }
 
-    /// The view with its type.
+    /// The same view with its element type known at compile time.
     ///
     /// # Errors
     /// The elements are of another dtype.

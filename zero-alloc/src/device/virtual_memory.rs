@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 
 use super::DeviceError;
 
-/// A page of a device's memory, named by its back end. It can be mapped at several addresses at once.
+/// A page of a device's memory, as a number that the back end assigns. It can be mapped at several addresses at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Page(pub u64);
 
@@ -22,7 +22,7 @@ pub unsafe trait VirtualMemory: Debug + Send + Sync {
     /// Reserves `bytes` of addresses, a multiple of the page size, with no memory mapped.
     ///
     /// # Errors
-    /// No such range is left.
+    /// No free range of this size is left.
     fn reserve(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError>;
 
     /// Frees an address range.

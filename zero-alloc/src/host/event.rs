@@ -12,7 +12,7 @@ struct Point {
     /// Set once, when the point is reached or its stream failed before it.
     result: OnceLock<Result<(), DeviceError>>,
     reached: Monitor<()>,
-    /// Its place in the order of the seeded scheduler, for a stream of that.
+    /// The event's place in the order of the seeded scheduler; `None` for a stream of a worker thread.
     mark: Option<Mark>,
 }
 

@@ -29,7 +29,8 @@ fn failed(call: &'static str) -> DeviceError {
 }
 
 impl HostPages {
-    /// Pages of `page_bytes` bytes, rounded up to a power of two and the system's page size; at most `limit_bytes` in all.
+    /// Pages of `page_bytes` bytes, rounded up to a power of two and at least the system's page size; at most
+    /// `limit_bytes` in total.
     ///
     /// # Errors
     /// The system does not support memory files.
@@ -111,7 +112,7 @@ unsafe impl VirtualMemory for HostPages {
                 pages.made - 1
             }
         };
-        // Now, so that a lack of memory is an error here and not a signal later.
+        // Allocates the memory now, so that a lack of it is an error here and not a signal later.
         // SAFETY: the descriptor is open; the call reads no memory of ours.
         let done = unsafe { libc::fallocate(self.file.as_raw_fd(), 0, self.offset(page), self.page_bytes as _) };
         if done != 0 {

@@ -1,7 +1,6 @@
 //! The host back end: the machine's own memory, and streams that are queues on worker threads.
 //!
-//! Two streams really run at once, ordered by nothing but recorded events, so a forgotten wait can fail on a machine
-//! without a GPU.
+//! Streams run concurrently, ordered only by events, so that a missing wait can fail on a machine without a GPU.
 
 mod event;
 mod host_pages;
@@ -66,19 +65,19 @@ impl HostDevice {
 
 #[cfg(any(test, feature = "testing"))]
 impl HostDevice {
-    /// The host for tests: operations of its streams interleave in an order that follows from `seed`. Every order that
-    /// streams and events allow can occur. An operation that touches memory out of order fails; its error names the
-    /// block and the streams of a missing wait or a use after free.
+    /// The host for tests: operations of its streams interleave in an order that follows from `seed`, and every order
+    /// that streams and events allow can occur. An operation whose memory access is not ordered fails; its error
+    /// names the block and the streams of the missing wait or the use after free.
     ///
     /// One operation runs at a time. The checker sees accesses through
     /// [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
     /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread. Operations must wait for
-    /// each other only in [`Monitor`]s.
+    /// each other only through [`Monitor`]s.
     pub fn seeded(seed: u64) -> Self {
         Self { scheduler: Some(seeded::Scheduler::new(seed)), ..Self::default() }
     }
 
-    /// The mistakes that the seeded scheduler has found so far, in order; empty for other host devices.
+    /// The violations that the seeded scheduler has found so far, in order; empty for other host devices.
     pub fn violations(&self) -> Vec<Violation> {
         self.scheduler.as_ref().map(seeded::Scheduler::violations).unwrap_or_default()
     }

@@ -1,8 +1,8 @@
 //! How operations of host streams wait for each other.
 //!
-//! A collective of the threads communicator blocks inside its operation until its peers arrive. It must wait through a
-//! [`Monitor`] and hold no other lock meanwhile: then the seeded scheduler sees that the operation is blocked and runs
-//! another stream, and its checker learns the order.
+//! A collective of the threads communicator blocks inside its operation until its peers arrive. It must wait through
+//! a [`Monitor`] and hold no other lock meanwhile: then the seeded scheduler sees that the operation is blocked and
+//! runs another stream, and its checker learns the order.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -11,14 +11,14 @@ use super::seeded::{self, Clock};
 use crate::device::DeviceError;
 use crate::primitive::{Condvar, Mutex};
 
-/// How a waiter polls before it sleeps, since waking a thread takes several microseconds: `rounds` times it polls for
+/// How a waiter polls before it sleeps, since waking a thread takes several microseconds. In each round it polls for
 /// a change of the value, then yields the core.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpinPolicy {
-    /// Number of rounds.
+    /// The number of rounds.
     pub rounds: u32,
-    /// Spin-loop turns of a round, about 50 a microsecond. Use 0 if threads outnumber cores, to leave the core to the
-    /// thread that the waiter waits for.
+    /// Spin-loop iterations in a round, about 50 per microsecond. Use 0 if threads outnumber cores, to leave the core
+    /// to the thread that the waiter waits for.
     pub spins: u32,
 }
 
@@ -40,7 +40,7 @@ struct Guarded<T> {
 }
 
 impl<T> Monitor<T> {
-    /// A monitor of `value`, whose waiters sleep at once.
+    /// A monitor of `value` with waiters that sleep at once.
     pub fn new(value: T) -> Self {
         Self {
             value: Mutex::new(Guarded { value, clock: None }),
@@ -50,7 +50,7 @@ impl<T> Monitor<T> {
         }
     }
 
-    /// The same monitor, whose waiters poll before they sleep.
+    /// The same monitor, with waiters that poll before they sleep.
     #[must_use]
     pub const fn with_spin_policy(mut self, spin_policy: SpinPolicy) -> Self {
         self.spin_policy = spin_policy;

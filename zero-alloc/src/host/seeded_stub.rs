@@ -1,4 +1,4 @@
-//! Stands in for the seeded scheduler in builds without the `testing` feature: its types have no values.
+//! Replaces the seeded scheduler in builds without the feature `testing`. Its types have no values.
 
 use std::time::{Duration, Instant};
 

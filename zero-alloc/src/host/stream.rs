@@ -41,7 +41,7 @@ impl HostStream {
     }
 }
 
-// SAFETY: one thread, or the scheduler, runs a queue in order; ids are counted once for all back ends.
+// SAFETY: one thread, or the scheduler, runs a queue in order; one counter assigns the ids of all back ends.
 unsafe impl Stream for HostStream {
     type Event = HostEvent;
 

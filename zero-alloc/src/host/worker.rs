@@ -1,4 +1,4 @@
-//! Queues that worker threads run as fast as they can.
+//! Queues that worker threads run.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ struct State {
     items: VecDeque<Item>,
     /// Set when the queue is closed: the point after its last item.
     end: Option<HostEvent>,
-    /// The worker sleeps: everything enqueued before `items` has run.
+    /// Set while the worker sleeps: everything enqueued before `items` has run.
     idle: bool,
     /// The error that poisoned the stream; up to date while the worker sleeps.
     failed: Option<DeviceError>,
@@ -135,7 +135,7 @@ fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>) {
         Item::Record(event) => event.reach(failed.clone()),
         Item::Wait(event) => {
             let result = event.result().unwrap_or_else(|| {
-                // This wait ends, because the operations before the event have limits of their own.
+                // This wait ends, because the waits of the operations before the event have limits.
                 shared.info.timed("wait", || event.synchronize(Duration::MAX))
             });
             if let Err(e) = result {

@@ -21,15 +21,15 @@ pub(super) enum Side {
     High,
 }
 
-/// Which of the free ranges that fit is used.
+/// The choice among the free ranges that fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Pick {
     /// The smallest of the first few of a size class; constant time.
     Best,
-    /// The one of the highest offset; time grows with the number of free ranges of that size or above, so it
+    /// The range with the highest offset. Its time grows with the number of free ranges of that size or above, so it
     /// is for large requests, of which a space holds only few.
     Highest,
-    /// The one of the lowest offset; as above.
+    /// The range with the lowest offset; its time as above.
     Lowest,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Offsets {
     pub(super) ranges: Vec<Range>,
     /// The first spare slot.
     pub(super) spare: u32,
-    /// The first range of each class, and bits that say which classes have one.
+    /// The first range of each class, and bits that mark the classes and powers of two that have one.
     pub(super) heads: Box<[u32; CLASSES]>,
     pub(super) steps_in_use: [u32; CLASSES / STEPS],
     pub(super) levels_in_use: u64,
@@ -125,7 +125,7 @@ impl Offsets {
         start
     }
 
-    /// Makes the last segment longer by `bytes` (rounded down to granules); the new bytes are free.
+    /// Extends the last segment by `bytes` (rounded down to granules); the new bytes are free.
     pub(super) fn extend(&mut self, bytes: u64) {
         let bytes = bytes & !(self.granule - 1);
         let last = self.last();
@@ -147,7 +147,8 @@ impl Offsets {
         self.list(range);
     }
 
-    /// Cuts free bytes off the end of the last segment, whole multiples of `unit`; returns how many.
+    /// Cuts free bytes off the end of the last segment, so that it ends at a multiple of `unit`; returns their
+    /// number.
     pub(super) fn trim(&mut self, unit: u64) -> u64 {
         let bytes = self.free_tail_bytes();
         let cut = self.end() - (self.end() - bytes).next_multiple_of(unit.max(self.granule)).min(self.end());
@@ -166,8 +167,8 @@ impl Offsets {
         cut
     }
 
-    /// Allocates `bytes` (rounded up to granules, at least one) at a multiple of `align` (a power of two); returns the
-    /// range and its first offset, or `None` if no free range holds it. `tag` is the caller's.
+    /// Allocates `bytes` (rounded up to granules, at least one) at a multiple of `align` (a power of two); returns
+    /// the range and its first offset, or `None` if no free range holds it. `tag` has no meaning here.
     #[inline]
     pub(super) fn allocate(
         &mut self,
@@ -208,7 +209,7 @@ impl Offsets {
         Some(RangeId(used))
     }
 
-    /// Cuts `bytes` at `start` out of a free range; the rest of it stays listed. The cut is in no list.
+    /// Cuts `bytes` at `start` out of a free range, whose rest stays listed. Returns the cut, which is in no list.
     #[inline(always)]
     pub(super) fn carve(&mut self, at: u32, start: u64, bytes: u64) -> u32 {
         let range = &self.ranges[at as usize];
@@ -292,7 +293,8 @@ impl Offsets {
         largest
     }
 
-    /// Calls `visit` with every range by offset: first offset, bytes, the tag if it is used, whether it is pinned.
+    /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is used, whether it is
+    /// pinned.
     pub(super) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
         let mut at = self.first();
         while at != NONE {

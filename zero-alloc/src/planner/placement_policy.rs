@@ -1,15 +1,15 @@
 //! Placement policies: which of the free ranges holds a request, and at which end of it.
 //!
 //! Programs repeat themselves: if bytes had to be moved in one step, the next step leads to the same move unless
-//! placement changes. So after every compaction at an unchanged peak the planner switches to the next policy of a list;
-//! a policy that suits the program leads to no further compaction, and stays. The first packs `Lifetime::Long` requests
-//! at the low end; the others ignore lifetimes, since hints may be wrong. `Lifetime::Short` has no effect: placing those
-//! requests at the high end moved more bytes. No policy depends on sizes or shapes of a particular program.
+//! placement changes. So after every compaction at an unchanged peak the planner switches to the next policy of a
+//! list; a policy under which the program needs no compaction stays in use. The first packs `Lifetime::Long` requests
+//! at the low end; the others ignore lifetimes, since hints may be wrong. `Lifetime::Short` has no effect: placing
+//! those requests at the high end moved more bytes. No policy depends on sizes or shapes of a particular program.
 
 use super::offsets::{Pick, Side};
 use super::request::{Lifetime, Request};
 
-/// One way of placing.
+/// One way of placing requests without regard to lifetimes.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     /// A request is large if it exceeds the reserved bytes shifted right by this.

@@ -1,4 +1,4 @@
-//! The planner: the offset of every block, and the remedy when a request does not fit.
+//! The planner: it assigns an offset to every block, and finds a remedy when a request does not fit.
 //!
 //! The space grows at its high end, a page at a time, and only while reserved bytes stay within a configured
 //! fraction (the slack) above the peak of live bytes. When a request does not fit and the space may not grow,
@@ -19,7 +19,7 @@ pub struct PlannerConfig {
     pub page_bytes: u64,
     /// The space never grows beyond this.
     pub limit_bytes: u64,
-    /// How much may be reserved above the peak of live bytes, as a fraction of it (0.02 is 2%).
+    /// The fraction by which reserved bytes may exceed the peak of live bytes (0.02 is 2%).
     pub slack: f64,
     /// Whether free pages can be mapped at other addresses (see [`Stitch`]).
     pub stitching: bool,
@@ -106,8 +106,8 @@ impl Planner {
         &self.config
     }
 
-    /// Allocates a range and returns its id and first offset; `None` if it does not fit: then
-    /// [`Planner::find_remedy`] returns what to do.
+    /// Allocates a range and returns its id and first offset; `None` if it does not fit. Then call
+    /// [`Planner::find_remedy`].
     #[inline]
     pub fn allocate(&mut self, request: Request) -> Option<(RangeId, u64)> {
         let free_before = self.space.free_bytes();
@@ -136,7 +136,7 @@ impl Planner {
         (start, bytes)
     }
 
-    /// The remedy for a request that does not fit. Carry it out and retry, until the request fits.
+    /// Returns the remedy for a request that does not fit. Carry it out and retry until the request fits.
     ///
     /// # Errors
     /// Neither growing nor moving helps within the limit.
@@ -147,7 +147,7 @@ impl Planner {
         let live = self.live_bytes().checked_add(wanted).ok_or_else(shortage)?;
         let peak = self.peak_live_bytes.max(live);
         let with_slack = peak.saturating_add((peak as f64 * self.config.slack) as u64) & !(page - 1);
-        // Live bytes need their last page whole, whatever the slack.
+        // Even without slack, live bytes need the whole of their last page.
         let cap = with_slack.max(live.checked_next_multiple_of(page).ok_or_else(shortage)?);
         let limit = self.config.limit_bytes & !(page - 1);
         let cap = cap.min(limit);
@@ -226,7 +226,8 @@ impl Planner {
         compaction::largest_reachable(&self.space, &self.config.cost)
     }
 
-    /// Calls `visit` with every range by offset: first offset, bytes, the tag if it is used, whether it is pinned.
+    /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is used, whether it is
+    /// pinned.
     pub fn for_each_range(&self, visit: impl FnMut(u64, u64, Option<u8>, bool)) {
         self.space.for_each(visit);
     }

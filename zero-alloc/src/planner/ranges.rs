@@ -1,8 +1,8 @@
 //! The ranges of an [`Offsets`] space as two kinds of linked lists: all by offset, the free ones also by size class.
 //!
-//! Links are slot numbers. Slot [`NONE`] is a sentinel: it closes the list by offset to a ring, so that its `above` is
-//! the first range and its `below` the last; its other fields are meaningless. So no link needs a check before it is
-//! followed or written.
+//! Links are slot numbers. Slot [`NONE`] is a sentinel that makes the list by offset a ring: its `above` is the first
+//! range and its `below` the last; its other fields are meaningless. So no link needs a check before it is followed
+//! or written.
 
 use super::offsets::Offsets;
 use super::size_class::{CLASSES, SizeClass};
@@ -14,7 +14,7 @@ pub(super) const NONE: u32 = 0;
 pub(super) enum State {
     Free,
     Used,
-    /// Used, and never moved: its address is known outside.
+    /// Used, and never moved, because its address is in use.
     Pinned,
     /// The slot holds no range.
     Spare,

@@ -5,7 +5,8 @@ use super::{Compaction, Stitch};
 /// The expected lifetime of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Lifetime {
-    /// As long as the model. The first placement policy packs these blocks at the low end; later ones ignore the hint.
+    /// As long as the model. The first placement policy packs these blocks at the low end; later ones ignore the
+    /// hint.
     Long,
     /// Within a step; placed like `Unknown`.
     Short,
@@ -42,7 +43,7 @@ pub const TAGS: usize = 8;
 pub enum Remedy {
     /// Reserve more memory, then call [`Planner::grow`](super::Planner::grow).
     Grow {
-        /// How much; a multiple of the page.
+        /// The number of bytes, a multiple of the page size.
         bytes: u64,
     },
     /// Move used ranges, then call [`Planner::apply`](super::Planner::apply).

@@ -4,11 +4,11 @@ use super::offsets::{Offsets, Pick, Side};
 use super::ranges::{NONE, Range};
 use super::size_class::{STEPS, SizeClass};
 
-/// How many ranges of a class are compared before the search goes on to the next class.
+/// The number of ranges of a class that are compared before the search goes on to the next class.
 const TRIES: usize = 4;
 
 impl Offsets {
-    /// The smallest of the first few that fit in the size's own class, else the first of the next class in use.
+    /// The smallest that fits among the first few of the size's own class, else the first of the next class in use.
     #[inline]
     pub(super) fn find(&self, bytes: u64, align: u64, side: Side) -> Option<u32> {
         let own = self.class_of(bytes);
@@ -47,7 +47,7 @@ impl Offsets {
         best
     }
 
-    /// For alignments above the granule: the first that fits in the smallest class that has one.
+    /// For alignments above the granule: the first that fits, searching from the smallest class up.
     #[cold]
     fn find_aligned(&self, own: SizeClass, bytes: u64, align: u64, side: Side) -> Option<u32> {
         let sure = SizeClass::fitting((bytes + (align - self.granule)) >> self.granule_log2)?;
@@ -84,7 +84,7 @@ impl Offsets {
         None
     }
 
-    /// The highest or the lowest of all that fit.
+    /// The range with the highest or the lowest offset among all that fit.
     pub(super) fn find_by_offset(&self, bytes: u64, align: u64, side: Side, pick: Pick) -> Option<u32> {
         let mut best = NONE;
         let mut best_start = 0;

@@ -7,10 +7,10 @@
 const STEP_BITS: u32 = 5;
 /// Steps per power of two.
 pub(super) const STEPS: usize = 1 << STEP_BITS;
-/// How many classes there can be, rounded up to a power of two.
+/// The number of classes, rounded up to a power of two.
 pub(super) const CLASSES: usize = 64 * STEPS;
 
-/// A class, by number: sizes rise with it.
+/// The number of a class; sizes increase with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SizeClass(pub(super) u16);
 
@@ -21,7 +21,7 @@ const fn shift(granules: u64) -> u32 {
 }
 
 impl SizeClass {
-    /// The class that holds `granules`: the greatest whose smallest size is at most that.
+    /// The class of a size of `granules`: the greatest whose smallest size is at most that.
     #[inline]
     pub(super) const fn holding(granules: u64) -> Self {
         let shift = shift(granules);

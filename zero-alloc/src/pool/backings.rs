@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 
 use crate::device::{Device, DeviceError, Memory};
 
-/// Bounds of the size of a backing for a smaller request.
+/// Bounds of the size of a backing that is larger than its first request.
 const MIN_BYTES: usize = 1 << 20;
 const MAX_AHEAD_BYTES: usize = 256 << 20;
 
@@ -25,7 +25,7 @@ pub(super) struct Backings {
     list: Vec<Backing>,
     bytes: usize,
     allocations: u64,
-    /// A library may know the addresses: no backing is freed before the pool's end.
+    /// Set if a library has the addresses: then no backing is freed before the pool's end.
     registered: bool,
 }
 
@@ -38,8 +38,9 @@ impl Backings {
         self.allocations
     }
 
-    /// Allocates one more backing of at least `bytes`, better a quarter of the present sum, so that their number stays
-    /// small, but within the budget; `None` if `bytes` exceed it. Returns its size; [`Backings::set_start`] must follow.
+    /// Allocates another backing of at least `bytes`. If budget and device allow, its size is at least a quarter of
+    /// the sum of all backings (within bounds), so that their number stays small. Returns its size, or `None` if
+    /// `bytes` exceed the budget; [`Backings::set_start`] must follow.
     pub(super) fn grow(
         &mut self,
         device: &impl Device,
@@ -65,7 +66,7 @@ impl Backings {
         Ok(Some(bytes))
     }
 
-    /// Sets the first offset of the newest backing; offsets rise.
+    /// Sets the first offset of the newest backing, which is above those of the others.
     pub(super) fn set_start(&mut self, start: u64) {
         if let Some(newest) = self.list.last_mut() {
             newest.start = start;
@@ -91,7 +92,7 @@ impl Backings {
         }
     }
 
-    /// Keeps all backings until the pool's end.
+    /// Makes all backings stay until the pool's end.
     pub(super) fn mark_registered(&mut self) {
         self.registered = true;
     }

@@ -1,4 +1,4 @@
-//! A pool whose device fails: order between streams, numbers of errors, contents of other blocks.
+//! A pool whose device fails: the order between streams, the numbers in errors, and the contents of other blocks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ fn allocate_movable<D: Device>(pool: &Pool<D>, bytes: usize, stream: &D::Stream)
 }
 
 fn address(block: &Block<impl Device>) -> usize {
-    // SAFETY: only the address is looked at.
+    // SAFETY: the address is not dereferenced.
     unsafe { block.slice() }.as_ptr().addr()
 }
 
@@ -167,7 +167,7 @@ fn a_half_moved_block_is_lost() {
     pool.check_invariants().expect("sound");
     let error = touch(&blocks[0], &b).expect_err("lost").to_string();
     assert!(error.contains("contents were lost") && error.contains("Copy 3 fails"), "{error}");
-    // Two copies have yet to run; the next user of their bytes waits for them.
+    // Two copies are still pending; the next user of their bytes waits for them.
     let low = allocate(&pool, PAGE, &c);
     assert!(!has_run(&c));
     drop(blocks);

@@ -1,9 +1,9 @@
 //! Hazards: the operations that must have run before another stream may touch free bytes.
 //!
-//! A hazard has the home stream of the block that was freed (everything enqueued there up to
-//! the time of reuse counts) and the recorded uses on other streams. On the home stream itself the order is given; any
-//! other stream waits for events. Allocating bytes removes their hazards: the waits that it enqueued order
-//! everything behind it.
+//! A hazard has the home stream of the freed block (everything enqueued there up to the time of reuse counts) and the
+//! recorded uses on other streams. The home stream needs no wait for its own operations; any other stream waits for
+//! events. Allocating bytes enqueues these waits and removes the hazards, because every later user is ordered behind
+//! the allocation.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::device::{Device, DeviceError, Event, Stream};
 struct Hazard<D: Device> {
     end: u64,
     home: D::Stream,
-    /// By stream id. An event of the home stream here replaces everything enqueued on it.
+    /// Events by stream id. If there is an event of the home stream, only operations up to it count there.
     uses: Vec<(u64, D::Event)>,
 }
 
@@ -29,7 +29,7 @@ impl<D: Device> Hazard<D> {
         self.uses.iter().any(|(id, _)| *id == self.home.id())
     }
 
-    /// All events behind which any stream may use the bytes.
+    /// All events for which a stream must wait before it may use the bytes.
     fn events(&self) -> Result<Vec<D::Event>, DeviceError> {
         let mut events: Vec<_> = self.uses.iter().map(|(_, event)| event.clone()).collect();
         if !self.has_home_event() {
@@ -103,8 +103,8 @@ impl<D: Device> Hazards<D> {
         }
     }
 
-    /// The end of the highest bytes of `range` with pending uses (its start if there are none), and an event behind
-    /// which there are fewer, unless it cannot be recorded.
+    /// Returns the end of the highest part of `range` with pending uses (the start of `range` if no use is pending),
+    /// and one of the events that are pending there; no event if recording it failed.
     pub(super) fn find_pending(&mut self, range: Range<u64>) -> (u64, Option<D::Event>) {
         let starts: Vec<u64> = self.overlapping(&range).map(|(start, _)| start).collect();
         for start in starts {

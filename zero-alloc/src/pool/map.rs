@@ -1,4 +1,4 @@
-//! A map of a pool's memory: which purpose holds which bytes, and where the holes are.
+//! A map of a pool's memory: the purpose of each part, and the holes.
 
 use super::{Pool, Purpose};
 use crate::device::Device;

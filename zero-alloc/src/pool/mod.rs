@@ -3,11 +3,11 @@
 //! A [`Block`] is an owned piece of device memory with a [`Purpose`]. Dropping it frees the memory in stream
 //! order: another stream reuses it behind the uses that [`Block::record_use`] recorded.
 //!
-//! The life of memory here: a **backing** comes from [`Memory::allocate`](crate::device::Memory::allocate) and
-//! is freed when the last handle and block of the pool are dropped. It is a segment of one offset space, which
-//! the [`Planner`] cuts into blocks; if the device has virtual memory, pages mapped in one range of addresses replace
-//! backings. A freed block can be reused at once; what other streams must wait for before they touch it is a **hazard**
-//! of its bytes, kept until they are allocated again.
+//! The life of memory here: a **backing** comes from [`Memory::allocate`](crate::device::Memory::allocate) and is
+//! freed when the last handle and block of the pool are dropped. It is a segment of one offset space, which the
+//! [`Planner`] cuts into blocks; if the device has virtual memory, pages mapped in one range of addresses replace
+//! backings. A freed block can be reused at once; what other streams must wait for before they touch it is a
+//! **hazard** of its bytes, kept until they are allocated again.
 
 mod backings;
 mod block;
@@ -72,8 +72,8 @@ impl<D: Device> fmt::Debug for Pool<D> {
 }
 
 impl<D: Device> Pool<D> {
-    /// A pool that reserves at most `budget_bytes` of the device, rounded up to the device's granularity, and nothing
-    /// before the first block. [`Pool::memory_kind`] returns whether it uses pages.
+    /// A pool that reserves at most `budget_bytes` of the device, rounded up to the device's granularity. It reserves
+    /// nothing before the first block. [`Pool::memory_kind`] returns whether it uses pages.
     pub fn new(device: D, budget_bytes: usize) -> Self {
         let granule = device.granularity_bytes().min(ALIGN_BYTES) as u64;
         let mut config = PlannerConfig {
@@ -119,10 +119,10 @@ impl<D: Device> Pool<D> {
     }
 
     /// Reserves the whole budget as one backing, to be registered with a library, and returns its address and size.
-    /// Idempotent. The pool neither grows nor frees it before its end.
+    /// Idempotent. The pool does not grow, and keeps the backing until its end.
     ///
     /// # Errors
-    /// The pool uses pages or has reserved memory otherwise already; or the device is out of memory.
+    /// The pool uses pages or has already reserved a part of its budget, or the device is out of memory.
     pub fn reserve_budget(&self) -> Result<(*mut u8, usize), AllocError> {
         let Central { device, budget_bytes, state, .. } = &*self.0;
         let refused =
@@ -143,8 +143,8 @@ impl<D: Device> Pool<D> {
         Ok(single.ok_or_else(|| refused("the pool has reserved a part of its budget already"))?)
     }
 
-    /// A block of `len` elements of `dtype`, first used on `stream`; its contents are undefined. Operations enqueued on
-    /// `stream` from now on run after the earlier users of the memory; neither the host nor another stream waits.
+    /// A block of `len` elements of `dtype`, first used on `stream`; its contents are undefined. Operations enqueued
+    /// on `stream` from now on run after the earlier users of the memory; neither the host nor another stream waits.
     ///
     /// # Errors
     /// [`AllocError::OutOfMemory`], or the device failed.
@@ -186,9 +186,9 @@ impl<D: Device> Pool<D> {
         self.0.state.lock().account.reset_peaks();
     }
 
-    /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only [`Movable`] blocks move,
-    /// and only while no [`Movable::with`] runs. Returns the contiguous bytes: fewer than requested if blocks with fixed
-    /// addresses are in the way.
+    /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only [`Movable`] blocks
+    /// move, and only while no [`Movable::with`] runs. Returns the contiguous bytes: fewer than requested if blocks
+    /// with fixed addresses are in the way.
     ///
     /// # Errors
     /// The stream failed.

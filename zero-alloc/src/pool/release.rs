@@ -17,7 +17,7 @@ impl<D: Device> Drop for Central<D> {
             unsafe { release(source, views, &self.device) };
             return;
         }
-        // An operation may drop the last block, and waiting here would block its own stream: another thread waits.
+        // An operation may drop the last block; waiting here would then block its stream. So another thread waits.
         let device = self.device.clone();
         let reaper = std::thread::Builder::new().name("pool reaper".into());
         let _ = reaper.spawn(move || {

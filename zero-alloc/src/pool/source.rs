@@ -9,7 +9,7 @@ use crate::device::{Device, DeviceError, Page, VirtualMemory};
 /// Address space reserved for a pool without a budget.
 const MAX_ADDRESS_BYTES: usize = 1 << 40;
 
-/// One range of addresses, of which pages are mapped to the low part.
+/// One range of addresses, with pages mapped to its low part.
 pub(super) struct Arena {
     base: NonNull<u8>,
     address_bytes: usize,
@@ -34,8 +34,8 @@ impl Arena {
         self.address_bytes
     }
 
-    /// Maps pages to the next `bytes`, whole pages; all of them or none. An out-of-memory error has all of `bytes`,
-    /// though pages are created one by one.
+    /// Maps pages to the next `bytes`, a multiple of the page size; on failure none stays mapped. An out-of-memory
+    /// error reports all of `bytes` as requested, though pages are created one by one.
     pub(super) fn grow(&mut self, memory: &dyn VirtualMemory, bytes: usize) -> Result<(), DeviceError> {
         self.grows += 1;
         let at = self.pages.len();
@@ -73,7 +73,7 @@ impl Arena {
         }
     }
 
-    /// Unmaps and destroys the last `bytes`, whole pages.
+    /// Unmaps and destroys the last `bytes`, a multiple of the page size.
     ///
     /// # Safety
     /// No operation uses them any more, and they are mapped nowhere else.
@@ -88,7 +88,7 @@ impl Arena {
         }
     }
 
-    /// The pages of a range of offsets, whole pages.
+    /// The pages of a range of offsets, which starts and ends at pages.
     pub(super) fn pages(&self, offsets: Range<u64>) -> &[Page] {
         let page = self.page_bytes as u64;
         &self.pages[(offsets.start / page) as usize..(offsets.end / page) as usize]

@@ -38,7 +38,7 @@ impl From<DeviceError> for Failure {
     }
 }
 
-/// The state of a plan when the device refused to enqueue a copy.
+/// The progress of a plan when the device refused to enqueue a copy.
 struct Refused {
     /// The number of moves that were enqueued completely.
     completed: usize,
@@ -207,8 +207,8 @@ impl<D: Device> State<D> {
     /// Carries out a plan by copies on `stream`, ordered behind all earlier uses of the bytes and before all later
     /// uses of the moved blocks.
     ///
-    /// If the device refuses a copy, the moves before it remain valid. A block that is half moved then, or whose later
-    /// uses cannot be ordered behind the copy, is lost: using it is an error.
+    /// If the device refuses a copy, the moves before it remain valid. A block that is half moved then, or whose
+    /// later uses cannot be ordered behind the copy, is lost: using it is an error.
     pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
         // All waits first: if one fails, nothing has moved, and the hazards are unchanged.
         for m in &plan.moves {
@@ -275,8 +275,8 @@ impl<D: Device> State<D> {
         Ok(())
     }
 
-    /// Marks a block's contents as lost: from now on using it is an error. All its earlier uses precede the operations
-    /// that are on `stream` now.
+    /// Marks a block's contents as lost: every later use returns an error. All its earlier uses precede the
+    /// operations that are on `stream` now.
     fn lose(&mut self, range: RangeId, stream: &D::Stream, why: &DeviceError) {
         self.planner.pin(range, true);
         if let Some(moving) = self.movable.get_mut(&range) {

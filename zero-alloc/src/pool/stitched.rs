@@ -1,8 +1,8 @@
 //! Blocks made of free pages from several places, mapped at contiguous addresses.
 //!
 //! The pages stay mapped where they are, too: a stitched block is a second view of them, and its pieces are allocated
-//! from the offset space like any block. When it is freed the view is kept and reused when all its
-//! pieces are free. A view is unmapped only when everything that used it has run.
+//! from the offset space like any block. After the block is freed the view is kept, and reused if all its pieces are
+//! free again. A view is unmapped only when everything that used it has run.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -11,7 +11,7 @@ use super::source::Arena;
 use crate::device::{Device, DeviceError, Event, Stream, VirtualMemory};
 use crate::planner::{Planner, RangeId, Stitch};
 
-/// Kept views beyond this many are unmapped if that is possible without waiting.
+/// The number of kept views above which views are unmapped, if that is possible without waiting.
 pub(super) const KEPT: usize = 64;
 
 struct View<D: Device> {
@@ -21,7 +21,8 @@ struct View<D: Device> {
     pieces: Vec<(u64, u64)>,
     /// The ranges of the pieces while a block uses them.
     ranges: Vec<RangeId>,
-    /// Behind these, nothing uses the view's addresses; `None` if an event of the last user could not be recorded.
+    /// Once these are reached, nothing uses the view's addresses. `None` if an event of the last user could not be
+    /// recorded.
     last_uses: Option<Vec<D::Event>>,
 }
 
@@ -84,7 +85,7 @@ impl<D: Device> Views<D> {
         None
     }
 
-    /// Allocates the pieces of `plan` and maps them; if that fails, nothing has changed.
+    /// Allocates the pieces of `plan` and maps them; on failure nothing is allocated or mapped.
     pub(super) fn allocate_stitched(
         &mut self,
         memory: &dyn VirtualMemory,

@@ -15,20 +15,19 @@ use crate::device::{Device, Event};
 /// The result of one pass over the free end.
 struct Trimmed<D: Device> {
     bytes: usize,
-    /// Behind this event, more can be returned.
+    /// Once this event is reached, more can be returned.
     later: Option<D::Event>,
 }
 
 impl<D: Device> Pool<D> {
     /// Returns the free end of the pool's memory to the device: the free pages above its last block, or the trailing
     /// backings that are entirely free. Waits at most `limit` until everything that used it has run; memory in use
-    /// longer stays, as does the memory of [`Pool::reserve_budget`]. Returns the number of bytes. A user that needs an
-    /// address for longer than its block (a graph that is launched again, a library with which it is registered) keeps
-    /// the block.
+    /// longer stays, as does the memory of [`Pool::reserve_budget`]. Returns the number of bytes. Keep a block for as
+    /// long as anything uses its address (a graph that is launched again, a library with which it is registered).
     ///
-    /// Memory below the last block stays, so [`Pool::compact`] before this returns more if blocks may move. A
-    /// pool reserves memory again when needed, at the cost of the device's calls: this is for memory that another
-    /// library needs, not for every step.
+    /// Memory below the last block stays, so calling [`Pool::compact`] first returns more if blocks may move. Use
+    /// this for memory that another library needs, not in every step: the pool reserves memory again when needed, at
+    /// the cost of the device's calls.
     pub fn trim(&self, limit: Duration) -> usize {
         let start = Instant::now();
         let mut bytes = 0;
@@ -37,7 +36,7 @@ impl<D: Device> Pool<D> {
             bytes += trimmed.bytes;
             let Some(event) = trimmed.later else { return bytes };
             let left = limit.saturating_sub(start.elapsed());
-            // If the event failed, its stream has ended, and so has everything before it.
+            // A failed event counts as reached: everything before it has run or never will.
             if left.is_zero() || event.synchronize(left).is_err() && !event.is_done().unwrap_or(true) {
                 return bytes;
             }

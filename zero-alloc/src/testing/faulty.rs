@@ -37,7 +37,7 @@ struct Plan {
     failing: HashMap<Call, u64>,
 }
 
-/// A wrapper of another device that injects failures. A clone is a handle of the same one.
+/// A wrapper of another device that injects failures. Clones share the planned failures.
 #[derive(Clone, Debug)]
 pub struct Faulty<D> {
     inner: D,

@@ -48,7 +48,7 @@ struct State {
     mapped: BTreeMap<usize, u64>,
 }
 
-/// A device without memory. A clone is a handle of the same one.
+/// A device without memory. Clones refer to the same device.
 #[derive(Clone, Debug)]
 pub struct Simulated {
     host: HostDevice,

@@ -1,5 +1,5 @@
-//! Faults of the device. They are final for the process's context, so each is made in a process of its own: the test
-//! starts itself again.
+//! Faults of the device. A fault is final for the process's context, so the test runs itself again in a child
+//! process.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ use crate::{LIMIT, floats, open, slice};
 
 const IN_CHILD: &str = "ZERO_ALLOC_TEST_FAULT";
 
-/// Runs `test` of this program in another process, which finds [`IN_CHILD`] set.
+/// Runs `test` of this program in a child process, with [`IN_CHILD`] set.
 fn run_in_child(test: &str) {
     let program = std::env::current_exe().expect("this program");
     let run = Command::new(program)
@@ -37,10 +37,10 @@ fn cuda_kernel_fault_is_sticky() {
     let x = floats(&pool, &a, 10, 1.0);
     let before = a.record().expect("recorded");
     before.synchronize(LIMIT).expect("reached");
-    // SAFETY: not memory at all: the fault is what is looked at.
+    // SAFETY: the address is invalid on purpose, and only the device accesses it.
     let nowhere = unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(1 << 60), 10, DType::F32) };
     launch(&function, &a, nowhere, 1.0, 0.0).expect("enqueued");
-    // The fault may be there before the event is, or after it.
+    // The fault may occur before the event is recorded, or after it.
     let after = a.record();
     let error = after.as_ref().map_or_else(Clone::clone, |e| e.synchronize(LIMIT).expect_err("it faulted"));
     let DeviceError::Operation { stream, message, .. } = &error else { panic!("{error}") };
@@ -48,11 +48,11 @@ fn cuda_kernel_fault_is_sticky() {
     assert!(message.contains("CUDA_ERROR_"), "{message}");
     assert_eq!(a.synchronize(LIMIT), Err(error.clone()));
     assert!(after.as_ref().is_ok_and(|e| e.is_done() == Err(error.clone())) || after.is_err());
-    // What was known to have run has run.
+    // An event that was reached before stays reached.
     assert_eq!(before.is_done(), Ok(true));
     // The device is lost for every stream of the process.
     let lost = device.upload(&b, &[0; 40], slice(&x), LIMIT).expect_err("the context is lost");
     assert!(lost.to_string().contains("CUDA_ERROR_"), "{lost}");
-    // Everything goes without hanging or crashing.
+    // Dropping everything neither hangs nor crashes.
     drop((x, pool, before, after, a, b, function, device));
 }

@@ -47,7 +47,7 @@ fn cuda_graph_spans_streams() {
             assert_eq!(fork.is_done(), Ok(false));
             b.wait(&fork)?;
             launch(&function, &b, slice(&x), 1.0, 3.0)?;
-            // The host cannot wait for a stream that was drawn in.
+            // The host cannot wait for a stream that became part of the recording.
             assert!(b.synchronize(LIMIT).is_err());
             let join = b.record()?;
             a.wait(&join)?;
@@ -57,7 +57,7 @@ fn cuda_graph_spans_streams() {
         .expect("recorded");
     graph.launch(&a).expect("enqueued");
     assert_eq!(read(&device, &a, &x), [50.0; 300]);
-    // Points of a recording mean nothing afterwards, and both streams are as before.
+    // After the recording its events have no effect, and both streams work as before.
     let inside = inside.expect("recorded");
     assert_eq!(inside.is_done(), Ok(true));
     b.wait(&inside).expect("nothing to wait for");
@@ -85,10 +85,10 @@ fn failed_cuda_capture_ends() {
         Err(DeviceError::Closed { stream: "mine".into() })
     });
     assert_eq!(failed.expect_err("the closure failed"), DeviceError::Closed { stream: "mine".into() });
-    // A panic ends it, too.
+    // A panic ends the recording, too.
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| stream.capture(|| panic!("mine"))));
     assert!(panicked.is_err());
-    // Refusals are no failures of the stream.
+    // These errors do not poison the stream.
     assert_eq!(read(&device, &stream, &x), [1.0; 10]);
 }
 
@@ -104,7 +104,7 @@ fn failed_cuda_capture_does_not_poison() {
     let refused = stream.capture(|| launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0));
     let error = refused.expect_err("there are no such blocks").to_string();
     assert!(error.starts_with("scale_add on stream a: cuLaunchKernel"), "{error}");
-    // A stream that was drawn in and did not come back is an error too, and both are free again.
+    // It is an error if a stream became part of the recording and was not joined; both streams leave the recording.
     let lost = stream.capture(|| {
         other.wait(&stream.record()?)?;
         launch(&function, &other, slice(&x), 2.0, 0.0)
@@ -134,7 +134,7 @@ fn reached_event_is_skipped_in_cuda_capture() {
     });
     graph.expect("recorded").launch(&a).expect("enqueued");
     assert_eq!(read(&device, &a, &x), [3.0; 10]);
-    // One that is not reached would have to be, at every launch.
+    // A wait for an event that is not reached cannot be recorded.
     let (held, release) = std::sync::mpsc::channel::<()>();
     let wait =
         move || release.recv_timeout(LIMIT).map_err(|e| DeviceError::Driver { call: "hold", message: e.to_string() });

@@ -35,7 +35,7 @@ fn foreign_cuda_stream_is_the_same_stream() {
 fn cuda_default_streams_are_refused() {
     let device = open();
     for raw in [0usize, 1, 2] {
-        // SAFETY: CUDA's own handles of the default streams.
+        // SAFETY: CUDA's handles of the default streams.
         let refused = unsafe { interop::stream_from_raw(&device, std::ptr::without_provenance_mut(raw), "default") };
         let error = refused.expect_err("a default stream").to_string();
         assert!(error.contains("default is a default stream"), "{error}");
@@ -103,7 +103,7 @@ fn foreign_cuda_capture_is_noticed() {
         graph.launch(&ours).expect("enqueued");
         assert_eq!(read(&device, &ours, &x), [expected; 100]);
     }
-    // The points of the recording hold nobody up: neither the next user of the block nor the end of the pool.
+    // Events of the recording delay neither the next user of the block nor the end of the pool.
     let (block, inside) = scratch.expect("recorded");
     assert_eq!(inside.is_done(), Ok(true));
     drop(block);

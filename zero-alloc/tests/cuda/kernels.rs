@@ -8,8 +8,8 @@ use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
 
 use crate::{LIMIT, floats, open, read, slice};
 
-/// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. PTX of the oldest version that knows
-/// sm_50, so that any driver compiles it.
+/// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. An old version of PTX for sm_50, so that
+/// any driver compiles it.
 const PTX: &str = "
 .version 6.0
 .target sm_50
@@ -51,7 +51,7 @@ DONE:
 
 pub(crate) fn scale_add(device: &CudaDevice) -> Function {
     let module = device.load_module(PTX.as_bytes()).expect("it compiles");
-    // The function keeps its module.
+    // The function keeps its module loaded.
     module.function("scale_add").expect("it is there")
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn launch(
     launch_blocks(function, stream, (x, scale, add), 128, 0)
 }
 
-/// The same in blocks of `threads`, each with `shared_bytes` that it does not use.
+/// As [`launch`], in blocks of `threads` threads, each with `shared_bytes` of shared memory that it does not use.
 pub(crate) fn launch_blocks(
     function: &Function,
     stream: &CudaStream,
@@ -127,7 +127,7 @@ fn refused_cuda_launch_poisons_its_stream() {
     let DeviceError::Operation { stream: at, op, message } = &refused else { panic!("{refused}") };
     assert_eq!((at.as_str(), op.as_str()), ("a", "scale_add"));
     assert!(message.starts_with("cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"), "{message}");
-    // Sticky: nothing more runs there.
+    // The error is sticky: later operations return it.
     assert_eq!(launch(&function, &stream, slice(&x), 2.0, 0.0), Err(refused.clone()));
     assert_eq!(device.fill_zero(&stream, slice(&x)), Err(refused.clone()));
     assert_eq!(stream.synchronize(LIMIT), Err(refused));

@@ -1,4 +1,4 @@
-//! Free memory before and after.
+//! Pools and devices leak no device memory.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use zero_alloc::{Pool, Purpose};
 
 use crate::{LIMIT, open};
 
-/// Allocates, frees, stitches and compacts `rounds` times, in pools that come and go.
+/// Allocates, frees, stitches and compacts `rounds` times, with a new pool every 100 rounds.
 fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
     let page = device_page(device);
     for _ in 0..rounds / 100 {
@@ -36,8 +36,8 @@ fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
     }
 }
 
-/// Free bytes, once they reach `enough` or do not change any more: another thread frees a pool whose last operations
-/// have not run.
+/// Returns the free bytes once they reach `enough`, or when the limit passes. It waits because another thread frees a
+/// pool whose last operations have not run.
 fn free_at_rest(device: &CudaDevice, enough: usize) -> usize {
     let start = Instant::now();
     loop {
@@ -83,7 +83,7 @@ fn devices_leak_no_cuda_memory() {
             device.upload(&stream, &vec![1; 1 << 20], unsafe { block.slice() }, LIMIT).expect("uploaded");
         }
     };
-    // This one keeps the primary context.
+    // This device keeps the primary context.
     let device = open();
     rounds(2);
     let before = free_at_rest(&device, usize::MAX);

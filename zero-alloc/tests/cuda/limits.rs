@@ -35,7 +35,7 @@ fn failed_cuda_growth_frees_its_pages() {
     assert!(words.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{words}");
     let (after, _) = device.memory_bytes().expect("a number");
     assert_eq!(after, before);
-    // What lives lives on, and there is room for more.
+    // Live blocks keep their contents, and the pool can still grow.
     assert_eq!(read(&device, &stream, &x), [3.0; 1000]);
     let y = floats(&pool, &stream, 1_000_000, 4.0);
     assert_eq!(read(&device, &stream, &y), vec![4.0; 1_000_000]);
@@ -51,14 +51,14 @@ fn failed_cuda_map_leaves_nothing_mapped() {
     let range = memory.reserve(4 * page).expect("addresses");
     let at = |nth: usize| NonNull::new(range.as_ptr().wrapping_add(nth * page)).expect("in the range");
     let pages: Vec<_> = (0..4).map(|_| memory.create().expect("room")).collect();
-    // Something lies in the way of the third.
+    // A page is already mapped at the third address.
     // SAFETY: reserved, and nothing is mapped there.
     unsafe { memory.map(at(2), &pages[2..3]) }.expect("mapped");
-    // SAFETY: the third page's place is taken, which the driver refuses; that is what is looked at.
+    // SAFETY: the third address has a mapping, which the driver refuses; nothing accesses the range meanwhile.
     let refused = unsafe { memory.map(at(0), &pages) }.expect_err("the third is in the way");
     assert!(refused.to_string().contains("CUDA_ERROR_"), "{refused}");
-    // The first two are not mapped, and the third is as it was.
-    // SAFETY: nothing is mapped there, if all is well; if not, the driver refuses.
+    // The first two addresses have no mapping, and the third has its old one.
+    // SAFETY: nothing is mapped there; otherwise the driver returns an error.
     unsafe { memory.map(at(0), &pages[..2]) }.expect("mapped");
     // SAFETY: three pages are mapped, and one stream does all.
     let three = unsafe { AnySlice::from_raw_parts(range.as_ptr(), 3 * page, DType::U8) };

@@ -1,5 +1,5 @@
-//! Tests of features that only CUDA has: modules, graphs, pinned memory, foreign handles, device times, leaks. Tests of
-//! the device contract are in `suite/conformance`.
+//! Tests of features that only CUDA has: modules, graphs, pinned memory, foreign handles, device times, leaks. Tests
+//! of the device contract are in `suite/conformance`.
 //!
 //! They need a device (`cargo gpu-test`) or the stand-in driver of `integration-tests/stand-ins`.
 
@@ -34,7 +34,7 @@ fn floats(pool: &Pool<CudaDevice>, stream: &CudaStream, len: usize, value: f32) 
 }
 
 fn slice(block: &Block<CudaDevice>) -> AnySlice {
-    // SAFETY: the tests keep their blocks until all that uses them has run, and order it by streams and events.
+    // SAFETY: the tests keep their blocks until all uses have run, and order them by streams and events.
     unsafe { block.slice() }
 }
 

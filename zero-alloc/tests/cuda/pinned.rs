@@ -16,7 +16,7 @@ fn cuda_copies_from_and_to_pinned_memory() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let x = floats(&pool, &stream, 1000, 2.5);
     let ptr = memory.allocate(4000).expect("pinned memory");
-    // SAFETY: it lives until the end of the test; the two sides wait for each other below.
+    // SAFETY: the memory lives until the end of the test; host and device wait for each other below.
     let on_host = unsafe { AnySlice::from_raw_parts(ptr.as_ptr(), 1000, DType::F32) };
     device.copy(&stream, slice(&x), on_host).expect("enqueued");
     stream.synchronize(LIMIT).expect("ran");

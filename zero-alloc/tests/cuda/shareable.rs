@@ -5,7 +5,7 @@ use zero_alloc::{AllocError, Pool, Purpose};
 
 use crate::{floats, open, read, slice};
 
-/// The error of sharing this memory.
+/// The error of `shareable_allocation` for this memory.
 fn refusal(memory: AnySlice) -> String {
     open().shareable_allocation(memory).expect_err("not to be shared").to_string()
 }
@@ -21,7 +21,7 @@ fn shareable_cuda_budget_is_one_allocation() {
     let (start, bytes) = pool.reserve_budget().expect("one backing");
     assert_eq!(bytes, 3 * granularity);
     assert_eq!(pool.reserve_budget().expect("the same"), (start, bytes));
-    // Every block of the pool is in it.
+    // Every block of the pool is in this allocation.
     let (x, y) = (floats(&pool, &stream, 100_000, 1.0), floats(&pool, &stream, 1_000_000, 2.0));
     for block in [&x, &y] {
         assert_eq!(device.shareable_allocation(slice(block)).expect("of the pool"), (start, bytes));
@@ -50,7 +50,7 @@ fn private_cuda_memory_is_not_shareable() {
     assert!(refusal(slice(&large)).contains("more than one allocation"), "{}", refusal(slice(&large)));
     let plain = Pool::new(device.clone().with_backings(), 1 << 20);
     let block = floats(&plain, &stream, 100, 1.0);
-    // The driver determines which of the two.
+    // Which of the two errors depends on the driver.
     let why = refusal(slice(&block));
     assert!(["no shareable handle", "for this process alone"].iter().any(|w| why.contains(w)), "{why}");
 }

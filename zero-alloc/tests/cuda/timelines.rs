@@ -1,4 +1,4 @@
-//! When operations ran, measured on the device.
+//! Times of operations, measured on the device.
 
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
@@ -26,7 +26,7 @@ fn cuda_timeline_shows_operations() {
     let uploaded = timeline.take();
     assert_eq!(&*find(&uploaded, "upload").stream, "a");
 
-    // Whether the operation runs, and whether it may end.
+    // Two flags: the operation runs; it may end.
     let gate = std::sync::Arc::new(Monitor::new((false, false)));
     let held = std::sync::Arc::clone(&gate);
     let op = move || {
@@ -37,7 +37,7 @@ fn cuda_timeline_shows_operations() {
     b.wait(&a.record().expect("recorded")).expect("enqueued");
     b.labelled("adam", || launch(&function, &b, slice(&x), 2.0, 0.0)).expect("enqueued");
     device.fill_zero(&b, slice(&x)).expect("enqueued");
-    // Nothing of it has run, and the timeline says so without waiting.
+    // No operation has ended, and reading the timeline does not wait.
     assert!(timeline.spans().is_empty(), "{:?}", timeline.spans());
     gate.wait_until(LIMIT, || "the device".into(), |(runs, _)| runs.then_some(())).expect("it runs");
     let held_for = std::time::Duration::from_millis(30);
@@ -51,7 +51,7 @@ fn cuda_timeline_shows_operations() {
     let (hold, wait, adam, zero) =
         (find(&spans, "hold"), find(&spans, "wait"), find(&spans, "adam"), find(&spans, "fill_zero"));
     assert_eq!([&*hold.stream, &*wait.stream, &*adam.stream, &*zero.stream], ["a", "b", "b", "b"]);
-    // All on the device's own clock, of which this is more than the resolution.
+    // Above the resolution of the device's clock.
     let slack = std::time::Duration::from_millis(1);
     assert!(hold.end - hold.start + slack > held_for && hold.end < wait.end + slack, "{spans:?}");
     assert!(wait.end <= adam.start && adam.start < adam.end && adam.end <= zero.start, "{spans:?}");
@@ -92,7 +92,7 @@ fn cuda_times_stay_exact_for_seconds() {
     }
     let spans: Vec<_> = timeline.take().into_iter().filter(|span| span.label == "fill_zero").collect();
     assert_eq!(spans.len(), known.len());
-    // A busy host sets the clocks against each other badly; an anchor that is wrong is off by a second.
+    // On a busy host the clocks are related imprecisely; a wrong anchor would be off by a second.
     let slack = std::time::Duration::from_millis(500);
     for (span, (before, after)) in spans.iter().zip(known) {
         assert!(before < span.start + slack && span.end < after + slack, "{before:?} {span:?} {after:?}");

@@ -1,4 +1,4 @@
-//! Compaction, stitching and failures through the pool: contents survive, fixed blocks keep their addresses, nothing
+//! Compaction, stitching and failures of a pool: contents survive, fixed blocks keep their addresses, and nothing
 //! leaks.
 #![cfg(not(miri))]
 
@@ -40,7 +40,7 @@ fn check(device: &HostDevice, stream: &HostStream, block: &Block<HostDevice>, va
 }
 
 fn address(block: &Block<impl Device>) -> usize {
-    // SAFETY: only the address is looked at.
+    // SAFETY: the address is not dereferenced.
     unsafe { block.slice() }.as_ptr().addr()
 }
 
@@ -203,7 +203,7 @@ fn stitching_moves_nothing() {
     blocks.iter_mut().step_by(2).for_each(|block| *block = None);
     let mut mapped = 0;
     for round in 0..5u8 {
-        // Eight pages are free, no two of them neighbours.
+        // Eight pages are free, and no two of them are adjacent.
         let large = pool.allocate(8 * PAGE, DType::U8, Purpose::Activations, &stream).expect("stitched");
         fill(&device, &stream, &large, 100 + round);
         check(&device, &stream, &large, 100 + round);
@@ -289,7 +289,7 @@ fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// A program that grows, fragments, stitches and compacts. Errors are allowed, leaks and mistakes are not.
+/// Grows, fragments, stitches and compacts a pool. Returns the last error; its callers check for leaks.
 fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device.clone(), 64 * page);
@@ -372,11 +372,11 @@ fn nothing_leaks_after_failures() {
     }
 }
 
-/// Whether a failure of the call reaches the caller.
+/// Whether a failure of the call must reach the caller.
 fn device_makes(call: Call, virtual_memory: bool) -> bool {
     match call {
         Call::Allocate => !virtual_memory,
-        // Without addresses a pool falls back to backings, and without pages to reserved memory.
+        // If no addresses can be reserved, a pool uses backings; if no page can be created, it uses reserved memory.
         Call::Reserve | Call::Create | Call::Map => false,
         Call::Copy | Call::Record | Call::Wait => false,
         Call::CreateStream => true,

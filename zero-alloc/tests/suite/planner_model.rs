@@ -1,4 +1,4 @@
-//! The planner against a naive reference, on random programs, with contents checked after every compaction.
+//! The planner compared with a naive reference on random programs; contents are checked after every compaction.
 //!
 //! `ZERO_ALLOC_MODEL_OPS` sets the number of operations of the random program.
 
@@ -23,7 +23,7 @@ fn config(limit_bytes: u64, slack: f64) -> PlannerConfig {
     }
 }
 
-/// A planner, and the reference: which range holds which bytes, and the bytes written there.
+/// A planner, and the reference: the ranges, and the bytes written there.
 struct Model {
     planner: Planner,
     memory: Vec<u8>,
@@ -146,7 +146,7 @@ fn random_programs_agree_with_the_reference() {
         let limit = if round % 2 == 0 { 1 << 40 } else { 16 << 10 };
         let mut model = Model::new(config(limit, [0.0, 0.02, 0.3][round % 3]));
         for _ in 0..model_ops() / rounds {
-            // Growing and shrinking phases, so that holes of all sizes appear.
+            // Phases that grow and shrink make holes of all sizes.
             let filling = model.planner.live_bytes() < random.below(30_000);
             if filling {
                 let request = random_request(&mut random);
@@ -227,7 +227,7 @@ proptest! {
 
     #[test]
     fn compaction_reaches_the_bound(steps in steps()) {
-        // Without alignment above the granule and pinned ranges, all that is free becomes contiguous.
+        // If no range is pinned or aligned above the granule, all free bytes become contiguous.
         let mut model = Model::new(config(1 << 40, 0.5));
         let plain: Vec<_> = steps.iter().map(|step| match *step {
             Step::Allocate(bytes, _, lifetime) => Step::Allocate(bytes, 0, lifetime),
@@ -309,7 +309,7 @@ fn a_small_range_between_two_holes_is_evicted() {
     for id in [low, high, hole] {
         planner.free(id);
     }
-    // 16 pages are free left and right of one used page; moving that page away opens all 17.
+    // One used page divides 16 free pages; moving it opens all 17.
     let plan = planner.plan_compaction(17 * PAGE, 1).expect("allocated");
     assert_eq!(plan.moved_bytes(), PAGE);
     planner.apply(&plan);

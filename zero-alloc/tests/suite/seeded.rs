@@ -1,4 +1,4 @@
-//! The seeded scheduler: every legal order, the same for the same seed, and mistakes caught and named.
+//! The seeded scheduler: the seed determines the order, and violations are found and named.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -8,13 +8,13 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Even
 use zero_alloc::host::{HostDevice, HostStream, Monitor, ViolationKind};
 use zero_alloc::{Block, Pool, Purpose};
 
-/// Under Miri everything takes long.
+/// Miri is slow.
 const LIMIT: Duration = Duration::from_secs(if cfg!(miri) { 3600 } else { 60 });
 const SEEDS: u64 = if cfg!(miri) { 5 } else { 1000 };
 
 fn slice(block: &Block<HostDevice>) -> AnySlice {
-    // SAFETY: the tests order accesses by streams and events; where they do not, the scheduler runs one
-    // operation at a time and refuses what is out of order.
+    // SAFETY: the tests order accesses by streams and events. In tests that do not, the scheduler runs one operation
+    // at a time, so that accesses do not overlap.
     unsafe { block.slice() }
 }
 
@@ -98,7 +98,7 @@ fn missing_wait_is_found_in_any_order() {
         let Setup { device, pool, compute, comm } = setup(seed);
         let block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
         write(&compute, f32s(&block), 1.0);
-        // Here comm should wait for compute.
+        // Missing: a wait of comm for compute.
         write(&comm, f32s(&block), 2.0);
         let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
         let Some(DeviceError::Operation { op, message, .. }) = results.iter().find_map(|r| r.clone().err()) else {
@@ -126,7 +126,7 @@ fn event_order_is_no_violation() {
         }
         block.record_use(&comm).expect("recorded");
         drop(block);
-        // The same memory, on the other stream, behind both.
+        // The same memory, on the other stream.
         let block = pool.allocate(64, DType::F32, Purpose::Buckets, &comm).expect("room");
         write(&comm, f32s(&block), 9.0);
         comm.synchronize(LIMIT).expect("sound");
@@ -163,21 +163,21 @@ fn unrecorded_use_of_a_freed_block_is_found() {
         write(&compute, f32s(&block), 1.0);
         comm.wait(&compute.record().expect("recorded")).expect("enqueued");
         read(&comm, f32s(&block), 1.0);
-        // Here record_use(&comm) is missing.
+        // Missing: record_use(&comm).
         drop(block);
         let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
         let error = results.iter().find_map(|r| r.clone().err()).expect("caught").to_string();
         assert!(error.contains("Activations") && error.contains("stream comm"), "{error}");
         kinds.insert(format!("{:?}", device.violations()[0].kind));
     }
-    // The read runs before the block's end, or after it.
+    // The read runs before the free or after it.
     if !cfg!(miri) {
         assert_eq!(kinds.into_iter().collect::<Vec<_>>(), ["UnnotedUse", "UseAfterFree"]);
     }
 }
 
-/// An exchange like a collective's: each side shows its buffer, reads the other's, and, where it is careful, stays
-/// until the other has read.
+/// An exchange as in a collective: each side reads the other's buffer. If `careful`, each waits until the other has
+/// read before it continues.
 fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
     let Setup { device, pool, compute, comm } = setup(seed);
     let monitor = Arc::new(Monitor::new((0, 0)));
@@ -220,7 +220,7 @@ fn monitors_order_operations() {
 
 #[test]
 fn leaving_a_monitor_early_is_found() {
-    // A rank that leaves before the other has read, and writes: in some orders the reader comes after.
+    // A rank that does not wait for the reader overwrites the buffer before the read in some orders.
     let caught = (0..SEEDS).filter(|seed| !exchange(*seed, false).is_empty()).count() as u64;
     assert!(caught > SEEDS / 8, "caught with {caught} of {SEEDS} seeds");
 }

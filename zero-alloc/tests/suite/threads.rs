@@ -44,7 +44,7 @@ fn threads_share_a_pool() {
                     let purpose = Purpose::ALL[(random >> 20) as usize % 6];
                     if random >> 63 == 0 {
                         let block = pool.allocate(bytes, DType::U8, purpose, &stream).expect("allocated");
-                        // SAFETY: the home stream does all, so the order is given.
+                        // SAFETY: only the home stream uses the block, in order.
                         let slice = unsafe { block.slice() };
                         write_and_check(&stream, slice, thread * 31 + round).expect("enqueued");
                         held.push(block);

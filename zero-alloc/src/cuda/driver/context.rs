@@ -19,7 +19,7 @@ pub(crate) struct Context {
     driver: &'static Driver,
     raw: sys::CUcontext,
     pub(super) device: sys::CUdevice,
-    /// The primary context, which this retains; otherwise a foreign context, which outlives this.
+    /// True for the primary context, which this retains; false for a foreign context, which outlives this.
     retained: bool,
     /// Unused events, without and with timing.
     pub(super) spare: [Mutex<Vec<Spare>>; 2],
@@ -111,7 +111,7 @@ impl Drop for Context {
             unsafe { (self.driver.table.cuEventDestroy_v2)(spare.0) };
         }
         if self.retained {
-            // SAFETY: retained once by `primary`; everything made in it is gone, since it holds the context alive.
+            // SAFETY: retained once by `primary`; everything made in it is dropped, since it keeps this alive.
             unsafe { (self.driver.table.cuDevicePrimaryCtxRelease_v2)(self.device) };
         }
     }

@@ -59,7 +59,7 @@ impl Context {
         }
     }
 
-    /// The recommended granularity of such memory in bytes; a power of two.
+    /// The recommended granularity, in bytes, of memory with these properties; a power of two.
     pub(super) fn granularity_bytes(&self, properties: &PageProperties) -> Result<usize, DeviceError> {
         let (driver, mut bytes) = (self.bind()?, 0);
         let recommended = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
@@ -90,7 +90,7 @@ impl Context {
         address("cuMemAddressReserve", base)
     }
 
-    /// Lets the device read and write the mapped range.
+    /// Allows the device to read and write the mapped range.
     ///
     /// # Safety
     /// The range is mapped.
@@ -101,7 +101,7 @@ impl Context {
     }
 }
 
-// The next three structs have the layout of NVIDIA's headers. cudarc's versions change with the toolkit's version.
+// The next three structs have the layout of NVIDIA's headers. cudarc's definitions differ between toolkit versions.
 
 #[repr(C)]
 pub(super) struct Location {
@@ -170,7 +170,7 @@ impl PageProperties {
 }
 
 impl Access {
-    /// Reading and writing by the context's device.
+    /// Read and write access for the context's device.
     fn whole(context: &Context) -> Self {
         Self { location: Location::of(context), flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE }
     }

@@ -1,8 +1,8 @@
 //! The driver API; no other module calls it. The types here own their handles. They are safe to use from the rest of
 //! the back end, except where a `# Safety` section states conditions.
 //!
-//! Two facts of CUDA are the basis of most proofs below: any thread may use any handle, and the driver checks arguments
-//! other than pointers itself.
+//! Two facts of CUDA are the basis of most proofs below: any thread may use any handle, and the driver checks
+//! arguments other than pointers itself.
 
 /// Calls a function of the driver by name. Its error names the function.
 macro_rules! call {
@@ -107,11 +107,11 @@ impl Driver {
         if code == NOT_READY { Ok(false) } else { self.check(call, code).map(|()| true) }
     }
 
-    /// The error for a code, with CUDA's name and text of it.
+    /// The error for a code, with CUDA's name and description of it.
     fn error(&self, call: &'static str, code: c_int) -> DeviceError {
         let name = self.text(self.table.cuGetErrorName, code).unwrap_or_else(|| format!("error {code}"));
         let text = self.text(self.table.cuGetErrorString, code).unwrap_or_else(|| "no text".to_owned());
-        // Functions whose exported name has a version are known without it.
+        // Omits the version suffix of exported names, as CUDA's documentation does.
         DeviceError::Driver { call: call.trim_end_matches("_v2"), message: format!("{name}: {text}") }
     }
 

@@ -26,7 +26,7 @@ impl Code {
     pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, DeviceError> {
         let call = "cuModuleLoadData";
         let refused = |message: &str| Err(DeviceError::Driver { call, message: message.to_owned() });
-        // The driver receives an address without a length: machine code has its length inside, PTX ends in a zero byte.
+        // The driver receives an address without a length: machine code contains its length, PTX ends in a zero byte.
         let machine_code = image.starts_with(b"\x7fELF") || image.starts_with(&0xba55_ed50u32.to_le_bytes());
         if image.len() < 4 {
             return refused("the image is neither machine code nor PTX");
@@ -127,8 +127,8 @@ impl Entry {
         let driver = self.code.context.bind()?;
         let ([gx, gy, gz], [bx, by, bz], launch) = (grid, block, driver.table.cuLaunchKernel);
         let (args, none) = (args.as_mut_ptr(), std::ptr::null_mut());
-        // SAFETY: kernel and stream are live; the rest is the caller's promise. The arguments are read before the call
-        // returns.
+        // SAFETY: kernel and stream are live; the rest is the caller's promise. The arguments are read before the
+        // call returns.
         let code = unsafe { launch(self.raw, gx, gy, gz, bx, by, bz, shared_bytes, queue.raw(), args, none) };
         driver.check("cuLaunchKernel", code)
     }

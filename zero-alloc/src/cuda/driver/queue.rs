@@ -74,11 +74,11 @@ impl Queue {
     /// Makes everything enqueued from now on wait for `point`.
     pub(crate) fn wait(&self, point: &Point) -> Result<(), DeviceError> {
         let driver = self.context.bind()?;
-        // SAFETY: event and stream are live; the driver keeps what it needs of the event.
+        // SAFETY: event and stream are live; the event may be reused or destroyed before the wait is over.
         unsafe { call!(driver, cuStreamWaitEvent(self.raw, point.raw, 0)) }
     }
 
-    /// Enqueues a copy between any of device memory and pinned host memory, of the length of the shorter slice.
+    /// Enqueues a copy of the length of the shorter slice. Each side is device memory or pinned host memory.
     pub(crate) fn copy(&self, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         let bytes = src.len_bytes().min(dst.len_bytes());
         if bytes == 0 {
@@ -220,8 +220,8 @@ impl Point {
         if code == CAPTURED_EVENT { Ok(false) } else { driver.check_ready("cuEventQuery", code) }
     }
 
-    /// Milliseconds from `earlier` to this point, with a resolution of about half a microsecond. Both points are reached
-    /// and have timing.
+    /// Milliseconds from `earlier` to this point, with a resolution of about half a microsecond. Both points are
+    /// reached and have timing.
     pub(crate) fn since_ms(&self, earlier: &Self) -> Result<f32, DeviceError> {
         let (driver, mut ms) = (self.context.bind()?, 0.0);
         // SAFETY: both events are live; writes one number.
@@ -253,7 +253,8 @@ unsafe impl Sync for Recording {}
 impl Recording {
     pub(crate) fn launch(&self, queue: &Queue) -> Result<(), DeviceError> {
         let driver = self.context.bind()?;
-        // SAFETY: graph and stream are live. The recording caller promised valid memory for its operations.
+        // SAFETY: graph and stream are live. Callers promised memory that is valid for every use of the recorded
+        // operations.
         unsafe { call!(driver, cuGraphLaunch(self.raw, queue.raw)) }
     }
 }

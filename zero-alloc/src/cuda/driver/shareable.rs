@@ -1,5 +1,5 @@
-//! Memory that other processes can open. Each allocation is one handle of the driver, mapped whole into its own address
-//! range.
+//! Memory that other processes can open. Each allocation is one handle of the driver, mapped whole into its own
+//! address range.
 
 use std::ffi::c_uint;
 use std::mem::MaybeUninit;
@@ -72,8 +72,8 @@ impl Shareable {
         mapped
     }
 
-    /// Creates one handle of `bytes` bytes with all handle types that the driver supports. Only trying shows whether it
-    /// supports the second: a machine may have the hardware without the permission.
+    /// Creates one handle of `bytes` bytes with all handle types that the driver supports. Only an attempt shows
+    /// whether it supports fabric handles: a machine may have the hardware without the permission.
     fn create(&self, bytes: usize) -> Result<sys::CUmemGenericAllocationHandle, DeviceError> {
         let create = |handles| self.context.create(bytes, &PageProperties::new(&self.context, handles)?);
         let handles = self.handles.load(Ordering::Relaxed);

@@ -1,9 +1,9 @@
 //! The driver's functions, found by name.
 //!
-//! The types are cudarc's, generated from NVIDIA's headers. Its functions are not used, for three reasons: they panic if
-//! the library or a function is missing; they return codes as a Rust enum, which has no value for codes of newer drivers;
-//! and they search for `libcuda.so` before `libcuda.so.1`, so that they may load the toolkit's stub. A compile-time
-//! check compares the parameters of each function here with cudarc's.
+//! The types are cudarc's, generated from NVIDIA's headers. Its functions are not used, for three reasons: they panic
+//! if the library or a function is missing; they return codes as a Rust enum, which has no value for codes of newer
+//! drivers; and they search for `libcuda.so` before `libcuda.so.1`, so that they may load the toolkit's stub. A
+//! compile-time check compares the parameters of each function here with cudarc's.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -35,7 +35,7 @@ macro_rules! table {
             /// Names the first function that `library` lacks.
             #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all fields")]
             pub(super) fn load(library: &Library) -> Result<Self, MissingFunction> {
-                // SAFETY: each field has the signature that NVIDIA's headers give the function.
+                // SAFETY: each field has the function's signature in NVIDIA's headers.
                 unsafe {
                     Ok(Self {
                         $($symbol: library.function(stringify!($symbol))?,)*

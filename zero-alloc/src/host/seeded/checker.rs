@@ -1,6 +1,6 @@
 //! Finds races and uses after free.
 //!
-//! For every byte it keeps the block, the last write, and the reads since. Two accesses, one of them a write, must be
+//! It keeps the block, the last write, and the reads since of every byte. Two accesses, one of them a write, must be
 //! ordered by streams, events, monitors or the host; an access must be ordered before the block is freed.
 
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ pub enum ViolationKind {
     UnnotedUse,
 }
 
-/// A mistake in the use of streams, found by the seeded scheduler.
+/// An error in the use of streams, found by the seeded scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation {
     /// The kind.
@@ -67,7 +67,7 @@ pub(super) struct Access {
     pub(super) sequence: u64,
     pub(super) name: Arc<str>,
     pub(super) label: &'static str,
-    /// The operation has passed a monitor, so that the order may follow from other streams' operations.
+    /// The operation has changed or passed a monitor, so that its order may follow from other streams' operations.
     pub(super) synchronized: bool,
 }
 
@@ -106,7 +106,8 @@ impl Checker {
         });
     }
 
-    /// Records that a block was freed. `allowed`: operations that may still use it; `host`: those the host waited for.
+    /// Records that a block was freed. `allowed`: operations that may still use it; `host`: those the host waited
+    /// for.
     pub(super) fn free(
         &mut self,
         range: Range<usize>,

@@ -1,6 +1,6 @@
 //! Vector clocks.
 
-/// For each stream of a scheduler, the time up to which its operations are ordered before. Missing entries are 0.
+/// For each stream of a scheduler, the time of its last operation that is ordered before. Missing entries are 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::host) struct Clock(Vec<u64>);
 

@@ -11,9 +11,9 @@ pub(super) struct Current {
     scheduler: Scheduler,
     stream: usize,
     label: &'static str,
-    /// It has changed or passed a monitor.
+    /// The operation has changed or passed a monitor.
     synchronized: Cell<bool>,
-    /// All its accesses were ordered so far.
+    /// All accesses of the operation so far were ordered.
     sound: Cell<bool>,
 }
 
@@ -52,7 +52,7 @@ pub(in crate::host) fn in_operation() -> bool {
     CURRENT.with_borrow(Option::is_some)
 }
 
-/// The current operation changes a monitor: joins its clock with the monitor's, both ways.
+/// Called before the current operation changes a monitor. Joins the clocks of the operation's stream and the monitor.
 pub(in crate::host) fn release(clock: &mut Option<Clock>) {
     let Some(current) = get() else { return };
     current.synchronized.set(true);
@@ -62,11 +62,11 @@ pub(in crate::host) fn release(clock: &mut Option<Clock>) {
         stream.clock.join(clock);
     }
     clock.get_or_insert_default().join(&stream.clock);
-    // Later accesses of the operation are not ordered before those who pass the monitor.
+    // Later accesses of the operation are not ordered before operations that pass the monitor.
     stream.tick(current.stream);
 }
 
-/// The current operation passes a monitor: joins the monitor's clock into its own.
+/// Called when the current operation passes a monitor. Joins the monitor's clock into that of the operation's stream.
 pub(in crate::host) fn acquire(clock: Option<&Clock>) {
     let Some(current) = get() else { return };
     current.synchronized.set(true);

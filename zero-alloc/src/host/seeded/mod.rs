@@ -1,13 +1,13 @@
 //! The seeded scheduler: streams whose operations interleave in an order that follows from a seed.
 //!
-//! One thing runs at a time, a host thread or one operation. Whenever the host enqueues or waits, the seed selects the
+//! Either a host thread or one operation runs at a time. Whenever the host enqueues or waits, the seed selects the
 //! operations that run. An operation that waits in a [`Monitor`](super::Monitor) lets others run. So every order that
-//! streams and events allow can occur, and the same seed repeats it, as long as one host thread enqueues; with several
-//! host threads, their timing is part of the order.
+//! streams and events allow can occur. The same seed repeats an order if only one host thread enqueues; with several
+//! host threads, the order also depends on their timing.
 //!
 //! A [checker](checker) sees accesses through [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
-//! `as_host_mut`, and the order given by streams, events, monitors and the host. An operation with an unordered access
-//! fails; its error names the block, the operations and their streams.
+//! `as_host_mut`, and knows the order by streams, events, monitors and the host. An operation with an unordered
+//! access fails; its error names the block, the operations and their streams.
 
 mod checker;
 mod clock;
@@ -42,7 +42,7 @@ pub(super) fn progress() -> u64 {
     PROGRESS.load(Ordering::Relaxed)
 }
 
-/// A scheduler; a clone is a handle of the same one.
+/// A handle of a scheduler.
 #[derive(Clone)]
 pub(super) struct Scheduler(Arc<Shared>);
 
@@ -66,7 +66,7 @@ struct Entry {
     item: Item,
     /// Its number in the queue.
     sequence: u64,
-    /// The host's clock when it enqueued this.
+    /// The host's clock when it was enqueued.
     host: Clock,
 }
 
@@ -77,7 +77,7 @@ struct StreamState {
     failed: Option<DeviceError>,
     /// The operation that the stream's thread runs next.
     next: Option<(&'static str, Op)>,
-    /// Its number in the queue.
+    /// The number of the current item in the queue.
     sequence: u64,
     /// Set while the operation waits in a monitor: the progress at that time, and the deadline.
     blocked: Option<(u64, Option<Instant>)>,
@@ -112,8 +112,8 @@ impl Scheduler {
         self.0.state.lock().violations.clone()
     }
 
-    /// Runs streams until `done`, for at most `steps` steps and until `deadline`; returns whether `done` holds. Without
-    /// a deadline it also returns when no stream can run.
+    /// Runs streams until `done`, for at most `steps` steps and until `deadline`; returns whether `done` holds.
+    /// Without a deadline it also returns when no stream can run.
     fn drive(&self, mut steps: usize, deadline: Option<Instant>, done: impl Fn(&State) -> bool) -> bool {
         if in_operation() {
             return false;

@@ -41,7 +41,7 @@ impl Mark {
 
     /// Runs streams until the event is reached or the limit passes.
     pub(in crate::host) fn wait(&self, event: &HostEvent, limit: Duration) {
-        // An hour stands for a limit that the clock cannot represent.
+        // An hour replaces a limit that the clock cannot represent.
         let deadline = Instant::now().checked_add(limit).or(Instant::now().checked_add(Duration::from_secs(3600)));
         self.drive(usize::MAX, deadline, event);
     }

@@ -2,21 +2,21 @@
 
 use super::{Compaction, CostModel, Part, RangeSnapshot, Relocation, Window, remove_cheapest};
 
-/// How many of the cheapest windows are tried.
+/// The number of windows that are tried, cheapest first.
 const TRIES: usize = 16;
 
-/// The first plan among the cheapest windows that cost less than `limit_ns`.
+/// The first plan found for one of the cheapest windows that cost less than `limit_ns`.
 pub(super) fn plan(snapshot: &RangeSnapshot, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
     let mut windows = windows(snapshot, wanted, cost, limit_ns);
     let tries = std::iter::from_fn(|| remove_cheapest(&mut windows)).take(TRIES);
     tries.filter_map(|window| empty(snapshot, &window)).next()
 }
 
-/// For each range that may be the last of a window, the shortest window with it.
+/// For each range that may be the last of a window, windows that end with it, down to the shortest.
 fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel, limit_ns: f64) -> Vec<Window<'a>> {
     let mut windows = Vec::with_capacity(64);
     for row in snapshot.rows() {
-        // In the window: used bytes, used ranges.
+        // Counts of the window: used bytes, used ranges.
         let (mut first, mut used, mut ranges) = (0, 0u64, 0u64);
         for (last, part) in row.iter().enumerate() {
             if !part.free {

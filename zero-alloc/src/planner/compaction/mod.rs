@@ -1,7 +1,7 @@
-//! Compaction: which used ranges to move so that a contiguous free range of a given size appears.
+//! Compaction: chooses used ranges to move so that a contiguous free range of a given size appears.
 //!
 //! Two kinds of plan are compared by modelled cost. **Sliding** packs the used ranges of a window of
-//! neighbours towards its low end, and the window's holes become one. **Evicting** empties a window by moving
+//! neighbours at its low end, so that the window's holes become one. **Evicting** empties a window by moving
 //! its used ranges into holes elsewhere, which can be cheaper when a small range divides two large holes.
 //! Sliding alone reaches the bound: without pinned ranges, all free bytes of a segment can be made contiguous.
 //!
@@ -44,7 +44,8 @@ impl Relocation {
         let distance = from.abs_diff(to).max(1);
         let pieces = bytes.div_ceil(distance);
         (0..pieces).map(move |i| {
-            // Down from the low end, up from the high end: a copy never overwrites a piece that is still to be copied.
+            // Downward moves start at the low end, upward moves at the high end, so that no copy overwrites a piece
+            // that is still to be copied.
             let piece = if to < from { i } else { pieces - 1 - i };
             let at = piece * distance;
             (from + at, to + at, distance.min(bytes - at))

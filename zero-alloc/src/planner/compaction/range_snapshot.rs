@@ -1,6 +1,6 @@
 //! A snapshot of a space's ranges in flat arrays, from which plans are made.
 //!
-//! A plan visits every range several times, and following a linked list by offset would wait for each link.
+//! A plan visits every range several times, and following a linked list would wait for memory at each link.
 
 use super::super::ranges::{NONE, State};
 use super::{Offsets, RangeId};

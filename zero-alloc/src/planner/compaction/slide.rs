@@ -1,4 +1,4 @@
-//! Sliding: the used ranges of a window are packed towards its low end, and its holes become one.
+//! Sliding: the used ranges of a window are packed at its low end, so that its holes become one.
 
 use super::super::ranges::NONE;
 use super::{Compaction, CostModel, Part, RangeSnapshot, Relocation, Window, remove_cheapest};
@@ -24,7 +24,7 @@ pub(super) fn cheapest<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &Cost
 fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
     let mut windows = Vec::with_capacity(snapshot.holes().len());
     for row in snapshot.rows() {
-        // In the window: free bytes, used bytes, used ranges.
+        // Counts of the window: free bytes, used bytes, used ranges.
         let (mut first, mut free, mut used, mut ranges) = (0, 0u64, 0u64, 0u64);
         for (last, part) in row.iter().enumerate() {
             if !part.free {
@@ -35,7 +35,7 @@ fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Ve
             if free < wanted {
                 continue;
             }
-            // Leave out what need not be in the window: used ranges at its low end, and holes not needed.
+            // Leaves out used ranges at the low end, and holes that are not needed.
             while first != last {
                 let low = &row[first];
                 match low.free {

@@ -1,7 +1,7 @@
 //! Stitching: a large block made of whole free pages from several places, mapped at contiguous addresses.
 //!
 //! Live bytes do not move. The pieces are allocated from the space like any other range and stay where they are;
-//! only the addresses through which they are seen are new. So the plan is arithmetic, too: a list of pages.
+//! only their addresses are new. So this plan is arithmetic, too: a list of pages.
 
 use super::super::ranges::{NONE, State};
 use super::{CostModel, Offsets};

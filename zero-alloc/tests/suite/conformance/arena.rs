@@ -1,4 +1,4 @@
-//! Compaction and stitching: contents survive, addresses of fixed blocks stay, failures leave things as they were.
+//! Compaction and stitching: contents survive, fixed blocks keep their addresses, and failures change nothing.
 
 use zero_alloc::device::{DType, Device, Memory, Stream};
 use zero_alloc::testing::{Call, Faulty};
@@ -7,13 +7,13 @@ use zero_alloc::{AllocError, Pool, Purpose};
 use super::backend::{Backend, LIMIT, address, check, check_movable, fill, fill_movable};
 use crate::Random;
 
-/// A page of the device, or what goes for one.
+/// The page size of the device, or a replacement if it has no pages.
 fn page_bytes(device: &impl Device) -> usize {
     let without = if cfg!(miri) { 1 << 10 } else { 1 << 16 };
     device.virtual_memory().map_or(without.max(device.granularity_bytes()), |memory| memory.page_bytes())
 }
 
-/// Random blocks of a tight pool, written and read through two streams, while it compacts.
+/// Random blocks of a small pool are written and read through two streams while it compacts.
 pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
     let device = backend.device();
     let (compute, other) = (B::stream(&device, "compute"), B::stream(&device, "other"));
@@ -94,13 +94,13 @@ pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
     }
     assert_eq!(before, blocks.iter().flatten().map(address).collect::<Vec<_>>());
     let report = pool.report();
-    // The second and third time the first view served again.
+    // The second and third block reused the first view.
     assert_eq!((report.stitched_pages, report.moved_bytes), (4, 0));
     pool.check_invariants().expect("sound");
 }
 
-/// Every call of the device fails once, at each of several places; what lives keeps its contents, and the rest of the
-/// memory can be had again.
+/// Each kind of call of the device fails once, at the 1st, 2nd, 3rd and 6th call. Live blocks keep their contents,
+/// and a retry succeeds.
 pub(crate) fn pool_survives_every_failing_call<B: Backend>(backend: &B) {
     for call in [Call::Allocate, Call::Reserve, Call::Create, Call::Map, Call::Copy] {
         for nth in [1, 2, 3, 6] {
@@ -109,7 +109,7 @@ pub(crate) fn pool_survives_every_failing_call<B: Backend>(backend: &B) {
             let stream = device.create_stream("compute").expect("a stream");
             let mut held = Vec::new();
             device.fail(call, nth);
-            // A pool that is refused addresses takes backings for good, which leave gaps between them.
+            // If addresses cannot be reserved, the pool uses backings, which have gaps between them.
             let paged = device.virtual_memory().is_some() && (call, nth) != (Call::Reserve, 1);
             let pool = Pool::new(device.clone(), if paged { 8 * page } else { 16 * page });
             for i in 0..8u8 {

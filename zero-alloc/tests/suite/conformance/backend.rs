@@ -59,7 +59,7 @@ pub(crate) fn check<D: Device>(pool: &Pool<D>, stream: &D::Stream, slice: AnySli
     assert_eq!(wrong, None, "of {} bytes that should be {value}", seen.len());
 }
 
-/// The same for a block that may move.
+/// As [`fill`], for a block that may move.
 pub(crate) fn fill_movable<D: Device>(pool: &Pool<D>, stream: &D::Stream, block: &Movable<D>, value: u8) {
     // SAFETY: the slice is used only within, on the stream given; the tests order streams by events.
     unsafe { block.with(stream, |slice| fill(pool, stream, slice, value)) }.expect("the stream is there");

@@ -1,4 +1,4 @@
-//! Copies between the two sides, and on the device.
+//! Copies between host and device, and on the device.
 
 use std::time::Duration;
 
@@ -20,14 +20,15 @@ impl<'a, D: Device> Lent<'a, D> {
     }
 
     fn slice(&self) -> AnySlice {
-        // SAFETY: the tests wait for all that uses the slice before this goes, and order it by streams and events.
+        // SAFETY: the tests wait for all uses of the slice before this is dropped, and order them by streams and
+        // events.
         unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
     }
 }
 
 impl<D: Device> Drop for Lent<'_, D> {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`; the tests have waited for all that used it.
+        // SAFETY: allocated by `new`; the tests have waited for all uses.
         unsafe { self.device.deallocate(self.ptr, self.bytes) };
     }
 }
@@ -40,7 +41,7 @@ fn random_bytes(len: usize, seed: u64) -> Vec<u8> {
 pub(crate) fn copy_round_trips_any_length<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
-    // Beyond what a back end may stage at once.
+    // More than a back end may stage at once.
     let most = if cfg!(miri) { 5_000 } else { (9 << 20) + 5 };
     let memory = Lent::new(&device, most + 300);
     for (seed, len) in [0, 1, 7, 256, 4095, 4097, most / 2, most].into_iter().enumerate() {
@@ -65,7 +66,7 @@ pub(crate) fn copies_follow_stream_order<B: Backend>(backend: &B) {
     device.copy(&stream, a, b).expect("enqueued");
     device.fill_zero(&stream, a.slice(10..20)).expect("enqueued");
     device.copy(&stream, a, c).expect("enqueued");
-    // Of nothing: fine, and nothing happens.
+    // Empty operations succeed and have no effect.
     device.copy(&stream, a.slice(0..0), b.slice(5..5)).expect("enqueued");
     device.fill_zero(&stream, b.slice(7..7)).expect("enqueued");
     let mut seen = vec![0; 3000];
@@ -90,7 +91,7 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
     assert_eq!(device.copy(&stream, slice.slice(0..8), slice.slice(8..17)), length("copy", 8, 9));
     let types = device.copy(&stream, slice.slice(0..16), floats);
     assert_eq!(types, Err(DeviceError::DTypeMismatch { expected: DType::U8, got: DType::F32 }));
-    // None of them is a failure of the stream.
+    // These errors do not poison the stream.
     stream.synchronize(LIMIT).expect("sound");
 }
 
@@ -108,7 +109,7 @@ pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
         let late = device.upload(&held, &[2; 1000], first.slice(), limit);
         assert!(matches!(late, Err(DeviceError::TimedOut { .. })), "{late:?}");
     }
-    // Meanwhile another stream copies as ever, through whatever the two above still use.
+    // Meanwhile another stream copies correctly, although staging buffers of the calls above are still in use.
     for value in 3..10 {
         device.upload(&free, &[value; 1000], second.slice(), LIMIT).expect("uploaded");
         let mut seen = [0; 1000];
@@ -118,7 +119,7 @@ pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
     open(&monitor);
     held.synchronize(LIMIT).expect("ran");
     assert!(held.record().expect("recorded").synchronize(LIMIT).is_ok());
-    // What was enqueued has run: the upload arrived late, the download did not write where nobody waits any more.
+    // The late upload has run; the late download did not write to the caller's buffer.
     let mut seen = [0; 1000];
     device.download(&held, first.slice(), &mut seen, LIMIT).expect("downloaded");
     assert_eq!(seen, [2; 1000]);

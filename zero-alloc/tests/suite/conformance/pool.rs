@@ -1,4 +1,4 @@
-//! Pools: reuse in stream order, steadiness, budgets.
+//! Pools: reuse in stream order, steady steps, trimming, budgets.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use zero_alloc::{AllocError, Pool, Purpose};
 
 use super::backend::{Backend, LIMIT, address, check, fill, open};
 
-/// One page of every back end, or more.
+/// At least one page of every back end, in bytes.
 const WHOLE: usize = 2 << 20;
 
 pub(crate) fn same_stream_reuses_at_once<B: Backend>(backend: &B) {
@@ -105,7 +105,7 @@ pub(crate) fn trim_frees_the_finished_end<B: Backend>(backend: &B) {
     pool.check_invariants().expect("sound");
     // SAFETY: the block lives, and one stream does all.
     check(&pool, &a, unsafe { low.slice() }, 7);
-    // It is taken again where it is needed.
+    // The pool reserves memory again when needed.
     let again = pool.allocate(4 * WHOLE, DType::U8, Purpose::Activations, &b).expect("room");
     // SAFETY: the block lives, and one stream does all.
     fill(&pool, &b, unsafe { again.slice() }, 8);

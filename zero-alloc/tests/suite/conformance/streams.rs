@@ -47,7 +47,7 @@ fn failure() -> DeviceError {
 pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
     let device = backend.device();
     let [a, b, c] = ["a", "b", "c"].map(|name| B::stream(&device, name));
-    // Held, so that the waits are there before the failure is.
+    // Blocked, so that the waits are enqueued before the failure.
     let monitor = B::hold(&a);
     B::enqueue(&a, "fail", || Err(failure())).expect("enqueued");
     let skipped = Arc::new(AtomicUsize::new(0));
@@ -68,7 +68,7 @@ pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
     assert_eq!(b.synchronize(LIMIT), Err(expected.clone()));
     assert_eq!(c.synchronize(LIMIT), Err(expected.clone()));
     assert_eq!(skipped.load(Ordering::Relaxed), 0);
-    // And again, for points and waits that come afterwards.
+    // Events and waits after the failure return it, too.
     let again = a.record().expect("recorded");
     assert_eq!(again.synchronize(LIMIT), Err(expected.clone()));
     let d = B::stream(&device, "d");
@@ -104,7 +104,7 @@ pub(crate) fn wait_has_a_limit<B: Backend>(backend: &B) {
     assert_eq!(stream.synchronize(limit), late);
     assert_eq!(stream.record().expect("recorded").synchronize(limit), late);
     open(&monitor);
-    // A limit that passed is no failure of the stream.
+    // An expired limit does not poison the stream.
     stream.synchronize(LIMIT).expect("ran");
 }
 
