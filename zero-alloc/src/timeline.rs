@@ -66,7 +66,7 @@ impl Timeline {
         self.0.spans.lock().push(span);
     }
 
-    /// Adds a span that is known later.
+    /// Adds a span that becomes known later.
     #[cfg(any(feature = "cuda", test))]
     pub(crate) fn expect(&self, span: Box<dyn Pending>) {
         self.0.pending.lock().push(span);

@@ -35,7 +35,7 @@ enum Kind {
     Pages,
     /// Backings by `cuMemAlloc`.
     Backings,
-    /// Backings that other processes can open, each one handle.
+    /// Backings that other processes can open; each is one handle.
     Shareable(Arc<Shareable>),
 }
 

@@ -122,7 +122,7 @@ impl CudaStream {
 
     /// Enqueues a host operation, which a thread of the driver runs in the stream's order; `label` names it in errors
     /// and timelines. An `Err` or a panic poisons the stream, and later host operations are skipped; device
-    /// operations that are already enqueued behind it run.
+    /// operations that are already enqueued after it run.
     ///
     /// The operation must not call CUDA, nor wait for code that does: one thread may run the host operations of all
     /// streams.

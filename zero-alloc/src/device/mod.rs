@@ -12,7 +12,8 @@
 //!    which they were enqueued; only events order operations of different streams.
 //! 2. **Errors are sticky.** The first failed operation poisons its stream: later operations are skipped, and
 //!    [`Stream::synchronize`] and events recorded after it return the error.
-//! 3. **Waits have limits.** Every call that makes the host wait for a stream or an event has a time limit as a parameter.
+//! 3. **Waits have limits.** Every call that makes the host wait for a stream or an event has a time limit as a
+//!    parameter.
 
 mod dtype;
 mod error;

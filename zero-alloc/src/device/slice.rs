@@ -18,7 +18,7 @@ pub struct DeviceSlice<T> {
 
 // SAFETY: a slice is an address and a length; its maker promised that accesses through it are ordered.
 unsafe impl<T: Send> Send for DeviceSlice<T> {}
-// SAFETY: as above; `&DeviceSlice` allows no more than a copy of it does.
+// SAFETY: as above; `&DeviceSlice` allows no more than a copy of it.
 unsafe impl<T: Send> Sync for DeviceSlice<T> {}
 
 impl<T> Clone for DeviceSlice<T> {

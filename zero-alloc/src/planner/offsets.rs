@@ -80,7 +80,7 @@ impl Offsets {
         }
     }
 
-    /// The offset behind the last segment.
+    /// The end of the last segment.
     pub(super) fn end(&self) -> u64 {
         self.ranges[self.last() as usize].end()
     }
@@ -116,7 +116,7 @@ impl Offsets {
         if last.state == State::Free { last.bytes } else { 0 }
     }
 
-    /// Adds a free segment of `bytes` (rounded down to granules, not 0) behind the others and returns its first
+    /// Adds a free segment of `bytes` (rounded down to granules, not 0) above the others and returns its first
     /// offset. Ranges never extend from one segment into another.
     pub(super) fn add_segment(&mut self, bytes: u64) -> u64 {
         // A gap keeps segments apart.

@@ -232,7 +232,7 @@ impl Planner {
         self.space.for_each(visit);
     }
 
-    /// Extends the space by `bytes` that were reserved behind its end.
+    /// Extends the space by `bytes` that were reserved after its end.
     pub fn grow(&mut self, bytes: u64) {
         self.space.extend(bytes);
     }

@@ -87,7 +87,7 @@ impl<D: Device> Block<D> {
     }
 
     /// Records that everything enqueued on `stream` so far may use the block: another stream reuses the memory only
-    /// behind that point.
+    /// after that point.
     ///
     /// # Errors
     /// The stream failed.

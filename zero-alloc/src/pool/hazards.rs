@@ -2,7 +2,7 @@
 //!
 //! A hazard has the home stream of the freed block (everything enqueued there up to the time of reuse counts) and the
 //! recorded uses on other streams. The home stream needs no wait for its own operations; any other stream waits for
-//! events. Allocating bytes enqueues these waits and removes the hazards, because every later user is ordered behind
+//! events. Allocating bytes enqueues these waits and removes the hazards, because every later user is ordered after
 //! the allocation.
 
 use std::collections::BTreeMap;

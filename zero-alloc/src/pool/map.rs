@@ -12,7 +12,7 @@ pub struct Span {
     pub bytes: u64,
     /// The purpose that holds it; `None` if it is free.
     pub purpose: Option<Purpose>,
-    /// Its address is known outside, so compaction does not move it.
+    /// Whether compaction never moves it, because its address may be in use.
     pub fixed: bool,
 }
 
@@ -43,7 +43,7 @@ impl<D: Device> Pool<D> {
 }
 
 impl MemoryMap {
-    /// The offset behind the last part.
+    /// The end of the last part.
     pub fn end(&self) -> u64 {
         self.spans.last().map_or(0, |span| span.start + span.bytes)
     }

@@ -1,7 +1,7 @@
 //! The pool: the memory of model state, buckets, gathered units and activations.
 //!
 //! A [`Block`] is an owned piece of device memory with a [`Purpose`]. Dropping it frees the memory in stream
-//! order: another stream reuses it behind the uses that [`Block::record_use`] recorded.
+//! order: another stream reuses it after the uses that [`Block::record_use`] recorded.
 //!
 //! The life of memory here: a **backing** comes from [`Memory::allocate`](crate::device::Memory::allocate) and is
 //! freed when the last handle and block of the pool are dropped. It is a segment of one offset space, which the
@@ -181,7 +181,7 @@ impl<D: Device> Pool<D> {
         report
     }
 
-    /// Resets all peaks to what is live.
+    /// Resets all peaks to the live bytes.
     pub fn reset_peaks(&self) {
         self.0.state.lock().account.reset_peaks();
     }

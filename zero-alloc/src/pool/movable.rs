@@ -72,8 +72,8 @@ impl<D: Device> Movable<D> {
         self.purpose
     }
 
-    /// Calls `enqueue`, which enqueues operations that use the block on `stream`. The block does not move meanwhile,
-    /// and later moves wait for these operations.
+    /// Calls `enqueue`, which enqueues operations that use the block on `stream`. The block does not move during the
+    /// call, and later moves wait for these operations.
     ///
     /// # Errors
     /// The stream failed; or a failed move lost the block's contents.

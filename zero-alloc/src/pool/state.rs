@@ -1,4 +1,4 @@
-//! The state behind a pool's lock: allocating, freeing, moving.
+//! The state that a pool's lock protects: allocating, freeing, moving.
 
 use std::collections::HashMap;
 
@@ -16,7 +16,7 @@ pub(super) enum Allocation {
     Empty,
     /// A range of the offset space.
     Range(RangeId),
-    /// Several ranges, seen through a view.
+    /// Several ranges, mapped as a view.
     View(ViewId),
 }
 
@@ -77,7 +77,7 @@ pub(super) struct State<D: Device> {
 const ROUNDS: usize = 8;
 
 impl<D: Device> State<D> {
-    /// Allocates bytes, ordered on `stream` behind their earlier users.
+    /// Allocates bytes, ordered on `stream` after their earlier users.
     pub(super) fn allocate(
         &mut self,
         device: &D,
@@ -163,10 +163,10 @@ impl<D: Device> State<D> {
         self.order_view(view, stream)
     }
 
-    /// Orders a view that was just allocated behind the earlier users of its bytes.
+    /// Orders a view that was just allocated after the earlier users of its bytes.
     fn order_view(&mut self, view: ViewId, stream: &D::Stream) -> Result<Allocation, DeviceError> {
         let pieces = self.views.pieces(view);
-        // All waits first: if one fails, the pieces are freed with the hazards that they had.
+        // All waits first: if one fails, the pieces are freed with their hazards unchanged.
         if let Err(error) = pieces.iter().try_for_each(|piece| self.hazards.wait(piece.clone(), stream)) {
             self.views.cancel(view, &mut self.planner);
             return Err(error);
@@ -186,7 +186,7 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// Frees bytes: their next user on another stream runs behind `uses` and everything on `home` so far.
+    /// Frees bytes: their next user on another stream runs after `uses` and everything on `home` so far.
     pub(super) fn free(&mut self, allocation: Allocation, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
         match allocation {
             Allocation::Empty => {}
@@ -204,11 +204,11 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// Carries out a plan by copies on `stream`, ordered behind all earlier uses of the bytes and before all later
+    /// Carries out a plan by copies on `stream`, ordered after all earlier uses of the bytes and before all later
     /// uses of the moved blocks.
     ///
     /// If the device refuses a copy, the moves before it remain valid. A block that is half moved then, or whose
-    /// later uses cannot be ordered behind the copy, is lost: using it is an error.
+    /// later uses cannot be ordered after the copy, is lost: using it is an error.
     pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
         // All waits first: if one fails, nothing has moved, and the hazards are unchanged.
         for m in &plan.moves {
@@ -252,7 +252,7 @@ impl<D: Device> State<D> {
         if let (Some(m), Some(refused)) = (half, &refused) {
             self.lose(m.range, stream, &refused.error);
         }
-        // Vacated bytes, and free bytes written by half a move, may be used behind the copies.
+        // Vacated bytes, and free bytes written by half a move, may be used after the copies.
         let vacated = plan.moves[..completed].iter().map(|m| m.from..m.from + m.bytes);
         let written = half.map(|m| m.to..m.to + m.bytes);
         for range in self.planner.free_within(vacated.chain(written)) {

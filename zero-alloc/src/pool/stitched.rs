@@ -178,7 +178,7 @@ impl<D: Device> Views<D> {
 }
 
 impl<D: Device> View<D> {
-    /// The offset behind its highest piece.
+    /// The end of its highest piece.
     fn end(&self) -> u64 {
         self.pieces.iter().map(|(start, bytes)| start + bytes).max().unwrap_or(0)
     }

@@ -70,7 +70,7 @@ impl<D: Device> State<D> {
         let from = tail.start.next_multiple_of(page).min(end);
         let (pending_end, later) = self.hazards.find_pending(from..end);
         let cut = pending_end.next_multiple_of(page).min(end);
-        // The planner cuts off all of a free end, so a granule below the cut is allocated meanwhile.
+        // `Planner::shrink` cuts off all of a free end, so a granule below the cut is allocated during the call.
         let granule = self.planner.config().granule_bytes;
         let guard = if cut > from { self.planner.allocate_at(cut - granule, granule, 0) } else { None };
         let bytes = if cut > from && guard.is_none() { 0 } else { self.planner.shrink() };

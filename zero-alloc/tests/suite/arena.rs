@@ -105,7 +105,7 @@ impl Program {
                 self.check(&block, compute, value);
             }
             6 if !self.held.is_empty() => {
-                // Another stream reads behind the writes.
+                // Another stream reads after the writes.
                 let nth = self.random.below(self.held.len() as u64) as usize;
                 let other = &self.streams[1];
                 other.wait(&compute.record().expect("recorded")).expect("enqueued");

@@ -87,7 +87,7 @@ struct Cell {
     reads: Vec<Access>,
 }
 
-/// The accesses of all memory seen, by address range.
+/// The accesses to memory, by address range.
 #[derive(Default)]
 pub(super) struct Checker {
     cells: BTreeMap<usize, Cell>,
@@ -136,7 +136,7 @@ impl Checker {
         violation
     }
 
-    /// Records an access of an operation, ordered behind `clock`.
+    /// Records an access of an operation that is ordered after `clock`.
     pub(super) fn access(
         &mut self,
         range: Range<usize>,
@@ -190,7 +190,7 @@ impl Checker {
             let next = self.cells.range(at..range.end).next().map(|(start, cell)| (*start, cell.end));
             let (start, end) = next.unwrap_or((range.end, range.end));
             if at < start {
-                // Not seen before.
+                // No access yet.
                 let cell = self.cells.entry(at).or_insert(Cell { end: start, ..Cell::default() });
                 change(cell);
             }
@@ -248,7 +248,7 @@ mod tests {
         let violation = checker.access(90..95, true, &access(1, 2), &clock(&[(1, 2)])).expect("a race");
         assert_eq!(violation.kind, ViolationKind::Race);
         assert_eq!(&*violation.first.0, "s0");
-        // A write is allowed where only its own stream has read, and behind the other stream's read.
+        // A write is allowed if only its own stream has read, or after the other stream's read.
         assert_eq!(checker.access(100..150, true, &access(1, 3), &clock(&[(1, 3)])), None);
         assert_eq!(checker.access(0..50, true, &access(1, 4), &clock(&[(0, 1), (1, 4)])), None);
     }

@@ -46,7 +46,7 @@ impl Mark {
         self.drive(usize::MAX, deadline, event);
     }
 
-    /// Runs streams towards the event; once it is reached, the host is ordered behind it.
+    /// Runs streams towards the event; once it is reached, the host is ordered after it.
     fn drive(&self, steps: usize, deadline: Option<Instant>, event: &HostEvent) {
         let Some(scheduler) = self.scheduler.upgrade().map(Scheduler) else { return };
         scheduler.drive(steps, deadline, |_| event.result().is_some());
@@ -139,7 +139,7 @@ impl Queue for SeededStream {
 }
 
 impl SeededStream {
-    /// A point behind everything enqueued so far.
+    /// A point after everything enqueued so far.
     fn event(&self, stream: &StreamState) -> HostEvent {
         let mut ordered = stream.ordered.clone();
         ordered.set(self.index, stream.enqueued);

@@ -31,7 +31,7 @@ pub(super) struct RangeSnapshot {
     pub(super) granule: u64,
     parts: Vec<Part>,
     holes: Vec<Part>,
-    /// The index behind the last part of each row.
+    /// The index after the last part of each row.
     ends: Vec<usize>,
     largest_hole_bytes: u64,
 }
