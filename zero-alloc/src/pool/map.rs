@@ -12,7 +12,7 @@ pub struct Span {
     pub bytes: u64,
     /// The purpose that holds it; `None` if it is free.
     pub purpose: Option<Purpose>,
-    /// Whether compaction never moves it, because its address may be in use.
+    /// Whether it is pinned: its address is in use, so compaction does not move it.
     pub fixed: bool,
 }
 
