@@ -1,21 +1,24 @@
 // Causal attention of several heads on tensor cores, for 16-bit elements and head dimensions 32, 64 and 128: the
-// algorithm of FlashAttention-2 (arXiv 2307.08691). No T x T matrix is in memory. Needs sm_80. Host: src/ops/attention.rs.
+// algorithm of FlashAttention-2 (arXiv 2307.08691), without a T x T matrix in memory. Requires sm_80.
+// Host version: src/ops/attention.rs.
 //
 // Shapes: qkv, dqkv [batch, seq, 3, heads, D]; out, dout [batch, seq, heads, D]; lse, delta [batch, heads, seq] fp32.
 // `lse` is log2 of the sum of 2^(score log2 e): base 2, so that an exponential is one instruction. `scale` is
-// log2 e / sqrt(D) where scores become powers of 2, 1 / sqrt(D) where gradients of scores become those of q and k.
+// log2 e / sqrt(D), for the exponents of 2; `slope` is 1 / sqrt(D), for the gradients of q and k.
 //
-// A block has WARPS warps of 16 ROW_TILES rows each; what it owns stays in registers, what it passes over comes through
-// shared memory in two alternating stages. Grid: (tiles of rows, heads, batch), the longest tiles first.
+// A block has WARPS warps of 16 ROW_TILES rows each. The results of its rows stay in registers; the rows that it
+// iterates over pass through shared memory in two alternating stages. Grid: (tiles of rows, heads, batch), the tiles
+// with the most work first.
 //
-// forward: a block owns query rows and passes over the keys up to the diagonal; online softmax; writes out and lse.
-//   Memory moves q, k, v and out once: 8 batch seq heads D bytes, and the keys of a tile again from the level-2 cache.
-// backward_dq: as forward; makes delta = rowsum(out dout) on its way, and writes it for backward_dkv.
-// backward_dkv: a block owns keys and values and passes over the queries from the diagonal on.
-//   The two share no sum, so there are no atomics and the order of every sum is fixed; the price is that the scores and
-//   their gradients are computed twice: 7 products instead of 5.
+// forward: a block owns query rows and iterates over the keys up to the diagonal; online softmax; writes out and lse.
+//   Reads q, k, v and writes out once: 8 batch seq heads D bytes. Other blocks read keys and values again, from the
+//   level-2 cache.
+// backward_dq: as forward; computes delta = rowsum(out dout) and writes it for backward_dkv.
+// backward_dkv: a block owns keys and values and iterates over the queries from the diagonal on.
+//   The two kernels share no sum, so there are no atomics and the order of every sum is fixed. The cost: scores and
+//   their gradients are computed twice, 7 products instead of 5.
 
-// Offset of the queries of (batch, head); keys follow heads * D elements on, values another heads * D.
+// Offset of the queries of (batch, head). Keys are heads * D elements behind them, values another heads * D.
 struct Head {
     u64 qkv;
     u64 out;
@@ -39,8 +42,8 @@ template <int TILES, int N> DEVICE void clear(float (&x)[TILES][N][4]) {
             for (int i = 0; i < 4; i++) x[t][n][i] = 0.0f;
 }
 
-// c += A B^T over D columns: A are 16 TILES rows of `left` from `row` on, B the COLS rows of `right`. Each part of B is
-// read once for all tiles: with one tile, shared memory would be slower than the tensor cores.
+// c += A B^T over D columns: A is 16 TILES rows of `left` from `row` on, B the COLS rows of `right`. Each part of B
+// is read once for all tiles, because reading it for each tile would make shared memory slower than the tensor cores.
 template <class T, int D, int COLS, int TILES>
 DEVICE void multiply_rows(float (&c)[TILES][COLS / 8][4], const T *left, u32 row, const T *right) {
 #pragma unroll
@@ -60,7 +63,7 @@ DEVICE void multiply_rows(float (&c)[TILES][COLS / 8][4], const T *left, u32 row
     }
 }
 
-// c += S X: S are sums of 16 TILES rows and DEPTH columns, rounded to T, X the DEPTH rows of `right`.
+// c += S X: S is the sums of 16 TILES rows and DEPTH columns, rounded to T, X the DEPTH rows of `right`.
 template <class T, int D, int DEPTH, int TILES>
 DEVICE void multiply_sums(float (&c)[TILES][D / 8][4], const float (&s)[TILES][DEPTH / 8][4], const T *right) {
 #pragma unroll
@@ -80,7 +83,8 @@ DEVICE void multiply_sums(float (&c)[TILES][D / 8][4], const float (&s)[TILES][D
     }
 }
 
-// Hides the sums for which `hidden(row, column)` holds, both counted from the warp's own first: 2^-inf is 0.
+// Sets the sums for which `hidden(row, column)` holds to -inf, whose power of 2 is 0. Row and column are relative to
+// the warp's first.
 template <int TILES, int N, class Hidden> DEVICE void hide(float (&s)[TILES][N][4], Hidden hidden) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
@@ -92,8 +96,8 @@ template <int TILES, int N, class Hidden> DEVICE void hide(float (&s)[TILES][N][
                 if (hidden(16 * t + lane / 4 + i / 2 * 8, 8 * n + lane % 4 * 2 + i % 2)) s[t][n][i] = minus_infinity();
 }
 
-// Starts to copy keys and values of block `next`, if there is one, to where the block two before it lay, and waits until
-// the block before it has arrived.
+// Starts copying the keys and values of block `next`, if it exists, into the stage of block `next` - 2, and waits for
+// the copy of block `next` - 1.
 template <class T, int D, int KEYS, int WARPS>
 DEVICE void copy_ahead(T *keys, T *values, const T *k, const T *v, u32 next, u32 blocks, u32 seq, u32 stride) {
     if (next < blocks) {
@@ -133,12 +137,12 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
     for (u32 j = 0; j < blocks; j++) {
         copy_ahead<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, blocks, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
-        // All rows of a warp may precede these keys; the first block of keys is seen by every row.
+        // Skips keys behind all rows of the warp. Every row attends to the first block of keys.
         if (j * KEYS < first + own + 16 * ROW_TILES) {
             float s[ROW_TILES][KEYS / 8][4];
             clear(s);
             multiply_rows<T, D, KEYS, ROW_TILES>(s, queries, own, these_keys);
-            // A row sees the keys up to itself.
+            // A row attends to the keys up to its own.
             if (j * KEYS + KEYS > first + own + 1)
                 hide(s, [&](u32 row, u32 key) { return j * KEYS + key > first + own + row; });
 #pragma unroll
@@ -205,7 +209,7 @@ DEVICE void flash_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv
     copy_tile<D, KEYS, WARPS>(values, v, 0, seq, head.qkv_stride);
     copies_are_one_group();
 
-    // delta: D / 8 neighbouring lanes a row.
+    // delta: D / 8 neighbouring lanes per row.
     for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += 32 * WARPS) {
         u32 row = i / (D / 8), from = min(first + row, seq - 1), chunk = i % (D / 8);
         u64 at = head.out + (u64)from * head.out_stride + chunk * 8;
@@ -274,7 +278,7 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
     Head head = this_head<D>(seq, heads);
     const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
     u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 * ROW_TILES;
-    // The first keys are seen by the most queries.
+    // The first keys have the most queries, so they come first in the grid.
     u32 first = blockIdx.x * ROWS, begin = first / QUERIES, end = (seq + QUERIES - 1) / QUERIES;
 
     auto start_stage = [&](u32 j) {
@@ -305,14 +309,14 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
         __syncthreads();
         u32 stage = j % 2;
         const T *these_queries = queries + stage * QUERIES * D, *these_douts = douts + stage * QUERIES * D;
-        // All queries may precede a warp's keys.
+        // Skips queries before all keys of the warp.
         if (j * QUERIES + QUERIES > first + own) {
             float p[ROW_TILES][QUERIES / 8][4], ds[ROW_TILES][QUERIES / 8][4];
             clear(p);
             clear(ds);
             multiply_rows<T, D, QUERIES, ROW_TILES>(p, keys, own, these_queries);
             multiply_rows<T, D, QUERIES, ROW_TILES>(ds, values, own, these_douts);
-            // Queries behind the last are copies of it, and must not count.
+            // Queries behind the last are copies of it and are masked.
             if (j * QUERIES < first + own + 16 * ROW_TILES - 1 || j * QUERIES + QUERIES > seq)
                 hide(p, [&](u32 key, u32 col) {
                     u32 query = j * QUERIES + col;
@@ -347,8 +351,8 @@ DEVICE void flash_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float
     }
 }
 
-// Tiles of 16 rows that a warp owns, warps, rows of what is passed over: of forward, dq and dkv. These numbers are repeated
-// in src/cuda/attention.rs, which makes grids and shared memory of them.
+// For each of forward, dq and dkv: tiles of 16 rows per warp, warps, and rows of a tile that is iterated over.
+// src/cuda/attention.rs repeats these numbers and computes grids and shared memory from them.
 #define FLASH(T, D, FT, FW, KEYS, QT, QW, Q_KEYS, KT, KW, QUERIES)                                                     \
     extern "C" __global__ __launch_bounds__(32 * FW) void flash_forward_##D(T *out, float *lse, const T *qkv, u32 seq, \
                                                                             u32 heads, float scale) {                  \

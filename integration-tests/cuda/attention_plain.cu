@@ -1,8 +1,8 @@
-// Causal attention of several heads on CUDA cores: for fp32, and for head dimensions and devices that attention.cu is
-// not made for. Shapes, `lse`, `scale` and `slope` as there; D is `d`, at most 8 COLUMNS.
+// Causal attention of several heads on CUDA cores: for fp32, and for head dimensions and devices that attention.cu
+// does not support. Shapes, `lse`, `scale` and `slope` as in attention.cu; D is `d`, at most 8 COLUMNS.
 //
-// A block of 256 threads works on tiles of 32 x 32 scores in shared memory, in fp32 whatever the storage: thread t has
-// row t / 8 of what its block owns, and of it the columns t % 8 + 8 i. A row's 8 threads are in one warp.
+// A block of 256 threads computes tiles of 32 x 32 scores in shared memory, always in fp32. Thread t owns the columns
+// t % 8 + 8 i of the block's row t / 8. The 8 threads of a row are in one warp.
 // Grid: (ceil(seq / 32), heads, batch). Shared memory: tiles of 32 x (d + 1) fp32: 3 in forward, 4 in backward.
 
 #define TILE 32
@@ -21,7 +21,8 @@ __device__ __forceinline__ Head this_head(u32 seq, u32 heads, u32 d) {
     return {b * seq * 3 * c + h * d, b * seq * c + h * d, (b * heads + h) * seq, heads * d, d};
 }
 
-// Rows first.. of a [seq, d] part whose rows lie `stride` apart, widened; zero behind the last.
+// Copies rows from `first` on of a [seq, d] part, whose rows are `stride` elements apart, widened to fp32; zeros
+// behind the last row.
 template <class T>
 __device__ __forceinline__ void fill_tile(float *tile, const T *source, u32 first, u32 seq, u32 stride, u32 d) {
     for (u32 i = threadIdx.x; i < TILE * d; i += THREADS) {

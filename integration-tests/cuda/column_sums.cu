@@ -1,13 +1,14 @@
-// Sums over rows: the gradient of a bias, in two stages with a fixed order.
+// Sums over rows, in two stages with a fixed order: the gradient of a bias.
 //
-// column_sums: x [rows, n] in T to partials [gridDim.y, n] fp32. A warp's lanes own 32 W neighbouring columns, its
-// block's warps every WARPS-th row of the block's chunk. Grid: (ceil(n / (32 W)), chunks); reads rows n sizeof(T) bytes.
-// sum_partials: partials [blocks, n] to out[n] +=, columns from `split` on to `rest`. Grid: ceil(n / 32) blocks of
-// WARPS warps: a lane a column, a warp every WARPS-th partial.
+// column_sums: sums x [rows, n] in T into partials [gridDim.y, n] in fp32. A block owns 32 W neighbouring columns of
+// a chunk of rows, a lane W of them, a warp every WARPS-th row. Grid: (ceil(n / (32 W)), chunks). Reads rows n
+// sizeof(T) bytes.
+// sum_partials: adds partials [blocks, n] to out [n], or to `rest` from column `split` on. A lane owns a column, a
+// warp every WARPS-th partial. Grid: ceil(n / 32) blocks of WARPS warps.
 
 #define WARPS 8
 
-// Adds the warps' sums of this block's columns in the order of the warps; warp 0 gets them.
+// Adds the sums of this block's warps in the order of the warps. Warp 0 receives the totals.
 template <int W> __device__ __forceinline__ void sum_over_warps(float (&sum)[W]) {
     __shared__ float sums[WARPS][32 * W];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;

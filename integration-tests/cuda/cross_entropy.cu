@@ -1,43 +1,43 @@
-// Cross entropy of logits: the loss and its gradient, in place. Host: src/ops/cross_entropy.rs.
+// Cross entropy of logits: the loss and its gradient, in place. Host version: src/ops/cross_entropy.rs.
 //
-// Shapes: logits [rows, stride] in T, of which the first `vocab` columns count; targets, losses [rows]. The gradient of
-// the columns behind the vocabulary is 0, so that products may take whole rows.
+// Shapes: logits [rows, stride] in T, with `vocab` valid columns; targets, losses [rows]. The gradient of the other
+// columns is 0, so that matrix products can use whole rows.
 //
-// cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times loss_scale[0] /
-// tokens. A block a row, rows aligned to 16 bytes. The maximum and the sum are made in one sweep (running maximum,
-// rescaled sum: Milakov and Gimelshein, arXiv 1805.02867); the second sweep finds the row in the level-2 cache, which
-// holds those of all blocks at once: two large blocks of a multiprocessor rather than four small ones. Memory moves
-// 2 rows vocab sizeof(T) bytes. Grid: rows.
-// add_mean_loss: loss += sum of losses / rows in fp64, in an order fixed by rows. One block.
+// cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times loss_scale[0]
+// / tokens. One block per row; rows are aligned to 16 bytes. The first sweep computes the maximum and the sum
+// (running maximum, rescaled sum: Milakov and Gimelshein, arXiv 1805.02867). The second sweep reads the row from the
+// level-2 cache, which must hold the rows of all running blocks: hence two large blocks per multiprocessor, not four
+// small ones. Moves 2 rows vocab sizeof(T) bytes of memory. Grid: rows.
+// add_mean_loss: loss += sum of losses / rows in fp64, in an order that depends only on `rows`. Grid: one block.
 
 #define CE_THREADS 1024
-// As many as a warp has lanes, so that one warp merges what all have seen.
+// One per lane of a warp, so that one warp merges the results of all warps.
 #define CE_WARPS 32
 static_assert(CE_THREADS == 32 * CE_WARPS, "as above");
 
-// The sum of 2^(x - max) over what a thread, warp or block has seen. In base 2, so that an exponential is one
-// instruction and what is scaled by log2 e comes with the maximum taken off.
+// The maximum, and the sum of e^(x - max), over the elements that a thread, warp or block has read. Exponentials are
+// computed in base 2, so that each is one fused multiply-add and one instruction.
 struct Running {
     float max;
     float sum;
 };
 
-// e^(x - max), `off` being -max log2 e.
+// e^(x - max), with `off` = -max log2 e.
 __device__ __forceinline__ float power(float x, float off) { return exp2_fast(__fmaf_rn(x, LOG2_E, off)); }
 
 __device__ __forceinline__ Running merge(Running a, Running b) {
     float max = fmaxf(a.max, b.max);
-    // Before the first element both maxima are -inf, and -inf less -inf would be NaN.
+    // Before the first element both maxima are -inf, and -inf - -inf is NaN.
     if (max == minus_infinity()) return {max, 0.0f};
     return {max, a.sum * exp2_fast((a.max - max) * LOG2_E) + b.sum * exp2_fast((b.max - max) * LOG2_E)};
 }
 
-// Combines the lanes of a warp; all lanes get the result.
+// Merges the lanes of a warp. All lanes receive the result.
 __device__ __forceinline__ Running merge_over_warp(Running seen) {
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) {
         Running other = {__shfl_xor_sync(ALL_LANES, seen.max, half), __shfl_xor_sync(ALL_LANES, seen.sum, half)};
-        // The lower lane's first, so that both lanes get the same bits.
+        // The lower lane's value is the first operand, so that both lanes compute the same bits.
         seen = threadIdx.x & half ? merge(other, seen) : merge(seen, other);
     }
     return seen;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
     if (whole + threadIdx.x < vocab) seen = merge(seen, {widen(row[whole + threadIdx.x]), 1.0f});
     seen = merge_over_warp(seen);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = seen;
-    // Also: every thread has read the target's logit before one writes it.
+    // Also orders every thread's read of the target's logit before its write.
     __syncthreads();
     seen = merge_over_warp(of_warps[threadIdx.x % 32]);
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
         load_columns<8>(row + col, x);
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = power(x[i], off) * factor;
-        // One group of a row has the target.
+        // Only one group of a row has the target.
         if (target - col < 8) {
 #pragma unroll
             for (int i = 0; i < 8; i++) x[i] -= col + i == target ? scale : 0.0f;

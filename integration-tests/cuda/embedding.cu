@@ -1,14 +1,14 @@
-// Token and position embedding. Host: src/ops/embedding.rs.
+// Token and position embedding. Host version: src/ops/embedding.rs.
 //
-// Shapes: tokens [batch * seq]; wte [vocab, n], wpe [positions, n], x, dx [batch * seq, n] in T; dwte, dwpe as wte, wpe
-// in fp32. A thread owns W columns (8: n is a multiple of 8; else 1).
+// Shapes: tokens [batch * seq]; wte [vocab, n], wpe [positions, n], x, dx [batch * seq, n] in T; dwte, dwpe as wte,
+// wpe in fp32. A thread owns W columns (8: n is a multiple of 8; else 1).
 //
-// forward: x[b, t] = wte[token] + wpe[t]. Grid: any; reads the rows of wte and writes x: 2 rows n sizeof(T) bytes.
+// forward: x[b, t] = wte[token] + wpe[t]. Grid: any. Reads rows of wte and writes x: 2 rows n sizeof(T) bytes.
 // backward_positions: dwpe[t] += sum over b of dx[b, t], in the order of b. Grid: any.
-// backward_tokens: dwte[token] += the rows of dx that have the token. `order` lists the rows by token, and in their
-// order where the token is the same; `starts[segment]` is where a token's rows begin in `order`, `segments[0]` the
-// number of different tokens; the host, where the tokens come from, has made these lists. Grid: (rows, ceil(n / (32 W)));
-// a block takes a segment, its warps every WARPS-th row of it: the order is fixed by the tokens alone.
+// backward_tokens: dwte[token] += the rows of dx that have the token. The host sorts the rows: `order` is all rows,
+// sorted by token (stable), `starts[segment]` the position of a token's first row in `order`, and `segments[0]` the
+// number of distinct tokens. Grid: (rows, ceil(n / (32 W))); a block sums a segment, each of its warps every WARPS-th
+// row, in an order that depends only on the tokens.
 // Each backward reads dx: rows n sizeof(T) bytes.
 
 #define WARPS 8

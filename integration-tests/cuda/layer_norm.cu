@@ -1,12 +1,14 @@
-// Layer normalisation over the last axis, with gain and bias. Host: src/ops/layer_norm.rs.
+// Layer normalisation over the last axis, with gain and bias. Host version: src/ops/layer_norm.rs.
 //
 // Shapes: x, y, dx, dy [rows, n] and gain, bias [n] in T; stats [rows, 2] fp32 hold mean and 1/std; partials
-// [blocks, 2 n] fp32. A thread owns W columns (8: n is a multiple of 8; else 1), a block BATCH rows at a time, so
-// n <= 4096 (8) or 1024 (1). Block: ceil(n / W) threads, rounded up to a warp. Grid: any; a block takes every gridDim-th batch.
+// [blocks, 2 n] fp32. A thread owns W columns (8: n is a multiple of 8; else 1), so n <= 4096 (W = 8) or 1024 (W =
+// 1). Block: ceil(n / W) threads, rounded up to a warp. Grid: any; a block computes every gridDim-th batch of BATCH
+// rows.
 //
 // forward reads x and writes y and stats: 2 rows n sizeof(T) bytes.
-// backward adds to dx and makes the blocks' sums for gain and bias: reads dy, x, dx, writes dx: 4 rows n sizeof(T)
-// bytes. sum_partials (column_sums.cu) then adds the blocks in order: no atomics, bits fixed by the grid alone.
+// backward adds to dx and writes each block's sums for gain and bias to partials: reads dy, x, dx, writes dx: 4 rows
+// n sizeof(T) bytes. sum_partials (column_sums.cu) then adds the partials in order, without atomics, so that the bits
+// depend only on the grid.
 
 #define BATCH 4
 #define MAX_WARPS 32

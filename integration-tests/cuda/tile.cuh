@@ -1,7 +1,8 @@
-// Tiles of 16-bit elements in shared memory, and tensor cores on them: mma.sync m16n8k16 with fp32 sums (sm_80 on).
+// Tiles of 16-bit elements in shared memory, and matrix products of them on tensor cores: mma.sync m16n8k16 with fp32
+// sums (sm_80 or later).
 //
 // A tile has rows of D elements in chunks of 16 bytes. Chunk c of row r is stored at c ^ twist(r), so that the eight
-// rows of an ldmatrix, and the rows that a warp writes fragments to, fall into different banks.
+// rows of an ldmatrix, and the rows to which a warp writes fragments, are in different banks.
 
 #define DEVICE __device__ __forceinline__
 
@@ -14,7 +15,7 @@ template <int D> DEVICE u32 place_in_tile(u32 row, u32 chunk) {
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// 16 bytes from global to shared memory, without passing through registers.
+// Copies 16 bytes from global to shared memory, asynchronously and without registers.
 DEVICE void copy_chunk(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
@@ -22,17 +23,17 @@ DEVICE void copy_word(float *shared, const float *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 DEVICE void copies_are_one_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the newest `NEWEST` groups of this thread have arrived.
+// Waits until all copies of this thread except its newest `NEWEST` groups are complete.
 template <int NEWEST> DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
 }
 
-// Starts copying ROWS rows of D elements that lie `stride` elements apart, from row `first` on, by all threads of WARPS
-// warps. Rows behind the last, `rows` - 1, are copies of it: what is computed from them is masked or not stored.
+// Starts copying ROWS rows of D elements, `stride` elements apart, from row `first` on, with all threads of WARPS
+// warps. Rows behind the last, `rows` - 1, are copies of it; results from them are masked or not stored.
 template <int D, int ROWS, int WARPS, class T>
 DEVICE void copy_tile(T *tile, const T *source, u32 first, u32 rows, u32 stride) {
     constexpr u32 CHUNKS = D / 8, AT_ONCE = 32 * WARPS / CHUNKS;
-    // So that a thread's chunk and its twist stay the same from row to row.
+    // This keeps a thread's chunk and its twist the same for all of its rows.
     static_assert(AT_ONCE % 8 == 0 && ROWS % AT_ONCE == 0, "whole rows, all twists at once");
     u32 row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     tile += place_in_tile<D>(row, chunk), source += chunk * 8;
@@ -41,7 +42,7 @@ DEVICE void copy_tile(T *tile, const T *source, u32 first, u32 rows, u32 stride)
         copy_chunk(tile + done * D, source + (u64)min(first + row + done, rows - 1) * stride);
 }
 
-// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices. Lane l passes the address of row l % 8 of matrix l / 8.
 DEVICE void load_matrices(u32 (&x)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -55,24 +56,26 @@ DEVICE void load_matrices_transposed(u32 (&x)[4], const void *row) {
                  : "memory");
 }
 
-// Rows row..row+16, columns 16 k..16 k+16 of a tile, as the left operand of a product.
+// Loads rows row..row+16, columns 16 k..16 k+16 of a tile as the left operand of a product.
 template <int D, class T> DEVICE void load_left(u32 (&a)[4], const T *tile, u32 row, u32 k) {
     u32 lane = threadIdx.x % 32;
     load_matrices(a, tile + place_in_tile<D>(row + lane % 16, 2 * k + lane / 16));
 }
-// The right operand X^T, X being those rows and columns: b[0], b[1] for the first 8 rows, b[2], b[3] for the others.
+// Loads the right operand X^T, where X is rows row..row+16 and columns 16 k..16 k+16: b[0], b[1] for the first 8
+// rows, b[2], b[3] for the others.
 template <int D, class T> DEVICE void load_right_of_rows(u32 (&b)[4], const T *tile, u32 row, u32 k) {
     u32 lane = threadIdx.x % 32;
     load_matrices(b, tile + place_in_tile<D>(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 }
-// The right operand X itself: b[0], b[1] for its first 8 columns, b[2], b[3] for the others.
+// Loads the right operand X, rows row..row+16 and columns 16 k..16 k+16: b[0], b[1] for the first 8 columns, b[2],
+// b[3] for the others.
 template <int D, class T> DEVICE void load_right(u32 (&b)[4], const T *tile, u32 row, u32 k) {
     u32 lane = threadIdx.x % 32;
     load_matrices_transposed(b, tile + place_in_tile<D>(row + lane % 16, 2 * k + lane / 16));
 }
 
-// c += a b: a 16 x 16, b 16 x 8. Lane l holds of c the columns 2 (l % 4) and the next, of rows l / 4 (c[0], c[1]) and
-// l / 4 + 8 (c[2], c[3]).
+// c += a b: a 16 x 16, b 16 x 8, c 16 x 8. Lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of c, in rows l / 4
+// (c[0], c[1]) and l / 4 + 8 (c[2], c[3]).
 template <class T> DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
 template <> DEVICE void multiply<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -87,7 +90,7 @@ template <> DEVICE void multiply<f16>(float (&c)[4], const u32 (&a)[4], u32 b0, 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two neighbouring elements in one register, the first in the low half.
+// Packs two neighbouring elements into one register, the first in the low half.
 template <class T> DEVICE u32 pack_pair(float first, float second);
 template <> DEVICE u32 pack_pair<bf16>(float first, float second) {
     u32 x;
@@ -100,7 +103,8 @@ template <> DEVICE u32 pack_pair<f16>(float first, float second) {
     return x;
 }
 
-// Columns 16 k..16 k+16 of sums as the left operand of the next product: a product's columns are its lanes' own.
+// Converts columns 16 k..16 k+16 of sums to the left operand of the next product. No shuffle is needed: each lane
+// holds the elements that it needs.
 template <class T, int N> DEVICE void left_of_sums(u32 (&a)[4], const float (&c)[N][4], int k) {
     a[0] = pack_pair<T>(c[2 * k][0], c[2 * k][1]);
     a[1] = pack_pair<T>(c[2 * k][2], c[2 * k][3]);
@@ -108,8 +112,9 @@ template <class T, int N> DEVICE void left_of_sums(u32 (&a)[4], const float (&c)
     a[3] = pack_pair<T>(c[2 * k + 1][2], c[2 * k + 1][3]);
 }
 
-// Stores a warp's 16 rows of sums, times `factor` of the lane's two rows, through its own rows of a tile in shared
-// memory that no other warp reads any more: row `row` of the tile goes to row `first + row` of `out`, if it is one.
+// Stores a warp's 16 rows of sums, times `factor` of the lane's two rows. They pass through the warp's rows of a tile
+// in shared memory, which no other warp may still read. Row r of the tile is stored to row `first` + r of `out` if
+// that is less than `rows`.
 template <int D, class T>
 DEVICE void store_rows(T *out, u32 stride, u32 first, u32 rows, T *tile, u32 row, const float (&c)[D / 8][4],
                        const float (&factor)[2]) {

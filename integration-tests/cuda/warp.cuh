@@ -1,13 +1,14 @@
-// Helpers of the transformer's kernels beside zero-kernels' prelude: sums over warps and blocks, columns of a thread.
+// Helpers of the transformer's kernels, in addition to zero-kernels' prelude: sums over warps and blocks, and the
+// columns of a thread.
 //
-// Each file is compiled once for every type of storage, STORAGE: f32, bf16 or f16. Arithmetic is in fp32 whatever it is;
-// every sum has an order that its sizes alone fix.
+// Each file is compiled once for every type of storage, STORAGE: f32, bf16 or f16. Arithmetic is always in fp32. The
+// order of every sum depends only on the sizes.
 
 #define ALL_LANES 0xffffffffu
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// 2^x by the special function unit, within 2 ulp; 0 of -inf.
+// 2^x by the special function unit, within 2 ulp; 0 for -inf.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -23,7 +24,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// W neighbouring elements of a row, widened. W is 8 (a row that 16-byte accesses fit) or 1.
+// Loads W neighbouring elements of a row, widened to fp32. W is 8, for rows that allow 16-byte accesses, or 1.
 template <int W, class T> __device__ __forceinline__ void load_columns(const T *p, float (&x)[W]) {
     if constexpr (W == 8) {
         T raw[8];
@@ -46,8 +47,8 @@ template <int W, class T> __device__ __forceinline__ void store_columns(T *p, co
     }
 }
 
-// Sums N values over the block, whose size is a multiple of 32 and at most 1024. `lane_sums` is not to be written by
-// the next call while a thread still reads it: callers in a loop alternate between two.
+// Sums N values over the block, whose size is a multiple of 32 and at most 1024. The next call must not use the same
+// `lane_sums`, which a thread may still be reading: callers in a loop alternate between two.
 template <int N> __device__ __forceinline__ void block_sum(float (&x)[N], float (*lane_sums)[N]) {
     u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll
