@@ -1,5 +1,5 @@
-//! `zero train --device cuda` with several ranks: one process each, over NCCL. They share one GPU where there is only
-//! one.
+//! `zero train --device cuda` with several ranks: one process each, over NCCL. They share the GPU
+//! of a machine that has only one.
 
 #[path = "common/place.rs"]
 mod place;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Longer than any run here takes.
+/// Timeout of a run, longer than any run takes.
 const LONG: Duration = Duration::from_secs(400);
 
 fn zero(dir: &Path, args: &[&str]) -> Command {
@@ -58,7 +58,7 @@ fn steps(dir: &Path, file: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The processes that `pid` has started.
+/// The child processes of `pid`.
 fn children(pid: u32) -> Vec<u32> {
     let path = format!("/proc/{pid}/task/{pid}/children");
     std::fs::read_to_string(path).unwrap_or_default().split_whitespace().filter_map(|p| p.parse().ok()).collect()
@@ -99,7 +99,7 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
     let dir = temp();
     for stage in ["0", "1", "2"] {
         let args = ["--device", "cuda", "--share-gpus", "--ranks", "2", "--stage", stage, "--steps", "6"];
-        // A save is taken further beside steps that are replayed.
+        // A save in progress advances during replayed steps.
         let saves = ["--checkpoint-every", "3", "--checkpoint"];
         run(zero(dir.path(), &[&args[..], &saves, &["a", "--metrics", "plain"]].concat()));
         run(zero(dir.path(), &[&args[..], &saves, &["b", "--metrics", "graphs", "--cuda-graph"]].concat()));
@@ -113,7 +113,7 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
                 assert_eq!(plain["comm_bytes"][key], graphs["comm_bytes"][key], "stage {stage}, {key}");
             }
         }
-        // In which step a save goes on, and its ranks talk of it, is the files' business.
+        // Control traffic depends on when a save advances, which depends on the disk.
         let least = |steps: &[Value]| steps.iter().filter_map(|s| s["comm_bytes"]["control"].as_u64()).min();
         assert_eq!(least(&plain), least(&graphs), "stage {stage}");
     }
@@ -168,7 +168,7 @@ fn killed_rank(more: &[&str]) {
     assert_eq!(said.matches("error: ").count(), 1, "{said}");
     assert!(said.contains("error: rank 1 was killed by signal 9"), "{said}");
     assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
-    // A step or two were under way; nobody goes on alone until the launcher ends all.
+    // A step or two were in flight; no rank continues alone until the launcher ends all.
     assert!(steps() <= done + 5, "{} steps after {done}", steps());
     assert!(!ranks.iter().any(|&pid| is_running(pid)));
 }

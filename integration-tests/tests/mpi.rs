@@ -1,6 +1,6 @@
-//! `zero train` over `mpirun`, as real processes: the losses of a run over threads, bit for bit, and clean failures.
+//! `zero train` under `mpirun`: the losses are bit-identical to those of threads, and a killed rank ends the run.
 //!
-//! `cargo test -p integration-tests --features mpi --test mpi`; without `mpirun` it says so and passes.
+//! Run with `cargo test -p integration-tests --features mpi --test mpi`. Without `mpirun` it prints SKIPPED and passes.
 
 #[path = "common/place.rs"]
 mod place;

@@ -1,6 +1,6 @@
-//! Every kernel of the transformer compiles for every architecture without spilling registers, and has its entries.
-//! Needs NVRTC and no GPU; without NVRTC the tests say that they are skipped, and fail where `ZERO_REQUIRE_NVRTC` is
-//! set (.ci/steps/80-cuda-compile does so).
+//! Every kernel of the transformer compiles for every architecture without register spills, and exports its entries.
+//! Requires NVRTC but no GPU. Without NVRTC the tests print SKIPPED, or fail if `ZERO_REQUIRE_NVRTC` is set
+//! (.ci/steps/80-cuda-compile sets it).
 
 use std::io::Write;
 
@@ -10,13 +10,13 @@ use zero_kernels::cuda::{Arch, Nvrtc, Target};
 
 const ARCHS: [Arch; 4] = [Arch(75), Arch(80), Arch(90), Arch(100)];
 
-/// NVRTC, or a visible word that the test is skipped.
+/// Returns NVRTC, or prints that the test is skipped.
 fn nvrtc(test: &str) -> Option<Nvrtc> {
     match Nvrtc::find() {
         Ok(nvrtc) => Some(nvrtc),
         Err(error) if std::env::var_os("ZERO_REQUIRE_NVRTC").is_some() => panic!("{error}"),
         Err(error) => {
-            // Straight to the stream: the test harness would swallow `eprintln!`.
+            // Written to the stream, because the test harness captures `eprintln!`.
             let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {error}\n").as_bytes());
             None
         }
@@ -47,7 +47,7 @@ fn check(nvrtc: &Nvrtc, arch: Arch, dtype: DType, file: &KernelFile) {
     assert_eq!(&compiled.image[..4], b"\x7fELF", "{what}");
     assert!(!compiled.log.contains("warning"), "{what}: {}", compiled.log);
     for entry in file.entries {
-        // The name stands alone in the ELF file's string table.
+        // A whole string in the ELF file's string table.
         let needle = [b"\0", entry.as_bytes(), b"\0"].concat();
         assert!(compiled.image.windows(needle.len()).any(|w| w == needle), "{what}: no {entry}");
     }

@@ -1,5 +1,5 @@
-//! Where tests find their data and `zero`: where they were built; or, packed for a machine without Rust, below the
-//! folder that they are run in (the repository's root) and on the path.
+//! The paths of the tests' data and of `zero`: those of the build or, on a machine without Rust, below the current
+//! folder (the repository's root) and in `PATH`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

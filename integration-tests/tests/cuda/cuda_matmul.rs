@@ -1,4 +1,4 @@
-//! Products by cuBLASLt against fp64: transposition, strides, sums onto what is there, biases and GELU.
+//! Products by cuBLASLt against fp64: transposition, strides, accumulation, biases and GELU.
 
 use integration_tests::cuda::OpError;
 use integration_tests::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, WORKSPACE_BYTES};
@@ -21,7 +21,7 @@ fn products_of_all_transpositions() {
         let (a, b) = (values(m * k, 1), values(k * n, 2));
         let (a64, b64) = (rounded(&a, dtype), rounded(&b, dtype));
         for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
-            // Where transposed, memory holds [k, m] and [n, k].
+            // A transposed factor is stored as [k, m] or [n, k].
             let left = if ta { fp64::transpose(&a64, m) } else { a64.clone() };
             let right = if tb { fp64::transpose(&b64, k) } else { b64.clone() };
             let want = fp64::matmul(&left, &right, k, n);
@@ -33,7 +33,7 @@ fn products_of_all_transpositions() {
             matmul.run(&gpu.stream, &Product { left, right, out, add: None, epilogue: Epilogue::None }).unwrap();
             close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype} {ta} {tb}"));
 
-            // In fp32, onto what is there: the gradient of a weight.
+            // Added to existing fp32 values: the gradient of a weight.
             let sum = gpu.floats(&vec![3.0; m * n]).erase();
             let out = Matrix::new(sum, n);
             let product = Product { left, right, out, add: Some(out), epilogue: Epilogue::None };
@@ -110,10 +110,10 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
 fn sums_are_fp32_until_they_are_stored() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
-    // Few results of long sums, which the library likes to share among blocks.
+    // Few results of long sums, which the library tends to split among blocks.
     let (m, n, k) = (64, 64, 8192);
     for (dtype, large) in [(DType::Bf16, 256.0), (DType::F16, 2048.0)] {
-        // large + 1 has a bit too much for 16 bits, and the rest of the sum takes `large` off again.
+        // large + 1 has one bit more than the 16-bit type holds; the last term subtracts `large`.
         let term = |i: usize| [large, 1.0].get(i).copied().unwrap_or(if i == k - 1 { -large } else { 0.0 });
         let b: Vec<f32> = (0..k * n).map(|i| term(i / n)).collect();
         let (left, right) = (gpu.put(&vec![1.0; m * k], dtype), gpu.put(&b, dtype));
@@ -136,7 +136,7 @@ fn product_runs_on_any_thread_at_any_alignment() {
     let product = fp64::matmul(&a64, &b64, k, n);
     let [a, b, biases] = [&a, &b, &biases].map(|v| gpu.put(v, DType::Bf16));
     let y = gpu.fresh(m * n, DType::Bf16);
-    // Aligned to 256 bytes, then to 32, then to 16 only: the shapes are the same.
+    // Aligned to 256, 32 and 16 bytes, with the same shapes.
     for start in [0, 16, 8] {
         let epilogue = Epilogue::Bias(biases.slice(start..start + n));
         let (left, right, out) = (Matrix::new(a, k), Matrix::new(b, n), Matrix::new(y, n));

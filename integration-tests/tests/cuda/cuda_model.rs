@@ -1,4 +1,5 @@
-//! GPT-2 on the device: PyTorch's logits, gradients and losses, the host's, and the same bits however it is run.
+//! GPT-2 on the device against PyTorch (logits, gradients, losses) and the host, and the same bits with
+//! checkpointing, repetition and recording.
 
 use std::collections::HashMap;
 
@@ -57,7 +58,7 @@ fn losses_in_fp32_are_pytorchs() {
         let (loss, grads) = (tiny.loss(), tiny.gradients());
         let norm = grads.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
         let (loss_error, norm_error) = ((loss - want_loss).abs() / want_loss, (norm - want_norm).abs() / want_norm);
-        // The stand-in, whose exponentials are exact, is within a tenth of these.
+        // The stand-in, whose exponentials are exact, stays within a tenth of these limits.
         assert!(loss_error < 1e-5, "step {}: loss differs by {loss_error:e}", step + 1);
         assert!(norm_error < 1e-4, "step {}: norm differs by {norm_error:e}", step + 1);
         let clip = if norm > 1.0 { 1.0 / (norm + 1e-6) } else { 1.0 };
@@ -94,8 +95,8 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
         let mut tiny = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights);
         tiny.step(0);
         let (loss, got) = (tiny.loss(), tiny.gradients());
-        // The host computes in fp32 from parameters rounded to bf16; here activations and their gradients are rounded
-        // too, which is what PyTorch's bf16 does.
+        // The host computes in fp32 from parameters rounded to bf16. The device rounds activations and their
+        // gradients too, as PyTorch does in bf16.
         let loss_error = (loss - host_loss).abs() / host_loss;
         assert!(loss_error < 1e-4, "{dtype}: loss {loss}, on the host {host_loss}");
         let (got, want): (Vec<f32>, Vec<f32>) = (got.concat(), host.concat());
@@ -109,8 +110,8 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
 fn any_shape_is_the_hosts() {
     let gpu = Gpu::open();
     let base = GptConfig { n_layer: 1, n_positions: 60, ..config() };
-    // A vocabulary and widths that are no multiples of anything; an untied head; a vocabulary with more rows to the
-    // next round number than there are positions.
+    // A vocabulary and widths that are not multiples of 8; an untied head; a vocabulary whose padding to
+    // the next round number has more rows than there are positions.
     let shapes = [
         GptConfig { vocab_size: 203, n_embd: 36, n_head: 3, n_inner: 71, ..base.clone() },
         GptConfig { vocab_size: 203, n_embd: 40, n_head: 2, n_inner: 64, tied_head: false, ..base.clone() },
@@ -179,7 +180,7 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
 fn logits_in_parts_are_logits() {
     let gpu = Gpu::open();
     let mut whole = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
-    // 50 rows at a time, of 128.
+    // 50 of the 128 rows at a time.
     let part = 50 * stride_elems(config().vocab_size) * 4;
     let mut parts = OnGpu::new(&gpu, options(DType::F32, false), part, &weights());
     whole.step(0);

@@ -15,7 +15,7 @@ fn layer_norms() {
     let gpu = Gpu::open();
     for dtype in FLOATS {
         let ops = gpu.kernels(dtype);
-        // A width of one thread, odd ones, one that several warps share, more rows than blocks take at once.
+        // A width of one thread, odd widths, one of several warps, and more rows than the blocks compute at once.
         for (rows, n) in [(5, 8), (3, 13), (9, 776), (1, 40), (2200, 8)] {
             let what = format!("{dtype} {rows} x {n}");
             let (x, dy) = (values(rows * n, 1), values(rows * n, 2));
@@ -70,7 +70,7 @@ fn gelus() {
     let gpu = Gpu::open();
     for dtype in FLOATS {
         let ops = gpu.kernels(dtype);
-        // The second slice starts off the 16-byte boundaries.
+        // The second slice is not aligned to 16 bytes.
         for (n, start) in [(4099, 0), (77, 3)] {
             let x: Vec<f32> = values(n + start, 1).iter().map(|v| v * 6.0).collect();
             let dy = values(n + start, 2);
@@ -138,7 +138,7 @@ fn cross_entropies() {
     let gpu = Gpu::open();
     for dtype in FLOATS {
         let ops = gpu.kernels(dtype);
-        // Less than a group, with a rest, more than a block takes at once.
+        // Less than a group, a remainder, and more than a block computes at once.
         for (rows, vocab) in [(3, 5), (4, 131), (2, 9001)] {
             let stride = cross_entropy::stride_elems(vocab);
             let what = format!("{dtype} {rows} x {vocab}");
@@ -153,7 +153,7 @@ fn cross_entropies() {
 
             let (logits, targets) = (gpu.put(&logits, dtype), gpu.words(&targets));
             let losses = gpu.floats(&vec![f32::NAN; rows]);
-            // A part of the tokens that are averaged.
+            // The launch covers a part of the averaged tokens.
             let half = Scale { loss_scale: gpu.double(8.0), tokens: 16 };
             cross_entropy::forward_backward(&ops, &gpu.stream, logits, losses, targets, vocab, half).unwrap();
             let got = gpu.get(logits);
@@ -184,7 +184,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let what = format!("{dtype} {shape:?}{}", if flash { " on tensor cores" } else { "" });
     let elems = shape.batch * shape.seq * shape.heads * shape.d;
     let rows = elems / shape.d;
-    // Scores of some size, so that a wrong maximum or mask shows.
+    // Large scores, so that a wrong maximum or mask is visible.
     let qkv: Vec<f32> = values(3 * elems, 1).iter().map(|v| 2.0 * v).collect();
     let dout = values(elems, 2);
     let [want, want_dqkv] = fp64::attention(&rounded(&qkv, dtype), &rounded(&dout, dtype), shape);
@@ -192,7 +192,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let (qkv, dout, out) = (gpu.put(&qkv, dtype), gpu.put(&dout, dtype), gpu.fresh(elems, dtype));
     let (lse, delta) = (gpu.floats(&vec![f32::NAN; rows]), gpu.floats(&vec![f32::NAN; rows]));
     attention.forward(&ops, &gpu.stream, out, lse, qkv).unwrap();
-    // Probabilities are rounded to 16 bits on their way to the tensor cores.
+    // Probabilities are rounded to 16 bits for the tensor cores.
     let tolerance = tolerance(dtype);
     close(&gpu.get(out), &want, tolerance, &format!("{what}: out"));
     let dqkv = gpu.fresh(3 * elems, dtype);
@@ -203,7 +203,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
         let pick = |i: usize| i / c % 3 == part;
         let got: Vec<f32> = got.iter().enumerate().filter(|(i, _)| pick(*i)).map(|(_, v)| *v).collect();
         let want: Vec<f64> = want_dqkv.iter().enumerate().filter(|(i, _)| pick(*i)).map(|(_, v)| *v).collect();
-        // With one key its probability is 1 whatever the score: the true gradients of q and k are 0.
+        // The probability of a single key is always 1, so the exact gradients of q and k are 0.
         if shape.seq > 1 || *name == "dv" {
             close(&got, &want, 2.0 * tolerance, &format!("{what}: {name}"));
         } else {
@@ -218,7 +218,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
 fn attention_on_tensor_cores() {
     let gpu = Gpu::open();
     for dtype in [DType::Bf16, DType::F16] {
-        // One row; less than a tile; a tile and some; more than two tiles of rows, which do not divide.
+        // One row, less than a tile, slightly more than a tile, and several tiles with a remainder.
         for (batch, seq, heads, d) in
             [(2, 1, 2, 64), (1, 50, 1, 32), (1, 130, 2, 64), (1, 70, 1, 128), (2, 300, 1, 32)]
         {

@@ -1,5 +1,5 @@
-//! The trainer on the device, one rank: PyTorch's losses at every stage, the same bits at all of them, no memory taken
-//! after the second step, and checkpoints that the host resumes.
+//! The trainer on the device with one rank: PyTorch's losses and the same bits at every stage, no allocation from the
+//! device after the second step, and checkpoints that the host resumes.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -157,11 +157,11 @@ fn a_run_goes_on_across_device_and_host() {
     assert_eq!(host.len(), 3);
 }
 
-/// Rates, loss scales, skipped steps and tokens are those of the step, not of the one that was recorded.
+/// Learning rates, loss scales, skipped steps and tokens are those of each replayed step, not of the recorded one.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn recorded_steps_have_the_same_bits() {
-    // Its first steps overflow, and later ones let the scale grow again.
+    // The first steps overflow; later the scale grows again.
     let scaling = DynamicScaling { initial_scale_power: 22, window: 2, hysteresis: 1, ..DynamicScaling::default() };
     for (stage, dtype) in [(0, DType::F32), (1, DType::F16), (2, DType::Bf16)] {
         let mut settings = settings(stage, dtype);
@@ -194,7 +194,7 @@ fn recorded_steps_have_the_same_bits() {
     assert!(error.contains("stage 3 cannot be recorded"), "{error}");
 }
 
-/// The bits of the newest checkpoint's weights.
+/// The bits of the weights in the newest checkpoint.
 fn weights(dir: &Path) -> Vec<u32> {
     let reader = Reader::open(dir).unwrap();
     let mut bits = Vec::new();

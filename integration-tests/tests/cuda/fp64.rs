@@ -2,7 +2,7 @@
 
 use integration_tests::cuda::attention::Shape;
 
-/// y, and with `dy` the gradients of x, gain and bias.
+/// Returns y, and for `dy` the gradients of x, gain and bias.
 pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [Vec<f64>; 4] {
     let n = gain.len();
     let (mut y, mut dx) = (Vec::new(), Vec::new());
@@ -45,7 +45,7 @@ pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f
     (loss / targets.len() as f64, grad)
 }
 
-/// out `[batch, seq, heads, d]`, and with `dout` the gradient of qkv `[batch, seq, 3, heads, d]`.
+/// Returns out `[batch, seq, heads, d]`, and for `dout` the gradient of qkv `[batch, seq, 3, heads, d]`.
 pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
     let c = s.heads * s.d;
     let scale = 1.0 / (s.d as f64).sqrt();

@@ -1,4 +1,4 @@
-//! A device for the tests, and arrays that go to it and come back.
+//! A device for the tests, with uploads and downloads of arrays.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use zero_kernels::cuda::Loader;
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-/// The first device, with a stream and a pool; the arrays of a test live as long as it.
+/// The first device, with a stream and a pool. It owns the arrays of a test.
 pub(crate) struct Gpu {
     pub(crate) device: CudaDevice,
     pub(crate) stream: CudaStream,
@@ -27,7 +27,7 @@ impl Gpu {
         Self { pool: Pool::new(device.clone(), usize::MAX), device, stream, held: Default::default() }
     }
 
-    /// Whether this is a GPU, on which tests can afford large sizes.
+    /// Whether this is a GPU and not a stand-in, so that tests can use large sizes.
     pub(crate) fn is_real(&self) -> bool {
         !self.device.name().contains("stand-in")
     }
@@ -55,7 +55,7 @@ impl Gpu {
         self.bytes(&bytes, values.len(), dtype)
     }
 
-    /// Elements that nothing has been written to but NaN.
+    /// Elements that are NaN.
     pub(crate) fn fresh(&self, elems: usize, dtype: DType) -> AnySlice {
         self.put(&vec![f32::NAN; elems], dtype)
     }
@@ -70,7 +70,7 @@ impl Gpu {
 
     pub(crate) fn words(&self, values: &[u32]) -> DeviceSlice<u32> {
         let bytes = self.bytes(bytemuck::cast_slice(values), values.len() * 4, DType::U8);
-        // SAFETY: as long as `values`, at the start of a block; held as above.
+        // SAFETY: the length of `values`, at the start of a block; held as above.
         unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), values.len()) }
     }
 
@@ -111,7 +111,7 @@ pub(crate) fn values(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-/// `values` as the device sees them in `dtype`, in fp64.
+/// `values` rounded to `dtype`, in fp64.
 pub(crate) fn rounded(values: &[f32], dtype: DType) -> Vec<f64> {
     let round = |v: &f32| match dtype {
         DType::Bf16 => bf16::from_f32(*v).to_f64(),
@@ -121,8 +121,8 @@ pub(crate) fn rounded(values: &[f32], dtype: DType) -> Vec<f64> {
     values.iter().map(round).collect()
 }
 
-/// The largest rounding error of the result, relative to its norm: half a unit in the last place, and for 16 bits as much
-/// again for what an operation rounds on its way.
+/// Maximum error of a result relative to its norm. For 16-bit types: half a unit in the last place for the result,
+/// and as much again for the roundings within an operation.
 pub(crate) fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::Bf16 => 2.0 * 2f64.powi(-9),

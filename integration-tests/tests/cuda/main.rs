@@ -1,8 +1,9 @@
-//! The transformer's operations and GPT-2 on a CUDA device, or on its stand-in: each operation against fp64, the model
-//! against PyTorch and against the host.
+//! The transformer's operations and GPT-2 on a CUDA device, or on its stand-in: each operation against fp64, the
+//! model against PyTorch and against the host.
 //!
-//! All need a device: `cargo gpu-test`, or `stand-ins/with-stand-ins cargo test -p integration-tests --test cuda --
-//! --ignored`. On a stand-in, passing is passing on the stand-in.
+//! All tests need a device: run `cargo gpu-test`, or, without a GPU,
+//! `stand-ins/with-stand-ins cargo test -p integration-tests --test cuda -- --ignored`. The stand-ins' README lists
+//! what a pass without a GPU proves.
 
 mod cuda_errors;
 mod cuda_matmul;

@@ -26,7 +26,7 @@ pub(crate) fn config() -> GptConfig {
     GptConfig::from_hf_json(&std::fs::read_to_string(data("model/config.json")).unwrap()).unwrap().0
 }
 
-/// PyTorch's first weights, a flat parameter for each unit.
+/// PyTorch's initial weights, a flat parameter for each unit.
 pub(crate) fn weights() -> Vec<Vec<f32>> {
     let all: HashMap<String, Vec<f32>> = tensors("model/model.safetensors").into_iter().collect();
     let flat = |u: zero_shard::UnitSpec| u.params.iter().flat_map(|p| all[&p.name].clone()).collect();
@@ -37,7 +37,7 @@ pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Optio
     Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing }
 }
 
-/// The tokens of a micro-batch, counted over steps, and those that follow them.
+/// The inputs and targets of micro-batch `micro`, counted over all steps.
 pub(crate) fn batch(micro: usize) -> (Vec<u32>, Vec<u32>) {
     let tokens = tokens();
     let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
@@ -78,7 +78,7 @@ impl<'a> OnGpu<'a> {
         Ok(())
     }
 
-    /// Sets gradients and loss to zero, and adds those of step `step`.
+    /// Computes the gradients and the loss of step `step`.
     pub(crate) fn step(&mut self, step: usize) {
         let (device, stream) = (&self.gpu.device, &self.gpu.stream);
         device.fill_zero(stream, self.model.loss().erase()).unwrap();
@@ -128,7 +128,7 @@ pub(crate) fn by_name(gradients: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
 
 /// A slice of a vector that outlives all uses in its function.
 fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
-    // SAFETY: the vectors live to the end of the function, which drains the stream before it looks at them.
+    // SAFETY: the vectors live to the end of the function, which drains the stream before it reads them.
     unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len()) }
 }
 

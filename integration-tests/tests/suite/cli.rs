@@ -18,7 +18,7 @@ fn zero(dir: &Path, args: &[&str]) -> Output {
     place::zero().args(args).current_dir(dir).output().unwrap()
 }
 
-/// The arguments of a small run; `more` has pairs of flag and value that replace or extend them.
+/// The arguments of a small run, replaced or extended by the pairs of flag and value in `more`.
 fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut args = vec!["train", "--model", model, "--data", tokens, "--seq-len", "32", "--micro-batch", "1"];
     args.extend(["--ranks", "2", "--steps", "3"]);
@@ -168,7 +168,7 @@ fn offload_of_a_configuration_is_checked() {
     assert!(out.contains("note: steps_per_print is not honoured"), "{out}");
 }
 
-/// With the lowest possible limit less is gathered ahead, and the losses stay the same.
+/// A lower limit gathers less ahead; the losses are the same.
 #[test]
 fn low_live_parameter_limit_is_raised() {
     let dir = temp();
@@ -206,7 +206,7 @@ fn closed_pipe_is_not_an_error() {
     }
 }
 
-/// Otherwise each process would train the whole run, and all would write the same files.
+/// Each process would train the whole run, and all would write the same files.
 #[test]
 fn torchrun_on_the_host_is_rejected() {
     let dir = temp();

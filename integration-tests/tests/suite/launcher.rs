@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use integration_tests::launcher::{Job, JobError, Report};
 
-/// A limit that never expires unless the launcher is broken; scripts that must be killed sleep longer.
+/// Timeout that expires only if the launcher is broken; scripts that must be killed sleep longer.
 const LIMIT: Duration = Duration::from_secs(120);
-/// The variable with the script of a launcher that runs in its own process.
+/// The environment variable with the script of a launcher that runs in its own process.
 const SCRIPT: &str = "ZERO_TEST_SCRIPT";
 
 fn job(ranks: usize, script: &str, grace: Duration) -> Job {
@@ -78,7 +78,7 @@ fn pids(folder: &Path, n: usize) -> Vec<u32> {
 }
 
 fn is_running(pid: u32) -> bool {
-    // A zombie has ended, and waits for its parent to collect its status.
+    // A zombie has ended; its parent has not collected its status yet.
     fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 

@@ -1,4 +1,4 @@
-//! All integration tests that need no GPU and no MPI, in one program: linking one is faster than linking several.
+//! All integration tests that need neither a GPU nor MPI nor NVRTC, in one binary, because linking several is slow.
 
 mod cli;
 #[cfg(target_os = "linux")]

@@ -5,7 +5,7 @@ use zero_optim::{LrSchedule, OptimizerConfig};
 use super::support::Case;
 use super::toy::Toy;
 
-/// The request comes while the device works, however far ahead the host is.
+/// The request arrives while the device computes the step; the host has enqueued the rest of it.
 #[test]
 fn stop_request_ends_the_current_step_everywhere() {
     for stage in 0..4 {

@@ -1,4 +1,4 @@
-//! Losses, norms and all final state are the same bits at stages 0 to 3, whatever else is switched.
+//! Losses, norms and the final state are bit-identical at stages 0 to 3, with each tested switch.
 
 use proptest::prelude::*;
 use zero_alloc::device::DType;
@@ -15,7 +15,7 @@ fn same(a: &Outcome, b: &Outcome, what: &str) {
     }
 }
 
-/// Stage 0 with everything on, against every stage with each switch.
+/// Compares stage 0 and its default switches with every stage and each switch.
 fn stages_agree(dtype: DType, grad_accum: usize, ranks: usize) {
     let base = Case { stage: 0, dtype, grad_accum, ranks, ..Case::default() };
     let reference = base.run_tiny();
@@ -25,7 +25,7 @@ fn stages_agree(dtype: DType, grad_accum: usize, ranks: usize) {
             let case = Case { stage, overlap, activation_checkpointing, ..base.clone() };
             same(&reference, &case.run_tiny(), &format!("{case:?}"));
         }
-        // Pieces of odd sizes, and a bucket that holds every unit whole.
+        // Buckets that split units into odd pieces, and one that holds every unit whole.
         for bucket_elems in [1000, 1 << 20] {
             let case = Case { stage, bucket_elems, ..base.clone() };
             same(&reference, &case.run_tiny(), &format!("{case:?}"));
@@ -61,7 +61,7 @@ fn fp16_accumulating() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
 
-    /// Units of any sizes: empty, smaller than the world, divided by no rank count; parameters of none.
+    /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters without elements.
     #[test]
     fn units_of_any_size(
         units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),

@@ -1,4 +1,4 @@
-//! The model alone against PyTorch: logits of the first micro-batch, and the gradients of the first step.
+//! The model without the trainer, against PyTorch: logits of the first micro-batch, and gradients of the first step.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -19,7 +19,7 @@ const SEQ: usize = 32;
 
 /// A slice of a vector that outlives all uses in the test.
 fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
-    // SAFETY: the vectors live to the end of the test, which drains the stream before it looks at them.
+    // SAFETY: the vectors live to the end of the test, which drains the stream before it reads them.
     unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len()) }
 }
 
@@ -57,7 +57,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| grad_slices[u]).collect();
-            // Each of the two micro-batches is half of the step's mean loss.
+            // Each of the two micro-batches contributes half of the step's mean loss.
             model.backward(&stream, i, &reads, &adds, slice(&mut half)).unwrap();
         }
     }

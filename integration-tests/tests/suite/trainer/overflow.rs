@@ -1,4 +1,4 @@
-//! Gradients that are not finite: the step is skipped on every rank, and the loss scale follows DeepSpeed's rules.
+//! Gradients that are not finite: every rank skips the step, and the loss scale follows DeepSpeed's rules.
 
 use integration_tests::trainer::{RunOptions, StepMetrics, run_on_threads};
 use zero_alloc::device::DType;
@@ -60,7 +60,7 @@ fn skipped_step_changes_no_state() {
     }
 }
 
-/// bf16 and fp32 check too: a NaN norm must not be masked.
+/// Gradients are also checked in bf16 and fp32: a NaN norm must not be masked.
 #[test]
 fn nan_in_any_dtype_is_skipped() {
     for dtype in [DType::F32, DType::Bf16] {
@@ -76,7 +76,7 @@ fn nan_in_any_dtype_is_skipped() {
     }
 }
 
-/// Under a static loss scale lost weights stay lost: the run ends, and the last good checkpoint is kept.
+/// Under a static loss scale weights that are not finite stay so: the run ends and keeps the last good checkpoint.
 #[test]
 fn lost_weights_end_the_run_and_keep_checkpoints() {
     let optimizer = OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() };

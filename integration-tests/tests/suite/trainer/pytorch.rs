@@ -42,8 +42,8 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
         for (name, want) in &last {
             let got: Vec<f32> = state[&format!("master/{name}")].iter().map(|b| f32::from_bits(*b)).collect();
             let error = relative_error(&got, want);
-            // A third of this bias, that of the keys, moves all scores of a query alike: its true gradient is 0, and
-            // Adam makes steps of full size from the rounding errors, here and in PyTorch.
+            // The keys' third of this bias shifts all scores of a query equally, so its exact gradient is 0, and Adam
+            // makes steps of full size from rounding errors, here and in PyTorch.
             let tolerance = if name.ends_with("c_attn.bias") { 1e-3 } else { 1e-5 };
             assert!(error < tolerance, "stage {stage}: {name} differs by {error:e}");
         }

@@ -1,4 +1,4 @@
-//! A resumed run goes on as if it had never stopped; at other ranks and stages its state is the same bits.
+//! A resumed run is bit-identical to an uninterrupted one; at other ranks and stages the loaded state is bit-identical.
 
 use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
@@ -24,7 +24,7 @@ fn the_same_bits_as_without_a_stop() {
     }
 }
 
-/// Weights, moments and step go on; a loss scale is of its dtype.
+/// Weights, moments and step continue; the loss scale starts anew, because it is valid for its dtype only.
 #[test]
 fn in_another_dtype() {
     let case = |dtype, steps| {
@@ -48,11 +48,11 @@ fn in_another_dtype() {
     }
 }
 
-/// (4, 3) -> (2, 1) -> (3, 2) -> (1, 0): what is loaded is what was saved, bit for bit, and the loss curve is that
-/// of an uninterrupted run, but for the order of sums.
+/// (Ranks, stage) (4, 3) -> (2, 1) -> (3, 2) -> (1, 0): the loaded state has the bits of the saved one, and the loss
+/// curve equals an uninterrupted run's except for the order of sums.
 #[test]
 fn across_ranks_and_stages() {
-    // 12 rows a step whatever the ranks, so that all see the same data.
+    // 12 rows a step at any number of ranks, so that all runs train on the same data.
     let at = |ranks, stage, steps| Case { ranks, stage, steps, micro_batch: 12 / ranks, ..Case::default() };
     let uninterrupted = at(4, 3, 8).run_tiny();
     let mut last = at(4, 3, 2).run_tiny();

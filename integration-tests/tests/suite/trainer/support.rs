@@ -1,4 +1,4 @@
-//! Runs of the tests and their results.
+//! The runs of the tests, and their results.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -83,7 +83,7 @@ impl Outcome {
         self.steps.iter().map(|s| (s.loss.to_bits(), s.grad_norm.map(f64::to_bits))).collect()
     }
 
-    /// All state of the last checkpoint: `state/parameter` to the bits of its elements.
+    /// The state in the last checkpoint: maps `state/parameter` to the bits of its elements.
     pub(crate) fn state(&self) -> BTreeMap<String, Vec<u32>> {
         let reader = Reader::open(self.dir.path()).unwrap();
         let mut all = BTreeMap::new();
@@ -114,7 +114,7 @@ impl Case {
         }
     }
 
-    /// The run's options, with a checkpoint at the end or without.
+    /// The run's options, with or without a checkpoint at the end.
     pub(crate) fn options(&self, checkpoint: Option<&Path>) -> RunOptions {
         RunOptions {
             steps: self.steps,
@@ -143,7 +143,7 @@ impl Case {
         Ok(Outcome { steps, summaries, layout, settings, dir })
     }
 
-    /// The same for a run that must succeed.
+    /// [`Self::try_run`] for a run that must succeed.
     pub(crate) fn run(&self, workload: &dyn Workload<HostDevice>) -> Outcome {
         self.try_run(workload).unwrap_or_else(|e| panic!("{self:?}: {e}"))
     }
@@ -165,7 +165,7 @@ impl Case {
         }
     }
 
-    /// Runs it.
+    /// Runs [`Self::tiny`].
     pub(crate) fn run_tiny(&self) -> Outcome {
         self.run(&self.tiny())
     }

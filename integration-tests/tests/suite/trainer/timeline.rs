@@ -1,4 +1,4 @@
-//! The overlap of communication and compute, as the streams recorded it.
+//! The overlap of communication and compute in the streams' timeline.
 
 use zero_alloc::host::OpSpan;
 
@@ -12,12 +12,12 @@ fn of<'a>(spans: &'a [OpSpan], label: &'a str) -> impl Iterator<Item = &'a OpSpa
     spans.iter().filter(move |s| s.label == label)
 }
 
-/// Communication overlaps compute: reductions run inside backward, and gathers before the pass that needs them.
-/// (DeepSpeed #7804: a fix removed all overlap, and no one noticed.)
+/// Reductions run during backward, and gathers before the pass that needs them. (In DeepSpeed #7804 a fix removed all
+/// overlap unnoticed.)
 #[test]
 fn reductions_run_inside_backward_and_gathers_ahead() {
     let case = Case { micro_batch: 8, bucket_elems: 1 << 16, ..Case::default() };
-    // On a busy machine a stream may run late, but not in every run.
+    // On a busy machine a stream may be late in some runs.
     let seen = (0..100).any(|_| {
         let spans = spans(&case);
         let embedding = of(&spans, "backward embedding").next().expect("the last backward pass");

@@ -1,6 +1,5 @@
-//! A model of units of any sizes whose gradient is simple: each weight w is pulled to a target t(element,
-//! tokens), loss 0.5 (w - t)^2 a token. Forward keeps a copy of what it read, and backward insists that it reads
-//! the same.
+//! A model with units of any sizes and a simple gradient: each weight w has a target t(element, tokens) and the loss
+//! 0.5 (w - t)^2. Forward copies the parameters that it reads, and backward asserts that it reads the same values.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,14 +20,14 @@ use zero_shard::{ParamSpec, UnitSpec};
 pub(crate) struct Toy {
     units: Vec<UnitSpec>,
     passes: Vec<Pass>,
-    /// At this pass of its third forward, rank 0's model panics.
+    /// The pass of the third forward at which rank 0's model panics.
     pub(crate) panic_at: Option<usize>,
     /// Set by rank 0's model while its third forward runs.
     pub(crate) cancel: Option<Arc<AtomicBool>>,
 }
 
 impl Toy {
-    /// Units of parameters of these lengths, a pass each; where `tied`, the last pass uses the first unit too.
+    /// One unit and pass for each list of parameter lengths. If `tied`, the last pass also uses the first unit.
     pub(crate) fn new(units: &[Vec<u64>], tied: bool) -> Self {
         let spec = |(u, lengths): (usize, &Vec<u64>)| {
             let params = lengths.iter().enumerate().map(|(p, &n)| ParamSpec::new(format!("u{u}.p{p}"), [n]));
@@ -102,7 +101,7 @@ struct ToyModel {
 
 fn values(slice: AnySlice) -> Result<Vec<f32>, DeviceError> {
     Ok(if slice.dtype() == DType::F32 {
-        // SAFETY: the trainer gave parameters that nothing writes before the pass has run.
+        // SAFETY: the trainer passes parameters that nothing writes before the pass has run.
         unsafe { slice.typed::<f32>()?.as_host() }.to_vec()
     } else {
         // SAFETY: as above.
@@ -124,7 +123,7 @@ impl Model<HostDevice> for ToyModel {
         stream.enqueue("toy forward", move || {
             assert!(!panics, "panic requested by the test");
             if let Some(cancel) = cancel {
-                std::thread::sleep(Duration::from_millis(50)); // the host has long enqueued the rest of the step
+                std::thread::sleep(Duration::from_millis(50)); // meanwhile the host enqueues the rest of the step
                 cancel.store(true, Ordering::Relaxed);
             }
             *kept.lock() = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?.concat();
@@ -146,11 +145,11 @@ impl Model<HostDevice> for ToyModel {
         stream.enqueue("toy backward", move || {
             let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?;
             assert_eq!(*kept.lock(), params.concat(), "backward reads what forward read");
-            // SAFETY: the trainer gave a scale that nothing writes before the pass has run.
+            // SAFETY: the trainer passes a scale that nothing writes before the pass has run.
             let loss_scale = unsafe { loss_scale.as_host() }[0] as f32;
             let mut sum = 0.0f64;
             for (param, grad) in params.iter().zip(grads) {
-                // SAFETY: the trainer gave distinct gradients for this pass alone.
+                // SAFETY: the trainer passes distinct gradients that only this pass uses.
                 let grad = unsafe { grad.as_host_mut() };
                 for (i, (w, g)) in param.iter().zip(grad).enumerate() {
                     let target = (tokens[i % tokens.len()] as f32 + i as f32) / 97.0;
@@ -158,7 +157,7 @@ impl Model<HostDevice> for ToyModel {
                     sum += 0.5 * f64::from(w - target).powi(2);
                 }
             }
-            // SAFETY: the model holds the block, and this stream alone uses it.
+            // SAFETY: the model holds the block, and only this stream uses it.
             let loss = unsafe { loss.as_host_mut() };
             loss[0] += sum;
             Ok(())
@@ -167,7 +166,7 @@ impl Model<HostDevice> for ToyModel {
     }
 
     fn loss(&self) -> DeviceSlice<f64> {
-        // SAFETY: passes on one stream use it, which the trainer drains before the model is dropped.
+        // SAFETY: only passes on one stream use it, and the trainer drains that stream before it drops the model.
         unsafe { self.loss.typed() }.expect("it was allocated as fp64")
     }
 }

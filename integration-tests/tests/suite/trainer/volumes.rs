@@ -1,4 +1,4 @@
-//! Bytes held and sent, against the formulas: exact, padding included.
+//! Bytes held and sent equal the formulas exactly, padding included.
 
 use integration_tests::trainer::CommBytes;
 use zero_alloc::device::DType;
@@ -58,7 +58,7 @@ fn stage_three_gathers_the_head_once_and_the_rest_twice() {
     let case = Case { ranks: 4, ..Case::default() };
     let outcome = case.run_tiny();
     let units = outcome.layout.units();
-    // The embedding's backward reads no parameters, but the tied head reads the embedding: twice in all, too.
+    // The embedding is gathered twice, too: for its forward and for the tied head. Its backward reads no parameters.
     let head = units.last().unwrap().shard_elems;
     let elems: u64 = units.iter().map(|u| 2 * u.shard_elems).sum::<u64>() - head;
     assert_eq!(outcome.steps[0].comm_bytes.all_gather, elems * 4 * 3);
