@@ -1,7 +1,7 @@
 //! Stage 0: plain data parallelism, the baseline and the oracle of the other stages.
 //!
 //! Every rank holds the whole model state: 16 bytes a parameter. A unit's gradients are all-reduced as soon as its
-//! backward is done; then every rank makes the same update of all parameters.
+//! backward is done; then every rank updates all parameters in the same way.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};

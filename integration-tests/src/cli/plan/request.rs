@@ -41,7 +41,7 @@ pub(super) struct Request {
     pub(super) bucket_elems: u64,
     /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
     pub(super) trims_bucket: bool,
-    /// Whether stage 3 gathers a unit during the use before its own.
+    /// Whether stage 3 gathers a unit while the previous one is in use.
     pub(super) prefetch: bool,
     /// Maximum number of gathered elements at stage 3.
     pub(super) max_live_elems: u64,

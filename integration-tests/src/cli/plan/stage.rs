@@ -129,7 +129,7 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
 }
 
 /// Peak number of gathered elements in the trainer's order: units up to the persistence threshold stay gathered; the
-/// next unit is gathered during the use before its own if both fit the limit.
+/// next unit is gathered while the current one is in use, if both fit the limit.
 fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     let elems: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
     let sum = |units: &[usize]| units.iter().fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]));

@@ -29,7 +29,7 @@ fn usage_error(line: &str) -> String {
     }
 }
 
-/// arXiv 1910.02054, table 1, in GB for stages 1, 2 and 3; cut off, not rounded, by the paper.
+/// arXiv 1910.02054, table 1, in GB for stages 1, 2 and 3. The paper truncates the values.
 #[test]
 fn table_1_of_the_paper() {
     let table: [(&str, u64, [f64; 3]); 14] = [
@@ -70,7 +70,7 @@ fn preset_is_planned_exactly() {
     assert_eq!(report["model"]["params"], 124_439_808u64);
     assert_eq!(report["model"]["assumed_shape"], false);
     let stage = &report["stages"][0];
-    // Padding alone comes to the parameters, less than an alignment a unit.
+    // The states exceed 16 bytes a parameter only by padding: less than an alignment a unit.
     let states = stage["states_bytes"].as_u64().unwrap();
     assert!((16 * 124_439_808..16 * (124_439_808 + 14 * 16)).contains(&states));
     assert_eq!(stage["sent"]["total_bytes"], 0);
@@ -89,7 +89,7 @@ fn fitting_stage_with_least_traffic_is_recommended() {
     assert_eq!(report["recommended_stage"], 2);
     assert_eq!(report["stages"][0]["fits"], false);
     assert!(report["advice"][0].as_str().unwrap().starts_with("Use stage 2"));
-    // With less memory only stage 3 fits, however much it sends.
+    // With less memory only stage 3 fits, so its larger traffic does not matter.
     let report = json("--model gpt2-1.5b --gpus 8 --gpu-memory 6GB --activation-checkpointing");
     assert_eq!(report["recommended_stage"], 3);
 }
@@ -110,7 +110,7 @@ fn changes_are_proposed_if_nothing_fits() {
     );
     assert!(shown.contains("Stage 3 fits on "), "{shown}");
     assert!(shown.contains("The largest model that fits without changes has"), "{shown}");
-    // The number of GPUs that is named fits, and one node fewer does not.
+    // The recommended number of GPUs fits, and one node fewer does not.
     let gpus: u64 = shown.split("Stage 3 fits on ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let fits = |gpus: u64, nodes: u64| {
         json(&format!("--params 7.5e9 --gpus {gpus} --nodes {nodes} --gpu-memory 24GB"))["stages"][3]["fits"].clone()
@@ -152,7 +152,7 @@ fn deepspeed_file_is_honoured() {
     assert!(stage["host_bytes"].as_u64().unwrap() > 0);
     assert_eq!(stage["gpu"]["buckets_bytes"], 2 * 2 * 1_000_000);
     assert!(text(&line).contains("2 (config)"));
-    // Flags win.
+    // Flags override the file.
     let report = json(&format!("{line} --offload none --micro-batch 5 --grad-accum 1"));
     assert_eq!((&report["micro_batch"], &report["stages"][2]["host_bytes"]), (&Value::from(5), &Value::from(0)));
     let error = usage_error(&format!("--params 1e9 --gpus 4 --config {}", folder.path().join("none").display()));
