@@ -43,7 +43,7 @@ pub extern "C" fn cublasLtGetStatusString(status: Status) -> *const c_char {
     text.as_ptr()
 }
 
-/// Makes `value` an object whose handle goes to `out`.
+/// Boxes `value` and writes its handle to `out`.
 ///
 /// # Safety
 /// `out` is null or valid for a write.
@@ -57,12 +57,12 @@ unsafe fn make<T>(out: *mut *mut c_void, value: T) -> Status {
 }
 
 /// # Safety
-/// `object` is null or was made by `make::<T>` and is not used again.
+/// `object` is null or was created by `make::<T>`, and is not used again.
 unsafe fn destroy<T>(object: *mut c_void) -> Status {
     if object.is_null() {
         return INVALID_VALUE;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     drop(unsafe { Box::from_raw(object.cast::<T>()) });
     SUCCESS
 }
@@ -70,31 +70,31 @@ unsafe fn destroy<T>(object: *mut c_void) -> Status {
 /// # Safety
 /// `place` is null or valid for reading a `T` of `size` bytes.
 unsafe fn read<T: Copy>(place: *const c_void, size: usize) -> Option<T> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     (!place.is_null() && size == size_of::<T>()).then(|| unsafe { place.cast::<T>().read_unaligned() })
 }
 
-/// Makes a handle.
+/// Creates a handle.
 ///
 /// # Safety
 /// `out` is null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtCreate(out: *mut *mut c_void) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { make(out, 0u8) }
 }
 
-/// Ends a handle.
+/// Destroys a handle.
 ///
 /// # Safety
-/// `handle` was made by `cublasLtCreate` and is not used again.
+/// `handle` was created by `cublasLtCreate` and is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtDestroy(handle: *mut c_void) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { destroy::<u8>(handle) }
 }
 
-/// Makes a description of a product; only fp32 sums and fp32 alpha and beta are known.
+/// Creates a description of a product. Only fp32 sums, alpha and beta are supported.
 ///
 /// # Safety
 /// `out` is null or valid for a write.
@@ -104,24 +104,24 @@ pub unsafe extern "C" fn cublasLtMatmulDescCreate(out: *mut *mut c_void, compute
         return NOT_SUPPORTED;
     }
     let plain = Description { transposed: [false; 2], epilogue: NOTHING, bias: 0, aux: 0, aux_stride: 0 };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { make(out, plain) }
 }
 
-/// Ends a description.
+/// Destroys a description.
 ///
 /// # Safety
-/// It was made by `cublasLtMatmulDescCreate` and is not used again.
+/// It was created by `cublasLtMatmulDescCreate` and is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulDescDestroy(description: *mut c_void) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { destroy::<Description>(description) }
 }
 
 /// Sets an attribute.
 ///
 /// # Safety
-/// The description lives and is not used by another thread; `value` is valid for reading `size` bytes.
+/// The description is live and not used by another thread; `value` is valid for reading `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
     description: *mut c_void,
@@ -129,11 +129,11 @@ pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
     value: *const c_void,
     size: usize,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let Some(what) = (unsafe { description.cast::<Description>().as_mut() }) else { return INVALID_VALUE };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let number = unsafe { read::<u32>(value, size) };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let wide = unsafe { read::<u64>(value, size) };
     match (attribute, number, wide) {
         (3, Some(op @ (0 | 1)), _) => what.transposed[0] = op == 1,
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
     SUCCESS
 }
 
-/// Makes a layout.
+/// Creates a layout.
 ///
 /// # Safety
 /// `out` is null or valid for a write.
@@ -162,44 +162,44 @@ pub unsafe extern "C" fn cublasLtMatrixLayoutCreate(
 ) -> Status {
     let Some(storage) = Storage::from_code(data_type) else { return NOT_SUPPORTED };
     let Ok(stride) = usize::try_from(stride) else { return INVALID_VALUE };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { make(out, Layout { storage, rows: rows as usize, cols: cols as usize, stride }) }
 }
 
-/// Ends a layout.
+/// Destroys a layout.
 ///
 /// # Safety
-/// It was made by `cublasLtMatrixLayoutCreate` and is not used again.
+/// It was created by `cublasLtMatrixLayoutCreate` and is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { destroy::<Layout>(layout) }
 }
 
-/// Makes preferences.
+/// Creates preferences.
 ///
 /// # Safety
 /// `out` is null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceCreate(out: *mut *mut c_void) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { make(out, Preference::default()) }
 }
 
-/// Ends preferences.
+/// Destroys preferences.
 ///
 /// # Safety
-/// They were made by `cublasLtMatmulPreferenceCreate` and are not used again.
+/// They were created by `cublasLtMatmulPreferenceCreate` and are not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { destroy::<Preference>(preference) }
 }
 
-/// Takes a workspace limit, reduction schemes and alignments.
+/// Sets the workspace limit, the reduction schemes or an alignment.
 ///
 /// # Safety
-/// The preferences live and are not used by another thread; `value` is valid for reading `size` bytes.
+/// The preferences are live and not used by another thread; `value` is valid for reading `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
     preference: *mut c_void,
@@ -207,11 +207,11 @@ pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
     value: *const c_void,
     size: usize,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let Some(preference) = (unsafe { preference.cast::<Preference>().as_mut() }) else { return INVALID_VALUE };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let number = unsafe { read::<u32>(value, size) };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let wide = unsafe { read::<u64>(value, size) };
     match (attribute, number, wide) {
         (1, _, Some(bytes)) => preference.workspace_bytes = bytes,
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
 /// # Safety
 /// Null, or live layouts.
 unsafe fn layouts(handles: [*mut c_void; 4]) -> Option<[Layout; 4]> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let [a, b, c, d] = handles.map(|h| unsafe { h.cast::<Layout>().as_ref() }.copied());
     Some([a?, b?, c?, d?])
 }
@@ -234,10 +234,10 @@ fn gelu_is_known() -> bool {
     std::env::var_os("ZERO_STANDIN_NO_GELU").is_none_or(|v| v != "1")
 }
 
-/// One algorithm, for what is known.
+/// Returns one algorithm if the product is supported.
 ///
 /// # Safety
-/// Handles are null or live; `results` is valid for the requested number, `count` for a write.
+/// Handles are null or live; `results` is valid for writing the requested number of results, `count` for a write.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
@@ -252,11 +252,11 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     results: *mut HeuristicResult,
     count: *mut c_int,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let what = unsafe { description.cast::<Description>().as_ref() };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let layouts = unsafe { layouts([a, b, c, d]) };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let preference = unsafe { preference.cast::<Preference>().as_ref() };
     let (Some(what), Some(layouts), Some(preference)) = (what, layouts, preference) else { return INVALID_VALUE };
     if asked < 1 || results.is_null() || count.is_null() {
@@ -280,13 +280,13 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
 type HostFunction = unsafe extern "C" fn(*mut c_void);
 type LaunchHostFunction = unsafe extern "C" fn(*mut c_void, HostFunction, *mut c_void) -> u32;
 
-/// The driver's function that runs one of ours when its turn in a stream comes. The driver is loaded already.
+/// The driver's `cuLaunchHostFunc`. The process has already loaded the driver.
 fn launcher() -> Option<LaunchHostFunction> {
     static FOUND: OnceLock<Option<(LaunchHostFunction, Library)>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
         // SAFETY: the driver's library, which the process has loaded: its initialisers have run.
         let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
-        // SAFETY: cuda.h gives the function this signature.
+        // SAFETY: the signature of cuda.h.
         let function = *unsafe { library.get::<LaunchHostFunction>(b"cuLaunchHostFunc\0") }.ok()?;
         Some((function, library))
     });
@@ -294,13 +294,13 @@ fn launcher() -> Option<LaunchHostFunction> {
 }
 
 /// # Safety
-/// `product` is one whose promises hold when the stream comes to it.
+/// `product` is a `Product` that meets the contract of [`Product::run`] when the stream reaches it.
 unsafe extern "C" fn run(product: *mut c_void) {
-    // A panic must not cross into C; what the product was to write then stays as it was.
+    // A panic must not unwind into C. The output is then left as it is.
     let _ = catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: made by `cublasLtMatmul`, never freed.
+        // SAFETY: allocated by `cublasLtMatmul`, never freed.
         let product = unsafe { &*product.cast::<Product>() };
-        // SAFETY: the caller of `cublasLtMatmul` promised it.
+        // SAFETY: the caller of `cublasLtMatmul` guarantees it.
         unsafe { product.run() };
     }));
 }
@@ -308,7 +308,7 @@ unsafe extern "C" fn run(product: *mut c_void) {
 /// Enqueues a product.
 ///
 /// # Safety
-/// As cublasLt.h says: live handles, matrices as the layouts describe, valid until the stream has run.
+/// As for cuBLASLt: handles are live, and the matrices match their layouts and stay valid until the product has run.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "C" fn cublasLtMatmul(
@@ -329,15 +329,15 @@ pub unsafe extern "C" fn cublasLtMatmul(
     workspace_bytes: usize,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let what = unsafe { description.cast::<Description>().as_ref() };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let layouts = unsafe { layouts([a_layout, b_layout, c_layout, d_layout]) };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let alpha = unsafe { alpha.as_ref() };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let beta = unsafe { beta.as_ref() };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let algorithm = unsafe { algorithm.cast::<Algorithm>().as_ref() };
     let (Some(what), Some(layouts), Some(&alpha), Some(&beta), Some(algorithm)) =
         (what, layouts, alpha, beta, algorithm)
@@ -354,9 +354,9 @@ pub unsafe extern "C" fn cublasLtMatmul(
     }
     let Some(launch) = launcher() else { return INTERNAL_ERROR };
     let sums = algorithm.sums();
-    // Never freed: a graph may run it any number of times. Some 200 bytes a product, in a test tool.
+    // Leaked, since a graph may run it any number of times: about 200 bytes a product, in a test tool.
     let product = Box::into_raw(Box::new(Product { what: *what, layouts, at, alpha, beta, sums }));
-    // SAFETY: a live stream by the caller's promise; `run` takes what was made just now.
+    // SAFETY: the caller guarantees a live stream; `run` receives the product allocated above.
     match unsafe { launch(stream, run, product.cast()) } {
         0 => SUCCESS,
         _ => EXECUTION_FAILED,

@@ -1,14 +1,15 @@
-//! Preferences, and what an algorithm was chosen for: a product that runs by it must keep to that.
+//! Preferences and algorithms. An algorithm records the alignments and workspace that it was chosen for; products
+//! that use it are checked against them.
 
 use crate::product::Description;
 
 /// Bytes of workspace that every algorithm here requires.
 pub(crate) const WORKSPACE_BYTES: usize = 1 << 10;
-/// To what a workspace must be aligned.
+/// Required alignment of a workspace, in bytes.
 const WORKSPACE_ALIGNMENT: usize = 256;
-/// The reduction schemes by which parts of a sum have the type of the result: in place, and out of place.
+/// The reduction schemes that round partial sums to the type of the result: in place, and out of place.
 const ROUNDING_SCHEMES: u32 = 1 | 4;
-/// Bytes that matrices of a tensor-core kernel are aligned to, and more.
+/// At this alignment of all matrices, in bytes, another algorithm is chosen.
 const WELL_ALIGNED: u32 = 64;
 const MARK: u64 = 0x7374_616e_642d_696e;
 
@@ -17,7 +18,7 @@ const MARK: u64 = 0x7374_616e_642d_696e;
 pub(crate) struct Preference {
     pub(crate) workspace_bytes: u64,
     pub(crate) reductions: u32,
-    /// Of a, b, c and d.
+    /// Alignments of a, b, c and d, in bytes.
     pub(crate) alignments: [u32; 4],
 }
 
@@ -32,28 +33,28 @@ impl Default for Preference {
 #[repr(C)]
 pub(crate) struct Algorithm {
     mark: u64,
-    /// Of a, b, c, d, the bias and the auxiliary array.
+    /// Alignments of a, b, c, d, the bias and the auxiliary array, in bytes.
     alignments: [u64; 6],
-    /// How sums are made ([`Sums`]).
+    /// A [`Sums`].
     sums: u64,
 }
 
-/// How the sums of a product are made.
+/// The order and rounding of a product's sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sums {
-    /// From the first term to the last.
+    /// All terms in one part.
     Whole,
-    /// In two parts: for well-aligned matrices, to show that another algorithm has other bits.
+    /// Two parts. Used for well-aligned matrices, so that tests see that another algorithm has other bits.
     InParts,
-    /// In two parts that are rounded to the type of the result, where the preferences allow the library that.
+    /// Two parts, each rounded to the type of the result. Used where the preferences allow it.
     InRoundedParts,
 }
 
 impl Algorithm {
-    /// The one algorithm for a product, if the preferences leave one.
+    /// The algorithm for a product; `None` if the preferences exclude it.
     pub(crate) fn choose(preference: &Preference, what: &Description) -> Option<Self> {
         let [a, b, c, d] = preference.alignments.map(u64::from);
-        // As the library does: the greatest power of two that divides the address.
+        // As in the library: the greatest power of two that divides the address, at most 256.
         let divides = |address: u64| 1 << address.trailing_zeros().min(8);
         let sums = match preference.reductions & ROUNDING_SCHEMES {
             0 if preference.alignments.iter().all(|&bytes| bytes >= WELL_ALIGNED) => Sums::InParts,
@@ -67,12 +68,12 @@ impl Algorithm {
         })
     }
 
-    /// How it makes sums.
+    /// The order and rounding of its sums.
     pub(crate) fn sums(&self) -> Sums {
         [Sums::Whole, Sums::InParts, Sums::InRoundedParts][self.sums.min(2) as usize]
     }
 
-    /// Whether addresses and workspace are as the algorithm needs them.
+    /// Whether the addresses and the workspace meet the algorithm's requirements.
     pub(crate) fn takes(&self, at: [u64; 4], what: &Description, workspace: (usize, usize)) -> bool {
         let [a, b, c, d] = at;
         let aligned = |(at, alignment): (u64, u64)| at.is_multiple_of(alignment);

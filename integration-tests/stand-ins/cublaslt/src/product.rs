@@ -14,7 +14,7 @@ pub(crate) struct Layout {
     pub(crate) stride: usize,
 }
 
-/// The operations beside the product (`cublasLtMatmulDescAttributes_t`).
+/// Transpositions and epilogue of a product (`cublasLtMatmulDescAttributes_t`).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Description {
     pub(crate) transposed: [bool; 2],
@@ -31,11 +31,11 @@ pub(crate) const GELU: u32 = 32;
 pub(crate) const GELU_BACKWARD: u32 = 64;
 pub(crate) const AUX: u32 = 128;
 
-/// One call of `cublasLtMatmul`, with everything copied that its caller may change.
+/// The arguments of one `cublasLtMatmul`, copied, since the caller may change them after the call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub(crate) what: Description,
-    /// Of a, b, c and d.
+    /// Layouts of a, b, c and d.
     pub(crate) layouts: [Layout; 4],
     pub(crate) at: [u64; 4],
     pub(crate) alpha: f32,
@@ -43,7 +43,7 @@ pub(crate) struct Product {
     pub(crate) sums: Sums,
 }
 
-/// Whether the sizes agree and the types and the epilogue are known.
+/// Whether the sizes match and the types and the epilogue are supported.
 pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu: bool) -> bool {
     let op = |l: &Layout, transposed: bool| if transposed { [l.cols, l.rows] } else { [l.rows, l.cols] };
     let ([m, k], [k_b, n]) = (op(a, what.transposed[0]), op(b, what.transposed[1]));
@@ -65,18 +65,18 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
 }
 
 impl Product {
-    /// Computes it.
+    /// Computes the product.
     ///
     /// # Safety
-    /// All addresses are of arrays as the layouts and the description say, which nothing else writes meanwhile, and d
-    /// and the auxiliary array nothing else reads.
+    /// The addresses are those of arrays that match the layouts and the description. During the call nothing else
+    /// writes them, and nothing else reads d or the auxiliary array.
     pub(crate) unsafe fn run(&self) {
         let [a, b, c, d] = self.layouts;
         let k = if self.what.transposed[0] { a.rows } else { a.cols };
         // Rows of op(a) and columns of op(b), each contiguous.
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let left = unsafe { gather(self.at[0], &a, !self.what.transposed[0]) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let right = unsafe { gather(self.at[1], &b, self.what.transposed[1]) };
         for j in 0..d.cols {
             for i in 0..d.rows {
@@ -87,20 +87,20 @@ impl Product {
                     Sums::InParts => part(0..k / 2) + part(k / 2..k),
                     Sums::InRoundedParts => d.storage.round(part(0..k / 2)) + d.storage.round(part(k / 2..k)),
                 };
-                // Where beta is 0 the library does not read c, which may hold anything.
+                // With beta 0 the library does not read c, which may be uninitialized.
                 if self.beta != 0.0 {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller guarantees it.
                     x += self.beta * unsafe { c.storage.read(self.at[2], i + j * c.stride) };
                 }
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees it.
                 x = unsafe { self.finish(x, i, j) };
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees it.
                 unsafe { d.storage.write(self.at[3], i + j * d.stride, x) };
             }
         }
     }
 
-    /// The epilogue of element (i, j).
+    /// Applies the epilogue to element (i, j).
     ///
     /// # Safety
     /// As for `run`.
@@ -108,26 +108,26 @@ impl Product {
         let (what, storage) = (&self.what, self.layouts[3].storage);
         let aux = i + j * what.aux_stride;
         if what.epilogue & BIAS != 0 {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             x += unsafe { storage.read(what.bias, i) };
         }
         if what.epilogue & GELU != 0 {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             unsafe { storage.write(what.aux, aux, x) };
             x = gelu(x);
         }
         if what.epilogue & GELU_BACKWARD != 0 {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             x *= gelu_slope(unsafe { storage.read(what.aux, aux) });
         }
         x
     }
 }
 
-/// All elements: row after row, or column after column.
+/// All elements, row by row or column by column.
 ///
 /// # Safety
-/// The array is as the layout says, and nothing writes it meanwhile.
+/// The array matches the layout, and nothing writes it during the call.
 unsafe fn gather(at: u64, l: &Layout, by_rows: bool) -> Vec<f32> {
     let (outer, inner) = if by_rows { (l.rows, l.cols) } else { (l.cols, l.rows) };
     let mut all = Vec::with_capacity(outer * inner);
@@ -141,7 +141,7 @@ unsafe fn gather(at: u64, l: &Layout, by_rows: bool) -> Vec<f32> {
     all
 }
 
-/// In eight sums, so that the loop is fast.
+/// The dot product, in eight sums so that the loop vectorises.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
     let (a_chunks, b_chunks) = (a.chunks_exact(8), b.chunks_exact(8));
@@ -154,7 +154,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-/// The tanh form.
+/// GELU, tanh approximation.
 fn gelu(x: f32) -> f32 {
     0.5 * x * (1.0 + inner(x).tanh())
 }
@@ -198,7 +198,7 @@ mod tests {
         let layouts = [layout(2, 2, 3), layout(3, 2, 3), layout(2, 3, 2), layout(2, 3, 4)];
         assert!(is_supported(&what, &layouts, true));
         let at = [address(&mut a), address(&mut b), address(&mut c), address(&mut d)];
-        // SAFETY: arrays of this test, as large as the layouts say.
+        // SAFETY: arrays of this test, with the sizes of the layouts.
         unsafe { Product { what, layouts, at, alpha: 1.0, beta: 2.0, sums: Sums::Whole }.run() };
         // b^T = [5 6 7; 8 9 10]; a b^T = [29 33 37; 42 48 54].
         let want = [1229.0, 2242.0, 1233.0, 2248.0, 1237.0, 2254.0];
@@ -244,7 +244,7 @@ mod tests {
             let mut d = [0u16];
             let at = [a.as_ptr(), b.as_ptr(), d.as_ptr(), d.as_mut_ptr().cast_const()];
             let at = at.map(|p| p.expose_provenance() as u64);
-            // SAFETY: arrays of this test, as large as the layouts say.
+            // SAFETY: arrays of this test, with the sizes of the layouts.
             unsafe { Product { what: PLAIN, layouts, at, alpha: 1.0, beta: 0.0, sums }.run() };
             assert_eq!(half::bf16::from_bits(d[0]).to_f32(), want);
         }

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// The types that are known, by their `cudaDataType_t`.
+/// The supported types (`cudaDataType_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Storage {
     F32,
@@ -36,11 +36,11 @@ impl Storage {
     /// Element `index` of the array at `base`.
     ///
     /// # Safety
-    /// The array is of this type and has that element, which nothing writes meanwhile.
+    /// The array has this type and contains the element, and nothing writes it during the call.
     pub(crate) unsafe fn read(self, base: u64, index: usize) -> f32 {
         let at = std::ptr::with_exposed_provenance::<u8>(base as usize).wrapping_add(index * self.bytes());
         let mut bytes = [0u8; 4];
-        // SAFETY: the caller's promise; at most 4 bytes.
+        // SAFETY: the caller guarantees a readable element, of at most 4 bytes.
         unsafe { std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), self.bytes()) };
         let half = u16::from_le_bytes([bytes[0], bytes[1]]);
         match self {
@@ -53,7 +53,7 @@ impl Storage {
     /// Writes element `index` of the array at `base`, rounded to nearest even.
     ///
     /// # Safety
-    /// The array is of this type and has that element, which nothing else accesses meanwhile.
+    /// The array has this type and contains the element, and nothing else accesses it during the call.
     pub(crate) unsafe fn write(self, base: u64, index: usize, value: f32) {
         let at = std::ptr::with_exposed_provenance_mut::<u8>(base as usize).wrapping_add(index * self.bytes());
         let half = match self {
@@ -63,7 +63,7 @@ impl Storage {
         };
         let (whole, half) = (value.to_le_bytes(), half.to_le_bytes());
         let source = if self == Self::F32 { whole.as_ptr() } else { half.as_ptr() };
-        // SAFETY: the caller's promise; as many bytes as the type has.
+        // SAFETY: the caller guarantees a writable element; the type's size is copied.
         unsafe { std::ptr::copy_nonoverlapping(source, at, self.bytes()) };
     }
 }

@@ -2,19 +2,19 @@
 
 macro_rules! failures {
     ($($variant:ident = $code:literal, $name:literal, $text:literal;)*) => {
-        /// A call that failed, by the driver's code.
+        /// The driver's error code of a failed call.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]
         pub(crate) enum Failure { $(#[doc = $text] $variant = $code),* }
 
         impl Failure {
-            /// The failure with this code; none for success and for codes that the stand-in does not use.
+            /// The failure with this code; `None` for success and for codes that the stand-in does not use.
             pub(crate) fn from_code(code: u32) -> Option<Self> {
                 match code { $($code => Some(Self::$variant),)* _ => None }
             }
         }
 
-        /// Name and text of a code, each ended by a zero.
+        /// The name and text of a code, zero-terminated.
         pub(crate) fn describe(code: u32) -> Option<(&'static str, &'static str)> {
             match code {
                 0 => Some(("CUDA_SUCCESS\0", "no error\0")),
@@ -78,7 +78,7 @@ pub(crate) use say;
 
 pub(crate) fn say_text(text: &str) {
     use std::io::Write;
-    // Straight to the stream, in one write: a test harness swallows `eprintln!`, and threads would mix their lines. A
-    // closed stderr is not worth an error.
+    // Written to stderr directly, since the test harness captures `eprintln!`, and in one write, so that threads do
+    // not mix their lines. Errors are ignored.
     let _ = std::io::stderr().write_all(format!("cuda stand-in: {text}\n").as_bytes());
 }

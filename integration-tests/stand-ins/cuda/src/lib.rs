@@ -1,23 +1,23 @@
-//! Stands in for `libcuda.so.1` on machines without a GPU, so that all CUDA code of this workspace runs under test
-//! there: memory, streams, events, graphs, launches and, through PTX, the kernels' own arithmetic.
+//! A stand-in for `libcuda.so.1` on machines without a GPU, so that tests there run all CUDA code of this workspace:
+//! memory, streams, events, graphs, launches and, through PTX, the kernels.
 //!
-//! Device memory is host memory at the same address; a registry of what is live says which accesses are legal. A
-//! stream is a thread with a queue, so two streams are ordered by nothing but events. A kernel is PTX, decoded at
-//! load and interpreted warp by warp. Memory is not zeroed but filled with ones (NaN in every float format), the
-//! default stream is refused, and an access outside live memory fails the context permanently, as on a GPU.
+//! Device memory is host memory at the same address; a registry of live ranges decides which accesses are legal. A
+//! stream is a thread with a queue, so only events order two streams. A kernel is PTX, decoded at load and
+//! interpreted warp by warp. New memory is filled with one bits (NaN in every float format), the default stream is
+//! rejected, and an access outside live memory fails the context permanently, as on a GPU.
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `ZERO_STANDIN_MEMORY_BYTES` | memory of a device, 8 GiB unless set |
-//! | `ZERO_STANDIN_DEVICES` | devices, 1 unless set |
-//! | `ZERO_STANDIN_DELAY_SEED` | random waits before operations, and another legal order of a graph's nodes, from this seed |
-//! | `ZERO_STANDIN_RACES` | 1: a race of two warps in shared memory is a failure of the launch |
-//! | `ZERO_STANDIN_TRACE` | 1: every call says its name and code on stderr |
-//! | `ZERO_STANDIN_SHARING` | 0: no memory that other processes may open; unless set there is, by file descriptors and not over NVLink |
-//! | `ZERO_STANDIN_LAUNCH_SECONDS` | limit of one kernel, 300 unless set |
+//! | `ZERO_STANDIN_MEMORY_BYTES` | memory of a device; default 8 GiB |
+//! | `ZERO_STANDIN_DEVICES` | number of devices; default 1 |
+//! | `ZERO_STANDIN_DELAY_SEED` | seed of random delays before operations, and of a random legal order of a graph's nodes |
+//! | `ZERO_STANDIN_RACES` | 1: a race of two warps in shared memory fails the launch |
+//! | `ZERO_STANDIN_TRACE` | 1: print the name and code of every call to stderr |
+//! | `ZERO_STANDIN_SHARING` | 0: allocations cannot be shared with other processes. By default they can, by file descriptor but not by fabric handle |
+//! | `ZERO_STANDIN_LAUNCH_SECONDS` | time limit of one kernel; default 300 |
 //!
-//! Limits: it knows one thread's order of memory accesses within a block, not a GPU's weak memory model;
-//! it finds races in shared memory between warps only; and its times mean nothing.
+//! Limits: a block's memory accesses are sequentially consistent, unlike a GPU's; races are found only in shared
+//! memory and only between warps; times are meaningless.
 
 mod api;
 mod driver;

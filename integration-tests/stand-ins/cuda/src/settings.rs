@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Memory of a device. Small in tests of this crate, which must not depend on the host's memory.
+/// Default memory of a device. Small in this crate's tests, which must not depend on the host's memory.
 pub(crate) const DEFAULT_MEMORY_BYTES: u64 = if cfg!(test) { 8 << 20 } else { 8 << 30 };
 
 /// Settings from the environment.
@@ -15,7 +15,7 @@ pub(crate) struct Settings {
     pub(crate) launch_limit: Duration,
     pub(crate) find_races: bool,
     pub(crate) trace: bool,
-    /// Whether memory can be allocated that other processes may open.
+    /// Whether allocations can be shared with other processes.
     pub(crate) sharing: bool,
 }
 

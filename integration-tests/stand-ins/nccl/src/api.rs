@@ -14,7 +14,7 @@ use crate::work::{At, Kind, Part, width};
 const INTERNAL_ERROR: c_int = 3;
 /// 2.30.7.
 const VERSION: c_int = 23_007;
-/// `NCCL_CONFIG_INITIALIZER`'s.
+/// The magic number of `NCCL_CONFIG_INITIALIZER`.
 const MAGIC: u32 = 0xcafe_beef;
 
 /// `ncclUniqueId`.
@@ -58,7 +58,7 @@ fn guarded(call: impl FnOnce() -> c_int) -> c_int {
 /// `version` is valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { version.write(VERSION) };
     SUCCESS
 }
@@ -97,7 +97,7 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
     let name = format!("{}-{time:x}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
     let mut internal = [0; 128];
     internal.iter_mut().zip(name.bytes()).for_each(|(to, byte)| *to = byte as c_char);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { id.write(UniqueId { internal }) };
     SUCCESS
 }
@@ -108,7 +108,7 @@ unsafe fn check(config: *const Config) -> c_int {
     if config.is_null() {
         return fail(INVALID_USAGE, "the stand-in supports only non-blocking communicators");
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let config = unsafe { &*config };
     if config.magic != MAGIC || config.size < size_of::<Config>() || config.version < 21_400 {
         return fail(INVALID_ARGUMENT, "the configuration was not initialized");
@@ -119,7 +119,7 @@ unsafe fn check(config: *const Config) -> c_int {
     SUCCESS
 }
 
-/// Joins a world.
+/// Initializes a communicator of `n` ranks.
 ///
 /// # Safety
 /// `out` is valid for a write, `config` is a configuration.
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     rank: c_int,
     config: *const Config,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let code = unsafe { check(config) };
     if code != SUCCESS {
         return code;
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     if name.is_empty() || !name.chars().all(|c| c.is_ascii_hexdigit() || c == '-') {
         return fail(INVALID_ARGUMENT, "the id is not from the stand-in");
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { out.write(Comm::init(&name, rank, n)) };
     comm::IN_PROGRESS
 }
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn ncclCommSplit(
     out: *mut usize,
     config: *const Config,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let code = unsafe { check(config) };
     if code != SUCCESS {
         return code;
@@ -186,7 +186,7 @@ pub unsafe extern "C" fn ncclCommSplit(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommGetAsyncError(handle: usize, state: *mut c_int) -> c_int {
     with(handle, |comm| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { state.write(comm.state()) };
         SUCCESS
     })
@@ -242,7 +242,7 @@ pub unsafe extern "C" fn ncclCommRegister(
         let Some(number) = comm.register(start..start + bytes as u64) else {
             return fail(INVALID_ARGUMENT, "the memory is not one allocation that other processes can open");
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { out.write(std::ptr::without_provenance_mut(number)) };
         SUCCESS
     })
@@ -347,7 +347,7 @@ collective! {
         => [from, to, count, dtype, op, 0]
 }
 collective! {
-    /// The segments of all on all ranks.
+    /// The segments of all ranks, on all ranks.
     ncclAllGather, AllGather(from: From, to: To, count: usize, dtype: c_int) => [from, to, count, dtype, 0, 0]
 }
 collective! {

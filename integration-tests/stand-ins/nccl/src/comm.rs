@@ -18,7 +18,7 @@ pub(crate) const INVALID_USAGE: i32 = 5;
 pub(crate) const REMOTE_ERROR: i32 = 6;
 pub(crate) const IN_PROGRESS: i32 = 7;
 
-/// The rank and operation of the error that the variable requests.
+/// The rank and operation in `ZERO_STANDIN_NCCL_ERROR_AT`.
 fn error_at() -> Option<(usize, u64)> {
     let text = std::env::var("ZERO_STANDIN_NCCL_ERROR_AT").ok()?;
     let (rank, sequence) = text.split_once(':')?;
@@ -29,9 +29,9 @@ fn error_at() -> Option<(usize, u64)> {
 struct Order {
     /// Operations enqueued.
     enqueued: u64,
-    /// Operations that have ended, which is the next one's number.
+    /// Operations that have ended: the number of the next one.
     ended: u64,
-    /// Kinds that all ranks have called once.
+    /// Kinds whose first call has connected the ranks.
     connected: HashSet<Kind>,
     splits: u64,
     /// Operations captured into graphs.
@@ -48,7 +48,7 @@ struct Order {
 }
 
 impl Order {
-    /// Whether no operation is on a stream or can be launched by a graph.
+    /// Whether no operation is on a stream or in a graph.
     fn is_quiet(&self) -> bool {
         self.passed == self.launched && self.tied == 0
     }
@@ -321,8 +321,8 @@ impl Comm {
         IN_PROGRESS
     }
 
-    /// Aborts the operations under way, and waits until they have left their streams and all graphs with operations of
-    /// the communicator are gone.
+    /// Aborts the operations under way, and waits until they have left their streams and all graphs with operations
+    /// of the communicator are gone.
     pub(crate) fn abort(&self) {
         self.exchange.aborted.store(true, Ordering::Release);
         self.change(|_| ());
@@ -330,8 +330,8 @@ impl Comm {
         self.exchange.destroy();
     }
 
-    /// Registers memory from the beginning of one allocation that other processes can open, since NVLink switches need
-    /// aligned memory. Returns its handle.
+    /// Registers memory from the beginning of one allocation that other processes can open, since NVLink switches
+    /// need aligned memory. Returns its handle.
     pub(crate) fn register(&self, bytes: Range<u64>) -> Option<usize> {
         let whole = shareable_bytes(bytes.start)?;
         if self.state() != SUCCESS || bytes.start != whole.start || bytes.end > whole.end {
@@ -347,7 +347,8 @@ impl Comm {
         bytes > 0 && lock(&self.registered).values().any(|r| r.start <= at && at + bytes as u64 <= r.end)
     }
 
-    /// Deregisters memory, which must still exist, with no operation under way: otherwise a peer may access freed memory.
+    /// Deregisters memory, which must still exist, with no operation under way: otherwise a peer may access freed
+    /// memory.
     pub(crate) fn deregister(&self, number: usize) -> i32 {
         let known = lock(&self.registered).remove(&number);
         let exists = known.is_some_and(|bytes| shareable_bytes(bytes.start).is_some());

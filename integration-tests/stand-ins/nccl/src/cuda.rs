@@ -1,4 +1,4 @@
-//! Functions of the driver: the stand-in for libcuda, which the program has loaded.
+//! Functions of the driver: the stand-in for libcuda, which the process has loaded.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -118,8 +118,8 @@ unsafe extern "C" fn repeat(work: *mut c_void) {
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
 }
 
-/// Captures `work`, which runs in each launch of the graph; returns whether the driver accepted it. It is never freed,
-/// since the driver does not report the end of the graph.
+/// Captures `work`, which runs in each launch of the graph; returns whether the driver accepted it. It is never
+/// freed, since the driver does not report the end of the graph.
 pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'static) -> bool {
     let Some(driver) = driver() else { return false };
     let work: Box<Repeated> = Box::new(Box::new(work));
@@ -128,7 +128,7 @@ pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'stati
 }
 
 unsafe extern "C" fn run(work: *mut c_void) {
-    // SAFETY: `hand_over` made this box, and the driver runs it once.
+    // SAFETY: `hand_over` created this box, and the driver runs it once.
     let work = unsafe { Box::from_raw(work.cast::<Work>()) };
     // A panic must not reach the driver. The collective then hangs.
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(*work));
@@ -139,7 +139,7 @@ pub(crate) fn launch(stream: Stream, work: impl FnOnce() + Send + 'static) -> bo
     hand_over(stream, work, |driver| driver.launch)
 }
 
-/// Runs `work` when the graph that the stream is captured into is gone, or now if the driver does not accept it.
+/// Runs `work` when the graph that the stream is captured into is destroyed, or now if the driver does not accept it.
 pub(crate) fn tie(stream: Stream, work: impl FnOnce() + Clone + Send + 'static) {
     if !hand_over(stream, work.clone(), |driver| driver.tie) {
         work();

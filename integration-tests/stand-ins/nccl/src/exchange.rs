@@ -1,4 +1,5 @@
-//! The exchange of bytes between ranks: each writes a file of a common name and waits for the files of the others.
+//! The exchange of bytes between ranks: each rank writes a file under a common name and waits for those of the
+//! others.
 
 use std::fs;
 use std::path::{Path, PathBuf};

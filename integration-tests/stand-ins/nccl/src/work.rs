@@ -23,7 +23,8 @@ impl At {
     fn write(self, offset: usize, bytes: &[u8]) {
         if !bytes.is_empty() {
             let to = self.0.wrapping_add(offset);
-            // SAFETY: the caller of the collective promises that these bytes are writable; `bytes` is another allocation.
+            // SAFETY: the caller of the collective promises that these bytes are writable; `bytes` is another
+            // allocation.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         }
     }
@@ -47,7 +48,7 @@ pub(crate) struct Part {
     pub(crate) kind: Kind,
     pub(crate) from: At,
     pub(crate) to: At,
-    /// Elements, as the call counts them.
+    /// The count passed to the call, in elements.
     pub(crate) count: usize,
     /// `ncclDataType_t`.
     pub(crate) dtype: i32,
@@ -80,8 +81,8 @@ pub(crate) fn width(dtype: i32) -> Option<usize> {
 }
 
 impl Part {
-    /// Sets `registered`, for a collective of `n` ranks; `is` takes an address and a multiple of the count. A buffer that
-    /// only the root uses does not count.
+    /// Sets `registered`, for a collective of `n` ranks; `is` takes an address and a multiple of the count. A buffer
+    /// that only the root uses does not count.
     pub(crate) fn note_registered(&mut self, is: impl Fn(At, usize) -> bool, n: usize) {
         let (from, to) = match self.kind {
             Kind::AllReduce => (is(self.from, 1), is(self.to, 1)),
@@ -144,7 +145,8 @@ fn parse(mut bytes: &[u8]) -> Option<Vec<Received<'_>>> {
     Some(all)
 }
 
-/// Runs the parts of rank `rank` on the parts of all ranks. `None` if the ranks' calls differ; then nothing is written.
+/// Runs the parts of rank `rank` on the parts of all ranks. `None` if the ranks' calls differ; then nothing is
+/// written.
 pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
     let all: Vec<Vec<Received<'_>>> = all.iter().map(|bytes| parse(bytes)).collect::<Option<_>>()?;
     let to_peers = |kind: u64| kind == Kind::Send as u64 || kind == Kind::Receive as u64;
@@ -157,7 +159,7 @@ pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()>
     if all.iter().any(|received| shared(received) != own) {
         return None;
     }
-    // By sender, the parts for this rank, in order.
+    // The parts for this rank, by sender, in reverse order.
     let mut inboxes: Vec<Vec<&Received<'_>>> = Vec::new();
     for received in &all {
         let to_here = |part: &&Received<'_>| part.header[0] == Kind::Send as u64 && part.header[3] == rank as u64;

@@ -1,4 +1,4 @@
-//! Primary contexts, and which context is current on a thread.
+//! Primary contexts, and the current context of a thread.
 
 use super::{Out, driver};
 use crate::driver::device::{self, Device, current, current_even_failed, of_context, with_stack};
@@ -90,7 +90,7 @@ driver! {
     }
 }
 
-/// A lower number is a higher priority. The stand-in heeds none.
+/// A lower number is a higher priority. The stand-in ignores priorities.
 pub(super) const LEAST_PRIORITY: i32 = 0;
 pub(super) const GREATEST_PRIORITY: i32 = -5;
 

@@ -1,4 +1,4 @@
-//! Devices: what there is, and what it can do.
+//! Devices and their attributes.
 
 use std::ffi::c_char;
 
@@ -7,13 +7,13 @@ use crate::driver::device::{all, device, init};
 use crate::error::Failure;
 use crate::settings::settings;
 
-/// The name that says what this is.
+/// The device's name.
 const NAME: &[u8] = b"stand-in (PTX on the host)\0";
 
 /// The version of the driver API: CUDA 13.0.
 const VERSION: i32 = 13000;
 
-/// Dynamic and static shared memory of a block, without and with opting in.
+/// The maximum of dynamic plus static shared memory of a block, without and with opt-in.
 pub(crate) const SHARED_BYTES: i32 = 48 << 10;
 pub(crate) const SHARED_OPTIN_BYTES: i32 = 227 << 10;
 
@@ -45,11 +45,11 @@ fn attribute(number: u32, ordinal: i32) -> Option<i32> {
         75 => 99,
         76 => 0,
         81 => 228 << 10,
-        // Managed memory, pageable access and their kin.
+        // Managed memory, pageable access and related features.
         83 | 86 | 88 | 89 | 90 | 95 | 98 | 100 | 101 => 0,
         91 | 99 => 1,
         97 => SHARED_OPTIN_BYTES,
-        // Virtual memory, and file descriptors of it.
+        // Virtual memory management, and sharing by file descriptor.
         102 => 1,
         103 => i32::from(settings().sharing),
         104 | 105 | 107 | 110 | 113 | 116 | 119 | 120 | 121 | 124 | 125 | 128 | 132 => 0,

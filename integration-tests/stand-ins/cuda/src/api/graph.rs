@@ -70,11 +70,11 @@ driver! {
     }
 }
 
-/// Calls `gone` with `data` when the graph that comes of the stream's capture is gone, with all that was made of it.
-/// CUDA has user objects for this, which libraries make and give to the graph.
+/// Registers `gone(data)` to be called when the graph of the stream's current capture and all its executables are
+/// destroyed. It replaces CUDA's user objects, which a library creates and attaches to a graph.
 ///
 /// # Safety
-/// `gone` may be called so, once, by any thread.
+/// Any thread may call `gone(data)`, once.
 #[allow(non_snake_case)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn standInTieToCapture(on: usize, gone: HostFunction, data: usize) -> u32 {

@@ -8,13 +8,13 @@ use crate::driver::space::Kind;
 use crate::driver::{memory, stream};
 use crate::error::{Failure, Outcome};
 
-/// A range of device memory must begin here.
+/// Checks that an allocation of device memory starts at `address`.
 fn device_start(address: u64) -> Outcome {
     let (_, start, _, kind) = memory::describe(address)?;
     if start == address && kind == Kind::Device { Ok(()) } else { Err(Failure::InvalidValue) }
 }
 
-/// The handle of a device's memory pool: not 0, and it says which device.
+/// The handle of a device's memory pool: the ordinal plus 1, so that it is not 0.
 fn pool(ordinal: i32) -> Outcome<usize> {
     device(ordinal).map(|_| ordinal as usize + 1)
 }

@@ -1,4 +1,4 @@
-//! The driver's functions, with C's names and types. Each is a few lines: look up handles, call the state behind.
+//! The driver's functions, with C's names and types. Each looks up its handles and calls into `driver`.
 
 use std::ffi::{CStr, c_char, c_void};
 
@@ -25,8 +25,7 @@ pub use {
     transfer::*, virtual_memory::*,
 };
 
-/// A result pointer, null or valid for writing one `T`. Only a caller of a driver function makes one, and promises
-/// that.
+/// A result pointer, null or valid for writing one `T`, as the caller of a driver function guarantees.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct Out<T>(*mut T);
@@ -43,18 +42,18 @@ impl<T> Out<T> {
         if self.0.is_null() {
             return Err(Failure::InvalidValue);
         }
-        // SAFETY: not null, so valid for a write, as whoever made it promised.
+        // SAFETY: not null, so valid for a write by the type's contract.
         unsafe { self.0.write_unaligned(value) };
         Ok(())
     }
 
-    /// As `put`, but null means that the caller does not want to know.
+    /// As `put`, but a null pointer is allowed.
     fn put_if_wanted(&self, value: T) {
         let _ = self.put(value);
     }
 }
 
-/// An argument behind a pointer that is null or valid for reading `T`s, as many as the function's contract says.
+/// An argument passed by pointer: null, or valid for reading the number of `T`s in the function's contract.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct In<T>(*const T);
@@ -81,12 +80,12 @@ impl<T: Copy> In<T> {
             return Err(Failure::InvalidValue);
         }
         let place = self.0.wrapping_add(index);
-        // SAFETY: not null, so valid for as many elements as the caller counted, as whoever made it promised.
+        // SAFETY: not null, so valid for the number of elements in the function's contract.
         Ok(unsafe { place.read_unaligned() })
     }
 }
 
-/// A string of C, or null.
+/// A C string, or null.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct Text(*const c_char);
@@ -102,7 +101,7 @@ impl Text {
         if self.0.is_null() {
             return Err(Failure::InvalidValue);
         }
-        // SAFETY: not null, so a string that ends in zero, as whoever made it promised.
+        // SAFETY: not null, so a zero-terminated string by the type's contract.
         let text = unsafe { CStr::from_ptr(self.0) };
         text.to_str().map(str::to_owned).map_err(|_| Failure::InvalidValue)
     }
@@ -128,14 +127,14 @@ fn guard(name: &str, body: impl FnOnce() -> Outcome) -> u32 {
     code
 }
 
-/// Declares functions of the driver, and the `lookup` of their addresses by name.
+/// Defines driver functions, and `lookup`, which returns their addresses by name.
 macro_rules! driver {
     ($($name:ident($($arg:ident: $type:ty),* $(,)?) $body:block)*) => {
         $(
             #[doc = concat!("`", stringify!($name), "` of the CUDA driver.")]
             ///
             /// # Safety
-            /// Pointers are null or valid for what CUDA's documentation says that the function reads and writes.
+            /// Pointers are null or valid for the accesses in CUDA's documentation of the function.
             #[allow(non_snake_case)]
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($arg: $type),*) -> u32 {
@@ -151,7 +150,7 @@ macro_rules! driver {
 }
 use driver;
 
-/// The address of a function; `cuMemAlloc` means the newest, `cuMemAlloc_v2`.
+/// The address of the newest version of a function: that of `cuMemAlloc_v2` for `cuMemAlloc`.
 fn address_of(name: &str) -> Option<*const c_void> {
     let tables = [
         context::lookup,

@@ -19,7 +19,7 @@ use crate::ptx::module::{LoadError, Loaded, load};
 static MODULES: Handles<Loaded> = Handles::new();
 static FUNCTIONS: Handles<Function> = Handles::new();
 
-/// A kernel of a module. It stays valid as long as the module.
+/// A kernel of a module, valid as long as the module.
 struct Function {
     module: usize,
     device: &'static Device,
@@ -28,18 +28,18 @@ struct Function {
     dynamic_limit: AtomicU32,
 }
 
-/// `CU_JIT_ERROR_LOG_BUFFER` and its size, among the options.
+/// The options `CU_JIT_ERROR_LOG_BUFFER` and `CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES`.
 const ERROR_LOG: u32 = 5;
 const ERROR_LOG_BYTES: u32 = 6;
 
-/// The text of an image, which must be PTX that ends in zero. Machine code is refused: this device has its own.
+/// The text of an image, which must be zero-terminated PTX. Machine code is rejected.
 fn text_of(image: *const u8) -> Outcome<&'static str> {
     let first: [u8; 4] = In(image.cast::<[u8; 4]>()).get()?;
     if first == *b"\x7fELF" || first == 0xba55_ed50u32.to_le_bytes() {
         say!("the image is machine code, and this device takes PTX only");
         return Err(Failure::NoBinaryForGpu);
     }
-    // SAFETY: an image that is no machine code is a string that ends in zero, as the caller promises.
+    // SAFETY: the caller guarantees that an image that is not machine code is a zero-terminated string.
     let text = unsafe { CStr::from_ptr(image.cast()) };
     text.to_str().map_err(|_| Failure::InvalidImage)
 }
@@ -61,13 +61,13 @@ fn load_module(found: &Out<usize>, image: *const u8, log: Option<(*mut u8, usize
     }
 }
 
-/// Where errors of the compiler go, if the options say so.
+/// The buffer for compiler errors and its size, if the options have one.
 fn error_log(count: u32, options: &In<u32>, values: &In<usize>) -> Outcome<Option<(*mut u8, usize)>> {
     let (mut buffer, mut room) = (0, 0);
     for index in 0..count as usize {
         match options.at(index)? {
             ERROR_LOG => buffer = values.at(index)?,
-            // A number in place of a pointer.
+            // The value is passed in place of a pointer.
             ERROR_LOG_BYTES => room = values.at(index)? & 0xffff_ffff,
             _ => {}
         }
@@ -75,7 +75,7 @@ fn error_log(count: u32, options: &In<u32>, values: &In<usize>) -> Outcome<Optio
     Ok((buffer != 0).then_some((buffer as *mut u8, room)))
 }
 
-/// The arguments as the kernel sees them, from a pointer to each.
+/// The kernel's parameter block, copied from a pointer to each argument.
 fn arguments(program: &Program, values: &In<*const u8>) -> Outcome<Vec<u8>> {
     let mut bytes = Vec::new();
     for (index, &(offset, size)) in program.params.iter().enumerate() {
@@ -161,7 +161,7 @@ driver! {
     }
 
     cuModuleGetLoadingMode(mode: Out<u32>) {
-        // Eager: all of a module is decoded when it is loaded.
+        // Eager: a module is decoded completely when it is loaded.
         mode.put(1)
     }
 
@@ -177,7 +177,7 @@ driver! {
                 function.dynamic_limit.store(bytes, Ordering::Relaxed);
                 Ok(())
             }
-            // The share of shared memory in the cache.
+            // The preferred shared memory carveout has no effect.
             (9, _) => Ok(()),
             _ => Err(Failure::InvalidValue),
         }

@@ -1,4 +1,4 @@
-//! The meaning of codes and the addresses of functions. Host functions may call these too.
+//! Names of error codes and addresses of functions. Host functions may call these.
 
 use std::ffi::c_char;
 
@@ -33,7 +33,7 @@ fn put(found: Option<&'static str>, place: &Out<*const c_char>) -> u32 {
     }
 }
 
-/// `cuGetProcAddress_v2` of the CUDA driver: the newest function of that name.
+/// `cuGetProcAddress_v2` of the CUDA driver: the newest version of the function, whatever version is requested.
 ///
 /// # Safety
 /// `symbol` is null or a string, `found` and `status` are null or valid for a write.

@@ -1,4 +1,4 @@
-//! The driver API on host memory: the promises and refusals of a GPU's driver.
+//! The guarantees and errors of the driver API, tested on the stand-in.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
@@ -75,7 +75,7 @@ fn device_name_marks_a_stand_in() {
     let ordinal = own_device();
     let (mut name, mut major, mut bytes) = ([0 as c_char; 64], 0, 0);
     ok!(cuDeviceGetName(name.as_mut_ptr(), 64, ordinal));
-    // SAFETY: the call has written a string that ends in zero.
+    // SAFETY: the call has written a zero-terminated string.
     assert_eq!(unsafe { CStr::from_ptr(name.as_ptr()) }, c"stand-in (PTX on the host)");
     ok!(cuDeviceGetAttribute((&mut major).into(), 75, ordinal));
     ok!(cuDeviceTotalMem_v2((&mut bytes).into(), ordinal));
@@ -89,7 +89,7 @@ fn codes_have_names_and_functions_addresses() {
     let (mut text, mut found, mut status): (*const c_char, *const c_void, u32) =
         (std::ptr::null(), std::ptr::null(), 0);
     ok!(cuGetErrorName(700, (&mut text).into()));
-    // SAFETY: the call gave a string that lives for ever.
+    // SAFETY: the call returned a static string.
     assert_eq!(unsafe { CStr::from_ptr(text) }, c"CUDA_ERROR_ILLEGAL_ADDRESS");
     fails!(InvalidValue, cuGetErrorString(12345, (&mut text).into()));
     ok!(cuGetProcAddress_v2(c"cuMemAlloc".into(), (&mut found).into(), 13000, 0, (&mut status).into()));

@@ -7,20 +7,20 @@ use crate::driver::space;
 use crate::driver::stream::{Stream, stream};
 use crate::error::{Failure, Outcome, say};
 
-/// Device memory as an end of a copy: the driver knows at the call whether it is such.
+/// An end of a copy that must be registered with the driver (device or pinned memory); checked at the call.
 fn known(address: u64, bytes: usize) -> Outcome<Place> {
     if space::now().holds(address, bytes as u64) { Ok(Place::Known(address)) } else { Err(Failure::InvalidValue) }
 }
 
-/// An end of a copy of which nobody says where it lies. A GPU's driver takes pageable memory too, and then waits
-/// inside the call for whatever is enqueued before, holding locks that a peer may need: this workspace promises not
-/// to do that.
+/// An end of `cuMemcpyAsync`, whose kind of memory the call does not state. A GPU's driver also accepts pageable
+/// memory there, but then waits inside the call for all earlier work, holding locks that a peer may need. This
+/// workspace never passes pageable memory, so the stand-in rejects it.
 fn anywhere(address: u64, bytes: usize) -> Outcome<Place> {
     known(address, bytes)
         .inspect_err(|_| say!("a copy at {address:#x}, which is neither the device's memory nor pinned"))
 }
 
-/// Pageable memory is read at the call, and what is written to it is there when the call returns, as on a GPU.
+/// Enqueues a copy. As on a GPU, pageable memory is read during the call, and a write to it is complete on return.
 fn copy(on: &Stream, to: Place, from: Place, bytes: usize) -> Outcome {
     if let (Place::Known(to), Place::Known(from)) = (&to, &from)
         && to.abs_diff(*from) < bytes as u64

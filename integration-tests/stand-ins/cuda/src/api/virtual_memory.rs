@@ -1,4 +1,4 @@
-//! Virtual memory: addresses apart from the memory behind them.
+//! Virtual memory management: address ranges, physical memory, mappings.
 
 use super::{In, Out, driver};
 use crate::driver::device::{all, current, device};
@@ -6,11 +6,11 @@ use crate::driver::pages;
 use crate::error::{Failure, Outcome};
 use crate::settings::settings;
 
-/// `CUmemAllocationHandleType`: a file descriptor, and a handle over NVLink.
+/// `CUmemAllocationHandleType`: POSIX file descriptor and fabric (NVLink) handle.
 const DESCRIPTOR: u32 = 1;
 const FABRIC: u32 = 8;
 
-/// `CUmemLocation`: a kind, where 1 is a device, and which.
+/// `CUmemLocation`: a kind (1 is a device) and an id.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Location {
@@ -18,7 +18,7 @@ pub struct Location {
     id: i32,
 }
 
-/// `CUmemAllocationProp`: what memory to make. Only pinned memory of a device is known.
+/// `CUmemAllocationProp`: properties of physical memory. Only pinned device memory is supported.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct AllocationProperties {
@@ -29,7 +29,7 @@ pub struct AllocationProperties {
     flags: [u8; 8],
 }
 
-/// `CUmemAccessDesc`: who may access memory, and how (0 not at all, 1 read, 3 read and write).
+/// `CUmemAccessDesc`: a device and its access (0 none, 1 read, 3 read and write).
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct AccessDescription {
@@ -57,7 +57,7 @@ impl AllocationProperties {
         Self::shared(ordinal, 0)
     }
 
-    /// The same, which other processes may open by handles of these types.
+    /// Memory of the device that can be exported by handles of these types.
     pub fn shared(ordinal: i32, handle_types: u32) -> Self {
         Self { kind: 1, handle_types, location: Location::of_device(ordinal), windows: 0, flags: [0; 8] }
     }
@@ -66,7 +66,7 @@ impl AllocationProperties {
         if self.kind != 1 {
             return Err(Failure::InvalidValue);
         }
-        // As on a machine without the permission to share over NVLink; windows' handles there are none.
+        // Fabric handles fail as on a machine without the permission for them. Windows handles are not supported.
         match self.handle_types {
             0 => {}
             DESCRIPTOR if settings().sharing => {}
@@ -78,7 +78,7 @@ impl AllocationProperties {
 }
 
 impl AccessDescription {
-    /// Reading and writing by the device of this ordinal, or nothing.
+    /// Read and write access of the device of this ordinal, or no access.
     pub fn of_device(ordinal: i32, allow: bool) -> Self {
         Self { location: Location::of_device(ordinal), flags: if allow { 3 } else { 0 } }
     }
@@ -157,7 +157,7 @@ driver! {
                 _ => return Err(Failure::NotSupported),
             }
         }
-        // As on a GPU, the call may come with no context current; a failed one refuses it.
+        // As on a GPU, no context needs to be current, but a failed current context is an error.
         match current() {
             Err(Failure::InvalidContext) | Ok(_) => Ok(()),
             Err(failed) => Err(failed),

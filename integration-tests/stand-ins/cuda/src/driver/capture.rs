@@ -10,7 +10,7 @@ use super::queue::{Random, in_host_function};
 use super::stream::{Part, Stream};
 use crate::error::{Failure, Outcome};
 
-/// Which calls of which threads a capture forbids.
+/// The threads whose potentially unsafe calls a capture forbids (`CUstreamCaptureMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     Global,
@@ -24,8 +24,8 @@ struct Node {
     after: Vec<usize>,
 }
 
-/// CUDA's user object of a graph. Its destructor runs after the graph, its executables and their last launch are
-/// gone.
+/// A callback of a graph, like CUDA's user objects. It runs after the graph and its executables are destroyed and
+/// their last launch has run.
 pub(crate) struct Tied {
     pub(crate) gone: HostFunction,
     pub(crate) data: usize,
@@ -33,7 +33,7 @@ pub(crate) struct Tied {
 
 impl Drop for Tied {
     fn drop(&mut self) {
-        // SAFETY: whoever tied it promised that it may be called so, once, by any thread.
+        // SAFETY: the caller of `standInTieToCapture` guarantees that any thread may make this call, once.
         in_host_function(|| unsafe { (self.gone)(self.data as *mut libc::c_void) });
     }
 }
@@ -42,12 +42,12 @@ impl Drop for Tied {
 struct State {
     nodes: Vec<Node>,
     tied: Vec<Arc<Tied>>,
-    /// The streams that take part, the origin first.
+    /// The streams in the capture, the origin first.
     streams: Vec<Arc<Stream>>,
     invalid: bool,
 }
 
-/// A capture that runs.
+/// An active capture.
 pub(crate) struct Capture {
     mode: Mode,
     thread: ThreadId,
@@ -57,8 +57,8 @@ pub(crate) struct Capture {
 
 static RUNNING: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
-/// For calls that could synchronise behind a capture's back, as allocations: an error while a capture forbids them,
-/// which ends that capture too.
+/// Checks for calls that may synchronise implicitly, such as allocations: if an active capture forbids them,
+/// invalidates the capture and returns an error.
 pub(crate) fn forbid_while_capturing() -> Outcome {
     let thread = std::thread::current().id();
     let running = lock(&RUNNING);
@@ -74,7 +74,7 @@ pub(crate) fn forbid_while_capturing() -> Outcome {
 }
 
 impl Capture {
-    /// The stream's operations go into a graph from here on.
+    /// Starts capturing the stream's operations.
     pub(crate) fn begin(stream: &Arc<Stream>, mode: Mode) -> Outcome {
         if stream.part().is_some() {
             return Err(Failure::Unknown);
@@ -87,14 +87,14 @@ impl Capture {
         Ok(())
     }
 
-    /// Ends the capture that began in `stream`. All work that forked off must have come back to it.
+    /// Ends the capture that began in `stream`. All forked streams must have joined it.
     pub(crate) fn end(stream: &Arc<Stream>) -> Outcome<Graph> {
         let Part { capture, after } = stream.part().ok_or(Failure::Unknown)?;
         if capture.origin != stream.number {
             return Err(Failure::CaptureUnmatched);
         }
         lock(&RUNNING).retain(|other| !Arc::ptr_eq(other, &capture));
-        // A stream's lock comes before its capture's, so the streams are asked without it.
+        // Lock order: a stream's lock before its capture's. So the capture's lock is not held here.
         let streams = std::mem::take(&mut lock(&capture.state).streams);
         let mut ends = Vec::new();
         for taking_part in streams {
@@ -119,7 +119,7 @@ impl Capture {
         Ok(Graph { nodes: std::mem::take(&mut state.nodes), _tied: tied })
     }
 
-    /// Ties `tied` to the graph that comes of this.
+    /// Attaches `tied` to the captured graph.
     pub(crate) fn tie(&self, tied: Tied) {
         lock(&self.state).tied.push(Arc::new(tied));
     }
@@ -133,7 +133,7 @@ impl Capture {
         Ok(state.nodes.len() - 1)
     }
 
-    /// A stream takes part from here on.
+    /// Adds a stream to the capture.
     pub(crate) fn join(&self, stream: Arc<Stream>) -> Outcome {
         let mut state = lock(&self.state);
         if state.invalid || state.streams.is_empty() {
@@ -152,7 +152,7 @@ impl Capture {
     }
 }
 
-/// Operations with what each comes behind.
+/// Operations and their dependencies.
 #[derive(Clone)]
 pub(crate) struct Graph {
     nodes: Vec<Node>,
@@ -167,7 +167,7 @@ impl Graph {
         self.nodes.len()
     }
 
-    /// Runs all nodes, each behind those that it names; with a seed, in another such order each time.
+    /// Runs all nodes in dependency order; with a seed, in a random order that respects dependencies.
     pub(crate) fn run(&self, device: &'static Device, random: &mut Random) {
         self.order(random).into_iter().for_each(|node| run(&self.nodes[node].op, device, random));
     }

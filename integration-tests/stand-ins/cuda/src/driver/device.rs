@@ -1,4 +1,4 @@
-//! Devices, each with its one primary context, and which context is current on a thread.
+//! Devices, each with one primary context, and the current context of a thread.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -8,20 +8,20 @@ use super::handles::{fresh_number, lock};
 use crate::error::{Failure, Outcome, describe, say};
 use crate::settings::settings;
 
-/// A device. Its primary context, whose handle is `context`, lives while it is retained.
+/// A device. Its primary context, with the handle `context`, exists while it is retained.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) ordinal: u32,
     pub(crate) context: usize,
     used_bytes: AtomicU64,
     retained: Mutex<u32>,
-    /// The code that every call returns since an operation failed; 0 before.
+    /// The code that every call returns after an operation failed; 0 before that.
     failed: AtomicU32,
 }
 
 static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
 
-/// `cuInit`: before it there are no devices.
+/// `cuInit`: creates the devices.
 pub(crate) fn init() {
     DEVICES.get_or_init(|| (0..settings().devices).map(Device::new).collect());
 }
@@ -31,7 +31,7 @@ pub(crate) fn all() -> Outcome<&'static [Device]> {
     DEVICES.get().map(Vec::as_slice).ok_or(Failure::NotInitialized)
 }
 
-/// The device of an ordinal.
+/// The device with this ordinal.
 pub(crate) fn device(ordinal: i32) -> Outcome<&'static Device> {
     all()?.get(usize::try_from(ordinal).unwrap_or(usize::MAX)).ok_or(Failure::InvalidDevice)
 }
@@ -58,12 +58,12 @@ impl Device {
         charged.map(|_| Charge { device: self, bytes }).map_err(|_| Failure::OutOfMemory)
     }
 
-    /// Counts memory as free whose charge was kept.
+    /// Counts memory as free again after [`Charge::keep`].
     pub(crate) fn uncharge(&self, bytes: u64) {
         self.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Records that an operation failed: every later call that uses the context returns this.
+    /// Records that an operation failed. Every later call that uses the context returns this failure.
     pub(crate) fn fail(&self, failure: Failure, what: &str) {
         let first = self.failed.compare_exchange(0, failure as u32, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if first {
@@ -92,7 +92,7 @@ impl Device {
         Ok(*retained == 0)
     }
 
-    /// The context starts anew, as after the destruction of the old one.
+    /// Clears the failure, as for a new context.
     pub(crate) fn forget_failure(&self) {
         self.failed.store(0, Ordering::Release);
     }
@@ -106,7 +106,7 @@ pub(crate) struct Charge {
 }
 
 impl Charge {
-    /// The bytes stay used until [`Device::uncharge`].
+    /// Keeps the bytes charged until [`Device::uncharge`].
     pub(crate) fn keep(self) {
         std::mem::forget(self);
     }
@@ -119,11 +119,11 @@ impl Drop for Charge {
 }
 
 thread_local! {
-    /// The contexts that are pushed on this thread, the current one last; 0 is no context.
+    /// The context stack of this thread, the current one last; 0 is no context.
     static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Works on the thread's stack of contexts.
+/// Calls `work` with the thread's context stack.
 pub(crate) fn with_stack<T>(work: impl FnOnce(&mut Vec<usize>) -> T) -> T {
     CURRENT.with(|stack| work(&mut stack.borrow_mut()))
 }

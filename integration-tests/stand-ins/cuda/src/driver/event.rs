@@ -1,4 +1,4 @@
-//! Events: marks in a stream that others wait for.
+//! Events: points in a stream that other streams and the host can wait for.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -8,7 +8,7 @@ use super::device::Device;
 use super::handles::{Handles, lock};
 use crate::error::{Failure, Outcome};
 
-/// One recording of an event: done when its stream has come to it.
+/// One recording of an event, complete when its stream has reached it.
 #[derive(Debug, Default)]
 pub(crate) struct Ticket {
     done: Mutex<Option<Instant>>,
@@ -36,7 +36,7 @@ impl Ticket {
 pub(crate) enum Recorded {
     Nothing,
     Stream(Arc<Ticket>),
-    /// In a capture, behind these nodes.
+    /// In a capture, after these nodes.
     Capture(Arc<Capture>, Vec<usize>),
 }
 
@@ -57,7 +57,7 @@ impl Event {
         lock(&self.recorded).clone()
     }
 
-    /// The ticket to ask or wait for; none where the event was never recorded.
+    /// The ticket of the last recording; `None` if the event was never recorded.
     pub(crate) fn ticket(&self) -> Outcome<Option<Arc<Ticket>>> {
         match self.recorded() {
             Recorded::Nothing => Ok(None),
@@ -69,7 +69,7 @@ impl Event {
         }
     }
 
-    /// When the event happened, for the time between two.
+    /// The completion time of the last recording, for `cuEventElapsedTime`.
     pub(crate) fn time(&self) -> Outcome<Instant> {
         if !self.timed {
             return Err(Failure::InvalidHandle);

@@ -1,4 +1,4 @@
-//! Handles that are given out to C: numbers, so that a stale one is an error and not a crash.
+//! Handles passed to C. They are numbers, so that using a stale handle is an error and not a crash.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Failure, Outcome};
 
-/// Locks; a panic elsewhere does not make the data unusable, since every change here is one assignment or insertion.
+/// Locks, and ignores poisoning: every change is a single assignment or insertion, so a panic leaves the data valid.
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -16,7 +16,7 @@ pub(crate) struct Handles<T> {
     live: Mutex<Option<HashMap<usize, Arc<T>>>>,
 }
 
-/// Never given out twice, not even across types; never 0, 1 or 2, which name default streams.
+/// A handle unique across all types. It is never 0, 1 or 2, the handles of default streams.
 pub(crate) fn fresh_number() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0x1000);
     NEXT.fetch_add(0x10, Ordering::Relaxed)
@@ -37,12 +37,12 @@ impl<T> Handles<T> {
         lock(&self.live).as_ref().and_then(|live| live.get(&number).cloned()).ok_or(Failure::InvalidHandle)
     }
 
-    /// Takes the object out: its handle is stale from here on.
+    /// Removes the object. Its handle is stale afterwards.
     pub(crate) fn remove(&self, number: usize) -> Outcome<Arc<T>> {
         lock(&self.live).as_mut().and_then(|live| live.remove(&number)).ok_or(Failure::InvalidHandle)
     }
 
-    /// All that `which` accepts.
+    /// All objects that `which` accepts, with their handles.
     pub(crate) fn select(&self, which: impl Fn(&T) -> bool) -> Vec<(usize, Arc<T>)> {
         let live = lock(&self.live);
         let all = live.iter().flatten().filter(|(_, object)| which(object));

@@ -1,5 +1,5 @@
-//! Memory from the operating system: anonymous mappings, reserved addresses, and one file in memory that all physical
-//! pages come from.
+//! Memory from the operating system: anonymous mappings, reserved addresses, and one memory file (memfd) that holds
+//! all physical pages.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,7 +11,7 @@ use std::sync::{Mutex, OnceLock};
 use super::handles::lock;
 use crate::error::say;
 
-/// Up to this size new memory is filled with ones, so that a read of uninitialised memory is not a read of zeros.
+/// New memory up to this size is filled with one bits, so that uninitialised reads do not return zeros.
 const FILLED_BYTES: usize = 64 << 20;
 
 /// A range of addresses, unmapped on drop.
@@ -30,12 +30,12 @@ impl Mapping {
         let bytes = page_rounded(bytes).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         loop {
-            // SAFETY: a new mapping at an address of the kernel's choice touches no other.
+            // SAFETY: a new mapping at an address that the kernel chooses replaces no other.
             let start = unsafe { libc::mmap(ptr::null_mut(), bytes, access, flags, -1, 0) };
             if start != libc::MAP_FAILED {
                 return Ok(Self { start: start as usize, bytes });
             }
-            // Freed addresses are kept out of use only as long as there are enough others.
+            // If addresses run out, those of freed memory are used again.
             if !Quarantine::clear() {
                 let error = io::Error::last_os_error();
                 say!("the host refused {bytes} bytes of addresses: {error}");
@@ -44,17 +44,17 @@ impl Mapping {
         }
     }
 
-    /// Readable and writable memory, filled with ones if it is not very large.
+    /// Readable and writable memory, filled with one bits up to [`FILLED_BYTES`].
     pub(crate) fn memory(bytes: usize) -> io::Result<Self> {
         let mapping = Self::anonymous(bytes, libc::PROT_READ | libc::PROT_WRITE)?;
         if bytes <= FILLED_BYTES {
-            // SAFETY: the mapping was made just now, writable, of at least `bytes`.
+            // SAFETY: mapped above, writable, at least `bytes` long.
             unsafe { ptr::write_bytes(mapping.start as *mut u8, 0xff, bytes) };
         }
         Ok(mapping)
     }
 
-    /// Addresses with nothing behind them, at a multiple of `alignment` (a power of two).
+    /// Reserved addresses without memory, aligned to `alignment` (a power of two).
     pub(crate) fn reservation(bytes: usize, alignment: usize) -> io::Result<Self> {
         let whole =
             Self::anonymous(bytes.checked_add(alignment).ok_or(io::ErrorKind::OutOfMemory)?, libc::PROT_NONE)?;
@@ -63,7 +63,7 @@ impl Mapping {
         let cut = Self { start, bytes };
         for (at, len) in [(whole.start, before), (start + bytes, after)] {
             if len > 0 {
-                // SAFETY: within the mapping that was made just now, and outside the part that is kept.
+                // SAFETY: within the mapping made above, and outside the part that is kept.
                 unsafe { libc::munmap(at as *mut libc::c_void, len) };
             }
         }
@@ -78,14 +78,15 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this range was mapped by us, and whoever accesses it holds an `Arc` of this.
+        // SAFETY: this type mapped the range, and every user of it holds an `Arc` of `self`.
         if unsafe { unmap(self.start as u64, self.bytes) }.is_ok() {
             Quarantine::add(self.start, self.bytes);
         }
     }
 }
 
-/// Freed addresses, which stay reserved and empty for a while, so that a use after free does not hit another allocation.
+/// Addresses of freed memory. They stay reserved without memory for a while, so that a use after free does not hit
+/// another allocation.
 struct Quarantine {
     ranges: VecDeque<(usize, usize)>,
     bytes: usize,
@@ -117,13 +118,13 @@ impl Quarantine {
     fn release_oldest(&mut self) -> bool {
         let Some((start, bytes)) = self.ranges.pop_front() else { return false };
         self.bytes -= bytes;
-        // SAFETY: mapped by us with nothing behind it, and nobody may use it any more.
+        // SAFETY: reserved by this module without memory, and no longer in use.
         unsafe { libc::munmap(start as *mut libc::c_void, bytes) };
         true
     }
 }
 
-/// Physical memory that can be mapped at several addresses: a piece of one file in memory.
+/// Physical memory that can be mapped at several addresses: a range of the memory file.
 #[derive(Debug)]
 pub(crate) struct Physical {
     offset: u64,
@@ -133,12 +134,12 @@ pub(crate) struct Physical {
 fn file() -> io::Result<&'static OwnedFd> {
     static FILE: OnceLock<Option<OwnedFd>> = OnceLock::new();
     let made = FILE.get_or_init(|| {
-        // SAFETY: a name that ends in zero; the call makes a new descriptor.
+        // SAFETY: a zero-terminated name; the call creates a descriptor.
         let number = unsafe { libc::memfd_create(c"cuda-stand-in".as_ptr(), libc::MFD_CLOEXEC) };
         if number < 0 {
             return None;
         }
-        // SAFETY: a descriptor that was made just now and that nobody else owns.
+        // SAFETY: a descriptor created above, with no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(number) };
         // SAFETY: a live descriptor; the file is sparse, so its length costs nothing.
         (unsafe { libc::ftruncate(file.as_raw_fd(), i64::MAX >> 8) } == 0).then_some(file)
@@ -147,7 +148,7 @@ fn file() -> io::Result<&'static OwnedFd> {
 }
 
 impl Physical {
-    /// A piece of `bytes`, a multiple of the page size.
+    /// `bytes` of physical memory, a multiple of the page size.
     pub(crate) fn new(bytes: usize) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         file()?;
@@ -161,23 +162,23 @@ impl Physical {
     /// Maps this memory at `address`.
     ///
     /// # Safety
-    /// `address` begins a reserved range of this length with nothing mapped, and stays reserved as long as it is
+    /// `address` starts a reserved range of this length with nothing mapped. It stays reserved while the memory is
     /// mapped.
     pub(crate) unsafe fn map_at(&self, address: u64) -> io::Result<()> {
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = address as *mut libc::c_void;
         let (number, offset) = (file()?.as_raw_fd(), self.offset as i64);
-        // SAFETY: replaces addresses that are reserved and empty, as the caller promises.
+        // SAFETY: replaces a reserved range without memory, as the caller guarantees.
         let start = unsafe { libc::mmap(at, self.bytes, access, flags, number, offset) };
         if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Fills the memory with ones through a mapping of it.
+    /// Fills the memory with one bits through its mapping at `address`.
     ///
     /// # Safety
-    /// It is mapped at `address`, and nobody else accesses it.
+    /// The memory is mapped at `address`, and nothing else accesses it.
     pub(crate) unsafe fn fill(&self, address: u64) {
-        // SAFETY: mapped writable there, as the caller promises.
+        // SAFETY: mapped writable there, as the caller guarantees.
         unsafe { ptr::write_bytes(address as *mut u8, 0xff, self.bytes) };
     }
 }
@@ -186,18 +187,18 @@ impl Drop for Physical {
     fn drop(&mut self) {
         let Ok(file) = file() else { return };
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: a live descriptor; the piece is this object's alone and not mapped any more.
+        // SAFETY: a live descriptor; only this object owns the range, which is no longer mapped.
         unsafe { libc::fallocate(file.as_raw_fd(), mode, self.offset as i64, self.bytes as i64) };
     }
 }
 
-/// Unmaps the memory at `address`, whose range stays reserved.
+/// Unmaps the memory at `address`. The range stays reserved.
 ///
 /// # Safety
-/// The range is reserved by us and mapped, and nobody accesses it.
+/// This module reserved the range and mapped it, and nothing accesses it.
 pub(crate) unsafe fn unmap(address: u64, bytes: usize) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: replaces our own mapping by an empty one.
+    // SAFETY: replaces a mapping of this module by one without memory.
     let start = unsafe { libc::mmap(address as *mut libc::c_void, bytes, libc::PROT_NONE, flags, -1, 0) };
     if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -7,10 +7,10 @@ use super::mapping::Mapping;
 use super::space::{self, Kind};
 use crate::error::{Failure, Outcome};
 
-/// Offset of an allocation in its first page: CUDA promises an alignment of 256 and no more.
+/// Offset of an allocation in its first page: CUDA guarantees an alignment of 256 bytes and no more.
 const WITHIN_PAGE: usize = 256;
 
-/// Memory of exactly `bytes`, and its address.
+/// Memory of `bytes` at offset [`WITHIN_PAGE`] of a page, and its address.
 fn within_a_page(bytes: usize) -> Outcome<(Mapping, u64)> {
     let whole = bytes.checked_add(WITHIN_PAGE).ok_or(Failure::OutOfMemory)?;
     let mapping = Mapping::memory(whole).map_err(|_| Failure::OutOfMemory)?;
@@ -30,8 +30,8 @@ pub(crate) fn allocate(device: &'static Device, bytes: usize) -> Outcome<u64> {
     Ok(start)
 }
 
-/// Frees an allocation: a running operation keeps the memory mapped until its end, a later one fails. The bytes are
-/// free at once. (A GPU's driver waits for all work here; this workspace promises not to rely on that.)
+/// Frees an allocation. A running operation keeps the memory mapped until it ends; a later one fails. The bytes count
+/// as free at once. (A GPU's driver waits for all work here; this workspace does not rely on that.)
 pub(crate) fn free(start: u64) -> Outcome {
     let range = space::remove(start, Kind::Device)?;
     device::device(range.device as i32)?.uncharge(range.bytes);
@@ -52,10 +52,10 @@ pub(crate) fn allocate_pinned(device: &'static Device, bytes: usize) -> Outcome<
     space::insert(start, bytes as u64, Kind::Pinned, device.ordinal, Arc::new(mapping)).map(|()| start)
 }
 
-/// Marks memory of the caller, which is only registered.
+/// Owner of registered host memory, which belongs to the caller.
 struct Registered;
 
-/// Page-locks memory of the caller.
+/// Registers host memory of the caller as page-locked.
 pub(crate) fn register(device: &'static Device, start: u64, bytes: usize) -> Outcome {
     if start == 0 || bytes == 0 {
         return Err(Failure::InvalidValue);

@@ -1,4 +1,4 @@
-//! Operations of a stream, and what running one does.
+//! Operations of a stream, and their execution.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::error::{Failure, Outcome};
 /// One end of a copy.
 #[derive(Clone, Debug)]
 pub(crate) enum Place {
-    /// Device or page-locked memory: the registry must know it.
+    /// Device or page-locked memory, which must be in the registry.
     Known(u64),
     /// Memory of the process that is not registered with the driver.
     Pageable(u64),
@@ -24,7 +24,7 @@ pub(crate) enum Place {
 /// A kernel's launch, run in stream order.
 pub(crate) type KernelRun = dyn Fn(&Arc<Space>) -> Result<(), (Failure, String)> + Send + Sync;
 
-/// A function of the host, in stream order.
+/// A host function, run in stream order.
 pub(crate) type HostFunction = unsafe extern "C" fn(*mut libc::c_void);
 
 #[derive(Clone)]
@@ -34,7 +34,7 @@ pub(crate) enum Op {
         from: Place,
         bytes: usize,
     },
-    /// `pattern`'s first `width` bytes, `count` times.
+    /// The first `width` bytes of `pattern`, `count` times.
     Fill {
         to: u64,
         pattern: u32,
@@ -53,7 +53,7 @@ pub(crate) enum Op {
 }
 
 impl Place {
-    /// How operations see this host address.
+    /// The place of a host address: known if it is page-locked, else pageable.
     pub(crate) fn of_host(address: u64) -> Self {
         if space::now().find(address).is_some_and(|(_, r)| r.kind == Kind::Pinned) {
             Self::Known(address)
@@ -73,7 +73,7 @@ impl Place {
     }
 }
 
-/// Runs an operation of a stream of `device`. Once the context has failed only what others wait for happens.
+/// Runs an operation of a stream of `device`. After the context has failed, only records and waits run.
 pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
     random.delay();
     match op {
@@ -87,7 +87,7 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
         Op::Fill { to, pattern, width, count } => fill(*to, *pattern, *width, *count),
         Op::Kernel(kernel) => kernel(&space::now()),
         Op::Host { function, data } => {
-            // SAFETY: the caller of cuLaunchHostFunc promises that the function may be called with this argument.
+            // SAFETY: the caller of cuLaunchHostFunc guarantees that the function may be called with this argument.
             in_host_function(|| unsafe { function(*data as *mut libc::c_void) });
             Ok(())
         }
@@ -128,15 +128,15 @@ fn copy(to: &Place, from: &Place, bytes: usize) -> Result<(), (Failure, String)>
     moved.map_err(|failure| (failure, format!("a copy of {bytes} bytes from {from:?} to {to:?}")))
 }
 
-/// Reads pageable memory, whose address may be wrong.
+/// Reads pageable memory. A bad address is an error.
 pub(crate) fn read(from: u64, bytes: usize) -> Outcome<Arc<[u8]>> {
     let mut held = vec![0u8; bytes];
     transfer(from, held.as_mut_ptr() as u64, bytes, false)?;
     Ok(held.into())
 }
 
-/// Copies through the operating system, which refuses a bad address where a plain copy would end the process. The far
-/// end, which is read or written (`write`), is the address that may be bad.
+/// Copies by a system call, which returns an error for a bad address where a plain copy would crash. The far end may
+/// be a bad address: `to` if `write`, else `from`.
 fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
     let vector = |at: u64| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: bytes };
     let (near, far) = if write { (vector(from), vector(to)) } else { (vector(to), vector(from)) };
@@ -162,8 +162,8 @@ fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
                 return Err(Failure::IllegalAddress);
             }
             Err(_) => {
-                // If the system forbids the call, the caller's promise about the pointer must suffice.
-                // SAFETY: the caller of the driver promises that the pageable end is valid; the other end is checked.
+                // The system forbids the call: relies on the caller's pointer instead.
+                // SAFETY: the caller of the driver guarantees the pageable end; the other end was checked.
                 unsafe {
                     std::ptr::copy((from as usize + done) as *const u8, (to as usize + done) as *mut u8, bytes - done)
                 };
@@ -181,8 +181,8 @@ fn fill(to: u64, pattern: u32, width: usize, count: usize) -> Result<(), (Failur
         let what = format!("a fill of {bytes} bytes at {to:#x}, which is not all live memory");
         return Err((Failure::IllegalAddress, what));
     }
-    // SAFETY: live and kept mapped by `space`; the slice lives for this function only, and what it holds are bytes. A
-    // conflicting access at this time would be a race of the program under test, in which any bytes may result.
+    // SAFETY: live and kept mapped by `space`; the slice is of bytes and used only in this function. A conflicting
+    // access meanwhile is a race of the program under test, whose result is arbitrary bytes.
     let target = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, bytes) };
     let pattern = pattern.to_le_bytes();
     match width {

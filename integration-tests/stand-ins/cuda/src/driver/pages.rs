@@ -1,4 +1,4 @@
-//! Virtual memory: reserved addresses, physical memory, and the mapping of one at the other.
+//! Virtual memory management: reserved addresses, physical memory, and mappings of physical memory at addresses.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -13,14 +13,14 @@ use crate::error::{Failure, Outcome, say};
 /// Sizes and addresses are multiples of this.
 pub(crate) const GRANULARITY: usize = 2 << 20;
 
-/// How long `unmap` waits for operations that still use the memory.
+/// Time limit of [`unmap_range`] for operations that still use the memory.
 const UNMAP_LIMIT: Duration = Duration::from_secs(60);
 
-/// Physical memory of a device. It lives until its handle is released and it is mapped nowhere.
+/// Physical memory of a device. It exists until its handles are released and it is no longer mapped.
 pub(crate) struct Pages {
     physical: Physical,
     device: &'static Device,
-    /// `CUmemAllocationHandleType`s by which other processes may open it.
+    /// The `CUmemAllocationHandleType`s by which other processes may open it.
     handle_types: u32,
     filled: Mutex<bool>,
     _charge: Charge,
@@ -35,7 +35,7 @@ struct Reservation {
 
 struct Mapped {
     pages: Arc<Pages>,
-    /// Present while the device has access: the registry holds it, and operations clone it.
+    /// Present while the device has access. Each registry version with the range holds a clone.
     access: Option<Arc<()>>,
 }
 
@@ -62,7 +62,7 @@ pub(crate) fn reserve(bytes: usize, alignment: usize) -> Outcome<u64> {
     Ok(start)
 }
 
-/// Frees reserved addresses; nothing may be mapped there.
+/// Frees reserved addresses. Nothing may be mapped there.
 pub(crate) fn free_reservation(start: u64, bytes: usize) -> Outcome {
     let mut state = lock(&STATE);
     let whole = state.reserved.get(&start).is_some_and(|r| r.bytes == bytes);
@@ -100,12 +100,12 @@ pub(crate) fn properties(handle: usize) -> Outcome<(i32, u32)> {
     Ok((pages.device.ordinal as i32, pages.handle_types))
 }
 
-/// Releases the handle; mapped memory stays.
+/// Releases the handle. Mapped memory stays mapped.
 pub(crate) fn release(handle: usize) -> Outcome {
     HANDLES.remove(handle).map_err(|_| Failure::InvalidValue).map(drop)
 }
 
-/// Maps physical memory, all of it, at reserved addresses. Nobody has access yet.
+/// Maps a whole physical allocation at reserved addresses, without access.
 pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Outcome {
     let pages = HANDLES.get(handle).map_err(|_| Failure::InvalidValue)?;
     if offset != 0 || bytes != pages.physical.bytes() || !granular(start) {
@@ -121,11 +121,11 @@ pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Out
     if before.is_some_and(|(&at, m)| at + m.pages.physical.bytes() as u64 > start) {
         return Err(Failure::AlreadyMapped);
     }
-    // SAFETY: within a reservation, and nothing is mapped there; the lock keeps it so.
+    // SAFETY: within a reservation, with nothing mapped there; the lock excludes changes.
     unsafe { pages.physical.map_at(start) }.map_err(|_| Failure::MapFailed)?;
     let mut filled = lock(&pages.filled);
     if !*filled {
-        // SAFETY: mapped just now, for the first time anywhere, so nobody else has an address of it.
+        // SAFETY: mapped above for the first time, so nothing else has an address of it.
         unsafe { pages.physical.fill(start) };
         *filled = true;
     }
@@ -134,7 +134,7 @@ pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Out
     Ok(())
 }
 
-/// Grants or revokes the device's access to mapped memory. The range must hold whole mappings without a gap.
+/// Grants or revokes the device's access to mapped memory. The range must consist of whole mappings without gaps.
 pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
     let mut state = lock(&STATE);
     let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
@@ -165,7 +165,7 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
     Ok(())
 }
 
-/// Unmaps whole mappings. Waits for operations that use them.
+/// Unmaps whole mappings, after the operations that use them.
 pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
     let mut state = lock(&STATE);
     let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
@@ -188,7 +188,7 @@ pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
                 std::thread::sleep(Duration::from_micros(20));
             }
         }
-        // SAFETY: reserved and mapped by us; no version of the registry that is in use has it.
+        // SAFETY: reserved and mapped by this module; no registry version in use has the range.
         unsafe { unmap(at, len) }.map_err(|_| Failure::Unknown)?;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! A stream's queue and its thread: only events order two queues.
+//! A stream's queue and thread. Only events order two queues.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -25,13 +25,13 @@ struct Shared {
     changed: Condvar,
 }
 
-/// The queue. When it is dropped the thread finishes what was submitted and ends.
+/// The queue. After it is dropped, the thread runs the submitted operations and exits.
 pub(crate) struct Queue {
     shared: Arc<Shared>,
 }
 
 impl Queue {
-    /// Starts the thread. `number` makes its random numbers its own.
+    /// Starts the thread. `number` seeds its random numbers.
     pub(crate) fn start(device: &'static Device, number: usize) -> Outcome<Self> {
         let shared = Arc::new(Shared::default());
         let theirs = shared.clone();
@@ -57,16 +57,16 @@ impl Queue {
         state.finished == state.submitted
     }
 
-    /// Waits for all that was submitted before.
+    /// Waits for all operations submitted so far.
     pub(crate) fn wait(&self) {
         self.shared.wait();
     }
 }
 
-/// All queues with work, also those whose streams have been destroyed.
+/// All queues with a running thread, including those of destroyed streams.
 static QUEUES: Mutex<Vec<(u32, Weak<Shared>)>> = Mutex::new(Vec::new());
 
-/// Waits for all that was submitted to a device before.
+/// Waits for all operations submitted to a device so far.
 pub(crate) fn wait_for_all(device: u32) {
     let queues: Vec<Arc<Shared>> =
         lock(&QUEUES).iter().filter(|(of, _)| *of == device).filter_map(|(_, queue)| queue.upgrade()).collect();
@@ -100,7 +100,7 @@ impl Shared {
                     ticket.complete();
                 }
             }
-            // The operation's resources are released before it is reported as done.
+            // Released before the operation is reported as finished.
             drop(op);
             lock(&self.state).finished += 1;
             self.changed.notify_all();
@@ -112,7 +112,7 @@ thread_local! {
     static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread runs a host function, which may not call the driver.
+/// Whether this thread is running a host function, which may not call the driver.
 pub(crate) fn is_in_host_function() -> bool {
     IN_HOST_FUNCTION.get()
 }
@@ -123,7 +123,7 @@ pub(crate) fn in_host_function(function: impl FnOnce()) {
     IN_HOST_FUNCTION.set(false);
 }
 
-/// Random numbers for delays and orders; none without a seed. (Splitmix64, Steele et al. 2014.)
+/// Random numbers for delays and orders (SplitMix64, Steele et al. 2014). Without a seed all are 0.
 pub(crate) struct Random(Option<u64>);
 
 impl Random {
@@ -146,7 +146,7 @@ impl Random {
         ((z ^ (z >> 31)) % end.max(1) as u64) as usize
     }
 
-    /// Half the time nothing; else up to 200 us, and once in 64 times up to 5 ms.
+    /// Sleeps in half of the calls, for up to 200 us, and once in 64 calls for up to 5 ms.
     pub(crate) fn delay(&mut self) {
         if self.0.is_none() || self.below(2) == 0 {
             return;

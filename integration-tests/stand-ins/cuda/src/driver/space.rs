@@ -1,5 +1,5 @@
-//! The registry of live memory: which addresses a device may touch. It is copied on change, so that an operation works
-//! with one version and keeps all memory of that version mapped while it runs.
+//! The registry of live memory: the addresses that a device may access. It is copied on write, so that an operation
+//! uses one version and keeps all memory of that version mapped while it runs.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -36,13 +36,13 @@ pub(crate) struct Space {
 }
 
 impl Space {
-    /// The range that holds `address`, with its start.
+    /// The range that contains `address`, with its start.
     pub(crate) fn find(&self, address: u64) -> Option<(u64, &Range)> {
         let (&start, range) = self.ranges.range(..=address).next_back()?;
         (address - start < range.bytes).then_some((start, range))
     }
 
-    /// Live addresses as `[start, end)`, ascending; ranges that touch are one span.
+    /// Live addresses as `[start, end)`, ascending. Adjacent ranges are one span.
     pub(crate) fn spans(&self) -> &[(u64, u64)] {
         self.spans.get_or_init(|| {
             let mut spans: Vec<(u64, u64)> = Vec::new();
@@ -56,7 +56,7 @@ impl Space {
         })
     }
 
-    /// The span that holds all of `address .. address + bytes`.
+    /// The span that contains `address .. address + bytes`.
     pub(crate) fn span(&self, address: u64, bytes: u64) -> Option<(u64, u64)> {
         let spans = self.spans();
         let after = spans.partition_point(|&(start, _)| start <= address);
@@ -64,7 +64,7 @@ impl Space {
         (address.checked_add(bytes)? <= span.1 && address < span.1).then_some(span)
     }
 
-    /// Whether all of these bytes are live; no bytes always are.
+    /// Whether all of these bytes are live; true for 0 bytes.
     pub(crate) fn holds(&self, address: u64, bytes: u64) -> bool {
         bytes == 0 || self.span(address, bytes).is_some()
     }
@@ -72,7 +72,7 @@ impl Space {
 
 static SPACE: RwLock<Option<Arc<Space>>> = RwLock::new(None);
 
-/// The registry as it is now.
+/// The current version.
 pub(crate) fn now() -> Arc<Space> {
     SPACE.read().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
 }
@@ -84,7 +84,7 @@ fn change<T>(change: impl FnOnce(&mut BTreeMap<u64, Range>) -> Outcome<T>) -> Ou
     change(&mut space.ranges)
 }
 
-/// Adds a range. `keep` lives as long as any version with the range is in use.
+/// Adds a range. `keep` is dropped when no version with the range is in use.
 pub(crate) fn insert(start: u64, bytes: u64, kind: Kind, device: u32, keep: Arc<dyn Any + Send + Sync>) -> Outcome {
     change(|ranges| {
         let before = ranges.range(..start + bytes).next_back();
@@ -96,7 +96,7 @@ pub(crate) fn insert(start: u64, bytes: u64, kind: Kind, device: u32, keep: Arc<
     })
 }
 
-/// Removes the range that begins at `start`, if it is of this kind.
+/// Removes the range that starts at `start` and has this kind.
 pub(crate) fn remove(start: u64, kind: Kind) -> Outcome<Range> {
     change(|ranges| match ranges.get(&start) {
         Some(range) if range.kind == kind => ranges.remove(&start).ok_or(Failure::InvalidValue),
@@ -104,7 +104,7 @@ pub(crate) fn remove(start: u64, kind: Kind) -> Outcome<Range> {
     })
 }
 
-/// Removes all allocations of a device. Returns the bytes of its device memory among them.
+/// Removes all allocations of a device. Returns the bytes of device memory among them.
 pub(crate) fn forget(device: u32) -> u64 {
     let removed = change(|ranges| {
         let all = ranges.extract_if(.., |_, range| range.device == device && range.kind != Kind::Mapped);

@@ -1,4 +1,4 @@
-//! Streams: a queue, or while a capture runs a place in a graph.
+//! Streams. A stream is a queue or, during a capture, a position in a graph.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,7 +10,7 @@ use super::op::Op;
 use super::queue::{Queue, wait_for_all};
 use crate::error::{Failure, Outcome, say};
 
-/// A stream's part in a capture: its next operation comes behind these nodes.
+/// A stream's part in a capture: its next operation depends on the nodes `after`.
 #[derive(Clone)]
 pub(crate) struct Part {
     pub(crate) capture: Arc<Capture>,
@@ -28,7 +28,7 @@ pub(crate) struct Stream {
 
 static STREAMS: Handles<Stream> = Handles::new();
 
-/// The stream of a handle. The default streams are refused: code here never uses them.
+/// The stream of a handle. The default streams are rejected, since this workspace never uses them.
 pub(crate) fn stream(number: usize) -> Outcome<Arc<Stream>> {
     if number <= 2 {
         say!("the default stream (handle {number}) is refused");
@@ -45,7 +45,7 @@ pub(crate) fn create(device: &'static Device, flags: u32, priority: i32) -> Outc
     Ok(STREAMS.insert(number, Arc::new(stream)))
 }
 
-/// The handle is stale from here on; what was submitted still runs.
+/// Destroys the handle. Submitted operations still run.
 pub(crate) fn destroy(number: usize) -> Outcome {
     stream(number)?.part().map_or(Ok(()), |part| {
         part.capture.invalidate();
@@ -59,7 +59,7 @@ pub(crate) fn of_device(device: &'static Device) -> Vec<Arc<Stream>> {
     STREAMS.select(|s| s.device.ordinal == device.ordinal).into_iter().map(|(_, stream)| stream).collect()
 }
 
-/// Ends everything that belongs to the device's context, after its work.
+/// Destroys all streams and events of the device's context, after their work.
 pub(crate) fn destroy_all(device: &'static Device) {
     for (number, stream) in STREAMS.select(|s| s.device.ordinal == device.ordinal) {
         drop(stream);
@@ -80,7 +80,7 @@ impl Stream {
         *lock(&self.part) = part;
     }
 
-    /// An operation, behind all others of this stream. The context that is current on this thread must be the stream's.
+    /// Enqueues or captures an operation. The current context of this thread must be the stream's.
     pub(crate) fn submit(&self, op: Op) -> Outcome {
         if device::current()?.ordinal != self.device.ordinal {
             return Err(Failure::InvalidHandle);
@@ -114,7 +114,7 @@ impl Stream {
         Ok(())
     }
 
-    /// All later operations wait for the event's last recording; an event that was never recorded is done.
+    /// Makes all later operations wait for the event's last recording. An event that was never recorded is complete.
     pub(crate) fn wait_for(self: &Arc<Self>, event: &Event) -> Outcome {
         self.device.check()?;
         let mut part = lock(&self.part);

@@ -1,4 +1,4 @@
-//! A block: its warps, its shared memory, its barriers, and which addresses its threads may touch.
+//! A block: its warps, shared memory and barriers, and the addresses that its threads may access.
 
 use std::cell::UnsafeCell;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(crate) struct LaunchShape {
     pub(crate) params: Vec<u8>,
 }
 
-/// Threads that came to a barrier.
+/// Threads that have arrived at a barrier.
 pub(crate) struct Arrival {
     pub(crate) number: u32,
     pub(crate) count: Option<u32>,
@@ -36,11 +36,11 @@ pub(crate) struct Arrival {
     pub(crate) waits: bool,
 }
 
-/// The memory that a block's threads see.
+/// The memory that a block's threads can access.
 pub(crate) struct BlockMemory {
     /// Keeps global memory mapped.
     registry: Arc<Registry>,
-    /// The live range that was used last.
+    /// The last live span that was used.
     last: (u64, u64),
     shared: Cells,
     shared_bytes: usize,
@@ -50,10 +50,10 @@ pub(crate) struct BlockMemory {
     races: Option<Races>,
 }
 
-/// Memory that is written through pointers, in pieces of 16 bytes.
+/// Memory that is written through pointers, in units of 16 bytes.
 pub(crate) type Cells = Box<[UnsafeCell<u128>]>;
 
-/// At least `bytes`, filled with ones.
+/// At least `bytes`, filled with one bits.
 pub(crate) fn cells(bytes: usize) -> Cells {
     (0..bytes.div_ceil(16)).map(|_| UnsafeCell::new(u128::MAX)).collect()
 }
@@ -76,8 +76,8 @@ impl BlockMemory {
         self.arrivals.push(arrival);
     }
 
-    /// The host address of `bytes` at an address of a lane: valid for reads and writes of that many bytes
-    /// while this block runs, and aligned to `bytes`, a power of two.
+    /// Translates a lane's address to a host address that is valid for reads and writes of `bytes` while this block
+    /// runs, and aligned to `bytes`, a power of two.
     pub(crate) fn resolve(
         &mut self,
         warp: &Warp,
@@ -140,7 +140,7 @@ impl BlockMemory {
         Err(Box::new(Fault { failure: Failure::LaunchFailed, what }))
     }
 
-    /// As `resolve`, of a copy that has arrived: the write of bytes that were resolved before.
+    /// Notes the write of a completed asynchronous copy, whose destination `resolve` checked before.
     pub(crate) fn note_arrival(&mut self, warp: usize, lane: usize, to: *const u8, bytes: usize) -> Done {
         let offset = to as usize - self.shared.as_ptr() as usize;
         self.note(warp, lane, offset as u64, bytes, Access::Write)
@@ -158,7 +158,7 @@ fn within(base: *const UnsafeCell<u128>, size: usize, offset: u64, bytes: usize)
     (end <= size as u64).then(|| base.cast::<u8>().cast_mut().wrapping_add(offset as usize))
 }
 
-/// Runs one block to its end. `check` is asked now and then whether to go on.
+/// Runs one block. After every turn of a warp, `check` may end it with a fault.
 pub(crate) fn run_block(
     program: &Program,
     shape: &LaunchShape,
@@ -199,7 +199,7 @@ pub(crate) fn run_block(
     }
 }
 
-/// Opens every barrier at which all that it waits for have arrived.
+/// Releases every barrier at which all expected threads have arrived.
 fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> bool {
     let BlockMemory { arrivals, races, .. } = memory;
     let live: u32 = warps.iter().map(|warp| warp.live.count_ones()).sum();
@@ -212,7 +212,7 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
             continue;
         }
         released = true;
-        // A barrier of some threads orders these only, which the search for races does not know.
+        // A barrier of some threads orders only these, which the race detector does not model.
         if expected < live {
             *races = None;
         }

@@ -1,4 +1,4 @@
-//! A grid: its blocks, shared over threads.
+//! A grid, whose blocks are distributed over host threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,10 +11,10 @@ use crate::driver::space::Space;
 use crate::error::Failure;
 use crate::settings::settings;
 
-/// Threads that a grid's blocks are shared over.
+/// Host threads per grid.
 const THREADS: u64 = 2;
 
-/// Runs all blocks. After the first fault no further block begins.
+/// Runs all blocks. After the first fault no further block starts.
 pub(crate) fn run_grid(
     program: &Program,
     shape: &LaunchShape,

@@ -1,4 +1,4 @@
-//! The interpreter: programs that are decoded, warps of 32 lanes, blocks, grids.
+//! The interpreter: decoded programs, warps of 32 lanes, blocks, grids.
 
 pub(crate) mod block;
 pub(crate) mod grid;

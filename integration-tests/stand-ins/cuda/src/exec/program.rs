@@ -1,4 +1,4 @@
-//! A kernel, decoded: every operand is a slot, every instruction a closure that works on all lanes of a warp at once.
+//! A decoded kernel: every operand is a slot, every instruction a closure on all lanes of a warp.
 
 use super::block::BlockMemory;
 use super::warp::Warp;
@@ -22,7 +22,7 @@ pub(crate) fn lanes(mask: Mask) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Why a kernel ended early.
+/// An error that ended a kernel.
 #[derive(Debug)]
 pub(crate) struct Fault {
     pub(crate) failure: Failure,
@@ -38,13 +38,13 @@ pub(crate) type Done<T = ()> = Result<T, Box<Fault>>;
 /// The effect of an instruction on the active lanes.
 pub(crate) type Action = Box<dyn Fn(&mut Warp, &mut BlockMemory, Mask) -> Done + Send + Sync>;
 
-/// The index of an operand's register, 64 bits a lane. Constants and special registers have slots too.
+/// The index of a register of 64 bits per lane. Constants and special registers have slots too.
 pub(crate) type Slot = usize;
 
-/// A register of one bit a lane.
+/// The index of a register of one bit per lane.
 pub(crate) type PredSlot = usize;
 
-/// A special register, constant for a thread's life.
+/// A special register, constant during a thread's lifetime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Special {
     ThreadId(usize),
@@ -66,7 +66,7 @@ pub(crate) enum Special {
     TotalSharedBytes,
 }
 
-/// How a barrier combines its threads' predicates, and where the result goes.
+/// A barrier's reduction of its threads' predicates, and its destination.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Reduction {
     None,
@@ -77,21 +77,21 @@ pub(crate) enum Reduction {
 
 /// The control flow after an instruction.
 pub(crate) enum Flow {
-    /// The next one.
+    /// Continues with the next instruction.
     Do(Action),
-    /// The next one, once all live lanes of the mask in this slot are here.
+    /// Continues with the next instruction once all live lanes of the mask in `members` have arrived here.
     Together {
         members: Slot,
         action: Action,
     },
     Jump(usize),
-    /// By an index into the targets.
+    /// Jumps to the target with this index.
     JumpTable {
         index: Slot,
         targets: Vec<usize>,
     },
     Exit,
-    /// The threads wait for `count` threads of the block, or for all.
+    /// Waits for `count` threads of the block, or for all.
     Barrier {
         number: Slot,
         count: Option<Slot>,
@@ -124,6 +124,6 @@ pub(crate) struct Program {
     pub(crate) params: Vec<(usize, usize)>,
     pub(crate) max_threads: u32,
     pub(crate) required_block: Option<[u32; 3]>,
-    /// As declared in 32-bit registers; what a GPU would need is not known here.
+    /// Declared 32-bit registers; a GPU's count is unknown here.
     pub(crate) registers: u32,
 }

@@ -1,18 +1,19 @@
-//! Races in shared memory: two warps use a byte between the same two barriers, and one of them writes it.
+//! Race detection in shared memory: a race is two warps accessing a byte between the same two barriers, one of them
+//! writing.
 
 /// How an access uses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
     Write,
-    /// As one step, or not now: no race.
+    /// Atomic, or a write that completes later: no race.
     Atomic,
 }
 
-/// More warps than one.
+/// The byte was used by several warps.
 const MANY: u16 = u16::MAX;
 
-/// The last use of a byte: after how many barriers, and by which warp.
+/// The last use of a byte: the number of barriers before it, and the warp.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
     barriers: u32,
@@ -29,16 +30,16 @@ pub(crate) struct Races {
 
 impl Races {
     pub(crate) fn new(shared_bytes: usize) -> Self {
-        // Uses count from the first barrier on, so 0 means never.
+        // The count starts at 1, so that 0 means never used.
         Self { barriers: 1, written: vec![Use::default(); shared_bytes], read: vec![Use::default(); shared_bytes] }
     }
 
-    /// All threads of the block have met.
+    /// All threads of the block have passed a barrier.
     pub(crate) fn barrier(&mut self) {
         self.barriers += 1;
     }
 
-    /// Notes an access that is in bounds; the warp that it races with, if there is one.
+    /// Notes an access within bounds. Returns a description of the access that it races with, if any.
     pub(crate) fn note(&mut self, offset: usize, bytes: usize, warp: usize, access: Access) -> Option<String> {
         let now = Use { barriers: self.barriers, warp: warp as u16 };
         let other = |last: &Use| last.barriers == now.barriers && last.warp != now.warp;

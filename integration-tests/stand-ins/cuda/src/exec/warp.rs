@@ -1,27 +1,27 @@
-//! A warp: 32 lanes, in groups that stand at the same instruction. The group that is farthest back runs, so groups meet
-//! again where their ways join.
+//! A warp: 32 lanes, in groups at the same instruction. The group with the lowest instruction index runs, so groups
+//! merge where control flow joins.
 
 use super::block::{Arrival, BlockMemory, Cells, cells};
 use super::program::{ALL, Done, Fault, Flow, Mask, Program, Slot, lanes};
 use crate::error::Failure;
 
-/// How many instructions a warp runs before the others of its block have a turn.
+/// The number of instructions that a warp runs before the other warps of its block get a turn.
 const TURN: u32 = 100_000;
 
-/// Lanes that stand at one instruction.
+/// Lanes at one instruction.
 #[derive(Clone, Copy, Debug)]
 struct Group {
     at: usize,
     lanes: Mask,
-    /// Waits for lanes that are elsewhere.
+    /// Waits for lanes that are at other instructions.
     blocked: bool,
 }
 
-/// Copies to shared memory that a lane has started and not waited for.
+/// An asynchronous copy to shared memory that a lane has started and not yet waited for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AsyncCopy {
     pub(crate) lane: u32,
-    /// The lane's number of committed groups when it asked.
+    /// The lane's number of committed groups when it started the copy.
     pub(crate) group: u32,
     pub(crate) to: *mut u8,
     pub(crate) bytes: u32,
@@ -32,25 +32,25 @@ pub(crate) struct Warp {
     pub(crate) index: usize,
     pub(crate) regs: Vec<[u64; 32]>,
     pub(crate) preds: Vec<Mask>,
-    /// Local memory, one lane's after another's.
+    /// Local memory, lane after lane.
     pub(crate) local: Cells,
     pub(crate) local_bytes: usize,
     pub(crate) live: Mask,
     pub(crate) copies: Vec<AsyncCopy>,
     pub(crate) committed: [u32; 32],
-    /// Steps so far; the clock.
+    /// Instructions run so far; the clock.
     pub(crate) steps: u64,
     groups: Vec<Group>,
 }
 
-/// Why a warp's turn is over.
+/// The reason why a warp's turn ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Pause {
     /// All lanes have ended.
     Ended,
     /// All live lanes wait at barriers.
     Barrier,
-    /// Others should have a turn.
+    /// The turn's instructions are used up.
     Turn,
 }
 
@@ -87,12 +87,12 @@ impl Warp {
         self.preds[slot] = (self.preds[slot] & !mask) | (value & mask);
     }
 
-    /// Lanes that come back from a barrier.
+    /// Continues lanes after a barrier.
     pub(crate) fn resume(&mut self, at: usize, lanes: Mask) {
         self.groups.push(Group { at, lanes, blocked: false });
     }
 
-    /// Runs until the warp must wait, ends or has had its turn.
+    /// Runs until the warp must wait, has ended, or its turn is over.
     pub(crate) fn run(&mut self, program: &Program, memory: &mut BlockMemory) -> Done<Pause> {
         let mut left = TURN;
         while let Some((at, mask)) = self.take_group()? {
@@ -104,7 +104,7 @@ impl Warp {
         Ok(if self.live == 0 { Pause::Ended } else { Pause::Barrier })
     }
 
-    /// The group to run next: the one farthest back, with all others that stand there.
+    /// Takes the group at the lowest instruction index, merged with all others there.
     fn take_group(&mut self) -> Done<Option<(usize, Mask)>> {
         let Some(at) = self.groups.iter().filter(|g| !g.blocked).map(|g| g.at).min() else {
             if self.groups.is_empty() {
@@ -124,7 +124,7 @@ impl Warp {
         Ok(Some((at, mask)))
     }
 
-    /// Runs lanes that stand together until they part, or until others are farther back.
+    /// Runs a group until it diverges, or until another group is at a lower index.
     fn run_group(
         &mut self,
         program: &Program,
@@ -133,7 +133,7 @@ impl Warp {
         mut mask: Mask,
         left: &mut u32,
     ) -> Done {
-        // The others' farthest back: beyond it they must run or join first.
+        // The lowest index of another group, which must run or merge before this group goes beyond it.
         let mut limit = self.groups.iter().filter(|g| !g.blocked).map(|g| g.at).min().unwrap_or(usize::MAX);
         let meets: Vec<usize> = self.groups.iter().filter(|g| g.blocked).map(|g| g.at).collect();
         loop {
@@ -195,7 +195,7 @@ impl Warp {
                     self.live &= !active;
                     mask &= !active;
                     at += 1;
-                    // A wait for a mask covers live lanes only.
+                    // Blocked groups wait only for live lanes, so they are checked again.
                     self.groups.iter_mut().for_each(|group| group.blocked = false);
                     if mask == 0 {
                         return Ok(());

@@ -1,5 +1,4 @@
-//! Copies from global to shared memory that a thread must wait for. Here they arrive at the wait and no sooner, so
-//! that a forgotten wait shows.
+//! Asynchronous copies from global to shared memory. They complete only at the wait, which exposes a missing wait.
 
 use super::memory::{read, write};
 use super::{Decoded, unknown};
@@ -51,7 +50,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         _ => return unknown(),
     };
     let (to, from) = (b.address(to, Space::Shared)?, b.address(from, Space::Global)?);
-    // Either the number of bytes that are there, or a predicate that says that none are.
+    // Either the number of bytes to read, or a predicate that is true if none are read.
     let ignored = match present {
         Some(operand) if b.is_pred(operand) || matches!(operand, Operand::Not(_)) => Some(b.pred_source(operand)?),
         _ => None,

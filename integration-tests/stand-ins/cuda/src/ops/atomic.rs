@@ -1,4 +1,4 @@
-//! Atomic operations, each a loop that compares and exchanges.
+//! Atomic operations, each a compare-and-exchange loop.
 
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 
@@ -16,14 +16,14 @@ const ORDERS: [&str; 10] =
 /// The new value, from the old one and one or two operands.
 type Change = fn(u64, u64, u64) -> u64;
 
-/// Changes `size` bytes (2, 4 or 8) as one step and gives what was there.
+/// Atomically changes `size` bytes (2, 4 or 8). Returns the old value.
 ///
 /// # Safety
 /// `at` is valid for reads and writes of `size` bytes and aligned to them. Others may access it at the same time.
 unsafe fn exchange(at: *mut u8, size: usize, change: impl Fn(u64) -> u64) -> u64 {
     macro_rules! with {
         ($atomic:ty, $int:ty) => {{
-            // SAFETY: valid and aligned, as the caller promises; others use atomics too.
+            // SAFETY: valid and aligned, as the caller guarantees; other accesses are atomic too.
             let place = unsafe { <$atomic>::from_ptr(at.cast()) };
             let changed = place.fetch_update(AcqRel, Relaxed, |old| Some(change(u64::from(old)) as $int));
             u64::from(changed.unwrap_or_else(|old| old))

@@ -1,4 +1,4 @@
-//! Logic and bits.
+//! Logic and bit operations.
 
 use super::{Decoded, act, exactly, holds, map1, map2, map3, unknown};
 use crate::exec::program::Flow;
@@ -85,7 +85,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         "and" => map2(to, from, move |a, b| a & b & keep),
         "or" => map2(to, from, move |a, b| (a | b) & keep),
         "xor" => map2(to, from, move |a, b| (a ^ b) & keep),
-        // The amount has 32 bits and stops at the width.
+        // The amount is 32 bits wide and clamped to the width.
         "shl" => map2(to, from, move |a, n| if n as u32 >= bits { 0 } else { a << (n as u32) & keep }),
         "shr" if signed => map2(to, from, move |a, n| (extend(a) >> (n as u32).min(bits - 1)) as u64 & keep),
         "shr" => map2(to, from, move |a, n| if n as u32 >= bits { 0 } else { (a & keep) >> (n as u32) }),
@@ -110,7 +110,7 @@ fn predicates(name: &str, operands: &[Operand], b: &mut Builder<'_>) -> Decoded 
     Ok(act(move |warp, mask| warp.set_pred(to, mask, f(holds(warp, x), holds(warp, y)))))
 }
 
-/// Picks four bytes of eight.
+/// Selects four bytes of two registers.
 fn prmt(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
     if mods.take_type()? != Type::Bits(32) {
         return unknown();
@@ -140,7 +140,7 @@ fn prmt(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
     }))
 }
 
-/// Shifts two registers as one.
+/// Funnel shift.
 fn shf(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
     let left = mods.take_of(&["l", "r"]).ok_or("no direction")? == "l";
     let wraps = mods.take_of(&["wrap", "clamp"]).ok_or("no mode")? == "wrap";

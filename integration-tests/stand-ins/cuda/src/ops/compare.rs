@@ -16,7 +16,7 @@ const OPERATORS: [&str; 18] = [
 /// Compares two values in all lanes.
 type Compare = Box<dyn Fn(&Warp) -> Mask + Send + Sync>;
 
-/// A comparison of two slots as values that `read` makes of them.
+/// A comparison of two slots, converted by `read`.
 fn with<T: PartialOrd>(
     operator: &str,
     [a, b]: [usize; 2],
@@ -35,7 +35,7 @@ fn with<T: PartialOrd>(
     }
     Ok(match operator {
         "eq" => all!(x, y, x == y),
-        // Not equal, and ordered.
+        // Not equal, and neither is NaN.
         "ne" => all!(x, y, x != y && x.partial_cmp(&y).is_some()),
         "lt" | "lo" => all!(x, y, x < y),
         "le" | "ls" => all!(x, y, x <= y),
@@ -132,7 +132,7 @@ fn testp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
     let kind = mods.take_type()?;
     let [to, a] = exactly(operands)?;
     let (to, a) = (b.pred_target(to)?, b.source(a)?);
-    // Subnormal means so in the number's own format.
+    // Subnormal in the number's format, not in f64.
     let (smallest, read): (f64, fn(u64) -> f64) = match kind {
         Type::F32 => (f64::from(f32::MIN_POSITIVE), |a| f64::from(f32::from_bits(a as u32))),
         Type::F64 => (f64::MIN_POSITIVE, f64::from_bits),

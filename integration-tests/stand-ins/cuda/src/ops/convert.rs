@@ -46,7 +46,7 @@ fn writer(kind: Type, ftz: bool) -> Decoded<fn(f64, Rounding) -> u64> {
             if bits & 0x7f80_0000 == 0 { bits & 0x8000_0000 } else { bits }
         },
         Type::F32 => |x, rounding| {
-            // The processor's own conversion is the fast way.
+            // Fast path: the processor's conversion.
             if rounding == Rounding::Nearest && !x.is_nan() {
                 u64::from((x as f32).to_bits())
             } else {
@@ -71,7 +71,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     }
     let [to, a] = exactly(operands)?;
     let (to, a) = (b.target(to)?, b.source(a)?);
-    // A result that is narrower than its register fills it by its sign, or by zeros.
+    // A result narrower than its register is sign- or zero-extended.
     let keep = b.width_mask(to);
     match (is_float(to_kind), is_float(from_kind)) {
         (false, false) => integers(to_kind, from_kind, how, keep, to, a),
@@ -90,7 +90,7 @@ fn range(kind: Type) -> Decoded<(i128, i128)> {
     })
 }
 
-/// The value of bits of an integer type.
+/// Converts bits of an integer type to their value.
 fn integer(kind: Type) -> Decoded<impl Fn(u64) -> i128 + Copy> {
     let (lowest, _) = range(kind)?;
     let (shift, signed) = (64 - kind.bits(), lowest < 0);
@@ -124,7 +124,7 @@ fn to_float(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> De
 fn to_integer(to_kind: Type, from_kind: Type, how: How, keep: u64, to: usize, a: usize) -> Decoded<Flow> {
     let Some((rounding, true)) = how.rounding else { return Err("no rounding to an integer".into()) };
     let (read, (lowest, highest)) = (reader(from_kind, how.ftz)?, range(to_kind)?);
-    // The NaN result depends on the types.
+    // The result for NaN depends on the types.
     let wide = from_kind == Type::F64 || to_kind.bits() == 64;
     let nan = if wide { 1u64 << (to_kind.bits() - 1) } else { 0 };
     Ok(map1(to, a, move |a| {
@@ -149,7 +149,7 @@ fn floats(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> Deco
     }))
 }
 
-/// Two numbers into one register, the first into its upper half.
+/// Converts two numbers to one register, the first to its upper half.
 fn packed(to_kind: Type, from_kind: Type, how: How, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
     let [to, high, low] = exactly(operands)?;
     let (to, from) = (b.target(to)?, [b.source(high)?, b.source(low)?]);

@@ -1,5 +1,5 @@
-//! Arithmetic of `f32` and `f64`. Operations that a GPU approximates (`.approx`, `.full`) are computed in f64 here and
-//! rounded once.
+//! Arithmetic of `f32` and `f64`. Operations that a GPU approximates (`.approx`, `.full`) are computed in f64 here
+//! and rounded once.
 
 use super::format::{self, Rounding, add_odd};
 use super::{Decoded, exactly, map1, map2, map3, unknown};
@@ -8,7 +8,7 @@ use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::Type;
 
-/// The bits of an f32 result: a GPU makes one NaN only.
+/// The bits of an f32 result, with the canonical NaN of GPUs.
 #[inline]
 fn bits(x: f32) -> u64 {
     u64::from(if x.is_nan() { 0x7fff_ffff } else { x.to_bits() })
@@ -20,7 +20,7 @@ fn flush(x: f32) -> f32 {
     if x.is_subnormal() { 0f32.copysign(x) } else { x }
 }
 
-/// Into `[0, 1]`; NaN to 0.
+/// Clamps to `[0, 1]`; NaN becomes 0.
 #[inline]
 fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
@@ -94,7 +94,7 @@ fn single(
         if rounding != Rounding::Nearest {
             return Err("only rounding to nearest is supported".into());
         }
-        // sqrt and 1/x of an f32 in f64 and rounded again are what one rounding gives. (Figueroa, 1995.)
+        // sqrt and 1/x of an f32 computed in f64 are innocuous double roundings (Figueroa, 1995).
         return Ok(map1(to, a, move |a| around.output(f(f64::from(around.input(a))) as f32)));
     }
     if matches!(mods.name, "abs" | "neg") {
@@ -165,12 +165,12 @@ fn single(
     })
 }
 
-/// A number rounded to odd, rounded to f32 in a direction.
+/// Rounds a number, already rounded to odd, to f32 in a direction.
 fn directed(x: f64, rounding: Rounding, around: Around) -> u64 {
     around.output(f32::from_bits(format::F32.narrow(x, rounding) as u32))
 }
 
-/// The smaller or the larger number: where one is NaN the other, or NaN with `.NaN`. -0 is less than +0.
+/// The smaller or larger number. If one is NaN, the result is the other, or NaN with `.NaN`. -0 is less than +0.
 fn extreme(
     to: usize,
     [a, b]: [usize; 2],
@@ -207,7 +207,7 @@ fn maximum(x: f32, y: f32, propagates: bool) -> f32 {
         };
     }
     if x == y {
-        // Equal, or zeros of two signs.
+        // Equal numbers, or zeros of different sign.
         return if x.is_sign_positive() { x } else { y };
     }
     if x > y { x } else { y }

@@ -1,4 +1,4 @@
-//! Formats of floating-point numbers, and rounding to them.
+//! Floating-point formats, and rounding to them.
 
 /// A direction of rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +13,7 @@ pub(crate) enum Rounding {
 }
 
 impl Rounding {
-    /// The rounding of this name: `.rn`, or `.rni` to an integer.
+    /// The rounding with this name, and whether it is to an integer: `.rn`, or `.rni`.
     pub(crate) fn named(name: &str) -> Option<(Self, bool)> {
         Some(match name {
             "rn" => (Self::Nearest, false),
@@ -29,7 +29,7 @@ impl Rounding {
         })
     }
 
-    /// To an integer.
+    /// Rounds to an integer.
     pub(crate) fn integer(self, x: f64) -> f64 {
         match self {
             Self::Nearest => x.round_ties_even(),
@@ -56,7 +56,7 @@ pub(crate) const TF32: Format = Format { exponent_bits: 8, fraction_bits: 10 };
 
 impl Format {
     fn nan(self) -> u64 {
-        // All ones but the sign: the one NaN that a GPU makes.
+        // All ones except the sign: the canonical NaN of GPUs.
         (1 << (self.exponent_bits + self.fraction_bits)) - 1
     }
 
@@ -64,7 +64,7 @@ impl Format {
         ((1 << self.exponent_bits) - 1) << self.fraction_bits
     }
 
-    /// Rounds to the format and gives its bits. A NaN becomes the format's own.
+    /// Rounds to the format and returns the bits. A NaN becomes the canonical NaN.
     pub(crate) fn narrow(self, x: f64, rounding: Rounding) -> u64 {
         if x.is_nan() {
             return self.nan();
@@ -86,7 +86,7 @@ impl Format {
             0 => (bits, -1022),
             _ => ((bits & ((1 << 52) - 1)) | 1 << 52, raw - 1023),
         };
-        // The last place of the result is worth 2^(scale - fraction_bits).
+        // The unit in the last place of the result is 2^(scale - fraction_bits).
         let scale = exponent.max(lowest);
         let shift = (52 - self.fraction_bits as i32) + (scale - exponent);
         let (kept, rest, half) = if shift > 63 {
@@ -102,8 +102,7 @@ impl Format {
             Rounding::Up => !negative && rest != 0,
         };
         let rounded = kept + u64::from(up);
-        // If the significand has its leading bit, adding the exponent's field minus one puts it in place; a carry
-        // moves into the exponent by itself.
+        // A significand with its leading bit adds one to the exponent field, as does a carry from rounding.
         let field = if kept >> self.fraction_bits == 0 { 0 } else { (scale + bias - 1) as u64 };
         let result = (field << self.fraction_bits) + rounded;
         if result < self.infinity() {
@@ -118,7 +117,7 @@ impl Format {
         if to_infinity { self.infinity() } else { self.infinity() - 1 }
     }
 
-    /// The value of bits of the format.
+    /// Converts bits of the format to their value.
     pub(crate) fn widen(self, bits: u64) -> f64 {
         let fraction = bits & ((1 << self.fraction_bits) - 1);
         let field = (bits >> self.fraction_bits) & ((1 << self.exponent_bits) - 1);
@@ -145,14 +144,14 @@ pub(crate) fn bf16_to_f32(bits: u64) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
-/// `a + b`, rounded to odd: where the sum is not exact, to the neighbour whose last bit is one. Rounding that to a
-/// format of at most 51 bits in any direction gives what rounding the exact sum would. (Boldo and Melquiond, 2008.)
+/// `a + b`, rounded to odd: an inexact sum becomes the neighbour whose last bit is one. Rounding it again to a format
+/// of at most 51 bits, in any direction, equals rounding the exact sum (Boldo and Melquiond, 2008).
 pub(crate) fn add_odd(a: f64, b: f64) -> f64 {
     let sum = a + b;
     if !sum.is_finite() {
         return sum;
     }
-    // The rounding error. (Knuth's two-sum.)
+    // The rounding error (Knuth's two-sum).
     let part = sum - a;
     let rest = (a - (sum - part)) + (b - part);
     if rest == 0.0 || sum.to_bits() & 1 == 1 {

@@ -1,4 +1,4 @@
-//! Arithmetic of integers.
+//! Integer arithmetic.
 
 use super::{Decoded, act, exactly, map1, map2, map3, mask_where, store, unknown};
 use crate::exec::program::Flow;
@@ -26,7 +26,7 @@ macro_rules! ints {
 }
 ints!(u16 as u16, i16 as u16, u32 as u32, i32 as u32, u64 as u64, i64 as u64);
 
-/// Calls a generic function for the type.
+/// Calls a generic function with the Rust type of `$kind`.
 macro_rules! for_type {
     ($kind:expr, $call:ident($($arg:expr),*)) => {
         match $kind {
@@ -68,7 +68,7 @@ fn product<T: Int>(part: &str) -> fn(u64, u64) -> u64 {
         "lo" => |a, b| T::of(a.wrapping_mul(b)).bits(),
         "hi" => |a, b| {
             let (a, b) = (T::of(a), T::of(b));
-            // Of unsigned 64-bit numbers the product has 128 bits, one more than an i128 holds.
+            // The product of unsigned 64-bit numbers has 128 bits, which exceeds an i128.
             let high = if T::of(u64::MAX).wide() >= 0 {
                 (((a.wide() as u128).wrapping_mul(b.wide() as u128)) >> T::BITS) as u64
             } else {
@@ -97,12 +97,12 @@ fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
         "mul" => {
             let part = mods.take_of(&["lo", "hi", "wide"]).ok_or("no part of the product")?;
             match part {
-                // A separate closure, which the compiler vectorizes.
+                // A separate closure, so that the compiler vectorises it.
                 "lo" => map2(to, from, |a, b| T::of(a.wrapping_mul(b)).bits()),
                 part => map2(to, from, product::<T>(part)),
             }
         }
-        // Division by zero gives ones, and the remainder of it the dividend, as on GPUs; PTX leaves both open.
+        // As on GPUs, x / 0 has all bits set and x % 0 is x; PTX leaves both undefined.
         "div" => map2(to, from, |a, b| match T::of(b).wide() {
             0 => T::of(u64::MAX).bits(),
             b => T::of((T::of(a).wide() / b) as u64).bits(),
@@ -138,11 +138,11 @@ fn sad<T: Int>(operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     }))
 }
 
-/// Sums over several registers: `.cc` sets the carry, `addc` and its kin add it.
+/// Multi-word arithmetic: `.cc` sets the carry; `addc`, `subc` and `madc` read it.
 fn carrying<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
     let carry = b.carry();
     let name = mods.name;
-    // `cc` is gone for add.cc; for addc.cc and its kin it may still be there.
+    // The caller used `cc` of add.cc; that of addc.cc, subc.cc and madc.cc may remain.
     mods.take("cc");
     let reads = matches!(name, "addc" | "subc" | "madc");
     let subtracts = name.starts_with("sub");

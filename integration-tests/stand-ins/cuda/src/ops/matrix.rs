@@ -1,6 +1,6 @@
-//! Tiles of matrices that a warp holds together: `ldmatrix`, `stmatrix` and `mma`.
+//! Matrix tiles distributed over a warp: `ldmatrix`, `stmatrix` and `mma`.
 //!
-//! Products are exact and summed in f64 here, and rounded to f32 once; a GPU's order and rounding are its own.
+//! Products are exact, summed in f64 and rounded to f32 once; a GPU's order and rounding differ.
 
 use super::format::{bf16_to_f32, f16_to_f32};
 use super::memory::{read, write};
@@ -38,8 +38,8 @@ fn whole_warp(
     Flow::Together { members, action }
 }
 
-/// 8 x 8 tiles of 16-bit elements. Lanes 8i to 8i+7 name the rows of tile i; lane l holds elements 2(l%4) and the
-/// next of row l/4, transposed with `.trans`.
+/// 8 x 8 tiles of 16-bit elements. Lanes 8i to 8i+7 have the row addresses of tile i; lane l has elements 2(l%4) and
+/// 2(l%4)+1 of row l/4, or of column l/4 with `.trans`.
 fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.take_of(&["m8n8"]).ok_or("only `.m8n8` is known")?;
     let count = match mods.take_of(&["x1", "x2", "x4"]) {
@@ -91,15 +91,15 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
     }))
 }
 
-/// The i-th element of a register.
+/// Reads the i-th element of a register.
 type Element = fn(u64, usize) -> f32;
 
-/// How many elements a register has, and which they are.
+/// The number of elements per register, and their reader.
 fn elements(kind: Type) -> Decoded<(usize, Element)> {
     Ok(match kind {
         Type::F16 => (2, |r, i| f16_to_f32(r >> (16 * i) & 0xffff)),
         Type::Bf16 => (2, |r, i| bf16_to_f32(r >> (16 * i) & 0xffff)),
-        // The lowest 13 bits are not looked at.
+        // The lowest 13 bits are ignored.
         Type::Tf32 => (1, |r, _| f32::from_bits(r as u32 & !0x1fff)),
         _ => return unknown(),
     })
@@ -128,9 +128,9 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
         return Err("the number of registers is wrong".into());
     }
     Ok(whole_warp(b, move |warp, _| {
-        // Lane l, group g = l / 4, place t = l % 4: register r of A holds row g + 8 (r % 2) and columns
-        // packed * t + i + 4 packed (r / 2); register r of B rows packed * t + i + 4 packed r and column g; register r
-        // of C and D row g + 8 (r / 2) and column 2 t + r % 2.
+        // Lane l, group g = l / 4, place t = l % 4: register r of A holds row g + 8 (r % 2) and columns packed * t +
+        // i + 4 packed (r / 2); register r of B rows packed * t + i + 4 packed r and column g; register r of C and D
+        // row g + 8 (r / 2) and column 2 t + r % 2.
         let (mut left, mut right) = ([[0f64; 16]; 16], [[0f64; 16]; 8]);
         for lane in 0..32 {
             let (g, t) = (lane / 4, lane % 4);

@@ -9,8 +9,8 @@ use crate::ptx::build::{Address, Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Space, Type};
 
-/// Parts of loads and stores that choose caches and orders. Blocks run in one order of memory accesses or another, and
-/// that order is stronger than all of these require.
+/// Modifiers for caches and memory ordering. They have no effect: the interpreter's ordering is stronger than all of
+/// them require.
 const HINTS: [&str; 30] = [
     "nc",
     "ca",
@@ -50,7 +50,7 @@ const HINTS: [&str; 30] = [
 /// `at` is valid for reads of `size` bytes and aligned to them. Others may access it at the same time.
 pub(super) unsafe fn read(at: *mut u8, size: usize) -> u64 {
     match size {
-        // SAFETY: valid and aligned, as the caller promises; atomic, since other blocks run at the same time.
+        // SAFETY: valid and aligned, as the caller guarantees; atomic, since other blocks run at the same time.
         1 => u64::from(unsafe { AtomicU8::from_ptr(at) }.load(Relaxed)),
         // SAFETY: as above.
         2 => u64::from(unsafe { AtomicU16::from_ptr(at.cast()) }.load(Relaxed)),
@@ -67,7 +67,7 @@ pub(super) unsafe fn read(at: *mut u8, size: usize) -> u64 {
 /// `at` is valid for writes of `size` bytes and aligned to them. Others may access it at the same time.
 pub(super) unsafe fn write(at: *mut u8, size: usize, value: u64) {
     match size {
-        // SAFETY: valid and aligned, as the caller promises; atomic, since other blocks run at the same time.
+        // SAFETY: valid and aligned, as the caller guarantees; atomic, since other blocks run at the same time.
         1 => unsafe { AtomicU8::from_ptr(at) }.store(value as u8, Relaxed),
         // SAFETY: as above.
         2 => unsafe { AtomicU16::from_ptr(at.cast()) }.store(value as u16, Relaxed),
@@ -84,7 +84,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     let kind = mods.take_type()?;
     mods.ignore(&HINTS);
     let operands = match operands {
-        // A cache policy comes last.
+        // A cache policy is the last operand.
         [first, second, _] if mods.take("L2::cache_hint") => [first, second],
         [first, second] => [first, second],
         _ => return Err("the number of operands is wrong".into()),
@@ -118,7 +118,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
 fn load_action(address: Address, size: usize, to: Vec<usize>, keeps: Vec<u64>, shift: u32) -> Action {
     let bytes = size * to.len();
     Box::new(move |warp, memory, mask| {
-        // The registers may hold the address too.
+        // Copied, since the address register may also be a destination.
         let bases = warp.regs[address.base];
         for lane in lanes(mask) {
             let at = bases[lane].wrapping_add(address.offset);
@@ -148,7 +148,7 @@ fn store_action(address: Address, size: usize, from: Vec<usize>) -> Action {
     })
 }
 
-/// An address operand on its own, of `prefetch` and its kin.
+/// The only operand, an address, of `prefetch` and similar instructions.
 pub(super) fn only_address(operands: &[Operand], space: Space, b: &mut Builder<'_>) -> Decoded<Address> {
     let [address] = exactly(operands)?;
     b.address(address, space)

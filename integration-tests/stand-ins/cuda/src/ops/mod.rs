@@ -1,4 +1,4 @@
-//! Instructions to actions, a file for each family.
+//! Decoding of instructions to actions, one file per family.
 
 use crate::exec::program::{ALL, Action, Flow, Mask, PredSlot, Slot, lanes};
 use crate::exec::warp::Warp;
@@ -20,10 +20,10 @@ mod moves;
 mod packed;
 mod sync;
 
-/// The result of decoding; an error describes the defect of the instruction.
+/// The result of decoding. The error describes what is wrong with the instruction.
 pub(crate) type Decoded<T = Flow> = Result<T, String>;
 
-/// Decodes an instruction. Its parts that no family knows make it an error.
+/// Decodes an instruction.
 pub(crate) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     match mods.name {
         "mov" | "cvta" | "isspacep" | "selp" | "slct" => moves::decode(mods, operands, b),
@@ -50,17 +50,17 @@ pub(crate) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     }
 }
 
-/// The error of an instruction that no family knows.
+/// The error for an unsupported instruction.
 fn unknown<T>() -> Decoded<T> {
     Err("the instruction is not supported".into())
 }
 
-/// Exactly `N` operands.
+/// The operands as an array, or an error if there are not `N`.
 fn exactly<const N: usize>(operands: &[Operand]) -> Decoded<&[Operand; N]> {
     operands.try_into().map_err(|_| format!("{} operands, and not {N}", operands.len()))
 }
 
-/// Puts new values into the active lanes of a register.
+/// Stores values in the active lanes of a register.
 #[inline]
 fn store(warp: &mut Warp, to: Slot, mask: Mask, values: &[u64; 32]) {
     let place = &mut warp.regs[to];
@@ -80,7 +80,7 @@ fn map1(to: Slot, a: Slot, f: impl Fn(u64) -> u64 + Send + Sync + 'static) -> Fl
     })
 }
 
-/// An action of two operands. `f` sees the values of lanes that are not active too.
+/// An action of two operands, lane by lane. `f` also runs for inactive lanes.
 fn map2(to: Slot, [a, b]: [Slot; 2], f: impl Fn(u64, u64) -> u64 + Send + Sync + 'static) -> Flow {
     act(move |warp, mask| {
         let (a, b) = (&warp.regs[a], &warp.regs[b]);
@@ -89,7 +89,7 @@ fn map2(to: Slot, [a, b]: [Slot; 2], f: impl Fn(u64, u64) -> u64 + Send + Sync +
     })
 }
 
-/// An action of three operands.
+/// An action of three operands, lane by lane.
 fn map3(to: Slot, [a, b, c]: [Slot; 3], f: impl Fn(u64, u64, u64) -> u64 + Send + Sync + 'static) -> Flow {
     act(move |warp, mask| {
         let (a, b, c) = (&warp.regs[a], &warp.regs[b], &warp.regs[c]);
@@ -107,7 +107,7 @@ fn act(f: impl Fn(&mut Warp, Mask) + Send + Sync + 'static) -> Flow {
     Flow::Do(action)
 }
 
-/// An action that changes nothing here.
+/// An action without effect.
 fn nothing() -> Flow {
     act(|_, _| {})
 }

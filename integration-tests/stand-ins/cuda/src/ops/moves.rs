@@ -1,4 +1,4 @@
-//! Moves, selections, and addresses from one space to another.
+//! Moves, selections, and conversions of addresses between spaces.
 
 use super::{Decoded, act, exactly, holds, map1, mask_where, store, unknown};
 use crate::exec::block::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
@@ -78,7 +78,7 @@ fn selp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
     }))
 }
 
-/// The offset of generic addresses of the space.
+/// The start of the space's window in generic addresses.
 fn window(space: Space) -> u64 {
     match space {
         Space::Shared => SHARED_WINDOW,

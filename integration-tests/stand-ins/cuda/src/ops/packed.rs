@@ -1,4 +1,4 @@
-//! Arithmetic of `f16` and `bf16`, alone and in pairs. Every operation rounds once.
+//! Arithmetic of `f16` and `bf16`, scalar and packed in pairs. Every operation rounds once.
 
 use super::format::{BF16, F16, Format, Rounding, add_odd};
 use super::{Decoded, exactly, map1, map2, map3, unknown};
@@ -7,7 +7,7 @@ use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::Type;
 
-/// An operation on the halves of its operands.
+/// Applies an operation to each half of its operands.
 fn each(pair: bool, f: impl Fn([u64; 3]) -> u64) -> impl Fn([u64; 3]) -> u64 {
     move |all| {
         let low = f(all.map(|x| x & 0xffff));

@@ -1,4 +1,4 @@
-//! Cooperation of threads: barriers, shuffles, votes; and hints, which have no effect.
+//! Barriers, shuffles and votes; and hints, which have no effect.
 
 use super::memory::only_address;
 use super::{Decoded, act, exactly, holds, mask_where, nothing, store, unknown};
@@ -26,7 +26,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             let action: Action = Box::new(|_, _, _| fault(Failure::LaunchFailed, "trap"));
             Ok(Flow::Do(action))
         }
-        // Memory is one sequence of accesses here, which is stronger than any fence; waits and hints change nothing.
+        // Accesses are done in program order, so fences have no effect.
         "membar" | "fence" => {
             mods.ignore(&["sc", "acq_rel", "acquire", "release", "cta", "gl", "sys", "gpu", "cluster"]);
             Ok(nothing())
@@ -54,7 +54,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
 fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.ignore(&["cta", "aligned"]);
     if mods.take("warp") {
-        // Lanes meet at the next instruction by themselves, but they must all be there.
+        // All lanes of the mask must arrive at this instruction.
         mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
         let [members] = exactly(operands)?;
         let members = b.source(members)?;
@@ -87,7 +87,7 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
     Ok(Flow::Barrier { number, count, reduction, waits: true })
 }
 
-/// An action that all lanes of the mask in `members` do together.
+/// An action that all lanes of the mask in `members` run together.
 fn together(members: usize, f: impl Fn(&mut Warp, Mask) + Send + Sync + 'static) -> Flow {
     let action: Action = Box::new(move |warp, _, mask| {
         f(warp, mask);
@@ -99,7 +99,7 @@ fn together(members: usize, f: impl Fn(&mut Warp, Mask) + Send + Sync + 'static)
 fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
     let mode = mods.take_of(&["up", "down", "bfly", "idx"]).ok_or("no mode")?;
-    // The lane that is read, before the check that it is in range.
+    // The source lane, before its range check.
     let from: fn(i64, i64, i64, i64) -> i64 = match mode {
         "up" => |lane, by, _, _| lane - by,
         "down" => |lane, by, _, _| lane + by,
@@ -125,7 +125,7 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
             let from = from(at, by as i64, lowest, segment);
             (if up { from >= highest } else { from <= highest }).then_some(from as usize & 31)
         };
-        // Lanes that are not here have nothing to give; PTX leaves open what is read from them.
+        // PTX leaves the value read from an inactive lane undefined.
         let give = |lane: usize| if mask >> lane & 1 == 1 { warp.regs[a][lane] & 0xffff_ffff } else { 0xffff_ffff };
         let values = std::array::from_fn(|lane| give(source(lane).unwrap_or(lane)));
         let inside = mask_where(|lane| source(lane).is_some());

@@ -1,11 +1,11 @@
-//! Text to tokens.
+//! The lexer: PTX text to tokens.
 
-/// A piece of PTX. A word is a name, a directive or an opcode with its dots: `%r1`, `.reg`, `ld.global.v4.b32`.
+/// A token. A word is a name, a directive or an opcode with its dots: `%r1`, `.reg`, `ld.global.v4.b32`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Token {
     Word(String),
     Integer(u64),
-    /// Written as bits: `0f3F800000`, `0d3FF0000000000000`.
+    /// Written as hexadecimal bits: `0f3F800000`; `F64` is `0d3FF0000000000000`.
     F32(u32),
     F64(u64),
     Text(String),
@@ -33,7 +33,7 @@ fn in_word(c: u8) -> bool {
     begins_word(c) || c.is_ascii_digit()
 }
 
-/// All tokens, each with its line, counted from 1.
+/// All tokens, each with its line number, from 1.
 pub(crate) fn tokens(text: &str) -> Result<Vec<(u32, Token)>, Mistake> {
     let bytes = text.as_bytes();
     let (mut at, mut line, mut found) = (0, 1u32, Vec::new());

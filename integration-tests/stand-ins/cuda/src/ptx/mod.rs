@@ -1,4 +1,4 @@
-//! PTX: text to programs.
+//! PTX: lexer, parser and decoder.
 
 pub(crate) mod build;
 pub(crate) mod lexer;

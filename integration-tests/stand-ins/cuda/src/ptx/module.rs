@@ -1,4 +1,4 @@
-//! A loaded module: its kernels, decoded, and its variables in device memory.
+//! A loaded module: decoded kernels, and variables in device memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::driver::memory;
 use crate::error::Failure;
 use crate::exec::program::Program;
 
-/// A module. Its variables live as long as it does.
+/// A module. Its variables are freed on drop.
 pub(crate) struct Loaded {
     pub(crate) kernels: HashMap<String, Arc<Program>>,
     /// Address and size of each variable.
@@ -23,20 +23,20 @@ pub(crate) struct Loaded {
 impl Drop for Loaded {
     fn drop(&mut self) {
         for &(address, _) in self.variables.values() {
-            // The context's end may have been before.
+            // Fails if the context's end has freed it already.
             let _ = memory::free(address);
         }
     }
 }
 
-/// Why a module cannot be loaded.
+/// An error of loading a module.
 #[derive(Debug)]
 pub(crate) enum LoadError {
     Ptx(Mistake),
     Driver(Failure),
 }
 
-/// Decodes PTX and puts its variables into the device's memory.
+/// Decodes PTX, and allocates and initialises its variables in device memory.
 pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadError> {
     let module = parse(text).map_err(LoadError::Ptx)?;
     let mut loaded = Loaded { kernels: HashMap::new(), variables: HashMap::new() };
@@ -53,7 +53,7 @@ pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadEr
     for variable in module.variables.iter().filter(global) {
         let bytes = image(variable, &addresses).map_err(LoadError::Ptx)?;
         let address = addresses[&variable.name];
-        // SAFETY: allocated above with at least this many bytes, and nobody else knows the address yet.
+        // SAFETY: allocated above with at least this many bytes, and not yet shared.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
     }
     for function in module.functions.iter().filter(|f| f.entry && f.body.is_some()) {
@@ -63,7 +63,7 @@ pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadEr
     Ok(loaded)
 }
 
-/// A variable's first bytes: what it is given, and zeros.
+/// A variable's initial bytes: its initialiser, padded with zeros.
 fn image(variable: &Variable, addresses: &HashMap<String, u64>) -> Result<Vec<u8>, Mistake> {
     let size = variable.element.bytes();
     let mut bytes = Vec::with_capacity(variable.bytes);

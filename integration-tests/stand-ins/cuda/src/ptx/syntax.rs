@@ -1,4 +1,4 @@
-//! A program as it is written.
+//! The syntax tree.
 
 use super::types::{Space, Type};
 
@@ -14,7 +14,7 @@ pub(crate) struct Function {
     pub(crate) entry: bool,
     pub(crate) returns: Vec<Variable>,
     pub(crate) params: Vec<Variable>,
-    /// None of a function that is only declared.
+    /// `None` if the function is only declared.
     pub(crate) body: Option<Vec<Statement>>,
     /// From `.maxntid` and `.reqntid`.
     pub(crate) max_threads: Option<u32>,
@@ -29,7 +29,7 @@ pub(crate) struct Variable {
     pub(crate) space: Space,
     pub(crate) align: usize,
     pub(crate) element: Type,
-    /// 0 of an array without a length: dynamic shared memory.
+    /// 0 for an array without a length: dynamic shared memory.
     pub(crate) bytes: usize,
     pub(crate) external: bool,
     pub(crate) values: Vec<Value>,
@@ -55,7 +55,7 @@ pub(crate) enum StatementKind {
     Open,
     Close,
     Label(String),
-    /// `.reg .b32 %r<10>` has a count, `.reg .b32 x` has none.
+    /// `.reg .b32 %r<10>` has a count, `.reg .b32 x` does not.
     Registers {
         kind: Type,
         name: String,
@@ -91,7 +91,7 @@ pub(crate) enum Operand {
     Vector(Vec<Operand>),
     /// `a|b`
     Pair(Box<Operand>, Box<Operand>),
-    /// `[base + offset]`, and `name + offset` where an address is a value.
+    /// `[base + offset]`; `Sum` is `name + offset`, an address used as a value.
     Address(Box<Operand>, i64),
     Sum(String, i64),
     /// `(a, b)` of a call.

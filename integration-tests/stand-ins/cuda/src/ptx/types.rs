@@ -1,4 +1,4 @@
-//! PTX's types of values, and its spaces of memory.
+//! PTX's types and state spaces.
 
 /// A type, as in `add.s32`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(crate) enum Type {
 }
 
 impl Type {
-    /// The type of this name, without the dot.
+    /// The type with this name, without the dot.
     pub(crate) fn named(name: &str) -> Option<Self> {
         Some(match name {
             "pred" => Self::Pred,
@@ -60,12 +60,12 @@ impl Type {
     }
 }
 
-/// Keeps the lowest `bits`.
+/// A mask of the lowest `bits` bits.
 pub(crate) fn mask_of(bits: u32) -> u64 {
     if bits >= 64 { !0 } else { (1 << bits) - 1 }
 }
 
-/// Where memory lies.
+/// A state space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Space {
     Generic,
@@ -77,7 +77,7 @@ pub(crate) enum Space {
 }
 
 impl Space {
-    /// The space of this name, without the dot.
+    /// The space with this name, without the dot.
     pub(crate) fn named(name: &str) -> Option<Self> {
         Some(match name {
             "global" => Self::Global,

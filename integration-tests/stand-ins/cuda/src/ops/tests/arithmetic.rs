@@ -4,7 +4,7 @@ fn f(x: u64) -> f32 {
     f32::from_bits(x as u32)
 }
 
-/// The bits of a result, with the one NaN of a GPU.
+/// The bits of a result, with the canonical NaN of GPUs.
 fn bits(x: f32) -> u64 {
     if x.is_nan() { 0x7fff_ffff } else { u64::from(x.to_bits()) }
 }
@@ -144,7 +144,7 @@ fn single_precision_is_ieee_with_one_nan() {
 #[test]
 fn sums_round_in_the_direction_asked_for() {
     let all = triples(&floats());
-    // Without overflow, the neighbours of the rounded sum tell.
+    // Without overflow, the neighbours of the rounded sum are the bounds.
     let finite = |x: f64| x.is_finite() && x.abs() < 3e38;
     let some: Vec<_> = all.into_iter().filter(|&[a, b, _]| finite(f64::from(f(a)) + f64::from(f(b)))).collect();
     for (name, down) in [("rm", true), ("rp", false)] {
@@ -156,7 +156,7 @@ fn sums_round_in_the_direction_asked_for() {
             assert!(right, "{name} {:e} + {:e} = {got:e}, {exact:e}", f(a), f(b));
         }
     }
-    // The CUDA library's exp() takes the integer part of a number like this.
+    // CUDA's expf() computes an integer part this way.
     let code = "fma.rm.f32 %r, %x, %y, %z;";
     let (log2e, magic) = (std::f32::consts::LOG2_E, 12_583_039.0f32);
     let inputs: Vec<[u64; 3]> = (-400..400)

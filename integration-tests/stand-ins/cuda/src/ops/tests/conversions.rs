@@ -38,7 +38,7 @@ fn integers_become_floats_with_one_rounding() {
 #[test]
 fn floats_become_integers_at_the_nearest_end_of_the_range() {
     let all = triples(&floats());
-    // Rust's casts cut off, stop at the ends and make 0 of NaN.
+    // Rust's casts truncate, saturate and convert NaN to 0.
     check("cvt.rzi.s32.f32 %r, %x;", &all, |[a, ..]| u64::from(f(a) as i32 as u32));
     check("cvt.rzi.u32.f32 %r, %x;", &all, |[a, ..]| u64::from(f(a) as u32));
     check("cvt.rni.s32.f32 %r, %x;", &all, |[a, ..]| u64::from(f(a).round_ties_even() as i32 as u32));
@@ -67,7 +67,7 @@ fn floats_change_their_width() {
         x if x.is_infinite() => a,
         _ => (a + 0x1000) & !0x1fff,
     });
-    // Every half there and back.
+    // Round trip of every f16.
     let halves: Vec<[u64; 3]> = (0..0x1_0000).map(|h| [h, 0, 0]).collect();
     for (name, format) in [("f16", F16), ("bf16", BF16)] {
         let code = format!("cvt.f32.{name} %t0, %i; cvt.rn.{name}.f32 %h, %t0;");

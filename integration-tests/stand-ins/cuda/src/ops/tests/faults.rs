@@ -3,12 +3,12 @@ use crate::api::tests::own_device;
 use crate::api::*;
 use crate::error::Failure;
 
-/// Loads a text that must not load; the code, and what the log says.
+/// Loads an invalid image. Returns the code and the log.
 fn refused(image: &[u8]) -> (u32, String) {
     own_device();
     let (mut module, mut log) = (0, [0u8; 256]);
     let (options, values) = ([5u32, 6], [log.as_mut_ptr() as usize, log.len()]);
-    // SAFETY: an image that ends in zero, or begins as machine code does; a log of the length that is given.
+    // SAFETY: an image that is zero-terminated or starts like machine code; a log buffer of the given size.
     let code = unsafe {
         cuModuleLoadDataEx(
             (&mut module).into(),
@@ -59,7 +59,7 @@ fn machine_code_and_a_missing_kernel_are_refused() {
     assert_eq!(code, Failure::NotFound as u32);
 }
 
-/// Runs a kernel of one parameter, an address of 64 bytes, that must fail in this way.
+/// Runs a kernel with one parameter, the address of 64 bytes, which must fail with `failure`.
 fn fails(failure: Failure, code: &str) {
     let text = format!(
         ".visible .entry f(.param .u64 p) {{ .shared .align 4 .b8 s[16]; .reg .b64 %d<4>; .reg .b32 %r<8>; .reg .pred %p<4>;

@@ -1,6 +1,6 @@
 use super::{Bench, check, triples};
 
-/// Threads of a warp part and meet: a loop of another length in each, with a break and a jump table.
+/// Threads of a warp diverge and reconverge: loops of different lengths, with a break and a jump table.
 #[test]
 fn threads_part_and_meet_again() {
     let inputs: Vec<[u64; 3]> = (0..96).map(|i| [i, i * 37 % 53, i % 4]).collect();

@@ -6,10 +6,10 @@ fn value(row: usize, column: usize) -> f64 {
     ((row * 37 + column * 11) % 23) as f64 / 4.0 - 2.5
 }
 
-/// The way of an attention kernel: tiles in shared memory, `ldmatrix`, `mma`, sums in registers.
+/// As in an attention kernel: tiles in shared memory, `ldmatrix`, `mma`, sums in registers.
 #[test]
 fn tiles_multiply_as_matrices_do() {
-    // A is 16 x 16 by rows; B is 16 x 8, kept by rows and read transposed.
+    // A is 16 x 16, row-major; B is 16 x 8, row-major and read transposed.
     for (name, format) in [("bf16", BF16), ("f16", F16)] {
         let text = format!(
             ".visible .entry f(.param .u64 a, .param .u64 b, .param .u64 out) {{
@@ -45,7 +45,7 @@ fn tiles_multiply_as_matrices_do() {
     }
 }
 
-/// Fragments straight from memory: element by element where the manual says that lanes hold them.
+/// Fragments loaded from memory element by element, in the layout of the PTX manual.
 #[test]
 fn tf32_tiles_multiply_and_lose_thirteen_bits() {
     let text = ".visible .entry f(.param .u64 a, .param .u64 b, .param .u64 out) {
@@ -57,7 +57,7 @@ fn tf32_tiles_multiply_and_lose_thirteen_bits() {
             {%r8, %r8, %r8, %r8};
         add.s64 %d3, %d3, %d4; st.global.v4.b32 [%d3], {%r10, %r11, %r12, %r13}; ret; }";
     let bench = Bench::load(text);
-    // One bit beyond what tf32 keeps, which must not count.
+    // Sets one bit below tf32's precision, which must be ignored.
     let bits = |x: f64| (x as f32).to_bits() | 0x1000;
     let (mut a, mut b) = (Vec::new(), Vec::new());
     for lane in 0..32 {

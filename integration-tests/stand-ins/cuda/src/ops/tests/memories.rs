@@ -65,7 +65,7 @@ fn atomics_of_all_blocks_add_up() {
     assert_eq!(found[2..4], [3199, 1]);
     assert_eq!(f32::from_bits(found[4]), 3200.0);
     assert_eq!(f64::from_bits(u64::from(found[7]) << 32 | u64::from(found[6])), 1600.0);
-    // A counter that goes to 9 and begins anew; bf16 sticks where 1 is half of the last place.
+    // A counter that wraps after 9; the bf16 sum stops growing where 1 is half an ulp.
     assert_eq!((found[8], found[9]), (3200 % 10, 0x4380_4380));
     assert!(found[10] < 3200 && found[11] == 3 && found[12] as i32 == -5);
     assert_eq!(found[13], 50 * 128);

@@ -1,4 +1,4 @@
-//! Instructions against plain Rust: every test runs a few lines of PTX in all threads of a grid.
+//! Instructions compared with plain Rust. Every test runs a few lines of PTX in all threads of a grid.
 
 use crate::api::tests::{allocate, download, new_stream, own_device, upload};
 use crate::api::*;
@@ -14,14 +14,14 @@ mod warps;
 
 const HEAD: &str = ".version 9.2\n.target sm_90\n.address_size 64\n";
 
-/// A module on a device of the test's own.
+/// A module on a device that no other test uses.
 pub(crate) struct Bench {
     pub(crate) stream: usize,
     module: usize,
 }
 
 impl Bench {
-    /// Loads PTX; the heading is added where it is missing.
+    /// Loads PTX. A missing header is added.
     pub(crate) fn load(text: &str) -> Self {
         own_device();
         let (mut module, stream) = (0, new_stream());
@@ -34,12 +34,12 @@ impl Bench {
 
     pub(crate) fn function(&self, name: &'static std::ffi::CStr) -> usize {
         let mut function = 0;
-        // SAFETY: a string that lives for ever.
+        // SAFETY: a static string.
         assert_eq!(unsafe { cuModuleGetFunction((&mut function).into(), self.module, name.into()) }, 0);
         function
     }
 
-    /// Launches a kernel of 64-bit parameters; the driver's code, and that of the wait for it.
+    /// Launches a kernel with 64-bit parameters. Returns the codes of the launch and of the synchronization.
     pub(crate) fn launch(
         &self,
         function: usize,
@@ -51,7 +51,7 @@ impl Bench {
         let pointers: Vec<*const u8> = args.iter().map(|arg| std::ptr::from_ref(arg).cast()).collect();
         let values = pointers.as_slice().into();
         let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
-        // SAFETY: as many pointers to live values as the kernel has parameters.
+        // SAFETY: one pointer to a live value per parameter of the kernel.
         let code = unsafe { cuLaunchKernel(function, gx, gy, gz, bx, by, bz, dynamic, self.stream, values, 0) };
         // SAFETY: takes a handle.
         (code, unsafe { cuStreamSynchronize(self.stream) })
@@ -80,9 +80,9 @@ impl Bench {
     }
 }
 
-/// Runs `code` in one thread for each triple. It finds the triple in `%a, %b, %c` (64 bits), `%x, %y, %z` (32) and
-/// `%i, %j, %k` (16), has `%t0..%t7` (32), `%u0..%u7` (64), `%p0..%p7` and `%carry` besides, and leaves its result in
-/// `%d` (64), or `%r` (32), or `%h` (16), of which only one may be named.
+/// Runs `code` in one thread per triple. The triple is in `%a, %b, %c` (64 bits), `%x, %y, %z` (32) and `%i, %j, %k`
+/// (16). Temporaries are `%t0..%t7` (32), `%u0..%u7` (64), `%p0..%p7` and `%carry`. The result is in `%d` (64), `%r`
+/// (32) or `%h` (16); `code` may use only one of these.
 pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
     let widen = match ["%d", "%r", "%h"].map(|name| code.contains(name)) {
         [true, false, false] => "",
@@ -115,7 +115,7 @@ pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
     bench.u64s(output, triples.len())
 }
 
-/// All triples of these values, or a part of them that covers all pairs.
+/// All triples of these values, or a subset that covers all pairs.
 pub(crate) fn triples(values: &[u64]) -> Vec<[u64; 3]> {
     let mut all = Vec::new();
     for (i, &a) in values.iter().enumerate() {
@@ -126,7 +126,7 @@ pub(crate) fn triples(values: &[u64]) -> Vec<[u64; 3]> {
     all
 }
 
-/// Numbers at which integers go wrong.
+/// Edge cases of integers.
 pub(crate) const INTEGERS: [u64; 22] = [
     0,
     1,
@@ -152,7 +152,7 @@ pub(crate) const INTEGERS: [u64; 22] = [
     0xffff_ffff_ffff_ffff,
 ];
 
-/// Numbers at which `f32` goes wrong, as bits.
+/// Edge cases of `f32`, as bits.
 pub(crate) fn floats() -> Vec<u64> {
     let values = [
         0.0f32,
@@ -186,7 +186,7 @@ pub(crate) fn floats() -> Vec<u64> {
     values.iter().map(|x| u64::from(x.to_bits())).collect()
 }
 
-/// Compares results with a function of the triples, and names the first that differs.
+/// Compares results with a function of the triples, and reports the first difference.
 pub(crate) fn check(code: &str, triples: &[[u64; 3]], expected: impl Fn([u64; 3]) -> u64) {
     for (got, &triple) in evaluate(code, triples).into_iter().zip(triples) {
         let want = expected(triple);

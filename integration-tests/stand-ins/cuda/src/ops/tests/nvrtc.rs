@@ -1,5 +1,5 @@
-//! PTX of NVRTC: all kernels of the workspace decode, and some run right. Without NVRTC these tests are skipped with a
-//! message, or fail if `ZERO_REQUIRE_NVRTC` is set.
+//! PTX compiled by NVRTC: all kernels of the workspace decode, and some run correctly. Without NVRTC these tests are
+//! skipped with a message, or fail if `ZERO_REQUIRE_NVRTC` is set.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::api::tests::own_device;
 use crate::driver::device::current;
 use crate::ptx::module::load;
 
-/// The newest virtual architecture that NVRTC 13 has.
+/// The newest virtual architecture of NVRTC 13.
 const ARCH: &CStr = c"--gpu-architecture=compute_121";
 
 fn nvrtc(test: &str) -> Option<Library> {
@@ -52,7 +52,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
     let text = CString::new(source).unwrap();
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let (mut program, none) = (std::ptr::null_mut(), std::ptr::null());
-    // SAFETY: a text and a name that end in zero, and no headers.
+    // SAFETY: zero-terminated text and name, and no headers.
     assert_eq!(unsafe { create(&raw mut program, text.as_ptr(), c"test.cu".as_ptr(), 0, none, none) }, 0);
     // SAFETY: a live program and as many options as are counted.
     let code = unsafe { compile(program, options.len() as c_int, options.as_ptr()) };
@@ -62,7 +62,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
         // SAFETY: a live program and a place for a number.
         assert_eq!(unsafe { size(program, &raw mut bytes) }, 0);
         let mut held = vec![0u8; bytes];
-        // SAFETY: a live program and a place for as many bytes as it said.
+        // SAFETY: a live program and a buffer of the size that it returned.
         assert_eq!(unsafe { get(program, held.as_mut_ptr().cast()) }, 0);
         String::from_utf8(held).unwrap().trim_end_matches('\0').to_owned()
     };
@@ -124,11 +124,11 @@ type Function = fn(f64) -> f64;
 #[test]
 fn mathematical_functions_come_out_right() {
     let Some(library) = nvrtc("mathematical_functions_come_out_right") else { return };
-    // Far numbers take the slow way of sine and cosine, through local memory.
+    // Large arguments use the slow path of sine and cosine, through local memory.
     let numbers: Vec<f64> =
         (-300..300).map(|i| f64::from(i) * 0.07 + 0.013).chain([1e5, -7.7e6, 3.3e20, 1e-30]).collect();
     let positive: Vec<f64> = numbers.iter().map(|x| x.abs()).collect();
-    // Each with the error that CUDA's manual allows, in units of the last place of f32, and a little.
+    // Each with the maximum error of CUDA's manual, in f32 ulps, plus a margin.
     let cases: [(&str, Function, f64, &[f64]); 9] = [
         ("expf(x)", f64::exp, 2.0, &numbers[..600]),
         ("logf(x)", f64::ln, 2.0, &positive),

@@ -13,7 +13,7 @@ fn shuffles_read_other_lanes() {
         of(i, if lane + 3 < 32 { lane + 3 } else { lane })
     });
     check("shfl.sync.up.b32 %r, %x, 7, 0, -1;", &all, |[_, lane, i]| of(i, if lane >= 7 { lane - 7 } else { lane }));
-    // Each lane names another, within segments of 8.
+    // Each lane reads another, within segments of 8.
     check("mul.lo.u32 %t0, %y, 3; shfl.sync.idx.b32 %r, %x, %t0, 0x181f, -1;", &all, |[_, lane, i]| {
         of(i, lane & 24 | (lane * 3) & 7)
     });
@@ -39,7 +39,7 @@ fn votes_matches_and_reductions_see_all_lanes() {
     check("activemask.b32 %r;", &all, |_| 0xffff_ffff);
 }
 
-/// Half a warp takes a way that comes earlier in the text than where the other half waits for it.
+/// Half a warp takes a branch that is earlier in the text than the instruction where the other half waits for it.
 #[test]
 fn a_shuffle_waits_for_the_lanes_of_its_mask() {
     let all = lanes();
@@ -52,7 +52,7 @@ fn a_shuffle_waits_for_the_lanes_of_its_mask() {
 
 #[test]
 fn barriers_count_and_combine() {
-    // Sums over shared memory in a tree, then the barrier's own reductions.
+    // A tree reduction in shared memory, then the reductions of `bar.red`.
     let text = ".visible .entry f(.param .u64 out) {
         .shared .align 4 .b8 sums[1024]; .reg .b64 %d<4>; .reg .b32 %r<12>; .reg .pred %p<6>;
         ld.param.u64 %d1, [out]; mov.u32 %r1, %tid.x; mov.b32 %r2, sums; shl.b32 %r3, %r1, 2; add.s32 %r4, %r2, %r3;

@@ -1,4 +1,4 @@
-//! Decodes a kernel: names to slots, labels to positions, calls to the called function's code in their place.
+//! Decodes a kernel: resolves names to slots and labels to positions, and inlines calls.
 
 use std::collections::HashMap;
 
@@ -14,10 +14,10 @@ mod operands;
 
 pub(crate) use mods::Mods;
 
-/// Functions that call one another deeper than this call themselves.
+/// Maximum call depth; deeper calls are treated as recursion.
 const DEEPEST: usize = 32;
 
-/// The meaning of a name.
+/// The declaration that a name resolves to.
 #[derive(Clone, Debug)]
 enum Named {
     Register(Slot),
@@ -28,7 +28,7 @@ enum Named {
     Targets(Vec<String>),
 }
 
-/// A part of a function between braces.
+/// A scope: a part of a function in braces.
 #[derive(Default)]
 struct Scope {
     number: usize,
@@ -36,7 +36,7 @@ struct Scope {
     families: Vec<(String, Type, u64)>,
 }
 
-/// A place in the code whose jump goes to a label that may come later.
+/// A jump whose labels are resolved after the function is decoded.
 struct Fixup {
     at: usize,
     line: u32,
@@ -44,7 +44,7 @@ struct Fixup {
     scopes: Vec<usize>,
 }
 
-/// An address: a register with a number, and what is added.
+/// An address: a base register plus an offset.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Address {
     pub(crate) base: Slot,
@@ -67,7 +67,7 @@ pub(crate) struct Builder<'a> {
     next_scope: usize,
     labels: HashMap<(usize, String), usize>,
     fixups: Vec<Fixup>,
-    /// Jumps to the end of the function that is being put in place.
+    /// Per function being inlined, the jumps to its end.
     returns: Vec<Vec<usize>>,
     params: Vec<(usize, usize)>,
     shared_bytes: usize,
@@ -273,7 +273,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Puts the called function's code here. Its parameters are the caller's variables.
+    /// Inlines the called function. Its parameters are the caller's variables.
     fn call(&mut self, operands: &[Operand]) -> Built<()> {
         let (returns, name, args) = match operands {
             [Operand::List(returns), Operand::Name(name), Operand::List(args)] => (&returns[..], name, &args[..]),

@@ -1,9 +1,9 @@
-//! The parts of an opcode.
+//! The modifiers of an opcode.
 
 use super::Built;
 use crate::ptx::types::Type;
 
-/// An opcode's parts; every one must be used, or the instruction is not known.
+/// An opcode's name and modifiers. The decoder must use every modifier, else the instruction is not supported.
 pub(crate) struct Mods<'a> {
     pub(crate) name: &'a str,
     rest: Vec<&'a str>,
@@ -15,35 +15,35 @@ impl<'a> Mods<'a> {
         Self { name: parts.next().unwrap_or(""), rest: parts.collect() }
     }
 
-    /// Uses a part, if it is there.
+    /// Uses a modifier. Returns whether it was present.
     pub(crate) fn take(&mut self, part: &str) -> bool {
         self.take_of(&[part]).is_some()
     }
 
-    /// Uses the first part that is one of these.
+    /// Uses the first modifier that is one of `parts`.
     pub(crate) fn take_of(&mut self, parts: &[&str]) -> Option<&'a str> {
         let at = self.rest.iter().position(|part| parts.contains(part))?;
         Some(self.rest.remove(at))
     }
 
-    /// Uses the first part that `read` makes something of.
+    /// Uses the first modifier that `read` accepts.
     pub(crate) fn take_as<T>(&mut self, read: impl Fn(&str) -> Option<T>) -> Option<T> {
         let (at, found) = self.rest.iter().enumerate().find_map(|(at, part)| Some((at, read(part)?)))?;
         self.rest.remove(at);
         Some(found)
     }
 
-    /// Uses the first part that is a type.
+    /// Uses the first modifier that is a type.
     pub(crate) fn take_type(&mut self) -> Built<Type> {
         self.take_as(Type::named).ok_or_else(|| "no type".into())
     }
 
-    /// Uses all parts that make no difference here.
+    /// Uses all of these modifiers, which have no effect here.
     pub(crate) fn ignore(&mut self, parts: &[&str]) {
         self.rest.retain(|part| !parts.contains(part));
     }
 
-    /// An error where a part was not used.
+    /// Returns an error if a modifier was not used.
     pub(crate) fn finish(&self) -> Built<()> {
         match self.rest.first() {
             None => Ok(()),

@@ -1,4 +1,4 @@
-//! The meaning of names: registers by their family, variables by the memory that they get.
+//! Name resolution: registers and register families, variables and their memory.
 
 use super::{Builder, Built, Named, aligned};
 use crate::ptx::syntax::Variable;
@@ -51,7 +51,7 @@ impl Builder<'_> {
         offset as u64
     }
 
-    /// The meaning of a name here: the innermost declaration, or the module's.
+    /// Resolves a name to its innermost declaration, or to the module's.
     pub(super) fn find(&mut self, name: &str) -> Option<Named> {
         for scope in (0..self.scopes.len()).rev() {
             if let Some(named) = self.scopes[scope].names.get(name) {

@@ -1,4 +1,4 @@
-//! Operands to slots.
+//! The mapping of operands to slots.
 
 use super::{Address, Builder, Built, Named};
 use crate::exec::program::{PredSlot, Slot, Special};
@@ -24,7 +24,7 @@ impl Builder<'_> {
         self.true_pred
     }
 
-    /// How many bits of a slot are kept.
+    /// The mask of a slot's width.
     pub(crate) fn width_mask(&self, slot: Slot) -> u64 {
         mask_of(self.widths[slot])
     }
@@ -98,7 +98,7 @@ impl Builder<'_> {
         }
     }
 
-    /// The slot of a register that is written; `_` is a slot that nobody reads.
+    /// The slot of a register that is written. `_` gets a new, unused slot.
     pub(crate) fn target(&mut self, operand: &Operand) -> Built<Slot> {
         let Operand::Name(name) = operand else { return Err(format!("{operand:?} is no register")) };
         if name == "_" {

@@ -1,4 +1,4 @@
-//! A function's statements.
+//! Parsing of function bodies.
 
 use super::{Parsed, Parser};
 use crate::ptx::lexer::Token;
@@ -96,7 +96,7 @@ impl Parser {
         Ok(())
     }
 
-    /// `.loc` has no end but that of its line, or of the lines that its commas continue.
+    /// Skips a `.loc`, which ends with its line.
     fn skip_location(&mut self, line: u32) {
         while self.tokens.get(self.at).is_some_and(|&(at, _)| at == line) {
             self.at += 1;

@@ -1,4 +1,4 @@
-//! Tokens to a program.
+//! The parser: tokens to a syntax tree.
 
 use crate::ptx::lexer::{Mistake, Token, tokens};
 use crate::ptx::syntax::{Function, Module, Variable};
@@ -7,7 +7,7 @@ use crate::ptx::types::Space;
 mod body;
 mod variables;
 
-/// Reads a module.
+/// Parses a module.
 pub(crate) fn parse(text: &str) -> Result<Module, Mistake> {
     let mut parser = Parser { tokens: tokens(text)?, at: 0 };
     let mut module = Module::default();
@@ -104,7 +104,7 @@ impl Parser {
             };
             match directive.as_str() {
                 ".version" => {
-                    // `9.2` is a number, a dot and a number.
+                    // The lexer splits `9.2` into `9` and `.2`.
                     while matches!(self.peek(), Some(Token::Integer(_))) || self.dotted_number() {
                         self.at += 1;
                     }
@@ -153,7 +153,7 @@ impl Parser {
         matches!(self.peek(), Some(Token::Word(w)) if w.len() > 1 && w[1..].bytes().all(|c| c.is_ascii_digit()))
     }
 
-    /// Debug information between braces says nothing that is needed.
+    /// Skips debug information in braces.
     fn skip_section(&mut self) -> Parsed<()> {
         self.word()?;
         self.expect('{')?;
@@ -208,7 +208,6 @@ impl Parser {
         while !self.has(')') {
             match self.directive().as_deref() {
                 Some(".param") => all.push(self.variable(Space::Param, false)?),
-                // A register as a parameter is a parameter of the register's size.
                 Some(".reg") => return self.mistake("a parameter in a register is not supported"),
                 _ => return self.mistake("a parameter expected"),
             }

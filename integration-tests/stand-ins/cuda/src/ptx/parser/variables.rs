@@ -1,4 +1,4 @@
-//! Declarations of memory.
+//! Parsing of variable declarations.
 
 use super::{Parsed, Parser};
 use crate::ptx::lexer::Token;
@@ -6,7 +6,7 @@ use crate::ptx::syntax::{Value, Variable};
 use crate::ptx::types::{Space, Type};
 
 impl Parser {
-    /// Variables of one declaration, up to its `;`.
+    /// The variables of one declaration, up to its `;`.
     pub(super) fn variables(&mut self, space: Space, external: bool) -> Parsed<Vec<Variable>> {
         let first = self.variable(space, external)?;
         let mut all = vec![first];
@@ -19,12 +19,12 @@ impl Parser {
         Ok(all)
     }
 
-    /// `.align 8 .b8 name[16] = {...}`, behind its space.
+    /// `.align 8 .b8 name[16] = {...}`, after its space.
     pub(super) fn variable(&mut self, space: Space, external: bool) -> Parsed<Variable> {
         let (mut align, mut element, mut lanes, mut points) = (None, None, 1usize, false);
         while let Some(directive) = self.directive() {
             match &directive[1..] {
-                // Behind `.ptr` it is the alignment of what the parameter points to.
+                // After `.ptr` this is the alignment of the memory that the parameter points to.
                 "align" if points => drop(self.small()?),
                 "align" => align = Some(self.small()? as usize),
                 "ptr" => points = true,
