@@ -1,4 +1,4 @@
-//! Four ranks save in the background; two ranks load, each its own half.
+//! Four ranks save in the background; two ranks load, each its half.
 //!
 //! `cargo run -p zero-ckpt --example four_to_two`
 

@@ -10,7 +10,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)
 }
 
-/// Any bytes as `manifest.json`.
+/// Decodes any bytes as `manifest.json`.
 pub fn manifest(data: &[u8]) {
     if let Ok((manifest, layout)) = Manifest::decode(data, Path::new(MANIFEST_NAME)) {
         let again = Manifest::decode(&manifest.encode().unwrap(), Path::new(MANIFEST_NAME)).unwrap();
@@ -18,14 +18,14 @@ pub fn manifest(data: &[u8]) {
     }
 }
 
-/// Any bytes as the content of a manifest with the right checksum, which a fuzzer does not find by chance.
+/// Decodes any bytes as the content of a manifest with the right checksum, which a fuzzer would not find by chance.
 pub fn manifest_body(data: &[u8]) {
     let Ok(body) = std::str::from_utf8(data) else { return };
     let crc = checksum(body.trim().as_bytes());
     manifest(format!(r#"{{"format":"zero-ckpt","version":1,"crc64":"{crc:016x}","manifest":{body}}}"#).as_bytes());
 }
 
-/// Any bytes as the header of a safetensors file.
+/// Parses any bytes as the header of a safetensors file.
 pub fn header(data: &[u8]) {
     let Some((first, rest)) = data.split_first_chunk::<8>() else { return };
     let file_bytes = data.len() as u64;
@@ -35,7 +35,7 @@ pub fn header(data: &[u8]) {
         let tensors: u64 = header.tensors.iter().map(|t| t.range.end - t.range.start).sum();
         assert_eq!(header.data_start + tensors, file_bytes);
     }
-    // Without the length field, which a fuzzer seldom gets right.
+    // Also without the length field, which a fuzzer rarely finds.
     let _ = Header::parse(rest, file_bytes);
 }
 
@@ -55,7 +55,7 @@ pub fn sample_manifest() -> Manifest {
     serde_json::from_value(json).unwrap()
 }
 
-/// Any bytes as a shard file, with a manifest that matches its length and its front's checksum.
+/// Reads any bytes as a shard file, with a manifest that has the right length and checksum of the front.
 pub fn shard_file(data: &[u8]) {
     let mut manifest = sample_manifest();
     let state_bytes = 17 * (4 + 2);

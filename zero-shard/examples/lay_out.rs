@@ -1,5 +1,5 @@
-//! Lays out a small transformer with a tied head, and prints who owns what, what moves when the number of
-//! ranks changes, when units are gathered, and what a rank keeps and sends.
+//! Lays out a small transformer with a tied head. Prints the contents of a shard, a reshard plan for another number
+//! of ranks, the units that each unit needs gathered, and the bytes that a rank keeps and sends.
 
 use zero_shard::{Layout, LayoutOptions, ParamSpec, ShardError, Tie, UnitSpec, Widths, ZeroStage, reshard_rank};
 

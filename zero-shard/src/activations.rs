@@ -1,7 +1,7 @@
 //! An estimate of a transformer's activations, for planning; the trainer measures the actual bytes.
 //!
-//! Counted as by Korthikanti et al. (arXiv 2205.05198, section 4), s tokens a row, b rows, width h, width f within
-//! the feed-forward, a heads; a layer keeps for its backward, in elements of the computing dtype:
+//! The count follows Korthikanti et al. (arXiv 2205.05198, section 4). With s tokens per row, b rows, width h,
+//! feed-forward width f and a heads, a layer keeps for its backward, in elements of the compute dtype:
 //!
 //! ```text
 //! attention   the input 1, query, key and value 3, the projection's input 1        5 sbh
@@ -10,13 +10,16 @@
 //! attention matrix, unless it is recomputed tile by tile (flash attention)         1 a s s b
 //! ```
 //!
-//! With dropout there is a byte of mask for the outputs of attention and feed-forward and for the attention
-//! matrix, and the matrix a second time; at 2 bytes and f = 4 h that is the paper's sbh (34 + 5 a s / h).
+//! Dropout adds a mask, of one byte per element, for the outputs of attention and feed-forward and for the attention
+//! matrix, and a second copy of the matrix; with 2 bytes per element and f = 4 h the sum is the paper's
+//! sbh (34 + 5 a s / h).
 //!
-//! Beside these there are fp32 statistics (8 bytes a token for each layer norm, 4 for each head of flash
-//! attention), the gradients that one block works on in backward (of the stream 1 sbh, of an input 1 sbh, and of the
-//! feed-forward, sbf, or of query, key and value, 3 sbh, whichever is more), and the head: input and output of its
-//! layer norm, and the logits in fp32, which their gradient overwrites.
+//! In addition there are
+//!
+//! - fp32 statistics: 8 bytes per token for each layer norm, 4 per token for each head of flash attention;
+//! - the gradients of one block in backward: of the residual stream 1 sbh, of an input 1 sbh, and the larger of
+//!   the feed-forward's sbf and query, key and value's 3 sbh;
+//! - the head: input and output of its layer norm, and the logits in fp32, which their gradient overwrites.
 
 use crate::checked::{product, sum};
 use crate::{ShardError, largest};
@@ -25,24 +28,25 @@ use crate::{ShardError, largest};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TransformerShape {
-    /// Blocks.
+    /// Number of blocks.
     pub layers: u64,
     /// Width of a block, h.
     pub hidden: u64,
-    /// Attention heads, a.
+    /// Number of attention heads, a.
     pub heads: u64,
-    /// Width within the feed-forward, f; mostly 4 h.
+    /// Width within the feed-forward, f; typically 4 h.
     pub inner: u64,
     /// Size of the vocabulary.
     pub vocab: u64,
 }
 
 impl TransformerShape {
-    /// The shape that has about `numel_elems` parameters in its blocks and 128 of width for each layer, as
-    /// GPT-3 has (arXiv 2005.14165, table 2.1: 96 layers of width 12288); heads of 128, GPT-2's vocabulary.
+    /// Returns a shape with about `numel_elems` parameters in its blocks. The width is 128 times the number of
+    /// layers, as in GPT-3 (arXiv 2005.14165, table 2.1: 96 layers of width 12288); heads have width 128; the
+    /// vocabulary is GPT-2's.
     pub fn with_about(numel_elems: u64) -> Self {
-        // 12 l h h = n with h = 128 l: l is the cube root of n / (12 x 128 x 128), to the nearest, which is the
-        // greatest l with (l - 1/2)^3 within it.
+        // 12 l h h = n with h = 128 l: l is the cube root of n / (12 x 128 x 128), rounded to the nearest integer,
+        // which is the greatest l whose (l - 1/2)^3 does not exceed that quotient.
         let size = |twice: u128| 12 * 128 * 128 * twice * twice * twice;
         let within =
             |l: u64| l < 1 << 20 && size((2 * u128::from(l)).saturating_sub(1)) <= 8 * u128::from(numel_elems);
@@ -68,15 +72,16 @@ impl TransformerShape {
 pub struct ActivationOptions {
     /// Rows of a micro-batch on one rank, b.
     pub micro_batch: u64,
-    /// Tokens a row, s.
+    /// Tokens per row, s.
     pub seq_len: u64,
-    /// Bytes of an element.
+    /// Bytes per element.
     pub elem_bytes: u64,
-    /// Whether blocks keep only their input and compute the rest again (arXiv 1604.06174).
+    /// Activation checkpointing: whether blocks keep only their input and recompute the rest (arXiv 1604.06174).
     pub checkpointing: bool,
-    /// Ranks that share each checkpoint (ZeRO-R's P_a, arXiv 1910.02054, section 6.1); 1 for no sharing.
+    /// Number of ranks over which each checkpoint is sharded (ZeRO-R's P_a, arXiv 1910.02054, section 6.1); 1 for no
+    /// sharding.
     pub checkpoint_shards: u64,
-    /// Whether the attention matrix is never kept.
+    /// Whether attention is flash attention, which never stores the attention matrix.
     pub flash_attention: bool,
     /// Whether there is dropout.
     pub dropout: bool,
@@ -86,20 +91,20 @@ pub struct ActivationOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ActivationBytes {
-    /// Kept for the backward of all blocks.
+    /// Activations kept for the backward of all blocks.
     pub blocks_bytes: u64,
-    /// Of one block computed again, beside its input, where checkpointing is on.
+    /// Recomputed activations of one block, without its kept input; 0 without checkpointing.
     pub recomputed_bytes: u64,
     /// Statistics of layer norms and of attention.
     pub statistics_bytes: u64,
     /// Gradients of one block's activations.
     pub backward_bytes: u64,
-    /// Of the head.
+    /// Activations of the head.
     pub head_bytes: u64,
 }
 
 impl ActivationBytes {
-    /// The estimate.
+    /// Estimates the activations of `shape` under `run`.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
@@ -126,7 +131,7 @@ impl ActivationBytes {
         let (blocks_bytes, recomputed_bytes) = match (run.checkpointing, shards) {
             (false, _) => (mul(&[shape.layers, block])?, 0),
             (true, 1) => (mul(&[shape.layers, input])?, block - input),
-            // The shared input is gathered for the block that is computed again.
+            // The sharded input of the recomputed block is gathered.
             (true, _) => (mul(&[shape.layers, input.div_ceil(shards)])?, block),
         };
         let bytes = Self {

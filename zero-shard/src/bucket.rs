@@ -1,8 +1,7 @@
 //! Cutting a unit's gradient into buckets of constant capacity.
 //!
-//! A bucket carries the same piece of every rank's shard, one **segment** a rank, end to end, so that one
-//! reduce-scatter gives each rank its own segment summed, and the sum goes straight into a contiguous
-//! range of that rank's shard:
+//! A bucket contains the same range of every rank's shard: one **segment** per rank, in rank order. One
+//! reduce-scatter sums the segments and writes each rank's sum directly into a contiguous range of its shard:
 //!
 //! ```text
 //! flat gradient    | ..aaa... | ..bbb... | ..ccc... |     shards of ranks 0, 1, 2; the piece 2..5 of each
@@ -13,15 +12,15 @@ use std::ops::Range;
 
 use crate::{Layout, ShardError, UnitLayout};
 
-/// One bucket's worth of a unit: the same range of every rank's shard.
+/// The part of a unit in one bucket: the same range of every rank's shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct BucketPiece {
     /// Range within the shard of each rank.
     pub in_shard: Range<u64>,
-    /// Ranks, hence segments in the bucket.
+    /// Number of ranks, which is the number of segments.
     pub world_size: u64,
-    /// Distance between the same elements of neighbouring ranks in the flat parameter.
+    /// Length of a shard: the distance between corresponding elements of consecutive ranks in the flat parameter.
     pub shard_elems: u64,
 }
 
@@ -45,8 +44,8 @@ impl BucketPiece {
     }
 }
 
-/// Cuts `unit` into pieces of at most `capacity_elems` elements each over all ranks (at least one element
-/// a rank: a capacity below the world size counts as the world size).
+/// Cuts `unit` into pieces of at most `capacity_elems` elements over all ranks. Each piece has at least one element
+/// per rank: a capacity below the world size counts as the world size.
 pub fn bucket_pieces(
     unit: &UnitLayout,
     world_size: u64,
@@ -64,8 +63,8 @@ fn pieces(shard_elems: u64, world_size: u64, step: u64) -> impl Iterator<Item = 
 }
 
 impl Layout {
-    /// As [`bucket_pieces`], and every segment but the last of the unit is a multiple of the shard's
-    /// alignment (a capacity below one alignment a rank counts as that).
+    /// Like [`bucket_pieces`], but every segment except the unit's last is a multiple of the shard alignment. A
+    /// capacity below one alignment per rank counts as one alignment per rank.
     ///
     /// # Errors
     /// There is no such unit.

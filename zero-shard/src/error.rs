@@ -2,15 +2,15 @@
 
 use std::ops::Range;
 
-/// Why a layout, a plan or a formula could not be made.
+/// The reason why a layout, a plan or a formula could not be computed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ShardError {
-    /// A world of no ranks.
+    /// A world without ranks.
     NoRanks,
     /// An alignment of 0 elements.
     ZeroAlignment,
-    /// Two parameters of one name.
+    /// A name that is used twice, by parameters, ties or units.
     DuplicateName {
         /// The name.
         name: String,
@@ -20,7 +20,7 @@ pub enum ShardError {
         /// The quantity.
         what: String,
     },
-    /// A rank that the world does not have.
+    /// A rank outside the world.
     UnknownRank {
         /// The requested rank.
         rank: u64,
@@ -44,7 +44,7 @@ pub enum ShardError {
         /// The name.
         name: String,
     },
-    /// A range that is reversed or ends past what it indexes.
+    /// A range that is reversed or ends past the sequence that it indexes.
     RangeOutside {
         /// The indexed sequence.
         what: &'static str,
@@ -64,9 +64,9 @@ pub enum ShardError {
     SourcesOverlap {
         /// The parameter.
         param: String,
-        /// The first range of it that is held twice.
+        /// The first range of it with two sources.
         in_param: Range<u64>,
-        /// The two places.
+        /// The two places that hold it.
         places: [u64; 2],
     },
     /// A range of a target's storage that two extents fill.
@@ -85,7 +85,7 @@ pub enum ShardError {
         /// Its shape in the source.
         got: Vec<u64>,
     },
-    /// A world that groups of this size do not divide.
+    /// A world size that is not a multiple of the group size.
     NotDivisible {
         /// Ranks in the world.
         world_size: u64,
@@ -96,7 +96,7 @@ pub enum ShardError {
     NotSharded {
         /// The kind of state.
         what: &'static str,
-        /// The least stage that shards it.
+        /// The lowest stage that shards it.
         needs_stage: u8,
         /// The requested stage.
         stage: u8,

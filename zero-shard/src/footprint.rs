@@ -3,10 +3,10 @@
 //! | purpose | bytes |
 //! |---|---|
 //! | parameters, gradients, optimizer state | [`StateBytes`], on the tier where [`Placement`] puts each |
-//! | gathered units | the most elements live at once, at stage 3 |
-//! | buckets | constant: independent of the model's size |
-//! | scratch | flat gradients while a backward pass adds to them |
-//! | staging | host memory between the device and NVMe: sub-groups in flight |
+//! | gathered units | the maximum of elements gathered at once, at stage 3 |
+//! | buckets | a constant, independent of the model's size |
+//! | scratch | flat gradients while a backward pass accumulates into them |
+//! | staging | host memory for sub-groups in transfer between the device and NVMe |
 //! | activations | an estimate, such as [`ActivationBytes`](crate::ActivationBytes) |
 
 use crate::checked::{product, sum};
@@ -18,9 +18,9 @@ const WHAT: &str = "bytes of a rank";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Tier {
-    /// The accelerator's own.
+    /// Memory of the accelerator.
     Device,
-    /// The host's.
+    /// Memory of the host.
     Host,
     /// A disk.
     Nvme,
@@ -30,11 +30,11 @@ pub enum Tier {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Placement {
-    /// Parameters; off the device only at stage 3, where they are sharded.
+    /// Parameters. Off the device only at stage 3, which shards them.
     pub params: Tier,
-    /// Gradients; off the device only at stages 2 and 3, where they are sharded.
+    /// Gradients. Off the device only at stages 2 and 3, which shard them.
     pub grads: Tier,
-    /// Optimizer state; off the device at any stage.
+    /// Optimizer state. Off the device at any stage.
     pub optimizer: Tier,
 }
 
@@ -42,8 +42,8 @@ impl Placement {
     /// All on the device.
     pub const DEVICE: Self = Self { params: Tier::Device, grads: Tier::Device, optimizer: Tier::Device };
 
-    /// Optimizer state on `tier`, and with it the gradients of stages 2 and 3 in host memory, where the optimizer
-    /// runs.
+    /// Places the optimizer state on `tier`. If that is off the device, gradients of stages 2 and 3 are in host
+    /// memory, since the optimizer then runs on the host.
     pub fn offload_optimizer(stage: ZeroStage, tier: Tier) -> Self {
         let away = stage.shards_grads() && tier != Tier::Device;
         Self { params: Tier::Device, grads: if away { Tier::Host } else { Tier::Device }, optimizer: tier }
@@ -60,9 +60,9 @@ pub struct TierBytes {
     pub gathered_bytes: u64,
     /// Communication buckets.
     pub buckets_bytes: u64,
-    /// Flat gradients while a backward pass adds to them.
+    /// Flat gradients while a backward pass accumulates into them.
     pub scratch_bytes: u64,
-    /// Sub-groups on their way between the host and NVMe.
+    /// Sub-groups in transfer between the device and NVMe.
     pub staging_bytes: u64,
     /// Activations.
     pub activations_bytes: u64,
@@ -86,9 +86,9 @@ impl TierBytes {
 pub struct Footprint {
     /// On the device.
     pub device: TierBytes,
-    /// In host memory, for this rank alone.
+    /// In host memory; this rank's share only.
     pub host: TierBytes,
-    /// On disk, for this rank alone.
+    /// On NVMe; this rank's share only.
     pub nvme: TierBytes,
 }
 
@@ -98,28 +98,28 @@ pub struct Footprint {
 pub struct MemoryModel {
     /// The ZeRO stage.
     pub stage: ZeroStage,
-    /// Bytes an element.
+    /// Bytes per element.
     pub widths: Widths,
     /// The tier of each kind of shard.
     pub placement: Placement,
-    /// The most elements gathered at once, at stage 3.
+    /// Maximum number of elements gathered at once, at stage 3.
     pub gathered_elems: u64,
     /// Elements of a bucket.
     pub bucket_elems: u64,
-    /// How many buckets there are.
+    /// Number of buckets.
     pub buckets: u64,
-    /// Bytes of flat gradients to which a backward pass adds.
+    /// Bytes of flat gradients into which a backward pass accumulates.
     pub scratch_bytes: u64,
     /// Elements of a sub-group, for state on NVMe.
     pub sub_group_elems: u64,
-    /// How many sub-groups are in host memory at once.
+    /// Number of sub-groups in host memory at once.
     pub sub_group_buffers: u64,
     /// Bytes of activations.
     pub activations_bytes: u64,
 }
 
 impl MemoryModel {
-    /// Only parameters, gradients and optimizer state, all on the device.
+    /// A model of parameters, gradients and optimizer state only, all on the device.
     pub fn state_only(stage: ZeroStage, widths: Widths) -> Self {
         Self {
             stage,
@@ -135,7 +135,7 @@ impl MemoryModel {
         }
     }
 
-    /// The bytes of a rank that keeps `state`.
+    /// Returns the bytes of a rank that keeps `state`.
     ///
     /// # Errors
     /// State that is not sharded is placed off the device, or a sum does not fit 64 bits.
@@ -165,7 +165,7 @@ impl MemoryModel {
             staging_bytes: 0,
             activations_bytes: self.activations_bytes,
         };
-        let mut staged = 0u64; // bytes an element of state on NVMe
+        let mut staged = 0u64; // bytes of state on NVMe per element
         for (tier, bytes) in [
             (self.placement.params, widths.param_bytes),
             (self.placement.grads, widths.grad_bytes),
@@ -185,11 +185,11 @@ impl MemoryModel {
         Ok(footprint)
     }
 
-    /// The largest number of parameters with which a rank of `world_size` fits `device_bytes` of device memory, with
-    /// these gathered units, buckets and activations. 0 if those alone do not fit.
+    /// Returns the maximum number of parameters for which each of `world_size` ranks fits into `device_bytes` of
+    /// device memory, with this model's gathered units, buckets and activations; 0 if those alone do not fit.
     ///
     /// # Errors
-    /// A world of no ranks, or state that is not sharded is placed off the device.
+    /// A world without ranks, or state that is not sharded is placed off the device.
     pub fn largest_model_elems(&self, world_size: u64, device_bytes: u64) -> Result<u64, ShardError> {
         self.footprint(&StateBytes::of_elems(self.stage, &self.widths, 0, world_size)?)?;
         // A size that overflows 64 bits does not fit the device.
@@ -201,7 +201,7 @@ impl MemoryModel {
     }
 }
 
-/// The greatest n for which the monotone predicate `fits` holds; 0 if it never holds.
+/// Returns the greatest n for which the monotone predicate `fits` holds; 0 if it never holds.
 pub fn largest(mut fits: impl FnMut(u64) -> bool) -> u64 {
     let (mut low, mut high) = (0u64, u64::MAX);
     while low < high {

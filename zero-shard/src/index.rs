@@ -1,10 +1,10 @@
-//! Lookup of a parameter by name: a sorted list of hashes, without a second copy of any name.
+//! Lookup of parameters by name: a sorted list of hashes, without a copy of the names.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::{ParamId, ShardError, UnitLayout};
 
-/// Names, by ascending hash. Building is one sort of integers; finding is a binary search and a comparison
+/// An index of names, by ascending hash. Construction sorts integers; a lookup is a binary search and a comparison
 /// with each name of equal hash.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NameIndex {
@@ -27,7 +27,7 @@ fn hash(name: &str) -> u64 {
 }
 
 impl NameIndex {
-    /// Indexes all names; `name_of` reads one.
+    /// Indexes all names; `name_of` returns the name of an entry.
     pub(crate) fn new<'a>(
         units: &'a [UnitLayout],
         ties: impl Iterator<Item = &'a str>,
@@ -40,7 +40,7 @@ impl NameIndex {
         }
         entries.extend(ties.enumerate().map(|(i, name)| (hash(name), NameRef::Tie(i))));
         entries.sort_unstable_by_key(|e| e.0);
-        // Equal names have equal hashes, so they are neighbours up to other names of that hash.
+        // Equal names have equal hashes, so they are in one run.
         for run in entries.chunk_by(|a, b| a.0 == b.0).filter(|run| run.len() > 1) {
             let mut names: Vec<&str> = run.iter().map(|e| name_of(e.1)).collect();
             names.sort_unstable();
@@ -51,7 +51,7 @@ impl NameIndex {
         Ok(Self { entries })
     }
 
-    /// The owner of `name`; `name_of` reads a candidate's name.
+    /// Returns the owner of `name`; `name_of` returns the name of an entry.
     pub(crate) fn find<'a>(&self, name: &str, name_of: impl Fn(NameRef) -> &'a str) -> Option<NameRef> {
         let wanted = hash(name);
         let first = self.entries.partition_point(|e| e.0 < wanted);

@@ -1,20 +1,20 @@
 //! The assignment of elements to ranks.
 //!
-//! A model is a list of **units** (embedding, each block, head): parameters that travel together. The
-//! parameters of a unit are placed end to end in one **flat parameter**, which is padded at its end and cut
-//! into `world_size` **shards** of equal length. Shard `r` belongs to rank `r`, at every ZeRO stage.
+//! A model is a list of **units** (embedding, each block, head): parameters that are communicated together. The
+//! parameters of a unit are concatenated in one **flat parameter**, which is padded at its end and cut into
+//! `world_size` **shards** of equal length. Shard `r` belongs to rank `r`, at every ZeRO stage.
 //!
 //! ```text
 //! flat parameter   | wte ............ | wpe .... | padding |
 //! shards           | rank 0 | rank 1 | rank 2 | rank 3    |
 //! ```
 //!
-//! Two storages hold a model, and both are laid out here: the **whole** storage is all padded flat
-//! parameters end to end (`padded_elems`); the **shard** storage of a rank is its shards of all units end
-//! to end (`shard_elems = padded_elems / world_size`).
+//! A layout defines two storages. The **whole** storage is the concatenation of all padded flat parameters
+//! (`padded_elems`); the **shard** storage of a rank is the concatenation of its shards of all units
+//! (`shard_elems = padded_elems / world_size`).
 //!
-//! The **global** index is independent of ranks and padding: it counts the elements of all
-//! parameters in order, `0..numel_elems`. It is the same at every world size and alignment.
+//! The **global** index counts the elements of all parameters in order, `0..numel_elems`, without padding. It is the
+//! same at every world size and alignment.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,18 +22,18 @@ use std::ops::Range;
 use crate::ShardError;
 use crate::index::{NameIndex, NameRef};
 
-/// A parameter before it is placed: its name and shape.
+/// The name and shape of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
 pub struct ParamSpec {
     /// Name, unique within the model.
     pub name: String,
-    /// Extent of each dimension; `[]` is a scalar (one element), a zero extent is an empty parameter.
+    /// Extent of each dimension; `[]` is a scalar (one element), an extent of 0 makes the parameter empty.
     pub shape: Vec<u64>,
 }
 
 impl ParamSpec {
-    /// A parameter of this name and shape.
+    /// Creates the specification of a parameter.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
         Self { name: name.into(), shape: shape.into() }
     }
@@ -51,7 +51,7 @@ impl ParamSpec {
     }
 }
 
-/// Parameters that are gathered, released and reduced together, before they are placed.
+/// The name and parameters of a unit: parameters that are gathered, freed and reduced together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
 pub struct UnitSpec {
@@ -62,13 +62,13 @@ pub struct UnitSpec {
 }
 
 impl UnitSpec {
-    /// A unit of this name and these parameters.
+    /// Creates the specification of a unit.
     pub fn new(name: impl Into<String>, params: impl Into<Vec<ParamSpec>>) -> Self {
         Self { name: name.into(), params: params.into() }
     }
 }
 
-/// A second name for a parameter, as of tied embeddings; it owns no elements.
+/// A second name of a parameter, for example of tied embeddings. It owns no elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Tie {
@@ -91,7 +91,7 @@ impl Tie {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct LayoutOptions {
-    /// Every shard is a multiple of this.
+    /// The length of every shard is a multiple of this.
     pub shard_align_elems: u64,
     /// Every parameter starts at a multiple of this in its flat parameter; the gaps are padding.
     pub param_align_elems: u64,
@@ -106,7 +106,7 @@ impl Default for LayoutOptions {
     }
 }
 
-/// A parameter in its place in the flat parameter of its unit.
+/// A parameter and its place in the flat parameter of its unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamPlacement {
     /// Name of the parameter.
@@ -133,12 +133,12 @@ impl ParamPlacement {
     }
 }
 
-/// A unit in its place: its flat parameter, padding and shards.
+/// A unit's flat parameter, padding and shards, and its place in the storages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnitLayout {
     /// Name of the unit.
     pub name: String,
-    /// The parameters, by ascending offset, without gaps but those of `param_align_elems`.
+    /// The parameters, by ascending offset; the only gaps are those of `param_align_elems`.
     pub params: Vec<ParamPlacement>,
     /// Elements of the flat parameter that belong to parameters.
     pub numel_elems: u64,
@@ -155,8 +155,8 @@ pub struct UnitLayout {
 }
 
 impl UnitLayout {
-    /// The part of the flat parameter that `rank` owns (possibly padding only; for a rank outside the
-    /// world, an empty range at the end).
+    /// The range of the flat parameter that `rank` owns, which may be padding only. For a rank outside the world, an
+    /// empty range at the end.
     pub fn shard(&self, rank: u64) -> Range<u64> {
         let start = rank.saturating_mul(self.shard_elems).min(self.padded_elems);
         start..start.saturating_add(self.shard_elems).min(self.padded_elems)
@@ -188,7 +188,7 @@ pub struct ParamId {
     pub param: usize,
 }
 
-/// The inputs of a layout, which determine it.
+/// The inputs that determine a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct LayoutSpec {
@@ -233,10 +233,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays out `units` over `world_size` ranks; every shard is a multiple of `align_elems`.
+    /// Lays out `units` over `world_size` ranks; the length of every shard is a multiple of `align_elems`.
     ///
     /// # Errors
-    /// A world of no ranks, an alignment of 0, a name used twice, or a size beyond 64 bits.
+    /// A world without ranks, an alignment of 0, a name used twice, or a size beyond 64 bits.
     pub fn new(units: &[UnitSpec], world_size: u64, align_elems: u64) -> Result<Self, ShardError> {
         let options = LayoutOptions { shard_align_elems: align_elems, ..LayoutOptions::default() };
         Self::with_options(units, world_size, options)
@@ -258,7 +258,7 @@ impl Layout {
             let unit = place(unit, world_size, &options, [whole, shard, numel])?;
             let overflow = || ShardError::TooLarge { what: "the whole model".into() };
             whole = whole.checked_add(unit.padded_elems).ok_or_else(overflow)?;
-            // Both are at most `whole`, so they cannot overflow where it does not.
+            // Both are at most `whole`, so they do not overflow.
             shard += unit.shard_elems;
             numel += unit.numel_elems;
             placed.push(unit);
@@ -301,7 +301,7 @@ impl Layout {
         self.world_size
     }
 
-    /// Every shard is a multiple of this.
+    /// The length of every shard is a multiple of this.
     pub fn align_elems(&self) -> u64 {
         self.options.shard_align_elems
     }
@@ -311,7 +311,7 @@ impl Layout {
         &self.options
     }
 
-    /// Elements of all parameters: Ψ of the formulas.
+    /// Number of elements of all parameters: Ψ in the formulas.
     pub fn numel_elems(&self) -> u64 {
         self.numel_elems
     }
@@ -321,12 +321,12 @@ impl Layout {
         self.shard_elems
     }
 
-    /// Elements of the whole storage: Ψ and the padding.
+    /// Number of elements of the whole storage: Ψ plus the padding.
     pub fn padded_elems(&self) -> u64 {
         self.shard_elems * self.world_size
     }
 
-    /// The parameter of this name, or the target of the tie of this name. O(log n).
+    /// Finds the parameter with this name, or the target of the tie with this name. O(log n).
     pub fn find_param(&self, name: &str) -> Option<ParamId> {
         match self.names.find(name, |r| name_of(&self.units, &self.options.ties, r))? {
             NameRef::Param(id) => Some(id),
@@ -339,13 +339,13 @@ impl Layout {
         self.units.get(id.unit)?.params.get(id.param)
     }
 
-    /// The ties, each with the unit that uses the parameter and the parameter that holds the elements.
+    /// The ties, each with the unit that uses the second name and the parameter that owns the elements.
     pub fn ties(&self) -> impl Iterator<Item = (&Tie, usize, ParamId)> {
         self.options.ties.iter().zip(&self.ties).map(|(tie, &(user, id))| (tie, user, id))
     }
 
-    /// The units that `unit`'s compute needs gathered: itself and those that hold its tied parameters. Ascending,
-    /// each once.
+    /// The units that must be gathered to compute `unit`: itself and those that own its tied parameters. Ascending,
+    /// without duplicates.
     pub fn units_needed_by(&self, unit: usize) -> Vec<usize> {
         let tied = self.ties.iter().filter(|(user, _)| *user == unit).map(|(_, id)| id.unit);
         let mut needed: Vec<usize> = std::iter::once(unit).chain(tied).collect();
@@ -355,7 +355,8 @@ impl Layout {
     }
 }
 
-/// Places the parameters of one unit, which starts at `[whole, shard, global]`.
+/// Places the parameters of one unit; `[whole, shard, global]` are its offsets in the two storages and the global
+/// numbering.
 fn place(
     unit: &UnitSpec,
     world_size: u64,

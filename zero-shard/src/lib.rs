@@ -2,25 +2,25 @@
 //!
 //! # Terms
 //!
-//! - A **unit** is a list of parameters that are gathered, released and reduced together: the embedding, a
-//!   block, the head. Its parameters end to end, padded, are its **flat parameter**, which is cut into one
-//!   **shard** of equal length for each **rank**.
-//! - The **whole storage** is all flat parameters end to end; a rank's **shard storage** is its shards of all
-//!   units end to end. The **global** numbering counts the elements of all parameters, without padding.
-//! - A **bucket** is the same piece of every rank's shard: the payload of one reduce-scatter. A **sub-group** is a
-//!   part of a shard storage that the optimizer updates at a time.
+//! - A **unit** is a list of parameters that are gathered, freed and reduced together: the embedding, a block, the
+//!   head. Its **flat parameter** is the concatenation of its parameters, padded; it is cut into one **shard** of
+//!   equal length for each **rank**.
+//! - The **whole storage** is the concatenation of all flat parameters. A rank's **shard storage** is the
+//!   concatenation of its shards of all units. The **global** numbering counts the elements of all parameters,
+//!   without padding.
+//! - A **bucket** is the same range of every rank's shard: the payload of one reduce-scatter. A **sub-group** is a
+//!   part of a shard storage; the optimizer updates one sub-group at a time.
 //! - A **persistent** parameter stays whole on every rank at stage 3. A **tied** parameter has two names.
-//! - A **grid** is ranks in groups (nodes); see [`GridLayout`] for hpZ, MiCS and HSDP.
+//! - A **grid** divides the ranks into groups, such as nodes; see [`GridLayout`] for hpZ, MiCS and HSDP.
 //!
-//! All sizes are 64-bit counts of elements (`_elems`) or bytes (`_bytes`). Arguments that contradict each other
-//! are a [`ShardError`] that carries the numbers.
+//! All sizes are 64-bit counts of elements (`_elems`) or bytes (`_bytes`). Inconsistent arguments are a
+//! [`ShardError`] that contains the numbers.
 //!
 //! # What it does not do
 //!
-//! It holds and moves no values, and knows no device, stream or file: zero-comm executes the copies, zero-ckpt
-//! reads and writes them. It shards along the data-parallel dimension only;
-//! tensor and pipeline parallelism are applied before, to the list of units. Shards of a unit are of
-//! equal length: ranks of unequal memory are not weighed.
+//! It stores and moves no values and uses no device, stream or file: zero-comm communicates, zero-ckpt reads and
+//! writes files. It shards along the data-parallel dimension only; apply tensor and pipeline parallelism first, to
+//! the list of units. All shards of a unit have equal length, even if the ranks have different amounts of memory.
 #![forbid(unsafe_code)]
 
 mod activations;

@@ -1,7 +1,7 @@
 //! Maps between parameters and the ranks that own them.
 //!
-//! An element has four addresses. Each map between them is O(log n) in units and parameters, and allocates
-//! nothing:
+//! An element has four addresses. Each map between them takes O(log n) time in the number of units and parameters,
+//! and allocates nothing:
 //!
 //! ```text
 //! global index  <->  (parameter, offset in it)  <->  unit, offset in the flat parameter  <->  (rank, offset in its shard)
@@ -53,7 +53,7 @@ pub struct StoredPiece {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ElemLocation {
-    /// The parameter it belongs to.
+    /// The parameter that it belongs to.
     pub id: ParamId,
     /// Its offset in the parameter.
     pub in_param: u64,
@@ -71,16 +71,16 @@ fn check(what: &'static str, range: &Range<u64>, len_elems: u64) -> Result<(), S
 }
 
 impl UnitLayout {
-    /// The parts of `flat`, a range of the flat parameter, by the rank that owns each, ascending.
+    /// Splits `flat`, a range of the flat parameter, into one piece for each rank that owns a part of it, ascending.
     ///
     /// # Errors
-    /// The range is reversed or leaves the flat parameter.
+    /// The range is reversed or ends past the flat parameter.
     pub fn locate(&self, flat: Range<u64>) -> Result<impl Iterator<Item = ShardPiece> + use<>, ShardError> {
         check("a flat parameter", &flat, self.padded_elems)?;
         let shard_elems = self.shard_elems;
         let mut at = flat.start;
         Ok(std::iter::from_fn(move || {
-            // Inside the flat parameter there is an element, so a shard is not empty.
+            // The range is not empty here, so `shard_elems` is not 0.
             (at < flat.end).then(|| {
                 let (rank, base) = (at / shard_elems, at / shard_elems * shard_elems);
                 let end = flat.end.min(base + shard_elems);
@@ -91,11 +91,11 @@ impl UnitLayout {
         }))
     }
 
-    /// The parts of `flat`, a range of the flat parameter, by parameter, ascending, without padding
-    /// and empty parameters.
+    /// Splits `flat`, a range of the flat parameter, into one piece for each parameter in it, ascending, without
+    /// padding and empty parameters.
     ///
     /// # Errors
-    /// The range is reversed or leaves the flat parameter.
+    /// The range is reversed or ends past the flat parameter.
     pub fn params_in(&self, flat: Range<u64>) -> Result<impl Iterator<Item = ParamPiece> + '_, ShardError> {
         check("a flat parameter", &flat, self.padded_elems)?;
         let first = self.params.partition_point(|p| p.range().end <= flat.start);
@@ -108,8 +108,7 @@ impl UnitLayout {
         }))
     }
 
-    /// The parameter that element `elem` of the flat parameter belongs to, and its offset there; `None` in
-    /// padding.
+    /// The parameter of element `elem` of the flat parameter, and the offset in it; `None` in padding.
     fn param_at(&self, elem: u64) -> Option<(usize, u64)> {
         let i = self.params.partition_point(|p| p.range().end <= elem);
         let p = self.params.get(i).filter(|p| p.offset_elems <= elem)?;
@@ -145,8 +144,8 @@ impl Layout {
         Some(unit.params[param].global_offset_elems + in_param)
     }
 
-    /// The rank that owns element `in_param` of parameter `id`, and where in its shard storage; `None` if
-    /// there is no such element.
+    /// The rank that owns element `in_param` of parameter `id`, and the offset in its shard storage; `None` if there
+    /// is no such element.
     pub fn place_of(&self, id: ParamId, in_param: u64) -> Option<(u64, u64)> {
         let (unit, param) = (self.units.get(id.unit)?, self.param(id).filter(|p| in_param < p.numel_elems)?);
         let flat = param.offset_elems + in_param;
@@ -154,10 +153,10 @@ impl Layout {
         Some((rank, unit.shard_offset_elems + flat - rank * unit.shard_elems))
     }
 
-    /// The parts of `in_param`, a range of parameter `id`, by the rank that owns each, ascending.
+    /// Splits `in_param`, a range of parameter `id`, into one piece for each rank that owns a part of it, ascending.
     ///
     /// # Errors
-    /// There is no such parameter, or the range is reversed or leaves it.
+    /// There is no such parameter, or the range is reversed or ends past it.
     pub fn locate(
         &self,
         id: ParamId,
@@ -176,11 +175,11 @@ impl Layout {
         }))
     }
 
-    /// The parts of `in_shard`, a range of `rank`'s shard of unit `unit`, by parameter, ascending, without
-    /// padding. The inverse of [`Layout::locate`].
+    /// Splits `in_shard`, a range of `rank`'s shard of unit `unit`, into one piece for each parameter in it,
+    /// ascending, without padding. The inverse of [`Layout::locate`].
     ///
     /// # Errors
-    /// There is no such unit or rank, or the range is reversed or leaves the shard.
+    /// There is no such unit or rank, or the range is reversed or ends past the shard.
     pub fn params_in(
         &self,
         unit: usize,
@@ -201,7 +200,7 @@ impl Layout {
         }))
     }
 
-    /// The parts of all of `rank`'s shard storage, by parameter, ascending, without padding.
+    /// Splits all of `rank`'s shard storage into one piece for each parameter in it, ascending, without padding.
     ///
     /// # Errors
     /// There is no such rank.

@@ -1,7 +1,7 @@
-//! Bytes of a rank's state from step to step.
+//! Bytes of the state that a rank keeps between steps.
 //!
-//! With Ψ elements over N ranks, p, g and K bytes for each element's parameter, gradient and optimizer
-//! state (arXiv 1910.02054, section 5, figure 1):
+//! With Ψ elements over N ranks, and p, g and K bytes per element for parameters, gradients and optimizer state
+//! (arXiv 1910.02054, section 5, figure 1):
 //!
 //! | stage | params | grads | optimizer |
 //! |---|---|---|---|
@@ -10,7 +10,8 @@
 //! | 2 | pΨ | gΨ/N | KΨ/N |
 //! | 3 | pΨ/N | gΨ/N | KΨ/N |
 //!
-//! From a [`Layout`] they are exact, padding included; from a plain Ψ a share is rounded up to a whole element.
+//! Computed from a [`Layout`] the bytes are exact, padding included. Computed from Ψ alone, a rank's share is rounded
+//! up to a whole element.
 
 use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};
@@ -28,7 +29,7 @@ pub struct StateBytes {
 }
 
 impl StateBytes {
-    /// Of `whole_elems` elements, of which a rank's share is `shard_elems`.
+    /// The state of a rank if the model has `whole_elems` elements and a rank's share is `shard_elems`.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
@@ -43,10 +44,10 @@ impl StateBytes {
         Ok(Self { params_bytes, grads_bytes, optimizer_bytes })
     }
 
-    /// Of Ψ = `numel_elems` elements over `world_size` ranks, without padding.
+    /// The state of a rank with Ψ = `numel_elems` elements over `world_size` ranks, without padding.
     ///
     /// # Errors
-    /// A world of no ranks, or a sum that does not fit 64 bits.
+    /// A world without ranks, or a sum that does not fit 64 bits.
     pub fn of_elems(
         stage: ZeroStage,
         widths: &Widths,
@@ -66,7 +67,7 @@ impl StateBytes {
 }
 
 impl Layout {
-    /// The state of each rank at `stage`, exactly, padding included.
+    /// The exact state of each rank at `stage`, padding included.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.

@@ -1,8 +1,8 @@
 //! Small parameters that stay whole on every rank at stage 3.
 //!
-//! The gather of a layer-norm weight costs a latency and saves no memory worth it. Parameters up to a threshold form
-//! one persistent unit, which is gathered once a step, after the optimizer, and kept. It is sharded, optimized and
-//! checkpointed as any other unit.
+//! Gathering a layer-norm weight for each use would cost latency and save little memory. Instead, parameters up to a
+//! threshold form one persistent unit, which is gathered once per step, after the optimizer, and kept. It is sharded,
+//! optimized and checkpointed like any other unit.
 
 use crate::{ShardError, UnitSpec};
 
@@ -10,8 +10,8 @@ use crate::{ShardError, UnitSpec};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct PersistentSplit {
-    /// The units: the given ones without their persistent parameters, in order, and after them the
-    /// persistent unit, if there is one.
+    /// The input units without their persistent parameters, in order, followed by the persistent unit if there is
+    /// one.
     pub units: Vec<UnitSpec>,
     /// Position of the persistent unit.
     pub persistent: Option<usize>,
@@ -19,11 +19,11 @@ pub struct PersistentSplit {
     pub persistent_elems: u64,
 }
 
-/// Moves the parameters of 1 to `threshold_elems` elements into a unit `name`, in order, up to
-/// `max_total_elems` in all. A threshold of 0 moves none.
+/// Moves the parameters of 1 to `threshold_elems` elements into a unit `name`, in order, as long as their sum is at
+/// most `max_total_elems`. A threshold of 0 moves no parameter.
 ///
 /// # Errors
-/// The size of a parameter does not fit 64 bits, or a unit is already called `name`.
+/// The size of a parameter does not fit 64 bits, or a unit already has the name `name`.
 pub fn split_persistent(
     units: &[UnitSpec],
     name: &str,

@@ -1,13 +1,13 @@
-//! Moving a model from the ranks of one layout to those of another.
+//! Plans that move a model from the ranks of one layout to those of another.
 //!
-//! A plan is a list of [`Move`]s, a contiguous copy each. Two ways to make one:
+//! A plan is a list of [`Move`]s, each a contiguous copy. There are two ways to compute one:
 //!
-//! - [`reshard_rank`] from one [`Layout`] to another: any world sizes, unit order and cut, alignments. It plans
-//!   one target rank, so its cost does not grow with the target's world size.
-//! - [`Sources`] from any list of [`Extent`]s, such as a checkpoint's manifest.
+//! - [`reshard_rank`] plans from one [`Layout`] to another, which may differ in world size, units and alignment. It
+//!   plans for one target rank, so its cost does not grow with the target's world size.
+//! - [`Sources`] plans from any list of [`Extent`]s, such as a checkpoint's manifest.
 //!
-//! Either way every wanted element is moved to its place exactly once, or the plan is an error that names
-//! the parameter and the range in question.
+//! A plan copies every requested element to its place exactly once; otherwise the result is an error that names the
+//! parameter and the range.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -51,7 +51,7 @@ fn push(moves: &mut Vec<Move>, next: Move) {
     }
 }
 
-/// A run of elements and its place.
+/// A contiguous range of elements, and the place that holds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Extent {
@@ -59,27 +59,27 @@ pub struct Extent {
     pub elems: Range<u64>,
     /// The place that holds them.
     pub place: u64,
-    /// Offset of the first in that place's storage.
+    /// Offset of the first element in that place's storage.
     pub offset_elems: u64,
 }
 
 impl Extent {
-    /// This run of elements at this place.
+    /// Creates an extent.
     pub fn new(elems: Range<u64>, place: u64, offset_elems: u64) -> Self {
         Self { elems, place, offset_elems }
     }
 
-    /// The part `start..end`, which must be inside.
+    /// The part with elements `start..end`, which must be within this extent.
     fn part(&self, start: u64, end: u64) -> Self {
         Self::new(start..end, self.place, self.offset_elems + (start - self.elems.start))
     }
 }
 
 impl Layout {
-    /// Elements `in_param` of the parameter `name`, held by `place` from `offset_elems` on.
+    /// The extent of elements `in_param` of the parameter `name`, which `place` stores at `offset_elems`.
     ///
     /// # Errors
-    /// There is no such parameter, or the range is reversed or leaves it.
+    /// There is no such parameter, or the range is reversed or ends past it.
     pub fn extent(
         &self,
         name: &str,
@@ -100,7 +100,7 @@ impl Layout {
         Ok(Extent::new(base + in_param.start..base + in_param.end, place, offset_elems))
     }
 
-    /// The contents of `rank`'s shard storage, at place `rank`.
+    /// The extents of `rank`'s shard storage; their place is `rank`.
     ///
     /// # Errors
     /// There is no such rank.
@@ -112,14 +112,14 @@ impl Layout {
         }))
     }
 
-    /// The contents of a whole storage, at `place`.
+    /// The extents of a whole storage at `place`.
     pub fn whole_extents(&self, place: u64) -> impl Iterator<Item = Extent> + '_ {
         self.params().filter(|(_, p)| p.numel_elems > 0).map(move |(id, p)| {
             Extent::new(p.global_range(), place, self.units[id.unit].whole_offset_elems + p.offset_elems)
         })
     }
 
-    /// The parameter that holds element `start` of the global numbering, and the part of it up to `end`.
+    /// The name of the parameter with element `start` of the global numbering, and its range from there up to `end`.
     fn name_range(&self, start: u64, end: u64) -> (String, Range<u64>) {
         let at = self.locate_elem(start).and_then(|at| Some((self.param(at.id)?, at.in_param)));
         at.map_or_else(
@@ -129,7 +129,7 @@ impl Layout {
     }
 }
 
-/// The sources of elements: disjoint extents by ascending element.
+/// The sources of elements: disjoint extents, by ascending element.
 #[derive(Clone, Debug)]
 pub struct Sources<'a> {
     layout: &'a Layout,
@@ -137,10 +137,10 @@ pub struct Sources<'a> {
 }
 
 impl<'a> Sources<'a> {
-    /// Sources that hold each element at most once, numbered as in `layout`.
+    /// Creates sources in which each element has at most one extent, in the global numbering of `layout`.
     ///
     /// # Errors
-    /// An extent is reversed, leaves the model or its storage's 64 bits, or two hold one element.
+    /// An extent is reversed, ends past the model or past 64 bits of storage, or two extents overlap.
     pub fn new(layout: &'a Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Self, ShardError> {
         let mut extents = checked(layout, extents)?;
         extents.sort_unstable_by_key(|e| e.elems.start);
@@ -154,14 +154,15 @@ impl<'a> Sources<'a> {
         Ok(Self { layout, extents })
     }
 
-    /// Sources of which several may hold one element, such as replicated parameters: the first in the list counts.
+    /// Creates sources from extents that may overlap, such as those of replicated parameters: the first extent in the
+    /// list is used for each element.
     ///
     /// # Errors
-    /// An extent is reversed, or leaves the model or its storage's 64 bits.
+    /// An extent is reversed, or ends past the model or past 64 bits of storage.
     pub fn first_of(layout: &'a Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Self, ShardError> {
         let mut taken: BTreeMap<u64, Extent> = BTreeMap::new();
         for extent in checked(layout, extents)? {
-            // Only the gaps between the extents before it.
+            // Insert only the parts that no earlier extent covers.
             let before = taken.range(..=extent.elems.start).next_back().map(|(_, e)| e.elems.end);
             let mut at = extent.elems.start.max(before.unwrap_or(0));
             if at >= extent.elems.end {
@@ -185,10 +186,10 @@ impl<'a> Sources<'a> {
         &self.extents
     }
 
-    /// Whether every element of the model has a source.
+    /// Checks that every element of the model has a source.
     ///
     /// # Errors
-    /// The first hole.
+    /// [`ShardError::Hole`] with the first missing range.
     pub fn check_complete(&self) -> Result<(), ShardError> {
         let numel = self.layout.numel_elems();
         let mut at = 0;
@@ -206,10 +207,10 @@ impl<'a> Sources<'a> {
         ShardError::Hole { param, in_param }
     }
 
-    /// The copies that bring every wanted element to its place, in the order of `wanted`.
+    /// Plans the copies that fill the extents `wanted`, in their order.
     ///
     /// # Errors
-    /// A wanted extent leaves the model, two would fill one range of a storage, or no source holds an element.
+    /// A wanted extent ends past the model, two of them overlap in storage, or an element has no source.
     pub fn plan(&self, wanted: impl IntoIterator<Item = Extent>) -> Result<Vec<Move>, ShardError> {
         let wanted = checked(self.layout, wanted)?;
         let mut filled: Vec<(u64, u64, u64)> = wanted
@@ -254,7 +255,7 @@ impl<'a> Sources<'a> {
     }
 }
 
-/// The non-empty extents, if all are within the model and 64 bits of storage.
+/// Returns the non-empty extents if all are within the model and 64 bits of storage.
 fn checked(layout: &Layout, extents: impl IntoIterator<Item = Extent>) -> Result<Vec<Extent>, ShardError> {
     let mut all = Vec::new();
     for e in extents {
@@ -272,11 +273,11 @@ fn checked(layout: &Layout, extents: impl IntoIterator<Item = Extent>) -> Result
     Ok(all)
 }
 
-/// The copies that fill `rank`'s shard storage of `to` from the shard storages of `from`; places are ranks.
+/// Plans the copies that fill `rank`'s shard storage of `to` from the shard storages of `from`; places are ranks.
 ///
 /// # Errors
-/// There is no such rank, or the two layouts do not hold the same parameters: one is missing in `from`
-/// ([`ShardError::Hole`]) or in `to` ([`ShardError::Unwanted`]), or has another shape.
+/// There is no such rank, or the two layouts have different parameters: one is missing in `from`
+/// ([`ShardError::Hole`]) or in `to` ([`ShardError::Unwanted`]), or has a different shape.
 pub fn reshard_rank(from: &Layout, to: &Layout, rank: u64) -> Result<Vec<Move>, ShardError> {
     check_same_params(from, to)?;
     let mut moves = Vec::new();
@@ -284,10 +285,10 @@ pub fn reshard_rank(from: &Layout, to: &Layout, rank: u64) -> Result<Vec<Move>, 
     Ok(moves)
 }
 
-/// The copies that fill the shard storages of all ranks of `to`: [`reshard_rank`] of each in turn.
+/// Plans the copies that fill the shard storages of all ranks of `to`: [`reshard_rank`] for each rank in order.
 ///
 /// # Errors
-/// As [`reshard_rank`].
+/// As for [`reshard_rank`].
 pub fn reshard(from: &Layout, to: &Layout) -> Result<Vec<Move>, ShardError> {
     check_same_params(from, to)?;
     let mut moves = Vec::new();
@@ -314,7 +315,7 @@ fn append_rank(moves: &mut Vec<Move>, from: &Layout, to: &Layout, rank: u64) -> 
     Ok(())
 }
 
-/// The parameter of this name; the position in the other layout is tried first.
+/// Finds the parameter with this name; tries position `guess` first.
 fn find(layout: &Layout, guess: ParamId, name: &str) -> Option<ParamId> {
     let there = layout.param(guess).is_some_and(|p| p.name == name);
     if there { Some(guess) } else { layout.find_param(name) }

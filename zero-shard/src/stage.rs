@@ -1,6 +1,7 @@
-//! ZeRO's stages, and the widths of what each rank keeps.
+//! ZeRO's stages, and the bytes per element of each kind of state.
 
-/// The sharded state. arXiv 1910.02054, section 5: stage 1 is P_os, stage 2 P_os+g, stage 3 P_os+g+p.
+/// A ZeRO stage: the state that is sharded. Source: arXiv 1910.02054, section 5 (stage 1 is P_os, stage 2 P_os+g,
+/// stage 3 P_os+g+p).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum ZeroStage {
@@ -18,27 +19,27 @@ impl ZeroStage {
     /// All stages, from 0 to 3.
     pub const ALL: [Self; 4] = [Self::Zero, Self::One, Self::Two, Self::Three];
 
-    /// Stage number `n`; `None` above 3.
+    /// The stage with number `n`; `None` above 3.
     pub fn from_number(n: u64) -> Option<Self> {
         Self::ALL.get(usize::try_from(n).ok()?).copied()
     }
 
-    /// Its number, 0 to 3.
+    /// The stage's number, 0 to 3.
     pub fn number(self) -> u8 {
         self as u8
     }
 
-    /// Each rank keeps only its shard of the optimizer state (stages 1 to 3).
+    /// Whether each rank keeps only its shard of the optimizer state (stages 1 to 3).
     pub fn shards_optimizer(self) -> bool {
         self >= Self::One
     }
 
-    /// Each rank keeps only its shard of the gradients (stages 2 and 3).
+    /// Whether each rank keeps only its shard of the gradients (stages 2 and 3).
     pub fn shards_grads(self) -> bool {
         self >= Self::Two
     }
 
-    /// Each rank keeps only its shard of the parameters (stage 3).
+    /// Whether each rank keeps only its shard of the parameters (stage 3).
     pub fn shards_params(self) -> bool {
         self >= Self::Three
     }
@@ -50,17 +51,17 @@ impl std::fmt::Display for ZeroStage {
     }
 }
 
-/// Bytes kept for each element, by purpose.
+/// Bytes per element, by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Widths {
-    /// Of a parameter, as the model computes with it. Gathers carry this width.
+    /// Of a parameter in the compute dtype, which all-gathers transmit.
     pub param_bytes: u64,
-    /// Of a gradient, as it travels. Reductions carry this width.
+    /// Of a gradient in the dtype that reductions transmit.
     pub comm_grad_bytes: u64,
-    /// Of a gradient, as it is kept until the step.
+    /// Of a gradient as kept until the optimizer step.
     pub grad_bytes: u64,
-    /// Of the optimizer state: K of the paper, master weights included.
+    /// Of the optimizer state, master weights included: K in the paper.
     pub optimizer_bytes: u64,
 }
 
@@ -71,11 +72,12 @@ impl Widths {
     /// bf16 or fp16 training with Adam: K = 12 (fp32 master and two moments).
     pub const MIXED_ADAM: Self = Self { param_bytes: 2, comm_grad_bytes: 2, grad_bytes: 2, optimizer_bytes: 12 };
 
-    /// bf16 or fp16 training with Adam and several micro-batches a step, whose gradients are summed in fp32.
+    /// bf16 or fp16 training with Adam and several micro-batches per step, with gradients accumulated in fp32.
     pub const MIXED_ADAM_ACCUMULATING: Self =
         Self { param_bytes: 2, comm_grad_bytes: 2, grad_bytes: 4, optimizer_bytes: 12 };
 
-    /// Adam with parameters of `param_bytes` (4, or 2 for a 16-bit type) and this many micro-batches a step.
+    /// Adam with parameters of `param_bytes` (4, or 2 for a 16-bit type) and `grad_accum_steps` micro-batches per
+    /// step.
     pub fn adam(param_bytes: u64, grad_accum_steps: u64) -> Self {
         match (param_bytes, grad_accum_steps) {
             (2, 0 | 1) => Self::MIXED_ADAM,

@@ -1,13 +1,13 @@
-//! Cutting a rank's shard storage for the optimizer: sub-groups and parameter groups.
+//! Parts of a rank's shard storage for the optimizer: sub-groups and parameter groups.
 //!
-//! A sub-group is the part that the optimizer updates, or an offload tier loads, at a time. The cut is by elements,
-//! not by parameters (the optimizer is element-wise), so the buffer's size does not depend on the largest parameter.
+//! The optimizer updates, or an offload tier loads, one sub-group at a time. Sub-groups are cut by elements, not by
+//! parameters (the optimizer is element-wise), so the size of a buffer does not depend on the largest parameter.
 
 use std::ops::Range;
 
 use crate::{Layout, ParamId, ParamPlacement, ShardError};
 
-/// A run of a rank's shard storage whose parameters are all of one group.
+/// A contiguous range of a rank's shard storage whose parameters are all in one group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GroupRun {
@@ -17,8 +17,8 @@ pub struct GroupRun {
     pub in_storage: Range<u64>,
 }
 
-/// Parameter groups with the same optimizer settings, such as weight decay. They do not change the layout, so each
-/// group is spread over all ranks.
+/// Groups of parameters with the same optimizer settings, such as weight decay. They do not change the layout, so
+/// each group is distributed over all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ParamGroups {
@@ -27,7 +27,7 @@ pub struct ParamGroups {
 }
 
 impl ParamGroups {
-    /// Groups every parameter by `group_of`.
+    /// Assigns every parameter to the group that `group_of` returns.
     pub fn new(layout: &Layout, mut group_of: impl FnMut(ParamId, &ParamPlacement) -> usize) -> Self {
         let units = layout.units.iter().enumerate().map(|(unit, placed)| {
             let params = placed.params.iter().enumerate();
@@ -46,11 +46,11 @@ impl ParamGroups {
         self.groups.iter().flatten().max().map_or(0, |&group| group.saturating_add(1))
     }
 
-    /// The runs of `rank`'s shard storage, ascending, adjacent runs of one group merged. Padding between two
-    /// parameters of a group belongs to their run; other padding to no run.
+    /// The runs of `rank`'s shard storage, ascending; consecutive parameters of one group are one run. Padding
+    /// between two parameters of a run belongs to it; other padding belongs to no run.
     ///
     /// # Errors
-    /// There is no such rank, or the groups are of another layout.
+    /// There is no such rank, or the groups belong to another layout.
     pub fn runs(&self, layout: &Layout, rank: u64) -> Result<Vec<GroupRun>, ShardError> {
         let mut runs: Vec<GroupRun> = Vec::new();
         for piece in layout.rank_pieces(rank)? {
@@ -68,9 +68,9 @@ impl ParamGroups {
 }
 
 impl Layout {
-    /// Cuts a rank's shard storage (of every rank alike) into the fewest sub-groups of at most
-    /// `capacity_elems` elements, end to end, each a multiple of the alignment and within one alignment of
-    /// the others. A capacity below the alignment counts as the alignment.
+    /// Cuts a rank's shard storage into as few sub-groups of at most `capacity_elems` elements as possible; the cut
+    /// is the same on every rank. Each sub-group is a multiple of the alignment, and their lengths differ by at most
+    /// one alignment. A capacity below the alignment counts as the alignment.
     pub fn sub_groups(&self, capacity_elems: u64) -> impl ExactSizeIterator<Item = Range<u64>> + use<> {
         let align = self.align_elems();
         // All shards are multiples of the alignment.

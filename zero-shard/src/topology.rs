@@ -1,10 +1,10 @@
-//! Two dimensions of ranks: groups (a node, say) and the positions within them.
+//! Ranks in two dimensions: groups, such as nodes, and positions within a group.
 //!
 //! | [`Sharding`] | parameters, gradients, optimizer state | gathers | reductions |
 //! |---|---|---|---|
 //! | `Flat` (ZeRO) | over all ranks | over all ranks | over all ranks |
-//! | `Secondary` (hpZ of ZeRO++, arXiv 2306.10209) | over all ranks; of parameters also a second copy over each group | forward over all ranks, backward within the group | over all ranks |
-//! | `Replicated` (MiCS, arXiv 2205.00119; HSDP of FSDP) | over each group, each group a replica | within the group | within the group, then once a step between the groups |
+//! | `Secondary` (hpZ of ZeRO++, arXiv 2306.10209) | over all ranks; each group also shards a second copy of the parameters | forward over all ranks, backward within the group | over all ranks |
+//! | `Replicated` (MiCS, arXiv 2205.00119; HSDP of FSDP) | over each group; each group is a replica | within the group | within the group, then once per step between the groups |
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ impl Grid {
     /// `world_size` ranks in groups of `group_size`.
     ///
     /// # Errors
-    /// There are no ranks, or the groups do not divide them.
+    /// There are no ranks, or `group_size` does not divide `world_size`.
     pub fn new(world_size: u64, group_size: u64) -> Result<Self, ShardError> {
         if world_size == 0 {
             return Err(ShardError::NoRanks);
@@ -33,12 +33,12 @@ impl Grid {
         Ok(Self { world_size, group_size })
     }
 
-    /// All ranks.
+    /// Number of ranks.
     pub fn world_size(&self) -> u64 {
         self.world_size
     }
 
-    /// Ranks in a group.
+    /// Number of ranks in a group.
     pub fn group_size(&self) -> u64 {
         self.group_size
     }
@@ -64,8 +64,8 @@ impl Grid {
         start..start.saturating_add(self.group_size)
     }
 
-    /// The ranks with `rank`'s position, one of each group, ascending: the holders of the same shard where groups
-    /// are replicas.
+    /// The ranks with `rank`'s position, one in each group, ascending. If groups are replicas, these ranks hold the
+    /// same shard.
     pub fn peer_ranks(&self, rank: u64) -> impl Iterator<Item = u64> + use<> {
         let (grid, position) = (*self, self.position_of(rank));
         (0..grid.groups()).map(move |group| group * grid.group_size + position)
@@ -78,28 +78,28 @@ impl Grid {
 pub enum Sharding {
     /// Over all ranks.
     Flat,
-    /// Over all ranks, and a second copy of the parameters over each group.
+    /// Over all ranks; each group also shards a second copy of the parameters.
     Secondary,
-    /// Over each group, each group a replica.
+    /// Over each group; each group is a replica.
     Replicated,
 }
 
-/// How a collective over all ranks crosses the groups.
+/// The route of a collective over all ranks between the groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Routing {
     /// One ring through all ranks, group by group: (N-1)/N of the buffer leaves each group.
     Ring,
-    /// Between ranks of one position, and within the groups: (M-1)/M of the buffer leaves each of M groups.
-    /// A rank sends (N-1)/N of the buffer either way.
+    /// Two phases, between ranks of one position and within the groups: (M-1)/M of the buffer leaves each of M
+    /// groups. With both routes a rank sends (N-1)/N of the buffer.
     TwoLevel,
 }
 
-/// Bytes that a rank sends in a step, and how many leave its group.
+/// Bytes that a rank sends in a step, and bytes that leave its group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GridTraffic {
-    /// Sent by a rank to any rank.
+    /// Sent by one rank, to any rank.
     pub rank: StepTraffic,
     /// Sent by all ranks of a group together to ranks of other groups.
     pub group_egress_bytes: u64,
@@ -125,7 +125,7 @@ impl GridLayout {
     /// Lays out `units` over `grid`.
     ///
     /// # Errors
-    /// As [`Layout::with_options`].
+    /// As for [`Layout::with_options`].
     pub fn new(
         units: &[UnitSpec],
         grid: Grid,
@@ -138,7 +138,7 @@ impl GridLayout {
         Ok(Self { grid, sharding, primary, secondary })
     }
 
-    /// The ranks.
+    /// The grid of ranks.
     pub fn grid(&self) -> Grid {
         self.grid
     }
@@ -148,14 +148,14 @@ impl GridLayout {
         self.sharding
     }
 
-    /// The layout over all ranks or over a group. `rank` has shard
-    /// [`GridLayout::shard_of`] of it.
+    /// The layout over all ranks, or over a group if groups are replicas. `rank` holds its shard
+    /// [`GridLayout::shard_of`]`(rank)`.
     pub fn primary(&self) -> &Layout {
         &self.primary
     }
 
-    /// The layout of the second copy of the parameters over a group. A rank has the shard of its position.
-    /// Its whole storage is that of the primary, so both gather the same values.
+    /// The layout of the second copy of the parameters over a group. A rank holds the shard of its position. Its
+    /// whole storage is laid out like that of the primary, so both gather the same values.
     pub fn secondary(&self) -> Option<&Layout> {
         self.secondary.as_ref()
     }
@@ -165,7 +165,7 @@ impl GridLayout {
         if self.sharding == Sharding::Replicated { self.grid.position_of(rank) } else { rank }
     }
 
-    /// The state of each rank at `stage`. The second copy exists where parameters are sharded (stage 3).
+    /// The state of each rank at `stage`. The second copy exists only if parameters are sharded (stage 3).
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
@@ -180,7 +180,7 @@ impl GridLayout {
     }
 
     /// Bytes sent in a step of `grad_accum_steps` micro-batches, padding included; an upper bound at stage 3.
-    /// Between replicas gradients travel once a step, at the width in which they are kept.
+    /// Between replicas, gradients are reduced once per step, in the dtype in which they are kept.
     ///
     /// # Errors
     /// A sum does not fit 64 bits.
@@ -194,7 +194,7 @@ impl GridLayout {
         const WHAT: &str = "bytes sent in a step";
         let (groups, group_size, shard) = (self.grid.groups(), self.grid.group_size, self.primary.shard_elems());
         let mut rank = self.primary.step_traffic(stage, widths, grad_accum_steps)?;
-        // Elements that leave a group in a gather or reduction over all ranks.
+        // Elements that leave a group in one gather or reduction over all ranks.
         let crossing = match routing {
             _ if groups == 1 => 0,
             Routing::Ring => product(WHAT, &[shard, self.grid.world_size - 1])?,
@@ -205,8 +205,8 @@ impl GridLayout {
         let gathers = |times: u64, each: u64| product(WHAT, &[crossing, param, times, each]);
         let group_egress_bytes = match (self.sharding, stage) {
             (Sharding::Replicated, _) => {
-                // A shard is reduced over the groups; stage 0 shards nothing, so its all-reduce has the same
-                // three phases, within, between and within, and sends the same.
+                // Each shard is all-reduced between the groups. The all-reduce of stage 0 has the same three phases
+                // (within, between, within the groups), so it sends the same.
                 let part = shard.div_ceil(groups);
                 let between = product(WHAT, &[2, part, groups - 1, widths.grad_bytes])?;
                 rank.all_reduce_bytes = sum(WHAT, &[rank.all_reduce_bytes, between])?;
@@ -229,11 +229,11 @@ impl GridLayout {
 }
 
 impl Layout {
-    /// The same whole storage cut into `parts` shards instead, each of which is that of `world_size / parts`
-    /// neighbouring ranks end to end; the alignment grows by as much.
+    /// Cuts the same whole storage into `parts` shards: each is the concatenation of the shards of `world_size /
+    /// parts` consecutive ranks, and the alignment grows by that factor.
     ///
     /// # Errors
-    /// `parts` does not divide the ranks, or the alignment does not fit 64 bits.
+    /// `parts` does not divide the number of ranks, or the alignment does not fit 64 bits.
     pub fn regroup(&self, parts: u64) -> Result<Self, ShardError> {
         let ranks_each = Grid::new(self.world_size, parts)?.groups();
         let mut layout = self.clone();

@@ -1,7 +1,7 @@
 //! Bytes that a rank sends in a step.
 //!
-//! With Ψ elements over N ranks and A micro-batches a step (arXiv 1910.02054, section 7), each term times
-//! (N-1)/N:
+//! With Ψ elements over N ranks and A micro-batches per step, in elements, each term times (N-1)/N (arXiv 1910.02054,
+//! section 7):
 //!
 //! | stage | reduce-scatter | all-gather | all-reduce | sum |
 //! |---|---|---|---|---|
@@ -9,8 +9,8 @@
 //! | 1, 2 | AΨ | Ψ | | (A+1)Ψ |
 //! | 3 | AΨ | 2AΨ | | 3AΨ |
 //!
-//! Gradients are reduced at every micro-batch at every stage, which keeps the stages bit-identical. At
-//! stage 3 the gathers are at most 2A: a unit that stays gathered until its next use saves one.
+//! All stages reduce gradients after every micro-batch, which keeps the stages bit-identical. Stage 3 gathers each
+//! unit at most 2A times: a unit that stays gathered until its next use saves one gather.
 
 use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};
@@ -21,19 +21,19 @@ const WHAT: &str = "bytes sent in a step";
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct StepTraffic {
-    /// By reduce-scatter: gradients, at their travelling width.
+    /// By reduce-scatter: gradients, of [`Widths::comm_grad_bytes`].
     pub reduce_scatter_bytes: u64,
     /// By all-gather: parameters.
     pub all_gather_bytes: u64,
-    /// By all-reduce: gradients of stage 0, at their travelling width.
+    /// By all-reduce: gradients of stage 0, of [`Widths::comm_grad_bytes`].
     pub all_reduce_bytes: u64,
 }
 
 impl StepTraffic {
-    /// Of a model whose shards have `shard_elems` elements on each of `world_size` ranks.
+    /// The traffic of a model whose shards have `shard_elems` elements on each of `world_size` ranks.
     ///
     /// # Errors
-    /// A world of no ranks, or a sum that does not fit 64 bits.
+    /// A world without ranks, or a sum that does not fit 64 bits.
     pub fn of(
         stage: ZeroStage,
         widths: &Widths,
@@ -57,15 +57,15 @@ impl StepTraffic {
         Self { reduce_scatter_bytes, all_gather_bytes, all_reduce_bytes: 0 }
     }
 
-    /// The sum (a step uses either all-reduce or the other two).
+    /// The sum over the collectives.
     pub fn total_bytes(&self) -> u64 {
         self.reduce_scatter_bytes + self.all_gather_bytes + self.all_reduce_bytes
     }
 }
 
 impl Layout {
-    /// Bytes that each rank sends in a step of `grad_accum_steps` micro-batches, exactly, padding included; an upper
-    /// bound at stage 3.
+    /// Bytes that each rank sends in a step of `grad_accum_steps` micro-batches, padding included: exact at stages 0
+    /// to 2, an upper bound at stage 3.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A file holds one tensor for every state of the checkpoint and every **piece** of the rank. A piece is a range of
-//! real elements of one unit; padding is not stored.
+//! elements of one unit, without padding, which is not stored.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -49,9 +49,9 @@ impl Piece {
 #[derive(Clone, Debug)]
 pub(crate) struct FileLayout {
     pub(crate) pieces: Vec<Piece>,
-    /// Start of each state in the state bytes, and the end of the last.
+    /// The start of each state in the state bytes, then the end of the last.
     state_starts: Vec<u64>,
-    /// Elements of the file before each piece, and the elements of all.
+    /// The number of elements of the file before each piece, then the number of all.
     piece_starts: Vec<u64>,
     dtypes: Vec<StateDtype>,
 }
@@ -69,7 +69,7 @@ impl FileLayout {
             let end = state_starts.last()?.checked_add(elems.checked_mul(state.dtype.bytes())?)?;
             state_starts.push(end);
         }
-        // Header and table must fit in addition.
+        // Leave room in 64 bits for header and table.
         state_starts.last()?.checked_add(1 << 40)?;
         Some(Self { pieces, state_starts, piece_starts, dtypes: states.iter().map(|s| s.dtype).collect() })
     }
@@ -95,7 +95,7 @@ impl FileLayout {
         base + self.piece_starts[piece] * width..base + self.piece_starts[piece + 1] * width
     }
 
-    /// The header of the file; `unit_name` names the units.
+    /// Builds the header of the file; `unit_name` returns the name of a unit.
     pub(crate) fn header<'a>(
         &self,
         states: &[StateSpec],
@@ -148,7 +148,7 @@ impl FileLayout {
     }
 }
 
-/// `master/h.0[128:256]`.
+/// Formats a tensor's name, such as `master/h.0[128:256]`.
 pub(crate) fn tensor_name(state: &str, unit: &str, piece: &Piece) -> String {
     format!("{state}/{unit}[{}:{}]", piece.1, piece.2)
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! DIR/step-00000015/manifest.json ...      a complete checkpoint, published by one rename
 //! DIR/step-00000030/...
-//! DIR/step-00000030.old.<random>/...       backup of a checkpoint that is being replaced, or was when a crash came
+//! DIR/step-00000030.old.<random>/...       backup during a replacement; a crash can leave it behind
 //! DIR/latest                               "step-00000030 <checksum of the name>"
 //! DIR/.lock                                locked by rank 0 of the run that saves here
 //! DIR/.staging/...                         unpublished files; readers never open them
@@ -26,7 +26,7 @@ pub(crate) fn step_name(step: u64) -> String {
     format!("{PREFIX}{step:08}")
 }
 
-/// The step of a checkpoint name.
+/// Parses the step of a checkpoint's name.
 pub(crate) fn step_of(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(PREFIX)?;
     let step = digits.parse().ok()?;
@@ -38,7 +38,7 @@ pub(crate) fn backup_name(name: &str) -> String {
     format!("{name}.old.{}", random())
 }
 
-/// The checkpoint of a backup's name.
+/// Parses the checkpoint's name of a backup's name.
 pub(crate) fn backup_of(name: &str) -> Option<&str> {
     let (of, rest) = name.split_once('.')?;
     (step_of(of).is_some() && rest.starts_with("old.")).then_some(of)
@@ -79,7 +79,8 @@ pub(crate) struct Entry {
     pub(crate) model: ModelSpec,
 }
 
-/// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the defects of the others.
+/// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the defects of the
+/// others.
 pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<String>), CkptError> {
     let (mut entries, mut reasons) = (Vec::new(), Vec::new());
     for name in dir.names()? {

@@ -1,4 +1,4 @@
-//! The file of each element: every real element is in exactly one file, or an error names the range.
+//! The map from elements to files. Checks that every element is in exactly one file.
 
 use std::ops::Range;
 use std::path::Path;

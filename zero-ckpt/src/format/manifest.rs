@@ -1,4 +1,4 @@
-//! The manifest: description of a checkpoint and of the elements in each of its files.
+//! The manifest: the description of a checkpoint and of the elements in each of its files.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -22,13 +22,13 @@ pub(crate) const FORMAT_VERSION: u64 = 1;
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 const FORMAT_NAME: &str = "zero-ckpt";
 
-/// Description of a checkpoint and of the elements in each of its files.
+/// The description of a checkpoint and of the elements in each of its files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     /// Completed optimizer steps.
     pub step: u64,
-    /// Number of the save into its directory; a later save has a greater one.
+    /// The number of the save in its directory; later saves have greater numbers.
     pub sequence: u64,
     /// ZeRO stage of the run that saved it; any other can load it.
     pub stage: u8,
@@ -126,7 +126,7 @@ impl Manifest {
     /// plain and distinct names, and every element of every unit is in exactly one of them.
     ///
     /// # Errors
-    /// Unknown version, wrong checksum, broken rule, missing or duplicate elements: a variant for each.
+    /// The version is unknown, the checksum is wrong, a rule is broken, or elements are missing or in two files.
     pub fn decode(bytes: &[u8], path: &Path) -> Result<(Self, Layout), CkptError> {
         let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
         let version: VersionOnly = serde_json::from_slice(bytes).map_err(|e| bad(e.to_string()))?;

@@ -24,8 +24,8 @@ impl From<&Layout> for ModelSpec {
 }
 
 impl ModelSpec {
-    /// The first difference between the parameters of this stored model and of `wanted`. Their order and their
-    /// grouping into units may differ.
+    /// Returns the first difference between the parameters of this stored model and of `wanted`; `None` if they have
+    /// the same names and shapes. Order and grouping into units may differ.
     pub fn difference(&self, wanted: &ModelSpec) -> Option<String> {
         let all = |m: &ModelSpec| m.units.iter().flat_map(|u| u.params.clone()).collect::<Vec<_>>();
         let (stored, wanted) = (all(self), all(wanted));

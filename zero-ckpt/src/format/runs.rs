@@ -1,4 +1,4 @@
-//! The real elements of a shard, without the padding between them.
+//! The elements of a shard without padding.
 //!
 //! Stored elements are numbered without padding: the parameters of a unit are contiguous, even if the layout leaves
 //! gaps between them. In that numbering a shard is always one range.
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use zero_shard::{ParamPlacement, UnitLayout};
 
-/// Contiguous real elements of a shard.
+/// Contiguous elements of a shard, without padding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     /// Their numbers in the unit, without padding.
@@ -38,7 +38,7 @@ pub(crate) fn elems_of(unit: &UnitLayout, param: &ParamPlacement) -> Range<u64> 
     start..start + param.numel_elems
 }
 
-/// The runs of `rank`'s shard of a unit, in order; not empty, and with a gap between any two.
+/// Returns the runs of `rank`'s shard of a unit, in order. No run is empty; padding separates any two.
 pub(crate) fn runs(unit: &UnitLayout, rank: u64) -> Vec<Run> {
     let shard = unit.shard(rank);
     let mut runs: Vec<Run> = Vec::new();

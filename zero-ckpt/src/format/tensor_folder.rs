@@ -1,7 +1,7 @@
-//! A folder of safetensors files in Hugging Face's layout: one file, or several and an index.
+//! A folder of safetensors files in Hugging Face's layout: one file, or several files and an index.
 //!
-//! The user names the folder, so links in it are followed (Hugging Face's own cache consists of links). Names in the
-//! index are untrusted and must be plain file names.
+//! The user chooses the folder, so symbolic links in it are followed (Hugging Face's cache consists of links). Names
+//! in the index are untrusted and must be plain file names.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -50,11 +50,12 @@ pub struct TensorFolder {
 }
 
 impl TensorFolder {
-    /// Opens `path`: a folder with `model.safetensors` or else `model.safetensors.index.json`, or one file. Checks all
-    /// headers.
+    /// Opens `path`: a folder with `model.safetensors` or else `model.safetensors.index.json`, or one file. Checks
+    /// all headers.
     ///
     /// # Errors
-    /// A file is missing or invalid, a tensor is in two files, or the index names a file that does not hold its tensor.
+    /// A file is missing or invalid, a tensor is in two files, or the index names a file that does not hold its
+    /// tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CkptError> {
         let (path, single) = (path.as_ref(), path.as_ref().join(SINGLE));
         let index = path.join(INDEX);
@@ -122,7 +123,7 @@ impl TensorFolder {
         self.tensors.values().map(|(_, tensor)| tensor)
     }
 
-    /// A tensor and the path of its file.
+    /// A tensor and the path of its file; `None` if there is no such tensor.
     pub fn tensor(&self, name: &str) -> Option<(&TensorEntry, &Path)> {
         self.tensors.get(name).map(|(file, tensor)| (tensor, self.files[*file].path.as_path()))
     }
@@ -130,8 +131,8 @@ impl TensorFolder {
     /// Reads elements `range` of tensor `name` (row-major, flat) as fp32, which is exact.
     ///
     /// # Errors
-    /// No such tensor, a dtype other than F32, BF16 and F16, a range outside the tensor, another length of `out`, or a
-    /// failed read.
+    /// No such tensor, a dtype other than F32, BF16 and F16, a range outside the tensor, a wrong length of `out`, or
+    /// a failed read.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
         let (file, tensor) =
             self.tensors.get(name).ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
@@ -155,7 +156,7 @@ impl TensorFolder {
     }
 }
 
-/// Checks that `range` is within `numel` elements and has the length `out`.
+/// Checks that `range` is within `numel` elements and that `out`, the buffer's length, is its length.
 pub(crate) fn check_range(name: &str, numel: u64, range: &Range<u64>, out: usize) -> Result<(), CkptError> {
     if range.start > range.end || range.end > numel {
         let (what, got) = (format!("range of {name:?}"), format!("{}..{}", range.start, range.end));

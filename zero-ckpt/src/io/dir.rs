@@ -1,7 +1,7 @@
 //! An open directory, whose entries are accessed relative to its descriptor and never by path.
 //!
-//! Names are single components, links are not followed, and only regular files are opened. The path is used in error
-//! messages only.
+//! Names are single components, symbolic links are not followed, and only regular files are opened. The path is used
+//! only in error messages.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -47,7 +47,7 @@ impl Dir {
         &self.path
     }
 
-    /// Opens a subdirectory; not through a link.
+    /// Opens a subdirectory; a link is an error.
     pub(crate) fn open_dir(&self, name: &str) -> Result<Self, CkptError> {
         self.check(name)?;
         let path = self.path.join(name);
@@ -159,7 +159,7 @@ impl Dir {
         fs::unlinkat(&self.fd, name, AtFlags::empty()).map_err(CkptError::os("remove", self.path.join(name)))
     }
 
-    /// Removes a file, or a directory with its contents; not through a link.
+    /// Removes a file, or a directory with its contents. Of a link, removes the link only.
     pub(crate) fn remove(&self, name: &str) -> Result<(), CkptError> {
         self.check(name)?;
         let failed = CkptError::os("remove", self.path.join(name));
@@ -207,7 +207,7 @@ fn names_of(dir: BorrowedFd<'_>) -> Result<Vec<CString>, Errno> {
 
 fn remove_at(dir: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
     match fs::unlinkat(dir, name, AtFlags::empty()) {
-        // Linux's and POSIX's errors for a directory.
+        // The errors for a directory: EISDIR on Linux, EPERM in POSIX.
         Err(errno @ (Errno::ISDIR | Errno::PERM)) => {
             let within = fs::openat(dir, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty());
             let within = within.map_err(|other| if other == Errno::NOTDIR { errno } else { other })?;

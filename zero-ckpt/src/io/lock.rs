@@ -1,4 +1,4 @@
-//! The lock that admits one run at a time to a directory.
+//! The lock that lets one run at a time save into a directory.
 
 use std::fs::File;
 use std::io::Write;
@@ -7,13 +7,13 @@ use crate::CkptError;
 use crate::format::catalog::LOCK;
 use crate::io::dir::Dir;
 
-/// A locked directory. The system releases the lock when the process ends, however it ends.
+/// A locked directory. The system also releases the lock when the process ends or is killed.
 pub(crate) struct Lock {
     file: File,
 }
 
 impl Lock {
-    /// Locks the directory for this process; `None` if the file system has no locks.
+    /// Locks the directory for this process. Returns `None` if the file system does not support locks.
     pub(crate) fn acquire(dir: &Dir) -> Result<Option<Self>, CkptError> {
         let mut file = dir.open_or_create_file(LOCK)?;
         match file.try_lock() {
@@ -34,7 +34,7 @@ impl Lock {
 }
 
 impl Drop for Lock {
-    /// Unlocks explicitly: closing the file would not suffice if a forked process had inherited it.
+    /// Unlocks explicitly: closing the file does not unlock it if a forked process has inherited it.
     fn drop(&mut self) {
         let _ = self.file.unlock();
     }

@@ -8,7 +8,7 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 #[repr(C, align(4096))]
 struct Page([u8; PAGE_BYTES]);
 
-/// Page-aligned bytes, zeroed at first.
+/// A page-aligned buffer of bytes.
 pub(crate) struct PageBuffer {
     pages: Box<[Page]>,
     len_bytes: usize,
@@ -20,7 +20,8 @@ impl PageBuffer {
         Self { pages: bytemuck::zeroed_slice_box(len_bytes.div_ceil(PAGE_BYTES)), len_bytes }
     }
 
-    /// Allocates and touches every page, so that no page fault delays a snapshot; `None` if out of memory.
+    /// Allocates the buffer and writes to every page, so that no page fault delays a snapshot; `None` if out of
+    /// memory.
     pub(crate) fn touched(len_bytes: usize) -> Option<Self> {
         let mut pages = bytemuck::try_zeroed_slice_box::<Page>(len_bytes.div_ceil(PAGE_BYTES)).ok()?;
         bytemuck::cast_slice_mut::<_, u8>(&mut pages).fill(0xa5);

@@ -1,7 +1,7 @@
 //! Parallel, page-aligned transfer between memory and files, with a checksum per block.
 //!
-//! Buffers of this module: each thread owns one [`PageBuffer`] of at most [`CHUNK_BYTES`] for the length of a call;
-//! nothing else is allocated, however large the state. A page-aligned source is written without a copy.
+//! Buffers of this module: each thread owns one [`PageBuffer`] of at most [`CHUNK_BYTES`] for the duration of a call;
+//! no other buffer is allocated, for any size of the state. A page-aligned source is written without a copy.
 
 use std::fs::File;
 use std::io;
@@ -28,7 +28,7 @@ pub(crate) fn threads_for(bytes: u64) -> usize {
 
 /// The state bytes of a file to be written.
 pub(crate) trait Source: Sync {
-    /// Bytes in all.
+    /// Total number of bytes.
     fn len(&self) -> u64;
 
     /// The bytes of `range` if they are contiguous in memory.
@@ -87,8 +87,8 @@ impl Source for Slices<'_> {
     }
 }
 
-/// Writes `source` at `offset` (a multiple of the page) and returns the checksum of each of its blocks. The last
-/// page is padded with zeros; the caller truncates the file.
+/// Writes `source` at `offset`, a multiple of [`PAGE_BYTES`], and returns the checksum of each of its blocks. The
+/// last page is padded with zeros; the caller truncates the file.
 pub(crate) fn write(file: &File, offset: u64, source: &dyn Source) -> io::Result<Vec<u64>> {
     let len = source.len();
     let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES)).map(|_| AtomicU64::new(0)).collect();

@@ -10,7 +10,7 @@ use crate::format::header::{Header, TensorEntry};
 use crate::format::tensor_folder::{INDEX, Index, SINGLE};
 use crate::{CkptError, Reader, StateDtype};
 
-/// Elements that are converted at a time.
+/// Elements converted at a time.
 const CHUNK_ELEMS: u64 = 1 << 20;
 
 /// File of the model's configuration.
@@ -46,10 +46,10 @@ pub struct ExportReport {
 }
 
 impl Reader {
-    /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`, or several files and
-    /// `model.safetensors.index.json`; and `config.json` if the checkpoint has one. Verifies every byte; uses a few MiB of
-    /// memory for any model. Unfinished files are in a separate directory, `out` + `.partial.` + random digits (inside
-    /// `out` if that exists), which is removed on failure.
+    /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`, or several files
+    /// and `model.safetensors.index.json`; and `config.json` if the checkpoint has one. Verifies every byte; uses a
+    /// few MiB of memory for any model. Unfinished files are in a separate directory, `out` + `.partial.` + random
+    /// digits (inside `out` if that exists), which is removed on failure.
     ///
     /// # Errors
     /// No such state, `out` is not empty, the checkpoint is damaged, or a system call failed.
@@ -147,7 +147,8 @@ impl Reader {
     }
 }
 
-/// A directory of unfinished files, which is renamed to `out` or emptied into it; removed when dropped.
+/// A directory of unfinished files. It is renamed to `out`, or its files are moved into `out`; it is removed when
+/// dropped.
 struct Partial {
     path: PathBuf,
     /// `out` exists, possibly as a link or a mount, so it stays and the files are moved into it.
@@ -175,7 +176,7 @@ impl Partial {
         }
         let names = std::fs::read_dir(&self.path)?.map(|entry| Ok(entry?.file_name()));
         let mut names = names.collect::<io::Result<Vec<_>>>()?;
-        // The configuration is last: it makes the folder a model.
+        // `config.json` is last: with it, other programs accept the folder as a model.
         names.sort_by_key(|name| (name == CONFIG, name.clone()));
         names.iter().try_for_each(|name| std::fs::rename(self.path.join(name), out.join(name)))
     }

@@ -1,4 +1,4 @@
-//! A checkpoint's description as text.
+//! The description of a checkpoint as text.
 
 use std::fmt::{self, Display, Write as _};
 

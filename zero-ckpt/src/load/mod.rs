@@ -1,4 +1,4 @@
-//! Loading: opening, reading through any layout, verifying, exporting.
+//! Loading: opening a checkpoint, reading it in any layout, verifying, exporting.
 
 pub(crate) mod export;
 mod inspect;

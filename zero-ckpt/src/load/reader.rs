@@ -30,8 +30,8 @@ impl Reader {
     /// Opens `path`: a directory of checkpoints, or one checkpoint in it (`.../step-00000030`).
     ///
     /// In a directory, opens the checkpoint named by `latest`, or its backup (`step-00000030.old.*`) if a crash left
-    /// only that. If it is incomplete (a file is missing or has another length, or the manifest is damaged), opens the
-    /// complete checkpoint that was saved last; [`Reader::notices`] lists the skipped ones with their defects.
+    /// only that. If it is incomplete (a file is missing or has another length, or the manifest is damaged), opens
+    /// the complete checkpoint that was saved last; [`Reader::notices`] lists the skipped ones with their defects.
     /// [`Reader::read_param`], [`View::read_range`] and [`Reader::verify`] verify file contents as they read them.
     ///
     /// # Errors
@@ -52,7 +52,7 @@ impl Reader {
         let (entries, reasons) = catalog::list(&root)?;
         notices.extend(reasons.into_iter().filter(|r| !notices.contains(r)).collect::<Vec<_>>());
         for entry in entries.iter().rev() {
-            // The backup of the checkpoint in `latest` is that checkpoint: nothing was skipped.
+            // The backup of the checkpoint named by `latest` is that checkpoint, so no checkpoint was skipped.
             let named = latest.as_deref().is_ok_and(|name| backup_of(&entry.name) == Some(name) && !root.has(name));
             let notices_here = if named { Vec::new() } else { notices.clone() };
             match root.open_dir(&entry.name).and_then(|d| Self::open_one(d, notices_here)) {
@@ -109,7 +109,8 @@ impl Reader {
     /// Reads elements `range` of parameter `param` (row-major, flat) of `state` as fp32, which is exact.
     ///
     /// # Errors
-    /// No such state or parameter, a range outside it, another length of `out`, a failed read or a wrong checksum.
+    /// No such state or parameter, a range past its elements, a wrong length of `out`, a failed read or a wrong
+    /// checksum.
     pub fn read_param(&self, state: &str, param: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
         let (unit, placed) = self.param(param)?;
         check_range(param, placed.numel_elems, &range, out.len())?;
@@ -119,7 +120,8 @@ impl Reader {
         self.read_all(reads)
     }
 
-    /// Appends the reads of elements of a stored unit. The range must be within the unit and `out` of its length.
+    /// Appends the reads of elements of a stored unit. The range must be within the unit, and `out` must have its
+    /// length.
     pub(crate) fn list<'o>(
         &self,
         state: &str,

@@ -1,4 +1,4 @@
-//! Reading in the layout of the loading run, whatever the layout of the saving run.
+//! Reading in the layout of the loading run, which may differ from that of the saving run.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::format::tensor_folder::check_range;
 use crate::load::reader::Read;
 use crate::{CkptError, Reader};
 
-/// A view of a checkpoint in a layout of its model: other units, ranks or alignment, any stage.
+/// A view of a checkpoint in another layout of its model, which may differ in units, ranks and alignment.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     reader: &'a Reader,
@@ -22,10 +22,10 @@ impl<'a> View<'a> {
     }
 
     /// Reads elements `range` of unit `unit` of this view's layout as fp32. Elements are numbered without padding:
-    /// the concatenated parameters of the unit, `numel_elems` in all.
+    /// the concatenated parameters of the unit, `numel_elems` in total.
     ///
     /// # Errors
-    /// No such state or unit, a range beyond the real elements, another length of `out`, a failed read or a wrong
+    /// No such state or unit, a range past the unit's elements, a wrong length of `out`, a failed read or a wrong
     /// checksum.
     pub fn read_range(&self, state: &str, unit: usize, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
         let mut reads = Vec::new();
@@ -100,7 +100,7 @@ impl<'a> View<'a> {
         let placed = self.unit(unit)?;
         check_range(&placed.name, placed.numel_elems, &range, out.len())?;
         self.reader.state(state)?;
-        // A stored unit with the same parameters is read in one range; otherwise each parameter is read.
+        // A stored unit with the same parameters is read as one range, otherwise parameter by parameter.
         if self.reader.layout.units().get(unit).is_some_and(|stored| same_params(stored, placed)) {
             return self.reader.list(state, unit, range, out, reads);
         }

@@ -18,7 +18,7 @@ pub(crate) struct ShardFile {
     pub(crate) layout: FileLayout,
     name: String,
     path: PathBuf,
-    /// Offset of the state in the file, a multiple of the page.
+    /// Offset of the state in the file, a multiple of [`PAGE_BYTES`].
     state_start: u64,
     /// Checksum of each block of the state.
     table: Vec<u64>,
@@ -32,7 +32,7 @@ impl ShardFile {
         let bad = |why: String| CkptError::BadSafetensors { path: path.clone(), why };
         let layout = manifest.file_layout(record).ok_or_else(|| bad("sizes exceed 64 bits".into()))?;
         let file = open_checked(dir, &record.name, record.bytes, false)?;
-        // The check of the manifest bounds this by the maximum header and the table of a file of this length.
+        // `Manifest::check` bounds this: at most the maximum header and the table of a file of this length.
         let front_bytes = record.bytes - layout.state_bytes();
         let mut front = vec![0; usize::try_from(front_bytes).map_err(|e| bad(e.to_string()))?];
         let read = std::os::unix::fs::FileExt::read_exact_at(&file, &mut front, 0);

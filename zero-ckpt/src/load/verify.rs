@@ -16,7 +16,7 @@ pub struct VerifyReport {
 }
 
 impl Reader {
-    /// Reads every byte of every file and compares the checksums. Memory: one file's front and a few chunks.
+    /// Reads every byte of every file and compares the checksums. Memory use: one file's front and a few chunks.
     pub fn verify(&self) -> VerifyReport {
         let mut report = VerifyReport::default();
         for (index, record) in self.manifest.files.iter().enumerate() {

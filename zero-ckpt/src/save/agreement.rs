@@ -1,4 +1,4 @@
-//! The exchanges between the ranks, after which every rank ends a save with the same result.
+//! The two exchanges between the ranks, through which a save has the same result on every rank.
 
 use std::fmt::Display;
 
@@ -8,9 +8,9 @@ use super::frames::{PublishedCheckpoint, StagedFile, frame_bytes, from_frame, to
 use crate::{CkptError, SaveMeta, Store};
 
 impl Store {
-    /// The second half of a save: exchanges the staged files, publishes, and distributes the outcome. A rank that
-    /// could not stage its file passes its error as `staged`, so that all ranks receive it and none waits. See
-    /// [`Store::save`].
+    /// The second half of [`Store::save`]: exchanges the records of the staged files, publishes, and distributes the
+    /// outcome. A rank that could not stage its file passes its error as `staged`, so that all ranks receive it and
+    /// no rank waits.
     ///
     /// # Errors
     /// As [`Store::save`].
@@ -40,7 +40,7 @@ impl Store {
         Ok(frames.iter().enumerate().map(|(r, f)| from_frame(f, r as u64)).collect())
     }
 
-    /// The second exchange: returns rank 0's `outcome` on every rank. It is `None` on the others.
+    /// The second exchange: returns rank 0's outcome on every rank. The other ranks pass `None`.
     pub(crate) fn share_outcome<E: Display>(
         &self,
         layout: &Layout,
@@ -74,7 +74,7 @@ fn all_gather<E: Display>(
     }
 }
 
-/// An error forwarded by rank 0: "rank 2: no space" remains rank 2's.
+/// Parses an error that rank 0 forwarded: "rank 2: no space" becomes an error of rank 2.
 fn rank_error(message: String) -> CkptError {
     let rank = message.strip_prefix("rank ").and_then(|m| m.split_once(": "));
     match rank.and_then(|(r, rest)| Some((r.parse().ok()?, rest))) {

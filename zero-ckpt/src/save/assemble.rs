@@ -24,7 +24,7 @@ pub struct SaveMeta {
     pub model_config: Value,
 }
 
-/// Assembles the manifest and applies the checks of a reader to it.
+/// Assembles the manifest and checks it as a reader does.
 pub(crate) fn manifest_of(
     meta: &SaveMeta,
     layout: &Layout,

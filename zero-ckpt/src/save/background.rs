@@ -1,17 +1,17 @@
-//! Saving while training goes on: a step waits for a copy into a staging buffer, not for the disk.
+//! Saving in the background: a training step waits for a copy into a staging buffer, not for the disk.
 //!
 //! ```text
 //! trainer       begin: copy -> buffer | any number of steps | advance: staged files | steps | advance: outcome
 //! save thread                           fence, write, sync     rank 0: publish
 //! ```
 //!
-//! Ranks may add [`BackgroundStore::ready`] to what they exchange each step anyway; once it is true on all ranks,
+//! Ranks can add [`BackgroundStore::ready`] to their exchange of each step. Once it is true on all ranks,
 //! [`BackgroundStore::advance`] costs one small exchange and does not wait for a disk. [`BackgroundStore::complete`]
 //! waits until the save is published.
 //!
 //! Buffers of this module: `buffers` staging buffers, each of the size of this rank's state, allocated once. A buffer
-//! is free, or being filled by `begin`, or owned by the thread that writes it to its file. There are at most as many
-//! saves in flight as buffers.
+//! is free, being filled by `begin`, or owned by the thread that writes it to a file. There are at most as many saves
+//! in flight as buffers.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -31,7 +31,7 @@ use crate::{CkptError, SaveMeta, ShardData, StateSpec, Store};
 /// memory and waits for an event for a device.
 pub type Fence = Box<dyn FnOnce() -> Result<(), String> + Send>;
 
-/// A part of the staging buffer: real elements of one unit of one state.
+/// A part of the staging buffer: elements of one unit of one state, without padding.
 pub struct StagingSlice<'a> {
     /// The state.
     pub state: &'a StateSpec,
@@ -49,9 +49,9 @@ enum Phase {
     Staging(JoinHandle<(PageBuffer, Result<StagedFile, CkptError>)>),
     /// Staging failed before a thread was started.
     Failed(CkptError),
-    /// Rank 0: a thread publishes, or could not be started.
+    /// On rank 0: a thread publishes; an error if it could not be started.
     Publishing(Result<JoinHandle<Result<PublishedCheckpoint, CkptError>>, CkptError>),
-    /// Other ranks: rank 0 publishes.
+    /// On other ranks: rank 0 publishes.
     AwaitingOutcome,
 }
 
@@ -63,12 +63,13 @@ pub struct BackgroundStore {
     file: FileLayout,
     limit: usize,
     free: Vec<PageBuffer>,
-    /// Saves begun and not completed, oldest first.
+    /// The saves that have begun and are not complete, oldest first.
     in_flight: VecDeque<(SaveMeta, Phase)>,
 }
 
 impl BackgroundStore {
-    /// Saves the `states` of `layout` through `store`, with `buffers` staging buffers (at least 1) in host memory.
+    /// Creates a store that saves the `states` of `layout` through `store`, with `buffers` staging buffers (at least
+    /// 1) in host memory.
     ///
     /// # Errors
     /// [`CkptError::OutOfMemory`], or sizes beyond 64 bits.
@@ -90,12 +91,12 @@ impl BackgroundStore {
         Ok(Self { store: Arc::new(store), layout, states, file, limit, free, in_flight: VecDeque::new() })
     }
 
-    /// Begins a save: `copy` fills every slice, or starts copies and returns the fence to wait for. Returns as soon as
-    /// `copy` does. A failed copy counts as a save in flight, so that the ranks stay in the same order; all ranks
-    /// receive its error from [`BackgroundStore::advance`].
+    /// Begins a save. `copy` fills every slice, or starts copies and returns the fence to wait for; `begin` returns
+    /// right after it. A failed copy counts as a save in flight, so that the order of saves stays the same on all
+    /// ranks; all ranks receive its error from [`BackgroundStore::advance`].
     ///
     /// # Errors
-    /// [`CkptError::InFlight`] if no buffer is free, which is so on all ranks.
+    /// [`CkptError::InFlight`] if no buffer is free; then no buffer is free on any rank.
     pub fn begin(
         &mut self,
         meta: SaveMeta,
@@ -153,7 +154,7 @@ impl BackgroundStore {
         })
     }
 
-    /// The number of saves begun and not completed.
+    /// The number of saves that have begun and are not complete.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
     }
@@ -168,12 +169,13 @@ impl BackgroundStore {
         })
     }
 
-    /// Advances the oldest save in flight by one exchange between the ranks: the first exchanges the staged files, after
-    /// which rank 0 publishes in the background (returns `None`); the second distributes the outcome. Waits for this
-    /// rank's thread. See [`Store::save`] for `exchange`; it is called once.
+    /// Advances the oldest save in flight by one exchange between the ranks: the first exchanges the staged files,
+    /// after which rank 0 publishes in the background (returns `None`); the second distributes the outcome. Waits for
+    /// this rank's thread. See [`Store::save`] for `exchange`; it is called once.
     ///
     /// # Errors
-    /// [`CkptError::NothingInFlight`]; otherwise as [`Store::save`], the same on all ranks, and the save has ended.
+    /// [`CkptError::NothingInFlight`], or an error of [`Store::save`], which is the same on all ranks and ends the
+    /// save.
     pub fn advance<E: std::fmt::Display>(
         &mut self,
         mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,

@@ -23,9 +23,9 @@ pub struct StagedFile {
     /// Checksum of its header and table.
     #[serde(with = "hex64")]
     pub front_crc64: u64,
-    /// The states that it holds.
+    /// The states in it.
     pub states: Vec<StateSpec>,
-    /// The elements that it holds of each state.
+    /// The elements in it, of each state.
     pub pieces: Vec<Piece>,
 }
 
@@ -37,7 +37,7 @@ pub struct PublishedCheckpoint {
     pub name: String,
     /// Its step.
     pub step: u64,
-    /// Number of the save into this directory.
+    /// The number of the save in this directory.
     pub sequence: u64,
     /// Bytes of all shard files.
     pub bytes: u64,
@@ -66,8 +66,8 @@ pub fn frame_bytes(layout: &Layout) -> usize {
     6144 + 64 * layout.units().len()
 }
 
-/// Encodes a frame of `len` bytes: JSON, padded with spaces. A long message is shortened; a value that does not fit
-/// becomes an error message.
+/// Encodes a frame of `len` bytes: JSON, padded with spaces. A long error message is shortened; a value that does not
+/// fit is replaced by an error message.
 pub(crate) fn to_frame<T: Serialize>(rank: u64, result: Result<&T, &CkptError>, len: usize) -> Vec<u8> {
     let encode = |outcome| serde_json::to_vec(&Frame { rank, outcome }).unwrap_or_default();
     let mut bytes = match result {

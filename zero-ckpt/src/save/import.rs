@@ -1,4 +1,4 @@
-//! Import: safetensors files in Hugging Face's layout become a checkpoint of the weights only.
+//! Import: creates a checkpoint with weights only from safetensors files in Hugging Face's layout.
 
 use std::io;
 use std::path::Path;
@@ -12,12 +12,14 @@ use crate::format::tensor_folder::{TensorFolder, read_json};
 use crate::io::parallel::Source;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 
-/// Saves the tensors of `from` (see [`TensorFolder::open`]) into `store` as a checkpoint of step 0 whose only state is
-/// `master`, in fp32. `place` maps a tensor's name to its unit and parameter, or to `None` to omit it; units are in the
-/// order in which they first occur, by tensor name. Copies `config.json`. Uses a few MiB of memory for any model.
+/// Saves the tensors of `from` (see [`TensorFolder::open`]) into `store` as a checkpoint of step 0 whose only state
+/// is `master`, in fp32. `place` maps a tensor's name to its unit and parameter, or to `None` to omit it; units are
+/// in the order in which they first occur, by tensor name. Copies `config.json`. Uses a few MiB of memory for any
+/// model.
 ///
 /// # Errors
-/// A file is missing or invalid, a tensor is not fp32, bf16 or fp16, two parameters have one name, or the save failed.
+/// A file is missing or invalid, a tensor is not fp32, bf16 or fp16, two parameters have one name, or the save
+/// failed.
 pub fn import(
     from: impl AsRef<Path>,
     store: &Store,
@@ -70,7 +72,7 @@ impl Source for WidenedTensors<'_> {
         self.elems.saturating_mul(4)
     }
 
-    /// Chunks of the writer start and end at elements.
+    /// The writer's chunks start and end at element boundaries.
     fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()> {
         let mut rest: &mut [f32] = bytemuck::try_cast_slice_mut(out).map_err(|e| io::Error::other(e.to_string()))?;
         let mut at = start / 4;

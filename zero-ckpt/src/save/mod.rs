@@ -1,4 +1,4 @@
-//! Saving: staging, agreement between the ranks, publication.
+//! Saving: staging, the exchange between the ranks, publication.
 
 mod agreement;
 pub(crate) mod assemble;

@@ -3,17 +3,18 @@
 //! ```text
 //! no checkpoint has the name        one rename
 //! the file system can exchange      an atomic exchange, which leaves the old checkpoint in .staging
-//! it cannot (NFS)                   the old checkpoint becomes a backup, DIR/step-00000030.old.<random>; one rename
+//! it cannot (NFS)                   one rename to a backup, DIR/step-00000030.old.<random>; another into place
 //! ```
 //!
 //! Until the new checkpoint has the name, the backup is the only copy of the step, and readers open it.
-//! [`resolve_backups`] later restores it if nothing has its name, or removes it if a complete checkpoint has.
+//! [`resolve_backups`] later restores the backup if no entry has the checkpoint's name, or removes it if a complete
+//! checkpoint has that name.
 
 use crate::format::catalog::{backup_name, backup_of};
 use crate::io::dir::Dir;
 use crate::{CkptError, Reader};
 
-/// Renames `staging/from` to `dir/name`; calls `backed_up` after an old checkpoint became a backup.
+/// Renames `staging/from` to `dir/name`; calls `backed_up` after it has renamed an old checkpoint to a backup.
 pub(crate) fn replace(
     staging: &Dir,
     from: &str,
@@ -36,7 +37,7 @@ pub(crate) fn replace(
     moved.inspect_err(|_| drop(dir.rename(&backup, dir, name)))
 }
 
-/// Restores or removes all backups, the newest first. Keeps one that is the only copy or cannot be renamed.
+/// Restores or removes all backups, the newest first. Keeps a backup that is the only copy or cannot be renamed.
 pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) {
     let sequence = |name: &str| {
         let complete = dir.open_dir(name).and_then(|d| Reader::open_one(d, Vec::new()));
@@ -50,7 +51,7 @@ pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) {
         if complete.is_some() && !dir.has(name) {
             let _ = dir.rename(backup, dir, name).and_then(|()| dir.sync());
         } else if sequence(name).is_some() {
-            // One rename hides it, so that no reader opens it half removed.
+            // First hides it by one rename, so that no reader opens it partly removed.
             let _ = dir.rename(backup, staging, backup).and_then(|()| staging.remove(backup));
         }
     }
@@ -138,7 +139,7 @@ mod tests {
         let path = tmp.path().to_path_buf();
         save(&path, (20, 2.0), |_| ()).unwrap();
 
-        // The new checkpoint is lost: the backup is restored.
+        // If the new checkpoint is lost, the backup is restored.
         let staging = path.join(".staging");
         let failed = save(&path, (20, 3.0), move |at| {
             if at == SavePoint::BackedUp {
@@ -148,7 +149,7 @@ mod tests {
         assert!(failed.is_err());
         assert_eq!((names(&path), found(&path)), (vec!["latest".into(), "step-00000020".into()], (20, 2.0)));
 
-        // Something that is not a checkpoint has the name: the backup stays through later saves.
+        // If another directory has the checkpoint's name, later saves keep the backup.
         let name = path.join("step-00000020");
         let failed = save(&path, (20, 3.0), move |at| {
             if at == SavePoint::BackedUp {

@@ -17,7 +17,7 @@ pub struct ShardData<'a> {
 }
 
 impl<'a> ShardData<'a> {
-    /// Starts without data for `rank`.
+    /// Creates an empty set of states for `rank`.
     ///
     /// # Errors
     /// The layout has no such rank.
@@ -28,7 +28,7 @@ impl<'a> ShardData<'a> {
     /// Adds a state in fp32: the rank's shard storage, `layout.shard_elems()` elements. Padding is not stored.
     ///
     /// # Errors
-    /// Another length, or the state was added before.
+    /// The length is wrong, or the state was added before.
     pub fn storage_f32(&mut self, state: &str, storage: &'a [f32]) -> Result<&mut Self, CkptError> {
         self.storage(state, StateDtype::F32, bytemuck::cast_slice(storage))
     }
@@ -36,7 +36,7 @@ impl<'a> ShardData<'a> {
     /// Adds a state: the little-endian bytes of the rank's shard storage, `layout.shard_elems()` elements.
     ///
     /// # Errors
-    /// Another length, or the state was added before.
+    /// The length is wrong, or the state was added before.
     pub fn storage(&mut self, state: &str, dtype: StateDtype, storage: &'a [u8]) -> Result<&mut Self, CkptError> {
         let elems = self.layout.shard_elems();
         if Some(storage.len() as u64) != elems.checked_mul(dtype.bytes()) {

@@ -10,8 +10,8 @@
 //! all ranks   exchange  the outcome
 //! ```
 //!
-//! A crash at any point leaves `latest` and its checkpoint in either the old or the new state. The next publication of
-//! the same or a later step removes the staged files of runs that died.
+//! After a crash at any point, `latest` and its checkpoint are in either the old or the new state. The next
+//! publication of the same or a later step removes the staged files of the crashed run.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -95,8 +95,8 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens `path` to save as `rank`; creates it if missing. Rank 0 locks the directory until the store is dropped or
-    /// the process ends.
+    /// Opens `path` to save as `rank`; creates it if missing. Rank 0 locks the directory until the store is dropped
+    /// or the process ends.
     ///
     /// # Errors
     /// The directory cannot be created or written, or another run has locked it ([`CkptError::Busy`]).
@@ -131,8 +131,8 @@ impl Store {
         self.rank
     }
 
-    /// Checks that existing checkpoints belong to this model; call it before training, not to fail at the first save.
-    /// Only rank 0 checks.
+    /// Checks that the newest checkpoint in the directory belongs to this model. Call it before training, so that a
+    /// mismatch is not found at the first save. Only rank 0 checks.
     ///
     /// # Errors
     /// [`CkptError::AnotherModel`] with the first difference.
@@ -146,11 +146,12 @@ impl Store {
         }
     }
 
-    /// Saves a checkpoint together with the other ranks. Returns the same on all: the published checkpoint, or the error
-    /// of the first rank that failed. All ranks call it with the same `meta`.
+    /// Saves a checkpoint together with the other ranks. All ranks call it with the same `meta` and return the same
+    /// result: the published checkpoint, or the error of the first rank that failed.
     ///
-    /// `exchange` is an all-gather: its argument is this rank's frame, its result the frames of all ranks in rank order.
-    /// All frames have [`frame_bytes`](crate::frame_bytes) bytes. Every rank calls it twice, also after an error.
+    /// `exchange` is an all-gather: its argument is this rank's frame, its result the frames of all ranks in rank
+    /// order. All frames have [`frame_bytes`](crate::frame_bytes) bytes. Every rank calls it twice, even after an
+    /// error, unless the exchange itself fails.
     ///
     /// # Errors
     /// The error of any rank, as [`CkptError::Rank`], or a failed exchange.
@@ -236,8 +237,9 @@ impl Store {
         let _ = self.staging.remove_file(&staged.file);
     }
 
-    /// Rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint and names it in `latest`. On an
-    /// error before the checkpoint has its name, removes the staged files; earlier checkpoints stay as they are.
+    /// On rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint and names it in `latest`.
+    /// On an error before the checkpoint has its final name, removes the staged files; earlier checkpoints do not
+    /// change.
     ///
     /// # Errors
     /// The error of the first failed rank, staged files that do not form one checkpoint, another model in this
@@ -289,7 +291,7 @@ impl Store {
             let _ = self.staging.remove(&dir_name);
             return Err(error);
         }
-        // The checkpoint is complete and has its name: from here on an error undoes nothing.
+        // The checkpoint is complete and has its final name: later errors do not undo it.
         self.dir.sync()?;
         self.at(SavePoint::Renamed);
         self.move_latest(&name)?;
@@ -302,7 +304,7 @@ impl Store {
         Ok(PublishedCheckpoint { name, step: meta.step, sequence, bytes, notices })
     }
 
-    /// Checks that this machine sees the staged file in its length.
+    /// Checks that this machine sees the staged file with its full length.
     fn check_staged(&self, staged: &StagedFile) -> Result<(), CkptError> {
         let rank = staged.rank;
         let (_, got_bytes) = self.staging.open_file(&staged.file, false).map_err(|e| CkptError::Mismatch {
@@ -338,13 +340,13 @@ impl Store {
         self.dir.sync()
     }
 
-    /// Removes checkpoints beyond the last k, the one that this save replaced, and files of dead runs that staged steps
-    /// up to this one.
+    /// Removes checkpoints beyond the last `keep_last`, the one that this save replaced, and staged files of steps up
+    /// to this one, which crashed runs left. Returns the failures.
     fn prune(&self, published: &mut Vec<Entry>, step: u64) -> Vec<String> {
         let mut notices = Vec::new();
         let excess = self.options.keep_last.map_or(0, |keep| published.len().saturating_sub(keep.max(1)));
         for entry in published.drain(..excess) {
-            // One rename hides it, so that no reader opens it half removed.
+            // First hides it by one rename, so that no reader opens it partly removed.
             let old = format!("{}.old.{}", entry.name, random());
             let gone = self.dir.rename(&entry.name, &self.staging, &old).and_then(|()| self.staging.remove(&old));
             notices.extend(gone.err().map(|e| e.to_string()));

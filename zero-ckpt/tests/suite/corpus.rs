@@ -1,4 +1,4 @@
-//! The fuzz targets on their corpus and on damaged copies of it. The fuzzer is started by hand:
+//! The fuzz targets on their corpus and on damaged copies of it. To run the fuzzer itself:
 //! `cargo +nightly fuzz run manifest_body` in this crate (see `fuzz/`).
 
 #[path = "../../fuzz/targets.rs"]
@@ -37,7 +37,7 @@ fn corpus_does_not_panic() {
     }
 }
 
-/// Valid inputs; damaged copies of them reach deeper than noise.
+/// Valid inputs; damaged copies of them pass more checks than random bytes do.
 fn good(target: &str) -> Vec<u8> {
     let manifest = targets::sample_manifest();
     match target {

@@ -1,4 +1,4 @@
-//! `kill -9` at every point of the save protocol: the previous checkpoint loads, or the new one.
+//! `kill -9` at every point of the save protocol: afterwards the previous checkpoint or the new one loads.
 //!
 //! A child process (this test binary) saves, stops at a point, and is killed there.
 

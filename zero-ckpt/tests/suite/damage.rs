@@ -33,7 +33,7 @@ fn flipped_bytes_of_shard_files_are_found() {
     let reader = Reader::open(dir.path()).unwrap();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     let put = |at: usize, byte: u8| std::os::unix::fs::FileExt::write_all_at(&file, &[byte], at as u64).unwrap();
-    // Every byte, except that of the header's padding every 61st suffices.
+    // Every byte, but only every 61st byte of the header's padding.
     for at in (0..good.len()).filter(|&i| good[i] != b' ' || i % 61 == 0) {
         put(at, good[at] ^ (1 << (at % 8)));
         // A reader checks the front of a file once, so each byte needs a new reader.

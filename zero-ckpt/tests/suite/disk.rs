@@ -1,6 +1,6 @@
 //! A full disk, a read-only disk, and two runs in one directory.
 //!
-//! The disks are small tmpfs mounts; a test that is not permitted to mount prints so and passes.
+//! The disks are small tmpfs mounts; a test that may not mount prints that it is skipped and passes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -53,7 +53,7 @@ fn full_disk_fails_the_save_on_all_ranks() {
     save_with(&stores, &layout, 1, 1).into_iter().for_each(|r| drop(r.unwrap()));
     let filler = disk.path().join("filler");
     let (mut failed, mut saved) = (0, 0);
-    // One more free page each time, so that the save runs out of space at every point in turn.
+    // Each round has one more free page, so that the save runs out of space at every point.
     for leave in 0..14 {
         // Fills the disk, then frees pages.
         let mut file = std::fs::File::create(&filler).unwrap();
@@ -73,7 +73,7 @@ fn full_disk_fails_the_save_on_all_ranks() {
         assert!(texts.iter().all(|t| t.contains("No space left on device")), "{texts:?}");
         let reader = Reader::open(&dir).unwrap();
         assert!(reader.verify().problems.is_empty());
-        // If only `latest` did not fit, the new checkpoint is complete already.
+        // If only `latest` did not fit, the new checkpoint is already complete.
         let step = reader.manifest().step;
         assert_holds(&reader, &layout, step);
         if step == 1 && !dir.join("step-00000002").exists() {

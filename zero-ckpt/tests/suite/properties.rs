@@ -15,7 +15,7 @@ fn cut() -> impl Strategy<Value = Cut> {
     (1u64..6, 1u64..20, 1u64..9).prop_map(|(ranks, shard_align, param_align)| Cut { ranks, shard_align, param_align })
 }
 
-/// Sizes of the parameters of each unit; some empty, some units without any.
+/// The sizes of the parameters of each unit. Some parameters are empty; some units have no parameters.
 fn model() -> impl Strategy<Value = Vec<Vec<u64>>> {
     let size = prop_oneof![Just(0u64), 1u64..9, 1u64..300, Just(70_000u64)];
     prop::collection::vec(prop::collection::vec(size, 0..4), 1..4)

@@ -1,4 +1,4 @@
-//! Memory and traffic against the formulas of the paper, written out here a second time.
+//! Memory and traffic compared with the paper's formulas, which are implemented here independently.
 
 use crate::support::{cases, huge_layout};
 use proptest::prelude::*;
@@ -11,8 +11,8 @@ fn state_bytes(stage: ZeroStage, elems: u64, ranks: u64) -> u64 {
     StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, ranks).unwrap().total_bytes()
 }
 
-/// arXiv 1910.02054, table 1: GB a device for stages 1, 2 and 3. It prints three digits, cut off where
-/// there are that many before the point and rounded where there are not.
+/// arXiv 1910.02054, table 1: GB per device for stages 1, 2 and 3. It has three digits: truncated if there are three
+/// before the point, rounded otherwise.
 #[test]
 fn table_1_of_the_paper() {
     let table: [(u64, [[&str; 6]; 3]); 3] = [
@@ -108,7 +108,7 @@ proptest! {
             prop_assert_eq!((got.params_bytes, got.grads_bytes, got.optimizer_bytes), (p, g, k));
             prop_assert_eq!(got.total_bytes(), p + g + k);
         }
-        // What travels, times (N-1)/N.
+        // Elements sent, times (N-1)/N.
         let wire = |elems: u64| elems / n * (n - 1) * 2;
         let sent = ZeroStage::ALL.map(|s| layout.step_traffic(s, &w, a).unwrap());
         prop_assert_eq!(sent[0].all_reduce_bytes, 2 * a * wire(psi));
@@ -118,7 +118,7 @@ proptest! {
         prop_assert_eq!((sent[3].reduce_scatter_bytes, sent[3].all_gather_bytes), (a * wire(psi), 2 * a * wire(psi)));
     }
 
-    /// More ranks never cost a rank more, and a higher stage never more than a lower one.
+    /// The memory of a rank does not grow with the number of ranks or with the stage.
     #[test]
     fn memory_falls_with_ranks_and_stage(elems in 0u64..10_000_000_000_000, n in 1u64..65_536, more in 1u64..1000) {
         let bytes = |s, n| StateBytes::of_elems(s, &Widths::MIXED_ADAM, elems, n).unwrap().total_bytes();
@@ -161,7 +161,7 @@ fn activations_are_those_of_the_paper() {
     assert_eq!(estimate(flash).statistics_bytes, 96 * (16 * s + 4 * a * s) + 8 * s);
     let plain = ActivationOptions { dropout: false, elem_bytes: 4, ..run };
     assert_eq!(estimate(plain).blocks_bytes, 96 * (64 * s * h + 4 * a * s * s));
-    // A feed-forward of another width; in backward, query, key and value are wider than a narrow one.
+    // Another feed-forward width: with a narrow one, query, key and value are larger in backward.
     for (inner, widest) in [(h, 3 * h), (8 * h, 8 * h)] {
         let shape = TransformerShape { inner, ..shape };
         let other = ActivationBytes::estimate(&shape, &flash).unwrap();
@@ -203,7 +203,7 @@ fn tiers_hold_what_is_placed_on_them() {
     let device = [all.device.gathered_bytes, all.device.buckets_bytes, all.device.scratch_bytes];
     assert_eq!((device, all.device.activations_bytes), ([14, 20, 9], 11));
     assert_eq!(all.device.total_bytes(), Ok(54));
-    // Two bytes of parameter and twelve of optimizer state pass through the host for each element on disk.
+    // For each element on disk, two bytes of parameter and twelve of optimizer state pass through the host.
     assert_eq!((all.host.staging_bytes, all.host.total_bytes()), (3 * 4 * 14, Ok(3 * 4 * 14 + 20)));
     assert_eq!(all.nvme.total_bytes(), Ok(140));
     let grads = MemoryModel { placement: Placement { grads: Tier::Nvme, ..Placement::DEVICE }, ..model };

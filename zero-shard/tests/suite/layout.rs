@@ -1,5 +1,5 @@
-//! Partition, order, inverse and balance of layouts, against a plain list of elements where the model is
-//! small, and at sampled elements where it is not.
+//! Partition, order, inverse maps and balance of layouts: small models are compared with a plain list of elements,
+//! large ones are checked at sampled elements.
 
 use crate::support::{cases, huge_layout, huge_units, laid_out, small_layout};
 use proptest::prelude::*;
@@ -41,7 +41,7 @@ fn plain_storages(layout: &Layout) -> Vec<Vec<Option<u64>>> {
 proptest! {
     #![proptest_config(cases(300))]
 
-    /// Every element has one owner, every owner's place leads back to it, and nothing else is owned.
+    /// Every element has one owner, the owner's place maps back to the element, and nothing else is owned.
     #[test]
     fn elements_are_partitioned_as_a_plain_list_is(layout in small_layout()) {
         let storages = plain_storages(&layout);
@@ -65,7 +65,7 @@ proptest! {
         prop_assert_eq!(layout.global_at(layout.world_size(), 0), None);
     }
 
-    /// `params_in` lists what a shard holds, in order and without overlap; `locate` of each piece is itself.
+    /// `params_in` lists the pieces of a shard in order, without overlap; `locate` of each piece returns it.
     #[test]
     fn locate_and_params_in_are_inverse(layout in small_layout(), cut in (0u64..200, 0u64..200)) {
         let storages = plain_storages(&layout);
@@ -117,8 +117,7 @@ proptest! {
         }
     }
 
-    /// A shard is never a whole alignment unit longer than it must be, so shards differ by less than one
-    /// unit in what they hold of the parameters, except for ranges in the padding at the end.
+    /// Every shard is a multiple of the alignment, and less than one alignment longer than necessary.
     #[test]
     fn shards_are_balanced_and_aligned(units in huge_units(), ranks in 1u64..=65_536, align in 1u64..5_000) {
         let layout = laid_out(&units, ranks, align, 1);
@@ -141,13 +140,13 @@ proptest! {
         prop_assert_eq!((layout.padded_elems(), layout.shard_elems()), (whole, shard));
     }
 
-    /// A layout is made again from what it was made from.
+    /// A layout equals the layout of its specification.
     #[test]
     fn a_layout_is_its_specification(layout in small_layout()) {
         prop_assert_eq!(Layout::try_from(LayoutSpec::from(layout.clone())), Ok(layout));
     }
 
-    /// At 10^13 elements over 65,536 ranks the maps are still inverse.
+    /// The maps are inverse for 10^13 elements over 65,536 ranks.
     #[test]
     fn huge_layouts_invert(layout in huge_layout(), samples in prop::collection::vec(any::<u64>(), 20)) {
         for sample in samples {
@@ -167,7 +166,7 @@ proptest! {
         }
     }
 
-    /// Buckets cut each shard end to end, within the capacity, at aligned places.
+    /// Buckets cover each shard, within the capacity, at aligned offsets.
     #[test]
     fn buckets_cover_every_shard_once(layout in small_layout(), capacity in 0u64..300) {
         for u in 0..layout.units().len() {
@@ -247,7 +246,7 @@ fn each_wrong_layout_has_its_error() {
     assert_eq!(with(tie("u", "p", "p")), ShardError::DuplicateName { name: "p".into() });
     assert_eq!(with(tie("v", "q", "p")), ShardError::UnknownUnitName { name: "v".into() });
     assert_eq!(with(tie("u", "q", "r")), ShardError::UnknownParam { name: "r".into() });
-    // A tie of a tie has no elements to point at.
+    // The target of a tie must be a parameter, not a tie.
     assert_eq!(with(tie("u", "q", "q")), ShardError::UnknownParam { name: "q".into() });
 }
 

@@ -1,4 +1,4 @@
-//! Laws of layouts, cuts, resharding and formulas.
+//! Properties of layouts, their parts, resharding and formulas.
 
 mod formulas;
 mod layout;

@@ -20,7 +20,7 @@ fn sub_groups_cut(layout: &Layout, capacity: u64) {
     }
     assert_eq!(end, layout.shard_elems());
     assert!(count == 0 || sizes.1 - sizes.0 <= align);
-    // One fewer would not do.
+    // One fewer would not be enough.
     let most = (capacity / align * align).max(align);
     assert_eq!(count as u64, layout.shard_elems().div_ceil(most));
 }
@@ -39,7 +39,7 @@ proptest! {
         sub_groups_cut(&layout, u64::MAX);
     }
 
-    /// Runs of one group follow one another and name the group of every element.
+    /// Runs are ascending and contain the group of every element.
     #[test]
     fn group_runs_name_every_element(layout in small_layout(), mask in any::<u64>()) {
         let groups = ParamGroups::new(&layout, |id, _| (mask >> ((id.unit * 5 + id.param) % 64)) as usize & 1);
@@ -56,7 +56,7 @@ proptest! {
         }
     }
 
-    /// A split moves exactly the small parameters, keeps the order, and loses none.
+    /// A split moves exactly the small parameters, keeps the order, and loses no parameter.
     #[test]
     fn persistent_parameters_are_the_small_ones(units in small_units(), threshold in 0u64..30, most in 0u64..60) {
         let split = split_persistent(&units, "persistent", threshold, most).unwrap();
@@ -69,14 +69,14 @@ proptest! {
             prop_assert_eq!(&before.name, &after.name);
             let merged: Vec<_> = before.params.iter().filter(|p| !kept.contains(p)).cloned().collect();
             prop_assert_eq!(&merged, &after.params);
-            // Whatever is left and small did not fit any more.
+            // A small parameter that was not moved did not fit.
             let left = after.params.iter().filter(|p| (1..=threshold).contains(&size(p)));
             prop_assert!(left.map(|p| size(p) + split.persistent_elems).all(|sum| sum > most));
         }
         prop_assert!(threshold > 0 || split.persistent.is_none());
     }
 
-    /// A shard of the second cut is the shards of its neighbouring ranks, end to end.
+    /// A regrouped shard is the concatenation of the shards of consecutive ranks.
     #[test]
     fn regrouped_shards_are_those_of_neighbours(
         units in small_units(), groups in 1u64..5, group_size in 1u64..5, align in 1u64..5,
@@ -84,7 +84,7 @@ proptest! {
         let layout = laid_out(&units, groups * group_size, align, 2);
         let again = layout.regroup(group_size).unwrap();
         prop_assert_eq!((again.world_size(), again.padded_elems()), (group_size, layout.padded_elems()));
-        // It is what the longer alignment alone would give: ceil(ceil(n / P) / ka) = ceil(n / Na).
+        // It equals the layout with the longer alignment: ceil(ceil(n / P) / ka) = ceil(n / Na).
         prop_assert_eq!(&again, &laid_out(&units, group_size, align * groups, 2));
         for (one, two) in layout.units().iter().zip(again.units()) {
             prop_assert_eq!(one.whole_range(), two.whole_range());
@@ -101,7 +101,7 @@ proptest! {
         }
     }
 
-    /// Ranks of a grid: group and position name each rank once; groups are runs, peers one of each group.
+    /// Group and position identify each rank; groups are consecutive ranks; peers are one rank of each group.
     #[test]
     fn grids_name_every_rank_once(groups in 1u64..20, group_size in 1u64..20) {
         let grid = Grid::new(groups * group_size, group_size).unwrap();
@@ -128,7 +128,7 @@ proptest! {
             let whole = flat.primary().padded_elems();
             let once = flat.primary().step_traffic(stage, &w, a).unwrap();
             for routing in [Routing::Ring, Routing::TwoLevel] {
-                // The path does not change what a rank sends, only what crosses.
+                // The route changes only the bytes that leave a group, not those that a rank sends.
                 prop_assert_eq!(sent(Sharding::Flat, stage, routing).rank, once);
             }
             let times = match stage.number() { 0 => 2 * a, 1 | 2 => a + 1, _ => 3 * a };
@@ -149,7 +149,7 @@ proptest! {
         prop_assert_eq!(flat.group_egress_bytes - hpz.group_egress_bytes, 2 * a * whole / groups * (groups - 1));
         let gathers = 2 * a * (whole / n * (n - 1) + whole / group_size * (group_size - 1));
         prop_assert_eq!(hpz.rank.all_gather_bytes, gathers);
-        // Replicas: only the reduced shard crosses, once a step.
+        // Replicas: only the reduced shard leaves the group, once per step.
         let replicated = layout(Sharding::Replicated);
         let hybrid = sent(Sharding::Replicated, ZeroStage::Three, Routing::Ring);
         let shard = replicated.primary().shard_elems();

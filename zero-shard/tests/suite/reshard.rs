@@ -1,4 +1,4 @@
-//! Reshard plans, applied to storages whose every element is different.
+//! Reshard plans, applied to storages in which all elements differ.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use zero_shard::{
 
 const PADDING: u64 = u64::MAX;
 
-/// All shard storages; an element is a number made of its parameter's name and its offset there.
+/// All shard storages; an element's value encodes its parameter's name and its offset there.
 fn storages(layout: &Layout) -> Vec<Vec<u64>> {
     let mut storages = vec![vec![PADDING; layout.shard_elems() as usize]; layout.world_size() as usize];
     for (rank, storage) in storages.iter_mut().enumerate() {
@@ -25,7 +25,7 @@ fn storages(layout: &Layout) -> Vec<Vec<u64>> {
     storages
 }
 
-/// Runs the moves; an element of `to` that is written twice fails.
+/// Runs the moves; panics if an element of `to` is written twice.
 fn apply(moves: &[Move], from: &[Vec<u64>], to: &Layout) -> Vec<Vec<u64>> {
     let mut storages = vec![vec![PADDING; to.shard_elems() as usize]; to.world_size() as usize];
     for m in moves {
@@ -39,7 +39,7 @@ fn apply(moves: &[Move], from: &[Vec<u64>], to: &Layout) -> Vec<Vec<u64>> {
     storages
 }
 
-/// The same parameters in other units: all in the order of `keys`, cut into `units` units.
+/// The same parameters in other units: in the order of `keys`, cut into `count` units.
 fn regrouped(units: &[UnitSpec], keys: &[u64], count: usize) -> Vec<UnitSpec> {
     let mut params: Vec<_> = units.iter().flat_map(|u| u.params.clone()).zip(keys.iter().cycle()).collect();
     params.sort_by_key(|(_, key)| **key);
@@ -50,7 +50,7 @@ fn regrouped(units: &[UnitSpec], keys: &[u64], count: usize) -> Vec<UnitSpec> {
     cut
 }
 
-/// The layouts of one model: number of ranks, alignment of shards and of parameters.
+/// Options of a layout: number of ranks, alignment of shards and of parameters.
 fn shape() -> impl Strategy<Value = (u64, u64, u64)> {
     (1u64..9, 1u64..7, 1u64..5)
 }
@@ -58,7 +58,7 @@ fn shape() -> impl Strategy<Value = (u64, u64, u64)> {
 proptest! {
     #![proptest_config(cases(200))]
 
-    /// From any layout to any other, whatever the units and their order; and back again is the identity.
+    /// Resharding to any other layout, with any units in any order, and back is the identity.
     #[test]
     fn there_and_back_is_the_identity(
         units in small_units(), a in shape(), b in shape(), keys in prop::collection::vec(any::<u64>(), 1..9), count in 1usize..5,
@@ -70,14 +70,14 @@ proptest! {
         let middle = apply(&there, &start, &to);
         prop_assert_eq!(&middle, &storages(&to));
         prop_assert_eq!(apply(&back, &middle, &from), start);
-        // Each element is moved once, and no more.
+        // Each element is moved exactly once.
         prop_assert_eq!(there.iter().map(Move::elems).sum::<u64>(), from.numel_elems());
-        // A rank's own plan is its part of the whole plan.
+        // A rank's plan is its part of the whole plan.
         let each: Vec<Move> = (0..to.world_size()).flat_map(|r| reshard_rank(&from, &to, r).unwrap()).collect();
         prop_assert_eq!(each, there);
     }
 
-    /// Through a third layout is the same as directly.
+    /// Resharding through a third layout equals resharding directly.
     #[test]
     fn plans_compose(units in small_units(), a in shape(), b in shape(), c in shape()) {
         let [a, b, c] = [a, b, c].map(|s| laid_out(&units, s.0, s.1, s.2));
@@ -86,7 +86,7 @@ proptest! {
         prop_assert_eq!(through, apply(&reshard(&a, &c).unwrap(), &start, &c));
     }
 
-    /// A list of extents, shuffled and cut, plans what the layouts do.
+    /// Sources of shuffled and cut extents have the same plan as layouts.
     #[test]
     fn sources_plan_as_layouts_do(units in small_units(), a in shape(), b in shape(), seed in any::<u64>()) {
         let (from, to) = (laid_out(&units, a.0, a.1, a.2), laid_out(&units, b.0, b.1, b.2));
@@ -104,14 +104,14 @@ proptest! {
         let wanted = (0..b.0).flat_map(|r| to.shard_extents(r).unwrap());
         let moves = sources.plan(wanted).unwrap();
         prop_assert_eq!(apply(&moves, &storages(&from), &to), storages(&to));
-        // Where several hold an element, one of them gives it.
+        // If several extents hold an element, one of them is its source.
         let twice = Sources::first_of(&to, cut.iter().chain(&extents).cloned()).unwrap();
         prop_assert!(twice.extents().windows(2).all(|p| p[0].elems.end <= p[1].elems.start));
         let moves = twice.plan((0..b.0).flat_map(|r| to.shard_extents(r).unwrap())).unwrap();
         prop_assert_eq!(apply(&moves, &storages(&from), &to), storages(&to));
     }
 
-    /// The first in the list is taken, element by element, as a plain map does.
+    /// The first extent in the list is the source of each element, as in a plain map.
     #[test]
     fn the_first_source_is_taken(parts in prop::collection::vec((0u64..40, 0u64..40, 0u64..5), 0..12)) {
         let layout = laid_out(&[UnitSpec::new("u", [ParamSpec::new("p", [40])])], 3, 1, 1);
@@ -135,8 +135,8 @@ proptest! {
         prop_assert_eq!(sources.plan(layout.whole_extents(0)).is_ok(), plain.len() == 40);
     }
 
-    /// One rank's part of a plan from and to tens of thousands of ranks, for 10^13 elements, is found without
-    /// the rest, fills all it owns, and asks only the ranks that own it.
+    /// For 10^13 elements and tens of thousands of ranks, one rank's plan can be computed without the others'. It
+    /// fills all that the rank owns, and copies only from ranks that own it.
     #[test]
     fn huge_plans_are_made_a_rank_at_a_time(
         units in huge_units(), n in 1u64..=65_536, m in 16_384u64..=65_536, rank in any::<u64>(), align in 1u64..600,
@@ -176,7 +176,7 @@ fn a_hole_is_named() {
     assert_eq!(sources.check_complete(), Err(hole(2..6)));
     assert_eq!(sources.plan(to.shard_extents(1).unwrap()), Err(hole(2..6)));
     assert_eq!(sources.plan(to.whole_extents(1)), Err(hole(2..6)));
-    // Elements that are not wanted may be missing.
+    // Elements that are not requested may be missing.
     assert_eq!(sources.plan([to.extent("first", 1..3, 5, 0).unwrap()]).unwrap().len(), 1);
     let more = all.into_iter().chain([to.extent("p", 3..6, 9, 7).unwrap()]);
     let sources = Sources::new(&to, more).unwrap();
@@ -217,7 +217,7 @@ fn overlaps_and_ranges_outside_are_errors() {
     outside(sources.plan([Extent::new(9..11, 0, 0)]).unwrap_err());
     let collide = sources.plan([Extent::new(0..4, 1, 0), Extent::new(4..8, 1, 3)]).unwrap_err();
     assert_eq!(collide, ShardError::TargetsOverlap { place: 1, in_storage: 3..4 });
-    // The same elements at two places are no collision.
+    // The same elements may go to two places.
     assert_eq!(sources.plan([Extent::new(0..4, 1, 0), Extent::new(0..4, 2, 0)]).unwrap().len(), 2);
 }
 

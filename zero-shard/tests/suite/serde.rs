@@ -1,4 +1,4 @@
-//! Specifications, plans and reports survive a trip through JSON; a layout is checked when it is read.
+//! Specifications, plans and reports round-trip through JSON; deserializing a layout checks it.
 
 use zero_shard::{Layout, LayoutOptions, MemoryModel, ParamSpec, Tie, UnitSpec, Widths, ZeroStage, reshard};
 

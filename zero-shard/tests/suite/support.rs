@@ -4,8 +4,8 @@
 use proptest::prelude::*;
 use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 
-/// Cases of a property: fewer under Miri, which is a hundred times slower; `ZERO_PROPTEST_FACTOR` times as many
-/// where that is set.
+/// The configuration of a property with `n` cases: fewer under Miri, which is a hundred times slower;
+/// `ZERO_PROPTEST_FACTOR` times as many if that is set.
 pub(crate) fn cases(n: u32) -> ProptestConfig {
     let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
     let cases = if cfg!(miri) { 2 } else { n.saturating_mul(factor) };
@@ -39,7 +39,7 @@ fn named(shapes: Vec<Vec<Vec<u64>>>) -> Vec<UnitSpec> {
     shapes.into_iter().enumerate().map(unit).collect()
 }
 
-/// The units laid out with these alignments.
+/// Lays out the units with these alignments.
 pub(crate) fn laid_out(units: &[UnitSpec], world_size: u64, shard_align: u64, param_align: u64) -> Layout {
     let options =
         LayoutOptions { shard_align_elems: shard_align, param_align_elems: param_align, ..LayoutOptions::default() };
