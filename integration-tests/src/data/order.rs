@@ -38,8 +38,8 @@ pub(super) enum Order {
 
 impl Order {
     /// The first token of row `row` (below `at.micro_batch`) of this rank's micro-batch, in a data set of
-    /// `len_tokens` tokens; the row and its last target are `start..start + T + 1`. `None` if there are fewer than T
-    /// + 1 tokens or `at` is not a position in training.
+    /// `len_tokens` tokens; the row and its last target are `start..start + T + 1`. `None` if there are not more
+    /// than T tokens, or if `at` is not a position in training.
     pub(super) fn start(self, at: &BatchAt, row: usize, len_tokens: u64) -> Option<u64> {
         let seq_len = at.seq_len as u64;
         // The number of positions at which T inputs and the last target fit.

@@ -1,6 +1,6 @@
 //! The flags that ranks exchange at the end of a step: a request to stop, and readiness to advance a save.
 //!
-//! | buffer | bytes | life |
+//! | buffer | bytes | lifetime |
 //! |---|---|---|
 //! | `host` | 8, in host memory from which copies read | written by a host operation in the compute stream |
 //! | `device` | 8, on the device | a copy of it, read by the all-gather of statistics |

@@ -1,6 +1,6 @@
 //! The reduction of gradients from backward into their storage.
 //!
-//! | buffer | elements | life |
+//! | buffer | elements | lifetime |
 //! |---|---|---|
 //! | scratch slot | a unit's flat gradient in fp32 | from the first pass that adds to it until it is packed |
 //! | bucket | constant, in the dtype of communication | from packing until the reduced piece is stored |

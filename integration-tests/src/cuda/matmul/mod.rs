@@ -47,7 +47,7 @@ impl Matrix {
         Self::with_stride(data, cols, cols)
     }
 
-    /// Rows of `cols` elements, `stride` elements apart. Their number is that of the strides in `data`.
+    /// Rows of `cols` elements, `stride` elements apart. Their number is `data.len() / stride`.
     pub fn with_stride(data: AnySlice, cols: usize, stride: usize) -> Self {
         Self { data, rows: data.len() / stride.max(1), cols, stride, transposed: false }
     }
@@ -84,7 +84,7 @@ pub enum Epilogue {
         /// Output for GELU's input, in the shape of the result.
         input: AnySlice,
     },
-    /// A product with GELU's derivative at its input.
+    /// Multiplies by GELU's derivative at its input.
     GeluBackward {
         /// GELU's input, in the shape of the result.
         input: AnySlice,

@@ -1,8 +1,8 @@
 //! GPT-2 on the host: pre-LN blocks, learned positions, tanh GELU, tied or untied head, in fp32.
 //!
-//! Buffers and their lives, with M = batch x seq tokens, C the width, F the MLP's width:
+//! Buffers and their lifetimes, with M = batch x seq tokens, C the width, F the MLP's width:
 //!
-//! | buffer | elements | life |
+//! | buffer | elements | lifetime |
 //! |---|---|---|
 //! | `residual[i]` | M x C, one a block and one for the head | written by forward, read by backward |
 //! | `block[i]` | about (8 C + 2 F) M | forward to backward; with checkpointing one for all blocks |

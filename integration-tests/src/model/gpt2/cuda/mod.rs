@@ -1,9 +1,9 @@
 //! GPT-2 on CUDA: the host's passes, with activations in the type of the parameters and statistics in fp32.
 //!
-//! Buffers and their lives, with M = batch x seq tokens, C the width, F the MLP's width, `act` the type of
+//! Buffers and their lifetimes, with M = batch x seq tokens, C the width, F the MLP's width, `act` the type of
 //! activations:
 //!
-//! | buffer | elements | life |
+//! | buffer | elements | lifetime |
 //! |---|---|---|
 //! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward |
 //! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with checkpointing one for all |
