@@ -270,7 +270,11 @@ fn bad_checkpoints_are_rejected() {
     fails(&run_tiny(dir.path(), &["--resume", "empty"]), 2, &["empty"]);
     succeeds(&run_tiny(dir.path(), &["--checkpoint", "a"]));
     succeeds(&zero(dir.path(), &["ckpt", "import", &data("model"), "imported"]));
-    fails(&run_tiny(dir.path(), &["--resume", "imported"]), 2, &["imported", "no training state to resume", "export", "--model"]);
+    fails(
+        &run_tiny(dir.path(), &["--resume", "imported"]),
+        2,
+        &["imported", "no training state to resume", "export", "--model"],
+    );
     let other = ["--model", "nano", "--resume", "a", "--steps", "4", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &other), 2, &["another model"]);
     succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
