@@ -8,7 +8,7 @@
 //! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward |
 //! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with checkpointing one for all |
 //! | `head` | M x C `act` | forward to backward of the head |
-//! | `scratch` | gradients of activations, partial sums, and the logits | a backward pass; `dres` also until the next one |
+//! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
 //! Backward recomputes the outputs of layer norms, which costs a hundredth of a step and saves an eighth of the
