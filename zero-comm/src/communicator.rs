@@ -188,7 +188,7 @@ pub trait Communicator<D: Device>: Send + Sync {
         self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
     }
 
-    /// Reduce-scatter with a segment of `counts[q]` elements for rank q, end to end in `send`;
+    /// Reduce-scatter with a segment of `counts[q]` elements for rank q; `send` is the concatenation of the segments;
     /// `recv.len() == counts[rank]`. All ranks pass the same counts; a count may be 0.
     ///
     /// # Errors
@@ -212,8 +212,8 @@ pub trait Communicator<D: Device>: Send + Sync {
         self.enqueue(stream, self.group().all_gather(send, recv)?)
     }
 
-    /// All-gather of `counts[q]` elements from rank q, end to end in `recv`; `send.len() == counts[rank]`.
-    /// All ranks pass the same counts; a count may be 0.
+    /// All-gather of `counts[q]` elements from rank q; `recv` is the concatenation in rank order;
+    /// `send.len() == counts[rank]`. All ranks pass the same counts; a count may be 0.
     ///
     /// # Errors
     /// Counts or dtypes do not match, or the stream returned an error.

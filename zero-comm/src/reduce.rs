@@ -203,7 +203,7 @@ fn round_bf16(x: f32) -> bf16 {
 
 lane!(f16, f32, widen_f16, |a, x| a + x, |a, n| a / n as f32, round_f16);
 
-/// Masks of binary16, and fp32 constants of the same quantities.
+/// Bit masks of binary16, and fp32 constants for its conversion.
 mod f16_parts {
     pub(super) const EXPONENT: u32 = 0x7c00;
     pub(super) const SIGN: u32 = 0x8000;

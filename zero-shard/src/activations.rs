@@ -4,10 +4,10 @@
 //! feed-forward width f and a heads, a layer keeps for its backward, in elements of the compute dtype:
 //!
 //! ```text
-//! attention   the input 1, query, key and value 3, the projection's input 1        5 sbh
-//! feed-forward   the input; the activation's input and output                      1 sbh + 2 sbf
-//! layer norms    their inputs                                                      2 sbh
-//! attention matrix, unless it is recomputed tile by tile (flash attention)         1 a s s b
+//! attention          input 1; query, key and value 3; input of the projection 1     5 sbh
+//! feed-forward       input; input and output of the activation function             1 sbh + 2 sbf
+//! layer norms        inputs                                                         2 sbh
+//! attention matrix   without flash attention, which recomputes it tile by tile      1 a s s b
 //! ```
 //!
 //! Dropout adds a mask, of one byte per element, for the outputs of attention and feed-forward and for the attention

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use crate::{Layout, ParamId, ShardError, StoredPiece};
 
-/// A contiguous copy. A place is a rank or a file, numbered by the caller.
+/// A contiguous copy between two places. A place is a rank or a file; the caller numbers them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Move {

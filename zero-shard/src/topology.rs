@@ -72,7 +72,7 @@ impl Grid {
     }
 }
 
-/// How a model is sharded over a [`Grid`].
+/// The sharding of a model over a [`Grid`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Sharding {
@@ -88,7 +88,7 @@ pub enum Sharding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Routing {
-    /// One ring through all ranks, group by group: (N-1)/N of the buffer leaves each group.
+    /// One ring through all ranks in rank order: (N-1)/N of the buffer leaves each group.
     Ring,
     /// Two phases, between ranks of one position and within the groups: (M-1)/M of the buffer leaves each of M
     /// groups. With both routes a rank sends (N-1)/N of the buffer.
@@ -143,7 +143,7 @@ impl GridLayout {
         self.grid
     }
 
-    /// How the model is sharded.
+    /// The sharding of the model.
     pub fn sharding(&self) -> Sharding {
         self.sharding
     }

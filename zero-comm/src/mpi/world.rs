@@ -15,7 +15,7 @@ use crate::CommError;
 /// Time limit for transfers to end after a failure. If it passes, this process makes no further MPI call.
 const SETTLE_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long before the time limit a rank notifies the others of the rank that it waits for, at most.
+/// The maximum time before the limit at which a waiting rank notifies the others of the rank that it waits for.
 const NOTIFY_BEFORE: Duration = Duration::from_secs(2);
 
 /// The process's part of the world. Ranks are those of the whole world.

@@ -20,7 +20,7 @@ use super::world::Transport;
 use crate::call::{Checked, Group};
 use crate::{Collective, CommError, ReduceOp};
 
-/// How long to poll without sleeping. NCCL's proxy thread needs some tens of microseconds to enqueue a collective.
+/// Duration of polling without sleep. NCCL's proxy thread needs some tens of microseconds to enqueue a collective.
 const SPIN: Duration = Duration::from_micros(100);
 /// First and longest pause between polls after [`SPIN`].
 const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_millis(1)];

@@ -55,6 +55,9 @@
 //! a stalled replay appears as the timeout of a wait on the stream, and the stream is not poisoned. Check
 //! [`Communicator::failure`] before using the results of a replay.
 
+// `handle` calls the library. The control plane: `rendezvous` connects each rank to the coordinator, `server` runs
+// the coordinator's threads, `coordinator` is its state machine, `message` and `wire` define the protocol, and
+// `world` is a rank's side with its watcher thread.
 mod abort;
 mod config;
 mod coordinator;

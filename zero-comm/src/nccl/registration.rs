@@ -1,4 +1,5 @@
-//! Registration: NCCL works directly in registered memory instead of copying through its own buffers.
+//! Registration of memory with NCCL, which accesses registered memory directly instead of copying through internal
+//! buffers.
 //!
 //! By NCCL's guide ("User Buffer Registration") and the sources of 2.30 to 2.32 (`src/register`,
 //! `src/transport/p2p.cc`, `src/allocator.cc`), memory must be

@@ -14,7 +14,7 @@ use crate::{CommError, RendezvousError};
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// First and longest pause between attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
-/// How long after the limit a rank still waits for rank 0's answer.
+/// Extra time after the limit for rank 0's answer to arrive.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// A rank's connection to the coordinator, after all ranks have joined.

@@ -60,7 +60,7 @@ pub enum PrefetchError {
         /// The requested unit.
         unit: usize,
     },
-    /// The units that the caller holds leave too little under the limit.
+    /// The unit exceeds the limit together with the units that the caller holds.
     #[error(
         "unit {unit} of {unit_elems} elements exceeds max_live_elems {limit_elems}: held units have {live_elems}"
     )]

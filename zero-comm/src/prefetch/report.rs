@@ -1,9 +1,9 @@
-//! The report of a step: its counts, and how its uses compare with the expected order.
+//! The report of a step: counts of gathers, and the check of the order of use.
 
-/// How a step's uses compare with the expected order.
+/// The result of comparing a step's uses with the expected order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OrderCheck {
-    /// There was no order yet; this step's is expected from now on.
+    /// No order was expected; later steps expect this step's order.
     #[default]
     Recorded,
     /// The units were used in the expected order.

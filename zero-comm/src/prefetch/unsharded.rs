@@ -73,7 +73,7 @@ impl<D: Device> Unsharded<D> {
         self.user.is_none()
     }
 
-    /// The whole unit: the shards of all ranks end to end.
+    /// The whole unit: the concatenated shards of all ranks.
     ///
     /// # Safety
     /// The slice is used only by operations enqueued on the prefetcher's compute stream, before this value is dropped

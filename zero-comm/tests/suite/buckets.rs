@@ -62,14 +62,14 @@ fn reduce(n: usize, shard_elems: usize, micro_batches: usize, stage: Stage, opti
                     }
                     Stage::Accumulated => {
                         let in_flight = filling.reduce_scatter(ReduceOp::Sum).unwrap();
-                        // SAFETY: used on the communication stream, before the end.
+                        // SAFETY: used on the communication stream, before it is finished.
                         accumulate(&streams.comm, unsafe { in_flight.segment() }, result.slice(piece));
                         in_flight.finish()
                     }
                     Stage::Replicated => {
                         let in_flight = filling.all_reduce(ReduceOp::Sum).unwrap();
                         for q in 0..n {
-                            // SAFETY: used on the communication stream, before the end.
+                            // SAFETY: used on the communication stream, before it is finished.
                             let reduced = unsafe { in_flight.slice() };
                             let segment = reduced.slice(q * piece.len()..(q + 1) * piece.len());
                             accumulate(&streams.comm, segment, result.slice(of_rank(q)));
@@ -160,7 +160,7 @@ fn next_use_waits_for_a_consumer() {
             let mut in_flight = filling.all_reduce(ReduceOp::Avg).unwrap();
             in_flight.add_consumer(&reader).unwrap();
             delay(&reader, &mut random);
-            // SAFETY: used on a consumer, before the end.
+            // SAFETY: used on a consumer, before it is finished.
             copy(&reader, unsafe { in_flight.slice() }, view(read));
             in_flight.finish().unwrap().wait_on(&reader).unwrap();
         }

@@ -14,7 +14,7 @@ const RANKS: usize = 2;
 /// Elements of a rank's segment.
 const LEN: usize = 3;
 
-/// The wait that a test leaves out, on rank 1.
+/// The wait that rank 1 omits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Forgotten {
     Nothing,
@@ -43,7 +43,7 @@ impl Rank {
 
     /// The buffers that `which` reads and writes; a broadcast has only one.
     fn buffers(&self, which: Collective) -> (AnySlice, AnySlice) {
-        // SAFETY: the blocks are dropped after their streams are drained.
+        // SAFETY: the blocks are dropped after their streams are synchronized.
         let [send, recv] = [&self.send, &self.recv].map(|block| unsafe { block.slice() });
         match which {
             Collective::ReduceScatter => (send, recv.slice(0..LEN)),
@@ -60,7 +60,7 @@ impl Rank {
             let slice = slice.typed::<f32>().unwrap();
             let op = move || {
                 if write {
-                    // SAFETY: streams and events order the accesses, or the checker refuses them.
+                    // SAFETY: streams and events order the accesses, otherwise the checker fails the operation.
                     unsafe { slice.as_host_mut() }.fill(1.0);
                 } else {
                     // SAFETY: as above.

@@ -29,7 +29,7 @@ fn seeds() -> u64 {
 fn enqueue(stream: &HostStream, src: AnySlice, dst: AnySlice, f: impl Fn(&[f32], &mut [f32]) + Send + 'static) {
     let (src, dst) = (src.typed::<f32>().unwrap(), dst.typed::<f32>().unwrap());
     let op = move || {
-        // SAFETY: host memory; streams and events order the accesses, or the checker refuses them.
+        // SAFETY: host memory; streams and events order the accesses, otherwise the checker fails the operation.
         let src = unsafe { src.as_host() };
         // SAFETY: as above.
         let dst = unsafe { dst.as_host_mut() };
@@ -86,7 +86,7 @@ impl Rank {
     }
 
     fn slice(block: &Block<HostDevice>) -> AnySlice {
-        // SAFETY: every block is dropped after its streams are drained, or notes its uses.
+        // SAFETY: every block is dropped after its streams are synchronized, or records its uses.
         unsafe { block.slice() }
     }
 
@@ -162,7 +162,7 @@ impl Rank {
         }
     }
 
-    /// The optimizer: weights become gradients.
+    /// The optimizer: copies the gradients into the weights.
     fn end(&mut self, mistake: Mistake) {
         self.prefetch.end_step();
         if mistake != Mistake::NoWaitForGrads {
@@ -191,7 +191,7 @@ fn step(seed: u64, ahead: usize, overlap: bool, mistake: Mistake) -> (HostDevice
     let ran = ranks.iter().all(|rank| rank.compute.synchronize(LIMIT).is_ok() & rank.comm.synchronize(LIMIT).is_ok());
     let read = |block: &Block<HostDevice>| {
         let values = Rank::slice(block).typed::<f32>().unwrap();
-        // SAFETY: all streams are drained.
+        // SAFETY: all streams are synchronized.
         unsafe { values.as_host() }.to_vec()
     };
     let weights = ran.then(|| ranks.iter().flat_map(|rank| rank.weights.iter().map(read)).collect());
@@ -205,7 +205,7 @@ fn expected() -> Vec<Vec<f32>> {
     (0..RANKS).flat_map(|rank| SHARDS.iter().enumerate().map(move |(u, &len)| vec![sum(u, rank); len])).collect()
 }
 
-/// Checks that every seed's order has the expected weights.
+/// Checks that the step has the expected weights under every seed.
 fn every_order(ahead: usize, overlap: bool) {
     for seed in 0..seeds() {
         let (device, weights) = step(seed, ahead, overlap, Mistake::None);

@@ -110,7 +110,7 @@ fn traffic_is_the_formula() {
         stream.synchronize(LIMIT).unwrap();
         comm.traffic()
     });
-    // 5 elements are cut 2, 1, 1, 1.
+    // 5 elements in segments of 2, 1, 1, 1.
     assert_eq!(
         traffic[0],
         Traffic {
