@@ -1,11 +1,11 @@
-# Sourced by the steps that compile CUDA kernels: sets ZERO_NVRTC, or skips the step. NVRTC needs no GPU: it is the
-# library at ZERO_NVRTC, or else python3 with pip and a network puts it into target/cuda-tools (58 MB).
+# Sourced by the steps that compile CUDA kernels. If ZERO_NVRTC is not set, installs NVRTC into target/cuda-tools with
+# pip (58 MB) and sets ZERO_NVRTC; if that fails, skips the step. NVRTC needs no GPU.
 if [ -z "${ZERO_NVRTC:-}" ]; then
     tools=${CARGO_TARGET_DIR:-target}/cuda-tools
     find_nvrtc() { find "$tools" -name 'libnvrtc.so.1[2-9]' -print -quit 2>/dev/null; }
     if [ -z "$(find_nvrtc)" ]; then
         command -v python3 >/dev/null || skip "no ZERO_NVRTC, and no python3 to fetch NVRTC with"
-        # At most the newest that the kernels were checked with: a later compiler may spill where this one does not.
+        # At most the newest version that the kernels were checked with: a later compiler may spill registers.
         python3 -m pip install --quiet --disable-pip-version-check --target "$tools" 'nvidia-cuda-nvrtc<=13.5.37' ||
             skip "no ZERO_NVRTC, and pip cannot fetch nvidia-cuda-nvrtc"
     fi

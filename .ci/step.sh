@@ -1,8 +1,8 @@
-# Sourced by every step: goes to the root of the repository, names the step, and prints its time at its end.
+# Sourced by every step: changes to the repository's root, and prints the step's name, and its time at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Nothing here asks a question, and nothing is kept for a next build.
+# No prompts, and no incremental build files.
 export CI=true CARGO_INCREMENTAL=0 CARGO_TERM_COLOR="${CARGO_TERM_COLOR:-never}"
 exec </dev/null
 
@@ -20,13 +20,13 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 echo "==== $step_name"
 
-# Ends a step that cannot run here, with the reason; that is no failure.
+# Ends a step that cannot run on this machine, with the reason. Not a failure.
 skip() {
     step_skipped="SKIPPED: $*"
     exit 0
 }
 
-# A folder for the step's files, removed at its end.
+# Creates a folder for the step's files, which is removed at the end.
 temporary_folder() {
     step_temporary=$(mktemp -d)
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The trainer and PyTorch on one GPU, in turn, on the same models: GPT-2 124M at batch 32, GPT-2 1.5B at batch 8, 1024
-# tokens, bf16. Prints a line of JSON a run. Needs a GPU, NVRTC, cuBLASLt and Python with torch.
+# Runs the trainer and PyTorch on one GPU, in turn, on the same models: GPT-2 124M at batch 32, GPT-2 1.5B at batch 8,
+# 1024 tokens, bf16. Prints one line of JSON per run. Needs a GPU, NVRTC, cuBLASLt and Python with torch.
 #
 #   benches/cuda_side_by_side.sh
 #   ROUNDS=3 STEPS=40 MODES="eager compile" benches/cuda_side_by_side.sh
@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-3} steps=${STEPS:-25} modes=${MODES:-eager compile fsdp2} stages=${STAGES:-0 1 2 3}
 
-ours=cuda_train # on the path, where ../shared/tools/gpu-bundle has packed it for a machine without Rust
+ours=cuda_train # on PATH if ../shared/tools/gpu-bundle packed it for a machine without Rust
 if command -v cargo >/dev/null; then
     cargo build --release --bin cuda_train
     ours=${CARGO_TARGET_DIR:-target}/release/cuda_train

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# NVIDIA's compute-sanitizer over the tests that need a CUDA device: wild and leaked memory, and in kernels races, reads of
-# what nobody wrote, and barriers that not all threads reach. Needs a GPU; ends with 1 if a tool found something.
+# Runs the tests that need a CUDA device under NVIDIA's compute-sanitizer: invalid accesses and leaks, and in kernels
+# races, uninitialized reads and divergent barriers. Needs a GPU. Exits with 1 if a tool reports an error.
 #
 #   benches/sanitize.sh
-#   .gpu/run -- benches/sanitize.sh        without Rust, packed by ../shared/tools/gpu-bundle
+#   .gpu/run -- benches/sanitize.sh        # on a machine without Rust, packed by ../shared/tools/gpu-bundle
 #   TOOLS="memcheck" LIMIT_S=300 benches/sanitize.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools=${TOOLS:-memcheck racecheck initcheck synccheck} limit=${LIMIT_S:-600}
 
-# The paths of test programs, given as CRATE.TEST.
+# Prints the paths of test programs. Arguments: CRATE.TEST.
 programs() {
     if command -v cargo >/dev/null; then
         for name in "$@"; do

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# What stages 1, 2 and 3 cost beside stage 0: the same model, data and ranks, in turn, without checkpointing.
+# Compares the speed of stages 1, 2 and 3 with stage 0: the same model, data and ranks, in turn, without
+# checkpointing.
 #
 #   benches/stage_cost.sh                 # 3 rounds of 12 steps, 2 ranks
 #   ROUNDS=5 RANKS=4 benches/stage_cost.sh
 #
-# The model is that of train_side_by_side.sh; micro-batch 4 a rank. Prints tokens/s of each stage and its ratio to
-# stage 0 (the median of the rounds' ratios).
+# The model is that of train_side_by_side.sh, with micro-batch 4 per rank. Prints tokens/s of each stage and its ratio
+# to stage 0 (the median of the rounds' ratios).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-3} steps=${STEPS:-12} ranks=${RANKS:-2} warm_up=2

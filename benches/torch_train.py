@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Trains a GPT-2 with PyTorch on the CPU, eager, and prints its speed: the peer of `zero train`.
+"""Trains a GPT-2 with PyTorch eager on the CPU and prints its speed, to compare with `zero train`.
 
-The model, its initial weights, the data and the update are those of `zero train`: with --write, the weights go to
-a Hugging Face folder and the tokens to a file, and `zero train --model FOLDER --data FILE` starts from both. So the
-two losses can be compared as well as the two speeds.
+The model, initial weights, data and update are those of `zero train`: --write writes the weights to a Hugging Face
+folder and the tokens to a file, and `zero train --model FOLDER --data FILE` starts from both. So the losses are
+comparable, not only the speeds.
 
     python3 benches/torch_train.py --write /tmp/gpt        # config.json, model.safetensors, tokens.bin
     python3 benches/torch_train.py --steps 12              # one line of JSON
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """GPT-2 with learned positions and a tied head; the mean cross entropy is its output."""
+    """GPT-2 with learned positions and a tied head. Its output is the mean cross entropy."""
 
     def __init__(self, layers, width, heads, positions, vocabulary):
         super().__init__()
@@ -74,7 +74,7 @@ class Gpt2(nn.Module):
 
 
 def write_folder(path, model, args, tokens):
-    """Writes the model as Hugging Face does (matrices input dimension first) and the tokens as u16."""
+    """Writes the model in the Hugging Face layout (matrices input dimension first) and the tokens as u16."""
     from safetensors.torch import save_file
 
     tensors = {}

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# `zero train` and PyTorch eager on the CPU train the same GPT-2 from the same weights on the same tokens, in turn.
+# `zero train` and PyTorch eager, in turn, train the same GPT-2 on the CPU from the same weights on the same tokens.
 #
 #   benches/train_side_by_side.sh            # 3 rounds of 12 steps, 2 threads
 #   ROUNDS=5 STEPS=20 THREADS=4 benches/train_side_by_side.sh
 #
 # The model: 6 layers, width 384, 6 heads, 256 positions, vocabulary 256; batch 8, fp32, AdamW, clipping at 1.
-# Needs Python with torch and safetensors. Prints each round, the ratio of the medians and both last losses;
-# ends non-zero where the losses differ by more than 1 in 1000, for then the two did not do the same.
+# Needs Python with torch and safetensors. Prints each round, the ratio of the medians and both last losses. Fails if
+# the losses differ by more than 1 in 1000, since the two then did not do the same work.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-3} steps=${STEPS:-12} threads=${THREADS:-2} warm_up=2

@@ -1,20 +1,20 @@
-//! Collectives over threads beside the machine's copy bandwidth, PyTorch's gloo and Open MPI, in one run.
+//! Compares collectives over threads with the machine's copy bandwidth, PyTorch's gloo and Open MPI, in one run.
 //!
 //! `cargo bench -p benches --bench collectives [-- --quick | --large] [--no-peer] [--op NAME] [--dtype NAME]`
 //!
-//! **Bytes that must move**, over all ranks, S being the bytes of a whole buffer: reduce-scatter reads N S and
-//! writes S; all-gather in place reads S and writes (N-1) S; all-reduce in place reads and writes N S.
-//! `GB/s` counts these.
+//! `GB/s` counts the **bytes that must move**, over all N ranks with whole buffers of S bytes: reduce-scatter reads N
+//! S and writes S; all-gather in place reads S and writes (N-1) S; all-reduce in place reads and writes N S.
 //!
-//! **copy**: N threads, each with memory of its own, copy as many bytes in all (read and written bytes count), by
-//! `memcpy` or past the cache, whichever is faster: small sizes are copied from cache to cache. **loop**:
-//! for reduce-scatter, a plain loop of the same reads and writes, `out[i] = a[i] + b[i] + ...`, without
-//! ranks that wait for each other: what the memory allows where it is not asked for a copy. **barrier**:
-//! the collective that moves nothing: what the ranks' waiting for each other costs, twice in each collective.
+//! - **copy**: N threads with separate memory copy the same number of bytes in all (read plus written), by `memcpy`
+//!   or with non-temporal stores, whichever is faster. Small sizes are copied from cache to cache.
+//! - **loop**: for reduce-scatter, a plain loop with the same reads and writes, `out[i] = a[i] + b[i] + ...`, without
+//!   synchronization: the limit of the memory for this access pattern.
+//! - **barrier**: a collective that moves no bytes: the cost of synchronizing the ranks, which each collective pays
+//!   twice.
 //!
-//! Rounds of all these alternate; the best round of each counts, from the first thread's start to the last one's
-//! end. gloo is run by `benches/peers/gloo_collectives.py` (`python3` with torch), Open MPI by
-//! `benches/peers/mpi_collectives.c` (`mpicc`, `mpirun`), right before; a peer that is missing is named.
+//! Rounds of all of these alternate. The best round of each counts, from the first thread's start to the last one's
+//! end. The peers run before: gloo by `benches/peers/gloo_collectives.py` (`python3` with torch), Open MPI by
+//! `benches/peers/mpi_collectives.c` (`mpicc`, `mpirun`). A missing peer is reported.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -32,7 +32,7 @@ use zero_comm::{CommOptions, Communicator, ReduceOp};
 const LIMIT: Duration = Duration::from_secs(600);
 const OPS: [&str; 3] = ["reduce_scatter", "all_gather", "all_reduce"];
 
-/// Bytes through memory over all ranks for a whole buffer of `s` bytes.
+/// Bytes read and written over all ranks for a whole buffer of `s` bytes.
 fn moved(op: &str, n: usize, s: usize) -> usize {
     match op {
         "reduce_scatter" => n * s + s,
@@ -79,7 +79,7 @@ impl Rank {
     }
 }
 
-/// `out[i] = inputs[0][i] + inputs[1][i] + ...`; all are of one length.
+/// `out[i] = inputs[0][i] + inputs[1][i] + ...`, for 2 or 4 inputs of equal length.
 #[multiversion(targets = "simd")]
 fn plain_sum(inputs: &[Vec<f32>], out: &mut [f32]) {
     match inputs {
@@ -92,7 +92,7 @@ fn plain_sum(inputs: &[Vec<f32>], out: &mut [f32]) {
     }
 }
 
-/// Copies with stores that do not enter the cache.
+/// Copies with non-temporal stores.
 #[cfg(target_arch = "x86_64")]
 fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
@@ -100,10 +100,10 @@ fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     for (from, to) in from[head..].as_chunks::<16>().0.iter().zip(to[head..].as_chunks_mut::<16>().0) {
         // SAFETY: 16 bytes.
         let value = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
-        // SAFETY: 16 bytes, aligned behind `head`.
+        // SAFETY: 16 bytes, aligned since they follow `head`.
         unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), value) };
     }
-    // SAFETY: every x86-64 processor has it.
+    // SAFETY: every x86-64 processor has SSE.
     unsafe { _mm_sfence() };
 }
 
@@ -112,7 +112,7 @@ fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     to.copy_from_slice(from);
 }
 
-/// Times what all threads do, from the first start to the last end: the same time on each.
+/// Times work of all threads, from the first start to the last end. All threads get the same time.
 struct Rounds {
     barrier: Barrier,
     span: Mutex<Option<(Instant, Instant)>>,
@@ -139,8 +139,8 @@ impl Rounds {
         end - start
     }
 
-    /// Seconds of each contender, in turns until `budget` is spent; a turn is repeated until it is long enough to be
-    /// timed. Every thread decides by the same times, so alike.
+    /// Returns the best seconds of each contender. They run in turn until `budget` is spent; the repetitions of a
+    /// turn grow until it is long enough to time. All threads see the same times, so they make the same decisions.
     fn compete(&self, budget: Duration, contenders: &mut [&mut dyn FnMut(u32)]) -> Vec<f64> {
         let mut state = vec![(1u32, f64::INFINITY); contenders.len()];
         let mut spent = Duration::ZERO;
@@ -163,7 +163,7 @@ impl Rounds {
     }
 }
 
-/// Seconds of one collective, of a copy, of a plain loop and of a barrier.
+/// Seconds of a collective, a copy, a plain loop and a barrier.
 fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Duration) -> [f64; 4] {
     let comms = World::new(n, CommOptions { limit: LIMIT }).expect("a world");
     let rounds = Arc::new(Rounds::new(n));
@@ -211,7 +211,7 @@ fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Durat
 /// A peer's seconds by operation, ranks and bytes.
 type Seconds = HashMap<(String, usize, usize), f64>;
 
-/// Runs a peer and reads its lines; where it is missing, says why.
+/// Runs a peer and parses its output. If it is missing, prints the reason.
 fn peer(name: &str, command: &mut Command) -> Seconds {
     let output = match command.output() {
         Ok(output) if output.status.success() => output,
@@ -267,7 +267,7 @@ fn main() {
     };
     let budget = Duration::from_millis(if flag("--quick") { 200 } else { 800 });
     let texts: Vec<String> = sizes.iter().map(ToString::to_string).collect();
-    // The peers take fp32.
+    // The peers support only fp32.
     let peers = !flag("--no-peer") && dtype == DType::F32;
     let (gloo, mpi) = if peers { (gloo(&texts), open_mpi(&texts)) } else { Default::default() };
     println!("| operation | ranks | bytes | us | GB/s | of copy | of loop | barrier us | x gloo | x Open MPI |");

@@ -1,12 +1,12 @@
-//! zero-shard at the size its issue names: 100,000 parameters over 4,096 ranks are laid out in under 50 ms, and
-//! a lookup grows as the logarithm of the parameters. `cargo bench -p benches --bench shard_layout`.
+//! zero-shard with 100,000 parameters over 4,096 ranks. Goals: a layout in under 50 ms, and lookups in time
+//! logarithmic in the number of parameters. `cargo bench -p benches --bench shard_layout`.
 
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use zero_shard::{Layout, ParamSpec, UnitSpec, reshard_rank};
 
-/// Units of 100 parameters with names as long as a framework's.
+/// Units of 100 parameters, with names as long as a framework's.
 fn units(params: usize) -> Vec<UnitSpec> {
     let unit = |u: usize| {
         let params = (0..100u64).map(|p| {
@@ -22,7 +22,7 @@ fn layout(c: &mut Criterion) {
     c.bench_function("layout of 100,000 parameters for 4,096 ranks (limit 50 ms)", |b| {
         b.iter_with_large_drop(|| Layout::new(black_box(&units_100k), 4096, 128).unwrap());
     });
-    // The least that a layout, which keeps every name and shape, can take.
+    // A lower bound: a layout stores every name and shape.
     c.bench_function("copying the 100,000 names and shapes", |b| {
         b.iter_with_large_drop(|| black_box(&units_100k).clone());
     });

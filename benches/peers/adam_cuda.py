@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""AdamW on a GPU beside PyTorch's, in turn in one run.
+"""Compares AdamW on a GPU with PyTorch's, in turn in one run.
 
     cargo build --release -p benches --bin adam_cuda
     python3 benches/peers/adam_cuda.py [--elems 1,16,256,512,1024] [--rounds 9]
@@ -36,7 +36,7 @@ def ours(kind, elems):
 
 
 def timed(step):
-    """Milliseconds of one step, over enough of them to last a tenth of a second."""
+    """Milliseconds per step, over enough steps to last a tenth of a second."""
     count = 2
     while True:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -76,7 +76,7 @@ def peers(elems):
     return {"torch fused AdamW, fp32": optimizer.step, "torch pipeline": pipeline, "torch pipeline, graph": graph.replay}
 
 
-# Our subject for each of torch's.
+# The subject of adam_cuda to compare with each of torch's.
 COMPARED = {"torch fused AdamW, fp32": "adam", "torch pipeline": "step", "torch pipeline, graph": "graph"}
 
 print(torch.cuda.get_device_name(), "torch", torch.__version__)

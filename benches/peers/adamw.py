@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Host AdamW beside torch's fused AdamW and DeepSpeedCPUAdam, step by step in turn in one run.
+"""Compares the host AdamW with torch's fused AdamW and DeepSpeedCPUAdam, step by step in turn in one run.
 
     cargo build --release -p benches --bin adamw_server
     python3 benches/peers/adamw.py [--elems 100000000] [--rounds 40] [--threads 2]
 
 Needs `pip install torch deepspeed`. Each round times one step of each, so that all see the machine in the same state
 (the memory bandwidth of a shared machine changes from second to second). The ratio is the median over rounds of the
-peer's time over ours: above 1, ours is faster. Where others use the machine too, `chrt -f 20 python3 ...` (as root)
-keeps them off the cores for the half minute, though not off the memory.
+peer's time over ours: above 1, ours is faster. On a shared machine, `chrt -f 20 python3 ...` (as root) keeps other
+processes off the cores for the half minute, but not off the memory.
 """
 import argparse
 import os
@@ -73,7 +73,7 @@ def ours(kind):
     return step
 
 
-# fp32: 4 of the parameter, 8 + 8 of the moments (read and written), 4 + 4 of gradient and parameter read.
+# fp32: 4 parameter written, 8 + 8 moments read and written, 4 + 4 gradient and parameter read.
 bytes_per_elem = {"limit": 28, "fp32": 28, "bf16": 22, "bf16_all": 14}
 
 

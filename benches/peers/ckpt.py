@@ -16,7 +16,7 @@ def main():
     import torch
 
     elems = int(gib * 2**30) // 4 // 3
-    # 3 states of 12 tensors each, as a rank of a trainer holds.
+    # 3 states of 12 tensors each, as on a rank of the trainer.
     state = {f"{s}.{i}": torch.randn(elems // 12) for s in ("master", "m", "v") for i in range(12)}
     for _ in range(rounds):
         sys.stdin.readline()
@@ -39,7 +39,7 @@ def main():
 
             path = os.path.join(folder, "peer.dcp")
             start = time.perf_counter()
-            # DCP's file writer syncs its files itself (sync_files=True is the default).
+            # DCP's file writer syncs its files by default (sync_files=True).
             dcp.save(state, checkpoint_id=path)
             out["dcp_s"] = time.perf_counter() - start
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Times PyTorch's gloo collectives on this machine: one line `operation ranks bytes seconds` each.
+"""Times PyTorch's gloo collectives on this machine; prints one line `operation ranks bytes seconds` for each.
 
 usage: gloo_collectives.py BYTES...   (bytes of the whole fp32 buffer)
 """

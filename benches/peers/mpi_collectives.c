@@ -1,9 +1,9 @@
-/* Times an MPI library's own collectives on this machine: one line `operation ranks bytes seconds` each.
+/* Times the collectives of an MPI library on this machine; prints one line `operation ranks bytes seconds` for each.
  *
  *   mpicc -O2 mpi_collectives.c -o mpi_collectives
  *   mpirun -n 4 ./mpi_collectives BYTES...     (bytes of the whole fp32 buffer)
  *
- * The best of rounds counts, of each round the slowest rank; all-gather and all-reduce are in place.
+ * The best round counts, by its slowest rank. All-gather and all-reduce are in place.
  */
 #include <mpi.h>
 #include <stdio.h>

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Trains a GPT-2 preset with PyTorch on one GPU in bf16 and prints its speed and memory: the peer of `cuda_train`.
+"""Trains a GPT-2 preset with PyTorch on one GPU in bf16 and prints speed and memory, to compare with `cuda_train`.
 
     python3 benches/peers/torch_gpu_train.py --model gpt2-124m --batch 32 --seq 1024 --mode eager   # compile, fsdp2
 
 eager and compile keep fp32 parameters and compute in bf16 by autocast; fsdp2 shards over one rank, with bf16
-parameters and gradients for compute, as a run on many GPUs would. AdamW is fused, gradients are clipped at 1, tokens
-are random: the same work as `cuda_train`'s. A step's time is the host's, from one loss read to the next.
-`--device cpu` is for trying the script out.
+parameters and gradients for compute, as on many GPUs. AdamW is fused, gradients are clipped at 1, tokens are random:
+the same work as `cuda_train`'s. A step's time is measured on the host, from one read of the loss to the next.
+`--device cpu` is only for testing the script.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MODELS = {
 
 
 def shard(model, device):
-    """FSDP2 over one rank: every block a unit, and the rest."""
+    """FSDP2 over one rank: one unit per block, and one for the remaining parameters."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -1,3 +1,3 @@
-//! What the measurements share.
+//! Code shared by the benches and their tests.
 
 pub mod replay;

@@ -1,13 +1,13 @@
-//! AdamW on a GPU beside a copy of the same number of bytes in its memory, in one run.
+//! Times AdamW on a GPU beside a device-to-device copy of the same number of bytes, in one run.
 //!
 //! ```text
-//! cargo run --release -p benches --bin adam_cuda [-- ELEMS...]      a table; without numbers 1M to 1B parameters
+//! cargo run --release -p benches --bin adam_cuda [-- ELEMS...]      prints a table; by default 1M to 1B parameters
 //! cargo run --release -p benches --bin adam_cuda -- --serve         for benches/peers/adam_cuda.py
 //! ```
 //!
-//! bf16 gradients in and parameters out, fp32 masters and moments: 28 bytes per parameter. Each figure is a median over
+//! Gradients and parameters are bf16, masters and moments fp32: 28 bytes per parameter. Each figure is a median over
 //! rounds. In a round the subjects run in turn, each repeated for a tenth of a second, and the host waits only at the
-//! end. `--serve` reads lines `KIND ELEMS` and answers each with milliseconds per step, measured once.
+//! end. `--serve` reads lines `KIND ELEMS` and prints milliseconds per step for each, measured once.
 
 use std::io::{BufRead, Write};
 use std::ptr::NonNull;
@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
 /// Master and moments read and written, gradient read, parameter written.
 const ADAM_BYTES: usize = 28;
-/// The norm reads the gradient once more.
+/// The norm reads the gradient a second time.
 const STEP_BYTES: usize = 30;
 /// Length of the table of learning rates.
 const RATES: usize = 1 << 20;
@@ -72,7 +72,7 @@ enum Kind {
     Adam,
     /// Norm and check, rank statistics, step scalars, update.
     Step,
-    /// The same, recorded once and replayed.
+    /// `Step`, recorded into a graph once and replayed.
     Graph,
 }
 
@@ -131,7 +131,7 @@ impl Shard {
         Ok(shard)
     }
 
-    /// A million pseudorandom values, repeated.
+    /// Fills a buffer with 2^20 pseudorandom values, repeated.
     fn fill<T: Float>(&self, buffer: &Buffer, value: impl Fn(f32) -> T) -> Result<(), AnyError> {
         let mut x = 1u32;
         let mut next = || {
@@ -151,14 +151,14 @@ impl Shard {
         Ok(())
     }
 
-    /// One value of the control block.
+    /// The `nth` value of the control block.
     fn control<T>(&self, nth: usize) -> DeviceSlice<T> {
         let place = self.control.all().slice(nth * 256..nth * 256 + size_of::<T>());
         // SAFETY: the shard's own memory, aligned to 256 bytes.
         unsafe { DeviceSlice::from_raw_parts(place.as_ptr().cast(), 1) }
     }
 
-    /// The state before the first step of a run that never clips.
+    /// Uploads the state before the first step.
     fn reset(&self) -> Result<(), AnyError> {
         let config = StepConfig {
             max_grad_norm: 1.0,
@@ -237,10 +237,10 @@ impl Shard {
         Ok(())
     }
 
-    /// Milliseconds of one repetition, measured over enough of them to last `at_least`.
+    /// Milliseconds per repetition, over enough repetitions to last `at_least`.
     fn time(&mut self, kind: Kind, at_least: Duration) -> Result<f64, AnyError> {
         self.reset()?;
-        // Once for one-time work; then more and more, until they last long enough.
+        // The first run does the one-time work. Then the count grows until a measurement is long enough.
         self.enqueue(kind)?;
         self.stream.synchronize(LIMIT)?;
         let (mut count, mut done) = (2u32, 1u64);

@@ -1,11 +1,10 @@
-//! Times the host AdamW on request, so that a script can interleave it with its peers in one run.
+//! Times the host AdamW on request, so that a script can interleave it with peers in one run.
 //!
-//! `adamw_server ELEMS THREADS` reads lines `KIND REPEATS` from its input, with KIND one of `fp32`, `bf16`
-//! (bf16 parameter and gradient, fp32 moments) and `bf16_all` (bf16 moments too), `master` (fp32 master and
-//! moments, bf16 gradient in and parameter out), or `limit` (the traffic of `fp32` with almost no arithmetic),
-//! and answers each with one line: milliseconds of CPU time per step over all threads (Linux; 0 elsewhere), then
-//! milliseconds of each step. The memory of a kind is kept until a line has another kind. See
-//! `benches/peers/adamw.py`.
+//! `adamw_server ELEMS THREADS` reads lines `KIND REPEATS` from standard input. KIND is `fp32`, `bf16` (bf16
+//! parameter and gradient, fp32 moments), `bf16_all` (bf16 moments too), `master` (fp32 master and moments, bf16
+//! gradient and parameter) or `limit` (the traffic of `fp32` with almost no arithmetic). For each line it prints
+//! milliseconds of CPU time per step over all threads (Linux; 0 elsewhere), then milliseconds of each step. The
+//! buffers of a kind are kept until a line has another kind. See `benches/peers/adamw.py`.
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -35,7 +34,7 @@ fn cpu_ms() -> f64 {
     tasks.filter_map(ns).sum::<f64>() / 1e6
 }
 
-/// A kind of step with its memory, ready to run.
+/// A step with its buffers, ready to run.
 type Step = Box<dyn FnMut() -> Result<(), AnyError>>;
 
 fn step_of<W: Float, M: Float, G: Float, P: Float>(workers: &Workers, elems: usize, with_param: bool) -> Step {

@@ -4,10 +4,10 @@
 //! cargo run -p benches --release --bin ckpt_speed -- [DIR] [GIB] [ROUNDS]
 //! ```
 //!
-//! Each round, in turn: `dd oflag=direct conv=fsync`; a save (synced and published); `dd iflag=direct`; a verified load
-//! that bypasses the page cache; if `python3 benches/peers/ckpt.py` works, safetensors `save_file` with fsync and torch
-//! DCP; a memcpy, and the stall of a background save of the same bytes. Disk speed varies several-fold between runs:
-//! only ratios within a run are comparable, and their medians are printed.
+//! Each round, in turn: `dd oflag=direct conv=fsync`; a save (synced and published); `dd iflag=direct`; a verified
+//! load that bypasses the page cache; if `python3 benches/peers/ckpt.py` works, safetensors `save_file` with fsync
+//! and torch DCP; a memcpy, and the stall of a background save of the same bytes. Disk speed varies several-fold
+//! between runs, so only ratios within a run are comparable. The output has their medians.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};

@@ -1,10 +1,10 @@
-//! The trainer's speed and memory on one GPU: the peer of the PyTorch figures in README.md.
+//! The trainer's speed and memory on one GPU, to compare with the PyTorch figures in README.md.
 //!
 //! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]` trains a preset from random weights on random
-//! tokens, one rank, and prints one line of JSON: the median milliseconds of a step (of those behind the fifth),
-//! tokens a second, and the peak of what the pool held. With `ops` it also prints where the last step's time went,
-//! operation by operation;
-//! recording that costs time, so figures come from runs without. With `graph` steps are replayed (stages 0 to 2).
+//! tokens on one rank, and prints one line of JSON: the median milliseconds of the steps after the fifth, tokens per
+//! second, and the pool's peak bytes. With `ops` it also prints the last step's time per operation; recording costs
+//! time, so published figures come from runs without it. With `graph` steps are replayed from a graph (stages 0 to
+//! 2).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -25,7 +25,7 @@ use zero_shard::ZeroStage;
 type AnyError = Box<dyn std::error::Error>;
 
 const USAGE: &str = "usage: cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]";
-/// Steps before those that count.
+/// Warm-up steps, which do not count.
 const WARM_STEPS: usize = 5;
 
 fn main() -> Result<(), AnyError> {
@@ -92,14 +92,14 @@ fn main() -> Result<(), AnyError> {
     Ok(())
 }
 
-/// Little-endian u16 tokens that look random.
+/// Writes pseudorandom tokens as little-endian u16.
 fn write_tokens(path: &Path, vocab: usize, count: usize) -> std::io::Result<()> {
     let token = |i: usize| ((i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) % vocab as u64;
     let bytes: Vec<u8> = (0..count).flat_map(|i| (token(i) as u16).to_le_bytes()).collect();
     std::fs::write(path, bytes)
 }
 
-/// Operations of the last step on each stream, the longest first.
+/// Prints the last step's operations per stream, the longest first.
 fn print_ops(summary: &RankSummary) {
     let mut by_op: BTreeMap<(&str, &str), (usize, Duration)> = BTreeMap::new();
     for span in &summary.last_spans {

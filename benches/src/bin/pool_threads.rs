@@ -1,8 +1,8 @@
-//! The speed of one pool used by several threads, relative to one thread: pairs of allocation and free, and pairs with
-//! one operation enqueued between them. Alternating rounds; the best of each counts.
+//! The speed of one pool used by several threads, relative to one thread: pairs of allocation and free, and pairs
+//! with one operation enqueued between them. Rounds alternate; the best of each counts.
 //!
-//! With fewer cores than threads, each thread runs at `cores / threads` of one thread's speed at best; that ceiling is
-//! printed, and the processor time of a pair, which has no such ceiling.
+//! With fewer cores than threads, each thread runs at most at `cores / threads` of one thread's speed. The output has
+//! this ceiling, and the processor time per pair, to which it does not apply.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ impl Pair {
 
 fn run(pool: &Pool<HostDevice>, stream: &HostStream, pairs: usize, enqueue: bool) -> Result<(), AllocError> {
     for i in 0..pairs {
-        // From 256 bytes to 64 KiB, and odd sizes among them.
+        // Sizes from 256 bytes to 64 KiB, not all powers of two.
         let bytes = (256 << (i % 9)) - (i % 7) * 8;
         let block = pool.allocate(bytes, DType::U8, Purpose::Activations, stream)?;
         if enqueue {
@@ -40,7 +40,8 @@ fn run(pool: &Pool<HostDevice>, stream: &HostStream, pairs: usize, enqueue: bool
     Ok(())
 }
 
-/// Processor time of this process so far, in nanoseconds; Linux only (fields 14 and 15 of its stat, in ticks of 10 ms).
+/// Processor time of this process so far, in nanoseconds; Linux only (fields 14 and 15 of its stat, in ticks of 10
+/// ms).
 fn cpu_ns() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();

@@ -1,7 +1,7 @@
 //! `replay [--json] [--slack S] [--repeats N] [--synthetic] [--random N] TRACE...`: replays allocation traces through
-//! zero-alloc's planner on a simulated device with pages of 2 MiB, through the crate offset-allocator in the same run,
-//! and through a whole pool. `--synthetic` adds traces of training derived from models' shapes, `--random N` adds N
-//! random ones. See benches/traces/README.md.
+//! zero-alloc's planner on a simulated device with pages of 2 MiB, through the crate offset-allocator in the same
+//! run, and through a whole pool. `--synthetic` adds synthetic training traces derived from models' shapes, `--random
+//! N` adds N with random shapes. See benches/traces/README.md.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -76,7 +76,7 @@ fn main() -> ExitCode {
 
 fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     let config = PlannerConfig { slack: options.slack, ..PlannerConfig::default() };
-    // Alternating rounds, the fastest of each: other work on the machine only adds time.
+    // The fastest of alternating rounds: other work on the machine only adds time.
     let (mut ours, mut peer) = (Timing::MAX, Timing::MAX);
     let (mut outcome, mut peer_fits) = (None, true);
     for _ in 0..options.repeats {

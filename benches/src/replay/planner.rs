@@ -1,4 +1,4 @@
-//! The replay of a trace by a planner: reserved and moved bytes, and the planner's time.
+//! Replay of a trace through a planner: reserved and moved bytes, and the planner's time.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -12,9 +12,9 @@ use super::{Op, Trace};
 pub struct Outcome {
     /// The peak of reserved bytes.
     pub reserved_peak_bytes: u64,
-    /// Bytes copied to make free ones contiguous.
+    /// Bytes copied by compactions.
     pub bytes_moved: u64,
-    /// Pages mapped, to grow.
+    /// Pages mapped by growth.
     pub pages_mapped: u64,
     /// The number of compactions.
     pub compactions: u64,
@@ -34,7 +34,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// An upper bound, to take minima from.
+    /// The start value for taking minima.
     pub const MAX: Self = Self { ns_per_pair: f64::MAX, p999_ns: f64::MAX };
 }
 
@@ -48,7 +48,7 @@ pub trait Replay {
     fn free(&mut self, held: Self::Held);
 }
 
-/// zero-alloc's planner, carrying out the remedies that it returns.
+/// zero-alloc's planner; applies the remedies that it returns.
 #[derive(Debug)]
 pub struct PlannerReplay {
     planner: Planner,
@@ -117,10 +117,10 @@ impl Replay for PlannerReplay {
     }
 }
 
-/// The crate offset-allocator in a space large enough to need nothing else: 1 TiB, in units of 512 bytes.
+/// The crate offset-allocator with a space of 1 TiB, in units of 512 bytes, so that it never grows.
 pub struct OffsetAllocatorReplay {
     allocator: offset_allocator::Allocator<u32>,
-    /// Whether a request did not fit; then the times are invalid.
+    /// Whether a request did not fit. Then the times are invalid.
     pub refused: bool,
 }
 
@@ -189,7 +189,7 @@ pub fn pairs_ns<R: Replay>(trace: &Trace, replay: &mut R) -> Vec<u64> {
             }
         }
     }
-    // Blocks that are never freed count with their allocation only.
+    // Blocks that are never freed count as their allocation alone.
     pairs.extend(held.into_iter().flatten().map(|(_, before)| before));
     pairs.sort_unstable();
     pairs

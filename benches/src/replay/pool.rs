@@ -1,4 +1,4 @@
-//! The same replay through a whole [`Pool`] on a simulated device, with pages, stitching and hazards.
+//! Replay of a trace through a whole [`Pool`] on a simulated device, with pages, stitching and hazards.
 
 use std::time::Duration;
 
@@ -17,16 +17,16 @@ const DEVICE_BYTES: usize = 1 << 40;
 pub struct PoolOutcome {
     /// The peak of reserved bytes, in pages of 2 MiB.
     pub reserved_peak_bytes: u64,
-    /// Bytes copied to make free ones contiguous.
+    /// Bytes copied by compactions.
     pub bytes_moved: u64,
-    /// Pages mapped, to grow and for stitched blocks.
+    /// Pages mapped by growth and for stitched blocks.
     pub pages_mapped: u64,
 }
 
 /// The kind of blocks that the program allocates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocks {
-    /// Handles of blocks that the pool may move.
+    /// Blocks that the pool may move.
     Movable,
     /// Blocks with fixed addresses, as frameworks use them.
     Fixed,
@@ -37,10 +37,10 @@ enum Held {
     Fixed(#[expect(dead_code, reason = "held until it is freed")] Block<Simulated>),
 }
 
-/// Replays a trace on one stream, with every block as an activation.
+/// Replays a trace on one stream. Every block is an activation.
 ///
 /// # Errors
-/// The pool failed; on a device of 1 TiB it should not.
+/// The pool failed, for example because the trace exceeds the device's 1 TiB.
 pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> {
     let device = Simulated::new(DEVICE_BYTES as u64, PAGE_BYTES);
     let stream: HostStream = device.create_stream("replay")?;
@@ -60,7 +60,7 @@ pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> 
         }
     }
     stream.synchronize(Duration::from_secs(600))?;
-    // The pool is never trimmed, so reserved bytes end at their peak.
+    // The pool is never trimmed, so the reserved bytes are at their peak now.
     let report = pool.report();
     let grown = (report.reserved_bytes / PAGE_BYTES) as u64;
     Ok(PoolOutcome {

@@ -1,5 +1,5 @@
-//! Synthetic traces of programs that train, derived from a model's shape and a seed, to test the planner on more than
-//! the recorded traces.
+//! Synthetic traces of training programs, derived from a model's shape and a seed. They test the planner beyond the
+//! recorded traces.
 
 use super::Trace;
 use super::writer::Writer;
@@ -7,9 +7,9 @@ use super::writer::Writer;
 /// The kind of program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Program {
-    /// Every step the same sequence length.
+    /// The same sequence length in every step.
     Fixed,
-    /// Another sequence length every step.
+    /// A different sequence length in every step.
     Varlen,
     /// Varlen, with every unit's parameters gathered before use and freed after.
     Sharded,
@@ -17,9 +17,9 @@ pub enum Program {
     TrainAndGenerate,
     /// Varlen with activations recomputed in backward.
     Checkpointed,
-    /// Varlen with evaluations between the steps: forward only, other batches, nothing kept.
+    /// Varlen with evaluations between steps: forward only, other batch sizes, no saved activations.
     TrainAndEvaluate,
-    /// As TrainAndGenerate, but rows begin and end at any time, and each has a cache that grows by doubling.
+    /// As TrainAndGenerate, but rows start and end at any time, and each has a cache that grows by doubling.
     TrainAndServe,
 }
 
@@ -30,7 +30,7 @@ pub struct Shape {
     pub program: Program,
     /// Transformer blocks.
     pub layers: u64,
-    /// Width.
+    /// Width of the model.
     pub width: u64,
     /// Vocabulary.
     pub vocabulary: u64,
@@ -40,11 +40,11 @@ pub struct Shape {
     pub positions: u64,
     /// Training steps.
     pub steps: u64,
-    /// Determines the lengths.
+    /// Seed of the random lengths.
     pub seed: u64,
 }
 
-/// A set of shapes that covers all programs, small and large.
+/// Small and large shapes of the programs.
 pub const SHAPES: [Shape; 8] = {
     const fn shape(program: Program, sizes: [u64; 5], steps: u64, seed: u64) -> Shape {
         let [layers, width, vocabulary, batch, positions] = sizes;
@@ -94,7 +94,7 @@ impl Shape {
         [w, w, 3 * w * w, 3 * w, w * w, w, w, w, 4 * w * w, 4 * w, 4 * w * w, w]
     }
 
-    /// Makes the trace.
+    /// Generates the trace.
     pub fn trace(&self) -> Trace {
         let name = format!(
             "{:?}-{}x{}-v{}-b{}-t{}-seed{}",
@@ -219,7 +219,7 @@ impl Shape {
         kept
     }
 
-    /// Evaluation: forward of some batches without activations for backward.
+    /// Evaluation: forward passes that save no activations for backward.
     fn evaluate(&self, w: &mut Writer) {
         for _ in 0..2 + w.below(4) {
             let tokens = (1 + w.below(2 * self.batch)) * (8 + w.below(self.positions));
@@ -236,7 +236,7 @@ impl Shape {
         }
     }
 
-    /// Serving: rows of any length, whose caches double when they are full.
+    /// Serving: rows of random length, whose caches double when they are full.
     fn serve(&self, w: &mut Writer) {
         let mut rows: Vec<(u64, Vec<u32>)> = Vec::new();
         let most = 2 * self.batch;

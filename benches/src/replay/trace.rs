@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// One line of a trace. Slots count from 0 and are reused, so that a table replaces a map of ids.
+/// One line of a trace. Ids are replaced by slots, which count from 0 and are reused, so that a replay needs no map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// Allocates `bytes` into a free slot.
@@ -37,7 +37,7 @@ pub struct Trace {
     pub live_peak_bytes: u64,
 }
 
-/// Larger live sizes indicate a damaged trace.
+/// More live bytes than this mean a damaged trace.
 const MAX_LIVE_BYTES: u64 = 1 << 48;
 
 impl Trace {

@@ -42,13 +42,13 @@ impl Writer {
         }
     }
 
-    /// A temporary: allocated and freed.
+    /// A temporary, allocated and freed at once.
     pub(super) fn scratch(&mut self, bytes: u64) {
         let slot = self.allocate(bytes);
         self.free(slot);
     }
 
-    /// splitmix64
+    /// A random number below `bound` (SplitMix64).
     pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
