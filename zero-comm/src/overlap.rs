@@ -40,7 +40,8 @@ impl Overlap {
         Self { step: end - start, compute: compute_time, comm: comm_time, exposed }
     }
 
-    /// `1 - (T_step - T_compute) / T_comm`; 1 without communication.
+    /// `1 - (T_step - T_compute) / T_comm`; 1 without communication. It is negative if compute is idle for longer than
+    /// T_comm.
     pub fn fraction(&self) -> f64 {
         let waited = self.step.saturating_sub(self.compute).as_secs_f64();
         if self.comm.is_zero() { 1.0 } else { 1.0 - waited / self.comm.as_secs_f64() }

@@ -76,7 +76,7 @@ pub enum LaunchError {
     },
 }
 
-/// The range of derived ports: above well-known services, below the ephemeral ports of outgoing connections.
+/// The range of derived ports: above the ports of services, below the ephemeral ports of outgoing connections.
 const DERIVED_PORTS: std::ops::Range<u16> = 20_000..30_000;
 
 /// The lookup of a variable.

@@ -1,6 +1,6 @@
 //! A process's part of the world: its collectives in flight, and the watcher thread.
 //!
-//! A host thread that enqueues a collective only queues a message for the coordinator. Every few milliseconds the
+//! A host thread that enqueues a collective only queues its message to the coordinator. Every few milliseconds the
 //! watcher
 //!
 //! - sends the queued messages and this rank's progress to the coordinator;
