@@ -169,7 +169,7 @@ pub struct AdamArgs {
     pub second_moment: DeviceSlice<f32>,
     /// fp32, bf16 or fp16.
     pub grad: AnySlice,
-    /// The parameter in its own dtype, written; `None` if the master is the parameter.
+    /// The parameter in fp32, bf16 or fp16, written; `None` if the master is the parameter.
     pub param_out: Option<AnySlice>,
     /// One element, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,

@@ -222,9 +222,9 @@ pub fn power(base: f64, exponent: u64) -> f64 {
 /// Advances `state` by one step, given the statistics of all ranks in rank order. Returns the scalars of the step's
 /// Adam launches and the step's record, or no record if the run was halted before.
 ///
-/// `rates` holds the schedule's values from [`StepConfig::first_position`] on, since only the state knows which steps
-/// were skipped. Outside this table, and on an overflow at the minimum scale, the run is *halted*: this step and all
-/// later ones are skipped.
+/// `rates` holds the schedule's values from [`StepConfig::first_position`] on, since only the state records which
+/// steps were skipped. Outside this table, and on an overflow at the minimum scale, the run is *halted*: this step
+/// and all later ones are skipped.
 pub fn advance_step(
     ranks: &[RankStats],
     config: &StepConfig,

@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut params = [0f32; 2]; // a belongs to rank 0, b to rank 1
     for step in 0..300 {
         let scale = ranks[0].loss_scale() as f32;
-        // Each rank has its own point of the line 3 x - 1; gradients are summed over ranks.
+        // Each rank has another point of the line 3 x - 1; gradients are summed over ranks.
         let (mut loss, mut grads) = ([0f64; 2], [0f32; 2]);
         for (rank, loss) in loss.iter_mut().enumerate() {
             let x = ((step + rank) % 5) as f32;

@@ -1,7 +1,7 @@
 //! `replay [--json] [--slack S] [--repeats N] [--synthetic] [--random N] TRACE...`: replays allocation traces through
 //! zero-alloc's planner on a simulated device with pages of 2 MiB, through the crate offset-allocator in the same
-//! run, and through a whole pool. `--synthetic` adds synthetic training traces derived from models' shapes, `--random
-//! N` adds N with random shapes. See benches/traces/README.md.
+//! run, and through a whole pool. `--synthetic` adds synthetic training traces derived from models' shapes,
+//! `--random N` adds N with random shapes. See benches/traces/README.md.
 
 use std::io::Write;
 use std::path::PathBuf;

@@ -61,7 +61,7 @@ impl Loader {
     /// collective waits for another rank of the process.
     ///
     /// # Errors
-    /// The source does not compile, the driver refuses the image, or there is no such kernel.
+    /// The source does not compile, the driver rejects the image, or a kernel is missing.
     pub fn load(&self, source: &Source, entries: &[&'static str]) -> Result<Functions, KernelError> {
         let inner = &*self.0;
         let _one_at_a_time = inner.loading.lock().unwrap_or_else(PoisonError::into_inner);

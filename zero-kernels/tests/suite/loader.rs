@@ -122,7 +122,7 @@ mod cuda {
         let setup = setup(None);
         let functions = setup.loader.load(&FOREIGN, &["nothing"]).unwrap();
         let nothing = &functions["nothing"];
-        // SAFETY: the kernel takes nothing and does nothing.
+        // SAFETY: the kernel has no parameters and does nothing.
         unsafe { nothing.launch(&setup.stream, [1; 3], [32, 1, 1], 0, &mut []) }.unwrap();
         setup.stream.synchronize(LIMIT).unwrap();
         let error = setup.loader.load(&FOREIGN, &["nothing", "missing"]).unwrap_err();

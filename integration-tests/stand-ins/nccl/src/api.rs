@@ -173,7 +173,7 @@ pub unsafe extern "C" fn ncclCommSplit(
     if code != SUCCESS {
         return code;
     }
-    // SAFETY: valid by the caller's promise; all later accesses are atomic.
+    // SAFETY: the caller guarantees a valid pointer; all later accesses are atomic.
     let out = unsafe { &*out.cast::<std::sync::atomic::AtomicUsize>() };
     out.store(0, Ordering::Release);
     with(handle, |comm| comm.split(color, key, move |child| out.store(child, Ordering::Release)))

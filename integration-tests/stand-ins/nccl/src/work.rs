@@ -6,7 +6,7 @@ use half::{bf16, f16};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct At(pub(crate) *mut u8);
 
-// SAFETY: only an address; the caller of the collective promises exclusive access to the memory until it ends.
+// SAFETY: only an address; the caller of the collective guarantees exclusive access to the memory until it ends.
 unsafe impl Send for At {}
 // SAFETY: as above.
 unsafe impl Sync for At {}
@@ -16,14 +16,14 @@ impl At {
         if bytes == 0 {
             return Vec::new();
         }
-        // SAFETY: the caller of the collective promises that this number of bytes is readable.
+        // SAFETY: the caller of the collective guarantees that this number of bytes is readable.
         unsafe { std::slice::from_raw_parts(self.0, bytes) }.to_vec()
     }
 
     fn write(self, offset: usize, bytes: &[u8]) {
         if !bytes.is_empty() {
             let to = self.0.wrapping_add(offset);
-            // SAFETY: the caller of the collective promises that these bytes are writable; `bytes` is another
+            // SAFETY: the caller of the collective guarantees that these bytes are writable; `bytes` is another
             // allocation.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         }
@@ -81,8 +81,8 @@ pub(crate) fn width(dtype: i32) -> Option<usize> {
 }
 
 impl Part {
-    /// Sets `registered`, for a collective of `n` ranks; `is` takes an address and a multiple of the count. A buffer
-    /// that only the root uses does not count.
+    /// Sets `registered` for a collective of `n` ranks. `is` receives an address and a multiple of the count. A
+    /// buffer that only the root uses is not counted as registered.
     pub(crate) fn note_registered(&mut self, is: impl Fn(At, usize) -> bool, n: usize) {
         let (from, to) = match self.kind {
             Kind::AllReduce => (is(self.from, 1), is(self.to, 1)),

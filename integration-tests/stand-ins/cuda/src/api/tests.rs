@@ -161,7 +161,7 @@ fn memory_is_counted_and_runs_out() {
     ok!(cuMemFree_v2(address));
     assert_eq!(info().0, free);
     fails!(InvalidValue, cuMemFree_v2(address));
-    // Freed addresses are not reused soon.
+    // Freed addresses stay reserved for a while.
     assert!((0..20).all(|_| {
         let other = allocate(bytes);
         ok!(cuMemFree_v2(other));
@@ -231,13 +231,13 @@ fn events_order_concurrent_streams() {
     latch.block(first);
     ok!(cuMemsetD32Async(address, 7, 1, first));
     ok!(cuEventRecord(end, first));
-    // The second stream does not wait for the first ...
+    // The second stream does not wait for the first.
     ok!(cuStreamSynchronize(second));
     fails!(NotReady, cuStreamQuery(first));
     fails!(NotReady, cuEventQuery(end));
     let mut milliseconds = 0.0;
     fails!(NotReady, cuEventElapsedTime((&mut milliseconds).into(), start, end));
-    // ... until it waits for the event.
+    // The second stream waits for the event.
     ok!(cuStreamWaitEvent(second, end, 0));
     fails!(NotReady, cuStreamQuery(second));
     std::thread::sleep(Duration::from_millis(20));
@@ -275,7 +275,7 @@ fn pageable_memory_is_read_at_the_call() {
     ok!(cuMemcpyHtoDAsync_v2(to, pinned, 1, stream));
     ok!(cuMemcpyHtoDAsync_v2(to + 1, pageable.as_ptr() as u64, 1, stream));
     pageable[0] = 2;
-    // SAFETY: page-locked memory of one byte, which no operation writes at this time.
+    // SAFETY: one byte of page-locked memory, which no operation writes now.
     unsafe { (pinned as *mut u8).write(2) };
     latch.open();
     assert_eq!(download(stream, to, 2), [2, 1]);
@@ -423,7 +423,7 @@ fn a_captured_fork_and_join_replays() {
     assert_eq!(nodes, 3);
     ok!(cuGraphInstantiateWithFlags((&mut executable).into(), graph, 0));
     ok!(cuGraphDestroy(graph));
-    // Nothing has run so far.
+    // Capturing has run nothing.
     assert_eq!(download(origin, address, 8), [0xff; 8]);
     for _ in 0..2 {
         ok!(cuGraphLaunch(executable, side));
@@ -441,20 +441,20 @@ fn captures_refuse_what_would_break_them() {
     let (address, mut graph, mut other) = (allocate(8), 0, 0);
     let begin = || ok!(cuStreamBeginCapture_v2(origin, 1));
     ok!(cuEventRecord(before, side));
-    // Waiting for the host,
+    // Synchronizing a captured stream invalidates the capture.
     begin();
     fails!(CaptureUnsupported, cuStreamSynchronize(origin));
     fails!(CaptureInvalidated, cuMemsetD8Async(address, 0, 1, origin));
     fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
-    // allocating,
+    // So does allocating.
     begin();
     fails!(CaptureUnsupported, cuMemAlloc_v2((&mut other).into(), 64));
     fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
-    // work from outside,
+    // So does a dependency on work outside the capture.
     begin();
     fails!(CaptureIsolation, cuStreamWaitEvent(origin, before, 0));
     fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
-    // and a fork that does not come back.
+    // So does querying a captured event. A forked stream that does not join is an error at the end.
     begin();
     ok!(cuEventRecord(event, origin));
     ok!(cuStreamWaitEvent(side, event, 0));

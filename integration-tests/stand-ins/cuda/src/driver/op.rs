@@ -53,7 +53,7 @@ pub(crate) enum Op {
 }
 
 impl Place {
-    /// The place of a host address: known if it is page-locked, else pageable.
+    /// The place of a host address: [`Self::Known`] if it is page-locked, else [`Self::Pageable`].
     pub(crate) fn of_host(address: u64) -> Self {
         if space::now().find(address).is_some_and(|(_, r)| r.kind == Kind::Pinned) {
             Self::Known(address)

@@ -1,4 +1,4 @@
-//! A stream's queue and thread. Only events order two queues.
+//! The queue and thread of a stream. Only events order two queues.
 
 use std::cell::Cell;
 use std::collections::VecDeque;

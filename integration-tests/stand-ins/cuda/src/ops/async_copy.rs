@@ -85,7 +85,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     Ok(Flow::Do(action))
 }
 
-/// Copies that are due reach shared memory.
+/// Completes the copies that are due: writes them to shared memory.
 fn arrive(warp: &mut Warp, memory: &mut BlockMemory, due: impl Fn(&AsyncCopy) -> bool) -> Done {
     for copy in warp.copies.iter().filter(|copy| due(copy)) {
         memory.note_arrival(warp.index, copy.lane as usize, copy.to, copy.bytes as usize)?;
@@ -94,7 +94,8 @@ fn arrive(warp: &mut Warp, memory: &mut BlockMemory, due: impl Fn(&AsyncCopy) ->
         if due(copy) {
             for (index, piece) in copy.data[..copy.bytes as usize].chunks(4).enumerate() {
                 let value = piece.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
-                // SAFETY: shared memory of the block, which is still there, resolved for all bytes when asked.
+                // SAFETY: shared memory of the block, which is running; all bytes were resolved when the copy
+                // started.
                 unsafe { write(copy.to.wrapping_add(4 * index), 4, value) };
             }
         }

@@ -7,7 +7,7 @@ use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Type, mask_of};
 
-/// The instruction's modifiers beside its types.
+/// The instruction's modifiers other than its types.
 #[derive(Clone, Copy)]
 struct How {
     rounding: Option<(Rounding, bool)>,

@@ -54,7 +54,7 @@ fn machine_code_and_a_missing_kernel_are_refused() {
     assert_eq!(refused(b"\x7fELF\x02\x01\x01\0").0, Failure::NoBinaryForGpu as u32);
     let bench = Bench::load(".visible .entry f() { ret; }");
     let mut function = 0;
-    // SAFETY: takes a handle and a string.
+    // SAFETY: a handle, which the function checks, and a static string.
     let code = unsafe { cuModuleGetFunction((&mut function).into(), bench.module, c"g".into()) };
     assert_eq!(code, Failure::NotFound as u32);
 }
@@ -71,7 +71,7 @@ fn fails(failure: Failure, code: &str) {
     assert_eq!((code, waited), (0, failure as u32), "{text}");
     // The context stays unusable.
     let mut again = 0;
-    // SAFETY: a place for a result.
+    // SAFETY: a valid result pointer.
     assert_eq!(unsafe { cuMemAlloc_v2((&mut again).into(), 64) }, failure as u32);
 }
 
@@ -122,14 +122,14 @@ fn launches_beyond_limits_are_refused() {
     // 48 KiB with the static memory; more only after opting in, and never more than 227 KiB.
     assert_eq!(run([1; 3], [1; 3], 47 << 10), 0);
     assert_eq!(run([1; 3], [1; 3], (47 << 10) + 1), bad);
-    // SAFETY: takes a handle.
+    // SAFETY: a handle, which the function checks.
     let allow = |bytes| unsafe { cuFuncSetAttribute(f, 8, bytes) };
     assert_eq!(allow(226 << 10), 0);
     assert_eq!(run([1; 3], [1; 3], 226 << 10), 0);
     assert_eq!(allow((226 << 10) + 1), bad);
     let attribute = |number| {
         let mut value = 0;
-        // SAFETY: takes a handle and a place.
+        // SAFETY: a handle, which the function checks, and a valid result pointer.
         assert_eq!(unsafe { cuFuncGetAttribute((&mut value).into(), number, f) }, 0);
         value
     };

@@ -53,7 +53,7 @@ impl Bench {
         let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
         // SAFETY: one pointer to a live value per parameter of the kernel.
         let code = unsafe { cuLaunchKernel(function, gx, gy, gz, bx, by, bz, dynamic, self.stream, values, 0) };
-        // SAFETY: takes a handle.
+        // SAFETY: a handle, which the function checks.
         (code, unsafe { cuStreamSynchronize(self.stream) })
     }
 

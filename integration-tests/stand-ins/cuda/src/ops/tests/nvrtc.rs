@@ -29,7 +29,7 @@ fn nvrtc(test: &str) -> Option<Library> {
 /// A symbol of NVRTC as a function of this type.
 macro_rules! symbol {
     ($library:expr, $name:literal as $type:ty) => {{
-        // SAFETY: NVRTC's header gives the function this signature.
+        // SAFETY: the signature of NVRTC's header.
         *unsafe { $library.get::<$type>($name) }.unwrap()
     }};
 }
@@ -54,7 +54,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
     let (mut program, none) = (std::ptr::null_mut(), std::ptr::null());
     // SAFETY: zero-terminated text and name, and no headers.
     assert_eq!(unsafe { create(&raw mut program, text.as_ptr(), c"test.cu".as_ptr(), 0, none, none) }, 0);
-    // SAFETY: a live program and as many options as are counted.
+    // SAFETY: a live program, and the options with their count.
     let code = unsafe { compile(program, options.len() as c_int, options.as_ptr()) };
     let text = |size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
                 get: unsafe extern "C" fn(Program, *mut c_char) -> c_int| {
