@@ -31,5 +31,6 @@ kernels=$(programs zero-kernels.launch zero-optim.on_device)
 for tool in $tools; do
     for program in $kernels; do check --tool "$tool" "$program"; done
 done
-for program in $(programs zero-alloc.cuda zero-alloc.conformance); do check --tool memcheck --leak-check full "$program"; done
+memory=$(programs zero-alloc.cuda zero-alloc.suite)
+for program in $memory; do check --tool memcheck --leak-check full "$program"; done
 exit $failed

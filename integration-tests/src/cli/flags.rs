@@ -41,7 +41,7 @@ pub(super) fn parse_bytes(text: &str) -> Result<u64, String> {
 pub(super) fn parse_params(text: &str) -> Result<u64, String> {
     let expected = |e| format!("{text:?} is not a number of parameters ({e}); expected 7.5e9, 7.5B or 350M");
     // `parse_size` reads B as bytes; in a number of parameters it means 10^9.
-    let count = parse_size(text.replace('B', "G")).map_err(|e| expected(e.to_string()))?;
+    let count = parse_size(text.replace(['B', 'b'], "G")).map_err(|e| expected(e.to_string()))?;
     // More than 10^18 parameters are more than 2^64 bytes.
     if (1..=10u64.pow(18)).contains(&count) { Ok(count) } else { Err(expected("out of range: 1 to 1e18".to_owned())) }
 }
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn sizes_and_counts_are_parsed() {
         let counts =
-            [("7.5e9", 7_500_000_000), ("7.5B", 7_500_000_000), ("350M", 350_000_000), ("12", 12), ("2K", 2000)];
+            [("7.5e9", 7_500_000_000), ("7.5B", 7_500_000_000), ("13b", 13_000_000_000), ("350M", 350_000_000), ("12", 12), ("2K", 2000)];
         counts.into_iter().for_each(|(text, n)| assert_eq!(parse_params(text), Ok(n), "{text}"));
         for text in ["", "B", "-1", "0", "0.2", "NaN", "inf", "1e19", "7.5X"] {
             assert!(parse_params(text).is_err(), "{text}");

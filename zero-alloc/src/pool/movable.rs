@@ -39,9 +39,11 @@ impl<D: Device> Pool<D> {
     ) -> Result<Movable<D>, AllocError> {
         let bytes = self.bytes_of(len, dtype, purpose)?;
         let (allocation, _) = self.0.allocate(bytes, purpose, stream)?;
-        if let Allocation::Range(range) = allocation {
+        if allocation != Allocation::Empty {
             let mut state = self.0.state.lock();
-            state.planner.pin(range, false);
+            if let Allocation::Range(range) = allocation {
+                state.planner.pin(range, false);
+            }
             let moving = Moving {
                 home: stream.clone(),
                 uses: Vec::new(),
@@ -50,7 +52,7 @@ impl<D: Device> Pool<D> {
                 unrecorded: Vec::new(),
                 pins: 0,
             };
-            state.movable.insert(range, moving);
+            state.movable.insert(allocation, moving);
         }
         Ok(Movable { central: Arc::clone(&self.0), allocation, len, dtype, purpose, home: stream.clone() })
     }
@@ -84,9 +86,7 @@ impl<D: Device> Movable<D> {
     pub unsafe fn with<R>(&self, stream: &D::Stream, enqueue: impl FnOnce(AnySlice) -> R) -> Result<R, DeviceError> {
         let mut state = self.central.state.lock();
         let ptr = state.address(self.allocation);
-        if let Allocation::Range(range) = self.allocation
-            && let Some(moving) = state.movable.get_mut(&range)
-        {
+        if let Some(moving) = state.movable.get_mut(&self.allocation) {
             if let Some(error) = &moving.lost {
                 return Err(error.clone());
             }
@@ -94,7 +94,9 @@ impl<D: Device> Movable<D> {
                 stream.wait(ready)?;
             }
             moving.pins += 1;
-            state.planner.pin(range, true);
+            if let Allocation::Range(range) = self.allocation {
+                state.planner.pin(range, true);
+            }
         }
         drop(state);
         let unpin = Unpin { block: self, stream };
@@ -113,16 +115,18 @@ struct Unpin<'a, D: Device> {
 
 impl<D: Device> Drop for Unpin<'_, D> {
     fn drop(&mut self) {
-        let Allocation::Range(range) = self.block.allocation else { return };
+        let allocation = self.block.allocation;
         let used = self.stream.record();
         let mut state = self.block.central.state.lock();
-        let Some(moving) = state.movable.get_mut(&range) else { return };
+        let Some(moving) = state.movable.get_mut(&allocation) else { return };
         // A use that cannot be recorded keeps its pin: the block never moves again.
         let Ok(event) = used else { return moving.unrecorded.push(self.stream.clone()) };
         moving.uses.retain(|(id, _)| *id != self.stream.id());
         moving.uses.push((self.stream.id(), event));
         moving.pins -= 1;
-        if moving.pins == 0 {
+        if let Allocation::Range(range) = allocation
+            && moving.pins == 0
+        {
             state.planner.pin(range, false);
         }
     }
@@ -131,10 +135,7 @@ impl<D: Device> Drop for Unpin<'_, D> {
 impl<D: Device> Drop for Movable<D> {
     fn drop(&mut self) {
         let mut state = self.central.state.lock();
-        let moving = match self.allocation {
-            Allocation::Range(range) => state.movable.remove(&range),
-            _ => None,
-        };
+        let moving = state.movable.remove(&self.allocation);
         let bytes = self.len * self.dtype.size_bytes();
         let (mut home, mut uses, unrecorded) =
             moving.map_or_else(|| (self.home.clone(), Vec::new(), Vec::new()), |m| (m.home, m.uses, m.unrecorded));

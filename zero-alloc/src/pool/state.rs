@@ -10,7 +10,7 @@ use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
 use crate::planner::{Compaction, Planner, RangeId, Remedy, Request, Stitch};
 
 /// The memory of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Allocation {
     /// No bytes.
     Empty,
@@ -58,7 +58,7 @@ pub(super) struct Moving<D: Device> {
     pub(super) lost: Option<DeviceError>,
     /// Streams with a use whose event could not be recorded.
     pub(super) unrecorded: Vec<D::Stream>,
-    /// The number of uses being enqueued, plus one for each of `unrecorded`.
+    /// The number of uses being enqueued, plus one for each of `unrecorded`. A view never moves.
     pub(super) pins: u32,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct State<D: Device> {
     pub(super) source: Source,
     pub(super) hazards: Hazards<D>,
     pub(super) views: Views<D>,
-    pub(super) movable: HashMap<RangeId, Moving<D>>,
+    pub(super) movable: HashMap<Allocation, Moving<D>>,
     pub(super) account: Account,
     pub(super) moved_bytes: u64,
     pub(super) compactions: u64,
@@ -191,7 +191,6 @@ impl<D: Device> State<D> {
         match allocation {
             Allocation::Empty => {}
             Allocation::Range(range) => {
-                self.movable.remove(&range);
                 let (start, bytes) = self.planner.free(range);
                 self.hazards.insert(start..start + bytes, home, uses);
             }
@@ -212,7 +211,7 @@ impl<D: Device> State<D> {
     pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
         // All waits first: if one fails, nothing has moved, and the hazards are unchanged.
         for m in &plan.moves {
-            if let Some(moving) = self.movable.get(&m.range) {
+            if let Some(moving) = self.movable.get(&Allocation::Range(m.range)) {
                 for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
                     wait_unless_done(stream, event)?;
                 }
@@ -242,7 +241,7 @@ impl<D: Device> State<D> {
             match &done {
                 Err(error) => self.lose(m.range, stream, error),
                 Ok(done) => {
-                    if let Some(moving) = self.movable.get_mut(&m.range) {
+                    if let Some(moving) = self.movable.get_mut(&Allocation::Range(m.range)) {
                         moving.uses = vec![(stream.id(), done.clone())];
                         moving.ready = Some((stream.id(), done.clone()));
                     }
@@ -279,7 +278,7 @@ impl<D: Device> State<D> {
     /// operations that are on `stream` now.
     fn lose(&mut self, range: RangeId, stream: &D::Stream, why: &DeviceError) {
         self.planner.pin(range, true);
-        if let Some(moving) = self.movable.get_mut(&range) {
+        if let Some(moving) = self.movable.get_mut(&Allocation::Range(range)) {
             let message = format!("the block's contents were lost when a move failed: {why}");
             let (stream_name, op) = (stream.name().to_owned(), "compaction".to_owned());
             moving.lost = Some(DeviceError::Operation { stream: stream_name, op, message });

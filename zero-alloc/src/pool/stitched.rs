@@ -27,7 +27,7 @@ struct View<D: Device> {
 }
 
 /// A view in use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ViewId(usize);
 
 /// All views, in use or kept.

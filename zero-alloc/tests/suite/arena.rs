@@ -251,6 +251,31 @@ fn a_freed_view_is_reused_behind_its_uses() {
     drop(again);
 }
 
+/// A stitched movable block records its uses as any other.
+#[test]
+fn a_freed_movable_view_is_reused_behind_its_uses() {
+    let (device, _memory) = paged(4);
+    let (a, b) = (stream(&device), device.create_stream("comm").expect("a stream"));
+    let pool = Pool::new(device, 4 * PAGE);
+    let mut blocks: Vec<_> =
+        (0..4).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &a).expect("allocated")).map(Some).collect();
+    blocks[0] = None;
+    blocks[2] = None;
+    let open = Arc::new(zero_alloc::host::Monitor::new(false));
+    let view = pool.allocate_movable(2 * PAGE, DType::U8, Purpose::Buckets, &a).expect("stitched");
+    let opened = Arc::clone(&open);
+    let wait = move || opened.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
+    // SAFETY: the operation does not access the block.
+    unsafe { view.with(&b, |_| b.enqueue("use", wait)) }.expect("in use").expect("enqueued");
+    drop(view);
+    let again = pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a).expect("stitched");
+    let reused = a.record().expect("recorded");
+    assert_eq!(zero_alloc::device::Event::is_done(&reused), Ok(false));
+    open.update(|open| *open = true);
+    a.synchronize(LIMIT).expect("ran");
+    drop(again);
+}
+
 #[test]
 fn out_of_memory_lists_holders_and_compaction() {
     let device = HostDevice::new();

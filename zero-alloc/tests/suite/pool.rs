@@ -151,3 +151,15 @@ fn wait_until_all_is_freed(device: &Counting) {
     }
     panic!("{} bytes are still allocated", device.allocated_bytes.load(Ordering::Relaxed));
 }
+
+#[test]
+fn map_agrees_with_the_report() {
+    let (pool, stream, _) = setup(1 << 20);
+    let grads = pool.allocate(300, DType::U8, Purpose::Grads, &stream).expect("allocated");
+    let buckets = pool.allocate(200, DType::U8, Purpose::Buckets, &stream).expect("allocated");
+    let (map, report) = (pool.map(), pool.report());
+    let held = |purpose| map.spans.iter().filter(|s| s.purpose == purpose).map(|s| s.bytes).sum::<u64>();
+    assert_eq!((held(Some(Purpose::Grads)), held(Some(Purpose::Buckets))), (512, 256));
+    assert_eq!((held(None), map.end()), (report.free_bytes as u64, report.reserved_bytes as u64));
+    drop((grads, buckets));
+}

@@ -54,15 +54,14 @@ impl TensorFolder {
     /// all headers.
     ///
     /// # Errors
-    /// A file is missing or invalid, a tensor is in two files, or the index names a file that does not hold its
-    /// tensor.
+    /// A file is missing or invalid, or the index names a file that does not hold its tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CkptError> {
         let (path, single) = (path.as_ref(), path.as_ref().join(SINGLE));
         let index = path.join(INDEX);
         if path.is_file() || single.exists() || !index.exists() {
             let path = if path.is_file() { path.to_path_buf() } else { single };
             let mut folder = Self { path: path.clone(), files: Vec::new(), tensors: BTreeMap::new() };
-            return folder.add(path).map(|()| folder);
+            return folder.add(path, |_| true).map(|()| folder);
         }
         let map = read_json::<Index>(&index)?.weight_map;
         let bad = |why: String| CkptError::BadFile { path: index.clone(), why };
@@ -74,7 +73,7 @@ impl TensorFolder {
             }
             if !file_of.contains_key(name) {
                 file_of.insert(name, folder.files.len());
-                folder.add(path.join(name))?;
+                folder.add(path.join(name), |tensor| map.get(tensor).is_some_and(|file| file == name))?;
             }
         }
         let misplaced =
@@ -82,12 +81,11 @@ impl TensorFolder {
         if let Some((tensor, file)) = misplaced {
             return Err(bad(format!("invalid index: tensor {:?} is not in {file}", short(tensor))));
         }
-        folder.tensors.retain(|name, _| map.contains_key(name));
         Ok(folder)
     }
 
-    /// Opens a file, checks its header and adds its tensors.
-    fn add(&mut self, path: PathBuf) -> Result<(), CkptError> {
+    /// Opens a file, checks its header and adds the tensors for which `listed` is true.
+    fn add(&mut self, path: PathBuf, listed: impl Fn(&str) -> bool) -> Result<(), CkptError> {
         let bad = |why: String| CkptError::BadSafetensors { path: path.clone(), why };
         let io = |action| CkptError::io(action, &path);
         let file = File::open(&path).map_err(io("open"))?;
@@ -103,12 +101,8 @@ impl TensorFolder {
         let mut json = vec![0; Header::json_bytes(first, meta.len()).map_err(bad)? as usize];
         file.read_exact_at(&mut json, 8).map_err(io("read"))?;
         let Header { tensors, data_start, .. } = Header::parse(&json, meta.len()).map_err(bad)?;
-        for tensor in tensors {
-            let name = tensor.name.clone();
-            if self.tensors.insert(name.clone(), (self.files.len(), tensor)).is_some() {
-                return Err(bad(format!("tensor {:?} is in another file too", short(&name))));
-            }
-        }
+        let listed = tensors.into_iter().filter(|tensor| listed(&tensor.name));
+        self.tensors.extend(listed.map(|tensor| (tensor.name.clone(), (self.files.len(), tensor))));
         self.files.push(TensorFile { path, file, data_start });
         Ok(())
     }

@@ -15,7 +15,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use zero_shard::Layout;
@@ -46,12 +46,12 @@ pub struct StagingSlice<'a> {
 /// The progress of a save on this rank.
 enum Phase {
     /// A thread writes the staging buffer to a file.
-    Staging(JoinHandle<(PageBuffer, Result<StagedFile, CkptError>)>),
+    Staging(Task<(PageBuffer, Result<StagedFile, CkptError>)>),
     /// Staging failed before a thread was started.
     Failed(CkptError),
-    /// On rank 0: a thread publishes; an error if it could not be started.
-    Publishing(Result<JoinHandle<Result<PublishedCheckpoint, CkptError>>, CkptError>),
-    /// On other ranks: rank 0 publishes.
+    /// Rank 0: a thread publishes.
+    Publishing(Task<Result<PublishedCheckpoint, CkptError>>),
+    /// Other ranks: rank 0 publishes.
     AwaitingOutcome,
 }
 
@@ -115,8 +115,11 @@ impl BackgroundStore {
         step: u64,
         copy: impl FnOnce(Vec<StagingSlice<'_>>) -> Result<Fence, String>,
     ) -> Result<Phase, CkptError> {
-        // A buffer is missing only if its thread panicked or failed to start.
-        let mut buffer = self.free.pop().ok_or_else(thread_lost)?;
+        // A buffer is missing only if its thread panicked.
+        let mut buffer = self
+            .free
+            .pop()
+            .ok_or_else(|| CkptError::Snapshot { message: "an earlier save panicked with the buffer".into() })?;
         let slices = staging_slices(&self.layout, self.store.rank(), &self.file, &self.states, buffer.bytes_mut());
         let fence = match copy(slices) {
             Ok(fence) => fence,
@@ -133,7 +136,7 @@ impl BackgroundStore {
                 .and_then(|()| store.stage_source(step, &layout, states, pieces, &Slices::new(vec![buffer.bytes()])));
             (buffer, staged)
         };
-        self.spawn(stage).map(Phase::Staging)
+        Ok(Phase::Staging(Task::start(stage)))
     }
 
     /// [`BackgroundStore::begin`] for state in host memory.
@@ -163,9 +166,9 @@ impl BackgroundStore {
     /// all ranks.
     pub fn ready(&self) -> bool {
         self.in_flight.front().is_some_and(|(_, phase)| match phase {
-            Phase::Staging(thread) => thread.is_finished(),
-            Phase::Publishing(Ok(thread)) => thread.is_finished(),
-            Phase::Failed(_) | Phase::Publishing(Err(_)) | Phase::AwaitingOutcome => true,
+            Phase::Staging(task) => task.is_finished(),
+            Phase::Publishing(task) => task.is_finished(),
+            Phase::Failed(_) | Phase::AwaitingOutcome => true,
         })
     }
 
@@ -182,16 +185,13 @@ impl BackgroundStore {
     ) -> Result<Option<PublishedCheckpoint>, CkptError> {
         let (meta, phase) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
         let staged = match phase {
-            Phase::Staging(thread) => match thread.join() {
-                Ok((buffer, staged)) => {
-                    self.free.push(buffer);
-                    staged
-                }
-                Err(_) => Err(thread_lost()),
-            },
+            Phase::Staging(task) => task.join().and_then(|(buffer, staged)| {
+                self.free.push(buffer);
+                staged
+            }),
             Phase::Failed(error) => Err(error),
-            Phase::Publishing(thread) => {
-                let outcome = thread.and_then(|thread| thread.join().unwrap_or_else(|_| Err(thread_lost())));
+            Phase::Publishing(task) => {
+                let outcome = task.join().and_then(|outcome| outcome);
                 return self.store.share_outcome(&self.layout, Some(outcome), &mut exchange).map(Some);
             }
             Phase::AwaitingOutcome => return self.store.share_outcome(&self.layout, None, &mut exchange).map(Some),
@@ -199,7 +199,7 @@ impl BackgroundStore {
         let staged = self.store.share_staged(&self.layout, staged, &mut exchange)?;
         let phase = if self.store.rank() == 0 {
             let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), meta.clone());
-            Phase::Publishing(self.spawn(move || store.publish(&meta, &layout, staged)))
+            Phase::Publishing(Task::start(move || store.publish(&meta, &layout, staged)))
         } else {
             Phase::AwaitingOutcome
         };
@@ -221,14 +221,6 @@ impl BackgroundStore {
             }
         }
     }
-
-    fn spawn<T: Send + 'static>(
-        &self,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> Result<JoinHandle<T>, CkptError> {
-        let thread = std::thread::Builder::new().name("zero-ckpt-save".into()).spawn(work);
-        thread.map_err(CkptError::io("start a thread that saves to", self.store.path()))
-    }
 }
 
 impl Drop for BackgroundStore {
@@ -236,20 +228,55 @@ impl Drop for BackgroundStore {
     fn drop(&mut self) {
         for (_, phase) in self.in_flight.drain(..) {
             match phase {
-                Phase::Staging(thread) => {
-                    if let Ok((_, Ok(file))) = thread.join() {
+                Phase::Staging(task) => {
+                    if let Ok((_, Ok(file))) = task.join() {
                         self.store.discard(&file);
                     }
                 }
-                Phase::Publishing(Ok(thread)) => drop(thread.join()),
-                Phase::Failed(_) | Phase::Publishing(Err(_)) | Phase::AwaitingOutcome => {}
+                Phase::Publishing(task) => drop(task.join()),
+                Phase::Failed(_) | Phase::AwaitingOutcome => {}
             }
         }
     }
 }
 
-fn thread_lost() -> CkptError {
-    CkptError::Snapshot { message: "the thread that saves has panicked".into() }
+/// Work on a thread of its own, or its result if no thread could be started.
+enum Task<T> {
+    Running(JoinHandle<Option<T>>),
+    Done(Option<T>),
+}
+
+impl<T: Send + 'static> Task<T> {
+    /// Runs `work` on a new thread, or here if none can be started: a late save is better than a lost one.
+    fn start(work: impl FnOnce() -> T + Send + 'static) -> Self {
+        // If no thread starts, its closure is dropped; so the work stays here until the thread takes it.
+        let work = Arc::new(Mutex::new(Some(work)));
+        let of_thread = Arc::clone(&work);
+        let thread = std::thread::Builder::new().name("zero-ckpt-save".into());
+        match thread.spawn(move || take(&of_thread).map(|work| work())) {
+            Ok(thread) => Self::Running(thread),
+            Err(_) => Self::Done(take(&work).map(|work| work())),
+        }
+    }
+
+    fn is_finished(&self) -> bool {
+        match self {
+            Self::Running(thread) => thread.is_finished(),
+            Self::Done(_) => true,
+        }
+    }
+
+    fn join(self) -> Result<T, CkptError> {
+        let result = match self {
+            Self::Running(thread) => thread.join().ok().flatten(),
+            Self::Done(result) => result,
+        };
+        result.ok_or_else(|| CkptError::Snapshot { message: "the thread that saves has panicked".into() })
+    }
+}
+
+fn take<F>(work: &Mutex<Option<F>>) -> Option<F> {
+    work.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// Splits a staging buffer into the slices to fill, in the order of the file.

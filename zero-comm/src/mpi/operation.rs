@@ -158,6 +158,7 @@ impl Operation {
         let (call, bytes) = (&self.checked.call, Call::max_serialized_bytes(self.n()));
         let (sequence, rank) = (self.sequence, self.members.rank);
         let mut own = postcard::to_allocvec(call).unwrap_or_default();
+        debug_assert!(!own.is_empty() && own.len() <= bytes, "{call}: {} bytes, at most {bytes} expected", own.len());
         let mut received = vec![0u8; bytes * self.n()];
         // SAFETY: `own` and `received` outlive the exchange, which alone accesses them until it ends.
         let slice =

@@ -426,6 +426,30 @@ fn meetings_return_the_entries_of_all_ranks() {
 }
 
 #[test]
+fn rank_whose_stream_is_late_is_named() {
+    let errors = on_ranks(2, |ranks| {
+        let rank = Rank::start(&ranks, SHORT);
+        rank.call(8, Ok(ranks.rank == 0), Ok(false));
+        rank.failure()
+    });
+    assert_eq!(errors[0], errors[1]);
+    assert!(matches!(errors[0], CommError::Stalled { sequence: 0, rank: 1, .. }), "{}", errors[0]);
+}
+
+#[test]
+fn meeting_ends_when_a_rank_leaves() {
+    let errors = on_ranks(2, |ranks| {
+        let rank = Rank::start(&ranks, LONG);
+        if ranks.rank == 1 {
+            rank.world.close(0, 0);
+            return None;
+        }
+        Some(rank.world.split(0, 0, SplitRequest { color: None, key: 0 }).unwrap_err())
+    });
+    assert!(matches!(errors[0], Some(CommError::Peer { rank: 1, .. })), "{errors:?}");
+}
+
+#[test]
 fn late_meeting_ends_all_ranks() {
     let errors = on_ranks(2, |ranks| {
         let rank = Rank::start(&ranks, SHORT);

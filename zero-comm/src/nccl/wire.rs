@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use super::message::Message;
 
 /// Maximum frame size. A larger length is a protocol error.
-const MAX_FRAME_BYTES: usize = 1 << 26;
+const MAX_FRAME_BYTES: usize = 1 << 22;
 /// Time limit of a write. Messages are small, so a peer that reads nothing for this long counts as lost.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes per read.

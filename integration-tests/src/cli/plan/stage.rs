@@ -143,7 +143,8 @@ fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
         let alone = sum(&kept).saturating_add(sum(now));
         let ahead = next.iter().find(|unit| request.prefetch && !now.contains(unit));
         let both = ahead.map_or(alone, |&unit| alone.saturating_add(elems[unit]));
-        if both <= request.max_live_elems { both } else { alone }
+        // Kept units are freed before the limit is exceeded by anything but the use itself.
+        if both <= request.max_live_elems { both } else { alone.min(request.max_live_elems.max(sum(now))) }
     });
     live.max().unwrap_or(0)
 }

@@ -6,6 +6,7 @@ mod failures;
 mod identical;
 mod model;
 mod overflow;
+mod overlap;
 mod pytorch;
 mod resume;
 mod support;

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn unrecorded_usedis_found_at_the_free() {
+    fn unrecorded_use_is_found_at_the_free() {
         let mut checker = Checker::default();
         checker.allocate(0..64, "Grads", "s0");
         assert_eq!(checker.access(0..64, true, &access(1, 5), &clock(&[(1, 5)])), None);

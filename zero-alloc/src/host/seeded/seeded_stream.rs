@@ -206,7 +206,10 @@ fn work(scheduler: &Scheduler, index: usize) {
             }),
             (result, _) => result.map(|_| ()),
         };
-        state.streams[index].failed = result.err();
+        // A violation found while the operation ran may have failed the stream already.
+        if let Err(error) = result {
+            state.streams[index].failed.get_or_insert(error);
+        }
         state.running = None;
         drop(state);
         super::note_progress();

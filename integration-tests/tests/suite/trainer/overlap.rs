@@ -1,0 +1,234 @@
+//! Overlap of communication and compute, without a clock: operations of one stream wait for those of the other that
+//! must be able to run beside them, so a step without overlap never ends. (In DeepSpeed #7804 a fix removed all overlap
+//! unnoticed.)
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use integration_tests::data::BatchAt;
+use integration_tests::error::TrainError;
+use integration_tests::model::{Model, Pass};
+use integration_tests::trainer::{Settings, Workload, run_as_rank};
+use integration_tests::workload::GptWorkload;
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
+use zero_alloc::host::{HostDevice, HostStream, Monitor};
+use zero_comm::threads::World;
+use zero_comm::{Checked, Collective, CommError, CommOptions, Communicator, Group, Traffic};
+use zero_shard::UnitSpec;
+
+use super::support::Case;
+
+/// The longest wait of an operation for another stream.
+const LIMIT: Duration = Duration::from_secs(300);
+/// Units, and passes, of the tiny model: embedding, three blocks, tied head.
+const UNITS: u64 = 5;
+/// All-gathers of a step of stage 3: units 0 1 2 3 4 0 in forward, 3 2 1 in backward.
+const GATHERS: u64 = 9;
+/// The all-gathers of a step that are enqueued before each forward pass; the next unit's is among them.
+const AHEAD: [u64; 5] = [2, 3, 4, 5, 7];
+
+/// An operation: its kind, and the number of its pass.
+type Operation = (&'static str, u64);
+
+/// The operations of a rank that have run, with their counts.
+struct Progress {
+    stage: u64,
+    steps: u64,
+    runs: Monitor<HashMap<Operation, u64>>,
+}
+
+impl Progress {
+    /// Counts `operation` in the order of `stream`.
+    fn count(self: &Arc<Self>, stream: &HostStream, operation: Operation) -> Result<(), DeviceError> {
+        let this = Arc::clone(self);
+        stream.enqueue("count", move || {
+            this.runs.update(|runs| *runs.entry(operation).or_default() += 1);
+            Ok(())
+        })
+    }
+
+    /// Blocks `stream` until `operation` has run `times` times.
+    fn block(self: &Arc<Self>, stream: &HostStream, operation: Operation, times: u64) -> Result<(), DeviceError> {
+        let this = Arc::clone(self);
+        stream.enqueue("block", move || {
+            let what = || format!("{operation:?} to run {times} times: no overlap");
+            this.runs.wait_until(LIMIT, what, |runs| {
+                (runs.get(&operation).copied().unwrap_or(0) >= times).then_some(())
+            })
+        })
+    }
+}
+
+/// A communicator whose operations wait for compute that must be able to run beside them.
+struct BlockedComm {
+    inner: Arc<dyn Communicator<HostDevice>>,
+    progress: Arc<Progress>,
+    reductions: AtomicU64,
+    gathers: AtomicU64,
+}
+
+impl Communicator<HostDevice> for BlockedComm {
+    fn group(&self) -> Group {
+        self.inner.group()
+    }
+
+    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+        let (collective, control) = (checked.call().collective, checked.call().control);
+        let gather = collective == Collective::AllGather && !control;
+        if collective == Collective::ReduceScatter && self.progress.stage == 3 {
+            // Each reduction waits for the backward pass after its own.
+            let n = self.reductions.fetch_add(1, Ordering::Relaxed);
+            let (step, i) = (n / UNITS, n % UNITS);
+            if i + 1 < UNITS {
+                self.progress.block(stream, ("backward", UNITS - 2 - i), step + 1)?;
+            }
+        }
+        if gather && self.progress.stage < 3 {
+            // The gather of a unit after update s waits for the forward pass before the unit's, in step s + 1. Update 0
+            // is the initial weights; no forward follows the last.
+            let n = self.gathers.fetch_add(1, Ordering::Relaxed);
+            let (update, unit) = (n / UNITS, n % UNITS);
+            if unit > 0 && (1..self.progress.steps).contains(&update) {
+                self.progress.block(stream, ("forward", unit - 1), update + 1)?;
+            }
+        }
+        self.inner.enqueue(stream, checked)?;
+        if gather {
+            self.progress.count(stream, ("all_gather", 0))?;
+        }
+        Ok(())
+    }
+
+    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+        self.inner.split(color, key)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.inner.failure()
+    }
+}
+
+/// A model whose forward passes wait, at stage 3, for the gather of the next unit.
+struct BlockedModel {
+    inner: Box<dyn Model<HostDevice>>,
+    progress: Arc<Progress>,
+    steps: u64,
+}
+
+impl Model<HostDevice> for BlockedModel {
+    fn set_batch(&mut self, stream: &HostStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+        self.inner.set_batch(stream, inputs, targets)
+    }
+
+    fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+        self.steps += u64::from(pass == 0);
+        if self.progress.stage == 3 {
+            self.progress.block(stream, ("all_gather", 0), GATHERS * (self.steps - 1) + AHEAD[pass])?;
+        }
+        self.inner.forward(stream, pass, params)?;
+        Ok(self.progress.count(stream, ("forward", pass as u64))?)
+    }
+
+    fn backward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        loss_scale: DeviceSlice<f64>,
+    ) -> Result<(), TrainError> {
+        self.inner.backward(stream, pass, params, grads, loss_scale)?;
+        Ok(self.progress.count(stream, ("backward", pass as u64))?)
+    }
+
+    fn loss(&self) -> DeviceSlice<f64> {
+        self.inner.loss()
+    }
+}
+
+/// The workload with a [`BlockedModel`].
+struct Blocked<'a> {
+    inner: &'a GptWorkload,
+    progress: Arc<Progress>,
+}
+
+impl Workload<HostDevice> for Blocked<'_> {
+    fn units(&self) -> Vec<UnitSpec> {
+        Workload::<HostDevice>::units(self.inner)
+    }
+
+    fn passes(&self) -> Vec<Pass> {
+        Workload::<HostDevice>::passes(self.inner)
+    }
+
+    fn model(&self, pool: &Pool<HostDevice>, compute: &HostStream) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+        let inner = Workload::<HostDevice>::model(self.inner, pool, compute)?;
+        Ok(Box::new(BlockedModel { inner, progress: Arc::clone(&self.progress), steps: 0 }))
+    }
+
+    fn weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
+        Workload::<HostDevice>::weights(self.inner, name, range, out)
+    }
+
+    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
+        Workload::<HostDevice>::batch(self.inner, at, inputs, targets)
+    }
+
+    fn data_fingerprint(&self) -> u64 {
+        Workload::<HostDevice>::data_fingerprint(self.inner)
+    }
+
+    fn model_config(&self) -> serde_json::Value {
+        Workload::<HostDevice>::model_config(self.inner)
+    }
+}
+
+fn run(case: &Case) {
+    let (workload, options) = (case.tiny(), case.options(None));
+    let settings = Settings { limit: 2 * LIMIT, ..case.settings() };
+    let world = World::new(case.ranks, CommOptions { limit: settings.limit }).unwrap();
+    std::thread::scope(|scope| {
+        for comm in world {
+            let (workload, options, settings) = (&workload, &options, &settings);
+            scope.spawn(move || {
+                let runs = Monitor::new(HashMap::new());
+                let progress = Arc::new(Progress { stage: case.stage, steps: case.steps, runs });
+                let comm = BlockedComm {
+                    inner: Arc::new(comm),
+                    progress: Arc::clone(&progress),
+                    reductions: AtomicU64::new(0),
+                    gathers: AtomicU64::new(0),
+                };
+                let workload = Blocked { inner: workload, progress };
+                run_as_rank(Arc::new(comm), 1, settings, &workload, options, &mut |_| Ok(())).unwrap();
+            });
+        }
+    });
+}
+
+/// Every reduction runs beside the next backward pass, every gather beside the forward pass before its own.
+#[test]
+fn stage_3_overlaps_reductions_and_gathers() {
+    // A bucket holds the largest unit, so each unit is one reduction.
+    run(&Case { bucket_elems: 1 << 16, ..Case::default() });
+}
+
+/// The gathers of an update run beside the next step's forward, unit by unit.
+#[test]
+fn updates_are_gathered_beside_the_next_forward() {
+    for stage in [1, 2] {
+        run(&Case { stage, ..Case::default() });
+    }
+}
