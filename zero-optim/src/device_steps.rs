@@ -252,7 +252,8 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Registers one step that was enqueued on `stream`, by a call or by a graph launch. Its record is complete when
-    /// the work enqueued so far has run. With 64 or more unread outcomes the oldest are lost.
+    /// the work enqueued so far has run. With 64 or more unread outcomes, reading them fails with
+    /// [`OptimError::OutcomeLost`].
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream is closed.

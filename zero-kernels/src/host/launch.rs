@@ -8,14 +8,15 @@ use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
 use crate::step::{self, RankStats};
 use crate::{AdamArgs, AdvanceArgs, Float, GradStats, KernelError, Kernels, RemainderArgs, check};
 
-/// The operations on host streams, each split over a fixed number of threads.
+/// The operations on host streams. adam, cast, accumulate and grad_stats are split over a fixed number of threads;
+/// the others run on the stream's thread.
 #[derive(Clone, Debug)]
 pub struct HostKernels {
     workers: Workers,
 }
 
 impl HostKernels {
-    /// Operations that each use `threads` threads (0 or 1: only the stream's thread).
+    /// Operations split over `threads` threads (0 or 1: only the stream's thread).
     ///
     /// # Errors
     /// [`KernelError::Threads`].

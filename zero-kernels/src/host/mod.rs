@@ -1,8 +1,8 @@
 //! The operations on the host: safe functions over Rust slices, and [`HostKernels`], which enqueues them on streams.
 //!
 //! Each function runs on the calling thread and is compiled for several instruction sets (AVX-512, AVX2 with FMA, the
-//! baseline), one of which is selected at run time. [`Workers`] splits the same functions over threads. Results are
-//! bit-identical for every instruction set, alignment and split:
+//! baseline), one of which is selected at run time. [`Workers`] splits adam, cast, accumulate and grad_stats over
+//! threads. Results are bit-identical for every instruction set, alignment and split:
 //!
 //! - adam, cast and accumulate compute each element separately in fp32, with IEEE rounding at each operation and
 //!   fused multiply-adds exactly where the source has `mul_add` (a CPU without FMA computes them in software: slowly,

@@ -1,4 +1,4 @@
-//! The operations split over threads. Results do not depend on the split.
+//! adam, cast, accumulate and grad_stats split over threads. Results do not depend on the split.
 
 use std::sync::Arc;
 

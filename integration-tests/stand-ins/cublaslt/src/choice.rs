@@ -9,7 +9,7 @@ pub(crate) const WORKSPACE_BYTES: usize = 1 << 10;
 const WORKSPACE_ALIGNMENT: usize = 256;
 /// The reduction schemes that round partial sums to the type of the result: in place, and out of place.
 const ROUNDING_SCHEMES: u32 = 1 | 4;
-/// At this alignment of all matrices, in bytes, another algorithm is chosen.
+/// If all matrices have at least this alignment, in bytes, another algorithm is chosen.
 const WELL_ALIGNED: u32 = 64;
 const MARK: u64 = 0x7374_616e_642d_696e;
 
