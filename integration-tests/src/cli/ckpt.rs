@@ -146,7 +146,7 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
     };
     let published = zero_ckpt::import(model, &store, unit_and_param).map_err(CliError::failure)?;
     let path = checkpoint.join(&published.name);
-    print_text(format!("{}: weights only, {} bytes\n", path.display(), published.bytes))
+    print_text(format!("{}: imported the weights, {} bytes (no training state)\n", path.display(), published.bytes))
 }
 
 fn parse_file_size(text: &str) -> Result<u64, String> {

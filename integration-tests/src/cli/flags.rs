@@ -93,8 +93,14 @@ mod tests {
 
     #[test]
     fn sizes_and_counts_are_parsed() {
-        let counts =
-            [("7.5e9", 7_500_000_000), ("7.5B", 7_500_000_000), ("13b", 13_000_000_000), ("350M", 350_000_000), ("12", 12), ("2K", 2000)];
+        let counts = [
+            ("7.5e9", 7_500_000_000),
+            ("7.5B", 7_500_000_000),
+            ("13b", 13_000_000_000),
+            ("350M", 350_000_000),
+            ("12", 12),
+            ("2K", 2000),
+        ];
         counts.into_iter().for_each(|(text, n)| assert_eq!(parse_params(text), Ok(n), "{text}"));
         for text in ["", "B", "-1", "0", "0.2", "NaN", "inf", "1e19", "7.5X"] {
             assert!(parse_params(text).is_err(), "{text}");

@@ -52,7 +52,7 @@ pub struct ActivationCheckpointing {
 const IGNORED: [(&str, Usual, &str); 18] = {
     use Usual::{Flag, Nothing, Number};
     [
-        ("managed_gradient_accumulation", Flag(true), "accumulation is always managed"),
+        ("managed_gradient_accumulation", Flag(true), "gradient accumulation is always on"),
         ("prescale_gradients", Flag(false), "gradients are divided once, after the sum"),
         ("gradient_predivide_factor", Number(1), "gradients are divided once, after the sum"),
         ("disable_allgather", Flag(false), "parameters are always gathered by all_gather"),
@@ -92,12 +92,12 @@ const OPTIONAL: [(&str, &str); 11] = [
 const REFUSED: [(&str, &str); 14] = [
     ("amp", "use bf16 or fp16"),
     ("torch_autocast", "use bf16 or fp16"),
-    ("data_efficiency", "the data comes from --data"),
-    ("curriculum_learning", "the data comes from --data"),
+    ("data_efficiency", "data sampling is not configurable; prepare --data instead"),
+    ("curriculum_learning", "data sampling is not configurable; prepare --data instead"),
     ("progressive_layer_drop", "every layer is computed"),
-    ("eigenvalue", "weights are not quantized"),
-    ("quantize_training", "weights are not quantized"),
-    ("weight_quantization", "weights are not quantized"),
+    ("eigenvalue", "quantization is not supported"),
+    ("quantize_training", "quantization is not supported"),
+    ("weight_quantization", "quantization is not supported"),
     ("compression_training", "weights are neither quantized nor pruned"),
     ("sparse_attention", "attention is dense"),
     ("elasticity", "set train_batch_size"),

@@ -30,7 +30,7 @@ pub(super) fn read_optimizer(
         "adamw" => true,
         _ => {
             let (key, got) = (block.name("type"), format!("{name:?}"));
-            let why = "the optimizers here are \"Adam\" and \"AdamW\"";
+            let why = "supported optimizers: \"Adam\" and \"AdamW\"";
             return Err(ConfigFileError::Unsupported { key, got, why });
         }
     };
@@ -39,8 +39,8 @@ pub(super) fn read_optimizer(
     block.end_lenient(warnings);
 
     params.refuse(&[
-        ("bias_correction", Usual::Flag(true), "the moments are always corrected"),
-        ("amsgrad", Usual::Flag(false), "the greatest second moment is not kept"),
+        ("bias_correction", Usual::Flag(true), "bias correction is always applied"),
+        ("amsgrad", Usual::Flag(false), "AMSGrad is not supported"),
         ("maximize", Usual::Flag(false), "the loss is minimized"),
         ("fp32_optimizer_states", Usual::Flag(true), "the moments are fp32"),
         ("max_grad_norm", Usual::Nothing, "use gradient_clipping at the top level"),
@@ -103,7 +103,7 @@ pub(super) fn read_scheduler(
     const KNOWN: [&str; 5] = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"];
     if !KNOWN.contains(&name.as_str()) {
         let (key, got) = (block.name("type"), format!("{name:?}"));
-        let why = "the schedules are WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest";
+        let why = "supported schedules: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest";
         return Err(ConfigFileError::Unsupported { key, got, why });
     }
     let mut params = params(&mut block)?;

@@ -24,7 +24,10 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<(DTyp
 fn read_fp16(root: &mut Block, warnings: &mut Vec<String>) -> Result<Option<LossScaling>, ConfigFileError> {
     let Some(mut block) = root.block("fp16")? else { return Ok(None) };
     let enabled = block.flag("enabled")?.unwrap_or(false);
-    block.ignore(&[("auto_cast", Usual::Flag(false), "the inputs are tokens")], warnings)?;
+    block.ignore(
+        &[("auto_cast", Usual::Flag(false), "the model's inputs are token ids, which are not cast")],
+        warnings,
+    )?;
     let masters = "master weights and gradient sums are fp32";
     block.refuse(&[("fp16_master_weights_and_grads", Usual::Flag(false), masters)])?;
     let default = DynamicScaling::default();

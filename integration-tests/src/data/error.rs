@@ -22,7 +22,7 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A file could not be read.
-    #[error("{}: cannot read: {source}", path.display())]
+    #[error("{}: failed to read the file: {source}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -101,7 +101,7 @@ pub enum DataError {
         vocab_size: usize,
     },
     /// The requested batch is not a position in training, or the buffers have the wrong size.
-    #[error("no batch {what}")]
+    #[error("invalid batch: {what}")]
     BadBatch {
         /// The defect.
         what: String,

@@ -192,7 +192,7 @@ impl Dataset {
         let expected = at.micro_batch.checked_mul(seq_len);
         if seq_len == 0 || Some(inputs.len()) != expected || inputs.len() != targets.len() {
             let (i, t) = (inputs.len(), targets.len());
-            let what = format!("of {} x {seq_len} tokens fits {i} inputs and {t} targets", at.micro_batch);
+            let what = format!("{} x {seq_len} tokens do not fit {i} inputs and {t} targets", at.micro_batch);
             return Err(DataError::BadBatch { what });
         }
         let mut row_tokens = vec![0; seq_len + 1];
@@ -200,7 +200,7 @@ impl Dataset {
         for (row, (inputs, targets)) in rows.enumerate() {
             let start = self.order.start(&at, row, self.tokens.len()).ok_or_else(|| {
                 let (n, name) = (self.tokens.len(), &self.name);
-                DataError::BadBatch { what: format!("at {at:?} in the {n} tokens of {name}") }
+                DataError::BadBatch { what: format!("{at:?} is not a position in the {n} tokens of {name}") }
             })?;
             self.tokens.read(start, &mut row_tokens)?;
             inputs.copy_from_slice(&row_tokens[..seq_len]);

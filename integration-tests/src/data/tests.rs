@@ -228,12 +228,12 @@ fn invalid_batch_is_an_error() {
     call(AT, 8, 8).unwrap();
     call(BatchAt { micro_batch: 0, ..AT }, 0, 0).unwrap();
     let cases = [
-        (AT, 7, 8, "no batch of 2 x 4 tokens fits 7 inputs and 8 targets"),
-        (AT, 8, 9, "no batch of 2 x 4 tokens fits 8 inputs and 9 targets"),
-        (BatchAt { seq_len: 0, ..AT }, 0, 0, "no batch of 2 x 0 tokens fits 0 inputs and 0 targets"),
-        (BatchAt { micro_batch: usize::MAX, ..AT }, 8, 8, "no batch of 18446744073709551615 x 4 tokens"),
-        (BatchAt { seq_len: 20, ..AT }, 40, 40, "no batch at BatchAt"),
-        (BatchAt { rank: 1, ..AT }, 8, 8, "no batch at BatchAt"),
+        (AT, 7, 8, "invalid batch: 2 x 4 tokens do not fit 7 inputs and 8 targets"),
+        (AT, 8, 9, "invalid batch: 2 x 4 tokens do not fit 8 inputs and 9 targets"),
+        (BatchAt { seq_len: 0, ..AT }, 0, 0, "invalid batch: 2 x 0 tokens do not fit 0 inputs and 0 targets"),
+        (BatchAt { micro_batch: usize::MAX, ..AT }, 8, 8, "invalid batch: 18446744073709551615 x 4 tokens"),
+        (BatchAt { seq_len: 20, ..AT }, 40, 40, "invalid batch: BatchAt"),
+        (BatchAt { rank: 1, ..AT }, 8, 8, "invalid batch: BatchAt"),
     ];
     for (at, inputs, targets, expected) in cases {
         let error = call(at, inputs, targets).unwrap_err().to_string();

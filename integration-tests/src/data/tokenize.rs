@@ -33,7 +33,7 @@ impl TextTokenizer {
         for part in parts(text, PART_BYTES) {
             let encoding = self.inner.encode_fast(part, false).map_err(|e| DataError::Tokenizer {
                 path: self.path.clone(),
-                message: format!("cannot tokenize: {}", one_line(&e.to_string())),
+                message: format!("failed to tokenize: {}", one_line(&e.to_string())),
             })?;
             out.extend_from_slice(encoding.get_ids());
         }

@@ -26,13 +26,13 @@ use crate::model::config::{ConfigError, GptConfig};
 #[non_exhaustive]
 pub enum HfError {
     /// The path is not a folder.
-    #[error("{}: no such model folder", path.display())]
+    #[error("{}: the model folder does not exist or is not a folder", path.display())]
     NoFolder {
         /// The path.
         path: PathBuf,
     },
     /// `config.json` could not be read.
-    #[error("{}: cannot read: {source}", path.display())]
+    #[error("{}: failed to read the file: {source}", path.display())]
     Read {
         /// The file.
         path: PathBuf,

@@ -199,8 +199,8 @@ fn several_files_read_as_one() {
 #[test]
 fn missing_folder_config_or_weights_is_named() {
     let dir = tempfile::tempdir().unwrap();
-    assert_eq!(open_error(&dir.path().join("none")), "DIR: no such model folder");
-    assert!(open_error(dir.path()).starts_with("DIR/config.json: cannot read: "));
+    assert_eq!(open_error(&dir.path().join("none")), "DIR: the model folder does not exist or is not a folder");
+    assert!(open_error(dir.path()).starts_with("DIR/config.json: failed to read the file: "));
     fs::write(dir.path().join("config.json"), "{}").unwrap();
     assert_eq!(open_error(dir.path()), "DIR/config.json: the key \"n_embd\" is missing");
     fs::write(dir.path().join("config.json"), tiny().to_hf_json("float32")).unwrap();

@@ -71,7 +71,7 @@ pub enum JobError {
         signal: i32,
     },
     /// A rank failed without a report.
-    #[error("rank {rank} failed with exit code {code} and no error report")]
+    #[error("rank {rank} failed with exit code {code} without an error message; see its output above")]
     Exit {
         /// The rank.
         rank: usize,

@@ -57,7 +57,7 @@ pub fn run_on_threads(
             });
             // Without a thread the rank's communicator is dropped, which aborts the others.
             spawned.inspect_err(|e| {
-                let message = format!("failed to start its thread: {e}");
+                let message = format!("failed to start the rank's thread: {e}; try fewer --ranks");
                 failures.lock().push(Failure { rank: index, message, echo: false });
             })
         };

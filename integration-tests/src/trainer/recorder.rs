@@ -65,7 +65,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     pub(super) fn new(rank: &'a Rank<D>) -> Result<Self, TrainError> {
         let record = rank.host.record.filter(|_| rank.settings.graphs);
         if rank.settings.graphs && record.is_none() {
-            return Err(TrainError::Usage("graphs are supported on CUDA only".to_owned()));
+            return Err(TrainError::Usage("CUDA graphs require --device cuda".to_owned()));
         }
         if record.is_some() && rank.settings.stage == ZeroStage::Three {
             return Err(TrainError::Usage(AT_STAGE_3.to_owned()));
@@ -113,7 +113,7 @@ impl<'a, D: Device> Recorder<'a, D> {
 
 /// The error for graphs at stage 3.
 pub const AT_STAGE_3: &str = "steps of stage 3 cannot be recorded into graphs, because units are gathered into memory \
-                              that is allocated and freed during the step; use stage 0, 1 or 2";
+                              that is allocated and freed during the step; use --stage 0, 1 or 2";
 
 /// Records `enqueue`, with the communication stream forked from the compute stream and joined to it.
 fn forked<D: Device>(

@@ -96,7 +96,12 @@ impl<D: Device> Stage<D> for Stage3<D> {
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
         if let OrderCheck::Changed { position, expected, got } = self.prefetcher.end_step().order {
-            tracing::warn!(position, ?expected, ?got, "units were used in another order; not gathered ahead");
+            tracing::warn!(
+                position,
+                ?expected,
+                ?got,
+                "the order of units changed during the step; units after this position were gathered on demand"
+            );
         }
         self.grads.wait(rank)?;
         decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), inputs)

@@ -16,7 +16,7 @@ gradient of a unit. Activations are an estimate. Leave about 1 GB for the CUDA c
 pub(super) fn text(report: &Report) -> String {
     let mut text = heading(report) + "\n" + &stages(report);
     if !report.topologies.is_empty() {
-        let mut rows = vec![["", "states", "sent", "leaves a node"].map(str::to_owned).to_vec()];
+        let mut rows = vec![["", "states", "sent", "sent between nodes"].map(str::to_owned).to_vec()];
         rows.extend(report.topologies.iter().map(|t| {
             let bytes = [t.states_bytes, t.sent_bytes, t.node_egress_bytes].map(show);
             [vec![t.name.to_owned()], bytes.to_vec()].concat()
@@ -74,7 +74,7 @@ fn stages(report: &Report) -> String {
         ("host", any(|s| s.host_bytes), |s| s.host_bytes),
         ("nvme", any(|s| s.nvme_bytes), |s| s.nvme_bytes),
         ("sent", true, |s| s.sent.total_bytes),
-        ("leaves a node", report.nodes > 1, |s| s.sent.node_egress_bytes),
+        ("sent between nodes", report.nodes > 1, |s| s.sent.node_egress_bytes),
     ];
     let shown = || columns.iter().filter(|(_, is_shown, _)| *is_shown);
     let mut head = vec!["stage".to_owned()];

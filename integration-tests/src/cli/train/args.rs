@@ -24,10 +24,10 @@ pub struct TrainArgs {
     /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters [default: 3]
     #[arg(long, value_name = "0..3")]
     pub stage: Option<u64>,
-    /// Device that trains
+    /// Device to train on
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceChoice,
-    /// Allow more ranks than GPUs, for tests: ranks then share GPUs and speeds mean nothing (NCCL 2.30 or later)
+    /// Allow more ranks than GPUs, for tests: ranks then share GPUs and timings are not meaningful (NCCL 2.30 or later)
     #[arg(long)]
     pub share_gpus: bool,
     /// Communication between ranks

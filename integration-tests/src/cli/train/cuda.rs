@@ -36,7 +36,7 @@ pub(super) fn run(args: &TrainArgs, gpus: usize, launched: Option<Ranks>) -> Res
 fn launch(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
     static INTERRUPTS: AtomicUsize = AtomicUsize::new(0);
     let program = std::env::current_exe()
-        .map_err(|e| CliError::Failure(format!("failed to find the file of this program: {e}")))?;
+        .map_err(|e| CliError::Failure(format!("failed to determine the path of this executable: {e}")))?;
     let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
     let job = Job {
         ranks,
@@ -74,7 +74,7 @@ fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(
     setup.options.cancel = cancelled_by_signals()?;
     // The note is printed by rank 0, whether or not that rank shares its GPU.
     if args.share_gpus && world_size > gpus {
-        setup.notices.push("ranks share GPUs: speeds mean nothing".to_owned());
+        setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());
     }
     let limit = Duration::from_secs(args.time_limit);
     let comm: Arc<dyn Communicator<CudaDevice>> = match launched {

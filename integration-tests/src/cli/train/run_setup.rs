@@ -208,7 +208,7 @@ fn check_graphs(settings: &Settings, on_cuda: bool) -> Result<(), CliError> {
     match settings.stage {
         _ if !settings.graphs => Ok(()),
         _ if !on_cuda => Err(CliError::Usage("--cuda-graph requires --device cuda".to_owned())),
-        ZeroStage::Three => Err(CliError::Usage(format!("--cuda-graph: {AT_STAGE_3}; use --stage 0, 1 or 2"))),
+        ZeroStage::Three => Err(CliError::Usage(format!("--cuda-graph: {AT_STAGE_3}"))),
         _ => Ok(()),
     }
 }
@@ -224,15 +224,15 @@ fn check_resume(
     let reader = Reader::open(dir).map_err(CliError::usage)?;
     if let Some(difference) = reader.manifest().model.difference(&ModelSpec::from(layout)) {
         let path = reader.path().display();
-        return Err(CliError::Usage(format!("--resume {path}: the checkpoint is of another model: {difference}")));
+        return Err(CliError::Usage(format!(
+            "--resume {path}: the checkpoint belongs to another model: {difference}"
+        )));
     }
     let mut notices = reader.notices().to_vec();
     let state = TrainerState::of(&reader).map_err(CliError::usage)?;
     let was = &reader.manifest().dtype;
     if was != dtype.name() {
-        notices.push(format!(
-            "the checkpoint was trained in {was} and this run in {dtype}: the loss scale starts again"
-        ));
+        notices.push(format!("the checkpoint was trained in {was} and this run in {dtype}: the loss scale is reset"));
     }
     if state.data_fingerprint != data.fingerprint() {
         notices.push("the data differs from the checkpoint's: the loss curve will differ".to_owned());

@@ -12,7 +12,7 @@ fn host_device_refuses_graphs() {
     let options = case.options(None);
     let toy = Toy::new(&[vec![40]], false);
     let error = run_on_threads(1, 1, &settings, &toy, &options, &mut |_: &StepMetrics| Ok(())).unwrap_err();
-    assert!(error.to_string().contains("on CUDA only"), "{error}");
+    assert!(error.to_string().contains("--device cuda"), "{error}");
 }
 
 #[test]

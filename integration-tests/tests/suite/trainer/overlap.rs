@@ -56,9 +56,8 @@ impl Progress {
         let this = Arc::clone(self);
         stream.enqueue("block", move || {
             let what = || format!("{operation:?} to run {times} times: no overlap");
-            this.runs.wait_until(LIMIT, what, |runs| {
-                (runs.get(&operation).copied().unwrap_or(0) >= times).then_some(())
-            })
+            this.runs
+                .wait_until(LIMIT, what, |runs| (runs.get(&operation).copied().unwrap_or(0) >= times).then_some(()))
         })
     }
 }
