@@ -8,7 +8,8 @@ use zero_kernels::{Float, GradStats, StepScalars, reference};
 use crate::common::{assert_same, hyper, scalars, squares, values};
 
 fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..Default::default() }
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    ProptestConfig { cases: cases.saturating_mul(factor), failure_persistence: None, ..Default::default() }
 }
 
 /// Runs `step` on the middle of new slices, and returns the whole slices, guards included.

@@ -34,8 +34,14 @@ fn bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
     params.iter().map(|u| u.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
+/// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
+fn cases(n: u32) -> ProptestConfig {
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(cases(24))]
 
     /// Whole units (stage 0) and shards (stages 1 to 3) have bit-identical statistics, norms and weights; one step is
     /// skipped.

@@ -138,7 +138,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
         fn any_part_is_the_same_part_of_the_whole(a in 0u64..=512, b in 0u64..=512) {
             let config = GptConfig {

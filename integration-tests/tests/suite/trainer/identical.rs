@@ -58,8 +58,14 @@ fn fp16_accumulating() {
     stages_agree(DType::F16, 2, 2);
 }
 
+/// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
+fn cases(n: u32) -> ProptestConfig {
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+    #![proptest_config(cases(12))]
 
     /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters without elements.
     #[test]
