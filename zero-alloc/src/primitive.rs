@@ -1,10 +1,20 @@
 //! Locks; under `--cfg loom`, the loom versions of them.
 
 #[cfg(not(loom))]
-pub(crate) use parking_lot::{Condvar, Mutex};
+pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+
+/// The calling thread's number: threads count from 0 in the order of their first call.
+#[cfg(not(loom))]
+pub(crate) fn thread_number() -> usize {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static NUMBER: usize = NEXT.fetch_add(1, Ordering::Relaxed));
+    // A thread that is ending has no number any more.
+    NUMBER.try_with(|number| *number).unwrap_or(0)
+}
 
 #[cfg(loom)]
-pub(crate) use loom_locks::{Condvar, Mutex};
+pub(crate) use loom_locks::{Condvar, Mutex, MutexGuard, thread_number};
 
 #[cfg(loom)]
 mod loom_locks {
@@ -12,6 +22,11 @@ mod loom_locks {
 
     use std::ops::{Deref, DerefMut};
     use std::time::Instant;
+
+    /// Tests name each thread with its number.
+    pub(crate) fn thread_number() -> usize {
+        loom::thread::current().name().and_then(|name| name.parse().ok()).unwrap_or(0)
+    }
 
     #[derive(Debug, Default)]
     pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
@@ -25,6 +40,10 @@ mod loom_locks {
 
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
             MutexGuard(Some(self.0.lock().expect("no thread of a model panics")))
+        }
+
+        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+            self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard)))
         }
 
         pub(crate) fn get_mut(&mut self) -> &mut T {

@@ -14,7 +14,7 @@ impl Offsets {
     ///
     /// # Errors
     /// The first violated invariant.
-    pub(super) fn check_invariants(&self) -> Result<(), String> {
+    pub(crate) fn check_invariants(&self) -> Result<(), String> {
         let (mut free_bytes, mut bytes, mut free_ranges) = (0, 0, 0);
         let (mut at, mut below) = (self.first(), NONE);
         while at != NONE {

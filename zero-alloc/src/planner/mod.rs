@@ -14,5 +14,6 @@ mod size_class;
 
 pub use compaction::{Compaction, CostModel, Relocation, Stitch};
 pub use offsets::RangeId;
+pub(crate) use offsets::{Offsets, Pick, Side};
 pub use planner::{Planner, PlannerConfig, PlannerReport};
 pub use request::{Lifetime, Remedy, Request, Shortage, TAGS};

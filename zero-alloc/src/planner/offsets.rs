@@ -14,7 +14,7 @@ pub struct RangeId(pub(super) u32);
 
 /// The end of a free range from which a request is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Side {
+pub(crate) enum Side {
     /// The lower offsets.
     Low,
     /// The higher offsets.
@@ -23,7 +23,7 @@ pub(super) enum Side {
 
 /// The choice among the free ranges that fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Pick {
+pub(crate) enum Pick {
     /// The smallest of the first few of a size class; constant time.
     Best,
     /// The range with the highest offset. Its time grows with the number of free ranges of that size or above, so it
@@ -35,7 +35,7 @@ pub(super) enum Pick {
 
 /// The free and used ranges of an offset space.
 #[derive(Clone, Debug)]
-pub(super) struct Offsets {
+pub(crate) struct Offsets {
     pub(super) granule: u64,
     pub(super) granule_log2: u32,
     pub(super) ranges: Vec<Range>,
@@ -56,7 +56,7 @@ impl Offsets {
     ///
     /// # Panics
     /// `granule` is not a power of two.
-    pub(super) fn new(granule: u64) -> Self {
+    pub(crate) fn new(granule: u64) -> Self {
         assert!(granule.is_power_of_two(), "granule {granule} is not a power of two");
         Self {
             granule,
@@ -96,17 +96,17 @@ impl Offsets {
     }
 
     /// The bytes of a used range, in whole granules.
-    pub(super) fn bytes_of(&self, id: RangeId) -> u64 {
+    pub(crate) fn bytes_of(&self, id: RangeId) -> u64 {
         self.ranges[id.0 as usize].bytes
     }
 
     /// Bytes of all segments.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Bytes in no used range.
-    pub(super) fn free_bytes(&self) -> u64 {
+    pub(crate) fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
 
@@ -118,7 +118,7 @@ impl Offsets {
 
     /// Adds a free segment of `bytes` (rounded down to granules, not 0) above the others and returns its first
     /// offset. Ranges never extend from one segment into another.
-    pub(super) fn add_segment(&mut self, bytes: u64) -> u64 {
+    pub(crate) fn add_segment(&mut self, bytes: u64) -> u64 {
         // A gap keeps segments apart.
         let start = if self.last() == NONE { 0 } else { self.end() + self.granule };
         self.append(start, bytes & !(self.granule - 1));
@@ -167,10 +167,29 @@ impl Offsets {
         cut
     }
 
+    /// Removes a free segment of [`Offsets::add_segment`]. Returns false, with nothing changed, if it is not one whole free
+    /// range.
+    pub(crate) fn remove_segment(&mut self, start: u64, bytes: u64) -> bool {
+        let bytes = bytes & !(self.granule - 1);
+        let mut at = self.head(self.class_of(bytes));
+        while at != NONE {
+            let range = &self.ranges[at as usize];
+            if range.start == start && range.bytes == bytes {
+                self.unlist(at);
+                self.remove(at);
+                self.free_bytes -= bytes;
+                self.bytes -= bytes;
+                return true;
+            }
+            at = range.later;
+        }
+        false
+    }
+
     /// Allocates `bytes` (rounded up to granules, at least one) at a multiple of `align` (a power of two); returns
     /// the range and its first offset, or `None` if no free range holds it. `tag` has no meaning here.
     #[inline]
-    pub(super) fn allocate(
+    pub(crate) fn allocate(
         &mut self,
         bytes: u64,
         align: u64,
@@ -242,7 +261,7 @@ impl Offsets {
     /// # Panics
     /// `id` is not in use.
     #[inline]
-    pub(super) fn free(&mut self, id: RangeId) -> (u64, u64) {
+    pub(crate) fn free(&mut self, id: RangeId) -> (u64, u64) {
         let at = id.0;
         let range = &self.ranges[at as usize];
         assert!(matches!(range.state, State::Used | State::Pinned), "{id:?} is not in use");
@@ -295,7 +314,7 @@ impl Offsets {
 
     /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is used, whether it is
     /// pinned.
-    pub(super) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
+    pub(crate) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
         let mut at = self.first();
         while at != NONE {
             let range = &self.ranges[at as usize];

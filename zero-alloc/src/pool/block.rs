@@ -3,14 +3,15 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::Purpose;
+use super::lane::Lane;
 use super::state::Allocation;
-use super::{Central, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element, Stream};
 
 /// An owned piece of device memory. Dropping it frees it in stream order.
 #[must_use = "dropping a block frees its memory"]
 pub struct Block<D: Device> {
-    central: Arc<Central<D>>,
+    lane: Arc<Lane<D>>,
     ptr: *mut u8,
     len: usize,
     dtype: DType,
@@ -34,14 +35,14 @@ impl<D: Device> fmt::Debug for Block<D> {
 
 impl<D: Device> Block<D> {
     pub(super) fn new(
-        central: Arc<Central<D>>,
+        lane: Arc<Lane<D>>,
         ptr: *mut u8,
         (len, dtype): (usize, DType),
         purpose: Purpose,
         allocation: Allocation,
         home: D::Stream,
     ) -> Self {
-        Self { central, ptr, len, dtype, purpose, allocation, home, uses: Vec::new() }
+        Self { lane, ptr, len, dtype, purpose, allocation, home, uses: Vec::new() }
     }
 
     /// The number of elements.
@@ -105,6 +106,6 @@ impl<D: Device> Drop for Block<D> {
     fn drop(&mut self) {
         let bytes = self.len * self.dtype.size_bytes();
         let uses = std::mem::take(&mut self.uses);
-        self.central.free(self.allocation, (self.ptr, bytes), self.purpose, &self.home, uses);
+        self.lane.free(self.allocation, (self.ptr, bytes), self.purpose, &self.home, uses);
     }
 }

@@ -1,7 +1,7 @@
 //! Allocation errors.
 
-use super::Purpose;
 use super::state::State;
+use super::{Purpose, Report};
 use crate::device::{Device, DeviceError};
 
 /// The reason why a block could not be allocated.
@@ -55,14 +55,16 @@ fn list(holders: &[(Purpose, usize)]) -> String {
 }
 
 impl<D: Device> State<D> {
+    /// The error for a failed request; `report` has the live bytes of all lanes.
     pub(super) fn out_of_memory(
         &self,
+        report: &Report,
         requested_bytes: usize,
         purpose: Purpose,
         budget_bytes: usize,
         device: Option<String>,
     ) -> AllocError {
-        let (report, planner) = (&self.account.0, self.planner.report());
+        let planner = self.planner.report();
         let mut holders: Vec<_> =
             Purpose::ALL.iter().map(|p| (*p, report.of(*p).live_bytes)).filter(|(_, bytes)| *bytes > 0).collect();
         holders.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));

@@ -103,6 +103,24 @@ impl<D: Device> Hazards<D> {
         }
     }
 
+    /// The events for which any stream must wait before it uses the bytes of `range`, by stream id, and whether these are
+    /// all: a closed stream records none.
+    pub(super) fn events_within(&self, range: Range<u64>) -> (Vec<(u64, D::Event)>, bool) {
+        let (mut events, mut recorded, mut complete) = (Vec::new(), Vec::new(), true);
+        for hazard in self.0.range(range).map(|(_, hazard)| hazard) {
+            events.extend(hazard.uses.iter().cloned());
+            if hazard.has_home_event() || recorded.contains(&hazard.home.id()) {
+                continue;
+            }
+            recorded.push(hazard.home.id());
+            match hazard.home.record() {
+                Ok(event) => events.push((hazard.home.id(), event)),
+                Err(_) => complete = false,
+            }
+        }
+        (events, complete)
+    }
+
     /// Returns the end of the highest part of `range` with pending uses (the start of `range` if no use is pending),
     /// and one of the events that are pending there; no event if recording it failed.
     pub(super) fn find_pending(&mut self, range: Range<u64>) -> (u64, Option<D::Event>) {

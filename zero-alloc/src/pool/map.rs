@@ -1,5 +1,8 @@
 //! A map of a pool's memory: the purpose of each part, and the holes.
 
+use std::collections::BTreeMap;
+
+use super::state::LANE_TAG;
 use super::{Pool, Purpose};
 use crate::device::Device;
 
@@ -28,14 +31,20 @@ const LETTERS: [char; 6] = ['P', 'G', 'O', 'B', 'A', 'W'];
 impl<D: Device> Pool<D> {
     /// The current map.
     pub fn map(&self) -> MemoryMap {
+        let (lanes, state) = self.lock();
+        let mut of_lanes = BTreeMap::new();
+        for lane in &lanes {
+            lane.for_each_range(|start, bytes, tag| {
+                of_lanes.insert(start, (bytes, tag));
+            });
+        }
         let mut map = MemoryMap::default();
-        self.0.state.lock().planner.for_each_range(|start, bytes, tag, fixed| {
-            let purpose = tag.and_then(|tag| Purpose::ALL.get(tag as usize).copied());
-            match map.spans.last_mut() {
-                Some(last) if (last.purpose, last.fixed) == (purpose, fixed) && last.start + last.bytes == start => {
-                    last.bytes += bytes;
-                }
-                _ => map.spans.push(Span { start, bytes, purpose, fixed }),
+        state.planner.for_each_range(|start, bytes, tag, fixed| {
+            if tag != Some(LANE_TAG) {
+                return map.push(start, bytes, tag, fixed);
+            }
+            for (start, (bytes, tag)) in of_lanes.range(start..start + bytes) {
+                map.push(*start, *bytes, *tag, tag.is_some());
             }
         });
         map
@@ -43,6 +52,16 @@ impl<D: Device> Pool<D> {
 }
 
 impl MemoryMap {
+    fn push(&mut self, start: u64, bytes: u64, tag: Option<u8>, fixed: bool) {
+        let purpose = tag.and_then(|tag| Purpose::ALL.get(tag as usize).copied());
+        match self.spans.last_mut() {
+            Some(last) if (last.purpose, last.fixed) == (purpose, fixed) && last.start + last.bytes == start => {
+                last.bytes += bytes;
+            }
+            _ => self.spans.push(Span { start, bytes, purpose, fixed }),
+        }
+    }
+
     /// The end of the last part.
     pub fn end(&self) -> u64 {
         self.spans.last().map_or(0, |span| span.start + span.bytes)

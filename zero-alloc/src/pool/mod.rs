@@ -15,6 +15,11 @@ mod error;
 #[cfg(all(test, not(any(loom, miri))))]
 mod fault_tests;
 mod hazards;
+mod lane;
+#[cfg(all(test, not(loom)))]
+mod lane_tests;
+#[cfg(all(test, loom))]
+mod loom_tests;
 mod map;
 mod movable;
 mod purpose;
@@ -30,13 +35,14 @@ use std::sync::Arc;
 
 use self::backings::Backings;
 use self::hazards::Hazards;
+use self::lane::{LANES, Lane, LaneState};
 use self::report::Account;
 use self::source::{Arena, Source};
-use self::state::{Allocation, Failure, State};
+use self::state::{Allocation, Failure, LANE_TAG, State};
 use self::stitched::Views;
 use crate::device::{BlockNote, DType, Device, DeviceError};
 use crate::planner::{Planner, PlannerConfig, Request};
-use crate::primitive::Mutex;
+use crate::primitive::{Mutex, MutexGuard, thread_number};
 
 pub use block::Block;
 pub use error::AllocError;
@@ -48,16 +54,18 @@ pub use report::{Held, MemoryKind, Report};
 /// The alignment of blocks, if the device's backings have it.
 const ALIGN_BYTES: usize = 256;
 
-/// The state that handles and blocks share.
+/// The state that all lanes share.
 struct Central<D: Device> {
     device: D,
     budget_bytes: usize,
     kind: MemoryKind,
+    /// The size of the lanes' chunks.
+    chunk_bytes: usize,
     state: Mutex<State<D>>,
 }
 
 /// A pool of blocks of one device. A clone is another handle of the same pool.
-pub struct Pool<D: Device>(Arc<Central<D>>);
+pub struct Pool<D: Device>(Arc<[Arc<Lane<D>>; LANES]>);
 
 impl<D: Device> Clone for Pool<D> {
     fn clone(&self) -> Self {
@@ -102,20 +110,37 @@ impl<D: Device> Pool<D> {
             views: Views::default(),
             movable: Default::default(),
             account: Account::default(),
+            lane_bytes: 0,
             moved_bytes: 0,
             compactions: 0,
         };
-        Self(Arc::new(Central { device, budget_bytes, kind, state: Mutex::new(state) }))
+        let chunk_bytes = lane::chunk_bytes(budget_bytes, granule as usize);
+        let central = Arc::new(Central { device, budget_bytes, kind, chunk_bytes, state: Mutex::new(state) });
+        Self(Arc::new(std::array::from_fn(|_| Arc::new(Lane::new(Arc::clone(&central), granule)))))
+    }
+
+    fn central(&self) -> &Central<D> {
+        &self.0[0].central
+    }
+
+    /// The lane of the calling thread.
+    fn lane(&self) -> &Arc<Lane<D>> {
+        &self.0[thread_number() % LANES]
+    }
+
+    /// Locks everything, in order.
+    fn lock(&self) -> (Vec<MutexGuard<'_, LaneState<D>>>, MutexGuard<'_, State<D>>) {
+        (self.0.iter().map(|lane| lane.lock()).collect(), self.central().state.lock())
     }
 
     /// The device whose memory this is.
     pub fn device(&self) -> &D {
-        &self.0.device
+        &self.central().device
     }
 
     /// The kind of memory that the pool reserves, and why it uses no pages if the device has them.
     pub fn memory_kind(&self) -> &MemoryKind {
-        &self.0.kind
+        &self.central().kind
     }
 
     /// Reserves the whole budget as one backing, to be registered with a library, and returns its address and size.
@@ -124,7 +149,7 @@ impl<D: Device> Pool<D> {
     /// # Errors
     /// The pool uses pages or has already reserved a part of its budget, or the device is out of memory.
     pub fn reserve_budget(&self) -> Result<(*mut u8, usize), AllocError> {
-        let Central { device, budget_bytes, state, .. } = &*self.0;
+        let Central { device, budget_bytes, state, .. } = self.central();
         let refused =
             |message: &str| DeviceError::Driver { call: "Pool::reserve_budget", message: message.to_owned() };
         let mut state = state.lock();
@@ -156,20 +181,100 @@ impl<D: Device> Pool<D> {
         stream: &D::Stream,
     ) -> Result<Block<D>, AllocError> {
         let bytes = self.bytes_of(len, dtype, purpose)?;
-        let (allocation, ptr) = self.0.allocate(bytes, purpose, stream)?;
-        Ok(Block::new(Arc::clone(&self.0), ptr, (len, dtype), purpose, allocation, stream.clone()))
+        let lane = self.lane();
+        let (allocation, ptr) = self.allocate_bytes(lane, bytes, purpose, stream)?;
+        Ok(Block::new(Arc::clone(lane), ptr, (len, dtype), purpose, allocation, stream.clone()))
     }
 
     fn bytes_of(&self, len: usize, dtype: DType, purpose: Purpose) -> Result<usize, AllocError> {
-        let out_of_memory = || self.0.state.lock().out_of_memory(usize::MAX, purpose, self.0.budget_bytes, None);
-        len.checked_mul(dtype.size_bytes()).ok_or_else(out_of_memory)
+        len.checked_mul(dtype.size_bytes()).ok_or_else(|| {
+            let (lanes, state) = self.lock();
+            self.out_of_memory(&lanes, &state, usize::MAX, purpose, None)
+        })
     }
 
-    /// The pool's live, reserved and moved bytes.
-    pub fn report(&self) -> Report {
-        let state = self.0.state.lock();
+    /// Allocates from the planner, or from the lane while other threads hold the pool's lock.
+    fn allocate_bytes(
+        &self,
+        lane: &Lane<D>,
+        bytes: usize,
+        purpose: Purpose,
+        stream: &D::Stream,
+    ) -> Result<(Allocation, *mut u8), AllocError> {
+        let central = self.central();
+        let mut state = None;
+        if lane.serves(bytes) {
+            let mut in_lane = lane.use_turn();
+            if !in_lane {
+                state = central.state.try_lock();
+                in_lane = state.is_none();
+                if in_lane {
+                    lane.start_turns();
+                }
+            }
+            if in_lane && let Some(allocated) = lane.allocate(bytes, purpose, stream)? {
+                return Ok(allocated);
+            }
+        }
+        self.allocate_central(state.unwrap_or_else(|| central.state.lock()), bytes, purpose, stream)
+    }
+
+    /// Allocates from the planner.
+    fn allocate_central(
+        &self,
+        mut state: MutexGuard<'_, State<D>>,
+        bytes: usize,
+        purpose: Purpose,
+        stream: &D::Stream,
+    ) -> Result<(Allocation, *mut u8), AllocError> {
+        match self.central().allocate(&mut state, bytes, purpose, stream) {
+            Err(Failure::OutOfMemory(_)) => {
+                drop(state);
+                self.allocate_last(bytes, purpose, stream)
+            }
+            Err(Failure::Device(error)) => Err(error.into()),
+            Ok(allocated) => Ok(allocated),
+        }
+    }
+
+    /// Allocates after the lanes have returned their empty chunks.
+    #[cold]
+    fn allocate_last(
+        &self,
+        bytes: usize,
+        purpose: Purpose,
+        stream: &D::Stream,
+    ) -> Result<(Allocation, *mut u8), AllocError> {
+        for lane in self.0.iter() {
+            lane.return_empty(&mut lane.lock());
+        }
+        let (lanes, mut state) = self.lock();
+        match self.central().allocate(&mut state, bytes, purpose, stream) {
+            Err(Failure::OutOfMemory(device)) => Err(self.out_of_memory(&lanes, &state, bytes, purpose, device)),
+            Err(Failure::Device(error)) => Err(error.into()),
+            Ok(allocated) => Ok(allocated),
+        }
+    }
+
+    fn out_of_memory(
+        &self,
+        lanes: &[MutexGuard<'_, LaneState<D>>],
+        state: &State<D>,
+        bytes: usize,
+        purpose: Purpose,
+        device: Option<String>,
+    ) -> AllocError {
         let mut report = state.account.0.clone();
-        report.memory = self.0.kind.clone();
+        lanes.iter().for_each(|lane| report.add_held(&lane.account.0));
+        state.out_of_memory(&report, bytes, purpose, self.central().budget_bytes, device)
+    }
+
+    /// The pool's live, reserved and moved bytes. Exact, except that if several threads allocate, a peak is the sum of
+    /// each lane's own peak: an upper bound.
+    pub fn report(&self) -> Report {
+        let (lanes, state) = self.lock();
+        let mut report = state.account.0.clone();
+        report.memory = self.central().kind.clone();
         report.reserved_bytes = state.source.bytes();
         report.backing_allocations = state.source.allocations();
         let planner = state.planner.report();
@@ -178,12 +283,18 @@ impl<D: Device> Pool<D> {
         report.moved_bytes = state.moved_bytes;
         report.compactions = state.compactions;
         report.stitched_pages = state.views.mapped_pages();
+        for lane in &lanes {
+            report.add_held(&lane.account.0);
+            report.free_bytes += lane.free_bytes() as usize;
+        }
         report
     }
 
     /// Resets all peaks to the live bytes.
     pub fn reset_peaks(&self) {
-        self.0.state.lock().account.reset_peaks();
+        let (mut lanes, mut state) = self.lock();
+        state.account.reset_peaks();
+        lanes.iter_mut().for_each(|lane| lane.account.reset_peaks());
     }
 
     /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only [`Movable`] blocks
@@ -193,7 +304,7 @@ impl<D: Device> Pool<D> {
     /// # Errors
     /// The stream failed.
     pub fn compact(&self, bytes: usize, stream: &D::Stream) -> Result<usize, AllocError> {
-        let mut state = self.0.state.lock();
+        let mut state = self.central().state.lock();
         let reachable = state.planner.largest_after_compaction();
         let wanted = (bytes as u64).min(reachable);
         if wanted > state.planner.report().largest_free_bytes
@@ -211,13 +322,13 @@ impl<D: Device> Pool<D> {
     /// The stream failed.
     pub fn compact_above(&self, threshold: f64, stream: &D::Stream) -> Result<bool, AllocError> {
         let (planner, before) = {
-            let state = self.0.state.lock();
+            let state = self.central().state.lock();
             (state.planner.report(), state.compactions)
         };
         if planner.fragmentation() > threshold {
             self.compact(planner.free_bytes as usize, stream)?;
         }
-        Ok(self.0.state.lock().compactions > before)
+        Ok(self.central().state.lock().compactions > before)
     }
 
     /// Checks the planner's invariants and the accounts; for tests.
@@ -225,8 +336,13 @@ impl<D: Device> Pool<D> {
     /// # Errors
     /// The first violated invariant.
     pub fn check_invariants(&self) -> Result<(), String> {
-        let state = self.0.state.lock();
+        let (lanes, state) = self.lock();
         state.planner.check_invariants()?;
+        let chunks: u64 = lanes.iter().map(|lane| lane.bytes()).sum();
+        if chunks != state.lane_bytes as u64 || chunks != state.planner.report().by_tag[LANE_TAG as usize] {
+            return Err(format!("lanes have {chunks} bytes of chunks, {} are accounted", state.lane_bytes));
+        }
+        lanes.iter().try_for_each(|lane| lane.check_invariants())?;
         let (live, planned) = (state.account.0.total.live_bytes as u64, state.planner.live_bytes());
         if live > planned {
             return Err(format!("{live} bytes are accounted as live, {planned} are allocated"));
@@ -238,25 +354,20 @@ impl<D: Device> Pool<D> {
 impl<D: Device> Central<D> {
     fn allocate(
         &self,
+        state: &mut State<D>,
         bytes: usize,
         purpose: Purpose,
         stream: &D::Stream,
-    ) -> Result<(Allocation, *mut u8), AllocError> {
+    ) -> Result<(Allocation, *mut u8), Failure> {
         if bytes == 0 {
             return Ok((Allocation::Empty, std::ptr::null_mut()));
         }
         let request = Request { bytes: bytes as u64, align: 1, lifetime: purpose.lifetime(), tag: purpose as u8 };
-        let mut state = self.state.lock();
-        match state.allocate(&self.device, request, stream, self.budget_bytes) {
-            Ok(allocation) => {
-                let ptr = state.address(allocation);
-                state.account.add(purpose, bytes);
-                self.device.note_block(BlockNote::Allocated { ptr, bytes, purpose, stream });
-                Ok((allocation, ptr))
-            }
-            Err(Failure::OutOfMemory(device)) => Err(state.out_of_memory(bytes, purpose, self.budget_bytes, device)),
-            Err(Failure::Device(error)) => Err(error.into()),
-        }
+        let allocation = state.allocate(&self.device, request, stream, self.budget_bytes)?;
+        let ptr = state.address(allocation);
+        state.account.add(purpose, bytes);
+        self.device.note_block(BlockNote::Allocated { ptr, bytes, purpose, stream });
+        Ok((allocation, ptr))
     }
 
     fn free(

@@ -38,9 +38,9 @@ impl<D: Device> Pool<D> {
         stream: &D::Stream,
     ) -> Result<Movable<D>, AllocError> {
         let bytes = self.bytes_of(len, dtype, purpose)?;
-        let (allocation, _) = self.0.allocate(bytes, purpose, stream)?;
+        let (allocation, _) = self.allocate_central(self.central().state.lock(), bytes, purpose, stream)?;
         if allocation != Allocation::Empty {
-            let mut state = self.0.state.lock();
+            let mut state = self.central().state.lock();
             if let Allocation::Range(range) = allocation {
                 state.planner.pin(range, false);
             }
@@ -54,7 +54,7 @@ impl<D: Device> Pool<D> {
             };
             state.movable.insert(allocation, moving);
         }
-        Ok(Movable { central: Arc::clone(&self.0), allocation, len, dtype, purpose, home: stream.clone() })
+        Ok(Movable { central: Arc::clone(&self.0[0].central), allocation, len, dtype, purpose, home: stream.clone() })
     }
 }
 

@@ -65,6 +65,15 @@ pub struct Report {
 }
 
 impl Report {
+    /// Adds the live and peak bytes of a lane.
+    pub(super) fn add_held(&mut self, lane: &Self) {
+        let held = self.purposes.iter_mut().zip(lane.purposes).chain([(&mut self.total, lane.total)]);
+        for (held, lane) in held {
+            held.live_bytes += lane.live_bytes;
+            held.peak_bytes += lane.peak_bytes;
+        }
+    }
+
     /// The bytes of one purpose.
     pub fn of(&self, purpose: Purpose) -> Held {
         self.purposes[purpose as usize]

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::Purpose;
 use super::hazards::{Hazards, wait_unless_done};
 use super::report::Account;
 use super::source::Source;
@@ -14,6 +15,8 @@ use crate::planner::{Compaction, Planner, RangeId, Remedy, Request, Stitch};
 pub(super) enum Allocation {
     /// No bytes.
     Empty,
+    /// A range of a lane's space.
+    Lane(RangeId),
     /// A range of the offset space.
     Range(RangeId),
     /// Several ranges, mapped as a view.
@@ -68,10 +71,16 @@ pub(super) struct State<D: Device> {
     pub(super) hazards: Hazards<D>,
     pub(super) views: Views<D>,
     pub(super) movable: HashMap<Allocation, Moving<D>>,
+    /// Of the blocks that are not in lanes.
     pub(super) account: Account,
+    /// Bytes of the lanes' chunks.
+    pub(super) lane_bytes: usize,
     pub(super) moved_bytes: u64,
     pub(super) compactions: u64,
 }
+
+/// The tag of the lanes' chunks; lower tags are purposes.
+pub(super) const LANE_TAG: u8 = Purpose::ALL.len() as u8;
 
 /// Each round of [`State::allocate`] grows or compacts; more than a few would be a bug in the planner.
 const ROUNDS: usize = 8;
@@ -85,7 +94,8 @@ impl<D: Device> State<D> {
         stream: &D::Stream,
         budget_bytes: usize,
     ) -> Result<Allocation, Failure> {
-        if request.bytes as usize > budget_bytes.saturating_sub(self.account.0.total.live_bytes) {
+        let used = self.account.0.total.live_bytes + self.lane_bytes;
+        if request.bytes as usize > budget_bytes.saturating_sub(used) {
             return Err(Failure::OutOfMemory(None));
         }
         for _ in 0..ROUNDS {
@@ -180,7 +190,8 @@ impl<D: Device> State<D> {
     /// The address of an allocation's first byte.
     pub(super) fn address(&self, allocation: Allocation) -> *mut u8 {
         match allocation {
-            Allocation::Empty => std::ptr::null_mut(),
+            // A lane knows the addresses of its ranges.
+            Allocation::Empty | Allocation::Lane(_) => std::ptr::null_mut(),
             Allocation::Range(range) => self.source.address(self.planner.offset_of(range)),
             Allocation::View(view) => self.views.address(view),
         }
@@ -189,7 +200,7 @@ impl<D: Device> State<D> {
     /// Frees bytes: their next user on another stream runs after `uses` and everything on `home` so far.
     pub(super) fn free(&mut self, allocation: Allocation, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
         match allocation {
-            Allocation::Empty => {}
+            Allocation::Empty | Allocation::Lane(_) => {}
             Allocation::Range(range) => {
                 let (start, bytes) = self.planner.free(range);
                 self.hazards.insert(start..start + bytes, home, uses);

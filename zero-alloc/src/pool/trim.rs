@@ -32,7 +32,10 @@ impl<D: Device> Pool<D> {
         let start = Instant::now();
         let mut bytes = 0;
         loop {
-            let trimmed = self.0.state.lock().trim(&self.0.device);
+            for lane in self.0.iter() {
+                lane.return_empty(&mut lane.lock());
+            }
+            let trimmed = self.central().state.lock().trim(self.device());
             bytes += trimmed.bytes;
             let Some(event) = trimmed.later else { return bytes };
             let left = limit.saturating_sub(start.elapsed());
