@@ -9,8 +9,7 @@ use super::ConfigFileError;
 
 /// Parses a JSON object. Line and column in errors are those of `text`.
 pub(super) fn parse(text: &str) -> Result<Map<String, Value>, ConfigFileError> {
-    // A comment that only begins is an error; the line break makes it one at the end of the text, too.
-    let mut plain = [text.as_bytes(), b"\n"].concat();
+    let mut plain = text.as_bytes().to_vec();
     json_strip_comments::strip_slice(&mut plain)
         .map_err(|_| ConfigFileError::Json("`/` outside of a string does not start a comment".to_owned()))?;
     // Stripping replaces block comments, including their line breaks, by spaces. Restoring the line breaks keeps the

@@ -116,10 +116,7 @@ impl BackgroundStore {
         copy: impl FnOnce(Vec<StagingSlice<'_>>) -> Result<Fence, String>,
     ) -> Result<Phase, CkptError> {
         // A buffer is missing only if its thread panicked.
-        let mut buffer = self
-            .free
-            .pop()
-            .ok_or_else(|| CkptError::Snapshot { message: "an earlier save panicked with the buffer".into() })?;
+        let mut buffer = self.free.pop().ok_or_else(thread_panicked)?;
         let slices = staging_slices(&self.layout, self.store.rank(), &self.file, &self.states, buffer.bytes_mut());
         let fence = match copy(slices) {
             Ok(fence) => fence,
@@ -271,8 +268,12 @@ impl<T: Send + 'static> Task<T> {
             Self::Running(thread) => thread.join().ok().flatten(),
             Self::Done(result) => result,
         };
-        result.ok_or_else(|| CkptError::Snapshot { message: "the thread that saves has panicked".into() })
+        result.ok_or_else(thread_panicked)
     }
+}
+
+fn thread_panicked() -> CkptError {
+    CkptError::Snapshot { message: "the thread that saves has panicked".into() }
 }
 
 fn take<F>(work: &Mutex<Option<F>>) -> Option<F> {
