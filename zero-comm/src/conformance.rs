@@ -4,7 +4,7 @@
 //! knows what every other rank sends, computes its own expected result element by element, and reports the
 //! first difference. It runs on any back end.
 //!
-//! Each buffer lies between canary bytes, which detect writes out of bounds. A write into `send` is detected too.
+//! Each buffer is enclosed in canary bytes, which detect writes out of bounds. A write into `send` is detected too.
 
 use std::fmt::Debug;
 use std::time::Duration;

@@ -66,7 +66,7 @@ pub enum DeviceError {
     /// A wait exceeded its limit.
     #[error("{what} took longer than {limit:?}")]
     TimedOut {
-        /// What the host waited for.
+        /// The awaited event.
         what: String,
         /// The limit.
         limit: Duration,

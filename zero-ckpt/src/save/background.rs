@@ -237,7 +237,7 @@ impl Drop for BackgroundStore {
     }
 }
 
-/// Work on a thread of its own, or its result if no thread could be started.
+/// Work on a new thread, or its result if no thread could be started.
 enum Task<T> {
     Running(JoinHandle<Option<T>>),
     Done(Option<T>),

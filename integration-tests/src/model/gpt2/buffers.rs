@@ -126,7 +126,7 @@ pub(super) struct Buffers {
 struct Sizes {
     /// The input of a block or of the head: `[M, C]`.
     row: usize,
-    /// Number of blocks with activations of their own.
+    /// Number of blocks with separate activations.
     distinct: usize,
     block: [usize; 10],
     head: [usize; 2],
