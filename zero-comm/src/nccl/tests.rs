@@ -272,6 +272,21 @@ fn all_aborts_start_before_any_is_awaited() {
 }
 
 #[test]
+fn communicator_of_failed_world_is_aborted() {
+    on_ranks(1, |ranks| {
+        let rank = Rank::start(&ranks, LONG);
+        rank.world.fail(CommError::Aborted { rank: 0, reason: "on purpose".to_owned() });
+        rank.failure();
+        // The watcher has aborted the communicators that it found.
+        let late = Arc::new(Fake::default());
+        rank.world.open(1, Arc::clone(&late) as Arc<dyn Transport>);
+        assert_eq!(late.aborts.load(Ordering::Relaxed), 1);
+        rank.call(8, Ok(true), Ok(false));
+        assert_eq!(rank.poisoned.lock().len(), 1);
+    });
+}
+
+#[test]
 fn equal_calls_end_without_failure() {
     let failures = on_ranks(3, |ranks| {
         let rank = Rank::start(&ranks, LONG);

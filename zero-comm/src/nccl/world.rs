@@ -162,9 +162,6 @@ impl Shared {
     /// Hands the enqueued operation of the last call on `context` to the watcher.
     pub(super) fn watch(&self, context: Context, operation: Operation) {
         let mut state = self.state.lock();
-        if !state.open.contains_key(&context) {
-            return;
-        }
         if let Some(failure) = state.failure.clone() {
             drop(state);
             return (operation.poison)(&failure);
@@ -179,9 +176,15 @@ impl Shared {
         self.state.lock().open.get(&context).map_or(0, |open| open.operations.len())
     }
 
+    /// Adds a new communicator. If the world has failed, aborts it: the watcher aborts only those that it finds.
     pub(super) fn open(&self, context: Context, transport: Arc<dyn Transport>) {
+        let mut state = self.state.lock();
+        if state.failure.is_some() {
+            drop(state);
+            return transport.abort().wait();
+        }
         let open = Open { transport, operations: VecDeque::new(), ended: 0, since: None, reported: (0, 0) };
-        self.state.lock().open.insert(context, open);
+        state.open.insert(context, open);
     }
 
     /// Removes `context`, which this rank drops after `done` calls.
