@@ -9,6 +9,7 @@ mod memory_check;
 mod mpi;
 mod observer;
 mod run_setup;
+mod settings;
 mod summary;
 mod unused_keys;
 
