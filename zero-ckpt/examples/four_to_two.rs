@@ -32,7 +32,7 @@ fn units() -> Vec<UnitSpec> {
 
 fn rank_saves(dir: &Path, rank: u64, gather: &Gather) -> Result<String, Box<dyn Error + Send + Sync>> {
     let layout = Arc::new(Layout::new(&units(), 4, 64)?);
-    let store = Store::create(dir, rank, StoreOptions { keep_last: Some(2) })?;
+    let store = Store::create(dir, rank, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
     let states = vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }];
     let mut store = BackgroundStore::new(store, Arc::clone(&layout), states, 1)?;
 

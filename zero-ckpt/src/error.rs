@@ -110,6 +110,17 @@ pub enum CkptError {
         /// The first difference.
         difference: String,
     },
+    /// The checkpoint was saved by a run that is neither this one nor one that it resumed.
+    #[error(
+        "{}: a checkpoint of another run{}; resume that run, or save into another directory",
+        path.display(), run.as_ref().map(|run| format!(" ({run})")).unwrap_or_default()
+    )]
+    AnotherRun {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The run that saved it; `None` if it names none or its manifest is damaged.
+        run: Option<String>,
+    },
     /// The checkpoint does not hold the requested state.
     #[error("{}: the checkpoint has no state {state:?}; it has {}", path.display(), available.join(", "))]
     MissingState {

@@ -92,6 +92,7 @@ pub(super) fn save<D: Device>(
         dtype: rank.settings.dtype.name().to_owned(),
         trainer: serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?,
         model_config: model_config.clone(),
+        ..SaveMeta::default()
     };
     saver.begin(rank, meta, |slot| {
         let shards = own.iter().find(|(name, _)| *name == slot.state.name);

@@ -77,25 +77,34 @@ pub(crate) struct Entry {
     pub(crate) name: String,
     pub(crate) sequence: u64,
     pub(crate) model: ModelSpec,
+    /// The run that saved it.
+    pub(crate) run: Option<String>,
 }
 
-/// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the defects of the
-/// others.
-pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<String>), CkptError> {
-    let (mut entries, mut reasons) = (Vec::new(), Vec::new());
-    for name in dir.names()? {
-        if step_of(&name).is_none() && backup_of(&name).is_none() {
-            continue;
-        }
+/// A checkpoint or backup without a valid manifest.
+pub(crate) struct Unreadable {
+    pub(crate) name: String,
+    pub(crate) reason: String,
+}
+
+/// The names of checkpoints and backups, sorted.
+pub(crate) fn names(dir: &Dir) -> Result<Vec<String>, CkptError> {
+    let mut names = dir.names()?;
+    names.retain(|name| step_of(name).is_some() || backup_of(name).is_some());
+    Ok(names)
+}
+
+/// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the others by name.
+pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError> {
+    let (mut entries, mut unreadable) = (Vec::new(), Vec::new());
+    for name in names(dir)? {
         match dir.open_dir(&name).and_then(|d| Manifest::read(&d)) {
-            Ok((manifest, _)) => {
-                entries.push(Entry { name, sequence: manifest.sequence, model: manifest.model });
-            }
-            Err(e) => reasons.push(e.to_string()),
+            Ok((Manifest { sequence, model, run, .. }, _)) => entries.push(Entry { name, sequence, model, run }),
+            Err(e) => unreadable.push(Unreadable { name, reason: e.to_string() }),
         }
     }
     entries.sort_by(|a, b| (a.sequence, &a.name).cmp(&(b.sequence, &b.name)));
-    Ok((entries, reasons))
+    Ok((entries, unreadable))
 }
 
 #[cfg(test)]

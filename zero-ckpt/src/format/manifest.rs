@@ -16,10 +16,12 @@ use crate::{CkptError, ModelSpec, Piece, StateSpec};
 
 /// Name of the manifest in a checkpoint.
 pub const MANIFEST_NAME: &str = "manifest.json";
-/// Version of the format that this crate writes and reads.
-pub(crate) const FORMAT_VERSION: u64 = 1;
+/// Version of the format that this crate writes. It also reads version 1, which has no `run` and no `documents`.
+pub(crate) const FORMAT_VERSION: u64 = 2;
 /// Maximum size of a manifest.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+/// Maximum size of a document.
+pub(crate) const MAX_DOCUMENT_BYTES: u64 = 256 << 20;
 const FORMAT_NAME: &str = "zero-ckpt";
 
 /// The description of a checkpoint and of the elements in each of its files.
@@ -46,6 +48,12 @@ pub struct Manifest {
     pub trainer: Value,
     /// The model's `config.json` for export, or null. Opaque to this crate.
     pub model_config: Value,
+    /// The run that saved it; `None` if the writer does not name its runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run: Option<String>,
+    /// JSON files of the trainer; see [`Reader::document`](crate::Reader::document).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub documents: Vec<DocumentRecord>,
 }
 
 /// The sharding of the run that saved a checkpoint.
@@ -71,6 +79,19 @@ pub struct FileRecord {
     pub front_crc64: u64,
     /// The elements that it holds of every state; ascending, not empty.
     pub pieces: Vec<Piece>,
+}
+
+/// A JSON file of the trainer. Its content is opaque to this crate.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DocumentRecord {
+    /// Its name in the checkpoint.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// CRC-64/NVME of its bytes; 16 hexadecimal digits in JSON.
+    #[serde(with = "hex64")]
+    pub crc64: u64,
 }
 
 /// A 64-bit number as 16 lower-case hexadecimal digits.
@@ -133,7 +154,7 @@ impl Manifest {
         if version.format != FORMAT_NAME {
             return Err(bad(format!("the format is {:?}, not {FORMAT_NAME:?}", short(&version.format))));
         }
-        if version.version != FORMAT_VERSION {
+        if !(1..=FORMAT_VERSION).contains(&version.version) {
             return Err(CkptError::UnsupportedVersion {
                 path: path.to_path_buf(),
                 found: version.version,
@@ -197,6 +218,21 @@ impl Manifest {
             if front.is_none_or(|front| !(8..=8 + MAX_HEADER_BYTES).contains(&front)) {
                 return Err(bad(format!("file {name:?}: {} bytes do not match its pieces", file.bytes)));
             }
+        }
+        for document in &self.documents {
+            let name = short(&document.name);
+            if !is_plain(&document.name) || document.name == MANIFEST_NAME || !names.insert(document.name.as_str()) {
+                return Err(bad(format!("document name {name:?} is not plain or occurs twice")));
+            }
+            if document.bytes > MAX_DOCUMENT_BYTES {
+                return Err(bad(format!(
+                    "document {name:?}: {} bytes; the limit is {MAX_DOCUMENT_BYTES}",
+                    document.bytes
+                )));
+            }
+        }
+        if let Some(run) = self.run.as_deref().filter(|run| !is_plain(run)) {
+            return Err(bad(format!("run {:?} is not a plain name", short(run))));
         }
         Coverage::new(&layout, self.files.iter().map(|f| f.pieces.as_slice()), path)?;
         Ok(layout)

@@ -4,5 +4,6 @@ pub(crate) mod export;
 mod inspect;
 pub(crate) mod reader;
 pub(crate) mod resharding;
+pub(crate) mod resolve;
 pub(crate) mod shard_file;
 pub(crate) mod verify;

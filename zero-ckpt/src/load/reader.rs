@@ -1,15 +1,17 @@
 //! Verified reads of any range of any state.
 
+use std::io::Read as _;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
 
+use serde_json::Value;
 use zero_shard::{Layout, ParamPlacement};
 
-use crate::format::blocks::BLOCK_BYTES;
+use crate::format::blocks::{BLOCK_BYTES, checksum};
 use crate::format::catalog::{self, backup_of};
 use crate::format::coverage::Coverage;
-use crate::format::manifest::{MANIFEST_NAME, Manifest};
+use crate::format::manifest::{DocumentRecord, MANIFEST_NAME, Manifest};
 use crate::format::tensor_folder::check_range;
 use crate::io::dir::Dir;
 use crate::io::parallel::{chunks, in_parallel, threads_for};
@@ -49,8 +51,9 @@ impl Reader {
             Err(e) if root.has(catalog::LATEST) => notices.push(e.to_string()),
             Err(_) => {}
         }
-        let (entries, reasons) = catalog::list(&root)?;
-        notices.extend(reasons.into_iter().filter(|r| !notices.contains(r)).collect::<Vec<_>>());
+        let (entries, unreadable) = catalog::list(&root)?;
+        let reasons = unreadable.into_iter().map(|u| u.reason);
+        notices.extend(reasons.filter(|r| !notices.contains(r)).collect::<Vec<_>>());
         for entry in entries.iter().rev() {
             // The backup of the checkpoint named by `latest` is that checkpoint, so no checkpoint was skipped.
             let named = latest.as_deref().is_ok_and(|name| backup_of(&entry.name) == Some(name) && !root.has(name));
@@ -68,6 +71,9 @@ impl Reader {
         let (manifest, layout) = Manifest::read(&dir)?;
         for file in &manifest.files {
             open_checked(&dir, &file.name, file.bytes, false)?;
+        }
+        for document in &manifest.documents {
+            open_checked(&dir, &document.name, document.bytes, false)?;
         }
         let pieces = manifest.files.iter().map(|f| f.pieces.as_slice());
         let coverage = Coverage::new(&layout, pieces, dir.path())?;
@@ -88,6 +94,27 @@ impl Reader {
     /// The skipped checkpoints with their defects; empty if the one named by `latest` is complete.
     pub fn notices(&self) -> &[String] {
         &self.notices
+    }
+
+    /// Reads the document `name`; `None` if the checkpoint has no such document.
+    ///
+    /// # Errors
+    /// It is missing, has another length or checksum, or is not JSON.
+    pub fn document(&self, name: &str) -> Result<Option<Value>, CkptError> {
+        let Some(record) = self.manifest.documents.iter().find(|d| d.name == name) else { return Ok(None) };
+        let why = |e: serde_json::Error| CkptError::BadFile { path: self.path().join(name), why: e.to_string() };
+        serde_json::from_slice(&self.read_document(record)?).map(Some).map_err(why)
+    }
+
+    /// Reads a document and verifies it.
+    pub(crate) fn read_document(&self, record: &DocumentRecord) -> Result<Vec<u8>, CkptError> {
+        let (path, mut bytes) = (self.path().join(&record.name), Vec::new());
+        let file = open_checked(&self.dir, &record.name, record.bytes, false)?;
+        file.take(record.bytes).read_to_end(&mut bytes).map_err(CkptError::io("read", &path))?;
+        match (record.crc64, checksum(&bytes)) {
+            (expected, got) if expected == got => Ok(bytes),
+            (expected, got) => Err(CkptError::Corrupt { path, range: 0..record.bytes, expected, got }),
+        }
     }
 
     /// The parameters, in the order of the model.

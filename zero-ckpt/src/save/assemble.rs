@@ -1,12 +1,14 @@
 //! The manifest of a checkpoint, assembled from the staged files of all ranks.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::Value;
 use zero_shard::Layout;
 
 use super::frames::StagedFile;
-use crate::format::manifest::{FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
+use crate::format::blocks::checksum;
+use crate::format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
 use crate::{CkptError, ModelSpec};
 
 /// The metadata of a checkpoint, equal on all ranks; rank 0's is stored.
@@ -22,15 +24,30 @@ pub struct SaveMeta {
     pub trainer: Value,
     /// The model's `config.json` for export, or null.
     pub model_config: Value,
+    /// JSON files to store in the checkpoint, by name; see [`Reader::document`](crate::Reader::document).
+    pub documents: BTreeMap<String, Value>,
+    /// Steps that are not removed by this save, in addition to the last [`keep_last`](crate::StoreOptions::keep_last).
+    pub keep_steps: Vec<u64>,
+}
+
+/// Encodes the documents of a checkpoint; pairs of name and content.
+pub(crate) fn encode_documents(meta: &SaveMeta) -> Result<Vec<(String, Vec<u8>)>, CkptError> {
+    let encode = |(name, value): (&String, &Value)| {
+        let mut bytes = serde_json::to_vec_pretty(value)
+            .map_err(|e| CkptError::BadFile { path: name.into(), why: e.to_string() })?;
+        bytes.push(b'\n');
+        Ok((name.clone(), bytes))
+    };
+    meta.documents.iter().map(encode).collect()
 }
 
 /// Assembles the manifest and checks it as a reader does.
 pub(crate) fn manifest_of(
     meta: &SaveMeta,
     layout: &Layout,
-    model: ModelSpec,
-    sequence: u64,
+    (model, sequence, run): (ModelSpec, u64, Option<String>),
     staged: &[StagedFile],
+    documents: &[(String, Vec<u8>)],
     path: &Path,
 ) -> Result<Manifest, CkptError> {
     let mismatch = |why: String| CkptError::Mismatch { why };
@@ -54,6 +71,11 @@ pub(crate) fn manifest_of(
         front_crc64: file.front_crc64,
         pieces: file.pieces.clone(),
     });
+    let documents = documents.iter().map(|(name, bytes)| DocumentRecord {
+        name: name.clone(),
+        bytes: bytes.len() as u64,
+        crc64: checksum(bytes),
+    });
     let manifest = Manifest {
         step: meta.step,
         sequence,
@@ -65,6 +87,8 @@ pub(crate) fn manifest_of(
         files: files.collect(),
         trainer: meta.trainer.clone(),
         model_config: meta.model_config.clone(),
+        run,
+        documents: documents.collect(),
     };
     manifest.check(&path.join(MANIFEST_NAME))?;
     Ok(manifest)

@@ -79,7 +79,7 @@ mod tests {
         let values = [value; 15];
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &values).unwrap();
-        let store = Store::create(path, 0, StoreOptions { keep_last: Some(2) })?;
+        let store = Store::create(path, 0, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
         let meta = SaveMeta { step, dtype: "fp32".into(), ..SaveMeta::default() };
         store.observe(at).save(&meta, &shard, |frame| Ok::<_, String>(vec![frame.to_vec()]))
     }

@@ -18,7 +18,7 @@ use std::sync::Mutex;
 
 use zero_shard::Layout;
 
-use super::assemble::{SaveMeta, manifest_of};
+use super::assemble::{SaveMeta, encode_documents, manifest_of};
 use super::frames::{PublishedCheckpoint, StagedFile, shorten};
 use super::replace;
 use crate::format::blocks::{FileLayout, checksum};
@@ -76,8 +76,49 @@ impl SavePoint {
 /// Options of a [`Store`].
 #[derive(Clone, Debug, Default)]
 pub struct StoreOptions {
-    /// Number of newest checkpoints to keep; `None` keeps all.
+    /// Number of newest checkpoints to keep of this run and those that it resumed; `None` keeps all.
     pub keep_last: Option<usize>,
+    /// The run that saves, a plain name; it is stored in every checkpoint.
+    pub run: Option<String>,
+    /// The runs that this one resumed. An empty name stands for checkpoints without a run.
+    pub resumed_runs: Vec<String>,
+}
+
+impl StoreOptions {
+    /// Checks that a run with these options may save into `path`: all checkpoints there are its own or of runs that
+    /// it resumed. Reads manifests only and changes nothing; a directory that does not exist is accepted.
+    ///
+    /// # Errors
+    /// [`CkptError::AnotherRun`] with the newest checkpoint of another run, `path` is itself a checkpoint, or a
+    /// failed read.
+    pub fn check_runs(&self, path: impl AsRef<Path>) -> Result<(), CkptError> {
+        match Dir::open(path.as_ref()) {
+            Ok(dir) => self.check_runs_in(&dir),
+            Err(CkptError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn check_runs_in(&self, dir: &Dir) -> Result<(), CkptError> {
+        if dir.has(MANIFEST_NAME) {
+            let what = dir.path().display().to_string();
+            return Err(CkptError::argument(what, "a directory of checkpoints", "a checkpoint"));
+        }
+        let (entries, unreadable) = catalog::list(dir)?;
+        let another = entries.iter().rfind(|e| !self.owns(e)).map(|e| (&e.name, e.run.clone()));
+        // Damaged checkpoints beside readable ones of this run are assumed to be of this run.
+        let unknown = unreadable.last().filter(|_| entries.is_empty()).map(|u| (&u.name, None));
+        match another.or(unknown) {
+            Some((name, run)) => Err(CkptError::AnotherRun { path: dir.path().join(name), run }),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether this run or one that it resumed saved the checkpoint.
+    fn owns(&self, entry: &Entry) -> bool {
+        let run = entry.run.as_deref();
+        run == self.run.as_deref() || self.resumed_runs.iter().any(|resumed| resumed == run.unwrap_or_default())
+    }
 }
 
 type Observer = Box<dyn Fn(SavePoint) + Send + Sync>;
@@ -144,6 +185,15 @@ impl Store {
             }
             None => Ok(()),
         }
+    }
+
+    /// Checks that no checkpoint in the directory is of another run; see [`StoreOptions::check_runs`]. Only rank 0
+    /// checks.
+    ///
+    /// # Errors
+    /// As [`StoreOptions::check_runs`].
+    pub fn check_runs(&self) -> Result<(), CkptError> {
+        if self.rank == 0 { self.options.check_runs_in(&self.dir) } else { Ok(()) }
     }
 
     /// Saves a checkpoint together with the other ranks. All ranks call it with the same `meta` and return the same
@@ -243,7 +293,7 @@ impl Store {
     ///
     /// # Errors
     /// The error of the first failed rank, staged files that do not form one checkpoint, another model in this
-    /// directory, or a failed system call.
+    /// directory, a checkpoint of this step by another run, or a failed system call.
     pub fn publish(
         &self,
         meta: &SaveMeta,
@@ -275,7 +325,14 @@ impl Store {
         let mut published = self.published.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
         let name = step_name(meta.step);
-        let manifest = manifest_of(meta, layout, model, sequence, staged, &self.dir.path().join(&name))?;
+        let path = self.dir.path().join(&name);
+        let replaced = published.iter().find(|e| e.name == name || backup_of(&e.name) == Some(&name));
+        if let Some(another) = replaced.filter(|e| !self.options.owns(e)) {
+            return Err(CkptError::AnotherRun { path, run: another.run.clone() });
+        }
+        let documents = encode_documents(meta)?;
+        let identity = (model, sequence, self.options.run.clone());
+        let manifest = manifest_of(meta, layout, identity, staged, &documents, &path)?;
         for file in staged {
             self.check_staged(file)?;
         }
@@ -285,7 +342,7 @@ impl Store {
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
         let assembled = self
-            .assemble(&ready, staged, &manifest)
+            .assemble(&ready, staged, &documents, &manifest)
             .and_then(|()| replace::replace(&self.staging, &dir_name, &self.dir, &name, backed_up));
         if let Err(error) = assembled {
             let _ = self.staging.remove(&dir_name);
@@ -297,8 +354,8 @@ impl Store {
         self.move_latest(&name)?;
         self.at(SavePoint::LatestMoved);
         published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
-        published.push(Entry { name: name.clone(), sequence, model: manifest.model });
-        let notices = self.prune(&mut published, meta.step);
+        published.push(Entry { name: name.clone(), sequence, model: manifest.model, run: manifest.run });
+        let notices = self.prune(&mut published, meta);
         self.at(SavePoint::Pruned);
         let bytes = manifest.files.iter().map(|f| f.bytes).sum();
         Ok(PublishedCheckpoint { name, step: meta.step, sequence, bytes, notices })
@@ -320,11 +377,18 @@ impl Store {
         }
     }
 
-    fn assemble(&self, ready: &Dir, staged: &[StagedFile], manifest: &Manifest) -> Result<(), CkptError> {
+    fn assemble(
+        &self,
+        ready: &Dir,
+        staged: &[StagedFile],
+        documents: &[(String, Vec<u8>)],
+        manifest: &Manifest,
+    ) -> Result<(), CkptError> {
         for (staged, file) in staged.iter().zip(&manifest.files) {
             self.staging.rename(&staged.file, ready, &file.name)?;
         }
         self.at(SavePoint::FilesMoved);
+        documents.iter().try_for_each(|(name, bytes)| ready.write_new(name, bytes))?;
         ready.write_new(MANIFEST_NAME, &manifest.encode()?)?;
         ready.sync()?;
         self.at(SavePoint::ManifestSynced);
@@ -340,21 +404,30 @@ impl Store {
         self.dir.sync()
     }
 
-    /// Removes checkpoints beyond the last `keep_last`, the one that this save replaced, and staged files of steps up
-    /// to this one, which crashed runs left. Returns the failures.
-    fn prune(&self, published: &mut Vec<Entry>, step: u64) -> Vec<String> {
+    /// Removes this run's checkpoints beyond the last `keep_last`, the one that this save replaced, and staged files of
+    /// steps up to this one, which crashed runs left. Returns the failures.
+    fn prune(&self, published: &mut Vec<Entry>, meta: &SaveMeta) -> Vec<String> {
         let mut notices = Vec::new();
-        let excess = self.options.keep_last.map_or(0, |keep| published.len().saturating_sub(keep.max(1)));
-        for entry in published.drain(..excess) {
+        let own = published.iter().filter(|e| self.options.owns(e)).count();
+        let mut excess = self.options.keep_last.map_or(0, |keep| own.saturating_sub(keep.max(1)));
+        published.retain(|entry| {
+            if excess == 0 || !self.options.owns(entry) {
+                return true;
+            }
+            excess -= 1;
+            if step_of(&entry.name).is_some_and(|step| meta.keep_steps.contains(&step)) {
+                return true;
+            }
             // First hides it by one rename, so that no reader opens it partly removed.
             let old = format!("{}.old.{}", entry.name, random());
             let gone = self.dir.rename(&entry.name, &self.staging, &old).and_then(|()| self.staging.remove(&old));
             notices.extend(gone.err().map(|e| e.to_string()));
-        }
+            false
+        });
         replace::resolve_backups(&self.dir, &self.staging);
         for name in self.staging.names().unwrap_or_default() {
             let of_step = name.split('.').next().and_then(step_of);
-            if of_step.is_some_and(|s| s <= step) || name.starts_with("latest.") || name.starts_with("probe.") {
+            if of_step.is_some_and(|s| s <= meta.step) || name.starts_with("latest.") || name.starts_with("probe.") {
                 let _ = self.staging.remove(&name);
             }
         }

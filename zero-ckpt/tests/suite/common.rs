@@ -101,6 +101,7 @@ pub(crate) fn meta(step: u64) -> SaveMeta {
         dtype: "fp32".into(),
         trainer: serde_json::json!({"seed": 7, "tokens": step * 1000, "loss_scale": 65536.0}),
         model_config: serde_json::json!({"model_type": "gpt2"}),
+        ..SaveMeta::default()
     }
 }
 

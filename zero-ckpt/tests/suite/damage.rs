@@ -198,9 +198,9 @@ fn unknown_version_is_rejected() {
     let dir = two_checkpoints();
     let path = newest(dir.path()).join(MANIFEST_NAME);
     let text = std::fs::read_to_string(&path).unwrap();
-    std::fs::write(&path, text.replacen("\"version\":1", "\"version\":2,\"news\":[]", 1)).unwrap();
+    std::fs::write(&path, text.replacen("\"version\":2", "\"version\":3,\"news\":[]", 1)).unwrap();
     let error = Reader::open(newest(dir.path())).err().unwrap();
-    assert!(matches!(error, CkptError::UnsupportedVersion { found: 2, supported: 1, .. }), "{error}");
+    assert!(matches!(error, CkptError::UnsupportedVersion { found: 3, supported: 2, .. }), "{error}");
 }
 
 #[test]

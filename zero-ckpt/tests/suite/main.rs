@@ -10,3 +10,4 @@ mod disk;
 mod exchange;
 mod properties;
 mod reshard;
+mod runs;

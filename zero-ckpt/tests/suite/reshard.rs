@@ -45,7 +45,13 @@ fn repeated_resharding_keeps_every_bit() {
             })
             .collect();
         let stores: Vec<_> = (0..ranks)
-            .map(|r| zero_ckpt::Store::create(dir.path(), r, StoreOptions { keep_last: Some(1) }))
+            .map(|r| {
+                zero_ckpt::Store::create(
+                    dir.path(),
+                    r,
+                    StoreOptions { keep_last: Some(1), ..StoreOptions::default() },
+                )
+            })
             .map(Result::unwrap)
             .collect();
         let staged = stores.iter().map(|store| {

@@ -1,0 +1,84 @@
+//! The checkpoint to resume from: the newest whole one of a directory, or a named one.
+
+use std::path::{Component, Path, PathBuf};
+
+use crate::format::catalog::{self, backup_of, step_of};
+use crate::format::manifest::MANIFEST_NAME;
+use crate::io::dir::Dir;
+use crate::{CkptError, Reader};
+
+/// The result of [`resolve`].
+pub struct Resolved {
+    /// The directory of checkpoints that holds it.
+    pub store_dir: PathBuf,
+    /// The checkpoint, of which every byte was verified.
+    pub reader: Reader,
+    /// Name and defect of each newer checkpoint that is not whole, newest first.
+    pub passed_over: Vec<(String, String)>,
+}
+
+/// Opens the newest **whole** checkpoint of the directory `path`: the one that was saved last among those of which
+/// every byte matches its checksum. If `path` is one checkpoint (`.../step-00000030`), opens and verifies that one.
+/// Reads every byte of each checkpoint that it considers.
+///
+/// # Errors
+/// [`CkptError::NoCheckpoint`] with the defect of each candidate, the defect of a named checkpoint, or a failed read.
+pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
+    let path = path.as_ref();
+    let root = Dir::open(path)?;
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+    if root.has(MANIFEST_NAME) || name.is_some_and(|name| step(&name).is_some()) {
+        let reader = whole(root)?;
+        return Ok(Resolved { store_dir: parent(path)?, reader, passed_over: Vec::new() });
+    }
+    let (entries, unreadable) = catalog::list(&root)?;
+    let mut passed_over = Vec::new();
+    for entry in entries.iter().rev() {
+        let reader = match root.open_dir(&entry.name).and_then(whole) {
+            Ok(reader) => reader,
+            Err(defect) => {
+                passed_over.push((entry.name.clone(), defect.to_string()));
+                continue;
+            }
+        };
+        // When an unreadable one was saved is not known; its step decides.
+        let newer = unreadable.into_iter().filter(|u| step(&u.name) > Some(reader.manifest.step));
+        passed_over.extend(newer.map(|u| (u.name, u.reason)));
+        return Ok(Resolved { store_dir: path.to_owned(), reader, passed_over });
+    }
+    let reasons = passed_over.into_iter().chain(unreadable.into_iter().map(|u| (u.name, u.reason)));
+    Err(CkptError::NoCheckpoint { dir: path.to_owned(), reasons: reasons.map(|(_, reason)| reason).collect() })
+}
+
+/// Whether the directory `path` holds checkpoints, complete or not. False if it does not exist.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn has_checkpoints(path: impl AsRef<Path>) -> Result<bool, CkptError> {
+    match Dir::open(path.as_ref()) {
+        Ok(dir) => Ok(!catalog::names(&dir)?.is_empty()),
+        Err(CkptError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Opens a checkpoint and verifies every byte; returns the first defect.
+fn whole(dir: Dir) -> Result<Reader, CkptError> {
+    let reader = Reader::open_one(dir, Vec::new())?;
+    reader.verify().problems.into_iter().next().map_or(Ok(reader), Err)
+}
+
+/// The step in the name of a checkpoint or backup.
+fn step(name: &str) -> Option<u64> {
+    step_of(backup_of(name).unwrap_or(name))
+}
+
+/// The directory that holds `path`.
+fn parent(path: &Path) -> Result<PathBuf, CkptError> {
+    let path = match path.components().next_back() {
+        Some(Component::Normal(_)) => path.to_owned(),
+        _ => path.canonicalize().map_err(CkptError::io("open", path))?,
+    };
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    Ok(parent.unwrap_or(Path::new(".")).to_owned())
+}

@@ -1,0 +1,241 @@
+//! Runs that meet in one directory, their documents, and the choice of the checkpoint to resume from.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+use tempfile::TempDir;
+use zero_ckpt::{
+    CkptError, MANIFEST_NAME, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions, has_checkpoints,
+    resolve,
+};
+
+use crate::common::{layout, meta, storage};
+
+fn run(name: &str) -> StoreOptions {
+    StoreOptions { run: Some(name.into()), ..StoreOptions::default() }
+}
+
+/// Saves `meta` as the only rank.
+fn save(dir: &Path, meta: &SaveMeta, options: &StoreOptions) -> Result<PublishedCheckpoint, CkptError> {
+    let layout = layout(1, 1);
+    let values = storage(&layout, 0, "master", meta.step);
+    let mut shard = ShardData::new(&layout, 0).unwrap();
+    shard.storage_f32("master", &values).unwrap();
+    let store = Store::create(dir, 0, options.clone()).unwrap();
+    store.save(meta, &shard, |frame| Ok::<_, String>(vec![frame.to_vec()]))
+}
+
+fn saved(steps: &[u64], options: &StoreOptions) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    steps.iter().for_each(|step| drop(save(dir.path(), &meta(*step), options).unwrap()));
+    dir
+}
+
+fn steps(dir: &Path) -> Vec<u64> {
+    let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut steps: Vec<u64> = names.filter_map(|n| n.strip_prefix("step-")?.parse().ok()).collect();
+    steps.sort_unstable();
+    steps
+}
+
+fn at(dir: &TempDir, step: u64, file: &str) -> PathBuf {
+    dir.path().join(format!("step-{step:08}")).join(file)
+}
+
+const SHARD: &str = "shard-00000-of-00001.safetensors";
+
+#[test]
+fn another_runs_checkpoints_are_kept() {
+    let dir = saved(&[5, 10], &run("a"));
+    let other = StoreOptions { keep_last: Some(1), ..run("b") };
+    let by_store = Store::create(dir.path(), 0, other.clone()).unwrap().check_runs();
+    for refused in [other.check_runs(dir.path()), by_store] {
+        let error = refused.unwrap_err();
+        assert!(matches!(&error, CkptError::AnotherRun { run: Some(run), .. } if run == "a"), "{error}");
+        assert!(error.to_string().contains("step-00000010: a checkpoint of another run (a)"), "{error}");
+    }
+    // A program that ignores the check still neither removes nor replaces them.
+    for step in [15, 20] {
+        save(dir.path(), &meta(step), &other).unwrap();
+    }
+    assert_eq!(steps(dir.path()), [5, 10, 20]);
+    let replaced = save(dir.path(), &meta(10), &other).unwrap_err();
+    assert!(matches!(replaced, CkptError::AnotherRun { .. }), "{replaced}");
+    assert_eq!(Reader::open(at(&dir, 10, "")).unwrap().manifest().run.as_deref(), Some("a"));
+    assert!(fs::read_dir(dir.path().join(".staging")).unwrap().next().is_none());
+
+    let heir = StoreOptions {
+        resumed_runs: vec!["a".into(), "b".into()],
+        ..StoreOptions { run: Some("c".into()), ..other }
+    };
+    heir.check_runs(dir.path()).unwrap();
+    save(dir.path(), &meta(10), &heir).unwrap();
+    assert_eq!(steps(dir.path()), [10]);
+}
+
+#[test]
+fn checkpoints_without_run_are_another_runs() {
+    let dir = saved(&[1], &StoreOptions::default());
+    StoreOptions::default().check_runs(dir.path()).unwrap();
+    let error = run("a").check_runs(dir.path()).unwrap_err();
+    assert!(matches!(error, CkptError::AnotherRun { run: None, .. }), "{error}");
+    let resumed = StoreOptions { resumed_runs: vec![String::new()], ..run("a") };
+    resumed.check_runs(dir.path()).unwrap();
+}
+
+#[test]
+fn unreadable_checkpoints_are_not_overwritten() {
+    let dir = saved(&[1, 2], &run("a"));
+    fs::write(at(&dir, 2, MANIFEST_NAME), "").unwrap();
+    // Beside a readable one it belongs to the same run.
+    run("a").check_runs(dir.path()).unwrap();
+    fs::write(at(&dir, 1, MANIFEST_NAME), "").unwrap();
+    for name in ["a", "b"] {
+        let error = run(name).check_runs(dir.path()).unwrap_err();
+        assert!(matches!(error, CkptError::AnotherRun { run: None, .. }), "{error}");
+    }
+    assert!(has_checkpoints(dir.path()).unwrap());
+}
+
+#[test]
+fn checkpoint_is_not_a_store() {
+    let dir = saved(&[1], &run("a"));
+    let error = run("a").check_runs(at(&dir, 1, "")).unwrap_err().to_string();
+    assert!(error.contains("expected a directory of checkpoints, got a checkpoint"), "{error}");
+    run("a").check_runs(dir.path().join("new")).unwrap();
+    assert!(!dir.path().join("new").exists() && !has_checkpoints(dir.path().join("new")).unwrap());
+}
+
+#[test]
+fn kept_steps_are_not_pruned() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = StoreOptions { keep_last: Some(2), ..run("a") };
+    for step in 1..=6 {
+        save(dir.path(), &SaveMeta { keep_steps: vec![2], ..meta(step) }, &options).unwrap();
+    }
+    assert_eq!(steps(dir.path()), [2, 5, 6]);
+}
+
+#[test]
+fn documents_are_stored_and_verified() {
+    let dir = tempfile::tempdir().unwrap();
+    let (record, other) = (json!({"model": "nano", "lr": 0.1}), json!([1, null]));
+    let documents = [("run.json".to_owned(), record.clone()), ("other.json".to_owned(), other.clone())];
+    save(dir.path(), &SaveMeta { documents: documents.into(), ..meta(1) }, &run("a")).unwrap();
+    let reader = Reader::open(dir.path()).unwrap();
+    assert_eq!(reader.document("run.json").unwrap(), Some(record));
+    assert_eq!(reader.document("other.json").unwrap(), Some(other));
+    assert_eq!(reader.document("none.json").unwrap(), None);
+    assert_eq!(reader.verify().good_files, 3);
+
+    let path = at(&dir, 1, "run.json");
+    let good = fs::read(&path).unwrap();
+    for i in 0..good.len() {
+        let mut bad = good.clone();
+        bad[i] ^= 1;
+        fs::write(&path, bad).unwrap();
+        assert!(matches!(reader.document("run.json"), Err(CkptError::Corrupt { .. })), "byte {i}");
+        assert!(matches!(reader.verify().problems[..], [CkptError::Corrupt { .. }]), "byte {i}");
+    }
+    fs::write(&path, &good[1..]).unwrap();
+    assert!(matches!(reader.document("run.json"), Err(CkptError::WrongLength { .. })));
+    assert!(matches!(Reader::open(at(&dir, 1, "")), Err(CkptError::WrongLength { .. })));
+    fs::remove_file(&path).unwrap();
+    let error = Reader::open(at(&dir, 1, "")).err().unwrap().to_string();
+    assert!(error.contains("run.json: No such file"), "{error}");
+}
+
+#[test]
+fn bad_document_and_run_names_are_rejected() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in [MANIFEST_NAME, SHARD, "../x", ".hidden", ""] {
+        let meta = SaveMeta { documents: [(name.to_owned(), json!(1))].into(), ..meta(1) };
+        let error = save(dir.path(), &meta, &run("a")).unwrap_err();
+        assert!(error.to_string().contains("document name"), "{error}");
+    }
+    let error = save(dir.path(), &meta(1), &run("a b")).unwrap_err();
+    assert!(error.to_string().contains("not a plain name"), "{error}");
+    assert!(!has_checkpoints(dir.path()).unwrap());
+}
+
+/// A change to a checkpoint, and a part of its description.
+type Damage = (fn(&TempDir, u64), &'static str);
+
+const DAMAGES: [Damage; 6] = [
+    (|dir, step| flip(&at(dir, step, SHARD)), "damaged: bytes"),
+    (|dir, step| fs::write(at(dir, step, SHARD), "short").unwrap(), "5 bytes long"),
+    (|dir, step| fs::remove_file(at(dir, step, SHARD)).unwrap(), "No such file"),
+    (|dir, step| flip(&at(dir, step, MANIFEST_NAME)), "invalid manifest"),
+    (|dir, step| fs::write(at(dir, step, MANIFEST_NAME), "").unwrap(), "invalid manifest"),
+    (|dir, step| fs::remove_file(at(dir, step, MANIFEST_NAME)).unwrap(), "No such file"),
+];
+
+/// Inverts a bit of the middle byte.
+fn flip(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn newest_whole_checkpoint_is_resolved() {
+    for (damage, reason) in DAMAGES {
+        let dir = saved(&[1, 2, 3, 4], &run("a"));
+        damage(&dir, 2);
+        // Damage to older ones is not looked for.
+        let found = resolve(dir.path()).unwrap();
+        assert_eq!((found.reader.manifest().step, found.passed_over.len()), (4, 0), "{reason}");
+        assert_eq!(found.store_dir, dir.path());
+
+        damage(&dir, 4);
+        damage(&dir, 3);
+        let found = resolve(dir.path()).unwrap();
+        assert_eq!(found.reader.manifest().step, 1, "{reason}");
+        let mut names: Vec<&str> = found.passed_over.iter().map(|(name, _)| name.as_str()).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["step-00000002", "step-00000003", "step-00000004"]);
+        assert!(found.passed_over.iter().all(|(_, why)| why.contains(reason)), "{:?}", found.passed_over);
+        let error = resolve(at(&dir, 4, "")).err().unwrap().to_string();
+        assert!(error.contains(reason), "{error}");
+
+        damage(&dir, 1);
+        let error = resolve(dir.path()).err().unwrap();
+        let CkptError::NoCheckpoint { reasons, .. } = error else { panic!("{error}") };
+        assert_eq!(reasons.len(), 4, "{reasons:?}");
+    }
+}
+
+#[test]
+fn order_is_that_of_saves() {
+    // A run that went back to step 10 and saved step 20 after step 40.
+    let dir = saved(&[10, 30, 40, 20], &run("a"));
+    assert_eq!(resolve(dir.path()).unwrap().reader.manifest().step, 20);
+    flip(&at(&dir, 20, SHARD));
+    assert_eq!(resolve(dir.path()).unwrap().reader.manifest().step, 40);
+    fs::remove_file(dir.path().join("latest")).unwrap();
+    assert_eq!(resolve(dir.path()).unwrap().reader.manifest().step, 40);
+}
+
+#[test]
+fn named_checkpoint_keeps_its_directory() {
+    let dir = saved(&[1, 2], &run("a"));
+    for path in [at(&dir, 1, ""), at(&dir, 1, "."), at(&dir, 1, "").join("../step-00000001")] {
+        let found = resolve(&path).unwrap();
+        assert_eq!(found.reader.manifest().step, 1);
+        assert_eq!(found.store_dir.canonicalize().unwrap(), dir.path().canonicalize().unwrap(), "{}", path.display());
+    }
+    assert!(resolve(dir.path().join("step-00000003")).is_err());
+}
+
+#[test]
+fn version_1_is_read() {
+    let dir = saved(&[1], &StoreOptions::default());
+    let path = at(&dir, 1, MANIFEST_NAME);
+    let text = fs::read_to_string(&path).unwrap();
+    assert!(!text.contains("\"run\"") && !text.contains("\"documents\""));
+    fs::write(&path, text.replacen("\"version\":2", "\"version\":1", 1)).unwrap();
+    let reader = resolve(dir.path()).unwrap().reader;
+    assert_eq!((reader.manifest().run.clone(), reader.manifest().documents.len()), (None, 0));
+}
