@@ -3,7 +3,7 @@
 
 use std::io::Write;
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -306,9 +306,11 @@ fn equal_calls_end_without_failure() {
 
 #[test]
 fn differing_calls_poison_all_streams() {
+    let equal_calls = Barrier::new(3);
     let errors = on_ranks(3, |ranks| {
         let rank = Rank::start(&ranks, LONG);
         rank.call(1, Ok(true), Ok(true));
+        equal_calls.wait();
         rank.call(if ranks.rank == 1 { 7 } else { 8 }, Ok(true), Ok(false));
         let error = rank.failure();
         assert_eq!(rank.poisoned.lock()[..], [error.to_string()]);

@@ -32,7 +32,7 @@ use crate::split_request::SplitRequest;
 /// The watcher's period.
 const TICK: Duration = Duration::from_millis(10);
 /// Time limit for the coordinator's answer to a report. After it, the rank fails with the failure that it saw itself.
-const ANSWER_LIMIT: Duration = Duration::from_secs(2);
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// The NCCL communicator of a communicator, or a test's substitute.
 pub(super) trait Transport: Send + Sync {
