@@ -2,6 +2,7 @@
 //! returns before it runs.
 
 use half::bf16;
+use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
 use crate::step::{RankStats, StepConfig, StepRates, StepRecord, StepState, power};
@@ -122,7 +123,7 @@ impl StepScalars {
 }
 
 /// Hyperparameters of Adam, in fp64: `1 - beta2` of an fp32 beta2 is wrong in the fifth digit.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdamHyper {
     /// Decay of the first moment.
     pub beta1: f64,

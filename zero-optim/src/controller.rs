@@ -10,7 +10,7 @@ use zero_kernels::{AdamHyper, RankStats, StepScalars};
 use crate::{LossScalerState, LossScaling, LrSchedule, OptimError};
 
 /// Settings of the optimizer that all ranks share.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerConfig {
     /// Hyperparameters of Adam.
     pub hyper: AdamHyper,

@@ -55,6 +55,7 @@ fn main() -> Result<(), AnyError> {
         keep_last: None,
         resume: None,
         cancel: Arc::default(),
+        ..RunOptions::default()
     };
     let folder = tempfile::tempdir()?;
     let config = GptConfig::preset(model)?;

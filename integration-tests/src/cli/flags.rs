@@ -4,6 +4,7 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use parse_size::parse_size;
+use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 use zero_shard::Tier;
 
@@ -12,7 +13,8 @@ use crate::hf::HfFolder;
 use crate::model::config::GptConfig;
 
 /// Element types.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum DTypeFlag {
     /// IEEE single precision.
     Fp32,
@@ -20,6 +22,13 @@ pub enum DTypeFlag {
     Bf16,
     /// IEEE half precision.
     Fp16,
+}
+
+impl DTypeFlag {
+    /// The flag of `name`: `fp32`, `bf16` or `fp16`.
+    pub(super) fn from_name(name: &str) -> Option<Self> {
+        Self::from_str(name, false).ok()
+    }
 }
 
 impl From<DTypeFlag> for DType {

@@ -1,5 +1,6 @@
 //! The inputs and the result of a run.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -48,7 +49,7 @@ pub trait Workload<D: Device>: Sync {
 }
 
 /// The length of a run, its batches and its checkpoints.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct RunOptions {
     /// The last step.
     pub steps: u64,
@@ -64,6 +65,12 @@ pub struct RunOptions {
     pub keep_last: Option<usize>,
     /// Checkpoint to resume from.
     pub resume: Option<PathBuf>,
+    /// The id of this run, which its checkpoints carry. Rank 0's counts; empty for a run without an id.
+    pub run_id: String,
+    /// The ids of the runs that this one resumed, oldest first.
+    pub resumed_runs: Vec<String>,
+    /// Named JSON documents for every checkpoint: `run.json`.
+    pub documents: BTreeMap<String, serde_json::Value>,
     /// Request to end the run after the current step.
     pub cancel: Arc<AtomicBool>,
 }

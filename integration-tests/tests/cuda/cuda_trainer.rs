@@ -65,6 +65,7 @@ fn options(steps: u64, checkpoint: Option<&Path>, resume: Option<&Path>) -> RunO
         keep_last: None,
         resume: resume.map(Path::to_owned),
         cancel: Arc::default(),
+        ..RunOptions::default()
     }
 }
 

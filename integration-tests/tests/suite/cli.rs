@@ -9,17 +9,17 @@ use tempfile::TempDir;
 
 use crate::place;
 
-fn data(name: &str) -> String {
+pub(crate) fn data(name: &str) -> String {
     place::data(name).display().to_string()
 }
 
 /// Runs `zero` in `dir`.
-fn zero(dir: &Path, args: &[&str]) -> Output {
+pub(crate) fn zero(dir: &Path, args: &[&str]) -> Output {
     place::zero().args(args).current_dir(dir).output().unwrap()
 }
 
 /// The arguments of a small run, replaced or extended by the pairs of flag and value in `more`.
-fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+pub(crate) fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut args = vec!["train", "--model", model, "--data", tokens, "--seq-len", "32", "--micro-batch", "1"];
     args.extend(["--ranks", "2", "--steps", "3"]);
     for pair in more.chunks(2) {
@@ -31,12 +31,12 @@ fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     args
 }
 
-fn run_tiny(dir: &Path, more: &[&str]) -> Output {
+pub(crate) fn run_tiny(dir: &Path, more: &[&str]) -> Output {
     zero(dir, &tiny(&data("model"), &data("tokens.u16.bin"), more))
 }
 
 /// Asserts exit code `code` and one error line on standard error; the output contains all `parts`.
-fn fails(output: &Output, code: i32, parts: &[&str]) {
+pub(crate) fn fails(output: &Output, code: i32, parts: &[&str]) {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{text}");
     let last = text.lines().last().unwrap_or_default();
@@ -48,13 +48,13 @@ fn fails(output: &Output, code: i32, parts: &[&str]) {
     }
 }
 
-fn succeeds(output: &Output) -> String {
+pub(crate) fn succeeds(output: &Output) -> String {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(0), "{err}");
     out.into_owned()
 }
 
-fn temp() -> TempDir {
+pub(crate) fn temp() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 

@@ -8,4 +8,5 @@ mod oracle;
 #[path = "../common/place.rs"]
 mod place;
 mod plan_and_train;
+mod record;
 mod trainer;

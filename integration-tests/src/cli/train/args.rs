@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
 
 use crate::cli::DTypeFlag;
 
@@ -60,15 +61,15 @@ pub struct TrainArgs {
     /// Steps of linear learning-rate warmup [default: 0]
     #[arg(long, value_name = "N")]
     pub warmup_steps: Option<u64>,
-    /// Seed of the initial weights and of the order of text data
-    #[arg(long, value_name = "S", default_value_t = 0)]
-    pub seed: u64,
+    /// Seed of the initial weights and of the order of text data [default: 0]
+    #[arg(long, value_name = "S")]
+    pub seed: Option<u64>,
     /// Save a checkpoint here at the end [default: none, or checkpoints/ for a run without --data and --model]
     #[arg(long, value_name = "DIR")]
     pub checkpoint: Option<PathBuf>,
-    /// Also save every N steps; 0 disables
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub checkpoint_every: u64,
+    /// Also save every N steps; 0 disables [default: 0]
+    #[arg(long, value_name = "N")]
+    pub checkpoint_every: Option<u64>,
     /// Keep only the newest K checkpoints
     #[arg(long, value_name = "K")]
     pub keep_last: Option<usize>,
@@ -84,9 +85,9 @@ pub struct TrainArgs {
     /// Device of the optimizer state: none (the compute device), cpu or nvme:DIR [default: none]
     #[arg(long, value_name = "none|cpu|nvme:DIR")]
     pub offload: Option<String>,
-    /// Keep only the input of each block and recompute its activations in backward
-    #[arg(long)]
-    pub activation_checkpointing: bool,
+    /// Keep only the input of each block and recompute its activations in backward [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub activation_checkpointing: Option<bool>,
     /// Elements of a gradient bucket [default: 524288]
     #[arg(long, value_name = "ELEMS")]
     pub bucket_elems: Option<usize>,
@@ -102,10 +103,14 @@ pub struct TrainArgs {
     /// Seconds that a rank waits for the others before the run fails
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub time_limit: u64,
+    /// The ranks of the run that `--resume` continues; no flag.
+    #[arg(skip)]
+    pub recorded_ranks: Option<usize>,
 }
 
 /// Devices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum DeviceChoice {
     /// CUDA if it is available, otherwise the host.
     #[default]

@@ -98,8 +98,8 @@ fn choose_on(
     Ok(Backend::Cuda { gpus, launched })
 }
 
-/// The number of ranks of the run.
-fn ranks(args: &TrainArgs, launched: Option<&Ranks>, gpus: usize) -> Result<usize, CliError> {
+/// The number of ranks of the run. Without a flag it is that of a resumed run where the GPUs suffice.
+pub(super) fn ranks(args: &TrainArgs, launched: Option<&Ranks>, gpus: usize) -> Result<usize, CliError> {
     match (args.ranks, launched) {
         (Some(flag), Some(ranks)) if flag != ranks.world_size => {
             Err(CliError::Usage(format!("--ranks {flag}: the launcher started {} ranks", ranks.world_size)))
@@ -107,7 +107,7 @@ fn ranks(args: &TrainArgs, launched: Option<&Ranks>, gpus: usize) -> Result<usiz
         (Some(0), _) => Err(CliError::Usage("--ranks 0: expected at least 1".to_owned())),
         (_, Some(ranks)) => Ok(ranks.world_size),
         (Some(flag), None) => Ok(flag),
-        (None, None) => Ok(gpus),
+        (None, None) => Ok(args.recorded_ranks.filter(|n| *n <= gpus || args.share_gpus).unwrap_or(gpus)),
     }
 }
 

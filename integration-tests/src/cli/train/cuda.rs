@@ -9,6 +9,8 @@ use zero_comm::nccl::{NcclCommunicator, Ranks};
 use zero_comm::{CommError, CommOptions, Communicator, Solo};
 
 use super::args::TrainArgs;
+use super::backend;
+use super::resume::Resumed;
 use super::run_setup::RunSetup;
 use super::{cancelled_by_signals, observed, run_error};
 use crate::cli::CliError;
@@ -23,11 +25,16 @@ const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_
 const RECORDING: [(&str, &str); 1] = [("NCCL_GRAPH_REGISTER", "0")];
 
 /// Trains on `gpus` GPUs of this machine, or as one rank if a launcher started this process (`launched`).
-pub(super) fn run(args: &TrainArgs, gpus: usize, launched: Option<Ranks>) -> Result<(), CliError> {
-    let ranks = args.ranks.unwrap_or(gpus);
+pub(super) fn run(
+    args: &TrainArgs,
+    resumed: Option<&Resumed>,
+    gpus: usize,
+    launched: Option<Ranks>,
+) -> Result<(), CliError> {
+    let ranks = backend::ranks(args, launched.as_ref(), gpus)?;
     match launched {
-        Some(launched) => run_rank(args, gpus, Some(&launched)),
-        None if ranks == 1 => run_rank(args, gpus, None),
+        Some(launched) => run_rank(args, resumed, gpus, Some(&launched)),
+        None if ranks == 1 => run_rank(args, resumed, gpus, None),
         None => launch(args, ranks),
     }
 }
@@ -67,10 +74,15 @@ fn variables(args: &TrainArgs) -> impl Iterator<Item = (&'static str, &'static s
 }
 
 /// Trains as one rank; rank 0 prints.
-fn run_rank(args: &TrainArgs, gpus: usize, launched: Option<&Ranks>) -> Result<(), CliError> {
+fn run_rank(
+    args: &TrainArgs,
+    resumed: Option<&Resumed>,
+    gpus: usize,
+    launched: Option<&Ranks>,
+) -> Result<(), CliError> {
     let (rank, world_size, local_rank) = launched.map_or((0, 1, 0), |l| (l.rank, l.world_size, l.local_rank));
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
-    let mut setup = RunSetup::new(args, world_size, Some(device.name().to_owned()))?;
+    let mut setup = RunSetup::new(args, resumed, world_size, Some(device.name().to_owned()))?;
     setup.options.cancel = cancelled_by_signals()?;
     // The note is printed by rank 0, whether or not that rank shares its GPU.
     if args.share_gpus && world_size > gpus {

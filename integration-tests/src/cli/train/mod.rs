@@ -8,6 +8,9 @@ mod loss_curve;
 mod memory_check;
 mod mpi;
 mod observer;
+mod opening;
+mod record;
+mod resume;
 mod run_setup;
 mod settings;
 mod summary;
@@ -24,6 +27,7 @@ use crate::error::TrainError;
 use crate::trainer::{RankSummary, StepMetrics, run_on_threads};
 use backend::Backend;
 use observer::Observer;
+use resume::Resumed;
 use run_setup::RunSetup;
 
 /// Trains.
@@ -31,13 +35,16 @@ use run_setup::RunSetup;
 /// # Errors
 /// Wrong use, found before any rank starts; or the failure that ended the run.
 pub fn run(args: &TrainArgs) -> Result<(), CliError> {
+    let resumed = Resumed::open(args)?;
+    let filled = resumed.as_ref().map(|resumed| resumed.fill(args));
+    let (args, resumed) = (filled.as_ref().unwrap_or(args), resumed.as_ref());
     if let Backend::Cuda { gpus, launched } = backend::choose(args)? {
-        return cuda::run(args, gpus, launched);
+        return cuda::run(args, resumed, gpus, launched);
     }
     if mpi::is_selected(args)? {
-        return mpi::run(args);
+        return mpi::run(args, resumed);
     }
-    let mut setup = RunSetup::new(args, args.ranks.unwrap_or(4), None)?;
+    let mut setup = RunSetup::new(args, resumed, args.ranks.or(args.recorded_ranks).unwrap_or(4), None)?;
     memory_check::check(&setup)?;
     setup.options.cancel = cancelled_by_signals()?;
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
@@ -58,7 +65,7 @@ fn observed(
     if !prints {
         return train(&mut |_| Ok(())).map(drop);
     }
-    print_text(summary::opening(setup))?;
+    print_text(opening::text(setup))?;
     let mut observer = Observer::new(setup)?;
     let summaries = train(&mut |metrics| observer.step(metrics));
     observer.finish();

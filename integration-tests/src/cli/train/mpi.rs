@@ -4,6 +4,7 @@ use zero_comm::nccl::{Launcher, Ranks};
 
 use super::CliError;
 use super::args::{CommChoice, TrainArgs};
+use super::resume::Resumed;
 
 /// The variables in which Open MPI, MPICH and Slurm's PMI pass the number of processes.
 const WORLD_SIZE_VARIABLES: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
@@ -47,13 +48,13 @@ fn not_built() -> CliError {
 }
 
 #[cfg(not(feature = "mpi"))]
-pub(super) fn run(_args: &TrainArgs) -> Result<(), CliError> {
+pub(super) fn run(_args: &TrainArgs, _resumed: Option<&Resumed>) -> Result<(), CliError> {
     Err(not_built())
 }
 
 /// Trains as one rank; rank 0 prints.
 #[cfg(feature = "mpi")]
-pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
+pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), CliError> {
     use std::time::Duration;
 
     use zero_comm::mpi::MpiWorld;
@@ -70,7 +71,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), CliError> {
     if let Some(flag) = args.ranks.filter(|flag| *flag != ranks) {
         return Err(CliError::Usage(format!("--ranks {flag}: mpirun started {ranks} ranks")));
     }
-    let mut setup = RunSetup::new(args, ranks, None)?;
+    let mut setup = RunSetup::new(args, resumed, ranks, None)?;
     setup.options.cancel = cancelled_by_signals()?;
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
     observed(&setup, rank == 0, |observe| {

@@ -7,6 +7,7 @@ use std::path::Path;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::loss_curve;
+use super::record::RUN_JSON;
 use super::run_setup::RunSetup;
 use crate::cli::CliError;
 use crate::cli::output::print_note;
@@ -80,6 +81,7 @@ impl Observer {
         let files = [
             ("summary.txt", table.to_owned()),
             ("summary.json", format!("{summary:#}\n")),
+            (RUN_JSON, format!("{:#}\n", setup.record.document())),
             ("loss.svg", curve),
             ("trace.json", trace),
         ];

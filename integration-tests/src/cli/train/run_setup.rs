@@ -1,24 +1,25 @@
 //! The settings of a run: flags override the configuration file, which overrides the defaults. Everything is checked
 //! before a rank starts.
 
+use std::collections::BTreeMap;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use zero_alloc::device::DType;
-use zero_ckpt::{ModelSpec, Reader};
 use zero_shard::Layout;
 
 use super::args::TrainArgs;
-use super::settings::{Base, check_graphs, raise_live_limit, settings};
+use super::record::{BatchRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id};
+use super::resume::Resumed;
+use super::settings::{check_graphs, raise_live_limit, settings};
 use super::{checks, unused_keys};
-use crate::cli::CliError;
 use crate::cli::flags::{check_seq_len, find_model};
+use crate::cli::{CliError, DTypeFlag};
 use crate::config::DsConfig;
 use crate::data::{DataSource, Dataset};
 use crate::hf::HfFolder;
 use crate::model::gpt2::Gpt2Options;
-use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings, TrainerState};
+use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings};
 use crate::workload::{GptWorkload, Weights};
 
 /// The settings of a run that is ready to start.
@@ -31,6 +32,10 @@ pub(super) struct RunSetup {
     pub(super) options: RunOptions,
     pub(super) layout: Layout,
     pub(super) model_name: String,
+    /// The content of `run.json`.
+    pub(super) record: RunRecord,
+    /// The completed steps at the start.
+    pub(super) first_step: u64,
     pub(super) metrics: Option<PathBuf>,
     pub(super) report: Option<PathBuf>,
     /// Notes for the user, one line each.
@@ -38,26 +43,49 @@ pub(super) struct RunSetup {
 }
 
 impl RunSetup {
-    /// Builds and checks the settings for `ranks` ranks, on the GPU named `device` or on the host.
-    pub(super) fn new(args: &TrainArgs, ranks: usize, device: Option<String>) -> Result<Self, CliError> {
+    /// Builds and checks the settings for `ranks` ranks, on the GPU named `device` or on the host. Where neither a flag
+    /// nor the configuration file gives a setting, it is that of the run that saved `resumed`, or the default.
+    pub(super) fn new(
+        args: &TrainArgs,
+        resumed: Option<&Resumed>,
+        ranks: usize,
+        device: Option<String>,
+    ) -> Result<Self, CliError> {
         checks::numbers(args, ranks)?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let file = file.as_ref();
         checks::offload(args, file, device.is_some())?;
+        let recorded = resumed.and_then(|resumed| resumed.record.as_ref());
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
         notices.extend(file.map(unused_keys::notices).unwrap_or_default());
-        let model_name = args.model.clone().unwrap_or_else(|| "nano".to_owned());
-        let (config, folder) = find_model(&model_name, &mut notices)?;
-        let tokenizer = folder.as_ref().and_then(HfFolder::tokenizer);
-        let weights = folder.map_or(Weights::Initial(args.seed), |folder| Weights::Folder(Box::new(folder)));
-        let data = Dataset::open(&DataSource { path: args.data.clone(), tokenizer }).map_err(CliError::usage)?;
+        notices.extend(resumed.map(|resumed| resumed.notices.clone()).unwrap_or_default());
+        let seed = args.seed.unwrap_or(0);
+        let (model_name, config, folder) = match (&args.model, resumed.and_then(|resumed| resumed.model())) {
+            (None, Some((name, config))) => (name, config, None),
+            (model, _) => {
+                let name = model.clone().unwrap_or_else(|| "nano".to_owned());
+                let (config, folder) = find_model(&name, &mut notices)?;
+                (name, config, folder)
+            }
+        };
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
+        if let Some(resumed) = resumed {
+            resumed.check_model(&model_name, &config, &layout)?;
+        }
+        let source = data_source(args, recorded, folder.as_ref())?;
+        let data = Dataset::open(&source).map_err(CliError::usage)?;
+        let initial = match (recorded, &folder) {
+            (Some(recorded), _) => recorded.model.weights.clone(),
+            (None, Some(folder)) => absolute(folder.path()),
+            (None, None) => format!("seed {seed}"),
+        };
+        let weights = folder.map_or(Weights::Initial(seed), |folder| Weights::Folder(Box::new(folder)));
         let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
-        let base = Base::default();
+        let base = resumed.map(Resumed::base).unwrap_or_default();
         let mut settings = settings(args, file, &base, ranks, largest_unit)?;
         check_graphs(&settings, device.is_some())?;
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
-        let batch = file.map(|f| f.batch).unwrap_or_default();
+        let batch = resumed.map_or_else(|| file.map(|f| f.batch).unwrap_or_default(), |resumed| resumed.batch(file));
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
         let batch = batch.resolve(ranks as u64, flags[0], flags[1], base.micro_batch).map_err(CliError::usage)?;
         checks::accumulation(batch.grad_accum)?;
@@ -65,37 +93,90 @@ impl RunSetup {
         check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
         data.validate(config.vocab_size, seq_len).map_err(CliError::usage)?;
         let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
+        let checkpointing = checkpointing || recorded.is_some_and(|r| r.activation_checkpointing);
         let model_options = Gpt2Options {
             micro_batch: batch.micro_batch as usize,
             seq_len,
             dtype: settings.dtype,
-            activation_checkpointing: args.activation_checkpointing || checkpointing,
+            activation_checkpointing: args.activation_checkpointing.unwrap_or(checkpointing),
         };
         model_options.validate(&config).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
 
-        if let Some(dir) = &args.resume {
-            notices.extend(check_resume(dir, &layout, &data, args.seed, settings.dtype)?);
-        }
         // Without --data and --model the run is a demonstration, and its checkpoint is input for the other commands.
         let demonstration = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
-        let checkpoint = args.checkpoint.clone().or_else(|| args.resume.clone()).or(demonstration);
-        if checkpoint.is_none() && (args.checkpoint_every > 0 || args.keep_last.is_some()) {
+        let checkpoint = args.checkpoint.clone().or(demonstration);
+        let checkpoint_every = args.checkpoint_every.unwrap_or(0);
+        if checkpoint.is_none() && (checkpoint_every > 0 || args.keep_last.is_some()) {
             return Err(CliError::Usage("--checkpoint-every and --keep-last require --checkpoint DIR".into()));
         }
+        let steps = args.steps.unwrap_or(1000);
+        let (run, resumed_runs) = match resumed {
+            Some(resumed) => resumed.run_ids(checkpoint.as_deref()),
+            None => (new_run_id(), Vec::new()),
+        };
+        let dtype = DTypeFlag::from_name(settings.dtype.name())
+            .ok_or_else(|| CliError::Usage(format!("--dtype {}: not a type of parameters", settings.dtype)))?;
+        let record = RunRecord {
+            format: FORMAT,
+            run: run.clone(),
+            resumed_runs: resumed_runs.clone(),
+            program: PROGRAM.to_owned(),
+            model: ModelRecord {
+                name: if Path::new(&model_name).is_dir() {
+                    absolute(Path::new(&model_name))
+                } else {
+                    model_name.clone()
+                },
+                // Valid JSON by construction.
+                config: serde_json::from_str(&config.to_hf_json("float32")).unwrap_or_default(),
+                parameters: config.parameter_count(),
+                weights: initial,
+            },
+            data: DataRecord {
+                path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
+                default: source.path.is_none(),
+                tokenizer: source.tokenizer.as_deref().map(absolute),
+                fingerprint: format!("{:016x}", data.fingerprint()),
+                tokens: data.len_tokens(),
+            },
+            optimizer: settings.optimizer.clone(),
+            dtype,
+            batch: BatchRecord {
+                ranks,
+                micro_batch: batch.micro_batch,
+                grad_accum: batch.grad_accum,
+                seq_len,
+                step_tokens: batch.train_batch_size.saturating_mul(seq_len as u64),
+            },
+            seed,
+            steps,
+            stage: settings.stage.number().into(),
+            activation_checkpointing: model_options.activation_checkpointing,
+            device: args.device,
+            gpu: device.clone(),
+            checkpoint_every,
+            keep_last: args.keep_last,
+            metrics: args.metrics.as_deref().map(absolute),
+            auto: BTreeMap::new(),
+        };
+        notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         Ok(Self {
             ranks,
             device,
             options: RunOptions {
-                steps: args.steps.unwrap_or(1000),
+                steps,
                 micro_batch: batch.micro_batch as usize,
                 seq_len,
-                seed: args.seed,
-                checkpoint: checkpoint.map(|dir| (dir, args.checkpoint_every)),
+                seed,
+                checkpoint: checkpoint.map(|dir| (dir, checkpoint_every)),
                 keep_last: args.keep_last,
                 resume: args.resume.clone(),
                 cancel: Arc::default(),
+                run_id: run,
+                resumed_runs,
+                documents: [(RUN_JSON.to_owned(), record.document())].into(),
             },
             workload: GptWorkload {
                 options: model_options,
@@ -107,6 +188,8 @@ impl RunSetup {
             settings,
             layout,
             model_name,
+            record,
+            first_step: resumed.map_or(0, Resumed::step),
             metrics: args.metrics.clone(),
             report: args.report.clone(),
             notices,
@@ -119,35 +202,33 @@ impl RunSetup {
     }
 }
 
-/// Checks that the checkpoint is of this model; returns notes about other differences.
-fn check_resume(
-    dir: &Path,
-    layout: &Layout,
-    data: &Dataset,
-    seed: u64,
-    dtype: DType,
-) -> Result<Vec<String>, CliError> {
-    let reader = Reader::open(dir).map_err(CliError::usage)?;
-    if let Some(difference) = reader.manifest().model.difference(&ModelSpec::from(layout)) {
-        let path = reader.path().display();
-        return Err(CliError::Usage(format!(
-            "--resume {path}: the checkpoint belongs to another model: {difference}"
-        )));
-    }
-    let mut notices = reader.notices().to_vec();
-    let state = TrainerState::of(&reader).map_err(CliError::usage)?;
-    let was = &reader.manifest().dtype;
-    if was != dtype.name() {
-        notices.push(format!("the checkpoint was trained in {was} and this run in {dtype}: the loss scale is reset"));
-    }
-    if state.data_fingerprint != data.fingerprint() {
-        notices.push("the data differs from the checkpoint's: the loss curve will differ".to_owned());
-    }
-    if state.seed != seed {
-        notices.push(format!(
-            "--seed {seed} differs from the checkpoint's seed {}: the order of the data will differ",
-            state.seed
-        ));
-    }
-    Ok(notices)
+/// The data of the run: that of the flag, of the resumed run, or the text in the current folder.
+fn data_source(
+    args: &TrainArgs,
+    recorded: Option<&RunRecord>,
+    folder: Option<&HfFolder>,
+) -> Result<DataSource, CliError> {
+    let tokenizer = folder.and_then(HfFolder::tokenizer);
+    let Some(recorded) = recorded.map(|record| &record.data) else {
+        return Ok(DataSource { path: args.data.clone(), tokenizer });
+    };
+    let path = match &args.data {
+        Some(path) => Some(path.clone()),
+        None if recorded.default && recorded.path == absolute(Path::new(".")) => None,
+        None if Path::new(&recorded.path).exists() => Some(PathBuf::from(&recorded.path)),
+        None => {
+            return Err(CliError::Usage(format!(
+                "{}: the data of the resumed run does not exist; pass its new path with --data",
+                recorded.path
+            )));
+        }
+    };
+    let tokenizer = tokenizer.or_else(|| recorded.tokenizer.as_ref().map(PathBuf::from));
+    Ok(DataSource { path, tokenizer })
+}
+
+/// The absolute path, for a record that is read in another current folder.
+fn absolute(path: &Path) -> String {
+    let absolute = path.canonicalize().or_else(|_| std::path::absolute(path));
+    absolute.as_deref().unwrap_or(path).display().to_string()
 }

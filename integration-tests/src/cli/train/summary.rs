@@ -1,37 +1,11 @@
-//! The text before and after a run: its settings, and measured figures beside the formulas.
+//! The text after a run: measured figures beside the formulas.
 
 use std::fmt::Write;
 
-use indicatif::{HumanBytes, HumanCount};
+use indicatif::HumanBytes;
 
 use super::run_setup::RunSetup;
 use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics};
-
-/// The settings of the run.
-pub(super) fn opening(setup: &RunSetup) -> String {
-    let (settings, workload) = (&setup.settings, &setup.workload);
-    let mut out = String::new();
-    for notice in &setup.notices {
-        let _ = writeln!(out, "note: {notice}");
-    }
-    let each = setup.device.clone().unwrap_or_else(|| format!("{} threads", workload.threads));
-    let _ = writeln!(
-        out,
-        "{}: {} parameters in {}, ZeRO stage {}, {} ranks x {each}",
-        setup.model_name,
-        HumanCount(setup.layout.numel_elems()),
-        settings.dtype,
-        settings.stage.number(),
-        setup.ranks,
-    );
-    let _ = writeln!(out, "data: {}", workload.data.describe());
-    let _ = writeln!(
-        out,
-        "step: {} ranks x {} micro-batches x {} rows x {} tokens",
-        setup.ranks, settings.grad_accum_steps, setup.options.micro_batch, setup.options.seq_len
-    );
-    out
-}
 
 /// The figures of the run.
 pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetrics]) -> String {

@@ -125,6 +125,7 @@ impl Case {
             keep_last: None,
             resume: self.resume.clone(),
             cancel: Arc::clone(&self.cancel),
+            ..RunOptions::default()
         }
     }
 

@@ -1,0 +1,195 @@
+//! `run.json`: everything that decides the numbers of a run. Each checkpoint contains it, and `--resume` takes it up.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, RandomState};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use zero_optim::OptimizerConfig;
+
+use super::args::DeviceChoice;
+use crate::cli::DTypeFlag;
+
+/// The name of the document.
+pub(super) const RUN_JSON: &str = "run.json";
+/// The version of the format; other versions are refused.
+pub(super) const FORMAT: u32 = 1;
+/// The program that writes the record.
+pub(super) const PROGRAM: &str = concat!("zero ", env!("CARGO_PKG_VERSION"));
+
+/// The settings of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct RunRecord {
+    /// The version of this format.
+    pub(super) format: u32,
+    /// The id of the run: 16 lower-case hexadecimal digits.
+    pub(super) run: String,
+    /// The ids of the runs that this one resumed, oldest first.
+    pub(super) resumed_runs: Vec<String>,
+    /// Name and version of the program.
+    pub(super) program: String,
+    pub(super) model: ModelRecord,
+    pub(super) data: DataRecord,
+    /// Hyperparameters, learning rate, schedule, clipping and loss scaling.
+    pub(super) optimizer: OptimizerConfig,
+    pub(super) dtype: DTypeFlag,
+    pub(super) batch: BatchRecord,
+    /// The seed of the initial weights and of the order of text data.
+    pub(super) seed: u64,
+    /// The last step.
+    pub(super) steps: u64,
+    /// The ZeRO stage.
+    pub(super) stage: u64,
+    pub(super) activation_checkpointing: bool,
+    /// The device that was requested.
+    pub(super) device: DeviceChoice,
+    /// The name of the GPU; `None` on the host.
+    pub(super) gpu: Option<String>,
+    /// Interval of checkpoints in steps; 0 saves only at the end.
+    pub(super) checkpoint_every: u64,
+    pub(super) keep_last: Option<usize>,
+    /// The absolute path of the metrics file, for information: it is a file of one machine.
+    pub(super) metrics: Option<String>,
+    /// The settings that the configuration file gave as `"auto"`, and their values.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) auto: BTreeMap<String, Value>,
+}
+
+/// The model of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct ModelRecord {
+    /// The preset, or the absolute path of the Hugging Face folder.
+    pub(super) name: String,
+    /// The model's `config.json`.
+    pub(super) config: Value,
+    /// The number of parameters.
+    pub(super) parameters: u64,
+    /// The source of the weights of step 0.
+    pub(super) weights: String,
+}
+
+/// The training data of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct DataRecord {
+    /// The absolute path of the file or folder.
+    pub(super) path: String,
+    /// Whether the folder was the default: the texts in the current folder.
+    pub(super) default: bool,
+    /// The absolute path of the tokenizer of text; `None` for bytes and for token files.
+    pub(super) tokenizer: Option<String>,
+    /// The CRC-64 of all tokens, in hexadecimal.
+    pub(super) fingerprint: String,
+    pub(super) tokens: u64,
+}
+
+/// The batch of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct BatchRecord {
+    pub(super) ranks: usize,
+    /// Sequences per micro-batch and rank.
+    pub(super) micro_batch: u64,
+    /// Micro-batches per step.
+    pub(super) grad_accum: u64,
+    /// Tokens per sequence.
+    pub(super) seq_len: usize,
+    /// Tokens of all ranks in a step.
+    pub(super) step_tokens: u64,
+}
+
+/// Returns the id of a new run.
+pub(super) fn new_run_id() -> String {
+    // The standard library seeds each state from the system's random numbers.
+    format!("{:016x}", RandomState::new().hash_one(std::process::id()))
+}
+
+impl RunRecord {
+    /// Parses the document of a checkpoint.
+    pub(super) fn parse(document: Value) -> Result<Self, String> {
+        match document["format"].as_u64() {
+            Some(format) if format != u64::from(FORMAT) => {
+                return Err(format!("format {format} is not supported; this program reads format {FORMAT}"));
+            }
+            _ => serde_json::from_value(document).map_err(|e| e.to_string()),
+        }
+    }
+
+    /// The document for a checkpoint.
+    pub(super) fn document(&self) -> Value {
+        // Numbers, strings and flags: serializing does not fail.
+        serde_json::to_value(self).unwrap_or_default()
+    }
+
+    /// The settings that differ in `now`, each as `name old -> new`.
+    pub(super) fn differences(&self, now: &Self) -> Vec<String> {
+        // The model is checked separately, and the others identify the run.
+        const NO_SETTINGS: [&str; 6] = ["format", "run", "resumed_runs", "model", "metrics", "auto"];
+        let mut out = Vec::new();
+        let (was, now) = (self.document(), now.document());
+        for key in keys(&was, &now).into_iter().filter(|key| !NO_SETTINGS.contains(&key.as_str())) {
+            compare(&key, &was[&key], &now[&key], &mut out);
+        }
+        out
+    }
+}
+
+/// The keys of either object.
+fn keys(a: &Value, b: &Value) -> BTreeSet<String> {
+    [a, b].into_iter().filter_map(Value::as_object).flat_map(|object| object.keys().cloned()).collect()
+}
+
+/// Appends the differing numbers, strings and flags below `path`.
+pub(super) fn compare(path: &str, was: &Value, now: &Value, out: &mut Vec<String>) {
+    if was.is_object() || now.is_object() {
+        for key in keys(was, now) {
+            compare(&format!("{path}.{key}"), &was[&key], &now[&key], out);
+        }
+    } else if was != now {
+        let text = |value: &Value| match value {
+            Value::Null => "none".to_owned(),
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        out.push(format!("{path} {} -> {}", text(was), text(now)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn run_ids_are_distinct_hex_digits() {
+        let ids: BTreeSet<String> = (0..100).map(|_| new_run_id()).collect();
+        assert_eq!(ids.len(), 100);
+        assert!(ids.iter().all(|id| id.len() == 16 && id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))));
+    }
+
+    #[test]
+    fn differences_name_each_setting() {
+        let differences = |was: Value, now: Value| {
+            let mut out = Vec::new();
+            compare("x", &was, &now, &mut out);
+            out
+        };
+        assert!(differences(json!({"a": {"b": 1e-3}}), json!({"a": {"b": 0.001}})).is_empty());
+        assert_eq!(
+            differences(json!({"a": {"b": 1}, "c": "d"}), json!({"a": {"b": 2}, "c": "e"})),
+            ["x.a.b 1 -> 2", "x.c d -> e"]
+        );
+        let constant = json!({"type": "Constant"});
+        let warmup = json!({"type": "LinearWarmup", "params": {"warmup_steps": 10}});
+        assert_eq!(
+            differences(constant, warmup),
+            ["x.params.warmup_steps none -> 10", "x.type Constant -> LinearWarmup"]
+        );
+    }
+
+    #[test]
+    fn another_format_is_refused() {
+        let error = RunRecord::parse(json!({"format": 2})).unwrap_err();
+        assert_eq!(error, "format 2 is not supported; this program reads format 1");
+        assert!(RunRecord::parse(json!({})).unwrap_err().contains("format"));
+    }
+}

@@ -1,0 +1,185 @@
+//! The checkpoint that `--resume` names, and the settings of its run.
+
+use std::path::{Path, PathBuf};
+
+use zero_alloc::device::DType;
+use zero_ckpt::{ModelSpec, Reader};
+use zero_shard::Layout;
+
+use super::args::{DeviceChoice, TrainArgs};
+use super::record::{RUN_JSON, RunRecord, compare, new_run_id};
+use super::settings::Base;
+use crate::cli::{CliError, DTypeFlag};
+use crate::config::{BatchKeys, DsConfig};
+use crate::model::config::GptConfig;
+use crate::trainer::TrainerState;
+
+/// An open checkpoint to resume from.
+pub(super) struct Resumed {
+    reader: Reader,
+    /// The folder of the checkpoint.
+    store_dir: PathBuf,
+    state: TrainerState,
+    /// The settings of the run that saved it; `None` for a checkpoint of an older version.
+    pub(super) record: Option<RunRecord>,
+    /// The model; `None` if the checkpoint has no `config.json`.
+    pub(super) config: Option<GptConfig>,
+    /// Notes for the user, one line each.
+    pub(super) notices: Vec<String>,
+}
+
+impl Resumed {
+    /// Opens the checkpoint of `--resume`, if the flag is given.
+    ///
+    /// # Errors
+    /// No checkpoint of this trainer is there, or its `run.json` is invalid.
+    pub(super) fn open(args: &TrainArgs) -> Result<Option<Self>, CliError> {
+        let Some(dir) = &args.resume else { return Ok(None) };
+        let reader = Reader::open(dir).map_err(CliError::usage)?;
+        let path = reader.path().to_owned();
+        let state = TrainerState::of(&reader).map_err(CliError::usage)?;
+        let invalid = |what: &str, e: String| CliError::Usage(format!("{}: invalid {what}: {e}", path.display()));
+        let record = document(&reader, RUN_JSON)?.map(RunRecord::parse).transpose();
+        let record = record.map_err(|e| invalid(RUN_JSON, e))?;
+        let config = Some(&reader.manifest().model_config).filter(|config| !config.is_null());
+        let config = config.map(|config| GptConfig::from_hf_json(&config.to_string())).transpose();
+        let config = config.map_err(|e| invalid("model configuration", e.to_string()))?.map(|(config, _)| config);
+        let mut notices = reader.notices().to_vec();
+        if record.is_none() {
+            notices.push(format!(
+                "{} has no {RUN_JSON} (an older version saved it): settings that no flag gives have their defaults",
+                path.display()
+            ));
+        }
+        Ok(Some(Self { store_dir: dir.clone(), reader, state, record, config, notices }))
+    }
+
+    /// The path of the checkpoint.
+    pub(super) fn path(&self) -> &Path {
+        self.reader.path()
+    }
+
+    /// The completed steps.
+    pub(super) fn step(&self) -> u64 {
+        self.state.step
+    }
+
+    /// The name and shape of the model.
+    pub(super) fn model(&self) -> Option<(String, GptConfig)> {
+        let name = self.record.as_ref().map_or_else(|| self.path().display().to_string(), |r| r.model.name.clone());
+        Some((name, self.config.clone()?))
+    }
+
+    /// The id of the run that resumes and saves to `dir`, and the ids of the runs that it resumes. A run that saves to
+    /// the folder of the checkpoint keeps its id.
+    pub(super) fn run_ids(&self, dir: Option<&Path>) -> (String, Vec<String>) {
+        let Some(record) = &self.record else { return (new_run_id(), Vec::new()) };
+        let mut resumed_runs = record.resumed_runs.clone();
+        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        if dir.is_some_and(|dir| real(dir) == real(&self.store_dir)) {
+            return (record.run.clone(), resumed_runs);
+        }
+        resumed_runs.push(record.run.clone());
+        (new_run_id(), resumed_runs)
+    }
+
+    /// Notes about the settings of `now` that differ from those of the run that saved the checkpoint.
+    pub(super) fn differences(&self, now: &RunRecord) -> Vec<String> {
+        let mut notices = Vec::new();
+        let was = &self.reader.manifest().dtype;
+        if DTypeFlag::from_name(was) != Some(now.dtype) {
+            let now = DType::from(now.dtype);
+            notices
+                .push(format!("the checkpoint was trained in {was} and this run in {now}: the loss scale is reset"));
+        }
+        if format!("{:016x}", self.state.data_fingerprint) != now.data.fingerprint {
+            notices.push("the data differs from the checkpoint's: the loss curve will differ".to_owned());
+        }
+        let changed = self.record.as_ref().map(|record| record.differences(now)).unwrap_or_default();
+        notices.extend(changed.into_iter().map(|change| format!("differs from the checkpoint: {change}")));
+        if let Some(file) = self.record.as_ref().and_then(|r| r.metrics.as_ref()).filter(|_| now.metrics.is_none()) {
+            notices.push(format!("no metrics are written; the resumed run wrote {file}: continue it with --metrics"));
+        }
+        notices
+    }
+
+    /// The flags of a run that resumes: `args`, and the recorded settings that no configuration file overrides.
+    pub(super) fn fill(&self, args: &TrainArgs) -> TrainArgs {
+        let record = self.record.as_ref();
+        let mut filled = args.clone();
+        filled.resume = Some(self.path().to_owned());
+        filled.checkpoint.get_or_insert_with(|| self.store_dir.clone());
+        filled.seed.get_or_insert(self.state.seed);
+        let Some(record) = record else { return filled };
+        filled.recorded_ranks = Some(record.batch.ranks);
+        filled.steps.get_or_insert(record.steps);
+        filled.seq_len.get_or_insert(record.batch.seq_len);
+        filled.checkpoint_every.get_or_insert(record.checkpoint_every);
+        filled.keep_last = filled.keep_last.or(record.keep_last);
+        // A run that used a GPU may continue on a machine without one.
+        if args.device == DeviceChoice::Auto && record.device == DeviceChoice::Cpu {
+            filled.device = DeviceChoice::Cpu;
+        }
+        filled
+    }
+
+    /// The settings that a configuration file may override.
+    pub(super) fn base(&self) -> Base {
+        let manifest = self.reader.manifest();
+        let mut base = Base { stage: manifest.stage.into(), ..Base::default() };
+        if let Some(dtype) = DTypeFlag::from_name(&manifest.dtype) {
+            base.dtype = dtype.into();
+        }
+        let Some(record) = &self.record else { return base };
+        let optimizer = &record.optimizer;
+        Base {
+            stage: record.stage,
+            dtype: record.dtype.into(),
+            hyper: optimizer.hyper,
+            lr: optimizer.lr,
+            schedule: optimizer.schedule.clone(),
+            max_grad_norm: optimizer.max_grad_norm,
+            loss_scaling: optimizer.loss_scaling.clone(),
+            micro_batch: record.batch.micro_batch,
+        }
+    }
+
+    /// The batch sizes: those of the file, and for a file without `train_batch_size` the recorded ones it lacks.
+    pub(super) fn batch(&self, file: Option<&DsConfig>) -> BatchKeys {
+        let mut keys = file.map(|file| file.batch).unwrap_or_default();
+        if let (Some(record), None) = (&self.record, keys.train_batch_size) {
+            keys.micro_batch.get_or_insert(record.batch.micro_batch);
+            keys.grad_accum.get_or_insert(record.batch.grad_accum);
+        }
+        keys
+    }
+
+    /// Checks that the checkpoint is of the model `config`, which `name` names.
+    pub(super) fn check_model(&self, name: &str, config: &GptConfig, layout: &Layout) -> Result<(), CliError> {
+        let mut differences = Vec::new();
+        if let Some(own) = &self.config {
+            let json = |config: &GptConfig| serde_json::from_str(&config.to_hf_json("float32")).unwrap_or_default();
+            // How weights were drawn no longer matters.
+            let config = GptConfig { initializer_range: own.initializer_range, ..config.clone() };
+            let (own, config): (serde_json::Value, _) = (json(own), json(&config));
+            compare("", &own, &config, &mut differences);
+        }
+        if differences.is_empty() {
+            differences.extend(self.reader.manifest().model.difference(&ModelSpec::from(layout)));
+        }
+        if differences.is_empty() {
+            return Ok(());
+        }
+        let (path, own) = (self.path().display(), self.record.as_ref().map_or("", |r| r.model.name.as_str()));
+        let differences = differences.iter().map(|d| d.trim_start_matches('.')).collect::<Vec<_>>().join(", ");
+        let of = if own.is_empty() { String::new() } else { format!(" {own}") };
+        Err(CliError::Usage(format!(
+            "--model {name}: {path} is a checkpoint of another model{of} ({differences}); remove --model"
+        )))
+    }
+}
+
+/// A document of the checkpoint.
+fn document(_reader: &Reader, _name: &str) -> Result<Option<serde_json::Value>, CliError> {
+    Ok(None)
+}

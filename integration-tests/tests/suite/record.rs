@@ -1,0 +1,265 @@
+//! `run.json` and `--resume`: a run continues with its settings, and what differs is printed.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::cli::{data, fails, run_tiny, succeeds, temp, zero};
+
+/// Settings that are not the defaults.
+const SETTINGS: [&str; 20] = [
+    "--lr",
+    "3e-3",
+    "--seq-len",
+    "24",
+    "--clip",
+    "0.5",
+    "--weight-decay",
+    "0.2",
+    "--micro-batch",
+    "3",
+    "--grad-accum",
+    "2",
+    "--warmup-steps",
+    "4",
+    "--seed",
+    "11",
+    "--dtype",
+    "bf16",
+    "--ranks",
+    "2",
+];
+
+/// Writes a text of 8 KiB and a copy of the tiny model to `dir`.
+fn inputs(dir: &Path) {
+    let text: String = (0..1024).map(|i| format!("{:07}\n", i * i % 9973)).collect();
+    std::fs::write(dir.join("text.txt"), text).unwrap();
+    std::fs::create_dir(dir.join("model")).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(format!("{}/{file}", data("model")), dir.join("model").join(file)).unwrap();
+    }
+}
+
+/// Trains on the inputs with [`SETTINGS`].
+fn train(dir: &Path, more: &[&str]) -> String {
+    let inputs = ["train", "--model", "model", "--data", "text.txt"];
+    succeeds(&zero(dir, &[&inputs, &SETTINGS[..], more].concat()))
+}
+
+fn resume(dir: &Path, more: &[&str]) -> String {
+    succeeds(&zero(dir, &[&["train", "--resume"], more].concat()))
+}
+
+/// The losses and gradient norms of a metrics file.
+fn curve(dir: &Path, file: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(dir.join(file)).unwrap();
+    let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    steps.map(|step| format!("{} {} {} {}", step["step"], step["loss"], step["grad_norm"], step["lr"])).collect()
+}
+
+fn weights(dir: &Path, checkpoint: &str) -> Vec<u8> {
+    let out = format!("exported-{checkpoint}");
+    succeeds(&zero(dir, &["ckpt", "export", checkpoint, &out]));
+    std::fs::read(dir.join(out).join("model.safetensors")).unwrap()
+}
+
+/// The `run.json` of a step.
+fn record(dir: &Path, checkpoint: &str, step: u64) -> Value {
+    let path = dir.join(checkpoint).join(format!("step-{step:08}/run.json"));
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn differences(out: &str) -> Vec<&str> {
+    out.lines().filter_map(|line| line.strip_prefix("note: differs from the checkpoint: ")).collect()
+}
+
+/// Neither the model's folder nor any flag but the new last step is needed.
+#[test]
+fn resume_needs_no_flag() {
+    for stage in ["0", "3"] {
+        let dir = temp();
+        let dir = dir.path();
+        inputs(dir);
+        train(dir, &["--stage", stage, "--steps", "6", "--metrics", "whole", "--checkpoint", "a"]);
+        train(dir, &["--stage", stage, "--steps", "3", "--metrics", "first", "--checkpoint", "b"]);
+        std::fs::remove_dir_all(dir.join("model")).unwrap();
+        let out = resume(dir, &["b", "--steps", "6", "--metrics", "rest"]);
+        assert_eq!(differences(&out), ["steps 3 -> 6"], "{out}");
+        assert_eq!(curve(dir, "whole"), [curve(dir, "first"), curve(dir, "rest")].concat(), "stage {stage}");
+        assert!(weights(dir, "a") == weights(dir, "b"), "stage {stage}: final weights");
+        let (whole, mut rest) = (record(dir, "a", 6), record(dir, "b", 6));
+        for key in ["run", "metrics"] {
+            assert_ne!(whole[key], rest[key]);
+            rest[key] = whole[key].clone();
+        }
+        assert_eq!(whole, rest);
+    }
+}
+
+#[test]
+fn changed_settings_are_printed() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "2", "--checkpoint", "a"]);
+    let flags = ["--lr", "0.01", "--seed", "5", "--ranks", "3", "--stage", "1", "--steps", "4", "--clip", "0"];
+    let out = resume(dir, &[&["a"], &flags[..]].concat());
+    let expected = [
+        "batch.ranks 2 -> 3",
+        "batch.step_tokens 288 -> 432",
+        "optimizer.lr 0.003 -> 0.01",
+        "optimizer.max_grad_norm 0.5 -> 0.0",
+        "seed 11 -> 5",
+        "stage 3 -> 1",
+        "steps 2 -> 4",
+    ];
+    assert_eq!(differences(&out), expected, "{out}");
+}
+
+/// A configuration overrides what it sets and nothing else.
+#[test]
+fn configuration_counts_as_flags() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "2", "--checkpoint", "a"]);
+    let file = r#"{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01,
+        "weight_decay": 0.2}}}"#;
+    std::fs::write(dir.join("ds.json"), file).unwrap();
+    let out = resume(dir, &["a", "--config", "ds.json", "--steps", "3"]);
+    let expected =
+        ["batch.micro_batch 3 -> 1", "batch.step_tokens 288 -> 96", "optimizer.lr 0.003 -> 0.01", "steps 2 -> 3"];
+    assert_eq!(differences(&out), expected, "{out}");
+}
+
+#[test]
+fn another_model_is_refused() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    let with = |model: &str| zero(dir, &["train", "--resume", "a", "--steps", "2", "--model", model]);
+    fails(&with("nano"), 2, &["--model nano", "another model", "/model", "n_embd 64 -> 128"]);
+    succeeds(&with("model"));
+    // All shapes are the same.
+    let config = std::fs::read_to_string(dir.join("model/config.json")).unwrap();
+    std::fs::write(dir.join("model/config.json"), config.replace("\"n_head\": 4", "\"n_head\": 2")).unwrap();
+    fails(&with("model"), 2, &["another model", "n_head 4 -> 2"]);
+}
+
+#[test]
+fn missing_data_is_an_error() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    std::fs::rename(dir.join("text.txt"), dir.join("moved.txt")).unwrap();
+    fails(&zero(dir, &["train", "--resume", "a", "--steps", "2"]), 2, &["text.txt", "does not exist", "--data"]);
+    let out = resume(dir, &["a", "--steps", "2", "--data", "moved.txt"]);
+    let [path, _steps] = differences(&out)[..] else { panic!("{out}") };
+    assert!(path.starts_with("data.path ") && path.ends_with("/moved.txt"), "{path}");
+    // The same path with another content.
+    std::fs::write(dir.join("moved.txt"), "x".repeat(8192)).unwrap();
+    let out = resume(dir, &["a", "--steps", "3"]);
+    assert!(out.contains("note: the data differs from the checkpoint's"), "{out}");
+}
+
+/// An interrupted run continues to its last step, with the interval of its checkpoints.
+#[test]
+fn last_step_and_checkpoints_are_taken_up() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "6", "--checkpoint", "a", "--checkpoint-every", "2", "--keep-last", "2"]);
+    std::fs::remove_dir_all(dir.join("a/step-00000006")).unwrap();
+    resume(dir, &["a"]);
+    let steps = |dir: &Path| {
+        let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut steps: Vec<String> = entries.filter(|name| name.starts_with("step-")).collect();
+        steps.sort();
+        steps
+    };
+    assert_eq!(steps(&dir.join("a")), ["step-00000004", "step-00000006"]);
+    let out = resume(dir, &["a"]);
+    assert!(out.contains("nothing to do: the checkpoint is at step 6"), "{out}");
+}
+
+#[test]
+fn run_id_follows_the_folder() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    let first = record(dir, "a", 1);
+    resume(dir, &["a", "--steps", "2"]);
+    let same = record(dir, "a", 2);
+    assert_eq!((&same["run"], &same["resumed_runs"]), (&first["run"], &first["resumed_runs"]));
+    resume(dir, &["a", "--steps", "3", "--checkpoint", "b"]);
+    let other = record(dir, "b", 3);
+    assert_ne!(other["run"], first["run"]);
+    assert_eq!(other["resumed_runs"], serde_json::json!([first["run"]]));
+    assert_eq!(other["model"], first["model"]);
+    // One checkpoint of a folder.
+    resume(dir, &["a/step-00000001", "--steps", "2", "--checkpoint", "./a"]);
+    assert_eq!(record(dir, "a", 2)["run"], first["run"]);
+}
+
+/// The second line of the README's block with other inputs, then the third.
+#[test]
+fn readme_line_resumes_at_another_stage() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "2", "--checkpoint", "runs/a", "--metrics", "a.jsonl"]);
+    let out = resume(dir, &["runs/a", "--ranks", "3", "--stage", "1", "--steps", "4"]);
+    assert!(out.contains("ZeRO stage 1, 3 ranks"), "{out}");
+    assert!(out.contains("a.jsonl: continue it with --metrics"), "{out}");
+    assert_eq!(record(dir, "runs/a", 4)["batch"]["ranks"], 3);
+}
+
+#[test]
+fn opening_shows_all_settings() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let out = train(dir, &["--steps", "2", "--checkpoint", "a", "--report", "report"]);
+    for part in [
+        "parameters in bf16, ZeRO stage 3, 2 ranks x ",
+        ", seed 11, weights from /",
+        "data: text.txt: ",
+        "step: 2 ranks x 2 micro-batches x 3 rows x 24 tokens = 288 tokens\n",
+        "steps: 1 to 2: 0.070 epochs of the data\n",
+        "optimizer: AdamW, betas 0.9 and 0.999, eps 1e-8, weight decay 0.2\n",
+        "learning rate: 0.003 after 4 steps of linear warm-up\n",
+        "clip: gradient norm 0.5\n",
+        "loss scale: 1\n",
+        "checkpoints: a, at the end\n",
+    ] {
+        assert!(out.contains(part), "{part:?} is not in: {out}");
+    }
+    let report: Value = serde_json::from_slice(&std::fs::read(dir.join("report/run.json")).unwrap()).unwrap();
+    assert_eq!(report, record(dir, "a", 2));
+    assert!(out.contains(&format!("run: {}, ", report["run"].as_str().unwrap())), "{out}");
+}
+
+#[test]
+fn default_data_is_taken_up_in_its_folder() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
+    std::fs::write(dir.join("text.txt"), text.repeat(10)).unwrap();
+    let run = ["train", "--model", &data("model"), "--seq-len", "16", "--steps", "1", "--checkpoint", "a"];
+    succeeds(&zero(dir, &run));
+    let out = resume(dir, &["a", "--steps", "2"]);
+    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    assert!(!out.contains("the data differs"), "{out}");
+}
+
+#[test]
+fn tiny_run_resumes_with_repeated_flags() {
+    let dir = temp();
+    succeeds(&run_tiny(dir.path(), &["--checkpoint", "a"]));
+    let out = succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
+    assert_eq!(differences(&out), ["steps 3 -> 4"], "{out}");
+}
