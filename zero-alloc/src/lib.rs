@@ -13,4 +13,4 @@ mod primitive;
 pub mod testing;
 pub mod timeline;
 
-pub use pool::{AllocError, Block, Held, MemoryKind, Movable, Pool, Purpose, Report};
+pub use pool::{AllocError, Block, Change, Held, MemoryKind, Movable, Pool, Purpose, Report};

@@ -14,7 +14,6 @@ mod seeded;
 mod stream;
 mod worker;
 
-use std::alloc::Layout;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +34,7 @@ pub use stream::HostStream;
 /// The alignment of backings, in bytes.
 const ALIGN_BYTES: usize = 4096;
 
-/// The host as a device. Its memory is the system allocator's, zeroed, unless [`HostDevice::with_pages`] adds pages.
+/// The host as a device. Its memory is mapped from the system, zeroed, unless [`HostDevice::with_pages`] adds pages.
 #[derive(Clone, Debug, Default)]
 pub struct HostDevice {
     timeline: Option<Timeline>,
@@ -83,25 +82,31 @@ impl HostDevice {
     }
 }
 
-fn layout(bytes: usize) -> Result<Layout, DeviceError> {
-    let too_large =
-        |_| DeviceError::OutOfMemory { requested_bytes: bytes, detail: "beyond the address space".into() };
-    Layout::from_size_align(bytes.max(1), ALIGN_BYTES).map_err(too_large)
+/// The size of the mapping of a backing.
+fn mapped_bytes(bytes: usize) -> Option<usize> {
+    bytes.max(1).checked_next_multiple_of(ALIGN_BYTES)
 }
 
-// SAFETY: allocations are the system allocator's, with the alignment of `layout`.
+// SAFETY: mappings have no other owner, and the system aligns them to its pages, which have `ALIGN_BYTES` or more.
 unsafe impl Memory for HostDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        // SAFETY: the layout's size is above 0.
-        let ptr = unsafe { std::alloc::alloc_zeroed(layout(bytes)?) };
-        let detail = "the system allocator refused";
-        NonNull::new(ptr).ok_or_else(|| DeviceError::OutOfMemory { requested_bytes: bytes, detail: detail.into() })
+        let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: bytes, detail };
+        let len = mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // Not the system allocator, which writes to all of an aligned zeroed allocation: a mapping's pages take memory
+        // when they are first written, so what the pool reserves ahead costs none.
+        // SAFETY: maps a new range; no existing mapping changes.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
+            return Err(out_of_memory(std::io::Error::last_os_error().to_string()));
+        }
+        NonNull::new(base.cast()).ok_or_else(|| out_of_memory("no address".into()))
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        if let Ok(layout) = layout(bytes) {
-            // SAFETY: by the caller's promise `ptr` came from `allocate`, with this layout, and is freed once.
-            unsafe { std::alloc::dealloc(ptr.as_ptr(), layout) };
+        if let Some(len) = mapped_bytes(bytes) {
+            // SAFETY: by the caller's promise `ptr` came from `allocate(bytes)` and is freed once.
+            unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
         }
     }
 

@@ -267,7 +267,7 @@ impl<D: Device> LaneState<D> {
         if chunks != self.space.bytes() {
             return Err(format!("{chunks} bytes in chunks, {} in the lane's space", self.space.bytes()));
         }
-        let live = self.account.0.total.live_bytes as u64;
+        let live = self.account.report.total.live_bytes as u64;
         let used = self.space.bytes() - self.space.free_bytes();
         if live > used {
             return Err(format!("{live} bytes are accounted as live in a lane, {used} are allocated"));

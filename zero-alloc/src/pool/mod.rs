@@ -49,7 +49,7 @@ pub use error::AllocError;
 pub use map::{MemoryMap, Span};
 pub use movable::Movable;
 pub use purpose::Purpose;
-pub use report::{Held, MemoryKind, Report};
+pub use report::{Change, Held, MemoryKind, Report};
 
 /// The alignment of blocks, if the device's backings have it.
 const ALIGN_BYTES: usize = 256;
@@ -264,8 +264,8 @@ impl<D: Device> Pool<D> {
         purpose: Purpose,
         device: Option<String>,
     ) -> AllocError {
-        let mut report = state.account.0.clone();
-        lanes.iter().for_each(|lane| report.add_held(&lane.account.0));
+        let mut report = state.account.report.clone();
+        lanes.iter().for_each(|lane| report.add_held(&lane.account.report));
         state.out_of_memory(&report, bytes, purpose, self.central().budget_bytes, device)
     }
 
@@ -273,7 +273,7 @@ impl<D: Device> Pool<D> {
     /// each lane's own peak: an upper bound.
     pub fn report(&self) -> Report {
         let (lanes, state) = self.lock();
-        let mut report = state.account.0.clone();
+        let mut report = state.account.report.clone();
         report.memory = self.central().kind.clone();
         report.reserved_bytes = state.source.bytes();
         report.backing_allocations = state.source.allocations();
@@ -284,7 +284,7 @@ impl<D: Device> Pool<D> {
         report.compactions = state.compactions;
         report.stitched_pages = state.views.mapped_pages();
         for lane in &lanes {
-            report.add_held(&lane.account.0);
+            report.add_held(&lane.account.report);
             report.free_bytes += lane.free_bytes() as usize;
         }
         report
@@ -295,6 +295,23 @@ impl<D: Device> Pool<D> {
         let (mut lanes, mut state) = self.lock();
         state.account.reset_peaks();
         lanes.iter_mut().for_each(|lane| lane.account.reset_peaks());
+    }
+
+    /// Starts to record every change of the live bytes, for [`Pool::take_changes`].
+    pub fn record_changes(&self) {
+        let (mut lanes, mut state) = self.lock();
+        let accounts = lanes.iter_mut().map(|lane| &mut lane.account).chain([&mut state.account]);
+        accounts.for_each(|account| account.changes = Some(Vec::new()));
+    }
+
+    /// Stops to record, and returns the changes since [`Pool::record_changes`] in the order of their times; empty
+    /// without that call.
+    pub fn take_changes(&self) -> Vec<Change> {
+        let (mut lanes, mut state) = self.lock();
+        let accounts = lanes.iter_mut().map(|lane| &mut lane.account).chain([&mut state.account]);
+        let mut changes: Vec<Change> = accounts.filter_map(|account| account.changes.take()).flatten().collect();
+        changes.sort_by_key(|change| change.at);
+        changes
     }
 
     /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only [`Movable`] blocks
@@ -343,7 +360,7 @@ impl<D: Device> Pool<D> {
             return Err(format!("lanes have {chunks} bytes of chunks, {} are accounted", state.lane_bytes));
         }
         lanes.iter().try_for_each(|lane| lane.check_invariants())?;
-        let (live, planned) = (state.account.0.total.live_bytes as u64, state.planner.live_bytes());
+        let (live, planned) = (state.account.report.total.live_bytes as u64, state.planner.live_bytes());
         if live > planned {
             return Err(format!("{live} bytes are accounted as live, {planned} are allocated"));
         }

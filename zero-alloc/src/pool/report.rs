@@ -1,6 +1,7 @@
 //! A pool's statistics, by purpose.
 
 use std::fmt;
+use std::time::Instant;
 
 use super::Purpose;
 use crate::device::DeviceError;
@@ -96,25 +97,49 @@ impl fmt::Display for Report {
     }
 }
 
+/// A change of a pool's live bytes, recorded between [`Pool::record_changes`](super::Pool::record_changes) and
+/// [`Pool::take_changes`](super::Pool::take_changes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// When the host allocated or freed the block, which may be before its stream uses it.
+    pub at: Instant,
+    /// The purpose of the block.
+    pub purpose: Purpose,
+    /// Its bytes; negative if it was freed.
+    pub bytes: isize,
+}
+
 /// The running account of a pool.
 #[derive(Debug, Default)]
-pub(super) struct Account(pub(super) Report);
+pub(super) struct Account {
+    pub(super) report: Report,
+    /// The changes since recording started; `None` while nothing is recorded.
+    pub(super) changes: Option<Vec<Change>>,
+}
 
 impl Account {
     pub(super) fn add(&mut self, purpose: Purpose, bytes: usize) {
-        for held in [&mut self.0.purposes[purpose as usize], &mut self.0.total] {
+        for held in [&mut self.report.purposes[purpose as usize], &mut self.report.total] {
             held.live_bytes += bytes;
             held.peak_bytes = held.peak_bytes.max(held.live_bytes);
         }
+        self.record(purpose, bytes as isize);
     }
 
     pub(super) fn sub(&mut self, purpose: Purpose, bytes: usize) {
-        self.0.purposes[purpose as usize].live_bytes -= bytes;
-        self.0.total.live_bytes -= bytes;
+        self.report.purposes[purpose as usize].live_bytes -= bytes;
+        self.report.total.live_bytes -= bytes;
+        self.record(purpose, -(bytes as isize));
+    }
+
+    fn record(&mut self, purpose: Purpose, bytes: isize) {
+        if let Some(changes) = &mut self.changes {
+            changes.push(Change { at: Instant::now(), purpose, bytes });
+        }
     }
 
     pub(super) fn reset_peaks(&mut self) {
-        for held in self.0.purposes.iter_mut().chain([&mut self.0.total]) {
+        for held in self.report.purposes.iter_mut().chain([&mut self.report.total]) {
             held.peak_bytes = held.live_bytes;
         }
     }

@@ -94,7 +94,7 @@ impl<D: Device> State<D> {
         stream: &D::Stream,
         budget_bytes: usize,
     ) -> Result<Allocation, Failure> {
-        let used = self.account.0.total.live_bytes + self.lane_bytes;
+        let used = self.account.report.total.live_bytes + self.lane_bytes;
         if request.bytes as usize > budget_bytes.saturating_sub(used) {
             return Err(Failure::OutOfMemory(None));
         }

@@ -92,6 +92,21 @@ fn blocks_are_accounted_by_purpose() {
 }
 
 #[test]
+fn recorded_changes_add_up_to_the_report() {
+    let (pool, stream, _) = setup(1 << 20);
+    let before = pool.allocate(100, DType::F32, Purpose::Params, &stream).unwrap();
+    pool.record_changes();
+    let grads = pool.allocate(10, DType::F32, Purpose::Grads, &stream).unwrap();
+    drop(before);
+    let changes = pool.take_changes();
+    let seen: Vec<_> = changes.iter().map(|change| (change.purpose, change.bytes)).collect();
+    assert_eq!(seen, [(Purpose::Grads, 40), (Purpose::Params, -400)]);
+    assert!(changes.is_sorted_by_key(|change| change.at));
+    drop(grads);
+    assert!(pool.take_changes().is_empty(), "recording has ended");
+}
+
+#[test]
 fn an_empty_block_needs_no_memory() {
     let (pool, stream, _) = setup(0);
     let mut block = pool.allocate(0, DType::F32, Purpose::Params, &stream).expect("an empty block");
