@@ -40,8 +40,11 @@ pub(super) fn join(
         let listener = listen(ranks, &address)?;
         let failed = |e: io::Error| RendezvousError::Listen { address: address.clone(), message: e.to_string() };
         let here = reachable(listener.local_addr().map_err(failed)?);
-        server::start(listener, ranks.world_size, library, make_id()?, limit).map_err(failed)?;
-        TcpStream::connect_timeout(&here, ATTEMPT).map_err(failed)?
+        let id = make_id()?;
+        // Connects before the coordinator accepts: after another rank's refusal it accepts only what is pending.
+        let stream = TcpStream::connect_timeout(&here, ATTEMPT).map_err(failed)?;
+        server::start(listener, ranks.world_size, library, id, limit).map_err(failed)?;
+        stream
     } else {
         connect(ranks, &address, limit)?
     };
