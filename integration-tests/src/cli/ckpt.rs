@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
-use zero_ckpt::{ExportOptions, Reader, StateDtype, Store, StoreOptions};
+use zero_ckpt::{ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, has_checkpoints, resolve};
 
 use super::CliError;
 use super::flags::{DTypeFlag, parse_bytes};
@@ -27,9 +27,9 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Check every byte against the checksums; fail if a file is damaged or a checkpoint had to be skipped
+    /// Check every byte against the checksums; fail if a file is damaged, and name the newest whole checkpoint
     Verify {
-        /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
+        /// A directory of checkpoints (checks the newest, and older ones until one is whole) or one checkpoint in it
         checkpoint: PathBuf,
     },
     /// Write the weights as a Hugging Face folder of safetensors files
@@ -48,11 +48,11 @@ enum Command {
         #[arg(long, default_value = "master")]
         state: String,
     },
-    /// Save the weights of a Hugging Face GPT-2 folder as a checkpoint
+    /// Save the weights of a Hugging Face GPT-2 folder as a checkpoint; `zero train --model DIR` starts from it
     Import {
         /// The folder with config.json and model.safetensors (or its index)
         model: PathBuf,
-        /// The directory to save the checkpoint into
+        /// The directory to save the checkpoint into; it must not hold checkpoints
         checkpoint: PathBuf,
     },
 }
@@ -71,19 +71,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 print_text(reader.describe())
             }
         }
-        Command::Verify { checkpoint } => {
-            let reader = Reader::open(&checkpoint).map_err(CliError::failure)?;
-            verify(&reader)?;
-            match reader.notices() {
-                [] => Ok(()),
-                // Only an older checkpoint was verified.
-                notices => Err(CliError::Failure(format!(
-                    "{}: incomplete checkpoints were skipped: {}",
-                    checkpoint.display(),
-                    notices.join("; ")
-                ))),
-            }
-        }
+        Command::Verify { checkpoint } => verify(&checkpoint),
         Command::Export { checkpoint, out, dtype, max_shard_size, state } => {
             let reader = open(&checkpoint)?;
             let dtype = match dtype {
@@ -114,19 +102,20 @@ fn open(path: &Path) -> Result<Reader, CliError> {
     Ok(reader)
 }
 
-fn verify(reader: &Reader) -> Result<(), CliError> {
-    let found = reader.verify();
-    let files = reader.manifest().files.len();
-    if found.problems.is_empty() {
-        let (path, bytes) = (reader.path().display(), found.good_bytes);
-        return print_text(format!("{path}: complete; {files} files, {bytes} bytes, all checksums match\n"));
+fn verify(path: &Path) -> Result<(), CliError> {
+    let Resolved { store_dir, reader, passed_over } = resolve(path).map_err(CliError::failure)?;
+    let manifest = reader.manifest();
+    let bytes: u64 = manifest.files.iter().map(|f| f.bytes).chain(manifest.documents.iter().map(|d| d.bytes)).sum();
+    let (whole, files) = (reader.path().display(), manifest.files.len() + manifest.documents.len());
+    if passed_over.is_empty() {
+        return print_text(format!("{whole}: complete; {files} files, {bytes} bytes, all checksums match\n"));
     }
-    let problems: Vec<String> = found.problems.iter().map(|p| format!("  {p}")).collect();
-    let path = reader.path().display();
+    let defects: Vec<String> = passed_over.iter().map(|(name, why)| format!("{name}: {why}")).collect();
     Err(CliError::Failure(format!(
-        "{path}: {} of {files} files are damaged:\n{}",
-        problems.len(),
-        problems.join("\n")
+        "{} damaged ({}); the newest whole checkpoint is {whole}, and `zero train --resume {}` starts from it",
+        if defects.len() == 1 { "1 checkpoint is".to_owned() } else { format!("{} checkpoints are", defects.len()) },
+        defects.join("; "),
+        store_dir.display()
     )))
 }
 
@@ -135,6 +124,12 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
     let folder = HfFolder::open(model).map_err(CliError::failure)?;
     for warning in folder.warnings() {
         print_note(warning);
+    }
+    if has_checkpoints(checkpoint).map_err(CliError::failure)? {
+        let path = checkpoint.display();
+        return Err(CliError::Usage(format!(
+            "{path}: this folder holds checkpoints already; import into a new folder"
+        )));
     }
     let units = folder.config().units();
     let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(CliError::failure)?;
@@ -145,8 +140,12 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
         Some((unit.name.clone(), param.name.clone()))
     };
     let published = zero_ckpt::import(model, &store, unit_and_param).map_err(CliError::failure)?;
-    let path = checkpoint.join(&published.name);
-    print_text(format!("{}: imported the weights, {} bytes (no training state)\n", path.display(), published.bytes))
+    let (path, dir) = (checkpoint.join(&published.name), checkpoint.display());
+    print_text(format!(
+        "{}: imported the weights, {} bytes; start from them with `zero train --model {dir}`\n",
+        path.display(),
+        published.bytes
+    ))
 }
 
 fn parse_file_size(text: &str) -> Result<u64, String> {

@@ -1,12 +1,13 @@
-//! Hugging Face GPT-2 folders: `config.json` and weights in safetensors files.
+//! Folders of GPT-2 weights: Hugging Face's, with `config.json` and safetensors files, and checkpoints.
 //!
-//! A **folder** holds `config.json` and either `model.safetensors` or several such files with
+//! A **Hugging Face folder** holds `config.json` and either `model.safetensors` or several such files with
 //! `model.safetensors.index.json`. Weights are F32, F16 or BF16. Parameters have this project's names
 //! (`transformer.wte.weight`); the prefix `transformer.` is optional in files.
 //!
 //! [`HfFolder::open`] checks all names, shapes and types against the configuration before anything is allocated.
 //! [`HfFolder::read`] reads any range of a parameter, so that a rank reads its own shard only. Checkpoints are
-//! exported to such folders by `zero_ckpt::Reader::export`.
+//! exported to such folders by `zero_ckpt::Reader::export`. A folder of checkpoints (`zero ckpt import`, or a run's)
+//! gives the master weights of its newest whole checkpoint.
 //!
 //! Not supported: downloads, pickled files (`pytorch_model.bin`), architectures other than GPT-2.
 
@@ -17,7 +18,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
-use zero_ckpt::{CkptError, StateDtype, TensorFolder};
+use zero_ckpt::{CkptError, MANIFEST_NAME, Reader, Resolved, StateDtype, TensorFolder, has_checkpoints, resolve};
 
 use crate::model::config::{ConfigError, GptConfig};
 
@@ -112,10 +113,20 @@ pub struct HfFolder {
     path: PathBuf,
     config: GptConfig,
     warnings: Vec<String>,
-    weights: TensorFolder,
-    /// The tensor name in the files of each parameter.
-    stored: HashMap<String, String>,
+    source: Source,
 }
+
+enum Source {
+    /// Hugging Face's files, and the tensor name there of each parameter.
+    Files {
+        weights: TensorFolder,
+        stored: HashMap<String, String>,
+    },
+    Checkpoint(Box<Reader>),
+}
+
+/// The state of a checkpoint that holds the weights.
+const MASTER: &str = "master";
 
 /// The embedding matrix, which a tied head shares.
 const EMBEDDING: &str = "transformer.wte.weight";
@@ -123,7 +134,8 @@ const EMBEDDING: &str = "transformer.wte.weight";
 const HEAD: &str = "lm_head.weight";
 
 impl HfFolder {
-    /// Opens the folder and checks its configuration and all tensors of the model.
+    /// Opens a Hugging Face folder, a folder of checkpoints or one checkpoint, and checks its configuration and all
+    /// tensors of the model.
     ///
     /// # Errors
     /// The first missing or invalid file or tensor.
@@ -132,6 +144,10 @@ impl HfFolder {
             return Err(HfError::NoFolder { path: path.to_owned() });
         }
         let config_path = path.join("config.json");
+        let is_checkpoint = path.join(MANIFEST_NAME).is_file() || has_checkpoints(path)?;
+        if is_checkpoint && !config_path.exists() {
+            return Self::open_checkpoint(path);
+        }
         let text =
             fs::read_to_string(&config_path).map_err(|source| HfError::Read { path: config_path.clone(), source })?;
         let (config, mut warnings) =
@@ -164,7 +180,27 @@ impl HfFolder {
         {
             return Err(HfError::UntiedHead { path });
         }
-        Ok(Self { path: path.to_owned(), config, warnings, weights, stored })
+        Ok(Self { path: path.to_owned(), config, warnings, source: Source::Files { weights, stored } })
+    }
+
+    fn open_checkpoint(path: &Path) -> Result<Self, HfError> {
+        let Resolved { reader, passed_over, .. } = resolve(path)?;
+        let file = reader.path().join(MANIFEST_NAME);
+        let text = reader.manifest().model_config.to_string();
+        let (config, mut warnings) =
+            GptConfig::from_hf_json(&text).map_err(|source| HfError::Config { path: file.clone(), source })?;
+        warnings
+            .extend(passed_over.into_iter().map(|(name, why)| format!("{name} is damaged and passed over: {why}")));
+        let mut shapes: HashMap<_, _> = reader.params().map(|p| (p.name.as_str(), &p.shape)).collect();
+        for param in config.units().into_iter().flat_map(|u| u.params) {
+            let (name, expected) = (param.name, param.shape);
+            match shapes.remove(name.as_str()) {
+                Some(shape) if *shape == expected => {}
+                Some(shape) => return Err(HfError::Shape { path: file, name, expected, got: shape.clone() }),
+                None => return Err(HfError::MissingTensor { path: file, name, expected }),
+            }
+        }
+        Ok(Self { path: path.to_owned(), config, warnings, source: Source::Checkpoint(Box::new(reader)) })
     }
 
     /// The folder's path.
@@ -184,7 +220,11 @@ impl HfFolder {
 
     /// The path of the folder's `tokenizer.json`, if it has one.
     pub fn tokenizer(&self) -> Option<PathBuf> {
-        Some(self.path.join("tokenizer.json")).filter(|p| p.is_file())
+        let folder = match &self.source {
+            Source::Files { .. } => &self.path,
+            Source::Checkpoint(reader) => reader.path(),
+        };
+        Some(folder.join("tokenizer.json")).filter(|p| p.is_file())
     }
 
     /// Reads elements `range` of parameter `name` to `out`.
@@ -192,8 +232,13 @@ impl HfFolder {
     /// # Errors
     /// No such parameter, a range outside it, another length of `out`, or a failed read.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), HfError> {
-        let stored = self.stored.get(name).ok_or_else(|| HfError::UnknownParameter { name: name.to_owned() })?;
-        Ok(self.weights.read(stored, range, out)?)
+        Ok(match &self.source {
+            Source::Files { weights, stored } => {
+                let stored = stored.get(name).ok_or_else(|| HfError::UnknownParameter { name: name.to_owned() })?;
+                weights.read(stored, range, out)?
+            }
+            Source::Checkpoint(reader) => reader.read_param(MASTER, name, range, out)?,
+        })
     }
 }
 

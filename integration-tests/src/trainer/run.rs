@@ -105,7 +105,7 @@ impl<D: Device> Runner<'_, D> {
             }
         };
         let mut saver = match &options.checkpoint {
-            Some((dir, _)) => Some(Saver::new(rank, dir, options.keep_last)?),
+            Some((dir, _)) => Some(Saver::new(rank, dir, options.store())?),
             None => None,
         };
         rank.synchronize()?;
@@ -151,7 +151,8 @@ impl<D: Device> Runner<'_, D> {
         }
         if let (Some(saver), Some((dir, _))) = (&mut saver, &options.checkpoint) {
             // No step ran: save the resumed state to the new directory, sharded for these ranks.
-            if summary.last.is_none() && options.resume.as_ref() != Some(dir) {
+            let resumed_here = options.resume.as_ref().is_some_and(|from| from == dir || from.parent() == Some(dir));
+            if summary.last.is_none() && !resumed_here {
                 self.save(stage, saver, summary.step)?;
             }
             saver.complete(rank)?;
@@ -252,6 +253,6 @@ impl<D: Device> Runner<'_, D> {
             seed: self.options.seed,
             data_fingerprint: self.workload.data_fingerprint(),
         };
-        state::save(self.rank, stage, saver, &state, &self.workload.model_config())
+        state::save(self.rank, stage, saver, &state, &self.workload.model_config(), &self.options.documents)
     }
 }

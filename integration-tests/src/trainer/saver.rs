@@ -26,11 +26,11 @@ pub(super) struct Saver {
 }
 
 impl Saver {
-    /// Opens `dir`, which no other run may use, and allocates a staging buffer.
-    pub(super) fn new<D: Device>(rank: &Rank<D>, dir: &Path, keep_last: Option<usize>) -> Result<Self, TrainError> {
-        let options = StoreOptions { keep_last, ..StoreOptions::default() };
+    /// Opens `dir`, which must not hold checkpoints of other runs, and allocates a staging buffer.
+    pub(super) fn new<D: Device>(rank: &Rank<D>, dir: &Path, options: StoreOptions) -> Result<Self, TrainError> {
         let store = Store::create(dir, rank.comm.rank() as u64, options)?;
         // Checked here so that a wrong directory fails at the start of training and not at the first save.
+        store.check_runs()?;
         store.check_model(&ModelSpec::from(&*rank.layout))?;
         let spec = |kind: StateKind| StateSpec { name: kind.name().to_owned(), dtype: StateDtype::F32 };
         let states = StateKind::ALL.map(spec).to_vec();

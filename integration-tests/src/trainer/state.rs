@@ -3,10 +3,11 @@
 //! Three kinds of state exist at every stage ([`StateKind`]); in fp32 training the parameters themselves are
 //! the master weights. Each unit's state is this rank's shard of it, or all of it at stage 0.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use zero_alloc::device::{AnySlice, DType, Device};
 use zero_ckpt::{CkptError, Reader, SaveMeta};
 use zero_optim::{Progress, StateKind};
@@ -62,11 +63,11 @@ pub(super) fn restore<D: Device>(
     Ok(state)
 }
 
-/// Adds a remedy to the error of a corrupt checkpoint. An older checkpoint is used only if the user requests it.
+/// Adds a remedy to the error of a checkpoint that was damaged after the run verified it.
 fn unreadable(error: CkptError) -> TrainError {
     match error {
         CkptError::Corrupt { .. } => TrainError::State(format!(
-            "{error}; find an intact checkpoint with `zero ckpt verify` and resume from its folder: --resume DIR/step-N"
+            "{error}; `zero ckpt verify DIR` names the newest whole checkpoint, and --resume DIR starts from it"
         )),
         other => other.into(),
     }
@@ -78,7 +79,8 @@ pub(super) fn save<D: Device>(
     stage: &mut dyn Stage<D>,
     saver: &mut Saver,
     state: &TrainerState,
-    model_config: &serde_json::Value,
+    model_config: &Value,
+    documents: &BTreeMap<String, Value>,
 ) -> Result<(), TrainError> {
     let ranges: Vec<_> = stage.optimizer().segments().iter().map(|s| s.own_shard.clone()).collect();
     let mut own = Vec::new();
@@ -92,6 +94,7 @@ pub(super) fn save<D: Device>(
         dtype: rank.settings.dtype.name().to_owned(),
         trainer: serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?,
         model_config: model_config.clone(),
+        documents: documents.clone(),
         ..SaveMeta::default()
     };
     saver.begin(rank, meta, |slot| {
@@ -124,17 +127,13 @@ impl TrainerState {
     pub fn of(reader: &Reader) -> Result<Self, TrainError> {
         if reader.manifest().trainer.is_null() {
             return Err(TrainError::State(format!(
-                "{}: contains weights but no training state to resume: export it with `zero ckpt export` and start with --model",
-                display(reader.path())
+                "{path}: contains weights but no training state to resume; start from the weights with --model {path}",
+                path = reader.path().display()
             )));
         }
         let read = Self::deserialize(&reader.manifest().trainer);
-        read.map_err(|e| TrainError::State(format!("{}: invalid trainer state: {e}", display(reader.path()))))
+        read.map_err(|e| TrainError::State(format!("{}: invalid trainer state: {e}", reader.path().display())))
     }
-}
-
-fn display(path: &Path) -> String {
-    path.display().to_string()
 }
 
 /// This rank's part of the state of `kind`, for each unit.

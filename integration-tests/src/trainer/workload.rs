@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use zero_alloc::Pool;
 use zero_alloc::device::Device;
 use zero_alloc::host::OpSpan;
+use zero_ckpt::StoreOptions;
 use zero_shard::UnitSpec;
 
 use super::metrics::StepMetrics;
@@ -73,6 +74,14 @@ pub struct RunOptions {
     pub documents: BTreeMap<String, serde_json::Value>,
     /// Request to end the run after the current step.
     pub cancel: Arc<AtomicBool>,
+}
+
+impl RunOptions {
+    /// The run and its predecessors, as a store of checkpoints needs them.
+    pub fn store(&self) -> StoreOptions {
+        let run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
+        StoreOptions { keep_last: self.keep_last, run, resumed_runs: self.resumed_runs.clone() }
+    }
 }
 
 /// The result of a run on one rank.

@@ -21,12 +21,18 @@ impl Reader {
         row("checkpoint", &self.path().display())?;
         row("step", &manifest.step)?;
         row("saved as", &format_args!("save {} into this directory", manifest.sequence))?;
+        if let Some(run) = &manifest.run {
+            row("run id", run)?;
+        }
         let ranks = manifest.layout.world_size;
         row("run", &format_args!("stage {}, {}, {ranks} ranks", manifest.stage, manifest.dtype))?;
         row("elements", &grouped(self.layout.numel_elems()))?;
         row("states", &states.join(", "))?;
         row("size", &format_args!("{} bytes in {} files", grouped(bytes), manifest.files.len()))?;
         row("trainer", &manifest.trainer)?;
+        for document in &manifest.documents {
+            row("document", &format_args!("{}, {} bytes", document.name, grouped(document.bytes)))?;
+        }
         for notice in self.notices() {
             row("skipped", notice)?;
         }

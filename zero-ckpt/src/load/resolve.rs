@@ -65,7 +65,8 @@ pub fn has_checkpoints(path: impl AsRef<Path>) -> Result<bool, CkptError> {
 /// Opens a checkpoint and verifies every byte; returns the first defect.
 fn whole(dir: Dir) -> Result<Reader, CkptError> {
     let reader = Reader::open_one(dir, Vec::new())?;
-    reader.verify().problems.into_iter().next().map_or(Ok(reader), Err)
+    let defect = reader.verify().problems.into_iter().next();
+    defect.map_or(Ok(reader), Err)
 }
 
 /// The step in the name of a checkpoint or backup.

@@ -12,10 +12,13 @@ use crate::format::tensor_folder::{TensorFolder, read_json};
 use crate::io::parallel::Source;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 
+/// File of the tokenizer.
+const TOKENIZER: &str = "tokenizer.json";
+
 /// Saves the tensors of `from` (see [`TensorFolder::open`]) into `store` as a checkpoint of step 0 whose only state
 /// is `master`, in fp32. `place` maps a tensor's name to its unit and parameter, or to `None` to omit it; units are
-/// in the order in which they first occur, by tensor name. Copies `config.json`. Uses a few MiB of memory for any
-/// model.
+/// in the order in which they first occur, by tensor name. Copies `config.json`, and `tokenizer.json` as a document.
+/// Uses a few MiB of memory for any model.
 ///
 /// # Errors
 /// A file is missing or invalid, a tensor is not fp32, bf16 or fp16, two parameters have one name, or the save
@@ -52,9 +55,14 @@ pub fn import(
     let parts = parts.filter(|part| part.1 > 0).collect();
     let states = vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }];
     let source = WidenedTensors { folder: &folder, parts, elems: layout.numel_elems() };
-    let config = if from.is_file() { from.with_file_name("config.json") } else { from.join("config.json") };
-    let model_config = if config.exists() { read_json(&config)? } else { Value::Null };
-    let meta = SaveMeta { dtype: "fp32".into(), model_config, ..SaveMeta::default() };
+    let beside = |name: &str| {
+        let path = if from.is_file() { from.with_file_name(name) } else { from.join(name) };
+        path.exists().then(|| read_json::<Value>(&path)).transpose()
+    };
+    let model_config = beside("config.json")?.unwrap_or_default();
+    let tokenizer = beside(TOKENIZER)?.map(|tokenizer| (TOKENIZER.to_owned(), tokenizer));
+    let documents = tokenizer.into_iter().collect();
+    let meta = SaveMeta { dtype: "fp32".into(), model_config, documents, ..SaveMeta::default() };
     let staged = store.stage_source(meta.step, &layout, states, shard_pieces(&layout, 0)?, &source);
     store.publish(&meta, &layout, vec![staged])
 }

@@ -1,12 +1,11 @@
 //! Progress bar, metrics file and report of a run.
 
-use std::fs::{self, File};
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::fs;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::loss_curve;
+use super::metrics_file::MetricsFile;
 use super::record::RUN_JSON;
 use super::run_setup::RunSetup;
 use crate::cli::CliError;
@@ -17,19 +16,15 @@ use crate::trainer::{RankSummary, StepMetrics};
 /// Shows and records the steps of a run, on the rank that prints.
 pub(super) struct Observer {
     bar: ProgressBar,
-    metrics: Option<(BufWriter<File>, String)>,
+    metrics: Option<MetricsFile>,
     /// The metrics of all steps so far.
     pub(super) seen: Vec<StepMetrics>,
-}
-
-fn create(path: &Path) -> Result<File, CliError> {
-    File::create(path).map_err(|e| CliError::Usage(format!("failed to create {}: {e}", path.display())))
 }
 
 impl Observer {
     pub(super) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let metrics = match &setup.metrics {
-            Some(path) => Some((BufWriter::new(create(path)?), path.display().to_string())),
+            Some(path) => Some(MetricsFile::new(path, &setup.options.run_id)?),
             None => None,
         };
         if let Some(dir) = &setup.report {
@@ -50,11 +45,8 @@ impl Observer {
             let (step, loss, speed) = (metrics.step, metrics.loss, metrics.tokens_per_s);
             print_note(format_args!("step {step}: loss {loss:.4}, {speed:.0} tokens/s"));
         }
-        if let Some((file, path)) = &mut self.metrics {
-            let error = |source| TrainError::Metrics { path: path.clone(), source };
-            serde_json::to_writer(&mut *file, metrics).map_err(|e| error(e.into()))?;
-            // A reader that follows the file sees only complete lines.
-            file.write_all(b"\n").and_then(|()| file.flush()).map_err(error)?;
+        if let Some(file) = &mut self.metrics {
+            file.write(metrics)?;
         }
         self.seen.push(metrics.clone());
         Ok(())

@@ -12,7 +12,7 @@ use super::args::TrainArgs;
 use super::record::{BatchRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use super::resume::Resumed;
 use super::settings::{check_graphs, raise_live_limit, settings};
-use super::{checks, unused_keys};
+use super::{checks, metrics_file, save_folder, unused_keys};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::DsConfig;
@@ -104,8 +104,11 @@ impl RunSetup {
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
 
         // Without --data and --model the run is a demonstration, and its checkpoint is input for the other commands.
-        let demonstration = (args.data.is_none() && args.model.is_none()).then(|| PathBuf::from("checkpoints"));
-        let checkpoint = args.checkpoint.clone().or(demonstration);
+        let checkpoint = match (&args.checkpoint, &args.data, &args.model) {
+            (Some(dir), ..) => Some(dir.clone()),
+            (None, None, None) => Some(save_folder::demonstration(&mut notices)?),
+            _ => None,
+        };
         let checkpoint_every = args.checkpoint_every.unwrap_or(0);
         if checkpoint.is_none() && (checkpoint_every > 0 || args.keep_last.is_some()) {
             return Err(CliError::Usage("--checkpoint-every and --keep-last require --checkpoint DIR".into()));
@@ -162,7 +165,7 @@ impl RunSetup {
         };
         notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        Ok(Self {
+        let setup = Self {
             ranks,
             device,
             options: RunOptions {
@@ -193,7 +196,17 @@ impl RunSetup {
             metrics: args.metrics.clone(),
             report: args.report.clone(),
             notices,
-        })
+        };
+        setup.check_outputs()?;
+        Ok(setup)
+    }
+
+    /// Checks that the run may write to the folder of checkpoints and to the metrics file.
+    fn check_outputs(&self) -> Result<(), CliError> {
+        if let Some((dir, _)) = &self.options.checkpoint {
+            save_folder::check(dir, &self.options.store())?;
+        }
+        self.metrics.as_ref().map_or(Ok(()), |path| metrics_file::check(path, &self.options))
     }
 
     /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a report.

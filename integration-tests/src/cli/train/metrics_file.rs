@@ -1,0 +1,237 @@
+//! The file of `--metrics`: one JSON object a step and nothing else. A resumed run appends to it.
+//!
+//! Nothing is written before the first step. Then the lines of that step and later ones, which a run before the resume
+//! wrote, and a line that a crash cut short are removed: the lines to keep are written to a new file, which replaces
+//! the old one by a rename.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+
+use crate::cli::CliError;
+use crate::error::TrainError;
+use crate::trainer::{RunOptions, StepMetrics};
+
+/// The start of every line.
+const START: &str = "{\"step\":";
+
+/// The metrics file of a run, on the rank that writes it.
+pub(super) struct MetricsFile {
+    path: PathBuf,
+    run: String,
+    /// Open from the first step on.
+    file: Option<BufWriter<File>>,
+}
+
+/// A line that this run writes.
+#[derive(Serialize)]
+struct NewLine<'a> {
+    #[serde(flatten)]
+    metrics: &'a StepMetrics,
+    run: &'a str,
+}
+
+/// A line in an existing file. The keys identify the lines of this program, of any version.
+#[derive(Deserialize)]
+struct Line {
+    step: u64,
+    run: Option<String>,
+    #[serde(rename = "loss")]
+    _loss: IgnoredAny,
+    #[serde(rename = "loss_scale")]
+    _loss_scale: IgnoredAny,
+    #[serde(rename = "comm_bytes")]
+    _comm_bytes: IgnoredAny,
+}
+
+/// Checks that a run may write to `path`: the file is new or empty, or a resumed run continues it.
+///
+/// # Errors
+/// As [`check_lines`].
+pub(super) fn check(path: &Path, options: &RunOptions) -> Result<(), CliError> {
+    let runs: Vec<&str> = options.resumed_runs.iter().chain([&options.run_id]).map(String::as_str).collect();
+    check_lines(path, options.resume.is_some().then_some(&*runs))
+}
+
+/// Checks that the file is new or empty, or that `resumed` has the runs of all lines. Lines of older versions have no
+/// run.
+///
+/// # Errors
+/// Exit code 2; the file stays as it is.
+fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<(), CliError> {
+    let usage = |why: String| Err(CliError::Usage(format!("--metrics {}: {why}", path.display())));
+    let text = match path.metadata() {
+        // Such as a pipe or /dev/null.
+        Ok(meta) if !meta.is_file() && !meta.is_dir() => return Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        _ => match fs::read(path) {
+            Ok(text) => text,
+            Err(e) => return usage(format!("failed to read the file: {e}")),
+        },
+    };
+    let lines = match parse(&text) {
+        Ok(lines) => lines,
+        Err(why) => return usage(format!("not a metrics file of `zero train` ({why}); name another file")),
+    };
+    let runs: BTreeSet<&str> = lines.iter().filter_map(|(line, _)| line.run.as_deref()).collect();
+    let names = runs.iter().copied().collect::<Vec<_>>().join(", ");
+    match resumed {
+        None if !text.is_empty() => usage(format!(
+            "the file holds {} steps of another run{}; continue that run with --resume, or name another file",
+            lines.len(),
+            if names.is_empty() { String::new() } else { format!(" ({names})") }
+        )),
+        Some(resumed) if !runs.iter().all(|run| resumed.contains(run)) => {
+            usage(format!("the file holds steps of another run than the resumed one ({names}); name another file"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The complete lines of a metrics file, parsed and as they are. A last line that a crash cut short is left out.
+fn parse(bytes: &[u8]) -> Result<Vec<(Line, &str)>, String> {
+    let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
+    // A file system may fill the end of a file with zeros after a power failure.
+    let text = text.trim_end_matches('\0');
+    let mut lines = Vec::new();
+    for (index, text) in text.split_inclusive('\n').enumerate() {
+        match serde_json::from_str(text) {
+            Ok(line) => lines.push((line, text.trim_end())),
+            Err(_) if !text.ends_with('\n') && (text.starts_with(START) || START.starts_with(text)) => {}
+            Err(e) => return Err(format!("line {}: {e}", index + 1)),
+        }
+    }
+    Ok(lines)
+}
+
+impl MetricsFile {
+    /// Creates the file if it does not exist. [`check`] has accepted one that does.
+    ///
+    /// # Errors
+    /// The file cannot be written: exit code 2.
+    pub(super) fn new(path: &Path, run: &str) -> Result<Self, CliError> {
+        let opened = OpenOptions::new().append(true).create(true).open(path);
+        opened.map_err(|e| CliError::Usage(format!("--metrics {}: failed to open the file: {e}", path.display())))?;
+        Ok(Self { path: path.to_owned(), run: run.to_owned(), file: None })
+    }
+
+    /// Writes the line of a step.
+    ///
+    /// # Errors
+    /// A failed write.
+    pub(super) fn write(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
+        let error = |source| TrainError::Metrics { path: self.path.display().to_string(), source };
+        let file = match &mut self.file {
+            Some(file) => file,
+            closed => closed.insert(start(&self.path, metrics.step).map_err(error)?),
+        };
+        serde_json::to_writer(&mut *file, &NewLine { metrics, run: &self.run }).map_err(|e| error(e.into()))?;
+        // A reader that follows the file sees only complete lines.
+        file.write_all(b"\n").and_then(|()| file.flush()).map_err(error)
+    }
+}
+
+/// Removes the lines of `step` and later ones, and opens the file at its end.
+fn start(path: &Path, step: u64) -> io::Result<BufWriter<File>> {
+    if path.metadata()?.is_file() {
+        let text = fs::read(path)?;
+        let lines = parse(&text).map_err(io::Error::other)?;
+        let kept = lines.iter().filter(|(line, _)| line.step < step).flat_map(|(_, text)| [*text, "\n"]);
+        let kept = kept.collect::<String>();
+        if kept.as_bytes() != text {
+            // The rename replaces the file and not a link to it.
+            replace(&path.canonicalize()?, kept.as_bytes())?;
+        }
+    }
+    Ok(BufWriter::new(OpenOptions::new().append(true).open(path)?))
+}
+
+/// Replaces the content of a file atomically.
+fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut new = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
+    new.write_all(content)?;
+    new.as_file().set_permissions(path.metadata()?.permissions())?;
+    new.as_file().sync_all()?;
+    new.persist(path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(step: u64, run: &str) -> String {
+        let run = if run.is_empty() { String::new() } else { format!(r#","run":"{run}""#) };
+        format!(r#"{{"step":{step},"loss":null,"loss_scale":1.0,"comm_bytes":{{}}{run}}}"#)
+    }
+
+    fn lines(steps: std::ops::RangeInclusive<u64>, run: &str) -> String {
+        steps.map(|step| line(step, run) + "\n").collect()
+    }
+
+    #[test]
+    fn only_the_resumed_runs_file_is_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m");
+        let with = |content: &str, resumed: Option<&[&str]>| {
+            fs::write(&path, content).unwrap();
+            let checked = check_lines(&path, resumed).map_err(|e| {
+                assert_eq!(e.exit_code(), 2);
+                e.to_string()
+            });
+            assert_eq!(fs::read_to_string(&path).unwrap(), content);
+            checked
+        };
+        check_lines(&dir.path().join("new"), None).unwrap();
+        check_lines(Path::new("/dev/null"), None).unwrap();
+        assert!(check_lines(dir.path(), None).is_err());
+        with("", None).unwrap();
+        for (content, reason) in [
+            (lines(1..=3, "aa"), "holds 3 steps of another run (aa); continue that run with --resume"),
+            (lines(1..=2, ""), "holds 2 steps of another run; continue"),
+            ("notes\n".to_owned(), "not a metrics file of `zero train` (line 1"),
+            ("{\"step\": 1, \"loss\": 2.0}\n".to_owned(), "not a metrics file"),
+            ("not even a line".to_owned(), "not a metrics file"),
+        ] {
+            let error = with(&content, None).unwrap_err();
+            assert!(error.contains(reason), "{error}");
+        }
+        let both = lines(1..=2, "aa") + &lines(3..=4, "bb");
+        with(&both, Some(&["bb", "aa"])).unwrap();
+        with(&lines(1..=2, ""), Some(&["bb"])).unwrap();
+        assert!(with(&both, Some(&["bb"])).unwrap_err().contains("another run than the resumed one (aa, bb)"));
+        assert!(with(&(both.clone() + "notes\n"), Some(&["aa", "bb"])).unwrap_err().contains("line 5"));
+        // Cut short by a crash.
+        for torn in ["{", "{\"step\":", &line(5, "bb")[..30], "\0\0\0"] {
+            with(&(both.clone() + torn), Some(&["aa", "bb"])).unwrap();
+        }
+        assert!(with(&both.replacen('\n', "", 1), Some(&["aa", "bb"])).unwrap_err().contains("line 1"));
+    }
+
+    #[test]
+    fn later_and_torn_lines_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, link) = (dir.path().join("m"), dir.path().join("link"));
+        std::os::unix::fs::symlink("m", &link).unwrap();
+        let four = lines(1..=4, "aa");
+        for torn in ["", "{\"st", &line(5, "aa")[..20], &line(5, "aa"), "\0\0"] {
+            fs::write(&path, four.clone() + torn).unwrap();
+            drop(start(&link, 4).unwrap());
+            assert_eq!(fs::read_to_string(&path).unwrap(), lines(1..=3, "aa"), "{torn:?}");
+        }
+        assert!(link.is_symlink());
+        let modified = || path.metadata().unwrap().modified().unwrap();
+        let before = modified();
+        drop(start(&path, 4).unwrap());
+        assert_eq!(modified(), before);
+        // A complete last line without its newline stays.
+        fs::write(&path, line(1, "aa")).unwrap();
+        drop(start(&path, 2).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), lines(1..=1, "aa"));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+}
