@@ -11,6 +11,8 @@ pub mod pool;
 mod primitive;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod time_limit;
 pub mod timeline;
 
 pub use pool::{AllocError, Block, Change, Held, MemoryKind, Movable, Pool, Purpose, Report};
+pub use time_limit::TimeLimit;

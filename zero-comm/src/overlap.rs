@@ -1,8 +1,8 @@
 //! The overlap of communication and compute in a recorded step, and the step as a Chrome trace.
 //!
 //! T_step is the time of the step; T_compute is the time during which compute ran; T_comm is the time during which
-//! communication ran. The **overlap fraction** is `1 - (T_step - T_compute) / T_comm`: 1 if communication adds no
-//! time, 0 if compute waits for all of it. **Exposed** communication is the time during which only communication ran.
+//! communication ran. The **overlap fraction** is `1 - (T_step - T_compute) / T_comm`, at least 0: 1 if communication
+//! adds no time, 0 if compute waits for all of it. **Exposed** communication is the time during which only communication ran.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -40,11 +40,10 @@ impl Overlap {
         Self { step: end - start, compute: compute_time, comm: comm_time, exposed }
     }
 
-    /// `1 - (T_step - T_compute) / T_comm`; 1 without communication. It is negative if compute is idle for longer than
-    /// T_comm.
+    /// `1 - (T_step - T_compute) / T_comm`; 1 without communication, and 0 if compute is idle for longer than T_comm.
     pub fn fraction(&self) -> f64 {
         let waited = self.step.saturating_sub(self.compute).as_secs_f64();
-        if self.comm.is_zero() { 1.0 } else { 1.0 - waited / self.comm.as_secs_f64() }
+        if self.comm.is_zero() { 1.0 } else { (1.0 - waited / self.comm.as_secs_f64()).max(0.0) }
     }
 }
 
@@ -141,6 +140,9 @@ mod tests {
         assert_eq!(overlap, Overlap { step: ms(23), compute: ms(16), comm: ms(11), exposed: ms(4 + 3) });
         assert!((overlap.fraction() - (1.0 - 7.0 / 11.0)).abs() < 1e-12);
         assert_eq!(Overlap::of(&[], "comm").fraction(), 1.0);
+        // Compute is idle for longer than communication runs, as in a first step that waits for its data.
+        let idle = [span("comm", "all_gather", 0, 2), span("compute", "forward", 90, 100)];
+        assert_eq!(Overlap::of(&idle, "comm").fraction(), 0.0);
     }
 
     #[test]

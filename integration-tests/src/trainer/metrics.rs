@@ -43,7 +43,7 @@ pub struct OverlapMs {
     pub comm_ms: f64,
     /// Time during which a collective ran and compute did not.
     pub exposed_comm_ms: f64,
-    /// 1 - (step - compute) / communication.
+    /// 1 - (step - compute) / communication, from 0 to 1.
     pub overlap_fraction: f64,
 }
 

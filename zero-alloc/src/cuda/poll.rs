@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::TimeLimit;
 use crate::device::DeviceError;
 
 /// The time during which the host yields between polls instead of sleeping.
@@ -13,16 +14,12 @@ const LEAST_SLEEP: Duration = Duration::from_micros(10);
 const MOST_SLEEP: Duration = Duration::from_micros(500);
 
 /// The limit of a wait.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Deadline {
-    /// `None` if the clock cannot represent it.
-    at: Option<Instant>,
-    limit: Duration,
-}
+#[derive(Debug)]
+pub(super) struct Deadline(TimeLimit);
 
 impl Deadline {
     pub(super) fn after(limit: Duration) -> Self {
-        Self { at: Instant::now().checked_add(limit), limit }
+        Self(TimeLimit::new(limit))
     }
 
     /// Polls `ready` until it returns true.
@@ -30,7 +27,7 @@ impl Deadline {
     /// # Errors
     /// `ready` failed, or [`DeviceError::TimedOut`] with the text of `what`.
     pub(super) fn wait(
-        self,
+        &mut self,
         what: impl FnOnce() -> String,
         mut ready: impl FnMut() -> Result<bool, DeviceError>,
     ) -> Result<(), DeviceError> {
@@ -38,19 +35,18 @@ impl Deadline {
         let mut sleep = LEAST_SLEEP;
         loop {
             // The clock is read first, so that readiness at the limit counts.
-            let now = Instant::now();
+            let has_passed = self.0.has_passed();
             if ready()? {
                 return Ok(());
             }
-            if self.at.is_some_and(|at| now >= at) {
-                return Err(DeviceError::TimedOut { what: what(), limit: self.limit });
+            if has_passed {
+                return Err(DeviceError::TimedOut { what: what(), limit: self.0.limit() });
             }
-            if now - start < SPIN {
+            if start.elapsed() < SPIN {
                 std::thread::yield_now();
                 continue;
             }
-            let left = self.at.map_or(sleep, |at| at.saturating_duration_since(now));
-            std::thread::sleep(sleep.min(left));
+            std::thread::sleep(sleep.min(self.0.slice()));
             sleep = (sleep * 2).min(MOST_SLEEP);
         }
     }

@@ -44,7 +44,7 @@ impl Buffer {
         self.busy.as_ref().is_none_or(|point| point.query().unwrap_or(true))
     }
 
-    fn settle(&mut self, stream: &CudaStream, deadline: Deadline) -> Result<(), DeviceError> {
+    fn settle(&mut self, stream: &CudaStream, deadline: &mut Deadline) -> Result<(), DeviceError> {
         if let Some(point) = &self.busy {
             let ready = || point.query().map_err(|error| stream.lost(error));
             deadline.wait(|| format!("stream {}", stream.name()), ready)?;
@@ -109,12 +109,12 @@ impl Staging {
         stream: &CudaStream,
         src: &[u8],
         dst: AnySlice,
-        deadline: Deadline,
+        mut deadline: Deadline,
     ) -> Result<(), DeviceError> {
         let mut acquired = self.acquire()?;
         for (nth, chunk) in src.chunks(BUFFER_BYTES).enumerate() {
             let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
-            buffer.settle(stream, deadline)?;
+            buffer.settle(stream, &mut deadline)?;
             let staged = buffer.slice(chunk.len());
             // SAFETY: pinned host memory of at least this length, which nothing uses, because its point is reached.
             unsafe { staged.as_ptr().copy_from_nonoverlapping(chunk.as_ptr(), chunk.len()) };
@@ -122,7 +122,7 @@ impl Staging {
             stream.queue().copy(staged, dst.slice(start..start + chunk.len()))?;
             buffer.busy = Some(stream.queue().record(false)?);
         }
-        acquired.buffers.iter_mut().try_for_each(|buffer| buffer.settle(stream, deadline))
+        acquired.buffers.iter_mut().try_for_each(|buffer| buffer.settle(stream, &mut deadline))
     }
 
     /// Copies `src` to `dst`, of the same length, in the order of `stream`, and waits.
@@ -131,7 +131,7 @@ impl Staging {
         stream: &CudaStream,
         src: AnySlice,
         dst: &mut [u8],
-        deadline: Deadline,
+        mut deadline: Deadline,
     ) -> Result<(), DeviceError> {
         let mut acquired = self.acquire()?;
         let mut chunks = dst.chunks_mut(BUFFER_BYTES);
@@ -150,7 +150,7 @@ impl Staging {
             if in_flight.len() == IN_FLIGHT || !started {
                 let Some((nth, chunk)) = in_flight.pop_front() else { break };
                 let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
-                buffer.settle(stream, deadline)?;
+                buffer.settle(stream, &mut deadline)?;
                 let staged = buffer.slice(chunk.len());
                 // SAFETY: pinned host memory of this length, which the copy has filled, because its point is reached.
                 unsafe { staged.as_ptr().copy_to_nonoverlapping(chunk.as_mut_ptr(), chunk.len()) };

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::seeded::{self, Clock};
+use crate::TimeLimit;
 use crate::device::DeviceError;
 use crate::primitive::{Condvar, Mutex};
 
@@ -70,8 +71,8 @@ impl<T> Monitor<T> {
         result
     }
 
-    /// Blocks until `ready` returns a value, at most `limit`. `ready` runs first at once, then after each
-    /// [`Monitor::update`]; it may change the value, which wakes no other waiter.
+    /// Blocks until `ready` returns a value, at most `limit` (see [`TimeLimit`]). `ready` runs first at once, then at
+    /// least after each [`Monitor::update`]; it may change the value, which wakes no other waiter.
     ///
     /// # Errors
     /// [`DeviceError::TimedOut`] with the text of `what`.
@@ -82,7 +83,7 @@ impl<T> Monitor<T> {
         mut ready: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<R, DeviceError> {
         let mut rounds = self.spin_policy.rounds;
-        let mut deadline = None;
+        let (mut deadline, mut time) = (None, None);
         let mut timed_out = false;
         loop {
             let progress = seeded::progress();
@@ -100,20 +101,17 @@ impl<T> Monitor<T> {
                 self.spin(&mut rounds, seen);
                 continue;
             }
-            let deadline = *deadline.get_or_insert_with(|| Instant::now().checked_add(limit));
             if seeded::in_operation() {
                 drop(guarded);
+                // Not a time limit: the end of a slice would make the order depend on the clock.
+                let deadline = *deadline.get_or_insert_with(|| Instant::now().checked_add(limit));
                 seeded::block(progress, deadline);
                 timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
                 continue;
             }
-            timed_out = match deadline {
-                Some(deadline) => self.changed.wait_until(&mut guarded, deadline).timed_out(),
-                None => {
-                    self.changed.wait(&mut guarded);
-                    false
-                }
-            };
+            let time = time.get_or_insert_with(|| TimeLimit::new(limit));
+            let waited = self.changed.wait_until(&mut guarded, Instant::now() + time.slice());
+            timed_out = time.has_passed() && waited.timed_out();
         }
     }
 

@@ -5,11 +5,12 @@
 //! drops a block.
 
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Pool;
 use super::source::Source;
 use super::state::State;
+use crate::TimeLimit;
 use crate::device::{Device, Event};
 
 /// The result of one pass over the free end.
@@ -29,7 +30,7 @@ impl<D: Device> Pool<D> {
     /// this for memory that another library needs, not in every step: the pool reserves memory again when needed, at
     /// the cost of the device's calls.
     pub fn trim(&self, limit: Duration) -> usize {
-        let start = Instant::now();
+        let mut time = TimeLimit::new(limit);
         let mut bytes = 0;
         loop {
             for lane in self.0.iter() {
@@ -38,7 +39,7 @@ impl<D: Device> Pool<D> {
             let trimmed = self.central().state.lock().trim(self.device());
             bytes += trimmed.bytes;
             let Some(event) = trimmed.later else { return bytes };
-            let left = limit.saturating_sub(start.elapsed());
+            let left = time.left();
             // A failed event counts as reached: everything before it has run or never will.
             if left.is_zero() || event.synchronize(left).is_err() && !event.is_done().unwrap_or(true) {
                 return bytes;

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use zero_alloc::TimeLimit;
 use zero_alloc::device::AnySlice;
 
 use super::notice::Notice;
@@ -101,7 +102,7 @@ impl World {
     /// all others before the limit, and every waiting rank that receives such a notice does the same; the rank that
     /// sends none is late.
     pub(super) fn wait(&self, requests: &mut [Request], context: u32, sequence: u64) -> Result<(), Interrupt> {
-        let begun = Instant::now();
+        let mut time = TimeLimit::new(self.limit);
         let notify_after = self.limit - (self.limit / 4).min(NOTIFY_BEFORE);
         let mut notified = false;
         let mut pause = Pause::default();
@@ -125,7 +126,7 @@ impl World {
             if let Some(done) = gone.filter(|&done| done <= sequence) {
                 return Err(Interrupt::Left(peer, done));
             }
-            let waited = begun.elapsed();
+            let waited = time.elapsed();
             if !notified && (waited >= notify_after || self.waits.lock().any(context)) {
                 notified = true;
                 self.notify_all(&Notice::Waits { context, sequence, peer });

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys;
 use parking_lot::Mutex;
+use zero_alloc::TimeLimit;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType};
 
@@ -128,12 +129,12 @@ impl Handle {
 
     /// Waits until the call that returned `code` is complete.
     fn settle(&self, call: &str, mut code: c_int, wait: Wait<'_>) -> Result<(), Interrupt> {
-        let (begun, mut pause) = (Instant::now(), PAUSES[0]);
+        let (begun, mut time, mut pause) = (Instant::now(), TimeLimit::new(wait.limit), PAUSES[0]);
         while code == IN_PROGRESS {
             if let Some(error) = (wait.failure)() {
                 return Err(Interrupt::World(error));
             }
-            if begun.elapsed() >= wait.limit {
+            if time.has_passed() {
                 return Err(Interrupt::Late);
             }
             if begun.elapsed() < SPIN {

@@ -76,9 +76,10 @@ mod world;
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use zero_alloc::TimeLimit;
 use zero_alloc::cuda::{CudaDevice, CudaStream, interop};
 use zero_alloc::device::{AnySlice, DType, DeviceError, Event, Memory, Stream};
 
@@ -142,7 +143,7 @@ impl NcclCommunicator {
     /// # Errors
     /// NCCL was not found, the rendezvous failed or exceeded the limit, or NCCL cannot connect the ranks.
     pub fn join(device: &CudaDevice, ranks: &Ranks, options: CommOptions) -> Result<Self, CommError> {
-        let (nccl, limit, begun) = (Nccl::get()?, options.limit, Instant::now());
+        let (nccl, limit, mut time) = (Nccl::get()?, options.limit, TimeLimit::new(options.limit));
         let joined = rendezvous::join(ranks, nccl.version as u64, || handle::unique_id(nccl), limit)?;
         let id = joined.id.clone();
         let world = World::start(joined, ranks.rank, limit)?;
@@ -151,7 +152,7 @@ impl NcclCommunicator {
         let barrier = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8) };
         let process = Arc::new(Process { world, barrier });
         let group = Group { rank: ranks.rank, world_size: ranks.world_size };
-        let wait = Wait { limit: limit.saturating_sub(begun.elapsed()), failure: &|| process.world.failure() };
+        let wait = Wait { limit: time.left(), failure: &|| process.world.failure() };
         let handle = Handle::init(nccl, device, group, &id, wait);
         let handle = handle.map_err(|interrupt| process.fail(interrupt, "NCCL did not connect the ranks", limit))?;
         Ok(Self::open(process, handle, 0, group))
@@ -215,12 +216,12 @@ fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
 impl Process {
     /// Waits until a communicator has no collective in flight.
     fn drain(&self, context: Context) -> Result<(), CommError> {
-        let (world, begun) = (&self.world, Instant::now());
+        let (world, mut time) = (&self.world, TimeLimit::new(self.world.limit));
         while world.under_way(context) > 0 {
             if let Some(failure) = world.failure() {
                 return Err(failure);
             }
-            if begun.elapsed() >= world.limit {
+            if time.has_passed() {
                 let message = format!("collectives under way did not end within {:?}", world.limit);
                 return Err(CommError::Peer { rank: world.rank, message });
             }

@@ -4,6 +4,8 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
+use zero_alloc::TimeLimit;
+
 use super::Ranks;
 use super::message::{Hello, Message};
 use super::server;
@@ -108,14 +110,14 @@ fn handshake(stream: TcpStream, ranks: &Ranks, library: u64, limit: Duration) ->
     prepare(&stream).map_err(broken)?;
     send(&stream, &[Hello::new(ranks.rank, ranks.world_size, library)]).map_err(broken)?;
     let mut incoming = Incoming::new(stream.try_clone().map_err(broken)?);
-    let deadline = Instant::now().checked_add(limit.saturating_add(GRACE));
+    let mut time = TimeLimit::new(limit.saturating_add(GRACE));
     loop {
         match incoming.next(server::KEEPALIVE).map_err(broken)? {
             Some(Message::Welcome { id }) => return Ok(Joined { id, outgoing: stream, incoming }),
             Some(Message::Refused { error }) => return Err(error),
             // Keepalives.
             Some(_) => {}
-            None if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
+            None if time.has_passed() => {
                 let message = format!("rank 0 did not answer within {limit:?}");
                 return Err(RendezvousError::Broken { message });
             }

@@ -4,9 +4,10 @@
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use zero_alloc::TimeLimit;
 
 use super::coordinator::{Coordinator, Outgoing};
 use super::message::{Hello, Message};
@@ -20,10 +21,16 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(5);
 /// Time between two keepalives.
 pub(super) const KEEPALIVE: Duration = Duration::from_secs(1);
 
+/// The time for which a peer may send nothing.
+pub(super) fn silence_limit(limit: Duration) -> TimeLimit {
+    TimeLimit::new(limit.max(KEEPALIVE * 5))
+}
+
 /// A connection to a rank.
 struct Peer {
     stream: TcpStream,
-    last_received: Instant,
+    /// The time for which it may send nothing; starts anew with each message.
+    silence: TimeLimit,
 }
 
 struct State {
@@ -88,13 +95,13 @@ pub(super) fn start(
 
 /// Accepts connections until all ranks have joined, the rendezvous failed, or the limit passed.
 fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
-    let deadline = Instant::now().checked_add(limit);
+    let mut time = TimeLimit::new(limit);
     loop {
         if let Ok((stream, _)) = listener.accept() {
             let shared = Arc::clone(shared);
             // If the system has no thread for it, the rank is reported as missing at the limit.
             let builder = std::thread::Builder::new().name("zero coordinator, receiving".to_owned());
-            let _ = builder.spawn(move || greet(stream, &shared));
+            let _ = builder.spawn(move || greet(stream, &shared, limit));
             continue;
         }
         // No connection is pending, or accepting failed; a persistent failure ends at the limit.
@@ -103,7 +110,7 @@ fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
         if ranks.is_empty() || state.refused.is_some() {
             return;
         }
-        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        if time.has_passed() {
             let world_size = state.peers.len();
             return state.refuse(RendezvousError::Missing { ranks, world_size, limit });
         }
@@ -113,14 +120,14 @@ fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
 }
 
 /// Reads the first frame of a connection, then receives from that rank. An unrelated connection is dropped.
-fn greet(stream: TcpStream, shared: &Shared) {
+fn greet(stream: TcpStream, shared: &Shared, limit: Duration) {
     let Ok(reading) = prepare(&stream).and_then(|()| stream.try_clone()) else { return };
     let mut incoming = Incoming::new(reading);
-    let deadline = Instant::now() + HELLO_LIMIT;
+    let mut time = TimeLimit::new(HELLO_LIMIT);
     let frame = loop {
         match incoming.next_frame(KEEPALIVE) {
             Ok(Some(frame)) => break frame,
-            Ok(None) if Instant::now() < deadline => {}
+            Ok(None) if !time.has_passed() => {}
             _ => return,
         }
     };
@@ -138,17 +145,17 @@ fn greet(stream: TcpStream, shared: &Shared) {
         }
         Ok(None) => {}
         Ok(Some(rank)) => {
-            state.peers[rank] = Some(Peer { stream, last_received: Instant::now() });
+            state.peers[rank] = Some(Peer { stream, silence: silence_limit(limit) });
             if state.coordinator.missing().is_empty() {
                 state.send_all(&Message::Welcome { id: state.id.clone() });
             }
             drop(state);
-            receive(rank, incoming, shared);
+            receive(rank, incoming, shared, limit);
         }
     }
 }
 
-fn receive(rank: usize, mut incoming: Incoming, shared: &Shared) {
+fn receive(rank: usize, mut incoming: Incoming, shared: &Shared, limit: Duration) {
     loop {
         let received = incoming.next(KEEPALIVE);
         let mut state = shared.lock();
@@ -156,7 +163,7 @@ fn receive(rank: usize, mut incoming: Incoming, shared: &Shared) {
             Ok(None) => {}
             Ok(Some(message)) => {
                 if let Some(peer) = &mut state.peers[rank] {
-                    peer.last_received = Instant::now();
+                    peer.silence = silence_limit(limit);
                 }
                 let outgoing = state.coordinator.receive(rank, message);
                 state.send_outgoing(outgoing);
@@ -174,7 +181,7 @@ fn receive(rank: usize, mut incoming: Incoming, shared: &Shared) {
     }
 }
 
-/// Sends keepalives, and declares a rank lost if it sends nothing for `limit`, at least five keepalive periods.
+/// Sends keepalives, and declares a rank lost if it sends nothing within the [`silence_limit`].
 fn keep_alive(shared: &Shared, limit: Duration) {
     loop {
         std::thread::sleep(KEEPALIVE);
@@ -184,8 +191,7 @@ fn keep_alive(shared: &Shared, limit: Duration) {
         }
         state.send_all(&Message::Alive);
         for rank in 0..state.peers.len() {
-            let silence = state.peers[rank].as_ref().map(|peer| peer.last_received.elapsed());
-            if silence.is_some_and(|silence| silence > limit.max(KEEPALIVE * 5)) {
+            if state.peers[rank].as_mut().is_some_and(|peer| peer.silence.has_passed()) {
                 let outgoing = state.coordinator.lost(rank, format!("sent nothing for {limit:?}"));
                 state.peers[rank] = None;
                 state.send_outgoing(outgoing);

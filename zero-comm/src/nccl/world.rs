@@ -17,13 +17,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use zero_alloc::TimeLimit;
 use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
 use super::library::back_end;
 use super::message::{Context, MeetingEntry, Message};
 use super::rendezvous::Joined;
-use super::server::KEEPALIVE;
+use super::server::{KEEPALIVE, silence_limit};
 use super::wire::{Incoming, send};
 use crate::CommError;
 use crate::call::Call;
@@ -66,8 +67,8 @@ struct Open {
     operations: VecDeque<Operation>,
     /// Operations that have ended.
     ended: u64,
-    /// When the stream reached the oldest operation, as far as the watcher has seen.
-    since: Option<Instant>,
+    /// The limit of the oldest operation, which starts when the watcher sees that the stream has reached it.
+    time: Option<TimeLimit>,
     /// The last progress sent: calls reached and ended.
     reported: (u64, u64),
 }
@@ -115,7 +116,7 @@ impl World {
         let (outgoing, state) = (Mutex::new(joined.outgoing), Mutex::default());
         let shared = Arc::new(Shared { rank, limit, outgoing, state, changed: Condvar::new() });
         let watcher =
-            Watcher { shared: Arc::clone(&shared), incoming: joined.incoming, last_received: Instant::now() };
+            Watcher { shared: Arc::clone(&shared), incoming: joined.incoming, silence: silence_limit(limit) };
         let spawned = std::thread::Builder::new().name(format!("rank {rank} watcher")).spawn(move || watcher.run());
         let watcher = spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
         Ok(Self { shared, watcher: Some(watcher) })
@@ -183,7 +184,7 @@ impl Shared {
             drop(state);
             return transport.abort().wait();
         }
-        let open = Open { transport, operations: VecDeque::new(), ended: 0, since: None, reported: (0, 0) };
+        let open = Open { transport, operations: VecDeque::new(), ended: 0, time: None, reported: (0, 0) };
         state.open.insert(context, open);
     }
 
@@ -247,19 +248,16 @@ impl Shared {
 
     /// Waits until `ready` returns a value, for at most `limit`.
     fn wait<R>(&self, limit: Duration, ready: impl Fn(&mut State) -> Option<R>) -> Option<R> {
-        let deadline = Instant::now().checked_add(limit);
+        let mut time = TimeLimit::new(limit);
         let mut state = self.state.lock();
         loop {
             if let Some(result) = ready(&mut state) {
                 return Some(result);
             }
-            match deadline {
-                Some(deadline) if self.changed.wait_until(&mut state, deadline).timed_out() => {
-                    return ready(&mut state);
-                }
-                Some(_) => {}
-                None => self.changed.wait(&mut state),
+            if time.has_passed() {
+                return None;
             }
+            self.changed.wait_for(&mut state, time.slice());
         }
     }
 
@@ -322,7 +320,8 @@ struct Fault {
 struct Watcher {
     shared: Arc<Shared>,
     incoming: Incoming,
-    last_received: Instant,
+    /// The time for which the coordinator may send nothing; starts anew with each message.
+    silence: TimeLimit,
 }
 
 impl Watcher {
@@ -360,9 +359,9 @@ impl Watcher {
 
     /// Receives until `done` or the end of the connection, for at most [`ANSWER_LIMIT`].
     fn receive_until(&mut self, done: impl Fn(&State) -> bool) {
-        let deadline = Instant::now() + ANSWER_LIMIT;
+        let mut time = TimeLimit::new(ANSWER_LIMIT);
         let pending = |state: &State| !done(state) && !state.disconnected;
-        while pending(&self.shared.state.lock()) && Instant::now() < deadline {
+        while pending(&self.shared.state.lock()) && !time.has_passed() {
             self.receive();
         }
     }
@@ -375,10 +374,10 @@ impl Watcher {
         let received = self.incoming.next(TICK);
         let mut state = self.shared.state.lock();
         let lost = match received {
-            Ok(None) if self.last_received.elapsed() <= self.shared.limit.max(KEEPALIVE * 5) => None,
+            Ok(None) if !self.silence.has_passed() => None,
             Ok(None) => Some(format!("sent nothing for {:?}", self.shared.limit)),
             Ok(Some(message)) => {
-                self.last_received = Instant::now();
+                self.silence = silence_limit(self.shared.limit);
                 match message {
                     Message::Failed { error } => {
                         state.failure.get_or_insert(error);
@@ -416,7 +415,7 @@ impl Watcher {
                     return Some(Fault { message: Message::Failed { error: error.clone() }, fallback: error });
                 }
             }
-            let progress = (open.ended + u64::from(open.since.is_some()), open.ended);
+            let progress = (open.ended + u64::from(open.time.is_some()), open.ended);
             if progress != open.reported {
                 open.reported = progress;
                 queue.push(Message::Progress { context, reached: progress.0, ended: progress.1 });
@@ -472,13 +471,13 @@ impl Open {
             if (oldest.ended)().map_err(skipped)? {
                 self.operations.pop_front();
                 self.ended += 1;
-                self.since = None;
+                self.time = None;
                 continue;
             }
-            if self.since.is_none() && (oldest.reached)().map_err(skipped)? {
-                self.since = Some(Instant::now());
+            if self.time.is_none() && (oldest.reached)().map_err(skipped)? {
+                self.time = Some(TimeLimit::new(limit));
             }
-            let late = self.since.is_some_and(|since| since.elapsed() > limit);
+            let late = self.time.as_mut().is_some_and(TimeLimit::has_passed);
             return Ok(late.then(|| (self.ended, oldest.call.clone())));
         }
         Ok(None)

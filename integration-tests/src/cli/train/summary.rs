@@ -33,11 +33,11 @@ pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetr
         "loss {:.4}, the mean of the last {} of {} steps (a model of token frequencies alone: {:.4})",
         newest.iter().map(|s| s.loss).sum::<f64>() / newest.len().max(1) as f64,
         newest.len(),
-        last.step,
+        HumanCount(last.step),
         setup.workload.data.unigram_loss()
     );
     if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
-        let _ = writeln!(out, "{rate:.0} tokens/s, the median of the steps after the second");
+        let _ = writeln!(out, "{} tokens/s, the median of the steps after the second", HumanCount(rate as u64));
     }
     let exposed = median(steps.iter().skip(2).map(|s| s.overlap.exposed_comm_ms / s.step_ms));
     if let Some(exposed) = exposed.filter(|_| setup.is_recorded()) {
@@ -69,7 +69,8 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let _ =
         writeln!(out, "\n{:<26} {:>12} {:>12} (padding included)", format!("held by {who}"), "measured", "formula");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
-    let rows: [(&str, Field<'_>, Option<u64>); 7] = [
+    let all = |m: &MemoryBytes| total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes;
+    let rows: [(&str, Field<'_>, Option<u64>); 9] = [
         ("parameters", &|m| m.params_bytes, Some(formula.params_bytes)),
         ("gradients", &|m| m.grads_bytes, Some(formula.grads_bytes)),
         ("optimizer state", &|m| m.optimizer_bytes, Some(formula.optimizer_bytes)),
@@ -77,6 +78,8 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         ("buckets, gathered units", &|m| m.buckets_bytes, None),
         ("activations", &|m| m.activations_bytes, None),
         ("workspace", &|m| m.workspace_bytes, None),
+        ("total", &all, None),
+        ("peak at one moment", &|m| m.peak_bytes, None),
     ];
     for (name, of, formula) in rows {
         let _ = writeln!(out, "  {name:<24} {:>12} {:>12}", range(of), formula.map_or("-".to_owned(), bytes));
