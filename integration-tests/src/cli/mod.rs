@@ -24,6 +24,12 @@ pub enum CliError {
     /// A failure caused by that of another process: exit code 1. The launcher reports the cause instead.
     #[error("{0}")]
     Echo(String),
+    /// A signal ended the run early, after it saved: exit code 128 + signal, as shells have it.
+    #[error("ended by signal {signal}")]
+    Interrupted {
+        /// The signal.
+        signal: i32,
+    },
 }
 
 impl CliError {
@@ -32,11 +38,16 @@ impl CliError {
         match self {
             Self::Usage(_) => 2,
             Self::Failure(_) | Self::Echo(_) => 1,
+            Self::Interrupted { signal } => 128_u8.saturating_add(u8::try_from(*signal).unwrap_or(u8::MAX)),
         }
     }
 
-    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error.
+    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error. An
+    /// interruption is no error.
     pub fn report(&self) {
+        if let Self::Interrupted { .. } = self {
+            return;
+        }
         let echo = matches!(self, Self::Echo(_));
         let report = Report { code: self.exit_code(), echo, message: self.to_string() };
         if !report.deliver() {

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use indicatif::HumanCount;
 use thiserror::Error;
 
 /// Data that cannot be trained on.
@@ -70,7 +71,7 @@ pub enum DataError {
         /// The first invalid byte.
         at: usize,
     },
-    /// `tokenizer.json` is invalid, or failed on the text.
+    /// The tokenizer's file is invalid, or it failed on a text.
     #[error("{}: {message}", path.display())]
     Tokenizer {
         /// The tokenizer's file.
@@ -88,14 +89,28 @@ pub enum DataError {
         /// Tokens of a row.
         seq_len: usize,
     },
+    /// Text without a tokenizer for a model whose tokens are not bytes.
+    #[error(
+        "{name}: text without a tokenizer is read as bytes, but the model's vocabulary has {vocab_size} tokens: pass \
+         --tokenizer FILE with its tokenizer.json, or a folder with GPT-2's vocab.json and merges.txt"
+    )]
+    NoTokenizer {
+        /// The data.
+        name: String,
+        /// Tokens of the model's vocabulary.
+        vocab_size: HumanCount,
+    },
     /// A token without an embedding in the model.
-    #[error("{name}: token {token} at position {position} is outside the model's vocabulary of {vocab_size}")]
+    #[error(
+        "{name}: token {token} at position {position} is outside the model's vocabulary of {vocab_size}: the model and \
+         the tokens must be of the same tokenizer"
+    )]
     OutsideVocabulary {
         /// The data.
         name: String,
         /// The token.
         token: u32,
-        /// Its position in the data.
+        /// Its position in the file.
         position: u64,
         /// Tokens of the model's vocabulary.
         vocab_size: usize,

@@ -1,11 +1,11 @@
 //! The text files of a folder, in an order that does not depend on the machine.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ignore::{DirEntry, WalkBuilder};
 
-use super::DataError;
+use super::{DataError, outputs};
 
 /// Larger files are skipped: they are rarely written by a person.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -16,8 +16,8 @@ const PROBE_BYTES: usize = 8192;
 /// The text files of a folder.
 #[derive(Default)]
 pub(super) struct Documents {
-    /// Their texts, by path.
-    pub(super) texts: Vec<String>,
+    /// Paths and texts, by path.
+    pub(super) texts: Vec<(PathBuf, String)>,
     /// Number of skipped files: binary, large, or not readable.
     pub(super) skipped_files: usize,
 }
@@ -25,7 +25,7 @@ pub(super) struct Documents {
 /// Reads every text file under `root`.
 ///
 /// Skips hidden files, files ignored by the folder's `.gitignore` files, build folders (`target`, or with a
-/// `CACHEDIR.TAG`), symbolic links, files above 1 MiB, and files that are not UTF-8 text.
+/// `CACHEDIR.TAG`), symbolic links, files above 1 MiB, files that are not UTF-8 text, and what runs write.
 pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
     let mut documents = Documents::default();
     let walk = WalkBuilder::new(root)
@@ -35,7 +35,7 @@ pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
         .require_git(false)
         .follow_links(false)
         .sort_by_file_path(Path::cmp)
-        .filter_entry(|entry| entry.depth() == 0 || !is_build_folder(entry))
+        .filter_entry(|entry| entry.depth() == 0 || !is_skipped_folder(entry))
         .build();
     for entry in walk {
         let Ok(entry) = entry else {
@@ -46,8 +46,8 @@ pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
             continue;
         }
         match read_text(&entry) {
-            Some(text) if text.trim().is_empty() => {}
-            Some(text) => documents.texts.push(text),
+            Some(text) if text.trim().is_empty() || outputs::is_output_file(entry.path(), &text) => {}
+            Some(text) => documents.texts.push((entry.into_path(), text)),
             None => documents.skipped_files += 1,
         }
     }
@@ -57,9 +57,10 @@ pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
     Ok(documents)
 }
 
-fn is_build_folder(entry: &DirEntry) -> bool {
-    entry.file_type().is_some_and(|t| t.is_dir())
-        && (entry.file_name() == "target" || entry.path().join("CACHEDIR.TAG").exists())
+/// Whether an entry is a folder of build files, a checkpoint or a model.
+fn is_skipped_folder(entry: &DirEntry) -> bool {
+    let is_build = || entry.file_name() == "target" || entry.path().join("CACHEDIR.TAG").exists();
+    entry.file_type().is_some_and(|t| t.is_dir()) && (is_build() || outputs::is_output_folder(entry.path()))
 }
 
 /// The file's text; `None` if it is too large, not text or not readable.
@@ -110,9 +111,36 @@ mod tests {
         std::os::unix::fs::symlink(dir.path().join("a.md"), dir.path().join("link.md")).unwrap();
 
         let documents = read(dir.path()).unwrap();
-        let starts: Vec<&str> = documents.texts.iter().map(|t| &t[..6]).collect();
+        let starts: Vec<&str> = documents.texts.iter().map(|(_, text)| &text[..6]).collect();
         assert_eq!(starts, ["first\n", "second", "yyyyyy", "third\n"]);
         assert_eq!(documents.skipped_files, 3, "binary, latin1.txt, large.txt");
+    }
+
+    #[test]
+    fn outputs_of_runs_are_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("a.txt", "first\n");
+        write("c/step-00000003/manifest.json", "{\"format\": \"zero-ckpt\", \"version\": 1}");
+        write("c/step-00000003/run.json", "no");
+        write("c/latest", "step-00000003 0123456789abcdef\n");
+        write("model/config.json", "{}");
+        write("model/model.safetensors", "no");
+        write("metrics", "{\"step\":1,\"loss\":2.5,\"step_ms\":3.0,\"comm_bytes\":{}}\n");
+        write("r/summary.json", "{\"unigram_loss\": 3.0, \"memory_by_rank\": [], \"steps\": []}");
+        ["r/summary.txt", "r/loss.svg", "r/trace.json"].map(|name| write(name, "no"));
+        // Of the same names, but not of a run.
+        write("other/manifest.json", "second");
+        write("other/summary.txt", "third\n");
+        write("steps.jsonl", "{\"step\": 4}\n");
+        let documents = read(dir.path()).unwrap();
+        let names: Vec<_> = documents.texts.iter().map(|(path, _)| path.strip_prefix(dir.path()).unwrap()).collect();
+        assert_eq!(names, ["a.txt", "other/manifest.json", "other/summary.txt", "steps.jsonl"].map(Path::new));
+        assert_eq!(documents.skipped_files, 0);
     }
 
     #[test]
@@ -121,7 +149,7 @@ mod tests {
         let target = dir.path().join("target");
         fs::create_dir(&target).unwrap();
         fs::write(target.join("a.txt"), "text").unwrap();
-        assert_eq!(read(&target).unwrap().texts, ["text\n"]);
+        assert_eq!(read(&target).unwrap().texts, [(target.join("a.txt"), "text\n".to_owned())]);
     }
 
     #[test]

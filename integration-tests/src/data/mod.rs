@@ -7,8 +7,8 @@
 //! | source | tokens | rows |
 //! |---|---|---|
 //! | `NAME.bin` | little-endian u16, read on demand | consecutive, wrapping at the end |
-//! | a text file | its bytes, or by a `tokenizer.json` | random windows |
-//! | a folder | all its text files, by path | random windows |
+//! | a text file | its bytes, or by a tokenizer | random windows |
+//! | a folder | all its text files, by path, without what runs write | random windows |
 //!
 //! ```
 //! use integration_tests::data::{BatchAt, DataSource, Dataset};
@@ -32,6 +32,7 @@
 mod error;
 mod folder;
 mod order;
+mod outputs;
 mod tokenize;
 mod tokens;
 
@@ -45,6 +46,7 @@ use indicatif::HumanCount;
 
 pub use error::DataError;
 pub use order::BatchAt;
+pub use tokenize::tokenizer_in;
 
 use order::Order;
 use tokenize::TextTokenizer;
@@ -53,12 +55,16 @@ use tokens::{TokenStats, Tokens};
 /// Minimum text in the current folder for it to be the default data.
 pub const MIN_DEFAULT_BYTES: u64 = 1 << 16;
 
+/// The largest vocabulary of a model that may be trained on bytes: 256, and some tokens of its own or padding.
+const MAX_BYTE_VOCAB: usize = 512;
+
 /// The source of training data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DataSource {
     /// A file or folder; `None` for the text of the current folder.
     pub path: Option<PathBuf>,
-    /// A Hugging Face `tokenizer.json` for text; `None` for one token per byte. Not used for token files.
+    /// A tokenizer for text: a Hugging Face `tokenizer.json`, GPT-2's `vocab.json` or `merges.txt`, or a folder with
+    /// either; `None` for one token per byte. Not used for token files.
     pub tokenizer: Option<PathBuf>,
 }
 
@@ -83,6 +89,8 @@ pub struct Dataset {
     fingerprint: u64,
     /// The path, for error messages.
     name: String,
+    /// Of a folder, the first token of each file, in order.
+    files: Vec<(u64, PathBuf)>,
     description: String,
 }
 
@@ -104,15 +112,15 @@ impl Dataset {
         if is_token_file {
             let tokens = Tokens::open(path)?;
             let text = format!("{}: {} tokens, in order", path.display(), HumanCount(tokens.len()));
-            return Self::new(tokens, Order::InOrder, path, text);
+            return Self::new(tokens, Order::InOrder, path, text, Vec::new());
         }
         let tokenizer = source.tokenizer.as_deref().map(TextTokenizer::open).transpose()?;
-        let (what, bytes, tokens) = if path.is_dir() {
+        let (what, bytes, (tokens, files)) = if path.is_dir() {
             let documents = match folder::read(path) {
                 Err(DataError::NoText { .. }) if source.path.is_none() => folder::Documents::default(),
                 other => other?,
             };
-            let bytes: u64 = documents.texts.iter().map(|t| t.len() as u64).sum();
+            let bytes: u64 = documents.texts.iter().map(|(_, text)| text.len() as u64).sum();
             if source.path.is_none() && bytes < MIN_DEFAULT_BYTES {
                 let path = std::env::current_dir().unwrap_or_else(|_| here.to_owned());
                 return Err(DataError::TooLittleHere { path, bytes, needed: MIN_DEFAULT_BYTES });
@@ -127,19 +135,25 @@ impl Dataset {
             if content.is_empty() {
                 return Err(DataError::Empty { path: path.to_owned() });
             }
-            ("text".to_owned(), content.len() as u64, from_bytes(path, content, tokenizer.as_ref())?)
+            ("text".to_owned(), content.len() as u64, (from_bytes(path, content, tokenizer.as_ref())?, Vec::new()))
         };
         let by = match &tokens {
             Tokens::Bytes(_) => "read as bytes".to_owned(),
             other => format!("{} tokens", HumanCount(other.len())),
         };
         let text = format!("{}: {what}, {} bytes, {by}", path.display(), HumanCount(bytes));
-        Self::new(tokens, Order::Random, path, text)
+        Self::new(tokens, Order::Random, path, text, files)
     }
 
-    fn new(tokens: Tokens, order: Order, path: &Path, description: String) -> Result<Self, DataError> {
+    fn new(
+        tokens: Tokens,
+        order: Order,
+        path: &Path,
+        description: String,
+        files: Vec<(u64, PathBuf)>,
+    ) -> Result<Self, DataError> {
         let TokenStats { counts, fingerprint } = tokens.stats()?;
-        Ok(Self { tokens, order, counts, fingerprint, name: path.display().to_string(), description })
+        Ok(Self { tokens, order, counts, fingerprint, name: path.display().to_string(), description, files })
     }
 
     /// Number of tokens.
@@ -160,16 +174,24 @@ impl Dataset {
     /// Checks that a model of `vocab_size` tokens can be trained on rows of `seq_len` tokens.
     ///
     /// # Errors
-    /// [`DataError::TooShort`], or [`DataError::OutsideVocabulary`] for the first such token.
+    /// [`DataError::TooShort`], [`DataError::NoTokenizer`], or [`DataError::OutsideVocabulary`] for the first such token.
     pub fn validate(&self, vocab_size: usize, seq_len: usize) -> Result<(), DataError> {
         let tokens = self.tokens.len();
         if tokens <= seq_len as u64 {
             return Err(DataError::TooShort { name: self.name.clone(), tokens, seq_len });
         }
+        if matches!(self.tokens, Tokens::Bytes(_)) && vocab_size > MAX_BYTE_VOCAB {
+            let vocab_size = HumanCount(vocab_size as u64);
+            return Err(DataError::NoTokenizer { name: self.name.clone(), vocab_size });
+        }
         if self.counts.len() > vocab_size {
             let bound = u32::try_from(vocab_size).unwrap_or(u32::MAX);
             if let Some((token, position)) = self.tokens.first_at_least(bound)? {
-                let name = self.name.clone();
+                let file = self.files.iter().rfind(|(first, _)| *first <= position);
+                let (name, position) = match file {
+                    Some((first, path)) => (path.display().to_string(), position - first),
+                    None => (self.name.clone(), position),
+                };
                 return Err(DataError::OutsideVocabulary { name, token, position, vocab_size });
             }
         }
@@ -210,18 +232,20 @@ impl Dataset {
     }
 }
 
-/// The concatenated tokens of a folder's texts.
-fn from_texts(texts: Vec<String>, tokenizer: Option<&TextTokenizer>) -> Result<Tokens, DataError> {
-    match tokenizer {
-        None => Ok(Tokens::Bytes(texts.concat().into_bytes())),
-        Some(tokenizer) => {
-            let mut ids = Vec::new();
-            for text in texts {
-                tokenizer.encode(&text, &mut ids)?;
-            }
-            Ok(Tokens::Ids(ids))
+/// The concatenated tokens of a folder's texts, and the first token of each.
+fn from_texts(
+    texts: Vec<(PathBuf, String)>,
+    tokenizer: Option<&TextTokenizer>,
+) -> Result<(Tokens, Vec<(u64, PathBuf)>), DataError> {
+    let (mut bytes, mut ids, mut files) = (Vec::new(), Vec::new(), Vec::with_capacity(texts.len()));
+    for (path, text) in texts {
+        files.push(((bytes.len() + ids.len()) as u64, path.clone()));
+        match tokenizer {
+            None => bytes.extend(text.into_bytes()),
+            Some(tokenizer) => tokenizer.encode(&path, &text, &mut ids)?,
         }
     }
+    Ok((if tokenizer.is_some() { Tokens::Ids(ids) } else { Tokens::Bytes(bytes) }, files))
 }
 
 /// The tokens of a file: its bytes, or the output of the tokenizer.
@@ -230,6 +254,6 @@ fn from_bytes(path: &Path, bytes: Vec<u8>, tokenizer: Option<&TextTokenizer>) ->
     let text =
         std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 { path: path.to_owned(), at: e.valid_up_to() })?;
     let mut ids = Vec::new();
-    tokenizer.encode(text, &mut ids)?;
+    tokenizer.encode(path, text, &mut ids)?;
     Ok(Tokens::Ids(ids))
 }

@@ -1,13 +1,44 @@
-//! Tokenization by a Hugging Face `tokenizer.json`.
+//! Tokenization by a Hugging Face `tokenizer.json`, or by GPT-2's `vocab.json` and `merges.txt`.
 
 use std::path::{Path, PathBuf};
 
-use tokenizers::Tokenizer;
+use tokenizers::models::bpe::BPE;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, Tokenizer};
 
 use super::DataError;
 
 /// Approximate length of the parts that are tokenized at a time.
 const PART_BYTES: usize = 1 << 16;
+
+const TOKENIZER_FILE: &str = "tokenizer.json";
+/// Vocabulary and merges of GPT-2, as Hugging Face and as OpenAI name them.
+const GPT2_FILES: [[&str; 2]; 2] = [["vocab.json", "merges.txt"], ["encoder.json", "vocab.bpe"]];
+/// GPT-2's only special token.
+const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// The tokenizer in the folder of a model, for [`super::DataSource`].
+pub fn tokenizer_in(dir: &Path) -> Option<PathBuf> {
+    let file = dir.join(TOKENIZER_FILE);
+    if file.is_file() { Some(file) } else { gpt2_files(dir).map(|_| dir.to_owned()) }
+}
+
+/// GPT-2's vocabulary and merges in a folder.
+fn gpt2_files(dir: &Path) -> Option<(PathBuf, PathBuf)> {
+    let pairs = GPT2_FILES.map(|[vocab, merges]| (dir.join(vocab), dir.join(merges)));
+    pairs.into_iter().find(|(vocab, merges)| vocab.is_file() && merges.is_file())
+}
+
+/// The byte-level BPE of GPT-2.
+fn gpt2(vocab: &Path, merges: &Path) -> tokenizers::Result<Tokenizer> {
+    let bpe = BPE::from_file(&vocab.display().to_string(), &merges.display().to_string()).build()?;
+    let mut tokenizer = Tokenizer::new(bpe);
+    tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+    if tokenizer.token_to_id(END_OF_TEXT).is_some() {
+        tokenizer.add_special_tokens([AddedToken::from(END_OF_TEXT, true)])?;
+    }
+    Ok(tokenizer)
+}
 
 /// A tokenizer and its file.
 pub(super) struct TextTokenizer {
@@ -17,23 +48,34 @@ pub(super) struct TextTokenizer {
 
 impl TextTokenizer {
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
-        if !path.is_file() {
+        let error = |message: String| DataError::Tokenizer { path: path.to_owned(), message };
+        if !path.exists() {
             return Err(DataError::Missing { path: path.to_owned() });
         }
-        let mut inner = Tokenizer::from_file(path)
-            .map_err(|e| DataError::Tokenizer { path: path.to_owned(), message: one_line(&e.to_string()) })?;
+        let (dir, is_dir) = if path.is_dir() { (path, true) } else { (path.parent().unwrap_or(path), false) };
+        let is_half = GPT2_FILES.as_flattened().iter().any(|name| path.ends_with(name));
+        let inner = match gpt2_files(dir) {
+            _ if is_dir && dir.join(TOKENIZER_FILE).is_file() => Tokenizer::from_file(dir.join(TOKENIZER_FILE)),
+            Some((vocab, merges)) if is_dir || is_half => gpt2(&vocab, &merges),
+            _ if is_dir => {
+                return Err(error(format!("the folder has neither {TOKENIZER_FILE} nor vocab.json and merges.txt")));
+            }
+            None if is_half => return Err(error("vocab.json and merges.txt must be in the same folder".to_owned())),
+            _ => Tokenizer::from_file(path),
+        };
+        let mut inner = inner.map_err(|e| error(format!("not a tokenizer: {}", one_line(&e.to_string()))))?;
         // A file may set padding and truncation for single sentences; a corpus must have neither.
         inner.with_padding(None);
         let _ = inner.with_truncation(None);
         Ok(Self { path: path.to_owned(), inner })
     }
 
-    /// Appends the tokens of `text`, without special tokens at its ends.
-    pub(super) fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
+    /// Appends the tokens of `text`, the content of `file`, without special tokens at its ends.
+    pub(super) fn encode(&self, file: &Path, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
         for part in parts(text, PART_BYTES) {
             let encoding = self.inner.encode_fast(part, false).map_err(|e| DataError::Tokenizer {
                 path: self.path.clone(),
-                message: format!("failed to tokenize: {}", one_line(&e.to_string())),
+                message: format!("failed to tokenize {}: {}", file.display(), one_line(&e.to_string())),
             })?;
             out.extend_from_slice(encoding.get_ids());
         }

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 use zero_ckpt::{CkptError, MANIFEST_NAME, Reader, Resolved, StateDtype, TensorFolder, has_checkpoints, resolve};
 
+use crate::data::tokenizer_in;
 use crate::model::config::{ConfigError, GptConfig};
 
 /// A folder that cannot be read.
@@ -218,13 +219,13 @@ impl HfFolder {
         &self.warnings
     }
 
-    /// The path of the folder's `tokenizer.json`, if it has one.
+    /// The folder's tokenizer, if it has one.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         let folder = match &self.source {
             Source::Files { .. } => &self.path,
             Source::Checkpoint(reader) => reader.path(),
         };
-        Some(folder.join("tokenizer.json")).filter(|p| p.is_file())
+        tokenizer_in(folder)
     }
 
     /// Reads elements `range` of parameter `name` to `out`.

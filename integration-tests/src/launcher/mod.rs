@@ -2,8 +2,8 @@
 //!
 //! - Rank 0 uses the terminal. Output lines of other ranks get the rank as a prefix.
 //! - Each rank gets the variables of torchrun ([`Job::variables`]).
-//! - Each rank has its own process group, so that the terminal signals only this program, which forwards interrupts
-//!   to every rank once.
+//! - Each rank has its own process group, so that the terminal signals only this program, which forwards the first
+//!   signal to every rank once. The second one kills the ranks.
 //! - After a failure the other ranks get a grace period to detect it and to end; then they are killed. The job's
 //!   error is the root cause: the error of the first rank whose failure no other rank caused (`report`).
 //! - If this program is killed, the system kills the ranks.
@@ -14,11 +14,13 @@ mod report;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use rustix::process::Signal;
 use thiserror::Error;
+use zero_alloc::TimeLimit;
 
 use output::Prefixed;
 use process::Rank;
@@ -38,7 +40,7 @@ pub struct Job {
     pub args: Vec<OsString>,
     /// Additional environment variables.
     pub variables: Vec<(String, String)>,
-    /// Time from the first failure, or the second interrupt, until the remaining ranks are killed.
+    /// Time from the first failure until the remaining ranks are killed.
     pub grace: Duration,
 }
 
@@ -70,6 +72,12 @@ pub enum JobError {
         /// The signal.
         signal: i32,
     },
+    /// A signal of this program ended the ranks.
+    #[error("ended by signal {signal}")]
+    Interrupted {
+        /// The signal.
+        signal: i32,
+    },
     /// A rank failed without a report.
     #[error("rank {rank} failed with exit code {code} without an error message; see its output above")]
     Exit {
@@ -87,8 +95,7 @@ impl JobError {
     }
 
     fn of(rank: usize, status: ExitStatus, report: Option<Report>) -> Self {
-        #[cfg(unix)]
-        if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {
+        if let Some(signal) = status.signal() {
             return Self::Killed { rank, signal };
         }
         match report {
@@ -113,11 +120,12 @@ impl Job {
         self.variables.iter().cloned().chain(own).collect()
     }
 
-    /// Starts the ranks and waits until all have ended. `interrupts` counts the interrupts of this program.
+    /// Starts the ranks and waits until all have ended. `received` returns the next signal that should end the job, if
+    /// this program has received one.
     ///
     /// # Errors
-    /// The first failure that no other rank caused.
-    pub fn run(&self, interrupts: &AtomicUsize) -> Result<(), JobError> {
+    /// The first failure that no other rank caused, or [`JobError::Interrupted`].
+    pub fn run(&self, received: &mut dyn FnMut() -> Option<i32>) -> Result<(), JobError> {
         let start = |rank, e: std::io::Error| JobError::Start { rank, message: e.to_string() };
         let reports = report::Folder::new().map_err(|e| start(0, e))?;
         let port = free_port().map_err(|e| start(0, e))?;
@@ -130,17 +138,31 @@ impl Job {
             running.push(Rank::start(self, rank, &variables, &output).map_err(|e| start(rank, e))?);
         }
         let mut failures = Vec::new();
-        let (mut forwarded, mut deadline) = (0, None);
+        let (mut forwarded, mut interrupted, mut grace) = (None, false, None);
         while !running.is_empty() {
             std::thread::sleep(TICK);
-            let interrupted = interrupts.load(Ordering::Relaxed);
-            for _ in forwarded..interrupted {
-                running.iter().for_each(Rank::interrupt);
+            match (received(), forwarded) {
+                (Some(signal), None) => {
+                    let named = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
+                    running.iter().for_each(|rank| rank.signal(named));
+                    forwarded = Some(signal);
+                }
+                // Dropping a rank kills it.
+                (Some(signal), Some(_)) => return Err(JobError::Interrupted { signal }),
+                (None, _) => {}
             }
-            forwarded = interrupted;
             running.retain_mut(|rank| match rank.ended() {
                 Ok(None) => true,
                 Ok(Some(status)) if status.success() => false,
+                // It had no handler yet, and the others miss it.
+                Ok(Some(status)) if status.signal().is_some() && status.signal() == forwarded => {
+                    failures.insert(0, JobError::Interrupted { signal: forwarded.unwrap_or_default() });
+                    false
+                }
+                Ok(Some(status)) if forwarded.is_some() && status.code() == forwarded.map(|signal| 128 + signal) => {
+                    interrupted = true;
+                    false
+                }
                 Ok(Some(status)) => {
                     failures.push(JobError::of(rank.number, status, reports.read(rank.number)));
                     false
@@ -150,17 +172,17 @@ impl Job {
                     false
                 }
             });
-            if deadline.is_none() && (!failures.is_empty() || interrupted > 1) {
-                deadline = Some(Instant::now() + self.grace);
-            }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                // Dropping a rank kills it.
+            if !failures.is_empty() && grace.get_or_insert_with(|| TimeLimit::new(self.grace)).has_passed() {
                 running.clear();
             }
         }
         output.finish();
         let cause = failures.iter().find(|failure| !failure.is_echo()).or(failures.first());
-        cause.cloned().map_or(Ok(()), Err)
+        match (cause, forwarded) {
+            (Some(cause), _) => Err(cause.clone()),
+            (None, Some(signal)) if interrupted => Err(JobError::Interrupted { signal }),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -40,7 +40,8 @@ impl Rank {
         Ok(rank)
     }
 
-    fn signal(&self, signal: Signal) {
+    /// Sends a signal to the process group.
+    pub(super) fn signal(&self, signal: Signal) {
         if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw)
             && !self.ended
         {
@@ -49,10 +50,6 @@ impl Rank {
         }
     }
 
-    /// Sends an interrupt to the process group.
-    pub(super) fn interrupt(&self) {
-        self.signal(Signal::INT);
-    }
 
     /// The exit status, if it has ended.
     pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {

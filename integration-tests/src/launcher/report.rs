@@ -21,11 +21,19 @@ pub struct Report {
     pub message: String,
 }
 
+fn file_name() -> Option<std::ffi::OsString> {
+    std::env::var_os(REPORT_VARIABLE).filter(|name| !name.is_empty())
+}
+
 impl Report {
+    /// Whether a launcher that reads reports started this process.
+    pub fn is_expected() -> bool {
+        file_name().is_some()
+    }
+
     /// Writes the report for the launcher. Returns false if no launcher that reads reports started this process.
     pub fn deliver(&self) -> bool {
-        let Some(file) = std::env::var_os(REPORT_VARIABLE).filter(|name| !name.is_empty()) else { return false };
-        self.write(Path::new(&file)).is_ok()
+        file_name().is_some_and(|file| self.write(Path::new(&file)).is_ok())
     }
 
     fn write(&self, file: &Path) -> io::Result<()> {

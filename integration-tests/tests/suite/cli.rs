@@ -344,7 +344,7 @@ fn interrupt_saves_and_ends() {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(Command::new("kill").args(["-INT", &run.id().to_string()]).status().unwrap().success());
-    assert!(run.wait().unwrap().success());
+    assert_eq!(run.wait().unwrap().code(), Some(130));
     let steps = std::fs::read_to_string(dir.path().join("m")).unwrap().lines().count();
     let next = (steps + 1).to_string();
     succeeds(&run_tiny(dir.path(), &["--resume", "c", "--steps", &next, "--metrics", "m2"]));

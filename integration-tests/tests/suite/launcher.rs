@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use integration_tests::launcher::{Job, JobError, Report};
@@ -25,7 +24,7 @@ fn job(ranks: usize, script: &str, grace: Duration) -> Job {
 
 fn run(job: &Job) -> Result<(), JobError> {
     let begun = Instant::now();
-    let result = job.run(&AtomicUsize::new(0));
+    let result = job.run(&mut || None);
     assert!(begun.elapsed() < LIMIT, "{job:?}");
     result
 }
@@ -33,13 +32,10 @@ fn run(job: &Job) -> Result<(), JobError> {
 /// The entry point of a launcher in its own process. Without the variable it passes immediately.
 #[test]
 fn launcher_process() {
-    static INTERRUPTS: AtomicUsize = AtomicUsize::new(0);
     if let Ok(script) = std::env::var(SCRIPT) {
-        ctrlc::set_handler(|| {
-            INTERRUPTS.fetch_add(1, Ordering::Relaxed);
-        })
-        .unwrap();
-        job(3, &script, Duration::from_millis(300)).run(&INTERRUPTS).unwrap();
+        let mut received = signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT]).unwrap();
+        let ended = job(3, &script, Duration::from_millis(300)).run(&mut || received.pending().next());
+        println!("ended: {ended:?}");
     }
 }
 
@@ -142,7 +138,7 @@ fn one_failure_kills_all_descendants() {
     let killed = job(2, "if [ $RANK = 1 ]; then kill -9 $$; fi; sleep 600", grace);
     assert_eq!(run(&killed), Err(JobError::Killed { rank: 1, signal: 9 }));
     let missing = Job { program: "/no/such/program".into(), ..job(2, "", grace) };
-    assert!(matches!(missing.run(&AtomicUsize::new(0)), Err(JobError::Start { rank: 0, .. })));
+    assert!(matches!(missing.run(&mut || None), Err(JobError::Start { rank: 0, .. })));
 }
 
 #[test]

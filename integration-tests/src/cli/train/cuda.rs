@@ -1,7 +1,6 @@
 //! Ranks on GPUs, one process each. This process starts them or is one of them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use zero_alloc::cuda::CudaDevice;
@@ -12,7 +11,8 @@ use super::args::TrainArgs;
 use super::backend;
 use super::resume::Resumed;
 use super::run_setup::RunSetup;
-use super::{cancelled_by_signals, observed, run_error};
+use super::signals::{self, Signals};
+use super::{observed, run_error};
 use crate::cli::CliError;
 use crate::launcher::{Job, JobError};
 use crate::trainer::run_on_cuda;
@@ -41,7 +41,6 @@ pub(super) fn run(
 
 /// Starts the ranks and waits for them.
 fn launch(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
-    static INTERRUPTS: AtomicUsize = AtomicUsize::new(0);
     let program = std::env::current_exe()
         .map_err(|e| CliError::Failure(format!("failed to determine the path of this executable: {e}")))?;
     let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
@@ -52,16 +51,9 @@ fn launch(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
         variables: variables(args).filter(unset).map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         grace: GRACE,
     };
-    let count = || {
-        INTERRUPTS.fetch_add(1, Ordering::Relaxed);
-    };
-    ctrlc::set_handler(count).map_err(|e| CliError::Failure(format!("failed to install a signal handler: {e}")))?;
-    let ended = job.run(&INTERRUPTS);
-    if INTERRUPTS.load(Ordering::Relaxed) > 1 {
-        // The exit code of a run without a launcher.
-        std::process::exit(130);
-    }
-    ended.map_err(|error| match &error {
+    let mut received = signal_hook::iterator::Signals::new(signals::ENDING).map_err(signals::not_handled)?;
+    job.run(&mut || received.pending().next()).map_err(|error| match &error {
+        JobError::Interrupted { signal } => CliError::Interrupted { signal: *signal },
         JobError::Reported { report, .. } if report.code == 2 => CliError::usage(&error),
         _ => CliError::failure(error),
     })
@@ -83,7 +75,8 @@ fn run_rank(
     let (rank, world_size, local_rank) = launched.map_or((0, 1, 0), |l| (l.rank, l.world_size, l.local_rank));
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
     let mut setup = RunSetup::new(args, resumed, world_size, Some(device.name().to_owned()))?;
-    setup.options.cancel = cancelled_by_signals()?;
+    let signals = Signals::handle()?;
+    setup.options.cancel = signals.received.clone();
     // The note is printed by rank 0, whether or not that rank shares its GPU.
     if args.share_gpus && world_size > gpus {
         setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());
@@ -97,7 +90,7 @@ fn run_rank(
         _ => Arc::new(Solo::new(device.clone())),
     };
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
-    observed(&setup, rank == 0, |observe| {
+    observed(&setup, &signals, rank == 0, |observe| {
         let comm_of_run = Arc::clone(&comm);
         let summary = run_on_cuda(&device, comm_of_run, setup.is_recorded(), settings, workload, options, observe);
         // Dropped before anything is printed, because leaving the communicator may wait for the other ranks.

@@ -15,13 +15,11 @@ mod resume;
 mod run_setup;
 mod save_folder;
 mod settings;
+mod signals;
 mod summary;
 mod unused_keys;
 
 pub use args::TrainArgs;
-
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::CliError;
 use super::output::print_text;
@@ -31,6 +29,7 @@ use backend::Backend;
 use observer::Observer;
 use resume::Resumed;
 use run_setup::RunSetup;
+use signals::Signals;
 
 /// Trains.
 ///
@@ -48,9 +47,10 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     }
     let mut setup = RunSetup::new(args, resumed, args.ranks.or(args.recorded_ranks).unwrap_or(4), None)?;
     memory_check::check(&setup)?;
-    setup.options.cancel = cancelled_by_signals()?;
+    let signals = Signals::handle()?;
+    setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
-    observed(&setup, true, |observe| {
+    observed(&setup, &signals, true, |observe| {
         run_on_threads(setup.ranks, workload.threads, settings, workload, options, observe).map_err(run_error)
     })
 }
@@ -59,13 +59,21 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
 type Observe<'a> = &'a mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send);
 
 /// Calls `train`. If this process prints, it shows settings, progress and results, and writes the report.
+///
+/// # Errors
+/// The failure of the run, or [`CliError::Interrupted`] if a signal ended it before its last step.
 fn observed(
     setup: &RunSetup,
+    signals: &Signals,
     prints: bool,
     train: impl FnOnce(Observe<'_>) -> Result<Vec<RankSummary>, CliError>,
 ) -> Result<(), CliError> {
+    let ended = |summaries: &[RankSummary]| match summaries.iter().any(|s| s.cancelled) {
+        true => Err(signals.interruption()),
+        false => Ok(()),
+    };
     if !prints {
-        return train(&mut |_| Ok(())).map(drop);
+        return ended(&train(&mut |_| Ok(()))?);
     }
     print_text(opening::text(setup))?;
     let mut observer = Observer::new(setup)?;
@@ -74,7 +82,8 @@ fn observed(
     let summaries = summaries?;
     let closing = summary::closing(setup, &summaries, &observer.seen);
     print_text(&closing)?;
-    observer.write_report(setup, &summaries, &closing)
+    observer.write_report(setup, &summaries, &closing)?;
+    ended(&summaries)
 }
 
 fn run_error(error: TrainError) -> CliError {
@@ -82,18 +91,4 @@ fn run_error(error: TrainError) -> CliError {
         TrainError::Usage(message) => CliError::Usage(message),
         other => CliError::failure(other),
     }
-}
-
-/// A flag set by the first SIGINT or SIGTERM; the run then ends after the current step. The second signal ends the
-/// process.
-fn cancelled_by_signals() -> Result<Arc<AtomicBool>, CliError> {
-    let cancel = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&cancel);
-    let set = ctrlc::set_handler(move || {
-        if flag.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    });
-    set.map_err(|e| CliError::Failure(format!("failed to install a signal handler: {e}")))?;
-    Ok(cancel)
 }

@@ -61,7 +61,8 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use zero_comm::{CommOptions, Communicator};
 
     use super::run_setup::RunSetup;
-    use super::{cancelled_by_signals, observed, run_error};
+    use super::signals::Signals;
+    use super::{observed, run_error};
     use crate::trainer::run_as_rank;
 
     let world =
@@ -72,9 +73,10 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
         return Err(CliError::Usage(format!("--ranks {flag}: mpirun started {ranks} ranks")));
     }
     let mut setup = RunSetup::new(args, resumed, ranks, None)?;
-    setup.options.cancel = cancelled_by_signals()?;
+    let signals = Signals::handle()?;
+    setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
-    observed(&setup, rank == 0, |observe| {
+    observed(&setup, &signals, rank == 0, |observe| {
         let summary = run_as_rank(comm, workload.threads, settings, workload, options, observe);
         summary.map(|summary| vec![summary]).map_err(run_error)
     })

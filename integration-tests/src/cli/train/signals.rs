@@ -1,0 +1,56 @@
+//! SIGINT, SIGTERM and SIGHUP. The first ends the run after the current step, with a checkpoint; the second ends the
+//! process at once.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use crate::cli::CliError;
+use crate::launcher::Report;
+
+/// The signals that end a run.
+pub(super) const ENDING: [i32; 3] = [SIGHUP, SIGINT, SIGTERM];
+
+/// The signals that this process received since the start of the run.
+#[derive(Default)]
+pub(super) struct Signals {
+    /// Whether there was one.
+    pub(super) received: Arc<AtomicBool>,
+    /// The last one; 0 before.
+    last: Arc<AtomicUsize>,
+}
+
+impl Signals {
+    /// Starts to handle signals.
+    pub(super) fn handle() -> Result<Self, CliError> {
+        let signals = Self::default();
+        for signal in ENDING {
+            signals.register(signal).map_err(not_handled)?;
+        }
+        Ok(signals)
+    }
+
+    fn register(&self, signal: i32) -> std::io::Result<()> {
+        // In this order, so that the first signal only sets the flag. A rank that the launcher started may receive a
+        // signal twice, from it and from the system, and leaves the end to it.
+        if !Report::is_expected() {
+            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&self.received))?;
+        }
+        flag::register(signal, Arc::clone(&self.received))?;
+        flag::register_usize(signal, Arc::clone(&self.last), signal as usize)?;
+        Ok(())
+    }
+
+    /// The end of a run that a signal ended early. The signal may have reached only another rank.
+    pub(super) fn interruption(&self) -> CliError {
+        let last = i32::try_from(self.last.load(Ordering::Relaxed)).unwrap_or(0);
+        CliError::Interrupted { signal: if last == 0 { SIGINT } else { last } }
+    }
+}
+
+/// The error of a handler that could not be installed.
+pub(super) fn not_handled(error: std::io::Error) -> CliError {
+    CliError::Failure(format!("failed to install a signal handler: {error}"))
+}

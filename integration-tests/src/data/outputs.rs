@@ -1,0 +1,59 @@
+//! Recognises what runs write, by content: checkpoints, exported models, metrics and reports. They are no text to train
+//! on, and with them the data of the current folder would differ from one run to the next.
+
+use std::fs;
+use std::io::Read;
+use std::path::Path;
+
+use serde_json::Value;
+
+/// The first bytes of a manifest contain its format's name.
+const MANIFEST_PROBE_BYTES: u64 = 256;
+
+/// Whether a folder is a checkpoint or a Hugging Face model.
+pub(super) fn is_output_folder(dir: &Path) -> bool {
+    is_checkpoint(dir) || is_model(dir)
+}
+
+fn is_checkpoint(dir: &Path) -> bool {
+    let Ok(file) = fs::File::open(dir.join("manifest.json")) else { return false };
+    let mut start = Vec::new();
+    let read = file.take(MANIFEST_PROBE_BYTES).read_to_end(&mut start);
+    read.is_ok() && String::from_utf8_lossy(&start).contains("\"zero-ckpt\"")
+}
+
+fn is_model(dir: &Path) -> bool {
+    let weights = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"];
+    dir.join("config.json").is_file() && weights.iter().any(|name| dir.join(name).is_file())
+}
+
+/// Whether a file of this content is one that runs write.
+pub(super) fn is_output_file(path: &Path, text: &str) -> bool {
+    names_checkpoint(text) || is_metrics(text) || is_in_report(path)
+}
+
+/// `latest` of a folder of checkpoints: a checkpoint's name and a checksum.
+fn names_checkpoint(text: &str) -> bool {
+    let mut words = text.split_whitespace();
+    let (name, checksum) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let is_hex = checksum.len() == 16 && checksum.bytes().all(|b| b.is_ascii_hexdigit());
+    name.starts_with("step-") && is_hex && words.next().is_none()
+}
+
+/// `--metrics`: one JSON object a step.
+fn is_metrics(text: &str) -> bool {
+    let first = text.lines().next().filter(|line| line.starts_with('{'));
+    let Some(Ok(first)) = first.map(serde_json::from_str::<Value>) else { return false };
+    ["step", "loss", "step_ms", "comm_bytes"].iter().all(|key| first.get(key).is_some())
+}
+
+/// `--report`: files beside its `summary.json`.
+fn is_in_report(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let is_reports = ["summary.txt", "summary.json", "trace.json"].contains(&name) || name.ends_with(".svg");
+    let summary = || fs::read(path.with_file_name("summary.json")).ok();
+    is_reports
+        && summary().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok()).is_some_and(|summary| {
+            ["unigram_loss", "memory_by_rank", "steps"].iter().all(|key| summary.get(key).is_some())
+        })
+}
