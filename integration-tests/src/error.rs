@@ -85,6 +85,9 @@ pub enum TrainError {
         /// Consecutive skipped steps up to `step`.
         skipped: u64,
     },
+    /// Another rank failed, and this one with it.
+    #[error("{0}")]
+    Echo(String),
     /// A rank failed, and the run ended with it.
     #[error("rank {rank}: {message}")]
     Rank {

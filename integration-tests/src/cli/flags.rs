@@ -41,6 +41,21 @@ impl From<DTypeFlag> for DType {
     }
 }
 
+/// The least memory of a GPU, and the fewest parameters of a model, that can be meant: less has lost its unit.
+const MIN_GPU_BYTES: u64 = 1 << 20;
+const MIN_PARAMS: u64 = 1000;
+
+/// Parses the memory of a GPU: `24GiB` or `80GB`.
+pub(super) fn parse_gpu_memory(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        bytes if bytes < MIN_GPU_BYTES => {
+            let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+            Err(format!("{bytes} bytes are too few for a GPU; did you mean {digits}GiB?"))
+        }
+        bytes => Ok(bytes),
+    }
+}
+
 /// Parses `24GiB`, `80GB` or a number of bytes.
 pub(super) fn parse_bytes(text: &str) -> Result<u64, String> {
     parse_size(text).map_err(|e| format!("{text:?} is not a size ({e}); expected 24GiB, 80GB or a number of bytes"))
@@ -51,8 +66,12 @@ pub(super) fn parse_params(text: &str) -> Result<u64, String> {
     let expected = |e| format!("{text:?} is not a number of parameters ({e}); expected 7.5e9, 7.5B or 350M");
     // `parse_size` reads B as bytes; in a number of parameters it means 10^9.
     let count = parse_size(text.replace(['B', 'b'], "G")).map_err(|e| expected(e.to_string()))?;
-    // More than 10^18 parameters are more than 2^64 bytes.
-    if (1..=10u64.pow(18)).contains(&count) { Ok(count) } else { Err(expected("out of range: 1 to 1e18".to_owned())) }
+    match count {
+        0..MIN_PARAMS => Err(expected(format!("too few for a model; at least {MIN_PARAMS}"))),
+        // More are more than 2^64 bytes.
+        1_000_000_000_000_000_001.. => Err(expected("at most 1e18".to_owned())),
+        _ => Ok(count),
+    }
 }
 
 /// Parses the value of `--offload`.
@@ -107,11 +126,11 @@ mod tests {
             ("7.5B", 7_500_000_000),
             ("13b", 13_000_000_000),
             ("350M", 350_000_000),
-            ("12", 12),
+            ("1234", 1234),
             ("2K", 2000),
         ];
         counts.into_iter().for_each(|(text, n)| assert_eq!(parse_params(text), Ok(n), "{text}"));
-        for text in ["", "B", "-1", "0", "0.2", "NaN", "inf", "1e19", "7.5X"] {
+        for text in ["", "B", "-1", "0", "0.2", "7.5", "999", "NaN", "inf", "1e19", "7.5X"] {
             assert!(parse_params(text).is_err(), "{text}");
         }
         let sizes = [
@@ -126,6 +145,10 @@ mod tests {
         sizes.into_iter().for_each(|(text, n)| assert_eq!(parse_bytes(text), Ok(n), "{text}"));
         for text in ["", "GiB", "5 parsecs", "-1GB", "NaNGB", "infGB", "18446744073709551615KB", "1e30"] {
             assert!(parse_bytes(text).is_err(), "{text}");
+        }
+        assert_eq!(parse_gpu_memory("24GiB"), Ok(24 << 30));
+        for text in ["80", "0", "81920", "80KiB"] {
+            assert!(parse_gpu_memory(text).is_err_and(|e| e.contains("for a GPU")), "{text}");
         }
     }
 }

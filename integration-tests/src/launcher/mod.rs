@@ -13,8 +13,8 @@ mod process;
 mod report;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Duration;
 

@@ -50,7 +50,6 @@ impl Rank {
         }
     }
 
-
     /// The exit status, if it has ended.
     pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         let status = self.child.try_wait()?;

@@ -29,7 +29,7 @@ pub const SHARD_ALIGN_ELEMS: u64 = 16;
 /// of each step.
 ///
 /// # Errors
-/// The first failure, as [`TrainError::Rank`]; it ends all ranks.
+/// The first failure, as [`TrainError::Rank`] or [`TrainError::Echo`]; it ends all ranks.
 pub fn run_on_threads(
     world_size: usize,
     threads: usize,
@@ -140,7 +140,11 @@ fn caught<D: Device>(
 ) -> Result<RankSummary, Failure> {
     let (message, echo) = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(summary)) => return Ok(summary),
-        Ok(Err(error)) => (error.to_string(), is_echo(&error)),
+        Ok(Err(error)) if is_echo(&error) => {
+            // The cause is shorter than the error of this rank's stream, and names the rank that failed.
+            (comm.failure().map_or_else(|| error.to_string(), |cause| cause.to_string()), true)
+        }
+        Ok(Err(error)) => (error.to_string(), false),
         Err(panic) => (format!("panicked: {}", panic_message(&*panic)), false),
     };
     comm.abort(&message);
@@ -185,8 +189,8 @@ struct Failure {
 }
 
 impl From<Failure> for TrainError {
-    fn from(Failure { rank, message, .. }: Failure) -> Self {
-        Self::Rank { rank, message }
+    fn from(Failure { rank, message, echo }: Failure) -> Self {
+        if echo { Self::Echo(message) } else { Self::Rank { rank, message } }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The recommended stage, and the changes that make one fit.
 
-use indicatif::{DecimalBytes, HumanCount};
+use indicatif::{HumanBytes, HumanCount};
 use zero_shard::{ShardError, Tier, ZeroStage, largest};
 
 use super::request::Request;
@@ -25,18 +25,18 @@ struct Change {
 pub(super) fn advice(request: &Request, stages: &[Stage], chosen: Option<u8>) -> Result<Vec<String>, ShardError> {
     let Some(memory) = request.gpu_memory_bytes else { return Ok(Vec::new()) };
     if let Some(stage) = stages.iter().find(|s| Some(s.stage) == chosen) {
-        let spare = DecimalBytes(memory - stage.gpu.total_bytes);
+        let spare = HumanBytes(memory - stage.gpu.total_bytes);
         let number = stage.stage;
         let mut lines =
             vec![format!("Use stage {number}: it leaves {spare} free and sends the least of the stages that fit.")];
         if let Some(configured) = stages.iter().find(|s| s.configured && s.fits == Some(false)) {
-            let over = DecimalBytes(configured.gpu.total_bytes - memory);
+            let over = HumanBytes(configured.gpu.total_bytes - memory);
             lines.push(format!("The configuration's stage {} does not fit: {over} too much.", configured.stage));
         }
         return Ok(lines);
     }
     let over = stages.iter().map(|s| s.gpu.total_bytes - memory).min().unwrap_or(0);
-    let mut lines = vec![format!("No stage fits: the smallest needs {} more.", DecimalBytes(over))];
+    let mut lines = vec![format!("No stage fits: the smallest needs {} more.", HumanBytes(over))];
     let mut fitting = Vec::new();
     for change in changes(request) {
         if fits(&change.request)? {
@@ -112,7 +112,7 @@ fn with_host_memory(change: &Change, before: &Request) -> Result<String, ShardEr
     if now == evaluate(before, ZeroStage::Three)?.host_bytes {
         return Ok(text.clone());
     }
-    let node = DecimalBytes(now.saturating_mul(before.gpus / before.nodes));
+    let node = HumanBytes(now.saturating_mul(before.gpus / before.nodes));
     Ok(format!("{text} ({node} of host memory in each node; `zero train` does not support this on GPUs yet)"))
 }
 

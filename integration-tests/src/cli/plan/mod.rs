@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::CliError;
-use super::flags::{DTypeFlag, parse_bytes, parse_params};
+use super::flags::{DTypeFlag, parse_gpu_memory, parse_params};
 use super::output::{print_note, print_text};
 use report::Report;
 use request::Request;
@@ -33,7 +33,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N")]
     pub gpus: u64,
     /// Memory of one GPU, such as 24GiB or 80GB
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_gpu_memory)]
     pub gpu_memory: Option<u64>,
     /// Nodes (machines) that hold the GPUs
     #[arg(long, value_name = "M", default_value_t = 1)]

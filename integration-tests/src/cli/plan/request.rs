@@ -66,7 +66,6 @@ impl Request {
             ("--micro-batch", args.micro_batch),
             ("--grad-accum", args.grad_accum),
             ("--bucket-elems", args.bucket_elems),
-            ("--gpu-memory", args.gpu_memory),
         ])?;
         let (model, positions) = model(args, &mut notices)?;
         let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));

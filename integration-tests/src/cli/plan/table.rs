@@ -2,14 +2,14 @@
 
 use std::fmt::Write;
 
-use indicatif::{DecimalBytes, HumanCount};
+use indicatif::{HumanBytes, HumanCount};
 
 use super::report::Report;
 use super::stage::Stage;
 
 const NOTES: &str = "\
-Memory is for one GPU, 1 GB being 10^9 bytes; sent is an upper bound for one GPU and step. Buckets include the flat
-gradient of a unit. Activations are an estimate. Leave about 1 GB for the CUDA context and its libraries.
+Memory is for one GPU; sent is an upper bound for one GPU and step. Buckets include the flat gradient of a unit.
+Activations are an estimate. Leave about 1 GiB for the CUDA context and its libraries.
 ";
 
 /// The whole text, ending with a line break.
@@ -90,7 +90,7 @@ fn stages(report: &Report) -> String {
 }
 
 fn show(bytes: u64) -> String {
-    DecimalBytes(bytes).to_string()
+    HumanBytes(bytes).to_string()
 }
 
 /// Aligns the first column to the left and the others to the right.

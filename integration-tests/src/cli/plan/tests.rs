@@ -171,7 +171,6 @@ fn wrong_use_is_an_error() {
         ("--model nano --gpus 1 --micro-batch 0", "--micro-batch 0: expected at least 1"),
         ("--model nano --gpus 1 --grad-accum 0", "--grad-accum 0: expected at least 1"),
         ("--model nano --gpus 1 --bucket-elems 0", "--bucket-elems 0: expected at least 1"),
-        ("--model nano --gpus 1 --gpu-memory 0", "--gpu-memory 0: expected at least 1"),
         ("--params 1e9 --gpus 1 --seq-len 0", "--seq-len 0: expected at least 1"),
         ("--model nano --gpus 1 --offload disk", "expected none, cpu or nvme:DIR"),
         ("--params 1e18 --gpus 1 --seq-len 18446744073709551615", "64 bits"),
@@ -186,6 +185,8 @@ fn wrong_use_is_an_error() {
         ("--params none --gpus 1", ErrorKind::ValueValidation),
         ("--params 0 --gpus 1", ErrorKind::ValueValidation),
         ("--params 1e9 --gpus 1 --gpu-memory 24X", ErrorKind::ValueValidation),
+        ("--params 1e9 --gpus 1 --gpu-memory 80", ErrorKind::ValueValidation),
+        ("--params 7.5 --gpus 1", ErrorKind::ValueValidation),
     ] {
         let error = Line::try_parse_from(["plan"].into_iter().chain(line.split_whitespace())).err().unwrap();
         assert_eq!((error.kind(), error.exit_code()), (kind, 2), "{line}");

@@ -124,12 +124,9 @@ fn is_own(rank: usize, failure: &CommError) -> bool {
     }
 }
 
+/// The failure of a rendezvous names the rank at fault.
 fn join_error(rank: usize, error: CommError) -> CliError {
-    if is_own(rank, &error) {
-        CliError::Failure(format!("rank {rank}: {error}"))
-    } else {
-        CliError::Echo(error.to_string())
-    }
+    if is_own(rank, &error) { CliError::failure(error) } else { CliError::Echo(error.to_string()) }
 }
 
 #[cfg(test)]
