@@ -20,7 +20,7 @@ python3 benches/torch_train.py --steps "$steps" --write "$work/model"
 
 for round in $(seq "$rounds"); do
     for stage in 0 1 2 3; do
-        "$zero" train --model "$work/model" --data "$work/model/tokens.bin" \
+        "$zero" train --no-checkpoint --model "$work/model" --data "$work/model/tokens.bin" \
             --device cpu --ranks "$ranks" --stage $stage --dtype fp32 --micro-batch 4 --grad-accum 1 --seq-len 256 \
             --steps "$steps" --lr 1e-3 --metrics "$work/$stage-$round.jsonl" >"$work/log" 2>&1 \
             || { cat "$work/log" >&2; exit 1; }

@@ -20,7 +20,7 @@ python3 benches/torch_train.py --steps "$steps" --threads "$threads" --write "$w
 
 for round in $(seq "$rounds"); do
     python3 benches/torch_train.py --steps "$steps" --threads "$threads" --warm-up $warm_up >"$work/torch-$round.json"
-    "$zero" train --threads "$threads" --model "$work/model" --data "$work/model/tokens.bin" \
+    "$zero" train --no-checkpoint --threads "$threads" --model "$work/model" --data "$work/model/tokens.bin" \
         --device cpu --ranks 1 --stage 0 --dtype fp32 --micro-batch 8 --grad-accum 1 --seq-len 256 \
         --steps "$steps" --lr 1e-3 --weight-decay 0.1 --clip 1.0 \
         --metrics "$work/zero-$round.jsonl" >"$work/zero-$round.log" 2>&1 \

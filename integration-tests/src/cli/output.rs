@@ -2,6 +2,9 @@
 
 use std::io::{ErrorKind, Write, stderr, stdout};
 
+use console::Term;
+use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
+
 use super::CliError;
 
 /// Writes `text` to standard output. A closed pipe (`zero train | head`) is not an error.
@@ -21,4 +24,24 @@ pub(super) fn print_text(text: impl AsRef<str>) -> Result<(), CliError> {
 /// Writes a line to standard error; failures are ignored.
 pub(super) fn print_note(line: impl std::fmt::Display) {
     let _ = writeln!(stderr(), "{line}");
+}
+
+/// The narrowest terminal with room for the bar beside its text.
+const BAR_COLUMNS: u16 = 100;
+
+/// A progress bar over `steps` on standard error, in one line of the terminal.
+pub(super) fn progress_bar(steps: u64) -> ProgressBar {
+    // A wide message is cut at the edge of the terminal; all else would wrap.
+    let columns = Term::stderr().size().1;
+    let template = if columns < BAR_COLUMNS { "{wide_msg}" } else { "{bar:30} {wide_msg}" };
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(steps).with_style(style)
+}
+
+/// Shows that `step` is done; `text` are its figures.
+pub(super) fn show_progress(bar: &ProgressBar, step: u64, text: &str) {
+    bar.set_position(step);
+    let (steps, elapsed, left) =
+        (bar.length().unwrap_or(step), HumanDuration(bar.elapsed()), HumanDuration(bar.eta()));
+    bar.set_message(format!("step {step}/{steps}  {text}  {elapsed:#} (eta {left:#})"));
 }

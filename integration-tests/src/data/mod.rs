@@ -108,8 +108,7 @@ impl Dataset {
         if !path.is_file() && !path.is_dir() {
             return Err(DataError::NoFile { path: path.to_owned() });
         }
-        let is_token_file = path.is_file() && path.extension().is_some_and(|e| e == "bin");
-        if is_token_file {
+        if path.is_file() && is_token_file(path) {
             let tokens = Tokens::open(path)?;
             let text = format!("{}: {} tokens, in order", path.display(), HumanCount(tokens.len()));
             return Self::new(tokens, Order::InOrder, path, text, Vec::new());
@@ -230,6 +229,11 @@ impl Dataset {
         }
         Ok(())
     }
+}
+
+/// Whether a file of this name has tokens instead of text.
+pub fn is_token_file(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "bin")
 }
 
 /// The concatenated tokens of a folder's texts, and the first token of each.

@@ -118,8 +118,6 @@ fn wrong_flags_are_usage_errors() {
     fails(&run_tiny(dir.path(), &["--grad-accum", "4294967296"]), 2, &["--grad-accum 4294967296", "65536"]);
     fails(&run_tiny(dir.path(), &["--micro-batch", "67108864"]), 2, &["for activations", "free", "--micro-batch"]);
     fails(&run_tiny(dir.path(), &["--bucket-elems", "1099511627776"]), 2, &["for buckets", "free", "--bucket-elems"]);
-    fails(&run_tiny(dir.path(), &["--checkpoint-every", "1"]), 2, &["--checkpoint-every", "--checkpoint"]);
-    fails(&run_tiny(dir.path(), &["--keep-last", "2"]), 2, &["--keep-last", "--checkpoint"]);
     fails(&run_tiny(dir.path(), &["--lr", "NaN"]), 2, &["lr"]);
     fails(&run_tiny(dir.path(), &["--clip", "inf"]), 2, &["max_grad_norm"]);
     fails(&run_tiny(dir.path(), &["--offload", "moon"]), 2, &["--offload moon"]);

@@ -21,7 +21,7 @@ fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
     let (data, metrics) = (folder.join("data.txt"), folder.join("metrics.jsonl"));
     std::fs::write(&data, "a text that is long enough to draw a few rows of 64 tokens from\n".repeat(20)).unwrap();
     zero(&format!(
-        "train --model {model} --ranks 2 --stage {stage} --steps 2 --threads 1 --data {} --metrics {} {run}",
+        "train --no-checkpoint --model {model} --ranks 2 --stage {stage} --steps 2 --threads 1 --data {} --metrics {} {run}",
         data.display(),
         metrics.display()
     ));

@@ -64,7 +64,7 @@ pub struct TrainArgs {
     /// Seed of the initial weights and of the order of text data [default: 0]
     #[arg(long, value_name = "S")]
     pub seed: Option<u64>,
-    /// Save a checkpoint here at the end [default: none, or checkpoints/ for a run without --data and --model]
+    /// Save a checkpoint here at the end [default: checkpoints/, or checkpoints-2/ and so on if that is in use]
     #[arg(long, value_name = "DIR")]
     pub checkpoint: Option<PathBuf>,
     /// Also save every N steps; 0 disables [default: 0]
@@ -103,6 +103,13 @@ pub struct TrainArgs {
     /// Seconds that a rank waits for the others before the run fails
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub time_limit: u64,
+    /// Tokenizer of text: a tokenizer.json, or a folder with it or with GPT-2's vocab.json and merges.txt [default: that
+    /// of the model's folder; none for models of bytes, such as nano]
+    #[arg(long, value_name = "FILE|DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Save no checkpoint
+    #[arg(long, conflicts_with_all = ["checkpoint", "checkpoint_every", "keep_last"])]
+    pub no_checkpoint: bool,
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,

@@ -2,14 +2,14 @@
 
 use std::fs;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{HumanCount, ProgressBar};
 
 use super::loss_curve;
 use super::metrics_file::MetricsFile;
 use super::record::RUN_JSON;
 use super::run_setup::RunSetup;
 use crate::cli::CliError;
-use crate::cli::output::print_note;
+use crate::cli::output::{print_note, progress_bar, show_progress};
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, StepMetrics};
 
@@ -31,19 +31,15 @@ impl Observer {
             fs::create_dir_all(dir)
                 .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
         }
-        let bar = ProgressBar::new(setup.options.steps);
-        let style = ProgressStyle::with_template("{bar:30} step {pos}/{len}  {msg}  {elapsed} (eta {eta})");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Ok(Self { bar, metrics, seen: Vec::new() })
+        Ok(Self { bar: progress_bar(setup.options.steps), metrics, seen: Vec::new() })
     }
 
     pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
-        self.bar.set_position(metrics.step);
-        self.bar.set_message(format!("loss {:.4}  {:.0} tokens/s", metrics.loss, metrics.tokens_per_s));
+        let (step, loss, speed) = (metrics.step, metrics.loss, HumanCount(metrics.tokens_per_s as u64));
+        show_progress(&self.bar, step, &format!("loss {loss:.4}  {speed} tokens/s"));
         let tenth = (self.bar.length().unwrap_or(1) / 10).max(1);
         if self.bar.is_hidden() && metrics.step.is_multiple_of(tenth) {
-            let (step, loss, speed) = (metrics.step, metrics.loss, metrics.tokens_per_s);
-            print_note(format_args!("step {step}: loss {loss:.4}, {speed:.0} tokens/s"));
+            print_note(format_args!("step {step}: loss {loss:.4}, {speed} tokens/s"));
         }
         if let Some(file) = &mut self.metrics {
             file.write(metrics)?;

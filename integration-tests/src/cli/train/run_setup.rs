@@ -16,7 +16,7 @@ use super::{checks, metrics_file, save_folder, unused_keys};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::DsConfig;
-use crate::data::{DataSource, Dataset};
+use crate::data::{DataSource, Dataset, is_token_file};
 use crate::hf::HfFolder;
 use crate::model::gpt2::Gpt2Options;
 use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings};
@@ -103,16 +103,12 @@ impl RunSetup {
         model_options.validate(&config).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
 
-        // Without --data and --model the run is a demonstration, and its checkpoint is input for the other commands.
-        let checkpoint = match (&args.checkpoint, &args.data, &args.model) {
-            (Some(dir), ..) => Some(dir.clone()),
-            (None, None, None) => Some(save_folder::demonstration(&mut notices)?),
-            _ => None,
+        let checkpoint = match &args.checkpoint {
+            _ if args.no_checkpoint => None,
+            Some(dir) => Some(dir.clone()),
+            None => Some(save_folder::default(&mut notices)?),
         };
         let checkpoint_every = args.checkpoint_every.unwrap_or(0);
-        if checkpoint.is_none() && (checkpoint_every > 0 || args.keep_last.is_some()) {
-            return Err(CliError::Usage("--checkpoint-every and --keep-last require --checkpoint DIR".into()));
-        }
         let steps = args.steps.unwrap_or(1000);
         let (run, resumed_runs) = match resumed {
             Some(resumed) => resumed.run_ids(checkpoint.as_deref()),
@@ -221,7 +217,14 @@ fn data_source(
     recorded: Option<&RunRecord>,
     folder: Option<&HfFolder>,
 ) -> Result<DataSource, CliError> {
-    let tokenizer = folder.and_then(HfFolder::tokenizer);
+    let is_tokens = args.data.as_ref().is_some_and(|path| path.is_file() && is_token_file(path));
+    if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
+        return Err(CliError::Usage(format!(
+            "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
+            tokenizer.display()
+        )));
+    }
+    let tokenizer = args.tokenizer.clone().or_else(|| folder.and_then(HfFolder::tokenizer));
     let Some(recorded) = recorded.map(|record| &record.data) else {
         return Ok(DataSource { path: args.data.clone(), tokenizer });
     };

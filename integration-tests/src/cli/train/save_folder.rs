@@ -6,8 +6,8 @@ use zero_ckpt::{CkptError, StoreOptions, has_checkpoints};
 
 use crate::cli::CliError;
 
-/// The folder of a demonstration run.
-const DEMONSTRATION: &str = "checkpoints";
+/// The folder of a run without `--checkpoint`.
+const DEFAULT: &str = "checkpoints";
 
 /// Checks that `run` may save into `dir`, the value of `--checkpoint` or of `--resume`.
 ///
@@ -28,22 +28,22 @@ pub(super) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
     })
 }
 
-/// The folder of a demonstration run, which has no `--checkpoint`: the first of `checkpoints`, `checkpoints-2`, ...
+/// The folder of a run without `--checkpoint`: the first of `checkpoints`, `checkpoints-2`, ...
 /// without checkpoints, so that the same command works again. Adds a note if that is not the first.
 ///
 /// # Errors
 /// A folder cannot be read.
-pub(super) fn demonstration(notices: &mut Vec<String>) -> Result<PathBuf, CliError> {
-    let mut folder = PathBuf::from(DEMONSTRATION);
+pub(super) fn default(notices: &mut Vec<String>) -> Result<PathBuf, CliError> {
+    let mut folder = PathBuf::from(DEFAULT);
     for number in 2.. {
         if !has_checkpoints(&folder).map_err(CliError::usage)? {
             break;
         }
-        folder = PathBuf::from(format!("{DEMONSTRATION}-{number}"));
+        folder = PathBuf::from(format!("{DEFAULT}-{number}"));
     }
-    if folder != Path::new(DEMONSTRATION) {
+    if folder != Path::new(DEFAULT) {
         notices.push(format!(
-            "{DEMONSTRATION} holds an earlier run, so this one saves to {}; --resume {DEMONSTRATION} --steps N \
+            "{DEFAULT} holds an earlier run, so this one saves to {}; --resume {DEFAULT} --steps N \
              continues the earlier one",
             folder.display()
         ));

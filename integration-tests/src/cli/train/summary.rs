@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use indicatif::HumanBytes;
+use indicatif::{HumanBytes, HumanCount};
 
 use super::run_setup::RunSetup;
 use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics};
@@ -25,7 +25,9 @@ pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetr
         return out;
     };
     if first.cancelled {
-        let _ = writeln!(out, "interrupted at step {}", first.step);
+        let dir = setup.options.checkpoint.as_ref().map(|(dir, _)| dir.display());
+        let rest = dir.map(|dir| format!("; continue with --resume {dir}")).unwrap_or_default();
+        let _ = writeln!(out, "interrupted at step {}{rest}", first.step);
     }
     let newest = &steps[steps.len().saturating_sub(20)..];
     let _ = writeln!(
