@@ -7,16 +7,41 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 /// One operation on one stream, in time since the [`Timeline`] was created.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpSpan {
     /// The operation's label.
     pub label: &'static str,
+    /// The program's phase when the operation was enqueued: [`Timeline::set_phase`].
+    pub phase: &'static str,
+    /// When the host enqueued it.
+    pub enqueued: Duration,
     /// The stream's name.
     pub stream: Arc<str>,
     /// When it started.
     pub start: Duration,
     /// When it ended.
     pub end: Duration,
+}
+
+/// The part of an [`OpSpan`] that is known when the operation is enqueued.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Enqueued {
+    pub(crate) label: &'static str,
+    pub(crate) phase: &'static str,
+    pub(crate) at: Duration,
+}
+
+impl Enqueued {
+    /// An operation that is enqueued now, for `timeline` if there is one.
+    pub(crate) fn new(label: &'static str, timeline: Option<&Timeline>) -> Self {
+        let Some(timeline) = timeline else { return Self { label, ..Self::default() } };
+        Self { label, phase: *timeline.0.phase.lock(), at: timeline.now() }
+    }
+
+    pub(crate) fn span(self, stream: &Arc<str>, start: Duration, end: Duration) -> OpSpan {
+        let Self { label, phase, at: enqueued } = self;
+        OpSpan { label, phase, enqueued, stream: Arc::clone(stream), start, end }
+    }
 }
 
 /// The span of an operation that may not have run yet. `poll` returns `None` if the span will never be known.
@@ -27,6 +52,8 @@ pub(crate) trait Pending: Send {
 
 struct Inner {
     origin: Instant,
+    /// The phase of the next operations.
+    phase: Mutex<&'static str>,
     spans: Mutex<Vec<OpSpan>>,
     pending: Mutex<Vec<Box<dyn Pending>>>,
 }
@@ -40,7 +67,8 @@ pub struct Timeline(Arc<Inner>);
 
 impl Default for Timeline {
     fn default() -> Self {
-        Self(Arc::new(Inner { origin: Instant::now(), spans: Mutex::default(), pending: Mutex::default() }))
+        let (phase, spans, pending) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self(Arc::new(Inner { origin: Instant::now(), phase, spans, pending }))
     }
 }
 
@@ -59,6 +87,16 @@ impl Timeline {
     /// Time since the timeline was created.
     pub fn now(&self) -> Duration {
         self.0.origin.elapsed()
+    }
+
+    /// Sets the phase of operations that are enqueued from now on, and returns the phase before.
+    pub fn set_phase(&self, phase: &'static str) -> &'static str {
+        std::mem::replace(&mut *self.0.phase.lock(), phase)
+    }
+
+    /// The time of `instant`; zero if it was before the timeline was created.
+    pub fn at(&self, instant: Instant) -> Duration {
+        instant.saturating_duration_since(self.0.origin)
     }
 
     /// Adds a span; for streams of other back ends and for host work.
@@ -116,7 +154,9 @@ mod tests {
             let (start, end) = (Duration::from_millis(1), Duration::from_millis(2));
             match self.0.load(Ordering::Relaxed) {
                 0 => Poll::Pending,
-                1 => Poll::Ready(Some(OpSpan { label: "later", stream: "a".into(), start, end })),
+                1 => {
+                    Poll::Ready(Some(OpSpan { label: "later", stream: "a".into(), start, end, ..OpSpan::default() }))
+                }
                 _ => Poll::Ready(None),
             }
         }
@@ -129,7 +169,7 @@ mod tests {
             timeline.expect(Box::new(Later(Arc::clone(state))));
         }
         let (start, end) = (Duration::ZERO, Duration::from_millis(3));
-        timeline.push(OpSpan { label: "now", stream: "b".into(), start, end });
+        timeline.push(OpSpan { label: "now", stream: "b".into(), start, end, ..OpSpan::default() });
         assert_eq!(timeline.spans().len(), 1);
         states[0].store(1, Ordering::Relaxed);
         states[1].store(2, Ordering::Relaxed);

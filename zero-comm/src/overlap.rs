@@ -91,9 +91,11 @@ pub fn chrome_trace(spans: &[OpSpan]) -> String {
     }
     for span in spans {
         let micros = |d: Duration| d.as_secs_f64() * 1e6;
-        let (name, line) = (quoted(span.label), lines[&*span.stream]);
+        let (name, phase, line) = (quoted(span.label), quoted(span.phase), lines[&*span.stream]);
         let (start, length) = (micros(span.start), micros(span.end.saturating_sub(span.start)));
-        events.push(format!(r#"{{"name":{name},"ph":"X","pid":0,"tid":{line},"ts":{start:.3},"dur":{length:.3}}}"#));
+        events.push(format!(
+            r#"{{"name":{name},"cat":{phase},"ph":"X","pid":0,"tid":{line},"ts":{start:.3},"dur":{length:.3}}}"#
+        ));
     }
     format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"))
 }
@@ -123,7 +125,8 @@ mod tests {
     use super::*;
 
     fn span(stream: &str, label: &'static str, start: u64, end: u64) -> OpSpan {
-        OpSpan { label, stream: stream.into(), start: Duration::from_millis(start), end: Duration::from_millis(end) }
+        let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
+        OpSpan { label, stream: stream.into(), start, end, ..OpSpan::default() }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::driver::{Context, Point, Queue};
 use super::poll::Deadline;
 use crate::device::DeviceError;
-use crate::timeline::{OpSpan, Pending, Timeline};
+use crate::timeline::{Enqueued, OpSpan, Pending, Timeline};
 
 /// Elapsed times are milliseconds in fp32, exact to 60 ns within a second. Beyond it the anchor is renewed.
 const EXACT_MS: f32 = 1_000.0;
@@ -55,10 +55,16 @@ impl Clock {
         Ok(Self { timeline, anchor: Mutex::new(anchor) })
     }
 
+    /// An operation that is enqueued now.
+    pub(super) fn enqueued(&self, label: &'static str) -> Enqueued {
+        Enqueued::new(label, Some(&self.timeline))
+    }
+
     /// Adds the operation between two points to the timeline, once it has run.
-    pub(super) fn expect(self: &Arc<Self>, label: &'static str, stream: &Arc<str>, start: Point, end: Point) {
+    pub(super) fn expect(self: &Arc<Self>, enqueued: Enqueued, stream: &Arc<str>, start: Point, end: Point) {
         let (clock, stream) = (Arc::clone(self), Arc::clone(stream));
-        self.timeline.expect(Box::new(Measured { clock, label, stream, start: Arc::new(start), end: Arc::new(end) }));
+        let (start, end) = (Arc::new(start), Arc::new(end));
+        self.timeline.expect(Box::new(Measured { clock, enqueued, stream, start, end }));
     }
 
     /// The time of a reached point.
@@ -80,7 +86,7 @@ impl Clock {
 /// An operation between two points.
 struct Measured {
     clock: Arc<Clock>,
-    label: &'static str,
+    enqueued: Enqueued,
     stream: Arc<str>,
     start: Arc<Point>,
     end: Arc<Point>,
@@ -96,6 +102,6 @@ impl Pending for Measured {
         let (Ok(start), Ok(end)) = (self.clock.time_of(&self.start), self.clock.time_of(&self.end)) else {
             return Poll::Ready(None);
         };
-        Poll::Ready(Some(OpSpan { label: self.label, stream: Arc::clone(&self.stream), start, end: end.max(start) }))
+        Poll::Ready(Some(self.enqueued.span(&self.stream, start, end.max(start))))
     }
 }

@@ -97,9 +97,9 @@ impl CudaStream {
             let Some(clock) = self.0.clock.as_ref().filter(|_| self.capture_now().is_none()) else {
                 return enqueue();
             };
-            let start = self.0.queue.record(true)?;
+            let (enqueued, start) = (clock.enqueued(op), self.0.queue.record(true)?);
             let result = enqueue()?;
-            clock.expect(op, &self.0.name, start, self.0.queue.record(true)?);
+            clock.expect(enqueued, &self.0.name, start, self.0.queue.record(true)?);
             Ok(result)
         })
     }

@@ -2,16 +2,17 @@
 
 use std::sync::Arc;
 
-use super::{HostEvent, OpSpan, Timeline};
+use super::{HostEvent, Timeline};
 use crate::device::{DeviceError, run_named};
+use crate::timeline::Enqueued;
 
 pub(super) type Op = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
 
 /// One item of a queue.
 pub(super) enum Item {
-    Run(&'static str, Op),
+    Run(Enqueued, Op),
     Record(HostEvent),
-    Wait(HostEvent),
+    Wait(Enqueued, HostEvent),
 }
 
 /// A queue, run in order by a worker thread or by the seeded scheduler.
@@ -45,17 +46,22 @@ impl StreamInfo {
         DeviceError::Closed { stream: self.name.to_string() }
     }
 
+    /// An operation that is enqueued now.
+    pub(super) fn enqueued(&self, label: &'static str) -> Enqueued {
+        Enqueued::new(label, self.timeline.as_ref())
+    }
+
     /// Runs an operation; its error or panic names the stream and the operation.
-    pub(super) fn call(&self, label: &'static str, op: Op) -> Result<(), DeviceError> {
-        self.timed(label, || run_named(&self.name, label, op))
+    pub(super) fn call(&self, enqueued: Enqueued, op: Op) -> Result<(), DeviceError> {
+        self.timed(enqueued, || run_named(&self.name, enqueued.label, op))
     }
 
     /// Runs `work` and records its span.
-    pub(super) fn timed<R>(&self, label: &'static str, work: impl FnOnce() -> R) -> R {
+    pub(super) fn timed<R>(&self, enqueued: Enqueued, work: impl FnOnce() -> R) -> R {
         let Some(timeline) = &self.timeline else { return work() };
         let start = timeline.now();
         let result = work();
-        timeline.push(OpSpan { label, stream: Arc::clone(&self.name), start, end: timeline.now() });
+        timeline.push(enqueued.span(&self.name, start, timeline.now()));
         result
     }
 }

@@ -31,7 +31,7 @@ impl HostStream {
         label: &'static str,
         op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
     ) -> Result<(), DeviceError> {
-        self.0.push(Item::Run(label, Box::new(op)))
+        self.0.push(Item::Run(self.0.info().enqueued(label), Box::new(op)))
     }
 
     /// Closes the queue for all handles: items in the queue still run, later operations and waits are refused, and
@@ -58,7 +58,7 @@ unsafe impl Stream for HostStream {
     }
 
     fn wait(&self, event: &HostEvent) -> Result<(), DeviceError> {
-        self.0.push(Item::Wait(event.clone()))
+        self.0.push(Item::Wait(self.0.info().enqueued("wait"), event.clone()))
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {

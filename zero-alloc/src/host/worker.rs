@@ -60,7 +60,7 @@ impl Queue for Worker {
 
     fn push(&self, item: Item) -> Result<(), DeviceError> {
         // Waiting for a reached event has no effect.
-        let skipped = matches!(&item, Item::Wait(event) if event.result() == Some(Ok(())));
+        let skipped = matches!(&item, Item::Wait(_, event) if event.result() == Some(Ok(())));
         let mut state = self.0.state.lock();
         if state.end.is_some() {
             return Err(self.0.info.closed());
@@ -127,16 +127,16 @@ fn work(shared: &Shared) {
 
 fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>) {
     match item {
-        Item::Run(label, op) => {
+        Item::Run(enqueued, op) => {
             if failed.is_none() {
-                *failed = shared.info.call(label, op).err();
+                *failed = shared.info.call(enqueued, op).err();
             }
         }
         Item::Record(event) => event.reach(failed.clone()),
-        Item::Wait(event) => {
+        Item::Wait(enqueued, event) => {
             let result = event.result().unwrap_or_else(|| {
                 // This wait ends, because the waits of the operations before the event have limits.
-                shared.info.timed("wait", || event.synchronize(Duration::MAX))
+                shared.info.timed(enqueued, || event.synchronize(Duration::MAX))
             });
             if let Err(e) = result {
                 failed.get_or_insert(e);
@@ -152,6 +152,7 @@ mod loom_tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+    use crate::timeline::Enqueued;
 
     fn shared() -> Arc<Shared> {
         let info = StreamInfo { name: "model".into(), id: 0, timeline: None };
@@ -164,7 +165,7 @@ mod loom_tests {
             seen.fetch_add(1, Ordering::Relaxed);
             Ok(())
         };
-        Item::Run("count", Box::new(op))
+        Item::Run(Enqueued { label: "count", ..Enqueued::default() }, Box::new(op))
     }
 
     #[test]

@@ -65,3 +65,20 @@ fn timeline_shows_operations() {
     assert!(find("hold").end <= find("after").start);
     assert!(timeline.spans().is_empty());
 }
+
+/// The phase is the one of the time of enqueuing, not of running.
+#[test]
+fn operations_keep_their_phase() {
+    let timeline = Timeline::new();
+    let stream = HostDevice::new().with_timeline(timeline.clone()).create_stream("a").expect("a stream");
+    let monitor = hold(&stream);
+    assert_eq!(timeline.set_phase("later"), "");
+    stream.enqueue("in a phase", || Ok(())).expect("enqueued");
+    assert_eq!(timeline.set_phase("last"), "later");
+    monitor.update(|open| *open = true);
+    stream.synchronize(LIMIT).expect("ran");
+    let spans = timeline.take();
+    let phases: Vec<_> = spans.iter().map(|span| (span.label, span.phase)).collect();
+    assert_eq!(phases, [("hold", ""), ("in a phase", "later")]);
+    assert!(spans.iter().all(|span| span.enqueued <= span.start));
+}

@@ -94,7 +94,8 @@ impl ModelStream {
         let mut now = self.now.lock().unwrap();
         let start = *now;
         *now += time;
-        self.spans.lock().unwrap().push(OpSpan { label, stream: Arc::clone(&self.name), start, end: *now });
+        let span = OpSpan { label, stream: Arc::clone(&self.name), start, end: *now, ..OpSpan::default() };
+        self.spans.lock().unwrap().push(span);
     }
 }
 

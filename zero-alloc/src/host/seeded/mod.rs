@@ -26,6 +26,7 @@ use self::checker::{Access, Checker};
 use super::queue::{Item, Op, StreamInfo};
 use super::{HostEvent, HostStream};
 use crate::device::{BlockNote, DeviceError, Stream};
+use crate::timeline::Enqueued;
 pub use checker::{Violation, ViolationKind};
 pub(super) use clock::Clock;
 pub(super) use current::{acquire, block, in_operation, release};
@@ -76,7 +77,7 @@ struct StreamState {
     end: Option<HostEvent>,
     failed: Option<DeviceError>,
     /// The operation that the stream's thread runs next.
-    next: Option<(&'static str, Op)>,
+    next: Option<(Enqueued, Op)>,
     /// The number of the current item in the queue.
     sequence: u64,
     /// Set while the operation waits in a monitor: the progress at that time, and the deadline.
@@ -160,7 +161,7 @@ impl Scheduler {
                     event.reach(stream.failed.clone());
                     return;
                 }
-                Item::Wait(event) => {
+                Item::Wait(_, event) => {
                     if let Some(clock) = event.mark().and_then(Mark::clock) {
                         stream.clock.join(clock);
                     }
@@ -169,12 +170,12 @@ impl Scheduler {
                     }
                     return;
                 }
-                Item::Run(label, op) => {
+                Item::Run(enqueued, op) => {
                     if stream.failed.is_some() {
                         return;
                     }
                     stream.tick(index);
-                    stream.next = Some((label, op));
+                    stream.next = Some((enqueued, op));
                 }
             }
         }
@@ -246,7 +247,7 @@ impl State {
         let can_run = |stream: &StreamState| match &stream.blocked {
             Some((seen, deadline)) => *seen != progress || deadline.is_some_and(|at| Instant::now() >= at),
             None => match stream.queue.front().map(|entry| &entry.item) {
-                Some(Item::Wait(event)) => event.result().is_some(),
+                Some(Item::Wait(_, event)) => event.result().is_some(),
                 Some(_) => true,
                 None => false,
             },

@@ -102,7 +102,7 @@ impl Queue for SeededStream {
         if stream.end.is_some() {
             return Err(self.info.closed());
         }
-        if let Item::Wait(event) = &item
+        if let Item::Wait(_, event) = &item
             && let Some(mark) = event.mark()
         {
             stream.ordered.join(&mark.ordered);
@@ -180,13 +180,13 @@ impl Drop for SeededStream {
 /// The stream's thread: runs each operation when the scheduler selects the stream.
 fn work(scheduler: &Scheduler, index: usize) {
     loop {
-        let (label, op, info) = {
+        let (enqueued, op, info) = {
             let mut state = scheduler.0.state.lock();
             loop {
                 let running = state.running == Some(index);
                 let stream = &mut state.streams[index];
-                if running && let Some((label, op)) = stream.next.take() {
-                    break (label, op, Arc::clone(&stream.info));
+                if running && let Some((enqueued, op)) = stream.next.take() {
+                    break (enqueued, op, Arc::clone(&stream.info));
                 }
                 if stream.end.is_some() && stream.queue.is_empty() && stream.next.is_none() {
                     return;
@@ -194,8 +194,9 @@ fn work(scheduler: &Scheduler, index: usize) {
                 scheduler.0.turn.wait(&mut state);
             }
         };
+        let label = enqueued.label;
         let current = Current::new(scheduler.clone(), index, label);
-        let result = current::with(current, || info.call(label, op));
+        let result = current::with(current, || info.call(enqueued, op));
         let mut state = scheduler.0.state.lock();
         let violation = state.violations.iter().rev().find(|v| v.second == (Arc::clone(&info.name), label));
         let result = match (result, violation) {
