@@ -5,6 +5,8 @@ use zero_alloc::{Purpose, Report};
 use zero_comm::Traffic;
 use zero_comm::overlap::Overlap;
 
+use super::breakdown::Breakdown;
+
 /// One step on one rank; loss and norm are the same on all.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
@@ -32,6 +34,15 @@ pub struct StepMetrics {
     pub memory: MemoryBytes,
     /// Time spent on this rank's streams.
     pub overlap: OverlapMs,
+    /// Tokens of all ranks in all steps so far, those before a resume included.
+    #[serde(default)]
+    pub tokens_seen: u64,
+    /// Seconds until the last step, at the speed of the last steps.
+    #[serde(default)]
+    pub eta_s: f64,
+    /// The wall time by part, if it was requested.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub breakdown: Option<Breakdown>,
 }
 
 /// Compute and communication of a step, in milliseconds, from the streams' timeline.

@@ -5,11 +5,14 @@
 //! one rank; [`run_on_threads`] runs all ranks in this process.
 
 mod batch_loader;
+mod breakdown;
 mod dense;
 mod flags;
 mod gradients;
 mod launch;
+mod memory_trace;
 mod metrics;
+mod phase;
 mod rank;
 mod recorder;
 mod run;
@@ -22,7 +25,9 @@ mod storage;
 mod whole_params;
 mod workload;
 
+pub use breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
+pub use memory_trace::{MemoryPoint, MemoryTrace};
 pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
 pub use rank::Settings;
 pub use recorder::AT_STAGE_3;

@@ -15,6 +15,7 @@ use zero_alloc::device::{Device, DeviceError, Stream};
 use zero_comm::Traffic;
 use zero_shard::ZeroStage;
 
+use super::phase;
 use super::rank::Rank;
 use crate::error::TrainError;
 
@@ -101,7 +102,15 @@ impl<'a, D: Device> Recorder<'a, D> {
             }
         };
         compute.wait(&comm_stream.record()?)?;
-        recorded.graph.launch(compute)?;
+        let in_phase = match part {
+            Part::First | Part::Later => phase::GRAPH,
+            Part::Decision => phase::DECISION,
+            Part::Update => phase::OPTIMIZER,
+        };
+        let before = self.rank.timeline.set_phase(in_phase);
+        let launched = recorded.graph.launch(compute);
+        self.rank.timeline.set_phase(before);
+        launched?;
         Ok(comm_stream.wait(&compute.record()?)?)
     }
 

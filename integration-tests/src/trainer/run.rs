@@ -1,7 +1,7 @@
 //! The training loop of one rank, from the initial weights to the last checkpoint.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use zero_alloc::device::{Device, Stream};
 use zero_alloc::host::OpSpan;
@@ -11,9 +11,12 @@ use zero_optim::{LossScaling, StepOutcome};
 use zero_shard::ZeroStage;
 
 use super::batch_loader::BatchLoader;
+use super::breakdown::{Breakdown, Tracks};
 use super::dense::Dense;
 use super::flags::{self, Flags};
+use super::memory_trace::{MemoryRecord, live};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
+use super::phase::{self, Phased, run_in};
 use super::rank::Rank;
 use super::recorder::{Part, Recorder};
 use super::saver::Saver;
@@ -34,6 +37,37 @@ struct StepResult {
     /// Whether a rank requested to stop.
     stop: bool,
     spans: Vec<OpSpan>,
+    memory: MemoryRecord,
+}
+
+/// What the steps before have left.
+#[derive(Clone, Copy, Debug)]
+struct Before {
+    /// Completed steps.
+    steps: u64,
+    /// Tokens of all ranks.
+    tokens: u64,
+    /// The end of the last step, in the timeline's time.
+    end: Duration,
+    /// Steps of this run.
+    run_steps: u64,
+    /// Seconds a step, with what is done between steps: an average that forgets old steps.
+    step_s: f64,
+}
+
+impl Before {
+    /// The least weight of the newest step in the average.
+    const NEWEST: f64 = 0.2;
+
+    /// Adds a step that ended at `end`.
+    fn add(&mut self, tokens: u64, end: Duration) {
+        let step_s = end.saturating_sub(self.end).as_secs_f64();
+        // The second step replaces the first, which also loads kernels.
+        let newest = (1.0 / self.run_steps.max(1) as f64).max(Self::NEWEST);
+        self.step_s += newest * (step_s - self.step_s);
+        (self.steps, self.run_steps) = (self.steps + 1, self.run_steps + 1);
+        (self.tokens, self.end) = (self.tokens + tokens, end);
+    }
 }
 
 /// Trains on one rank; all ranks call it. Calls `observe` with the metrics of each step.
@@ -97,11 +131,14 @@ impl<D: Device> Runner<'_, D> {
         observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
     ) -> Result<RankSummary, TrainError> {
         let Self { rank, workload, options, .. } = *self;
-        let resumed_at = match &options.resume {
-            Some(dir) => state::restore(rank, stage, &Reader::open(dir)?)?.step,
+        let (resumed_at, tokens_before) = match &options.resume {
+            Some(dir) => {
+                let state = state::restore(rank, stage, &Reader::open(dir)?)?;
+                (state.step, state.tokens_seen.unwrap_or(state.step * self.tokens_per_step()))
+            }
             None => {
                 state::set_weights(rank, stage, |name, range, out| workload.weights(name, range, out))?;
-                0
+                (0, 0)
             }
         };
         let mut saver = match &options.checkpoint {
@@ -109,6 +146,10 @@ impl<D: Device> Runner<'_, D> {
             None => None,
         };
         rank.synchronize()?;
+        // Setting the weights is no part of the first step.
+        drop(rank.timeline.take());
+        let passes = rank.passes.len();
+        let model: &mut dyn Model<D> = &mut Phased { model, timeline: &rank.timeline, passes };
 
         let mut summary = RankSummary {
             step: resumed_at,
@@ -118,7 +159,11 @@ impl<D: Device> Runner<'_, D> {
             checkpoint: None,
             backing_allocations: [0; 2],
             last_spans: Vec::new(),
+            memory: None,
         };
+        let mut memory = MemoryRecord::default();
+        let end = rank.timeline.now();
+        let mut before = Before { steps: resumed_at, tokens: tokens_before, end, run_steps: 0, step_s: 0.0 };
         let mut batches = BatchLoader::new(rank, workload, options);
         let mut backings_after_two = None;
         let mut skipped_in_row = 0;
@@ -126,9 +171,9 @@ impl<D: Device> Runner<'_, D> {
             if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
                 stage::decide_on_device(rank, stage)?;
             }
-            let StepResult { metrics, stop, spans } =
-                self.step(model, stage, recorder, &mut batches, saver.as_mut(), summary.step)?;
-            summary.last_spans = spans;
+            let StepResult { metrics, stop, spans, memory: record } =
+                self.step(model, stage, recorder, &mut batches, saver.as_mut(), &mut before)?;
+            (summary.last_spans, memory) = (spans, record);
             observe(&metrics)?;
             skipped_in_row = if metrics.skipped && self.is_static() { skipped_in_row + 1 } else { 0 };
             if skipped_in_row == MAX_SKIPPED {
@@ -145,7 +190,7 @@ impl<D: Device> Runner<'_, D> {
                 // A checkpoint of weights that may not be finite must not replace an older one.
                 let due = *every > 0 && summary.step.is_multiple_of(*every) && skipped_in_row == 0;
                 if due || summary.cancelled || summary.step == options.steps {
-                    self.save(stage, saver, summary.step)?;
+                    run_in(rank, phase::CHECKPOINT, || self.save(stage, saver, &before))?;
                 }
             }
         }
@@ -153,14 +198,19 @@ impl<D: Device> Runner<'_, D> {
             // No step ran: save the resumed state to the new directory, sharded for these ranks.
             let resumed_here = options.resume.as_ref().is_some_and(|from| from == dir || from.parent() == Some(dir));
             if summary.last.is_none() && !resumed_here {
-                self.save(stage, saver, summary.step)?;
+                self.save(stage, saver, &before)?;
             }
             saver.complete(rank)?;
             summary.checkpoint = saver.newest().map(PathBuf::from);
         }
         rank.synchronize()?;
+        // The update of the last step.
+        summary.last_spans.extend(rank.timeline.take());
         let backings = rank.pool.report().backing_allocations;
         summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
+        if options.log_memory && summary.last.is_some() {
+            summary.memory = Some(memory.trace(&summary.last_spans, rank.compute.name()));
+        }
         Ok(summary)
     }
 
@@ -169,7 +219,13 @@ impl<D: Device> Runner<'_, D> {
         matches!(self.rank.settings.optimizer.loss_scaling, LossScaling::Static { .. })
     }
 
-    /// Runs the step after `done` steps.
+    /// The tokens of all ranks in a step.
+    fn tokens_per_step(&self) -> u64 {
+        let micro_batches = self.rank.comm.world_size() * self.rank.settings.grad_accum_steps;
+        (self.options.micro_batch * self.options.seq_len * micro_batches) as u64
+    }
+
+    /// Runs the next step and adds it to `before`.
     fn step(
         &self,
         model: &mut dyn Model<D>,
@@ -177,28 +233,35 @@ impl<D: Device> Runner<'_, D> {
         recorder: &mut Recorder<'_, D>,
         batches: &mut BatchLoader<'_, D>,
         mut saver: Option<&mut Saver>,
-        done: u64,
+        before: &mut Before,
     ) -> Result<StepResult, TrainError> {
         let Self { rank, options, flags, .. } = *self;
         let grad_accum_steps = rank.settings.grad_accum_steps;
-        let started = Instant::now();
+        let (started, start, done) = (Instant::now(), rank.timeline.now(), before.steps);
         let sent = rank.comm.traffic() + recorder.sent();
         rank.pool.reset_peaks();
+        if options.log_memory {
+            rank.pool.record_changes();
+        }
+        let base = live(&rank.pool.report());
 
+        rank.timeline.set_phase(phase::GRADIENTS);
         rank.pool.device().fill_zero(&rank.compute, model.loss().erase())?;
         for micro in 0..grad_accum_steps {
-            batches.load(model, done, micro)?;
+            run_in(rank, phase::DATA, || batches.load(model, done, micro))?;
             let part = if micro == 0 { Part::First } else { Part::Later };
             recorder.run(part, || stage.micro_batch(rank, model, micro))?;
         }
+        rank.timeline.set_phase(phase::DECISION);
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
         let inputs = StepInputs { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
         recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
         stage.optimizer().expect_outcome(&rank.compute)?;
+        rank.timeline.set_phase(phase::OPTIMIZER);
         recorder.run(Part::Update, || stage.update(rank))?;
         if done + 1 < options.steps {
             // An error recurs when the batch is needed.
-            let _ignored = batches.load(model, done + 1, 0);
+            let _ignored = run_in(rank, phase::DATA, || batches.load(model, done + 1, 0));
         }
         // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2 the gather after
         // the update overlaps the next step's forward.
@@ -208,14 +271,27 @@ impl<D: Device> Runner<'_, D> {
             return Err(failure.into());
         }
         if let (true, Some(saver)) = (flags::ready(outcome.flags()), saver) {
-            saver.advance(rank)?;
+            run_in(rank, phase::CHECKPOINT, || saver.advance(rank))?;
         }
 
-        let streams = [rank.compute.name(), rank.comm_stream.name()];
-        let spans: Vec<_> = rank.timeline.take().into_iter().filter(|s| streams.contains(&&*s.stream)).collect();
+        let host = phase::host_track(rank.comm.rank());
+        let tracks = Tracks { compute: rank.compute.name(), comm: rank.comm_stream.name(), host: &host };
+        let names = [tracks.compute, tracks.comm, tracks.host];
+        let (spans, end) = (rank.timeline.take(), rank.timeline.now());
+        let of_training =
+            |s: &OpSpan| *s.stream != *host && ![phase::CHECKPOINT, phase::VALIDATION].contains(&s.phase);
+        let named = spans.into_iter().filter(|s| names.contains(&&*s.stream));
+        let (mut spans, others): (Vec<_>, Vec<_>) = named.partition(of_training);
+        let overlap = Overlap::of(&spans, tracks.comm);
+        spans.extend(others);
         let step_ms = started.elapsed().as_secs_f64() * 1e3;
+        let breakdown = options.breakdown.then(|| Breakdown::of(&spans, &tracks, before.end..end));
+        let changes = rank.pool.take_changes().into_iter();
+        let changes = changes.map(|change| (rank.timeline.at(change.at), change.purpose, change.bytes as i64)).collect();
+        let memory = MemoryRecord { step: start..end, base, changes };
         let micro_batches = rank.comm.world_size() * grad_accum_steps;
-        let tokens = (options.micro_batch * options.seq_len * micro_batches) as u64;
+        let tokens = self.tokens_per_step();
+        before.add(tokens, end);
         let metrics = StepMetrics {
             step: done + 1,
             loss: outcome.loss() / micro_batches as f64,
@@ -228,7 +304,10 @@ impl<D: Device> Runner<'_, D> {
             tokens_per_s: tokens as f64 / step_ms * 1e3,
             comm_bytes: CommBytes::from((rank.comm.traffic() + recorder.sent()).since(sent)),
             memory: MemoryBytes::from(&rank.pool.report()),
-            overlap: Overlap::of(&spans, rank.comm_stream.name()).into(),
+            overlap: overlap.into(),
+            tokens_seen: before.tokens,
+            eta_s: options.steps.saturating_sub(before.steps) as f64 * before.step_s,
+            breakdown,
         };
         if let StepOutcome::Skipped { overflow, next_loss_scale, .. } = &outcome
             && rank.comm.rank() == 0
@@ -243,15 +322,16 @@ impl<D: Device> Runner<'_, D> {
                 next_loss_scale
             );
         }
-        Ok(StepResult { metrics, stop: flags::stop(outcome.flags()), spans })
+        Ok(StepResult { metrics, stop: flags::stop(outcome.flags()), spans, memory })
     }
 
-    fn save(&self, stage: &mut dyn Stage<D>, saver: &mut Saver, step: u64) -> Result<(), TrainError> {
+    fn save(&self, stage: &mut dyn Stage<D>, saver: &mut Saver, before: &Before) -> Result<(), TrainError> {
         let state = TrainerState {
-            step,
+            step: before.steps,
             progress: stage.optimizer().progress(),
             seed: self.options.seed,
             data_fingerprint: self.workload.data_fingerprint(),
+            tokens_seen: Some(before.tokens),
         };
         state::save(self.rank, stage, saver, &state, &self.workload.model_config(), &self.options.documents)
     }

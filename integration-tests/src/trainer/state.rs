@@ -117,6 +117,9 @@ pub struct TrainerState {
     pub seed: u64,
     /// Checksum of the data.
     pub data_fingerprint: u64,
+    /// Tokens of all ranks in all steps; missing in older checkpoints.
+    #[serde(default)]
+    pub tokens_seen: Option<u64>,
 }
 
 impl TrainerState {

@@ -11,6 +11,7 @@ use zero_alloc::host::OpSpan;
 use zero_ckpt::StoreOptions;
 use zero_shard::UnitSpec;
 
+use super::memory_trace::MemoryTrace;
 use super::metrics::StepMetrics;
 use crate::data::BatchAt;
 use crate::error::TrainError;
@@ -74,6 +75,10 @@ pub struct RunOptions {
     pub documents: BTreeMap<String, serde_json::Value>,
     /// Request to end the run after the current step.
     pub cancel: Arc<AtomicBool>,
+    /// Whether each step's metrics include its wall time by part. On CUDA the device must record a timeline.
+    pub breakdown: bool,
+    /// Whether to log the memory of each step, for [`RankSummary::memory`].
+    pub log_memory: bool,
 }
 
 impl RunOptions {
@@ -101,4 +106,6 @@ pub struct RankSummary {
     pub backing_allocations: [u64; 2],
     /// The operations of the last step with their times.
     pub last_spans: Vec<OpSpan>,
+    /// The memory over the last step, if it was logged.
+    pub memory: Option<MemoryTrace>,
 }

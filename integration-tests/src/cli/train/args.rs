@@ -110,6 +110,10 @@ pub struct TrainArgs {
     /// Save no checkpoint
     #[arg(long, conflicts_with_all = ["checkpoint", "checkpoint_every", "keep_last"])]
     pub no_checkpoint: bool,
+    /// Add the wall time of each step by part (forward, backward, communication, data, ...) and the FLOPs utilization
+    /// to the metrics and the final table; on CUDA two events are recorded for each operation, as for --report
+    #[arg(long)]
+    pub breakdown: bool,
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,

@@ -160,6 +160,7 @@ impl RunSetup {
             auto: BTreeMap::new(),
         };
         notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
+        let breakdown = args.breakdown || file.is_some_and(|file| file.wall_clock_breakdown);
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let setup = Self {
             ranks,
@@ -176,6 +177,8 @@ impl RunSetup {
                 run_id: run,
                 resumed_runs,
                 documents: [(RUN_JSON.to_owned(), record.document())].into(),
+                breakdown,
+                log_memory: breakdown || args.report.is_some(),
             },
             workload: GptWorkload {
                 options: model_options,
@@ -205,9 +208,10 @@ impl RunSetup {
         self.metrics.as_ref().map_or(Ok(()), |path| metrics_file::check(path, &self.options))
     }
 
-    /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a report.
+    /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a report or a
+    /// breakdown.
     pub(super) fn is_recorded(&self) -> bool {
-        self.device.is_none() || self.report.is_some()
+        self.device.is_none() || self.report.is_some() || self.options.breakdown
     }
 }
 

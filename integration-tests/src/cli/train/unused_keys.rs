@@ -38,7 +38,6 @@ pub(super) fn notices(file: &DsConfig) -> Vec<String> {
             "`zero ckpt export` writes whole weights from a checkpoint",
         ),
         (file.steps_per_print.is_some(), "steps_per_print", "every step is in the progress bar and in --metrics"),
-        (file.wall_clock_breakdown, "wall_clock_breakdown", "times are in --metrics and --report"),
     ];
     let set = keys.into_iter().filter(|(is_set, ..)| *is_set);
     set.map(|(_, key, reason)| format!("{key} is not honoured: {reason}")).collect()
@@ -64,7 +63,6 @@ mod tests {
             "zero_optimization.max_reuse_distance",
             "zero_optimization.gather_16bit_weights_on_model_save",
             "steps_per_print",
-            "wall_clock_breakdown",
         ];
         assert_eq!(lines.iter().map(|l| l.split(" is not honoured: ").next().unwrap()).collect::<Vec<_>>(), expected);
         let defaults = r#"{"activation_checkpointing": {"partition_activations": false},

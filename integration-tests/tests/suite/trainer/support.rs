@@ -125,6 +125,8 @@ impl Case {
             keep_last: None,
             resume: self.resume.clone(),
             cancel: Arc::clone(&self.cancel),
+            breakdown: true,
+            log_memory: true,
             ..RunOptions::default()
         }
     }

@@ -1,0 +1,126 @@
+//! The memory of a step over time, by purpose.
+//!
+//! The host allocates and frees while it enqueues, often far ahead of the device. The trace therefore places each block
+//! in the compute stream's time: between the operations that were enqueued before and after it.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use zero_alloc::host::OpSpan;
+use zero_alloc::{Purpose, Report};
+
+/// The memory of one rank over its last step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MemoryTrace {
+    /// The length of the step.
+    pub step: Duration,
+    /// The bytes held at the start, and after each allocated or freed block, in order.
+    pub points: Vec<MemoryPoint>,
+}
+
+/// The bytes held from a moment on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MemoryPoint {
+    /// Time since the start of the step.
+    pub at: Duration,
+    /// The phase of the compute stream's operation that runs then.
+    pub operation: String,
+    /// By purpose, in the order of [`Purpose::ALL`].
+    pub bytes: [u64; 6],
+}
+
+impl MemoryPoint {
+    /// The bytes of all purposes.
+    pub fn total_bytes(&self) -> u64 {
+        self.bytes.iter().sum()
+    }
+}
+
+impl MemoryTrace {
+    /// The first moment with the most bytes; `None` if the trace is empty.
+    pub fn peak(&self) -> Option<&MemoryPoint> {
+        self.points.iter().rev().max_by_key(|point| point.total_bytes())
+    }
+}
+
+/// The changes of a rank's memory in a step.
+#[derive(Clone, Debug, Default)]
+pub(super) struct MemoryRecord {
+    /// The step, in the timeline's time.
+    pub(super) step: Range<Duration>,
+    /// The bytes held at its start, by purpose.
+    pub(super) base: [usize; 6],
+    /// When the host allocated or freed a block, in the timeline's time, its purpose and its bytes (negative if it was
+    /// freed); in order.
+    pub(super) changes: Vec<(Duration, Purpose, i64)>,
+}
+
+/// The bytes that a pool holds now, by purpose.
+pub(super) fn live(report: &Report) -> [usize; 6] {
+    Purpose::ALL.map(|purpose| report.of(purpose).live_bytes)
+}
+
+impl MemoryRecord {
+    /// Places the changes in the time of the compute stream, whose operations are among `spans`.
+    pub(super) fn trace(&self, spans: &[OpSpan], compute: &str) -> MemoryTrace {
+        let mut ops: Vec<&OpSpan> = spans.iter().filter(|s| &*s.stream == compute && s.label != "wait").collect();
+        ops.sort_by_key(|op| op.enqueued);
+        let within = |at: Duration| at.clamp(self.step.start, self.step.end.max(self.step.start));
+        let next_op = |change: &(Duration, Purpose, i64)| ops.partition_point(|op| op.enqueued <= change.0);
+        let name = |op: usize| ops.get(op).or(ops.last()).map_or("", |op| op.phase).to_owned();
+        let mut bytes = self.base.map(|bytes| bytes as i64);
+        let mut points = Vec::with_capacity(self.changes.len() + 1);
+        let mut add = |at: Duration, op: usize, bytes: &[i64; 6]| {
+            let bytes = bytes.map(|bytes| bytes.max(0) as u64);
+            points.push(MemoryPoint { at: at.saturating_sub(self.step.start), operation: name(op), bytes });
+        };
+        add(self.step.start, ops.partition_point(|op| op.end <= self.step.start), &bytes);
+        for gap in self.changes.chunk_by(|a, b| next_op(a) == next_op(b)) {
+            let next = next_op(&gap[0]);
+            let start = next.checked_sub(1).map_or(self.step.start, |before| within(ops[before].end));
+            let end = ops.get(next).map_or(self.step.end, |op| within(op.start)).max(start);
+            for (i, (_, purpose, change)) in gap.iter().enumerate() {
+                bytes[*purpose as usize] += change;
+                let part = (i + 1) as f64 / (gap.len() + 1) as f64;
+                add(start + (end - start).mul_f64(part), next, &bytes);
+            }
+        }
+        MemoryTrace { step: self.step.end.saturating_sub(self.step.start), points }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_are_placed_between_operations() {
+        let ms = Duration::from_millis;
+        let op = |phase, enqueued, start, end| OpSpan {
+            label: "op",
+            phase,
+            enqueued: ms(enqueued),
+            stream: "compute".into(),
+            start: ms(start),
+            end: ms(end),
+        };
+        // The operation before the step is the previous step's update.
+        let spans = [op("optimizer", 1, 50, 104), op("forward", 3, 110, 140), op("backward", 6, 140, 180)];
+        let change = |at, bytes| (ms(at), Purpose::Buckets, bytes);
+        let record = MemoryRecord {
+            step: ms(100)..ms(200),
+            base: [7, 0, 0, 0, 0, 0],
+            changes: vec![change(2, 10), change(2, 20), change(5, -10), change(7, -20)],
+        };
+        let trace = record.trace(&spans, "compute");
+        let seen: Vec<_> =
+            trace.points.iter().map(|p| (p.at.as_millis(), p.operation.as_str(), p.total_bytes())).collect();
+        let expected =
+            [(0, "optimizer", 7), (6, "forward", 17), (8, "forward", 37), (40, "backward", 27), (90, "backward", 7)];
+        assert_eq!(seen, expected);
+        assert_eq!(trace.step, ms(100));
+        let peak = trace.peak().unwrap();
+        assert_eq!((peak.total_bytes(), peak.bytes[Purpose::Buckets as usize]), (37, 30));
+    }
+}
