@@ -287,7 +287,8 @@ impl<D: Device> Runner<'_, D> {
         let step_ms = started.elapsed().as_secs_f64() * 1e3;
         let breakdown = options.breakdown.then(|| Breakdown::of(&spans, &tracks, before.end..end));
         let changes = rank.pool.take_changes().into_iter();
-        let changes = changes.map(|change| (rank.timeline.at(change.at), change.purpose, change.bytes as i64)).collect();
+        let changes =
+            changes.map(|change| (rank.timeline.at(change.at), change.purpose, change.bytes as i64)).collect();
         let memory = MemoryRecord { step: start..end, base, changes };
         let micro_batches = rank.comm.world_size() * grad_accum_steps;
         let tokens = self.tokens_per_step();
