@@ -18,7 +18,8 @@ pub(crate) use loom_locks::{Condvar, Mutex, MutexGuard, thread_number};
 
 #[cfg(loom)]
 mod loom_locks {
-    //! parking_lot's interface over loom's types. Time does not pass in a model, so limits never expire.
+    //! parking_lot's interface over loom's types. Time does not pass in a model: a limit of zero expires whenever a
+    //! thread waits with it, and no other limit expires.
 
     use std::ops::{Deref, DerefMut};
     use std::time::Instant;
@@ -67,11 +68,11 @@ mod loom_locks {
     #[derive(Debug, Default)]
     pub(crate) struct Condvar(loom::sync::Condvar);
 
-    pub(crate) struct Waited;
+    pub(crate) struct Waited(bool);
 
     impl Waited {
         pub(crate) fn timed_out(&self) -> bool {
-            false
+            self.0
         }
     }
 
@@ -85,9 +86,12 @@ mod loom_locks {
             guard.0 = Some(self.0.wait(held).expect("no thread of a model panics"));
         }
 
-        pub(crate) fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, _deadline: Instant) -> Waited {
-            self.wait(guard);
-            Waited
+        pub(crate) fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, deadline: Instant) -> Waited {
+            let expired = deadline <= Instant::now();
+            if !expired {
+                self.wait(guard);
+            }
+            Waited(expired)
         }
 
         pub(crate) fn notify_one(&self) {

@@ -2,9 +2,10 @@
 //! `RUSTFLAGS="--cfg loom" cargo test -p zero-comm --lib --release loom_tests`.
 //!
 //! Monitors use loom's primitives. The lock of `Shared` is an ordinary mutex that is never held while a monitor is
-//! used, so loom can treat its critical sections as atomic.
+//! used; each of its critical sections is one step for loom, which explores their orders.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use loom::sync::atomic::{AtomicBool, Ordering};
 use loom::thread;
@@ -27,8 +28,12 @@ struct Watched {
 
 impl Watched {
     fn new() -> Arc<Self> {
+        Self::with_options(CommOptions::default())
+    }
+
+    fn with_options(options: CommOptions) -> Arc<Self> {
         let flags = || [AtomicBool::new(false), AtomicBool::new(false)];
-        let shared = Arc::new(Shared::new(2, CommOptions::default()));
+        let shared = Arc::new(Shared::new(2, options));
         Arc::new(Self { shared, entered: flags(), worked: flags(), left: flags() })
     }
 
@@ -78,6 +83,38 @@ fn failure_ends_both_and_no_buffer_is_in_use() {
             assert!(result == Ok(()) || result == Err(aborted()));
         }
         assert_eq!(failing.join().expect("it ends"), aborted());
+    });
+}
+
+/// With a limit of zero, a rank that waits is late at any point: it stays as long as its peer uses its buffers.
+#[test]
+fn late_rank_stays_while_its_buffers_are_in_use() {
+    loom::model(|| {
+        let watched = Watched::with_options(CommOptions { limit: Duration::ZERO });
+        let other = Arc::clone(&watched);
+        let peer = thread::spawn(move || other.run(1));
+        for result in [watched.run(0), peer.join().expect("it ends")] {
+            assert!(matches!(result, Ok(()) | Err(CommError::Stalled { .. })), "{result:?}");
+        }
+    });
+}
+
+/// The same, while a third thread fails the world.
+#[test]
+fn failure_of_late_rank_leaves_no_buffer_in_use() {
+    let mut bounded = loom::model::Builder::new();
+    bounded.preemption_bound = Some(2);
+    bounded.check(|| {
+        let watched = Watched::with_options(CommOptions { limit: Duration::ZERO });
+        let (other, third) = (Arc::clone(&watched), Arc::clone(&watched));
+        let peer = thread::spawn(move || other.run(1));
+        let failing = thread::spawn(move || third.shared.fail(aborted()));
+        let results = [watched.run(0), peer.join().expect("it ends")];
+        let ends = |r: &Result<(), CommError>| {
+            matches!(r, Ok(()) | Err(CommError::Stalled { .. } | CommError::Aborted { .. }))
+        };
+        assert!(results.iter().all(ends), "{results:?}");
+        failing.join().expect("it ends");
     });
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::num::NonZero;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use zero_alloc::host::SpinPolicy;
 
 use super::slot::Slot;
@@ -33,6 +33,9 @@ pub(super) struct Shared {
     /// How a rank spins before it sleeps.
     spin: SpinPolicy,
     state: Mutex<State>,
+    /// Lets loom explore all orders of the critical sections of `state`, which is an ordinary mutex.
+    #[cfg(all(loom, test))]
+    order: loom::sync::atomic::AtomicUsize,
 }
 
 impl Shared {
@@ -47,13 +50,27 @@ impl Shared {
         } else {
             SpinPolicy { rounds: 3, spins: 0 }
         };
-        Self { world_size, options, splits: Splits::default(), spin, state: Mutex::new(state) }
+        Self {
+            world_size,
+            options,
+            splits: Splits::default(),
+            spin,
+            state: Mutex::new(state),
+            #[cfg(all(loom, test))]
+            order: loom::sync::atomic::AtomicUsize::default(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        #[cfg(all(loom, test))]
+        self.order.fetch_add(1, loom::sync::atomic::Ordering::SeqCst);
+        self.state.lock()
     }
 
     /// Fails the world and those split from it; returns the first failure.
     pub(super) fn fail(&self, error: CommError) -> CommError {
         let (failure, slots, children) = {
-            let mut state = self.state.lock();
+            let mut state = self.state();
             let failure = state.failure.get_or_insert(error).clone();
             (failure, state.slots.values().cloned().collect::<Vec<_>>(), std::mem::take(&mut state.children))
         };
@@ -66,12 +83,12 @@ impl Shared {
     }
 
     pub(super) fn failure(&self) -> Option<CommError> {
-        self.state.lock().failure.clone()
+        self.state().failure.clone()
     }
 
     /// The number of collectives that `rank` has reached.
     pub(super) fn reached(&self, rank: usize) -> u64 {
-        self.state.lock().reached[rank]
+        self.state().reached[rank]
     }
 
     /// Returns the slot of collective `sequence`, which `rank` has reached with `call`.
@@ -80,7 +97,7 @@ impl Shared {
     /// The world has failed, or a rank has left before this collective ([`Shared::leave`] fails only the slots that
     /// are open then).
     pub(super) fn open(&self, sequence: u64, rank: usize, call: &Call) -> Result<Arc<Slot>, CommError> {
-        let mut state = self.state.lock();
+        let mut state = self.state();
         if let Some(error) = &state.failure {
             return Err(error.clone());
         }
@@ -96,13 +113,13 @@ impl Shared {
 
     /// Removes a collective that all ranks have completed.
     pub(super) fn retire(&self, sequence: u64) {
-        self.state.lock().slots.remove(&sequence);
+        self.state().slots.remove(&sequence);
     }
 
     /// Records that `rank` leaves after `done` collectives; fails a later one in which others wait.
     pub(super) fn leave(&self, rank: usize, done: u64) {
         let waiting = {
-            let mut state = self.state.lock();
+            let mut state = self.state();
             state.left[rank] = Some(done);
             state.slots.iter().find(|(sequence, _)| **sequence >= done).map(|(&s, slot)| (s, Arc::clone(slot)))
         };
@@ -115,12 +132,12 @@ impl Shared {
 
     /// Whether `rank` has left.
     pub(super) fn has_left(&self, rank: usize) -> bool {
-        self.state.lock().left[rank].is_some()
+        self.state().left[rank].is_some()
     }
 
     /// Adds `child`, to which this world's failures propagate.
     pub(super) fn adopt(&self, child: &Arc<Self>) {
-        let mut state = self.state.lock();
+        let mut state = self.state();
         state.children.retain(|child| child.strong_count() > 0);
         state.children.push(Arc::downgrade(child));
         let failure = state.failure.clone();

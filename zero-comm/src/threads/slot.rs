@@ -42,16 +42,6 @@ pub(super) struct Slot {
     monitor: Monitor<State>,
 }
 
-/// The result of the wait for the other ranks.
-#[derive(Debug)]
-pub(super) enum Arrival {
-    /// All ranks have posted these buffers. This rank does its share now, then must call [`Slot::finish`] or
-    /// [`Slot::break_off`].
-    Work(Vec<Posted>),
-    /// The limit passed; these ranks are missing.
-    Late(Vec<usize>),
-}
-
 impl Slot {
     pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, spin: SpinPolicy) -> Self {
         let state = State { posted: vec![None; world_size], ..State::default() };
@@ -87,25 +77,33 @@ impl Slot {
         Ok(())
     }
 
-    /// Waits until all ranks have posted, for at most `limit`. This rank must have posted.
+    /// Waits until all ranks have posted, for at most `limit`; `None` if it passed. This rank must have posted. It then
+    /// does its share, and must call [`Slot::finish`] or [`Slot::break_off`].
     ///
     /// # Errors
     /// The failure that ended the collective; the rank's buffers are unused.
-    pub(super) fn arrive(&self, limit: Duration) -> Result<Arrival, CommError> {
+    pub(super) fn arrive(&self, limit: Duration) -> Result<Option<Vec<Posted>>, CommError> {
         let ready = |state: &mut State| {
             if state.failure.is_none() && state.arrived == state.posted.len() {
                 state.working += 1;
-                return Some(Ok(Arrival::Work(state.posted.iter().flatten().copied().collect())));
+                return Some(Ok(Some(state.posted.iter().flatten().copied().collect())));
             }
             state.failure.clone().filter(|_| state.working == 0).map(Err)
         };
-        match self.monitor.wait_until(limit, String::new, ready) {
-            Ok(result) => result,
-            Err(_) => Ok(Arrival::Late(
-                self.monitor
-                    .update(|state| (0..state.posted.len()).filter(|&rank| state.posted[rank].is_none()).collect()),
-            )),
-        }
+        self.monitor.wait_until(limit, String::new, ready).unwrap_or(Ok(None))
+    }
+
+    /// Like [`Slot::arrive`] without a limit, when all ranks have arrived or the world has failed. It ends: no rank
+    /// starts to work after a failure, and those that work run a finite loop over memory. Until they end they access
+    /// this rank's buffers, so a limit would be unsound.
+    pub(super) fn arrive_or_fail(&self) -> Result<Vec<Posted>, CommError> {
+        // `Duration::MAX` never times out.
+        self.arrive(Duration::MAX).map(Option::unwrap_or_default)
+    }
+
+    /// The ranks that have not posted.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        self.monitor.update(|state| (0..state.posted.len()).filter(|&rank| state.posted[rank].is_none()).collect())
     }
 
     /// Records that this rank has done its share, and waits until all have. Returns whether it was the last.

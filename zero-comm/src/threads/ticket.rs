@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::shared::Shared;
-use super::slot::{Arrival, Posted, Slot};
+use super::slot::{Posted, Slot};
 use crate::CommError;
 use crate::call::{Call, Checked};
 
@@ -74,18 +74,16 @@ impl Ticket {
         let (sequence, rank, limit) = (self.sequence, self.rank, self.shared.options.limit);
         let slot = self.shared.open(sequence, rank, &self.checked.call)?;
         slot.post(rank, &self.checked).map_err(|error| self.shared.fail(error))?;
-        let mut arrival = slot.arrive(limit)?;
-        if let Arrival::Late(missing) = arrival {
-            if let Some(&rank) = missing.first() {
-                let done = self.shared.reached(rank);
-                self.shared.fail(CommError::Stalled { sequence, call: self.call(), rank, limit, done });
+        let posted = match slot.arrive(limit)? {
+            Some(posted) => posted,
+            None => {
+                if let Some(&rank) = slot.missing().first() {
+                    let done = self.shared.reached(rank);
+                    self.shared.fail(CommError::Stalled { sequence, call: self.call(), rank, limit, done });
+                }
+                slot.arrive_or_fail()?
             }
-            // All ranks have arrived meanwhile, or the world has failed: this returns without waiting.
-            arrival = slot.arrive(limit)?;
-        }
-        match arrival {
-            Arrival::Work(posted) => Ok((slot, posted)),
-            Arrival::Late(_) => Err(CommError::Peer { rank, message: "late twice".to_owned() }),
-        }
+        };
+        Ok((slot, posted))
     }
 }
