@@ -184,7 +184,7 @@ fn low_live_parameter_limit_is_raised() {
     let (wide, expected) = run(1_000_000_000, "wide");
     assert!(!wide.contains("max_live_parameters"), "{wide}");
     for limit in [0, 100] {
-        let (out, losses) = run(limit, "narrow");
+        let (out, losses) = run(limit, &format!("narrow-{limit}"));
         assert!(out.contains(&format!("stage3_max_live_parameters {limit} is less")), "{out}");
         assert_eq!(losses, expected);
     }
@@ -271,29 +271,11 @@ fn bad_checkpoints_are_rejected() {
     fails(
         &run_tiny(dir.path(), &["--resume", "imported"]),
         2,
-        &["imported", "no training state to resume", "export", "--model"],
+        &["imported", "no training state to resume", "--model imported/step-00000000"],
     );
     let other = ["--model", "nano", "--resume", "a", "--steps", "4", "--seq-len", "32"];
     fails(&run_tiny(dir.path(), &other), 2, &["another model"]);
     succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
-    // The newest checkpoint is damaged: the older one is used only if --resume names it.
-    let shard = dir.path().join("a/step-00000004/shard-00001-of-00002.safetensors");
-    let mut bytes = std::fs::read(&shard).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    std::fs::write(&shard, bytes).unwrap();
-    let newest = ["--resume", "a", "--checkpoint", "b", "--steps", "5"];
-    fails(&run_tiny(dir.path(), &newest), 1, &["step-00000004", "damaged", "--resume DIR/step-N"]);
-    let older = ["--resume", "a/step-00000003", "--checkpoint", "b", "--steps", "5"];
-    succeeds(&run_tiny(dir.path(), &older));
-    // An incomplete checkpoint is skipped with a note by a resume and is an error of `verify`.
-    std::fs::remove_file(&shard).unwrap();
-    succeeds(&run_tiny(dir.path(), &newest));
-    fails(&zero(dir.path(), &["ckpt", "verify", "a"]), 1, &["skipped", "step-00000004/shard-00001-of-00002"]);
-    succeeds(&zero(dir.path(), &["ckpt", "verify", "a/step-00000003"]));
-    // A folder with checkpoints of another model is rejected before the first step.
-    let into_other = ["--model", "nano", "--checkpoint", "a", "--metrics", "m", "--seq-len", "32"];
-    fails(&run_tiny(dir.path(), &into_other), 1, &["another model"]);
-    assert_eq!(std::fs::read_to_string(dir.path().join("m")).unwrap(), "");
 }
 
 /// The error names the cause, and the previous checkpoint stays valid.

@@ -9,4 +9,5 @@ mod oracle;
 mod place;
 mod plan_and_train;
 mod record;
+mod store;
 mod trainer;
