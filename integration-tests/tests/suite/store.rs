@@ -195,7 +195,7 @@ fn damaged_checkpoints_are_passed_over() {
 #[test]
 fn demonstration_runs_again() {
     let dir = temp();
-    fs::write(dir.path().join("text.txt"), "To be, or not to be, that is the question.\n".repeat(40)).unwrap();
+    fs::write(dir.path().join("text.txt"), "To be, or not to be, that is the question.\n".repeat(2000)).unwrap();
     let run = || {
         let size = ["--steps", "1", "--ranks", "1", "--seq-len", "16", "--micro-batch", "1"];
         succeeds(&zero(dir.path(), &[&["train"], &size[..]].concat()))

@@ -16,7 +16,8 @@ pub struct TrainArgs {
     /// A text file, a folder of texts, or u16 tokens (.bin) [default: the texts in the current folder]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
-    /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, or a Hugging Face GPT-2 folder [default: nano]
+    /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, or a Hugging Face GPT-2 folder, or a folder of checkpoints
+    /// (its weights only) [default: nano]
     #[arg(long, value_name = "PRESET|HF_DIR")]
     pub model: Option<String>,
     /// Ranks of the data-parallel group [default: 4; on CUDA one per GPU]
@@ -64,7 +65,8 @@ pub struct TrainArgs {
     /// Seed of the initial weights and of the order of text data [default: 0]
     #[arg(long, value_name = "S")]
     pub seed: Option<u64>,
-    /// Save a checkpoint here at the end [default: checkpoints/, or checkpoints-2/ and so on if that is in use]
+    /// Save a checkpoint here at the end; the folder must not hold checkpoints of another run [default: that of --resume;
+    /// checkpoints/, or checkpoints-2/ and so on if that is in use]
     #[arg(long, value_name = "DIR")]
     pub checkpoint: Option<PathBuf>,
     /// Also save every N steps; 0 disables [default: 0]
@@ -76,7 +78,7 @@ pub struct TrainArgs {
     /// Resume from the newest complete checkpoint in this folder
     #[arg(long, value_name = "DIR")]
     pub resume: Option<PathBuf>,
-    /// Write one JSON object per step
+    /// Write one JSON object per step; a resumed run appends to its file
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
     /// Write the final table, all figures as JSON, the loss curve and a timeline of rank 0's last step here
