@@ -95,11 +95,14 @@ fn resumed_metrics_are_appended() {
     let before = modified();
     succeeds(&resume(&["--steps", "4"]));
     assert_eq!((fs::read_to_string(&path).unwrap(), modified()), (first.clone(), before));
+    succeeds(&run_tiny(dir.path(), &["--resume", "d", "--steps", "4", "--metrics", "new"]));
+    assert!(!dir.path().join("new").exists());
 
     // A crash left a line of a step after the newest checkpoint, and a part of the next line.
     let fifth = first.lines().last().unwrap().replacen("\"step\":4", "\"step\":5", 1);
     fs::write(&path, format!("{first}{fifth}\n{}", &fifth[..40])).unwrap();
-    succeeds(&resume(&["--steps", "6"]));
+    let out = succeeds(&resume(&["--steps", "6"]));
+    assert!(out.contains("m: 1 lines of steps after 4 are replaced"), "{out}");
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.starts_with(&first) && !text.contains(&fifth), "{text}");
     assert_eq!(numbers(&path), [1, 2, 3, 4, 5, 6]);

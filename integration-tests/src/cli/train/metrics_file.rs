@@ -48,26 +48,30 @@ struct Line {
     _comm_bytes: IgnoredAny,
 }
 
-/// Checks that a run may write to `path`: the file is new or empty, or a resumed run continues it.
+/// Checks that a run may write to `path`: the file is new or empty, or a run resumed at `first_step` continues it.
+/// Returns a note about the lines that the run will replace.
 ///
 /// # Errors
 /// As [`check_lines`].
-pub(super) fn check(path: &Path, options: &RunOptions) -> Result<(), CliError> {
+pub(super) fn check(path: &Path, options: &RunOptions, first_step: u64) -> Result<Option<String>, CliError> {
     let runs: Vec<&str> = options.resumed_runs.iter().chain([&options.run_id]).map(String::as_str).collect();
-    check_lines(path, options.resume.is_some().then_some(&*runs))
+    let steps = check_lines(path, options.resume.is_some().then_some(&*runs))?;
+    let later = steps.into_iter().filter(|step| *step > first_step && first_step < options.steps).count();
+    let note = || format!("{}: {later} lines of steps after {first_step} are replaced", path.display());
+    Ok((later > 0).then(note))
 }
 
 /// Checks that the file is new or empty, or that `resumed` has the runs of all lines. Lines of older versions have no
-/// run.
+/// run. Returns the steps of the lines.
 ///
 /// # Errors
 /// Exit code 2; the file stays as it is.
-fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<(), CliError> {
+fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<Vec<u64>, CliError> {
     let usage = |why: String| Err(CliError::Usage(format!("--metrics {}: {why}", path.display())));
     let text = match path.metadata() {
         // Such as a pipe or /dev/null.
-        Ok(meta) if !meta.is_file() && !meta.is_dir() => return Ok(()),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Ok(meta) if !meta.is_file() && !meta.is_dir() => return Ok(Vec::new()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         _ => match fs::read(path) {
             Ok(text) => text,
             Err(e) => return usage(format!("failed to read the file: {e}")),
@@ -88,7 +92,7 @@ fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<(), CliError> {
         Some(resumed) if !runs.iter().all(|run| resumed.contains(run)) => {
             usage(format!("the file holds steps of another run than the resumed one ({names}); name another file"))
         }
-        _ => Ok(()),
+        _ => Ok(lines.iter().map(|(line, _)| line.step).collect()),
     }
 }
 

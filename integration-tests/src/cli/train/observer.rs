@@ -24,8 +24,10 @@ pub(super) struct Observer {
 impl Observer {
     pub(super) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let metrics = match &setup.metrics {
-            Some(path) => Some(MetricsFile::new(path, &setup.options.run_id)?),
-            None => None,
+            Some(path) if setup.first_step < setup.options.steps => {
+                Some(MetricsFile::new(path, &setup.options.run_id)?)
+            }
+            _ => None,
         };
         if let Some(dir) = &setup.report {
             fs::create_dir_all(dir)

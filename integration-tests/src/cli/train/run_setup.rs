@@ -162,7 +162,7 @@ impl RunSetup {
         notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
         let breakdown = args.breakdown || file.is_some_and(|file| file.wall_clock_breakdown);
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let setup = Self {
+        let mut setup = Self {
             ranks,
             device,
             options: RunOptions {
@@ -201,11 +201,14 @@ impl RunSetup {
     }
 
     /// Checks that the run may write to the folder of checkpoints and to the metrics file.
-    fn check_outputs(&self) -> Result<(), CliError> {
+    fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
         }
-        self.metrics.as_ref().map_or(Ok(()), |path| metrics_file::check(path, &self.options))
+        if let Some(path) = &self.metrics {
+            self.notices.extend(metrics_file::check(path, &self.options, self.first_step)?);
+        }
+        Ok(())
     }
 
     /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a report or a
