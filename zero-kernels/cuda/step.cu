@@ -21,7 +21,8 @@ struct StepConfig {
     double max_grad_norm;
     double min_scale;
     u64 window;
-    u64 micro_batches;
+    u32 micro_batches;
+    u32 bias_correction;
     u64 first_position;
     u32 dynamic;
     u32 hysteresis;
@@ -102,7 +103,9 @@ __device__ __forceinline__ double power(double base, u64 exponent) {
 __device__ __forceinline__ bool count_step(const StepConfig &config, StepState &s, bool overflow) {
     if (config.dynamic) {
         if (overflow) {
-            if (s.hysteresis_left > 1) {
+            if (config.hysteresis == 0) {
+                // The scale never halves.
+            } else if (s.hysteresis_left > 1) {
                 s.hysteresis_left -= 1;
             } else if (s.loss_scale <= config.min_scale && config.fail_at_min) {
                 return false;
@@ -169,8 +172,13 @@ extern "C" __global__ void advance_step(const RankStats *ranks, u64 rank_count, 
         u64 t = s.adam_steps + 1;
         scalars->grad_scale = (float)__ddiv_rn(record.clip, divisor);
         scalars->lr = (float)record.lr;
-        scalars->step_size = (float)__ddiv_rn(record.lr, __dsub_rn(1.0, power(now.beta1, t)));
-        scalars->bias_correction2_sqrt = (float)__dsqrt_rn(__dsub_rn(1.0, power(now.beta2, t)));
+        double correction1 = 1.0, correction2 = 1.0;
+        if (config.bias_correction) {
+            correction1 = __dsub_rn(1.0, power(now.beta1, t));
+            correction2 = __dsub_rn(1.0, power(now.beta2, t));
+        }
+        scalars->step_size = (float)__ddiv_rn(record.lr, correction1);
+        scalars->bias_correction2_sqrt = (float)__dsqrt_rn(correction2);
         scalars->one_minus_beta1 = (float)__dsub_rn(1.0, now.beta1);
         scalars->beta2 = (float)now.beta2;
         scalars->one_minus_beta2 = (float)__dsub_rn(1.0, now.beta2);

@@ -28,7 +28,8 @@ impl Tensor {
     }
 }
 
-const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+const HYPER: AdamHyper =
+    AdamHyper { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, decoupled: true, bias_correction: true };
 
 /// One AdamW step: fp32 master and moments, bf16 gradient in, bf16 parameter out.
 ///

@@ -12,7 +12,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let len = 1 << 20;
     let (mut master, mut m, mut v) = (vec![1f32; len], vec![0f32; len], vec![0f32; len]);
     let (mut grad, mut param) = (vec![bf16::from_f32(0.01); len], vec![bf16::ZERO; len]);
-    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+    let hyper =
+        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true, bias_correction: true };
     let mut scalars = [StepScalars::new(1, 1e-3, &hyper, 1.0)];
     let mut stats = [GradStats::default()];
 

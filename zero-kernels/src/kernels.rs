@@ -82,9 +82,9 @@ pub struct StepScalars {
     pub grad_scale: f32,
     /// Learning rate, for the decay.
     pub lr: f32,
-    /// lr / (1 - beta1^t), divided in fp64.
+    /// lr / (1 - beta1^t), divided in fp64; lr without bias correction.
     pub step_size: f32,
-    /// sqrt(1 - beta2^t).
+    /// sqrt(1 - beta2^t); 1 without bias correction.
     pub bias_correction2_sqrt: f32,
     /// 1 - beta1, subtracted in fp64 and then rounded, like all values derived from the betas.
     pub one_minus_beta1: f32,
@@ -99,16 +99,18 @@ pub struct StepScalars {
 impl StepScalars {
     /// The scalars of Adam's step `t`, counted from 1, at learning rate `lr`.
     pub fn new(t: u64, lr: f64, hyper: &AdamHyper, grad_scale: f64) -> Self {
-        Self::with_rates(t, &StepRates { lr, beta1: hyper.beta1, beta2: hyper.beta2 }, grad_scale)
+        let rates = StepRates { lr, beta1: hyper.beta1, beta2: hyper.beta2 };
+        Self::with_rates(t, &rates, hyper.bias_correction, grad_scale)
     }
 
-    pub(crate) fn with_rates(t: u64, rates: &StepRates, grad_scale: f64) -> Self {
+    pub(crate) fn with_rates(t: u64, rates: &StepRates, bias_correction: bool, grad_scale: f64) -> Self {
         let &StepRates { lr, beta1, beta2 } = rates;
+        let correction = |beta| if bias_correction { 1.0 - power(beta, t) } else { 1.0 };
         Self {
             grad_scale: grad_scale as f32,
             lr: lr as f32,
-            step_size: (lr / (1.0 - power(beta1, t))) as f32,
-            bias_correction2_sqrt: (1.0 - power(beta2, t)).sqrt() as f32,
+            step_size: (lr / correction(beta1)) as f32,
+            bias_correction2_sqrt: correction(beta2).sqrt() as f32,
             one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
             one_minus_beta2: (1.0 - beta2) as f32,
@@ -135,6 +137,13 @@ pub struct AdamHyper {
     pub weight_decay: f64,
     /// AdamW (decoupled decay) if true, Adam with L2 if false.
     pub decoupled: bool,
+    /// Whether the moments are corrected for their start at 0, as in the paper.
+    #[serde(default = "yes")]
+    pub bias_correction: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl AdamHyper {

@@ -14,7 +14,7 @@
 //! `DynamicLossScaler` (0.19.8):
 //!
 //! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; above 1 the hysteresis is reduced by
-//!   1.
+//!   1. With a hysteresis of 0 in the settings the scale never halves.
 //! - **good step**: after `window` good steps since the last overflow, and every `window` after that, the scale
 //!   doubles and the hysteresis is reset. With `consecutive_hysteresis` every good step resets it.
 //!
@@ -73,12 +73,14 @@ pub struct StepConfig {
     /// Good steps in a row until the loss scale doubles; at least 1.
     pub window: u64,
     /// Micro-batches summed in a step.
-    pub micro_batches: u64,
+    pub micro_batches: u32,
+    /// Nonzero if Adam's moments are corrected for their start at 0.
+    pub bias_correction: u32,
     /// The schedule position of the first entry in the table of rates.
     pub first_position: u64,
     /// Nonzero if the loss scale is dynamic.
     pub dynamic: u32,
-    /// Overflows until the loss scale halves; at least 1.
+    /// Overflows until the loss scale halves; with 0 it never does.
     pub hysteresis: u32,
     /// Nonzero if every good step resets the hysteresis.
     pub consecutive_hysteresis: u32,
@@ -138,7 +140,9 @@ impl StepState {
     pub fn count_step(&mut self, config: &StepConfig, overflow: bool) -> bool {
         if config.dynamic != 0 {
             if overflow {
-                if self.hysteresis_left > 1 {
+                if config.hysteresis == 0 {
+                    // DeepSpeed's counter starts at 0 and only falls, so it never gets to 1.
+                } else if self.hysteresis_left > 1 {
                     self.hysteresis_left -= 1;
                 } else if self.loss_scale <= config.min_scale && config.fail_at_min != 0 {
                     return false;
@@ -257,10 +261,11 @@ pub fn advance_step(
                 state.halted = StepState::AT_MINIMUM;
             }
         } else {
-            let divisor = state.loss_scale * ranks.len() as f64 * config.micro_batches as f64;
+            let divisor = state.loss_scale * ranks.len() as f64 * f64::from(config.micro_batches);
             let (grad_norm, max) = (sum_sq.sqrt() / divisor, config.max_grad_norm);
             let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
-            scalars = StepScalars::with_rates(state.adam_steps + 1, rates, clip / divisor);
+            scalars =
+                StepScalars::with_rates(state.adam_steps + 1, rates, config.bias_correction != 0, clip / divisor);
             (record.grad_norm, record.clip, record.skipped) = (grad_norm, clip, 0);
             state.count_step(config, false);
         }

@@ -214,7 +214,8 @@ impl<D: Device> ShardedAdamW<D> {
         let second_moment = view(&self.second_moment).typed::<f32>()?;
         let master = self.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
         let join = self.device.kind() == DeviceKind::Cuda;
-        for SubGroup { state, slices } in sub_groups(&self.segments, units, join) {
+        let max_elems = self.controller.config().sub_group_elems;
+        for SubGroup { state, slices } in sub_groups(&self.segments, units, join, max_elems) {
             let (master, param_out) = match master {
                 Some(master) => (master.slice(state.clone()), Some(slices.param)),
                 None => (slices.param.typed::<f32>()?, None),

@@ -22,17 +22,32 @@ pub struct OptimizerConfig {
     pub max_grad_norm: f64,
     /// The loss scale.
     pub loss_scaling: LossScaling,
+    /// The greatest number of elements that one launch updates; at least 1. It does not change the results.
+    #[serde(skip, default = "no_limit")]
+    pub sub_group_elems: usize,
+}
+
+fn no_limit() -> usize {
+    usize::MAX
 }
 
 impl Default for OptimizerConfig {
     /// PyTorch's AdamW at a constant rate of 1e-3, without decay, clipping or scaling.
     fn default() -> Self {
         Self {
-            hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true },
+            hyper: AdamHyper {
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.0,
+                decoupled: true,
+                bias_correction: true,
+            },
             lr: 1e-3,
             schedule: LrSchedule::Constant,
             max_grad_norm: 0.0,
             loss_scaling: LossScaling::NONE,
+            sub_group_elems: usize::MAX,
         }
     }
 }
@@ -52,6 +67,7 @@ impl OptimizerConfig {
         from_zero("weight_decay", self.hyper.weight_decay)?;
         from_zero("lr", self.lr)?;
         from_zero("max_grad_norm", self.max_grad_norm)?;
+        OptimError::check(self.sub_group_elems > 0, "sub_group_elems", 0.0, "at least 1")?;
         self.schedule.check()?;
         self.loss_scaling.check()
     }
@@ -70,7 +86,8 @@ impl OptimizerConfig {
             max_grad_norm: self.max_grad_norm,
             min_scale: scaling.min_scale,
             window: scaling.window,
-            micro_batches: micro_batches as u64,
+            micro_batches: u32::try_from(micro_batches).unwrap_or(u32::MAX),
+            bias_correction: self.hyper.bias_correction.into(),
             first_position,
             dynamic: dynamic.into(),
             hysteresis: scaling.hysteresis,
@@ -78,6 +95,12 @@ impl OptimizerConfig {
             fail_at_min: scaling.fail_at_min.into(),
         }
     }
+}
+
+/// Checks the number of micro-batches of a step.
+pub(crate) fn check_micro_batches(n: usize) -> Result<(), OptimError> {
+    let fits = (1..=u32::MAX as usize).contains(&n);
+    OptimError::check(fits, "micro_batches", n as f64, "at least 1, at most 2^32 - 1")
 }
 
 /// The maximum number of steps of a run: fp64 is exact up to here, and sums of counts do not overflow.
@@ -283,7 +306,7 @@ impl StepController {
         if ranks.is_empty() {
             return Err(OptimError::NoStats);
         }
-        OptimError::check(micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
+        check_micro_batches(micro_batches)?;
         let (position, mut state) = (self.state.schedule_position, self.state);
         let config = self.config.step_config(micro_batches, position);
         let (scalars, record) = step::advance_step(ranks, &config, &[self.config.rates(position)], &mut state);

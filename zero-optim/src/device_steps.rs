@@ -19,6 +19,7 @@ use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
 use zero_kernels::{AdvanceArgs, RankStats};
 
 use crate::adamw::view;
+use crate::controller::check_micro_batches;
 use crate::{OptimError, ShardedAdamW, StepOutcome, UnitSlices};
 
 /// The capacity of the ring of records.
@@ -155,7 +156,7 @@ impl<D: Device> ShardedAdamW<D> {
         if self.device_steps.as_ref().is_some_and(|d| !d.expected.is_empty()) {
             return Err(OptimError::UnreadOutcomes);
         }
-        OptimError::check(config.micro_batches > 0, "micro_batches", 0.0, "at least 1")?;
+        check_micro_batches(config.micro_batches)?;
         OptimError::check(config.rank < config.ranks, "rank", config.rank as f64, "less than the number of ranks")?;
         let (optim_config, state) = (self.controller.config(), *self.controller.state());
         let first = state.schedule_position;

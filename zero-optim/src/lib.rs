@@ -14,7 +14,9 @@ pub use controller::{OptimizerConfig, Overflow, Progress, ReducedFlags, StepCont
 pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
-pub use schedule::{LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, WarmupType};
+pub use schedule::{
+    Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, WarmupType,
+};
 pub use segments::{Segment, UnitSlices};
 pub use state::StateKind;
 pub use zero_kernels::RankStats;

@@ -28,7 +28,7 @@ pub struct DynamicScaling {
     pub initial_scale_power: u32,
     /// Good steps in a row until the scale doubles.
     pub window: u64,
-    /// Overflows until the scale halves.
+    /// Overflows until the scale halves. With 0 it never halves, as in DeepSpeed.
     pub hysteresis: u32,
     /// Whether every good step resets the hysteresis.
     pub consecutive_hysteresis: bool,
@@ -83,7 +83,6 @@ impl LossScaling {
                 let power = f64::from(d.initial_scale_power);
                 OptimError::check(power <= 126.0, "initial_scale_power", power, "at most 126")?;
                 OptimError::check(d.window > 0, "loss_scale_window", 0.0, "at least 1")?;
-                OptimError::check(d.hysteresis > 0, "hysteresis", 0.0, "at least 1")?;
                 let fits = positive(d.min_scale) && d.min_scale <= self.initial_scale();
                 OptimError::check(fits, "min_loss_scale", d.min_scale, "above 0, at most the initial scale")
             }
@@ -124,7 +123,7 @@ impl LossScaling {
             }
             Self::Static { .. } => Ok(state),
             Self::Dynamic(d) => {
-                let hysteresis_left = state.hysteresis_left.clamp(1, d.hysteresis);
+                let hysteresis_left = state.hysteresis_left.clamp(d.hysteresis.min(1), d.hysteresis);
                 Ok(LossScalerState { scale: state.scale.max(d.min_scale), hysteresis_left, ..state })
             }
         }

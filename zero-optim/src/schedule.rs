@@ -5,9 +5,11 @@
 //! k-th `step()`. Names and parameters serialise as in a DeepSpeed configuration
 //! (`{"type": "WarmupLR", "params": {...}}`) with DeepSpeed's defaults.
 //!
-//! Source: `deepspeed/runtime/lr_schedules.py` of 0.19.8; traces in tests/data/deepspeed_lr_schedules.json.
+//! Sources: `deepspeed/runtime/lr_schedules.py` of 0.19.8, traces in tests/data/deepspeed_lr_schedules.json;
+//! transformers' `optimization.py` and nanoGPT's `get_lr` for [`Decay`], traces in tests/data/torch_decays.json.
 
 use std::f64::consts::PI;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +27,8 @@ pub enum LrSchedule {
         /// The first step at the full rate, counted from 1; 0 counts as 1.
         warmup_steps: u64,
     },
+    /// Linear warm-up, a constant rate, and decay to a minimum rate.
+    Decay(Decay),
     /// Warm-up from the minimum to the maximum rate, then constant.
     #[serde(rename = "WarmupLR")]
     Warmup(Warmup),
@@ -39,6 +43,62 @@ pub enum LrSchedule {
     /// Unbounded growth, to find the greatest rate at which training is stable.
     #[serde(rename = "LRRangeTest")]
     RangeTest(RangeTest),
+}
+
+/// The curve of a decay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DecayCurve {
+    /// A straight line.
+    Linear,
+    /// Half a period of the cosine.
+    Cosine,
+}
+
+/// Parameters of [`LrSchedule::Decay`]: the schedules `linear`, `cosine` and `wsd` of `zero train`.
+///
+/// At position `k`, with `W` steps of warm-up and the decay over the last `D` of `T` steps:
+///
+/// ```text
+/// k < W:          base * (k + 1) / W
+/// W <= k < T - D: base
+/// T - D <= k:     min_lr + (base - min_lr) * f(p), where p = (k - (T - D)) / D, at most 1
+/// linear:         f(p) = 1 - p
+/// cosine:         f(p) = (1 + cos(pi * p)) / 2
+/// ```
+///
+/// The decay is that of transformers' `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` and
+/// `get_wsd_schedule` and of nanoGPT: the rate is `min_lr` at position `T`, one step after the last. The warm-up is
+/// that of [`LrSchedule::LinearWarmup`]; transformers has `k / W`, which wastes the first step, and nanoGPT
+/// `(k + 1) / (W + 1)`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Decay {
+    /// The curve.
+    pub curve: DecayCurve,
+    /// Steps of warm-up; 0 disables it.
+    pub warmup_steps: u64,
+    /// Steps of decay.
+    pub decay_steps: u64,
+    /// The position at which the rate is `min_lr`.
+    pub total_steps: u64,
+    /// The rate after the decay.
+    pub min_lr: f64,
+}
+
+impl Decay {
+    fn lr(&self, base: f64, position: u64) -> f64 {
+        if position < self.warmup_steps {
+            return linear_warmup(base, position, self.warmup_steps);
+        }
+        let since = position.saturating_sub(self.total_steps.saturating_sub(self.decay_steps));
+        let done = (since as f64 / self.decay_steps.max(1) as f64).min(1.0);
+        let left = match self.curve {
+            DecayCurve::Linear => 1.0 - done,
+            DecayCurve::Cosine => 0.5 * (1.0 + (PI * done).cos()),
+        };
+        self.min_lr + (base - self.min_lr) * left
+    }
 }
 
 /// The curve of a warm-up.
@@ -206,9 +266,8 @@ impl LrSchedule {
         let iteration = position.checked_sub(1);
         match self {
             Self::Constant => base,
-            Self::LinearWarmup { warmup_steps } => {
-                base * (position.saturating_add(1) as f64 / (*warmup_steps).max(1) as f64).min(1.0)
-            }
+            Self::LinearWarmup { warmup_steps } => linear_warmup(base, position, *warmup_steps),
+            Self::Decay(d) => d.lr(base, position),
             Self::Warmup(w) => {
                 let max = w.warmup_max_lr.unwrap_or(base);
                 let gamma = |i| warmup(w.warmup_type, i, w.warmup_num_steps).unwrap_or(1.0);
@@ -253,6 +312,11 @@ impl LrSchedule {
             |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
         match self {
             Self::Constant | Self::LinearWarmup { .. } => Ok(()),
+            Self::Decay(d) => {
+                rate("min_lr", d.min_lr)?;
+                let fits = (1..=d.total_steps).contains(&d.decay_steps);
+                OptimError::check(fits, "decay_steps", d.decay_steps as f64, "at least 1, at most the total steps")
+            }
             Self::Warmup(w) => {
                 rate("warmup_min_lr", w.warmup_min_lr)?;
                 rate("warmup_max_lr", w.warmup_max_lr.unwrap_or(0.0))?;
@@ -282,6 +346,71 @@ impl LrSchedule {
                 rate("lr_range_test_step_rate", r.lr_range_test_step_rate)?;
                 steps("lr_range_test_step_size", r.lr_range_test_step_size)
             }
+        }
+    }
+}
+
+fn linear_warmup(base: f64, position: u64, steps: u64) -> f64 {
+    base * (position.saturating_add(1) as f64 / steps.max(1) as f64).min(1.0)
+}
+
+/// One line for a user.
+impl fmt::Display for LrSchedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Constant => f.write_str("constant"),
+            Self::LinearWarmup { warmup_steps } => {
+                write!(f, "linear warm-up over {warmup_steps} steps, then constant")
+            }
+            Self::Decay(d) => {
+                if d.warmup_steps > 0 {
+                    write!(f, "linear warm-up over {} steps, then ", d.warmup_steps)?;
+                }
+                if d.warmup_steps.saturating_add(d.decay_steps) < d.total_steps {
+                    f.write_str("constant, then ")?;
+                }
+                let curve = match d.curve {
+                    DecayCurve::Linear => "linear",
+                    DecayCurve::Cosine => "cosine",
+                };
+                write!(f, "{curve} decay to {} over {} steps, until step {}", d.min_lr, d.decay_steps, d.total_steps)
+            }
+            Self::Warmup(w) => {
+                write!(f, "WarmupLR from {} to ", w.warmup_min_lr)?;
+                match w.warmup_max_lr {
+                    Some(max) => write!(f, "{max}")?,
+                    None => f.write_str("the learning rate")?,
+                }
+                write!(f, " over {} steps ({})", w.warmup_num_steps, w.warmup_type.name())
+            }
+            Self::WarmupDecay(w) => write!(
+                f,
+                "WarmupDecayLR from {} to {} over {} steps ({}), then to 0 at step {}",
+                w.warmup_min_lr,
+                w.warmup_max_lr,
+                w.warmup_num_steps,
+                w.warmup_type.name(),
+                w.total_num_steps
+            ),
+            Self::WarmupCosine(w) => write!(
+                f,
+                "WarmupCosineLR over {} steps ({}), then to {} of the learning rate at step {}",
+                w.warmup_num_steps,
+                w.warmup_type.name(),
+                w.cos_min_ratio,
+                w.total_num_steps
+            ),
+            Self::OneCycle(c) => write!(f, "OneCycle from {} to {}", c.cycle_min_lr, c.cycle_max_lr),
+            Self::RangeTest(r) => write!(f, "LRRangeTest from {}", r.lr_range_test_min_lr),
+        }
+    }
+}
+
+impl WarmupType {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Log => "log",
+            Self::Linear => "linear",
         }
     }
 }

@@ -67,9 +67,10 @@ pub(crate) struct SubGroup {
     pub(crate) slices: UnitSlices,
 }
 
-/// Groups non-empty units into launches. If `join`, units with adjacent gradients and adjacent parameters share a
-/// launch. Only GPU slices may be joined: a host slice must not cross the end of its allocation.
-pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool) -> Vec<SubGroup> {
+/// Groups non-empty units into launches of at most `max_elems` elements. If `join`, units with adjacent gradients and
+/// adjacent parameters share a launch. Only GPU slices may be joined: a host slice must not cross the end of its
+/// allocation.
+pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool, max_elems: usize) -> Vec<SubGroup> {
     let mut groups: Vec<SubGroup> = Vec::new();
     for (segment, unit) in segments.iter().zip(units).filter(|(s, _)| !s.state.is_empty()) {
         if let Some(last) = groups.last_mut().filter(|_| join)
@@ -83,7 +84,21 @@ pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool)
             groups.push(SubGroup { state: segment.state.clone(), slices: *unit });
         }
     }
-    groups
+    if groups.iter().all(|g| g.state.len() <= max_elems) {
+        return groups;
+    }
+    groups.iter().flat_map(|group| pieces(group, max_elems)).collect()
+}
+
+/// The group in pieces of `max_elems` elements; the last may be smaller.
+fn pieces(group: &SubGroup, max_elems: usize) -> impl Iterator<Item = SubGroup> {
+    let SubGroup { state, slices } = group;
+    let len = state.len();
+    (0..len).step_by(max_elems).map(move |at| {
+        let part = at..len.min(at.saturating_add(max_elems));
+        let slices = UnitSlices { grad: slices.grad.slice(part.clone()), param: slices.param.slice(part.clone()) };
+        SubGroup { state: state.start + part.start..state.start + part.end, slices }
+    })
 }
 
 /// `a` and `b` as one slice, if `b` starts at the end of `a` and has its dtype.
@@ -118,17 +133,21 @@ mod tests {
             segments.push(Segment::shard(format!("unit{i}"), end..end + len));
             end += len;
         }
-        let found = |join| {
-            let groups = sub_groups(&segments, &units, join);
+        let found = |join, max_elems| {
+            let groups = sub_groups(&segments, &units, join, max_elems);
             groups
                 .into_iter()
                 .map(|g| (g.state, g.slices.grad.len(), g.slices.param.as_ptr().addr()))
                 .collect::<Vec<_>>()
         };
-        assert_eq!(found(true), [(0..20, 20, 8192), (20..23, 3, 8192 + 80)]);
-        assert_eq!(found(false).len(), 4);
+        assert_eq!(found(true, 20), [(0..20, 20, 8192), (20..23, 3, 8192 + 80)]);
+        assert_eq!(found(false, usize::MAX).len(), 4);
+        // Each launch is cut into pieces of at most 8 elements.
+        let cut = [(0..8, 8, 8192), (8..16, 8, 8224), (16..20, 4, 8256), (20..23, 3, 8272)];
+        assert_eq!(found(true, 8), cut);
+        assert_eq!(found(false, 1).len(), 23);
         // A unit of another dtype is a separate launch.
         units[2].grad = slice(4096 + 20, 6, DType::F16);
-        assert_eq!(sub_groups(&segments, &units, true).len(), 4);
+        assert_eq!(sub_groups(&segments, &units, true, usize::MAX).len(), 4);
     }
 }

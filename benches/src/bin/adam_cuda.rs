@@ -23,7 +23,8 @@ use zero_kernels::{AdamArgs, AdamHyper, AdvanceArgs, Float, GradStats, Kernels, 
 type AnyError = Box<dyn std::error::Error>;
 
 const LIMIT: Duration = Duration::from_secs(120);
-const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
+const HYPER: AdamHyper =
+    AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true, bias_correction: true };
 /// Master and moments read and written, gradient read, parameter written.
 const ADAM_BYTES: usize = 28;
 /// The norm reads the gradient a second time.
@@ -165,6 +166,7 @@ impl Shard {
             min_scale: 1.0,
             window: 1000,
             micro_batches: 1,
+            bias_correction: 1,
             first_position: 0,
             dynamic: 0,
             hysteresis: 1,

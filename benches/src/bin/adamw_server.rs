@@ -15,7 +15,8 @@ use zero_kernels::{AdamHyper, Float, StepScalars};
 
 type AnyError = Box<dyn std::error::Error>;
 
-const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
+const HYPER: AdamHyper =
+    AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true, bias_correction: true };
 
 /// `len` pseudorandom values.
 fn values<T: Float>(len: usize, scale: f32) -> Vec<T> {

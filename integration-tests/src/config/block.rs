@@ -6,7 +6,7 @@ use super::ConfigFileError;
 
 /// A JSON object in a configuration, with its path.
 ///
-/// Keys with the value `"auto"` or null are removed, so that their defaults apply.
+/// Keys with the value `"auto"` or null read as missing.
 pub(super) struct Block {
     /// Such as `zero_optimization.offload_param`; empty for the file itself.
     path: String,
@@ -32,20 +32,15 @@ pub(super) enum Kind {
 
 impl Block {
     pub(super) fn root(keys: Map<String, Value>) -> Self {
-        Self::new(String::new(), keys)
-    }
-
-    fn new(path: String, mut keys: Map<String, Value>) -> Self {
-        keys.retain(|_, value| !value.is_null() && value != "auto");
-        Self { path, keys }
+        Self { path: String::new(), keys }
     }
 
     pub(super) fn named(path: &str, keys: Map<String, Value>) -> Self {
-        Self::new(path.to_owned(), keys)
+        Self { path: path.to_owned(), keys }
     }
 
     pub(super) fn has(&self, key: &str) -> bool {
-        self.keys.contains_key(key)
+        self.keys.get(key).is_some_and(is_set)
     }
 
     /// The key with its path, such as `fp16.loss_scale`.
@@ -53,8 +48,16 @@ impl Block {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
+    pub(super) fn is_auto(&self, key: &str) -> bool {
+        self.keys.get(key).is_some_and(|value| value == "auto")
+    }
+
+    pub(super) fn peek(&self, key: &str) -> Option<&Value> {
+        self.keys.get(key)
+    }
+
     pub(super) fn take(&mut self, key: &str) -> Option<Value> {
-        self.keys.remove(key)
+        self.keys.remove(key).filter(is_set)
     }
 
     /// Renames a key.
@@ -75,7 +78,7 @@ impl Block {
         expected: &'static str,
         read: impl Fn(&Value) -> Option<T>,
     ) -> Result<Option<T>, ConfigFileError> {
-        let Some(value) = self.keys.remove(key) else { return Ok(None) };
+        let Some(value) = self.take(key) else { return Ok(None) };
         let wrong = || ConfigFileError::WrongType { key: self.name(key), expected, got: shortened(&value) };
         read(&value).map(Some).ok_or_else(wrong)
     }
@@ -113,7 +116,7 @@ impl Block {
     pub(super) fn block(&mut self, key: &str) -> Result<Option<Self>, ConfigFileError> {
         let path = self.name(key);
         let keys = self.typed(key, "an object {..}", |v| v.as_object().cloned())?;
-        Ok(keys.map(|keys| Self::new(path, keys)))
+        Ok(keys.map(|keys| Self { path, keys }))
     }
 
     /// Checks the types of keys that have no effect in this version.
@@ -180,9 +183,14 @@ impl Block {
     }
 
     /// The remaining keys.
-    pub(super) fn into_rest(self) -> Map<String, Value> {
+    pub(super) fn into_rest(mut self) -> Map<String, Value> {
+        self.keys.retain(|_, value| is_set(value));
         self.keys
     }
+}
+
+fn is_set(value: &Value) -> bool {
+    !value.is_null() && value != "auto"
 }
 
 /// A value for an error message, cut after 40 characters.

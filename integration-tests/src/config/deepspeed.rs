@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use zero_alloc::device::DType;
 use zero_optim::{LossScaling, LrSchedule};
 
@@ -19,15 +19,19 @@ pub struct DsConfig {
     pub batch: BatchKeys,
     /// `zero_optimization`.
     pub zero: ZeroOptimization,
-    /// The type that `fp16` or `bf16` enables; otherwise fp32.
-    pub dtype: DType,
-    /// The loss scaling of `fp16`.
-    pub loss_scaling: LossScaling,
+    /// Whether the file has `zero_optimization.stage` or its old form, a flag.
+    pub has_stage: bool,
+    /// The type that `fp16` or `bf16` enables, or fp32 if both are disabled; `None` if neither decides.
+    pub dtype: Option<DType>,
+    /// The loss scaling of `fp16`, even if that is disabled; `None` without such a block.
+    pub loss_scaling: Option<LossScaling>,
+    /// Types of gradients in communication and of parameters, as `communication_data_type` and `data_types` have them.
+    pub requested_types: Vec<(String, DType)>,
     /// Maximum norm of the gradient; 0 disables clipping. DeepSpeed's default is 1.
-    pub gradient_clipping: f64,
+    pub gradient_clipping: Option<f64>,
     /// The optimizer; `None` lets the program choose.
     pub optimizer: Option<DsOptimizer>,
-    /// The schedule; `None` is a constant rate.
+    /// The schedule; `None` is a constant rate. `total_num_steps` is [`AUTO_STEPS`](super::AUTO_STEPS) for `"auto"`.
     pub schedule: Option<LrSchedule>,
     /// The block `activation_checkpointing`; its presence enables checkpointing.
     pub activation_checkpointing: Option<ActivationCheckpointing>,
@@ -35,6 +39,8 @@ pub struct DsConfig {
     pub steps_per_print: Option<u64>,
     /// Whether to print the time of the parts of a step.
     pub wall_clock_breakdown: bool,
+    /// The keys whose value is `"auto"`, with their blocks.
+    pub autos: Vec<String>,
     /// Settings without effect, one line each.
     pub warnings: Vec<String>,
 }
@@ -123,7 +129,10 @@ impl DsConfig {
     /// Invalid JSON, a key that DeepSpeed rejects, a value of the wrong type, or an unsupported setting that would
     /// change the results.
     pub fn parse(text: &str) -> Result<Self, ConfigFileError> {
-        let mut root = Block::root(json::parse(text)?);
+        let keys = json::parse(text)?;
+        let mut autos = Vec::new();
+        list_autos("", &keys, &mut autos);
+        let mut root = Block::root(keys);
         let mut warnings = Vec::new();
         let warn = &mut warnings;
 
@@ -136,13 +145,15 @@ impl DsConfig {
         let clipping = root.number_in("gradient_clipping", 0.0..=f64::MAX, "a number, 0 (off) or above")?;
         let optimizer = optimizer::read_optimizer(&mut root, warn)?;
         let schedule = optimizer::read_scheduler(&mut root, warn)?;
+        let has_stage =
+            root.peek("zero_optimization").is_some_and(|zero| zero.is_boolean() || zero.get("stage").is_some());
         let zero = zero::read(&mut root, warn)?;
         let activation_checkpointing = read_activation_checkpointing(&mut root, warn)?;
         check_aio(&mut root, warn)?;
         let steps_per_print = root.count("steps_per_print")?;
         let wall_clock_breakdown = root.flag("wall_clock_breakdown")?.unwrap_or(false);
 
-        read_gradient_types(&mut root, dtype, warn)?;
+        let requested_types = read_gradient_types(&mut root, warn)?;
         refuse_parallelism(&mut root)?;
         root.ignore(&IGNORED, warn)?;
         read_optional_blocks(&mut root, warn)?;
@@ -150,16 +161,44 @@ impl DsConfig {
         Ok(Self {
             batch,
             zero,
+            has_stage,
             dtype,
             loss_scaling,
-            gradient_clipping: clipping.unwrap_or(1.0),
+            requested_types,
+            gradient_clipping: clipping,
             optimizer,
             schedule,
             activation_checkpointing,
             steps_per_print,
             wall_clock_breakdown,
+            autos,
             warnings,
         })
+    }
+
+    /// Whether the value of `key` is `"auto"`. The prefix `stage3_` of a key may be missing.
+    pub fn is_auto(&self, key: &str) -> bool {
+        self.autos.iter().any(|auto| canonical(auto) == key)
+    }
+}
+
+/// The name of a key that has two.
+pub fn canonical(key: &str) -> String {
+    key.replace(".stage3_", ".").replace("_fp16_", "_16bit_").replace("bfloat16.", "bf16.")
+}
+
+/// Appends the keys with the value `"auto"`, with their path. For a whole precision block it stands for `enabled`.
+fn list_autos(path: &str, keys: &Map<String, Value>, autos: &mut Vec<String>) {
+    for (key, value) in keys {
+        let name = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+        match value {
+            Value::Object(keys) => list_autos(&name, keys, autos),
+            Value::String(text) if text == "auto" => autos.push(match name.as_str() {
+                "fp16" | "bf16" | "bfloat16" => format!("{name}.enabled"),
+                _ => name,
+            }),
+            _ => {}
+        }
     }
 }
 
@@ -193,8 +232,12 @@ fn check_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<(), ConfigF
     Ok(())
 }
 
-/// Checks the types of gradients: this program sends them as the parameters' type and sums them in fp32.
-fn read_gradient_types(root: &mut Block, dtype: DType, warnings: &mut Vec<String>) -> Result<(), ConfigFileError> {
+/// Checks the types of gradients, and returns those that must be the parameters' type: this program sends gradients as
+/// that type, and sums them in fp32.
+fn read_gradient_types(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Vec<(String, DType)>, ConfigFileError> {
     let known = |name: String, key: String| match name.to_ascii_lowercase().as_str() {
         "fp32" | "float32" => Ok(DType::F32),
         "fp16" | "float16" => Ok(DType::F16),
@@ -204,20 +247,21 @@ fn read_gradient_types(root: &mut Block, dtype: DType, warnings: &mut Vec<String
             Err(ConfigFileError::WrongType { key, expected, got: format!("{name:?}") })
         }
     };
-    if let Some(name) = root.text("communication_data_type")?
-        && known(name, "communication_data_type".into())? != dtype
-    {
-        warnings.push(format!("communication_data_type is not honoured: gradients are sent as {dtype}"));
+    let mut types = Vec::new();
+    let sent = "communication_data_type".to_owned();
+    if let Some(name) = root.text(&sent)? {
+        types.push((sent.clone(), known(name, sent)?));
     }
     if let Some(mut block) = root.block("data_types")? {
-        for (key, used) in [("grad_accum_dtype", DType::F32), ("param_dtype", dtype)] {
+        let mut read = |key| {
             let name = block.name(key);
-            if let Some(set) = block.text(key)?.map(|set| known(set, name.clone())).transpose()?
-                && set != used
-            {
-                warnings.push(format!("{name} is not honoured: it is {used}"));
-            }
+            let set = block.text(key)?.map(|set| known(set, name.clone())).transpose()?;
+            Ok::<_, ConfigFileError>(set.map(|set| (name, set)))
+        };
+        if let Some((name, _)) = read("grad_accum_dtype")?.filter(|(_, set)| *set != DType::F32) {
+            warnings.push(format!("{name} is not honoured: it is fp32"));
         }
+        types.extend(read("param_dtype")?);
         let buffers = "the model has no buffers";
         let ignored = [("buffer_dtype", Usual::Nothing, buffers), ("keep_in_fp32_modules", Usual::Nothing, buffers)];
         block.ignore(&ignored, warnings)?;
@@ -229,7 +273,7 @@ fn read_gradient_types(root: &mut Block, dtype: DType, warnings: &mut Vec<String
         let (key, got) = ("gradient_allreduce_op".to_owned(), shortened(&op));
         return Err(ConfigFileError::Unsupported { key, got, why: "gradients are averaged over ranks" });
     }
-    Ok(())
+    Ok(types)
 }
 
 /// Rejects other kinds of parallelism, which change the rows of each rank.

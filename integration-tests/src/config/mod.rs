@@ -10,7 +10,7 @@
 //! | unsupported, changes results | `zero_quantized_gradients: true` | an error |
 //!
 //! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*` blocks, `fp16` and
-//! `bf16`, and warnings elsewhere; `"auto"` selects the default; `stage3_X` and `X` are one key, and so are
+//! `bf16`, and warnings elsewhere; `stage3_X` and `X` are one key, and so are
 //! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of DeepSpeed 0.19.
 //!
 //! ```
@@ -41,7 +41,7 @@ mod zero;
 mod tests;
 
 pub use batch::{Batch, BatchKeys};
-pub use deepspeed::{ActivationCheckpointing, DsConfig};
+pub use deepspeed::{ActivationCheckpointing, DsConfig, canonical};
 pub use error::ConfigFileError;
-pub use optimizer::DsOptimizer;
+pub use optimizer::{AUTO_STEPS, DsOptimizer};
 pub use zero::ZeroOptimization;

@@ -39,7 +39,6 @@ pub(super) fn read_optimizer(
     block.end_lenient(warnings);
 
     params.refuse(&[
-        ("bias_correction", Usual::Flag(true), "bias correction is always applied"),
         ("amsgrad", Usual::Flag(false), "AMSGrad is not supported"),
         ("maximize", Usual::Flag(false), "the loss is minimized"),
         ("fp32_optimizer_states", Usual::Flag(true), "the moments are fp32"),
@@ -65,6 +64,7 @@ pub(super) fn read_optimizer(
             eps: params.number_in("eps", 0.0..=f64::MAX, not_negative)?.unwrap_or(1e-8),
             weight_decay: params.number_in("weight_decay", 0.0..=f64::MAX, not_negative)?.unwrap_or(0.0),
             decoupled: always_decoupled || adam_w_mode,
+            bias_correction: params.flag("bias_correction")?.unwrap_or(true),
         },
     };
     // DeepSpeed, too, rejects unknown arguments of an optimizer.
@@ -91,6 +91,9 @@ fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {
     }
 }
 
+/// `total_num_steps` of a schedule that has `"auto"`, which the run replaces by its last step.
+pub const AUTO_STEPS: u64 = u64::MAX;
+
 /// Reads `scheduler`.
 pub(super) fn read_scheduler(
     root: &mut Block,
@@ -113,7 +116,11 @@ pub(super) fn read_scheduler(
         let why = "a schedule starts with the run and resumes from its checkpoint";
         return Err(ConfigFileError::Unsupported { key, got, why });
     }
+    let has_auto_end = params.is_auto("total_num_steps");
     let mut rest = params.into_rest();
+    if has_auto_end {
+        rest.insert("total_num_steps".to_owned(), json!(AUTO_STEPS));
+    }
     // One value per parameter group; there is one group.
     for value in rest.values_mut() {
         if let Value::Array(items) = value

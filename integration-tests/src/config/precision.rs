@@ -6,24 +6,54 @@ use zero_optim::{DynamicScaling, LossScaling};
 use super::ConfigFileError;
 use super::block::{Block, Usual};
 
-/// Reads `fp16` and `bf16` (or `bfloat16`). The default is fp32.
-pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<(DType, LossScaling), ConfigFileError> {
-    let fp16 = read_fp16(root, warnings)?;
+/// Reads `fp16` and `bf16` (or `bfloat16`): the type that one of them enables, fp32 if they disable it, or `None` if
+/// both are missing or one is `"auto"`; and the loss scaling of `fp16`, whether it is enabled or not.
+pub(super) fn read(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<(Option<DType>, Option<LossScaling>), ConfigFileError> {
+    let is_auto = ["fp16", "bf16", "bfloat16"].iter().any(|block| root.is_auto(block));
+    let (fp16, scaling) = read_fp16(root, warnings)?.unzip();
     let bf16 = read_bf16(root, warnings)?;
-    match (fp16, bf16) {
-        (Some(_), true) => {
-            Err(ConfigFileError::Conflict { one: "fp16.enabled".into(), other: "bf16.enabled".into() })
+    let dtype = match (fp16, bf16) {
+        (Some(Enabled::Yes), Some(Enabled::Yes)) => {
+            return Err(ConfigFileError::Conflict { one: "fp16.enabled".into(), other: "bf16.enabled".into() });
         }
-        (Some(scaling), false) => Ok((DType::F16, scaling)),
-        (None, true) => Ok((DType::Bf16, LossScaling::NONE)),
-        (None, false) => Ok((DType::F32, LossScaling::NONE)),
-    }
+        (Some(Enabled::Yes), _) => Some(DType::F16),
+        (_, Some(Enabled::Yes)) => Some(DType::Bf16),
+        (None, None) | (Some(Enabled::Auto), _) | (_, Some(Enabled::Auto)) => None,
+        _ if is_auto => None,
+        _ => Some(DType::F32),
+    };
+    Ok((dtype, scaling))
 }
 
-/// The loss scaling of `fp16`, if it is enabled.
-fn read_fp16(root: &mut Block, warnings: &mut Vec<String>) -> Result<Option<LossScaling>, ConfigFileError> {
+/// `enabled` of a block.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Enabled {
+    Yes,
+    No,
+    Auto,
+}
+
+fn enabled(block: &mut Block) -> Result<Enabled, ConfigFileError> {
+    Ok(match block.is_auto("enabled") {
+        true => {
+            block.take("enabled");
+            Enabled::Auto
+        }
+        false if block.flag("enabled")? == Some(true) => Enabled::Yes,
+        false => Enabled::No,
+    })
+}
+
+/// Whether `fp16` is enabled, and its loss scaling.
+fn read_fp16(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Option<(Enabled, LossScaling)>, ConfigFileError> {
     let Some(mut block) = root.block("fp16")? else { return Ok(None) };
-    let enabled = block.flag("enabled")?.unwrap_or(false);
+    let enabled = enabled(&mut block)?;
     block.ignore(
         &[("auto_cast", Usual::Flag(false), "the model's inputs are token ids, which are not cast")],
         warnings,
@@ -36,24 +66,27 @@ fn read_fp16(root: &mut Block, warnings: &mut Vec<String>) -> Result<Option<Loss
     let dynamic = DynamicScaling {
         initial_scale_power: block.count("initial_scale_power")?.map_or(default.initial_scale_power, small),
         window: block.positive("loss_scale_window")?.unwrap_or(default.window),
-        hysteresis: block.positive("hysteresis")?.map_or(default.hysteresis, small),
+        hysteresis: block.count("hysteresis")?.map_or(default.hysteresis, small),
         consecutive_hysteresis: block.flag("consecutive_hysteresis")?.unwrap_or(default.consecutive_hysteresis),
         min_scale: block.count("min_loss_scale")?.map_or(default.min_scale, |n| n as f64),
         ..default
     };
     block.end_strict()?;
     let scaling = if scale > 0.0 { LossScaling::Static { scale } } else { LossScaling::Dynamic(dynamic) };
-    Ok(enabled.then_some(scaling))
+    if dynamic.hysteresis == 0 && scale == 0.0 && enabled != Enabled::No {
+        warnings.push("fp16.hysteresis 0: as in DeepSpeed, the loss scale never halves".to_owned());
+    }
+    Ok(Some((enabled, scaling)))
 }
 
 /// Whether `bf16` is enabled.
-fn read_bf16(root: &mut Block, warnings: &mut Vec<String>) -> Result<bool, ConfigFileError> {
+fn read_bf16(root: &mut Block, warnings: &mut Vec<String>) -> Result<Option<Enabled>, ConfigFileError> {
     let (new, old) = (root.block("bf16")?, root.block("bfloat16")?);
     if new.is_some() && old.is_some() {
         return Err(ConfigFileError::Conflict { one: "bf16".into(), other: "bfloat16".into() });
     }
-    let Some(mut block) = new.or(old) else { return Ok(false) };
-    let enabled = block.flag("enabled")?.unwrap_or(false);
+    let Some(mut block) = new.or(old) else { return Ok(None) };
+    let enabled = enabled(&mut block)?;
     let ignored = [
         ("immediate_grad_update", Usual::Nothing, "gradients are reduced as soon as their unit's backward ends"),
         ("check_grad_overflow", Usual::Flag(true), "gradients are always checked"),
@@ -66,5 +99,5 @@ fn read_bf16(root: &mut Block, warnings: &mut Vec<String>) -> Result<bool, Confi
     ];
     block.refuse(&refused)?;
     block.end_strict()?;
-    Ok(enabled)
+    Ok(Some(enabled))
 }

@@ -43,14 +43,17 @@ fn empty_file_has_deepspeeds_defaults() {
     let expected = DsConfig {
         batch: BatchKeys::default(),
         zero: ZeroOptimization::default(),
-        dtype: DType::F32,
-        loss_scaling: LossScaling::NONE,
-        gradient_clipping: 1.0,
+        has_stage: false,
+        dtype: None,
+        loss_scaling: None,
+        requested_types: vec![],
+        gradient_clipping: None,
         optimizer: None,
         schedule: None,
         activation_checkpointing: None,
         steps_per_print: None,
         wall_clock_breakdown: false,
+        autos: vec![],
         warnings: vec![],
     };
     assert_eq!(quiet("{}"), expected);
@@ -91,12 +94,16 @@ fn hugging_face_example_has_no_warnings() {
         offload_optimizer: Tier::Host,
         offload_param: Tier::Host,
         gather_16bit_weights_on_save: true,
-        overlap_comm: true,
+        overlap_comm: Some(true),
         ..ZeroOptimization::default()
     };
     assert_eq!(config.zero, expected);
     assert_eq!(config.batch, BatchKeys::default());
-    assert_eq!(config.dtype, DType::F32, "enabled: auto is the default, false");
+    assert_eq!((config.dtype, config.gradient_clipping), (None, None), "auto is left to the run");
+    assert_eq!(config.autos.len(), 15);
+    for key in ["fp16.enabled", "optimizer.params.betas", "zero_optimization.prefetch_bucket_size"] {
+        assert!(config.is_auto(key), "{key}");
+    }
     assert_eq!(config.optimizer.unwrap().lr, 1e-3);
     assert_eq!(config.schedule, Some(LrSchedule::Warmup(Warmup::default())));
     assert_eq!(config.steps_per_print, Some(2000));
@@ -139,7 +146,8 @@ fn file_with_all_keys_is_read() {
             "shared_parameters": {"enabled": false}, "different_groups": {"wq1": {"params": {"start_bits": 8}}}}}
     }"#,
     );
-    let hyper = AdamHyper { beta1: 0.8, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, decoupled: false };
+    let hyper =
+        AdamHyper { beta1: 0.8, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, decoupled: false, bias_correction: true };
     let schedule = WarmupDecay {
         total_num_steps: 10_000,
         warmup_min_lr: 1e-6,
@@ -153,7 +161,7 @@ fn file_with_all_keys_is_read() {
             stage: 2,
             reduce_bucket_elems: 1_000_000,
             allgather_bucket_elems: 2_000_000,
-            overlap_comm: true,
+            overlap_comm: Some(true),
             sub_group_elems: 3_000_000,
             prefetch_bucket_elems: 4_000_000,
             persistence_threshold_elems: 5_000,
@@ -164,9 +172,14 @@ fn file_with_all_keys_is_read() {
             offload_optimizer_buffers: 6,
             offload_param: Tier::Device,
         },
-        dtype: DType::Bf16,
-        loss_scaling: LossScaling::NONE,
-        gradient_clipping: 0.5,
+        has_stage: true,
+        dtype: Some(DType::Bf16),
+        loss_scaling: None,
+        requested_types: vec![
+            ("communication_data_type".to_owned(), DType::Bf16),
+            ("data_types.param_dtype".to_owned(), DType::Bf16),
+        ],
+        gradient_clipping: Some(0.5),
         optimizer: Some(DsOptimizer { lr: 3e-4, hyper }),
         schedule: Some(LrSchedule::WarmupDecay(schedule)),
         activation_checkpointing: Some(ActivationCheckpointing {
@@ -175,6 +188,7 @@ fn file_with_all_keys_is_read() {
         }),
         steps_per_print: Some(5),
         wall_clock_breakdown: true,
+        autos: vec![],
         warnings: vec![],
     };
     assert_eq!(config, expected);
@@ -202,8 +216,12 @@ fn overlap_is_the_default_at_stage_3() {
         zero {"stage": 1, "overlap_comm": true} => true
     "#;
     for (text, expected) in cases(table) {
-        assert_eq!(quiet(&text).zero.overlap_comm.to_string(), expected, "{text}");
+        let zero = quiet(&text).zero;
+        assert_eq!(zero.overlaps_at(zero.stage).to_string(), expected, "{text}");
     }
+    // The stage of the run counts, not that of the file.
+    let zero = zero(r#"{"stage": 2}"#);
+    assert!(zero.overlaps_at(3) && !zero.overlaps_at(2));
 }
 
 #[test]
@@ -232,27 +250,40 @@ fn precision_is_fp32_unless_enabled() {
     };
     let fixed = |scale| LossScaling::Static { scale };
     let cases = [
-        (r#"{"fp16": {}}"#, DType::F32, LossScaling::NONE),
-        (r#"{"fp16": {"enabled": false, "loss_scale": 8}}"#, DType::F32, LossScaling::NONE),
-        (r#"{"fp16": {"enabled": true}}"#, DType::F16, dynamic()),
-        (r#"{"fp16": {"enabled": true, "loss_scale": 0}}"#, DType::F16, dynamic()),
-        (r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#, DType::F16, fixed(128.0)),
-        (r#"{"fp16": {"enabled": true, "loss_scale": 0.5}}"#, DType::F16, fixed(0.5)),
+        (r#"{}"#, None, None),
+        (r#"{"fp16": {}}"#, Some(DType::F32), Some(dynamic())),
+        (r#"{"fp16": {"enabled": false, "loss_scale": 8}}"#, Some(DType::F32), Some(fixed(8.0))),
+        (r#"{"fp16": {"enabled": "auto", "loss_scale": 8}}"#, None, Some(fixed(8.0))),
+        (r#"{"fp16": {"enabled": true}}"#, Some(DType::F16), Some(dynamic())),
+        (r#"{"fp16": {"enabled": true, "loss_scale": 0}}"#, Some(DType::F16), Some(dynamic())),
+        (r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#, Some(DType::F16), Some(fixed(128.0))),
+        (r#"{"fp16": {"enabled": true, "loss_scale": 0.5}}"#, Some(DType::F16), Some(fixed(0.5))),
         (
             r#"{"fp16": {"enabled": true, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 4,
                 "consecutive_hysteresis": true, "min_loss_scale": 2}}"#,
-            DType::F16,
-            LossScaling::Dynamic(changed),
+            Some(DType::F16),
+            Some(LossScaling::Dynamic(changed)),
         ),
-        (r#"{"bf16": {"enabled": true}}"#, DType::Bf16, LossScaling::NONE),
-        (r#"{"bfloat16": {"enabled": true}}"#, DType::Bf16, LossScaling::NONE),
-        (r#"{"bf16": {"enabled": "auto"}}"#, DType::F32, LossScaling::NONE),
-        (r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false}}"#, DType::Bf16, LossScaling::NONE),
+        (r#"{"bf16": {"enabled": true}}"#, Some(DType::Bf16), None),
+        (r#"{"bfloat16": {"enabled": true}}"#, Some(DType::Bf16), None),
+        (r#"{"bf16": {"enabled": false}}"#, Some(DType::F32), None),
+        (r#"{"bf16": {"enabled": "auto"}}"#, None, None),
+        (r#"{"bf16": "auto"}"#, None, None),
+        (r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false}}"#, Some(DType::Bf16), Some(dynamic())),
+        (r#"{"bf16": {"enabled": "auto"}, "fp16": {"enabled": false}}"#, None, Some(dynamic())),
+        (r#"{"bf16": {"enabled": false}, "fp16": {"enabled": false}}"#, Some(DType::F32), Some(dynamic())),
     ];
     for (text, dtype, scaling) in cases {
         let config = quiet(text);
+        let is_auto = config.is_auto("bf16.enabled") || config.is_auto("fp16.enabled");
+        assert_eq!(is_auto, text.contains("auto"), "{text}");
         assert_eq!((config.dtype, config.loss_scaling), (dtype, scaling), "{text}");
     }
+    // DeepSpeed's scale never halves then.
+    let config = DsConfig::parse(r#"{"fp16": {"enabled": true, "hysteresis": 0}}"#).unwrap();
+    assert_eq!(config.warnings, ["fp16.hysteresis 0: as in DeepSpeed, the loss scale never halves"]);
+    let expected = DynamicScaling { hysteresis: 0, ..DynamicScaling::default() };
+    assert_eq!(config.loss_scaling, Some(LossScaling::Dynamic(expected)));
 }
 
 #[test]
@@ -263,10 +294,12 @@ fn adam_decouples_decay_by_default() {
         {"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}} => false
         {"optimizer": {"type": "AdamW"}} => true
         {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}}} => true
+        {"optimizer": {"type": "AdamW", "params": {"bias_correction": false}}} => true
     "#;
     for (text, decoupled) in cases(table) {
         let decoupled = decoupled == "true";
-        let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled };
+        let bias_correction = !text.contains("bias_correction");
+        let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled, bias_correction };
         assert_eq!(quiet(&text).optimizer, Some(DsOptimizer { lr: 1e-3, hyper }), "{text}");
     }
 }
@@ -277,6 +310,7 @@ fn schedules_have_deepspeeds_defaults() {
     let table = r#"
         {"type": "WarmupLR"} => {}
         {"type": "WarmupLR", "params": {"warmup_num_steps": 7, "warmup_type": "log"}} => {"warmup_num_steps": 7}
+        {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}} => {"total_num_steps": 18446744073709551615}
         {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}} => {"total_num_steps": 100}
         {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_min_ratio": 0}} => {"total_num_steps": 9}
         {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": 2, "decay_mom_rate": 0}} => {"cycle_min_lr": 1, "cycle_max_lr": 2}
@@ -302,7 +336,6 @@ fn harmless_differences_are_warnings() {
         zero {"stage3_model_persistence_threshold": 5} => zero_optimization.model_persistence_threshold is not
         zero {"cpu_offload_use_pin_memory": true} => zero_optimization.cpu_offload_use_pin_memory is not honoured:
         zero {"offload_optimizer": {"super_offload": true}} => zero_optimization.offload_optimizer.super_offload is not
-        zero {"stage": 2, "offload_param": {"device": "cpu"}} => zero_optimization.offload_param is not honoured: it
         {"bf16": {"check_grad_overflow": false}} => bf16.check_grad_overflow is not honoured:
         {"bf16": {"immediate_grad_update": true}} => bf16.immediate_grad_update is not honoured:
         {"fp16": {"auto_cast": true}} => fp16.auto_cast is not honoured:
@@ -315,7 +348,6 @@ fn harmless_differences_are_warnings() {
         {"activation_checkpointing": {"note": 4}} => unknown key activation_checkpointing.note is ignored
         {"aio": {"use_gds": true}} => aio.use_gds is not honoured:
         {"aio": {"note": true}} => unknown key aio.note is ignored
-        {"communication_data_type": "fp16"} => communication_data_type is not honoured: gradients are sent as fp32
         {"data_types": {"grad_accum_dtype": "bf16"}} => data_types.grad_accum_dtype is not honoured: it is fp32
         {"data_types": {"buffer_dtype": "bf16"}} => data_types.buffer_dtype is not honoured:
         {"prescale_gradients": true} => prescale_gradients is not honoured: gradients are divided once
@@ -350,7 +382,6 @@ fn settings_that_change_results_are_errors() {
         {"bf16": {"bf16_optimizer_states": true}} => bf16.bf16_optimizer_states true
         {"optimizer": {"type": "Lamb"}} => optimizer.type "Lamb"
         {"optimizer": {"type": "Adam", "params": {"amsgrad": true}}} => optimizer.params.amsgrad true
-        {"optimizer": {"type": "Adam", "params": {"bias_correction": false}}} => optimizer.params.bias_correction false
         {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}} => optimizer.params.max_grad_norm 1
         {"scheduler": {"type": "CosineAnnealing"}} => scheduler.type "CosineAnnealing"
         {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 9}}} => scheduler.params.last_batch_iteration 9
@@ -380,6 +411,7 @@ fn unknown_keys_are_errors_in_strict_blocks() {
     assert_errors(
         r#"
         zero {"stages": 2} => unknown key zero_optimization.stages
+        zero {"stages": "auto"} => unknown key zero_optimization.stages
         zero {"stage3_stage": 2} => unknown key zero_optimization.stage3_stage
         zero {"offload_param": {"devise": "cpu"}} => unknown key zero_optimization.offload_param.devise
         zero {"offload_optimizer": {"max_in_cpu": 1}} => unknown key zero_optimization.offload_optimizer.max_in_cpu
@@ -407,8 +439,7 @@ fn wrong_values_name_the_expected_ones() {
         zero {"stage": -1} => zero_optimization.stage is -1; expected 0, 1, 2 or 3
         zero {"stage": 1.5} => zero_optimization.stage is 1.5; expected 0, 1, 2 or 3
         zero {"stage": "3"} => zero_optimization.stage is "3"; expected 0, 1, 2 or 3
-        zero {"reduce_bucket_size": 0} => zero_optimization.reduce_bucket_size is 0; expected a whole number above 0
-        zero {"reduce_bucket_size": 5.5} => zero_optimization.reduce_bucket_size is 5.5; expected a whole number above 0
+        zero {"reduce_bucket_size": 5.5} => zero_optimization.reduce_bucket_size is 5.5; expected a whole number, 0 or above
         zero {"overlap_comm": 1} => zero_optimization.overlap_comm is 1; expected true or false
         zero {"round_robin_gradients": 1} => zero_optimization.round_robin_gradients is 1; expected true or false
         zero {"offload_param": {"device": "gpu"}} => zero_optimization.offload_param.device is "gpu"; expected "none", "cpu" or "nvme"
@@ -419,7 +450,7 @@ fn wrong_values_name_the_expected_ones() {
         {"fp16": true} => fp16 is true; expected an object {..}
         {"fp16": {"enabled": 1}} => fp16.enabled is 1; expected true or false
         {"fp16": {"loss_scale": -1}} => fp16.loss_scale is -1; expected 0 (dynamic) or a scale above 0
-        {"fp16": {"hysteresis": 0}} => fp16.hysteresis is 0; expected a whole number above 0
+        {"fp16": {"hysteresis": -1}} => fp16.hysteresis is -1; expected a whole number, 0 or above
         {"optimizer": {"type": 1}} => optimizer.type is 1; expected a string
         {"optimizer": {"type": "Adam", "params": {"lr": "fast"}}} => optimizer.params.lr is "fast"; expected a number, 0 or above
         {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}} => optimizer.params.betas is [0.9]; expected two numbers, each at least 0 and below 1
@@ -448,7 +479,6 @@ fn missing_and_conflicting_keys_are_errors() {
 fn wrong_schedules_name_the_parameter() {
     let table = r#"
         {"type": "WarmupDecayLR"} => total_num_steps
-        {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}} => total_num_steps
         {"type": "WarmupLR", "params": {"warmup_steps": 5}} => warmup_steps
         {"type": "WarmupLR", "params": {"warmup_num_steps": 0}} => warmup_num_steps
         {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}} => ten

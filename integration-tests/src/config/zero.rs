@@ -15,11 +15,11 @@ pub struct ZeroOptimization {
     pub reduce_bucket_elems: u64,
     /// Elements that stages 1 and 2 gather together.
     pub allgather_bucket_elems: u64,
-    /// Whether communication overlaps compute; the default is true at stage 3 only.
-    pub overlap_comm: bool,
-    /// Elements of one optimizer update.
+    /// Whether communication overlaps compute; see [`Self::overlaps_at`].
+    pub overlap_comm: Option<bool>,
+    /// Maximum number of elements of one optimizer update.
     pub sub_group_elems: u64,
-    /// Elements that stage 3 prefetches.
+    /// Maximum number of elements that stage 3 gathers ahead of their use.
     pub prefetch_bucket_elems: u64,
     /// Stage 3 does not shard parameters with fewer elements.
     pub persistence_threshold_elems: u64,
@@ -43,7 +43,7 @@ impl Default for ZeroOptimization {
             stage: 0,
             reduce_bucket_elems: 500_000_000,
             allgather_bucket_elems: 500_000_000,
-            overlap_comm: false,
+            overlap_comm: None,
             sub_group_elems: 1_000_000_000,
             prefetch_bucket_elems: 50_000_000,
             persistence_threshold_elems: 100_000,
@@ -54,6 +54,13 @@ impl Default for ZeroOptimization {
             offload_optimizer_buffers: 4,
             offload_param: Tier::Device,
         }
+    }
+}
+
+impl ZeroOptimization {
+    /// Whether communication overlaps compute at `stage`; by default only at stage 3.
+    pub fn overlaps_at(&self, stage: u8) -> bool {
+        self.overlap_comm.unwrap_or(stage == 3)
     }
 }
 
@@ -146,14 +153,11 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroO
     let stage = stage as u8;
     let (offload_optimizer, buffers) = read_offload_optimizer(&mut block, stage, warnings)?;
     let offload_param = read_offload_param(&mut block)?;
-    if offload_param != Tier::Device && stage != 3 {
-        warnings.push(format!("zero_optimization.offload_param is not honoured: it needs stage 3, not {stage}"));
-    }
     let zero = ZeroOptimization {
         stage,
-        reduce_bucket_elems: block.positive("reduce_bucket_size")?.unwrap_or(default.reduce_bucket_elems),
+        reduce_bucket_elems: block.count("reduce_bucket_size")?.unwrap_or(default.reduce_bucket_elems),
         allgather_bucket_elems: block.count("allgather_bucket_size")?.unwrap_or(default.allgather_bucket_elems),
-        overlap_comm: block.flag("overlap_comm")?.unwrap_or(stage == 3),
+        overlap_comm: block.flag("overlap_comm")?,
         sub_group_elems: block.count("sub_group_size")?.unwrap_or(default.sub_group_elems),
         prefetch_bucket_elems: block.count("prefetch_bucket_size")?.unwrap_or(default.prefetch_bucket_elems),
         persistence_threshold_elems: block

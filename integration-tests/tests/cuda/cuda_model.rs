@@ -48,7 +48,8 @@ fn logits_and_gradients_in_fp32_are_pytorchs() {
 fn losses_in_fp32_are_pytorchs() {
     let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let gpu = Gpu::open();
-    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+    let hyper =
+        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true, bias_correction: true };
     let mut masters = weights();
     let mut moments: Vec<[Vec<f32>; 2]> = masters.iter().map(|w| [vec![0.0; w.len()], vec![0.0; w.len()]]).collect();
     let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &masters);

@@ -34,7 +34,14 @@ fn settings(stage: u64, dtype: DType) -> Settings {
         overlap: true,
         prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
         optimizer: OptimizerConfig {
-            hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true },
+            hyper: AdamHyper {
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.1,
+                decoupled: true,
+                bias_correction: true,
+            },
             lr: 1e-3,
             max_grad_norm: 1.0,
             ..OptimizerConfig::default()

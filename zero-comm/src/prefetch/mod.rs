@@ -18,9 +18,10 @@
 //! one. A use out of order ends prefetching for that step: later units are gathered on demand, the [`PrefetchReport`]
 //! contains the position, and the next step expects this step's order.
 //!
-//! **Limit.** The elements in flight, held and kept together never exceed [`PrefetchOptions::max_live_elems`]. One
-//! exception: a unit that is larger than the limit is gathered on demand when nothing else is live. The host never
-//! waits; the memory of a resharded unit is reused in stream order.
+//! **Limits.** The elements in flight together exceed [`PrefetchOptions::ahead_elems`] only if a single unit does. The
+//! elements in flight, held and kept together never exceed [`PrefetchOptions::max_live_elems`]. One exception: a unit
+//! that is larger than the limit is gathered on demand when nothing else is live. The host never waits; the memory of a
+//! resharded unit is reused in stream order.
 //!
 //! **Exposed communication** with one use ahead: `tests/suite/overlap.rs` derives a bound and tests it.
 
@@ -91,6 +92,8 @@ pub struct PrefetchOptions {
     /// How many uses ahead units are gathered. With 0, a gather is enqueued at its use and waits for all earlier
     /// compute, so nothing overlaps. Default: 1.
     pub ahead: usize,
+    /// Limit of the elements in flight together. One unit is gathered ahead even if it is larger. Default: no limit.
+    pub ahead_elems: usize,
     /// Limit of live elements. Default: no limit.
     pub max_live_elems: usize,
     /// A unit of at most this many elements is gathered once per step and kept until its end. Default: 0.
@@ -99,7 +102,7 @@ pub struct PrefetchOptions {
 
 impl Default for PrefetchOptions {
     fn default() -> Self {
-        Self { ahead: 1, max_live_elems: usize::MAX, persistence_threshold_elems: 0 }
+        Self { ahead: 1, ahead_elems: usize::MAX, max_live_elems: usize::MAX, persistence_threshold_elems: 0 }
     }
 }
 
@@ -284,11 +287,13 @@ impl<D: Device> Prefetcher<D> {
         Unsharded::gather(&self.pool, &*self.comm, &self.comm_stream, self.shards[unit], lease)
     }
 
-    /// Enqueues the gathers of the next uses, in order, as far as the limit allows.
+    /// Enqueues the gathers of the next uses, in order, as far as the limits allow.
     fn gather_ahead(&mut self) -> Result<(), PrefetchError> {
         if self.report.order != OrderCheck::Followed {
             return Ok(());
         }
+        let mut in_flight: usize =
+            self.ready.values().filter(|unit| unit.is_in_flight()).map(|unit| unit.lease.elems).sum();
         let at = self.used.len();
         for position in at..at.saturating_add(self.options.ahead) {
             let Some(&unit) = self.order.as_ref().and_then(|order| order.get(position)) else { break };
@@ -296,6 +301,9 @@ impl<D: Device> Prefetcher<D> {
                 continue;
             }
             let elems = self.elems(unit)?;
+            if in_flight > 0 && in_flight.saturating_add(elems) > self.options.ahead_elems {
+                break;
+            }
             let live = self.live.lock();
             let room = live.elems.checked_add(elems).is_some_and(|sum| sum <= self.options.max_live_elems);
             // A held unit may become kept, so do not gather it now.
@@ -304,6 +312,7 @@ impl<D: Device> Prefetcher<D> {
             }
             drop(live);
             self.ready.insert(unit, self.gather(unit, elems)?);
+            in_flight += elems;
         }
         Ok(())
     }

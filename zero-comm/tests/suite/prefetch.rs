@@ -135,6 +135,29 @@ fn the_limit_of_live_elements_is_never_exceeded() {
     }
 }
 
+/// Units have 4, 10, 10 and 6 elements; unit 3, used twice in a row, is gathered once.
+#[test]
+fn units_in_flight_fit_their_limit() {
+    let peaks = |ahead_elems| {
+        let options = PrefetchOptions { ahead: usize::MAX, ahead_elems, ..PrefetchOptions::default() };
+        let reports = run(2, options, Some(ORDER), &[ORDER; 3]);
+        for report in &reports {
+            assert_eq!((report.prefetched, report.on_demand, report.wasted), (7, 0, 0), "{ahead_elems}");
+        }
+        reports[0].peak_live_elems
+    };
+    // At least one unit is in flight beside the one in use: 10 + 10.
+    for ahead_elems in [0, 1, 9, 10] {
+        assert_eq!(peaks(ahead_elems), 20, "{ahead_elems}");
+    }
+    // Units 0 and 1 before the first use, or units 2 and 3 while unit 1 is in use.
+    assert_eq!(peaks(13), 20);
+    assert_eq!(peaks(14), 24);
+    assert_eq!(peaks(16), 26);
+    // All four before the first use.
+    assert_eq!((peaks(30), peaks(usize::MAX)), (30, 30));
+}
+
 #[test]
 fn small_units_are_gathered_once_in_a_step() {
     let options = PrefetchOptions { persistence_threshold_elems: 6, ..PrefetchOptions::default() };

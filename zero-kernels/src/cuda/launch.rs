@@ -204,7 +204,8 @@ pub(super) fn every_kernel(address: usize) -> Result<Vec<Launch>, KernelError> {
         slot::<half::bf16>(address, 0, 0).erase(),
         slot::<half::f16>(address, 0, 0).erase(),
     ];
-    let hyper = AdamHyper { beta1: 0.0, beta2: 0.0, eps: 0.0, weight_decay: 0.0, decoupled: true };
+    let hyper =
+        AdamHyper { beta1: 0.0, beta2: 0.0, eps: 0.0, weight_decay: 0.0, decoupled: true, bias_correction: true };
     let (flat, scalars, scratch, stats) =
         (slot(address, 0, 0), slot(address, 1, 1), slot(address, 2, 2), slot(address, 3, 1));
     let (master, first_moment, second_moment) = (flat, flat, flat);
@@ -266,7 +267,8 @@ mod tests {
         unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address), len) }
     }
 
-    const HYPER: AdamHyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true };
+    const HYPER: AdamHyper =
+        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true, bias_correction: true };
 
     fn args(len: usize) -> AdamArgs {
         AdamArgs {

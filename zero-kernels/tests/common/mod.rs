@@ -87,5 +87,5 @@ pub fn scalars(lr: f32, grad_scale: f32) -> StepScalars {
 }
 
 pub fn hyper(decoupled: bool) -> AdamHyper {
-    AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled }
+    AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled, bias_correction: true }
 }

@@ -20,7 +20,8 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
     let (param, grad) = (rig.poisoned::<bf16>(n, 0), rig.buffer(&vec![bf16::from_f32(2.0); n], 0));
     let (total, stats) = (rig.buffer(&vec![0f32; n], 0), rig.poisoned::<GradStats>(1, 0));
     let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(n), 0);
-    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true };
+    let hyper =
+        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true, bias_correction: true };
     let scalars = StepScalars::new(1, 0.5, &hyper, 0.25);
     let later = StepScalars { step_size: 5.0, bias_correction2_sqrt: 1.0, ..scalars };
     let (scalars, later) = (rig.buffer(&[StepScalars::skipped()], 0), rig.buffer(&[later], 0));

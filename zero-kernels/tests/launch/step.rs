@@ -69,6 +69,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         min_scale: 4.0,
         window: 3,
         micro_batches: 2,
+        bias_correction: 1,
         first_position: 5,
         dynamic: 1,
         hysteresis: 2,
@@ -79,6 +80,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
     check_run(rig, config, 1, steps, 64, 1);
     check_run(rig, StepConfig { max_grad_norm: 0.0, consecutive_hysteresis: 1, ..config }, 3, steps, 64, 2);
     check_run(rig, StepConfig { dynamic: 0, ..config }, 2, steps, 64, 3);
+    check_run(rig, StepConfig { bias_correction: 0, hysteresis: 0, ..config }, 2, steps, 64, 6);
     // These two runs are halted: at the minimum scale, and after the end of the table of rates.
     check_run(rig, StepConfig { fail_at_min: 1, min_scale: 16.0, hysteresis: 1, ..config }, 2, steps, 64, 4);
     check_run(rig, config, 2, steps, 2, 5);

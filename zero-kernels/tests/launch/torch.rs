@@ -48,7 +48,8 @@ fn check<D: Device>(rig: &Rig<D>, name: &str, lr: f64, hyper: AdamHyper, close: 
 }
 
 pub fn adamw_agrees_with_torch<D: Device>(rig: &Rig<D>) {
-    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
+    let hyper =
+        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true, bias_correction: true };
     check(rig, "adamw_1", 1e-3, hyper, |_, a, b| ulps(a, b) <= 1);
     let hyper = AdamHyper { beta2: 0.95, weight_decay: 0.1, ..hyper };
     check(rig, "adamw_1025", 3e-4, hyper, |_, a, b| ulps(a, b) <= 1);
@@ -56,7 +57,14 @@ pub fn adamw_agrees_with_torch<D: Device>(rig: &Rig<D>) {
 
 pub fn adam_with_l2_agrees_with_torch<D: Device>(rig: &Rig<D>) {
     // Near zero a parameter's ulp is tiny; there the bound is the rounding error of `t` updates of about lr each.
-    let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.05, decoupled: false };
+    let hyper = AdamHyper {
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.05,
+        decoupled: false,
+        bias_correction: true,
+    };
     let close = |t, a: f32, b: f32| ulps(a, b) <= 1 || (a - b).abs() <= t as f32 * 1e-2 * f32::EPSILON;
     check(rig, "adam_l2_257", 1e-2, hyper, close);
 }

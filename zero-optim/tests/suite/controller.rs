@@ -3,8 +3,9 @@
 use proptest::prelude::*;
 use zero_kernels::GradStats;
 use zero_optim::{
-    DynamicScaling, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig, Progress,
-    RangeTest, RankStats, ReducedFlags, StepController, StepOutcome, Warmup, WarmupCosine, WarmupDecay,
+    Decay, DecayCurve, DynamicScaling, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError,
+    OptimizerConfig, Progress, RangeTest, RankStats, ReducedFlags, StepController, StepOutcome, Warmup, WarmupCosine,
+    WarmupDecay,
 };
 
 fn good(sum_sq: f64) -> RankStats {
@@ -172,7 +173,7 @@ fn settings_outside_their_ranges_are_refused() {
     assert_eq!(refused(OptimizerConfig { loss_scaling: LossScaling::Static { scale: 0.0 }, ..base() }), "loss_scale");
     let d = DynamicScaling::default;
     assert_eq!(refused(dynamic(DynamicScaling { window: 0, ..d() })), "loss_scale_window");
-    assert_eq!(refused(dynamic(DynamicScaling { hysteresis: 0, ..d() })), "hysteresis");
+    assert_eq!(refused(OptimizerConfig { sub_group_elems: 0, ..OptimizerConfig::default() }), "sub_group_elems");
     assert_eq!(refused(dynamic(DynamicScaling { initial_scale_power: 200, ..d() })), "initial_scale_power");
     assert_eq!(refused(dynamic(DynamicScaling { min_scale: 1e9, ..d() })), "min_loss_scale");
     let zero = Warmup { warmup_num_steps: 0, ..Default::default() };
@@ -186,6 +187,12 @@ fn settings_outside_their_ranges_are_refused() {
     let json = serde_json::json!({"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_min_mom": 1.0});
     let cycle: OneCycle = serde_json::from_value(json).unwrap();
     assert_eq!(refused(with(LrSchedule::OneCycle(cycle))), "cycle_min_mom");
+    let decay = Decay { curve: DecayCurve::Linear, warmup_steps: 0, decay_steps: 5, total_steps: 9, min_lr: 0.0 };
+    for decay_steps in [0, 10] {
+        let decay = Decay { decay_steps, ..decay.clone() };
+        assert_eq!(refused(with(LrSchedule::Decay(decay))), "decay_steps");
+    }
+    assert_eq!(refused(with(LrSchedule::Decay(Decay { min_lr: -1.0, ..decay }))), "min_lr");
     let zero = RangeTest { lr_range_test_step_size: 0, ..Default::default() };
     assert_eq!(refused(with(LrSchedule::RangeTest(zero))), "lr_range_test_step_size");
 }
@@ -220,6 +227,14 @@ fn saved_progress_keeps_its_json_keys() {
 }
 
 #[test]
+fn progress_without_hysteresis_is_restored() {
+    let mut steps = StepController::new(dynamic(DynamicScaling { hysteresis: 0, ..Default::default() })).unwrap();
+    let saved = StepController::new(dynamic(DynamicScaling::default())).unwrap().progress();
+    steps.restore(&saved).unwrap();
+    assert_eq!(steps.progress().loss_scaler.hysteresis_left, 0);
+}
+
+#[test]
 fn bad_loss_scale_is_not_restored() {
     let state = LossScalerState { scale: 4.0, iteration: 9, since: 3, hysteresis_left: 5 };
     let mut steps = StepController::new(dynamic(DynamicScaling::default())).unwrap();
@@ -247,14 +262,14 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
     /// The scale is a power of two, at least the minimum; it doubles only after `window` good steps and halves only
-    /// on an overflow with no hysteresis left.
+    /// on an overflow with a hysteresis of 1 left.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn loss_scale_stays_in_its_bounds(
         overflows in prop::collection::vec(prop::bool::weighted(0.2), 0..200),
         power in 0u32..20,
         window in 1u64..8,
-        hysteresis in 1u32..4,
+        hysteresis in 0u32..4,
         consecutive_hysteresis: bool,
     ) {
         let settings = DynamicScaling {
@@ -268,10 +283,12 @@ proptest! {
             let after = steps.progress().loss_scaler;
             prop_assert_eq!((outcome.is_skipped(), outcome.loss_scale()), (overflow, before.scale));
             prop_assert!(after.scale >= 1.0 && after.scale.log2().fract() == 0.0);
-            prop_assert!((1..=hysteresis).contains(&after.hysteresis_left));
+            prop_assert!((hysteresis.min(1)..=hysteresis).contains(&after.hysteresis_left));
             good_steps = if overflow { 0 } else { good_steps + 1 };
             if overflow && before.hysteresis_left > 1 {
                 prop_assert_eq!((after.scale, after.hysteresis_left), (before.scale, before.hysteresis_left - 1));
+            } else if overflow && hysteresis == 0 {
+                prop_assert_eq!(after.scale, before.scale);
             } else if overflow {
                 prop_assert_eq!(after.scale, (before.scale / 2.0).max(1.0));
             } else if after.scale > before.scale {

@@ -43,8 +43,8 @@ fn cases(n: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(cases(24))]
 
-    /// Whole units (stage 0) and shards (stages 1 to 3) have bit-identical statistics, norms and weights; one step is
-    /// skipped.
+    /// Whole units (stage 0) and shards (stages 1 to 3), updated in pieces, have bit-identical statistics, norms and
+    /// weights; one step is skipped.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn sharding_changes_no_bit(
@@ -52,6 +52,7 @@ proptest! {
         shards in prop::collection::vec(0usize..40, 1..4),
         dtype in prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]),
         grad_dtype_is_fp32: bool,
+        sub_group_elems in 1usize..50,
         seed: u64,
     ) {
         let sizes: Vec<usize> = shards.iter().map(|n| n * world).collect();
@@ -61,7 +62,8 @@ proptest! {
         }
         let grad_dtype = if grad_dtype_is_fp32 { DType::F32 } else { dtype };
         let mut whole = World::new(&config(), dtype, &init, world, Holding::Whole);
-        let mut shard = World::new(&config(), dtype, &init, world, Holding::Shard);
+        let in_pieces = OptimizerConfig { sub_group_elems, ..config() };
+        let mut shard = World::new(&in_pieces, dtype, &init, world, Holding::Shard);
         for grads in &grads {
             let (stats0, outcome0) = whole.step(grads, grad_dtype, 3);
             let (stats1, outcome1) = shard.step(grads, grad_dtype, 3);

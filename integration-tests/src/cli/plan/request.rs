@@ -79,7 +79,7 @@ impl Request {
             gpus: args.gpus,
             nodes: args.nodes,
             gpu_memory_bytes: args.gpu_memory,
-            dtype: args.dtype.map_or(file.as_ref().map_or(DType::Bf16, |f| f.dtype), DType::from),
+            dtype: args.dtype.map_or(file.as_ref().map_or(DType::Bf16, configured_dtype), DType::from),
             micro_batch: batch.micro_batch,
             grad_accum: batch.grad_accum,
             seq_len,
@@ -91,7 +91,7 @@ impl Request {
             offload_params: zero.map_or(Tier::Device, |z| z.offload_param),
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
-            prefetch: zero.is_none_or(|z| z.overlap_comm && z.prefetch_bucket_elems > 0),
+            prefetch: zero.is_none_or(|z| z.overlaps_at(3) && z.prefetch_bucket_elems > 0),
             max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
             persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
             sub_group_elems: zero.map_or(1_000_000_000, |z| z.sub_group_elems),
@@ -105,6 +105,12 @@ impl Request {
     pub(super) fn widths(&self) -> Widths {
         Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum)
     }
+}
+
+/// The type that the file selects. `"auto"` is the default of a plan, and without a choice it is DeepSpeed's.
+fn configured_dtype(file: &DsConfig) -> DType {
+    let is_auto = file.is_auto("bf16.enabled") || file.is_auto("fp16.enabled");
+    file.dtype.unwrap_or(if is_auto { DType::Bf16 } else { DType::F32 })
 }
 
 /// The model, and its number of positions if that is known.

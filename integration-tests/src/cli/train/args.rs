@@ -59,7 +59,7 @@ pub struct TrainArgs {
     /// Clip the gradient to this norm; 0 disables clipping [default: 0]
     #[arg(long, value_name = "X")]
     pub clip: Option<f64>,
-    /// Steps of linear learning-rate warmup [default: 0]
+    /// Steps of learning-rate warmup [default: 0]
     #[arg(long, value_name = "N")]
     pub warmup_steps: Option<u64>,
     /// Seed of the initial weights and of the order of text data [default: 0]
@@ -116,9 +116,58 @@ pub struct TrainArgs {
     /// to the metrics and the final table; on CUDA two events are recorded for each operation, as for --report
     #[arg(long)]
     pub breakdown: bool,
+    /// Learning rate after the warmup: constant, linear or cosine decay until --steps, or warmup-stable-decay
+    /// [default: constant]
+    #[arg(long, value_enum)]
+    pub schedule: Option<ScheduleFlag>,
+    /// Learning rate at the end of a decay [default: 0]
+    #[arg(long, value_name = "X")]
+    pub min_lr: Option<f64>,
+    /// Steps of decay of --schedule wsd [default: a fifth of --steps]
+    #[arg(long, value_name = "N")]
+    pub decay_steps: Option<u64>,
+    /// Adam's betas [default: 0.9,0.999]
+    #[arg(long, value_name = "B1,B2", value_parser = parse_betas)]
+    pub betas: Option<[f64; 2]>,
+    /// Adam's epsilon [default: 1e-8]
+    #[arg(long, value_name = "X")]
+    pub eps: Option<f64>,
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,
+}
+
+/// Schedules of the learning rate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ScheduleFlag {
+    /// The learning rate.
+    Constant,
+    /// A straight line to the minimum.
+    Linear,
+    /// Half a cosine to the minimum.
+    Cosine,
+    /// Constant, then a straight line to the minimum.
+    Wsd,
+}
+
+impl ScheduleFlag {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Constant => "constant",
+            Self::Linear => "linear",
+            Self::Cosine => "cosine",
+            Self::Wsd => "wsd",
+        }
+    }
+}
+
+/// Parses `0.9,0.95`.
+fn parse_betas(text: &str) -> Result<[f64; 2], String> {
+    let betas: Vec<f64> = text.split(',').filter_map(|beta| beta.trim().parse().ok()).collect();
+    match betas[..] {
+        [one, two] if text.matches(',').count() == 1 => Ok([one, two]),
+        _ => Err("expected two numbers, such as 0.9,0.95".to_owned()),
+    }
 }
 
 /// Devices.

@@ -1,6 +1,6 @@
 //! Checks of flags and configuration before anything else is read.
 
-use zero_shard::Tier;
+use zero_shard::{Tier, ZeroStage};
 
 use super::args::TrainArgs;
 use crate::cli::CliError;
@@ -44,7 +44,12 @@ pub(super) fn accumulation(grad_accum: u64) -> Result<(), CliError> {
 }
 
 /// Rejects devices of optimizer state and parameters that this version does not support.
-pub(super) fn offload(args: &TrainArgs, file: Option<&DsConfig>, on_cuda: bool) -> Result<(), CliError> {
+pub(super) fn offload(
+    args: &TrainArgs,
+    file: Option<&DsConfig>,
+    stage: ZeroStage,
+    on_cuda: bool,
+) -> Result<(), CliError> {
     let check = |what: &str, tier: Tier| {
         let value = match tier {
             Tier::Nvme => "nvme",
@@ -54,8 +59,8 @@ pub(super) fn offload(args: &TrainArgs, file: Option<&DsConfig>, on_cuda: bool) 
         };
         Err(CliError::Usage(format!("{what} {value} is not supported in this version; use none")))
     };
-    // Below stage 3 offload_param has no effect, and the file's warnings include it.
-    if let Some(file) = file.filter(|file| file.zero.stage == 3) {
+    // Below stage 3 offload_param has no effect, and a note says so.
+    if let Some(file) = file.filter(|_| stage.shards_params()) {
         check("zero_optimization.offload_param: device", file.zero.offload_param)?;
     }
     match (args.offload.as_deref(), file) {
@@ -75,20 +80,21 @@ mod tests {
             DsConfig::parse(&format!(r#"{{"zero_optimization": {{"stage": 3, "{what}": {{"device": "cpu"}}}}}}"#))
                 .unwrap()
         };
+        let (three, two) = (ZeroStage::Three, ZeroStage::Two);
         let flag = |value: &str| TrainArgs { offload: Some(value.to_owned()), ..TrainArgs::default() };
         for what in ["offload_optimizer", "offload_param"] {
-            offload(&TrainArgs::default(), Some(&file(what)), false).unwrap();
-            let error = offload(&TrainArgs::default(), Some(&file(what)), true).unwrap_err();
+            offload(&TrainArgs::default(), Some(&file(what)), three, false).unwrap();
+            let error = offload(&TrainArgs::default(), Some(&file(what)), three, true).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             assert!(error.to_string().contains(what), "{error}");
             assert!(error.to_string().contains("cpu with --device cuda is not supported in this version"), "{error}");
         }
-        let no_effect = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#;
-        offload(&TrainArgs::default(), Some(&DsConfig::parse(no_effect).unwrap()), true).unwrap();
+        // The stage of the run counts, not that of the file.
+        offload(&TrainArgs::default(), Some(&file("offload_param")), two, true).unwrap();
         // A flag overrides the file.
-        offload(&flag("none"), Some(&file("offload_optimizer")), true).unwrap();
-        offload(&flag("cpu"), None, false).unwrap();
-        let error = offload(&flag("cpu"), None, true).unwrap_err().to_string();
+        offload(&flag("none"), Some(&file("offload_optimizer")), three, true).unwrap();
+        offload(&flag("cpu"), None, three, false).unwrap();
+        let error = offload(&flag("cpu"), None, three, true).unwrap_err().to_string();
         assert!(error.starts_with("--offload cpu with --device cuda"), "{error}");
     }
 }

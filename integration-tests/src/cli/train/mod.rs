@@ -14,6 +14,7 @@ mod record;
 mod resume;
 mod run_setup;
 mod save_folder;
+mod schedule;
 mod settings;
 mod signals;
 mod summary;

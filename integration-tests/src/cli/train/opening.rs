@@ -91,6 +91,7 @@ fn schedule(lr: f64, schedule: &LrSchedule) -> String {
     match schedule {
         LrSchedule::Constant => format!("{lr}, constant"),
         LrSchedule::LinearWarmup { warmup_steps } => format!("{lr} after {warmup_steps} steps of linear warm-up"),
+        LrSchedule::Decay(_) => format!("{lr}, {schedule}"),
         // The names and parameters of a DeepSpeed configuration.
         other => {
             let value = serde_json::to_value(other).unwrap_or_default();

@@ -126,19 +126,19 @@ impl Resumed {
     /// The settings that a configuration file may override.
     pub(super) fn base(&self) -> Base {
         let manifest = self.reader.manifest();
-        let mut base = Base { stage: manifest.stage.into(), ..Base::default() };
+        let mut base = Base { stage: Some(manifest.stage.into()), ..Base::default() };
         if let Some(dtype) = DTypeFlag::from_name(&manifest.dtype) {
             base.dtype = dtype.into();
         }
         let Some(record) = &self.record else { return base };
         let optimizer = &record.optimizer;
         Base {
-            stage: record.stage,
+            stage: Some(record.stage),
             dtype: record.dtype.into(),
             hyper: optimizer.hyper,
             lr: optimizer.lr,
             schedule: optimizer.schedule.clone(),
-            max_grad_norm: optimizer.max_grad_norm,
+            max_grad_norm: Some(optimizer.max_grad_norm),
             loss_scaling: optimizer.loss_scaling.clone(),
             micro_batch: record.batch.micro_batch,
         }

@@ -1,7 +1,6 @@
 //! The settings of a run: flags override the configuration file, which overrides the defaults. Everything is checked
 //! before a rank starts.
 
-use std::collections::BTreeMap;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +10,7 @@ use zero_shard::Layout;
 use super::args::TrainArgs;
 use super::record::{BatchRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use super::resume::Resumed;
-use super::settings::{check_graphs, raise_live_limit, settings};
+use super::settings::{RunShape, check_graphs, raise_live_limit, resolved_autos, settings, stage};
 use super::{checks, metrics_file, save_folder, unused_keys};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::{CliError, DTypeFlag};
@@ -54,10 +53,12 @@ impl RunSetup {
         checks::numbers(args, ranks)?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
         let file = file.as_ref();
-        checks::offload(args, file, device.is_some())?;
         let recorded = resumed.and_then(|resumed| resumed.record.as_ref());
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
-        notices.extend(file.map(unused_keys::notices).unwrap_or_default());
+        let base = resumed.map(Resumed::base).unwrap_or_default();
+        let stage = stage(args, file, &base)?;
+        checks::offload(args, file, stage, device.is_some())?;
+        notices.extend(file.map(|file| unused_keys::notices(file, stage)).unwrap_or_default());
         notices.extend(resumed.map(|resumed| resumed.notices.clone()).unwrap_or_default());
         let seed = args.seed.unwrap_or(0);
         let (model_name, config, folder) = match (&args.model, resumed.and_then(|resumed| resumed.model())) {
@@ -81,8 +82,10 @@ impl RunSetup {
         };
         let weights = folder.map_or(Weights::Initial(seed), |folder| Weights::Folder(Box::new(folder)));
         let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
-        let base = resumed.map(Resumed::base).unwrap_or_default();
-        let mut settings = settings(args, file, &base, ranks, largest_unit)?;
+        let steps = args.steps.unwrap_or(1000);
+        let shape = RunShape { ranks, largest_unit, hidden: config.n_embd as u64, steps };
+        let (mut settings, notes) = settings(args, file, &base, shape)?;
+        notices.extend(notes);
         check_graphs(&settings, device.is_some())?;
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
         let batch = resumed.map_or_else(|| file.map(|f| f.batch).unwrap_or_default(), |resumed| resumed.batch(file));
@@ -109,7 +112,6 @@ impl RunSetup {
             None => Some(save_folder::default(&mut notices)?),
         };
         let checkpoint_every = args.checkpoint_every.unwrap_or(0);
-        let steps = args.steps.unwrap_or(1000);
         let (run, resumed_runs) = match resumed {
             Some(resumed) => resumed.run_ids(checkpoint.as_deref()),
             None => (new_run_id(), Vec::new()),
@@ -157,7 +159,7 @@ impl RunSetup {
             checkpoint_every,
             keep_last: args.keep_last,
             metrics: args.metrics.as_deref().map(absolute),
-            auto: BTreeMap::new(),
+            auto: file.map(|f| resolved_autos(f, &settings, &batch, shape)).unwrap_or_default().into_iter().collect(),
         };
         notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
         let breakdown = args.breakdown || file.is_some_and(|file| file.wall_clock_breakdown);

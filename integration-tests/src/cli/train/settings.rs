@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use serde_json::{Value, json};
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
 use zero_kernels::AdamHyper;
@@ -9,8 +10,9 @@ use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::{Layout, ZeroStage};
 
 use super::args::TrainArgs;
+use super::schedule;
 use crate::cli::CliError;
-use crate::config::DsConfig;
+use crate::config::{Batch, DsConfig, ZeroOptimization, canonical};
 use crate::model::Pass;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::passes;
@@ -19,17 +21,18 @@ use crate::trainer::{AT_STAGE_3, Settings};
 /// Default elements of a gradient bucket for all models: 2 MiB in fp32.
 const BUCKET_ELEMS: usize = 1 << 19;
 
-/// The settings that apply where neither a flag nor the configuration file gives one: the defaults, or those of the
-/// checkpoint that the run resumes.
+/// The settings that apply where neither a flag nor the configuration file gives one, or where the file has `"auto"`:
+/// the defaults, or those of the checkpoint that the run resumes.
 #[derive(Clone, Debug)]
 pub(super) struct Base {
-    pub(super) stage: u64,
+    /// `None`: 3, or DeepSpeed's default 0 with a configuration file.
+    pub(super) stage: Option<u64>,
     pub(super) dtype: DType,
     pub(super) hyper: AdamHyper,
     pub(super) lr: f64,
     pub(super) schedule: LrSchedule,
-    /// 0 disables clipping.
-    pub(super) max_grad_norm: f64,
+    /// 0 disables clipping. `None`: 0, or 1 with a configuration file, as in DeepSpeed and for `"auto"`.
+    pub(super) max_grad_norm: Option<f64>,
     pub(super) loss_scaling: LossScaling,
     /// Sequences per micro-batch and rank.
     pub(super) micro_batch: u64,
@@ -38,13 +41,20 @@ pub(super) struct Base {
 impl Default for Base {
     fn default() -> Self {
         Self {
-            stage: 3,
+            stage: None,
             dtype: DType::F32,
             // PyTorch's.
-            hyper: AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true },
+            hyper: AdamHyper {
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.01,
+                decoupled: true,
+                bias_correction: true,
+            },
             lr: 1e-3,
             schedule: LrSchedule::Constant,
-            max_grad_norm: 0.0,
+            max_grad_norm: None,
             loss_scaling: LossScaling::NONE,
             micro_batch: 4,
         }
@@ -66,58 +76,87 @@ pub(super) fn raise_live_limit(settings: &mut Settings, layout: &Layout, config:
     Some(notice)
 }
 
-/// The settings of a run: flags override `file`, which overrides `base`.
+/// The numbers of the run that the settings depend on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RunShape {
+    pub(super) ranks: usize,
+    /// Elements of the largest unit, with padding.
+    pub(super) largest_unit: u64,
+    /// The hidden size of the model.
+    pub(super) hidden: u64,
+    /// The last step.
+    pub(super) steps: u64,
+}
+
+/// The ZeRO stage of a run.
+pub(super) fn stage(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> Result<ZeroStage, CliError> {
+    let of_file = file.filter(|f| f.has_stage || base.stage.is_none()).map(|f| u64::from(f.zero.stage));
+    let stage = args.stage.or(of_file).or(base.stage).unwrap_or(3);
+    ZeroStage::from_number(stage).ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2 or 3")))
+}
+
+/// The settings of a run, and notes for the user: flags override `file`, which overrides `base`. `"auto"` in the file
+/// has the value that accelerate and the Hugging Face Trainer give it.
 pub(super) fn settings(
     args: &TrainArgs,
     file: Option<&DsConfig>,
     base: &Base,
-    ranks: usize,
-    largest_unit: u64,
-) -> Result<Settings, CliError> {
-    let stage = args.stage.or(file.map(|f| u64::from(f.zero.stage))).unwrap_or(base.stage);
-    let stage = ZeroStage::from_number(stage)
-        .ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2 or 3")))?;
-    let dtype = args.dtype.map_or(file.map_or(base.dtype, |f| f.dtype), DType::from);
-    let loss_scaling = match file {
-        Some(f) if f.dtype == dtype => f.loss_scaling.clone(),
-        None if base.dtype == dtype => base.loss_scaling.clone(),
-        _ if dtype == DType::F16 => LossScaling::Dynamic(DynamicScaling::default()),
-        _ => LossScaling::NONE,
-    };
-    let optimizer = file.and_then(|f| f.optimizer.as_ref());
-    let mut hyper = optimizer.map_or(base.hyper, |o| o.hyper);
-    if let Some(decay) = args.weight_decay {
-        hyper.weight_decay = decay;
+    shape: RunShape,
+) -> Result<(Settings, Vec<String>), CliError> {
+    let mut notices = Vec::new();
+    let stage = stage(args, file, base)?;
+    let dtype = args.dtype.map_or(file.and_then(|f| f.dtype).unwrap_or(base.dtype), DType::from);
+    for (key, requested) in file.map(|f| &f.requested_types[..]).unwrap_or_default() {
+        if *requested != dtype {
+            notices.push(format!("{key} {requested} is not honoured: it is {dtype}, the type of the parameters"));
+        }
     }
-    let schedule = match args.warmup_steps {
-        Some(0) => LrSchedule::Constant,
-        Some(warmup_steps) => LrSchedule::LinearWarmup { warmup_steps },
-        None => file.map_or_else(|| base.schedule.clone(), |f| f.schedule.clone().unwrap_or_default()),
+    let loss_scaling = match file.and_then(|f| f.loss_scaling.clone()) {
+        _ if dtype != DType::F16 => LossScaling::NONE,
+        Some(scaling) => scaling,
+        None if base.dtype == dtype => base.loss_scaling.clone(),
+        None => LossScaling::Dynamic(DynamicScaling::default()),
     };
+    let (lr, hyper) = adam(args, file, base);
+    let schedule = schedule::schedule(args, file, base, lr, shape.steps, &mut notices)?;
     let rules = OptimizerConfig {
         hyper,
-        lr: args.lr.or(optimizer.map(|o| o.lr)).unwrap_or(base.lr),
+        lr,
         schedule,
-        max_grad_norm: args.clip.or(file.map(|f| f.gradient_clipping)).unwrap_or(base.max_grad_norm),
+        max_grad_norm: args
+            .clip
+            .or(file.and_then(|f| f.gradient_clipping))
+            .or(base.max_grad_norm)
+            .unwrap_or(if file.is_some() { 1.0 } else { 0.0 }),
         loss_scaling,
+        sub_group_elems: file.map_or(usize::MAX, |f| sub_group(f, &mut notices)),
     };
     rules.check().map_err(CliError::usage)?;
+    let zero = file.map(|f| auto_sizes(f, shape.hidden));
+    let zero = zero.as_ref();
     // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is reduced.
-    let from_file = file.map(|f| f.zero.reduce_bucket_elems.min(largest_unit).max(ranks as u64) as usize);
+    let ranks = shape.ranks;
+    let from_file = zero.map(|z| z.reduce_bucket_elems.min(shape.largest_unit).max(ranks as u64) as usize);
     let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
         )));
     }
-    let overlap = !args.no_overlap && file.is_none_or(|f| f.zero.overlap_comm);
+    let overlap = !args.no_overlap && zero.is_none_or(|z| z.overlaps_at(stage.number()));
     let prefetch = PrefetchOptions {
-        ahead: usize::from(overlap && file.is_none_or(|f| f.zero.prefetch_bucket_elems > 0)),
-        max_live_elems: file.map_or(usize::MAX, |f| f.zero.max_live_elems as usize),
-        persistence_threshold_elems: file.map_or(0, |f| f.zero.persistence_threshold_elems as usize),
+        ahead: match zero {
+            _ if !overlap => 0,
+            None => 1,
+            Some(z) if z.prefetch_bucket_elems == 0 => 0,
+            Some(_) => usize::MAX,
+        },
+        ahead_elems: zero.map_or(usize::MAX, |z| z.prefetch_bucket_elems as usize),
+        max_live_elems: zero.map_or(usize::MAX, |z| z.max_live_elems as usize),
+        persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems as usize),
     };
     let limit = Duration::from_secs(args.time_limit);
-    Ok(Settings {
+    let settings = Settings {
         stage,
         dtype,
         grad_accum_steps: 1,
@@ -127,7 +166,94 @@ pub(super) fn settings(
         optimizer: rules,
         graphs: args.cuda_graph,
         limit,
-    })
+    };
+    Ok((settings, notices))
+}
+
+/// Learning rate and hyperparameters of Adam.
+fn adam(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> (f64, AdamHyper) {
+    let (mut lr, mut hyper) = (base.lr, base.hyper);
+    if let Some((file, optimizer)) = file.and_then(|f| Some((f, f.optimizer.as_ref()?))) {
+        let auto = |key: &str| file.is_auto(&format!("optimizer.params.{key}"));
+        let (of_file, default) = (optimizer.hyper, base.hyper);
+        let or_base = |key: &str, value: f64, base: f64| if auto(key) { base } else { value };
+        lr = or_base("lr", optimizer.lr, base.lr);
+        hyper = AdamHyper {
+            beta1: or_base("betas", of_file.beta1, default.beta1),
+            beta2: or_base("betas", of_file.beta2, default.beta2),
+            eps: or_base("eps", of_file.eps, default.eps),
+            weight_decay: or_base("weight_decay", of_file.weight_decay, default.weight_decay),
+            ..of_file
+        };
+    }
+    if let Some([beta1, beta2]) = args.betas {
+        (hyper.beta1, hyper.beta2) = (beta1, beta2);
+    }
+    hyper.eps = args.eps.unwrap_or(hyper.eps);
+    hyper.weight_decay = args.weight_decay.unwrap_or(hyper.weight_decay);
+    (args.lr.unwrap_or(lr), hyper)
+}
+
+/// The block `zero_optimization` with accelerate's values for `"auto"`.
+fn auto_sizes(file: &DsConfig, hidden: u64) -> ZeroOptimization {
+    let mut zero = file.zero.clone();
+    let auto = |key: &str| file.is_auto(&format!("zero_optimization.{key}"));
+    let square = hidden.saturating_mul(hidden);
+    if auto("reduce_bucket_size") {
+        zero.reduce_bucket_elems = square;
+    }
+    if auto("prefetch_bucket_size") {
+        zero.prefetch_bucket_elems = (0.9 * square as f64) as u64;
+    }
+    if auto("param_persistence_threshold") {
+        zero.persistence_threshold_elems = hidden.saturating_mul(10);
+    }
+    zero
+}
+
+/// The least elements of one launch of the optimizer: 256 KiB of fp32. Smaller ones cost more than they update.
+const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
+
+fn sub_group(file: &DsConfig, notices: &mut Vec<String>) -> usize {
+    let elems = file.zero.sub_group_elems;
+    if elems < MIN_SUB_GROUP_ELEMS {
+        notices.push(format!(
+            "zero_optimization.sub_group_size {elems} is too small for one launch; using {MIN_SUB_GROUP_ELEMS}"
+        ));
+    }
+    elems.max(MIN_SUB_GROUP_ELEMS) as usize
+}
+
+/// The values of the settings that the configuration has as `"auto"`, in its order.
+pub(super) fn resolved_autos(
+    file: &DsConfig,
+    settings: &Settings,
+    batch: &Batch,
+    shape: RunShape,
+) -> Vec<(String, Value)> {
+    let (optimizer, zero) = (&settings.optimizer, auto_sizes(file, shape.hidden));
+    let (hyper, default) = (optimizer.hyper, "default");
+    let value = |key: &str| match canonical(key).as_str() {
+        "train_batch_size" => json!(batch.train_batch_size),
+        "train_micro_batch_size_per_gpu" => json!(batch.micro_batch),
+        "gradient_accumulation_steps" => json!(batch.grad_accum),
+        "gradient_clipping" => json!(optimizer.max_grad_norm),
+        "fp16.enabled" => json!(settings.dtype == DType::F16),
+        "bf16.enabled" => json!(settings.dtype == DType::Bf16),
+        "optimizer.params.lr" => json!(optimizer.lr),
+        "optimizer.params.betas" => json!([hyper.beta1, hyper.beta2]),
+        "optimizer.params.eps" => json!(hyper.eps),
+        "optimizer.params.weight_decay" => json!(hyper.weight_decay),
+        "zero_optimization.reduce_bucket_size" => json!(settings.bucket_capacity_elems),
+        "zero_optimization.prefetch_bucket_size" => json!(zero.prefetch_bucket_elems),
+        "zero_optimization.param_persistence_threshold" => json!(zero.persistence_threshold_elems),
+        "zero_optimization.gather_16bit_weights_on_model_save" => json!(false),
+        other => match other.strip_prefix("scheduler.params.") {
+            Some(param) => schedule::parameter(&optimizer.schedule, param, optimizer.lr),
+            None => json!(default),
+        },
+    };
+    file.autos.iter().map(|key| (key.clone(), value(key))).collect()
 }
 
 /// Rejects `--cuda-graph` for steps that cannot be recorded.

@@ -1,9 +1,11 @@
 //! Keys of a DeepSpeed configuration that `zero train` does not use, although `zero plan` may.
 
+use zero_shard::{Tier, ZeroStage};
+
 use crate::config::{DsConfig, ZeroOptimization};
 
 /// One line for each key whose value differs from what `zero train` does.
-pub(super) fn notices(file: &DsConfig) -> Vec<String> {
+pub(super) fn notices(file: &DsConfig, stage: ZeroStage) -> Vec<String> {
     let (zero, default) = (&file.zero, ZeroOptimization::default());
     let checkpointing = file.activation_checkpointing.unwrap_or_default();
     let keys = [
@@ -23,9 +25,9 @@ pub(super) fn notices(file: &DsConfig) -> Vec<String> {
             "parameters are gathered by unit (embedding, block, head)",
         ),
         (
-            zero.sub_group_elems != default.sub_group_elems,
-            "zero_optimization.sub_group_size",
-            "a shard is updated as a whole",
+            zero.offload_param != Tier::Device && !stage.shards_params(),
+            "zero_optimization.offload_param",
+            "it needs stage 3",
         ),
         (
             zero.max_reuse_elems != default.max_reuse_elems,
@@ -54,12 +56,11 @@ mod tests {
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 2e8, "sub_group_size": 1e6,
                 "stage3_max_reuse_distance": 1e6, "stage3_gather_16bit_weights_on_model_save": true},
             "steps_per_print": 10, "wall_clock_breakdown": true}"#;
-        let lines = notices(&DsConfig::parse(text).unwrap());
+        let lines = notices(&DsConfig::parse(text).unwrap(), ZeroStage::Three);
         let expected = [
             "activation_checkpointing.partition_activations",
             "activation_checkpointing.cpu_checkpointing",
             "zero_optimization.allgather_bucket_size",
-            "zero_optimization.sub_group_size",
             "zero_optimization.max_reuse_distance",
             "zero_optimization.gather_16bit_weights_on_model_save",
             "steps_per_print",
@@ -67,6 +68,12 @@ mod tests {
         assert_eq!(lines.iter().map(|l| l.split(" is not honoured: ").next().unwrap()).collect::<Vec<_>>(), expected);
         let defaults = r#"{"activation_checkpointing": {"partition_activations": false},
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 5e8, "sub_group_size": "auto"}}"#;
-        assert_eq!(notices(&DsConfig::parse(defaults).unwrap()), Vec::<String>::new());
+        assert_eq!(notices(&DsConfig::parse(defaults).unwrap(), ZeroStage::Three), Vec::<String>::new());
+        // The stage of the run counts, not that of the file.
+        let offload = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#;
+        let offload = DsConfig::parse(offload).unwrap();
+        assert_eq!(notices(&offload, ZeroStage::Three), Vec::<String>::new());
+        let expected = "zero_optimization.offload_param is not honoured: it needs stage 3";
+        assert_eq!(notices(&offload, ZeroStage::Two), [expected]);
     }
 }
