@@ -194,10 +194,9 @@ impl<D: Device> Runner<'_, D> {
                 }
             }
         }
-        if let (Some(saver), Some((dir, _))) = (&mut saver, &options.checkpoint) {
+        if let Some(saver) = &mut saver {
             // No step ran: save the resumed state to the new directory, sharded for these ranks.
-            let resumed_here = options.resume.as_ref().is_some_and(|from| from == dir || from.parent() == Some(dir));
-            if summary.last.is_none() && !resumed_here {
+            if summary.last.is_none() && !options.saves_in_place() {
                 self.save(stage, saver, &before)?;
             }
             saver.complete(rank)?;

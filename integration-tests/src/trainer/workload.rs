@@ -1,7 +1,7 @@
 //! The inputs and the result of a run.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -86,6 +86,14 @@ impl RunOptions {
     pub fn store(&self) -> StoreOptions {
         let run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
         StoreOptions { keep_last: self.keep_last, run, resumed_runs: self.resumed_runs.clone() }
+    }
+
+    /// Whether the run saves to the folder of the checkpoint that it resumes.
+    pub(super) fn saves_in_place(&self) -> bool {
+        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let (Some(from), Some((to, _))) = (&self.resume, &self.checkpoint) else { return false };
+        let (from, to) = (real(from), real(to));
+        from == to || from.parent() == Some(&to)
     }
 }
 

@@ -75,9 +75,13 @@ pub struct TrainArgs {
     /// Keep only the newest K checkpoints
     #[arg(long, value_name = "K")]
     pub keep_last: Option<usize>,
-    /// Resume from the newest complete checkpoint in this folder
+    /// Resume from the newest whole checkpoint in this folder, or from DIR/step-N, with the settings of its run; flags
+    /// and --config override them
     #[arg(long, value_name = "DIR")]
     pub resume: Option<PathBuf>,
+    /// Fail if the newest checkpoint of --resume is damaged, instead of resuming from an older one
+    #[arg(long, requires = "resume")]
+    pub resume_exact: bool,
     /// Write one JSON object per step; a resumed run appends to its file
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use zero_alloc::device::DType;
-use zero_ckpt::{ModelSpec, Reader};
+use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, resolve};
 use zero_shard::Layout;
 
 use super::args::{DeviceChoice, TrainArgs};
@@ -35,23 +35,22 @@ impl Resumed {
     /// No checkpoint of this trainer is there, or its `run.json` is invalid.
     pub(super) fn open(args: &TrainArgs) -> Result<Option<Self>, CliError> {
         let Some(dir) = &args.resume else { return Ok(None) };
-        let reader = Reader::open(dir).map_err(CliError::usage)?;
+        let (store_dir, reader, mut notices) = open_checkpoint(dir, args.resume_exact)?;
         let path = reader.path().to_owned();
         let state = TrainerState::of(&reader).map_err(CliError::usage)?;
         let invalid = |what: &str, e: String| CliError::Usage(format!("{}: invalid {what}: {e}", path.display()));
-        let record = document(&reader, RUN_JSON)?.map(RunRecord::parse).transpose();
+        let record = reader.document(RUN_JSON).map_err(CliError::usage)?.map(RunRecord::parse).transpose();
         let record = record.map_err(|e| invalid(RUN_JSON, e))?;
         let config = Some(&reader.manifest().model_config).filter(|config| !config.is_null());
         let config = config.map(|config| GptConfig::from_hf_json(&config.to_string())).transpose();
         let config = config.map_err(|e| invalid("model configuration", e.to_string()))?.map(|(config, _)| config);
-        let mut notices = reader.notices().to_vec();
         if record.is_none() {
             notices.push(format!(
                 "{} has no {RUN_JSON} (an older version saved it): settings that no flag gives have their defaults",
                 path.display()
             ));
         }
-        Ok(Some(Self { store_dir: dir.clone(), reader, state, record, config, notices }))
+        Ok(Some(Self { store_dir, reader, state, record, config, notices }))
     }
 
     /// The path of the checkpoint.
@@ -73,7 +72,8 @@ impl Resumed {
     /// The id of the run that resumes and saves to `dir`, and the ids of the runs that it resumes. A run that saves to
     /// the folder of the checkpoint keeps its id.
     pub(super) fn run_ids(&self, dir: Option<&Path>) -> (String, Vec<String>) {
-        let Some(record) = &self.record else { return (new_run_id(), Vec::new()) };
+        // An empty id stands for the checkpoints of older versions.
+        let Some(record) = &self.record else { return (new_run_id(), vec![String::new()]) };
         let mut resumed_runs = record.resumed_runs.clone();
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         if dir.is_some_and(|dir| real(dir) == real(&self.store_dir)) {
@@ -179,7 +179,15 @@ impl Resumed {
     }
 }
 
-/// A document of the checkpoint.
-fn document(_reader: &Reader, _name: &str) -> Result<Option<serde_json::Value>, CliError> {
-    Ok(None)
+/// Opens the checkpoint `path`, or the newest whole one in it; returns its folder, the checkpoint and notes.
+fn open_checkpoint(path: &Path, exact: bool) -> Result<(PathBuf, Reader, Vec<String>), CliError> {
+    let Resolved { store_dir, reader, passed_over } = resolve(path).map_err(|e| match e {
+        CkptError::Corrupt { .. } => CliError::failure(e),
+        _ => CliError::usage(e),
+    })?;
+    if let Some((name, reason)) = passed_over.first().filter(|_| exact) {
+        return Err(CliError::Usage(format!("--resume-exact: the newest checkpoint {name} is not whole: {reason}")));
+    }
+    let notice = |(name, reason)| format!("{name} is passed over, because it is not whole: {reason}");
+    Ok((store_dir, reader, passed_over.into_iter().map(notice).collect()))
 }
