@@ -121,13 +121,11 @@ impl RunRecord {
 
     /// The settings that differ in `now`, each as `name old -> new`.
     pub(super) fn differences(&self, now: &Self) -> Vec<String> {
-        // The model is checked separately, and the others identify the run.
-        const NO_SETTINGS: [&str; 6] = ["format", "run", "resumed_runs", "model", "metrics", "auto"];
+        // Model and data are checked separately, and the others identify the run.
+        const NO_SETTINGS: [&str; 8] =
+            ["format", "run", "resumed_runs", "model", "data.fingerprint", "data.default", "metrics", "auto"];
         let mut out = Vec::new();
-        let (was, now) = (self.document(), now.document());
-        for key in keys(&was, &now).into_iter().filter(|key| !NO_SETTINGS.contains(&key.as_str())) {
-            compare(&key, &was[&key], &now[&key], &mut out);
-        }
+        compare("", &self.document(), &now.document(), &NO_SETTINGS, &mut out);
         out
     }
 }
@@ -137,11 +135,15 @@ fn keys(a: &Value, b: &Value) -> BTreeSet<String> {
     [a, b].into_iter().filter_map(Value::as_object).flat_map(|object| object.keys().cloned()).collect()
 }
 
-/// Appends the differing numbers, strings and flags below `path`.
-pub(super) fn compare(path: &str, was: &Value, now: &Value, out: &mut Vec<String>) {
+/// Appends the differing numbers, strings and flags below `path`, except those of `skipped`, as `name old -> new`.
+pub(super) fn compare(path: &str, was: &Value, now: &Value, skipped: &[&str], out: &mut Vec<String>) {
+    if skipped.contains(&path) {
+        return;
+    }
     if was.is_object() || now.is_object() {
+        let parent = if path.is_empty() { String::new() } else { format!("{path}.") };
         for key in keys(was, now) {
-            compare(&format!("{path}.{key}"), &was[&key], &now[&key], out);
+            compare(&format!("{parent}{key}"), &was[&key], &now[&key], skipped, out);
         }
     } else if was != now {
         let text = |value: &Value| match value {
@@ -170,19 +172,19 @@ mod tests {
     fn differences_name_each_setting() {
         let differences = |was: Value, now: Value| {
             let mut out = Vec::new();
-            compare("x", &was, &now, &mut out);
+            compare("", &was, &now, &["e"], &mut out);
             out
         };
         assert!(differences(json!({"a": {"b": 1e-3}}), json!({"a": {"b": 0.001}})).is_empty());
         assert_eq!(
-            differences(json!({"a": {"b": 1}, "c": "d"}), json!({"a": {"b": 2}, "c": "e"})),
-            ["x.a.b 1 -> 2", "x.c d -> e"]
+            differences(json!({"a": {"b": 1}, "c": "d", "e": {"f": 1}}), json!({"a": {"b": 2}, "c": "e"})),
+            ["a.b 1 -> 2", "c d -> e"]
         );
         let constant = json!({"type": "Constant"});
         let warmup = json!({"type": "LinearWarmup", "params": {"warmup_steps": 10}});
         assert_eq!(
             differences(constant, warmup),
-            ["x.params.warmup_steps none -> 10", "x.type Constant -> LinearWarmup"]
+            ["params.warmup_steps none -> 10", "type Constant -> LinearWarmup"]
         );
     }
 

@@ -162,7 +162,7 @@ impl Resumed {
             // How weights were drawn no longer matters.
             let config = GptConfig { initializer_range: own.initializer_range, ..config.clone() };
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
-            compare("", &own, &config, &mut differences);
+            compare("", &own, &config, &[], &mut differences);
         }
         if differences.is_empty() {
             differences.extend(self.reader.manifest().model.difference(&ModelSpec::from(layout)));
@@ -171,7 +171,7 @@ impl Resumed {
             return Ok(());
         }
         let (path, own) = (self.path().display(), self.record.as_ref().map_or("", |r| r.model.name.as_str()));
-        let differences = differences.iter().map(|d| d.trim_start_matches('.')).collect::<Vec<_>>().join(", ");
+        let differences = differences.join(", ");
         let of = if own.is_empty() { String::new() } else { format!(" {own}") };
         Err(CliError::Usage(format!(
             "--model {name}: {path} is a checkpoint of another model{of} ({differences}); remove --model"
