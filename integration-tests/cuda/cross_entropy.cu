@@ -4,11 +4,11 @@
 // columns is 0, so that matrix products can use whole rows.
 //
 // cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times loss_scale[0]
-// / tokens. One block per row; rows are aligned to 16 bytes. The first sweep computes the maximum and the sum
+// / tokens, or stay as they are if loss_scale is null. One block per row; rows are aligned to 16 bytes. The first sweep computes the maximum and the sum
 // (running maximum, rescaled sum: Milakov and Gimelshein, arXiv 1805.02867). The second sweep reads the row from the
 // level-2 cache, which must hold the rows of all running blocks: hence two large blocks per multiprocessor, not four
 // small ones. Moves 2 rows vocab sizeof(T) bytes of memory. Grid: rows.
-// add_mean_loss: loss += sum of losses / rows in fp64, in an order that depends only on `rows`. Grid: one block.
+// add_losses: loss += sum of losses / divisor in fp64, in an order that depends only on `rows`. Grid: one block.
 
 #define CE_THREADS 1024
 // One per lane of a warp, so that one warp merges the results of all warps.
@@ -45,7 +45,7 @@ __device__ __forceinline__ Running merge_over_warp(Running seen) {
 
 template <class T>
 __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u32 *targets, u32 vocab, u64 stride,
-                                              float scale) {
+                                              bool gradient, float scale) {
     __shared__ Running of_warps[CE_WARPS];
     T *row = logits + blockIdx.x * stride;
     u32 target = targets[blockIdx.x], whole = vocab / 8 * 8;
@@ -70,6 +70,7 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
     seen = merge_over_warp(of_warps[threadIdx.x % 32]);
 
     if (threadIdx.x == 0) losses[blockIdx.x] = (seen.max - at_target) + logf(seen.sum);
+    if (!gradient) return;
     float factor = scale / seen.sum, off = -seen.max * LOG2_E;
     for (u32 col = threadIdx.x * 8; col < whole; col += CE_THREADS * 8) {
         float x[8];
@@ -93,11 +94,12 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
 extern "C" __global__ __launch_bounds__(CE_THREADS) void cross_entropy(STORAGE *logits, float *losses,
                                                                        const u32 *targets, u32 vocab, u64 stride,
                                                                        const double *loss_scale, u32 tokens) {
-    float scale = __fdiv_rn((float)*loss_scale, (float)tokens);
-    cross_entropy<STORAGE>(logits, losses, targets, vocab, stride, scale);
+    float scale = loss_scale ? __fdiv_rn((float)*loss_scale, (float)tokens) : 0.0f;
+    cross_entropy<STORAGE>(logits, losses, targets, vocab, stride, loss_scale != nullptr, scale);
 }
 
-extern "C" __global__ __launch_bounds__(1024) void add_mean_loss(double *loss, const float *losses, u32 rows) {
+extern "C" __global__ __launch_bounds__(1024) void add_losses(double *loss, const float *losses, u32 rows,
+                                                                 u32 divisor) {
     __shared__ double sums[1024];
     double sum = 0.0;
 #pragma unroll 8
@@ -108,5 +110,5 @@ extern "C" __global__ __launch_bounds__(1024) void add_mean_loss(double *loss, c
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
         __syncthreads();
     }
-    if (threadIdx.x == 0) *loss += sums[0] / rows;
+    if (threadIdx.x == 0) *loss += sums[0] / divisor;
 }

@@ -53,6 +53,7 @@ fn main() -> Result<(), AnyError> {
         seed: 1,
         checkpoint: None,
         keep_last: None,
+        validation: None,
         resume: None,
         cancel: Arc::default(),
         ..RunOptions::default()

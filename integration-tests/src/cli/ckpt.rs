@@ -23,6 +23,9 @@ enum Command {
     Inspect {
         /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
         checkpoint: PathBuf,
+        /// Select the checkpoint of the lowest validation loss, which `best` names
+        #[arg(long)]
+        best: bool,
         /// Print the manifest as JSON
         #[arg(long)]
         json: bool,
@@ -38,6 +41,9 @@ enum Command {
         checkpoint: PathBuf,
         /// The folder to write; it must be empty or not exist
         out: PathBuf,
+        /// Select the checkpoint of the lowest validation loss, which `best` names
+        #[arg(long)]
+        best: bool,
         /// Element type of the files
         #[arg(long, value_enum, default_value = "fp32")]
         dtype: DTypeFlag,
@@ -63,8 +69,8 @@ enum Command {
 /// The checkpoint or folder is missing, damaged or cannot be written; the message names the file.
 pub fn run(args: CkptArgs) -> Result<(), CliError> {
     match args.command {
-        Command::Inspect { checkpoint, json } => {
-            let reader = open(&checkpoint)?;
+        Command::Inspect { checkpoint, best, json } => {
+            let reader = open(&checkpoint, best)?;
             if json {
                 print_text(serde_json::to_string_pretty(reader.manifest()).map_err(CliError::failure)? + "\n")
             } else {
@@ -72,8 +78,8 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
             }
         }
         Command::Verify { checkpoint } => verify(&checkpoint),
-        Command::Export { checkpoint, out, dtype, max_shard_size, state } => {
-            let reader = open(&checkpoint)?;
+        Command::Export { checkpoint, out, best, dtype, max_shard_size, state } => {
+            let reader = open(&checkpoint, best)?;
             let dtype = match dtype {
                 DTypeFlag::Fp32 => StateDtype::F32,
                 DTypeFlag::Bf16 => StateDtype::BF16,
@@ -94,7 +100,12 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
     }
 }
 
-fn open(path: &Path) -> Result<Reader, CliError> {
+/// Opens the newest checkpoint in `path` or the best one, or the checkpoint `path`.
+fn open(path: &Path, best: bool) -> Result<Reader, CliError> {
+    if best {
+        let hint = "--best needs a directory of checkpoints of a run with --val-data or --val-split";
+        return Reader::open_best(path).map_err(|e| CliError::Failure(format!("{e}; {hint}")));
+    }
     let reader = Reader::open(path).map_err(CliError::failure)?;
     for notice in reader.notices() {
         print_note(format_args!("skipped: {notice}"));

@@ -40,9 +40,37 @@ pub fn forward_backward(
     vocab: usize,
     scale: Scale,
 ) -> Result<(), OpError> {
+    check_len("cross entropy: loss scale", scale.loss_scale.len(), 1)?;
+    launch(ops, stream, logits, losses, targets, vocab, Some(scale))
+}
+
+/// Writes the losses of [`forward_backward`], with the same bits, and leaves `logits` unchanged.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+pub fn forward(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    logits: AnySlice,
+    losses: DeviceSlice<f32>,
+    targets: DeviceSlice<u32>,
+    vocab: usize,
+) -> Result<(), OpError> {
+    launch(ops, stream, logits, losses, targets, vocab, None)
+}
+
+/// Launches the kernel; without a scale it computes no gradient.
+fn launch(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    logits: AnySlice,
+    losses: DeviceSlice<f32>,
+    targets: DeviceSlice<u32>,
+    vocab: usize,
+    scale: Option<Scale>,
+) -> Result<(), OpError> {
     let (rows, stride) = (targets.len(), stride_elems(vocab));
     check_len("cross entropy: losses", losses.len(), rows)?;
-    check_len("cross entropy: loss scale", scale.loss_scale.len(), 1)?;
     // The kernel accesses 16 bytes at a time; stride_elems keeps every row aligned.
     check_len("cross entropy: logits' address modulo 16", logits.as_ptr().addr() % 16, 0)?;
     let args = [
@@ -51,8 +79,9 @@ pub fn forward_backward(
         targets.into(),
         size("cross entropy: vocabulary", vocab)?.into(),
         (stride as u64).into(),
-        scale.loss_scale.into(),
-        size("cross entropy: tokens", scale.tokens)?.into(),
+        // A null address disables the gradient.
+        scale.map_or(0u64.into(), |s| s.loss_scale.into()),
+        size("cross entropy: tokens", scale.map_or(0, |s| s.tokens))?.into(),
     ];
     let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
     // SAFETY: the parameters of cross_entropy, whose lengths were checked.
@@ -69,8 +98,33 @@ pub fn add_mean(
     loss: DeviceSlice<f64>,
     losses: DeviceSlice<f32>,
 ) -> Result<(), OpError> {
-    check_len("mean loss: loss", loss.len(), 1)?;
-    let args = [loss.into(), losses.into(), size("mean loss: losses", losses.len())?.into()];
-    // SAFETY: the parameters of add_mean_loss.
-    unsafe { ops.launch(stream, "mean loss", "add_mean_loss", Shape::blocks(1, SUM_BLOCK), args) }
+    add(ops, stream, loss, losses, losses.len())
+}
+
+/// `loss[0] += sum of losses`, in fp64, in an order that depends only on their number.
+///
+/// # Errors
+/// Lengths do not fit, or the stream failed.
+pub fn add_sum(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    loss: DeviceSlice<f64>,
+    losses: DeviceSlice<f32>,
+) -> Result<(), OpError> {
+    add(ops, stream, loss, losses, 1)
+}
+
+/// `loss[0] += sum of losses / divisor`.
+fn add(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    loss: DeviceSlice<f64>,
+    losses: DeviceSlice<f32>,
+    divisor: usize,
+) -> Result<(), OpError> {
+    check_len("sum of losses: loss", loss.len(), 1)?;
+    let rows = size("sum of losses: losses", losses.len())?;
+    let args = [loss.into(), losses.into(), rows.into(), size("sum of losses: divisor", divisor)?.into()];
+    // SAFETY: the parameters of add_losses.
+    unsafe { ops.launch(stream, "sum of losses", "add_losses", Shape::blocks(1, SUM_BLOCK), args) }
 }

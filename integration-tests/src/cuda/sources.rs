@@ -58,7 +58,7 @@ macro_rules! files {
                     "embedding_tokens_1"
                 ]
             ),
-            file!($storage, "cross_entropy.cu", 0, ["warp.cuh"], ["cross_entropy", "add_mean_loss"]),
+            file!($storage, "cross_entropy.cu", 0, ["warp.cuh"], ["cross_entropy", "add_losses"]),
             file!(
                 $storage,
                 "attention_plain.cu",

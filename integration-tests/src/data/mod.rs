@@ -27,7 +27,7 @@
 //! println!("{}; a unigram model's loss is {:.3}", data.describe(), data.unigram_loss());
 //! ```
 //!
-//! Not supported: shuffling of whole epochs, validation sets, downloads.
+//! Not supported: shuffling of whole epochs, downloads.
 
 mod error;
 mod folder;
@@ -39,8 +39,11 @@ mod tokens;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use indicatif::HumanCount;
 
@@ -80,9 +83,35 @@ impl DataSource {
     }
 }
 
+/// Open data before its statistics are computed.
+struct Opened {
+    tokens: Arc<Tokens>,
+    order: Order,
+    /// The path, for error messages.
+    name: String,
+    description: String,
+    /// Of a folder, the first token of each file, in order.
+    files: Vec<(u64, PathBuf)>,
+}
+
+impl Opened {
+    fn new(tokens: Tokens, order: Order, path: &Path, description: String, files: Vec<(u64, PathBuf)>) -> Self {
+        Self { tokens: Arc::new(tokens), order, name: path.display().to_string(), description, files }
+    }
+
+    /// The data set of the tokens in `range`.
+    fn part(&self, range: Range<u64>, name: String, description: String) -> Result<Dataset, DataError> {
+        let TokenStats { counts, fingerprint } = self.tokens.stats(range.clone())?;
+        let (tokens, order, files) = (Arc::clone(&self.tokens), self.order, self.files.clone());
+        Ok(Dataset { tokens, range, order, counts, fingerprint, name, description, files })
+    }
+}
+
 /// An open data set.
 pub struct Dataset {
-    tokens: Tokens,
+    tokens: Arc<Tokens>,
+    /// The tokens of this data set among all that were opened.
+    range: Range<u64>,
     order: Order,
     /// Occurrences of each token, up to the largest that occurs.
     counts: Vec<u64>,
@@ -94,12 +123,44 @@ pub struct Dataset {
     description: String,
 }
 
+impl fmt::Debug for Dataset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Dataset({})", self.description)
+    }
+}
+
 impl Dataset {
     /// Opens the data and reads all of it once to count its tokens.
     ///
     /// # Errors
     /// Missing, unreadable, empty or malformed data; see [`DataError`].
     pub fn open(source: &DataSource) -> Result<Self, DataError> {
+        let all = Self::read(source)?;
+        all.part(0..all.tokens.len(), all.name.clone(), all.description.clone())
+    }
+
+    /// Opens the data and splits its tokens, as [`Self::open`]: the last `validation` of them, a fraction from 0 to 1,
+    /// are validation data, and the others training data. Returns both, training data first.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_split(source: &DataSource, validation: f64) -> Result<(Self, Self), DataError> {
+        let all = Self::read(source)?;
+        let len = all.tokens.len();
+        // nanoGPT's rounding; rounding up to a float cannot pass the end.
+        let split = ((len as f64 * (1.0 - validation)) as u64).min(len);
+        let [first, last] = [split, len - split].map(HumanCount);
+        let training = all.part(
+            0..split,
+            format!("{}, the part to train on", all.name),
+            format!("{}; trained on the first {first} tokens", all.description),
+        )?;
+        let name = format!("{}, the part for validation", all.name);
+        let validation = all.part(split..len, name, format!("the last {last} tokens of {}", all.name))?;
+        Ok((training, validation))
+    }
+
+    fn read(source: &DataSource) -> Result<Opened, DataError> {
         let here = Path::new(".");
         let path = source.path.as_deref().unwrap_or(here);
         if !path.exists() {
@@ -111,7 +172,7 @@ impl Dataset {
         if path.is_file() && is_token_file(path) {
             let tokens = Tokens::open(path)?;
             let text = format!("{}: {} tokens, in order", path.display(), HumanCount(tokens.len()));
-            return Self::new(tokens, Order::InOrder, path, text, Vec::new());
+            return Ok(Opened::new(tokens, Order::InOrder, path, text, Vec::new()));
         }
         let tokenizer = source.tokenizer.as_deref().map(TextTokenizer::open).transpose()?;
         let (what, bytes, (tokens, files)) = if path.is_dir() {
@@ -141,23 +202,12 @@ impl Dataset {
             other => format!("{} tokens", HumanCount(other.len())),
         };
         let text = format!("{}: {what}, {} bytes, {by}", path.display(), HumanCount(bytes));
-        Self::new(tokens, Order::Random, path, text, files)
-    }
-
-    fn new(
-        tokens: Tokens,
-        order: Order,
-        path: &Path,
-        description: String,
-        files: Vec<(u64, PathBuf)>,
-    ) -> Result<Self, DataError> {
-        let TokenStats { counts, fingerprint } = tokens.stats()?;
-        Ok(Self { tokens, order, counts, fingerprint, name: path.display().to_string(), description, files })
+        Ok(Opened::new(tokens, Order::Random, path, text, files))
     }
 
     /// Number of tokens.
     pub fn len_tokens(&self) -> u64 {
-        self.tokens.len()
+        self.range.end - self.range.start
     }
 
     /// The CRC-64 of all tokens; detects data that changed since a checkpoint.
@@ -175,17 +225,17 @@ impl Dataset {
     /// # Errors
     /// [`DataError::TooShort`], [`DataError::NoTokenizer`], or [`DataError::OutsideVocabulary`] for the first such token.
     pub fn validate(&self, vocab_size: usize, seq_len: usize) -> Result<(), DataError> {
-        let tokens = self.tokens.len();
+        let tokens = self.len_tokens();
         if tokens <= seq_len as u64 {
             return Err(DataError::TooShort { name: self.name.clone(), tokens, seq_len });
         }
-        if matches!(self.tokens, Tokens::Bytes(_)) && vocab_size > MAX_BYTE_VOCAB {
+        if matches!(*self.tokens, Tokens::Bytes(_)) && vocab_size > MAX_BYTE_VOCAB {
             let vocab_size = HumanCount(vocab_size as u64);
             return Err(DataError::NoTokenizer { name: self.name.clone(), vocab_size });
         }
         if self.counts.len() > vocab_size {
             let bound = u32::try_from(vocab_size).unwrap_or(u32::MAX);
-            if let Some((token, position)) = self.tokens.first_at_least(bound)? {
+            if let Some((token, position)) = self.tokens.first_at_least(bound, self.range.clone())? {
                 let file = self.files.iter().rfind(|(first, _)| *first <= position);
                 let (name, position) = match file {
                     Some((first, path)) => (path.display().to_string(), position - first),
@@ -199,7 +249,7 @@ impl Dataset {
 
     /// Cross entropy, in nats per token, of a unigram model of the data.
     pub fn unigram_loss(&self) -> f64 {
-        let total = self.tokens.len() as f64;
+        let total = self.len_tokens() as f64;
         let seen = self.counts.iter().filter(|c| **c > 0);
         seen.map(|c| *c as f64 / total).map(|p| -p * p.ln()).sum()
     }
@@ -219,15 +269,36 @@ impl Dataset {
         let mut row_tokens = vec![0; seq_len + 1];
         let rows = inputs.chunks_exact_mut(seq_len).zip(targets.chunks_exact_mut(seq_len));
         for (row, (inputs, targets)) in rows.enumerate() {
-            let start = self.order.start(&at, row, self.tokens.len()).ok_or_else(|| {
-                let (n, name) = (self.tokens.len(), &self.name);
+            let start = self.order.start(&at, row, self.len_tokens()).ok_or_else(|| {
+                let (n, name) = (self.len_tokens(), &self.name);
                 DataError::BadBatch { what: format!("{at:?} is not a position in the {n} tokens of {name}") }
             })?;
-            self.tokens.read(start, &mut row_tokens)?;
+            self.tokens.read(self.range.start + start, &mut row_tokens)?;
             inputs.copy_from_slice(&row_tokens[..seq_len]);
             targets.copy_from_slice(&row_tokens[1..]);
         }
         Ok(())
+    }
+
+    /// Number of consecutive windows of `seq_len` tokens that have a next token.
+    pub fn windows(&self, seq_len: usize) -> u64 {
+        self.len_tokens().saturating_sub(1).checked_div(seq_len as u64).unwrap_or(0)
+    }
+
+    /// Writes window `window`, of [`Self::windows`], to `inputs`, and the tokens that follow them to `targets`. Both
+    /// have the length of a window.
+    ///
+    /// # Errors
+    /// There is no such window, or a failed read.
+    pub fn window(&self, window: u64, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
+        let (seq_len, windows) = (inputs.len(), self.windows(inputs.len()));
+        if window >= windows || targets.len() != seq_len {
+            let what = format!("window {window} of {windows} windows of {seq_len} tokens, {} targets", targets.len());
+            return Err(DataError::BadBatch { what });
+        }
+        let start = self.range.start + window * seq_len as u64;
+        self.tokens.read(start, inputs)?;
+        self.tokens.read(start + 1, targets)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Storage of tokens, and statistics of all of them.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -78,8 +78,8 @@ impl Tokens {
         Ok(())
     }
 
-    /// Computes the statistics in one pass.
-    pub(super) fn stats(&self) -> Result<TokenStats, DataError> {
+    /// Computes the statistics of the tokens in `range` in one pass; the range must be valid.
+    pub(super) fn stats(&self, range: Range<u64>) -> Result<TokenStats, DataError> {
         let mut counts = Vec::new();
         let mut crc = Digest::new(CrcAlgorithm::Crc64Nvme);
         let mut count = |token: u32| {
@@ -91,14 +91,15 @@ impl Tokens {
         };
         match self {
             Self::Bytes(bytes) => {
+                let bytes = &bytes[index(&range)];
                 crc.update(bytes);
                 bytes.iter().for_each(|b| count(u32::from(*b)));
             }
-            Self::Ids(ids) => ids.iter().for_each(|id| {
+            Self::Ids(ids) => ids[index(&range)].iter().for_each(|id| {
                 crc.update(&id.to_le_bytes());
                 count(*id);
             }),
-            Self::File { .. } => self.each_chunk(|_, bytes| {
+            Self::File { .. } => self.each_chunk(range, |_, bytes| {
                 crc.update(bytes);
                 bytes.as_chunks().0.iter().for_each(|t| count(u32::from(u16::from_le_bytes(*t))));
                 false
@@ -107,19 +108,19 @@ impl Tokens {
         Ok(TokenStats { counts, fingerprint: crc.finalize() })
     }
 
-    /// The first token of at least `bound`, with its position.
-    pub(super) fn first_at_least(&self, bound: u32) -> Result<Option<(u32, u64)>, DataError> {
+    /// The first token of at least `bound` in `range`, with its position among all tokens.
+    pub(super) fn first_at_least(&self, bound: u32, range: Range<u64>) -> Result<Option<(u32, u64)>, DataError> {
         let mut found = None;
         match self {
             Self::Bytes(bytes) => {
-                let at = bytes.iter().position(|b| u32::from(*b) >= bound);
-                found = at.map(|i| (u32::from(bytes[i]), i as u64));
+                let mut tokens = index(&range).map(|i| (u32::from(bytes[i]), i as u64));
+                found = tokens.find(|(token, _)| *token >= bound);
             }
             Self::Ids(ids) => {
-                let at = ids.iter().position(|id| *id >= bound);
-                found = at.map(|i| (ids[i], i as u64));
+                let mut tokens = index(&range).map(|i| (ids[i], i as u64));
+                found = tokens.find(|(token, _)| *token >= bound);
             }
-            Self::File { .. } => self.each_chunk(|start, bytes| {
+            Self::File { .. } => self.each_chunk(range, |start, bytes| {
                 let mut tokens = bytes.as_chunks().0.iter().map(|t| u32::from(u16::from_le_bytes(*t)));
                 found =
                     tokens.clone().position(|t| t >= bound).and_then(|i| Some((tokens.nth(i)?, start + i as u64)));
@@ -129,16 +130,15 @@ impl Tokens {
         Ok(found)
     }
 
-    /// Calls `f(position of the first token, bytes)` for each chunk of a token file until it returns true.
-    fn each_chunk(&self, mut f: impl FnMut(u64, &[u8]) -> bool) -> Result<(), DataError> {
-        let Self::File { path, len_tokens, .. } = self else { return Ok(()) };
-        let read = |source: io::Error| DataError::Read { path: path.clone(), source };
-        let mut file = File::open(path).map_err(read)?.take(len_tokens * 2);
+    /// Calls `f(position of the first token, bytes)` for each chunk of a token file in `range` until it returns true.
+    fn each_chunk(&self, range: Range<u64>, mut f: impl FnMut(u64, &[u8]) -> bool) -> Result<(), DataError> {
+        let Self::File { path, file, .. } = self else { return Ok(()) };
         let mut buffer = vec![0; CHUNK_BYTES];
-        let mut done = 0;
-        while done < len_tokens * 2 {
-            let n = CHUNK_BYTES.min((len_tokens * 2 - done) as usize);
-            file.read_exact(&mut buffer[..n]).map_err(read)?;
+        let (mut done, end) = (range.start * 2, range.end * 2);
+        while done < end {
+            let n = CHUNK_BYTES.min((end - done) as usize);
+            file.read_exact_at(&mut buffer[..n], done)
+                .map_err(|source| DataError::Read { path: path.clone(), source })?;
             if f(done / 2, &buffer[..n]) {
                 break;
             }
@@ -146,4 +146,8 @@ impl Tokens {
         }
         Ok(())
     }
+}
+
+fn index(range: &Range<u64>) -> Range<usize> {
+    range.start as usize..range.end as usize
 }

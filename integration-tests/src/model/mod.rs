@@ -53,6 +53,13 @@ pub trait Model<D: Device>: Send {
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError>;
 
+    /// Adds the losses, in nats, of the first `tokens` tokens of the micro-batch to [`Model::loss`], after its
+    /// forward. `params` are the flat parameters of the `forward_reads` of the last pass. Computes no gradient.
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn add_losses(&mut self, stream: &D::Stream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError>;
+
     /// One fp64, to which each micro-batch's backward adds its mean loss in nats.
     fn loss(&self) -> DeviceSlice<f64>;
 }

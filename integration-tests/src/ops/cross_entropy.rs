@@ -16,17 +16,43 @@ pub fn forward_backward(logits: &mut [f32], targets: &[u32], vocab: usize, scale
     parts.iter().sum()
 }
 
+/// Returns the sum of [`forward_backward`], with the same bits, without a gradient. Overwrites `logits`.
+pub fn forward(logits: &mut [f32], targets: &[u32], vocab: usize) -> f64 {
+    let rows = rows_per_thread(targets.len());
+    let parts: Vec<f64> = (logits.par_chunks_mut(rows * vocab), targets.par_chunks(rows))
+        .into_par_iter()
+        .map(|(logits, targets)| losses_of(logits, targets, vocab))
+        .collect();
+    parts.iter().sum()
+}
+
+#[multiversion(targets = "simd")]
+fn losses_of(logits: &mut [f32], targets: &[u32], vocab: usize) -> f64 {
+    let mut loss = 0.0f64;
+    for (row, &target) in logits.chunks_exact_mut(vocab).zip(targets) {
+        loss += exponentials(row, target).0;
+    }
+    loss
+}
+
+/// Replaces `row` by `e^(x - max)`. Returns the loss of `target` and the sum of the new elements.
+#[inline(always)]
+fn exponentials(row: &mut [f32], target: u32) -> (f64, f32) {
+    let max = math::max(row);
+    let at_target = row[target as usize];
+    for x in row.iter_mut() {
+        *x = math::exp(*x - max);
+    }
+    let sum = math::sum_by(row.len(), |i| row[i]);
+    (f64::from(sum).ln() + f64::from(max) - f64::from(at_target), sum)
+}
+
 #[multiversion(targets = "simd")]
 fn rows_of(logits: &mut [f32], targets: &[u32], vocab: usize, scale: f32) -> f64 {
     let mut loss = 0.0f64;
     for (row, &target) in logits.chunks_exact_mut(vocab).zip(targets) {
-        let max = math::max(row);
-        let at_target = row[target as usize];
-        for x in row.iter_mut() {
-            *x = math::exp(*x - max);
-        }
-        let sum = math::sum_by(vocab, |i| row[i]);
-        loss += f64::from(sum).ln() + f64::from(max) - f64::from(at_target);
+        let (of_row, sum) = exponentials(row, target);
+        loss += of_row;
         let factor = scale / sum;
         for x in row.iter_mut() {
             *x *= factor;

@@ -26,6 +26,11 @@ impl<'a, D: Device> BatchLoader<'a, D> {
         Self { rank, workload, options, inputs: vec![0; tokens], targets: vec![0; tokens], loaded: None }
     }
 
+    /// Makes the next [`Self::load`] load, because the model has another batch.
+    pub(super) fn forget(&mut self) {
+        self.loaded = None;
+    }
+
     /// Loads the `micro`-th micro-batch of the step after `done` steps into `model`, unless it is loaded already.
     pub(super) fn load(&mut self, model: &mut dyn Model<D>, done: u64, micro: usize) -> Result<(), TrainError> {
         if self.loaded == Some((done, micro)) {

@@ -9,7 +9,7 @@ use zero_optim::{Segment, ShardedAdamW};
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Stage, StepInputs, decide, optimizer, update};
+use super::stage::{Stage, StepInputs, decide, evaluate_whole, optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -57,6 +57,10 @@ impl<D: Device> Stage<D> for Dense<D> {
             }
         }
         Ok(())
+    }
+
+    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+        evaluate_whole(rank, model, tokens, |units| self.params(rank, units))
     }
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {

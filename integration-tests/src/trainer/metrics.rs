@@ -6,6 +6,7 @@ use zero_comm::Traffic;
 use zero_comm::overlap::Overlap;
 
 use super::breakdown::Breakdown;
+use super::validation::Validation;
 
 /// One step on one rank; loss and norm are the same on all.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -43,6 +44,9 @@ pub struct StepMetrics {
     /// The wall time by part, if it was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub breakdown: Option<Breakdown>,
+    /// The evaluation after this step, which is not part of `step_ms`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<Validation>,
 }
 
 /// Compute and communication of a step, in milliseconds, from the streams' timeline.

@@ -22,6 +22,7 @@ mod stage3;
 mod stages_1_and_2;
 mod state;
 mod storage;
+mod validation;
 mod whole_params;
 mod workload;
 
@@ -33,4 +34,5 @@ pub use rank::Settings;
 pub use recorder::AT_STAGE_3;
 pub use stage::device_steps;
 pub use state::TrainerState;
+pub use validation::{Best, Validation, ValidationOptions};
 pub use workload::{RankSummary, RunOptions, Workload};

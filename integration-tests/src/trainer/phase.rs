@@ -87,6 +87,10 @@ impl<D: Device> Model<D> for Phased<'_, D> {
         self.run(BACKWARD, pass, |model| model.backward(stream, pass, params, grads, loss_scale))
     }
 
+    fn add_losses(&mut self, stream: &D::Stream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+        self.model.add_losses(stream, params, tokens)
+    }
+
     fn loss(&self) -> DeviceSlice<f64> {
         self.model.loss()
     }

@@ -24,6 +24,7 @@ use super::stage::{self, Stage, StepInputs};
 use super::stage3::Stage3;
 use super::stages_1_and_2::Stages1And2;
 use super::state::{self, TrainerState};
+use super::validation::{Best, Evaluations};
 use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 use crate::model::Model;
@@ -131,16 +132,17 @@ impl<D: Device> Runner<'_, D> {
         observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
     ) -> Result<RankSummary, TrainError> {
         let Self { rank, workload, options, .. } = *self;
-        let (resumed_at, tokens_before) = match &options.resume {
+        let (resumed_at, tokens_before, best) = match &options.resume {
             Some(dir) => {
                 let state = state::restore(rank, stage, &Reader::open(dir)?)?;
-                (state.step, state.tokens_seen.unwrap_or(state.step * self.tokens_per_step()))
+                (state.step, state.tokens_seen.unwrap_or(state.step * self.tokens_per_step()), state.best)
             }
             None => {
                 state::set_weights(rank, stage, |name, range, out| workload.weights(name, range, out))?;
-                (0, 0)
+                (0, 0, None)
             }
         };
+        let mut evaluations = Evaluations::new(options, best);
         let mut saver = match &options.checkpoint {
             Some((dir, _)) => Some(Saver::new(rank, dir, options.store())?),
             None => None,
@@ -157,6 +159,7 @@ impl<D: Device> Runner<'_, D> {
             resumed_at,
             last: None,
             checkpoint: None,
+            best: None,
             backing_allocations: [0; 2],
             last_spans: Vec::new(),
             memory: None,
@@ -171,37 +174,50 @@ impl<D: Device> Runner<'_, D> {
             if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
                 stage::decide_on_device(rank, stage)?;
             }
-            let StepResult { metrics, stop, spans, memory: record } =
+            let StepResult { mut metrics, stop, spans, memory: record } =
                 self.step(model, stage, recorder, &mut batches, saver.as_mut(), &mut before)?;
             (summary.last_spans, memory) = (spans, record);
+            summary.cancelled = stop && metrics.step < options.steps;
+            // An interrupted run saves at once.
+            if !summary.cancelled {
+                metrics.validation = evaluations.after_step(rank, stage, model, metrics.step)?;
+            }
+            if metrics.validation.is_some() {
+                batches.forget();
+            }
             observe(&metrics)?;
             skipped_in_row = if metrics.skipped && self.is_static() { skipped_in_row + 1 } else { 0 };
             if skipped_in_row == MAX_SKIPPED {
                 return Err(TrainError::Diverged { step: metrics.step, skipped: skipped_in_row });
             }
             summary.step = metrics.step;
+            let validation = metrics.validation;
             summary.last = Some(metrics);
-            summary.cancelled = stop && summary.step < options.steps;
             if summary.step == resumed_at + 2 {
                 backings_after_two = Some(rank.pool.report().backing_allocations);
                 recorder.warm();
             }
-            if let (Some(saver), Some((_, every))) = (&mut saver, &options.checkpoint) {
-                // A checkpoint of weights that may not be finite must not replace an older one.
-                let due = *every > 0 && summary.step.is_multiple_of(*every) && skipped_in_row == 0;
-                if due || summary.cancelled || summary.step == options.steps {
-                    run_in(rank, phase::CHECKPOINT, || self.save(stage, saver, &before))?;
-                }
+            // A checkpoint of weights that may not be finite must not replace an older one.
+            let every = options.checkpoint.as_ref().map_or(0, |(_, every)| *every);
+            let due = every > 0 && summary.step.is_multiple_of(every) && skipped_in_row == 0;
+            let saves = due || summary.cancelled || summary.step == options.steps;
+            let old_best = evaluations.best;
+            let is_best = evaluations.is_best(summary.step, validation, saves);
+            if let (true, Some(saver)) = (saves || is_best, &mut saver) {
+                let superseded = old_best.filter(|_| is_best);
+                run_in(rank, phase::CHECKPOINT, || self.save(stage, saver, &before, evaluations.best, superseded))?;
             }
         }
         if let Some(saver) = &mut saver {
             // No step ran: save the resumed state to the new directory, sharded for these ranks.
             if summary.last.is_none() && !options.saves_in_place() {
-                self.save(stage, saver, &before)?;
+                self.save(stage, saver, &before, evaluations.best, None)?;
             }
             saver.complete(rank)?;
             summary.checkpoint = saver.newest().map(PathBuf::from);
         }
+        let best_path = saver.as_ref().and_then(|saver| saver.best().map(PathBuf::from));
+        summary.best = evaluations.best.map(|best| (best, best_path));
         rank.synchronize()?;
         // The update of the last step.
         summary.last_spans.extend(rank.timeline.take());
@@ -308,6 +324,7 @@ impl<D: Device> Runner<'_, D> {
             tokens_seen: before.tokens,
             eta_s: options.steps.saturating_sub(before.steps) as f64 * before.step_s,
             breakdown,
+            validation: None,
         };
         if let StepOutcome::Skipped { overflow, next_loss_scale, .. } = &outcome
             && rank.comm.rank() == 0
@@ -325,14 +342,24 @@ impl<D: Device> Runner<'_, D> {
         Ok(StepResult { metrics, stop: flags::stop(outcome.flags()), spans, memory })
     }
 
-    fn save(&self, stage: &mut dyn Stage<D>, saver: &mut Saver, before: &Before) -> Result<(), TrainError> {
+    /// Begins a save. `best` is the best step so far; it has just replaced `superseded`.
+    fn save(
+        &self,
+        stage: &mut dyn Stage<D>,
+        saver: &mut Saver,
+        before: &Before,
+        best: Option<Best>,
+        superseded: Option<Best>,
+    ) -> Result<(), TrainError> {
         let state = TrainerState {
             step: before.steps,
             progress: stage.optimizer().progress(),
             seed: self.options.seed,
             data_fingerprint: self.workload.data_fingerprint(),
             tokens_seen: Some(before.tokens),
+            best,
         };
-        state::save(self.rank, stage, saver, &state, &self.workload.model_config(), &self.options.documents)
+        let documents = &self.options.documents;
+        state::save(self.rank, stage, saver, &state, &self.workload.model_config(), documents, superseded)
     }
 }

@@ -23,6 +23,7 @@ pub(super) struct Saver {
     background: BackgroundStore,
     dir: PathBuf,
     newest: Option<PathBuf>,
+    best: Option<PathBuf>,
 }
 
 impl Saver {
@@ -35,7 +36,7 @@ impl Saver {
         let spec = |kind: StateKind| StateSpec { name: kind.name().to_owned(), dtype: StateDtype::F32 };
         let states = StateKind::ALL.map(spec).to_vec();
         let background = BackgroundStore::new(store, Arc::clone(&rank.layout), states, 1)?;
-        Ok(Self { background, dir: dir.to_owned(), newest: None })
+        Ok(Self { background, dir: dir.to_owned(), newest: None, best: None })
     }
 
     /// Begins a save; `copy` fills every slot. A save in progress is completed first.
@@ -83,11 +84,17 @@ impl Saver {
             tracing::warn!("checkpoint {}: {notice}", published.name);
         }
         self.newest = Some(self.dir.join(&published.name));
+        self.best = published.best.as_ref().map(|name| self.dir.join(name));
     }
 
     /// The newest checkpoint of this run.
     pub(super) fn newest(&self) -> Option<&Path> {
         self.newest.as_deref()
+    }
+
+    /// The checkpoint of the lowest validation loss, if it is in this directory.
+    pub(super) fn best(&self) -> Option<&Path> {
+        self.best.as_deref()
     }
 }
 

@@ -18,6 +18,10 @@ pub(super) trait Stage<D: Device>: Send {
     /// gradients.
     fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError>;
 
+    /// Enqueues the forward of the loaded micro-batch and adds the losses of its first `tokens` tokens to the model's
+    /// loss. Called between steps and never recorded; changes no state of the stage.
+    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError>;
+
     /// Enqueues the decision of the step (skip or update, clipping), the same on all ranks. The host does not wait.
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError>;
 
@@ -43,6 +47,22 @@ pub(super) struct StepInputs {
     pub(super) loss: DeviceSlice<f64>,
     /// 64 bits; every rank receives their OR and their AND over all ranks.
     pub(super) flags: DeviceSlice<u64>,
+}
+
+/// Enqueues an evaluation with parameters that are whole on every rank: `params` returns those of some units.
+pub(super) fn evaluate_whole<D: Device>(
+    rank: &Rank<D>,
+    model: &mut dyn Model<D>,
+    tokens: usize,
+    params: impl Fn(&[usize]) -> Vec<AnySlice>,
+) -> Result<(), TrainError> {
+    for (i, pass) in rank.passes.iter().enumerate() {
+        model.forward(&rank.compute, i, &params(&pass.forward_reads))?;
+    }
+    match rank.passes.last() {
+        Some(last) => model.add_losses(&rank.compute, &params(&last.forward_reads), tokens),
+        None => Ok(()),
+    }
 }
 
 /// Enqueues this rank's gradient statistics, their all-gather, and the decision, which is the same on all ranks.

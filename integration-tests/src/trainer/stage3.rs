@@ -22,6 +22,8 @@ use crate::model::Model;
 pub(super) struct Stage3<D: Device> {
     /// Gathers units ahead of their use. Declared first, so that it is dropped before the shards that it reads.
     prefetcher: Prefetcher<D>,
+    /// Gathers units for an evaluation, whose order of units differs from a step's. Between its calls it holds nothing.
+    forward_only: Prefetcher<D>,
     /// This rank's shard of the parameters.
     params: Storage<D>,
     /// This rank's shard of the gradients, summed over ranks.
@@ -34,28 +36,35 @@ impl<D: Device> Stage3<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
         let params = Storage::shards(rank, rank.settings.dtype, Purpose::Params)?;
         let grads = Storage::shards(rank, rank.settings.grad_dtype(), Purpose::Grads)?;
-        let (comm, compute, comm_stream) = (rank.comm.clone(), rank.compute.clone(), rank.comm_stream.clone());
-        let (shards, options) = (params.all_own(), rank.settings.prefetch);
-        let mut prefetcher = Prefetcher::new(rank.pool.clone(), comm, compute, comm_stream, shards, options);
-        prefetcher.expect_order(uses(rank))?;
+        let prefetcher = |order| {
+            let (comm, compute, comm_stream) = (rank.comm.clone(), rank.compute.clone(), rank.comm_stream.clone());
+            let (shards, options) = (params.all_own(), rank.settings.prefetch);
+            let mut prefetcher = Prefetcher::new(rank.pool.clone(), comm, compute, comm_stream, shards, options);
+            prefetcher.expect_order(order).map(|()| prefetcher)
+        };
+        let (forward_only, prefetcher) = (prefetcher(forward_uses(rank).collect())?, prefetcher(uses(rank))?);
         let optimizer = sharded_optimizer(rank)?;
-        Ok(Self { prefetcher, params, grads: Gradients::new(rank, grads)?, optimizer })
+        Ok(Self { prefetcher, forward_only, params, grads: Gradients::new(rank, grads)?, optimizer })
     }
+}
 
-    fn unshard(&mut self, units: &[usize]) -> Result<Vec<Unsharded<D>>, TrainError> {
-        units.iter().map(|&unit| Ok(self.prefetcher.unshard(unit)?)).collect()
-    }
+fn unshard<D: Device>(from: &mut Prefetcher<D>, units: &[usize]) -> Result<Vec<Unsharded<D>>, TrainError> {
+    units.iter().map(|&unit| Ok(from.unshard(unit)?)).collect()
+}
 
-    fn reshard(&mut self, units: Vec<Unsharded<D>>) {
-        units.into_iter().for_each(|unit| self.prefetcher.reshard(unit));
-    }
+fn reshard<D: Device>(from: &mut Prefetcher<D>, units: Vec<Unsharded<D>>) {
+    units.into_iter().for_each(|unit| from.reshard(unit));
+}
+
+/// The units in the order in which a forward unshards them.
+fn forward_uses<D: Device>(rank: &Rank<D>) -> impl Iterator<Item = usize> {
+    rank.passes.iter().flat_map(|p| &p.forward_reads).copied()
 }
 
 /// The units in the order in which a step unshards them.
 fn uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
-    let forward = rank.passes.iter().flat_map(|p| &p.forward_reads);
     let backward = rank.passes.iter().rev().skip(1).flat_map(|p| &p.backward_reads);
-    let micro_batch: Vec<usize> = forward.chain(backward).copied().collect();
+    let micro_batch: Vec<usize> = forward_uses(rank).chain(backward.copied()).collect();
     micro_batch.repeat(rank.settings.grad_accum_steps)
 }
 
@@ -73,24 +82,42 @@ impl<D: Device> Stage<D> for Stage3<D> {
         let last = rank.passes.len() - 1;
         let mut turning = Vec::new();
         for (i, pass) in rank.passes.iter().enumerate() {
-            let units = self.unshard(&pass.forward_reads)?;
+            let units = unshard(&mut self.prefetcher, &pass.forward_reads)?;
             model.forward(&rank.compute, i, &params(rank, &pass.forward_reads, &units))?;
             if i == last {
                 turning = units;
             } else {
-                self.reshard(units);
+                reshard(&mut self.prefetcher, units);
             }
         }
         for (i, pass) in rank.passes.iter().enumerate().rev() {
-            let units = if i == last { std::mem::take(&mut turning) } else { self.unshard(&pass.backward_reads)? };
+            let units = match i == last {
+                true => std::mem::take(&mut turning),
+                false => unshard(&mut self.prefetcher, &pass.backward_reads)?,
+            };
             let grads = self.grads.of_pass(rank, i)?;
             let params = params(rank, &pass.backward_reads, &units);
             model.backward(&rank.compute, i, &params, &grads, self.optimizer.device_loss_scale()?)?;
-            self.reshard(units);
+            reshard(&mut self.prefetcher, units);
             for unit in rank.complete_after(i) {
                 self.grads.reduce_scatter(rank, unit, micro)?;
             }
         }
+        Ok(())
+    }
+
+    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+        self.forward_only.begin_step()?;
+        for (i, pass) in rank.passes.iter().enumerate() {
+            let units = unshard(&mut self.forward_only, &pass.forward_reads)?;
+            let params = params(rank, &pass.forward_reads, &units);
+            model.forward(&rank.compute, i, &params)?;
+            if i + 1 == rank.passes.len() {
+                model.add_losses(&rank.compute, &params, tokens)?;
+            }
+            reshard(&mut self.forward_only, units);
+        }
+        self.forward_only.end_step();
         Ok(())
     }
 

@@ -7,12 +7,12 @@
 //! but only this rank's shard of it is summed.
 
 use zero_alloc::Purpose;
-use zero_alloc::device::{AnySlice, Device};
+use zero_alloc::device::{AnySlice, Device, Stream};
 use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Stage, StepInputs, decide, sharded_optimizer, update};
+use super::stage::{Stage, StepInputs, decide, evaluate_whole, sharded_optimizer, update};
 use super::storage::Storage;
 use super::whole_params::WholeParams;
 use crate::error::TrainError;
@@ -57,6 +57,12 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
             }
         }
         Ok(())
+    }
+
+    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+        // Not the events of the gathers: the next step waits for those, and a recorded gather's cannot be waited for.
+        rank.compute.wait(&rank.comm_stream.record()?)?;
+        evaluate_whole(rank, model, tokens, |units| self.params.gathered(rank, units))
     }
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {

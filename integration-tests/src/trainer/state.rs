@@ -15,6 +15,7 @@ use zero_optim::{Progress, StateKind};
 use super::rank::Rank;
 use super::saver::Saver;
 use super::stage::Stage;
+use super::validation::Best;
 use crate::error::TrainError;
 
 /// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the first forward.
@@ -73,7 +74,7 @@ fn unreadable(error: CkptError) -> TrainError {
     }
 }
 
-/// Begins a save of all state. Collective.
+/// Begins a save of all state. `superseded` was the best step until this one. Collective.
 pub(super) fn save<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -81,6 +82,7 @@ pub(super) fn save<D: Device>(
     state: &TrainerState,
     model_config: &Value,
     documents: &BTreeMap<String, Value>,
+    superseded: Option<Best>,
 ) -> Result<(), TrainError> {
     let ranges: Vec<_> = stage.optimizer().segments().iter().map(|s| s.own_shard.clone()).collect();
     let mut own = Vec::new();
@@ -95,6 +97,8 @@ pub(super) fn save<D: Device>(
         trainer: serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?,
         model_config: model_config.clone(),
         documents: documents.clone(),
+        best: state.best.map(|best| best.step),
+        superseded: superseded.filter(|old| old.only_best).map(|old| old.step),
         ..SaveMeta::default()
     };
     saver.begin(rank, meta, |slot| {
@@ -120,6 +124,9 @@ pub struct TrainerState {
     /// Tokens of all ranks in all steps; missing in older checkpoints.
     #[serde(default)]
     pub tokens_seen: Option<u64>,
+    /// The lowest validation loss so far.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<Best>,
 }
 
 impl TrainerState {

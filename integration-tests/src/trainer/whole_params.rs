@@ -35,6 +35,11 @@ impl<D: Device> WholeParams<D> {
         Ok(params)
     }
 
+    /// The flat parameters of `units`, whose gathers the compute stream has waited for.
+    pub(super) fn gathered(&self, rank: &Rank<D>, units: &[usize]) -> Vec<AnySlice> {
+        units.iter().map(|&unit| self.storage.unit(unit).slice(0..rank.numel(unit))).collect()
+    }
+
     /// This rank's shard of every unit.
     pub(super) fn own(&self) -> Vec<AnySlice> {
         self.storage.all_own()

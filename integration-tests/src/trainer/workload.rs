@@ -13,6 +13,7 @@ use zero_shard::UnitSpec;
 
 use super::memory_trace::MemoryTrace;
 use super::metrics::StepMetrics;
+use super::validation::{Best, ValidationOptions};
 use crate::data::BatchAt;
 use crate::error::TrainError;
 use crate::model::{Model, Pass};
@@ -65,6 +66,8 @@ pub struct RunOptions {
     pub checkpoint: Option<(PathBuf, u64)>,
     /// Number of checkpoints to keep; `None` keeps all.
     pub keep_last: Option<usize>,
+    /// Evaluations on other data.
+    pub validation: Option<ValidationOptions>,
     /// Checkpoint to resume from.
     pub resume: Option<PathBuf>,
     /// The id of this run, which its checkpoints carry. Rank 0's counts; empty for a run without an id.
@@ -110,6 +113,8 @@ pub struct RankSummary {
     pub last: Option<StepMetrics>,
     /// The newest checkpoint of this run.
     pub checkpoint: Option<PathBuf>,
+    /// The lowest validation loss so far, and its checkpoint.
+    pub best: Option<(Best, Option<PathBuf>)>,
     /// The pool's allocations from the device: up to the end of the second step, and in total.
     pub backing_allocations: [u64; 2],
     /// The operations of the last step with their times.

@@ -70,6 +70,7 @@ fn options(steps: u64, checkpoint: Option<&Path>, resume: Option<&Path>) -> RunO
         seed: 7,
         checkpoint: checkpoint.map(|dir| (dir.to_owned(), 0)),
         keep_last: None,
+        validation: None,
         resume: resume.map(Path::to_owned),
         cancel: Arc::default(),
         ..RunOptions::default()

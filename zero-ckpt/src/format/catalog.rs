@@ -5,6 +5,7 @@
 //! DIR/step-00000030/...
 //! DIR/step-00000030.old.<random>/...       backup during a replacement; a crash can leave it behind
 //! DIR/latest                               "step-00000030 <checksum of the name>"
+//! DIR/best                                 as `latest`, the best checkpoint; missing if the run does not compare them
 //! DIR/.lock                                locked by rank 0 of the run that saves here
 //! DIR/.staging/...                         unpublished files; readers never open them
 //! ```
@@ -17,6 +18,7 @@ use crate::io::dir::Dir;
 use crate::{CkptError, ModelSpec};
 
 pub(crate) const LATEST: &str = "latest";
+pub(crate) const BEST: &str = "best";
 pub(crate) const STAGING: &str = ".staging";
 pub(crate) const LOCK: &str = ".lock";
 const PREFIX: &str = "step-";
@@ -51,18 +53,18 @@ pub(crate) fn random() -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// The content of `latest`.
-pub(crate) fn latest_line(name: &str) -> String {
+/// The content of `latest` or `best`.
+pub(crate) fn pointer_line(name: &str) -> String {
     format!("{name} {:016x}\n", checksum(name.as_bytes()))
 }
 
-/// Reads and checks the name in `latest`.
-pub(crate) fn read_latest(dir: &Dir) -> Result<String, CkptError> {
-    let bytes = dir.read_small(LATEST, 4096)?;
-    let path = dir.path().join(LATEST);
+/// Reads and checks the name in `file`: `latest` or `best`.
+pub(crate) fn read_pointer(dir: &Dir, file: &str) -> Result<String, CkptError> {
+    let bytes = dir.read_small(file, 4096)?;
+    let path = dir.path().join(file);
     let text = String::from_utf8(bytes).unwrap_or_default();
     let name = text.split(' ').next().unwrap_or_default();
-    if step_of(name).is_none() || latest_line(name) != text {
+    if step_of(name).is_none() || pointer_line(name) != text {
         return Err(CkptError::BadFile {
             path,
             why: "damaged: it is not a checkpoint's name and its checksum".into(),

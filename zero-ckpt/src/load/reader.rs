@@ -9,7 +9,7 @@ use serde_json::Value;
 use zero_shard::{Layout, ParamPlacement};
 
 use crate::format::blocks::{BLOCK_BYTES, checksum};
-use crate::format::catalog::{self, backup_of};
+use crate::format::catalog::{self, BEST, LATEST, backup_of};
 use crate::format::coverage::Coverage;
 use crate::format::manifest::{DocumentRecord, MANIFEST_NAME, Manifest};
 use crate::format::tensor_folder::check_range;
@@ -44,11 +44,11 @@ impl Reader {
             return Self::open_one(root, Vec::new());
         }
         let mut notices = Vec::new();
-        let latest = catalog::read_latest(&root);
+        let latest = catalog::read_pointer(&root, LATEST);
         match latest.as_ref().map(|name| root.open_dir(name).and_then(|d| Self::open_one(d, Vec::new()))) {
             Ok(Ok(reader)) => return Ok(reader),
             Ok(Err(e)) => notices.push(e.to_string()),
-            Err(e) if root.has(catalog::LATEST) => notices.push(e.to_string()),
+            Err(e) if root.has(LATEST) => notices.push(e.to_string()),
             Err(_) => {}
         }
         let (entries, unreadable) = catalog::list(&root)?;
@@ -65,6 +65,19 @@ impl Reader {
             }
         }
         Err(CkptError::NoCheckpoint { dir: root.path().into(), reasons: notices })
+    }
+
+    /// Opens the checkpoint that `best` names in the directory `path`, or its backup if a crash left only that.
+    ///
+    /// # Errors
+    /// `best` is missing or damaged, its checkpoint is incomplete, or a failed read.
+    pub fn open_best(path: impl AsRef<Path>) -> Result<Self, CkptError> {
+        let root = Dir::open(path.as_ref())?;
+        let name = catalog::read_pointer(&root, BEST)?;
+        let entries = catalog::list(&root)?.0;
+        let backup = entries.into_iter().rev().find(|e| backup_of(&e.name) == Some(&name));
+        let found = backup.filter(|_| !root.has(&name)).map_or(name, |backup| backup.name);
+        root.open_dir(&found).and_then(|dir| Self::open_one(dir, Vec::new()))
     }
 
     pub(crate) fn open_one(dir: Dir, notices: Vec<String>) -> Result<Self, CkptError> {

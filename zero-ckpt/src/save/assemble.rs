@@ -26,8 +26,11 @@ pub struct SaveMeta {
     pub model_config: Value,
     /// JSON files to store in the checkpoint, by name; see [`Reader::document`](crate::Reader::document).
     pub documents: BTreeMap<String, Value>,
-    /// Steps that are not removed by this save, in addition to the last [`keep_last`](crate::StoreOptions::keep_last).
-    pub keep_steps: Vec<u64>,
+    /// The step of the best checkpoint so far. If it is in the directory, `best` names it and it is never pruned.
+    /// Not stored in the manifest.
+    pub best: Option<u64>,
+    /// The step of a checkpoint of this run to remove once this one is published. Not stored in the manifest.
+    pub superseded: Option<u64>,
 }
 
 /// Encodes the documents of a checkpoint; pairs of name and content.

@@ -41,6 +41,8 @@ pub struct PublishedCheckpoint {
     pub sequence: u64,
     /// Bytes of all shard files.
     pub bytes: u64,
+    /// The name of the checkpoint that `best` names.
+    pub best: Option<String>,
     /// Failures that do not affect the checkpoint, such as in removing an old one.
     pub notices: Vec<String>,
 }

@@ -22,7 +22,9 @@ use super::assemble::{SaveMeta, encode_documents, manifest_of};
 use super::frames::{PublishedCheckpoint, StagedFile, shorten};
 use super::replace;
 use crate::format::blocks::{FileLayout, checksum};
-use crate::format::catalog::{self, Entry, LATEST, STAGING, backup_of, latest_line, random, step_name, step_of};
+use crate::format::catalog::{
+    self, BEST, Entry, LATEST, STAGING, backup_of, pointer_line, random, step_name, step_of,
+};
 use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, Manifest};
 use crate::io::dir::Dir;
 use crate::io::lock::Lock;
@@ -351,14 +353,15 @@ impl Store {
         // The checkpoint is complete and has its final name: later errors do not undo it.
         self.dir.sync()?;
         self.at(SavePoint::Renamed);
-        self.move_latest(&name)?;
+        self.point(LATEST, &name)?;
         self.at(SavePoint::LatestMoved);
         published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
         published.push(Entry { name: name.clone(), sequence, model: manifest.model, run: manifest.run });
-        let notices = self.prune(&mut published, meta);
+        let best = self.update_best(meta.best, &published)?;
+        let notices = self.prune(&mut published, meta, best.as_deref());
         self.at(SavePoint::Pruned);
         let bytes = manifest.files.iter().map(|f| f.bytes).sum();
-        Ok(PublishedCheckpoint { name, step: meta.step, sequence, bytes, notices })
+        Ok(PublishedCheckpoint { name, step: meta.step, sequence, bytes, best, notices })
     }
 
     /// Checks that this machine sees the staged file with its full length.
@@ -395,27 +398,40 @@ impl Store {
         Ok(())
     }
 
-    fn move_latest(&self, name: &str) -> Result<(), CkptError> {
-        let file = format!("latest.{}", random());
-        self.staging.write_new(&file, latest_line(name).as_bytes())?;
-        self.staging.rename(&file, &self.dir, LATEST).inspect_err(|_| {
+    /// Atomically makes `pointer`, `latest` or `best`, name the checkpoint `name`.
+    fn point(&self, pointer: &str, name: &str) -> Result<(), CkptError> {
+        let file = format!("{pointer}.{}", random());
+        self.staging.write_new(&file, pointer_line(name).as_bytes())?;
+        self.staging.rename(&file, &self.dir, pointer).inspect_err(|_| {
             let _ = self.staging.remove_file(&file);
         })?;
         self.dir.sync()
     }
 
-    /// Removes this run's checkpoints beyond the last `keep_last`, the one that this save replaced, and staged files of
-    /// steps up to this one, which crashed runs left. Returns the failures.
-    fn prune(&self, published: &mut Vec<Entry>, meta: &SaveMeta) -> Vec<String> {
+    /// Makes `best` name the checkpoint of step `best`, if that is published here. Returns the name in `best`.
+    fn update_best(&self, best: Option<u64>, published: &[Entry]) -> Result<Option<String>, CkptError> {
+        let was = catalog::read_pointer(&self.dir, BEST).ok();
+        let now = best.map(step_name).filter(|name| published.iter().any(|e| e.name == *name));
+        match now {
+            Some(name) if was.as_ref() != Some(&name) => self.point(BEST, &name).map(|()| Some(name)),
+            _ => Ok(was),
+        }
+    }
+
+    /// Removes the superseded checkpoint, this run's checkpoints beyond the last `keep_last` except `best`, the one that
+    /// this save replaced, and staged files of steps up to this one, which crashed runs left. Returns the failures.
+    fn prune(&self, published: &mut Vec<Entry>, meta: &SaveMeta, best: Option<&str>) -> Vec<String> {
         let mut notices = Vec::new();
         let own = published.iter().filter(|e| self.options.owns(e)).count();
         let mut excess = self.options.keep_last.map_or(0, |keep| own.saturating_sub(keep.max(1)));
+        let superseded = meta.superseded.map(step_name);
         published.retain(|entry| {
-            if excess == 0 || !self.options.owns(entry) {
+            if !self.options.owns(entry) {
                 return true;
             }
-            excess -= 1;
-            if step_of(&entry.name).is_some_and(|step| meta.keep_steps.contains(&step)) {
+            let due = excess > 0 || superseded.as_ref() == Some(&entry.name);
+            excess = excess.saturating_sub(1);
+            if !due || best == Some(&entry.name) {
                 return true;
             }
             // First hides it by one rename, so that no reader opens it partly removed.
@@ -427,7 +443,8 @@ impl Store {
         replace::resolve_backups(&self.dir, &self.staging);
         for name in self.staging.names().unwrap_or_default() {
             let of_step = name.split('.').next().and_then(step_of);
-            if of_step.is_some_and(|s| s <= meta.step) || name.starts_with("latest.") || name.starts_with("probe.") {
+            let leftover = ["latest.", "best.", "probe."].iter().any(|prefix| name.starts_with(prefix));
+            if leftover || of_step.is_some_and(|s| s <= meta.step) {
                 let _ = self.staging.remove(&name);
             }
         }

@@ -108,13 +108,24 @@ fn checkpoint_is_not_a_store() {
 }
 
 #[test]
-fn kept_steps_are_not_pruned() {
+fn best_is_named_and_never_pruned() {
     let dir = tempfile::tempdir().unwrap();
     let options = StoreOptions { keep_last: Some(2), ..run("a") };
-    for step in 1..=6 {
-        save(dir.path(), &SaveMeta { keep_steps: vec![2], ..meta(step) }, &options).unwrap();
+    let save = |step, best, superseded| {
+        save(dir.path(), &SaveMeta { best, superseded, ..meta(step) }, &options).unwrap();
+        steps(dir.path())
+    };
+    let best = || Reader::open_best(dir.path()).map(|reader| reader.manifest().step);
+    save(1, None, None);
+    assert!(best().is_err());
+    for step in 2..=5 {
+        save(step, Some(2), None);
     }
-    assert_eq!(steps(dir.path()), [2, 5, 6]);
+    assert_eq!((save(6, Some(2), None), best().unwrap()), (vec![2, 5, 6], 2));
+    assert_eq!((save(7, Some(7), Some(2)), best().unwrap()), (vec![6, 7], 7));
+    // The best step is in another directory, or is not known.
+    assert_eq!((save(8, Some(99), None), best().unwrap()), (vec![7, 8], 7));
+    assert_eq!((save(9, None, None), best().unwrap()), (vec![7, 8, 9], 7));
 }
 
 #[test]

@@ -136,6 +136,18 @@ pub struct TrainArgs {
     /// Adam's epsilon [default: 1e-8]
     #[arg(long, value_name = "X")]
     pub eps: Option<f64>,
+    /// Evaluate on this data, which is not trained on, and report loss and perplexity
+    #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
+    pub val_data: Option<PathBuf>,
+    /// Evaluate on this fraction of the tokens of the data, its end, which is then not trained on
+    #[arg(long, value_name = "FRACTION")]
+    pub val_split: Option<f64>,
+    /// Steps from one evaluation to the next; 0 evaluates only at the end [default: a tenth of --steps]
+    #[arg(long, value_name = "N")]
+    pub eval_every: Option<u64>,
+    /// Evaluate on at most N tokens, the same each time [default: as many as cost a tenth of the steps between]
+    #[arg(long, value_name = "N")]
+    pub eval_tokens: Option<u64>,
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,

@@ -19,6 +19,7 @@ mod settings;
 mod signals;
 mod summary;
 mod unused_keys;
+mod validation;
 
 pub use args::TrainArgs;
 

@@ -11,12 +11,14 @@ use super::run_setup::RunSetup;
 use crate::cli::CliError;
 use crate::cli::output::{print_note, progress_bar, show_progress};
 use crate::error::TrainError;
-use crate::trainer::{RankSummary, StepMetrics};
+use crate::trainer::{RankSummary, StepMetrics, Validation};
 
 /// Shows and records the steps of a run, on the rank that prints.
 pub(super) struct Observer {
     bar: ProgressBar,
     metrics: Option<MetricsFile>,
+    /// The last validation loss, for the bar.
+    validation: String,
     /// The metrics of all steps so far.
     pub(super) seen: Vec<StepMetrics>,
 }
@@ -33,15 +35,21 @@ impl Observer {
             fs::create_dir_all(dir)
                 .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
         }
-        Ok(Self { bar: progress_bar(setup.options.steps), metrics, seen: Vec::new() })
+        let bar = progress_bar(setup.options.steps);
+        Ok(Self { bar, metrics, validation: String::new(), seen: Vec::new() })
     }
 
     pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
         let (step, loss, speed) = (metrics.step, metrics.loss, HumanCount(metrics.tokens_per_s as u64));
-        show_progress(&self.bar, step, &format!("loss {loss:.4}  {speed} tokens/s"));
+        if let Some(validation) = &metrics.validation {
+            self.validation = format!("  validation {:.4}", validation.loss);
+        }
+        show_progress(&self.bar, step, &format!("loss {loss:.4}{}  {speed} tokens/s", self.validation));
         let tenth = (self.bar.length().unwrap_or(1) / 10).max(1);
-        if self.bar.is_hidden() && metrics.step.is_multiple_of(tenth) {
-            print_note(format_args!("step {step}: loss {loss:.4}, {speed} tokens/s"));
+        if self.bar.is_hidden() && (metrics.step.is_multiple_of(tenth) || metrics.validation.is_some()) {
+            let of_step = |v: Validation| format!(", validation loss {:.4} (perplexity {:.4})", v.loss, v.perplexity);
+            let validation = metrics.validation.map(of_step).unwrap_or_default();
+            print_note(format_args!("step {step}: loss {loss:.4}{validation}, {speed} tokens/s"));
         }
         if let Some(file) = &mut self.metrics {
             file.write(metrics)?;

@@ -36,6 +36,9 @@ pub(super) fn text(setup: &RunSetup) -> String {
     line("run", format!("{}, seed {}, weights from {}{from}", record.run, record.seed, model.weights));
     let tokenizer = data.tokenizer.as_ref().map(|path| format!(" by {path}")).unwrap_or_default();
     line("data", format!("{}{tokenizer}", setup.workload.data.describe()));
+    if let Some(validation) = &options.validation {
+        line("validation", super::validation::describe(validation, options.seq_len));
+    }
     line(
         "step",
         format!(

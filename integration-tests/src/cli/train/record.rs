@@ -8,6 +8,7 @@ use serde_json::Value;
 use zero_optim::OptimizerConfig;
 
 use super::args::DeviceChoice;
+use super::validation::ValidationRecord;
 use crate::cli::DTypeFlag;
 
 /// The name of the document.
@@ -50,6 +51,9 @@ pub(super) struct RunRecord {
     pub(super) keep_last: Option<usize>,
     /// The absolute path of the metrics file, for information: it is a file of one machine.
     pub(super) metrics: Option<String>,
+    /// Evaluations on other data.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) validation: Option<ValidationRecord>,
     /// The settings that the configuration file gave as `"auto"`, and their values.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) auto: BTreeMap<String, Value>,

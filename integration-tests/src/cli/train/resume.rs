@@ -116,6 +116,7 @@ impl Resumed {
         filled.seq_len.get_or_insert(record.batch.seq_len);
         filled.checkpoint_every.get_or_insert(record.checkpoint_every);
         filled.keep_last = filled.keep_last.or(record.keep_last);
+        record.validation.iter().for_each(|validation| validation.fill(&mut filled));
         // A run that used a GPU may continue on a machine without one.
         if args.device == DeviceChoice::Auto && record.device == DeviceChoice::Cpu {
             filled.device = DeviceChoice::Cpu;

@@ -11,11 +11,12 @@ use super::args::TrainArgs;
 use super::record::{BatchRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use super::resume::Resumed;
 use super::settings::{RunShape, check_graphs, raise_live_limit, resolved_autos, settings, stage};
-use super::{checks, metrics_file, save_folder, unused_keys};
+use super::validation::Rows;
+use super::{checks, metrics_file, save_folder, unused_keys, validation};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::DsConfig;
-use crate::data::{DataSource, Dataset, is_token_file};
+use crate::data::{DataSource, is_token_file};
 use crate::hf::HfFolder;
 use crate::model::gpt2::Gpt2Options;
 use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings};
@@ -74,7 +75,8 @@ impl RunSetup {
             resumed.check_model(&model_name, &config, &layout)?;
         }
         let source = data_source(args, recorded, folder.as_ref())?;
-        let data = Dataset::open(&source).map_err(CliError::usage)?;
+        let (data, held_out) = validation::open(args, &source)?;
+        notices.extend(validation::notice(&data, held_out.as_ref()));
         let initial = match (recorded, &folder) {
             (Some(recorded), _) => recorded.model.weights.clone(),
             (None, Some(folder)) => absolute(folder.path()),
@@ -94,7 +96,7 @@ impl RunSetup {
         checks::accumulation(batch.grad_accum)?;
         let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
         check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
-        data.validate(config.vocab_size, seq_len).map_err(CliError::usage)?;
+        validation::check_data(args, &data, held_out.as_ref(), config.vocab_size, seq_len)?;
         let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
         let checkpointing = checkpointing || recorded.is_some_and(|r| r.activation_checkpointing);
         let model_options = Gpt2Options {
@@ -112,6 +114,9 @@ impl RunSetup {
             None => Some(save_folder::default(&mut notices)?),
         };
         let checkpoint_every = args.checkpoint_every.unwrap_or(0);
+        let micro_batch = batch.micro_batch.saturating_mul(ranks as u64);
+        let rows = Rows { step: batch.train_batch_size, micro_batch, seq_len };
+        let (validation, validation_record) = validation::options(args, held_out, rows, steps)?.unzip();
         let (run, resumed_runs) = match resumed {
             Some(resumed) => resumed.run_ids(checkpoint.as_deref()),
             None => (new_run_id(), Vec::new()),
@@ -159,6 +164,7 @@ impl RunSetup {
             checkpoint_every,
             keep_last: args.keep_last,
             metrics: args.metrics.as_deref().map(absolute),
+            validation: validation_record,
             auto: file.map(|f| resolved_autos(f, &settings, &batch, shape)).unwrap_or_default().into_iter().collect(),
         };
         notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
@@ -174,6 +180,7 @@ impl RunSetup {
                 seed,
                 checkpoint: checkpoint.map(|dir| (dir, checkpoint_every)),
                 keep_last: args.keep_last,
+                validation,
                 resume: args.resume.clone(),
                 cancel: Arc::default(),
                 run_id: run,
@@ -226,7 +233,8 @@ fn data_source(
     recorded: Option<&RunRecord>,
     folder: Option<&HfFolder>,
 ) -> Result<DataSource, CliError> {
-    let is_tokens = args.data.as_ref().is_some_and(|path| path.is_file() && is_token_file(path));
+    let is_tokens = args.data.as_ref().is_some_and(|path| path.is_file() && is_token_file(path))
+        && args.val_data.as_ref().is_none_or(|path| is_token_file(path));
     if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
         return Err(CliError::Usage(format!(
             "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
@@ -253,7 +261,7 @@ fn data_source(
 }
 
 /// The absolute path, for a record that is read in another current folder.
-fn absolute(path: &Path) -> String {
+pub(super) fn absolute(path: &Path) -> String {
     let absolute = path.canonicalize().or_else(|_| std::path::absolute(path));
     absolute.as_deref().unwrap_or(path).display().to_string()
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use indicatif::{HumanBytes, HumanCount};
 
 use super::run_setup::RunSetup;
-use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics};
+use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics, Validation};
 
 /// The figures of the run.
 pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetrics]) -> String {
@@ -38,6 +38,7 @@ pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetr
         HumanCount(last.step),
         setup.workload.data.unigram_loss()
     );
+    validation(&mut out, first, steps);
     if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
         let _ = writeln!(out, "{} tokens/s, the median of the steps after the second", HumanCount(rate as u64));
     }
@@ -53,6 +54,22 @@ pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetr
         let _ = writeln!(out, "checkpoint: {}", path.display());
     }
     out
+}
+
+/// The last and the best evaluation.
+fn validation(out: &mut String, rank: &RankSummary, steps: &[StepMetrics]) {
+    if let Some((step, last)) = steps.iter().rev().find_map(|s| Some((s.step, s.validation?))) {
+        let Validation { loss, perplexity, tokens } = last;
+        let tokens = HumanCount(tokens);
+        let _ = writeln!(
+            out,
+            "validation loss {loss:.4}, perplexity {perplexity:.4}, after step {step} over {tokens} tokens"
+        );
+    }
+    if let Some((best, path)) = &rank.best {
+        let path = path.as_ref().map(|path| format!(": {}", path.display())).unwrap_or_default();
+        let _ = writeln!(out, "best validation loss {:.4}, after step {}{path}", best.loss, best.step);
+    }
 }
 
 /// Selects one figure of a rank's memory.

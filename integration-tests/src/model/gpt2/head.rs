@@ -1,7 +1,7 @@
 //! The final layer norm, the logits and the loss.
 //!
-//! Forward computes only the layer norm. Backward computes the logits and their gradient, some rows at a time,
-//! so that they are never all in memory.
+//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an evaluation the logits
+//! alone, some rows at a time, so that they are never all in memory.
 
 use super::buffers::{HeadView, ScratchView};
 use super::params::Flat;
@@ -15,6 +15,21 @@ pub(super) fn forward(h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>, eps: f32) {
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`.
 pub(super) fn logits(out: &mut [f32], x: &[f32], w: &[f32], vocab: usize) {
     linear::product_transposed(out, x, w, vocab);
+}
+
+/// Returns the sum of the losses of the first `targets.len()` tokens after [`forward`]. Uses `s.logits` alone.
+pub(super) fn losses(s: ScratchView<'_>, h: &HeadView<'_>, targets: &[u32], p: &Flat<'_>) -> f64 {
+    let w = p.head_weight();
+    let c = p.get(0, "ln_f.weight").len();
+    let vocab = w.len() / c;
+    let rows = s.logits.len() / vocab;
+    let chunks = targets.chunks(rows).zip(h.out.chunks(rows * c));
+    let sums = chunks.map(|(targets, out)| {
+        let part = &mut s.logits[..targets.len() * vocab];
+        logits(part, &out[..targets.len() * c], w, vocab);
+        cross_entropy::forward(part, targets, vocab)
+    });
+    sums.sum()
 }
 
 /// Computes the loss and the gradients, and returns the sum of the losses. Writes the gradient of `x` to `s.dres` and

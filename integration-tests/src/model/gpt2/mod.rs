@@ -286,6 +286,17 @@ impl Model<HostDevice> for Gpt2 {
         })
     }
 
+    fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+        let (head, loss, scratch) = (self.buffers.head, self.buffers.loss, self.buffers.scratch);
+        let targets = Arc::clone(&self.targets);
+        self.enqueue(stream, "losses", self.passes.len() - 1, params, &[], move |flat, _| {
+            let sum = head::losses(scratch.view(), &head.view(), &targets[..tokens], &flat);
+            // SAFETY: the buffer is this model's, and the stream orders its passes.
+            let loss = unsafe { loss.as_host_mut() };
+            loss[0] += sum;
+        })
+    }
+
     fn loss(&self) -> DeviceSlice<f64> {
         self.buffers.loss
     }

@@ -12,4 +12,5 @@ mod resume;
 mod support;
 mod timeline;
 mod toy;
+mod validation;
 mod volumes;

@@ -152,6 +152,10 @@ impl Model<HostDevice> for BlockedModel {
         Ok(self.progress.count(stream, ("backward", pass as u64))?)
     }
 
+    fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+        self.inner.add_losses(stream, params, tokens)
+    }
+
     fn loss(&self) -> DeviceSlice<f64> {
         self.inner.loss()
     }

@@ -11,7 +11,7 @@ use integration_tests::error::TrainError;
 use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::trainer::{
-    RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics, Workload, run_on_threads,
+    RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics, ValidationOptions, Workload, run_on_threads,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use tempfile::TempDir;
@@ -44,6 +44,7 @@ pub(crate) struct Case {
     pub(crate) bucket_elems: usize,
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) resume: Option<PathBuf>,
+    pub(crate) validation: Option<ValidationOptions>,
     pub(crate) cancel: Arc<AtomicBool>,
 }
 
@@ -61,6 +62,7 @@ impl Default for Case {
             bucket_elems: 1 << 12,
             optimizer: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
             resume: None,
+            validation: None,
             cancel: Arc::default(),
         }
     }
@@ -123,6 +125,7 @@ impl Case {
             seed: 7,
             checkpoint: checkpoint.map(|dir| (dir.to_owned(), 0)),
             keep_last: None,
+            validation: self.validation.clone(),
             resume: self.resume.clone(),
             cancel: Arc::clone(&self.cancel),
             breakdown: true,

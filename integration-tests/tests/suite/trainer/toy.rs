@@ -165,6 +165,21 @@ impl Model<HostDevice> for ToyModel {
         Ok(())
     }
 
+    fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+        let kept = Arc::clone(&self.kept[self.kept.len() - 1]);
+        let (batch, params, loss) = (Arc::clone(&self.tokens), params.to_vec(), self.loss());
+        stream.enqueue("toy losses", move || {
+            let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?.concat();
+            assert_eq!(*kept.lock(), params, "the losses read what forward read");
+            let of_token = |t: &u32| f64::from(*t) + params.iter().map(|x| f64::from(*x)).sum::<f64>();
+            // SAFETY: the model holds the block, and only this stream uses it.
+            let loss = unsafe { loss.as_host_mut() };
+            loss[0] += batch[..tokens].iter().map(of_token).sum::<f64>();
+            Ok(())
+        })?;
+        Ok(())
+    }
+
     fn loss(&self) -> DeviceSlice<f64> {
         // SAFETY: only passes on one stream use it, and the trainer drains that stream before it drops the model.
         unsafe { self.loss.typed() }.expect("it was allocated as fp64")

@@ -1,7 +1,7 @@
 //! The final layer norm, the logits and the loss on CUDA.
 //!
-//! Forward computes only the layer norm. Backward computes the logits and their gradient, as many rows at a time as
-//! fit the buffer.
+//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an evaluation the logits
+//! alone, as many rows at a time as fit the buffer.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
@@ -42,6 +42,29 @@ pub(super) fn logits(
     let out = Matrix::with_stride(out, w.len() / c, stride);
     let (left, right) = (Matrix::new(x, c), Matrix::new(w, c).t());
     ops.matmul.run(stream, &Product { left, right, out, add: None, epilogue: Epilogue::None })
+}
+
+/// Writes the tokens' losses to `s.losses` after [`forward`]. Uses `s.logits`, and computes no gradient.
+pub(super) fn losses(
+    ops: &Ops,
+    stream: &CudaStream,
+    s: &ScratchSlices,
+    h: &HeadSlices,
+    targets: DeviceSlice<u32>,
+    p: &Flat<'_>,
+    vocab: usize,
+) -> Result<(), OpError> {
+    let c = h.out.len() / targets.len().max(1);
+    let stride = cross_entropy::stride_elems(vocab);
+    let rows = s.logits.len() / stride;
+    for start in (0..targets.len()).step_by(rows) {
+        let end = targets.len().min(start + rows);
+        let part = s.logits.slice(0..(end - start) * stride);
+        logits(ops, stream, part, h.out.slice(start * c..end * c), p, vocab)?;
+        let (losses, targets) = (s.losses.slice(start..end), targets.slice(start..end));
+        cross_entropy::forward(&ops.kernels, stream, part, losses, targets, vocab)?;
+    }
+    Ok(())
 }
 
 /// Writes the tokens' losses to `s.losses`, computes the gradients of `loss_scale` x their mean, writes that of `x`

@@ -221,6 +221,13 @@ impl Model<CudaDevice> for CudaGpt2 {
         Ok(())
     }
 
+    fn add_losses(&mut self, stream: &CudaStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+        let (ops, flat) = (&self.ops, self.flat(self.passes.len() - 1, params));
+        let Buffers { head, scratch, loss, .. } = &self.buffers;
+        head::losses(ops, stream, scratch, head, self.batches.targets(), &flat, self.config.vocab_size)?;
+        Ok(crate::cuda::cross_entropy::add_sum(&ops.kernels, stream, *loss, scratch.losses.slice(0..tokens))?)
+    }
+
     fn loss(&self) -> DeviceSlice<f64> {
         self.buffers.loss
     }
