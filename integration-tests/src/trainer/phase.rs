@@ -61,6 +61,10 @@ impl<D: Device> Phased<'_, D> {
     fn run<R>(&mut self, phases: [&'static str; KINDS], pass: usize, run: impl FnOnce(&mut dyn Model<D>) -> R) -> R {
         let kind = if pass + 1 == self.passes { 2 } else { pass.min(1) };
         let before = self.timeline.set_phase(phases[kind]);
+        // The passes of an evaluation are in its phase.
+        if before == VALIDATION {
+            self.timeline.set_phase(before);
+        }
         let result = run(self.model);
         self.timeline.set_phase(before);
         result
