@@ -110,15 +110,32 @@ impl fmt::Display for Call {
     }
 }
 
-/// A call that passed the checks of [`Group`], with this rank's buffers.
+/// A call that passed the checks of a [`Group`], with this rank's buffers.
 #[derive(Clone, Debug)]
 pub struct Checked {
+    group: Group,
     pub(crate) call: Call,
     pub(crate) send: AnySlice,
     pub(crate) recv: AnySlice,
 }
 
 impl Checked {
+    /// Checks that the call was checked for `group`: its buffers have the lengths of that group only.
+    ///
+    /// # Errors
+    /// [`CommError::AnotherGroup`].
+    pub fn check_group(&self, group: Group) -> Result<(), CommError> {
+        if self.group == group {
+            return Ok(());
+        }
+        let (collective, checked) = (self.call.collective, self.group);
+        Err(CommError::AnotherGroup {
+            collective,
+            checked: [checked.rank, checked.world_size],
+            own: [group.rank, group.world_size],
+        })
+    }
+
     /// The call, which must be equal on all ranks.
     pub fn call(&self) -> &Call {
         &self.call
@@ -236,7 +253,7 @@ impl Group {
         let none = unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8) };
         let (collective, segments) = (Collective::Barrier, Segments::Even(0));
         let call = Call { collective, op: None, dtype: DType::U8, segments, root: None, control: false };
-        Checked { call, send: none, recv: none }
+        Checked { group: self, call, send: none, recv: none }
     }
 
     fn uneven(self, collective: Collective, counts: &[usize]) -> Result<Segments, CommError> {
@@ -292,7 +309,7 @@ impl Group {
             return Err(CommError::Overlap { collective });
         }
         let call = Call { collective, op, dtype: send.dtype(), segments, root: None, control: false };
-        Ok(Checked { call, send, recv })
+        Ok(Checked { group: self, call, send, recv })
     }
 
     /// Adds the bytes that this rank must send in `call` to `traffic`.

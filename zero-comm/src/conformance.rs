@@ -14,7 +14,7 @@ use zero_alloc::device::{AnySlice, DType, Device, Element};
 use zero_alloc::{Block, Pool, Purpose};
 
 use crate::call::{Group, Segments, balanced_range};
-use crate::{Collective, Communicator, ReduceOp, Traffic};
+use crate::{Collective, CommError, Communicator, ReduceOp, Traffic};
 
 /// The order of sums that a back end guarantees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -367,12 +367,25 @@ fn check_all<D: Device>(rank: &Rank<'_, D>) -> Outcome {
     Ok(())
 }
 
+/// A call that was checked for another group has buffers of other lengths.
+fn refuses_calls_of_other_groups<D: Device>(comm: &dyn Communicator<D>, stream: &D::Stream) -> Outcome {
+    let Group { rank, world_size } = comm.group();
+    for other in [Group { rank, world_size: world_size + 1 }, Group { rank: rank + 1, world_size: world_size + 1 }] {
+        match comm.enqueue(stream, other.barrier()) {
+            Err(CommError::AnotherGroup { .. }) => {}
+            other => return Err(format!("a call of another group: expected an error, got {other:?}")),
+        }
+    }
+    Ok(())
+}
+
 /// Runs `plan.cases` random calls on `comm`, then a quarter as many on each of three splits of it. All ranks call it
 /// with the same plan.
 ///
 /// # Errors
 /// The first difference from the reference, or the first error of a call, with case, rank and shape.
 pub fn check<D: Device>(device: &D, comm: &dyn Communicator<D>, stream: &D::Stream, plan: Plan) -> Outcome {
+    refuses_calls_of_other_groups(comm, stream)?;
     let pool = Pool::new(device.clone(), usize::MAX);
     check_all(&Rank { comm, pool: pool.clone(), stream, plan })?;
     let (rank, n) = (comm.rank(), comm.world_size());

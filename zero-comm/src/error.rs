@@ -93,6 +93,20 @@ pub enum CommError {
         /// The cause.
         message: String,
     },
+    /// A call that was checked for another communicator.
+    #[error(
+        "{}: the call was checked for rank {} of {} and enqueued as rank {} of {}; check it with the group of this communicator",
+        .collective.name(), .checked[0], .checked[1], .own[0], .own[1]
+    )]
+    #[serde(skip)]
+    AnotherGroup {
+        /// The collective.
+        collective: Collective,
+        /// The rank and the number of ranks that it was checked for.
+        checked: [usize; 2],
+        /// The rank and the number of ranks of the communicator.
+        own: [usize; 2],
+    },
     /// A world without ranks.
     #[error("a world needs at least one rank")]
     #[serde(skip)]

@@ -50,6 +50,7 @@ impl Communicator<HostDevice> for SlowComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+        checked.check_group(self.group())?;
         let mut traffic = Traffic::default();
         self.group().count(checked.call(), &mut traffic);
         let time = self.link.time(traffic.total_bytes());

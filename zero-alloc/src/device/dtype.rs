@@ -46,13 +46,34 @@ impl std::fmt::Display for DType {
     }
 }
 
-/// A Rust type with a [`DType`].
-pub trait Element: bytemuck::Pod + Send + Sync {
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type with a [`DType`]. Sealed: copies of slices rely on the size that the dtype has.
+///
+/// ```compile_fail
+/// # use zero_alloc::device::{DType, Element};
+/// #[derive(Clone, Copy)]
+/// struct Wrong(u8);
+/// unsafe impl bytemuck::Zeroable for Wrong {}
+/// unsafe impl bytemuck::Pod for Wrong {}
+/// impl Element for Wrong {
+///     const DTYPE: DType = DType::F32;
+/// }
+/// ```
+pub trait Element: bytemuck::Pod + Send + Sync + sealed::Sealed {
     /// Its dtype.
     const DTYPE: DType;
 }
 
 macro_rules! element {
-    ($($t:ty => $d:ident),*) => {$(impl Element for $t { const DTYPE: DType = DType::$d; })*};
+    ($($t:ty => $d:ident),*) => {$(
+        impl sealed::Sealed for $t {}
+        impl Element for $t {
+            const DTYPE: DType = DType::$d;
+        }
+        const _: () = assert!(size_of::<$t>() == DType::$d.size_bytes());
+    )*};
 }
 element!(u8 => U8, f16 => F16, bf16 => Bf16, f32 => F32, f64 => F64);

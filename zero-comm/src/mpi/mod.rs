@@ -123,6 +123,7 @@ impl Communicator<HostDevice> for MpiComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+        checked.check_group(self.group())?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
         let (label, name) = (checked.call.collective.name(), stream.name().to_owned());

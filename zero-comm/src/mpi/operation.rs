@@ -192,7 +192,7 @@ impl Operation {
             return Err(error);
         }
         self.compare()?;
-        let (Checked { call, send, recv }, rank) = (&self.checked, self.members.rank);
+        let (Checked { call, send, recv, .. }, rank) = (&self.checked, self.members.rank);
         let (send, recv, own) = (*send, *recv, self.range(rank));
         match (call.collective, call.op) {
             (Collective::ReduceScatter, Some(op)) => self.reduce_scatter(op, send, recv),

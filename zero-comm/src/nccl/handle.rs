@@ -160,8 +160,8 @@ impl Handle {
     /// collective of each kind, which therefore waits for all of them.
     ///
     /// # Safety
-    /// `stream` is a stream of the device; `barrier` is at least one byte of the device's memory, which stays
-    /// allocated.
+    /// `checked` was checked for `group`, which is the communicator's; `stream` is a stream of the device; `barrier` is
+    /// at least one byte of the device's memory, which stays allocated.
     pub(super) unsafe fn enqueue(
         &self,
         checked: &Checked,

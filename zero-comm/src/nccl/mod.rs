@@ -178,7 +178,7 @@ impl NcclCommunicator {
         let enqueued = stream.labelled(label, || {
             let raw = interop::raw_stream(stream);
             let wait = Wait { limit: world.limit, failure: &|| world.failure() };
-            // SAFETY: `raw` is a stream of the communicator's device; `barrier` is one byte of it that is never
+            // SAFETY: `enqueue` compared the groups; `raw` is a stream of the communicator's device; `barrier` is one byte of it that is never
             // freed.
             let enqueued = unsafe { self.handle.enqueue(checked, self.group, self.process.barrier, raw, wait) };
             enqueued.map_err(|interrupt| {
@@ -259,6 +259,7 @@ impl Communicator<CudaDevice> for NcclCommunicator {
     }
 
     fn enqueue(&self, stream: &CudaStream, checked: Checked) -> Result<(), CommError> {
+        checked.check_group(self.group())?;
         let world = &self.process.world;
         // Held during the call, so that sequence numbers follow NCCL's order.
         let mut enqueued = self.enqueued.lock();

@@ -103,6 +103,7 @@ impl Communicator<HostDevice> for ThreadsComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+        checked.check_group(self.group())?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
         let (sequence, group, label) = (enqueued.sequence, self.group(), checked.call.collective.name());
