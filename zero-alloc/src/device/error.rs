@@ -43,6 +43,12 @@ pub enum DeviceError {
         /// Type passed.
         got: DType,
     },
+    /// Source and destination of a copy overlap.
+    #[error("copy of {bytes} bytes: source and destination overlap")]
+    Overlap {
+        /// The length of each.
+        bytes: usize,
+    },
     /// An enqueued operation failed; later operations of the stream were skipped.
     #[error("{op} on stream {stream}: {message}")]
     Operation {

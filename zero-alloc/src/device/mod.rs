@@ -134,7 +134,7 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// Enqueues a copy of `src` to `dst`, both on the device and not overlapping.
     ///
     /// # Errors
-    /// Lengths or dtypes differ, or the stream is closed or poisoned.
+    /// Lengths or dtypes differ, the slices overlap, or the stream is closed or poisoned.
     fn copy(&self, stream: &Self::Stream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError>;
 
     /// Enqueues setting all bytes of `dst` to zero.

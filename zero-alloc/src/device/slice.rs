@@ -193,9 +193,11 @@ impl AnySlice {
 /// Checks the two sides of a copy on a device.
 pub(crate) fn check_copy(src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
     same_len("copy", src.len, dst.len)?;
-    if src.dtype == dst.dtype {
-        Ok(())
-    } else {
-        Err(DeviceError::DTypeMismatch { expected: src.dtype, got: dst.dtype })
+    if src.dtype != dst.dtype {
+        return Err(DeviceError::DTypeMismatch { expected: src.dtype, got: dst.dtype });
     }
+    if (src.ptr as usize).abs_diff(dst.ptr as usize) < src.len_bytes() {
+        return Err(DeviceError::Overlap { bytes: src.len_bytes() });
+    }
+    Ok(())
 }

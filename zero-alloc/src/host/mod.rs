@@ -18,6 +18,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use self::queue::StreamInfo;
 use self::worker::Worker;
 use crate::device::{
@@ -119,6 +121,26 @@ unsafe impl Memory for HostDevice {
     }
 }
 
+/// The buffer of a caller of [`Device::download`]. Dropping it waits for a copy in progress and prevents a later one.
+struct Destination(Arc<Mutex<Option<BufferPtr>>>);
+
+struct BufferPtr(NonNull<u8>);
+
+// SAFETY: used under a lock that the buffer's borrower holds before it returns the buffer.
+unsafe impl Send for BufferPtr {}
+
+impl Destination {
+    fn lend(buffer: &mut [u8]) -> Self {
+        Self(Arc::new(Mutex::new(NonNull::new(buffer.as_mut_ptr()).map(BufferPtr))))
+    }
+}
+
+impl Drop for Destination {
+    fn drop(&mut self) {
+        *self.0.lock() = None;
+    }
+}
+
 // SAFETY: copies run on the given stream and touch only their slices.
 unsafe impl Device for HostDevice {
     type Stream = HostStream;
@@ -184,10 +206,20 @@ unsafe impl Device for HostDevice {
         limit: Duration,
     ) -> Result<(), DeviceError> {
         same_len("download", src.len_bytes(), dst.len())?;
-        stream.synchronize(limit)?;
         let src = src.bytes().typed::<u8>()?;
-        // SAFETY: host memory; the stream is synchronized, and the slice's maker promised ordered accesses.
-        dst.copy_from_slice(unsafe { src.as_host() });
-        Ok(())
+        let destination = Destination::lend(dst);
+        let lent = Arc::clone(&destination.0);
+        // A copy on the stream: other threads may enqueue writes of `src` behind it.
+        stream.enqueue("download", move || {
+            if let Some(dst) = &mut *lent.lock() {
+                // SAFETY: host memory, and the slice's maker promised ordered accesses.
+                let src = unsafe { src.as_host() };
+                // SAFETY: `download` waits for this lock before it returns, and the buffer is lent to it until then;
+                // it has the length of `src`.
+                unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst.0.as_ptr(), src.len()) };
+            }
+            Ok(())
+        })?;
+        stream.synchronize(limit)
     }
 }

@@ -1,5 +1,6 @@
 //! Copies between host and device, and on the device.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
@@ -89,6 +90,10 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
     assert_eq!(device.upload(&stream, &[0; 63], slice, LIMIT), length("upload", 64, 63));
     assert_eq!(device.download(&stream, floats, &mut [0; 65], LIMIT), length("download", 64, 65));
     assert_eq!(device.copy(&stream, slice.slice(0..8), slice.slice(8..17)), length("copy", 8, 9));
+    for at in [1, 7, 8] {
+        let overlapping = device.copy(&stream, slice.slice(1..9), slice.slice(at..at + 8));
+        assert_eq!(overlapping, Err(DeviceError::Overlap { bytes: 8 }), "{at}");
+    }
     let types = device.copy(&stream, slice.slice(0..16), floats);
     assert_eq!(types, Err(DeviceError::DTypeMismatch { expected: DType::U8, got: DType::F32 }));
     // These errors do not poison the stream.
@@ -124,6 +129,38 @@ pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
     device.download(&held, first.slice(), &mut seen, LIMIT).expect("downloaded");
     assert_eq!(seen, [2; 1000]);
     assert_eq!(untouched, [7; 1000]);
+}
+
+/// Another thread enqueues writes behind a download, which must not see a part of them.
+pub(crate) fn download_keeps_its_place_in_the_stream<B: Backend>(backend: &B) {
+    let device = backend.device();
+    let stream = B::stream(&device, "compute");
+    let len = if cfg!(miri) { 1000 } else { 1 << 20 };
+    let (memory, source) = (Lent::new(&device, len), Lent::new(&device, len));
+    let (slice, ones) = (memory.slice(), source.slice());
+    device.upload(&stream, &vec![1; len], ones, LIMIT).expect("uploaded");
+    device.fill_zero(&stream, slice).expect("enqueued");
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Ordering::Relaxed) {
+                device.copy(&stream, ones, slice).expect("enqueued");
+                device.fill_zero(&stream, slice).expect("enqueued");
+                // Bounds the queue.
+                stream.synchronize(LIMIT).expect("ran");
+            }
+        });
+        let mut seen = vec![0; len];
+        let mut torn = 0;
+        for _ in 0..if cfg!(miri) { 3 } else { 50 } {
+            let downloaded = device.download(&stream, slice, &mut seen, LIMIT);
+            torn += usize::from(downloaded.is_err() || seen.iter().any(|&byte| byte != seen[0]));
+        }
+        // The other thread must end before a failure is raised.
+        ended.store(true, Ordering::Relaxed);
+        assert_eq!(torn, 0);
+    });
+    stream.synchronize(LIMIT).expect("ran");
 }
 
 pub(crate) fn concurrent_copies_do_not_mix<B: Backend>(backend: &B) {

@@ -28,6 +28,7 @@ macro_rules! conformance {
                 copies::copies_follow_stream_order,
                 copies::copy_checks_lengths_and_types,
                 copies::blocked_copy_ends_at_its_limit,
+                copies::download_keeps_its_place_in_the_stream,
                 copies::concurrent_copies_do_not_mix,
                 pool::same_stream_reuses_at_once,
                 pool::other_stream_reuses_behind_uses,
