@@ -1,6 +1,7 @@
 //! All integration tests that need neither a GPU nor MPI nor NVRTC, in one binary, because linking several is slow.
 
 mod cli;
+mod edges;
 #[cfg(target_os = "linux")]
 mod launcher;
 #[path = "../common/oracle.rs"]

@@ -64,7 +64,7 @@ fn bucket_of_a_configuration_is_limited() {
     assert_eq!(measured["memory"]["buckets_bytes"], planned["stages"][2]["gpu"]["buckets_bytes"]);
 }
 
-fn write_model(folder: &Path, config: &GptConfig) {
+pub(crate) fn write_model(folder: &Path, config: &GptConfig) {
     std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
     let tensors = config.units().into_iter().flat_map(|u| u.params).map(|param| {
         let mut values = vec![0.0f32; param.shape.iter().product::<u64>() as usize];
