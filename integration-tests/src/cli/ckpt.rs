@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
+use indicatif::HumanCount;
 use zero_ckpt::{ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, has_checkpoints, resolve};
 
 use super::CliError;
@@ -91,7 +92,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 "{} tensors of step {}, {} bytes, in {} file(s) in {}\n",
                 done.tensors,
                 reader.manifest().step,
-                done.tensor_bytes,
+                HumanCount(done.tensor_bytes),
                 done.files.len(),
                 out.display()
             ))
@@ -119,7 +120,10 @@ fn verify(path: &Path) -> Result<(), CliError> {
     let bytes: u64 = manifest.files.iter().map(|f| f.bytes).chain(manifest.documents.iter().map(|d| d.bytes)).sum();
     let (whole, files) = (reader.path().display(), manifest.files.len() + manifest.documents.len());
     if passed_over.is_empty() {
-        return print_text(format!("{whole}: complete; {files} files, {bytes} bytes, all checksums match\n"));
+        return print_text(format!(
+            "{whole}: complete; {files} files, {} bytes, all checksums match\n",
+            HumanCount(bytes)
+        ));
     }
     let defects: Vec<String> = passed_over.iter().map(|(name, why)| format!("{name}: {why}")).collect();
     Err(CliError::Failure(format!(
@@ -155,7 +159,7 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
     print_text(format!(
         "{}: imported the weights, {} bytes; start from them with `zero train --model {dir}`\n",
         path.display(),
-        published.bytes
+        HumanCount(published.bytes)
     ))
 }
 

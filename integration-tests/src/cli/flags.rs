@@ -67,7 +67,7 @@ pub(super) fn parse_params(text: &str) -> Result<u64, String> {
     // `parse_size` reads B as bytes; in a number of parameters it means 10^9.
     let count = parse_size(text.replace(['B', 'b'], "G")).map_err(|e| expected(e.to_string()))?;
     match count {
-        0..MIN_PARAMS => Err(expected(format!("too few for a model; at least {MIN_PARAMS}"))),
+        0..MIN_PARAMS => Err(format!("{text} parameters are too few for a model; did you mean {text}B?")),
         // More are more than 2^64 bytes.
         1_000_000_000_000_000_001.. => Err(expected("at most 1e18".to_owned())),
         _ => Ok(count),

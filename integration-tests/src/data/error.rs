@@ -37,7 +37,7 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A token file of an odd number of bytes.
-    #[error("{}: {bytes} bytes are not a whole number of 2-byte tokens", path.display())]
+    #[error("{}: {} bytes are not a whole number of 2-byte tokens", path.display(), HumanCount(*bytes))]
     OddLength {
         /// The file.
         path: PathBuf,
@@ -52,8 +52,8 @@ pub enum DataError {
     },
     /// The user named no data, and the current folder has too little text.
     #[error(
-        "the current folder {} has only {bytes} bytes of text ({needed} needed): \
-         pass --data with a text file, a folder or tokens.bin", path.display()
+        "the current folder {} has only {} bytes of text ({} needed): \
+         pass --data with a text file, a folder or tokens.bin", path.display(), HumanCount(*bytes), HumanCount(*needed)
     )]
     TooLittleHere {
         /// The current folder.

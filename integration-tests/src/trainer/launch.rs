@@ -208,3 +208,21 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rank_at_fault_is_named_once() {
+        let comms = World::new(2, CommOptions::default()).unwrap();
+        let full = || Err(TrainError::State("the disk is full".to_owned()));
+        let own = caught::<HostDevice>(&comms[1], full).err().map(TrainError::from).unwrap();
+        assert_eq!(own.to_string(), "rank 1: the disk is full");
+        let op = Collective::AllGather.name().to_owned();
+        let message = comms[0].failure().unwrap().to_string();
+        let stream = || Err(DeviceError::Operation { stream: "rank 0 comm".to_owned(), op, message }.into());
+        let echo = caught::<HostDevice>(&comms[0], stream).err().map(TrainError::from).unwrap();
+        assert_eq!(echo.to_string(), "rank 1 aborted: the disk is full");
+    }
+}

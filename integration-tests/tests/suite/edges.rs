@@ -235,8 +235,9 @@ fn progress_fits_a_narrow_terminal() {
     let args = tiny("MODEL", "TOKENS", &["--steps", "30"]).join(" ");
     let args = args.replace("MODEL", &data("model")).replace("TOKENS", &data("tokens.u16.bin"));
     let line = format!("stty cols 40 rows 20; {zero} {args} --no-checkpoint >/dev/null");
-    let status = Command::new("script").args(["-q", "-e", "-c", &line, "typescript"]).current_dir(dir.path());
-    assert!(status.stdout(Stdio::null()).stdin(Stdio::null()).status().unwrap().success());
+    let mut script = Command::new("script");
+    script.args(["-q", "-e", "-c", &line, "typescript"]).current_dir(dir.path());
+    assert!(script.stdout(Stdio::null()).stdin(Stdio::null()).status().unwrap().success());
     let shown = std::fs::read_to_string(dir.path().join("typescript")).unwrap();
     let frames: Vec<&str> = shown.split(['\r', '\n']).filter(|frame| frame.contains("step ")).collect();
     assert!(!frames.is_empty(), "{shown:?}");

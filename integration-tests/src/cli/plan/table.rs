@@ -46,7 +46,7 @@ fn heading(report: &Report) -> String {
         plural(nodes),
         report.dtype,
         report.micro_batch,
-        report.seq_len
+        HumanCount(report.seq_len)
     );
     if report.grad_accum > 1 {
         // Writing to a string does not fail.
