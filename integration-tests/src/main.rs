@@ -1,9 +1,10 @@
 //! The binary `zero`: training with ZeRO, memory planning, and checkpoint tools.
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use integration_tests::cli::{CliError, ckpt, plan, train};
 
 /// Sharded data-parallel training with ZeRO
@@ -24,15 +25,20 @@ enum Command {
     Ckpt(ckpt::CkptArgs),
 }
 
-/// Parses the command line. A negative number is a value, which its flag then rejects, and not an unknown flag.
-fn parse() -> Cli {
-    let allow = |arg: clap::Arg| {
-        let has_value = arg.get_action().takes_values();
-        arg.allow_negative_numbers(has_value)
-    };
-    let mut command = Cli::command().mut_subcommands(|command| command.mut_args(allow));
-    let matches = command.get_matches_mut();
-    Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
+/// The command line. A negative number is joined with its flag, which then rejects it; it would be an unknown flag.
+fn arguments() -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = Vec::new();
+    for argument in std::env::args_os() {
+        let is_negative = argument.to_str().is_some_and(|text| text.starts_with('-') && text.parse::<f64>().is_ok());
+        match arguments.last_mut() {
+            Some(flag) if is_negative && flag.to_str().is_some_and(|f| f.starts_with("--") && !f.contains('=')) => {
+                flag.push("=");
+                flag.push(argument);
+            }
+            _ => arguments.push(argument),
+        }
+    }
+    arguments
 }
 
 fn main() -> ExitCode {
@@ -42,7 +48,7 @@ fn main() -> ExitCode {
     log.with_ansi(terminal).with_target(false).without_time().init();
     // The run reports a panic as the error of its rank, in one line.
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
-    let result = std::panic::catch_unwind(|| match parse().command {
+    let result = std::panic::catch_unwind(|| match Cli::parse_from(arguments()).command {
         Command::Train(args) => train::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Ckpt(args) => ckpt::run(args),

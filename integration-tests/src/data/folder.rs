@@ -134,6 +134,9 @@ mod tests {
         write("r/summary.json", "{\"unigram_loss\": 3.0, \"memory_by_rank\": [], \"steps\": []}");
         write("r/summary.txt", "no");
         write("r/loss.svg", "no");
+        write("r/run.json", "no");
+        write("out.log", "note: a\nnano: 858,880 parameters in fp32, ZeRO stage 3, 4 ranks x 1 thread\n");
+        write("err.log", "step 1: loss 5.4419, 3,849 tokens/s\n");
         // Of the same names, but not of a run.
         write("other/manifest.json", "second");
         write("other/summary.txt", "third\n");

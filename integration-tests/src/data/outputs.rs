@@ -1,4 +1,4 @@
-//! Recognises what runs write, by content: checkpoints, exported models, metrics and reports. They are no text to train
+//! Recognises what runs write, by content: checkpoints, exported models, metrics and reports and logs. They are no text to train
 //! on, and with them the data of the current folder would differ from one run to the next.
 
 use std::fs;
@@ -9,6 +9,8 @@ use serde_json::Value;
 
 /// The first bytes of a manifest contain its format's name.
 const MANIFEST_PROBE_BYTES: u64 = 256;
+/// The first lines of a log, after notes, name the model.
+const LOG_LINES: usize = 40;
 
 /// Whether a folder is a checkpoint or a Hugging Face model.
 pub(super) fn is_output_folder(dir: &Path) -> bool {
@@ -29,7 +31,7 @@ fn is_model(dir: &Path) -> bool {
 
 /// Whether a file of this content is one that runs write.
 pub(super) fn is_output_file(path: &Path, text: &str) -> bool {
-    names_checkpoint(text) || is_metrics(text) || is_in_report(path)
+    names_checkpoint(text) || is_metrics(text) || is_log(text) || is_in_report(path)
 }
 
 /// `latest` of a folder of checkpoints: a checkpoint's name and a checksum.
@@ -47,10 +49,18 @@ fn is_metrics(text: &str) -> bool {
     ["step", "loss", "step_ms", "comm_bytes"].iter().all(|key| first.get(key).is_some())
 }
 
+/// The output of `zero train` in a file: the block of settings or, on standard error, the progress.
+fn is_log(text: &str) -> bool {
+    let is_step = |line: &str| line.starts_with("step ") && line.contains(": loss ") && line.ends_with(" tokens/s");
+    text.lines().next().is_some_and(is_step)
+        || text.lines().take(LOG_LINES).any(|line| line.contains(" parameters in ") && line.contains(", ZeRO stage "))
+}
+
 /// `--report`: files beside its `summary.json`.
 fn is_in_report(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let is_reports = ["summary.txt", "summary.json", "trace.json"].contains(&name) || name.ends_with(".svg");
+    let is_reports =
+        ["summary.txt", "summary.json", "run.json", "trace.json"].contains(&name) || name.ends_with(".svg");
     let summary = || fs::read(path.with_file_name("summary.json")).ok();
     is_reports
         && summary().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok()).is_some_and(|summary| {

@@ -210,11 +210,12 @@ fn unfit_data_is_an_error_with_the_position() {
     let path = files.tokens(&tokens);
     let data = open(&path);
     data.validate(1000, 64).unwrap();
-    let expected = "token 256 at position 2345678 is outside the model's vocabulary of 256";
+    let expected = "token 256 at position 2345678 is outside the model's vocabulary of 256: the model and the tokens \
+                    must be of the same tokenizer";
     assert_eq!(data.validate(256, 64).unwrap_err().to_string(), format!("{}: {expected}", path.display()));
     let text = open(&files.write("text.txt", b"abcabc"));
     let error = text.validate(99, 3).unwrap_err().to_string();
-    assert!(error.ends_with("token 99 at position 2 is outside the model's vocabulary of 99"), "{error}");
+    assert!(error.contains("token 99 at position 2 is outside the model's vocabulary of 99"), "{error}");
     let error = text.validate(256, 6).unwrap_err().to_string();
     assert!(error.ends_with("text.txt: 6 tokens are too few for --seq-len 6: 7 are needed"), "{error}");
     text.validate(256, 5).unwrap();

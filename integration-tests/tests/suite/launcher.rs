@@ -33,7 +33,8 @@ fn run(job: &Job) -> Result<(), JobError> {
 #[test]
 fn launcher_process() {
     if let Ok(script) = std::env::var(SCRIPT) {
-        let mut received = signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT]).unwrap();
+        let mut received =
+            signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM]).unwrap();
         let ended = job(3, &script, Duration::from_millis(300)).run(&mut || received.pending().next());
         println!("ended: {ended:?}");
     }
@@ -172,6 +173,27 @@ fn interrupt_reaches_every_rank_once() {
     let (output, out) = output(launcher);
     assert!(output.status.success(), "{out}");
     assert_eq!(out.matches("interrupted 1").count(), 3, "{out}");
+    assert!(out.contains("ended: Ok(())"), "the ranks ended by themselves: {out}");
+}
+
+/// Ranks that end with 128 + the signal, and ranks without a handler; the last one's peers would wait for ever.
+#[test]
+fn signal_that_ends_the_ranks_is_the_result() {
+    let folder = tempfile::tempdir().unwrap();
+    let here = folder.path().display();
+    let handled = "trap 'exit 143' TERM; trap 'exit 130' INT";
+    let unhandled = "[ $RANK = 2 ] || trap '' TERM INT";
+    for (name, number) in [("-INT", 2), ("-TERM", 15)] {
+        for trap in [handled, unhandled] {
+            let launcher = launcher(&format!("{trap}; echo $$ > {here}/$RANK; while :; do sleep 0.02; done"));
+            let pids = pids(folder.path(), 3);
+            signal(&launcher, name);
+            let (_, out) = output(launcher);
+            assert!(out.contains(&format!("ended: Err(Interrupted {{ signal: {number} }})")), "{trap}: {out}");
+            all_end(&pids);
+            (0..3).for_each(|rank| fs::remove_file(folder.path().join(rank.to_string())).unwrap());
+        }
+    }
 }
 
 #[test]

@@ -78,6 +78,7 @@ fn observed(
         return ended(&train(&mut |_| Ok(()))?);
     }
     print_text(opening::text(setup))?;
+    signals.announce()?;
     let mut observer = Observer::new(setup)?;
     let summaries = train(&mut |metrics| observer.step(metrics));
     observer.finish();

@@ -8,6 +8,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use crate::cli::CliError;
+use crate::cli::output::print_note;
 use crate::launcher::Report;
 
 /// The signals that end a run.
@@ -41,6 +42,17 @@ impl Signals {
         flag::register(signal, Arc::clone(&self.received))?;
         flag::register_usize(signal, Arc::clone(&self.last), signal as usize)?;
         Ok(())
+    }
+
+    /// Prints a note at the first signal: until the run ends, a step and a save may take a while.
+    pub(super) fn announce(&self) -> Result<(), CliError> {
+        let mut signals = signal_hook::iterator::Signals::new(ENDING).map_err(not_handled)?;
+        let announce = move || {
+            if signals.forever().next().is_some() {
+                print_note("interrupted: the run ends after this step and its save; a second signal ends it at once");
+            }
+        };
+        std::thread::Builder::new().name("signals".to_owned()).spawn(announce).map(drop).map_err(not_handled)
     }
 
     /// The end of a run that a signal ended early. The signal may have reached only another rank.
