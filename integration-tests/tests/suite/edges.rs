@@ -103,21 +103,21 @@ fn default_data_is_the_same_again() {
     let dir = temp();
     let text: String = (0..20_000).map(|i| format!("{}\n", i * i % 9973)).collect();
     std::fs::write(dir.path().join("text.txt"), text).unwrap();
-    let small = ["train", "--ranks", "2", "--steps", "2", "--seq-len", "16", "--micro-batch", "1"];
+    let small = ["train", "--ranks", "2", "--seq-len", "16", "--micro-batch", "1", "--steps"];
     let run = |more: &[&str]| succeeds(&zero(dir.path(), &[&small[..], more].concat()));
     let data = |out: &str| out.lines().find(|line| line.starts_with("data: ")).unwrap().to_owned();
-    let first = data(&run(&["--metrics", "m.jsonl", "--report", "report", "--checkpoint", "runs/a"]));
+    let first = data(&run(&["2", "--metrics", "m.jsonl", "--report", "report", "--checkpoint", "runs/a"]));
     assert!(first.starts_with("data: .: 1 text files, "), "{first}");
-    assert_eq!(data(&run(&["--report", "."])), first);
+    assert_eq!(data(&run(&["2", "--report", "."])), first);
     assert!(dir.path().join("checkpoints/step-00000002").is_dir());
     succeeds(&zero(dir.path(), &["ckpt", "export", "runs/a", "exported"]));
-    let resumed = run(&["--resume", "runs/a", "--steps", "3"]);
+    let resumed = run(&["3", "--resume", "runs/a"]);
     assert_eq!(data(&resumed), first);
     assert!(!resumed.contains("the data differs"), "{resumed}");
     // The default folder is in use; another is named.
-    let third = run(&[]);
+    let third = run(&["2"]);
     assert!(third.contains("checkpoint: checkpoints-2/step-00000002\n"), "{third}");
-    let none = run(&["--no-checkpoint"]);
+    let none = run(&["2", "--no-checkpoint"]);
     assert!(!none.contains("checkpoint: "), "{none}");
     assert!(!dir.path().join("checkpoints-3").exists());
 }
