@@ -108,7 +108,7 @@ mod tests {
     use proptest::prelude::*;
     use zero_alloc::device::DType;
 
-    use super::super::wire::{encode, take_frame};
+    use super::super::wire::{MAX_FRAME_BYTES, MAX_HELLO_BYTES, encode, take_frame};
     use super::*;
     use crate::call::Segments;
     use crate::{Collective, ReduceOp};
@@ -194,7 +194,7 @@ mod tests {
         #[test]
         fn messages_survive_a_round_trip(message in messages(), cut in any::<prop::sample::Index>()) {
             let mut bytes = encode(&message).unwrap();
-            let frame = take_frame(&mut bytes).unwrap().unwrap();
+            let frame = take_frame(&mut bytes, MAX_FRAME_BYTES).unwrap().unwrap();
             prop_assert!(bytes.is_empty());
             prop_assert!(decode::<Message>(&frame[..cut.index(frame.len())]).is_err());
             prop_assert!(decode::<Message>(&[&frame[..], &[0]].concat()).is_err());
@@ -206,13 +206,13 @@ mod tests {
             let _ = Hello::decode(&bytes);
             if let Ok(message) = decode::<Message>(&bytes) {
                 let mut again = encode(&message).unwrap();
-                prop_assert_eq!(decode::<Message>(&take_frame(&mut again).unwrap().unwrap()).unwrap(), message);
+                prop_assert_eq!(decode::<Message>(&take_frame(&mut again, MAX_FRAME_BYTES).unwrap().unwrap()).unwrap(), message);
             }
         }
 
         #[test]
         fn damaged_messages_never_panic(message in messages(), at in any::<prop::sample::Index>(), byte in any::<u8>()) {
-            let mut frame = take_frame(&mut encode(&message).unwrap()).unwrap().unwrap();
+            let mut frame = take_frame(&mut encode(&message).unwrap(), MAX_FRAME_BYTES).unwrap().unwrap();
             *at.get_mut(&mut frame) = byte;
             let _ = decode::<Message>(&frame);
         }
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn only_a_rank_of_this_version_joins() {
-        let frame = |hello: &Hello| take_frame(&mut encode(hello).unwrap()).unwrap().unwrap();
+        let frame = |hello: &Hello| take_frame(&mut encode(hello).unwrap(), MAX_HELLO_BYTES).unwrap().unwrap();
         let hello = Hello::new(3, 4, 23_007);
         assert_eq!(Hello::decode(&frame(&hello)), Ok(Some(hello)));
         let with = |preamble| frame(&Hello { preamble, ..hello });

@@ -16,6 +16,8 @@ use crate::RendezvousError;
 
 /// Time limit for the first frame of a connection.
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
+/// Connections that may wait with their first frame, beside one for each rank. Others are closed.
+const MAX_STRANGERS: usize = 64;
 /// Time between two attempts to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(5);
 /// Time between two keepalives.
@@ -40,6 +42,8 @@ struct State {
     id: Vec<u8>,
     /// The failure of the rendezvous.
     refused: Option<RendezvousError>,
+    /// Connections whose first frame has not arrived.
+    greeting: usize,
 }
 
 impl State {
@@ -83,7 +87,7 @@ pub(super) fn start(
     limit: Duration,
 ) -> io::Result<()> {
     let peers = (0..world_size).map(|_| None).collect();
-    let state = State { coordinator: Coordinator::new(world_size, library), peers, id, refused: None };
+    let state = State { coordinator: Coordinator::new(world_size, library), peers, id, refused: None, greeting: 0 };
     let shared = Arc::new(Mutex::new(state));
     listener.set_nonblocking(true)?;
     std::thread::Builder::new().name("zero coordinator".to_owned()).spawn(move || {
@@ -98,6 +102,12 @@ fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
     let mut time = TimeLimit::new(limit);
     loop {
         if let Ok((stream, _)) = listener.accept() {
+            let mut state = shared.lock();
+            if state.greeting >= state.peers.len() + MAX_STRANGERS {
+                continue;
+            }
+            state.greeting += 1;
+            drop(state);
             let shared = Arc::clone(shared);
             // If the system has no thread for it, the rank is reported as missing at the limit.
             let builder = std::thread::Builder::new().name("zero coordinator, receiving".to_owned());
@@ -121,21 +131,25 @@ fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
 
 /// Reads the first frame of a connection, then receives from that rank. An unrelated connection is dropped.
 fn greet(stream: TcpStream, shared: &Shared, limit: Duration) {
-    let Ok(reading) = prepare(&stream).and_then(|()| stream.try_clone()) else { return };
-    let mut incoming = Incoming::new(reading);
-    let mut time = TimeLimit::new(HELLO_LIMIT);
-    let frame = loop {
-        match incoming.next_frame(KEEPALIVE) {
-            Ok(Some(frame)) => break frame,
-            Ok(None) if !time.has_passed() => {}
-            _ => return,
+    let greeting = prepare(&stream).and_then(|()| {
+        let mut incoming = Incoming::from_stranger(stream.try_clone()?);
+        let mut time = TimeLimit::new(HELLO_LIMIT);
+        loop {
+            match incoming.next_frame(KEEPALIVE)? {
+                Some(frame) => return Ok((frame, incoming)),
+                None if time.has_passed() => return Err(io::ErrorKind::TimedOut.into()),
+                None => {}
+            }
         }
-    };
+    });
+    let mut state = shared.lock();
+    state.greeting -= 1;
+    let Ok((frame, incoming)) = greeting else { return };
     let hello = Hello::decode(&frame);
-    if hello == Ok(None) {
+    // Nobody can join or end a world that is complete.
+    if hello == Ok(None) || state.coordinator.missing().is_empty() {
         return;
     }
-    let mut state = shared.lock();
     let refused = state.refused.clone().map_or(Ok(()), Err);
     let joined = refused.and(hello).and_then(|hello| hello.map(|hello| state.coordinator.join(&hello)).transpose());
     match joined {
@@ -150,7 +164,7 @@ fn greet(stream: TcpStream, shared: &Shared, limit: Duration) {
                 state.send_all(&Message::Welcome { id: state.id.clone() });
             }
             drop(state);
-            receive(rank, incoming, shared, limit);
+            receive(rank, incoming.into_known(), shared, limit);
         }
     }
 }

@@ -133,6 +133,38 @@ fn unrelated_connections_are_ignored() {
     assert_eq!(joined, [true, true]);
 }
 
+/// Connections that wait when the world completes cannot end it, whatever they send.
+#[test]
+fn late_strangers_do_not_end_the_world() {
+    let ended = Barrier::new(2);
+    let failures = on_ranks(2, |ranks| {
+        let strangers: Vec<_> =
+            if ranks.rank == 1 { (0..5).map(|_| connect(ranks.port)).collect() } else { Vec::new() };
+        let rank = Rank::start(&ranks, LONG);
+        let bad = [Hello::new(1, 2, LIBRARY), Hello::new(7, 9, LIBRARY), Hello::new(0, 2, LIBRARY + 1)];
+        for (stranger, hello) in strangers.iter().zip(bad) {
+            send(stranger, &[hello]).unwrap();
+        }
+        for stranger in strangers.iter().skip(bad.len()) {
+            let mut stranger = stranger;
+            let _ = stranger.write_all(&(1u32 << 20).to_le_bytes());
+        }
+        // The coordinator closes them.
+        for stranger in strangers {
+            assert!(Incoming::new(stranger).next_frame(LONG).is_err());
+        }
+        rank.call(8, Ok(true), Ok(true));
+        while rank.world.under_way(0) > 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        ended.wait();
+        let failure = rank.world.failure();
+        rank.world.close(0, 1);
+        failure
+    });
+    assert_eq!(failures, [None, None]);
+}
+
 #[test]
 fn missing_ranks_are_named() {
     let refused = refusal(join_as(&ranks(0, 3, free_port()), SHORT));

@@ -10,7 +10,9 @@ use serde::de::DeserializeOwned;
 use super::message::Message;
 
 /// Maximum frame size. A larger length is a protocol error.
-const MAX_FRAME_BYTES: usize = 1 << 22;
+pub(super) const MAX_FRAME_BYTES: usize = 1 << 22;
+/// Maximum size of the first frame of a connection, whose sender is not known yet.
+pub(super) const MAX_HELLO_BYTES: usize = 64;
 /// Time limit of a write. Messages are small, so a peer that reads nothing for this long counts as lost.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes per read.
@@ -48,12 +50,13 @@ pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
     }
 }
 
-/// Removes the first frame from `bytes` and returns it without its length; `None` while it is incomplete.
-pub(super) fn take_frame(bytes: &mut Vec<u8>) -> io::Result<Option<Vec<u8>>> {
+/// Removes the first frame, of at most `max_bytes`, from `bytes` and returns it without its length; `None` while it is
+/// incomplete.
+pub(super) fn take_frame(bytes: &mut Vec<u8>, max_bytes: usize) -> io::Result<Option<Vec<u8>>> {
     let Some(len) = bytes.first_chunk::<4>() else { return Ok(None) };
     let len = u32::from_le_bytes(*len) as usize;
-    if len > MAX_FRAME_BYTES {
-        return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {MAX_FRAME_BYTES}")));
+    if len > max_bytes {
+        return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {max_bytes}")));
     }
     let Some(frame) = bytes.get(4..4 + len) else { return Ok(None) };
     let frame = frame.to_vec();
@@ -72,11 +75,22 @@ pub(super) struct Incoming {
     stream: TcpStream,
     /// Received bytes of incomplete frames.
     bytes: Vec<u8>,
+    max_frame_bytes: usize,
 }
 
 impl Incoming {
     pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream, bytes: Vec::new() }
+        Self { stream, bytes: Vec::new(), max_frame_bytes: MAX_FRAME_BYTES }
+    }
+
+    /// The receiving side of a connection from an unknown peer, which may send a small frame only.
+    pub(super) fn from_stranger(stream: TcpStream) -> Self {
+        Self { max_frame_bytes: MAX_HELLO_BYTES, ..Self::new(stream) }
+    }
+
+    /// The peer is a rank: accepts frames of all sizes.
+    pub(super) fn into_known(self) -> Self {
+        Self { max_frame_bytes: MAX_FRAME_BYTES, ..self }
     }
 
     /// Receives the next message; `None` if none arrives within `wait`.
@@ -89,7 +103,7 @@ impl Incoming {
 
     /// Like [`next`](Self::next), for a frame without its length.
     pub(super) fn next_frame(&mut self, wait: Duration) -> io::Result<Option<Vec<u8>>> {
-        if let Some(frame) = take_frame(&mut self.bytes)? {
+        if let Some(frame) = take_frame(&mut self.bytes, self.max_frame_bytes)? {
             return Ok(Some(frame));
         }
         // `set_read_timeout` rejects 0.
@@ -103,7 +117,7 @@ impl Incoming {
                 _ => return Err(error),
             },
         }
-        take_frame(&mut self.bytes)
+        take_frame(&mut self.bytes, self.max_frame_bytes)
     }
 }
 
@@ -118,7 +132,9 @@ mod tests {
         let (mut received, mut buffer) = (Vec::new(), Vec::new());
         for byte in messages.iter().flat_map(|message| encode(message).unwrap()) {
             buffer.push(byte);
-            received.extend(take_frame(&mut buffer).unwrap().map(|frame| decode::<Message>(&frame).unwrap()));
+            received.extend(
+                take_frame(&mut buffer, MAX_FRAME_BYTES).unwrap().map(|frame| decode::<Message>(&frame).unwrap()),
+            );
         }
         assert_eq!(received, messages);
         assert!(buffer.is_empty());
@@ -127,10 +143,12 @@ mod tests {
     #[test]
     fn oversized_length_is_a_protocol_error() {
         for len in [MAX_FRAME_BYTES as u32 + 1, u32::MAX, u32::from_le_bytes(*b"GET ")] {
-            let error = take_frame(&mut len.to_le_bytes().to_vec()).unwrap_err();
+            let error = take_frame(&mut len.to_le_bytes().to_vec(), MAX_FRAME_BYTES).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         }
-        assert!(take_frame(&mut (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec()).unwrap().is_none());
+        let largest = (MAX_FRAME_BYTES as u32).to_le_bytes();
+        assert!(take_frame(&mut largest.to_vec(), MAX_FRAME_BYTES).unwrap().is_none());
+        assert!(take_frame(&mut largest.to_vec(), MAX_HELLO_BYTES).is_err());
         assert!(encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES] }).is_err());
     }
 
