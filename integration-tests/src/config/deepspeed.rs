@@ -176,6 +176,23 @@ impl DsConfig {
         })
     }
 
+    /// `zero_optimization` with accelerate's values for `"auto"`, for a model of `hidden` channels.
+    pub fn zero_for(&self, hidden: u64) -> ZeroOptimization {
+        let mut zero = self.zero.clone();
+        let auto = |key: &str| self.is_auto(&format!("zero_optimization.{key}"));
+        let square = hidden.saturating_mul(hidden);
+        if auto("reduce_bucket_size") {
+            zero.reduce_bucket_elems = square;
+        }
+        if auto("prefetch_bucket_size") {
+            zero.prefetch_bucket_elems = (0.9 * square as f64) as u64;
+        }
+        if auto("param_persistence_threshold") {
+            zero.persistence_threshold_elems = hidden.saturating_mul(10);
+        }
+        zero
+    }
+
     /// Whether the value of `key` is `"auto"`. The prefix `stage3_` of a key may be missing.
     pub fn is_auto(&self, key: &str) -> bool {
         self.autos.iter().any(|auto| canonical(auto) == key)

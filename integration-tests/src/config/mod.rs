@@ -9,6 +9,24 @@
 //! | unsupported, changes rounding or speed | `round_robin_gradients: true` | a warning |
 //! | unsupported, changes results | `zero_quantized_gradients: true` | an error |
 //!
+//! `"auto"` has the value that accelerate and the Hugging Face Trainer give it: a flag's or its default, and
+//!
+//! | key | value |
+//! |---|---|
+//! | `reduce_bucket_size` | hidden^2 |
+//! | `stage3_prefetch_bucket_size` | 0.9 hidden^2 |
+//! | `stage3_param_persistence_threshold` | 10 hidden |
+//! | `gradient_clipping` | `--clip`, or 1.0 |
+//! | `total_num_steps` | `--steps` |
+//! | `warmup_num_steps` | `--warmup-steps`, or 2, the least of DeepSpeed |
+//! | `warmup_max_lr` | the learning rate |
+//! | `fp16.enabled`, `bf16.enabled` | whether `--dtype` is that type |
+//!
+//! A resumed run has its recorded values instead. [`DsConfig::autos`] lists the keys. Flags override keys. A flag that
+//! the configured schedule has no place for is an error.
+//!
+//! tests/data/shipped_configurations.md lists the configurations of seven projects, and which of them are accepted.
+//!
 //! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*` blocks, `fp16` and
 //! `bf16`, and warnings elsewhere; `stage3_X` and `X` are one key, and so are
 //! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of DeepSpeed 0.19.

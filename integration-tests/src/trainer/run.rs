@@ -229,9 +229,13 @@ impl<D: Device> Runner<'_, D> {
         Ok(summary)
     }
 
-    /// Whether the loss scale is static. A skipped step then changes nothing, and only other data can end the skips.
+    /// Whether an overflow leaves the loss scale as it is. A skipped step then changes nothing, and only other data can
+    /// end the skips.
     fn is_static(&self) -> bool {
-        matches!(self.rank.settings.optimizer.loss_scaling, LossScaling::Static { .. })
+        match self.rank.settings.optimizer.loss_scaling {
+            LossScaling::Static { .. } => true,
+            LossScaling::Dynamic(d) => d.hysteresis == 0,
+        }
     }
 
     /// The tokens of all ranks in a step.

@@ -2,6 +2,7 @@
 
 mod cli;
 mod edges;
+mod config;
 #[cfg(target_os = "linux")]
 mod launcher;
 #[path = "../common/oracle.rs"]

@@ -41,8 +41,8 @@ pub(super) struct Request {
     pub(super) bucket_elems: u64,
     /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
     pub(super) trims_bucket: bool,
-    /// Whether stage 3 gathers a unit while the previous one is in use.
-    pub(super) prefetch: bool,
+    /// Elements that stage 3 gathers ahead of their use, at least one unit if not 0; `None`: one unit.
+    pub(super) prefetch_elems: Option<u64>,
     /// Maximum number of gathered elements at stage 3.
     pub(super) max_live_elems: u64,
     pub(super) persistence_threshold_elems: u64,
@@ -72,7 +72,8 @@ impl Request {
         check_seq_len(seq_len, positions)?;
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
         let batch = batch.resolve(args.gpus, args.micro_batch, args.grad_accum, 1).map_err(CliError::usage)?;
-        let zero = file.as_ref().map(|f| &f.zero);
+        let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
+        let zero = zero.as_ref();
         let checkpointing = file.as_ref().and_then(|f| f.activation_checkpointing);
         let request = Self {
             model,
@@ -91,7 +92,7 @@ impl Request {
             offload_params: zero.map_or(Tier::Device, |z| z.offload_param),
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
-            prefetch: zero.is_none_or(|z| z.overlaps_at(3) && z.prefetch_bucket_elems > 0),
+            prefetch_elems: zero.map(|z| if z.overlaps_at(3) { z.prefetch_bucket_elems } else { 0 }),
             max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
             persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
             sub_group_elems: zero.map_or(1_000_000_000, |z| z.sub_group_elems),

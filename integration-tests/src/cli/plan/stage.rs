@@ -129,7 +129,7 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
 }
 
 /// Peak number of gathered elements in the trainer's order: units up to the persistence threshold stay gathered; the
-/// next unit is gathered while the current one is in use, if both fit the limit.
+/// next units are gathered while the current one is in use, as far as they fit the limits.
 fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     let elems: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
     let sum = |units: &[usize]| units.iter().fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]));
@@ -138,13 +138,26 @@ fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     let needed = |unit| layout.units_needed_by(unit).into_iter().filter(|unit| others.contains(unit)).collect();
     let forward: Vec<Vec<usize>> = (0..elems.len()).map(needed).collect();
     let uses: Vec<&[usize]> = forward.iter().chain(forward.iter().rev()).map(Vec::as_slice).collect();
-    let next = uses.iter().skip(1).copied().chain([&[][..]]);
-    let live = uses.iter().zip(next).map(|(now, next)| {
+    let live = uses.iter().enumerate().map(|(at, now)| {
         let alone = sum(&kept).saturating_add(sum(now));
-        let ahead = next.iter().find(|unit| request.prefetch && !now.contains(unit));
-        let both = ahead.map_or(alone, |&unit| alone.saturating_add(elems[unit]));
+        let last = if request.prefetch_elems.is_some() { uses.len() } else { uses.len().min(at + 2) };
+        let mut ahead: Vec<usize> = Vec::new();
+        for &unit in uses[at + 1..last].iter().copied().flatten().filter(|unit| !now.contains(unit)) {
+            let with = sum(&ahead).saturating_add(elems[unit]);
+            let fits = match request.prefetch_elems {
+                None => ahead.is_empty(),
+                Some(limit) => limit > 0 && (ahead.is_empty() || with <= limit),
+            };
+            if ahead.contains(&unit) {
+                continue;
+            }
+            if !fits || alone.saturating_add(with) > request.max_live_elems {
+                break;
+            }
+            ahead.push(unit);
+        }
         // Kept units are freed before the limit is exceeded by anything but the use itself.
-        if both <= request.max_live_elems { both } else { alone.min(request.max_live_elems.max(sum(now))) }
+        alone.saturating_add(sum(&ahead)).min(request.max_live_elems.max(sum(now)))
     });
     live.max().unwrap_or(0)
 }

@@ -80,8 +80,9 @@ pub(super) fn text(setup: &RunSetup) -> String {
 fn adam(optimizer: &OptimizerConfig) -> String {
     let hyper = &optimizer.hyper;
     let name = if hyper.decoupled { "AdamW" } else { "Adam" };
+    let uncorrected = if hyper.bias_correction { "" } else { ", no bias correction" };
     format!(
-        "{name}, betas {} and {}, eps {}, weight decay {}",
+        "{name}, betas {} and {}, eps {}, weight decay {}{uncorrected}",
         hyper.beta1,
         hyper.beta2,
         // As in a configuration: 1e-8, not 0.00000001.
@@ -110,8 +111,14 @@ fn loss_scale(scaling: &LossScaling) -> String {
     match scaling {
         LossScaling::Static { scale } => format!("{scale}"),
         LossScaling::Dynamic(d) => format!(
-            "dynamic from 2^{}, at least {}, doubled after {} good steps, halved after {} overflows",
-            d.initial_scale_power, d.min_scale, d.window, d.hysteresis
+            "dynamic from 2^{}, at least {}, doubled after {} good steps, {}",
+            d.initial_scale_power,
+            d.min_scale,
+            d.window,
+            match d.hysteresis {
+                0 => "never halved".to_owned(),
+                n => format!("halved after {n} overflows"),
+            }
         ),
     }
 }

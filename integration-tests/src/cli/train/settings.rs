@@ -12,7 +12,7 @@ use zero_shard::{Layout, ZeroStage};
 use super::args::TrainArgs;
 use super::schedule;
 use crate::cli::CliError;
-use crate::config::{Batch, DsConfig, ZeroOptimization, canonical};
+use crate::config::{Batch, DsConfig, canonical};
 use crate::model::Pass;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::passes;
@@ -132,7 +132,7 @@ pub(super) fn settings(
         sub_group_elems: file.map_or(usize::MAX, |f| sub_group(f, &mut notices)),
     };
     rules.check().map_err(CliError::usage)?;
-    let zero = file.map(|f| auto_sizes(f, shape.hidden));
+    let zero = file.map(|f| f.zero_for(shape.hidden));
     let zero = zero.as_ref();
     // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is reduced.
     let ranks = shape.ranks;
@@ -194,23 +194,6 @@ fn adam(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> (f64, AdamHyp
     (args.lr.unwrap_or(lr), hyper)
 }
 
-/// The block `zero_optimization` with accelerate's values for `"auto"`.
-fn auto_sizes(file: &DsConfig, hidden: u64) -> ZeroOptimization {
-    let mut zero = file.zero.clone();
-    let auto = |key: &str| file.is_auto(&format!("zero_optimization.{key}"));
-    let square = hidden.saturating_mul(hidden);
-    if auto("reduce_bucket_size") {
-        zero.reduce_bucket_elems = square;
-    }
-    if auto("prefetch_bucket_size") {
-        zero.prefetch_bucket_elems = (0.9 * square as f64) as u64;
-    }
-    if auto("param_persistence_threshold") {
-        zero.persistence_threshold_elems = hidden.saturating_mul(10);
-    }
-    zero
-}
-
 /// The least elements of one launch of the optimizer: 256 KiB of fp32. Smaller ones cost more than they update.
 const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
 
@@ -231,7 +214,7 @@ pub(super) fn resolved_autos(
     batch: &Batch,
     shape: RunShape,
 ) -> Vec<(String, Value)> {
-    let (optimizer, zero) = (&settings.optimizer, auto_sizes(file, shape.hidden));
+    let (optimizer, zero) = (&settings.optimizer, file.zero_for(shape.hidden));
     let (hyper, default) = (optimizer.hyper, "default");
     let value = |key: &str| match canonical(key).as_str() {
         "train_batch_size" => json!(batch.train_batch_size),

@@ -1,0 +1,325 @@
+//! DeepSpeed configurations and the flags that stand beside them, as a user combines them.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::cli::{fails, run_tiny, succeeds, temp};
+
+/// Trains on one rank with the configuration `text` and the flags `more`.
+fn run(dir: &Path, text: &str, more: &[&str]) -> std::process::Output {
+    std::fs::write(dir.join("ds.json"), text).unwrap();
+    let fixed = ["--config", "ds.json", "--ranks", "1", "--seq-len", "8", "--threads", "1", "--checkpoint", "saved"];
+    let _ = std::fs::remove_dir_all(dir.join("saved"));
+    run_tiny(dir, &[&fixed, more].concat())
+}
+
+/// The steps of a run that must succeed, and its output.
+fn steps(dir: &Path, text: &str, more: &[&str]) -> (Vec<Value>, String) {
+    let _ = std::fs::remove_file(dir.join("metrics"));
+    let out = succeeds(&run(dir, text, &[&["--metrics", "metrics"], more].concat()));
+    let lines = std::fs::read_to_string(dir.join("metrics")).unwrap();
+    (lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), out)
+}
+
+fn figures(steps: &[Value], key: &str) -> Vec<f64> {
+    steps.iter().map(|step| step[key].as_f64().unwrap()).collect()
+}
+
+fn assert_near(got: &[f64], expected: &[f64], context: &str) {
+    assert_eq!(got.len(), expected.len(), "{context}");
+    for (got, expected) in got.iter().zip(expected) {
+        assert!((got - expected).abs() <= 1e-12 * expected.abs(), "{context}: {got} {expected}");
+    }
+}
+
+/// The five templates of accelerate have these values.
+const AUTO: &str = r#"{
+    "fp16": {"enabled": "auto", "initial_scale_power": 12}, "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": "auto"},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto"
+}"#;
+
+/// The line `auto: ` of the output, key by key.
+fn assert_autos(out: &str, expected: &[&str]) {
+    let line = out.lines().find(|line| line.starts_with("auto: ")).unwrap_or_else(|| panic!("no autos: {out}"));
+    for part in expected {
+        assert!(line.contains(part), "{part:?} is not in: {line}");
+    }
+}
+
+#[test]
+fn auto_is_resolved_as_by_hugging_face() {
+    let dir = temp();
+    let (run, out) = steps(dir.path(), AUTO, &["--steps", "5"]);
+    // The model has 64 channels. The warm-up has DeepSpeed's least 2 steps: rates 0, 0, lr; then to 0 at step 5.
+    assert_autos(
+        &out,
+        &[
+            "fp16.enabled false",
+            "bf16.enabled false",
+            "optimizer.params.lr 0.001",
+            "optimizer.params.betas [0.9,0.999]",
+            "optimizer.params.eps 1e-8",
+            "optimizer.params.weight_decay 0.01",
+            "scheduler.params.total_num_steps 5",
+            "scheduler.params.warmup_num_steps 2",
+            "scheduler.params.warmup_max_lr 0.001",
+            "scheduler.params.warmup_min_lr 0",
+            "zero_optimization.reduce_bucket_size 4096",
+            "zero_optimization.stage3_prefetch_bucket_size 3686",
+            "zero_optimization.stage3_param_persistence_threshold 640",
+            "gradient_clipping 1",
+            "train_batch_size 1",
+            "train_micro_batch_size_per_gpu 1",
+            "gradient_accumulation_steps 1",
+        ],
+    );
+    assert_near(&figures(&run, "lr"), &[0.0, 0.0, 1e-3, 1e-3, 1e-3 * 2.0 / 3.0], "two steps of warm-up");
+    let flags = ["--steps", "4", "--lr", "3e-3", "--warmup-steps", "3", "--clip", "0.5", "--weight-decay", "0.2"];
+    let more = ["--betas", "0.8,0.95", "--eps", "1e-6", "--grad-accum", "2"];
+    let (run, out) = steps(dir.path(), AUTO, &[&flags[..], &more].concat());
+    assert_autos(
+        &out,
+        &[
+            "optimizer.params.lr 0.003",
+            "optimizer.params.betas [0.8,0.95]",
+            "optimizer.params.eps 1e-6",
+            "optimizer.params.weight_decay 0.2",
+            "scheduler.params.total_num_steps 4",
+            "scheduler.params.warmup_num_steps 3",
+            "scheduler.params.warmup_max_lr 0.003",
+            "gradient_clipping 0.5",
+            "train_batch_size 2",
+            "gradient_accumulation_steps 2",
+        ],
+    );
+    let ln = |n: f64| n.ln() / 3f64.ln();
+    assert_near(&figures(&run, "lr"), &[0.0, 0.0, 3e-3 * ln(2.0), 3e-3], "flags");
+}
+
+#[test]
+fn auto_precision_is_that_of_the_flag() {
+    let dir = temp();
+    let (run, out) = steps(dir.path(), AUTO, &["--dtype", "fp16", "--steps", "1"]);
+    assert_autos(&out, &["fp16.enabled true", "bf16.enabled false"]);
+    assert_eq!(figures(&run, "loss_scale"), [4096.0], "initial_scale_power 12");
+    let (_, out) = steps(dir.path(), AUTO, &["--dtype", "bf16", "--steps", "1"]);
+    assert_autos(&out, &["fp16.enabled false", "bf16.enabled true"]);
+    assert!(out.contains("parameters in bf16"), "{out}");
+    // The flag wins over both blocks.
+    let text = r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false, "loss_scale": 128}}"#;
+    let (run, _) = steps(dir.path(), text, &["--dtype", "fp16", "--steps", "1"]);
+    assert_eq!(figures(&run, "loss_scale"), [128.0]);
+    let text = r#"{"bf16": {"enabled": true}, "communication_data_type": "bf16"}"#;
+    let (_, out) = steps(dir.path(), text, &["--dtype", "fp32", "--steps", "1"]);
+    assert!(out.contains("note: communication_data_type bf16 is not honoured: it is fp32"), "{out}");
+}
+
+/// A resumed run keeps the schedule that `"auto"` gave the first.
+#[test]
+fn resume_keeps_the_resolved_schedule() {
+    let dir = temp();
+    let rates = |more: &[&str], metrics: &str| {
+        let fixed = ["--ranks", "1", "--seq-len", "8", "--threads", "1", "--checkpoint", "a", "--metrics", metrics];
+        succeeds(&run_tiny(dir.path(), &[&fixed, more].concat()));
+        let lines = std::fs::read_to_string(dir.path().join(metrics)).unwrap();
+        lines.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["lr"].as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    std::fs::write(dir.path().join("ds.json"), AUTO).unwrap();
+    let first = rates(&["--config", "ds.json", "--steps", "4", "--lr", "2e-3"], "first");
+    assert_near(&first, &[0.0, 0.0, 2e-3, 2e-3], "first");
+    // The decay ends at step 4, that of the first run.
+    let rest = rates(&["--config", "ds.json", "--steps", "6", "--resume", "a"], "rest");
+    assert_near(&rest, &[1e-3, 0.0], "rest");
+}
+
+#[test]
+fn flags_win_over_a_configured_schedule_or_say_no() {
+    let dir = temp();
+    let with = |kind: &str, params: &str| format!(r#"{{"scheduler": {{"type": "{kind}", "params": {{{params}}}}}}}"#);
+    let linear = r#""warmup_num_steps": 2, "warmup_type": "linear", "warmup_max_lr": 0.5"#;
+    let warmup = with("WarmupLR", linear);
+    let decay = with("WarmupDecayLR", &format!(r#"{linear}, "total_num_steps": 4"#));
+    let cosine = with("WarmupCosineLR", r#""warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 4"#);
+    let lr =
+        |text: &str, more: &[&str]| figures(&steps(dir.path(), text, &[&["--steps", "4"], more].concat()).0, "lr");
+    assert_near(&lr(&warmup, &["--lr", "0.002"]), &[0.0, 0.0, 0.001, 0.002], "--lr, WarmupLR");
+    assert_near(&lr(&decay, &["--lr", "0.002"]), &[0.0, 0.0, 0.001, 0.002], "--lr, WarmupDecayLR");
+    let both = ["--lr", "0.003", "--warmup-steps", "3"];
+    assert_near(&lr(&decay, &both), &[0.0, 0.0, 0.001, 0.002], "--warmup-steps, WarmupDecayLR");
+    // The decay stays: at position 4, after a warm-up of 2, (4 - 3) / (4 - 2) of the rate is left.
+    let (longer, out) = steps(dir.path(), &decay, &["--lr", "0.002", "--steps", "5", "--warmup-steps", "2"]);
+    assert_near(&figures(&longer, "lr")[4..], &[0.001], "decay");
+    assert!(out.contains("the learning rate decays until step 4, the run ends at step 5"), "{out}");
+    assert_near(&lr(&cosine, &["--lr", "0.002"])[..3], &[0.0, 0.0, 0.001], "--lr, WarmupCosineLR");
+    let replaced = steps(dir.path(), &decay, &["--steps", "2", "--schedule", "linear", "--lr", "0.002"]);
+    assert_near(&figures(&replaced.0, "lr"), &[0.002, 0.001], "--schedule");
+    assert!(replaced.1.contains("note: --schedule linear replaces the scheduler"), "{}", replaced.1);
+
+    let cycle = with("OneCycle", r#""cycle_min_lr": 0.001, "cycle_max_lr": 0.002"#);
+    let range = with("LRRangeTest", "");
+    let refused: [(&str, [&str; 2], &[&str]); 8] = [
+        (&cycle, ["--lr", "0.1"], &["--lr 0.1", "OneCycle", "--schedule"]),
+        (&cycle, ["--warmup-steps", "3"], &["--warmup-steps 3", "OneCycle", "no warm-up"]),
+        (&cycle, ["--betas", "0.9,0.95"], &["--betas 0.9,0.95", "OneCycle", "cycle_momentum"]),
+        (&range, ["--lr", "0.1"], &["--lr 0.1", "LRRangeTest"]),
+        (&warmup, ["--warmup-steps", "0"], &["--warmup-steps 0", "WarmupLR", "at least 2", "--schedule"]),
+        (&decay, ["--min-lr", "1e-5"], &["--min-lr 0.00001", "WarmupDecayLR", "--schedule"]),
+        (&decay, ["--decay-steps", "2"], &["--decay-steps 2", "--schedule wsd"]),
+        ("{}", ["--min-lr", "1e-5"], &["--min-lr 0.00001", "constant"]),
+    ];
+    for (text, flag, parts) in refused {
+        fails(&run(dir.path(), text, &flag), 2, parts);
+    }
+    let output = run(dir.path(), "{}", &["--betas", "0.9"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("two numbers, such as 0.9,0.95"));
+}
+
+#[test]
+fn schedules_by_flag_follow_their_formulas() {
+    let dir = temp();
+    let lr = |more: &[&str]| {
+        let fixed = ["--steps", "10", "--lr", "0.008", "--min-lr", "0.001", "--warmup-steps", "2"];
+        figures(&steps(dir.path(), "{}", &[&fixed, more].concat()).0, "lr")
+    };
+    let expected = |after: fn(f64) -> f64| {
+        let after = (2..10).map(|k| 0.001 + 0.007 * after(f64::from(k)));
+        [0.004, 0.008].into_iter().chain(after).collect::<Vec<_>>()
+    };
+    assert_near(&lr(&["--schedule", "linear"]), &expected(|k| 1.0 - (k - 2.0) / 8.0), "linear");
+    let cosine = |k: f64| 0.5 * (1.0 + (std::f64::consts::PI * (k - 2.0) / 8.0).cos());
+    assert_near(&lr(&["--schedule", "cosine"]), &expected(cosine), "cosine");
+    // The decay is the last fifth: positions 8 and 9.
+    let wsd = |k: f64| if k < 8.0 { 1.0 } else { 1.0 - (k - 8.0) / 2.0 };
+    assert_near(&lr(&["--schedule", "wsd"]), &expected(wsd), "wsd");
+    let longer = |k: f64| if k < 6.0 { 1.0 } else { 1.0 - (k - 6.0) / 4.0 };
+    assert_near(&lr(&["--schedule", "wsd", "--decay-steps", "4"]), &expected(longer), "--decay-steps");
+    let constant = steps(dir.path(), "{}", &["--schedule", "constant", "--warmup-steps", "2", "--steps", "3"]).0;
+    assert_near(&figures(&constant, "lr"), &[5e-4, 1e-3, 1e-3], "constant");
+    let too_long = ["--schedule", "wsd", "--warmup-steps", "2", "--decay-steps", "2", "--steps", "3"];
+    fails(&run(dir.path(), "{}", &too_long), 2, &["2 steps of warm-up", "2 of decay", "3 steps"]);
+    let above = ["--schedule", "cosine", "--min-lr", "0.1"];
+    fails(&run(dir.path(), "{}", &above), 2, &["--min-lr 0.1", "0.001"]);
+}
+
+/// Sizes of pieces change neither losses nor norms, but how much is gathered ahead.
+#[test]
+fn sizes_act_and_keep_the_bits() {
+    let dir = temp();
+    let with = |keys: &str| {
+        let text = format!(r#"{{"zero_optimization": {{"stage": 3, {keys}}}}}"#);
+        let (run, out) = steps(dir.path(), &text, &["--ranks", "2", "--steps", "2"]);
+        let buckets = run.iter().map(|step| step["memory"]["buckets_bytes"].as_u64().unwrap()).max().unwrap();
+        ([figures(&run, "loss"), figures(&run, "grad_norm")], buckets, out)
+    };
+    let keep_nothing = r#""stage3_param_persistence_threshold": 0"#;
+    let (expected, one, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1"#));
+    let (bits, none, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 0"#));
+    assert!(bits == expected && none < one, "{none} {one}");
+    // The budget holds two blocks of 49,984 elements.
+    let (bits, two, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 100000"#));
+    let (all_bits, all, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1e9"#));
+    assert!(bits == expected && all_bits == expected && one < two && two < all, "{one} {two} {all}");
+    let limit = r#""stage3_prefetch_bucket_size": 1e9, "stage3_max_live_parameters": 100000"#;
+    let (bits, limited, _) = with(&format!("{keep_nothing}, {limit}"));
+    assert!(bits == expected && limited < all, "{limited} {all}");
+    let (bits, _, out) = with(r#""sub_group_size": 0"#);
+    assert!(bits == expected);
+    assert!(out.contains("sub_group_size 0 is too small for one launch; using 65536"), "{out}");
+}
+
+#[test]
+fn optimizer_keys_work_as_deepspeeds_do() {
+    let dir = temp();
+    let adam = |corrected: bool| {
+        format!(r#"{{"optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "bias_correction": {corrected}}}}}}}"#)
+    };
+    let (with, _) = steps(dir.path(), &adam(true), &["--steps", "2"]);
+    let (without, out) = steps(dir.path(), &adam(false), &["--steps", "2"]);
+    assert!(out.contains("no bias correction"), "{out}");
+    // The first update differs, so the second loss does.
+    assert_eq!(with[0]["loss"], without[0]["loss"]);
+    assert_ne!(with[1]["loss"], without[1]["loss"]);
+    // A scale of 2^32 overflows, and without hysteresis it never halves.
+    let text = r#"{"fp16": {"enabled": true, "initial_scale_power": 32, "hysteresis": 0}}"#;
+    let (run, out) = steps(dir.path(), text, &["--steps", "4"]);
+    assert_eq!(figures(&run, "loss_scale"), [4294967296.0; 4]);
+    assert!(run.iter().all(|step| step["skipped"] == true), "{run:?}");
+    assert!(out.contains("note: fp16.hysteresis 0") && out.contains("never halved"), "{out}");
+}
+
+#[test]
+fn stage_of_the_flag_decides_about_keys() {
+    let dir = temp();
+    let text = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#;
+    let (_, out) = steps(dir.path(), text, &["--steps", "1"]);
+    assert!(out.contains("note: zero_optimization.offload_param is not honoured: it needs stage 3"), "{out}");
+    fails(&run(dir.path(), text, &["--stage", "3"]), 2, &["offload_param", "nvme", "not supported in this version"]);
+}
+
+/// One configuration of each shape that tests/data/shipped_configurations.md lists.
+#[test]
+fn shapes_of_shipped_configurations() {
+    let dir = temp();
+    let offload = r#""offload_optimizer": {"device": "cpu", "pin_memory": true}"#;
+    let old = format!(
+        r#"{{"bfloat16": {{"enabled": "auto"}}, "zero_optimization": {{"stage": 3, {offload},
+        "offload_param": {{"device": "cpu", "pin_memory": true}}, "sub_group_size": 0,
+        "stage3_max_live_parameters": 1e9, "stage3_gather_fp16_weights_on_model_save": true}}}}"#
+    );
+    let taken: [&str; 9] = [
+        AUTO,
+        // transformers and axolotl; the second also has names without the prefix and limits of 0.
+        &old,
+        r#"{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3, "overlap_comm": true, "sub_group_size": 0,
+            "max_live_parameters": 0, "max_reuse_distance": 0, "gather_16bit_weights_on_model_save": true,
+            "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": "auto"}}"#,
+        // accelerate: sequence parallelism is set up elsewhere.
+        r#"{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 1,
+            "train_batch_size": "auto", "seq_parallel_communication_data_type": "bf16"}"#,
+        // LLaMA-Factory.
+        r#"{"train_batch_size": "auto", "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": true,
+            "fp16": {"enabled": false, "initial_scale_power": 16}, "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 0, "allgather_bucket_size": 5e8, "round_robin_gradients": true},
+            "comms_config": {"verbose": false}, "monitor_config": {"enabled": true}}"#,
+        // axolotl.
+        r#"{"zero_optimization": {"stage": 1}, "compile": {"disable": false, "backend": "inductor"},
+            "bf16": {"enabled": true}, "fp16": {"enabled": "auto", "auto_cast": false}, "wall_clock_breakdown": false}"#,
+        // DeepSpeedExamples.
+        r#"{"train_batch_size": 1, "prescale_gradients": true, "gradient_predivide_factor": 8, "optimizer": {
+            "type": "Adam", "params": {"lr": 4e-4, "weight_decay": 0.01, "bias_correction": false}}}"#,
+        r#"{"train_micro_batch_size_per_gpu": "auto", "autotuning": {"enabled": true, "fast": true},
+            "fp16": {"enabled": true, "initial_scale_power": 12}}"#,
+        r#"{"train_batch_size": 1, "zero_optimization": false, "optimizer": {"type": "Adam",
+            "params": {"lr": 1e-3, "torch_adam": true, "adam_w_mode": true}}, "cuda_visible_devices": 0,
+            "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": false}}}}"#,
+    ];
+    for text in taken {
+        succeeds(&run(dir.path(), text, &["--steps", "1"]));
+    }
+    let refused = [
+        (r#"{"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.3}}}"#, "Lamb"),
+        (r#"{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}"#, "OneBitAdam"),
+        (r#"{"optimizer": {"type": "ZeroOneAdam"}}"#, "ZeroOneAdam"),
+        (r#"{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true}}}"#, "data_efficiency"),
+        (r#"{"tensor_parallel": {"autotp_size": 2}}"#, "tensor_parallel"),
+        (r#"{"progressive_layer_drop": {"enabled": true, "theta": 0.5}}"#, "progressive_layer_drop"),
+        (
+            r#"{"compression_training": {"layer_reduction": {"enabled": true},
+            "weight_quantization": {"shared_parameters": {"enabled": true}}}}"#,
+            "compression_training",
+        ),
+        (r#"{"zero_optimization": {"stage": 2, "find_unused_parameters": true}}"#, "find_unused_parameters"),
+        (r#"{"train_batch_size": CONFIG_BATCH_SIZE}"#, "line 1 column 22"),
+    ];
+    for (text, part) in refused {
+        fails(&run(dir.path(), text, &[]), 2, &[part, "ds.json"]);
+    }
+}
