@@ -1,8 +1,8 @@
 //! All integration tests that need neither a GPU nor MPI nor NVRTC, in one binary, because linking several is slow.
 
 mod cli;
-mod edges;
 mod config;
+mod edges;
 #[cfg(target_os = "linux")]
 mod launcher;
 #[path = "../common/oracle.rs"]
