@@ -1,6 +1,7 @@
 //! Output of the commands.
 
 use std::io::{ErrorKind, Write, stderr, stdout};
+use std::time::Duration;
 
 use console::Term;
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
@@ -38,10 +39,9 @@ pub(super) fn progress_bar(steps: u64) -> ProgressBar {
     ProgressBar::new(steps).with_style(style)
 }
 
-/// Shows that `step` is done; `text` are its figures.
-pub(super) fn show_progress(bar: &ProgressBar, step: u64, text: &str) {
+/// Shows that `step` is done; `text` are its figures, `left` the time until the end.
+pub(super) fn show_progress(bar: &ProgressBar, step: u64, text: &str, left: Duration) {
     bar.set_position(step);
-    let (steps, elapsed, left) =
-        (bar.length().unwrap_or(step), HumanDuration(bar.elapsed()), HumanDuration(bar.eta()));
+    let (steps, elapsed, left) = (bar.length().unwrap_or(step), HumanDuration(bar.elapsed()), HumanDuration(left));
     bar.set_message(format!("step {step}/{steps}  {text}  {elapsed:#} (eta {left:#})"));
 }

@@ -15,7 +15,7 @@ use zero_alloc::{Purpose, Report};
 pub struct MemoryTrace {
     /// The length of the step.
     pub step: Duration,
-    /// The bytes held at the start, and after each allocated or freed block, in order.
+    /// The bytes held at the start, after each allocated or freed block, and from each phase on, in order.
     pub points: Vec<MemoryPoint>,
 }
 
@@ -42,6 +42,25 @@ impl MemoryTrace {
     pub fn peak(&self) -> Option<&MemoryPoint> {
         self.points.iter().rev().max_by_key(|point| point.total_bytes())
     }
+
+    /// Describes the moment of the peak: `62% of the step, backward of a block`.
+    pub fn peak_moment(&self) -> Option<String> {
+        let peak = self.peak()?;
+        if self.points.iter().all(|point| point.total_bytes() == peak.total_bytes()) {
+            return Some("the whole step".to_owned());
+        }
+        let operation = match peak.operation.split_once(' ') {
+            Some((pass, "block")) => format!("{pass} of a block"),
+            Some((pass, unit)) => format!("{pass} of the {unit}"),
+            None => peak.operation.clone(),
+        };
+        Some(format!("{:.0}% of the step, {operation}", self.fraction(peak) * 100.0))
+    }
+
+    /// The part of the step before `point`.
+    pub fn fraction(&self, point: &MemoryPoint) -> f64 {
+        point.at.as_secs_f64() / self.step.as_secs_f64().max(1e-9)
+    }
 }
 
 /// The changes of a rank's memory in a step.
@@ -67,23 +86,33 @@ impl MemoryRecord {
         let mut ops: Vec<&OpSpan> = spans.iter().filter(|s| &*s.stream == compute && s.label != "wait").collect();
         ops.sort_by_key(|op| op.enqueued);
         let within = |at: Duration| at.clamp(self.step.start, self.step.end.max(self.step.start));
-        let next_op = |change: &(Duration, Purpose, i64)| ops.partition_point(|op| op.enqueued <= change.0);
-        let name = |op: usize| ops.get(op).or(ops.last()).map_or("", |op| op.phase).to_owned();
+        let name = |op: usize| ops.get(op).or(ops.last()).map_or("", |op| op.phase);
         let mut bytes = self.base.map(|bytes| bytes as i64);
-        let mut points = Vec::with_capacity(self.changes.len() + 1);
-        let mut add = |at: Duration, op: usize, bytes: &[i64; 6]| {
+        let mut points: Vec<MemoryPoint> = Vec::with_capacity(self.changes.len() + ops.len());
+        let mut add = |at: Duration, operation: &str, bytes: &[i64; 6]| {
             let bytes = bytes.map(|bytes| bytes.max(0) as u64);
-            points.push(MemoryPoint { at: at.saturating_sub(self.step.start), operation: name(op), bytes });
+            let point =
+                MemoryPoint { at: at.saturating_sub(self.step.start), operation: operation.to_owned(), bytes };
+            if points.last().is_none_or(|last| (&last.operation, last.bytes) != (&point.operation, point.bytes)) {
+                points.push(point);
+            }
         };
-        add(self.step.start, ops.partition_point(|op| op.end <= self.step.start), &bytes);
-        for gap in self.changes.chunk_by(|a, b| next_op(a) == next_op(b)) {
-            let next = next_op(&gap[0]);
+        add(self.step.start, name(ops.partition_point(|op| op.end <= self.step.start)), &bytes);
+        let mut changes = self.changes.as_slice();
+        for next in 0..=ops.len() {
+            // Changed before the next operation was enqueued.
+            let count = ops.get(next).map_or(changes.len(), |op| changes.partition_point(|c| c.0 < op.enqueued));
+            let (gap, later) = changes.split_at(count);
+            changes = later;
             let start = next.checked_sub(1).map_or(self.step.start, |before| within(ops[before].end));
             let end = ops.get(next).map_or(self.step.end, |op| within(op.start)).max(start);
             for (i, (_, purpose, change)) in gap.iter().enumerate() {
                 bytes[*purpose as usize] += change;
                 let part = (i + 1) as f64 / (gap.len() + 1) as f64;
-                add(start + (end - start).mul_f64(part), next, &bytes);
+                add(start + (end - start).mul_f64(part), name(next), &bytes);
+            }
+            if let Some(op) = ops.get(next).filter(|op| op.start < self.step.end && op.end > self.step.start) {
+                add(end, op.phase, &bytes);
             }
         }
         MemoryTrace { step: self.step.end.saturating_sub(self.step.start), points }
@@ -106,7 +135,13 @@ mod tests {
             end: ms(end),
         };
         // The operation before the step is the previous step's update.
-        let spans = [op("optimizer", 1, 50, 104), op("forward", 3, 110, 140), op("backward", 6, 140, 180)];
+        let spans = [
+            op("optimizer", 1, 50, 104),
+            op("forward", 3, 110, 140),
+            op("backward", 6, 140, 180),
+            op("decision", 8, 180, 185),
+            op("optimizer", 9, 190, 195),
+        ];
         let change = |at, bytes| (ms(at), Purpose::Buckets, bytes);
         let record = MemoryRecord {
             step: ms(100)..ms(200),

@@ -1,5 +1,6 @@
 //! All integration tests that need neither a GPU nor MPI nor NVRTC, in one binary, because linking several is slow.
 
+mod breakdown;
 mod cli;
 mod config;
 mod edges;

@@ -85,7 +85,8 @@ pub struct TrainArgs {
     /// Write one JSON object per step; a resumed run appends to its file
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
-    /// Write the final table, all figures as JSON, the loss curve and a timeline of rank 0's last step here
+    /// Write the final table, all figures as JSON, pictures of the loss and of rank 0's memory over its last step, and a
+    /// timeline of that step here
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
     /// Device of the optimizer state: none (the compute device), cpu or nvme:DIR [default: none]

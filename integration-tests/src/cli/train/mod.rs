@@ -6,10 +6,12 @@ mod checks;
 mod cuda;
 mod loss_curve;
 mod memory_check;
+mod memory_picture;
 mod metrics_file;
 mod mpi;
 mod observer;
 mod opening;
+mod picture;
 mod record;
 mod resume;
 mod run_setup;
@@ -19,6 +21,7 @@ mod settings;
 mod signals;
 mod summary;
 mod unused_keys;
+mod utilization;
 mod validation;
 
 pub use args::TrainArgs;
@@ -83,7 +86,7 @@ fn observed(
     let summaries = train(&mut |metrics| observer.step(metrics));
     observer.finish();
     let summaries = summaries?;
-    let closing = summary::closing(setup, &summaries, &observer.seen);
+    let closing = summary::closing(setup, &summaries, &observer.seen, observer.utilization.as_ref());
     print_text(&closing)?;
     observer.write_report(setup, &summaries, &closing)?;
     ended(&summaries)

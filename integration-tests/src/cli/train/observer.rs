@@ -1,17 +1,19 @@
 //! Progress bar, metrics file and report of a run.
 
 use std::fs;
+use std::time::Duration;
 
-use indicatif::{HumanCount, ProgressBar};
+use indicatif::{HumanCount, HumanDuration, ProgressBar};
 
-use super::loss_curve;
 use super::metrics_file::MetricsFile;
 use super::record::RUN_JSON;
 use super::run_setup::RunSetup;
+use super::utilization::Utilization;
+use super::{loss_curve, memory_picture};
 use crate::cli::CliError;
 use crate::cli::output::{print_note, progress_bar, show_progress};
 use crate::error::TrainError;
-use crate::trainer::{RankSummary, StepMetrics, Validation};
+use crate::trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};
 
 /// Shows and records the steps of a run, on the rank that prints.
 pub(super) struct Observer {
@@ -19,6 +21,8 @@ pub(super) struct Observer {
     metrics: Option<MetricsFile>,
     /// The last validation loss, for the bar.
     validation: String,
+    /// Set if the run has a breakdown.
+    pub(super) utilization: Option<Utilization>,
     /// The metrics of all steps so far.
     pub(super) seen: Vec<StepMetrics>,
 }
@@ -36,25 +40,36 @@ impl Observer {
                 .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
         }
         let bar = progress_bar(setup.options.steps);
-        Ok(Self { bar, metrics, validation: String::new(), seen: Vec::new() })
+        let utilization = setup.options.breakdown.then(|| Utilization::new(setup)).transpose()?;
+        Ok(Self { bar, metrics, validation: String::new(), utilization, seen: Vec::new() })
     }
 
     pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
+        let mut metrics = metrics.clone();
+        if let Some(utilization) = &self.utilization {
+            utilization.complete(&mut metrics);
+        }
         let (step, loss, speed) = (metrics.step, metrics.loss, HumanCount(metrics.tokens_per_s as u64));
         if let Some(validation) = &metrics.validation {
             self.validation = format!("  validation {:.4}", validation.loss);
         }
-        show_progress(&self.bar, step, &format!("loss {loss:.4}{}  {speed} tokens/s", self.validation));
+        let seen = HumanCount(metrics.tokens_seen);
+        let left = Duration::try_from_secs_f64(metrics.eta_s).unwrap_or(Duration::MAX);
+        let text = format!("loss {loss:.4}{}  {speed} tokens/s  {seen} tokens", self.validation);
+        show_progress(&self.bar, step, &text, left);
         let tenth = (self.bar.length().unwrap_or(1) / 10).max(1);
         if self.bar.is_hidden() && (metrics.step.is_multiple_of(tenth) || metrics.validation.is_some()) {
             let of_step = |v: Validation| format!(", validation loss {:.4} (perplexity {:.4})", v.loss, v.perplexity);
             let validation = metrics.validation.map(of_step).unwrap_or_default();
-            print_note(format_args!("step {step}: loss {loss:.4}{validation}, {speed} tokens/s"));
+            let left = HumanDuration(left);
+            print_note(format_args!(
+                "step {step}: loss {loss:.4}{validation}, {speed} tokens/s, {seen} tokens, {left:#} left"
+            ));
         }
         if let Some(file) = &mut self.metrics {
-            file.write(metrics)?;
+            file.write(&metrics)?;
         }
-        self.seen.push(metrics.clone());
+        self.seen.push(metrics);
         Ok(())
     }
 
@@ -64,6 +79,7 @@ impl Observer {
 
     pub(super) fn write_report(&self, setup: &RunSetup, ranks: &[RankSummary], table: &str) -> Result<(), CliError> {
         let Some(dir) = &setup.report else { return Ok(()) };
+        let trace = ranks.first().and_then(|rank| rank.memory.as_ref());
         let summary = serde_json::json!({
             "model": setup.model_name,
             "ranks": setup.ranks,
@@ -71,23 +87,49 @@ impl Observer {
             "dtype": setup.settings.dtype.name(),
             "unigram_loss": setup.workload.data.unigram_loss(),
             "memory_by_rank": ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect::<Vec<_>>(),
+            "peak": trace.and_then(peak),
+            "utilization": self.utilization.as_ref().map(Utilization::to_json),
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": self.seen,
         });
-        let trace = zero_comm::overlap::chrome_trace(ranks.first().map_or(&[], |r| r.last_spans.as_slice()));
-        let curve = loss_curve::svg(&self.seen, setup.workload.data.unigram_loss())?;
+        let timeline = zero_comm::overlap::chrome_trace(ranks.first().map_or(&[], |r| r.last_spans.as_slice()));
+        let validation: Vec<(u64, f64)> =
+            self.seen.iter().filter_map(|step| Some((step.step, step.validation?.loss))).collect();
+        let curve = loss_curve::svg(&self.seen, &validation, setup.workload.data.unigram_loss())?;
         let files = [
             ("summary.txt", table.to_owned()),
             ("summary.json", format!("{summary:#}\n")),
             (RUN_JSON, format!("{:#}\n", setup.record.document())),
             ("loss.svg", curve),
-            ("trace.json", trace),
+            ("trace.json", timeline),
         ];
-        for (name, text) in files {
+        let memory = trace.map(memory_picture::svg).transpose()?.flatten().map(|svg| ("memory.svg", svg));
+        for (name, text) in files.into_iter().chain(memory) {
             let path = dir.join(name);
             fs::write(&path, text)
                 .map_err(|e| CliError::Failure(format!("failed to write {}: {e}", path.display())))?;
         }
         Ok(())
     }
+}
+
+/// The peak of rank 0's memory in its last step: its moment and its holders.
+fn peak(trace: &MemoryTrace) -> Option<serde_json::Value> {
+    let peak = trace.peak()?;
+    let [params, grads, optimizer, buckets, activations, workspace] = peak.bytes;
+    Some(serde_json::json!({
+        "bytes": peak.total_bytes(),
+        "moment": trace.peak_moment(),
+        "at_ms": peak.at.as_secs_f64() * 1e3,
+        "fraction_of_step": trace.fraction(peak),
+        "operation": peak.operation,
+        "holders": {
+            "params_bytes": params,
+            "grads_bytes": grads,
+            "optimizer_bytes": optimizer,
+            "buckets_bytes": buckets,
+            "activations_bytes": activations,
+            "workspace_bytes": workspace,
+        },
+    }))
 }

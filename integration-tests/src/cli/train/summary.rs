@@ -5,10 +5,16 @@ use std::fmt::Write;
 use indicatif::{HumanBytes, HumanCount};
 
 use super::run_setup::RunSetup;
-use crate::trainer::{CommBytes, MemoryBytes, RankSummary, StepMetrics, Validation};
+use super::utilization::Utilization;
+use crate::trainer::{Breakdown, CommBytes, MemoryBytes, MemoryTrace, RankSummary, StepMetrics, Validation};
 
 /// The figures of the run.
-pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetrics]) -> String {
+pub(super) fn closing(
+    setup: &RunSetup,
+    ranks: &[RankSummary],
+    steps: &[StepMetrics],
+    utilization: Option<&Utilization>,
+) -> String {
     let mut out = String::new();
     let Some(first) = ranks.first() else { return out };
     let Some(last) = &first.last else {
@@ -45,6 +51,9 @@ pub(super) fn closing(setup: &RunSetup, ranks: &[RankSummary], steps: &[StepMetr
     let exposed = median(steps.iter().skip(2).map(|s| s.overlap.exposed_comm_ms / s.step_ms));
     if let Some(exposed) = exposed.filter(|_| setup.is_recorded()) {
         let _ = writeln!(out, "{:.0}% of a step is communication that compute does not hide", exposed * 100.0);
+    }
+    if let Some(utilization) = utilization {
+        breakdown_table(&mut out, steps, utilization);
     }
     memory_table(&mut out, setup, ranks);
     // A skipped step gathers no new parameters.
@@ -85,8 +94,10 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     };
     let n = setup.ranks;
     let who = if held.len() == n { format!("each of {n} ranks") } else { "rank 0".to_owned() };
-    let _ =
-        writeln!(out, "\n{:<26} {:>12} {:>12} (padding included)", format!("held by {who}"), "measured", "formula");
+    let peak = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak);
+    let at_peak = if peak.is_some() { format!(" {:>12}", "at the peak") } else { String::new() };
+    let held_by = format!("held by {who}");
+    let _ = writeln!(out, "\n{held_by:<26} {:>12} {:>12}{at_peak} (padding included)", "measured", "formula");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
     let all = |m: &MemoryBytes| total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes;
     let rows: [(&str, Field<'_>, Option<u64>); 9] = [
@@ -100,14 +111,81 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         ("total", &all, None),
         ("peak at one moment", &|m| m.peak_bytes, None),
     ];
+    // The bytes at the peak, in the same fields.
+    let at_peak = peak.map(|peak| {
+        let [params_bytes, grads_bytes, optimizer_bytes, buckets_bytes, activations_bytes, workspace_bytes] =
+            peak.bytes;
+        let (peak_bytes, reserved_bytes) = (peak.total_bytes(), 0);
+        MemoryBytes {
+            params_bytes,
+            grads_bytes,
+            optimizer_bytes,
+            buckets_bytes,
+            activations_bytes,
+            workspace_bytes,
+            peak_bytes,
+            reserved_bytes,
+        }
+    });
     for (name, of, formula) in rows {
-        let _ = writeln!(out, "  {name:<24} {:>12} {:>12}", range(of), formula.map_or("-".to_owned(), bytes));
+        let at_peak = at_peak.as_ref().map(|peak| format!(" {:>12}", bytes(of(peak)))).unwrap_or_default();
+        let formula = formula.map_or("-".to_owned(), bytes);
+        let _ = writeln!(out, "  {name:<24} {:>12} {formula:>12}{at_peak}", range(of));
+    }
+    if let Some(moment) = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak_moment) {
+        let _ = writeln!(out, "  (the peak is rank 0's in its last step: {moment})");
     }
     let stage0 = setup.layout.state_bytes(zero_shard::ZeroStage::Zero, &settings.widths()).map(|s| s.total_bytes());
     if let (Ok(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
         let ours = formula.total_bytes().max(1);
         let _ = writeln!(out, "  (stage 0 would hold {}: {:.2} x)", bytes(stage0), stage0 as f64 / ours as f64);
     }
+}
+
+/// A row of the breakdown.
+type Row = (&'static str, fn(&Breakdown) -> f64);
+
+/// The parts of the steps' wall time; parts that never occurred are left out, except the usual ones.
+const ROWS: [Row; 18] = [
+    ("forward", |b| b.parts.forward_ms),
+    ("  embedding", |b| b.units.embedding.forward_ms),
+    ("  blocks", |b| b.units.block.forward_ms),
+    ("  head", |b| b.units.head.forward_ms),
+    ("backward", |b| b.parts.backward_ms),
+    ("  embedding", |b| b.units.embedding.backward_ms),
+    ("  blocks", |b| b.units.block.backward_ms),
+    ("  head", |b| b.units.head.backward_ms),
+    ("CUDA graph of both", |b| b.parts.graph_ms),
+    ("packing gradients", |b| b.parts.pack_ms),
+    ("optimizer", |b| b.parts.optimizer_ms),
+    ("exposed reduction", |b| b.parts.exposed_reduce_ms),
+    ("exposed gathering", |b| b.parts.exposed_gather_ms),
+    ("exposed statistics", |b| b.parts.exposed_control_ms),
+    ("data", |b| b.parts.data_ms),
+    ("checkpoint", |b| b.parts.checkpoint_ms),
+    ("validation", |b| b.parts.validation_ms),
+    ("host wait", |b| b.parts.host_wait_ms),
+];
+
+fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utilization) {
+    let all: Vec<&Breakdown> = steps.iter().filter_map(|step| step.breakdown.as_ref()).collect();
+    // The first two steps also load kernels and fill caches.
+    let usual = if all.len() > 2 { &all[2..] } else { all.as_slice() };
+    let Some(tflops) = median(usual.iter().map(|b| b.tflops)) else { return };
+    let _ = writeln!(out, "\n{:<26} {:>12} {:>12}", "a step of rank 0", "median ms", "of the run");
+    let wall: f64 = all.iter().map(|b| b.wall_ms).sum();
+    let mut row = |name: &str, of: fn(&Breakdown) -> f64| {
+        let sum: f64 = all.iter().map(|b| of(b)).sum();
+        let ms = median(usual.iter().map(|b| of(b))).unwrap_or(0.0);
+        if sum > 0.0 {
+            let _ = writeln!(out, "  {name:<24} {ms:>12.3} {:>11.1}%", sum / wall.max(f64::MIN_POSITIVE) * 100.0);
+        }
+    };
+    for (name, of) in ROWS {
+        row(name, of);
+    }
+    row("all", |b| b.wall_ms);
+    let _ = writeln!(out, "{}", utilization.describe(tflops));
 }
 
 fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
