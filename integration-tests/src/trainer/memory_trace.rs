@@ -151,8 +151,14 @@ mod tests {
         let trace = record.trace(&spans, "compute");
         let seen: Vec<_> =
             trace.points.iter().map(|p| (p.at.as_millis(), p.operation.as_str(), p.total_bytes())).collect();
-        let expected =
-            [(0, "optimizer", 7), (6, "forward", 17), (8, "forward", 37), (40, "backward", 27), (90, "backward", 7)];
+        let expected = [
+            (0, "optimizer", 7),
+            (6, "forward", 17),
+            (8, "forward", 37),
+            (40, "backward", 27),
+            (80, "decision", 7),
+            (90, "optimizer", 7),
+        ];
         assert_eq!(seen, expected);
         assert_eq!(trace.step, ms(100));
         let peak = trace.peak().unwrap();

@@ -13,7 +13,7 @@ const UNIGRAM: RGBColor = RGBColor(200, 40, 40);
 /// The smoothed loss is drawn from this number of steps on.
 const SMOOTHED_STEPS: usize = 20;
 /// The smoothed loss averages over this part of the run.
-const SMOOTHED_PART: usize = 30;
+const SMOOTHED_PART: usize = 25;
 /// Losses above this multiple of the largest usual one are cut.
 const OUTLIER: f64 = 3.0;
 
@@ -30,8 +30,10 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
     let is_finite = |p: &&Point| p.1.is_finite();
     let (finite, validation) = (raw.iter().filter(is_finite), validation.iter().filter(is_finite).copied());
     let (finite, validation): (Vec<Point>, Vec<Point>) = (finite.copied().collect(), validation.collect());
-    let smooth = if finite.len() < SMOOTHED_STEPS { Vec::new() } else { smoothed(&finite) };
     let (least, most) = range(&finite, &validation, unigram);
+    // Without the outliers, which would lift the line for many steps.
+    let usual: Vec<Point> = finite.iter().filter(|p| p.1 <= most).copied().collect();
+    let smooth = if finite.len() < SMOOTHED_STEPS { Vec::new() } else { smoothed(&usual) };
     let mut notes = Vec::new();
     let mut note = |count: usize, text: &str| {
         if count > 0 {
@@ -43,7 +45,7 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
     note(finite.iter().filter(|p| p.1 > most).count(), "above the picture");
     let mut legend = vec![(if smooth.is_empty() { SMOOTH } else { RAW }, "training loss".to_owned())];
     if !smooth.is_empty() {
-        legend.push((SMOOTH, format!("mean of about {} steps", width(finite.len()))));
+        legend.push((SMOOTH, format!("mean of about {} steps", width(usual.len()))));
     }
     if !validation.is_empty() {
         legend.push((VALIDATION, "validation loss".to_owned()));
@@ -95,7 +97,7 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
 
 /// The steps over which the smoothed loss averages.
 fn width(steps: usize) -> usize {
-    (steps / SMOOTHED_PART).max(2)
+    (steps / SMOOTHED_PART).max(5)
 }
 
 /// The exponential mean, without the bias of its start.
