@@ -8,7 +8,7 @@ mod targets;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use zero_ckpt::{Header, TensorEntry};
+use zero_ckpt::{DocumentRecord, Header, TensorEntry};
 
 type Target = (&'static str, fn(&[u8]));
 const TARGETS: [Target; 4] = [
@@ -39,7 +39,9 @@ fn corpus_does_not_panic() {
 
 /// Valid inputs; damaged copies of them pass more checks than random bytes do.
 fn good(target: &str) -> Vec<u8> {
-    let manifest = targets::sample_manifest();
+    let mut manifest = targets::sample_manifest();
+    manifest.run = Some("a".into());
+    manifest.documents = vec![DocumentRecord { name: "run.json".into(), bytes: 3, crc64: 7 }];
     match target {
         "manifest" => manifest.encode().unwrap(),
         "manifest_body" => serde_json::to_vec(&manifest).unwrap(),
