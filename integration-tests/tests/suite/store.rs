@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Output, Stdio};
+use std::time::Duration;
 
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::cli::{data, fails, run_tiny, succeeds, temp, zero};
+use crate::cli::{data, fails, run_tiny, succeeds, temp, tiny, zero};
+use crate::place;
 
 /// The files below `dir` with their contents, without the lock file.
 fn files(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
@@ -39,6 +41,10 @@ fn numbers(path: &Path) -> Vec<u64> {
     lines(path).iter().map(|line| line["step"].as_u64().unwrap()).collect()
 }
 
+fn losses(path: &Path) -> Vec<Value> {
+    lines(path).into_iter().map(|mut line| line["loss"].take()).collect()
+}
+
 /// A folder with a run of four steps: checkpoints 1 to 4 in `d`, metrics in `m`.
 fn four_steps() -> TempDir {
     let dir = temp();
@@ -59,7 +65,11 @@ fn another_runs_checkpoints_are_refused() {
     for more in [&["--keep-last", "1"][..], &["--seed", "5"], &["--steps", "0"], &["--model", "nano"]] {
         fails(&into(more), 2, &ways);
     }
-    fails(&run_tiny(dir.path(), &["--checkpoint", "d/step-00000004"]), 2, &["d/step-00000004", "got a checkpoint"]);
+    fails(
+        &run_tiny(dir.path(), &["--checkpoint", "d/step-00000004"]),
+        2,
+        &["--checkpoint d/step-00000004", "got a checkpoint"],
+    );
     fails(&zero(dir.path(), &["ckpt", "import", &data("model"), "d"]), 2, &["d: this folder holds checkpoints"]);
     assert!(files(dir.path()) == before, "a refused run changed files");
 
@@ -182,6 +192,9 @@ fn damaged_checkpoints_are_passed_over() {
         fails(&nothing_to_do(&dir, &["--resume-exact"]), 2, &["--resume-exact", "step-0000000", reason]);
         let whole = ["2 checkpoints are damaged", reason, "newest whole checkpoint is d/step-00000002", "--resume d"];
         fails(&verify(&dir, "d"), 1, &whole);
+        let named = run_tiny(dir.path(), &["--resume", "d/step-00000004", "--steps", "5"]);
+        let text = String::from_utf8_lossy(&named.stderr);
+        assert!(!named.status.success() && text.contains("--resume d takes the newest whole checkpoint"), "{text}");
         fails(&verify(&dir, "d/step-00000004"), 1, &[reason]);
         succeeds(&verify(&dir, "d/step-00000002"));
 
@@ -214,6 +227,53 @@ fn demonstration_runs_again() {
 }
 
 #[test]
+fn concurrent_runs_save_to_their_own_folders() {
+    let dir = temp();
+    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let start = |_| {
+        let mut run = place::zero();
+        let run = run.args(tiny(&model, &tokens, &[])).current_dir(dir.path());
+        run.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let runs: Vec<_> = (0..3).map(start).collect();
+    for run in runs {
+        succeeds(&run.wait_with_output().unwrap());
+    }
+    for folder in ["checkpoints", "checkpoints-2", "checkpoints-3"] {
+        assert_eq!(steps(&dir.path().join(folder)), [3], "{folder}");
+    }
+}
+
+/// After each kill the run continues from its newest checkpoint; in the end nothing shows that it was killed.
+#[test]
+fn killed_run_continues() {
+    let dir = temp();
+    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let path = dir.path().join("m");
+    let written = || fs::read_to_string(&path).map_or(0, |text| text.lines().count());
+    let more = ["--steps", "1000000", "--checkpoint-every", "1", "--keep-last", "2", "--metrics", "m"];
+    for at in [["--checkpoint", "d"], ["--resume", "d"], ["--resume", "d"]] {
+        let mut run = place::zero();
+        let args = [&more[..], &at].concat();
+        let run = run.args(tiny(&model, &tokens, &args)).current_dir(dir.path()).stdout(Stdio::null()).spawn();
+        let (mut run, before) = (run.unwrap(), written());
+        while written() < before + 4 || !dir.path().join("d/latest").exists() {
+            assert!(run.try_wait().unwrap().is_none(), "the run ended");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        run.kill().unwrap(); // SIGKILL
+        run.wait().unwrap();
+    }
+    let last = lines(&path).len() as u64 + 2;
+    let end = last.to_string();
+    succeeds(&run_tiny(dir.path(), &["--resume", "d", "--steps", &end, "--metrics", "m"]));
+    succeeds(&run_tiny(dir.path(), &["--steps", &end, "--checkpoint", "whole", "--metrics", "whole.m"]));
+    assert_eq!(numbers(&path), (1..=last).collect::<Vec<_>>());
+    assert_eq!(losses(&path), losses(&dir.path().join("whole.m")));
+    assert_eq!(steps(&dir.path().join("d")).len(), 2);
+}
+
+#[test]
 fn imported_weights_start_a_run() {
     let dir = temp();
     let out = succeeds(&zero(dir.path(), &["ckpt", "import", &data("model"), "imported"]));
@@ -221,9 +281,7 @@ fn imported_weights_start_a_run() {
     for (model, metrics) in [(data("model"), "a"), ("imported".into(), "b"), ("imported/step-00000000".into(), "c")] {
         succeeds(&run_tiny(dir.path(), &["--model", &model, "--metrics", metrics]));
     }
-    let losses = |file: &str| -> Vec<Value> {
-        lines(&dir.path().join(file)).into_iter().map(|mut line| line["loss"].take()).collect()
-    };
+    let losses = |file: &str| losses(&dir.path().join(file));
     assert_eq!(losses("a"), losses("b"));
     assert_eq!(losses("a"), losses("c"));
     // The weights of a run start another one.

@@ -52,6 +52,9 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     }
     let mut setup = RunSetup::new(args, resumed, args.ranks.or(args.recorded_ranks).unwrap_or(4), None)?;
     memory_check::check(&setup)?;
+    if let (None, Some((folder, _))) = (&args.checkpoint, &mut setup.options.checkpoint) {
+        save_folder::reserve(folder, &mut setup.notices)?;
+    }
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);

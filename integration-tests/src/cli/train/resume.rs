@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use zero_alloc::device::DType;
-use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, resolve};
+use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, has_checkpoints, resolve};
 use zero_shard::Layout;
 
 use super::args::{DeviceChoice, TrainArgs};
@@ -182,9 +182,12 @@ impl Resumed {
 
 /// Opens the checkpoint `path`, or the newest whole one in it; returns its folder, the checkpoint and notes.
 fn open_checkpoint(path: &Path, exact: bool) -> Result<(PathBuf, Reader, Vec<String>), CliError> {
-    let Resolved { store_dir, reader, passed_over } = resolve(path).map_err(|e| match e {
-        CkptError::Corrupt { .. } => CliError::failure(e),
-        _ => CliError::usage(e),
+    let Resolved { store_dir, reader, passed_over } = resolve(path).map_err(|e| {
+        // A damaged checkpoint that --resume names.
+        let folder = path.parent().filter(|folder| has_checkpoints(folder).unwrap_or(false));
+        let hint = folder.map(|f| format!("; --resume {} takes the newest whole checkpoint", f.display()));
+        let message = format!("{e}{}", hint.unwrap_or_default());
+        if matches!(e, CkptError::Corrupt { .. }) { CliError::Failure(message) } else { CliError::Usage(message) }
     })?;
     if let Some((name, reason)) = passed_over.first().filter(|_| exact) {
         return Err(CliError::Usage(format!("--resume-exact: the newest checkpoint {name} is not whole: {reason}")));

@@ -1,5 +1,6 @@
 //! The folder that a run saves into.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::{CkptError, StoreOptions, has_checkpoints};
@@ -24,7 +25,7 @@ pub(super) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
                  continue that run with --resume {dir_name}, or name another folder"
             ))
         }
-        other => CliError::usage(other),
+        other => CliError::Usage(format!("--checkpoint {other}")),
     })
 }
 
@@ -34,19 +35,46 @@ pub(super) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
 /// # Errors
 /// A folder cannot be read.
 pub(super) fn default(notices: &mut Vec<String>) -> Result<PathBuf, CliError> {
-    let mut folder = PathBuf::from(DEFAULT);
-    for number in 2.. {
+    for folder in defaults() {
         if !has_checkpoints(&folder).map_err(CliError::usage)? {
-            break;
+            if folder != Path::new(DEFAULT) {
+                notices.push(format!(
+                    "{DEFAULT} holds an earlier run, so this one saves to {}; --resume {DEFAULT} --steps N \
+                     continues the earlier one",
+                    folder.display()
+                ));
+            }
+            return Ok(folder);
         }
-        folder = PathBuf::from(format!("{DEFAULT}-{number}"));
     }
-    if folder != Path::new(DEFAULT) {
-        notices.push(format!(
-            "{DEFAULT} holds an earlier run, so this one saves to {}; --resume {DEFAULT} --steps N \
-             continues the earlier one",
-            folder.display()
-        ));
+    Ok(PathBuf::from(DEFAULT))
+}
+
+/// Creates the folder that [`default`] returned, or the next one that does not exist: another run that started at the
+/// same time may have created it, and has not saved yet. Only for runs of one process; the ranks of several would not
+/// agree.
+///
+/// # Errors
+/// A folder cannot be created.
+pub(super) fn reserve(folder: &mut PathBuf, notices: &mut Vec<String>) -> Result<(), CliError> {
+    let taken = folder.clone();
+    for next in defaults().skip_while(|next| *next != taken) {
+        match std::fs::create_dir(&next) {
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
+            Err(e) => return Err(CliError::Usage(format!("failed to create the folder {}: {e}", next.display()))),
+            Ok(()) if next != taken => {
+                notices.push(format!("{} exists, so this run saves to {}", taken.display(), next.display()));
+                *folder = next;
+            }
+            Ok(()) => {}
+        }
+        break;
     }
-    Ok(folder)
+    Ok(())
+}
+
+/// `checkpoints`, `checkpoints-2`, `checkpoints-3`, ...
+fn defaults() -> impl Iterator<Item = PathBuf> {
+    let numbered = (2u64..).map(|number| format!("{DEFAULT}-{number}"));
+    std::iter::once(DEFAULT.to_owned()).chain(numbered).map(PathBuf::from)
 }
