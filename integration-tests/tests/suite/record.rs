@@ -230,7 +230,7 @@ fn opening_shows_all_settings() {
         "step: 2 ranks x 2 micro-batches x 3 rows x 24 tokens = 288 tokens\n",
         "steps: 1 to 2: 0.070 epochs of the data\n",
         "optimizer: AdamW, betas 0.9 and 0.999, eps 1e-8, weight decay 0.2\n",
-        "learning rate: 0.003 after 4 steps of linear warm-up\n",
+        "learning rate: 0.003, linear warm-up over 4 steps, then constant\n",
         "clip: gradient norm 0.5\n",
         "loss scale: 1\n",
         "checkpoints: a, at the end\n",
@@ -240,6 +240,90 @@ fn opening_shows_all_settings() {
     let report: Value = serde_json::from_slice(&std::fs::read(dir.join("report/run.json")).unwrap()).unwrap();
     assert_eq!(report, record(dir, "a", 2));
     assert!(out.contains(&format!("run: {}, ", report["run"].as_str().unwrap())), "{out}");
+}
+
+/// Sizes of communication and activation checkpointing, too, and the switches can be turned off.
+#[test]
+fn memory_settings_are_taken_up() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let flags = ["--bucket-elems", "4096", "--no-overlap", "--activation-checkpointing"];
+    train(dir, &[&flags[..], &["--steps", "1", "--checkpoint", "a"]].concat());
+    let out = resume(dir, &["a", "--steps", "2"]);
+    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    let record = record(dir, "a", 2);
+    let communication = &record["communication"];
+    assert_eq!((&communication["bucket_elems"], &communication["overlap"]), (&4096.into(), &false.into()));
+    assert_eq!(record["activation_checkpointing"], true);
+    let out = resume(dir, &["a", "--steps", "2", "--no-overlap=false", "--activation-checkpointing=false"]);
+    let expected = [
+        "activation_checkpointing true -> false",
+        "communication.gather_ahead 0 -> 1",
+        "communication.overlap false -> true",
+    ];
+    assert_eq!(differences(&out), expected, "{out}");
+}
+
+#[test]
+fn missing_tokenizer_is_an_error() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let vocabulary: Vec<String> = (0..256).map(|id| format!("\"{id:07}\": {id}")).collect();
+    let tokenizer = format!(
+        r#"{{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": {{"type": "Whitespace"}}, "post_processor": null, "decoder": null,
+            "model": {{"type": "WordLevel", "unk_token": "0000000", "vocab": {{{}}}}}}}"#,
+        vocabulary.join(", ")
+    );
+    std::fs::write(dir.join("tokenizer.json"), tokenizer).unwrap();
+    train(dir, &["--tokenizer", "tokenizer.json", "--steps", "1", "--checkpoint", "a"]);
+    let out = resume(dir, &["a", "--steps", "2"]);
+    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    assert!(out.contains("tokenizer.json"), "{out}");
+    std::fs::rename(dir.join("tokenizer.json"), dir.join("moved.json")).unwrap();
+    let resumed = zero(dir, &["train", "--resume", "a", "--steps", "3"]);
+    fails(&resumed, 2, &["tokenizer.json", "does not exist", "--tokenizer"]);
+    let out = resume(dir, &["a", "--steps", "3", "--tokenizer", "moved.json"]);
+    assert!(!out.contains("the data differs"), "{out}");
+}
+
+/// A checkpoint of a version without `run.json`: what its manifest has is taken up.
+#[test]
+fn checkpoint_without_record_is_resumed() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--stage", "1", "--steps", "1", "--checkpoint", "a"]);
+    let step = dir.join("a/step-00000001");
+    std::fs::remove_file(step.join("run.json")).unwrap();
+    let file: Value = serde_json::from_slice(&std::fs::read(step.join("manifest.json")).unwrap()).unwrap();
+    let mut manifest = file["manifest"].clone();
+    for key in ["run", "documents"] {
+        manifest.as_object_mut().unwrap().remove(key).unwrap();
+    }
+    let text = manifest.to_string();
+    let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, text.as_bytes());
+    let text = format!(r#"{{"format": "zero-ckpt", "version": 1, "crc64": "{crc:016x}", "manifest": {text}}}"#);
+    std::fs::write(step.join("manifest.json"), text).unwrap();
+    let out = resume(dir, &["a", "--data", "text.txt", "--steps", "2"]);
+    assert!(out.contains("has no run.json"), "{out}");
+    assert!(out.contains("in bf16, ZeRO stage 1, ") && out.contains(", seed 11, "), "{out}");
+    assert_eq!(record(dir, "a", 2)["resumed_runs"], serde_json::json!([""]));
+}
+
+#[test]
+fn unknown_record_is_refused() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    let path = dir.join("a/step-00000001/run.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"format\": 1", "\"format\": 2")).unwrap();
+    // Its checksum is in the manifest.
+    fails(&zero(dir, &["train", "--resume", "a/step-00000001", "--steps", "2"]), 1, &["run.json"]);
 }
 
 #[test]

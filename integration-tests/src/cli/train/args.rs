@@ -98,9 +98,9 @@ pub struct TrainArgs {
     /// Elements of a gradient bucket [default: 524288]
     #[arg(long, value_name = "ELEMS")]
     pub bucket_elems: Option<usize>,
-    /// Do not overlap communication with compute
-    #[arg(long)]
-    pub no_overlap: bool,
+    /// Do not overlap communication with compute [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub no_overlap: Option<bool>,
     /// Record steps into CUDA graphs and replay them from the third step on: stages 0 to 2 on --device cuda
     #[arg(long)]
     pub cuda_graph: bool,

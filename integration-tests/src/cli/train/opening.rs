@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use indicatif::HumanCount;
-use zero_optim::{LossScaling, LrSchedule, OptimizerConfig};
+use zero_optim::{LossScaling, OptimizerConfig};
 
 use super::run_setup::RunSetup;
 
@@ -50,12 +50,15 @@ pub(super) fn text(setup: &RunSetup) -> String {
             HumanCount(batch.step_tokens)
         ),
     );
-    let (first, tokens) = (setup.first_step, batch.step_tokens as f64);
-    let epochs = record.steps.saturating_sub(first) as f64 * tokens / data.tokens.max(1) as f64;
-    line("steps", format!("{} to {}: {epochs:.3} epochs of the data", first + 1, record.steps));
+    let first = setup.first_step + 1;
+    if first <= record.steps {
+        let tokens = (record.steps - setup.first_step) as f64 * batch.step_tokens as f64;
+        let epochs = tokens / data.tokens.max(1) as f64;
+        line("steps", format!("{first} to {}: {epochs:.3} epochs of the data", record.steps));
+    }
     let optimizer = &record.optimizer;
     line("optimizer", adam(optimizer));
-    line("learning rate", schedule(optimizer.lr, &optimizer.schedule));
+    line("learning rate", format!("{}, {}", optimizer.lr, optimizer.schedule));
     let clip = match optimizer.max_grad_norm {
         0.0 => "off".to_owned(),
         norm => format!("gradient norm {norm}"),
@@ -71,7 +74,7 @@ pub(super) fn text(setup: &RunSetup) -> String {
         line("checkpoints", format!("{}, {every}at the end{keep}", dir.display()));
     }
     if !record.auto.is_empty() {
-        let values = record.auto.iter().map(|(key, value)| format!("{key} {value}"));
+        let values = record.auto.iter().map(|(key, value)| format!("{key} = {value}"));
         line("auto", values.collect::<Vec<_>>().join(", "));
     }
     out
@@ -89,22 +92,6 @@ fn adam(optimizer: &OptimizerConfig) -> String {
         serde_json::json!(hyper.eps),
         hyper.weight_decay
     )
-}
-
-fn schedule(lr: f64, schedule: &LrSchedule) -> String {
-    match schedule {
-        LrSchedule::Constant => format!("{lr}, constant"),
-        LrSchedule::LinearWarmup { warmup_steps } => format!("{lr} after {warmup_steps} steps of linear warm-up"),
-        LrSchedule::Decay(_) => format!("{lr}, {schedule}"),
-        // The names and parameters of a DeepSpeed configuration.
-        other => {
-            let value = serde_json::to_value(other).unwrap_or_default();
-            let params = value["params"].as_object().into_iter().flatten();
-            let params: Vec<String> =
-                params.filter(|(_, value)| !value.is_null()).map(|(key, value)| format!("{key} {value}")).collect();
-            format!("{} from base {lr}: {}", value["type"].as_str().unwrap_or_default(), params.join(", "))
-        }
-    }
 }
 
 fn loss_scale(scaling: &LossScaling) -> String {

@@ -5,11 +5,13 @@ use std::hash::{BuildHasher, RandomState};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use zero_comm::PrefetchOptions;
 use zero_optim::OptimizerConfig;
 
 use super::args::DeviceChoice;
 use super::validation::ValidationRecord;
 use crate::cli::DTypeFlag;
+use crate::trainer::Settings;
 
 /// The name of the document.
 pub(super) const RUN_JSON: &str = "run.json";
@@ -42,6 +44,7 @@ pub(super) struct RunRecord {
     /// The ZeRO stage.
     pub(super) stage: u64,
     pub(super) activation_checkpointing: bool,
+    pub(super) communication: CommunicationRecord,
     /// The device that was requested.
     pub(super) device: DeviceChoice,
     /// The name of the GPU; `None` on the host.
@@ -98,6 +101,46 @@ pub(super) struct BatchRecord {
     pub(super) seq_len: usize,
     /// Tokens of all ranks in a step.
     pub(super) step_tokens: u64,
+}
+
+/// Sizes of communication. They change time and memory, not the numbers. A limit that is `None` does not apply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CommunicationRecord {
+    /// Elements of a gradient bucket.
+    pub(super) bucket_elems: usize,
+    /// Whether communication overlaps with compute.
+    pub(super) overlap: bool,
+    /// Stage 3: how many uses ahead units are gathered.
+    pub(super) gather_ahead: Option<usize>,
+    pub(super) gather_ahead_elems: Option<usize>,
+    pub(super) max_live_elems: Option<usize>,
+    pub(super) persistence_threshold_elems: usize,
+}
+
+impl CommunicationRecord {
+    pub(super) fn of(settings: &Settings) -> Self {
+        let limit = |n: usize| (n != usize::MAX).then_some(n);
+        let prefetch = &settings.prefetch;
+        Self {
+            bucket_elems: settings.bucket_capacity_elems,
+            overlap: settings.overlap,
+            gather_ahead: limit(prefetch.ahead),
+            gather_ahead_elems: limit(prefetch.ahead_elems),
+            max_live_elems: limit(prefetch.max_live_elems),
+            persistence_threshold_elems: prefetch.persistence_threshold_elems,
+        }
+    }
+
+    pub(super) fn prefetch(&self) -> PrefetchOptions {
+        let limit = |n: Option<usize>| n.unwrap_or(usize::MAX);
+        PrefetchOptions {
+            // Without overlap it was 0; a flag may enable overlap again.
+            ahead: if self.overlap { limit(self.gather_ahead) } else { 1 },
+            ahead_elems: limit(self.gather_ahead_elems),
+            max_live_elems: limit(self.max_live_elems),
+            persistence_threshold_elems: self.persistence_threshold_elems,
+        }
+    }
 }
 
 /// Returns the id of a new run.

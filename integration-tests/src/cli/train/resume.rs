@@ -125,7 +125,7 @@ impl Resumed {
     }
 
     /// The settings that a configuration file may override.
-    pub(super) fn base(&self) -> Base {
+    pub(super) fn base(&self, ranks: usize) -> Base {
         let manifest = self.reader.manifest();
         let mut base = Base { stage: Some(manifest.stage.into()), ..Base::default() };
         if let Some(dtype) = DTypeFlag::from_name(&manifest.dtype) {
@@ -142,6 +142,10 @@ impl Resumed {
             max_grad_norm: Some(optimizer.max_grad_norm),
             loss_scaling: optimizer.loss_scaling.clone(),
             micro_batch: record.batch.micro_batch,
+            // A bucket has an element for each rank.
+            bucket_elems: record.communication.bucket_elems.max(ranks),
+            overlap: record.communication.overlap,
+            prefetch: record.communication.prefetch(),
         }
     }
 

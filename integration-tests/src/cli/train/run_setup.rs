@@ -8,7 +8,9 @@ use std::sync::Arc;
 use zero_shard::Layout;
 
 use super::args::TrainArgs;
-use super::record::{BatchRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id};
+use super::record::{
+    BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id,
+};
 use super::resume::Resumed;
 use super::settings::{RunShape, check_graphs, raise_live_limit, resolved_autos, settings, stage};
 use super::validation::Rows;
@@ -56,7 +58,7 @@ impl RunSetup {
         let file = file.as_ref();
         let recorded = resumed.and_then(|resumed| resumed.record.as_ref());
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
-        let base = resumed.map(Resumed::base).unwrap_or_default();
+        let base = resumed.map(|resumed| resumed.base(ranks)).unwrap_or_default();
         let stage = stage(args, file, &base)?;
         checks::offload(args, file, stage, device.is_some())?;
         notices.extend(file.map(|file| unused_keys::notices(file, stage)).unwrap_or_default());
@@ -159,6 +161,7 @@ impl RunSetup {
             steps,
             stage: settings.stage.number().into(),
             activation_checkpointing: model_options.activation_checkpointing,
+            communication: CommunicationRecord::of(&settings),
             device: args.device,
             gpu: device.clone(),
             checkpoint_every,
@@ -256,7 +259,17 @@ fn data_source(
             )));
         }
     };
-    let tokenizer = tokenizer.or_else(|| recorded.tokenizer.as_ref().map(PathBuf::from));
+    let tokenizer = match (tokenizer, &recorded.tokenizer) {
+        (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
+            if !Path::new(recorded).exists() {
+                return Err(CliError::Usage(format!(
+                    "{recorded}: the tokenizer of the resumed run does not exist; pass its new path with --tokenizer"
+                )));
+            }
+            Some(PathBuf::from(recorded))
+        }
+        (tokenizer, _) => tokenizer,
+    };
     Ok(DataSource { path, tokenizer })
 }
 

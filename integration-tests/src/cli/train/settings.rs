@@ -36,6 +36,10 @@ pub(super) struct Base {
     pub(super) loss_scaling: LossScaling,
     /// Sequences per micro-batch and rank.
     pub(super) micro_batch: u64,
+    /// Elements of a gradient bucket.
+    pub(super) bucket_elems: usize,
+    pub(super) overlap: bool,
+    pub(super) prefetch: PrefetchOptions,
 }
 
 impl Default for Base {
@@ -57,6 +61,9 @@ impl Default for Base {
             max_grad_norm: None,
             loss_scaling: LossScaling::NONE,
             micro_batch: 4,
+            bucket_elems: BUCKET_ELEMS,
+            overlap: true,
+            prefetch: PrefetchOptions::default(),
         }
     }
 }
@@ -132,29 +139,28 @@ pub(super) fn settings(
         sub_group_elems: file.map_or(usize::MAX, |f| sub_group(f, &mut notices)),
     };
     rules.check().map_err(CliError::usage)?;
-    let zero = file.map(|f| f.zero_for(shape.hidden));
+    // A resumed run keeps its sizes unless the file has the block.
+    let zero = file.filter(|f| f.has_stage || base.stage.is_none()).map(|f| f.zero_for(shape.hidden));
     let zero = zero.as_ref();
     // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is reduced.
     let ranks = shape.ranks;
     let from_file = zero.map(|z| z.reduce_bucket_elems.min(shape.largest_unit).max(ranks as u64) as usize);
-    let bucket = args.bucket_elems.or(from_file).unwrap_or(BUCKET_ELEMS);
+    let bucket = args.bucket_elems.or(from_file).unwrap_or(base.bucket_elems);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
         )));
     }
-    let overlap = !args.no_overlap && zero.is_none_or(|z| z.overlaps_at(stage.number()));
-    let prefetch = PrefetchOptions {
-        ahead: match zero {
-            _ if !overlap => 0,
-            None => 1,
-            Some(z) if z.prefetch_bucket_elems == 0 => 0,
-            Some(_) => usize::MAX,
-        },
-        ahead_elems: zero.map_or(usize::MAX, |z| z.prefetch_bucket_elems as usize),
-        max_live_elems: zero.map_or(usize::MAX, |z| z.max_live_elems as usize),
-        persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems as usize),
-    };
+    let overlap = args.no_overlap.map_or(zero.map_or(base.overlap, |z| z.overlaps_at(stage.number())), |no| !no);
+    let mut prefetch = zero.map_or(base.prefetch, |z| PrefetchOptions {
+        ahead: if z.prefetch_bucket_elems == 0 { 0 } else { usize::MAX },
+        ahead_elems: z.prefetch_bucket_elems as usize,
+        max_live_elems: z.max_live_elems as usize,
+        persistence_threshold_elems: z.persistence_threshold_elems as usize,
+    });
+    if !overlap {
+        prefetch.ahead = 0;
+    }
     let limit = Duration::from_secs(args.time_limit);
     let settings = Settings {
         stage,
