@@ -107,3 +107,29 @@ fn a_killed_rank_ends_the_run() {
         std::thread::sleep(Duration::from_millis(50));
     }
 }
+
+/// Every rank takes up the settings and the id of the run.
+#[test]
+fn a_resume_needs_no_flag() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let run = |steps: &str, metrics: &str, checkpoint: &str| {
+        let flags = ["--grad-accum", "2", "--lr", "0.01", "--stage", "2", "--steps", steps];
+        let outputs = ["--metrics", &path(metrics), "--checkpoint", &path(checkpoint)];
+        succeeds(&mpirun(2).args(train(2, &[&flags[..], &outputs].concat())).output().unwrap());
+    };
+    run("4", "whole", "a");
+    run("2", "first", "b");
+    let rest = ["train", "--resume", &path("b"), "--steps", "4", "--metrics", &path("rest")];
+    succeeds(&mpirun(2).args(rest).output().unwrap());
+    let losses = |name: &str| losses(&dir.path().join(name));
+    assert_eq!(losses("whole"), [losses("first"), losses("rest")].concat());
+    let run_of = |step: u64| {
+        let text = std::fs::read(dir.path().join(format!("b/step-{step:08}/run.json"))).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&text).unwrap()["run"].to_string()
+    };
+    assert_eq!(run_of(2), run_of(4));
+}

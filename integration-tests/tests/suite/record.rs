@@ -314,7 +314,7 @@ fn checkpoint_without_record_is_resumed() {
 }
 
 #[test]
-fn unknown_record_is_refused() {
+fn damaged_record_is_refused() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
