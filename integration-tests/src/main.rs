@@ -1,11 +1,16 @@
 //! The binary `zero`: training with ZeRO, memory planning, and checkpoint tools.
 
+mod heap;
+
 use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use integration_tests::cli::{CliError, ckpt, plan, train};
+
+#[global_allocator]
+static HEAP: heap::Heap = heap::Heap;
 
 /// Sharded data-parallel training with ZeRO
 #[derive(Parser)]
@@ -42,6 +47,7 @@ fn arguments() -> Vec<OsString> {
 }
 
 fn main() -> ExitCode {
+    heap::share();
     let filter = tracing_subscriber::EnvFilter::try_from_env("ZERO_LOG").unwrap_or_else(|_| "warn".into());
     let terminal = std::io::stderr().is_terminal();
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);

@@ -1,7 +1,5 @@
 //! The workload of `zero train`: a GPT-2 on a data set.
 
-use std::ops::Range;
-
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
@@ -15,7 +13,7 @@ use crate::model::gpt2::cuda::CudaGpt2;
 use crate::model::gpt2::{self, Gpt2, Gpt2Options};
 use crate::model::{Model, Pass};
 use crate::ops::Threads;
-use crate::trainer::Workload;
+use crate::trainer::{InitialWeights, Workload};
 
 /// The source of the initial weights.
 pub enum Weights {
@@ -55,8 +53,8 @@ macro_rules! workload {
                 self.$model(pool, compute)
             }
 
-            fn weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
-                self.initial_weights(name, range, out)
+            fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
+                self.initial_weights()
             }
 
             fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
@@ -96,10 +94,16 @@ impl GptWorkload {
         Ok(Box::new(CudaGpt2::new(self.config.clone(), self.options.clone(), pool, compute)?))
     }
 
-    fn initial_weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
-        match &self.weights {
-            Weights::Initial(seed) => Ok(self.config.fill_initial(*seed, name, range, out)?),
-            Weights::Folder(folder) => Ok(folder.read(name, range, out)?),
-        }
+    fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
+        Ok(match &self.weights {
+            Weights::Initial(seed) => {
+                // Without threads of its own this would start rayon's global pool, of one thread a core.
+                let threads = Threads::new(self.threads)?;
+                Box::new(move |name, range, out| {
+                    Ok(threads.run(|| self.config.fill_initial(*seed, name, range, out))?)
+                })
+            }
+            Weights::Folder(folder) => Box::new(|name, range, out| Ok(folder.read(name, range, out)?)),
+        })
     }
 }

@@ -13,11 +13,12 @@
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::{Block, Purpose};
 use zero_comm::{BucketOptions, Buckets, Filling, ReduceOp};
-use zero_shard::{BucketPiece, bucket_pieces};
+use zero_shard::{BucketPiece, Layout, bucket_pieces};
 
-use super::rank::Rank;
+use super::rank::{Rank, complete_after};
 use super::storage::Storage;
 use crate::error::TrainError;
+use crate::model::Pass;
 
 /// The gradients of one rank.
 pub(super) struct Gradients<D: Device> {
@@ -32,7 +33,7 @@ pub(super) struct Gradients<D: Device> {
 impl<D: Device> Gradients<D> {
     /// Allocates scratch and buckets for gradients kept in `storage`.
     pub(super) fn new(rank: &Rank<D>, storage: Storage<D>) -> Result<Self, TrainError> {
-        let (slot_of, sizes) = scratch_slots(rank);
+        let (slot_of, sizes) = scratch_slots(&rank.layout, &rank.passes);
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
         let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
@@ -154,21 +155,21 @@ fn parts(piece: &BucketPiece, bucket: AnySlice) -> Vec<(AnySlice, std::ops::Rang
 
 /// Assigns each unit a slot that no other unit uses between its first and last pass. Returns the slot of each unit
 /// and the sizes of the slots.
-fn scratch_slots<D: Device>(rank: &Rank<D>) -> (Vec<usize>, Vec<usize>) {
-    let (mut slot_of, mut sizes, mut free) = (vec![0; rank.units()], Vec::<usize>::new(), Vec::new());
-    let mut placed = vec![false; rank.units()];
-    for pass in (0..rank.passes.len()).rev() {
-        for &unit in &rank.passes[pass].grads {
+pub(super) fn scratch_slots(layout: &Layout, passes: &[Pass]) -> (Vec<usize>, Vec<usize>) {
+    let (mut slot_of, mut sizes, mut free) = (vec![0; layout.units().len()], Vec::<usize>::new(), Vec::new());
+    let mut placed = vec![false; layout.units().len()];
+    for pass in (0..passes.len()).rev() {
+        for &unit in &passes[pass].grads {
             if !std::mem::replace(&mut placed[unit], true) {
                 slot_of[unit] = free.pop().unwrap_or_else(|| {
                     sizes.push(0);
                     sizes.len() - 1
                 });
                 let size = &mut sizes[slot_of[unit]];
-                *size = (*size).max(rank.layout.units()[unit].padded_elems as usize);
+                *size = (*size).max(layout.units()[unit].padded_elems as usize);
             }
         }
-        free.extend(rank.complete_after(pass).map(|unit| slot_of[unit]));
+        free.extend(complete_after(passes, pass).map(|unit| slot_of[unit]));
     }
     (slot_of, sizes)
 }

@@ -120,7 +120,10 @@ pub struct MemoryBytes {
     pub activations_bytes: u64,
     /// Peak of a unit's fp32 gradient during its backward, and of small scratch, in this step.
     pub workspace_bytes: u64,
-    /// Peak of the total in this step.
+    /// Host memory for the copy of the state that is written to a checkpoint in the background.
+    #[serde(default)]
+    pub staging_bytes: u64,
+    /// Peak of the total in this step; on the host with `staging_bytes`, on a GPU without.
     pub peak_bytes: u64,
     /// Bytes that the pool has allocated from the device.
     pub reserved_bytes: u64,
@@ -137,8 +140,17 @@ impl From<&Report> for MemoryBytes {
             buckets_bytes: peak(Purpose::Buckets),
             activations_bytes: peak(Purpose::Activations),
             workspace_bytes: peak(Purpose::Workspace),
+            staging_bytes: 0,
             peak_bytes: report.total.peak_bytes as u64,
             reserved_bytes: report.reserved_bytes as u64,
         }
+    }
+}
+
+impl MemoryBytes {
+    /// Adds `staging_bytes` of host memory; `on_host` if that is the memory of the rank.
+    pub(super) fn with_staging(self, staging_bytes: u64, on_host: bool) -> Self {
+        let peak_bytes = self.peak_bytes + if on_host { staging_bytes } else { 0 };
+        Self { staging_bytes, peak_bytes, ..self }
     }
 }

@@ -135,8 +135,7 @@ impl<D: Device> Rank<D> {
 
     /// The units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.
     pub(super) fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
-        let grads = |p: usize| self.passes[p].grads.iter().copied();
-        grads(pass).filter(move |unit| !(0..pass).any(|earlier| grads(earlier).any(|u| u == *unit)))
+        complete_after(&self.passes, pass)
     }
 
     /// Blocks the host until both streams are idle.
@@ -144,4 +143,10 @@ impl<D: Device> Rank<D> {
         self.compute.synchronize(self.settings.host_limit())?;
         Ok(self.comm_stream.synchronize(self.settings.host_limit())?)
     }
+}
+
+/// The units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.
+pub(super) fn complete_after(passes: &[Pass], pass: usize) -> impl Iterator<Item = usize> + '_ {
+    let grads = |p: usize| passes[p].grads.iter().copied();
+    grads(pass).filter(move |unit| !(0..pass).any(|earlier| grads(earlier).any(|u| u == *unit)))
 }

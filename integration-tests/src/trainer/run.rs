@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use zero_alloc::device::{Device, Stream};
+use zero_alloc::device::{Device, DeviceKind, Stream};
 use zero_alloc::host::OpSpan;
 use zero_ckpt::Reader;
 use zero_comm::overlap::Overlap;
@@ -138,7 +138,7 @@ impl<D: Device> Runner<'_, D> {
                 (state.step, state.tokens_seen.unwrap_or(state.step * self.tokens_per_step()), state.best)
             }
             None => {
-                state::set_weights(rank, stage, |name, range, out| workload.weights(name, range, out))?;
+                state::set_weights(rank, stage, &mut *workload.weights()?)?;
                 (0, 0, None)
             }
         };
@@ -272,6 +272,7 @@ impl<D: Device> Runner<'_, D> {
             recorder.run(part, || stage.micro_batch(rank, model, micro))?;
         }
         rank.timeline.set_phase(phase::DECISION);
+        let staging_bytes = saver.as_ref().map_or(0, |saver| saver.staging_bytes());
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
         let inputs = StepInputs { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
         recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
@@ -323,7 +324,8 @@ impl<D: Device> Runner<'_, D> {
             step_ms,
             tokens_per_s: tokens as f64 / step_ms * 1e3,
             comm_bytes: CommBytes::from((rank.comm.traffic() + recorder.sent()).since(sent)),
-            memory: MemoryBytes::from(&rank.pool.report()),
+            memory: MemoryBytes::from(&rank.pool.report())
+                .with_staging(staging_bytes, rank.pool.device().kind() == DeviceKind::Host),
             overlap: overlap.into(),
             tokens_seen: before.tokens,
             eta_s: options.steps.saturating_sub(before.steps) as f64 * before.step_s,

@@ -39,6 +39,11 @@ impl Saver {
         Ok(Self { background, dir: dir.to_owned(), newest: None, best: None })
     }
 
+    /// Bytes of the staging buffer, in host memory.
+    pub(super) fn staging_bytes(&self) -> u64 {
+        self.background.staging_bytes()
+    }
+
     /// Begins a save; `copy` fills every slot. A save in progress is completed first.
     pub(super) fn begin<D: Device>(
         &mut self,

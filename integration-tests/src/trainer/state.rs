@@ -16,13 +16,14 @@ use super::rank::Rank;
 use super::saver::Saver;
 use super::stage::Stage;
 use super::validation::Best;
+use super::workload::InitialWeights;
 use crate::error::TrainError;
 
 /// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the first forward.
 pub(super) fn set_weights<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
-    mut source: impl FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
+    source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
     fill(rank, stage, StateKind::Master, |unit, held, out| {
         for param in &rank.layout.units()[unit].params {
@@ -157,6 +158,9 @@ fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Result<Vec<AnyS
     }
 }
 
+/// Elements of state in host memory at a time while it is set: a unit may be larger than all other host memory.
+const FILL_ELEMS: usize = 4 << 20;
+
 /// Writes this rank's part of the state of `kind`. `source` fills a range of a unit's padded flat parameter; elements
 /// that it does not fill are zero.
 fn fill<D: Device>(
@@ -165,13 +169,19 @@ fn fill<D: Device>(
     kind: StateKind,
     mut source: impl FnMut(usize, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
+    let mut values = Vec::<f32>::new();
     for ((index, unit), slice) in rank.layout.units().iter().enumerate().zip(held(stage, kind)?) {
         let whole = !rank.settings.stage.shards_optimizer();
-        let range = if whole { 0..unit.padded_elems } else { unit.shard(rank.comm.rank() as u64) };
-        let mut values = vec![0.0f32; slice.len()];
-        source(index, range, &mut values)?;
+        let held = if whole { 0..unit.padded_elems } else { unit.shard(rank.comm.rank() as u64) };
         debug_assert_eq!(slice.dtype(), DType::F32);
-        rank.pool.device().upload(&rank.compute, bytemuck::cast_slice(&values), slice, rank.settings.host_limit())?;
+        for start in (0..slice.len()).step_by(FILL_ELEMS) {
+            let end = slice.len().min(start + FILL_ELEMS);
+            values.clear();
+            values.resize(end - start, 0.0);
+            source(index, held.start + start as u64..held.start + end as u64, &mut values)?;
+            let (bytes, part) = (bytemuck::cast_slice(&values), slice.slice(start..end));
+            rank.pool.device().upload(&rank.compute, bytes, part, rank.settings.host_limit())?;
+        }
     }
     Ok(())
 }

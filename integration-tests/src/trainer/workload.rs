@@ -1,6 +1,7 @@
 //! The inputs and the result of a run.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -32,11 +33,11 @@ pub trait Workload<D: Device>: Sync {
     /// Out of memory, or invalid settings.
     fn model(&self, pool: &Pool<D>, compute: &D::Stream) -> Result<Box<dyn Model<D>>, TrainError>;
 
-    /// Fills `out` with elements `range` of the initial values of parameter `name`.
+    /// The initial weights.
     ///
     /// # Errors
-    /// The weights cannot be read.
-    fn weights(&self, name: &str, range: std::ops::Range<u64>, out: &mut [f32]) -> Result<(), TrainError>;
+    /// Threads to compute them cannot be started.
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError>;
 
     /// Reads the micro-batch at `at`.
     ///
@@ -50,6 +51,10 @@ pub trait Workload<D: Device>: Sync {
     /// The model's `config.json`, for export from a checkpoint.
     fn model_config(&self) -> serde_json::Value;
 }
+
+/// Fills a buffer with elements `range` of the initial values of a parameter; the arguments are its name, the range
+/// and the buffer. An error if the weights cannot be read.
+pub type InitialWeights<'a> = dyn FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), TrainError> + 'a;
 
 /// The length of a run, its batches and its checkpoints.
 #[derive(Clone, Debug, Default)]

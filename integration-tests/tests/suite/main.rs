@@ -6,6 +6,8 @@ mod config;
 mod edges;
 #[cfg(target_os = "linux")]
 mod launcher;
+#[cfg(target_os = "linux")]
+mod memory;
 #[path = "../common/oracle.rs"]
 mod oracle;
 #[path = "../common/place.rs"]

@@ -154,6 +154,11 @@ impl BackgroundStore {
         })
     }
 
+    /// Bytes of the staging buffers.
+    pub fn staging_bytes(&self) -> u64 {
+        self.file.state_bytes() * self.limit as u64
+    }
+
     /// The number of saves that have begun and are not complete.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()

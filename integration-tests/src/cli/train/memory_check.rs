@@ -1,85 +1,136 @@
-//! Compares the memory of a run with the free memory of this machine before it starts. Linux would kill a process
-//! that exceeds it, without an error message.
+//! Compares the memory that a run needs with what this process may still use, before the run starts. Beyond a limit
+//! the kernel kills the process without an error message, or refuses memory in the middle of a step.
+
+use std::path::Path;
 
 use indicatif::HumanBytes;
 
+use super::memory_limits::{Kind, Limit, cache_bytes, limits};
 use super::run_setup::RunSetup;
 use crate::cli::CliError;
+use crate::model::gpt2::passes;
+use crate::trainer::RankBytes;
 
-/// Gradient buckets per rank.
-const BUCKETS: u64 = 2;
+/// Stack of a thread (Rust's default), its guard pages and its alternative stack for signals.
+const THREAD_BYTES: u64 = (2 << 20) + (64 << 10);
+/// Heap of a thread of a rank's operations: packed operands of matrix products.
+const THREAD_HEAP_BYTES: u64 = 6 << 20;
+/// Heap of a rank: weights while they are set, and a buffer of a checkpoint file.
+const RANK_HEAP_BYTES: u64 = 8 << 20;
+/// Threads of a rank besides those of its operations: the rank, two streams, and those that write checkpoints.
+const OTHER_THREADS: u64 = 8;
+/// Addresses of the process for libraries that it loads later, and for heap that is freed in part.
+const PROCESS_ADDRESS_BYTES: u64 = 64 << 20;
 
-/// Rejects a run on threads of this process whose model state, activations and buckets do not fit.
-pub(super) fn check(setup: &RunSetup) -> Result<(), CliError> {
-    let (settings, workload) = (&setup.settings, &setup.workload);
-    let widths = settings.widths();
-    let (Ok(state), Some(free_bytes)) = (setup.layout.state_bytes(settings.stage, &widths), free_bytes(MEMORY_INFO))
-    else {
-        return Ok(());
-    };
-    let activations_bytes = workload.options.activations_bytes(&workload.config);
-    let buckets_bytes = (settings.bucket_capacity_elems as u64).saturating_mul(BUCKETS * widths.comm_grad_bytes);
-    let rank_bytes = [state.total_bytes(), activations_bytes, buckets_bytes];
-    fits(setup.ranks, settings.stage.number(), rank_bytes, free_bytes)
+/// What ranks need besides [`RankBytes`].
+#[derive(Clone, Copy, Debug)]
+struct Overhead {
+    /// Memory of each rank.
+    rank_bytes: u64,
+    /// Addresses of each rank beyond its memory.
+    rank_address_bytes: u64,
 }
 
-/// Linux only; other systems are not checked.
-const MEMORY_INFO: &str = "/proc/meminfo";
-
-/// `rank_bytes` are model state, activations and buckets of each rank.
-fn fits(ranks: usize, stage: u8, rank_bytes: [u64; 3], free_bytes: u64) -> Result<(), CliError> {
-    let [state, activations, buckets] = rank_bytes.map(|bytes| bytes.saturating_mul(ranks as u64));
-    if state.saturating_add(activations).saturating_add(buckets) <= free_bytes {
-        return Ok(());
+impl Overhead {
+    /// For `threads` threads of operations a rank.
+    fn new(threads: u64, cache_bytes: u64) -> Self {
+        // Two pools of threads, and one while the weights are set.
+        let stacks = threads.saturating_mul(3).saturating_add(OTHER_THREADS).saturating_mul(THREAD_BYTES);
+        // Each thread reserves two caches' sizes for packed operands (private-gemm-x86, of faer).
+        let packed = threads.saturating_mul(cache_bytes.saturating_mul(2));
+        Self {
+            rank_bytes: threads.saturating_mul(THREAD_HEAP_BYTES).saturating_add(RANK_HEAP_BYTES),
+            rank_address_bytes: stacks.saturating_add(packed),
+        }
     }
-    let [state, activations, buckets, free] = [state, activations, buckets, free_bytes].map(HumanBytes);
-    Err(CliError::Usage(format!(
-        "{ranks} ranks at stage {stage} need {state} for model state, {activations} for activations and {buckets} for \
-         buckets: this machine has {free} of memory free; try a higher --stage, fewer --ranks, or a smaller --model, \
-         --micro-batch or --bucket-elems"
-    )))
 }
 
-/// Available memory and free swap space.
-fn free_bytes(file: &str) -> Option<u64> {
-    parse(&std::fs::read_to_string(file).ok()?)
-}
-
-fn parse(text: &str) -> Option<u64> {
-    let kib = |name: &str| -> Option<u64> {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim().strip_suffix("kB")?.trim().parse().ok()
+/// Rejects a run that does not fit, if `ranks` ranks are threads of this process.
+pub(super) fn check(setup: &RunSetup, ranks: usize) -> Result<(), CliError> {
+    let (workload, saves) = (&setup.workload, setup.options.checkpoint.is_some());
+    let activations = workload.options.activations_bytes(&workload.config);
+    let passes = passes(&workload.config);
+    let stage = setup.settings.stage.number();
+    let need = RankBytes::new(&setup.settings, &setup.layout, &passes, activations, saves);
+    let Some(need) = need else {
+        return Err(CliError::Usage(format!(
+            "{ranks} ranks at stage {stage} need more memory than 64 bits can count"
+        )));
     };
-    kib("MemAvailable")?.checked_add(kib("SwapFree").unwrap_or(0))?.checked_mul(1024)
+    let root = Path::new("/");
+    fits(ranks as u64, stage, &need, Overhead::new(workload.threads as u64, cache_bytes(root)), &limits(root))
+}
+
+/// `need` and `overhead` are those of each rank.
+fn fits(ranks: u64, stage: u8, need: &RankBytes, overhead: Overhead, limits: &[Limit]) -> Result<(), CliError> {
+    let rank = need.total().saturating_add(overhead.rank_bytes);
+    // Blocks of other sizes are freed and allocated again, so a pool may reserve more than is live.
+    let unused = need.gathered.saturating_add(need.total() / 32);
+    let rank_addresses = rank.saturating_add(unused).saturating_add(overhead.rank_address_bytes);
+    let needed = |kind| match kind {
+        Kind::Memory => rank.saturating_mul(ranks),
+        Kind::Addresses => rank_addresses.saturating_mul(ranks).saturating_add(PROCESS_ADDRESS_BYTES),
+    };
+    let Some(limit) = limits.iter().find(|limit| needed(limit.kind) > limit.free_bytes) else { return Ok(()) };
+    let all = |bytes: u64| bytes.saturating_mul(ranks);
+    let rest = needed(limit.kind).saturating_sub(all(need.total()));
+    let parts = [
+        (all(need.state), "model state"),
+        (all(need.activations), "activations"),
+        (all(need.buckets), "buckets"),
+        (all(need.gathered), "gathered units"),
+        (all(need.workspace), "workspace"),
+        (all(need.staging), "the copy for a checkpoint"),
+        (rest, "threads and heap"),
+    ];
+    let parts = parts.into_iter().filter(|(bytes, _)| *bytes > 0);
+    let parts: Vec<String> = parts.map(|(bytes, purpose)| format!("{} for {purpose}", HumanBytes(bytes))).collect();
+    let what = if limit.kind == Kind::Memory { "memory" } else { "address space" };
+    let Limit { name, free_bytes, .. } = limit;
+    Err(CliError::Usage(format!(
+        "{ranks} ranks at stage {stage} need {} of {what} ({}), but {name} has {} free; try a higher --stage, fewer \
+         --ranks or --threads, or a smaller --model, --micro-batch or --bucket-elems",
+        HumanBytes(needed(limit.kind)),
+        parts.join(", "),
+        HumanBytes(*free_bytes),
+    )))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn oversized_run_is_rejected_with_figures() {
-        fits(4, 3, [1 << 29, 1 << 28, 1 << 28], 4 << 30).unwrap();
-        for rank_bytes in [[2 << 30, 0, 0], [1, 2 << 30, 0], [1, 1 << 30, 1 << 30]] {
-            let error = fits(4, 0, rank_bytes, (8 << 30) - 1).unwrap_err();
-            assert_eq!(error.exit_code(), 2);
-            for word in ["4 ranks", "stage 0", " GiB", "--stage", "--ranks", "--micro-batch", "--bucket-elems"] {
-                assert!(error.to_string().contains(word), "{word:?} is not in: {error}");
-            }
-        }
-        assert!(fits(1024, 0, [u64::MAX, u64::MAX, 1], u64::MAX - 1).is_err());
+    const GIB: u64 = 1 << 30;
+    const NEED: RankBytes =
+        RankBytes { state: GIB, activations: GIB / 2, buckets: GIB / 4, gathered: 0, workspace: 0, staging: GIB / 4 };
+    const OVERHEAD: Overhead = Overhead { rank_bytes: 0, rank_address_bytes: GIB / 8 };
+
+    fn limit(kind: Kind, free_bytes: u64) -> Limit {
+        Limit { name: "the limit of a test".to_owned(), free_bytes, kind }
     }
 
     #[test]
-    fn free_memory_is_parsed() {
-        let text = "MemTotal:       24689052 kB\nMemAvailable:   18874368 kB\nSwapFree:        1024 kB\n";
-        assert_eq!(parse(text), Some((18_874_368 + 1024) * 1024));
-        assert_eq!(parse("MemAvailable:   8 kB\n"), Some(8192));
-        for none in ["", "MemTotal: 8 kB\n", "MemAvailable: many kB\n", "MemAvailable: 18446744073709551615 kB\n"] {
-            assert_eq!(parse(none), None, "{none}");
+    fn oversized_run_is_rejected_with_figures() {
+        let check = |limits: &[Limit]| fits(4, 0, &NEED, OVERHEAD, limits);
+        check(&[limit(Kind::Memory, 8 * GIB), limit(Kind::Addresses, 9 * GIB)]).unwrap();
+        check(&[]).unwrap();
+        for kind in [Kind::Memory, Kind::Addresses] {
+            let error = check(&[limit(Kind::Memory, 8 * GIB), limit(kind, 8 * GIB - 1)]).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            let sizes =
+                ["4.00 GiB for model state", "2.00 GiB for activations", "1.00 GiB for buckets", "a checkpoint"];
+            let advice = ["the limit of a test has 8.00 GiB free", "--stage", "--ranks", "--micro-batch"];
+            for word in ["4 ranks", "stage 0"].into_iter().chain(sizes).chain(advice) {
+                assert!(error.to_string().contains(word), "{word:?} is not in: {error}");
+            }
         }
-        assert_eq!(free_bytes("/nowhere"), None);
-        #[cfg(target_os = "linux")]
-        assert!(free_bytes(MEMORY_INFO).is_some_and(|bytes| bytes > 0));
+        let huge = RankBytes { state: u64::MAX, ..NEED };
+        assert!(fits(1024, 0, &huge, OVERHEAD, &[limit(Kind::Memory, u64::MAX - 1)]).is_err());
+    }
+
+    #[test]
+    fn threads_need_addresses() {
+        let [one, two] = [1, 2].map(|threads| Overhead::new(threads, 32 << 20).rank_address_bytes);
+        assert_eq!(two - one, 3 * THREAD_BYTES + (64 << 20));
     }
 }

@@ -6,6 +6,7 @@ mod checks;
 mod cuda;
 mod loss_curve;
 mod memory_check;
+mod memory_limits;
 mod memory_picture;
 mod metrics_file;
 mod mpi;
@@ -51,7 +52,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         return mpi::run(args, resumed);
     }
     let mut setup = RunSetup::new(args, resumed, args.ranks.or(args.recorded_ranks).unwrap_or(4), None)?;
-    memory_check::check(&setup)?;
+    memory_check::check(&setup, setup.ranks)?;
     if let (None, Some((folder, _))) = (&args.checkpoint, &mut setup.options.checkpoint) {
         save_folder::reserve(folder, &mut setup.notices)?;
     }

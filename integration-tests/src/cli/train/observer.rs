@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar};
 
+use super::memory_limits::resident_peak_bytes;
 use super::metrics_file::MetricsFile;
 use super::record::RUN_JSON;
 use super::run_setup::RunSetup;
@@ -89,6 +90,7 @@ impl Observer {
             "memory_by_rank": ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect::<Vec<_>>(),
             "peak": trace.and_then(peak),
             "utilization": self.utilization.as_ref().map(Utilization::to_json),
+            "process_peak_bytes": resident_peak_bytes(),
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": self.seen,
         });

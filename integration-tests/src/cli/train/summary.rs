@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use indicatif::{HumanBytes, HumanCount};
 
+use super::memory_limits::resident_peak_bytes;
 use super::run_setup::RunSetup;
 use super::utilization::Utilization;
 use crate::trainer::{Breakdown, CommBytes, MemoryBytes, MemoryTrace, RankSummary, StepMetrics, Validation};
@@ -99,8 +100,9 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let held_by = format!("held by {who}");
     let _ = writeln!(out, "\n{held_by:<26} {:>12} {:>12}{at_peak} (padding included)", "measured", "formula");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
-    let all = |m: &MemoryBytes| total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes;
-    let rows: [(&str, Field<'_>, Option<u64>); 9] = [
+    let all =
+        |m: &MemoryBytes| total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes + m.staging_bytes;
+    let rows: [(&str, Field<'_>, Option<u64>); 10] = [
         ("parameters", &|m| m.params_bytes, Some(formula.params_bytes)),
         ("gradients", &|m| m.grads_bytes, Some(formula.grads_bytes)),
         ("optimizer state", &|m| m.optimizer_bytes, Some(formula.optimizer_bytes)),
@@ -108,6 +110,7 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         ("buckets, gathered units", &|m| m.buckets_bytes, None),
         ("activations", &|m| m.activations_bytes, None),
         ("workspace", &|m| m.workspace_bytes, None),
+        ("copy for a checkpoint", &|m| m.staging_bytes, None),
         ("total", &all, None),
         ("peak at one moment", &|m| m.peak_bytes, None),
     ];
@@ -134,6 +137,9 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     }
     if let Some(moment) = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak_moment) {
         let _ = writeln!(out, "  (the peak is rank 0's in its last step: {moment})");
+    }
+    if let (Some(process), None) = (resident_peak_bytes(), &setup.device) {
+        let _ = writeln!(out, "  (this process held at most {})", bytes(process));
     }
     let stage0 = setup.layout.state_bytes(zero_shard::ZeroStage::Zero, &settings.widths()).map(|s| s.total_bytes());
     if let (Ok(stage0), true) = (stage0, settings.stage.shards_optimizer()) {

@@ -52,7 +52,7 @@ fn skipped_step_changes_no_state() {
             for param in &unit.params {
                 let mut want = vec![0.0; param.numel_elems as usize];
                 let workload: &dyn integration_tests::trainer::Workload<HostDevice> = &weights;
-                workload.weights(&param.name, 0..param.numel_elems, &mut want).unwrap();
+                workload.weights().unwrap()(&param.name, 0..param.numel_elems, &mut want).unwrap();
                 let want: Vec<u32> = want.into_iter().map(f32::to_bits).collect();
                 assert!(got[&format!("master/{}", param.name)] == want, "stage {stage}: {}", param.name);
             }

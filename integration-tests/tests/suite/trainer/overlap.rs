@@ -3,7 +3,6 @@
 //! unnoticed.)
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,7 +10,7 @@ use std::time::Duration;
 use integration_tests::data::BatchAt;
 use integration_tests::error::TrainError;
 use integration_tests::model::{Model, Pass};
-use integration_tests::trainer::{Settings, Workload, run_as_rank};
+use integration_tests::trainer::{InitialWeights, Settings, Workload, run_as_rank};
 use integration_tests::workload::GptWorkload;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
@@ -181,8 +180,8 @@ impl Workload<HostDevice> for Blocked<'_> {
         Ok(Box::new(BlockedModel { inner, progress: Arc::clone(&self.progress), steps: 0 }))
     }
 
-    fn weights(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
-        Workload::<HostDevice>::weights(self.inner, name, range, out)
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
+        Workload::<HostDevice>::weights(self.inner)
     }
 
     fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {

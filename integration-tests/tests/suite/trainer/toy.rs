@@ -9,7 +9,7 @@ use half::bf16;
 use integration_tests::data::BatchAt;
 use integration_tests::error::TrainError;
 use integration_tests::model::{Model, Pass};
-use integration_tests::trainer::Workload;
+use integration_tests::trainer::{InitialWeights, Workload};
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
@@ -61,12 +61,14 @@ impl Workload<HostDevice> for Toy {
         Ok(Box::new(ToyModel { loss, tokens: Arc::default(), kept, panic_at, cancel, forwards: 0 }))
     }
 
-    fn weights(&self, name: &str, range: std::ops::Range<u64>, out: &mut [f32]) -> Result<(), TrainError> {
-        let salt = name.bytes().map(u64::from).sum::<u64>();
-        for (x, i) in out.iter_mut().zip(range) {
-            *x = ((salt * 31 + i * 17) % 101) as f32 / 50.0 - 1.0;
-        }
-        Ok(())
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
+        Ok(Box::new(|name, range, out| {
+            let salt = name.bytes().map(u64::from).sum::<u64>();
+            for (x, i) in out.iter_mut().zip(range) {
+                *x = ((salt * 31 + i * 17) % 101) as f32 / 50.0 - 1.0;
+            }
+            Ok(())
+        }))
     }
 
     fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
