@@ -118,7 +118,9 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let at_peak = peak.map(|peak| {
         let [params_bytes, grads_bytes, optimizer_bytes, buckets_bytes, activations_bytes, workspace_bytes] =
             peak.bytes;
-        let (peak_bytes, reserved_bytes) = (peak.total_bytes(), 0);
+        let staging_bytes = held.first().map_or(0, |m| m.staging_bytes);
+        let in_peak = if setup.device.is_none() { staging_bytes } else { 0 };
+        let (peak_bytes, reserved_bytes) = (peak.total_bytes() + in_peak, 0);
         MemoryBytes {
             params_bytes,
             grads_bytes,
@@ -126,6 +128,7 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
             buckets_bytes,
             activations_bytes,
             workspace_bytes,
+            staging_bytes,
             peak_bytes,
             reserved_bytes,
         }
