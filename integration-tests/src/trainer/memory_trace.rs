@@ -43,18 +43,18 @@ impl MemoryTrace {
         self.points.iter().rev().max_by_key(|point| point.total_bytes())
     }
 
-    /// Describes the moment of the peak: `62% of the step, backward of a block`.
+    /// Describes the moment of the peak: `at 62% of the step, in the backward of a block`.
     pub fn peak_moment(&self) -> Option<String> {
         let peak = self.peak()?;
         if self.points.iter().all(|point| point.total_bytes() == peak.total_bytes()) {
-            return Some("the whole step".to_owned());
+            return Some("during the whole step".to_owned());
         }
         let operation = match peak.operation.split_once(' ') {
             Some((pass, "block")) => format!("{pass} of a block"),
             Some((pass, unit)) => format!("{pass} of the {unit}"),
             None => peak.operation.clone(),
         };
-        Some(format!("{:.0}% of the step, {operation}", self.fraction(peak) * 100.0))
+        Some(format!("at {:.0}% of the step, in the {operation}", self.fraction(peak) * 100.0))
     }
 
     /// The part of the step before `point`.

@@ -41,7 +41,7 @@ struct StepResult {
     memory: MemoryRecord,
 }
 
-/// What the steps before have left.
+/// The position of the run before a step.
 #[derive(Clone, Copy, Debug)]
 struct Before {
     /// Completed steps.

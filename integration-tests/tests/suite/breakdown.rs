@@ -101,7 +101,7 @@ fn report_shows_memory_and_its_peak() {
         assert_eq!(sum(&peak["holders"]), peak["bytes"].as_f64().unwrap());
         assert!((0.0..=1.0).contains(&peak["fraction_of_step"].as_f64().unwrap()), "{peak}");
         // Only stage 3 allocates during a step.
-        assert_eq!(peak["moment"] == "the whole step", stage == "0", "{peak}");
+        assert_eq!(peak["moment"] == "during the whole step", stage == "0", "{peak}");
         for picture in ["memory.svg", "loss.svg"] {
             let svg = std::fs::read_to_string(report.join(picture)).unwrap();
             assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN"), "{svg}");

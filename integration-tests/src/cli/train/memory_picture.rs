@@ -33,7 +33,7 @@ pub(super) fn svg(trace: &MemoryTrace) -> Result<Option<String>, CliError> {
     let Some(peak) = trace.peak() else { return Ok(None) };
     let bytes = |n: u64| HumanBytes(n).to_string();
     let moment = trace.peak_moment().unwrap_or_default();
-    let note = format!("rank 0, last step; peak {} at {moment}", bytes(peak.total_bytes()));
+    let note = format!("rank 0, last step; peak {} {moment}", bytes(peak.total_bytes()));
     let at_peak = |&(purpose, name, color): &(Purpose, &str, RGBColor)| -> Entry {
         (color, format!("{name} {}", bytes(peak.bytes[purpose as usize])))
     };

@@ -139,7 +139,7 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         let _ = writeln!(out, "  {name:<24} {:>12} {formula:>12}{at_peak}", range(of));
     }
     if let Some(moment) = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak_moment) {
-        let _ = writeln!(out, "  (the peak is rank 0's in its last step: {moment})");
+        let _ = writeln!(out, "  (the peak is rank 0's in its last step, {moment})");
     }
     if let (Some(process), None) = (resident_peak_bytes(), &setup.device) {
         let _ = writeln!(out, "  (this process held at most {})", bytes(process));

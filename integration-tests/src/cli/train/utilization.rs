@@ -2,7 +2,7 @@
 //!
 //! A token costs `6 N + 12 L C T` FLOPs (PaLM, arXiv 2204.02311, appendix B; nanoGPT counts the same): N parameters that
 //! are factors of matrix products, L blocks of width C, T tokens a sequence. Recomputed activations do not count. N
-//! excludes the position embedding, and the token embedding if the head has a matrix of its own.
+//! excludes the position embedding, and the token embedding if the head is not tied to it.
 
 use std::num::NonZero;
 use std::time::{Duration, Instant};
@@ -59,7 +59,10 @@ impl Utilization {
                 let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
                 let threads = (setup.ranks * setup.workload.threads).min(cores);
                 let peak = measure(threads).map_err(CliError::failure)?;
-                (Some(peak), format!("what {threads} threads of this machine reach in fp32 matrix products"))
+                (
+                    Some(peak),
+                    format!("the rate of fp32 matrix products here on {threads} threads, measured at the start"),
+                )
             }
             Some(name) => {
                 let dtype = setup.settings.dtype;
@@ -100,12 +103,12 @@ impl Utilization {
         let per_token = format!("{} a token: 6 N + 12 L C T", si(*flops_per_token, "FLOP"));
         match peak {
             Some(peak) => format!(
-                "{} ({per_token})\n{:.1}% of {}, {source}",
+                "model FLOPs: {} ({per_token})\nutilization (MFU): {:.1}% of {}, {source}",
                 si(tflops * 1e12, "FLOP/s"),
                 tflops * 1e14 / peak,
                 si(*peak, "FLOP/s")
             ),
-            None => format!("{} ({per_token}); {source}", si(tflops * 1e12, "FLOP/s")),
+            None => format!("model FLOPs: {} ({per_token}); {source}", si(tflops * 1e12, "FLOP/s")),
         }
     }
 }
@@ -132,7 +135,7 @@ fn data_sheet(name: &str, dtype: DType) -> Option<f64> {
 /// The best rate of fp32 matrix products on `threads` threads, in FLOPs per second.
 fn measure(threads: usize) -> Result<f64, rayon::ThreadPoolBuildError> {
     let pool = Threads::new(threads)?;
-    // Every thread has a product of its own size.
+    // Each thread multiplies SIDE rows of x.
     let (x, w) = (vec![1.0f32; threads * SIDE * SIDE], vec![1.0f32; SIDE * SIDE]);
     let mut y = vec![0.0f32; threads * SIDE * SIDE];
     let (started, mut best) = (Instant::now(), f64::INFINITY);
