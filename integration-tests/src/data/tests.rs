@@ -66,7 +66,7 @@ fn open(path: &Path) -> Dataset {
 }
 
 fn open_error(source: &DataSource) -> String {
-    let error = Dataset::open(source).err().expect("the data opened").to_string();
+    let error = Dataset::open(source).expect_err("the data opened").to_string();
     assert!(!error.contains('\n'), "more than one line: {error}");
     error
 }
