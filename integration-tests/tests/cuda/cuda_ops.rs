@@ -153,9 +153,13 @@ fn cross_entropies() {
 
             let (logits, targets) = (gpu.put(&logits, dtype), gpu.words(&targets));
             let losses = gpu.floats(&vec![f32::NAN; rows]);
+            let (before, alone) = (gpu.get(logits), gpu.floats(&vec![f32::NAN; rows]));
+            cross_entropy::forward(&ops, &gpu.stream, logits, alone, targets, vocab).unwrap();
+            assert_eq!(gpu.get(logits), before, "{what}: logits");
             // The launch covers a part of the averaged tokens.
             let half = Scale { loss_scale: gpu.double(8.0), tokens: 16 };
             cross_entropy::forward_backward(&ops, &gpu.stream, logits, losses, targets, vocab, half).unwrap();
+            assert_eq!(gpu.get(alone.erase()), gpu.get(losses.erase()), "{what}: losses without a gradient");
             let got = gpu.get(logits);
             assert!(
                 got.chunks(stride).all(|r| r[vocab..].iter().all(|v| *v == 0.0)),

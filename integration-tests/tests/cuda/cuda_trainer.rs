@@ -9,7 +9,9 @@ use integration_tests::data::{DataSource, Dataset};
 use integration_tests::error::TrainError;
 use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
-use integration_tests::trainer::{RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda, run_on_threads};
+use integration_tests::trainer::{
+    RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions, run_on_cuda, run_on_threads,
+};
 use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
 use zero_alloc::cuda::CudaDevice;
@@ -201,6 +203,30 @@ fn recorded_steps_have_the_same_bits() {
     let refused = Settings { graphs: true, ..settings(3, DType::F32) };
     let error = run(&refused, &options(1, None, None)).unwrap_err().to_string();
     assert!(error.contains("stage 3 cannot be recorded"), "{error}");
+}
+
+/// Evaluations between steps, recorded or not, change no bit of training, and their losses are the host's.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn evaluations_change_nothing() {
+    let data = Arc::new(Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap());
+    let plain = options(6, None, None);
+    let evaluating =
+        RunOptions { validation: Some(ValidationOptions { data, every: 2, windows: 5 }), ..plain.clone() };
+    let losses = |steps: &[StepMetrics]| steps.iter().filter_map(|s| Some(s.validation?.loss)).collect::<Vec<f64>>();
+    let host = losses(&on_host(2, DType::F32, &evaluating));
+    assert_eq!(host.len(), 3);
+    let mut first = None;
+    for (stage, graphs) in [(0, false), (0, true), (1, false), (1, true), (2, false), (2, true), (3, false)] {
+        let settings = Settings { graphs, ..settings(stage, DType::F32) };
+        let (want, got) = (run(&settings, &plain).unwrap().0, run(&settings, &evaluating).unwrap().0);
+        assert_eq!(bits(&got), bits(&want), "stage {stage}, graphs {graphs}");
+        let own = losses(&got);
+        assert_eq!(&own, first.get_or_insert_with(|| own.clone()), "stage {stage}, graphs {graphs}");
+        for (got, want) in own.iter().zip(&host) {
+            assert!((got - want).abs() < 1e-5 * want, "stage {stage}: loss {got}, on the host {want}");
+        }
+    }
 }
 
 /// The bits of the weights in the newest checkpoint.

@@ -16,3 +16,4 @@ mod plan_and_train;
 mod record;
 mod store;
 mod trainer;
+mod validation;
