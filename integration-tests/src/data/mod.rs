@@ -251,7 +251,7 @@ impl Dataset {
     pub fn unigram_loss(&self) -> f64 {
         let total = self.len_tokens() as f64;
         let seen = self.counts.iter().filter(|c| **c > 0);
-        seen.map(|c| *c as f64 / total).map(|p| -p * p.ln()).sum()
+        seen.map(|c| *c as f64 / total).map(|p| p * (1.0 / p).ln()).sum()
     }
 
     /// Writes the micro-batch at `at` to `inputs` and `targets`, both `[micro_batch, seq_len]`.

@@ -141,9 +141,12 @@ fn default_windows(steps: u64, rows: Rows) -> u64 {
 
 /// The settings as text.
 pub(super) fn describe(options: &ValidationOptions, seq_len: usize) -> String {
-    let every = if options.every == 0 { String::new() } else { format!("every {} steps and ", options.every) };
-    let tokens = HumanCount(options.windows * seq_len as u64);
-    format!("{}; {tokens} of them {every}at the end", options.data.describe())
+    let when = match options.every {
+        0 => "at the end".to_owned(),
+        1 => "every step".to_owned(),
+        every => format!("every {every} steps and at the end"),
+    };
+    format!("{}; {} of them {when}", options.data.describe(), HumanCount(options.windows * seq_len as u64))
 }
 
 /// A note if the validation data is the training data.
