@@ -233,13 +233,13 @@ impl HfFolder {
     /// # Errors
     /// No such parameter, a range outside it, another length of `out`, or a failed read.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), HfError> {
-        Ok(match &self.source {
+        match &self.source {
             Source::Files { weights, stored } => {
                 let stored = stored.get(name).ok_or_else(|| HfError::UnknownParameter { name: name.to_owned() })?;
-                weights.read(stored, range, out)?
+                Ok(weights.read(stored, range, out)?)
             }
-            Source::Checkpoint(reader) => reader.read_param(MASTER, name, range, out)?,
-        })
+            Source::Checkpoint(reader) => Ok(reader.read_param(MASTER, name, range, out)?),
+        }
     }
 }
 

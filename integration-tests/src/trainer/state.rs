@@ -100,7 +100,6 @@ pub(super) fn save<D: Device>(
         documents: documents.clone(),
         best: state.best.map(|best| best.step),
         superseded: superseded.filter(|old| old.only_best).map(|old| old.step),
-        ..SaveMeta::default()
     };
     saver.begin(rank, meta, |slot| {
         let shards = own.iter().find(|(name, _)| *name == slot.state.name);

@@ -82,7 +82,7 @@ impl<'a> Hierarchy<'a> {
     fn of_mount(line: &'a str) -> Option<Self> {
         let (left, right) = line.split_once(" - ")?;
         let mut right = right.split(' ');
-        let version = match (right.next()?, right.last()?) {
+        let version = match (right.next()?, right.next_back()?) {
             ("cgroup2", _) => 2,
             ("cgroup", options) if options.split(',').any(|option| option == "memory") => 1,
             _ => return None,

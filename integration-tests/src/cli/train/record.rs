@@ -154,7 +154,7 @@ impl RunRecord {
     pub(super) fn parse(document: Value) -> Result<Self, String> {
         match document["format"].as_u64() {
             Some(format) if format != u64::from(FORMAT) => {
-                return Err(format!("format {format} is not supported; this program reads format {FORMAT}"));
+                Err(format!("format {format} is not supported; this program reads format {FORMAT}"))
             }
             _ => serde_json::from_value(document).map_err(|e| e.to_string()),
         }
