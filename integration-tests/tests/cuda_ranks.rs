@@ -71,8 +71,8 @@ fn is_running(pid: u32) -> bool {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_follow_the_host() {
-    let dir = temp();
     for (stage, ranks) in [("0", "2"), ("1", "2"), ("2", "2"), ("3", "2"), ("3", "3")] {
+        let dir = temp();
         let args = ["--stage", stage, "--ranks", ranks];
         run(zero(dir.path(), &[&args[..], &["--device", "cpu", "--metrics", "host"]].concat()));
         let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
@@ -96,8 +96,8 @@ fn cuda_ranks_follow_the_host() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_replay_their_steps_with_the_same_bits() {
-    let dir = temp();
     for stage in ["0", "1", "2"] {
+        let dir = temp();
         let args = ["--device", "cuda", "--share-gpus", "--ranks", "2", "--stage", stage, "--steps", "6"];
         // A save in progress advances during replayed steps.
         let saves = ["--checkpoint-every", "3", "--checkpoint"];
