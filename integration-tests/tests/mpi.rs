@@ -22,9 +22,11 @@ fn has_mpirun() -> bool {
 }
 
 fn train(ranks: usize, more: &[&str]) -> Vec<String> {
-    let mut args: Vec<String> = ["train", "--no-checkpoint", "--seq-len", "32", "--micro-batch", "1", "--clip", "1"]
-        .map(String::from)
-        .to_vec();
+    let mut args: Vec<String> =
+        ["train", "--seq-len", "32", "--micro-batch", "1", "--clip", "1"].map(String::from).to_vec();
+    if !more.contains(&"--checkpoint") {
+        args.push("--no-checkpoint".into());
+    }
     args.extend(["--model".into(), data("model"), "--data".into(), data("tokens.u16.bin")]);
     args.extend(["--ranks".into(), ranks.to_string()]);
     args.extend(more.iter().map(|s| (*s).to_owned()));
