@@ -97,7 +97,7 @@ impl GptWorkload {
     fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
         Ok(match &self.weights {
             Weights::Initial(seed) => {
-                // Without threads of its own this would start rayon's global pool, of one thread a core.
+                // Without this pool, rayon would start its global pool, with a thread for each core.
                 let threads = Threads::new(self.threads)?;
                 Box::new(move |name, range, out| {
                     Ok(threads.run(|| self.config.fill_initial(*seed, name, range, out))?)

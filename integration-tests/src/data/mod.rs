@@ -58,7 +58,7 @@ use tokens::{TokenStats, Tokens};
 /// Minimum text in the current folder for it to be the default data.
 pub const MIN_DEFAULT_BYTES: u64 = 1 << 16;
 
-/// The largest vocabulary of a model that may be trained on bytes: 256, and some tokens of its own or padding.
+/// The largest vocabulary of a model that may be trained on bytes: 256, and special tokens or padding.
 const MAX_BYTE_VOCAB: usize = 512;
 
 /// The source of training data.

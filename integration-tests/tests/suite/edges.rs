@@ -97,7 +97,7 @@ fn stop_does_not_count_against_the_time_limit() {
     assert_eq!(run.wait().unwrap().code(), Some(130));
 }
 
-/// What a run writes into the current folder is no data of the next one, nor of its resume.
+/// The files that a run writes into the current folder are not data of the next run or of a resume.
 #[test]
 fn default_data_is_the_same_again() {
     let dir = temp();

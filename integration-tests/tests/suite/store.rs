@@ -1,4 +1,4 @@
-//! What a run leaves on disk, and what it does not touch: checkpoints and metrics files of other runs, damage.
+//! The files that a run writes, and those that it does not touch: checkpoints and metrics files of other runs, damage.
 
 use std::collections::BTreeMap;
 use std::fs;

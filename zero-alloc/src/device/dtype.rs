@@ -56,7 +56,9 @@ mod sealed {
 /// # use zero_alloc::device::{DType, Element};
 /// #[derive(Clone, Copy)]
 /// struct Wrong(u8);
+/// // SAFETY: every value of a byte is valid.
 /// unsafe impl bytemuck::Zeroable for Wrong {}
+/// // SAFETY: one byte, without padding, and every value is valid.
 /// unsafe impl bytemuck::Pod for Wrong {}
 /// impl Element for Wrong {
 ///     const DTYPE: DType = DType::F32;

@@ -82,7 +82,7 @@ pub struct StoreOptions {
     pub keep_last: Option<usize>,
     /// The run that saves, a plain name; it is stored in every checkpoint.
     pub run: Option<String>,
-    /// The runs that this one resumed. An empty name stands for checkpoints without a run.
+    /// The runs that this one resumed. An empty name means checkpoints without a run.
     pub resumed_runs: Vec<String>,
 }
 

@@ -22,7 +22,7 @@ const OTHER_THREADS: u64 = 8;
 /// Addresses of the process for libraries that it loads later, and for heap that is freed in part.
 const PROCESS_ADDRESS_BYTES: u64 = 64 << 20;
 
-/// What ranks need besides [`RankBytes`].
+/// The memory of a rank besides [`RankBytes`].
 #[derive(Clone, Copy, Debug)]
 struct Overhead {
     /// Memory of each rank.

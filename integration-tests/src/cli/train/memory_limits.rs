@@ -1,9 +1,9 @@
 //! The limits on the memory of this process: the machine's free memory, control groups (versions 1 and 2, the whole
-//! path of the process) and resource limits. Linux only; elsewhere, and where a file cannot be read, there is none.
+//! path of the process) and resource limits. Linux only. A file that cannot be read sets no limit.
 
 use std::path::{Path, PathBuf};
 
-/// What a limit counts.
+/// The quantity that a limit bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Memory in use.
@@ -161,7 +161,7 @@ mod tests {
         root
     }
 
-    /// What the limit whose name contains `name` leaves.
+    /// The free bytes under the limit whose name contains `name`.
     fn free(files: &[(&str, &str)], name: &str) -> Option<u64> {
         limits(tree(files).path()).into_iter().find(|limit| limit.name.contains(name)).map(|limit| limit.free_bytes)
     }

@@ -72,7 +72,7 @@ impl Resumed {
     /// The id of the run that resumes and saves to `dir`, and the ids of the runs that it resumes. A run that saves to
     /// the folder of the checkpoint keeps its id.
     pub(super) fn run_ids(&self, dir: Option<&Path>) -> (String, Vec<String>) {
-        // An empty id stands for the checkpoints of older versions.
+        // An empty id means the checkpoints of older versions.
         let Some(record) = &self.record else { return (new_run_id(), vec![String::new()]) };
         let mut resumed_runs = record.resumed_runs.clone();
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
