@@ -42,8 +42,8 @@ impl CliError {
         }
     }
 
-    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error. An
-    /// interruption is no error.
+    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error. Reports
+    /// nothing for an interruption.
     pub fn report(&self) {
         if let Self::Interrupted { .. } = self {
             return;

@@ -204,7 +204,7 @@ pub fn canonical(key: &str) -> String {
     key.replace(".stage3_", ".").replace("_fp16_", "_16bit_").replace("bfloat16.", "bf16.")
 }
 
-/// Appends the keys with the value `"auto"`, with their path. For a whole precision block it stands for `enabled`.
+/// Appends the keys with the value `"auto"`, with their path. A whole precision block that is `"auto"` counts as its key `enabled`.
 fn list_autos(path: &str, keys: &Map<String, Value>, autos: &mut Vec<String>) {
     for (key, value) in keys {
         let name = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };

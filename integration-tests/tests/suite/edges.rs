@@ -157,7 +157,7 @@ fn text_needs_the_tokenizer_of_the_model() {
     fails(&with(&["--tokenizer", "nowhere"]), 2, &["nowhere", "no such file"]);
     fails(&with(&["--tokenizer", "text.txt"]), 2, &["text.txt", "not a tokenizer"]);
     fails(&run_tiny(dir.path(), &["--tokenizer", "gpt2"]), 2, &["--tokenizer gpt2", "file of tokens"]);
-    // That of the model's folder is found.
+    // The tokenizer of the model's folder is found.
     write_gpt2_tokenizer(&dir.path().join("model"));
     let out = succeeds(&with(&[]));
     assert!(out.contains("720 bytes, 320 tokens"), "{out}");

@@ -33,6 +33,18 @@ struct State {
     failure: Option<CommError>,
 }
 
+impl State {
+    /// Starts this rank's work when all ranks have posted; returns their buffers. After a failure, returns it when no
+    /// rank works. `None`: neither yet.
+    fn begin_work(&mut self) -> Option<Result<Vec<Posted>, CommError>> {
+        if self.failure.is_none() && self.arrived == self.posted.len() {
+            self.working += 1;
+            return Some(Ok(self.posted.iter().flatten().copied().collect()));
+        }
+        self.failure.clone().filter(|_| self.working == 0).map(Err)
+    }
+}
+
 /// A running collective.
 #[derive(Debug)]
 pub(super) struct Slot {
@@ -83,14 +95,7 @@ impl Slot {
     /// # Errors
     /// The failure that ended the collective; the rank's buffers are unused.
     pub(super) fn arrive(&self, limit: Duration) -> Result<Option<Vec<Posted>>, CommError> {
-        let ready = |state: &mut State| {
-            if state.failure.is_none() && state.arrived == state.posted.len() {
-                state.working += 1;
-                return Some(Ok(Some(state.posted.iter().flatten().copied().collect())));
-            }
-            state.failure.clone().filter(|_| state.working == 0).map(Err)
-        };
-        self.monitor.wait_until(limit, String::new, ready).unwrap_or(Ok(None))
+        self.monitor.wait_until(limit, String::new, State::begin_work).map_or(Ok(None), |begun| begun.map(Some))
     }
 
     /// Like [`Slot::arrive`] without a limit, when all ranks have arrived or the world has failed. It ends: no rank
@@ -98,7 +103,7 @@ impl Slot {
     /// this rank's buffers, so a limit would be unsound.
     pub(super) fn arrive_or_fail(&self) -> Result<Vec<Posted>, CommError> {
         // `Duration::MAX` never times out.
-        self.arrive(Duration::MAX).map(Option::unwrap_or_default)
+        self.monitor.wait_until(Duration::MAX, String::new, State::begin_work)?
     }
 
     /// The ranks that have not posted.
