@@ -69,6 +69,9 @@ mod ranks;
 mod registration;
 mod rendezvous;
 mod server;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod testing;
 #[cfg(all(test, not(miri)))] // Miri has no sockets.
 mod tests;
 mod wire;

@@ -3,48 +3,24 @@
 
 use std::io::Write;
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use zero_alloc::device::{DType, DeviceError};
+use zero_alloc::device::DeviceError;
 
+use super::Ranks;
 use super::abort::AbortCompletion;
 use super::message::{Hello, Message, VERSION};
-use super::rendezvous::{Joined, join};
+use super::rendezvous::Joined;
+use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, send};
-use super::world::{Operation, Transport, World};
-use super::{Launcher, Ranks};
-use crate::call::{Call, Segments};
+use super::world::{Transport, World};
 use crate::split_request::SplitRequest;
-use crate::{Collective, CommError, RendezvousError};
+use crate::{CommError, RendezvousError};
 
-const LIBRARY: u64 = 23_007;
-/// A limit that does not expire.
-const LONG: Duration = Duration::from_secs(60);
 /// A limit that expires.
 const SHORT: Duration = Duration::from_millis(300);
-
-/// Returns a free port below the ephemeral ports, never the same one twice.
-fn free_port() -> u16 {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    loop {
-        let port = 10_000 + (std::process::id() as usize * 64 + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
-        if TcpListener::bind(("127.0.0.1", port as u16)).is_ok() {
-            return port as u16;
-        }
-    }
-}
-
-fn ranks(rank: usize, world_size: usize, port: u16) -> Ranks {
-    let (host, launcher) = ("127.0.0.1".to_owned(), Launcher::Torchrun);
-    Ranks { rank, world_size, local_rank: rank, host, port, launcher }
-}
-
-fn join_as(ranks: &Ranks, limit: Duration) -> Result<Joined, CommError> {
-    join(ranks, LIBRARY, || Ok(vec![7; 128]), limit)
-}
 
 /// Runs `body` as each of `n` ranks.
 fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
@@ -201,24 +177,6 @@ fn unusable_addresses_are_errors() {
     assert!(matches!(refusal(join_as(&unknown(0), SHORT)), RendezvousError::Listen { .. }));
 }
 
-/// A transport that records aborts.
-#[derive(Default)]
-struct Fake {
-    aborts: AtomicUsize,
-    error: Mutex<Option<String>>,
-}
-
-impl Transport for Fake {
-    fn error(&self) -> Option<String> {
-        self.error.lock().clone()
-    }
-
-    fn abort(&self) -> AbortCompletion {
-        self.aborts.fetch_add(1, Ordering::Relaxed);
-        AbortCompletion::new().1
-    }
-}
-
 /// A transport whose abort completes only after another's abort, as if its collective waited behind the other's.
 struct Behind(Arc<Fake>);
 
@@ -237,51 +195,6 @@ impl Transport for Behind {
             drop(sender);
         });
         completion
-    }
-}
-
-fn broadcast(len: usize) -> Call {
-    let (collective, segments) = (Collective::Broadcast, Segments::Balanced(len));
-    Call { collective, op: None, dtype: DType::F32, segments, root: None, control: false }
-}
-
-/// A rank with simulated collectives.
-struct Rank {
-    world: World,
-    fake: Arc<Fake>,
-    poisoned: Arc<Mutex<Vec<String>>>,
-}
-
-impl Rank {
-    fn start(ranks: &Ranks, limit: Duration) -> Self {
-        let world = World::start(join_as(ranks, LONG).unwrap(), ranks.rank, limit).unwrap();
-        let fake = Arc::new(Fake::default());
-        world.open(0, Arc::clone(&fake) as Arc<dyn Transport>);
-        Self { world, fake, poisoned: Arc::default() }
-    }
-
-    /// Calls a broadcast with these results of its probes.
-    fn call(&self, len: usize, reached: Result<bool, DeviceError>, ended: Result<bool, DeviceError>) {
-        let poisoned = Arc::clone(&self.poisoned);
-        self.world.called(0, broadcast(len));
-        let operation = Operation {
-            call: broadcast(len),
-            stream: "comm".to_owned(),
-            reached: Box::new(move || reached.clone()),
-            ended: Box::new(move || ended.clone()),
-            poison: Box::new(move |error| poisoned.lock().push(error.to_string())),
-        };
-        self.world.watch(0, operation);
-    }
-
-    /// Waits for the failure of the world and the abort of this rank.
-    fn failure(&self) -> CommError {
-        let begun = Instant::now();
-        while self.fake.aborts.load(Ordering::Relaxed) == 0 {
-            assert!(begun.elapsed() < LONG, "the world did not fail");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.world.failure().unwrap()
     }
 }
 
@@ -308,7 +221,7 @@ fn communicator_of_failed_world_is_aborted() {
     on_ranks(1, |ranks| {
         let rank = Rank::start(&ranks, LONG);
         rank.world.fail(CommError::Aborted { rank: 0, reason: "on purpose".to_owned() });
-        rank.failure();
+        rank.wait_for_failure();
         // The watcher has aborted the communicators that it found.
         let late = Arc::new(Fake::default());
         rank.world.open(1, Arc::clone(&late) as Arc<dyn Transport>);
@@ -344,7 +257,7 @@ fn differing_calls_poison_all_streams() {
         rank.call(1, Ok(true), Ok(true));
         equal_calls.wait();
         rank.call(if ranks.rank == 1 { 7 } else { 8 }, Ok(true), Ok(false));
-        let error = rank.failure();
+        let error = rank.wait_for_failure();
         assert_eq!(rank.poisoned.lock()[..], [error.to_string()]);
         error
     });
@@ -358,7 +271,7 @@ fn late_collective_ends_all_ranks() {
     let errors = on_ranks(2, |ranks| {
         let rank = Rank::start(&ranks, SHORT);
         rank.call(8, Ok(true), Ok(false));
-        rank.failure()
+        rank.wait_for_failure()
     });
     assert_eq!(errors[0], errors[1]);
     let text = errors[0].to_string();
@@ -386,7 +299,7 @@ fn lost_connection_ends_the_other_ranks() {
         }
         let rank = Rank::start(&ranks, LONG);
         rank.call(8, Ok(true), Ok(false));
-        Some(rank.failure())
+        Some(rank.wait_for_failure())
     });
     let named =
         |error: &CommError| matches!(error, CommError::Left { rank: 1, .. } | CommError::Peer { rank: 1, .. });
@@ -404,7 +317,7 @@ fn end_of_rank_0_ends_the_other_ranks() {
             send(&stream, &[Message::Welcome { id: vec![1] }]).unwrap();
             return None;
         }
-        Some(Rank::start(&ranks, LONG).failure())
+        Some(Rank::start(&ranks, LONG).wait_for_failure())
     });
     assert!(matches!(errors[1], Some(CommError::Peer { rank: 0, .. })), "{errors:?}");
 }
@@ -430,7 +343,7 @@ fn each_local_failure_reaches_all_ranks() {
                 }
                 _ => rank.call(8, Ok(true), Ok(false)),
             }
-            rank.failure()
+            rank.wait_for_failure()
         });
         let expected = match cause {
             "abort" => CommError::Aborted { rank: 1, reason: "on purpose".to_owned() },
@@ -451,7 +364,7 @@ fn errors_of_one_process_become_peer_errors() {
         if ranks.rank == 1 {
             rank.world.fail(CommError::NoRanks);
         }
-        rank.failure()
+        rank.wait_for_failure()
     });
     let expected = CommError::Peer { rank: 1, message: CommError::NoRanks.to_string() };
     assert_eq!(errors, [expected.clone(), expected]);
@@ -479,7 +392,7 @@ fn rank_whose_stream_is_late_is_named() {
     let errors = on_ranks(2, |ranks| {
         let rank = Rank::start(&ranks, SHORT);
         rank.call(8, Ok(ranks.rank == 0), Ok(false));
-        rank.failure()
+        rank.wait_for_failure()
     });
     assert_eq!(errors[0], errors[1]);
     assert!(matches!(errors[0], CommError::Stalled { sequence: 0, rank: 1, .. }), "{}", errors[0]);
@@ -502,7 +415,7 @@ fn meeting_ends_when_a_rank_leaves() {
 fn late_meeting_ends_all_ranks() {
     let errors = on_ranks(2, |ranks| {
         let rank = Rank::start(&ranks, SHORT);
-        if ranks.rank == 0 { rank.world.register(0, 0, Some(1)).unwrap_err() } else { rank.failure() }
+        if ranks.rank == 0 { rank.world.register(0, 0, Some(1)).unwrap_err() } else { rank.wait_for_failure() }
     });
     for error in errors {
         let CommError::Peer { rank: 1, message } = &error else { panic!("{error}") };
