@@ -12,7 +12,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::message::{Context, Hello, MeetingEntry, Message};
+use super::handshake::Hello;
+use super::message::{Context, MeetingEntry, Message};
 use crate::call::Call;
 use crate::split_request::{SplitRequest, colors, members};
 use crate::{CommError, RendezvousError};
@@ -83,7 +84,7 @@ impl Coordinator {
     /// # Errors
     /// The rank does not belong to this world, so the rendezvous fails on all ranks.
     pub(super) fn join(&mut self, hello: &Hello) -> Result<usize, RendezvousError> {
-        let (rank, got, expected) = (hello.preamble.rank, hello.world_size, self.world_size);
+        let (rank, got, expected) = (hello.rank, hello.world_size, self.world_size);
         if got != expected || rank >= got {
             return Err(RendezvousError::WorldSize { rank, got, expected });
         }
@@ -94,6 +95,11 @@ impl Coordinator {
             return Err(RendezvousError::Twice { rank });
         }
         Ok(rank)
+    }
+
+    /// What is due once a second.
+    pub(super) fn tick(&mut self) -> Vec<Outgoing> {
+        Vec::new()
     }
 
     /// The ranks that have not joined.

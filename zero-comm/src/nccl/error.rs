@@ -78,7 +78,9 @@ pub enum RendezvousError {
         rank: usize,
     },
     /// Some ranks did not join.
-    #[error("{} of {world_size} ranks did not join within {limit:?}: {}", ranks.len(), list(ranks))]
+    #[error(
+        "{} of {world_size} ranks did not join within {limit:?}: {}{}", ranks.len(), list(ranks), strangers_text(*strangers)
+    )]
     Missing {
         /// The missing ranks.
         ranks: Vec<usize>,
@@ -86,6 +88,56 @@ pub enum RendezvousError {
         world_size: usize,
         /// The limit that passed.
         limit: Duration,
+        /// Connections that did not prove that they know the token.
+        strangers: usize,
+    },
+    /// Rank 0 ended the connection during the handshake, as it does if the tokens differ.
+    #[error(
+        "rank 0 at {address} closed rank {rank}'s connection: its ZERO_TOKEN is probably another; set the same \
+         ZERO_TOKEN on all ranks, and check that no other job uses this port"
+    )]
+    Dropped {
+        /// The rank.
+        rank: usize,
+        /// Rank 0's address.
+        address: String,
+    },
+    /// The program at rank 0's address does not know the token.
+    #[error(
+        "the program at {address} does not know the ZERO_TOKEN of rank {rank}: set the same ZERO_TOKEN on all ranks, or \
+         MASTER_PORT to another port if another program uses this one"
+    )]
+    NotRankZero {
+        /// The rank that connected.
+        rank: usize,
+        /// Rank 0's address.
+        address: String,
+    },
+    /// Ranks on several machines have no token.
+    #[error(
+        "the ranks are on several machines and ZERO_TOKEN is not set, so that anyone on the network could join: set one \
+         value on all ranks, `export ZERO_TOKEN=$(openssl rand -hex 16)` (mpirun passes it on with `-x ZERO_TOKEN`, srun \
+         by itself), or ZERO_TOKEN=none on a network that you trust"
+    )]
+    NoToken,
+    /// Rank 0's process may not open one connection per rank.
+    #[error(
+        "rank 0 needs {needed} file descriptors for {world_size} ranks, and the limit is {limit}: raise it on rank 0's \
+         machine (`ulimit -n {needed}`, or LimitNOFILE= of its service)"
+    )]
+    Descriptors {
+        /// Descriptors that the process needs.
+        needed: u64,
+        /// The limit that applies.
+        limit: u64,
+        /// Ranks of the world.
+        world_size: usize,
+    },
+    /// The system refused rank 0 a resource.
+    #[error("rank 0: {message}")]
+    System {
+        /// What failed, and what to do.
+        message: String,
     },
     /// The connection to rank 0 ended during the rendezvous.
     #[error("the connection to rank 0 ended before all ranks had joined: {message}")]
@@ -100,6 +152,14 @@ pub(super) fn version_text(version: u64) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
+fn strangers_text(strangers: usize) -> String {
+    match strangers {
+        0 => String::new(),
+        1 => "; 1 connection came without the right ZERO_TOKEN".to_owned(),
+        n => format!("; {n} connections came without the right ZERO_TOKEN"),
+    }
+}
+
 fn list(ranks: &[usize]) -> String {
     let shown: Vec<String> = ranks.iter().take(8).map(usize::to_string).collect();
     format!("{}{}", shown.join(", "), if ranks.len() > 8 { ", ..." } else { "" })
@@ -112,8 +172,13 @@ mod tests {
     #[test]
     fn errors_name_ranks_and_versions() {
         let limit = Duration::from_secs(3);
-        let missing = RendezvousError::Missing { ranks: (1..12).collect(), world_size: 16, limit };
-        assert_eq!(missing.to_string(), "11 of 16 ranks did not join within 3s: 1, 2, 3, 4, 5, 6, 7, 8, ...");
+        let missing = |strangers| {
+            RendezvousError::Missing { ranks: (1..12).collect(), world_size: 16, limit, strangers }.to_string()
+        };
+        let text = "11 of 16 ranks did not join within 3s: 1, 2, 3, 4, 5, 6, 7, 8, ...";
+        assert_eq!(missing(0), text);
+        assert_eq!(missing(1), format!("{text}; 1 connection came without the right ZERO_TOKEN"));
+        assert_eq!(missing(9), format!("{text}; 9 connections came without the right ZERO_TOKEN"));
         let library = RendezvousError::Library { rank: 2, got: 22_809, expected: 23_007 };
         assert_eq!(library.to_string(), "rank 2 has NCCL 2.28.9, rank 0 NCCL 2.30.7");
     }

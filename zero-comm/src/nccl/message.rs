@@ -4,55 +4,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::wire::decode;
 use crate::call::Call;
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
-/// Protocol version. The coordinator refuses ranks of another version.
-pub(super) const VERSION: u32 = 3;
-/// Handshake magic; rejects unrelated connections.
-const MAGIC: [u8; 8] = *b"zero-rs\0";
-
 /// The number of a communicator of the world; communicator 0 contains all ranks.
 pub(super) type Context = u32;
-
-/// The first frame of a connection, from a rank to the coordinator. Add new fields at the end: the preamble has the
-/// same layout in all protocol versions, so that the coordinator can decode and refuse another version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Hello {
-    pub(super) preamble: Preamble,
-    pub(super) world_size: usize,
-    /// NCCL's version.
-    pub(super) library: u64,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Preamble {
-    magic: [u8; 8],
-    pub(super) version: u32,
-    pub(super) rank: usize,
-}
-
-impl Hello {
-    pub(super) fn new(rank: usize, world_size: usize, library: u64) -> Self {
-        Self { preamble: Preamble { magic: MAGIC, version: VERSION, rank }, world_size, library }
-    }
-
-    /// Decodes the first frame of a connection. `None`: the peer is not a rank.
-    ///
-    /// # Errors
-    /// The rank has another version of the protocol.
-    pub(super) fn decode(frame: &[u8]) -> Result<Option<Self>, RendezvousError> {
-        match postcard::take_from_bytes(frame) {
-            Ok((Preamble { magic: MAGIC, version: VERSION, .. }, _)) => Ok(decode(frame).ok()),
-            Ok((Preamble { magic: MAGIC, version: got, rank }, _)) => {
-                Err(RendezvousError::Version { rank, got, expected: VERSION })
-            }
-            _ => Ok(None),
-        }
-    }
-}
 
 /// A rank's entry of a meeting. A meeting is a split or a registration, in which the hosts of all ranks of a
 /// communicator wait for each other. Each communicator numbers its meetings from 0.
@@ -72,7 +29,7 @@ impl MeetingEntry {
     }
 }
 
-/// All frames after the first.
+/// All frames after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
     /// All ranks have joined; `id` initializes NCCL.
@@ -108,7 +65,8 @@ mod tests {
     use proptest::prelude::*;
     use zero_alloc::device::DType;
 
-    use super::super::wire::{MAX_FRAME_BYTES, MAX_HELLO_BYTES, encode, take_frame};
+    use super::super::handshake::VERSION;
+    use super::super::wire::{decode, encode};
     use super::*;
     use crate::call::Segments;
     use crate::{Collective, ReduceOp};
@@ -158,7 +116,9 @@ mod tests {
                 2 => RendezvousError::Library { rank, got: got as u64, expected: expected as u64 },
                 3 => RendezvousError::Twice { rank },
                 4 => RendezvousError::Died { rank },
-                5 => RendezvousError::Missing { ranks: vec![rank, got], world_size: expected, limit },
+                5 => {
+                    RendezvousError::Missing { ranks: vec![rank, got], world_size: expected, limit, strangers: rank }
+                },
                 _ => RendezvousError::Broken { message },
             },
         )
@@ -190,12 +150,15 @@ mod tests {
         ]
     }
 
+    /// The frame of a message, without its length.
+    fn contents(message: &Message) -> Vec<u8> {
+        encode(message).unwrap().split_off(4)
+    }
+
     proptest! {
         #[test]
         fn messages_survive_a_round_trip(message in messages(), cut in any::<prop::sample::Index>()) {
-            let mut bytes = encode(&message).unwrap();
-            let frame = take_frame(&mut bytes, MAX_FRAME_BYTES).unwrap().unwrap();
-            prop_assert!(bytes.is_empty());
+            let frame = contents(&message);
             prop_assert!(decode::<Message>(&frame[..cut.index(frame.len())]).is_err());
             prop_assert!(decode::<Message>(&[&frame[..], &[0]].concat()).is_err());
             prop_assert_eq!(decode::<Message>(&frame).unwrap(), message);
@@ -203,31 +166,16 @@ mod tests {
 
         #[test]
         fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = Hello::decode(&bytes);
             if let Ok(message) = decode::<Message>(&bytes) {
-                let mut again = encode(&message).unwrap();
-                prop_assert_eq!(decode::<Message>(&take_frame(&mut again, MAX_FRAME_BYTES).unwrap().unwrap()).unwrap(), message);
+                prop_assert_eq!(decode::<Message>(&contents(&message)).unwrap(), message);
             }
         }
 
         #[test]
         fn damaged_messages_never_panic(message in messages(), at in any::<prop::sample::Index>(), byte in any::<u8>()) {
-            let mut frame = take_frame(&mut encode(&message).unwrap(), MAX_FRAME_BYTES).unwrap().unwrap();
+            let mut frame = contents(&message);
             *at.get_mut(&mut frame) = byte;
             let _ = decode::<Message>(&frame);
         }
-    }
-
-    #[test]
-    fn only_a_rank_of_this_version_joins() {
-        let frame = |hello: &Hello| take_frame(&mut encode(hello).unwrap(), MAX_HELLO_BYTES).unwrap().unwrap();
-        let hello = Hello::new(3, 4, 23_007);
-        assert_eq!(Hello::decode(&frame(&hello)), Ok(Some(hello)));
-        let with = |preamble| frame(&Hello { preamble, ..hello });
-        let later = [with(Preamble { version: VERSION + 1, ..hello.preamble }), vec![1; 20]].concat();
-        let refused = RendezvousError::Version { rank: 3, got: VERSION + 1, expected: VERSION };
-        assert_eq!(Hello::decode(&later), Err(refused));
-        assert_eq!(Hello::decode(&with(Preamble { magic: *b"GET / HT", ..hello.preamble })), Ok(None));
-        assert_eq!(Hello::decode(&frame(&hello)[1..]), Ok(None));
     }
 }

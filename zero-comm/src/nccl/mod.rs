@@ -61,8 +61,10 @@
 mod abort;
 mod config;
 mod coordinator;
+mod descriptors;
 mod error;
 mod handle;
+mod handshake;
 mod library;
 mod message;
 mod ranks;
@@ -87,7 +89,7 @@ use zero_alloc::cuda::{CudaDevice, CudaStream, interop};
 use zero_alloc::device::{AnySlice, DType, DeviceError, Event, Memory, Stream};
 
 pub use error::RendezvousError;
-pub use ranks::{LaunchError, Launcher, Ranks};
+pub use ranks::{LaunchError, Launcher, Ranks, Token};
 pub use registration::Registration;
 
 use crate::call::{Checked, Group};

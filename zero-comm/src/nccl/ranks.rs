@@ -7,10 +7,25 @@
 //! | local rank | `LOCAL_RANK` | `OMPI_COMM_WORLD_LOCAL_RANK` | `SLURM_LOCALID` |
 //! | host of rank 0 | `MASTER_ADDR` | `MASTER_ADDR`, or this machine if it has all ranks | `MASTER_ADDR`, or the step's first node |
 //! | port | `MASTER_PORT` | `MASTER_PORT`, or derived from the job's name | `MASTER_PORT`, or derived from the job's number |
+//! | one machine | `LOCAL_WORLD_SIZE` is `WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_SIZE` is `OMPI_COMM_WORLD_SIZE` | `SLURM_STEP_NUM_NODES` is 1 |
+//! | token | `ZERO_TOKEN` | `ZERO_TOKEN`, with `mpirun -x ZERO_TOKEN` | `ZERO_TOKEN`, which `srun` exports |
+//!
+//! All ranks are also on one machine if rank 0's host is a loopback address or `localhost`, or if there is one rank.
+//! They then meet at a loopback address, and need no token. Ranks on several machines do:
+//!
+//! ```sh
+//! export ZERO_TOKEN=$(openssl rand -hex 16)    # on one machine; set the same value on the others
+//! ```
+//!
+//! Only processes with the token join the world and receive NCCL's unique id. With `ZERO_TOKEN=none`, every process
+//! that reaches rank 0's port can. `zero train` makes a token for the ranks that it starts.
 //!
 //! Slurm also sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script, which is not a rank; only `srun` sets the
 //! variables of a *step*. A step of one task does not count as a launch. If `TORCHELASTIC_USE_AGENT_STORE` is true,
 //! torchrun's agent listens at `MASTER_PORT`, and rank 0 uses the next port.
+
+use std::fmt;
+use std::net::IpAddr;
 
 use thiserror::Error;
 
@@ -40,6 +55,57 @@ pub struct Ranks {
     pub port: u16,
     /// The program that set the variables.
     pub launcher: Launcher,
+    /// Whether all ranks are on this machine. They then connect over its loopback interface, whatever `host` is.
+    pub one_machine: bool,
+    /// The secret that the ranks share. Required if they are on several machines.
+    pub token: Option<Token>,
+}
+
+/// A secret that all ranks of a job share. Only processes that know it can join the world. Its `Debug` output does not
+/// contain it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(Vec<u8>);
+
+impl Token {
+    /// Shortest secret, in bytes: whoever sees the handshake on the network could guess a shorter one.
+    const MIN_BYTES: usize = 16;
+
+    /// The token with this secret. `none` lets every process that reaches rank 0's port join.
+    ///
+    /// # Errors
+    /// The secret has less than 16 bytes.
+    pub fn new(secret: &str) -> Result<Self, LaunchError> {
+        match secret.trim() {
+            "none" => Ok(Self(Vec::new())),
+            short if short.len() < Self::MIN_BYTES => Err(LaunchError::ShortToken { len: short.len() }),
+            secret => Ok(Self(secret.as_bytes().to_vec())),
+        }
+    }
+
+    /// A new random token.
+    ///
+    /// # Errors
+    /// The system has no random numbers.
+    pub fn random() -> std::io::Result<Self> {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
+        Ok(Self(bytes.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()).collect()))
+    }
+
+    /// The value of `ZERO_TOKEN` for the processes of the job. Keep it out of command lines and logs.
+    pub fn to_variable(&self) -> String {
+        if self.0.is_empty() { "none".to_owned() } else { String::from_utf8_lossy(&self.0).into_owned() }
+    }
+
+    pub(super) fn secret(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_empty() { "Token(none)" } else { "Token(secret)" })
+    }
 }
 
 /// The reason why the variables are inconsistent.
@@ -74,7 +140,16 @@ pub enum LaunchError {
         /// The number of ranks.
         world_size: usize,
     },
+    /// The secret of `ZERO_TOKEN` can be guessed.
+    #[error("ZERO_TOKEN has {len} bytes; use at least 16, for example those of `openssl rand -hex 16`")]
+    ShortToken {
+        /// Its length.
+        len: usize,
+    },
 }
+
+/// The variable of the token.
+const TOKEN: &str = "ZERO_TOKEN";
 
 /// The range of derived ports: above the ports of services, below the ephemeral ports of outgoing connections.
 const DERIVED_PORTS: std::ops::Range<u16> = 20_000..30_000;
@@ -97,13 +172,14 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
     }
 
     /// Reads the variables of rank, world size and local rank with these names. `host` and `port` are the defaults of
-    /// `MASTER_ADDR` and `MASTER_PORT`.
+    /// `MASTER_ADDR` and `MASTER_PORT`. `all_here`: the launcher placed all ranks on this machine.
     fn world(
         &self,
         launcher: Launcher,
         [rank_name, size_name, local_name]: [&'static str; 3],
         host: Option<String>,
         port: Option<u16>,
+        all_here: bool,
     ) -> Result<Ranks, LaunchError> {
         let present = if self.text(rank_name).is_some() { rank_name } else { size_name };
         let missing = |missing| LaunchError::Missing { present, missing };
@@ -117,7 +193,9 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         let host = self.text("MASTER_ADDR").or(host).ok_or(missing("MASTER_ADDR"))?;
         let master_port = self.number("MASTER_PORT", "a port, 1 to 65535")?;
         let port = master_port.or(port).ok_or(missing("MASTER_PORT"))?;
-        Ok(Ranks { rank, world_size, local_rank, host, port, launcher })
+        let one_machine = all_here || world_size == 1 || is_loopback(&host);
+        let token = self.text(TOKEN).map(|secret| Token::new(&secret)).transpose()?;
+        Ok(Ranks { rank, world_size, local_rank, host, port, launcher, one_machine, token })
     }
 }
 
@@ -139,7 +217,8 @@ impl Ranks {
         let text = |name| vars.text(name).unwrap_or_default();
         if vars.text("RANK").is_some() || vars.text("WORLD_SIZE").is_some() {
             let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
-            let mut ranks = vars.world(Launcher::Torchrun, names, None, None)?;
+            let all_here = vars.text("LOCAL_WORLD_SIZE") == vars.text("WORLD_SIZE");
+            let mut ranks = vars.world(Launcher::Torchrun, names, None, None, all_here)?;
             if text("TORCHELASTIC_USE_AGENT_STORE").eq_ignore_ascii_case("true") {
                 ranks.port = ranks.port.checked_add(1).unwrap_or(u16::MAX - 1);
             }
@@ -149,17 +228,21 @@ impl Ranks {
             let names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"];
             let all_here = vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
             let (host, port) = (all_here.then(|| "127.0.0.1".to_owned()), derived_port(&text("PMIX_NAMESPACE")));
-            return vars.world(Launcher::OpenMpi, names, host, Some(port)).map(Some);
+            return vars.world(Launcher::OpenMpi, names, host, Some(port), all_here).map(Some);
         }
         if vars.number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?.is_some_and(|tasks| tasks > 1) {
             let names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"];
             let port = derived_port(&format!("{}.{}", text("SLURM_JOB_ID"), text("SLURM_STEP_ID")));
-            return vars
-                .world(Launcher::Slurm, names, first_node(&text("SLURM_STEP_NODELIST")), Some(port))
-                .map(Some);
+            let (host, all_here) = (first_node(&text("SLURM_STEP_NODELIST")), text("SLURM_STEP_NUM_NODES") == "1");
+            return vars.world(Launcher::Slurm, names, host, Some(port), all_here).map(Some);
         }
         Ok(None)
     }
+}
+
+/// Whether `host` names a loopback address, whatever the resolver says.
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }
 
 /// Derives a port from a job's name (FNV-1a): equal in all its processes, rarely equal for two jobs.
@@ -220,12 +303,15 @@ mod tests {
         others.chain([(name, value)]).collect()
     }
 
+    const SECRET: &str = "0123456789abcdef";
+
     #[test]
     fn torchrun_variables() {
         let ranks = parse(&TORCHRUN).unwrap().unwrap();
         let host = "node-0".to_owned();
         let launcher = Launcher::Torchrun;
-        assert_eq!(ranks, Ranks { rank: 5, world_size: 8, local_rank: 1, host, port: 29500, launcher });
+        let (port, one_machine, token) = (29500, false, None);
+        assert_eq!(ranks, Ranks { rank: 5, world_size: 8, local_rank: 1, host, port, launcher, one_machine, token });
         // The agent listens at the port.
         let agent = parse(&with(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "True")).unwrap().unwrap();
         assert_eq!(agent.port, 29501);
@@ -255,6 +341,45 @@ mod tests {
         // Neither a batch script nor a step of one task is a rank.
         assert_eq!(parse(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16")]), Ok(None));
         assert_eq!(parse(&with(&SLURM, "SLURM_STEP_NUM_TASKS", "1")), Ok(None));
+    }
+
+    #[test]
+    fn machines_of_the_ranks() {
+        let one_machine = |variables: &[(&str, &str)]| parse(variables).unwrap().unwrap().one_machine;
+        assert!(!one_machine(&TORCHRUN));
+        for (name, value, expected) in [
+            ("LOCAL_WORLD_SIZE", "8", true),
+            ("LOCAL_WORLD_SIZE", "4", false),
+            ("LOCAL_WORLD_SIZE", "", false),
+            ("MASTER_ADDR", "127.0.0.1", true),
+            ("MASTER_ADDR", "::1", true),
+            ("MASTER_ADDR", "localhost", true),
+            ("MASTER_ADDR", "10.0.0.1", false),
+        ] {
+            assert_eq!(one_machine(&with(&TORCHRUN, name, value)), expected, "{name}={value}");
+        }
+        assert!(one_machine(&with(&with(&TORCHRUN, "WORLD_SIZE", "1"), "RANK", "0")));
+        assert!(one_machine(&OPEN_MPI));
+        let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
+        assert!(!one_machine(&with(&spread, "MASTER_ADDR", "a")));
+        assert!(!one_machine(&SLURM) && !one_machine(&with(&SLURM, "SLURM_STEP_NUM_NODES", "2")));
+        assert!(one_machine(&with(&SLURM, "SLURM_STEP_NUM_NODES", "1")));
+    }
+
+    #[test]
+    fn token_is_never_printed() {
+        let ranks = parse(&with(&TORCHRUN, TOKEN, SECRET)).unwrap().unwrap();
+        assert_eq!(ranks.token, Some(Token::new(SECRET).unwrap()));
+        assert_eq!(ranks.token.as_ref().map(Token::to_variable).as_deref(), Some(SECRET));
+        assert!(!format!("{ranks:?}").contains(SECRET), "{ranks:?}");
+        let short = parse(&with(&TORCHRUN, TOKEN, "hunter2")).unwrap_err();
+        assert_eq!(short, LaunchError::ShortToken { len: 7 });
+        assert!(!short.to_string().contains("hunter2"), "{short}");
+        let open = Token::new("none").unwrap();
+        assert_eq!((open.secret(), open.to_variable().as_str()), (&[][..], "none"));
+        let random = [Token::random().unwrap(), Token::random().unwrap()];
+        assert_ne!(random[0], random[1]);
+        assert_eq!(Token::new(&random[0].to_variable()).as_ref(), Ok(&random[0]));
     }
 
     #[test]

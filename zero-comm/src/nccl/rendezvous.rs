@@ -1,23 +1,24 @@
 //! The rendezvous: all ranks connect to the coordinator at rank 0's address.
 
-use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::time::{Duration, Instant};
+use std::io::{self, ErrorKind, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::Duration;
 
+use rustix::net::sockopt::ipv6_v6only;
 use zero_alloc::TimeLimit;
 
 use super::Ranks;
-use super::message::{Hello, Message};
+use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
+use super::message::Message;
 use super::server;
-use super::wire::{Incoming, prepare, send};
+use super::wire::{Incoming, frame, prepare};
 use crate::{CommError, RendezvousError};
 
-/// Limit of one attempt to connect.
-const ATTEMPT: Duration = Duration::from_secs(5);
 /// First and longest pause between attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
-/// Extra time after the limit for rank 0's answer to arrive.
-const GRACE: Duration = Duration::from_secs(5);
+/// Attempts, if rank 0 closes the connection during the handshake. It may have closed it for lack of places.
+const HANDSHAKES: usize = 8;
 
 /// A rank's connection to the coordinator, after all ranks have joined.
 pub(super) struct Joined {
@@ -27,7 +28,8 @@ pub(super) struct Joined {
     pub(super) incoming: Incoming,
 }
 
-/// Joins the world. Rank 0 first starts the coordinator, with the id that `make_id` returns.
+/// Joins the world. Rank 0 first starts the coordinator, with the id that `make_id` returns. Rank 0 waits for the other
+/// ranks for three quarters of `limit`, so that its answer reaches them in time, and the rest is left for NCCL.
 ///
 /// # Errors
 /// The rendezvous failed or exceeded `limit`, or `make_id` failed.
@@ -37,91 +39,170 @@ pub(super) fn join(
     make_id: impl FnOnce() -> Result<Vec<u8>, CommError>,
     limit: Duration,
 ) -> Result<Joined, CommError> {
-    let address = format!("{}:{}", ranks.host, ranks.port);
-    let stream = if ranks.rank == 0 {
-        let listener = listen(ranks, &address)?;
-        let failed = |e: io::Error| RendezvousError::Listen { address: address.clone(), message: e.to_string() };
-        let here = reachable(listener.local_addr().map_err(failed)?);
-        let id = make_id()?;
+    if ranks.token.is_none() && !ranks.one_machine {
+        return Err(RendezvousError::NoToken.into());
+    }
+    let mut client = Client {
+        ranks,
+        address: format!("{}:{}", ranks.host, ranks.port),
+        key: Key::new(ranks.token.as_ref()),
+        limit,
+        time: TimeLimit::new(limit),
+    };
+    let hello = Hello::new(ranks.rank, ranks.world_size, library);
+    let mut first = None;
+    if ranks.rank == 0 {
+        let listener = client.listen()?;
+        let (id, key) = (make_id()?, client.key.clone());
         // Connects before the coordinator accepts: after another rank's refusal it accepts only what is pending.
-        let stream = TcpStream::connect_timeout(&here, ATTEMPT).map_err(failed)?;
-        server::start(listener, ranks.world_size, library, id, limit).map_err(failed)?;
-        stream
-    } else {
-        connect(ranks, &address, limit)?
-    };
-    Ok(handshake(stream, ranks, library, limit)?)
-}
-
-/// Listens at `MASTER_ADDR`. If that is not an address of this machine (for example a service's or a translated
-/// address), listens at all of this machine's addresses.
-fn listen(ranks: &Ranks, address: &str) -> Result<TcpListener, RendezvousError> {
-    let error = |e: io::Error| match e.kind() {
-        io::ErrorKind::AddrInUse => RendezvousError::AddressInUse { address: address.to_owned() },
-        _ => RendezvousError::Listen { address: address.to_owned(), message: e.to_string() },
-    };
-    match TcpListener::bind((ranks.host.as_str(), ranks.port)) {
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => {
-            TcpListener::bind((Ipv4Addr::UNSPECIFIED, ranks.port)).map_err(error)
-        }
-        bound => bound.map_err(error),
+        first = Some(client.connect()?);
+        let (world_size, join_limit) = (ranks.world_size, limit / 4 * 3);
+        server::start(listener, server::Options { world_size, library, key, id, join_limit, limit })?;
     }
-}
-
-/// Returns the address at which rank 0 connects to its own listener.
-fn reachable(mut listening: SocketAddr) -> SocketAddr {
-    if listening.ip().is_unspecified() {
-        listening.set_ip(IpAddr::V4(Ipv4Addr::LOCALHOST));
-    }
-    listening
-}
-
-fn connect(ranks: &Ranks, address: &str, limit: Duration) -> Result<TcpStream, RendezvousError> {
-    let begun = Instant::now();
-    let mut pause = PAUSES[0];
+    let (mut handshakes, mut pause) = (0, PAUSES[0]);
     loop {
-        // Each attempt resolves the name: in a cluster, rank 0's name can appear after the other ranks start.
-        let most = limit.saturating_sub(begun.elapsed()).clamp(PAUSES[0], ATTEMPT);
-        let attempt = (ranks.host.as_str(), ranks.port).to_socket_addrs().and_then(|addresses| {
-            let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            for address in addresses {
-                match TcpStream::connect_timeout(&address, most) {
-                    Ok(stream) => return Ok(stream),
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
-        });
-        let error = match attempt {
-            Ok(stream) => return Ok(stream),
-            Err(error) => error,
+        let stream = match first.take() {
+            Some(stream) => stream,
+            None => client.connect()?,
         };
-        if begun.elapsed() + pause >= limit {
-            let (rank, address, message) = (ranks.rank, address.to_owned(), error.to_string());
-            return Err(RendezvousError::Unreachable { rank, address, limit, message });
+        handshakes += 1;
+        match client.handshake(stream, &hello) {
+            Err(RendezvousError::Dropped { .. }) if handshakes < HANDSHAKES && client.time.left() > pause => {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(PAUSES[1]);
+            }
+            joined => return Ok(joined?),
         }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(PAUSES[1]);
     }
 }
 
-fn handshake(stream: TcpStream, ranks: &Ranks, library: u64, limit: Duration) -> Result<Joined, RendezvousError> {
-    let broken = |e: io::Error| RendezvousError::Broken { message: e.to_string() };
-    prepare(&stream).map_err(broken)?;
-    send(&stream, &[Hello::new(ranks.rank, ranks.world_size, library)]).map_err(broken)?;
-    let mut incoming = Incoming::new(stream.try_clone().map_err(broken)?);
-    let mut time = TimeLimit::new(limit.saturating_add(GRACE));
-    loop {
-        match incoming.next(server::KEEPALIVE).map_err(broken)? {
-            Some(Message::Welcome { id }) => return Ok(Joined { id, outgoing: stream, incoming }),
-            Some(Message::Refused { error }) => return Err(error),
-            // Keepalives.
-            Some(_) => {}
-            None if time.has_passed() => {
-                let message = format!("rank 0 did not answer within {limit:?}");
-                return Err(RendezvousError::Broken { message });
+/// A rank's part of the rendezvous.
+struct Client<'a> {
+    ranks: &'a Ranks,
+    /// Rank 0's address, for errors.
+    address: String,
+    key: Key,
+    limit: Duration,
+    time: TimeLimit,
+}
+
+impl Client<'_> {
+    /// Listens at a loopback address if all ranks are on this machine, otherwise at all addresses: rank 0's name may
+    /// resolve to a loopback address here (as on Debian), or to one that a network translates.
+    fn listen(&self) -> Result<TcpListener, RendezvousError> {
+        let all = vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+        let candidates = if self.ranks.one_machine { self.loopback() } else { all };
+        let mut last = io::Error::from(ErrorKind::AddrNotAvailable);
+        for ip in candidates {
+            match TcpListener::bind((ip, self.ranks.port)) {
+                // Some systems do not accept IPv4 at IPv6's unspecified address.
+                Ok(listener) if ip == Ipv6Addr::UNSPECIFIED && ipv6_v6only(&listener).unwrap_or(true) => {}
+                Ok(listener) => return Ok(listener),
+                Err(error) if error.kind() == ErrorKind::AddrInUse => {
+                    return Err(RendezvousError::AddressInUse { address: self.address.clone() });
+                }
+                Err(error) => last = error,
             }
-            None => {}
+        }
+        Err(RendezvousError::Listen { address: self.address.clone(), message: last.to_string() })
+    }
+
+    /// The loopback addresses at which ranks of one machine meet, in order of preference.
+    fn loopback(&self) -> Vec<IpAddr> {
+        match self.ranks.host.parse::<IpAddr>() {
+            Ok(ip) if ip.is_loopback() => vec![ip],
+            _ => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+        }
+    }
+
+    /// The addresses at which rank 0 listens. Each call resolves the name: in a cluster, rank 0's name can appear after
+    /// the other ranks start.
+    fn addresses(&mut self) -> io::Result<Vec<SocketAddr>> {
+        let port = self.ranks.port;
+        if self.ranks.rank == 0 || self.ranks.one_machine {
+            return Ok(self.loopback().into_iter().map(|ip| (ip, port).into()).collect());
+        }
+        // A lookup has no time limit of its own.
+        let (sender, receiver) = mpsc::channel();
+        let host = self.ranks.host.clone();
+        std::thread::Builder::new().name("zero name lookup".to_owned()).spawn(move || {
+            let addresses = (host.as_str(), port).to_socket_addrs();
+            let _ = sender.send(addresses.map(Vec::from_iter));
+        })?;
+        while !self.time.has_passed() {
+            if let Ok(addresses) = receiver.recv_timeout(self.time.slice()) {
+                return addresses;
+            }
+        }
+        Err(io::Error::new(ErrorKind::TimedOut, "the lookup of the name did not end"))
+    }
+
+    /// Connects to rank 0, as soon as it listens.
+    fn connect(&mut self) -> Result<TcpStream, RendezvousError> {
+        let mut pause = PAUSES[0];
+        loop {
+            let error = match self.addresses().and_then(|addresses| self.connect_to(&addresses)) {
+                Ok(stream) => return Ok(stream),
+                Err(error) => error,
+            };
+            if self.time.left() <= pause {
+                let (rank, address, message) = (self.ranks.rank, self.address.clone(), error.to_string());
+                return Err(RendezvousError::Unreachable { rank, address, limit: self.limit, message });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSES[1]).min(self.limit / 4);
+        }
+    }
+
+    fn connect_to(&mut self, addresses: &[SocketAddr]) -> io::Result<TcpStream> {
+        let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+        for address in addresses {
+            // An attempt that takes longer would count as one slice only.
+            match TcpStream::connect_timeout(address, self.time.slice().max(PAUSES[0])) {
+                Ok(stream) => return Ok(stream),
+                Err(error) => last = error,
+            }
+            if self.time.has_passed() {
+                break;
+            }
+        }
+        Err(last)
+    }
+
+    /// Proves the token to the coordinator, and receives its answer when all ranks have joined.
+    fn handshake(&mut self, mut stream: TcpStream, hello: &Hello) -> Result<Joined, RendezvousError> {
+        let broken = |e: io::Error| RendezvousError::Broken { message: e.to_string() };
+        let (rank, address) = (self.ranks.rank, || self.address.clone());
+        let dropped = |e: io::Error| match e.kind() {
+            ErrorKind::InvalidData => RendezvousError::NotRankZero { rank, address: address() },
+            _ => RendezvousError::Dropped { rank, address: address() },
+        };
+        prepare(&stream).map_err(broken)?;
+        let mut incoming = Incoming::new(stream.try_clone().map_err(broken)?);
+        let hello = self.key.hello(hello).map_err(broken)?;
+        stream.write_all(&frame(&hello).map_err(broken)?).map_err(dropped)?;
+        let proof = loop {
+            if let Some(challenge) = incoming.next_frame(self.time.slice(), MAX_HELLO_BYTES).map_err(dropped)? {
+                let proof = self.key.answer(&hello, challenge);
+                break proof.ok_or_else(|| RendezvousError::NotRankZero { rank, address: address() })?;
+            }
+            if self.time.has_passed() {
+                let (limit, message) = (self.limit, "it accepted the connection, but did not answer".to_owned());
+                return Err(RendezvousError::Unreachable { rank, address: address(), limit, message });
+            }
+        };
+        stream.write_all(&frame(&proof).map_err(broken)?).map_err(broken)?;
+        loop {
+            match incoming.next(self.time.slice()).map_err(broken)? {
+                Some(Message::Welcome { id }) => return Ok(Joined { id, outgoing: stream, incoming }),
+                Some(Message::Refused { error }) => return Err(error),
+                Some(_) => {}
+                None if self.time.has_passed() => {
+                    let message = format!("not all ranks joined within {:?}", self.limit);
+                    return Err(RendezvousError::Broken { message });
+                }
+                None => {}
+            }
         }
     }
 }

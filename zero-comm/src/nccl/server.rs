@@ -1,215 +1,469 @@
-//! The coordinator's threads, in rank 0's process: one thread accepts connections and later sends keepalives; one
-//! thread per rank receives messages.
+//! The coordinator's thread, in rank 0's process: an event loop over non-blocking connections.
+//!
+//! A connection is a *stranger* until it has passed the [handshake](super::handshake). Strangers may send two small
+//! frames within [`HELLO_LIMIT`]. They cannot change the state: those without the token are closed without an answer
+//! and counted. When they fill all places, the oldest silent one is closed, so that a rank always gets in. A stranger
+//! that passes the handshake becomes the *peer* of its rank, or ends the rendezvous with an error that names it. When
+//! all ranks have joined, the listener and all strangers are closed.
+//!
+//! A peer has a buffer of bytes that it has not read yet. It is lost if that exceeds
+//! [`MAX_OUTPUT_BYTES`](super::wire::MAX_OUTPUT_BYTES), if it reads nothing for [`WRITE_LIMIT`], or if it sends
+//! nothing within the [`silence_limit`]. No other thread shares this state.
 
-use std::io;
-use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
-use std::time::Duration;
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Write};
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use mio::event::Event;
+use mio::net::{TcpListener, TcpStream};
+use mio::{Events, Interest, Poll, Token};
 use zero_alloc::TimeLimit;
 
 use super::coordinator::{Coordinator, Outgoing};
-use super::message::{Hello, Message};
-use super::wire::{Incoming, prepare, send};
-use crate::RendezvousError;
+use super::descriptors;
+use super::handshake::{Expected, Hello, Key, MAX_HELLO_BYTES, VERSION};
+use super::message::Message;
+use super::wire::{Input, MAX_FRAME_BYTES, Output, WRITE_LIMIT, decode, encode, frame};
+use crate::{CommError, RendezvousError};
 
-/// Time limit for the first frame of a connection.
+/// Time limit for the handshake of a connection.
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
-/// Connections that may wait with their first frame, beside one for each rank. Others are closed.
-const MAX_STRANGERS: usize = 64;
-/// Time between two attempts to accept a connection.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(5);
+/// Time for which a stranger with a correct hello keeps its place when all places are taken.
+const CROWDED_LIMIT: Duration = Duration::from_secs(1);
+/// Time for which the reason of a failed rendezvous is sent to ranks whose handshake has begun.
+const REFUSAL_LIMIT: Duration = Duration::from_secs(2);
 /// Time between two keepalives.
 pub(super) const KEEPALIVE: Duration = Duration::from_secs(1);
+/// Reads from one connection before the others have their turn.
+const READS: usize = 16;
 
 /// The time for which a peer may send nothing.
 pub(super) fn silence_limit(limit: Duration) -> TimeLimit {
     TimeLimit::new(limit.max(KEEPALIVE * 5))
 }
 
-/// A connection to a rank.
+/// A connection that has not passed the handshake.
+struct Stranger {
+    stream: TcpStream,
+    input: Input,
+    time: TimeLimit,
+    /// After a correct hello: its claims and the proof that must follow.
+    claims: Option<(Hello, Expected)>,
+}
+
+/// The connection to a rank that has joined.
 struct Peer {
     stream: TcpStream,
-    /// The time for which it may send nothing; starts anew with each message.
+    input: Input,
+    output: Output,
+    /// The time for which it may send nothing.
     silence: TimeLimit,
+    /// It has sent a message since the last tick.
+    heard: bool,
+    /// A message was sent to it since the last tick, so that it needs no keepalive.
+    addressed: bool,
+    /// The time for which it may read nothing while output waits.
+    stalled: Option<TimeLimit>,
 }
 
-struct State {
-    coordinator: Coordinator,
-    peers: Vec<Option<Peer>>,
+/// The world to coordinate.
+pub(super) struct Options {
+    pub(super) world_size: usize,
+    pub(super) library: u64,
+    pub(super) key: Key,
     /// The id that the welcome sends to every rank.
-    id: Vec<u8>,
-    /// The failure of the rendezvous.
-    refused: Option<RendezvousError>,
-    /// Connections whose first frame has not arrived.
-    greeting: usize,
+    pub(super) id: Vec<u8>,
+    /// The time for all ranks to join.
+    pub(super) join_limit: Duration,
+    /// The limit of collectives.
+    pub(super) limit: Duration,
 }
 
-impl State {
-    fn send(&self, rank: usize, message: &Message) {
-        // If sending fails, the receiving thread detects the end of the connection.
-        let _ = self.peers[rank].as_ref().map(|peer| send(&peer.stream, std::slice::from_ref(message)));
+struct Server {
+    options: Options,
+    poll: Poll,
+    /// `None` when all ranks have joined or the rendezvous has failed.
+    listener: Option<TcpListener>,
+    /// Connections may be pending at the listener.
+    acceptable: bool,
+    coordinator: Coordinator,
+    /// By rank, which is also the connection's token.
+    peers: Vec<Option<Peer>>,
+    /// Ranks that have not joined.
+    missing: usize,
+    /// By token, so oldest first.
+    strangers: BTreeMap<usize, Stranger>,
+    next_token: usize,
+    /// Strangers that may wait at a time.
+    places: usize,
+    /// Strangers that were closed.
+    rejected: usize,
+    /// Peers that may have sent more than was read.
+    unread: Vec<usize>,
+    /// Ranks whose connection has ended, with the cause.
+    lost: Vec<(usize, String)>,
+    /// The failure of the rendezvous, and the time for which it is still sent.
+    refused: Option<(RendezvousError, TimeLimit)>,
+}
+
+/// Starts the coordinator on `listener`.
+///
+/// # Errors
+/// The process may not open enough descriptors, or the system refuses a thread or a descriptor.
+pub(super) fn start(listener: std::net::TcpListener, options: Options) -> Result<(), RendezvousError> {
+    let places = descriptors::reserve(options.world_size)?;
+    let failed = |e: io::Error| RendezvousError::System { message: format!("failed to start the coordinator: {e}") };
+    listener.set_nonblocking(true).map_err(failed)?;
+    let mut listener = TcpListener::from_std(listener);
+    let poll = Poll::new().map_err(failed)?;
+    let (n, coordinator) = (options.world_size, Coordinator::new(options.world_size, options.library));
+    poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(failed)?;
+    let server = Server {
+        options,
+        poll,
+        listener: Some(listener),
+        acceptable: true,
+        coordinator,
+        peers: (0..n).map(|_| None).collect(),
+        missing: n,
+        strangers: BTreeMap::new(),
+        next_token: n + 1,
+        places,
+        rejected: 0,
+        unread: Vec::new(),
+        lost: Vec::new(),
+        refused: None,
+    };
+    let builder = std::thread::Builder::new().name("zero coordinator".to_owned());
+    builder.spawn(move || server.run()).map_err(|e| RendezvousError::System {
+        message: format!("failed to start the coordinator's thread: {e}; check `ulimit -u` and the container's limit"),
+    })?;
+    Ok(())
+}
+
+impl Server {
+    fn run(mut self) {
+        let mut events = Events::with_capacity(1024);
+        let mut joining = TimeLimit::new(self.options.join_limit);
+        let mut next_tick = Instant::now() + KEEPALIVE;
+        while !self.is_done() {
+            let mut wait = next_tick.saturating_duration_since(Instant::now());
+            if self.is_joining() {
+                wait = wait.min(joining.slice());
+            }
+            if !self.unread.is_empty() {
+                wait = Duration::ZERO;
+            }
+            match self.poll.poll(&mut events, Some(wait)) {
+                Err(error) if error.kind() != ErrorKind::Interrupted => return,
+                _ => {}
+            }
+            for rank in std::mem::take(&mut self.unread) {
+                self.receive(rank);
+            }
+            events.iter().for_each(|event| self.handle(event));
+            self.accept();
+            if self.is_joining() && joining.has_passed() {
+                let (ranks, world_size) = (self.coordinator.missing(), self.peers.len());
+                let (limit, strangers) = (self.options.join_limit, self.rejected + self.strangers.len());
+                self.refuse(RendezvousError::Missing { ranks, world_size, limit, strangers });
+            }
+            if Instant::now() >= next_tick {
+                next_tick = Instant::now() + KEEPALIVE;
+                self.tick();
+            }
+            while let Some((rank, cause)) = self.lost.pop() {
+                self.lose(rank, cause);
+            }
+        }
     }
 
-    /// Sends to rank 0 last: when it receives the message, its process, which runs these threads, may end.
-    fn send_all(&self, message: &Message) {
-        (0..self.peers.len()).rev().for_each(|rank| self.send(rank, message));
+    fn is_joining(&self) -> bool {
+        self.missing > 0 && self.refused.is_none()
     }
 
-    fn send_outgoing(&self, outgoing: Vec<Outgoing>) {
+    fn is_done(&mut self) -> bool {
+        let sent = |server: &Self| server.peers.iter().flatten().all(|peer| peer.output.is_empty());
+        if let Some((_, time)) = &mut self.refused {
+            return time.has_passed() || self.strangers.is_empty() && sent(self);
+        }
+        self.missing == 0 && self.coordinator.is_over() && sent(self)
+    }
+
+    fn handle(&mut self, event: &Event) {
+        let Token(token) = event.token();
+        if token > self.peers.len() {
+            self.greet(token);
+        } else if token == self.peers.len() {
+            self.acceptable = true;
+        } else {
+            if let Some(peer) = &mut self.peers[token]
+                && let Err(error) = peer.flush()
+            {
+                self.lost.push((token, ended(&error)));
+            }
+            self.receive(token);
+        }
+    }
+
+    /// Accepts the pending connections for which there is a place.
+    fn accept(&mut self) {
+        while self.acceptable && (self.strangers.len() < self.places || self.close_one()) {
+            let Some(listener) = &self.listener else { return };
+            match listener.accept() {
+                Ok((stream, _)) => self.admit(stream),
+                Err(error) => match descriptors::exhausted(&error, self.peers.len()) {
+                    Some(error) => return self.refuse(error),
+                    // Some errors concern the connection only. After the others, the next tick tries again.
+                    None => {
+                        self.acceptable =
+                            matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted);
+                    }
+                },
+            }
+        }
+    }
+
+    /// Closes the oldest silent stranger, or else the oldest one if its time in a crowd is over.
+    fn close_one(&mut self) -> bool {
+        let silent = self.strangers.iter().find(|(_, stranger)| stranger.claims.is_none()).map(|(&token, _)| token);
+        let closed = silent.or_else(|| {
+            let (&token, oldest) = self.strangers.iter_mut().next()?;
+            (oldest.time.elapsed() >= CROWDED_LIMIT).then_some(token)
+        });
+        closed.is_some_and(|token| {
+            self.rejected += 1;
+            self.strangers.remove(&token).is_some()
+        })
+    }
+
+    fn admit(&mut self, mut stream: TcpStream) {
+        let token = self.next_token;
+        self.next_token += 1;
+        let both = Interest::READABLE | Interest::WRITABLE;
+        let registered = self.poll.registry().register(&mut stream, Token(token), both);
+        if registered.and_then(|()| stream.set_nodelay(true)).is_err() {
+            self.rejected += 1;
+            return;
+        }
+        let (input, time) = (Input::default(), TimeLimit::new(HELLO_LIMIT));
+        self.strangers.insert(token, Stranger { stream, input, time, claims: None });
+        // A rank sends its hello at once: a rank is not taken for a silent stranger.
+        self.greet(token);
+    }
+
+    /// Continues the handshake of a stranger.
+    fn greet(&mut self, token: usize) {
+        let Some(mut stranger) = self.strangers.remove(&token) else { return };
+        match stranger.receive(&self.options.key) {
+            Ok(None) => drop(self.strangers.insert(token, stranger)),
+            Ok(Some(hello)) => self.join(stranger, &hello),
+            Err(_) => self.rejected += 1,
+        }
+    }
+
+    /// Adds a rank that has passed the handshake to the world.
+    fn join(&mut self, mut stranger: Stranger, hello: &Hello) {
+        let joined = match (&self.refused, hello) {
+            (Some((error, _)), _) => Err(error.clone()),
+            (None, &Hello { version: got, rank, .. }) if got != VERSION => {
+                Err(RendezvousError::Version { rank, got, expected: VERSION })
+            }
+            (None, hello) => self.coordinator.join(hello),
+        };
+        let rank = match joined {
+            Ok(rank) => rank,
+            Err(error) => {
+                if let Ok(refusal) = encode(&Message::Refused { error: error.clone() }) {
+                    // The frame fits into the buffer of a new connection.
+                    let _ = stranger.stream.write(&refusal);
+                }
+                return self.refuse(error);
+            }
+        };
+        let both = Interest::READABLE | Interest::WRITABLE;
+        if let Err(error) = self.poll.registry().reregister(&mut stranger.stream, Token(rank), both) {
+            self.lost.push((rank, ended(&error)));
+        }
+        let silence = silence_limit(self.options.limit);
+        let (Stranger { stream, input, .. }, output) = (stranger, Output::default());
+        let peer = Peer { stream, input, output, silence, heard: true, addressed: false, stalled: None };
+        self.peers[rank] = Some(peer);
+        self.missing -= 1;
+        if self.missing == 0 {
+            self.listener = None;
+            self.strangers.clear();
+            self.send_all(&Message::Welcome { id: self.options.id.clone() });
+        }
+    }
+
+    /// Ends the rendezvous and answers the ranks that have joined or try to.
+    fn refuse(&mut self, error: RendezvousError) {
+        if self.refused.is_none() {
+            self.send_all(&Message::Refused { error: error.clone() });
+            self.refused = Some((error, TimeLimit::new(REFUSAL_LIMIT)));
+            // Another rendezvous may use the port.
+            self.acceptable = true;
+            self.accept();
+            self.listener = None;
+        }
+    }
+
+    /// Receives from a peer.
+    fn receive(&mut self, rank: usize) {
+        for _ in 0..READS {
+            let Some(peer) = &mut self.peers[rank] else { return };
+            let more = match peer.input.read_from(&mut peer.stream, MAX_FRAME_BYTES) {
+                Ok(more) => more,
+                Err(error) => return self.lost.push((rank, ended(&error))),
+            };
+            while let Some(peer) = &mut self.peers[rank] {
+                let frame = peer.input.next_frame(MAX_FRAME_BYTES);
+                match frame.and_then(|frame| frame.map(decode).transpose()) {
+                    Ok(None) => break,
+                    Ok(Some(message)) => {
+                        peer.heard = true;
+                        let outgoing = self.coordinator.receive(rank, message);
+                        self.send(outgoing);
+                    }
+                    Err(error) => return self.lost.push((rank, ended(&error))),
+                }
+            }
+            if !more {
+                return;
+            }
+        }
+        self.unread.push(rank);
+    }
+
+    /// Closes the connection to a rank.
+    fn lose(&mut self, rank: usize, cause: String) {
+        if self.peers[rank].take().is_none() {
+            return;
+        }
+        if self.missing > 0 {
+            self.refuse(RendezvousError::Died { rank });
+        } else {
+            let outgoing = self.coordinator.lost(rank, cause);
+            self.send(outgoing);
+        }
+    }
+
+    /// Once a second: checks time limits, and sends what the coordinator has to send, or else keepalives.
+    fn tick(&mut self) {
+        self.acceptable = true;
+        let before = self.strangers.len();
+        self.strangers.retain(|_, stranger| !stranger.time.has_passed());
+        self.rejected += before - self.strangers.len();
+        if self.missing > 0 {
+            return;
+        }
+        let limit = self.options.limit;
+        for (rank, peer) in self.peers.iter_mut().enumerate().filter_map(|(rank, peer)| Some((rank, peer.as_mut()?))) {
+            if std::mem::take(&mut peer.heard) {
+                peer.silence = silence_limit(limit);
+            }
+            if peer.silence.has_passed() {
+                self.lost.push((rank, format!("sent nothing for {limit:?}")));
+            } else if peer.stalled.as_mut().is_some_and(TimeLimit::has_passed) {
+                self.lost.push((rank, format!("received nothing for {WRITE_LIMIT:?}")));
+            }
+        }
+        let outgoing = self.coordinator.tick();
+        self.send(outgoing);
+        let Ok(alive) = encode(&Message::Alive) else { return };
+        for rank in 0..self.peers.len() {
+            if self.peers[rank].as_ref().is_some_and(|peer| !peer.addressed) {
+                self.write(rank, &alive);
+            }
+        }
+        self.peers.iter_mut().flatten().for_each(|peer| peer.addressed = false);
+    }
+
+    fn send(&mut self, outgoing: Vec<Outgoing>) {
         for outgoing in outgoing {
             match outgoing {
-                Outgoing::To(rank, message) => self.send(rank, &message),
+                Outgoing::To(rank, message) => {
+                    let frame = self.encode(&message);
+                    self.write(rank, &frame);
+                }
                 Outgoing::All(message) => self.send_all(&message),
             }
         }
     }
 
-    fn refuse(&mut self, error: RendezvousError) {
-        self.send_all(&Message::Refused { error: error.clone() });
-        self.refused.get_or_insert(error);
+    /// Sends to rank 0 last: when it receives the message, its process, which runs this thread, may end.
+    fn send_all(&mut self, message: &Message) {
+        let frame = self.encode(message);
+        (0..self.peers.len()).rev().for_each(|rank| self.write(rank, &frame));
+    }
+
+    /// Encodes a message, or the failure that it is too large.
+    fn encode(&self, message: &Message) -> Vec<u8> {
+        encode(message).unwrap_or_else(|error| {
+            let message = format!("the coordinator failed to send a message: {error}");
+            encode(&Message::Failed { error: CommError::Peer { rank: 0, message } }).unwrap_or_default()
+        })
+    }
+
+    fn write(&mut self, rank: usize, frames: &[u8]) {
+        if let Some(peer) = &mut self.peers[rank]
+            && let Err(error) = peer.send(frames)
+        {
+            self.lost.push((rank, ended(&error)));
+        }
     }
 }
 
-type Shared = Arc<Mutex<State>>;
-
-/// Starts the coordinator of `world_size` ranks on `listener`. It sends `id` to all ranks if they join within
-/// `limit`.
-///
-/// # Errors
-/// The system cannot start a thread.
-pub(super) fn start(
-    listener: TcpListener,
-    world_size: usize,
-    library: u64,
-    id: Vec<u8>,
-    limit: Duration,
-) -> io::Result<()> {
-    let peers = (0..world_size).map(|_| None).collect();
-    let state = State { coordinator: Coordinator::new(world_size, library), peers, id, refused: None, greeting: 0 };
-    let shared = Arc::new(Mutex::new(state));
-    listener.set_nonblocking(true)?;
-    std::thread::Builder::new().name("zero coordinator".to_owned()).spawn(move || {
-        accept_all(listener, &shared, limit);
-        keep_alive(&shared, limit);
-    })?;
-    Ok(())
+fn ended(error: &io::Error) -> String {
+    format!("its process or its connection ended: {error}")
 }
 
-/// Accepts connections until all ranks have joined, the rendezvous failed, or the limit passed.
-fn accept_all(listener: TcpListener, shared: &Shared, limit: Duration) {
-    let mut time = TimeLimit::new(limit);
-    loop {
-        if let Ok((stream, _)) = listener.accept() {
-            let mut state = shared.lock();
-            if state.greeting >= state.peers.len() + MAX_STRANGERS {
-                continue;
-            }
-            state.greeting += 1;
-            drop(state);
-            let shared = Arc::clone(shared);
-            // If the system has no thread for it, the rank is reported as missing at the limit.
-            let builder = std::thread::Builder::new().name("zero coordinator, receiving".to_owned());
-            let _ = builder.spawn(move || greet(stream, &shared, limit));
-            continue;
-        }
-        // No connection is pending, or accepting failed; a persistent failure ends at the limit.
-        let mut state = shared.lock();
-        let ranks = state.coordinator.missing();
-        if ranks.is_empty() || state.refused.is_some() {
-            return;
-        }
-        if time.has_passed() {
-            let world_size = state.peers.len();
-            return state.refuse(RendezvousError::Missing { ranks, world_size, limit });
-        }
-        drop(state);
-        std::thread::sleep(ACCEPT_PAUSE);
-    }
-}
-
-/// Reads the first frame of a connection, then receives from that rank. An unrelated connection is dropped.
-fn greet(stream: TcpStream, shared: &Shared, limit: Duration) {
-    let greeting = prepare(&stream).and_then(|()| {
-        let mut incoming = Incoming::from_stranger(stream.try_clone()?);
-        let mut time = TimeLimit::new(HELLO_LIMIT);
+impl Stranger {
+    /// Reads the handshake as far as it has arrived; returns the claims of a rank that has passed it.
+    ///
+    /// # Errors
+    /// It is not a rank of this job, or its connection ended.
+    fn receive(&mut self, key: &Key) -> io::Result<Option<Hello>> {
         loop {
-            match incoming.next_frame(KEEPALIVE)? {
-                Some(frame) => return Ok((frame, incoming)),
-                None if time.has_passed() => return Err(io::ErrorKind::TimedOut.into()),
-                None => {}
-            }
-        }
-    });
-    let mut state = shared.lock();
-    state.greeting -= 1;
-    let Ok((frame, incoming)) = greeting else { return };
-    let hello = Hello::decode(&frame);
-    // Nobody can join or end a world that is complete.
-    if hello == Ok(None) || state.coordinator.missing().is_empty() {
-        return;
-    }
-    let refused = state.refused.clone().map_or(Ok(()), Err);
-    let joined = refused.and(hello).and_then(|hello| hello.map(|hello| state.coordinator.join(&hello)).transpose());
-    match joined {
-        Err(error) => {
-            let _ = send(&stream, &[Message::Refused { error: error.clone() }]);
-            state.refuse(error);
-        }
-        Ok(None) => {}
-        Ok(Some(rank)) => {
-            state.peers[rank] = Some(Peer { stream, silence: silence_limit(limit) });
-            if state.coordinator.missing().is_empty() {
-                state.send_all(&Message::Welcome { id: state.id.clone() });
-            }
-            drop(state);
-            receive(rank, incoming.into_known(), shared, limit);
-        }
-    }
-}
-
-fn receive(rank: usize, mut incoming: Incoming, shared: &Shared, limit: Duration) {
-    loop {
-        let received = incoming.next(KEEPALIVE);
-        let mut state = shared.lock();
-        match received {
-            Ok(None) => {}
-            Ok(Some(message)) => {
-                if let Some(peer) = &mut state.peers[rank] {
-                    peer.silence = silence_limit(limit);
+            let more = self.input.read_from(&mut self.stream, MAX_HELLO_BYTES)?;
+            while let Some(received) = self.input.next_frame(MAX_HELLO_BYTES)? {
+                let rejected = || io::Error::from(ErrorKind::PermissionDenied);
+                if let Some((hello, expected)) = self.claims.take() {
+                    return if expected.matches(received) { Ok(Some(hello)) } else { Err(rejected()) };
                 }
-                let outgoing = state.coordinator.receive(rank, message);
-                state.send_outgoing(outgoing);
+                let hello = key.check_hello(received).ok_or_else(rejected)?;
+                let (challenge, expected) = key.challenge(received)?;
+                let challenge = frame(&challenge)?;
+                // The frame fits into the buffer of a new connection.
+                if self.stream.write(&challenge)? < challenge.len() {
+                    return Err(rejected());
+                }
+                self.claims = Some((hello, expected));
             }
-            Err(_) if !state.coordinator.missing().is_empty() => return state.refuse(RendezvousError::Died { rank }),
-            Err(error) => {
-                let outgoing = state.coordinator.lost(rank, format!("its process or its connection ended: {error}"));
-                state.peers[rank] = None;
-                return state.send_outgoing(outgoing);
+            if !more {
+                return Ok(None);
             }
-        }
-        if state.refused.is_some() {
-            return;
         }
     }
 }
 
-/// Sends keepalives, and declares a rank lost if it sends nothing within the [`silence_limit`].
-fn keep_alive(shared: &Shared, limit: Duration) {
-    loop {
-        std::thread::sleep(KEEPALIVE);
-        let mut state = shared.lock();
-        if state.refused.is_some() || state.coordinator.is_over() {
-            return;
+impl Peer {
+    /// Sends what the connection accepts now; the rest waits for its next event.
+    fn send(&mut self, frames: &[u8]) -> io::Result<()> {
+        let waits = !self.output.is_empty();
+        self.addressed = true;
+        self.output.append(frames)?;
+        if waits { Ok(()) } else { self.flush() }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let progress = self.output.write_to(&mut self.stream)?;
+        if self.output.is_empty() {
+            self.stalled = None;
+        } else if progress || self.stalled.is_none() {
+            self.stalled = Some(TimeLimit::new(WRITE_LIMIT));
         }
-        state.send_all(&Message::Alive);
-        for rank in 0..state.peers.len() {
-            if state.peers[rank].as_mut().is_some_and(|peer| peer.silence.has_passed()) {
-                let outgoing = state.coordinator.lost(rank, format!("sent nothing for {limit:?}"));
-                state.peers[rank] = None;
-                state.send_outgoing(outgoing);
-            }
-        }
+        Ok(())
     }
 }

@@ -1,6 +1,7 @@
-//! Frames over a TCP connection: a little-endian `u32` length, then that many bytes of postcard.
+//! Frames over a TCP connection: a little-endian `u32` length, then that many bytes: postcard, or a frame of the
+//! handshake. [`Input`] and [`Output`] are the buffers of a non-blocking connection, [`Incoming`] and [`send`] block.
 
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
@@ -10,17 +11,18 @@ use serde::de::DeserializeOwned;
 use super::message::Message;
 
 /// Maximum frame size. A larger length is a protocol error.
-pub(super) const MAX_FRAME_BYTES: usize = 1 << 22;
-/// Maximum size of the first frame of a connection, whose sender is not known yet.
-pub(super) const MAX_HELLO_BYTES: usize = 64;
-/// Time limit of a write. Messages are small, so a peer that reads nothing for this long counts as lost.
-const WRITE_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const MAX_FRAME_BYTES: usize = 1 << 20;
+/// Maximum of bytes that wait to be sent over one non-blocking connection: a peer that leaves more unread is too slow.
+pub(super) const MAX_OUTPUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
+/// Time limit without progress of a write. A peer that reads nothing for this long counts as lost.
+pub(super) const WRITE_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes per read.
 const CHUNK_BYTES: usize = 1 << 14;
+/// A length before each frame.
+const LENGTH_BYTES: usize = 4;
 
 /// Prepares a connection for small messages.
 pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
-    stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))
 }
@@ -31,13 +33,22 @@ fn protocol_error(message: String) -> io::Error {
 
 /// Encodes `message` as a frame, with its length.
 pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
-    let mut frame = vec![0; 4];
-    frame = postcard::to_extend(message, frame).map_err(|e| protocol_error(e.to_string()))?;
-    let len = frame.len() - 4;
+    let bytes = postcard::to_extend(message, vec![0; LENGTH_BYTES]).map_err(|e| protocol_error(e.to_string()))?;
+    with_length(bytes)
+}
+
+/// A frame with these contents, with its length.
+pub(super) fn frame(contents: &[u8]) -> io::Result<Vec<u8>> {
+    with_length([&[0; LENGTH_BYTES], contents].concat())
+}
+
+/// Writes the length of a frame into its first bytes.
+fn with_length(mut frame: Vec<u8>) -> io::Result<Vec<u8>> {
+    let len = frame.len() - LENGTH_BYTES;
     if len > MAX_FRAME_BYTES {
         return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {MAX_FRAME_BYTES}")));
     }
-    frame[..4].copy_from_slice(&(len as u32).to_le_bytes());
+    frame[..LENGTH_BYTES].copy_from_slice(&(len as u32).to_le_bytes());
     Ok(frame)
 }
 
@@ -50,47 +61,131 @@ pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
     }
 }
 
-/// Removes the first frame, of at most `max_bytes`, from `bytes` and returns it without its length; `None` while it is
-/// incomplete.
-pub(super) fn take_frame(bytes: &mut Vec<u8>, max_bytes: usize) -> io::Result<Option<Vec<u8>>> {
-    let Some(len) = bytes.first_chunk::<4>() else { return Ok(None) };
+/// The number of bytes of the first frame of `bytes`, with its length; `None` while it is incomplete.
+fn frame_len(bytes: &[u8], max_bytes: usize) -> io::Result<Option<usize>> {
+    let Some(len) = bytes.first_chunk() else { return Ok(None) };
     let len = u32::from_le_bytes(*len) as usize;
     if len > max_bytes {
         return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {max_bytes}")));
     }
-    let Some(frame) = bytes.get(4..4 + len) else { return Ok(None) };
-    let frame = frame.to_vec();
-    bytes.drain(..4 + len);
-    Ok(Some(frame))
+    Ok(Some(LENGTH_BYTES + len).filter(|&end| end <= bytes.len()))
 }
 
+/// Received bytes, cut into frames.
+#[derive(Debug, Default)]
+pub(super) struct Input {
+    bytes: Vec<u8>,
+    /// Bytes of frames that were returned.
+    returned: usize,
+}
+
+impl Input {
+    /// Reads once from `source`, at most what a frame of `max_frame_bytes` needs and 16 KiB. Returns whether it received
+    /// bytes; `false` if none are available now.
+    ///
+    /// # Errors
+    /// The connection ended.
+    pub(super) fn read_from(&mut self, source: &mut impl Read, max_frame_bytes: usize) -> io::Result<bool> {
+        self.bytes.drain(..self.returned);
+        self.returned = 0;
+        if self.bytes.is_empty() {
+            self.bytes.shrink_to(CHUNK_BYTES);
+        }
+        let mut chunk = [0; CHUNK_BYTES];
+        let most = (LENGTH_BYTES + max_frame_bytes).saturating_sub(self.bytes.len()).clamp(1, CHUNK_BYTES);
+        match source.read(&mut chunk[..most]) {
+            Ok(0) => Err(io::Error::new(ErrorKind::UnexpectedEof, "the peer closed the connection")),
+            Ok(n) => {
+                self.bytes.extend(&chunk[..n]);
+                Ok(true)
+            }
+            Err(error) => match error.kind() {
+                ErrorKind::WouldBlock | ErrorKind::TimedOut => Ok(false),
+                ErrorKind::Interrupted => Ok(true),
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// Returns the next frame without its length; `None` while it is incomplete.
+    ///
+    /// # Errors
+    /// The frame exceeds `max_frame_bytes`.
+    pub(super) fn next_frame(&mut self, max_frame_bytes: usize) -> io::Result<Option<&[u8]>> {
+        let rest = &self.bytes[self.returned..];
+        let Some(len) = frame_len(rest, max_frame_bytes)? else { return Ok(None) };
+        self.returned += len;
+        Ok(Some(&rest[LENGTH_BYTES..len]))
+    }
+}
+
+/// Bytes that wait to be sent.
+#[derive(Debug, Default)]
+pub(super) struct Output {
+    bytes: Vec<u8>,
+    /// Bytes that were sent.
+    sent: usize,
+}
+
+impl Output {
+    pub(super) fn is_empty(&self) -> bool {
+        self.sent == self.bytes.len()
+    }
+
+    /// Appends encoded frames.
+    ///
+    /// # Errors
+    /// More than [`MAX_OUTPUT_BYTES`] would wait.
+    pub(super) fn append(&mut self, frames: &[u8]) -> io::Result<()> {
+        let waiting = self.bytes.len() - self.sent;
+        if waiting + frames.len() > MAX_OUTPUT_BYTES {
+            return Err(io::Error::new(ErrorKind::TimedOut, format!("it left {waiting} bytes unread")));
+        }
+        self.bytes.drain(..self.sent);
+        self.sent = 0;
+        self.bytes.extend(frames);
+        Ok(())
+    }
+
+    /// Writes what `sink` accepts now; returns whether that was anything.
+    ///
+    /// # Errors
+    /// The connection ended.
+    pub(super) fn write_to(&mut self, sink: &mut impl Write) -> io::Result<bool> {
+        let before = self.sent;
+        while !self.is_empty() {
+            match sink.write(&self.bytes[self.sent..]) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(n) => self.sent += n,
+                Err(error) => match error.kind() {
+                    ErrorKind::WouldBlock => return Ok(self.sent > before),
+                    ErrorKind::Interrupted => {}
+                    _ => return Err(error),
+                },
+            }
+        }
+        let progress = self.sent > before;
+        (self.bytes, self.sent) = (Vec::new(), 0);
+        Ok(progress)
+    }
+}
+
+/// Sends messages over a blocking connection.
 pub(super) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::Result<()> {
     let frames = messages.iter().map(encode).collect::<io::Result<Vec<_>>>()?;
     stream.write_all(&frames.concat())
 }
 
-/// The receiving side of a connection.
+/// The receiving side of a blocking connection.
 #[derive(Debug)]
 pub(super) struct Incoming {
     stream: TcpStream,
-    /// Received bytes of incomplete frames.
-    bytes: Vec<u8>,
-    max_frame_bytes: usize,
+    input: Input,
 }
 
 impl Incoming {
     pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream, bytes: Vec::new(), max_frame_bytes: MAX_FRAME_BYTES }
-    }
-
-    /// The receiving side of a connection from an unknown peer, which may send a small frame only.
-    pub(super) fn from_stranger(stream: TcpStream) -> Self {
-        Self { max_frame_bytes: MAX_HELLO_BYTES, ..Self::new(stream) }
-    }
-
-    /// The peer is a rank: accepts frames of all sizes.
-    pub(super) fn into_known(self) -> Self {
-        Self { max_frame_bytes: MAX_FRAME_BYTES, ..self }
+        Self { stream, input: Input::default() }
     }
 
     /// Receives the next message; `None` if none arrives within `wait`.
@@ -98,26 +193,17 @@ impl Incoming {
     /// # Errors
     /// The connection ended, or the peer violated the protocol.
     pub(super) fn next(&mut self, wait: Duration) -> io::Result<Option<Message>> {
-        self.next_frame(wait)?.map(|frame| decode(&frame)).transpose()
+        self.next_frame(wait, MAX_FRAME_BYTES)?.map(decode).transpose()
     }
 
-    /// Like [`next`](Self::next), for a frame without its length.
-    pub(super) fn next_frame(&mut self, wait: Duration) -> io::Result<Option<Vec<u8>>> {
-        if let Some(frame) = take_frame(&mut self.bytes, self.max_frame_bytes)? {
-            return Ok(Some(frame));
+    /// Like [`next`](Self::next), for a frame of at most `max_bytes`, without its length.
+    pub(super) fn next_frame(&mut self, wait: Duration, max_bytes: usize) -> io::Result<Option<&[u8]>> {
+        if frame_len(&self.input.bytes[self.input.returned..], max_bytes)?.is_none() {
+            // `set_read_timeout` rejects 0.
+            self.stream.set_read_timeout(Some(wait.max(Duration::from_millis(1))))?;
+            self.input.read_from(&mut self.stream, max_bytes)?;
         }
-        // `set_read_timeout` rejects 0.
-        self.stream.set_read_timeout(Some(wait.max(Duration::from_millis(1))))?;
-        let mut chunk = [0; CHUNK_BYTES];
-        match self.stream.read(&mut chunk) {
-            Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection")),
-            Ok(n) => self.bytes.extend(&chunk[..n]),
-            Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted => {}
-                _ => return Err(error),
-            },
-        }
-        take_frame(&mut self.bytes, self.max_frame_bytes)
+        self.input.next_frame(max_bytes)
     }
 }
 
@@ -129,27 +215,74 @@ mod tests {
     #[test]
     fn frames_arrive_in_any_pieces() {
         let messages = [Message::Alive, Message::Welcome { id: vec![7; 300] }, Message::Goodbye];
-        let (mut received, mut buffer) = (Vec::new(), Vec::new());
-        for byte in messages.iter().flat_map(|message| encode(message).unwrap()) {
-            buffer.push(byte);
-            received.extend(
-                take_frame(&mut buffer, MAX_FRAME_BYTES).unwrap().map(|frame| decode::<Message>(&frame).unwrap()),
-            );
+        let bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
+        for piece in 1..bytes.len() {
+            let (mut received, mut input) = (Vec::new(), Input::default());
+            for mut piece in bytes.chunks(piece) {
+                while !piece.is_empty() {
+                    assert!(input.read_from(&mut piece, MAX_FRAME_BYTES).unwrap());
+                }
+                while let Some(frame) = input.next_frame(MAX_FRAME_BYTES).unwrap() {
+                    received.push(decode::<Message>(frame).unwrap());
+                }
+            }
+            assert_eq!(received, messages);
+            assert_eq!(input.returned, input.bytes.len());
         }
-        assert_eq!(received, messages);
-        assert!(buffer.is_empty());
     }
 
     #[test]
     fn oversized_length_is_a_protocol_error() {
         for len in [MAX_FRAME_BYTES as u32 + 1, u32::MAX, u32::from_le_bytes(*b"GET ")] {
-            let error = take_frame(&mut len.to_le_bytes().to_vec(), MAX_FRAME_BYTES).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+            let error = frame_len(&len.to_le_bytes(), MAX_FRAME_BYTES).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidData);
         }
         let largest = (MAX_FRAME_BYTES as u32).to_le_bytes();
-        assert!(take_frame(&mut largest.to_vec(), MAX_FRAME_BYTES).unwrap().is_none());
-        assert!(take_frame(&mut largest.to_vec(), MAX_HELLO_BYTES).is_err());
+        assert!(frame_len(&largest, MAX_FRAME_BYTES).unwrap().is_none());
+        assert!(frame_len(&largest, 64).is_err());
         assert!(encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES] }).is_err());
+        assert!(frame(&[0; MAX_FRAME_BYTES + 1]).is_err());
+    }
+
+    /// A stranger cannot make the coordinator hold more than a frame of the handshake.
+    #[test]
+    fn input_is_bounded_by_the_frame() {
+        let (mut source, mut input) = (io::repeat(1), Input::default());
+        assert!(input.read_from(&mut source, 64).unwrap());
+        assert_eq!(input.bytes.len(), 68);
+        assert!(input.next_frame(64).is_err());
+    }
+
+    /// Accepts some bytes, then no more for now.
+    struct Sink(usize, Vec<u8>);
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let n = bytes.len().min(self.0);
+            self.0 -= n;
+            self.1.extend(&bytes[..n]);
+            if n == 0 { Err(ErrorKind::WouldBlock.into()) } else { Ok(n) }
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn output_is_bounded_and_in_order() {
+        let (mut output, mut sink) = (Output::default(), Sink(0, Vec::new()));
+        output.append(&[1; 10]).unwrap();
+        assert!(!output.write_to(&mut sink).unwrap());
+        sink.0 = 7;
+        assert!(output.write_to(&mut sink).unwrap());
+        output.append(&[2; 5]).unwrap();
+        assert!(!output.write_to(&mut sink).unwrap());
+        sink.0 = 100;
+        assert!(output.write_to(&mut sink).unwrap() && output.is_empty());
+        assert_eq!(sink.1, [[1; 10].to_vec(), [2; 5].to_vec()].concat());
+        output.append(&vec![0; MAX_OUTPUT_BYTES]).unwrap();
+        assert!(output.append(&[0]).is_err());
     }
 
     /// A sequence whose count exceeds its frame's bytes is an error.
@@ -157,7 +290,7 @@ mod tests {
     fn oversized_sequence_is_a_protocol_error() {
         let entries = vec![MeetingEntry::Registration(None)];
         let message = Message::Met { context: 0, number: 0, first: 0, entries };
-        let mut frame = encode(&message).unwrap().split_off(4);
+        let mut frame = encode(&message).unwrap().split_off(LENGTH_BYTES);
         // The last three bytes are the count of entries, 1, and the entry.
         frame.truncate(frame.len() - 3);
         frame.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]);

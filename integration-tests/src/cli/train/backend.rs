@@ -143,7 +143,7 @@ mod tests {
 
     fn rank(local_rank: usize, world_size: usize) -> Ranks {
         let (host, launcher) = ("127.0.0.1".to_owned(), Launcher::Torchrun);
-        Ranks { rank: local_rank, world_size, local_rank, host, port: 1, launcher }
+        Ranks { rank: local_rank, world_size, local_rank, host, port: 1, launcher, one_machine: true, token: None }
     }
 
     #[test]

@@ -90,7 +90,7 @@ mod tests {
     fn host_rank_of_torchrun_is_rejected() {
         let rank = |world_size, launcher| {
             let host = "127.0.0.1".to_owned();
-            Ranks { rank: 0, world_size, local_rank: 0, host, port: 1, launcher }
+            Ranks { rank: 0, world_size, local_rank: 0, host, port: 1, launcher, one_machine: true, token: None }
         };
         for launcher in [Launcher::Torchrun, Launcher::Slurm] {
             let error = check_not_launched(Some(&rank(4, launcher))).unwrap_err();

@@ -1,0 +1,58 @@
+//! Rank 0's file descriptors: one for each rank.
+
+use std::io;
+
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::RendezvousError;
+
+/// Descriptors that the process may open while its ranks join.
+const RESERVE: u64 = 64;
+/// Fewest connections that can wait with their handshake.
+const MIN_PLACES: u64 = 16;
+/// Connections that can wait with their handshake, beside one for each rank.
+const SPARE_PLACES: u64 = 64;
+
+/// Reserves the descriptors for `world_size` ranks: raises the soft limit, up to the hard limit. Returns the number of
+/// connections that may wait with their handshake.
+///
+/// # Errors
+/// [`RendezvousError::Descriptors`]: the hard limit is too low.
+pub(super) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
+    let ranks = world_size as u64;
+    let used = open() + ranks + RESERVE;
+    let wanted = used + ranks + SPARE_PLACES;
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current.is_some_and(|current| current < wanted) {
+        let raised = Some(maximum.map_or(wanted, |maximum| maximum.min(wanted)));
+        // If it fails, the check below decides.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: raised, maximum });
+    }
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    if limit < used + MIN_PLACES {
+        return Err(RendezvousError::Descriptors { needed: used + MIN_PLACES, limit, world_size });
+    }
+    Ok((limit - used).min(ranks + SPARE_PLACES) as usize)
+}
+
+/// The descriptors that are open now.
+fn open() -> u64 {
+    std::fs::read_dir("/dev/fd").map_or(0, |entries| entries.count() as u64)
+}
+
+/// If `error` means that no descriptor was left, the error of the rendezvous.
+pub(super) fn exhausted(error: &io::Error, world_size: usize) -> Option<RendezvousError> {
+    match Errno::from_io_error(error)? {
+        Errno::MFILE => {
+            let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+            let needed = limit.saturating_add(world_size as u64 + RESERVE);
+            Some(RendezvousError::Descriptors { needed, limit, world_size })
+        }
+        Errno::NFILE => {
+            let message = "rank 0's machine has no file descriptor left (ENFILE); raise `sysctl fs.file-max`";
+            Some(RendezvousError::System { message: message.to_owned() })
+        }
+        _ => None,
+    }
+}
