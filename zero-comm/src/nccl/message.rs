@@ -118,7 +118,7 @@ mod tests {
                 4 => RendezvousError::Died { rank },
                 5 => {
                     RendezvousError::Missing { ranks: vec![rank, got], world_size: expected, limit, strangers: rank }
-                },
+                }
                 _ => RendezvousError::Broken { message },
             },
         )

@@ -136,7 +136,9 @@ pub(super) fn start(listener: std::net::TcpListener, options: Options) -> Result
     };
     let builder = std::thread::Builder::new().name("zero coordinator".to_owned());
     builder.spawn(move || server.run()).map_err(|e| RendezvousError::System {
-        message: format!("failed to start the coordinator's thread: {e}; check `ulimit -u` and the container's limit"),
+        message: format!(
+            "failed to start the coordinator's thread: {e}; check `ulimit -u` and the container's limit"
+        ),
     })?;
     Ok(())
 }
@@ -359,7 +361,8 @@ impl Server {
             return;
         }
         let limit = self.options.limit;
-        for (rank, peer) in self.peers.iter_mut().enumerate().filter_map(|(rank, peer)| Some((rank, peer.as_mut()?))) {
+        for (rank, peer) in self.peers.iter_mut().enumerate().filter_map(|(rank, peer)| Some((rank, peer.as_mut()?)))
+        {
             if std::mem::take(&mut peer.heard) {
                 peer.silence = silence_limit(limit);
             }

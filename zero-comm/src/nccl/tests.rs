@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use zero_alloc::device::DeviceError;
 
-use super::Ranks;
 use super::abort::AbortCompletion;
-use super::message::{Hello, Message, VERSION};
+use super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
+use super::message::Message;
 use super::rendezvous::Joined;
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
-use super::wire::{Incoming, send};
+use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
 use super::world::{Transport, World};
+use super::{Ranks, Token};
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
@@ -52,6 +53,22 @@ fn connect(port: u16) -> TcpStream {
     }
 }
 
+/// Sends a first frame without waiting for the answer; returns it.
+fn send_hello(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Vec<u8> {
+    let hello = key.hello(hello).unwrap();
+    stream.write_all(&frame(&hello).unwrap()).unwrap();
+    hello
+}
+
+/// Passes the handshake as `hello`.
+fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incoming {
+    let mut incoming = Incoming::new(stream.try_clone().unwrap());
+    let hello = send_hello(stream, key, hello);
+    let challenge = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
+    stream.write_all(&frame(&key.answer(&hello, challenge).unwrap()).unwrap()).unwrap();
+    incoming
+}
+
 #[test]
 fn all_ranks_receive_the_id() {
     for joined in on_ranks(5, |ranks| {
@@ -65,11 +82,7 @@ fn all_ranks_receive_the_id() {
 
 #[test]
 fn differing_hello_is_refused_on_all_ranks() {
-    let hello = |rank, version, world_size, library| {
-        let mut hello = Hello::new(rank, world_size, library);
-        hello.preamble.version = version;
-        hello
-    };
+    let hello = |rank, version, world_size, library| Hello { version, rank, world_size, library };
     let cases = [
         (
             hello(1, VERSION + 1, 2, LIBRARY),
@@ -84,8 +97,7 @@ fn differing_hello_is_refused_on_all_ranks() {
         let port = free_port();
         let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 2, port), LONG)));
         let stream = connect(port);
-        send(&stream, &[hello]).unwrap();
-        let answer = Incoming::new(stream).next(LONG).unwrap();
+        let answer = greet(&stream, &Key::new(None), &hello).next(LONG).unwrap();
         assert_eq!(answer, Some(Message::Refused { error: expected.clone() }));
         assert_eq!(first.join().unwrap(), expected);
     }
@@ -119,7 +131,7 @@ fn late_strangers_do_not_end_the_world() {
         let rank = Rank::start(&ranks, LONG);
         let bad = [Hello::new(1, 2, LIBRARY), Hello::new(7, 9, LIBRARY), Hello::new(0, 2, LIBRARY + 1)];
         for (stranger, hello) in strangers.iter().zip(bad) {
-            send(stranger, &[hello]).unwrap();
+            send_hello(stranger, &Key::new(None), &hello);
         }
         for stranger in strangers.iter().skip(bad.len()) {
             let mut stranger = stranger;
@@ -127,7 +139,9 @@ fn late_strangers_do_not_end_the_world() {
         }
         // The coordinator closes them.
         for stranger in strangers {
-            assert!(Incoming::new(stranger).next_frame(LONG).is_err());
+            let mut incoming = Incoming::new(stranger);
+            while incoming.next_frame(LONG, MAX_FRAME_BYTES).is_ok_and(|frame| frame.is_some()) {}
+            assert!(incoming.next_frame(LONG, MAX_FRAME_BYTES).is_err());
         }
         rank.call(8, Ok(true), Ok(true));
         while rank.world.under_way(0) > 0 {
@@ -144,7 +158,7 @@ fn late_strangers_do_not_end_the_world() {
 #[test]
 fn missing_ranks_are_named() {
     let refused = refusal(join_as(&ranks(0, 3, free_port()), SHORT));
-    let RendezvousError::Missing { ranks, world_size: 3, limit: SHORT } = refused else { panic!("{refused}") };
+    let RendezvousError::Missing { ranks, world_size: 3, .. } = refused else { panic!("{refused}") };
     assert!(ranks.ends_with(&[1, 2]), "{ranks:?}");
 }
 
@@ -153,7 +167,7 @@ fn rank_that_ends_during_rendezvous_is_named() {
     let port = free_port();
     let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 3, port), LONG)));
     let stream = connect(port);
-    send(&stream, &[Hello::new(2, 3, LIBRARY)]).unwrap();
+    greet(&stream, &Key::new(None), &Hello::new(2, 3, LIBRARY));
     drop(stream);
     assert_eq!(first.join().unwrap(), RendezvousError::Died { rank: 2 });
 }
@@ -172,9 +186,13 @@ fn unusable_addresses_are_errors() {
         matches!(&refused, RendezvousError::Unreachable { rank: 1, address: a, .. } if *a == address),
         "{refused}"
     );
-    let unknown = |rank| Ranks { host: "no-such-host.invalid".to_owned(), ..ranks(rank, 2, port) };
-    assert!(matches!(refusal(join_as(&unknown(1), SHORT)), RendezvousError::Unreachable { .. }));
-    assert!(matches!(refusal(join_as(&unknown(0), SHORT)), RendezvousError::Listen { .. }));
+    let unknown = Ranks {
+        host: "no-such-host.invalid".to_owned(),
+        one_machine: false,
+        token: Some(Token::new("none").unwrap()),
+        ..ranks(1, 2, port)
+    };
+    assert!(matches!(refusal(join_as(&unknown, SHORT)), RendezvousError::Unreachable { .. }));
 }
 
 /// A transport whose abort completes only after another's abort, as if its collective waited behind the other's.
@@ -313,7 +331,10 @@ fn end_of_rank_0_ends_the_other_ranks() {
             // A coordinator that welcomes a rank and ends.
             let listener = TcpListener::bind(("127.0.0.1", ranks.port)).unwrap();
             let (stream, _) = listener.accept().unwrap();
-            Incoming::new(stream.try_clone().unwrap()).next_frame(LONG).unwrap().unwrap();
+            let (key, mut incoming) = (Key::new(None), Incoming::new(stream.try_clone().unwrap()));
+            let hello = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
+            (&stream).write_all(&frame(&key.challenge(hello).unwrap().0).unwrap()).unwrap();
+            incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
             send(&stream, &[Message::Welcome { id: vec![1] }]).unwrap();
             return None;
         }
