@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use zero_alloc::device::{AnySlice, DType};
+#[cfg(doc)]
+use zero_alloc::device::DeviceError;
+use zero_alloc::device::{AnySlice, DType, DeviceId};
 
 use crate::{Collective, CommError, ReduceOp, Traffic};
 
@@ -120,13 +122,16 @@ pub struct Checked {
 }
 
 impl Checked {
-    /// Checks that the call was checked for `group`: its buffers have the lengths of that group only.
+    /// Checks that a communicator can run the call: it was checked for this `group`, since its buffers have the
+    /// lengths of that group only, and its buffers are in memory of `device`. Every back end calls this first.
     ///
     /// # Errors
-    /// [`CommError::AnotherGroup`].
-    pub fn check_group(&self, group: Group) -> Result<(), CommError> {
+    /// [`CommError::AnotherGroup`], [`DeviceError::AnotherDevice`].
+    pub fn check(&self, group: Group, device: DeviceId) -> Result<(), CommError> {
         if self.group == group {
-            return Ok(());
+            let what = self.call.collective.name();
+            self.send.check_device(what, device)?;
+            return Ok(self.recv.check_device(what, device)?);
         }
         let (collective, checked) = (self.call.collective, self.group);
         Err(CommError::AnotherGroup {
@@ -250,7 +255,7 @@ impl Group {
     /// A barrier, which needs no check.
     pub fn barrier(self) -> Checked {
         // SAFETY: an empty slice is never dereferenced, so its pointer may be null.
-        let none = unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8) };
+        let none = unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8, DeviceId::HOST) };
         let (collective, segments) = (Collective::Barrier, Segments::Even(0));
         let call = Call { collective, op: None, dtype: DType::U8, segments, root: None, control: false };
         Checked { group: self, call, send: none, recv: none }

@@ -10,7 +10,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use half::{bf16, f16};
-use zero_alloc::device::{AnySlice, DType, Device, Element};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Element};
 use zero_alloc::{Block, Pool, Purpose};
 
 use crate::call::{Group, Segments, balanced_range};
@@ -379,6 +379,27 @@ fn refuses_calls_of_other_groups<D: Device>(comm: &dyn Communicator<D>, stream: 
     Ok(())
 }
 
+/// Memory that the communicator's device cannot access.
+fn refuses_memory_of_other_devices<D: Device>(comm: &dyn Communicator<D>, stream: &D::Stream) -> Outcome {
+    let (device, n) = (DeviceId::new(DeviceKind::Simulated), comm.world_size());
+    // SAFETY: the calls are refused, so nothing accesses it.
+    let slice =
+        |len| unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(4096), len, DType::U8, device) };
+    let (send, recv) = (slice(n), slice(1));
+    for refused in [
+        comm.reduce_scatter(stream, send, recv, ReduceOp::Sum),
+        comm.all_gather(stream, recv, send),
+        comm.all_reduce(stream, send, send, ReduceOp::Sum),
+        comm.broadcast(stream, send, 0),
+    ] {
+        match refused {
+            Err(CommError::Device(DeviceError::AnotherDevice { got, .. })) if got == device => {}
+            other => return Err(format!("memory of another device: expected an error, got {other:?}")),
+        }
+    }
+    Ok(())
+}
+
 /// Runs `plan.cases` random calls on `comm`, then a quarter as many on each of three splits of it. All ranks call it
 /// with the same plan.
 ///
@@ -386,6 +407,7 @@ fn refuses_calls_of_other_groups<D: Device>(comm: &dyn Communicator<D>, stream: 
 /// The first difference from the reference, or the first error of a call, with case, rank and shape.
 pub fn check<D: Device>(device: &D, comm: &dyn Communicator<D>, stream: &D::Stream, plan: Plan) -> Outcome {
     refuses_calls_of_other_groups(comm, stream)?;
+    refuses_memory_of_other_devices(comm, stream)?;
     let pool = Pool::new(device.clone(), usize::MAX);
     check_all(&Rank { comm, pool: pool.clone(), stream, plan })?;
     let (rank, n) = (comm.rank(), comm.world_size());

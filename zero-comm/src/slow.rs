@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use zero_alloc::device::DeviceId;
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
@@ -50,7 +51,7 @@ impl Communicator<HostDevice> for SlowComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
-        checked.check_group(self.group())?;
+        checked.check(self.group(), DeviceId::HOST)?;
         let mut traffic = Traffic::default();
         self.group().count(checked.call(), &mut traffic);
         let time = self.link.time(traffic.total_bytes());

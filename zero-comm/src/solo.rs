@@ -34,7 +34,7 @@ impl<D: Device> Communicator<D> for Solo<D> {
     }
 
     fn enqueue(&self, stream: &D::Stream, checked: Checked) -> Result<(), CommError> {
-        checked.check_group(self.group())?;
+        checked.check(self.group(), self.device.id())?;
         if let Some(failure) = self.failure() {
             return Err(failure);
         }

@@ -22,9 +22,9 @@ struct Tensor {
 impl Tensor {
     /// # Safety
     /// The memory holds `elems` values of `T` on the device while launches use it, and streams order the accesses.
-    unsafe fn view<T>(self) -> DeviceSlice<T> {
+    unsafe fn view<T>(self, device: &CudaDevice) -> DeviceSlice<T> {
         // SAFETY: the caller guarantees memory and order.
-        unsafe { DeviceSlice::from_raw_parts(self.pointer.cast(), self.elems) }
+        unsafe { DeviceSlice::from_raw_parts(self.pointer.cast(), self.elems, device.id()) }
     }
 }
 
@@ -43,11 +43,12 @@ unsafe fn fused_step(
     // SAFETY: the caller passes a stream of the device.
     let stream = unsafe { interop::stream_from_raw(device, stream, "framework") }?;
     // SAFETY: the caller guarantees the memory of each tensor, with these types.
-    let [master, first_moment, second_moment] = [master, first_moment, second_moment].map(|t| unsafe { t.view() });
+    let [master, first_moment, second_moment] =
+        [master, first_moment, second_moment].map(|t| unsafe { t.view(device) });
     // SAFETY: as above.
-    let [grad, param] = [grad, param].map(|t| unsafe { t.view::<half::bf16>() }.erase());
+    let [grad, param] = [grad, param].map(|t| unsafe { t.view::<half::bf16>(device) }.erase());
     // SAFETY: as above.
-    let scalars = unsafe { scalars.view::<StepScalars>() };
+    let scalars = unsafe { scalars.view::<StepScalars>(device) };
     let args = AdamArgs { master, first_moment, second_moment, grad, param_out: Some(param), scalars, hyper: HYPER };
     kernels.adam(&stream, args)
 }
@@ -81,7 +82,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for image in images {
         let memory = device.allocate(image.len())?;
         // SAFETY: allocated above with this size.
-        let bytes = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), image.len(), DType::U8) };
+        let bytes = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), image.len(), DType::U8, device.id()) };
         device.upload(&framework_stream, image, bytes, limit)?;
         tensors.push((memory, bytes));
     }

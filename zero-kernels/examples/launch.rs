@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, Device, DeviceSlice, Element, Stream};
+use zero_alloc::device::{AnySlice, Device, DeviceId, DeviceSlice, Element, Stream};
 use zero_alloc::host::HostDevice;
 use zero_kernels::host::HostKernels;
 use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, StepScalars};
@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 fn typed<T>(memory: &mut [T]) -> DeviceSlice<T> {
     // SAFETY: main keeps its memory until the stream is drained, and uses one stream.
-    unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len()) }
+    unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len(), DeviceId::HOST) }
 }
 
 fn any<T: Element>(memory: &mut [T]) -> AnySlice {

@@ -1,7 +1,7 @@
-//! The argument checks of every launch, on any device: lengths, alignment, overlap. Dtypes are checked when a kernel
-//! is selected.
+//! The argument checks of every launch, on any device: lengths, device, alignment, overlap. Dtypes are checked when a
+//! kernel is selected.
 
-use zero_alloc::device::{AnySlice, DeviceSlice};
+use zero_alloc::device::{AnySlice, DeviceError, DeviceId, DeviceSlice};
 
 use crate::step::RankStats;
 use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, RemainderArgs};
@@ -15,6 +15,7 @@ pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Resul
 struct Extent {
     what: &'static str,
     elems: usize,
+    device: DeviceId,
     start: usize,
     end: usize,
     align_bytes: usize,
@@ -23,13 +24,14 @@ struct Extent {
 impl Extent {
     fn any(what: &'static str, slice: AnySlice) -> Self {
         let (start, align_bytes) = (slice.as_ptr() as usize, slice.dtype().size_bytes());
-        Self { what, elems: slice.len(), start, end: start.saturating_add(slice.len_bytes()), align_bytes }
+        let end = start.saturating_add(slice.len_bytes());
+        Self { what, elems: slice.len(), device: slice.device(), start, end, align_bytes }
     }
 
     fn typed<T>(what: &'static str, slice: DeviceSlice<T>) -> Self {
         let (start, elems) = (slice.as_ptr() as usize, slice.len());
         let end = start.saturating_add(elems.saturating_mul(size_of::<T>()));
-        Self { what, elems, start, end, align_bytes: align_of::<T>() }
+        Self { what, elems, device: slice.device(), start, end, align_bytes: align_of::<T>() }
     }
 
     fn has(&self, elems: usize) -> Result<(), KernelError> {
@@ -41,9 +43,13 @@ impl Extent {
     }
 }
 
-/// Rejects misaligned arguments, and written arguments that overlap another: the host makes `&mut` slices of them.
-fn check_extents(written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
+/// Rejects arguments in memory that `device` cannot access, misaligned ones, and written ones that overlap another: the
+/// host makes `&mut` slices of them.
+fn check_extents(device: DeviceId, written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
     for e in written.iter().chain(read) {
+        if !device.accesses(e.device) && e.elems > 0 {
+            return Err(DeviceError::AnotherDevice { what: e.what, expected: device, got: e.device }.into());
+        }
         if e.start < e.end && !e.start.is_multiple_of(e.align_bytes) {
             let Extent { what, start: address, align_bytes, .. } = *e;
             return Err(KernelError::Misaligned { what, address, align_bytes });
@@ -59,7 +65,7 @@ fn check_extents(written: &[Extent], read: &[Extent]) -> Result<(), KernelError>
     Ok(())
 }
 
-pub(crate) fn adam(args: &AdamArgs) -> Result<(), KernelError> {
+pub(crate) fn adam(device: DeviceId, args: &AdamArgs) -> Result<(), KernelError> {
     let master = Extent::typed("adam: master", args.master);
     let param_out = args.param_out.map_or(master, |param| Extent::any("adam: param_out", param));
     let written = [
@@ -72,10 +78,10 @@ pub(crate) fn adam(args: &AdamArgs) -> Result<(), KernelError> {
     let read = [Extent::any("adam: grad", args.grad), Extent::typed("adam: scalars", args.scalars)];
     written.iter().chain(&read[..1]).try_for_each(|e| e.has(master.elems))?;
     read[1].has(1)?;
-    check_extents(written, &read)
+    check_extents(device, written, &read)
 }
 
-pub(crate) fn adam_remainder(args: &RemainderArgs) -> Result<(), KernelError> {
+pub(crate) fn adam_remainder(device: DeviceId, args: &RemainderArgs) -> Result<(), KernelError> {
     let written = [
         Extent::typed("adam_remainder: param", args.param),
         Extent::typed("adam_remainder: remainder", args.remainder),
@@ -86,20 +92,21 @@ pub(crate) fn adam_remainder(args: &RemainderArgs) -> Result<(), KernelError> {
         [Extent::any("adam_remainder: grad", args.grad), Extent::typed("adam_remainder: scalars", args.scalars)];
     written.iter().chain(&read[..1]).try_for_each(|e| e.has(args.param.len()))?;
     read[1].has(1)?;
-    check_extents(&written, &read)
+    check_extents(device, &written, &read)
 }
 
-pub(crate) fn cast(src: AnySlice, dst: AnySlice) -> Result<(), KernelError> {
+pub(crate) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice) -> Result<(), KernelError> {
     same_len("cast: dst", src.len(), dst.len())?;
-    check_extents(&[Extent::any("cast: dst", dst)], &[Extent::any("cast: src", src)])
+    check_extents(device, &[Extent::any("cast: dst", dst)], &[Extent::any("cast: src", src)])
 }
 
-pub(crate) fn accumulate(grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
+pub(crate) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
     same_len("accumulate: acc", grad.len(), acc.len())?;
-    check_extents(&[Extent::typed("accumulate: acc", acc)], &[Extent::any("accumulate: grad", grad)])
+    check_extents(device, &[Extent::typed("accumulate: acc", acc)], &[Extent::any("accumulate: grad", grad)])
 }
 
 pub(crate) fn grad_stats(
+    device: DeviceId,
     grad: AnySlice,
     scratch: DeviceSlice<f64>,
     scratch_elems: usize,
@@ -108,10 +115,11 @@ pub(crate) fn grad_stats(
     let written = [Extent::typed("grad_stats: out", out), Extent::typed("grad_stats: scratch", scratch)];
     written[0].has(1)?;
     written[1].has_at_least(scratch_elems)?;
-    check_extents(&written, &[Extent::any("grad_stats: grad", grad)])
+    check_extents(device, &written, &[Extent::any("grad_stats: grad", grad)])
 }
 
 pub(crate) fn rank_stats(
+    device: DeviceId,
     units: DeviceSlice<GradStats>,
     loss: DeviceSlice<f64>,
     flags: DeviceSlice<u64>,
@@ -124,10 +132,10 @@ pub(crate) fn rank_stats(
         Extent::typed("rank_stats: units", units),
     ];
     read[..2].iter().chain(&written).try_for_each(|e| e.has(1))?;
-    check_extents(&written, &read)
+    check_extents(device, &written, &read)
 }
 
-pub(crate) fn advance_step(args: &AdvanceArgs) -> Result<(), KernelError> {
+pub(crate) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<(), KernelError> {
     let written = [
         Extent::typed("advance_step: state", args.state),
         Extent::typed("advance_step: scalars", args.scalars),
@@ -142,5 +150,5 @@ pub(crate) fn advance_step(args: &AdvanceArgs) -> Result<(), KernelError> {
     read[1].has(1)?;
     written[..2].iter().try_for_each(|e| e.has(1))?;
     written[2].has_at_least(1)?;
-    check_extents(&written, &read)
+    check_extents(device, &written, &read)
 }

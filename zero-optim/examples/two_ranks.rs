@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
 use zero_kernels::host::HostKernels;
 use zero_optim::{GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW, UnitSlices};
@@ -64,5 +64,5 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 fn one(x: &mut f32) -> AnySlice {
     // SAFETY: main's arrays outlive each step's work, which one stream orders.
-    unsafe { DeviceSlice::from_raw_parts(x, 1) }.erase()
+    unsafe { DeviceSlice::from_raw_parts(x, 1, DeviceId::HOST) }.erase()
 }

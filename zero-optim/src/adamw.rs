@@ -289,13 +289,17 @@ impl<D: Device> ShardedAdamW<D> {
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
         // SAFETY: the block has the size and alignment of a `StepScalars`, and is freed only after the stream
         // recorded by the drop of `self`.
-        unsafe { DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1) }
+        unsafe {
+            DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1, self.device.id())
+        }
     }
 
     pub(crate) fn stats_slice(&self) -> DeviceSlice<GradStats> {
         // SAFETY: the block has the size and alignment of a `GradStats` per unit, and is freed only after the stream
         // recorded by the drop of `self`.
-        unsafe { DeviceSlice::from_raw_parts(view(&self.stats).as_ptr().cast(), self.segments.len()) }
+        unsafe {
+            DeviceSlice::from_raw_parts(view(&self.stats).as_ptr().cast(), self.segments.len(), self.device.id())
+        }
     }
 
     pub(crate) fn check_units(&self, units: &[UnitSlices]) -> Result<(), OptimError> {

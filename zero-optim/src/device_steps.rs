@@ -94,7 +94,7 @@ fn values<D: Device, T>(block: &Block<D>, word: usize, len: usize) -> DeviceSlic
     let words = view(block).slice(word..word + len * size_of::<T>() / WORD_BYTES);
     // SAFETY: the words have the size and alignment of the values; the block is freed only after the streams that the
     // drop of the optimizer records.
-    unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len) }
+    unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len, words.device()) }
 }
 
 impl<D: Device> DeviceSteps<D> {
@@ -135,7 +135,9 @@ impl<D: Device> DeviceSteps<D> {
 
 fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
     // SAFETY: the same memory, as bytes.
-    unsafe { AnySlice::from_raw_parts(slice.as_ptr().cast(), slice.len() * size_of::<T>(), DType::U8) }
+    unsafe {
+        AnySlice::from_raw_parts(slice.as_ptr().cast(), slice.len() * size_of::<T>(), DType::U8, slice.device())
+    }
 }
 
 impl<D: Device> ShardedAdamW<D> {
@@ -190,7 +192,7 @@ impl<D: Device> ShardedAdamW<D> {
         let state = self.prepared()?.state();
         const { assert!(std::mem::offset_of!(StepState, loss_scale) == 0) };
         // SAFETY: the first field of the state.
-        Ok(unsafe { DeviceSlice::from_raw_parts(state.as_ptr().cast(), 1) })
+        Ok(unsafe { DeviceSlice::from_raw_parts(state.as_ptr().cast(), 1, state.device()) })
     }
 
     /// Enqueues combining the results of [`Self::enqueue_stats`] with `loss` and `flags`, which are read in stream

@@ -103,20 +103,21 @@ fn pieces(group: &SubGroup, max_elems: usize) -> impl Iterator<Item = SubGroup> 
 
 /// `a` and `b` as one slice, if `b` starts at the end of `a` and has its dtype.
 fn joined(a: AnySlice, b: AnySlice) -> Option<AnySlice> {
-    let adjacent = a.as_ptr().wrapping_add(a.len_bytes()) == b.as_ptr() && a.dtype() == b.dtype();
+    let adjacent =
+        a.as_ptr().wrapping_add(a.len_bytes()) == b.as_ptr() && a.dtype() == b.dtype() && a.device() == b.device();
     // SAFETY: the creators of both slices guarantee that their memory is valid and accesses are ordered.
-    adjacent.then(|| unsafe { AnySlice::from_raw_parts(a.as_ptr(), a.len() + b.len(), a.dtype()) })
+    adjacent.then(|| unsafe { AnySlice::from_raw_parts(a.as_ptr(), a.len() + b.len(), a.dtype(), a.device()) })
 }
 
 #[cfg(test)]
 mod tests {
-    use zero_alloc::device::DType;
+    use zero_alloc::device::{DType, DeviceId};
 
     use super::*;
 
     fn slice(at: usize, len: usize, dtype: DType) -> AnySlice {
         // SAFETY: never accessed.
-        unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(at), len, dtype) }
+        unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(at), len, dtype, DeviceId::HOST) }
     }
 
     #[test]

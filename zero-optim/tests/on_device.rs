@@ -173,7 +173,8 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         // SAFETY: the rank's own block, used on the one stream.
         let loss = unsafe { rank.loss.typed::<f64>() }?;
         // SAFETY: as above; eight bytes at the start of a block.
-        let flags = unsafe { DeviceSlice::from_raw_parts(view(&rank.flags).as_ptr().cast(), 1) };
+        let flags =
+            unsafe { DeviceSlice::from_raw_parts(view(&rank.flags).as_ptr().cast(), 1, view(&rank.flags).device()) };
         rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
         stats.push(rank.optim.enqueue_rank_stats(&rig.stream, loss, flags)?);
     }

@@ -47,13 +47,13 @@ impl Buffer {
 
     fn all(&self) -> AnySlice {
         // SAFETY: the buffer's own memory, used on one stream, which is drained before the buffer is dropped.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8, self.device.id()) }
     }
 
     fn typed<T>(&self, len: usize) -> DeviceSlice<T> {
         assert!(len * size_of::<T>() <= self.bytes);
         // SAFETY: as for `all`; the driver aligns to 256 bytes.
-        unsafe { DeviceSlice::from_raw_parts(self.ptr.as_ptr().cast(), len) }
+        unsafe { DeviceSlice::from_raw_parts(self.ptr.as_ptr().cast(), len, self.device.id()) }
     }
 }
 
@@ -156,7 +156,7 @@ impl Shard {
     fn control<T>(&self, nth: usize) -> DeviceSlice<T> {
         let place = self.control.all().slice(nth * 256..nth * 256 + size_of::<T>());
         // SAFETY: the shard's own memory, aligned to 256 bytes.
-        unsafe { DeviceSlice::from_raw_parts(place.as_ptr().cast(), 1) }
+        unsafe { DeviceSlice::from_raw_parts(place.as_ptr().cast(), 1, place.device()) }
     }
 
     /// Uploads the state before the first step.

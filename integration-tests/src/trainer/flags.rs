@@ -66,10 +66,12 @@ impl<'a, D: Device> Flags<'a, D> {
         // SAFETY: only the compute stream uses the block; the drop records that stream.
         let device = unsafe { self.device.slice() };
         // SAFETY: allocated with this length, until the drop of `Flags` has waited for the copy.
-        let host = unsafe { AnySlice::from_raw_parts(self.host.as_ptr().cast(), BYTES, DType::U8) };
+        let host = unsafe {
+            AnySlice::from_raw_parts(self.host.as_ptr().cast(), BYTES, DType::U8, self.rank.host.memory.id())
+        };
         self.rank.pool.device().copy(compute, host, device)?;
         // SAFETY: eight bytes at the start of a block, which is aligned for them.
-        Ok(unsafe { DeviceSlice::from_raw_parts(device.as_ptr().cast(), 1) })
+        Ok(unsafe { DeviceSlice::from_raw_parts(device.as_ptr().cast(), 1, device.device()) })
     }
 }
 

@@ -71,14 +71,14 @@ impl Gpu {
     pub(crate) fn words(&self, values: &[u32]) -> DeviceSlice<u32> {
         let bytes = self.bytes(bytemuck::cast_slice(values), values.len() * 4, DType::U8);
         // SAFETY: the length of `values`, at the start of a block; held as above.
-        unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), values.len()) }
+        unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), values.len(), bytes.device()) }
     }
 
     /// One fp64.
     pub(crate) fn double(&self, value: f64) -> DeviceSlice<f64> {
         let bytes = self.bytes(&value.to_le_bytes(), 8, DType::U8);
         // SAFETY: eight bytes at the start of a block; held as above.
-        unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), 1) }
+        unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), 1, bytes.device()) }
     }
 
     pub(crate) fn get(&self, slice: AnySlice) -> Vec<f32> {

@@ -10,7 +10,7 @@ use integration_tests::model::gpt2::cuda::CudaGpt2;
 use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
 use integration_tests::ops::Threads;
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element};
 use zero_alloc::host::HostDevice;
 
 use crate::gpu::{Gpu, LIMIT};
@@ -129,7 +129,7 @@ pub(crate) fn by_name(gradients: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
 /// A slice of a vector that outlives all uses in its function.
 fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
     // SAFETY: the vectors live to the end of the function, which drains the stream before it reads them.
-    unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len()) }
+    unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len(), DeviceId::HOST) }
 }
 
 /// Loss and gradients of a step of these micro-batches on the host.

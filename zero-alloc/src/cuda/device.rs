@@ -12,7 +12,9 @@ use super::driver::{Code, Context, Driver, Pages, Queue, Shareable};
 use super::poll::Deadline;
 use super::staging::Staging;
 use super::{CudaEvent, CudaStream, Module};
-use crate::device::{AnySlice, Device, DeviceError, DeviceKind, Memory, VirtualMemory, check_copy, same_len};
+use crate::device::{
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, VirtualMemory, check_copy, same_len,
+};
 use crate::planner::CostModel;
 use crate::timeline::Timeline;
 
@@ -128,8 +130,10 @@ impl CudaDevice {
     /// The allocation that contains `memory`, as its first address and its size in bytes.
     ///
     /// # Errors
-    /// `memory` spans several allocations, or other processes cannot open the allocation, or the driver failed.
+    /// `memory` is of another device or spans several allocations, or other processes cannot open the allocation, or
+    /// the driver failed.
     pub fn shareable_allocation(&self, memory: AnySlice) -> Result<(*mut u8, usize), DeviceError> {
+        memory.check_device("shareable_allocation", self.id())?;
         self.context().shareable(memory.as_ptr(), memory.len_bytes())
     }
 
@@ -193,6 +197,10 @@ impl CudaDevice {
 
 // SAFETY: the driver's allocations have no other owner and at least this alignment.
 unsafe impl Memory for CudaDevice {
+    fn id(&self) -> DeviceId {
+        self.shared.context.id()
+    }
+
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         match &self.kind {
             Kind::Shareable(shareable) => shareable.allocate(bytes),
@@ -242,15 +250,22 @@ unsafe impl Device for CudaDevice {
     /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory.
     fn copy(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
+        for (what, slice) in [("copy, source", src), ("copy, destination", dst)] {
+            if slice.device() != DeviceId::PINNED {
+                slice.check_device(what, self.id())?;
+            }
+        }
         stream.labelled("copy", || stream.queue().copy(src, dst))
     }
 
     fn fill_zero(&self, stream: &CudaStream, dst: AnySlice) -> Result<(), DeviceError> {
+        dst.check_device("fill_zero", self.id())?;
         stream.labelled("fill_zero", || stream.queue().fill_zero(dst))
     }
 
     fn upload(&self, stream: &CudaStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
+        dst.check_device("upload", self.id())?;
         stream.refuse_in_capture("upload")?;
         let deadline = Deadline::after(limit);
         stream.labelled("upload", || self.shared.staging.upload(stream, src, dst.bytes(), deadline))?;
@@ -265,6 +280,7 @@ unsafe impl Device for CudaDevice {
         limit: Duration,
     ) -> Result<(), DeviceError> {
         same_len("download", src.len_bytes(), dst.len())?;
+        src.check_device("download", self.id())?;
         stream.refuse_in_capture("download")?;
         let deadline = Deadline::after(limit);
         stream.labelled("download", || self.shared.staging.download(stream, src.bytes(), dst, deadline))?;

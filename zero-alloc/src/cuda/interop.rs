@@ -5,7 +5,7 @@
 //! pointers.
 //! ```no_run
 //! use zero_alloc::cuda::{CudaDevice, interop};
-//! use zero_alloc::device::{Device, DeviceError, DeviceSlice};
+//! use zero_alloc::device::{Device, DeviceError, DeviceSlice, Memory};
 //!
 //! /// # Safety
 //! /// `grads` are `len` floats on the device, and `stream` is a stream of its primary context; both outlive this.
@@ -14,7 +14,7 @@
 //!     // SAFETY: the caller's promise.
 //!     let stream = unsafe { interop::stream_from_raw(&device, stream, "framework") }?;
 //!     // SAFETY: the caller's promise.
-//!     let grads = unsafe { DeviceSlice::from_raw_parts(grads, len) };
+//!     let grads = unsafe { DeviceSlice::from_raw_parts(grads, len, device.id()) };
 //!     device.fill_zero(&stream, grads.erase())
 //! }
 //! ```

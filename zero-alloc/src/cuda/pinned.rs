@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::CudaDevice;
 use super::driver::Context;
-use crate::device::{DeviceError, Memory};
+use crate::device::{DeviceError, DeviceId, Memory};
 
 /// The alignment that CUDA guarantees for all its allocations, in bytes.
 const ALIGN_BYTES: usize = 256;
@@ -32,6 +32,10 @@ impl PinnedMemory {
 
 // SAFETY: the driver's allocations have no other owner; `allocate` checks their alignment.
 unsafe impl Memory for PinnedMemory {
+    fn id(&self) -> DeviceId {
+        DeviceId::PINNED
+    }
+
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let ptr = self.0.allocate_pinned(bytes)?;
         let at = ptr.addr().get();

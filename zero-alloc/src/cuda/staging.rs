@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::CudaStream;
 use super::driver::{Context, Point};
 use super::poll::Deadline;
-use crate::device::{AnySlice, DType, DeviceError, Stream};
+use crate::device::{AnySlice, DType, DeviceError, DeviceId, Stream};
 
 /// Large enough to make the cost of starting a copy negligible.
 const BUFFER_BYTES: usize = 4 << 20;
@@ -56,7 +56,7 @@ impl Buffer {
     /// The first bytes as a slice for the driver.
     fn slice(&self, bytes: usize) -> AnySlice {
         // SAFETY: at most BUFFER_BYTES, freed only when the buffer's point is reached; one user at a time.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), bytes, DType::U8) }
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), bytes, DType::U8, DeviceId::PINNED) }
     }
 }
 

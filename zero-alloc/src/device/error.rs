@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use super::DType;
+use super::{DType, DeviceId};
 
 /// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its first error
 /// repeatedly.
@@ -42,6 +42,18 @@ pub enum DeviceError {
         expected: DType,
         /// Type passed.
         got: DType,
+    },
+    /// An operation's slice is in memory that the operation cannot access.
+    #[error(
+        "{what}: the slice is in memory of {got}, which operations of {expected} cannot access; pass memory of {expected}, or transfer the contents with `download` and `upload`"
+    )]
+    AnotherDevice {
+        /// The operation and argument.
+        what: &'static str,
+        /// The device that runs the operation.
+        expected: DeviceId,
+        /// The slice's memory.
+        got: DeviceId,
     },
     /// Source and destination of a copy overlap.
     #[error("copy of {bytes} bytes: source and destination overlap")]

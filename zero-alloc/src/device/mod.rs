@@ -17,6 +17,7 @@
 
 mod dtype;
 mod error;
+mod id;
 mod slice;
 mod virtual_memory;
 pub(crate) mod watch;
@@ -31,6 +32,7 @@ use crate::planner::CostModel;
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
 pub(crate) use error::{run_named, same_len};
+pub use id::DeviceId;
 pub(crate) use slice::check_copy;
 pub use slice::{AnySlice, DeviceSlice};
 pub use virtual_memory::{Page, VirtualMemory};
@@ -52,8 +54,12 @@ pub enum DeviceKind {
 /// # Safety
 /// `allocate` returns `bytes` bytes, aligned to `granularity_bytes`, with no other owner until they are deallocated.
 /// This device's copies and its streams' operations can read and write them; host code can only if they are host
-/// memory.
+/// memory. `id` never changes, and operations of devices with this id can access the bytes; it is
+/// [`DeviceId::HOST`] or [`DeviceId::PINNED`] only if host code can too.
 pub unsafe trait Memory: Debug + Send + Sync {
+    /// The id of the memory that `allocate` returns and `virtual_memory` maps.
+    fn id(&self) -> DeviceId;
+
     /// Allocates `bytes` bytes, aligned to [`Memory::granularity_bytes`]; contents are undefined.
     ///
     /// # Errors
@@ -111,8 +117,8 @@ pub enum BlockNote<'a, S, E> {
 /// A device: memory, streams, and copies to and from the host.
 ///
 /// # Safety
-/// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; slices of a device of
-/// kind [`DeviceKind::Host`] can be read as Rust slices.
+/// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; they refuse slices of
+/// memory that the device cannot access. Slices of a device of kind [`DeviceKind::Host`] can be read as Rust slices.
 pub unsafe trait Device: Memory + Clone + 'static {
     /// An ordered queue of operations; a clone is a handle of the same queue.
     type Stream: Stream<Event = Self::Event>;
@@ -134,25 +140,28 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// Enqueues a copy of `src` to `dst`, both on the device and not overlapping.
     ///
     /// # Errors
-    /// Lengths or dtypes differ, the slices overlap, or the stream is closed or poisoned.
+    /// Lengths or dtypes differ, the slices overlap, one is of [another device](DeviceError::AnotherDevice), or the
+    /// stream is closed or poisoned.
     fn copy(&self, stream: &Self::Stream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError>;
 
     /// Enqueues setting all bytes of `dst` to zero.
     ///
     /// # Errors
-    /// The stream is closed or poisoned.
+    /// `dst` is of [another device](DeviceError::AnotherDevice), or the stream is closed or poisoned.
     fn fill_zero(&self, stream: &Self::Stream, dst: AnySlice) -> Result<(), DeviceError>;
 
     /// Enqueues a copy of `src` from the host to `dst` and waits for it, at most `limit`.
     ///
     /// # Errors
-    /// Lengths differ, an earlier operation of the stream failed, or the limit passed.
+    /// Lengths differ, the slice is of [another device](DeviceError::AnotherDevice), an earlier operation of the
+    /// stream failed, or the limit passed.
     fn upload(&self, stream: &Self::Stream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError>;
 
     /// Enqueues a copy of `src` to the host and waits for it, at most `limit`.
     ///
     /// # Errors
-    /// Lengths differ, an earlier operation of the stream failed, or the limit passed.
+    /// Lengths differ, the slice is of [another device](DeviceError::AnotherDevice), an earlier operation of the
+    /// stream failed, or the limit passed.
     fn download(
         &self,
         stream: &Self::Stream,

@@ -2,17 +2,19 @@
 //!
 //! Making a slice is the only unsafe step: the maker promises that, for as long as any copy of the slice or any
 //! operation enqueued with it is used, the memory stays valid and conflicting accesses are ordered by streams and
-//! events. Passing slices on is then safe, as with a kernel launch.
+//! events. Passing slices on is then safe, as with a kernel launch. A slice carries the [`DeviceId`] of its memory, and
+//! every operation refuses slices of memory that it cannot access.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{DType, DeviceError, Element, same_len, watch};
+use super::{DType, DeviceError, DeviceId, Element, same_len, watch};
 
 /// A typed view of `len` elements of device memory. `Copy`, and owns nothing.
 pub struct DeviceSlice<T> {
     ptr: *mut T,
     len: usize,
+    device: DeviceId,
     _elements: PhantomData<T>,
 }
 
@@ -35,14 +37,15 @@ impl<T> std::fmt::Debug for DeviceSlice<T> {
 }
 
 impl<T> DeviceSlice<T> {
-    /// A view of `len` elements at `ptr`.
+    /// A view of `len` elements at `ptr`, in memory with the id `device`: [`Memory::id`](super::Memory::id) of the
+    /// memory that allocated it; for a framework's pointers, of the device that accesses them.
     ///
     /// # Safety
-    /// `ptr` is aligned for `T` and valid for reads and writes of `len` elements (null is fine for 0), for
-    /// as long as any copy of the slice or operation enqueued with it is used; conflicting accesses to
-    /// it are ordered by streams and events.
-    pub const unsafe fn from_raw_parts(ptr: *mut T, len: usize) -> Self {
-        Self { ptr, len, _elements: PhantomData }
+    /// `ptr` is aligned for `T` and valid for reads and writes of `len` elements by the operations of `device` (null
+    /// is fine for 0), for as long as any copy of the slice or operation enqueued with it is used; conflicting
+    /// accesses to it are ordered by streams and events.
+    pub const unsafe fn from_raw_parts(ptr: *mut T, len: usize, device: DeviceId) -> Self {
+        Self { ptr, len, device, _elements: PhantomData }
     }
 
     /// The number of elements.
@@ -60,13 +63,18 @@ impl<T> DeviceSlice<T> {
         self.ptr
     }
 
+    /// The id of its memory.
+    pub const fn device(self) -> DeviceId {
+        self.device
+    }
+
     /// The elements of `range`.
     ///
     /// # Panics
     /// `range` is not within the slice, as with a Rust slice.
     pub fn slice(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "range {range:?} of a slice of {}", self.len);
-        Self { ptr: self.ptr.wrapping_add(range.start), len: range.end - range.start, _elements: PhantomData }
+        Self { ptr: self.ptr.wrapping_add(range.start), len: range.end - range.start, ..self }
     }
 
     /// The elements as a Rust slice; for host memory only.
@@ -99,7 +107,7 @@ impl<T> DeviceSlice<T> {
 impl<T: Element> DeviceSlice<T> {
     /// The same view with its dtype known at run time.
     pub fn erase(self) -> AnySlice {
-        AnySlice { ptr: self.ptr.cast(), len: self.len, dtype: T::DTYPE }
+        AnySlice { ptr: self.ptr.cast(), len: self.len, dtype: T::DTYPE, device: self.device }
     }
 }
 
@@ -108,8 +116,13 @@ impl<T: Element> DeviceSlice<T> {
 pub struct AnySlice {
     ptr: *mut u8,
     len: usize,
+    device: DeviceId,
     dtype: DType,
 }
+
+// The id is in what would be padding otherwise.
+#[cfg(target_pointer_width = "64")]
+const _: () = assert!(size_of::<AnySlice>() == 24);
 
 // SAFETY: as for `DeviceSlice`.
 unsafe impl Send for AnySlice {}
@@ -123,12 +136,13 @@ impl std::fmt::Debug for AnySlice {
 }
 
 impl AnySlice {
-    /// A view of `len` elements of `dtype` at `ptr`.
+    /// A view of `len` elements of `dtype` at `ptr`, in memory with the id `device`; see
+    /// [`DeviceSlice::from_raw_parts`].
     ///
     /// # Safety
     /// As for [`DeviceSlice::from_raw_parts`].
-    pub const unsafe fn from_raw_parts(ptr: *mut u8, len: usize, dtype: DType) -> Self {
-        Self { ptr, len, dtype }
+    pub const unsafe fn from_raw_parts(ptr: *mut u8, len: usize, dtype: DType, device: DeviceId) -> Self {
+        Self { ptr, len, device, dtype }
     }
 
     /// The number of elements.
@@ -156,6 +170,24 @@ impl AnySlice {
         self.ptr
     }
 
+    /// The id of its memory.
+    pub const fn device(self) -> DeviceId {
+        self.device
+    }
+
+    /// Checks that operations of the device with the id `device` can access the slice; every back end calls this
+    /// before it enqueues the operation `what`. An empty slice is never accessed.
+    ///
+    /// # Errors
+    /// [`DeviceError::AnotherDevice`].
+    #[inline]
+    pub fn check_device(self, what: &'static str, device: DeviceId) -> Result<(), DeviceError> {
+        if device.accesses(self.device) || self.len == 0 {
+            return Ok(());
+        }
+        Err(DeviceError::AnotherDevice { what, expected: device, got: self.device })
+    }
+
     /// The elements of `range`.
     ///
     /// # Panics
@@ -163,12 +195,12 @@ impl AnySlice {
     pub fn slice(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "range {range:?} of a slice of {}", self.len);
         let ptr = self.ptr.wrapping_add(range.start * self.dtype.size_bytes());
-        Self { ptr, len: range.end - range.start, dtype: self.dtype }
+        Self { ptr, len: range.end - range.start, ..self }
     }
 
     /// The same memory as bytes.
     pub const fn bytes(self) -> Self {
-        Self { ptr: self.ptr, len: self.len_bytes(), dtype: DType::U8 }
+        Self { len: self.len_bytes(), dtype: DType::U8, ..self }
     }
 
     /// Reports to the seeded scheduler that the running operation reads (or, if `write`, writes) these elements: for
@@ -183,14 +215,14 @@ impl AnySlice {
     /// The elements are of another dtype.
     pub fn typed<T: Element>(self) -> Result<DeviceSlice<T>, DeviceError> {
         if self.dtype == T::DTYPE {
-            Ok(DeviceSlice { ptr: self.ptr.cast(), len: self.len, _elements: PhantomData })
+            Ok(DeviceSlice { ptr: self.ptr.cast(), len: self.len, device: self.device, _elements: PhantomData })
         } else {
             Err(DeviceError::DTypeMismatch { expected: T::DTYPE, got: self.dtype })
         }
     }
 }
 
-/// Checks the two sides of a copy on a device.
+/// Checks the two sides of a copy on a device, except for their devices.
 pub(crate) fn check_copy(src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
     same_len("copy", src.len, dst.len)?;
     if src.dtype != dst.dtype {

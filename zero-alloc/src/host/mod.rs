@@ -23,7 +23,8 @@ use parking_lot::Mutex;
 use self::queue::StreamInfo;
 use self::worker::Worker;
 use crate::device::{
-    AnySlice, Device, DeviceError, DeviceKind, Memory, Stream, VirtualMemory, check_copy, next_stream_id, same_len,
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, VirtualMemory, check_copy, next_stream_id,
+    same_len,
 };
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
@@ -91,6 +92,10 @@ fn mapped_bytes(bytes: usize) -> Option<usize> {
 
 // SAFETY: mappings have no other owner, and the system aligns them to its pages, which have `ALIGN_BYTES` or more.
 unsafe impl Memory for HostDevice {
+    fn id(&self) -> DeviceId {
+        DeviceId::HOST
+    }
+
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: bytes, detail };
         let len = mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
@@ -168,6 +173,8 @@ unsafe impl Device for HostDevice {
 
     fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
+        src.check_device("copy, source", DeviceId::HOST)?;
+        dst.check_device("copy, destination", DeviceId::HOST)?;
         let (src, dst) = (src.bytes().typed::<u8>()?, dst.bytes().typed::<u8>()?);
         stream.enqueue("copy", move || {
             // SAFETY: host memory, and the slice's maker promised ordered accesses.
@@ -179,6 +186,7 @@ unsafe impl Device for HostDevice {
     }
 
     fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
+        dst.check_device("fill_zero", DeviceId::HOST)?;
         let dst = dst.bytes().typed::<u8>()?;
         stream.enqueue("fill_zero", move || {
             // SAFETY: host memory, and the slice's maker promised ordered accesses.
@@ -189,6 +197,7 @@ unsafe impl Device for HostDevice {
 
     fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
+        dst.check_device("upload", DeviceId::HOST)?;
         let (src, dst) = (src.to_vec(), dst.bytes().typed::<u8>()?);
         stream.enqueue("upload", move || {
             // SAFETY: host memory, and the slice's maker promised ordered accesses.
@@ -206,6 +215,7 @@ unsafe impl Device for HostDevice {
         limit: Duration,
     ) -> Result<(), DeviceError> {
         same_len("download", src.len_bytes(), dst.len())?;
+        src.check_device("download", DeviceId::HOST)?;
         let src = src.bytes().typed::<u8>()?;
         let destination = Destination::lend(dst);
         let lent = Arc::clone(&destination.0);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Purpose;
 use super::lane::Lane;
 use super::state::Allocation;
-use crate::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Element, Stream};
+use crate::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Element, Stream};
 
 /// An owned piece of device memory. Dropping it frees it in stream order.
 #[must_use = "dropping a block frees its memory"]
@@ -14,6 +14,7 @@ pub struct Block<D: Device> {
     lane: Arc<Lane<D>>,
     ptr: *mut u8,
     len: usize,
+    device: DeviceId,
     dtype: DType,
     purpose: Purpose,
     allocation: Allocation,
@@ -42,7 +43,8 @@ impl<D: Device> Block<D> {
         allocation: Allocation,
         home: D::Stream,
     ) -> Self {
-        Self { lane, ptr, len, dtype, purpose, allocation, home, uses: Vec::new() }
+        let device = lane.central.device.id();
+        Self { lane, ptr, len, device, dtype, purpose, allocation, home, uses: Vec::new() }
     }
 
     /// The number of elements.
@@ -72,7 +74,7 @@ impl<D: Device> Block<D> {
     /// [`Block::record_use`] before it is dropped; conflicting accesses are ordered by streams and events.
     pub unsafe fn slice(&self) -> AnySlice {
         // SAFETY: the block is valid for its length; the rest is the caller's promise.
-        unsafe { AnySlice::from_raw_parts(self.ptr, self.len, self.dtype) }
+        unsafe { AnySlice::from_raw_parts(self.ptr, self.len, self.dtype, self.device) }
     }
 
     /// The whole block as a slice of `T`.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use loom::thread::{Builder, JoinHandle};
 
-use crate::device::{AnySlice, BlockNote, DType, Device, DeviceError, DeviceKind, Event, Memory, Stream};
+use crate::device::{AnySlice, BlockNote, DType, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream};
 use crate::{Block, Pool, Purpose};
 
 /// A device without memory or threads: operations complete when enqueued. It checks that blocks do not overlap.
@@ -57,6 +57,10 @@ unsafe impl Stream for Now {
 
 // SAFETY: addresses that nothing touches.
 unsafe impl Memory for Still {
+    fn id(&self) -> DeviceId {
+        DeviceId::PINNED
+    }
+
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let mut records = self.0.lock().expect("sound");
         records.next += 1 << 40;

@@ -101,7 +101,8 @@ impl<D: Device> Movable<D> {
         drop(state);
         let unpin = Unpin { block: self, stream };
         // SAFETY: the block is valid for its length and stays where it is; the rest is the caller's promise.
-        let result = enqueue(unsafe { AnySlice::from_raw_parts(ptr, self.len, self.dtype) });
+        let slice = unsafe { AnySlice::from_raw_parts(ptr, self.len, self.dtype, self.central.device.id()) };
+        let result = enqueue(slice);
         drop(unpin);
         Ok(result)
     }

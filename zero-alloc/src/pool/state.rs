@@ -278,7 +278,12 @@ impl<D: Device> State<D> {
     fn copy(&self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), Refused> {
         for (completed, m) in plan.moves.iter().enumerate() {
             for (nth, (from, to, bytes)) in m.copies().enumerate() {
-                let copied = device.copy(stream, self.bytes_at(from, bytes), self.bytes_at(to, bytes));
+                // SAFETY: offsets of ranges are within the pool's memory, which is the device's; `apply` orders the
+                // accesses by events.
+                let at = |offset| unsafe {
+                    AnySlice::from_raw_parts(self.source.address(offset), bytes as usize, DType::U8, device.id())
+                };
+                let copied = device.copy(stream, at(from), at(to));
                 copied.map_err(|error| Refused { completed, partial: nth > 0, error })?;
             }
         }
@@ -295,10 +300,5 @@ impl<D: Device> State<D> {
             moving.lost = Some(DeviceError::Operation { stream: stream_name, op, message });
             (moving.home, moving.uses, moving.ready) = (stream.clone(), Vec::new(), None);
         }
-    }
-
-    fn bytes_at(&self, offset: u64, bytes: u64) -> AnySlice {
-        // SAFETY: offsets of ranges are within the pool's memory; `apply` orders the accesses by events.
-        unsafe { AnySlice::from_raw_parts(self.source.address(offset), bytes as usize, DType::U8) }
     }
 }

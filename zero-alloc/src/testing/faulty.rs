@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::device::{AnySlice, BlockNote, Device, DeviceError, DeviceKind, Memory, Page, Stream, VirtualMemory};
+use crate::device::{
+    AnySlice, BlockNote, Device, DeviceError, DeviceId, DeviceKind, Memory, Page, Stream, VirtualMemory,
+};
 use crate::planner::CostModel;
 
 /// A kind of call.
@@ -127,6 +129,10 @@ unsafe impl<S: Stream> Stream for FaultyStream<S> {
 
 // SAFETY: every call is the wrapped device's, or an error.
 unsafe impl<D: Memory> Memory for Faulty<D> {
+    fn id(&self) -> DeviceId {
+        self.inner.id()
+    }
+
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.enter(Call::Allocate)?;
         self.inner.allocate(bytes)

@@ -12,7 +12,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::device::{
-    AnySlice, Device, DeviceError, DeviceKind, Memory, Page, Stream, VirtualMemory, check_copy, same_len,
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Page, Stream, VirtualMemory, check_copy, same_len,
 };
 use crate::host::{HostDevice, HostEvent, HostStream};
 use crate::planner::CostModel;
@@ -51,6 +51,7 @@ struct State {
 /// A device without memory. Clones refer to the same device.
 #[derive(Clone, Debug)]
 pub struct Simulated {
+    id: DeviceId,
     host: HostDevice,
     capacity_bytes: u64,
     page_bytes: usize,
@@ -63,6 +64,7 @@ impl Simulated {
     pub fn new(capacity_bytes: u64, page_bytes: usize) -> Self {
         let state = State { next_address: 1 << 40, ..State::default() };
         Self {
+            id: DeviceId::new(DeviceKind::Simulated),
             host: HostDevice::new(),
             capacity_bytes,
             page_bytes: page_bytes.next_power_of_two().max(64),
@@ -118,6 +120,10 @@ impl State {
 
 // SAFETY: nothing accesses these addresses.
 unsafe impl Memory for Simulated {
+    fn id(&self) -> DeviceId {
+        self.id
+    }
+
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let mut state = self.state.lock();
         state.allocate(bytes as u64, self.capacity_bytes)?;
@@ -242,6 +248,8 @@ unsafe impl Device for Simulated {
 
     fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
+        src.check_device("copy, source", self.id)?;
+        dst.check_device("copy, destination", self.id)?;
         let (state, bytes) = (Arc::clone(&self.state), src.len_bytes() as u64);
         stream.enqueue("copy", move || {
             state.lock().used.copied_bytes += bytes;
@@ -249,12 +257,14 @@ unsafe impl Device for Simulated {
         })
     }
 
-    fn fill_zero(&self, stream: &HostStream, _dst: AnySlice) -> Result<(), DeviceError> {
+    fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
+        dst.check_device("fill_zero", self.id)?;
         stream.enqueue("fill_zero", || Ok(()))
     }
 
     fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
+        dst.check_device("upload", self.id)?;
         stream.synchronize(limit)
     }
 
@@ -267,6 +277,7 @@ unsafe impl Device for Simulated {
         limit: Duration,
     ) -> Result<(), DeviceError> {
         same_len("download", src.len_bytes(), dst.len())?;
+        src.check_device("download", self.id)?;
         stream.synchronize(limit)?;
         dst.fill(0);
         Ok(())

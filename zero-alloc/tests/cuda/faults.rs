@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Memory, Stream};
 
 use crate::kernels::{launch, scale_add};
 use crate::{LIMIT, floats, open, slice};
@@ -38,7 +38,8 @@ fn cuda_kernel_fault_is_sticky() {
     let before = a.record().expect("recorded");
     before.synchronize(LIMIT).expect("reached");
     // SAFETY: the address is invalid on purpose, and only the device accesses it.
-    let nowhere = unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(1 << 60), 10, DType::F32) };
+    let nowhere =
+        unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(1 << 60), 10, DType::F32, device.id()) };
     launch(&function, &a, nowhere, 1.0, 0.0).expect("enqueued");
     // The fault may occur before the event is recorded, or after it.
     let after = a.record();

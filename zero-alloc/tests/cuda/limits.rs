@@ -61,7 +61,7 @@ fn failed_cuda_map_leaves_nothing_mapped() {
     // SAFETY: nothing is mapped there; otherwise the driver returns an error.
     unsafe { memory.map(at(0), &pages[..2]) }.expect("mapped");
     // SAFETY: three pages are mapped, and one stream does all.
-    let three = unsafe { AnySlice::from_raw_parts(range.as_ptr(), 3 * page, DType::U8) };
+    let three = unsafe { AnySlice::from_raw_parts(range.as_ptr(), 3 * page, DType::U8, device.id()) };
     let sent: Vec<u8> = (0..3 * page).map(|i| (i / 7) as u8).collect();
     device.upload(&stream, &sent, three, LIMIT).expect("uploaded");
     let mut seen = vec![0; 3 * page];

@@ -17,7 +17,7 @@ fn cuda_copies_from_and_to_pinned_memory() {
     let x = floats(&pool, &stream, 1000, 2.5);
     let ptr = memory.allocate(4000).expect("pinned memory");
     // SAFETY: the memory lives until the end of the test; host and device wait for each other below.
-    let on_host = unsafe { AnySlice::from_raw_parts(ptr.as_ptr(), 1000, DType::F32) };
+    let on_host = unsafe { AnySlice::from_raw_parts(ptr.as_ptr(), 1000, DType::F32, memory.id()) };
     device.copy(&stream, slice(&x), on_host).expect("enqueued");
     stream.synchronize(LIMIT).expect("ran");
     let typed = on_host.typed::<f32>().expect("floats");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Memory, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream, Monitor};
 use zero_alloc::{Pool, Purpose};
 
@@ -20,6 +20,9 @@ struct Counting {
 
 // SAFETY: the host's memory.
 unsafe impl Memory for Counting {
+    fn id(&self) -> DeviceId {
+        self.host.id()
+    }
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.allocated_bytes.fetch_add(bytes, Ordering::Relaxed);
         self.host.allocate(bytes)

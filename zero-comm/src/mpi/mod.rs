@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 use ::mpi::Threading;
 use ::mpi::environment::Universe;
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
@@ -123,7 +123,7 @@ impl Communicator<HostDevice> for MpiComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
-        checked.check_group(self.group())?;
+        checked.check(self.group(), DeviceId::HOST)?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
         let (label, name) = (checked.call.collective.name(), stream.name().to_owned());
@@ -149,9 +149,13 @@ impl Communicator<HostDevice> for MpiComm {
         let mut own = [u64::from(color.is_some()), color.unwrap_or(0), key, known];
         let mut all = vec![0u64; n * WORDS];
         // SAFETY: `own` and `all` outlive the operation, which ends within this function, and alone accesses them.
-        let send = unsafe { AnySlice::from_raw_parts(own.as_mut_ptr().cast(), size_of_val(&own), DType::U8) };
+        let send = unsafe {
+            AnySlice::from_raw_parts(own.as_mut_ptr().cast(), size_of_val(&own), DType::U8, DeviceId::HOST)
+        };
         // SAFETY: as above.
-        let recv = unsafe { AnySlice::from_raw_parts(all.as_mut_ptr().cast(), size_of_val(&all[..]), DType::U8) };
+        let recv = unsafe {
+            AnySlice::from_raw_parts(all.as_mut_ptr().cast(), size_of_val(&all[..]), DType::U8, DeviceId::HOST)
+        };
         let checked = self.group().control_all_gather(send, recv)?;
         self.operation(&mut enqueued, checked, "split").run()?;
         // A number that no member has used. All groups of one split share it, since they have no member in common.

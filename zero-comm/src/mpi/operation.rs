@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
 
 use super::notice::Notice;
 use super::raw::{MpiError, Request};
@@ -161,8 +161,9 @@ impl Operation {
         debug_assert!(!own.is_empty() && own.len() <= bytes, "{call}: {} bytes, at most {bytes} expected", own.len());
         let mut received = vec![0u8; bytes * self.n()];
         // SAFETY: `own` and `received` outlive the exchange, which alone accesses them until it ends.
-        let slice =
-            |bytes: &mut [u8]| unsafe { AnySlice::from_raw_parts(bytes.as_mut_ptr(), bytes.len(), DType::U8) };
+        let slice = |bytes: &mut [u8]| unsafe {
+            AnySlice::from_raw_parts(bytes.as_mut_ptr(), bytes.len(), DType::U8, DeviceId::HOST)
+        };
         let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: slice(&mut own) }).collect();
         let receives = received.chunks_exact_mut(bytes).enumerate().filter(|(peer, _)| *peer != rank);
         let receives: Vec<Part> = receives.map(|(peer, bytes)| Part { peer, bytes: slice(bytes) }).collect();
@@ -254,7 +255,8 @@ impl Operation {
         let len = own.len();
         let mut staged: Vec<T> = vec![T::default(); len * n];
         // SAFETY: `staged` outlives the exchange, which alone accesses it until it ends.
-        let places = unsafe { DeviceSlice::from_raw_parts(staged.as_mut_ptr(), staged.len()) }.erase();
+        let places =
+            unsafe { DeviceSlice::from_raw_parts(staged.as_mut_ptr(), staged.len(), DeviceId::HOST) }.erase();
         let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: send.slice(self.range(peer)) }).collect();
         let receives: Vec<Part> =
             self.others().map(|peer| Part { peer, bytes: places.slice(peer * len..(peer + 1) * len) }).collect();

@@ -154,7 +154,7 @@ impl NcclCommunicator {
         let world = World::start(joined, ranks.rank, limit)?;
         let memory = Memory::allocate(device, 1)?;
         // SAFETY: the allocation has one byte and is never freed.
-        let barrier = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8) };
+        let barrier = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8, device.id()) };
         let process = Arc::new(Process { world, barrier });
         let group = Group { rank: ranks.rank, world_size: ranks.world_size };
         let wait = Wait { limit: time.left(), failure: &|| process.world.failure() };
@@ -264,7 +264,7 @@ impl Communicator<CudaDevice> for NcclCommunicator {
     }
 
     fn enqueue(&self, stream: &CudaStream, checked: Checked) -> Result<(), CommError> {
-        checked.check_group(self.group())?;
+        checked.check(self.group(), self.process.barrier.device())?;
         let world = &self.process.world;
         // Held during the call, so that sequence numbers follow NCCL's order.
         let mut enqueued = self.enqueued.lock();

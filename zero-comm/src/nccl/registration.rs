@@ -20,7 +20,7 @@ use std::sync::{Arc, Weak};
 
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::{AnySlice, DType};
+use zero_alloc::device::{AnySlice, DType, Memory};
 
 use super::handle::{Handle, Registered};
 use super::library::back_end;
@@ -91,7 +91,7 @@ impl NcclCommunicator {
         self.registered(Some(pool.clone()), || {
             let (start, bytes) = pool.reserve_budget().map_err(|e| back_end(e.to_string()))?;
             // SAFETY: these bytes are the pool's backing, which the registration's pool keeps mapped.
-            let whole = unsafe { AnySlice::from_raw_parts(start, bytes, DType::U8) };
+            let whole = unsafe { AnySlice::from_raw_parts(start, bytes, DType::U8, pool.device().id()) };
             // SAFETY: as above.
             unsafe { self.handle.register(whole) }
         })

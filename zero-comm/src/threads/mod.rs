@@ -25,7 +25,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{DeviceError, Stream};
+use zero_alloc::device::{DeviceError, DeviceId, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
@@ -103,7 +103,7 @@ impl Communicator<HostDevice> for ThreadsComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
-        checked.check_group(self.group())?;
+        checked.check(self.group(), DeviceId::HOST)?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
         let (sequence, group, label) = (enqueued.sequence, self.group(), checked.call.collective.name());

@@ -7,7 +7,7 @@ pub mod model;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, Device, DeviceSlice, Element, Stream};
+use zero_alloc::device::{AnySlice, Device, DeviceId, DeviceSlice, Element, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommError, CommOptions, Communicator, ReduceOp};
@@ -21,7 +21,7 @@ pub type Comm = Arc<dyn Communicator<HostDevice>>;
 /// A slice of `values`, which the test keeps until its streams are synchronized.
 pub fn view<T: Element>(values: &mut [T]) -> AnySlice {
     // SAFETY: every test synchronizes its streams before it touches or drops the values.
-    unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len()) }.erase()
+    unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len(), DeviceId::HOST) }.erase()
 }
 
 /// Calls `which` with `len` elements per rank, or in total; `send` and `recv` have `len` elements for every rank.

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceKind, Event, Memory, Stream};
+use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream};
 use zero_alloc::host::OpSpan;
 use zero_alloc::testing::Simulated;
 use zero_comm::slow::Link;
@@ -32,6 +32,10 @@ impl Model {
 
 // SAFETY: allocates host memory.
 unsafe impl Memory for Model {
+    fn id(&self) -> DeviceId {
+        self.memory.id()
+    }
+
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         self.memory.allocate(bytes)
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::threads::{ThreadsComm, World};
 use zero_comm::{CommError, CommOptions, Communicator, ReduceOp, Traffic};
@@ -11,7 +11,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 fn view<T: Element>(values: &mut [T]) -> AnySlice {
     // SAFETY: every test synchronizes its stream before it touches or drops the values.
-    unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len()) }.erase()
+    unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len(), DeviceId::HOST) }.erase()
 }
 
 /// Runs `body` on a thread for each rank; returns the results by rank.

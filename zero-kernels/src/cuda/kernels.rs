@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Memory, Stream};
 
 use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
 use super::source::SOURCES;
@@ -49,10 +49,10 @@ impl CudaKernels {
         let bytes = device.granularity_bytes().max(EVERY_KERNEL_BYTES);
         let memory = device.allocate(bytes)?;
         // SAFETY: allocated above, used on `stream` only, and freed after that is drained.
-        let all = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), EVERY_KERNEL_BYTES, DType::U8) };
+        let all = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), EVERY_KERNEL_BYTES, DType::U8, device.id()) };
         let enqueue = || {
             device.fill_zero(stream, all)?;
-            let mut launches = launch::every_kernel(all.as_ptr() as usize)?.into_iter();
+            let mut launches = launch::every_kernel(all.as_ptr() as usize, device.id())?.into_iter();
             // SAFETY: these launches access only the zeroed bytes.
             launches.try_for_each(|launch| unsafe { self.launch(stream, "warm", launch) })
         };
@@ -63,6 +63,11 @@ impl CudaKernels {
             unsafe { device.deallocate(memory, bytes) };
         }
         enqueued.and(drained.map_err(KernelError::from))
+    }
+
+    /// The id of the memory that the kernels can access.
+    fn id(&self) -> DeviceId {
+        self.loader.device().id()
     }
 
     /// The kernels of source `index`.
@@ -114,19 +119,19 @@ impl CudaKernels {
 
 impl Kernels<CudaDevice> for CudaKernels {
     fn adam(&self, stream: &CudaStream, args: AdamArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "adam", launch::adam(&args)?)
+        self.enqueue(stream, "adam", launch::adam(self.id(), &args)?)
     }
 
     fn adam_remainder(&self, stream: &CudaStream, args: RemainderArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "adam_remainder", launch::adam_remainder(&args)?)
+        self.enqueue(stream, "adam_remainder", launch::adam_remainder(self.id(), &args)?)
     }
 
     fn cast(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
-        self.enqueue(stream, "cast", launch::cast(src, dst, scale)?)
+        self.enqueue(stream, "cast", launch::cast(self.id(), src, dst, scale)?)
     }
 
     fn accumulate(&self, stream: &CudaStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
-        self.enqueue(stream, "accumulate", launch::accumulate(grad, acc)?)
+        self.enqueue(stream, "accumulate", launch::accumulate(self.id(), grad, acc)?)
     }
 
     fn stats_scratch_elems(&self, len: usize) -> usize {
@@ -140,7 +145,7 @@ impl Kernels<CudaDevice> for CudaKernels {
         scratch: DeviceSlice<f64>,
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError> {
-        let [chunks, combine] = launch::grad_stats(grad, scratch, out)?;
+        let [chunks, combine] = launch::grad_stats(self.id(), grad, scratch, out)?;
         self.enqueue(stream, "grad_stats", chunks)?;
         self.enqueue(stream, "grad_stats_combine", combine)
     }
@@ -153,10 +158,10 @@ impl Kernels<CudaDevice> for CudaKernels {
         flags: DeviceSlice<u64>,
         out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError> {
-        self.enqueue(stream, "rank_stats", launch::rank_stats(units, loss, flags, out)?)
+        self.enqueue(stream, "rank_stats", launch::rank_stats(self.id(), units, loss, flags, out)?)
     }
 
     fn advance_step(&self, stream: &CudaStream, args: AdvanceArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "advance_step", launch::advance_step(&args)?)
+        self.enqueue(stream, "advance_step", launch::advance_step(self.id(), &args)?)
     }
 }

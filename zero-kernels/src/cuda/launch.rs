@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
 
 use super::span::{Span, THREADS};
 use crate::host::stats_order::CHUNK_ELEMS;
@@ -94,8 +94,8 @@ fn index(what: &'static str, dtype: DType) -> Result<usize, KernelError> {
     }
 }
 
-pub(super) fn adam(args: &AdamArgs) -> Result<Launch, KernelError> {
-    check::adam(args)?;
+pub(super) fn adam(device: DeviceId, args: &AdamArgs) -> Result<Launch, KernelError> {
+    check::adam(device, args)?;
     let grad = index("adam: grad", args.grad.dtype())?;
     let entry = match args.param_out {
         None => entries!("adam")[grad],
@@ -111,27 +111,27 @@ pub(super) fn adam(args: &AdamArgs) -> Result<Launch, KernelError> {
     Ok(Launch::flat("adam.cu", entry, Span::of(&streams), params))
 }
 
-pub(super) fn adam_remainder(args: &RemainderArgs) -> Result<Launch, KernelError> {
-    check::adam_remainder(args)?;
+pub(super) fn adam_remainder(device: DeviceId, args: &RemainderArgs) -> Result<Launch, KernelError> {
+    check::adam_remainder(device, args)?;
     let entry = entries!("adam_remainder")[index("adam_remainder: grad", args.grad.dtype())?];
     // SAFETY: the same memory as two-byte elements; only its address and length are used.
     let remainder =
-        unsafe { AnySlice::from_raw_parts(args.remainder.as_ptr().cast(), args.remainder.len(), DType::F16) };
+        unsafe { AnySlice::from_raw_parts(args.remainder.as_ptr().cast(), args.remainder.len(), DType::F16, device) };
     let streams = [args.param.erase(), remainder, args.first_moment.erase(), args.second_moment.erase(), args.grad];
     let mut params: Vec<Param> = streams.map(Param::from).into();
     params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
     Ok(Launch::flat("adam_remainder.cu", entry, Span::of(&streams), params))
 }
 
-pub(super) fn cast(src: AnySlice, dst: AnySlice, scale: f32) -> Result<Launch, KernelError> {
-    check::cast(src, dst)?;
+pub(super) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice, scale: f32) -> Result<Launch, KernelError> {
+    check::cast(device, src, dst)?;
     let names = [entries!("cast_f32"), entries!("cast_bf16"), entries!("cast_f16")];
     let entry = names[index("cast: src", src.dtype())?][index("cast: dst", dst.dtype())?];
     Ok(Launch::flat("cast.cu", entry, Span::of(&[src, dst]), vec![src.into(), dst.into(), Param::F32(scale)]))
 }
 
-pub(super) fn accumulate(grad: AnySlice, acc: DeviceSlice<f32>) -> Result<Launch, KernelError> {
-    check::accumulate(grad, acc)?;
+pub(super) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<Launch, KernelError> {
+    check::accumulate(device, grad, acc)?;
     let entry = entries!("accumulate")[index("accumulate: grad", grad.dtype())?];
     let span = Span::of(&[grad, acc.erase()]);
     Ok(Launch::flat("accumulate.cu", entry, span, vec![grad.into(), acc.into()]))
@@ -150,12 +150,13 @@ pub(super) fn stats_scratch_elems(len: usize) -> usize {
 
 /// The two stages; the first has no blocks if there are no elements.
 pub(super) fn grad_stats(
+    device: DeviceId,
     grad: AnySlice,
     scratch: DeviceSlice<f64>,
     out: DeviceSlice<GradStats>,
 ) -> Result<[Launch; 2], KernelError> {
     let entry = entries!("grad_stats_chunks")[index("grad_stats: grad", grad.dtype())?];
-    check::grad_stats(grad, scratch, stats_scratch_elems(grad.len()), out)?;
+    check::grad_stats(device, grad, scratch, stats_scratch_elems(grad.len()), out)?;
     // 0 is unreachable: the check above requires `usize::MAX` elements of scratch.
     let chunks = stats_chunks(grad.len()).unwrap_or(0);
     let counts = Param::Address(scratch.as_ptr() as u64 + u64::from(chunks) * 8);
@@ -166,18 +167,19 @@ pub(super) fn grad_stats(
 }
 
 pub(super) fn rank_stats(
+    device: DeviceId,
     units: DeviceSlice<GradStats>,
     loss: DeviceSlice<f64>,
     flags: DeviceSlice<u64>,
     out: DeviceSlice<RankStats>,
 ) -> Result<Launch, KernelError> {
-    check::rank_stats(units, loss, flags, out)?;
+    check::rank_stats(device, units, loss, flags, out)?;
     let params = vec![units.into(), Param::U64(units.len() as u64), loss.into(), flags.into(), out.into()];
     Ok(Launch { source: "step.cu", entry: "rank_stats", blocks: 1, threads: 1, params })
 }
 
-pub(super) fn advance_step(args: &AdvanceArgs) -> Result<Launch, KernelError> {
-    check::advance_step(args)?;
+pub(super) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<Launch, KernelError> {
+    check::advance_step(device, args)?;
     let AdvanceArgs { ranks, config, rates, state, scalars, records } = *args;
     let mut params = vec![ranks.into(), Param::U64(ranks.len() as u64), config.into()];
     params.extend([rates.into(), Param::U64(rates.len() as u64), state.into(), scalars.into()]);
@@ -193,45 +195,55 @@ pub(super) const EVERY_KERNEL_BYTES: usize = SLOTS * SLOT_BYTES;
 
 /// A launch of each kernel, on empty ranges and on single values within [`EVERY_KERNEL_BYTES`] zeroed bytes at
 /// `address`.
-pub(super) fn every_kernel(address: usize) -> Result<Vec<Launch>, KernelError> {
-    fn slot<T>(address: usize, nth: usize, len: usize) -> DeviceSlice<T> {
+pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launch>, KernelError> {
+    fn slot<T>(address: usize, device: DeviceId, nth: usize, len: usize) -> DeviceSlice<T> {
         debug_assert!(nth < SLOTS && len * size_of::<T>() <= SLOT_BYTES);
         // SAFETY: only the address and the length are used here; the launcher provides the memory.
-        unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address + nth * SLOT_BYTES), len) }
+        unsafe {
+            DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address + nth * SLOT_BYTES), len, device)
+        }
     }
     let floats = [
-        slot::<f32>(address, 0, 0).erase(),
-        slot::<half::bf16>(address, 0, 0).erase(),
-        slot::<half::f16>(address, 0, 0).erase(),
+        slot::<f32>(address, device, 0, 0).erase(),
+        slot::<half::bf16>(address, device, 0, 0).erase(),
+        slot::<half::f16>(address, device, 0, 0).erase(),
     ];
     let hyper =
         AdamHyper { beta1: 0.0, beta2: 0.0, eps: 0.0, weight_decay: 0.0, decoupled: true, bias_correction: true };
-    let (flat, scalars, scratch, stats) =
-        (slot(address, 0, 0), slot(address, 1, 1), slot(address, 2, 2), slot(address, 3, 1));
+    let (flat, scalars, scratch, stats) = (
+        slot(address, device, 0, 0),
+        slot(address, device, 1, 1),
+        slot(address, device, 2, 2),
+        slot(address, device, 3, 1),
+    );
     let (master, first_moment, second_moment) = (flat, flat, flat);
     let mut launches = Vec::new();
     for grad in floats {
         for param_out in [None].into_iter().chain(floats.map(Some)) {
             let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
-            launches.push(adam(&args)?);
+            launches.push(adam(device, &args)?);
         }
-        let (param, remainder) = (slot(address, 0, 0), slot(address, 0, 0));
+        let (param, remainder) = (slot(address, device, 0, 0), slot(address, device, 0, 0));
         let args = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
-        launches.push(adam_remainder(&args)?);
+        launches.push(adam_remainder(device, &args)?);
         for dst in floats {
-            launches.push(cast(grad, dst, 1.0)?);
+            launches.push(cast(device, grad, dst, 1.0)?);
         }
-        launches.push(accumulate(grad, flat)?);
-        let [chunks, _] = grad_stats(grad, scratch, stats)?;
+        launches.push(accumulate(device, grad, flat)?);
+        let [chunks, _] = grad_stats(device, grad, scratch, stats)?;
         launches.push(chunks);
     }
-    let [_, combine] = grad_stats(floats[0], scratch, stats)?;
-    let (zero, ranks) = (slot(address, 4, 1), slot(address, 5, 1));
-    launches.extend([combine, rank_stats(slot(address, 3, 0), zero, slot(address, 4, 1), ranks)?]);
+    let [_, combine] = grad_stats(device, floats[0], scratch, stats)?;
+    let (zero, ranks) = (slot(address, device, 4, 1), slot(address, device, 5, 1));
+    launches.extend([
+        combine,
+        rank_stats(device, slot(address, device, 3, 0), zero, slot(address, device, 4, 1), ranks)?,
+    ]);
     // With no rates the step halts the run at once.
-    let (config, rates, state) = (slot(address, 6, 1), slot(address, 0, 0), slot(address, 7, 1));
-    let args = AdvanceArgs { ranks, config, rates, state, scalars, records: slot(address, 8, 1) };
-    launches.push(advance_step(&args)?);
+    let (config, rates, state) =
+        (slot(address, device, 6, 1), slot(address, device, 0, 0), slot(address, device, 7, 1));
+    let args = AdvanceArgs { ranks, config, rates, state, scalars, records: slot(address, device, 8, 1) };
+    launches.push(advance_step(device, &args)?);
     // Kernels over empty ranges return at once, except the first stage of grad_stats: it writes one chunk's zeros to
     // scratch.
     launches.iter_mut().for_each(|launch| launch.blocks = launch.blocks.max(1));
@@ -240,7 +252,7 @@ pub(super) fn every_kernel(address: usize) -> Result<Vec<Launch>, KernelError> {
 
 /// The kernels of a source file.
 pub(super) fn entries_of(source: &str) -> Result<Vec<&'static str>, KernelError> {
-    let launches = every_kernel(0)?.into_iter();
+    let launches = every_kernel(0, DeviceId::HOST)?.into_iter();
     Ok(launches.filter(|launch| launch.source == source).map(|launch| launch.entry).collect())
 }
 
@@ -251,7 +263,7 @@ type Signature = (super::Source, &'static str, Vec<usize>);
 #[doc(hidden)]
 pub fn kernel_signatures() -> Result<Vec<Signature>, KernelError> {
     let mut signatures = Vec::new();
-    for launch in every_kernel(0)? {
+    for launch in every_kernel(0, DeviceId::HOST)? {
         let sizes = launch.params.iter().map(Param::size_bytes).collect();
         signatures.extend(super::Source::named(launch.source).map(|source| (*source, launch.entry, sizes)));
     }
@@ -264,7 +276,7 @@ mod tests {
 
     fn at<T>(address: usize, len: usize) -> DeviceSlice<T> {
         // SAFETY: building a launch computes with addresses and accesses no memory.
-        unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address), len) }
+        unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address), len, DeviceId::HOST) }
     }
 
     const HYPER: AdamHyper =
@@ -284,7 +296,7 @@ mod tests {
 
     #[test]
     fn adam_passes_its_streams_in_order() {
-        let launch = adam(&args(5000)).unwrap();
+        let launch = adam(DeviceId::HOST, &args(5000)).unwrap();
         let mut params: Vec<Param> =
             [0x1_0000, 0x2_0000, 0x3_0000, 0x4_0000, 0x5_0000, 0x100].map(Param::Address).into();
         params.push(Param::Adam(HYPER.constants()));
@@ -292,34 +304,34 @@ mod tests {
         // 20 tiles of 256 elements, 8 a block.
         let expected = Launch { source: "adam.cu", entry: "adam_bf16_f16", blocks: 3, threads: 256, params };
         assert_eq!(launch, expected);
-        let without = adam(&AdamArgs { param_out: None, ..args(5000) }).unwrap();
+        let without = adam(DeviceId::HOST, &AdamArgs { param_out: None, ..args(5000) }).unwrap();
         assert_eq!((without.entry, without.params.len()), ("adam_bf16", 7));
     }
 
     #[test]
     fn empty_ranges_need_no_block() {
-        assert_eq!(adam(&args(0)).unwrap().blocks, 0);
+        assert_eq!(adam(DeviceId::HOST, &args(0)).unwrap().blocks, 0);
         let doubles: DeviceSlice<f64> = at(0x1000, 0);
         let unsupported = |what, dtype| Err(KernelError::Unsupported { what, dtype });
-        assert_eq!(cast(doubles.erase(), doubles.erase(), 1.0), unsupported("cast: src", DType::F64));
+        assert_eq!(cast(DeviceId::HOST, doubles.erase(), doubles.erase(), 1.0), unsupported("cast: src", DType::F64));
         let (src, dst): (DeviceSlice<f32>, DeviceSlice<half::bf16>) = (at(0x1000, 0), at(0x2000, 0));
-        assert_eq!(cast(src.erase(), dst.erase(), 1.0).unwrap().blocks, 0);
-        assert_eq!(accumulate(dst.erase(), src).unwrap().blocks, 0);
+        assert_eq!(cast(DeviceId::HOST, src.erase(), dst.erase(), 1.0).unwrap().blocks, 0);
+        assert_eq!(accumulate(DeviceId::HOST, dst.erase(), src).unwrap().blocks, 0);
         // The second stage writes the zero statistics.
-        let [chunks, combine] = grad_stats(src.erase(), doubles, at(0x3000, 1)).unwrap();
+        let [chunks, combine] = grad_stats(DeviceId::HOST, src.erase(), doubles, at(0x3000, 1)).unwrap();
         assert_eq!((chunks.blocks, combine.entry, combine.blocks), (0, "grad_stats_combine", 1));
     }
 
     #[test]
     fn stats_scratch_has_sums_before_counts() {
         let (grad, scratch): (DeviceSlice<f32>, _) = (at(0x10_0000, 70_000), at(0x1000, stats_scratch_elems(70_000)));
-        let [chunks, combine] = grad_stats(grad.erase(), scratch, at(0x100, 1)).unwrap();
+        let [chunks, combine] = grad_stats(DeviceId::HOST, grad.erase(), scratch, at(0x100, 1)).unwrap();
         // 3 chunks: 24 bytes of sums, 12 of counts.
         assert_eq!(scratch.len(), 5);
         let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 24));
         assert_eq!((chunks.blocks, &chunks.params[2..]), (3, &[sums, counts][..]));
         assert_eq!(combine.params, [sums, counts, Param::U64(3), Param::Address(0x100)]);
-        let short = grad_stats(grad.erase(), scratch.slice(0..4), at(0x100, 1)).unwrap_err();
+        let short = grad_stats(DeviceId::HOST, grad.erase(), scratch.slice(0..4), at(0x100, 1)).unwrap_err();
         assert_eq!(short, KernelError::LengthMismatch { what: "grad_stats: scratch", expected: 5, got: 4 });
         assert_eq!((stats_chunks(0), stats_chunks(32_769), stats_chunks(usize::MAX)), (Some(0), Some(2), None));
     }
@@ -327,7 +339,7 @@ mod tests {
     #[test]
     fn every_kernel_stays_within_its_bytes() {
         let mut entries = Vec::new();
-        for launch in every_kernel(0x1000).unwrap() {
+        for launch in every_kernel(0x1000, DeviceId::HOST).unwrap() {
             assert_eq!(launch.blocks, 1);
             for param in launch.params {
                 let end = 0x1000 + EVERY_KERNEL_BYTES as u64;

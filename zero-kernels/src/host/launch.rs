@@ -1,7 +1,7 @@
 //! The operations on host streams. The call checks the arguments; the work runs in stream order.
 
 use half::{bf16, f16};
-use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
@@ -92,7 +92,7 @@ impl HostKernels {
 
 impl Kernels<HostDevice> for HostKernels {
     fn adam(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
-        check::adam(&args)?;
+        check::adam(DeviceId::HOST, &args)?;
         with_float!("adam: grad", args.grad.dtype(), G => match args.param_out {
             None => self.enqueue_adam::<G, f32>(stream, args),
             Some(p) => with_float!("adam: param_out", p.dtype(), P => self.enqueue_adam::<G, P>(stream, args)),
@@ -100,7 +100,7 @@ impl Kernels<HostDevice> for HostKernels {
     }
 
     fn adam_remainder(&self, stream: &HostStream, args: RemainderArgs) -> Result<(), KernelError> {
-        check::adam_remainder(&args)?;
+        check::adam_remainder(DeviceId::HOST, &args)?;
         with_float!("adam_remainder: grad", args.grad.dtype(), G => {
             let grad = args.grad.typed::<G>()?;
             stream.enqueue("adam_remainder", move || {
@@ -124,7 +124,7 @@ impl Kernels<HostDevice> for HostKernels {
     }
 
     fn cast(&self, stream: &HostStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
-        check::cast(src, dst)?;
+        check::cast(DeviceId::HOST, src, dst)?;
         let workers = self.workers.clone();
         with_float!("cast: src", src.dtype(), S => with_float!("cast: dst", dst.dtype(), D => {
             let (src, dst) = (src.typed::<S>()?, dst.typed::<D>()?);
@@ -140,7 +140,7 @@ impl Kernels<HostDevice> for HostKernels {
     }
 
     fn accumulate(&self, stream: &HostStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
-        check::accumulate(grad, acc)?;
+        check::accumulate(DeviceId::HOST, grad, acc)?;
         let workers = self.workers.clone();
         with_float!("accumulate: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
@@ -167,7 +167,7 @@ impl Kernels<HostDevice> for HostKernels {
         scratch: DeviceSlice<f64>,
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError> {
-        check::grad_stats(grad, scratch, 0, out)?;
+        check::grad_stats(DeviceId::HOST, grad, scratch, 0, out)?;
         let workers = self.workers.clone();
         with_float!("grad_stats: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
@@ -190,7 +190,7 @@ impl Kernels<HostDevice> for HostKernels {
         flags: DeviceSlice<u64>,
         out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError> {
-        check::rank_stats(units, loss, flags, out)?;
+        check::rank_stats(DeviceId::HOST, units, loss, flags, out)?;
         stream.enqueue("rank_stats", move || {
             // SAFETY: host memory; the slice's creator guarantees ordered accesses.
             let units = unsafe { units.as_host() };
@@ -206,7 +206,7 @@ impl Kernels<HostDevice> for HostKernels {
     }
 
     fn advance_step(&self, stream: &HostStream, args: AdvanceArgs) -> Result<(), KernelError> {
-        check::advance_step(&args)?;
+        check::advance_step(DeviceId::HOST, &args)?;
         stream.enqueue("advance_step", move || {
             let AdvanceArgs { ranks, config, rates, state, scalars, records } = args;
             // SAFETY: host memory; the slice's creator guarantees ordered accesses.

@@ -11,7 +11,8 @@ use crate::rig::Buffer;
 fn bytes<D: Device, T: bytemuck::Pod>(buffer: &Buffer<'_, D, T>) -> zero_alloc::device::AnySlice {
     let slice = buffer.slice();
     // SAFETY: the same memory, as bytes.
-    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast::<u8>(), slice.len() * size_of::<T>()) }.erase()
+    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast::<u8>(), slice.len() * size_of::<T>(), slice.device()) }
+        .erase()
 }
 
 pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {

@@ -1,7 +1,7 @@
 //! Bad arguments: the same errors on every device, before anything runs.
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, DeviceSlice, Element};
 use zero_kernels::step::{StepConfig, StepRecord, StepState};
 use zero_kernels::{AdamArgs, AdvanceArgs, GradStats, KernelError, RankStats, RemainderArgs, StepScalars};
 
@@ -20,10 +20,20 @@ fn overlap(first: &'static str, second: &'static str) -> Result<(), KernelError>
     Err(KernelError::Overlap { first, second })
 }
 
+fn another_device<D: Device>(rig: &Rig<D>, what: &'static str, got: DeviceId) -> Result<(), KernelError> {
+    Err(DeviceError::AnotherDevice { what, expected: rig.device.id(), got }.into())
+}
+
+/// The same address, of a device that does not exist.
+fn elsewhere<T>(slice: DeviceSlice<T>) -> DeviceSlice<T> {
+    // SAFETY: the launch is rejected before it accesses memory.
+    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr(), slice.len(), DeviceId::new(DeviceKind::Simulated)) }
+}
+
 /// The same address as elements of another type.
 fn cast<T: Element, U>(slice: DeviceSlice<T>, len: usize) -> DeviceSlice<U> {
     // SAFETY: the launch is rejected before it accesses memory.
-    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast(), len) }
+    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast(), len, slice.device()) }
 }
 
 pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
@@ -63,10 +73,15 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
 
     // SAFETY: within `doubles`; the launch is rejected before it accesses memory.
     let askew =
-        unsafe { AnySlice::from_raw_parts(doubles.slice().as_ptr().cast::<u8>().wrapping_add(1), 8, DType::Bf16) };
+        unsafe { AnySlice::from_raw_parts(doubles.any().as_ptr().wrapping_add(1), 8, DType::Bf16, rig.device.id()) };
     let error = run(AdamArgs { grad: askew, ..good }).unwrap_err();
     let address = askew.as_ptr() as usize;
     assert_eq!(error, KernelError::Misaligned { what: "adam: grad", address, align_bytes: 2 });
+
+    let other = elsewhere(good.master);
+    let on_other = |what| another_device(rig, what, other.device());
+    assert_eq!(run(AdamArgs { grad: other.erase(), ..good }), on_other("adam: grad"));
+    assert_eq!(run(AdamArgs { master: other, ..good }), on_other("adam: master"));
 
     run(good).unwrap();
     assert_eq!(master.read(), [1.0; 8], "the stream is fine, and the step was a skipped one");
@@ -87,6 +102,9 @@ pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
     assert_eq!(run(wide), unsupported("adam_remainder: grad", DType::F64));
     let shared = RemainderArgs { remainder: cast(param, 8), ..good };
     assert_eq!(run(shared), overlap("adam_remainder: param", "adam_remainder: remainder"));
+    let param = elsewhere(param);
+    let elsewhere = run(RemainderArgs { param, ..good });
+    assert_eq!(elsewhere, another_device(rig, "adam_remainder: param", param.device()));
     run(good).unwrap();
     assert_eq!(weights.read(), [bf16::ONE; 8]);
 }
@@ -117,6 +135,13 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
         let short = kernels.grad_stats(stream, all, scratch.slice(0..needed - 1), one);
         assert_eq!(short, length("grad_stats: scratch", needed, needed - 1));
     }
+    let other = elsewhere(floats.slice());
+    let (grad, on_other) = (other.erase(), |what| another_device(rig, what, other.device()));
+    assert_eq!(kernels.cast(stream, grad, all, 1.0), on_other("cast: src"));
+    assert_eq!(kernels.cast(stream, all, grad, 1.0), on_other("cast: dst"));
+    assert_eq!(kernels.accumulate(stream, grad, acc), on_other("accumulate: grad"));
+    assert_eq!(kernels.accumulate(stream, all, other), on_other("accumulate: acc"));
+    assert_eq!(kernels.grad_stats(stream, grad, scratch, one), on_other("grad_stats: grad"));
     assert_eq!(floats.read(), [1.0; 8]);
 }
 
@@ -146,5 +171,10 @@ pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
     let stats = |loss, out| rig.kernels.rank_stats(&rig.stream, units.slice(), loss, cast(all.slice(9..10), 1), out);
     assert_eq!(stats(all, ranks.slice()), length("rank_stats: loss", 1, 40));
     assert_eq!(stats(all.slice(0..1), cast(all, 1)), overlap("rank_stats: out", "rank_stats: loss"));
+    let other = elsewhere(all.slice(0..1));
+    assert_eq!(stats(other, ranks.slice()), another_device(rig, "rank_stats: loss", other.device()));
+    let state = elsewhere(good.state);
+    let on_other = another_device(rig, "advance_step: state", state.device());
+    assert_eq!(run(AdvanceArgs { state, ..good }), on_other);
     assert_eq!(words.read(), [0.0; 40]);
 }

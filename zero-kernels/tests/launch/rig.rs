@@ -92,13 +92,13 @@ pub struct Buffer<'a, D: Device, T> {
 impl<D: Device, T: Pod> Buffer<'_, D, T> {
     fn all(&self) -> AnySlice {
         // SAFETY: the buffer's own memory, used on the rig's one stream, which is drained before it is freed.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8, self.rig.device.id()) }
     }
 
     pub fn slice(&self) -> DeviceSlice<T> {
         let start = self.ptr.as_ptr().cast::<T>().wrapping_add(self.from);
         // SAFETY: as for `all`.
-        unsafe { DeviceSlice::from_raw_parts(start, self.len) }
+        unsafe { DeviceSlice::from_raw_parts(start, self.len, self.rig.device.id()) }
     }
 
     /// Reads the range in stream order, and checks that the guards have not changed.

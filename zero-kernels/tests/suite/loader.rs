@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Memory, Stream};
 use zero_kernels::cuda::{Arch, Compile, CudaError, CudaKernels, KernelCache, Loader, Nvrtc, Source, Target};
 use zero_kernels::{KernelError, Kernels};
 
@@ -57,9 +57,9 @@ fn setup(instead: Option<Result<Vec<u8>, CudaError>>) -> Setup {
 impl Setup {
     /// A launch of `elems / 2` elements.
     fn cast(&self, elems: usize) -> Result<(), KernelError> {
-        let mut host = vec![0f64; elems];
+        let (mut host, id) = (vec![0f64; elems], self.loader.device().id());
         // SAFETY: never accessed: launches fail before they run, or are empty.
-        let slice = unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32) };
+        let slice = unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32, id) };
         self.kernels.cast(&self.stream, slice.slice(0..elems / 2), slice.slice(elems / 2..elems), 1.0)
     }
 

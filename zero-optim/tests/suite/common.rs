@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
@@ -50,7 +50,7 @@ impl Buffer {
 
     pub fn slice(&mut self) -> AnySlice {
         // SAFETY: tests keep their buffers until the stream is drained, and use one stream.
-        unsafe { AnySlice::from_raw_parts(self.bytes.as_mut_ptr().cast(), self.len, self.dtype) }
+        unsafe { AnySlice::from_raw_parts(self.bytes.as_mut_ptr().cast(), self.len, self.dtype, DeviceId::HOST) }
     }
 }
 

@@ -10,7 +10,7 @@ use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
 use integration_tests::ops::Threads;
 use zero_alloc::Pool;
-use zero_alloc::device::{DType, Device, DeviceSlice, Stream};
+use zero_alloc::device::{DType, Device, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -20,7 +20,7 @@ const SEQ: usize = 32;
 /// A slice of a vector that outlives all uses in the test.
 fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
     // SAFETY: the vectors live to the end of the test, which drains the stream before it reads them.
-    unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len()) }
+    unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len(), DeviceId::HOST) }
 }
 
 fn check(threads: usize, activation_checkpointing: bool) {

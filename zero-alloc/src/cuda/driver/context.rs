@@ -1,12 +1,20 @@
 //! A device with its context.
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int};
 
 use cudarc::driver::sys;
 use parking_lot::Mutex;
 
 use super::Driver;
-use crate::device::DeviceError;
+use crate::device::{DeviceError, DeviceId, DeviceKind};
+
+/// The id of the memory of this context: equal for all handles of one context. A context that the driver creates at
+/// the address of a destroyed one gets the same id; slices of the destroyed one are invalid by their makers' promise.
+fn id_of(raw: sys::CUcontext) -> DeviceId {
+    static IDS: Mutex<BTreeMap<usize, DeviceId>> = Mutex::new(BTreeMap::new());
+    *IDS.lock().entry(raw.addr()).or_insert_with(|| DeviceId::new(DeviceKind::Cuda))
+}
 
 /// An unused event.
 pub(super) struct Spare(pub(super) sys::CUevent);
@@ -18,6 +26,7 @@ unsafe impl Send for Spare {}
 pub(crate) struct Context {
     driver: &'static Driver,
     raw: sys::CUcontext,
+    id: DeviceId,
     pub(super) device: sys::CUdevice,
     /// True for the primary context, which this retains; false for a foreign context, which outlives this.
     retained: bool,
@@ -40,7 +49,7 @@ impl Context {
         unsafe { call!(driver, cuDeviceGet(&raw mut device, ordinal)) }?;
         // SAFETY: writes one handle; the device is the driver's.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut raw, device)) }?;
-        Ok(Self { driver, raw, device, retained: true, spare: Default::default() })
+        Ok(Self { driver, raw, id: id_of(raw), device, retained: true, spare: Default::default() })
     }
 
     /// A context of a framework.
@@ -49,7 +58,7 @@ impl Context {
     /// `raw` is a context that outlives the result.
     pub(crate) unsafe fn foreign(raw: sys::CUcontext) -> Result<Self, DeviceError> {
         let driver = Driver::started()?;
-        let mut context = Self { driver, raw, device: 0, retained: false, spare: Default::default() };
+        let mut context = Self { driver, raw, id: id_of(raw), device: 0, retained: false, spare: Default::default() };
         context.bind()?;
         // SAFETY: writes one number.
         unsafe { call!(driver, cuCtxGetDevice(&raw mut context.device)) }?;
@@ -58,6 +67,11 @@ impl Context {
 
     pub(crate) fn raw(&self) -> sys::CUcontext {
         self.raw
+    }
+
+    /// The id of its memory.
+    pub(crate) fn id(&self) -> DeviceId {
+        self.id
     }
 
     /// The index of the device among the driver's.

@@ -3,7 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Memory, Stream};
+use zero_alloc::testing::Simulated;
 
 use super::backend::{Backend, LIMIT, open};
 use crate::Random;
@@ -23,7 +24,7 @@ impl<'a, D: Device> Lent<'a, D> {
     fn slice(&self) -> AnySlice {
         // SAFETY: the tests wait for all uses of the slice before this is dropped, and order them by streams and
         // events.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8) }
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8, self.device.id()) }
     }
 }
 
@@ -85,7 +86,7 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
     let memory = Lent::new(&device, 64);
     let slice = memory.slice();
     // SAFETY: the same memory as fewer, larger elements.
-    let floats = unsafe { AnySlice::from_raw_parts(slice.as_ptr(), 16, DType::F32) };
+    let floats = unsafe { AnySlice::from_raw_parts(slice.as_ptr(), 16, DType::F32, slice.device()) };
     let length = |what, expected, got| Err(DeviceError::LengthMismatch { what, expected, got });
     assert_eq!(device.upload(&stream, &[0; 63], slice, LIMIT), length("upload", 64, 63));
     assert_eq!(device.download(&stream, floats, &mut [0; 65], LIMIT), length("download", 64, 65));
@@ -97,6 +98,27 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
     let types = device.copy(&stream, slice.slice(0..16), floats);
     assert_eq!(types, Err(DeviceError::DTypeMismatch { expected: DType::U8, got: DType::F32 }));
     // These errors do not poison the stream.
+    stream.synchronize(LIMIT).expect("sound");
+}
+
+pub(crate) fn slices_of_another_device_are_refused<B: Backend>(backend: &B) {
+    let (device, other) = (backend.device(), Simulated::new(1 << 20, 4096));
+    let stream = B::stream(&device, "compute");
+    let (own, foreign) = (Lent::new(&device, 64), Lent::new(&other, 64));
+    let (own, foreign) = (own.slice(), foreign.slice().slice(0..64));
+    let refused = |what| Err(DeviceError::AnotherDevice { what, expected: device.id(), got: other.id() });
+    assert_eq!(device.fill_zero(&stream, foreign), refused("fill_zero"));
+    assert_eq!(device.copy(&stream, own, foreign), refused("copy, destination"));
+    assert_eq!(device.copy(&stream, foreign, own), refused("copy, source"));
+    assert_eq!(device.upload(&stream, &[0; 64], foreign, LIMIT), refused("upload"));
+    assert_eq!(device.download(&stream, foreign, &mut [0; 64], LIMIT), refused("download"));
+    let error = device.fill_zero(&stream, foreign.slice(3..7)).expect_err("refused").to_string();
+    assert!(error.contains(&format!("memory of {}", other.id())) && error.contains("download"), "{error}");
+    // The other device refuses in turn, and these errors do not poison the stream.
+    let on_other = other.create_stream("other").expect("a stream");
+    let refused = Err(DeviceError::AnotherDevice { what: "fill_zero", expected: other.id(), got: device.id() });
+    assert_eq!(other.fill_zero(&on_other, own), refused);
+    device.fill_zero(&stream, own).expect("enqueued");
     stream.synchronize(LIMIT).expect("sound");
 }
 

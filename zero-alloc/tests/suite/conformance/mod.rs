@@ -27,6 +27,7 @@ macro_rules! conformance {
                 copies::copy_round_trips_any_length,
                 copies::copies_follow_stream_order,
                 copies::copy_checks_lengths_and_types,
+                copies::slices_of_another_device_are_refused,
                 copies::blocked_copy_ends_at_its_limit,
                 copies::download_keeps_its_place_in_the_stream,
                 copies::concurrent_copies_do_not_mix,

@@ -82,7 +82,7 @@ impl Batches {
         let first = self.on_device.as_ptr().cast::<u32>().wrapping_add(start);
         // SAFETY: within `on_device`, which starts a block and so is aligned; the caller that made that slice
         // promised that the memory is valid and that accesses are ordered.
-        unsafe { DeviceSlice::from_raw_parts(first, len) }
+        unsafe { DeviceSlice::from_raw_parts(first, len, self.on_device.device()) }
     }
 }
 
@@ -125,7 +125,7 @@ impl Slot {
 
     fn bytes(&self) -> AnySlice {
         // SAFETY: valid until the slot is dropped, which waits for the copy; the host writes it after `wait` only.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.len_bytes, DType::U8) }
+        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.len_bytes, DType::U8, self.memory.id()) }
     }
 }
 

@@ -147,7 +147,8 @@ impl Parts {
         let len = elems * dtype.size_bytes();
         // SAFETY: within a block of the pool, whose slice was made with the promise that this one needs; blocks start
         // at multiples of 256 bytes, and so do their parts.
-        let part = unsafe { AnySlice::from_raw_parts(self.rest.slice(0..len).as_ptr(), elems, dtype) };
+        let part =
+            unsafe { AnySlice::from_raw_parts(self.rest.slice(0..len).as_ptr(), elems, dtype, self.rest.device()) };
         let next = len.next_multiple_of(ALIGN_BYTES).min(self.rest.len());
         self.rest = self.rest.slice(next..self.rest.len());
         part
@@ -156,6 +157,6 @@ impl Parts {
     fn floats(&mut self, elems: usize) -> DeviceSlice<f32> {
         let part = self.take(elems, DType::F32);
         // SAFETY: as in `take`.
-        unsafe { DeviceSlice::from_raw_parts(part.as_ptr().cast(), elems) }
+        unsafe { DeviceSlice::from_raw_parts(part.as_ptr().cast(), elems, part.device()) }
     }
 }
