@@ -12,7 +12,7 @@ const RESERVE: u64 = 64;
 /// Fewest connections that can wait with their handshake.
 const MIN_PLACES: u64 = 16;
 /// Connections that can wait with their handshake, beside one for each rank.
-const SPARE_PLACES: u64 = 64;
+pub(super) const SPARE_PLACES: u64 = 64;
 
 /// Reserves the descriptors for `world_size` ranks: raises the soft limit, up to the hard limit. Returns the number of
 /// connections that may wait with their handshake.

@@ -43,7 +43,7 @@ pub(super) fn silence_limit(limit: Duration) -> TimeLimit {
 }
 
 /// A connection that has not passed the handshake.
-struct Stranger {
+pub(super) struct Stranger {
     stream: TcpStream,
     input: Input,
     time: TimeLimit,

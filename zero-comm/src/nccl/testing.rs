@@ -10,7 +10,11 @@ use parking_lot::Mutex;
 use zero_alloc::device::{DType, DeviceError};
 
 use super::abort::AbortCompletion;
+use super::descriptors::SPARE_PLACES;
+use super::handshake::{Hello, Key};
 use super::rendezvous::{Joined, join};
+use super::server::Stranger;
+use super::wire::frame;
 use super::world::{Operation, Transport, World};
 use super::{Launcher, Ranks};
 use crate::call::{Call, Segments};
@@ -21,6 +25,17 @@ use crate::{Collective, CommError};
 pub const LIBRARY: u64 = 23_007;
 /// The unique id that rank 0 sends.
 pub const ID: [u8; 128] = [7; 128];
+/// Maximum size of a frame of the handshake.
+pub const MAX_HELLO_BYTES: usize = super::handshake::MAX_HELLO_BYTES;
+/// Upper bound of the heap that the coordinator uses for a connection that has not passed the handshake: its entry in
+/// a tree, whose nodes are filled by at least 5 of 11, and a received frame, whose buffer doubles as it grows.
+pub const STRANGER_BYTES: usize = 3 * size_of::<Stranger>() + 2 * (4 + MAX_HELLO_BYTES);
+
+/// Connections that may wait with their handshake at a time.
+pub const fn places(world_size: usize) -> usize {
+    world_size + SPARE_PLACES as usize
+}
+
 /// A limit that does not expire.
 pub const LONG: Duration = Duration::from_secs(60);
 
@@ -39,6 +54,15 @@ pub fn free_port() -> u16 {
 pub fn ranks(rank: usize, world_size: usize, port: u16) -> Ranks {
     let (host, launcher) = ("127.0.0.1".to_owned(), Launcher::Torchrun);
     Ranks { rank, world_size, local_rank: rank, host, port, launcher, one_machine: true, token: None }
+}
+
+/// The first frame of a rank, with its length.
+///
+/// # Panics
+/// The system has no random numbers.
+pub fn first_frame(ranks: &Ranks) -> Vec<u8> {
+    let hello = Hello::new(ranks.rank, ranks.world_size, LIBRARY);
+    frame(&Key::new(ranks.token.as_ref()).hello(&hello).unwrap()).unwrap()
 }
 
 pub(super) fn join_as(ranks: &Ranks, limit: Duration) -> Result<Joined, CommError> {
@@ -116,6 +140,11 @@ impl Rank {
     pub fn split(&self) -> Result<(), CommError> {
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         self.world.split(0, number, SplitRequest { color: Some(0), key: 0 }).map(drop)
+    }
+
+    /// Calls a broadcast that does not end.
+    pub fn start_broadcast(&self, len: usize) {
+        self.call(len, Ok(true), Ok(false));
     }
 
     /// The failure of the world.
