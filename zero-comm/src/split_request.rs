@@ -11,15 +11,6 @@ pub(crate) struct SplitRequest {
     pub(crate) key: u64,
 }
 
-/// The colors of a split, ascending.
-#[cfg(feature = "cuda")]
-pub(crate) fn colors(requests: &[SplitRequest]) -> Vec<u64> {
-    let mut colors: Vec<u64> = requests.iter().filter_map(|request| request.color).collect();
-    colors.sort_unstable();
-    colors.dedup();
-    colors
-}
-
 /// The ranks of `color`, in the order of their keys, then of their ranks.
 pub(crate) fn members(requests: &[SplitRequest], color: u64) -> Vec<usize> {
     let of_color = requests.iter().enumerate().filter(|(_, request)| request.color == Some(color));

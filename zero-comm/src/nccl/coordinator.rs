@@ -1,27 +1,54 @@
 //! The coordinator's state machine: compares the calls of all ranks and determines the failure of the world.
 //!
-//! It runs in rank 0's process, performs no I/O and never accesses the data of collectives. Ranks report each call to
-//! it. The first failure is final, and every rank receives it. It names
+//! It runs in rank 0's process, performs no I/O, reads no clock and never accesses the data of collectives. The first
+//! failure is final, and every rank receives it. It names
 //!
 //! - both ranks, if their calls of one sequence number differ, or one splits while the other registers memory;
 //! - the rank whose connection ended without a goodbye, or was silent for too long;
 //! - the rank that dropped a communicator on which others still call collectives;
 //! - if a collective exceeds its limit: the first rank that has not called it; else the first whose stream has not
 //!   reached it; else the rank that reported it.
+//!
+//! Calls are compared by hash. The first rank of a communicator sends its calls; every other rank sends only how many
+//! it has made and their rolling hash, which is compared with the first rank's hash at that count. A rank that is ahead
+//! of the first is compared when the first gets there. Where an error names a call that the coordinator lacks, it
+//! requests the call from a rank; until the answer, no later failure replaces this one.
+//!
+//! The cost of a message does not depend on the number of ranks, except of those that end the world. Minima over ranks
+//! are computed at each [`tick`](Coordinator::tick).
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::ops::Range;
 use std::time::Duration;
 
+use super::calls::Calls;
 use super::handshake::Hello;
-use super::message::{Context, MeetingEntry, Message};
+use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered};
 use crate::call::Call;
-use crate::split_request::{SplitRequest, colors, members};
 use crate::{CommError, RendezvousError};
+
+/// Ticks after which the coordinator no longer waits for a call that it requested.
+const ANSWER_TICKS: u32 = 8;
+/// Ticks after which a goodbye is answered although other ranks have not said theirs.
+const GOODBYE_TICKS: u32 = 2;
+
+/// The time between two reports of a rank's progress.
+pub(super) fn report_every(world_size: usize) -> Duration {
+    let every = Duration::from_micros(500).saturating_mul(world_size.try_into().unwrap_or(u32::MAX));
+    every.clamp(Duration::from_millis(10), Duration::from_secs(1))
+}
 
 /// A rank's progress on a communicator, in numbers of calls.
 #[derive(Clone, Debug, Default)]
 struct Member {
     called: u64,
+    /// The hash of those calls.
+    hash: u64,
+    /// Calls that are equal to the first rank's.
+    agreed: u64,
+    /// The earliest report that the first rank has not reached: calls and hash.
+    ahead: Option<(u64, u64)>,
     /// Calls that its stream has reached.
     reached: u64,
     /// Calls that have ended on its stream.
@@ -30,26 +57,132 @@ struct Member {
     left: Option<u64>,
 }
 
-/// A communicator.
-#[derive(Debug, Default)]
+/// A split or registration that some ranks have not joined.
+#[derive(Debug)]
+struct Meeting {
+    kind: &'static str,
+    /// The world rank that joined first.
+    first: usize,
+    /// By rank of the communicator.
+    entries: Vec<Option<MeetingEntry>>,
+    absent: usize,
+}
+
+/// A communicator. Members are named by their rank in it, the index.
+#[derive(Debug)]
 struct Group {
-    /// World ranks, by rank of the communicator.
+    /// World ranks, by index.
     ranks: Vec<usize>,
+    /// Indices, by world rank.
+    indices: HashMap<usize, usize>,
     members: Vec<Member>,
-    /// Calls that have not ended on all ranks, by sequence number, each with the rank that reported it first.
-    open: BTreeMap<u64, (usize, Call)>,
-    /// Meetings that some ranks have not joined, by number: one entry per rank of the communicator.
-    meetings: BTreeMap<u64, Vec<Option<MeetingEntry>>>,
+    /// The first rank's calls that have not ended or are not agreed on all ranks.
+    calls: Calls,
+    /// Members with a report that the first rank has not reached: its calls, and the index.
+    ahead: BinaryHeap<Reverse<(u64, usize)>>,
+    /// The most calls of a member.
+    most_called: u64,
+    /// The count of the last [`Message::Agreed`].
+    agreed: u64,
+    /// Members that have dropped the communicator.
+    left: usize,
+    /// The least number of calls of such a member, and its index.
+    first_left: Option<(u64, usize)>,
+    meetings: BTreeMap<u64, Meeting>,
 }
 
 impl Group {
     fn new(ranks: Vec<usize>) -> Self {
-        Self { members: vec![Member::default(); ranks.len()], ranks, ..Self::default() }
+        Self {
+            indices: ranks.iter().enumerate().map(|(index, &rank)| (rank, index)).collect(),
+            members: vec![Member::default(); ranks.len()],
+            ranks,
+            calls: Calls::default(),
+            ahead: BinaryHeap::new(),
+            most_called: 0,
+            agreed: 0,
+            left: 0,
+            first_left: None,
+            meetings: BTreeMap::new(),
+        }
     }
 
-    fn index(&self, rank: usize) -> Option<usize> {
-        self.ranks.iter().position(|&r| r == rank)
+    /// Compares the latest report of `index` with the first rank's calls, or notes that it is ahead of them. Returns
+    /// the calls that contain the first difference.
+    fn compare(&mut self, index: usize) -> Option<Range<u64>> {
+        let member = &mut self.members[index];
+        if index == 0 || member.ahead.is_some() || member.called <= member.agreed {
+            return None;
+        }
+        if member.called > self.calls.count() {
+            member.ahead = Some((member.called, member.hash));
+            self.ahead.push(Reverse((member.called, index)));
+            return None;
+        }
+        if self.calls.hash_of_first(member.called) != Some(member.hash) {
+            return Some(member.agreed..member.called);
+        }
+        member.agreed = member.called;
+        None
     }
+
+    /// Compares the next member that the first rank has caught up with. Returns its index and the calls that contain
+    /// the first difference; `None` if there is no such member.
+    fn compare_next(&mut self) -> Option<(usize, Option<Range<u64>>)> {
+        let &Reverse((count, index)) = self.ahead.peek()?;
+        if count > self.calls.count() {
+            return None;
+        }
+        self.ahead.pop();
+        let member = &mut self.members[index];
+        let (count, hash) = member.ahead.take()?;
+        if self.calls.hash_of_first(count) != Some(hash) {
+            return Some((index, Some(member.agreed..count)));
+        }
+        member.agreed = count;
+        // Its later reports.
+        Some((index, self.compare(index)))
+    }
+
+    /// Drops the calls that no error can name any more. Returns the number of calls that all ranks agree on, if it
+    /// has grown.
+    fn settle(&mut self) -> Option<u64> {
+        let agreed = self.members.iter().map(|member| member.agreed).min()?;
+        let running = self.members.iter().filter(|member| member.left.is_none());
+        let ended = running.map(|member| member.ended).min().unwrap_or(agreed);
+        self.calls.drop_before(agreed.min(ended));
+        let grown = agreed > self.agreed;
+        self.agreed = agreed;
+        grown.then_some(agreed)
+    }
+
+    /// Sends `message` to all members of a world of `world_size` ranks.
+    fn send(&self, message: Message, world_size: usize) -> Vec<Outgoing> {
+        if self.ranks.len() == world_size {
+            return vec![Outgoing::All(message)];
+        }
+        self.ranks.iter().map(|&rank| Outgoing::To(rank, message.clone())).collect()
+    }
+}
+
+/// A failure that is certain, whose error names a call that the coordinator has requested.
+#[derive(Debug)]
+struct Pending {
+    /// The rank that was asked.
+    asked: usize,
+    context: Context,
+    /// The requested calls that have not arrived.
+    calls: Range<u64>,
+    cause: Cause,
+    ticks: u32,
+}
+
+#[derive(Debug)]
+enum Cause {
+    /// One of the calls differs from the first rank's.
+    Difference,
+    /// `rank` left or was lost after `done` calls, before the requested call; `message` describes it.
+    Left { rank: usize, done: u64, message: String },
 }
 
 /// The state of a world.
@@ -59,14 +192,19 @@ pub(super) struct Coordinator {
     library: u64,
     joined: Vec<bool>,
     gone: Vec<bool>,
+    /// The number of ranks that are not gone.
+    present: usize,
     groups: BTreeMap<Context, Group>,
     next_context: Context,
+    /// Ranks whose goodbye has not been answered, with the ticks since.
+    leaving: Vec<(usize, u32)>,
+    pending: Option<Pending>,
     /// The final failure.
     failure: Option<CommError>,
 }
 
 /// A message to send.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Outgoing {
     To(usize, Message),
     All(Message),
@@ -74,9 +212,18 @@ pub(super) enum Outgoing {
 
 impl Coordinator {
     pub(super) fn new(world_size: usize, library: u64) -> Self {
-        let groups = BTreeMap::from([(0, Group::new((0..world_size).collect()))]);
-        let (joined, gone) = (vec![false; world_size], vec![false; world_size]);
-        Self { world_size, library, joined, gone, groups, next_context: 1, failure: None }
+        Self {
+            world_size,
+            library,
+            joined: vec![false; world_size],
+            gone: vec![false; world_size],
+            present: world_size,
+            groups: BTreeMap::from([(0, Group::new((0..world_size).collect()))]),
+            next_context: 1,
+            leaving: Vec::new(),
+            pending: None,
+            failure: None,
+        }
     }
 
     /// Adds a rank to the world.
@@ -97,36 +244,71 @@ impl Coordinator {
         Ok(rank)
     }
 
-    /// What is due once a second.
-    pub(super) fn tick(&mut self) -> Vec<Outgoing> {
-        Vec::new()
-    }
-
     /// The ranks that have not joined.
     pub(super) fn missing(&self) -> Vec<usize> {
         (0..self.world_size).filter(|&rank| !self.joined[rank]).collect()
     }
 
-    /// Whether all ranks have ended, with or without an error.
+    /// Whether all ranks have ended, with or without an error, and no message for them is outstanding.
     pub(super) fn is_over(&self) -> bool {
-        self.gone.iter().all(|&gone| gone)
+        self.present == 0 && self.leaving.is_empty()
     }
 
+    /// Ends the world with `error`, unless it has failed.
     fn fail(&mut self, error: CommError) -> Vec<Outgoing> {
-        if self.failure.is_some() {
+        if self.failure.is_some() || self.pending.is_some() {
             return Vec::new();
         }
         self.failure = Some(error.clone());
+        self.leaving.clear();
         vec![Outgoing::All(Message::Failed { error })]
+    }
+
+    /// Requests calls for the error of a failure, unless the world has failed.
+    fn ask(&mut self, asked: usize, context: Context, calls: Range<u64>, cause: Cause) -> Vec<Outgoing> {
+        if self.failure.is_some() || self.pending.is_some() {
+            return Vec::new();
+        }
+        let request = Message::ShowCalls { context, from: calls.start, to: calls.end };
+        self.pending = Some(Pending { asked, context, calls, cause, ticks: 0 });
+        vec![Outgoing::To(asked, request)]
+    }
+
+    /// Ends the world without the call that was requested, for `reason`.
+    fn give_up(&mut self, reason: &str) -> Vec<Outgoing> {
+        let Some(Pending { asked, context, calls, cause, .. }) = self.pending.take() else { return Vec::new() };
+        let first = self.groups.get(&context).map_or(0, |group| group.ranks[0]);
+        let error = match cause {
+            Cause::Difference => {
+                let message = format!(
+                    "one of its collectives {} to {} of communicator {context} differs from rank {first}'s, and it did \
+                     not report which: {reason}",
+                    calls.start,
+                    calls.end - 1
+                );
+                CommError::Peer { rank: asked, message }
+            }
+            Cause::Left { rank, message, .. } => CommError::Peer { rank, message },
+        };
+        self.fail(error)
+    }
+
+    /// A communicator with `rank` as a member, and its index.
+    fn member(&mut self, rank: usize, context: Context) -> Option<(&mut Group, usize)> {
+        let group = self.groups.get_mut(&context)?;
+        let index = *group.indices.get(&rank)?;
+        Some((group, index))
     }
 
     /// Handles a message from `rank`.
     pub(super) fn receive(&mut self, rank: usize, message: Message) -> Vec<Outgoing> {
         match message {
-            Message::Called { context, call } => self.called(rank, context, call),
-            Message::Progress { context, reached, ended } => {
-                self.progress(rank, context, reached, ended);
-                Vec::new()
+            Message::Goodbye => self.goodbye(rank),
+            Message::Alive => Vec::new(),
+            _ if self.failure.is_some() => Vec::new(),
+            Message::Calls { context, from, calls } => self.calls(rank, context, from, calls),
+            Message::Progress { context, called, hash, reached, ended } => {
+                self.progress(rank, context, (called, hash), reached, ended)
             }
             Message::Late { context, sequence, call, limit } => {
                 let error = self.late(rank, context, sequence, call, limit);
@@ -140,46 +322,138 @@ impl Coordinator {
                 self.fail(CommError::Peer { rank: absent, message })
             }
             Message::Left { context, done } => self.left(rank, context, done),
-            Message::Goodbye => {
-                self.gone[rank] = true;
-                // The coordinator ends with rank 0's process.
-                if rank == 0 { vec![Outgoing::All(Message::Goodbye)] } else { Vec::new() }
-            }
-            Message::Alive => Vec::new(),
-            Message::Welcome { .. } | Message::Refused { .. } | Message::Met { .. } => {
+            Message::Welcome { .. }
+            | Message::Refused { .. }
+            | Message::ShowCalls { .. }
+            | Message::Agreed { .. }
+            | Message::Met { .. } => {
                 let message = "sent a message that only the coordinator sends".to_owned();
                 self.fail(CommError::Peer { rank, message })
             }
         }
     }
 
-    fn called(&mut self, rank: usize, context: Context, call: Call) -> Vec<Outgoing> {
-        let Some(group) = self.groups.get_mut(&context) else { return Vec::new() };
-        let Some(index) = group.index(rank) else { return Vec::new() };
-        let sequence = group.members[index].called;
-        group.members[index].called += 1;
-        let (first, other) = group.open.entry(sequence).or_insert_with(|| (rank, call.clone()));
-        if *other != call {
-            let (other_rank, other_call) = (*first, Box::new(other.clone()));
-            return self.fail(CommError::Mismatch { sequence, rank, call: Box::new(call), other_rank, other_call });
+    /// To be called once a second. Returns what all ranks have agreed on since the last tick, and the failures and
+    /// answers that are due.
+    pub(super) fn tick(&mut self) -> Vec<Outgoing> {
+        let mut outgoing = Vec::new();
+        for (&context, group) in &mut self.groups {
+            if let Some(count) = group.settle() {
+                outgoing.extend(group.send(Message::Agreed { context, count }, self.world_size));
+            }
         }
-        let left = group.members.iter().zip(&group.ranks).find_map(|(member, &rank)| {
-            let done = member.left.filter(|&done| done <= sequence)?;
-            Some((rank, done))
-        });
-        match left {
-            Some((rank, done)) => self.fail(CommError::Left { sequence, call: Box::new(call), rank, done }),
+        if let Some(pending) = &mut self.pending {
+            pending.ticks += 1;
+            if pending.ticks > ANSWER_TICKS {
+                outgoing.extend(self.give_up(&format!("it did not answer within {ANSWER_TICKS} s")));
+            }
+        }
+        self.leaving.iter_mut().for_each(|(_, ticks)| *ticks += 1);
+        outgoing.extend(self.answer_goodbyes());
+        outgoing
+    }
+
+    /// Handles calls of the communicator's first rank, or calls that the coordinator requested.
+    fn calls(&mut self, rank: usize, context: Context, from: u64, calls: Vec<Call>) -> Vec<Outgoing> {
+        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+        if index > 0 {
+            return self.answered(rank, context, from, calls);
+        }
+        let expected = group.calls.count();
+        if from != expected {
+            let message = format!("sent its calls from {from} of communicator {context} instead of {expected}");
+            return self.fail(CommError::Peer { rank, message });
+        }
+        calls.into_iter().for_each(|call| group.calls.push(call));
+        group.members[0].agreed = group.calls.count();
+        let mut difference = None;
+        while let Some((index, differing)) = group.compare_next() {
+            difference = difference.or(differing.map(|calls| (group.ranks[index], calls)));
+        }
+        match difference {
+            Some((rank, calls)) => self.ask(rank, context, calls, Cause::Difference),
             None => Vec::new(),
         }
     }
 
-    fn progress(&mut self, rank: usize, context: Context, reached: u64, ended: u64) {
-        let Some(group) = self.groups.get_mut(&context) else { return };
-        let Some(index) = group.index(rank) else { return };
+    /// Handles calls of a rank that is not the first.
+    fn answered(&mut self, rank: usize, context: Context, from: u64, calls: Vec<Call>) -> Vec<Outgoing> {
+        let Some(pending) = &mut self.pending else { return Vec::new() };
+        let Some(group) = self.groups.get(&context) else { return Vec::new() };
+        if (pending.asked, pending.context, pending.calls.start) != (rank, context, from) {
+            return Vec::new();
+        }
+        for call in calls {
+            let sequence = pending.calls.start;
+            let error = match &pending.cause {
+                &Cause::Left { rank, done, .. } => CommError::Left { sequence, call: Box::new(call), rank, done },
+                Cause::Difference => {
+                    pending.calls.start += 1;
+                    match group.calls.get(sequence) {
+                        Some(other) if *other != call => {
+                            let (other_rank, other_call) = (group.ranks[0], Box::new(other.clone()));
+                            CommError::Mismatch { sequence, rank, call: Box::new(call), other_rank, other_call }
+                        }
+                        _ if pending.calls.is_empty() => {
+                            let message = format!(
+                                "sent a hash of its calls of communicator {context} that does not match them"
+                            );
+                            CommError::Peer { rank, message }
+                        }
+                        _ => continue,
+                    }
+                }
+            };
+            self.pending = None;
+            return self.fail(error);
+        }
+        Vec::new()
+    }
+
+    fn progress(
+        &mut self,
+        rank: usize,
+        context: Context,
+        (called, hash): (u64, u64),
+        reached: u64,
+        ended: u64,
+    ) -> Vec<Outgoing> {
+        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
         let member = &mut group.members[index];
         (member.reached, member.ended) = (member.reached.max(reached), member.ended.max(ended));
-        let ended_on_all = group.members.iter().map(|m| m.ended).min().unwrap_or(0);
-        group.open = group.open.split_off(&ended_on_all);
+        if called <= member.called {
+            return Vec::new();
+        }
+        (member.called, member.hash) = (called, hash);
+        group.most_called = group.most_called.max(called);
+        if let Some(calls) = group.compare(index) {
+            return self.ask(rank, context, calls, Cause::Difference);
+        }
+        match group.first_left {
+            Some((done, index)) if done < called => self.left_early(context, index, done),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Ends the world because a member dropped the communicator before collective `done`, which others called.
+    fn left_early(&mut self, context: Context, index: usize, done: u64) -> Vec<Outgoing> {
+        let Some(group) = self.groups.get(&context) else { return Vec::new() };
+        let message = format!("left communicator {context} after {done} collectives, before those of other ranks");
+        let left = Cause::Left { rank: group.ranks[index], done, message };
+        self.fail_left(context, index, done, left).unwrap_or_default()
+    }
+
+    /// Ends the world with [`CommError::Left`] for `index`. `None` if no rank can report the call.
+    fn fail_left(&mut self, context: Context, index: usize, sequence: u64, cause: Cause) -> Option<Vec<Outgoing>> {
+        let group = self.groups.get(&context)?;
+        let &Cause::Left { rank, done, .. } = &cause else { return None };
+        if let Some(call) = group.calls.get(sequence) {
+            let call = Box::new(call.clone());
+            return Some(self.fail(CommError::Left { sequence, call, rank, done }));
+        }
+        let can_answer = |&i: &usize| i != index && group.members[i].called > sequence && !self.gone[group.ranks[i]];
+        let asked = group.ranks[(0..group.members.len()).find(can_answer)?];
+        Some(self.ask(asked, context, sequence..sequence + 1, cause))
     }
 
     fn late(&self, rank: usize, context: Context, sequence: u64, call: Call, limit: Duration) -> CommError {
@@ -200,86 +474,154 @@ impl Coordinator {
     }
 
     fn left(&mut self, rank: usize, context: Context, done: u64) -> Vec<Outgoing> {
-        let Some(group) = self.groups.get_mut(&context) else { return Vec::new() };
-        let Some(index) = group.index(rank) else { return Vec::new() };
-        group.members[index].left = Some(done);
-        let call = group.open.range(done..).next().map(|(&sequence, (_, call))| (sequence, call.clone()));
-        let meeting = group.meetings.iter().next();
-        let meeting = meeting.and_then(|(&number, entries)| Some((number, entries.iter().flatten().next()?.kind())));
-        let error = match (call, meeting) {
-            (Some((sequence, call)), _) => CommError::Left { sequence, call: Box::new(call), rank, done },
-            (None, Some((number, kind))) => left_before(rank, context, number, kind),
-            (None, None) => {
-                if group.members.iter().all(|member| member.left.is_some()) {
-                    self.groups.remove(&context);
-                }
-                return Vec::new();
-            }
+        let pending = self.pending.as_ref().is_some_and(|pending| pending.context == context);
+        let world_size = self.world_size;
+        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+        if group.members[index].left.replace(done).is_none() {
+            group.left += 1;
+        }
+        let left = (done, index);
+        group.first_left = Some(group.first_left.map_or(left, |first| first.min(left)));
+        if group.most_called > done {
+            return self.left_early(context, index, done);
+        }
+        if let Some((&number, meeting)) = group.meetings.first_key_value() {
+            let error = left_before(rank, context, number, meeting.kind);
+            return self.fail(error);
+        }
+        if group.left < group.ranks.len() || pending {
+            return Vec::new();
+        }
+        let outgoing = match group.settle() {
+            Some(count) => group.send(Message::Agreed { context, count }, world_size),
+            None => Vec::new(),
         };
-        self.fail(error)
+        self.groups.remove(&context);
+        outgoing
+    }
+
+    fn goodbye(&mut self, rank: usize) -> Vec<Outgoing> {
+        if !self.set_gone(rank) || self.failure.is_some() {
+            return Vec::new();
+        }
+        self.leaving.push((rank, 0));
+        self.answer_goodbyes()
+    }
+
+    /// Returns whether the rank was present.
+    fn set_gone(&mut self, rank: usize) -> bool {
+        let was_present = !std::mem::replace(&mut self.gone[rank], true);
+        self.present -= usize::from(was_present);
+        was_present
+    }
+
+    /// Answers all goodbyes when all ranks have said theirs, so that all calls are compared; else those that have
+    /// waited for long enough. The coordinator ends with rank 0's process.
+    fn answer_goodbyes(&mut self) -> Vec<Outgoing> {
+        let all = self.present == 0 && self.pending.is_none();
+        let is_due = |ticks: u32| all || ticks >= GOODBYE_TICKS;
+        if self.leaving.iter().any(|&(rank, ticks)| is_due(ticks) && (rank == 0 || all)) {
+            self.leaving.clear();
+            return vec![Outgoing::All(Message::Goodbye)];
+        }
+        let due = self.leaving.extract_if(.., |&mut (_, ticks)| is_due(ticks));
+        due.map(|(rank, _)| Outgoing::To(rank, Message::Goodbye)).collect()
     }
 
     /// Handles the loss of the connection to `rank`; `cause` describes it.
     pub(super) fn lost(&mut self, rank: usize, cause: String) -> Vec<Outgoing> {
-        if std::mem::replace(&mut self.gone[rank], true) {
+        self.leaving.retain(|&(leaving, _)| leaving != rank);
+        let was_present = self.set_gone(rank);
+        if self.pending.as_ref().is_some_and(|pending| pending.asked == rank) {
+            return self.give_up(&cause);
+        }
+        if !was_present || self.failure.is_some() || self.pending.is_some() {
             return Vec::new();
         }
         // The oldest collective in which other ranks may wait for it.
-        let open = self.groups.values().find_map(|group| {
-            let member = &group.members[group.index(rank)?];
-            let (&sequence, (_, call)) = group.open.range(member.ended..).next()?;
-            Some((sequence, Box::new(call.clone()), member.called))
-        });
-        let error = match open {
-            Some((sequence, call, done)) => CommError::Left { sequence, call, rank, done },
-            None => CommError::Peer { rank, message: cause },
-        };
-        self.fail(error)
+        let contexts: Vec<Context> = self.groups.keys().copied().collect();
+        for context in contexts {
+            let Some((group, index)) = self.member(rank, context) else { continue };
+            let (sequence, done) = (group.members[index].ended, group.members[index].called);
+            if group.most_called > sequence {
+                let left = Cause::Left { rank, done, message: cause.clone() };
+                if let Some(outgoing) = self.fail_left(context, index, sequence, left) {
+                    return outgoing;
+                }
+            }
+        }
+        self.fail(CommError::Peer { rank, message: cause })
     }
 
     fn meet(&mut self, rank: usize, context: Context, number: u64, entry: MeetingEntry) -> Vec<Outgoing> {
-        let Some(group) = self.groups.get_mut(&context) else { return Vec::new() };
-        let Some(index) = group.index(rank) else { return Vec::new() };
+        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
         let (n, kind) = (group.ranks.len(), entry.kind());
-        if let Some(gone) = group.members.iter().position(|member| member.left.is_some()) {
-            let rank = group.ranks[gone];
-            return self.fail(left_before(rank, context, number, kind));
+        if let Some((_, gone)) = group.first_left {
+            let error = left_before(group.ranks[gone], context, number, kind);
+            return self.fail(error);
         }
-        let entries = group.meetings.entry(number).or_insert_with(|| vec![None; n]);
-        entries[index] = Some(entry);
-        let other = group.ranks.iter().zip(&*entries).find_map(|(&rank, entry)| {
-            let other_kind = entry.as_ref()?.kind();
-            (other_kind != kind).then_some((rank, other_kind))
-        });
-        if let Some((other, other_kind)) = other {
+        let new = || Meeting { kind, first: rank, entries: vec![None; n], absent: n };
+        let meeting = group.meetings.entry(number).or_insert_with(new);
+        if meeting.kind != kind {
             let message = format!(
-                "called {kind} {number} of communicator {context} where rank {other} called a {other_kind}; all ranks \
-                 must make the same calls in the same order"
+                "called {kind} {number} of communicator {context} where rank {} called a {}; all ranks must make the \
+                 same calls in the same order",
+                meeting.first, meeting.kind
             );
             return self.fail(CommError::Peer { rank, message });
         }
-        let Some(entries) = entries.iter().copied().collect::<Option<Vec<MeetingEntry>>>() else { return Vec::new() };
-        group.meetings.remove(&number);
-        let ranks = group.ranks.clone();
-        let first = self.next_context;
-        let split =
-            |entry: &MeetingEntry| if let MeetingEntry::Split(request) = entry { Some(*request) } else { None };
-        let requests: Vec<SplitRequest> = entries.iter().filter_map(split).collect();
-        for color in colors(&requests) {
-            let members = members(&requests, color).into_iter().map(|index| ranks[index]).collect();
-            self.groups.insert(self.next_context, Group::new(members));
+        meeting.absent -= usize::from(meeting.entries[index].replace(entry).is_none());
+        if meeting.absent > 0 {
+            return Vec::new();
+        }
+        let entries = group.meetings.remove(&number).map(|meeting| meeting.entries).unwrap_or_default();
+        let (ranks, entries) = (group.ranks.clone(), entries.into_iter().flatten().collect::<Vec<_>>());
+        let outcomes = match kind {
+            "split" => self.split(&ranks, &entries).into_iter().map(Outcome::Split).collect(),
+            _ => vec![Outcome::Registration(registered(&entries)); n],
+        };
+        let send = |(rank, outcome)| Outgoing::To(rank, Message::Met { context, number, outcome });
+        ranks.into_iter().zip(outcomes).map(send).collect()
+    }
+
+    /// Makes the communicators of a split, in ascending order of color. Returns the places of its ranks.
+    fn split(&mut self, ranks: &[usize], entries: &[MeetingEntry]) -> Vec<Option<Place>> {
+        let mut places = vec![None; ranks.len()];
+        let of_color = entries.iter().enumerate().filter_map(|(index, entry)| match entry {
+            MeetingEntry::Split(request) => Some((request.color?, request.key, index)),
+            MeetingEntry::Registration(_) => None,
+        });
+        let mut order: Vec<(u64, u64, usize)> = of_color.collect();
+        order.sort_unstable();
+        for members in order.chunk_by(|(a, ..), (b, ..)| a == b) {
+            let context = self.next_context;
+            for (rank, &(.., index)) in members.iter().enumerate() {
+                places[index] = Some(Place { context, rank, size: members.len() });
+            }
+            self.groups.insert(context, Group::new(members.iter().map(|&(.., index)| ranks[index]).collect()));
             self.next_context += 1;
         }
-        let met = Message::Met { context, number, first, entries };
-        ranks.into_iter().map(|rank| Outgoing::To(rank, met.clone())).collect()
+        places
     }
 
     /// The first rank that has not joined a meeting, and the meeting's kind.
     fn absent_from(&self, context: Context, number: u64) -> Option<(usize, &'static str)> {
         let group = self.groups.get(&context)?;
-        let entries = group.meetings.get(&number)?;
-        let absent = entries.iter().position(Option::is_none)?;
-        Some((group.ranks[absent], entries.iter().flatten().next()?.kind()))
+        let meeting = group.meetings.get(&number)?;
+        let absent = meeting.entries.iter().position(Option::is_none)?;
+        Some((group.ranks[absent], meeting.kind))
+    }
+}
+
+fn registered(entries: &[MeetingEntry]) -> Registered {
+    let bytes = |entry: &MeetingEntry| if let MeetingEntry::Registration(bytes) = entry { *bytes } else { None };
+    let Some(all) = entries.iter().map(bytes).collect::<Option<Vec<u64>>>() else {
+        let rank = entries.iter().position(|entry| bytes(entry).is_none()).unwrap_or(0);
+        return Registered::Failed { rank };
+    };
+    match all.iter().position(|bytes| *bytes != all[0]) {
+        Some(rank) => Registered::Differs { rank, bytes: all[rank], expected: all[0] },
+        None => Registered::Equal,
     }
 }
 
@@ -288,155 +630,4 @@ fn left_before(rank: usize, context: Context, number: u64, kind: &str) -> CommEr
 }
 
 #[cfg(test)]
-mod tests {
-    use zero_alloc::device::DType;
-
-    use super::*;
-    use crate::Collective;
-    use crate::call::Segments;
-
-    const LIMIT: Duration = Duration::from_secs(3);
-
-    fn broadcast(len: usize) -> Call {
-        let (collective, segments) = (Collective::Broadcast, Segments::Balanced(len));
-        Call { collective, op: None, dtype: DType::F32, segments, root: Some(0), control: false }
-    }
-
-    fn called(len: usize) -> Message {
-        Message::Called { context: 0, call: broadcast(len) }
-    }
-
-    fn progress(reached: u64, ended: u64) -> Message {
-        Message::Progress { context: 0, reached, ended }
-    }
-
-    fn late(sequence: u64) -> Message {
-        Message::Late { context: 0, sequence, call: broadcast(8), limit: LIMIT }
-    }
-
-    fn split(color: Option<u64>, key: u64) -> MeetingEntry {
-        MeetingEntry::Split(SplitRequest { color, key })
-    }
-
-    fn meet(number: u64, entry: MeetingEntry) -> Message {
-        Message::Meet { context: 0, number, entry }
-    }
-
-    /// Delivers the messages to a coordinator of three ranks; returns it and its last answer.
-    fn deliver(messages: impl IntoIterator<Item = (usize, Message)>) -> (Coordinator, Vec<Outgoing>) {
-        let mut coordinator = Coordinator::new(3, 23_007);
-        let mut last = Vec::new();
-        for (rank, message) in messages {
-            assert!(last.is_empty(), "an answer before the last message: {last:?}");
-            last = coordinator.receive(rank, message);
-        }
-        (coordinator, last)
-    }
-
-    fn failed(error: CommError) -> Vec<Outgoing> {
-        vec![Outgoing::All(Message::Failed { error })]
-    }
-
-    #[test]
-    fn differing_calls_name_both_ranks() {
-        let other_call = Box::new(broadcast(8));
-        let others = [
-            broadcast(7),
-            Call { collective: Collective::AllReduce, ..broadcast(8) },
-            Call { dtype: DType::U8, ..broadcast(8) },
-            Call { segments: Segments::Even(8), ..broadcast(8) },
-            Call { root: Some(1), ..broadcast(8) },
-        ];
-        for call in others {
-            let differing = Message::Called { context: 0, call: call.clone() };
-            let (_, sent) = deliver([(0, called(1)), (1, called(1)), (0, called(8)), (1, differing)]);
-            let (call, other_call) = (Box::new(call), other_call.clone());
-            assert_eq!(sent, failed(CommError::Mismatch { sequence: 1, rank: 1, call, other_rank: 0, other_call }));
-        }
-    }
-
-    #[test]
-    fn late_collective_names_the_late_rank() {
-        let call = Box::new(broadcast(8));
-        let stalled =
-            |rank, done| failed(CommError::Stalled { sequence: 1, call: call.clone(), rank, limit: LIMIT, done });
-        let first: Vec<_> = (0..3).flat_map(|rank| [(rank, called(1)), (rank, progress(1, 1))]).collect();
-        let with = |more: &[(usize, Message)]| deliver(first.iter().chain(more).cloned()).1;
-        // Rank 2 has not called it.
-        let mut more = vec![(0, called(8)), (0, progress(2, 1)), (1, called(8)), (0, late(1))];
-        assert_eq!(with(&more), stalled(2, 1));
-        // Rank 2's stream has not reached it.
-        more.splice(3.., [(1, progress(2, 1)), (2, called(8)), (0, late(1))]);
-        assert_eq!(with(&more), stalled(2, 1));
-        // All have, so the rank that reports it is named.
-        more.splice(5.., [(2, progress(2, 1)), (0, late(1))]);
-        let message = format!("collective 1, {call}: all ranks reached it, but it did not end within 3s");
-        assert_eq!(with(&more), failed(CommError::Peer { rank: 0, message }));
-    }
-
-    #[test]
-    fn lost_rank_is_named_with_its_collective() {
-        let left = |done| failed(CommError::Left { sequence: 0, call: Box::new(broadcast(8)), rank: 1, done });
-        for (calls, done) in [(vec![(0, called(8))], 0), (vec![(0, called(8)), (1, called(8))], 1)] {
-            let (mut coordinator, _) = deliver(calls);
-            assert_eq!(coordinator.lost(1, "gone".to_owned()), left(done));
-            assert!(coordinator.lost(0, "gone".to_owned()).is_empty());
-        }
-        let (mut coordinator, _) = deliver([]);
-        let message = "gone".to_owned();
-        assert_eq!(coordinator.lost(1, message.clone()), failed(CommError::Peer { rank: 1, message }));
-    }
-
-    #[test]
-    fn rank_that_left_is_named() {
-        let left = Message::Left { context: 0, done: 1 };
-        let first = [(0, called(1)), (1, called(1))];
-        let error = failed(CommError::Left { sequence: 1, call: Box::new(broadcast(8)), rank: 1, done: 1 });
-        for more in [[(1, left.clone()), (0, called(8))], [(0, called(8)), (1, left.clone())]] {
-            assert_eq!(deliver(first.iter().chain(&more).cloned()).1, error);
-        }
-        let message = "left communicator 0 before its split 0".to_owned();
-        let error = failed(CommError::Peer { rank: 1, message });
-        let meet = meet(0, split(None, 0));
-        for more in [[(1, left.clone()), (0, meet.clone())], [(0, meet), (1, left)]] {
-            assert_eq!(deliver(more).1, error);
-        }
-    }
-
-    #[test]
-    fn splits_number_their_communicators_by_color() {
-        let entries = vec![split(Some(7), 1), split(None, 0), split(Some(5), 0)];
-        let round = |number| (0..3).map(|rank| (rank, meet(number, entries[rank]))).collect::<Vec<_>>();
-        let (mut coordinator, sent) = deliver(round(0));
-        let met = |number, first, entries: &[MeetingEntry]| -> Vec<Outgoing> {
-            let met = Message::Met { context: 0, number, first, entries: entries.to_vec() };
-            (0..3).map(|rank| Outgoing::To(rank, met.clone())).collect()
-        };
-        assert_eq!(sent, met(0, 1, &entries));
-        assert_eq!((&coordinator.groups[&1].ranks[..], &coordinator.groups[&2].ranks[..]), (&[2][..], &[0][..]));
-        let bytes: Vec<_> = [Some(7), None, Some(9)].map(MeetingEntry::Registration).into();
-        let sent = (0..3).map(|rank| coordinator.receive(rank, meet(1, bytes[rank]))).last();
-        assert_eq!(sent, Some(met(1, 3, &bytes)));
-    }
-
-    #[test]
-    fn differing_meetings_name_both_ranks() {
-        let (_, sent) = deliver([(2, meet(0, split(None, 0))), (1, meet(0, MeetingEntry::Registration(Some(1))))]);
-        let [Outgoing::All(Message::Failed { error: CommError::Peer { rank: 1, message } })] = &sent[..] else {
-            panic!("{sent:?}")
-        };
-        assert!(
-            message.starts_with("called registration 0 of communicator 0 where rank 2 called a split"),
-            "{message}"
-        );
-    }
-
-    #[test]
-    fn late_meeting_names_the_absent_rank() {
-        let late = Message::LateMeeting { context: 0, number: 0, limit: LIMIT };
-        let entry = meet(0, MeetingEntry::Registration(None));
-        let (_, sent) = deliver([(0, entry.clone()), (2, entry), (2, late)]);
-        let message = "did not join registration 0 of communicator 0 within 3s".to_owned();
-        assert_eq!(sent, failed(CommError::Peer { rank: 1, message }));
-    }
-}
+mod tests;

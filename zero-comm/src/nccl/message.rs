@@ -29,32 +29,71 @@ impl MeetingEntry {
     }
 }
 
+/// The result of a meeting for one rank, of constant size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Outcome {
+    /// The rank's place in its new communicator; `None` if it joins none.
+    Split(Option<Place>),
+    Registration(Registered),
+}
+
+/// A rank's place in a new communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Place {
+    pub(super) context: Context,
+    /// Its rank in the new communicator.
+    pub(super) rank: usize,
+    /// Ranks of the new communicator.
+    pub(super) size: usize,
+}
+
+/// The result of a registration. Ranks are those of the communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Registered {
+    /// All ranks registered the same number of bytes.
+    Equal,
+    /// The first rank that failed to register.
+    Failed { rank: usize },
+    /// The first rank whose bytes differ from rank 0's.
+    Differs { rank: usize, bytes: u64, expected: u64 },
+}
+
 /// All frames after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
-    /// All ranks have joined; `id` initializes NCCL.
-    Welcome { id: Vec<u8> },
+    // From the coordinator.
+    /// All ranks have joined. `id` initializes NCCL; ranks report their progress once every `report_every`.
+    Welcome { id: Vec<u8>, report_every: Duration },
     /// The rendezvous failed.
     Refused { error: RendezvousError },
-    /// The rank's next call on a communicator.
-    Called { context: Context, call: Call },
-    /// The numbers of calls on a communicator that the rank's streams have reached and that have ended.
-    Progress { context: Context, reached: u64, ended: u64 },
+    /// Requests the rank's calls `from..to` on a communicator; the rank answers with `Calls`.
+    ShowCalls { context: Context, from: u64, to: u64 },
+    /// The first `count` calls of all ranks on a communicator are equal; ranks need not keep them.
+    Agreed { context: Context, count: u64 },
+    /// All ranks have joined meeting `number` of a communicator.
+    Met { context: Context, number: u64, outcome: Outcome },
+
+    // From a rank.
+    /// The numbers of calls on a communicator that the rank has made, that its streams have reached, and that have
+    /// ended; and the hash of the calls made.
+    Progress { context: Context, called: u64, hash: u64, reached: u64, ended: u64 },
+    /// The rank's calls on a communicator from number `from`. The communicator's first rank sends all of its calls,
+    /// before the progress that counts them; other ranks send those that the coordinator requests.
+    Calls { context: Context, from: u64, calls: Vec<Call> },
     /// A collective of the rank exceeded its limit.
     Late { context: Context, sequence: u64, call: Call, limit: Duration },
-    /// To the coordinator: the rank failed. From the coordinator: the failure of the world.
-    Failed { error: CommError },
     /// The rank waits in meeting `number` of a communicator.
     Meet { context: Context, number: u64, entry: MeetingEntry },
-    /// All ranks have joined that meeting; the entries are in rank order of the communicator. For a split, `first` is
-    /// the communicator of the least color; the communicators of the other colors follow in ascending order of color.
-    Met { context: Context, number: u64, first: Context, entries: Vec<MeetingEntry> },
     /// The rank waited in that meeting for longer than its limit.
     LateMeeting { context: Context, number: u64, limit: Duration },
     /// The rank dropped a communicator, after `done` calls.
     Left { context: Context, done: u64 },
-    /// To the coordinator: the rank ends without an error. From the coordinator: rank 0 and the coordinator end
-    /// without one.
+
+    // In both directions.
+    /// To the coordinator: the rank failed. From the coordinator: the failure of the world.
+    Failed { error: CommError },
+    /// To the coordinator: the rank ends without an error; it waits for the answer. From the coordinator: the answer,
+    /// or rank 0 and the coordinator end without an error.
     Goodbye,
     /// Keepalive.
     Alive,
@@ -130,20 +169,32 @@ mod tests {
                 .prop_map(|(color, key)| MeetingEntry::Split(SplitRequest { color, key })),
             any::<Option<u64>>().prop_map(MeetingEntry::Registration),
         ];
-        let numbers = (any::<Context>(), any::<u64>(), any::<u64>());
+        let outcomes =
+            (0..4, any::<[usize; 2]>(), any::<[u64; 2]>()).prop_map(|(kind, [rank, size], [bytes, expected])| {
+                match kind {
+                    0 => Outcome::Split((bytes > 9).then_some(Place { context: expected as Context, rank, size })),
+                    1 => Outcome::Registration(Registered::Equal),
+                    2 => Outcome::Registration(Registered::Failed { rank }),
+                    _ => Outcome::Registration(Registered::Differs { rank, bytes, expected }),
+                }
+            });
+        let numbers = (any::<Context>(), any::<[u64; 4]>());
         prop_oneof![
-            prop::collection::vec(any::<u8>(), 0..200).prop_map(|id| Message::Welcome { id }),
+            (prop::collection::vec(any::<u8>(), 0..200), any::<Duration>())
+                .prop_map(|(id, report_every)| Message::Welcome { id, report_every }),
             refusals().prop_map(|error| Message::Refused { error }),
             errors().prop_map(|error| Message::Failed { error }),
-            (numbers, calls(), any::<Duration>(), prop::collection::vec(entries, 1..9), 0..8).prop_map(
-                |((context, a, b), call, limit, entries, kind)| match kind {
-                    0 => Message::Called { context, call },
-                    1 => Message::Progress { context, reached: a, ended: b },
-                    2 => Message::Late { context, sequence: a, call, limit },
-                    3 => Message::Meet { context, number: a, entry: entries[0] },
-                    4 => Message::Met { context, number: a, first: b as Context, entries },
+            (numbers, prop::collection::vec(calls(), 1..9), any::<Duration>(), entries, outcomes, 0..10).prop_map(
+                |((context, [a, b, c, d]), mut calls, limit, entry, outcome, kind)| match kind {
+                    0 => Message::Calls { context, from: a, calls },
+                    1 => Message::Progress { context, called: a, hash: b, reached: c, ended: d },
+                    2 => Message::Late { context, sequence: a, call: calls.remove(0), limit },
+                    3 => Message::Meet { context, number: a, entry },
+                    4 => Message::Met { context, number: a, outcome },
                     5 => Message::LateMeeting { context, number: a, limit },
                     6 => Message::Left { context, done: a },
+                    7 => Message::ShowCalls { context, from: a, to: b },
+                    8 => Message::Agreed { context, count: a },
                     _ => [Message::Goodbye, Message::Alive][b as usize % 2].clone(),
                 }
             ),

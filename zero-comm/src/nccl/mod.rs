@@ -59,6 +59,7 @@
 // the coordinator's threads, `coordinator` is its state machine, `message` and `wire` define the protocol, and
 // `world` is a rank's side with its watcher thread.
 mod abort;
+mod calls;
 mod config;
 mod coordinator;
 mod descriptors;
@@ -93,11 +94,11 @@ pub use ranks::{LaunchError, Launcher, Ranks, Token};
 pub use registration::Registration;
 
 use crate::call::{Checked, Group};
-use crate::split_request::{SplitRequest, colors, members};
+use crate::split_request::SplitRequest;
 use crate::{CommError, CommOptions, Communicator, Traffic};
 use handle::{Handle, Interrupt, Wait};
 use library::Nccl;
-use message::Context;
+use message::{Context, Place};
 use world::{Operation, Transport, World};
 
 /// The version of the NCCL library, such as `2.30.7`.
@@ -165,7 +166,7 @@ impl NcclCommunicator {
 
     fn open(process: Arc<Process>, handle: Handle, context: Context, group: Group) -> Self {
         let handle = Arc::new(handle);
-        process.world.open(context, Arc::clone(&handle) as Arc<dyn Transport>);
+        process.world.open(context, group.rank == 0, Arc::clone(&handle) as Arc<dyn Transport>);
         Self { handle, process, context, group, enqueued: Mutex::default(), traffic: Mutex::default() }
     }
 
@@ -287,20 +288,13 @@ impl Communicator<CudaDevice> for NcclCommunicator {
         enqueued.meetings += 1;
         // NCCL can split only an idle communicator.
         self.process.drain(self.context)?;
-        let (first, requests) = world.split(self.context, number, SplitRequest { color, key })?;
-        let colors = colors(&requests);
-        let place = color.and_then(|color| {
-            let index = colors.binary_search(&color).ok()?;
-            let members = members(&requests, color);
-            let rank = members.iter().position(|&rank| rank == self.group.rank)?;
-            Some((index, Group { rank, world_size: members.len() }))
-        });
+        let place = world.split(self.context, number, SplitRequest { color, key })?;
         let wait = Wait { limit: world.limit, failure: &|| world.failure() };
-        let child = self.handle.split(place.map(|(index, group)| (index, group.rank)), wait);
+        let child = self.handle.split(place.map(|place| (place.context as usize, place.rank)), wait);
         let child = child
             .map_err(|interrupt| self.process.fail(interrupt, "NCCL did not split the communicator", world.limit))?;
-        let Some(((index, group), handle)) = place.zip(child) else { return Ok(None) };
-        let context = first + index as Context;
+        let Some((Place { context, rank, size }, handle)) = place.zip(child) else { return Ok(None) };
+        let group = Group { rank, world_size: size };
         Ok(Some(Arc::new(Self::open(Arc::clone(&self.process), handle, context, group))))
     }
 

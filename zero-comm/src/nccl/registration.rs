@@ -24,7 +24,7 @@ use zero_alloc::device::{AnySlice, DType, Memory};
 
 use super::handle::{Handle, Registered};
 use super::library::back_end;
-use super::message::Context;
+use super::message::{Context, Registered as Outcome};
 use super::world::Transport;
 use super::{NcclCommunicator, Process};
 use crate::CommError;
@@ -61,15 +61,15 @@ impl Drop for Registration {
 }
 
 /// Returns an error text unless all ranks registered the same number of bytes.
-fn mismatch(bytes: &[Option<u64>]) -> Option<String> {
-    if let Some(rank) = bytes.iter().position(Option::is_none) {
-        return Some(format!("rank {rank} did not register its memory, so no rank does"));
+fn mismatch(outcome: Outcome) -> Option<String> {
+    match outcome {
+        Outcome::Equal => None,
+        Outcome::Failed { rank } => Some(format!("rank {rank} did not register its memory, so no rank does")),
+        Outcome::Differs { rank, bytes, expected } => Some(format!(
+            "rank 0 registered {expected} bytes and rank {rank} {bytes}, so no rank does; use the same pool budget on \
+             all ranks"
+        )),
     }
-    let rank = bytes.iter().position(|of_rank| *of_rank != bytes[0])?;
-    let (first, other) = (bytes[0]?, bytes[rank]?);
-    Some(format!(
-        "rank 0 registered {first} bytes and rank {rank} {other}, so no rank does; use the same pool budget on all ranks"
-    ))
 }
 
 impl NcclCommunicator {
@@ -132,7 +132,7 @@ impl NcclCommunicator {
             _pool: pool,
         });
         let bytes = own.as_ref().ok().map(|own| own.registered.bytes as u64);
-        let bytes = self.process.world.register(self.context, number, bytes)?;
-        own.and_then(|own| mismatch(&bytes).map_or(Ok(own), |message| Err(back_end(message))))
+        let outcome = self.process.world.register(self.context, number, bytes)?;
+        own.and_then(|own| mismatch(outcome).map_or(Ok(own), |message| Err(back_end(message))))
     }
 }

@@ -24,6 +24,8 @@ const HANDSHAKES: usize = 8;
 pub(super) struct Joined {
     /// The id that initializes NCCL, from rank 0.
     pub(super) id: Vec<u8>,
+    /// The time between two reports of this rank's progress.
+    pub(super) report_every: Duration,
     pub(super) outgoing: TcpStream,
     pub(super) incoming: Incoming,
 }
@@ -194,7 +196,9 @@ impl Client<'_> {
         stream.write_all(&frame(&proof).map_err(broken)?).map_err(broken)?;
         loop {
             match incoming.next(self.time.slice()).map_err(broken)? {
-                Some(Message::Welcome { id }) => return Ok(Joined { id, outgoing: stream, incoming }),
+                Some(Message::Welcome { id, report_every }) => {
+                    return Ok(Joined { id, report_every, outgoing: stream, incoming });
+                }
                 Some(Message::Refused { error }) => return Err(error),
                 Some(_) => {}
                 None if self.time.has_passed() => {

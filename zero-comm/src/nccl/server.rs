@@ -19,7 +19,7 @@ use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token};
 use zero_alloc::TimeLimit;
 
-use super::coordinator::{Coordinator, Outgoing};
+use super::coordinator::{Coordinator, Outgoing, report_every};
 use super::descriptors;
 use super::handshake::{Expected, Hello, Key, MAX_HELLO_BYTES, VERSION};
 use super::message::Message;
@@ -295,7 +295,8 @@ impl Server {
         if self.missing == 0 {
             self.listener = None;
             self.strangers.clear();
-            self.send_all(&Message::Welcome { id: self.options.id.clone() });
+            let report_every = report_every(self.options.world_size);
+            self.send_all(&Message::Welcome { id: self.options.id.clone(), report_every });
         }
     }
 

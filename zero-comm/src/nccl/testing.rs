@@ -111,7 +111,7 @@ impl Rank {
     pub fn join(ranks: &Ranks, limit: Duration) -> Result<Self, CommError> {
         let world = World::start(join_as(ranks, LONG)?, ranks.rank, limit)?;
         let fake = Arc::new(Fake::default());
-        world.open(0, Arc::clone(&fake) as Arc<dyn Transport>);
+        world.open(0, ranks.rank == 0, Arc::clone(&fake) as Arc<dyn Transport>);
         let (poisoned, calls, splits) = Default::default();
         Ok(Self { world, fake, poisoned, calls, splits })
     }

@@ -11,7 +11,7 @@ use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
 use super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
-use super::message::Message;
+use super::message::{Message, Place, Registered};
 use super::rendezvous::Joined;
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
@@ -221,8 +221,8 @@ fn all_aborts_start_before_any_is_awaited() {
     for elapsed in on_ranks(1, |ranks| {
         let world = World::start(join_as(&ranks, LONG).unwrap(), 0, LONG).unwrap();
         let last = Arc::new(Fake::default());
-        world.open(0, Arc::new(Behind(Arc::clone(&last))));
-        world.open(1, last);
+        world.open(0, true, Arc::new(Behind(Arc::clone(&last))));
+        world.open(1, true, last);
         let begun = Instant::now();
         world.fail(CommError::Aborted { rank: 0, reason: "on purpose".to_owned() });
         // Waits for both aborts.
@@ -242,7 +242,7 @@ fn communicator_of_failed_world_is_aborted() {
         rank.wait_for_failure();
         // The watcher has aborted the communicators that it found.
         let late = Arc::new(Fake::default());
-        rank.world.open(1, Arc::clone(&late) as Arc<dyn Transport>);
+        rank.world.open(1, true, Arc::clone(&late) as Arc<dyn Transport>);
         assert_eq!(late.aborts.load(Ordering::Relaxed), 1);
         rank.call(8, Ok(true), Ok(false));
         assert_eq!(rank.poisoned.lock().len(), 1);
@@ -335,7 +335,7 @@ fn end_of_rank_0_ends_the_other_ranks() {
             let hello = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
             (&stream).write_all(&frame(&key.challenge(hello).unwrap().0).unwrap()).unwrap();
             incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
-            send(&stream, &[Message::Welcome { id: vec![1] }]).unwrap();
+            send(&stream, &[Message::Welcome { id: vec![1], report_every: Duration::ZERO }]).unwrap();
             return None;
         }
         Some(Rank::start(&ranks, LONG).wait_for_failure())
@@ -392,20 +392,23 @@ fn errors_of_one_process_become_peer_errors() {
 }
 
 #[test]
-fn meetings_return_the_entries_of_all_ranks() {
+fn meetings_return_a_rank_its_own_outcome() {
     let request =
         |rank: usize| SplitRequest { color: (rank != 2).then_some(rank as u64 % 2 + 5), key: 10 - rank as u64 };
     let bytes = |rank: usize| (rank != 1).then_some(rank as u64 + 7);
-    let answers = on_ranks(4, |ranks| {
+    let outcomes = on_ranks(4, |ranks| {
         let rank = Rank::start(&ranks, LONG);
         let first = rank.world.split(0, 0, request(ranks.rank)).unwrap();
         let registered = rank.world.register(0, 1, bytes(ranks.rank)).unwrap();
-        let (second, _) = rank.world.split(0, 2, SplitRequest { color: Some(1), key: 0 }).unwrap();
+        let second = rank.world.split(0, 2, SplitRequest { color: Some(1), key: 0 }).unwrap();
         rank.world.close(0, 0);
         (first, registered, second)
     });
-    let (requests, registered): (Vec<_>, Vec<_>) = (0..4).map(|rank| (request(rank), bytes(rank))).unzip();
-    assert_eq!(answers, vec![((1, requests), registered, 3); 4]);
+    let place = |context, rank, size| Some(Place { context, rank, size });
+    let first = [place(1, 0, 1), place(2, 1, 2), None, place(2, 0, 2)];
+    for (rank, outcome) in outcomes.into_iter().enumerate() {
+        assert_eq!(outcome, (first[rank], Registered::Failed { rank: 1 }, place(3, rank, 4)));
+    }
 }
 
 #[test]

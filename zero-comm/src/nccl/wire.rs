@@ -209,12 +209,12 @@ impl Incoming {
 
 #[cfg(test)]
 mod tests {
-    use super::super::message::MeetingEntry;
     use super::*;
 
     #[test]
     fn frames_arrive_in_any_pieces() {
-        let messages = [Message::Alive, Message::Welcome { id: vec![7; 300] }, Message::Goodbye];
+        let messages =
+            [Message::Alive, Message::Welcome { id: vec![7; 300], report_every: Duration::ZERO }, Message::Goodbye];
         let bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
         for piece in 1..bytes.len() {
             let (mut received, mut input) = (Vec::new(), Input::default());
@@ -240,7 +240,7 @@ mod tests {
         let largest = (MAX_FRAME_BYTES as u32).to_le_bytes();
         assert!(frame_len(&largest, MAX_FRAME_BYTES).unwrap().is_none());
         assert!(frame_len(&largest, 64).is_err());
-        assert!(encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES] }).is_err());
+        assert!(encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES], report_every: Duration::ZERO }).is_err());
         assert!(frame(&[0; MAX_FRAME_BYTES + 1]).is_err());
     }
 
@@ -288,11 +288,10 @@ mod tests {
     /// A sequence whose count exceeds its frame's bytes is an error.
     #[test]
     fn oversized_sequence_is_a_protocol_error() {
-        let entries = vec![MeetingEntry::Registration(None)];
-        let message = Message::Met { context: 0, number: 0, first: 0, entries };
-        let mut frame = encode(&message).unwrap().split_off(LENGTH_BYTES);
-        // The last three bytes are the count of entries, 1, and the entry.
-        frame.truncate(frame.len() - 3);
+        let mut frame =
+            encode(&Message::Calls { context: 0, from: 0, calls: Vec::new() }).unwrap().split_off(LENGTH_BYTES);
+        // The last byte is the count of calls, 0.
+        frame.pop();
         frame.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]);
         assert!(decode::<Message>(&frame).is_err());
     }

@@ -1,14 +1,17 @@
 //! A process's part of the world: its collectives in flight, and the watcher thread.
 //!
-//! A host thread that enqueues a collective only queues its message to the coordinator. Every few milliseconds the
-//! watcher
+//! A host thread that enqueues a collective only queues the call for the watcher. Every few milliseconds the watcher
 //!
-//! - sends the queued messages and this rank's progress to the coordinator;
+//! - hashes the queued calls, and keeps them until all ranks agree on them;
 //! - queries each communicator for an asynchronous error;
 //! - measures how long the oldest collective in flight has run since its stream reached it; earlier compute does not
 //!   count. If it exceeds the limit, the coordinator determines which rank is late;
-//! - receives from the coordinator. A failure ends the world: the watcher first poisons the streams that have
-//!   collectives in flight, so that nothing uses their results, and then aborts the communicators.
+//! - receives from the coordinator, and answers its requests for calls. A failure ends the world: the watcher first
+//!   poisons the streams that have collectives in flight, so that nothing uses their results, and then aborts the
+//!   communicators.
+//!
+//! Once a report interval it sends this rank's progress to the coordinator. All other messages are urgent: they are
+//! sent at once, after the progress up to them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::TcpStream;
@@ -21,8 +24,9 @@ use zero_alloc::TimeLimit;
 use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
+use super::calls::Log;
 use super::library::back_end;
-use super::message::{Context, MeetingEntry, Message};
+use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered};
 use super::rendezvous::Joined;
 use super::server::{KEEPALIVE, silence_limit};
 use super::wire::{Incoming, send};
@@ -69,18 +73,16 @@ struct Open {
     ended: u64,
     /// The limit of the oldest operation, which starts when the watcher sees that the stream has reached it.
     time: Option<TimeLimit>,
-    /// The last progress sent: calls reached and ended.
-    reported: (u64, u64),
 }
 
 #[derive(Default)]
 struct State {
     failure: Option<CommError>,
     open: BTreeMap<Context, Open>,
-    /// Messages to send.
-    queue: Vec<Message>,
-    /// Completed meetings: the first new communicator and all ranks' entries.
-    meetings: HashMap<(Context, u64), (Context, Vec<MeetingEntry>)>,
+    /// Events of host threads, in order.
+    events: Vec<Event>,
+    /// Outcomes of completed meetings.
+    meetings: HashMap<(Context, u64), Outcome>,
     /// The connection to the coordinator has ended.
     disconnected: bool,
     closing: bool,
@@ -88,11 +90,25 @@ struct State {
     over: bool,
 }
 
+/// What a host thread queues for the watcher.
+enum Event {
+    /// A new communicator; this rank is its first if `first`.
+    Open {
+        context: Context,
+        first: bool,
+    },
+    Called {
+        context: Context,
+        call: Call,
+    },
+    /// A message to send at once.
+    Send(Message),
+}
+
 /// The state that a process's threads share.
 pub(super) struct Shared {
     pub(super) rank: usize,
     pub(super) limit: Duration,
-    outgoing: Mutex<TcpStream>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -113,10 +129,18 @@ impl std::ops::Deref for World {
 
 impl World {
     pub(super) fn start(joined: Joined, rank: usize, limit: Duration) -> Result<Self, CommError> {
-        let (outgoing, state) = (Mutex::new(joined.outgoing), Mutex::default());
-        let shared = Arc::new(Shared { rank, limit, outgoing, state, changed: Condvar::new() });
-        let watcher =
-            Watcher { shared: Arc::clone(&shared), incoming: joined.incoming, silence: silence_limit(limit) };
+        let shared = Arc::new(Shared { rank, limit, state: Mutex::default(), changed: Condvar::new() });
+        let watcher = Watcher {
+            shared: Arc::clone(&shared),
+            outgoing: joined.outgoing,
+            incoming: joined.incoming,
+            silence: silence_limit(limit),
+            logs: BTreeMap::new(),
+            // A short limit needs recent reports, so that no rank is named as late that is not.
+            report_every: joined.report_every.min(limit / 4),
+            reported: Instant::now(),
+            sent: Instant::now(),
+        };
         let spawned = std::thread::Builder::new().name(format!("rank {rank} watcher")).spawn(move || watcher.run());
         let watcher = spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
         Ok(Self { shared, watcher: Some(watcher) })
@@ -138,26 +162,13 @@ impl Shared {
         self.state.lock().failure.clone()
     }
 
-    fn queue(&self, message: Message) {
-        self.state.lock().queue.push(message);
+    fn queue(&self, event: Event) {
+        self.state.lock().events.push(event);
     }
 
-    /// Sends the queued messages, in order.
-    fn flush(&self) {
-        let outgoing = self.outgoing.lock();
-        let (messages, disconnected) = {
-            let mut state = self.state.lock();
-            (std::mem::take(&mut state.queue), state.disconnected)
-        };
-        if !messages.is_empty() && !disconnected {
-            // If sending fails, the watcher detects the end of the connection.
-            let _ = send(&outgoing, &messages);
-        }
-    }
-
-    /// Reports this rank's next call on `context`.
+    /// Records this rank's next call on `context`.
     pub(super) fn called(&self, context: Context, call: Call) {
-        self.queue(Message::Called { context, call });
+        self.queue(Event::Called { context, call });
     }
 
     /// Hands the enqueued operation of the last call on `context` to the watcher.
@@ -177,22 +188,23 @@ impl Shared {
         self.state.lock().open.get(&context).map_or(0, |open| open.operations.len())
     }
 
-    /// Adds a new communicator. If the world has failed, aborts it: the watcher aborts only those that it finds.
-    pub(super) fn open(&self, context: Context, transport: Arc<dyn Transport>) {
+    /// Adds a new communicator, whose first rank is this rank if `first`. If the world has failed, aborts it: the
+    /// watcher aborts only those that it finds.
+    pub(super) fn open(&self, context: Context, first: bool, transport: Arc<dyn Transport>) {
         let mut state = self.state.lock();
         if state.failure.is_some() {
             drop(state);
             return transport.abort().wait();
         }
-        let open = Open { transport, operations: VecDeque::new(), ended: 0, time: None, reported: (0, 0) };
-        state.open.insert(context, open);
+        state.open.insert(context, Open { transport, operations: VecDeque::new(), ended: 0, time: None });
+        state.events.push(Event::Open { context, first });
     }
 
     /// Removes `context`, which this rank drops after `done` calls.
     pub(super) fn close(&self, context: Context, done: u64) {
         let mut state = self.state.lock();
         state.open.remove(&context);
-        state.queue.push(Message::Left { context, done });
+        state.events.push(Event::Send(Message::Left { context, done }));
     }
 
     /// Ends the world with `error`, or with the failure that came first, which is returned.
@@ -229,12 +241,9 @@ impl Shared {
             if let Some(failure) = &state.failure {
                 return failure.clone();
             }
-            state.queue.push(message);
+            state.events.push(Event::Send(message));
             state.disconnected || state.over
         };
-        if !disconnected {
-            self.flush();
-        }
         let limit = if disconnected { Duration::ZERO } else { ANSWER_LIMIT };
         self.wait(limit, |state| state.failure.clone()).unwrap_or_else(|| self.set_failure(fallback))
     }
@@ -261,44 +270,43 @@ impl Shared {
         }
     }
 
-    /// Joins meeting `number` of `context`, a split. Returns the first new communicator and all ranks' requests.
+    /// Joins meeting `number` of `context`, a split. Returns this rank's place in its new communicator.
     pub(super) fn split(
         &self,
         context: Context,
         number: u64,
         request: SplitRequest,
-    ) -> Result<(Context, Vec<SplitRequest>), CommError> {
-        let (first, entries) = self.meet(context, number, MeetingEntry::Split(request))?;
-        let request = |entry| if let MeetingEntry::Split(request) = entry { Some(request) } else { None };
-        Ok((first, entries.into_iter().filter_map(request).collect()))
+    ) -> Result<Option<Place>, CommError> {
+        match self.meet(context, number, MeetingEntry::Split(request))? {
+            Outcome::Split(place) => Ok(place),
+            Outcome::Registration(_) => Err(self.wrong_outcome()),
+        }
     }
 
-    /// Joins meeting `number` of `context`, a registration. Returns the bytes that each rank registered, `None` if it
-    /// failed to.
+    /// Joins meeting `number` of `context`, a registration of `bytes`, `None` if it failed.
     pub(super) fn register(
         &self,
         context: Context,
         number: u64,
         bytes: Option<u64>,
-    ) -> Result<Vec<Option<u64>>, CommError> {
-        let (_, entries) = self.meet(context, number, MeetingEntry::Registration(bytes))?;
-        let bytes = |entry| if let MeetingEntry::Registration(bytes) = entry { Some(bytes) } else { None };
-        Ok(entries.into_iter().filter_map(bytes).collect())
+    ) -> Result<Registered, CommError> {
+        match self.meet(context, number, MeetingEntry::Registration(bytes))? {
+            Outcome::Registration(registered) => Ok(registered),
+            Outcome::Split(_) => Err(self.wrong_outcome()),
+        }
+    }
+
+    fn wrong_outcome(&self) -> CommError {
+        self.fail(CommError::Peer { rank: 0, message: "answered a meeting with another kind of outcome".to_owned() })
     }
 
     /// Joins a meeting and waits until all ranks have.
-    fn meet(
-        &self,
-        context: Context,
-        number: u64,
-        entry: MeetingEntry,
-    ) -> Result<(Context, Vec<MeetingEntry>), CommError> {
+    fn meet(&self, context: Context, number: u64, entry: MeetingEntry) -> Result<Outcome, CommError> {
         let kind = entry.kind();
         if self.state.lock().disconnected {
             return Err(self.fail(CommError::Peer { rank: 0, message: format!("left before {kind} {number}") }));
         }
-        self.queue(Message::Meet { context, number, entry });
-        self.flush();
+        self.queue(Event::Send(Message::Meet { context, number, entry }));
         let met = self.wait(self.limit, |state| match &state.failure {
             Some(failure) => Some(Err(failure.clone())),
             None => state.meetings.remove(&(context, number)).map(Ok),
@@ -319,22 +327,24 @@ struct Fault {
 
 struct Watcher {
     shared: Arc<Shared>,
+    outgoing: TcpStream,
     incoming: Incoming,
     /// The time for which the coordinator may send nothing; starts anew with each message.
     silence: TimeLimit,
+    logs: BTreeMap<Context, Log>,
+    report_every: Duration,
+    /// The time of the last report.
+    reported: Instant,
+    /// The time at which the last message was sent.
+    sent: Instant,
 }
 
 impl Watcher {
     fn run(mut self) {
-        let mut last_keepalive = Instant::now();
         loop {
             self.receive();
             let fault = self.check_collectives();
-            if last_keepalive.elapsed() > KEEPALIVE {
-                self.shared.queue(Message::Alive);
-                last_keepalive = Instant::now();
-            }
-            self.shared.flush();
+            self.send();
             if let Some(fault) = fault {
                 self.report(fault);
             }
@@ -349,19 +359,62 @@ impl Watcher {
         }
     }
 
+    /// Handles the events of host threads, and sends what is urgent or due.
+    fn send(&mut self) {
+        let (events, disconnected) = {
+            let mut state = self.shared.state.lock();
+            (std::mem::take(&mut state.events), state.disconnected)
+        };
+        let mut urgent = Vec::new();
+        for event in events {
+            match event {
+                Event::Open { context, first } => {
+                    self.logs.entry(context).or_insert_with(|| Log::new(first));
+                }
+                Event::Called { context, call } => {
+                    if let Some(log) = self.logs.get_mut(&context) {
+                        log.calls.push(call);
+                    }
+                }
+                Event::Send(message) => {
+                    if let Message::Left { context, .. } = message
+                        && let Some(log) = self.logs.get_mut(&context)
+                    {
+                        log.left = true;
+                    }
+                    urgent.push(message);
+                }
+            }
+        }
+        let mut messages = Vec::new();
+        if !urgent.is_empty() || self.reported.elapsed() >= self.report_every {
+            self.reported = Instant::now();
+            messages.extend(self.logs.iter_mut().flat_map(|(&context, log)| log.report(context)));
+        }
+        messages.extend(urgent);
+        if messages.is_empty() && self.sent.elapsed() > KEEPALIVE {
+            messages.push(Message::Alive);
+        }
+        if !messages.is_empty() && !disconnected {
+            self.sent = Instant::now();
+            // If sending fails, the watcher detects the end of the connection.
+            let _ = send(&self.outgoing, &messages);
+        }
+    }
+
     /// Reports a fault to the coordinator and waits for its answer.
     fn report(&mut self, Fault { message, fallback }: Fault) {
-        self.shared.queue(message);
-        self.shared.flush();
+        self.shared.queue(Event::Send(message));
         self.receive_until(|state| state.failure.is_some());
         self.shared.set_failure(fallback);
     }
 
-    /// Receives until `done` or the end of the connection, for at most [`ANSWER_LIMIT`].
+    /// Sends and receives until `done` or the end of the connection, for at most [`ANSWER_LIMIT`].
     fn receive_until(&mut self, done: impl Fn(&State) -> bool) {
         let mut time = TimeLimit::new(ANSWER_LIMIT);
         let pending = |state: &State| !done(state) && !state.disconnected;
         while pending(&self.shared.state.lock()) && !time.has_passed() {
+            self.send();
             self.receive();
         }
     }
@@ -382,8 +435,18 @@ impl Watcher {
                     Message::Failed { error } => {
                         state.failure.get_or_insert(error);
                     }
-                    Message::Met { context, number, first, entries } => {
-                        state.meetings.insert((context, number), (first, entries));
+                    Message::Met { context, number, outcome } => {
+                        state.meetings.insert((context, number), outcome);
+                    }
+                    Message::ShowCalls { context, from, to } => {
+                        let calls = self.logs.get(&context).map(|log| log.calls.messages(context, from..to));
+                        state.events.extend(calls.into_iter().flatten().map(Event::Send));
+                    }
+                    Message::Agreed { context, count } => {
+                        if let Some(log) = self.logs.get_mut(&context) {
+                            log.calls.drop_before(count);
+                        }
+                        self.logs.retain(|_, log| !log.left || log.calls.kept() > 0);
                     }
                     Message::Goodbye => state.disconnected = true,
                     _ => {}
@@ -400,25 +463,23 @@ impl Watcher {
         self.shared.changed.notify_all();
     }
 
-    /// Removes collectives that have ended, queues this rank's progress, and returns the first fault.
-    fn check_collectives(&self) -> Option<Fault> {
+    /// Removes collectives that have ended, records this rank's progress, and returns the first fault.
+    fn check_collectives(&mut self) -> Option<Fault> {
         let mut state = self.shared.state.lock();
-        let State { open, queue, failure, .. } = &mut *state;
-        if failure.is_some() {
+        if state.failure.is_some() {
             return None;
         }
-        for (&context, open) in open {
-            match open.check(self.shared.rank, self.shared.limit) {
+        for (&context, open) in &mut state.open {
+            let checked = open.check(self.shared.rank, self.shared.limit);
+            if let Some(log) = self.logs.get_mut(&context) {
+                (log.reached, log.ended) = (open.ended + u64::from(open.time.is_some()), open.ended);
+            }
+            match checked {
                 Ok(None) => {}
                 Ok(Some((sequence, call))) => return Some(self.shared.late_fault(context, sequence, call)),
                 Err(error) => {
                     return Some(Fault { message: Message::Failed { error: error.clone() }, fallback: error });
                 }
-            }
-            let progress = (open.ended + u64::from(open.time.is_some()), open.ended);
-            if progress != open.reported {
-                open.reported = progress;
-                queue.push(Message::Progress { context, reached: progress.0, ended: progress.1 });
             }
         }
         None
@@ -443,15 +504,13 @@ impl Watcher {
 
     fn leave(&mut self) {
         self.shared.state.lock().over = true;
-        let failed = self.shared.failure().is_some();
-        if !failed {
-            self.shared.queue(Message::Goodbye);
+        if self.shared.failure().is_some() {
+            return self.send();
         }
-        self.shared.flush();
-        if self.shared.rank == 0 && !failed {
-            // The coordinator answers when it has sent its goodbye to all ranks. Only then may this process end.
-            self.receive_until(|_| false);
-        }
+        // Until the coordinator answers, it may request calls of this rank; and rank 0's process may end only when the
+        // coordinator has sent its goodbye to all ranks.
+        self.shared.queue(Event::Send(Message::Goodbye));
+        self.receive_until(|state| state.failure.is_some());
     }
 }
 
