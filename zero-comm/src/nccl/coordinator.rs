@@ -30,7 +30,7 @@ use crate::{CommError, RendezvousError};
 
 /// Ticks after which the coordinator no longer waits for a call that it requested.
 const ANSWER_TICKS: u32 = 8;
-/// Ticks after which a goodbye is answered although other ranks have not said theirs.
+/// Ticks after which a goodbye is answered although calls of the rank, or of others for rank 0, were not compared.
 const GOODBYE_TICKS: u32 = 2;
 
 /// The time between two reports of a rank's progress.
@@ -500,9 +500,18 @@ impl Coordinator {
         outgoing
     }
 
+    /// Answers at once if all calls of the rank were compared, so that it is not needed any more. The coordinator ends
+    /// with rank 0's process, which waits for the other ranks.
     fn goodbye(&mut self, rank: usize) -> Vec<Outgoing> {
         if !self.set_gone(rank) || self.failure.is_some() {
             return Vec::new();
+        }
+        let is_agreed = |group: &Group| {
+            let member = group.indices.get(&rank).map(|&index| &group.members[index]);
+            member.is_none_or(|member| member.agreed == member.called)
+        };
+        if rank > 0 && self.present > 0 && self.groups.values().all(is_agreed) {
+            return vec![Outgoing::To(rank, Message::Goodbye)];
         }
         self.leaving.push((rank, 0));
         self.answer_goodbyes()
@@ -515,8 +524,7 @@ impl Coordinator {
         was_present
     }
 
-    /// Answers all goodbyes when all ranks have said theirs, so that all calls are compared; else those that have
-    /// waited for long enough. The coordinator ends with rank 0's process.
+    /// Answers all goodbyes when all ranks have said theirs; else those that have waited for long enough.
     fn answer_goodbyes(&mut self) -> Vec<Outgoing> {
         let all = self.present == 0 && self.pending.is_none();
         let is_due = |ticks: u32| all || ticks >= GOODBYE_TICKS;

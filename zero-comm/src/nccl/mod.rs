@@ -47,17 +47,18 @@
 //! ```
 //!
 //! **Failure.** NCCL reports few faults and names no rank. So every process also keeps a TCP connection to the
-//! *coordinator*, a few threads in rank 0's process that listen at the rendezvous address. Within some ten
-//! milliseconds, off the critical path, the coordinator receives every call and compares it with the other ranks'
-//! calls; it also detects processes that end and ranks that are late. The first failure ends the world: every rank
-//! returns the same [`CommError`], which names ranks by their numbers in the whole world. Until then, a call that
+//! *coordinator*, a thread in rank 0's process that listens at the rendezvous address. Off the critical path, each rank
+//! reports the number and a hash of its calls: every ten milliseconds in a small world, every second from 2,000 ranks
+//! on. The coordinator compares them; it also detects processes that end and ranks that are late. The first failure ends
+//! the world: every rank returns the same [`CommError`], which names ranks by their numbers in the whole world; for
+//! differing calls, two ranks and the first calls in which they differ. Until then, a call that
 //! differs from its peers' may succeed with wrong results. Only the capture of a graph is compared, not its replays:
 //! a stalled replay appears as the timeout of a wait on the stream, and the stream is not poisoned. Check
 //! [`Communicator::failure`] before using the results of a replay.
 
 // `handle` calls the library. The control plane: `rendezvous` connects each rank to the coordinator, `server` runs
-// the coordinator's threads, `coordinator` is its state machine, `message` and `wire` define the protocol, and
-// `world` is a rank's side with its watcher thread.
+// the coordinator's thread, `coordinator` is its state machine, `message` and `wire` define the protocol, `calls` keeps
+// and hashes a rank's calls, and `world` is a rank's side with its watcher thread.
 mod abort;
 mod calls;
 mod config;

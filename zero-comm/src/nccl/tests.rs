@@ -11,7 +11,7 @@ use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
 use super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
-use super::message::{Message, Place, Registered};
+use super::message::{MeetingEntry, Message, Outcome, Place, Registered};
 use super::rendezvous::Joined;
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
@@ -324,18 +324,24 @@ fn lost_connection_ends_the_other_ranks() {
     assert!(errors[0] == errors[2] && errors[0].as_ref().is_some_and(named), "{errors:?}");
 }
 
+/// Acts as the coordinator: lets one rank join, which reports its progress once in a long time.
+fn welcome_one(port: u16) -> (TcpStream, Incoming) {
+    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    let (key, mut incoming) = (Key::new(None), Incoming::new(stream.try_clone().unwrap()));
+    let hello = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
+    (&stream).write_all(&frame(&key.challenge(hello).unwrap().0).unwrap()).unwrap();
+    incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
+    send(&stream, &[Message::Welcome { id: vec![1], report_every: 60 * LONG }]).unwrap();
+    (stream, incoming)
+}
+
 #[test]
 fn end_of_rank_0_ends_the_other_ranks() {
     let errors = on_ranks(2, |ranks| {
         if ranks.rank == 0 {
-            // A coordinator that welcomes a rank and ends.
-            let listener = TcpListener::bind(("127.0.0.1", ranks.port)).unwrap();
-            let (stream, _) = listener.accept().unwrap();
-            let (key, mut incoming) = (Key::new(None), Incoming::new(stream.try_clone().unwrap()));
-            let hello = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
-            (&stream).write_all(&frame(&key.challenge(hello).unwrap().0).unwrap()).unwrap();
-            incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
-            send(&stream, &[Message::Welcome { id: vec![1], report_every: Duration::ZERO }]).unwrap();
+            // It ends after the welcome.
+            welcome_one(ranks.port);
             return None;
         }
         Some(Rank::start(&ranks, LONG).wait_for_failure())
@@ -445,4 +451,78 @@ fn late_meeting_ends_all_ranks() {
         let CommError::Peer { rank: 1, message } = &error else { panic!("{error}") };
         assert!(message.contains("did not join registration 0 of communicator 0"), "{message}");
     }
+}
+
+/// The next message of a rank that is not a keepalive.
+fn next(incoming: &mut Incoming) -> Message {
+    loop {
+        match incoming.next(LONG).unwrap() {
+            Some(Message::Alive) => {}
+            message => return message.expect("the rank sends nothing"),
+        }
+    }
+}
+
+/// Urgent messages do not wait for the report interval, the progress comes before them, and the watcher answers
+/// requests while the host thread does something else.
+#[test]
+fn urgent_messages_follow_the_progress() {
+    on_ranks(2, |ranks| {
+        if ranks.rank == 1 {
+            let rank = Rank::start(&ranks, 60 * LONG);
+            rank.broadcast(0..3).unwrap();
+            let place = rank.world.split(0, 0, SplitRequest { color: Some(1), key: 0 }).unwrap().unwrap();
+            assert_eq!(place, Place { context: 5, rank: 0, size: 1 });
+            rank.world.open(5, true, Arc::new(Fake::default()));
+            rank.world.called(5, broadcast(9));
+            rank.world.close(5, 1);
+            let failure = CommError::Aborted { rank: 1, reason: "on purpose".to_owned() };
+            assert_eq!(rank.world.fail(failure.clone()), failure);
+            return;
+        }
+        let (stream, mut incoming) = welcome_one(ranks.port);
+        let Message::Progress { context: 0, called: 3, hash, reached: 3, ended: 3 } = next(&mut incoming) else {
+            panic!("no progress before the split")
+        };
+        let entry = MeetingEntry::Split(SplitRequest { color: Some(1), key: 0 });
+        assert_eq!(next(&mut incoming), Message::Meet { context: 0, number: 0, entry });
+        // Requests are answered until the calls are agreed.
+        let show = |from| Message::ShowCalls { context: 0, from, to: 3 };
+        send(&stream, &[show(1), Message::Agreed { context: 0, count: 2 }, show(0)]).unwrap();
+        for from in [1, 2] {
+            let calls = (from..3).map(broadcast).collect();
+            assert_eq!(next(&mut incoming), Message::Calls { context: 0, from: from as u64, calls });
+        }
+        let outcome = Outcome::Split(Some(Place { context: 5, rank: 0, size: 1 }));
+        send(&stream, &[Message::Met { context: 0, number: 0, outcome }]).unwrap();
+        // The first rank of a communicator sends its calls; they come before the message that it left.
+        let (first, progress) = (next(&mut incoming), next(&mut incoming));
+        assert_eq!(first, Message::Calls { context: 5, from: 0, calls: vec![broadcast(9)] });
+        assert!(matches!(progress, Message::Progress { context: 5, called: 1, hash: other, .. } if other != hash));
+        assert_eq!(next(&mut incoming), Message::Left { context: 5, done: 1 });
+        let Message::Failed { error } = next(&mut incoming) else { panic!("no failure") };
+        send(&stream, &[Message::Failed { error }]).unwrap();
+        // Until the rank has received it.
+        while incoming.next(LONG).is_ok() {}
+    });
+}
+
+/// The first rank of a communicator need not be the first of the world.
+#[test]
+fn differing_calls_after_a_split_name_world_ranks() {
+    let errors = on_ranks(3, |ranks| {
+        let rank = Rank::start(&ranks, LONG);
+        let request = SplitRequest { color: (ranks.rank > 0).then_some(0), key: 2 - ranks.rank as u64 };
+        if let Some(place) = rank.world.split(0, 0, request).unwrap() {
+            assert_eq!(place, Place { context: 1, rank: 2 - ranks.rank, size: 2 });
+            rank.world.open(1, place.rank == 0, Arc::new(Fake::default()));
+            for len in 0..100 {
+                rank.world.called(1, broadcast(if len < 90 { 1 } else { len * ranks.rank }));
+            }
+        }
+        rank.wait_for_failure()
+    });
+    let (call, other_call) = (Box::new(broadcast(90)), Box::new(broadcast(180)));
+    let expected = CommError::Mismatch { sequence: 90, rank: 1, call, other_rank: 2, other_call };
+    assert_eq!(errors, vec![expected; 3]);
 }
