@@ -1,6 +1,7 @@
 //! Flags that several commands have, and their checks.
 
 use std::path::Path;
+use std::str::FromStr;
 
 use clap::ValueEnum;
 use parse_size::parse_size;
@@ -44,6 +45,11 @@ impl From<DTypeFlag> for DType {
 /// The least memory of a GPU, and the fewest parameters of a model, that can be meant: less has lost its unit.
 const MIN_GPU_BYTES: u64 = 1 << 20;
 const MIN_PARAMS: u64 = 1000;
+
+/// Parses a whole number.
+pub(super) fn parse_whole<T: FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "expected a whole number, such as 1000".to_owned())
+}
 
 /// Parses the memory of a GPU: `24GiB` or `80GB`.
 pub(super) fn parse_gpu_memory(text: &str) -> Result<u64, String> {

@@ -42,15 +42,14 @@ impl CliError {
         }
     }
 
-    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error. Reports
+    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error. Prints
     /// nothing for an interruption.
     pub fn report(&self) {
-        if let Self::Interrupted { .. } = self {
-            return;
-        }
-        let echo = matches!(self, Self::Echo(_));
+        // Another rank may have requested the end because of its own failure.
+        let interrupted = matches!(self, Self::Interrupted { .. });
+        let echo = interrupted || matches!(self, Self::Echo(_));
         let report = Report { code: self.exit_code(), echo, message: self.to_string() };
-        if !report.deliver() {
+        if !report.deliver() && !interrupted {
             output::print_note(format_args!("error: {self}"));
         }
     }

@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Write, stderr, stdout};
 use std::time::Duration;
 
 use console::Term;
-use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
+use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 
 use super::CliError;
 
@@ -25,6 +25,11 @@ pub(super) fn print_text(text: impl AsRef<str>) -> Result<(), CliError> {
 /// Writes a line to standard error; failures are ignored.
 pub(super) fn print_note(line: impl std::fmt::Display) {
     let _ = writeln!(stderr(), "{line}");
+}
+
+/// A number of things: `1 rank`, `1,000 steps`.
+pub(super) fn counted(n: u64, thing: &str) -> String {
+    format!("{} {thing}{}", HumanCount(n), if n == 1 { "" } else { "s" })
 }
 
 /// The narrowest terminal with room for the bar beside its text.

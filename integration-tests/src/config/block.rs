@@ -144,7 +144,7 @@ impl Block {
                 Usual::Nothing => self.take(key).is_none(),
             };
             if !is_usual {
-                warnings.push(format!("{} is not honoured: {why}", self.name(key)));
+                warnings.push(format!("{} is ignored: {why}", self.name(key)));
             }
         }
         Ok(())

@@ -96,20 +96,20 @@ const OPTIONAL: [(&str, &str); 11] = [
 
 /// Unsupported blocks that change the results if enabled.
 const REFUSED: [(&str, &str); 14] = [
-    ("amp", "use bf16 or fp16"),
-    ("torch_autocast", "use bf16 or fp16"),
-    ("data_efficiency", "data sampling is not configurable; prepare --data instead"),
-    ("curriculum_learning", "data sampling is not configurable; prepare --data instead"),
-    ("progressive_layer_drop", "every layer is computed"),
-    ("eigenvalue", "quantization is not supported"),
-    ("quantize_training", "quantization is not supported"),
-    ("weight_quantization", "quantization is not supported"),
-    ("compression_training", "weights are neither quantized nor pruned"),
-    ("sparse_attention", "attention is dense"),
-    ("elasticity", "set train_batch_size"),
-    ("expert_parallel", "the model has no experts"),
-    ("tensor_parallel", "parameters are sharded by ZeRO alone"),
-    ("ulysses", "sequences are not split over ranks"),
+    ("amp", "use bf16 or fp16 instead"),
+    ("torch_autocast", "use bf16 or fp16 instead"),
+    ("data_efficiency", "remove the block and prepare --data instead"),
+    ("curriculum_learning", "remove the block and prepare --data instead"),
+    ("progressive_layer_drop", "remove the block to compute every layer in every step"),
+    ("eigenvalue", "remove the block to train without quantization"),
+    ("quantize_training", "remove the block to train without quantization"),
+    ("weight_quantization", "remove the block to train without quantization"),
+    ("compression_training", "remove the block to train without quantization and pruning"),
+    ("sparse_attention", "remove the block to train with dense attention"),
+    ("elasticity", "remove the block and set train_batch_size"),
+    ("expert_parallel", "remove the block: the model has no experts"),
+    ("tensor_parallel", "remove the block to shard parameters by ZeRO alone"),
+    ("ulysses", "remove the block to train without splitting sequences over ranks"),
 ];
 
 impl DsConfig {
@@ -276,7 +276,7 @@ fn read_gradient_types(
             Ok::<_, ConfigFileError>(set.map(|set| (name, set)))
         };
         if let Some((name, _)) = read("grad_accum_dtype")?.filter(|(_, set)| *set != DType::F32) {
-            warnings.push(format!("{name} is not honoured: it is fp32"));
+            warnings.push(format!("{name} is ignored: it is fp32"));
         }
         types.extend(read("param_dtype")?);
         let buffers = "the model has no buffers";
@@ -305,7 +305,7 @@ fn refuse_parallelism(root: &mut Block) -> Result<(), ConfigFileError> {
 fn read_optional_blocks(root: &mut Block, warnings: &mut Vec<String>) -> Result<(), ConfigFileError> {
     for (key, why) in OPTIONAL {
         if root.take(key).is_some_and(|block| is_on(&block)) {
-            warnings.push(format!("{key} is not honoured: {why}"));
+            warnings.push(format!("{key} is ignored: {why}"));
         }
     }
     for (key, why) in REFUSED {

@@ -30,7 +30,7 @@ pub(super) fn read_optimizer(
         "adamw" => true,
         _ => {
             let (key, got) = (block.name("type"), format!("{name:?}"));
-            let why = "supported optimizers: \"Adam\" and \"AdamW\"";
+            let why = "set it to \"Adam\" or \"AdamW\", with their params alone";
             return Err(ConfigFileError::Unsupported { key, got, why });
         }
     };

@@ -63,6 +63,17 @@ pub enum DataError {
         /// Required bytes.
         needed: u64,
     },
+    /// The user named no data, and the current folder has too many files.
+    #[error(
+        "the current folder {} has more than {} files: pass --data with a text file, a folder or tokens.bin",
+        path.display(), HumanCount(*limit as u64)
+    )]
+    TooManyHere {
+        /// The current folder.
+        path: PathBuf,
+        /// The most files.
+        limit: usize,
+    },
     /// Text for a tokenizer that is not UTF-8.
     #[error("{}: not UTF-8 text at byte {at}; a tokenizer needs UTF-8", path.display())]
     NotUtf8 {

@@ -22,12 +22,12 @@ pub(super) struct Documents {
     pub(super) skipped_files: usize,
 }
 
-/// Reads every text file under `root`.
+/// Reads every text file under `root`. With a `limit`, a folder of more files is an error.
 ///
 /// Skips hidden files, files ignored by the folder's `.gitignore` files, build folders (`target`, or with a
 /// `CACHEDIR.TAG`), symbolic links, files above 1 MiB, files that are not UTF-8 text, and what runs write.
-pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
-    let mut documents = Documents::default();
+pub(super) fn read(root: &Path, limit: Option<usize>) -> Result<Documents, DataError> {
+    let (mut documents, mut files) = (Documents::default(), 0);
     let walk = WalkBuilder::new(root)
         .parents(false)
         .git_global(false)
@@ -44,6 +44,10 @@ pub(super) fn read(root: &Path) -> Result<Documents, DataError> {
         };
         if !entry.file_type().is_some_and(|t| t.is_file()) {
             continue;
+        }
+        files += 1;
+        if let Some(limit) = limit.filter(|limit| files > *limit) {
+            return Err(DataError::TooManyHere { path: root.to_owned(), limit });
         }
         match read_text(&entry) {
             Some(text) if text.trim().is_empty() || outputs::is_output_file(entry.path(), &text) => {}
@@ -65,8 +69,11 @@ fn is_skipped_folder(entry: &DirEntry) -> bool {
 
 /// The file's text; `None` if it is too large, not text or not readable.
 fn read_text(entry: &DirEntry) -> Option<String> {
-    if entry.metadata().ok()?.len() > MAX_FILE_BYTES {
-        return None;
+    match entry.metadata().ok()?.len() {
+        // Also a file of /proc, whose read may wait.
+        0 => return Some(String::new()),
+        1..=MAX_FILE_BYTES => {}
+        _ => return None,
     }
     let bytes = fs::read(entry.path()).ok()?;
     if bytes[..bytes.len().min(PROBE_BYTES)].contains(&0) {
@@ -110,7 +117,7 @@ mod tests {
         write("limit.txt", &vec![b'y'; MAX_FILE_BYTES as usize]);
         std::os::unix::fs::symlink(dir.path().join("a.md"), dir.path().join("link.md")).unwrap();
 
-        let documents = read(dir.path()).unwrap();
+        let documents = read(dir.path(), None).unwrap();
         let starts: Vec<&str> = documents.texts.iter().map(|(_, text)| &text[..6]).collect();
         assert_eq!(starts, ["first\n", "second", "yyyyyy", "third\n"]);
         assert_eq!(documents.skipped_files, 3, "binary, latin1.txt, large.txt");
@@ -136,12 +143,12 @@ mod tests {
         write("r/loss.svg", "no");
         write("r/run.json", "no");
         write("out.log", "note: a\nnano: 858,880 parameters in fp32, ZeRO stage 3, 4 ranks x 1 thread\n");
-        write("err.log", "step 1: loss 5.4419, 3,849 tokens/s\n");
+        write("err.log", "step 1: loss 5.4419, 3,849 tokens/s, 512 tokens, 0s left\n");
         // Of the same names, but not of a run.
         write("other/manifest.json", "second");
         write("other/summary.txt", "third\n");
         write("steps.jsonl", "{\"step\": 4}\n");
-        let documents = read(dir.path()).unwrap();
+        let documents = read(dir.path(), None).unwrap();
         let names: Vec<_> = documents.texts.iter().map(|(path, _)| path.strip_prefix(dir.path()).unwrap()).collect();
         assert_eq!(names, ["a.txt", "other/manifest.json", "other/summary.txt", "steps.jsonl"].map(Path::new));
         assert_eq!(documents.skipped_files, 0);
@@ -153,14 +160,25 @@ mod tests {
         let target = dir.path().join("target");
         fs::create_dir(&target).unwrap();
         fs::write(target.join("a.txt"), "text").unwrap();
-        assert_eq!(read(&target).unwrap().texts, [(target.join("a.txt"), "text\n".to_owned())]);
+        assert_eq!(read(&target, None).unwrap().texts, [(target.join("a.txt"), "text\n".to_owned())]);
+    }
+
+    #[test]
+    fn more_files_than_the_limit_are_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["a", "b", "c"] {
+            fs::write(dir.path().join(name), name).unwrap();
+        }
+        assert_eq!(read(dir.path(), Some(3)).unwrap().texts.len(), 3);
+        let error = read(dir.path(), Some(2)).err().unwrap().to_string();
+        assert!(error.contains("more than 2 files: pass --data"), "{error}");
     }
 
     #[test]
     fn folder_without_text_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("binary"), b"\0").unwrap();
-        let error = read(dir.path()).err().unwrap().to_string();
+        let error = read(dir.path(), None).err().unwrap().to_string();
         assert!(
             error.ends_with("no text file in this folder (hidden, git-ignored, binary and large files are skipped)")
         );

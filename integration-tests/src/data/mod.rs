@@ -58,6 +58,9 @@ use tokens::{TokenStats, Tokens};
 /// Minimum text in the current folder for it to be the default data.
 pub const MIN_DEFAULT_BYTES: u64 = 1 << 16;
 
+/// Most files of the current folder for it to be the default data: a home folder has more, and takes minutes to read.
+const MAX_DEFAULT_FILES: usize = 100_000;
+
 /// The largest vocabulary of a model that may be trained on bytes: 256, and special tokens or padding.
 const MAX_BYTE_VOCAB: usize = 512;
 
@@ -176,8 +179,13 @@ impl Dataset {
         }
         let tokenizer = source.tokenizer.as_deref().map(TextTokenizer::open).transpose()?;
         let (what, bytes, (tokens, files)) = if path.is_dir() {
-            let documents = match folder::read(path) {
+            let limit = source.path.is_none().then_some(MAX_DEFAULT_FILES);
+            let documents = match folder::read(path, limit) {
                 Err(DataError::NoText { .. }) if source.path.is_none() => folder::Documents::default(),
+                Err(DataError::TooManyHere { limit, .. }) => {
+                    let path = std::env::current_dir().unwrap_or_else(|_| here.to_owned());
+                    return Err(DataError::TooManyHere { path, limit });
+                }
                 other => other?,
             };
             let bytes: u64 = documents.texts.iter().map(|(_, text)| text.len() as u64).sum();

@@ -51,7 +51,7 @@ fn is_metrics(text: &str) -> bool {
 
 /// The output of `zero train` in a file: the block of settings or, on standard error, the progress.
 fn is_log(text: &str) -> bool {
-    let is_step = |line: &str| line.starts_with("step ") && line.contains(": loss ") && line.ends_with(" tokens/s");
+    let is_step = |line: &str| line.starts_with("step ") && line.contains(": loss ") && line.contains(" tokens/s");
     text.lines().next().is_some_and(is_step)
         || text.lines().take(LOG_LINES).any(|line| line.contains(" parameters in ") && line.contains(", ZeRO stage "))
 }

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use zero_alloc::cuda::{CudaDevice, CudaStream, Graph, PinnedMemory};
 use zero_alloc::device::{Device, DeviceError};
 use zero_alloc::host::{HostDevice, HostStream, Timeline};
+use zero_ckpt::CkptError;
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
 use zero_kernels::cuda::CudaKernels;
@@ -144,6 +145,11 @@ fn caught<D: Device>(
             // The cause is shorter than the error of this rank's stream, and names the rank that failed.
             (comm.failure().map_or_else(|| error.to_string(), |cause| cause.to_string()), true)
         }
+        // All ranks return the error of the rank that failed to save.
+        Ok(Err(TrainError::Ckpt(CkptError::Rank { rank, message }))) => {
+            comm.abort(&message);
+            return Err(Failure { rank: rank as usize, message, echo: false });
+        }
         Ok(Err(error)) => (error.to_string(), false),
         Err(panic) => (format!("panicked: {}", panic_message(&*panic)), false),
     };
@@ -224,5 +230,9 @@ mod tests {
         let stream = || Err(DeviceError::Operation { stream: "rank 0 comm".to_owned(), op, message }.into());
         let echo = caught::<HostDevice>(&comms[0], stream).err().map(TrainError::from).unwrap();
         assert_eq!(echo.to_string(), "rank 1 aborted: the disk is full");
+        // The error of a save, which every rank returns.
+        let save = || Err(CkptError::Rank { rank: 1, message: "the disk is full".to_owned() }.into());
+        let of_save = caught::<HostDevice>(&comms[0], save).err().map(TrainError::from).unwrap();
+        assert_eq!(of_save.to_string(), own.to_string());
     }
 }

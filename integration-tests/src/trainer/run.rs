@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zero_alloc::device::{Device, DeviceKind, Stream};
 use zero_alloc::host::OpSpan;
-use zero_ckpt::Reader;
+use zero_ckpt::{Reader, StoreOptions};
 use zero_comm::overlap::Overlap;
 use zero_optim::{LossScaling, StepOutcome};
 use zero_shard::ZeroStage;
@@ -179,10 +179,9 @@ impl<D: Device> Runner<'_, D> {
             (summary.last_spans, memory) = (spans, record);
             summary.cancelled = stop && metrics.step < options.steps;
             // An interrupted run saves at once.
-            if !summary.cancelled {
-                metrics.validation = evaluations.after_step(rank, stage, model, metrics.step)?;
-            }
-            if metrics.validation.is_some() {
+            if !summary.cancelled && evaluations.is_due(metrics.step) {
+                metrics.validation = evaluations.run(rank, stage, model)?;
+                summary.cancelled = metrics.validation.is_none();
                 batches.forget();
             }
             observe(&metrics)?;
@@ -192,15 +191,26 @@ impl<D: Device> Runner<'_, D> {
             }
             summary.step = metrics.step;
             let validation = metrics.validation;
+            let is_finite = skipped_in_row == 0 || metrics.loss.is_finite();
             summary.last = Some(metrics);
             if summary.step == resumed_at + 2 {
                 backings_after_two = Some(rank.pool.report().backing_allocations);
                 recorder.warm();
             }
-            // A checkpoint of weights that may not be finite must not replace an older one.
+            // A checkpoint of weights that may not be finite must not replace an older one; those that give no finite
+            // loss are of no use.
             let every = options.checkpoint.as_ref().map_or(0, |(_, every)| *every);
             let due = every > 0 && summary.step.is_multiple_of(every) && skipped_in_row == 0;
-            let saves = due || summary.cancelled || summary.step == options.steps;
+            let is_last = summary.cancelled || summary.step == options.steps;
+            let saves = due || is_last && is_finite;
+            if saves
+                && skipped_in_row > 0
+                && let (Some((dir, _)), Some(mut old)) = (&options.checkpoint, saver.take())
+            {
+                old.complete(rank)?;
+                drop(old);
+                saver = Some(Saver::new(rank, dir, StoreOptions { keep_last: None, ..options.store() })?);
+            }
             let old_best = evaluations.best;
             let is_best = evaluations.is_best(summary.step, validation, saves);
             if let (true, Some(saver)) = (saves || is_best, &mut saver) {

@@ -5,9 +5,11 @@
 //! ranks have fewer windows; they repeat the last one and do not count it, because every rank takes part in the
 //! collectives of stage 3.
 //!
-//! An evaluation runs between two steps and changes nothing that a step reads.
+//! An evaluation runs between two steps and changes nothing that a step reads. In each round the ranks exchange whether
+//! the run is to stop; if one requests it, the evaluation ends without a result on all of them.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::{Device, Event, Stream};
@@ -83,21 +85,20 @@ impl<'a> Evaluations<'a> {
         Self { options, best: resumed.filter(comparable) }
     }
 
-    /// Evaluates after `step` if that is due. Collective.
-    pub(super) fn after_step<D: Device>(
+    /// Whether to evaluate after `step`.
+    pub(super) fn is_due(&self, step: u64) -> bool {
+        self.options.validation.as_ref().is_some_and(|validation| validation.is_due(step, self.options.steps))
+    }
+
+    /// Evaluates; returns nothing if a request to stop ended the evaluation. Collective.
+    pub(super) fn run<D: Device>(
         &self,
         rank: &Rank<D>,
         stage: &mut dyn Stage<D>,
         model: &mut dyn Model<D>,
-        step: u64,
     ) -> Result<Option<Validation>, TrainError> {
-        match &self.options.validation {
-            Some(validation) if validation.is_due(step, self.options.steps) => {
-                let evaluate = || evaluate(rank, stage, model, self.options, validation);
-                run_in(rank, phase::VALIDATION, evaluate).map(Some)
-            }
-            _ => Ok(None),
-        }
+        let Some(validation) = &self.options.validation else { return Ok(None) };
+        run_in(rank, phase::VALIDATION, || evaluate(rank, stage, model, self.options, validation))
     }
 
     /// Records the loss after `step` if it is the lowest so far, and returns whether it is. `saved` tells whether the
@@ -113,14 +114,14 @@ impl<'a> Evaluations<'a> {
     }
 }
 
-/// Computes the mean loss of the validation's windows, the same on all ranks.
+/// Computes the mean loss of the validation's windows, the same on all ranks; nothing after a request to stop.
 fn evaluate<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
     model: &mut dyn Model<D>,
     options: &RunOptions,
     validation: &ValidationOptions,
-) -> Result<Validation, TrainError> {
+) -> Result<Option<Validation>, TrainError> {
     let Rank { compute, comm, pool, settings, .. } = rank;
     let RunOptions { micro_batch, seq_len, .. } = *options;
     let ValidationOptions { data, windows, .. } = validation;
@@ -130,6 +131,10 @@ fn evaluate<D: Device>(
     let mut previous: Option<D::Event> = None;
     pool.device().fill_zero(compute, model.loss().erase())?;
     for round in 0..windows.div_ceil(of_round) {
+        let stop = options.cancel.load(Ordering::Relaxed);
+        if exchange_bytes(rank, &[u8::from(stop)])?.contains(&1) {
+            return Ok(None);
+        }
         let own = round * of_round + (comm.rank() * micro_batch) as u64;
         let rows = inputs.chunks_exact_mut(seq_len).zip(targets.chunks_exact_mut(seq_len));
         for (index, (inputs, targets)) in (own..).zip(rows) {
@@ -152,5 +157,5 @@ fn evaluate<D: Device>(
 
     let tokens = windows * seq_len as u64;
     let loss = sum / tokens as f64;
-    Ok(Validation { loss, perplexity: loss.exp(), tokens })
+    Ok(Some(Validation { loss, perplexity: loss.exp(), tokens }))
 }

@@ -96,6 +96,11 @@ impl RunOptions {
         StoreOptions { keep_last: self.keep_last, run, resumed_runs: self.resumed_runs.clone() }
     }
 
+    /// The ids of the runs that this one resumed, oldest first, and its own.
+    pub fn runs(&self) -> Vec<&str> {
+        self.resumed_runs.iter().chain([&self.run_id]).map(String::as_str).collect()
+    }
+
     /// Whether the run saves to the folder of the checkpoint that it resumes.
     pub(super) fn saves_in_place(&self) -> bool {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -110,7 +115,7 @@ impl RunOptions {
 pub struct RankSummary {
     /// The last completed step.
     pub step: u64,
-    /// Whether a request ended the run before its last step.
+    /// Whether a request ended the run before its last step, or during the evaluation after it.
     pub cancelled: bool,
     /// The step that the run started from.
     pub resumed_at: u64,

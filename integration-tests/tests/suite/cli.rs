@@ -163,7 +163,7 @@ fn offload_of_a_configuration_is_checked() {
         &["initial_scale_power", "126"],
     );
     let out = succeeds(&with(r#"{"steps_per_print": 1, "zero_optimization": {"stage": 3}}"#, &[]));
-    assert!(out.contains("note: steps_per_print is not honoured"), "{out}");
+    assert!(out.contains("note: steps_per_print is ignored"), "{out}");
 }
 
 /// A lower limit gathers less ahead; the losses are the same.

@@ -45,9 +45,16 @@ const AUTO: &str = r#"{
     "train_micro_batch_size_per_gpu": "auto"
 }"#;
 
-/// The line `auto: ` of the output, key by key.
+/// The lines `auto: ` of the output, key by key: one for each block of the configuration.
 fn assert_autos(out: &str, expected: &[&str]) {
-    let line = out.lines().find(|line| line.starts_with("auto: ")).unwrap_or_else(|| panic!("no autos: {out}"));
+    let lines: Vec<&str> = out.lines().filter(|line| line.starts_with("auto: ")).collect();
+    let blocks: Vec<&str> = lines
+        .iter()
+        .map(|line| line["auto: ".len()..].split_once(' ').unwrap().0)
+        .map(|key| key.split_once('.').map_or("", |k| k.0))
+        .collect();
+    assert!(blocks.is_sorted_by(|one, next| one < next), "{out}");
+    let line = lines.join(", ");
     for part in expected {
         let part = part.replacen(' ', " = ", 1);
         assert!(line.contains(&part), "{part:?} is not in: {line}");
@@ -119,7 +126,7 @@ fn auto_precision_is_that_of_the_flag() {
     assert_eq!(figures(&run, "loss_scale"), [128.0]);
     let text = r#"{"bf16": {"enabled": true}, "communication_data_type": "bf16"}"#;
     let (_, out) = steps(dir.path(), text, &["--dtype", "fp32", "--steps", "1"]);
-    assert!(out.contains("note: communication_data_type bf16 is not honoured: it is fp32"), "{out}");
+    assert!(out.contains("note: communication_data_type bf16 is ignored: it is fp32"), "{out}");
 }
 
 /// A resumed run keeps the schedule that `"auto"` gave the first.
@@ -261,7 +268,7 @@ fn stage_of_the_flag_decides_about_keys() {
     let dir = temp();
     let text = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#;
     let (_, out) = steps(dir.path(), text, &["--steps", "1"]);
-    assert!(out.contains("note: zero_optimization.offload_param is not honoured: it needs stage 3"), "{out}");
+    assert!(out.contains("note: zero_optimization.offload_param is ignored: it needs stage 3"), "{out}");
     fails(&run(dir.path(), text, &["--stage", "3"]), 2, &["offload_param", "nvme", "not supported in this version"]);
 }
 

@@ -185,7 +185,15 @@ fn odd_numbers_are_plain_errors() {
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!text.contains("unexpected argument"), "{text}");
     }
+    for (flag, name) in [("--lr", "lr"), ("--clip", "max_grad_norm"), ("--eps", "eps")] {
+        fails(&run_tiny(dir.path(), &[flag, "-1"]), 2, &[&format!("error: {flag}: {name} is -1")]);
+    }
+    let out = succeeds(&run_tiny(dir.path(), &["--warmup-steps", "3"]));
+    assert!(out.contains("note: the warm-up has 3 steps, the run ends at step 3"), "{out}");
     for (line, part) in [
+        ("train --steps 1e3", "expected a whole number, such as 1000"),
+        ("train --data nowhere", "--data nowhere: no such file"),
+        ("train --tokenizer nowhere", "--tokenizer nowhere: no such file"),
         ("train --steps -1", "invalid value '-1' for '--steps <N>'"),
         ("train --ranks -2", "invalid value '-2' for '--ranks <N>'"),
         ("plan --gpus -1 --model nano", "invalid value '-1' for '--gpus <N>'"),

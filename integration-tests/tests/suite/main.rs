@@ -10,6 +10,7 @@ mod launcher;
 mod memory;
 #[path = "../common/oracle.rs"]
 mod oracle;
+mod outputs;
 #[path = "../common/place.rs"]
 mod place;
 mod plan_and_train;

@@ -35,6 +35,7 @@ fn write_model(folder: &Path) {
 /// The reported peak of all ranks, and the peak of the process.
 fn peaks(folder: &Path, more: &[&str]) -> (u64, u64) {
     let tokens = place::data("tokens.u16.bin");
+    let _earlier = std::fs::remove_dir_all(folder.join("report"));
     let run = ["train", "--model", ".", "--ranks", "2", "--threads", "1", "--steps", "2", "--seq-len", "16"];
     let output = place::zero()
         .args(run)

@@ -265,6 +265,35 @@ fn memory_settings_are_taken_up() {
     assert_eq!(differences(&out), expected, "{out}");
 }
 
+/// What a configuration file gave, too.
+#[test]
+fn sub_group_size_is_taken_up() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let file = r#"{"zero_optimization": {"stage": 2, "sub_group_size": 100000}}"#;
+    std::fs::write(dir.join("ds.json"), file).unwrap();
+    train(dir, &["--config", "ds.json", "--steps", "1", "--checkpoint", "a"]);
+    let out = resume(dir, &["a", "--steps", "2"]);
+    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    assert_eq!(record(dir, "a", 2)["communication"]["sub_group_elems"], 100_000);
+}
+
+#[test]
+fn schedule_and_loss_scale_differ_in_one_line_each() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    let out = resume(dir, &["a", "--steps", "9", "--schedule", "cosine", "--dtype", "fp16"]);
+    let [dtype, scale, schedule, steps] = differences(&out)[..] else { panic!("{out}") };
+    assert_eq!((dtype, steps), ("dtype bf16 -> fp16", "steps 1 -> 9"));
+    assert!(scale.starts_with("optimizer.loss_scaling 1 -> dynamic from 2^16, "), "{scale}");
+    let start =
+        "optimizer.schedule linear warm-up over 4 steps, then constant -> linear warm-up over 4 steps, then cosine";
+    assert!(schedule.starts_with(start), "{schedule}");
+}
+
 #[test]
 fn missing_tokenizer_is_an_error() {
     let dir = temp();

@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::DTypeFlag;
+use crate::cli::flags::parse_whole;
 
 /// Train a GPT-2 with ZeRO
 #[derive(Args, Clone, Debug, Default)]
@@ -16,15 +17,15 @@ pub struct TrainArgs {
     /// A text file, a folder of texts, or u16 tokens (.bin) [default: the texts in the current folder]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
-    /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, or a Hugging Face GPT-2 folder, or a folder of checkpoints
+    /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, a Hugging Face GPT-2 folder, or a folder of checkpoints
     /// (its weights only) [default: nano]
-    #[arg(long, value_name = "PRESET|HF_DIR")]
+    #[arg(long, value_name = "PRESET|DIR")]
     pub model: Option<String>,
     /// Ranks of the data-parallel group [default: 4; on CUDA one per GPU]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
     pub ranks: Option<usize>,
     /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters [default: 3]
-    #[arg(long, value_name = "0..3")]
+    #[arg(long, value_name = "0..3", value_parser = parse_whole::<u64>)]
     pub stage: Option<u64>,
     /// Device to train on
     #[arg(long, value_enum, default_value_t)]
@@ -39,16 +40,16 @@ pub struct TrainArgs {
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeFlag>,
     /// Last step; a resumed run starts at the step of its checkpoint [default: 1000]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub steps: Option<u64>,
     /// Sequences per micro-batch and rank [default: 4]
-    #[arg(long, value_name = "B")]
+    #[arg(long, value_name = "B", value_parser = parse_whole::<usize>)]
     pub micro_batch: Option<usize>,
     /// Micro-batches per step [default: 1]
-    #[arg(long, value_name = "A")]
+    #[arg(long, value_name = "A", value_parser = parse_whole::<usize>)]
     pub grad_accum: Option<usize>,
     /// Tokens per sequence [default: 128, or the model's positions if fewer]
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", value_parser = parse_whole::<usize>)]
     pub seq_len: Option<usize>,
     /// Learning rate [default: 1e-3]
     #[arg(long, value_name = "X")]
@@ -60,20 +61,20 @@ pub struct TrainArgs {
     #[arg(long, value_name = "X")]
     pub clip: Option<f64>,
     /// Steps of learning-rate warmup [default: 0]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub warmup_steps: Option<u64>,
     /// Seed of the initial weights and of the order of text data [default: 0]
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", value_parser = parse_whole::<u64>)]
     pub seed: Option<u64>,
     /// Save a checkpoint here at the end; the folder must not hold checkpoints of another run [default: that of --resume;
     /// checkpoints/, or checkpoints-2/ and so on if that is in use]
     #[arg(long, value_name = "DIR")]
     pub checkpoint: Option<PathBuf>,
     /// Also save every N steps; 0 disables [default: 0]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub checkpoint_every: Option<u64>,
     /// Keep only the newest K checkpoints
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = parse_whole::<usize>)]
     pub keep_last: Option<usize>,
     /// Resume from the newest whole checkpoint in this folder, or from DIR/step-N, with the settings of its run; flags
     /// and --config override them
@@ -96,19 +97,20 @@ pub struct TrainArgs {
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub activation_checkpointing: Option<bool>,
     /// Elements of a gradient bucket [default: 524288]
-    #[arg(long, value_name = "ELEMS")]
+    #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<usize>)]
     pub bucket_elems: Option<usize>,
     /// Do not overlap communication with compute [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub no_overlap: Option<bool>,
     /// Record steps into CUDA graphs and replay them from the third step on: stages 0 to 2 on --device cuda
-    #[arg(long)]
-    pub cuda_graph: bool,
+    /// [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub cuda_graph: Option<bool>,
     /// Threads of each rank [default: cores / ranks]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
     pub threads: Option<usize>,
     /// Seconds that a rank waits for the others before the run fails
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = parse_whole::<u64>)]
     pub time_limit: u64,
     /// Tokenizer of text: a tokenizer.json, or a folder with it or with GPT-2's vocab.json and merges.txt [default: that
     /// of the model's folder; none for models of bytes, such as nano]
@@ -129,7 +131,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "X")]
     pub min_lr: Option<f64>,
     /// Steps of decay of --schedule wsd [default: a fifth of --steps]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub decay_steps: Option<u64>,
     /// Adam's betas [default: 0.9,0.999]
     #[arg(long, value_name = "B1,B2", value_parser = parse_betas)]
@@ -144,14 +146,17 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FRACTION")]
     pub val_split: Option<f64>,
     /// Steps from one evaluation to the next; 0 evaluates only at the end [default: a tenth of --steps]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub eval_every: Option<u64>,
     /// Evaluate on at most N tokens, the same each time [default: as many as cost a tenth of the steps between]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub eval_tokens: Option<u64>,
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,
+    /// Whether the run that `--resume` continues recorded CUDA graphs; no flag.
+    #[arg(skip)]
+    pub recorded_graphs: bool,
 }
 
 /// Schedules of the learning rate.

@@ -56,6 +56,7 @@ fn choose_on(
         _ => {}
     }
     let required = args.device == DeviceChoice::Cuda || args.comm == CommChoice::Nccl;
+    let flag = if args.device == DeviceChoice::Cuda { "--device cuda" } else { "--comm nccl requires --device cuda" };
     let gpus = match (machine.gpus)() {
         Ok(0) => Err("the driver reports no GPU".to_owned()),
         other => other,
@@ -67,7 +68,7 @@ fn choose_on(
     });
     let gpus = match gpus {
         Ok(gpus) => gpus,
-        Err(reason) if required => return Err(CliError::Usage(format!("--device cuda: {reason}"))),
+        Err(reason) if required => return Err(CliError::Usage(format!("{flag}: {reason}"))),
         Err(reason) => {
             tracing::debug!("training on the host: {reason}");
             return Ok(Backend::Host);
@@ -90,7 +91,7 @@ fn choose_on(
         && let Err(reason) = (machine.nccl)()
     {
         if required {
-            return Err(CliError::Usage(format!("--device cuda with {ranks} ranks: {reason}")));
+            return Err(CliError::Usage(format!("{flag} with {ranks} ranks: {reason}")));
         }
         tracing::debug!("training on the host: {reason}");
         return Ok(Backend::Host);

@@ -62,7 +62,7 @@ fn launch(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
 /// NCCL settings for the ranks; variables that the user has set override them.
 fn variables(args: &TrainArgs) -> impl Iterator<Item = (&'static str, &'static str)> {
     let sharing = SHARING.into_iter().filter(|_| args.share_gpus);
-    sharing.chain(RECORDING.into_iter().filter(|_| args.cuda_graph))
+    sharing.chain(RECORDING.into_iter().filter(|_| args.cuda_graph.unwrap_or(args.recorded_graphs)))
 }
 
 /// Trains as one rank; rank 0 prints.
@@ -136,11 +136,13 @@ mod tests {
     #[test]
     fn flags_set_nccl_variables() {
         let names = |share_gpus, cuda_graph| {
-            let args = TrainArgs { share_gpus, cuda_graph, ..TrainArgs::default() };
+            let args = TrainArgs { share_gpus, cuda_graph: Some(cuda_graph), ..TrainArgs::default() };
             variables(&args).map(|(name, _)| name).collect::<Vec<_>>()
         };
         assert!(names(false, false).is_empty());
         assert_eq!(names(false, true), ["NCCL_GRAPH_REGISTER"]);
+        let resumed = TrainArgs { recorded_graphs: true, ..TrainArgs::default() };
+        assert_eq!(variables(&resumed).count(), 1);
         assert_eq!(names(true, true), ["NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_GRAPH_REGISTER"]);
     }
 }

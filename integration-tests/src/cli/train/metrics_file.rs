@@ -5,7 +5,7 @@
 //! the old one by a rename.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -23,6 +23,8 @@ const START: &str = "{\"step\":";
 pub(super) struct MetricsFile {
     path: PathBuf,
     run: String,
+    /// The file that [`MetricsFile::new`] opened; its lock excludes other runs. The first step may replace it.
+    _lock: File,
     /// Open from the first step on.
     file: Option<BufWriter<File>>,
 }
@@ -49,16 +51,29 @@ struct Line {
 }
 
 /// Checks that a run may write to `path`: the file is new or empty, or a run resumed at `first_step` continues it.
-/// Returns a note about the lines that the run will replace.
+/// Returns notes about the lines that the run will replace, and about steps between its lines and those in the file.
 ///
 /// # Errors
 /// As [`check_lines`].
-pub(super) fn check(path: &Path, options: &RunOptions, first_step: u64) -> Result<Option<String>, CliError> {
-    let runs: Vec<&str> = options.resumed_runs.iter().chain([&options.run_id]).map(String::as_str).collect();
-    let steps = check_lines(path, options.resume.is_some().then_some(&*runs))?;
-    let later = steps.into_iter().filter(|step| *step > first_step && first_step < options.steps).count();
-    let note = || format!("{}: {later} lines of steps after {first_step} are replaced", path.display());
-    Ok((later > 0).then(note))
+pub(super) fn check(path: &Path, options: &RunOptions, first_step: u64) -> Result<Vec<String>, CliError> {
+    let steps = check_run(path, options)?;
+    if first_step >= options.steps {
+        return Ok(Vec::new());
+    }
+    let (mut notes, name) = (Vec::new(), path.display());
+    let later = steps.iter().filter(|step| **step > first_step).count();
+    if later > 0 {
+        notes.push(format!("{name}: {later} lines of steps after {first_step} are replaced"));
+    }
+    if let Some(last) = steps.iter().filter(|step| **step <= first_step).max().filter(|last| **last < first_step) {
+        notes.push(format!("{name}: it has no lines of steps {} to {first_step}", last + 1));
+    }
+    Ok(notes)
+}
+
+/// As [`check_lines`], for a run with these options.
+fn check_run(path: &Path, options: &RunOptions) -> Result<Vec<u64>, CliError> {
+    check_lines(path, options.resume.is_some().then_some(&*options.runs()))
 }
 
 /// Checks that the file is new or empty, or that `resumed` has the runs of all lines. Lines of older versions have no
@@ -113,14 +128,22 @@ fn parse(bytes: &[u8]) -> Result<Vec<(Line, &str)>, String> {
 }
 
 impl MetricsFile {
-    /// Creates the file if it does not exist. [`check`] has accepted one that does.
+    /// Creates the file if it does not exist, and excludes other runs from it.
     ///
     /// # Errors
-    /// The file cannot be written: exit code 2.
-    pub(super) fn new(path: &Path, run: &str) -> Result<Self, CliError> {
+    /// The file cannot be written, or another run has written to it since [`check`] accepted it: exit code 2.
+    pub(super) fn new(path: &Path, options: &RunOptions) -> Result<Self, CliError> {
+        let usage = |why: String| CliError::Usage(format!("--metrics {}: {why}", path.display()));
         let opened = OpenOptions::new().append(true).create(true).open(path);
-        opened.map_err(|e| CliError::Usage(format!("--metrics {}: failed to open the file: {e}", path.display())))?;
-        Ok(Self { path: path.to_owned(), run: run.to_owned(), file: None })
+        let lock = opened.map_err(|e| usage(format!("failed to open the file: {e}")))?;
+        // Not for a pipe or /dev/null; a file system may have no locks.
+        if path.is_file()
+            && let Err(TryLockError::WouldBlock) = lock.try_lock()
+        {
+            return Err(usage("another run is writing to the file; name another file".to_owned()));
+        }
+        check_run(path, options)?;
+        Ok(Self { path: path.to_owned(), run: options.run_id.clone(), _lock: lock, file: None })
     }
 
     /// Writes the line of a step.
@@ -151,7 +174,10 @@ fn start(path: &Path, step: u64) -> io::Result<BufWriter<File>> {
             replace(&path.canonicalize()?, kept.as_bytes())?;
         }
     }
-    Ok(BufWriter::new(OpenOptions::new().append(true).open(path)?))
+    let file = OpenOptions::new().append(true).open(path)?;
+    // If it is another file now. If not, this process has locked it.
+    let _locked = file.try_lock();
+    Ok(BufWriter::new(file))
 }
 
 /// Replaces the content of a file atomically.

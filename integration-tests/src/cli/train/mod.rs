@@ -87,13 +87,23 @@ fn observed(
     print_text(opening::text(setup))?;
     signals.announce()?;
     let mut observer = Observer::new(setup)?;
-    let summaries = train(&mut |metrics| observer.step(metrics));
+    let summaries = train(&mut |metrics| {
+        observer.step(metrics);
+        Ok(())
+    });
     observer.finish();
     let summaries = summaries?;
     let closing = summary::closing(setup, &summaries, &observer.seen, observer.utilization.as_ref());
     print_text(&closing)?;
     observer.write_report(setup, &summaries, &closing)?;
-    ended(&summaries)
+    if let Some(failure) = observer.failure {
+        return Err(CliError::failure(failure));
+    }
+    ended(&summaries)?;
+    match summary::diverged(setup, &observer.seen) {
+        Some(message) => Err(CliError::Failure(message)),
+        None => Ok(()),
+    }
 }
 
 fn run_error(error: TrainError) -> CliError {

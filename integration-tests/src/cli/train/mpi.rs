@@ -62,7 +62,7 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
 
     use super::run_setup::RunSetup;
     use super::signals::Signals;
-    use super::{observed, run_error};
+    use super::{memory_check, observed, run_error};
     use crate::trainer::run_as_rank;
 
     let world =
@@ -73,6 +73,7 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
         return Err(CliError::Usage(format!("--ranks {flag}: mpirun started {ranks} ranks")));
     }
     let mut setup = RunSetup::new(args, resumed, ranks, None)?;
+    memory_check::check(&setup, 1)?;
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);

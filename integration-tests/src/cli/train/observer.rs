@@ -1,6 +1,9 @@
 //! Progress bar, metrics file and report of a run.
 
 use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar};
@@ -20,6 +23,10 @@ use crate::trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};
 pub(super) struct Observer {
     bar: ProgressBar,
     metrics: Option<MetricsFile>,
+    /// The failed write of a metrics line. The run saves and ends.
+    pub(super) failure: Option<TrainError>,
+    /// Requests the end of the run.
+    cancel: Arc<AtomicBool>,
     /// The last validation loss, for the bar.
     validation: String,
     /// Set if the run has a breakdown.
@@ -31,9 +38,7 @@ pub(super) struct Observer {
 impl Observer {
     pub(super) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let metrics = match &setup.metrics {
-            Some(path) if setup.first_step < setup.options.steps => {
-                Some(MetricsFile::new(path, &setup.options.run_id)?)
-            }
+            Some(path) if setup.first_step < setup.options.steps => Some(MetricsFile::new(path, &setup.options)?),
             _ => None,
         };
         if let Some(dir) = &setup.report {
@@ -42,10 +47,11 @@ impl Observer {
         }
         let bar = progress_bar(setup.options.steps);
         let utilization = setup.options.breakdown.then(|| Utilization::new(setup)).transpose()?;
-        Ok(Self { bar, metrics, validation: String::new(), utilization, seen: Vec::new() })
+        let cancel = Arc::clone(&setup.options.cancel);
+        Ok(Self { bar, metrics, failure: None, cancel, validation: String::new(), utilization, seen: Vec::new() })
     }
 
-    pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
+    pub(super) fn step(&mut self, metrics: &StepMetrics) {
         let mut metrics = metrics.clone();
         if let Some(utilization) = &self.utilization {
             utilization.complete(&mut metrics);
@@ -67,11 +73,13 @@ impl Observer {
                 "step {step}: loss {loss:.4}{validation}, {speed} tokens/s, {seen} tokens, {left:#} left"
             ));
         }
-        if let Some(file) = &mut self.metrics {
-            file.write(&metrics)?;
+        if let (Some(file), None) = (&mut self.metrics, &self.failure)
+            && let Err(error) = file.write(&metrics)
+        {
+            self.failure = Some(error);
+            self.cancel.store(true, Ordering::Relaxed);
         }
         self.seen.push(metrics);
-        Ok(())
     }
 
     pub(super) fn finish(&self) {
@@ -112,6 +120,30 @@ impl Observer {
                 .map_err(|e| CliError::Failure(format!("failed to write {}: {e}", path.display())))?;
         }
         Ok(())
+    }
+}
+
+/// The files of a report.
+const FILES: [&str; 6] = ["summary.txt", "summary.json", RUN_JSON, "loss.svg", "trace.json", "memory.svg"];
+
+/// Checks that the run may write its report to `dir`: no file of these names is there, or they are the report of one of
+/// `runs`.
+///
+/// # Errors
+/// Exit code 2; the folder stays as it is.
+pub(super) fn check_report(dir: &Path, runs: &[&str]) -> Result<(), CliError> {
+    let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else { return Ok(()) };
+    let dir_name = dir.display();
+    let record = fs::read(dir.join(RUN_JSON)).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let record: serde_json::Value = record.unwrap_or_default();
+    match record["run"].as_str() {
+        Some(run) if runs.contains(&run) => Ok(()),
+        Some(run) => Err(CliError::Usage(format!(
+            "--report {dir_name}: the folder holds the report of another run ({run}); name another folder"
+        ))),
+        None => Err(CliError::Usage(format!(
+            "--report {dir_name}: the folder holds a file {file} that is not of a report; name another folder"
+        ))),
     }
 }
 

@@ -6,6 +6,7 @@ use indicatif::HumanCount;
 use zero_optim::{LossScaling, OptimizerConfig};
 
 use super::run_setup::RunSetup;
+use crate::cli::output::counted;
 
 /// The settings of the run.
 pub(super) fn text(setup: &RunSetup) -> String {
@@ -18,18 +19,15 @@ pub(super) fn text(setup: &RunSetup) -> String {
     for notice in &setup.notices {
         line("note", notice.clone());
     }
-    let each = setup.device.clone().unwrap_or_else(|| match setup.workload.threads {
-        1 => "1 thread".to_owned(),
-        threads => format!("{threads} threads"),
-    });
+    let each = setup.device.clone().unwrap_or_else(|| counted(setup.workload.threads as u64, "thread"));
+    let ranks = counted(batch.ranks as u64, "rank");
     line(
         &model.name,
         format!(
-            "{} parameters in {}, ZeRO stage {}, {} ranks x {each}",
+            "{} parameters in {}, ZeRO stage {}, {ranks} x {each}",
             HumanCount(model.parameters),
             setup.settings.dtype,
             record.stage,
-            batch.ranks
         ),
     );
     let from = options.resume.as_ref().map(|path| format!(", resumes {}", path.display())).unwrap_or_default();
@@ -42,12 +40,14 @@ pub(super) fn text(setup: &RunSetup) -> String {
     line(
         "step",
         format!(
-            "{} ranks x {} micro-batches x {} rows x {} tokens = {} tokens",
-            batch.ranks,
-            batch.grad_accum,
-            batch.micro_batch,
-            batch.seq_len,
-            HumanCount(batch.step_tokens)
+            "{ranks} x {} x {} x {} = {}",
+            match batch.grad_accum {
+                1 => "1 micro-batch".to_owned(),
+                n => format!("{} micro-batches", HumanCount(n)),
+            },
+            counted(batch.micro_batch, "row"),
+            counted(batch.seq_len as u64, "token"),
+            counted(batch.step_tokens, "token"),
         ),
     );
     let first = setup.first_step + 1;
@@ -73,11 +73,19 @@ pub(super) fn text(setup: &RunSetup) -> String {
         let keep = options.keep_last.map(|n| format!(", the newest {n} kept")).unwrap_or_default();
         line("checkpoints", format!("{}, {every}at the end{keep}", dir.display()));
     }
-    if !record.auto.is_empty() {
-        let values = record.auto.iter().map(|(key, value)| format!("{key} = {value}"));
+    // One line for each block of the configuration.
+    let mut autos: Vec<_> = record.auto.iter().collect();
+    autos.sort_by_key(|(key, _)| block_of(key));
+    for block in autos.chunk_by(|one, next| block_of(one.0) == block_of(next.0)) {
+        let values = block.iter().map(|(key, value)| format!("{key} = {value}"));
         line("auto", values.collect::<Vec<_>>().join(", "));
     }
     out
+}
+
+/// The block of a configuration key: `zero_optimization` of `zero_optimization.stage`; empty for a key of the file.
+fn block_of(key: &str) -> &str {
+    key.split_once('.').map_or("", |(block, _)| block)
 }
 
 fn adam(optimizer: &OptimizerConfig) -> String {
@@ -94,7 +102,7 @@ fn adam(optimizer: &OptimizerConfig) -> String {
     )
 }
 
-fn loss_scale(scaling: &LossScaling) -> String {
+pub(super) fn loss_scale(scaling: &LossScaling) -> String {
     match scaling {
         LossScaling::Static { scale } => format!("{scale}"),
         LossScaling::Dynamic(d) => format!(

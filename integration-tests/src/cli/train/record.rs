@@ -9,6 +9,7 @@ use zero_comm::PrefetchOptions;
 use zero_optim::OptimizerConfig;
 
 use super::args::DeviceChoice;
+use super::opening::loss_scale;
 use super::validation::ValidationRecord;
 use crate::cli::DTypeFlag;
 use crate::trainer::Settings;
@@ -103,7 +104,7 @@ pub(super) struct BatchRecord {
     pub(super) step_tokens: u64,
 }
 
-/// Sizes of communication. They change time and memory, not the numbers. A limit that is `None` does not apply.
+/// Sizes of communication and of launches. They change time and memory, not the numbers. A limit that is `None` does not apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CommunicationRecord {
     /// Elements of a gradient bucket.
@@ -115,6 +116,12 @@ pub(super) struct CommunicationRecord {
     pub(super) gather_ahead_elems: Option<usize>,
     pub(super) max_live_elems: Option<usize>,
     pub(super) persistence_threshold_elems: usize,
+    /// Elements of one launch of the optimizer.
+    #[serde(default)]
+    pub(super) sub_group_elems: Option<usize>,
+    /// Whether steps are recorded into CUDA graphs.
+    #[serde(default)]
+    pub(super) cuda_graph: bool,
 }
 
 impl CommunicationRecord {
@@ -128,6 +135,8 @@ impl CommunicationRecord {
             gather_ahead_elems: limit(prefetch.ahead_elems),
             max_live_elems: limit(prefetch.max_live_elems),
             persistence_threshold_elems: prefetch.persistence_threshold_elems,
+            sub_group_elems: limit(settings.optimizer.sub_group_elems),
+            cuda_graph: settings.graphs,
         }
     }
 
@@ -172,7 +181,16 @@ impl RunRecord {
         const NO_SETTINGS: [&str; 8] =
             ["format", "run", "resumed_runs", "model", "data.fingerprint", "data.default", "metrics", "auto"];
         let mut out = Vec::new();
-        compare("", &self.document(), &now.document(), &NO_SETTINGS, &mut out);
+        let (mut was, mut is) = (self.document(), now.document());
+        // One line each, in the words of the block of settings.
+        let texts = |record: &Self| {
+            let optimizer = &record.optimizer;
+            [("schedule", optimizer.schedule.to_string()), ("loss_scaling", loss_scale(&optimizer.loss_scaling))]
+        };
+        for ((key, old), (_, new)) in texts(self).into_iter().zip(texts(now)).filter(|(old, new)| old != new) {
+            (was["optimizer"][key], is["optimizer"][key]) = (Value::String(old), Value::String(new));
+        }
+        compare("", &was, &is, &NO_SETTINGS, &mut out);
         out
     }
 }

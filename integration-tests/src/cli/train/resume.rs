@@ -112,6 +112,7 @@ impl Resumed {
         filled.seed.get_or_insert(self.state.seed);
         let Some(record) = record else { return filled };
         filled.recorded_ranks = Some(record.batch.ranks);
+        filled.recorded_graphs = record.communication.cuda_graph;
         filled.steps.get_or_insert(record.steps);
         filled.seq_len.get_or_insert(record.batch.seq_len);
         filled.checkpoint_every.get_or_insert(record.checkpoint_every);
@@ -146,6 +147,7 @@ impl Resumed {
             bucket_elems: record.communication.bucket_elems.max(ranks),
             overlap: record.communication.overlap,
             prefetch: record.communication.prefetch(),
+            sub_group_elems: record.communication.sub_group_elems.unwrap_or(usize::MAX),
         }
     }
 

@@ -14,7 +14,7 @@ use super::record::{
 use super::resume::Resumed;
 use super::settings::{RunShape, check_graphs, raise_live_limit, resolved_autos, settings, stage};
 use super::validation::Rows;
-use super::{checks, metrics_file, save_folder, unused_keys, validation};
+use super::{checks, metrics_file, observer, save_folder, unused_keys, validation};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::DsConfig;
@@ -76,6 +76,9 @@ impl RunSetup {
         if let Some(resumed) = resumed {
             resumed.check_model(&model_name, &config, &layout)?;
         }
+        if args.share_gpus && device.is_none() {
+            notices.push("--share-gpus has no effect: this run uses no GPU".to_owned());
+        }
         let source = data_source(args, recorded, folder.as_ref())?;
         let (data, held_out) = validation::open(args, &source)?;
         notices.extend(validation::notice(&data, held_out.as_ref()));
@@ -90,6 +93,8 @@ impl RunSetup {
         let shape = RunShape { ranks, largest_unit, hidden: config.n_embd as u64, steps };
         let (mut settings, notes) = settings(args, file, &base, shape)?;
         notices.extend(notes);
+        // A run that recorded graphs may continue on the host.
+        settings.graphs &= device.is_some() || args.cuda_graph.is_some();
         check_graphs(&settings, device.is_some())?;
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
         let batch = resumed.map_or_else(|| file.map(|f| f.batch).unwrap_or_default(), |resumed| resumed.batch(file));
@@ -212,13 +217,16 @@ impl RunSetup {
         Ok(setup)
     }
 
-    /// Checks that the run may write to the folder of checkpoints and to the metrics file.
+    /// Checks that the run may write to the folders of checkpoints and of the report, and to the metrics file.
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
         }
         if let Some(path) = &self.metrics {
             self.notices.extend(metrics_file::check(path, &self.options, self.first_step)?);
+        }
+        if let Some(dir) = &self.report {
+            observer::check_report(dir, &self.options.runs())?;
         }
         Ok(())
     }
@@ -243,6 +251,11 @@ fn data_source(
             "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
             tokenizer.display()
         )));
+    }
+    for (flag, path) in [("--data", &args.data), ("--tokenizer", &args.tokenizer)] {
+        if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
+            return Err(CliError::Usage(format!("{flag} {}: no such file or folder", path.display())));
+        }
     }
     let tokenizer = args.tokenizer.clone().or_else(|| folder.and_then(HfFolder::tokenizer));
     let Some(recorded) = recorded.map(|record| &record.data) else {

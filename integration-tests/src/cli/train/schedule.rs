@@ -35,6 +35,12 @@ pub(super) fn schedule(
             "the learning rate decays until step {end}, the run ends at step {steps}; --schedule sets another schedule"
         ));
     }
+    if let Some(warmup) = warmup(&schedule).filter(|warmup| *warmup >= steps && steps > 0) {
+        notices.push(format!(
+            "the warm-up has {warmup} steps, the run ends at step {steps}: it never trains at the full learning rate; \
+             pass fewer --warmup-steps"
+        ));
+    }
     Ok(schedule)
 }
 
@@ -195,6 +201,18 @@ fn end(schedule: &LrSchedule) -> Option<u64> {
         LrSchedule::Decay(d) => Some(d.total_steps),
         LrSchedule::WarmupDecay(w) => Some(w.total_num_steps),
         LrSchedule::WarmupCosine(w) => Some(w.total_num_steps),
+        _ => None,
+    }
+}
+
+/// The steps of warm-up that a flag sets.
+fn warmup(schedule: &LrSchedule) -> Option<u64> {
+    match schedule {
+        LrSchedule::LinearWarmup { warmup_steps } => Some(*warmup_steps),
+        LrSchedule::Decay(d) => Some(d.warmup_steps),
+        LrSchedule::Warmup(w) => Some(w.warmup_num_steps),
+        LrSchedule::WarmupDecay(w) => Some(w.warmup_num_steps),
+        LrSchedule::WarmupCosine(w) => Some(w.warmup_num_steps),
         _ => None,
     }
 }

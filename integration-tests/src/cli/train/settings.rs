@@ -40,6 +40,8 @@ pub(super) struct Base {
     pub(super) bucket_elems: usize,
     pub(super) overlap: bool,
     pub(super) prefetch: PrefetchOptions,
+    /// Most elements of one launch of the optimizer.
+    pub(super) sub_group_elems: usize,
 }
 
 impl Default for Base {
@@ -64,6 +66,7 @@ impl Default for Base {
             bucket_elems: BUCKET_ELEMS,
             overlap: true,
             prefetch: PrefetchOptions::default(),
+            sub_group_elems: usize::MAX,
         }
     }
 }
@@ -115,7 +118,7 @@ pub(super) fn settings(
     let dtype = args.dtype.map_or(file.and_then(|f| f.dtype).unwrap_or(base.dtype), DType::from);
     for (key, requested) in file.map(|f| &f.requested_types[..]).unwrap_or_default() {
         if *requested != dtype {
-            notices.push(format!("{key} {requested} is not honoured: it is {dtype}, the type of the parameters"));
+            notices.push(format!("{key} {requested} is ignored: it is {dtype}, the type of the parameters"));
         }
     }
     let loss_scaling = match file.and_then(|f| f.loss_scaling.clone()) {
@@ -136,9 +139,12 @@ pub(super) fn settings(
             .or(base.max_grad_norm)
             .unwrap_or(if file.is_some() { 1.0 } else { 0.0 }),
         loss_scaling,
-        sub_group_elems: file.map_or(usize::MAX, |f| sub_group(f, &mut notices)),
+        sub_group_elems: match file.filter(|f| f.has_stage || base.stage.is_none()) {
+            Some(file) => sub_group(file, &mut notices),
+            None => base.sub_group_elems,
+        },
     };
-    rules.check().map_err(CliError::usage)?;
+    rules.check().map_err(|error| CliError::Usage(name_flag(args, error.to_string())))?;
     // A resumed run keeps its sizes unless the file has the block.
     let zero = file.filter(|f| f.has_stage || base.stage.is_none()).map(|f| f.zero_for(shape.hidden));
     let zero = zero.as_ref();
@@ -170,10 +176,25 @@ pub(super) fn settings(
         overlap,
         prefetch,
         optimizer: rules,
-        graphs: args.cuda_graph,
+        graphs: args.cuda_graph.unwrap_or(args.recorded_graphs && stage != ZeroStage::Three),
         limit,
     };
     Ok((settings, notices))
+}
+
+/// Puts the flag that gave the number before an error of the optimizer.
+fn name_flag(args: &TrainArgs, error: String) -> String {
+    let flags = [
+        ("lr ", "--lr", args.lr.is_some()),
+        ("max_grad_norm ", "--clip", args.clip.is_some()),
+        ("weight_decay ", "--weight-decay", args.weight_decay.is_some()),
+        ("eps ", "--eps", args.eps.is_some()),
+        ("beta", "--betas", args.betas.is_some()),
+    ];
+    match flags.into_iter().find(|(name, _, given)| *given && error.starts_with(name)) {
+        Some((_, flag, _)) => format!("{flag}: {error}"),
+        None => error,
+    }
 }
 
 /// Learning rate and hyperparameters of Adam.

@@ -1,10 +1,10 @@
-//! SIGINT, SIGTERM and SIGHUP. The first ends the run after the current step, with a checkpoint; the second ends the
-//! process at once.
+//! SIGINT, SIGTERM and SIGHUP. The first ends the run after the current step, or at the next micro-batch of an
+//! evaluation, with a checkpoint; the second ends the process at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
 use crate::cli::CliError;
@@ -30,6 +30,8 @@ impl Signals {
         for signal in ENDING {
             signals.register(signal).map_err(not_handled)?;
         }
+        // A write beyond the limit of a file's size (ulimit -f) then returns an error, and does not end the process.
+        flag::register(SIGXFSZ, Arc::default()).map_err(not_handled)?;
         Ok(signals)
     }
 

@@ -3,10 +3,12 @@
 use std::fmt::Write;
 
 use indicatif::{HumanBytes, HumanCount};
+use zero_optim::LossScaling;
 
 use super::memory_limits::resident_peak_bytes;
 use super::run_setup::RunSetup;
 use super::utilization::Utilization;
+use crate::cli::output::counted;
 use crate::trainer::{Breakdown, CommBytes, MemoryBytes, MemoryTrace, RankSummary, StepMetrics, Validation};
 
 /// The figures of the run.
@@ -32,17 +34,18 @@ pub(super) fn closing(
         return out;
     };
     if first.cancelled {
-        let dir = setup.options.checkpoint.as_ref().map(|(dir, _)| dir.display());
+        let dir =
+            setup.options.checkpoint.as_ref().filter(|_| first.checkpoint.is_some()).map(|(dir, _)| dir.display());
         let rest = dir.map(|dir| format!("; continue with --resume {dir}")).unwrap_or_default();
         let _ = writeln!(out, "interrupted at step {}{rest}", first.step);
     }
     let newest = &steps[steps.len().saturating_sub(20)..];
     let _ = writeln!(
         out,
-        "loss {:.4}, the mean of the last {} of {} steps (a model of token frequencies alone: {:.4})",
+        "loss {:.4}, the mean of the last {} of {} (a model of token frequencies alone: {:.4})",
         newest.iter().map(|s| s.loss).sum::<f64>() / newest.len().max(1) as f64,
         newest.len(),
-        HumanCount(last.step),
+        counted(last.step, "step"),
         setup.workload.data.unigram_loss()
     );
     validation(&mut out, first, steps);
@@ -64,6 +67,20 @@ pub(super) fn closing(
         let _ = writeln!(out, "checkpoint: {}", path.display());
     }
     out
+}
+
+/// An error if the last steps were skipped and the loss is not finite, under a loss scale that does not change.
+pub(super) fn diverged(setup: &RunSetup, steps: &[StepMetrics]) -> Option<String> {
+    let is_static = matches!(setup.settings.optimizer.loss_scaling, LossScaling::Static { .. });
+    let skipped = steps.iter().rev().take_while(|step| step.skipped).count();
+    let last = steps.last().filter(|last| is_static && skipped > 0 && !last.loss.is_finite())?;
+    let saves = if setup.options.checkpoint.is_some() { ", and its weights are not saved" } else { "" };
+    Some(format!(
+        "step {}: the loss is not finite, and the last {} skipped: training diverged{saves}; start again, or resume from \
+         an earlier checkpoint, with a lower --lr or with --clip",
+        last.step,
+        if skipped == 1 { "step was".to_owned() } else { format!("{skipped} steps were") },
+    ))
 }
 
 /// The last and the best evaluation.
@@ -91,14 +108,14 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
     let range = |of: Field<'_>| {
         let (least, most) = (held.iter().map(of).min().unwrap_or(0), held.iter().map(of).max().unwrap_or(0));
-        if least == most { bytes(most) } else { format!("{} to {}", bytes(least), bytes(most)) }
+        let (least, most) = (bytes(least), bytes(most));
+        if least == most { most } else { format!("{least} to {most}") }
     };
     let n = setup.ranks;
-    let who = if held.len() == n { format!("each of {n} ranks") } else { "rank 0".to_owned() };
+    let who = if held.len() == n { format!("each of {}", counted(n as u64, "rank")) } else { "rank 0".to_owned() };
     let peak = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak);
-    let at_peak = if peak.is_some() { format!(" {:>12}", "at the peak") } else { String::new() };
+    let heading = if peak.is_some() { format!(" {:>12}", "at the peak") } else { String::new() };
     let held_by = format!("held by {who}");
-    let _ = writeln!(out, "\n{held_by:<26} {:>12} {:>12}{at_peak} (padding included)", "measured", "formula");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
     let all =
         |m: &MemoryBytes| total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes + m.staging_bytes;
@@ -133,10 +150,13 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
             reserved_bytes,
         }
     });
+    // The ranks may differ; then the columns are wider.
+    let width = rows.iter().map(|(_, of, _)| range(of).len()).max().unwrap_or(0).max(12);
+    let _ = writeln!(out, "\n{held_by:<26} {:>width$} {:>12}{heading} (padding included)", "measured", "formula");
     for (name, of, formula) in rows {
         let at_peak = at_peak.as_ref().map(|peak| format!(" {:>12}", bytes(of(peak)))).unwrap_or_default();
         let formula = formula.map_or("-".to_owned(), bytes);
-        let _ = writeln!(out, "  {name:<24} {:>12} {formula:>12}{at_peak}", range(of));
+        let _ = writeln!(out, "  {name:<24} {:>width$} {formula:>12}{at_peak}", range(of));
     }
     if let Some(moment) = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak_moment) {
         let _ = writeln!(out, "  (the peak is rank 0's in its last step, {moment})");

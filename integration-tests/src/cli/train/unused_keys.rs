@@ -42,7 +42,7 @@ pub(super) fn notices(file: &DsConfig, stage: ZeroStage) -> Vec<String> {
         (file.steps_per_print.is_some(), "steps_per_print", "every step is in the progress bar and in --metrics"),
     ];
     let set = keys.into_iter().filter(|(is_set, ..)| *is_set);
-    set.map(|(_, key, reason)| format!("{key} is not honoured: {reason}")).collect()
+    set.map(|(_, key, reason)| format!("{key} is ignored: {reason}")).collect()
 }
 
 #[cfg(test)]
@@ -65,7 +65,7 @@ mod tests {
             "zero_optimization.gather_16bit_weights_on_model_save",
             "steps_per_print",
         ];
-        assert_eq!(lines.iter().map(|l| l.split(" is not honoured: ").next().unwrap()).collect::<Vec<_>>(), expected);
+        assert_eq!(lines.iter().map(|l| l.split(" is ignored: ").next().unwrap()).collect::<Vec<_>>(), expected);
         let defaults = r#"{"activation_checkpointing": {"partition_activations": false},
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 5e8, "sub_group_size": "auto"}}"#;
         assert_eq!(notices(&DsConfig::parse(defaults).unwrap(), ZeroStage::Three), Vec::<String>::new());
@@ -73,7 +73,7 @@ mod tests {
         let offload = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#;
         let offload = DsConfig::parse(offload).unwrap();
         assert_eq!(notices(&offload, ZeroStage::Three), Vec::<String>::new());
-        let expected = "zero_optimization.offload_param is not honoured: it needs stage 3";
+        let expected = "zero_optimization.offload_param is ignored: it needs stage 3";
         assert_eq!(notices(&offload, ZeroStage::Two), [expected]);
     }
 }

@@ -158,7 +158,7 @@ impl Keys {
         }
         if self.flag("reorder_and_upcast_attn")?.unwrap_or(false) {
             warnings.push(
-                "reorder_and_upcast_attn of the model's config.json is not honoured: it changes only rounding".into(),
+                "reorder_and_upcast_attn of the model's config.json is ignored: it changes only rounding".into(),
             );
         }
         Ok(warnings)
