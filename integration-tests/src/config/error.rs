@@ -30,7 +30,7 @@ pub enum ConfigFileError {
     #[error("not a JSON object: {0}")]
     Json(String),
     /// A key, with its block, that DeepSpeed rejects, too.
-    #[error("unknown key {0}")]
+    #[error("unknown key {0}, which DeepSpeed rejects, too: correct or remove it")]
     UnknownKey(String),
     /// A value of another type or outside its range.
     #[error("{key} is {got}; expected {expected}")]

@@ -188,8 +188,8 @@ fn odd_numbers_are_plain_errors() {
     for (flag, name) in [("--lr", "lr"), ("--clip", "max_grad_norm"), ("--eps", "eps")] {
         fails(&run_tiny(dir.path(), &[flag, "-1"]), 2, &[&format!("error: {flag}: {name} is -1")]);
     }
-    let out = succeeds(&run_tiny(dir.path(), &["--warmup-steps", "3"]));
-    assert!(out.contains("note: the warm-up has 3 steps, the run ends at step 3"), "{out}");
+    let out = succeeds(&run_tiny(dir.path(), &["--warmup-steps", "4"]));
+    assert!(out.contains("note: the warm-up has 4 steps, the run ends at step 3"), "{out}");
     for (line, part) in [
         ("train --steps 1e3", "expected a whole number, such as 1000"),
         ("train --data nowhere", "--data nowhere: no such file"),

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::CliError;
-use super::flags::{DTypeFlag, parse_gpu_memory, parse_params};
+use super::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use super::output::{print_note, print_text};
 use report::Report;
 use request::Request;
@@ -30,13 +30,13 @@ pub struct PlanArgs {
     #[arg(long, value_name = "COUNT", value_parser = parse_params)]
     pub params: Option<u64>,
     /// GPUs of all nodes, one rank each
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub gpus: u64,
     /// Memory of one GPU, such as 24GiB or 80GB
     #[arg(long, value_name = "SIZE", value_parser = parse_gpu_memory)]
     pub gpu_memory: Option<u64>,
     /// Nodes (machines) that hold the GPUs
-    #[arg(long, value_name = "M", default_value_t = 1)]
+    #[arg(long, value_name = "M", default_value_t = 1, value_parser = parse_whole::<u64>)]
     pub nodes: u64,
     /// A DeepSpeed configuration file; flags override it
     #[arg(long, value_name = "DS.json")]
@@ -45,22 +45,23 @@ pub struct PlanArgs {
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeFlag>,
     /// Sequences per micro-batch and rank [default: 1]
-    #[arg(long, value_name = "B")]
+    #[arg(long, value_name = "B", value_parser = parse_whole::<u64>)]
     pub micro_batch: Option<u64>,
     /// Micro-batches per step [default: 1]
-    #[arg(long, value_name = "A")]
+    #[arg(long, value_name = "A", value_parser = parse_whole::<u64>)]
     pub grad_accum: Option<u64>,
     /// Tokens per sequence [default: 1024, or the model's positions]
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", value_parser = parse_whole::<u64>)]
     pub seq_len: Option<u64>,
     /// Keep only the input of each block and recompute its activations in backward
     #[arg(long)]
     pub activation_checkpointing: bool,
-    /// Device of the optimizer state: none (the GPU), cpu or nvme:DIR
+    /// Device of the optimizer state: none (the GPU), cpu or nvme:DIR; `zero train` has no offload from GPUs yet
+    /// [default: none]
     #[arg(long, value_name = "none|cpu|nvme:DIR")]
     pub offload: Option<String>,
     /// Elements of a gradient bucket [default: 524288]
-    #[arg(long, value_name = "ELEMS")]
+    #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
     pub bucket_elems: Option<u64>,
     /// Print JSON, with exact bytes
     #[arg(long)]

@@ -90,8 +90,9 @@ pub struct TrainArgs {
     /// timeline of that step here
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
-    /// Device of the optimizer state: none (the compute device), cpu or nvme:DIR [default: none]
-    #[arg(long, value_name = "none|cpu|nvme:DIR")]
+    /// Device of the optimizer state: none (the compute device) or cpu (the same without a GPU); other offload is not
+    /// supported yet [default: none]
+    #[arg(long, value_name = "none|cpu")]
     pub offload: Option<String>,
     /// Keep only the input of each block and recompute its activations in backward [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]

@@ -75,7 +75,7 @@ pub(super) fn text(setup: &RunSetup) -> String {
     }
     // One line for each block of the configuration.
     let mut autos: Vec<_> = record.auto.iter().collect();
-    autos.sort_by_key(|(key, _)| block_of(key));
+    autos.sort_by_key(|&(key, _)| block_of(key));
     for block in autos.chunk_by(|one, next| block_of(one.0) == block_of(next.0)) {
         let values = block.iter().map(|(key, value)| format!("{key} = {value}"));
         line("auto", values.collect::<Vec<_>>().join(", "));

@@ -35,7 +35,7 @@ pub(super) fn schedule(
             "the learning rate decays until step {end}, the run ends at step {steps}; --schedule sets another schedule"
         ));
     }
-    if let Some(warmup) = warmup(&schedule).filter(|warmup| *warmup >= steps && steps > 0) {
+    if let Some(warmup) = warmup(&schedule).filter(|warmup| *warmup > steps && steps > 0) {
         notices.push(format!(
             "the warm-up has {warmup} steps, the run ends at step {steps}: it never trains at the full learning rate; \
              pass fewer --warmup-steps"

@@ -151,7 +151,7 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         }
     });
     // The ranks may differ; then the columns are wider.
-    let width = rows.iter().map(|(_, of, _)| range(of).len()).max().unwrap_or(0).max(12);
+    let width = rows.iter().map(|(_, of, _)| range(*of).len()).max().unwrap_or(0).max(12);
     let _ = writeln!(out, "\n{held_by:<26} {:>width$} {:>12}{heading} (padding included)", "measured", "formula");
     for (name, of, formula) in rows {
         let at_peak = at_peak.as_ref().map(|peak| format!(" {:>12}", bytes(of(peak)))).unwrap_or_default();
