@@ -136,7 +136,11 @@ impl std::ops::Add for Traffic {
 ///
 /// A back end implements [`group`](Self::group), its rank and world size, and [`enqueue`](Self::enqueue), which runs
 /// a checked call; the collectives are default methods.
-pub trait Communicator<D: Device>: Send + Sync {
+///
+/// # Safety
+/// `group` never changes. `enqueue` uses the call's buffers only in operations that it enqueues on `stream`, which end
+/// before later operations of the stream begin: callers free or reuse the buffers behind that point.
+pub unsafe trait Communicator<D: Device>: Send + Sync {
     /// This rank and the number of ranks.
     fn group(&self) -> Group;
 

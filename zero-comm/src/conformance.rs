@@ -382,15 +382,17 @@ fn refuses_calls_of_other_groups<D: Device>(comm: &dyn Communicator<D>, stream: 
 /// Memory that the communicator's device cannot access.
 fn refuses_memory_of_other_devices<D: Device>(comm: &dyn Communicator<D>, stream: &D::Stream) -> Outcome {
     let (device, n) = (DeviceId::new(DeviceKind::Simulated), comm.world_size());
-    // SAFETY: the calls are refused, so nothing accesses it.
-    let slice =
-        |len| unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(4096), len, DType::U8, device) };
-    let (send, recv) = (slice(n), slice(1));
+    let slice = |address, len| {
+        // SAFETY: the calls are refused, so nothing accesses it.
+        unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(address), len, DType::U8, device) }
+    };
+    let (whole, part) = (slice(1 << 30, n), slice(1 << 20, 1));
     for refused in [
-        comm.reduce_scatter(stream, send, recv, ReduceOp::Sum),
-        comm.all_gather(stream, recv, send),
-        comm.all_reduce(stream, send, send, ReduceOp::Sum),
-        comm.broadcast(stream, send, 0),
+        comm.reduce_scatter(stream, whole, part, ReduceOp::Sum),
+        comm.all_gather(stream, part, whole),
+        comm.all_reduce(stream, whole, whole, ReduceOp::Sum),
+        comm.broadcast(stream, whole, 0),
+        comm.all_to_all(stream, whole, slice(1 << 20, n)),
     ] {
         match refused {
             Err(CommError::Device(DeviceError::AnotherDevice { got, .. })) if got == device => {}

@@ -45,7 +45,8 @@ impl SlowComm {
     }
 }
 
-impl Communicator<HostDevice> for SlowComm {
+// SAFETY: calls are those of the inner communicator.
+unsafe impl Communicator<HostDevice> for SlowComm {
     fn group(&self) -> Group {
         self.inner.group()
     }

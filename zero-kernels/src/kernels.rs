@@ -229,7 +229,11 @@ pub struct AdvanceArgs {
 ///
 /// No operation allocates device memory or waits for the host, so a step can be recorded into a graph. Each returns
 /// an error if the arguments are invalid or the stream fails.
-pub trait Kernels<D: Device>: Send + Sync {
+///
+/// # Safety
+/// An operation uses its arguments' memory only on the stream, and reads and writes as documented: callers free or reuse
+/// the memory behind that point.
+pub unsafe trait Kernels<D: Device>: Send + Sync {
     /// One fused Adam step over a flat range.
     ///
     /// # Errors

@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice, Event, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{AdamArgs, GradStats, Kernels, RankStats, StepScalars};
 
@@ -36,7 +36,8 @@ pub struct GatheredStats<'a> {
     pub micro_batches: usize,
 }
 
-/// AdamW over this rank's part of the state, driven by one host thread on one compute stream.
+/// AdamW over this rank's part of the state. A call on another stream than the last call's makes that stream wait for
+/// the optimizer's earlier work.
 pub struct ShardedAdamW<D: Device> {
     pub(crate) device: D,
     pub(crate) kernels: Arc<dyn Kernels<D>>,
@@ -52,7 +53,7 @@ pub struct ShardedAdamW<D: Device> {
     scalars: Block<D>,
     /// The buffers of device steps, once prepared.
     pub(crate) device_steps: Option<DeviceSteps<D>>,
-    /// The stream of the last launch; the blocks are freed after its work.
+    /// The stream of the last launch, behind all earlier ones; the blocks are freed after its work.
     pub(crate) stream: D::Stream,
 }
 
@@ -111,6 +112,19 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(optim)
     }
 
+    /// Orders `stream` behind the optimizer's work on other streams, and makes it the stream of the last launch.
+    pub(crate) fn enter(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
+        if stream.id() != self.stream.id() {
+            let before = self.stream.record()?;
+            // A failed stream runs nothing more.
+            if let Ok(false) = before.is_done() {
+                stream.wait(&before)?;
+            }
+            self.stream = stream.clone();
+        }
+        Ok(())
+    }
+
     /// Elements of the state storage.
     pub fn state_elems(&self) -> usize {
         self.first_moment.len()
@@ -128,7 +142,7 @@ impl<D: Device> ShardedAdamW<D> {
     /// The slices do not match the segments, or the stream failed.
     pub fn init_masters(&mut self, stream: &D::Stream, weights: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("weights", weights.len(), weights.iter().copied())?;
-        self.stream = stream.clone();
+        self.enter(stream)?;
         let Some(master) = &self.master else { return Ok(()) };
         for (segment, &weights) in self.segments.iter().zip(weights) {
             let dst = view(master).slice(segment.state.clone());
@@ -144,7 +158,7 @@ impl<D: Device> ShardedAdamW<D> {
     /// The slices do not match the segments, or the stream failed.
     pub fn write_params(&mut self, stream: &D::Stream, params: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("params", params.len(), params.iter().copied())?;
-        self.stream = stream.clone();
+        self.enter(stream)?;
         let Some(master) = &self.master else { return Ok(()) };
         for (segment, &param) in self.segments.iter().zip(params) {
             let src = view(master).slice(segment.state.clone());
@@ -164,7 +178,7 @@ impl<D: Device> ShardedAdamW<D> {
     /// The slices do not match the segments, or the stream failed.
     pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[AnySlice]) -> Result<(), OptimError> {
         self.check_slices("grads", grads.len(), grads.iter().copied())?;
-        self.stream = stream.clone();
+        self.enter(stream)?;
         let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
         for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
             self.kernels.grad_stats(stream, grad.slice(segment.own_shard.clone()), scratch, stats.slice(i..i + 1))?;
@@ -176,7 +190,8 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// An operation on the stream failed, or the limit passed.
-    pub fn rank_stats(&self, stream: &D::Stream, loss: f64, limit: Duration) -> Result<RankStats, OptimError> {
+    pub fn rank_stats(&mut self, stream: &D::Stream, loss: f64, limit: Duration) -> Result<RankStats, OptimError> {
+        self.enter(stream)?;
         let mut stats = vec![GradStats::default(); self.segments.len()];
         self.device.download(stream, view(&self.stats), bytemuck::cast_slice_mut(&mut stats), limit)?;
         Ok(RankStats::new(&stats, loss))
@@ -197,7 +212,7 @@ impl<D: Device> ShardedAdamW<D> {
         limit: Duration,
     ) -> Result<StepOutcome, OptimError> {
         self.check_units(units)?;
-        self.stream = stream.clone();
+        self.enter(stream)?;
         let mut controller = self.controller.clone();
         let (scalars, outcome) = controller.advance(gathered.ranks, gathered.micro_batches, &self.names)?;
         if !outcome.is_skipped() {
@@ -287,16 +302,14 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
-        // SAFETY: the block has the size and alignment of a `StepScalars`, and is freed only after the stream
-        // recorded by the drop of `self`.
+        // SAFETY: the block has the size and alignment of a `StepScalars`; the rest as for `view`.
         unsafe {
             DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1, self.device.id())
         }
     }
 
     pub(crate) fn stats_slice(&self) -> DeviceSlice<GradStats> {
-        // SAFETY: the block has the size and alignment of a `GradStats` per unit, and is freed only after the stream
-        // recorded by the drop of `self`.
+        // SAFETY: the block has the size and alignment of a `GradStats` per unit; the rest as for `view`.
         unsafe {
             DeviceSlice::from_raw_parts(view(&self.stats).as_ptr().cast(), self.segments.len(), self.device.id())
         }
@@ -353,7 +366,8 @@ impl<D: Device> Drop for ShardedAdamW<D> {
 
 /// The block as a slice, for the optimizer's launches.
 pub(crate) fn view<D: Device>(block: &Block<D>) -> AnySlice {
-    // SAFETY: the optimizer owns the block; its drop or `record_use` records every stream that uses it, and one host
-    // thread enqueues its launches in order.
+    // SAFETY: the optimizer owns the block, and uses it in methods with `&mut self` only, each after `enter`: so its
+    // launches on all streams are in one order. Its drop records the last stream, which is behind all others. Slices go
+    // to callers through unsafe methods only.
     unsafe { block.slice() }
 }

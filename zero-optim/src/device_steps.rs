@@ -68,8 +68,10 @@ pub(crate) struct DeviceSteps<D: Device> {
     reading: D::Stream,
     /// Iterations with unread outcomes. After an entry's event its record is complete.
     expected: VecDeque<(u64, D::Event)>,
-    /// The iteration of the next step.
+    /// The iteration of the next step that is registered.
     next: u64,
+    /// The iteration of the next step that is enqueued; at least `next`.
+    enqueued: u64,
     /// The error that halted the run.
     halted: Option<OptimError>,
 }
@@ -92,8 +94,7 @@ const RATES_WORDS: usize = size_of::<StepRates>() / WORD_BYTES;
 fn values<D: Device, T>(block: &Block<D>, word: usize, len: usize) -> DeviceSlice<T> {
     const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES) && align_of::<T>() <= WORD_BYTES) };
     let words = view(block).slice(word..word + len * size_of::<T>() / WORD_BYTES);
-    // SAFETY: the words have the size and alignment of the values; the block is freed only after the streams that the
-    // drop of the optimizer records.
+    // SAFETY: the words, within the block, have the size and alignment of the values; the rest as for `view`.
     unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len, words.device()) }
 }
 
@@ -106,6 +107,7 @@ impl<D: Device> DeviceSteps<D> {
             reading: pool.device().create_stream("step records")?,
             expected: VecDeque::new(),
             next: 0,
+            enqueued: 0,
             halted: None,
         })
     }
@@ -134,7 +136,7 @@ impl<D: Device> DeviceSteps<D> {
 }
 
 fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
-    // SAFETY: the same memory, as bytes.
+    // SAFETY: the same memory as bytes, for which the maker of `slice` made the same promises.
     unsafe {
         AnySlice::from_raw_parts(slice.as_ptr().cast(), slice.len() * size_of::<T>(), DType::U8, slice.device())
     }
@@ -158,6 +160,7 @@ impl<D: Device> ShardedAdamW<D> {
         if self.device_steps.as_ref().is_some_and(|d| !d.expected.is_empty()) {
             return Err(OptimError::UnreadOutcomes);
         }
+        self.enter(stream)?;
         check_micro_batches(config.micro_batches)?;
         OptimError::check(config.rank < config.ranks, "rank", config.rank as f64, "less than the number of ranks")?;
         let (optim_config, state) = (self.controller.config(), *self.controller.state());
@@ -169,9 +172,8 @@ impl<D: Device> ShardedAdamW<D> {
             self.free_device_steps();
             self.device_steps = Some(device_steps);
         }
-        self.stream = stream.clone();
         let Some(steps) = &mut self.device_steps else { return Err(OptimError::NotPrepared) };
-        (steps.next, steps.halted) = (state.iteration, None);
+        (steps.next, steps.enqueued, steps.halted) = (state.iteration, state.iteration, None);
         self.device.fill_zero(stream, view(&steps.control))?;
         let start = bytes(values::<_, Control>(&steps.control, 0, 1));
         self.device.upload(stream, bytemuck::bytes_of(&control), start, limit)?;
@@ -188,15 +190,18 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`].
-    pub fn device_loss_scale(&self) -> Result<DeviceSlice<f64>, OptimError> {
+    ///
+    /// # Safety
+    /// As for [`Self::rank_stats_slices`]; the next [`Self::prepare_device_steps`] with another config frees it, too.
+    pub unsafe fn device_loss_scale(&self) -> Result<DeviceSlice<f64>, OptimError> {
         let state = self.prepared()?.state();
         const { assert!(std::mem::offset_of!(StepState, loss_scale) == 0) };
-        // SAFETY: the first field of the state.
+        // SAFETY: the first field of the state; the rest is the caller's promise.
         Ok(unsafe { DeviceSlice::from_raw_parts(state.as_ptr().cast(), 1, state.device()) })
     }
 
     /// Enqueues combining the results of [`Self::enqueue_stats`] with `loss` and `flags`, which are read in stream
-    /// order, to this rank's statistics. Gather `own` of all ranks into `all`, then call [`Self::enqueue_step`].
+    /// order, to this rank's statistics. Gather [`Self::rank_stats_slices`], then call [`Self::enqueue_step`].
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
@@ -205,13 +210,27 @@ impl<D: Device> ShardedAdamW<D> {
         stream: &D::Stream,
         loss: DeviceSlice<f64>,
         flags: DeviceSlice<u64>,
-    ) -> Result<RankStatsSlices, OptimError> {
-        self.stream = stream.clone();
+    ) -> Result<(), OptimError> {
+        self.enter(stream)?;
         let steps = self.prepared()?;
         let (rank, ranks) = (steps.config.rank, steps.ranks());
         let own = ranks.slice(rank..rank + 1);
-        self.kernels.rank_stats(stream, self.stats_slice(), loss, flags, own)?;
-        Ok(RankStatsSlices { own: bytes(own), all: bytes(ranks) })
+        Ok(self.kernels.rank_stats(stream, self.stats_slice(), loss, flags, own)?)
+    }
+
+    /// The statistics in device memory: gather `own` of all ranks into `all`.
+    ///
+    /// # Errors
+    /// [`OptimError::NotPrepared`].
+    ///
+    /// # Safety
+    /// The slices are used between [`Self::enqueue_rank_stats`] and [`Self::enqueue_advance`], ordered by streams and
+    /// events after the first and before the second; or otherwise ordered with the optimizer's launches, and before
+    /// the drop of the optimizer on the stream of its last call.
+    pub unsafe fn rank_stats_slices(&self) -> Result<RankStatsSlices, OptimError> {
+        let steps = self.prepared()?;
+        let (rank, ranks) = (steps.config.rank, steps.ranks());
+        Ok(RankStatsSlices { own: bytes(ranks.slice(rank..rank + 1)), all: bytes(ranks) })
     }
 
     /// Enqueues the step: [`Self::enqueue_advance`], then [`Self::enqueue_update`]. `stream` must be ordered after
@@ -230,7 +249,7 @@ impl<D: Device> ShardedAdamW<D> {
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
     pub fn enqueue_advance(&mut self, stream: &D::Stream) -> Result<(), OptimError> {
-        self.stream = stream.clone();
+        self.enter(stream)?;
         let steps = self.prepared()?;
         let args = AdvanceArgs {
             ranks: steps.ranks(),
@@ -240,7 +259,11 @@ impl<D: Device> ShardedAdamW<D> {
             scalars: self.scalars_slice(),
             records: steps.records(),
         };
-        Ok(self.kernels.advance_step(stream, args)?)
+        self.kernels.advance_step(stream, args)?;
+        if let Some(steps) = &mut self.device_steps {
+            steps.enqueued += 1;
+        }
+        Ok(())
     }
 
     /// Enqueues the update of parameters and state. Call it after [`Self::enqueue_advance`]. A skipped step writes
@@ -250,7 +273,7 @@ impl<D: Device> ShardedAdamW<D> {
     /// The slices do not match the segments, or the stream failed.
     pub fn enqueue_update(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
         self.check_units(units)?;
-        self.stream = stream.clone();
+        self.enter(stream)?;
         self.enqueue_adam(stream, units)
     }
 
@@ -261,10 +284,13 @@ impl<D: Device> ShardedAdamW<D> {
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream is closed.
     pub fn expect_outcome(&mut self, stream: &D::Stream) -> Result<(), OptimError> {
+        self.prepared()?;
+        self.enter(stream)?;
         let event = stream.record()?;
         let steps = self.device_steps.as_mut().ok_or(OptimError::NotPrepared)?;
         steps.expected.push_back((steps.next, event));
         steps.next += 1;
+        steps.enqueued = steps.enqueued.max(steps.next);
         Ok(())
     }
 
@@ -311,7 +337,7 @@ impl<D: Device> ShardedAdamW<D> {
         steps.reading.wait(last)?;
         // The range wraps at most once. Only these records are read, since a running step may be writing another.
         let first = steps.expected.front().map_or(0, |(iteration, _)| *iteration);
-        let lost = first + RECORDS as u64 <= steps.next;
+        let lost = first + RECORDS as u64 <= steps.enqueued;
         let start = (first % RECORDS as u64) as usize;
         let readable = if lost { 0 } else { count };
         let mut read = vec![StepRecord::default(); readable];

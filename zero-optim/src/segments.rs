@@ -105,7 +105,8 @@ fn pieces(group: &SubGroup, max_elems: usize) -> impl Iterator<Item = SubGroup> 
 fn joined(a: AnySlice, b: AnySlice) -> Option<AnySlice> {
     let adjacent =
         a.as_ptr().wrapping_add(a.len_bytes()) == b.as_ptr() && a.dtype() == b.dtype() && a.device() == b.device();
-    // SAFETY: the creators of both slices guarantee that their memory is valid and accesses are ordered.
+    // SAFETY: `b` follows `a`, so both makers' promises hold for the whole. Only slices of GPUs get here: no Rust
+    // reference to it is made, which would have to stay within one allocation.
     adjacent.then(|| unsafe { AnySlice::from_raw_parts(a.as_ptr(), a.len() + b.len(), a.dtype(), a.device()) })
 }
 

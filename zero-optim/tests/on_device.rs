@@ -6,10 +6,8 @@ use std::time::Duration;
 
 #[cfg(feature = "cuda")]
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
-#[cfg(feature = "cuda")]
-use zero_alloc::device::{DeviceError, Stream};
-use zero_alloc::host::HostDevice;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+use zero_alloc::host::{HostDevice, Monitor};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;
 #[cfg(feature = "cuda")]
@@ -59,6 +57,11 @@ impl<D: Device> Rig<D> {
         self.pool.device().download(&self.stream, slice, &mut bytes, LIMIT).unwrap();
         bytes
     }
+}
+
+fn scale_address<D: Device>(optim: &ShardedAdamW<D>) -> *mut f64 {
+    // SAFETY: never accessed.
+    unsafe { optim.device_loss_scale() }.unwrap().as_ptr()
 }
 
 fn view<D: Device>(block: &Block<D>) -> AnySlice {
@@ -176,7 +179,9 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         let flags =
             unsafe { DeviceSlice::from_raw_parts(view(&rank.flags).as_ptr().cast(), 1, view(&rank.flags).device()) };
         rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
-        stats.push(rank.optim.enqueue_rank_stats(&rig.stream, loss, flags)?);
+        rank.optim.enqueue_rank_stats(&rig.stream, loss, flags)?;
+        // SAFETY: gathered below, on the stream of all launches.
+        stats.push(unsafe { rank.optim.rank_stats_slices() }?);
     }
     for (from, sender) in stats.iter().enumerate() {
         let range = from * sender.own.len()..(from + 1) * sender.own.len();
@@ -258,17 +263,37 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
 
         // Prepared again, with the same buffers.
         let held = |rig: &Rig<D>| rig.pool.report().total.live_bytes;
-        let (before, scale) = (held(rig), on_device[0].optim.device_loss_scale().unwrap().as_ptr());
+        let (before, scale) = (held(rig), scale_address(&on_device[0].optim));
         for (r, rank) in on_device.iter_mut().enumerate() {
             rank.optim.prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, STEPS), LIMIT).unwrap();
         }
-        assert_eq!((held(rig), on_device[0].optim.device_loss_scale().unwrap().as_ptr()), (before, scale));
+        assert_eq!((held(rig), scale_address(&on_device[0].optim)), (before, scale));
         let outcome = step_on_host(rig, &mut on_host, STEPS).unwrap();
         step_on_device(rig, &mut on_device).unwrap();
         let again = on_device[0].optim.all_outcomes(LIMIT).unwrap().remove(0);
         assert_eq!(again.lr(), outcome.lr());
         assert_eq!(again.grad_norm(), outcome.grad_norm());
     }
+}
+
+/// A call on another stream waits for the optimizer's earlier work.
+#[test]
+fn calls_on_two_streams_are_ordered() {
+    let rig = host();
+    let other = rig.pool.device().create_stream("other").unwrap();
+    let mut rank = Rank::new(&rig, &config(LossScaling::NONE), DType::F32, 0);
+    let grads = units(view(&rank.grads));
+    rig.stream.synchronize(LIMIT).unwrap();
+    let held = Arc::new(Monitor::new(true));
+    let until_open = Arc::clone(&held);
+    let hold = move || until_open.wait_until(LIMIT, || "the test".into(), |held| (!*held).then_some(()));
+    rig.stream.enqueue("hold", hold).unwrap();
+    rank.optim.enqueue_stats(&rig.stream, &grads).unwrap();
+    let early = rank.optim.rank_stats(&other, 0.0, Duration::from_millis(5));
+    assert!(matches!(early, Err(OptimError::Device(DeviceError::TimedOut { .. }))), "{early:?}");
+    held.update(|held| *held = false);
+    let stats = rank.optim.rank_stats(&other, 0.0, LIMIT).unwrap();
+    assert!(stats.sum_sq > 0.0);
 }
 
 fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
@@ -313,7 +338,8 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
     assert!(matches!(error, OptimError::Setting { setting: "micro_batches", .. }), "{error}");
     let error = refused(device_steps(RANKS, 5));
     assert!(matches!(error, OptimError::Setting { setting: "rank", .. }), "{error}");
-    assert_eq!(rank.optim.device_loss_scale().unwrap_err(), OptimError::NotPrepared);
+    // SAFETY: there is none.
+    assert_eq!(unsafe { rank.optim.device_loss_scale() }.unwrap_err(), OptimError::NotPrepared);
 
     rank.optim
         .prepare_device_steps(&rig.pool, &rig.stream, DeviceStepConfig { ranks: 1, ..device_steps(0, 100) }, LIMIT)
@@ -394,7 +420,8 @@ mod on_cuda {
                 world.iter().enumerate().for_each(|(r, rank)| rank.set_grads(&rig, r, step, step % 4 == 2));
             }
             step_on_device(&rig, &mut plain).unwrap();
-            graph.launch(&rig.stream).unwrap();
+            // SAFETY: the optimizers and the kernels outlive the stream's work, which `all_outcomes` waits for.
+            unsafe { graph.launch(&rig.stream) }.unwrap();
             replayed.iter_mut().for_each(|rank| rank.optim.expect_outcome(&rig.stream).unwrap());
         }
         for (a, b) in plain.iter_mut().zip(&mut replayed) {

@@ -232,7 +232,8 @@ impl Shard {
                     self.graph = Some(self.stream.capture(|| self.step().map_err(driver_error))?);
                 }
                 if let Some(graph) = &self.graph {
-                    graph.launch(&self.stream)?;
+                    // SAFETY: the shard's memory and kernels outlive the measurement, which drains the stream.
+                    unsafe { graph.launch(&self.stream) }?;
                 }
             }
         }

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use zero_alloc::cuda::{CudaStream, Function};
-use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Memory};
 use zero_kernels::cuda::{Arch, Functions, Loader, Span};
 
 use super::error::OpError;
@@ -16,6 +16,7 @@ const MAX_BLOCKS: u64 = 132 * 16;
 
 /// The kernels for activations of one type, loaded on a device.
 pub struct OpKernels {
+    device: DeviceId,
     dtype: DType,
     arch: Arch,
     functions: Functions,
@@ -38,7 +39,7 @@ impl OpKernels {
         for file in kernel_files(dtype)?.iter().filter(|file| file.oldest <= arch) {
             functions.extend(loader.load(&file.source, file.entries)?);
         }
-        Ok(Self { dtype, arch, functions })
+        Ok(Self { device: loader.device().id(), dtype, arch, functions })
     }
 
     /// The type of activations and parameters.
@@ -62,6 +63,9 @@ impl OpKernels {
 
     /// Enqueues `entry` on `stream`; `op` is its name in errors and timelines.
     ///
+    /// # Errors
+    /// There is no such kernel, the stream or a slice is of another device, or the stream failed.
+    ///
     /// # Safety
     /// `args` are the kernel's parameters in order, and it accesses only elements within the slices among them.
     pub(super) unsafe fn launch<const N: usize>(
@@ -73,8 +77,13 @@ impl OpKernels {
         args: [Arg; N],
     ) -> Result<(), OpError> {
         let function = self.function(entry)?;
+        stream.check_device(op, self.device)?;
+        let other = args.iter().find_map(|arg| arg.device.filter(|&device| !self.device.accesses(device)));
+        if let Some(got) = other {
+            return Err(DeviceError::AnotherDevice { what: op, expected: self.device, got }.into());
+        }
         let mut args = args;
-        let mut pointers = args.each_mut().map(|arg| (&raw mut arg.0).cast::<c_void>());
+        let mut pointers = args.each_mut().map(|arg| (&raw mut arg.value).cast::<c_void>());
         let Shape { grid, block, shared_bytes } = shape;
         // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low bytes of an `Arg`
         // are its value), and the makers of the slices promised that accesses are ordered.
@@ -103,20 +112,29 @@ impl Shape {
     }
 }
 
-/// A kernel parameter. Its bytes are the first ones.
+/// A kernel parameter. Its bytes are the first ones of `value`.
 #[derive(Clone, Copy, Debug)]
-#[repr(C, align(8))]
-pub(super) struct Arg([u64; 2]);
+pub(super) struct Arg {
+    value: [u64; 2],
+    /// Of a slice that is not empty.
+    device: Option<DeviceId>,
+}
+
+impl Arg {
+    fn number(x: u64) -> Self {
+        Self { value: [x, 0], device: None }
+    }
+}
 
 impl From<u32> for Arg {
     fn from(x: u32) -> Self {
-        Self([u64::from(x), 0])
+        Self::number(x.into())
     }
 }
 
 impl From<u64> for Arg {
     fn from(x: u64) -> Self {
-        Self([x, 0])
+        Self::number(x)
     }
 }
 
@@ -128,19 +146,21 @@ impl From<f32> for Arg {
 
 impl From<AnySlice> for Arg {
     fn from(slice: AnySlice) -> Self {
-        (slice.as_ptr().expose_provenance() as u64).into()
+        let device = (!slice.is_empty()).then_some(slice.device());
+        Self { device, ..Self::number(slice.as_ptr().expose_provenance() as u64) }
     }
 }
 
 impl<T> From<DeviceSlice<T>> for Arg {
     fn from(slice: DeviceSlice<T>) -> Self {
-        (slice.as_ptr().expose_provenance() as u64).into()
+        let device = (!slice.is_empty()).then_some(slice.device());
+        Self { device, ..Self::number(slice.as_ptr().expose_provenance() as u64) }
     }
 }
 
 impl From<Span> for Arg {
     fn from(span: Span) -> Self {
-        Self(bytemuck::cast(span))
+        Self { value: bytemuck::cast(span), device: None }
     }
 }
 

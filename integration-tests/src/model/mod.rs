@@ -61,5 +61,8 @@ pub trait Model<D: Device>: Send {
     fn add_losses(&mut self, stream: &D::Stream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError>;
 
     /// One fp64, to which each micro-batch's backward adds its mean loss in nats.
-    fn loss(&self) -> DeviceSlice<f64>;
+    ///
+    /// # Safety
+    /// The slice is used on the stream of the passes only, before the model is dropped.
+    unsafe fn loss(&self) -> DeviceSlice<f64>;
 }

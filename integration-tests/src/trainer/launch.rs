@@ -181,8 +181,9 @@ fn capture(
 }
 
 impl Replay<CudaDevice> for Graph {
-    fn launch(&self, stream: &CudaStream) -> Result<(), DeviceError> {
-        self.launch(stream)
+    unsafe fn launch(&self, stream: &CudaStream) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(stream) }
     }
 }
 

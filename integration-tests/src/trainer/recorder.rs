@@ -22,7 +22,10 @@ use crate::error::TrainError;
 /// A recorded graph.
 pub(super) trait Replay<D: Device> {
     /// Enqueues the graph on `stream`.
-    fn launch(&self, stream: &D::Stream) -> Result<(), DeviceError>;
+    ///
+    /// # Safety
+    /// As for `zero_alloc::cuda::Graph::launch`.
+    unsafe fn launch(&self, stream: &D::Stream) -> Result<(), DeviceError>;
 }
 
 /// Records the work that a closure enqueues on a stream and on streams forked from and joined to it; does not run it.
@@ -108,7 +111,9 @@ impl<'a, D: Device> Recorder<'a, D> {
             Part::Update => phase::OPTIMIZER,
         };
         let before = self.rank.timeline.set_phase(in_phase);
-        let launched = recorded.graph.launch(compute);
+        // SAFETY: the recorded operations use memory and kernels of the rank, the stage and the model, which outlive the
+        // recorder's graphs and their launches; both streams are ordered around the launch.
+        let launched = unsafe { recorded.graph.launch(compute) };
         self.rank.timeline.set_phase(before);
         launched?;
         Ok(comm_stream.wait(&compute.record()?)?)

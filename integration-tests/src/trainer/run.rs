@@ -275,7 +275,9 @@ impl<D: Device> Runner<'_, D> {
         let base = live(&rank.pool.report());
 
         rank.timeline.set_phase(phase::GRADIENTS);
-        rank.pool.device().fill_zero(&rank.compute, model.loss().erase())?;
+        // SAFETY: used on the compute stream, that of the passes, which is drained before the model is dropped.
+        let loss = unsafe { model.loss() };
+        rank.pool.device().fill_zero(&rank.compute, loss.erase())?;
         for micro in 0..grad_accum_steps {
             run_in(rank, phase::DATA, || batches.load(model, done, micro))?;
             let part = if micro == 0 { Part::First } else { Part::Later };
@@ -284,7 +286,7 @@ impl<D: Device> Runner<'_, D> {
         rank.timeline.set_phase(phase::DECISION);
         let staging_bytes = saver.as_ref().map_or(0, |saver| saver.staging_bytes());
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
-        let inputs = StepInputs { loss: model.loss(), flags: flags.enqueue(&options.cancel, ready)? };
+        let inputs = StepInputs { loss, flags: flags.enqueue(&options.cancel, ready)? };
         recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
         stage.optimizer().expect_outcome(&rank.compute)?;
         rank.timeline.set_phase(phase::OPTIMIZER);

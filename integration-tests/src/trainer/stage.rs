@@ -74,11 +74,19 @@ pub(super) fn decide<D: Device>(
 ) -> Result<(), TrainError> {
     let Rank { compute, comm_stream, .. } = rank;
     optimizer.enqueue_stats(compute, grads)?;
-    let stats = optimizer.enqueue_rank_stats(compute, inputs.loss, inputs.flags)?;
+    optimizer.enqueue_rank_stats(compute, inputs.loss, inputs.flags)?;
+    // SAFETY: the gather is ordered after this and before the advance by the two events below.
+    let stats = unsafe { optimizer.rank_stats_slices() }?;
     comm_stream.wait(&compute.record()?)?;
     rank.comm.control_all_gather(comm_stream, stats.own, stats.all)?;
     compute.wait(&comm_stream.record()?)?;
     Ok(optimizer.enqueue_advance(compute)?)
+}
+
+/// The loss scale of a backward pass on the compute stream.
+pub(super) fn loss_scale<D: Device>(optimizer: &ShardedAdamW<D>) -> Result<DeviceSlice<f64>, TrainError> {
+    // SAFETY: backward passes read it on the compute stream only, which is the optimizer's stream.
+    Ok(unsafe { optimizer.device_loss_scale() }?)
 }
 
 /// Enqueues the decided update of `params` by `grads`.

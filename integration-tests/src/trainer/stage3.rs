@@ -97,7 +97,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
             };
             let grads = self.grads.of_pass(rank, i)?;
             let params = params(rank, &pass.backward_reads, &units);
-            model.backward(&rank.compute, i, &params, &grads, self.optimizer.device_loss_scale()?)?;
+            model.backward(&rank.compute, i, &params, &grads, super::stage::loss_scale(&self.optimizer)?)?;
             reshard(&mut self.prefetcher, units);
             for unit in rank.complete_after(i) {
                 self.grads.reduce_scatter(rank, unit, micro)?;

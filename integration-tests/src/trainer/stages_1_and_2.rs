@@ -51,7 +51,7 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
         for (i, pass) in rank.passes.iter().enumerate().rev() {
             let params = self.params.of(rank, &pass.backward_reads)?;
             let grads = self.grads.of_pass(rank, i)?;
-            model.backward(&rank.compute, i, &params, &grads, self.optimizer.device_loss_scale()?)?;
+            model.backward(&rank.compute, i, &params, &grads, super::stage::loss_scale(&self.optimizer)?)?;
             for unit in rank.complete_after(i) {
                 self.grads.reduce_scatter(rank, unit, micro)?;
             }

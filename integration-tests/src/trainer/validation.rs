@@ -129,7 +129,9 @@ fn evaluate<D: Device>(
     let all = data.windows(seq_len);
     let of_round = (comm.world_size() * micro_batch) as u64;
     let mut previous: Option<D::Event> = None;
-    pool.device().fill_zero(compute, model.loss().erase())?;
+    // SAFETY: used below on the compute stream, that of the passes, while the model is borrowed.
+    let loss = unsafe { model.loss() }.erase();
+    pool.device().fill_zero(compute, loss)?;
     for round in 0..windows.div_ceil(of_round) {
         let stop = options.cancel.load(Ordering::Relaxed);
         if exchange_bytes(rank, &[u8::from(stop)])?.contains(&1) {
@@ -151,7 +153,7 @@ fn evaluate<D: Device>(
         }
     }
     let mut sum = [0; size_of::<f64>()];
-    pool.device().download(compute, model.loss().erase(), &mut sum, settings.host_limit())?;
+    pool.device().download(compute, loss, &mut sum, settings.host_limit())?;
     let sums = exchange_bytes(rank, &sum)?;
     let sum: f64 = sums.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).sum();
 

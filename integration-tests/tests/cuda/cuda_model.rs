@@ -132,7 +132,9 @@ fn any_shape_is_the_hosts() {
         let mut model = CudaGpt2::new(config.clone(), options, &gpu.pool, &gpu.stream).unwrap();
         let on_gpu: Vec<_> = params.iter().map(|p| gpu.put(p, DType::F32)).collect();
         let grads: Vec<_> = params.iter().map(|p| gpu.zeros(p.len())).collect();
-        gpu.device.fill_zero(&gpu.stream, model.loss().erase()).unwrap();
+        // SAFETY: used on the stream of the passes.
+        let sum = unsafe { model.loss() }.erase();
+        gpu.device.fill_zero(&gpu.stream, sum).unwrap();
         model.set_batch(&gpu.stream, &tokens.0, &tokens.1).unwrap();
         let (passes, one) = (gpt2::passes(&config), gpu.double(1.0));
         for (i, pass) in passes.iter().enumerate() {
@@ -146,7 +148,7 @@ fn any_shape_is_the_hosts() {
         }
         let mut loss = [0.0f64];
         let bytes = bytemuck::cast_slice_mut(&mut loss);
-        gpu.device.download(&gpu.stream, model.loss().erase(), bytes, LIMIT).unwrap();
+        gpu.device.download(&gpu.stream, sum, bytes, LIMIT).unwrap();
         assert!((loss[0] - want_loss).abs() / want_loss < 1e-6, "{config:?}: loss {} for {want_loss}", loss[0]);
         for ((unit, got), want) in config.units().iter().zip(&grads).zip(&want) {
             let error = relative_error(&gpu.get(got.erase()), want);
@@ -208,12 +210,14 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
         tiny.forward().and_then(|()| tiny.backward()).map_err(failed)
     });
     let graph = graph.unwrap();
-    gpu.device.fill_zero(&stream, tiny.model.loss().erase()).unwrap();
+    // SAFETY: used on the stream of the passes.
+    gpu.device.fill_zero(&stream, unsafe { tiny.model.loss() }.erase()).unwrap();
     tiny.grads.iter().for_each(|g| gpu.device.fill_zero(&stream, g.erase()).unwrap());
     for micro in 0..ACCUM {
         let (inputs, targets) = batch(micro);
         tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
-        graph.launch(&stream).unwrap();
+        // SAFETY: the model's memory and kernels live until the end of the test, which waits for the stream.
+        unsafe { graph.launch(&stream) }.unwrap();
     }
     assert!((tiny.loss(), tiny.gradients()) == want, "the recorded step has other bits");
     assert_eq!(gpu.pool.report().total.live_bytes, before.total.live_bytes);

@@ -81,7 +81,8 @@ impl<'a> OnGpu<'a> {
     /// Computes the gradients and the loss of step `step`.
     pub(crate) fn step(&mut self, step: usize) {
         let (device, stream) = (&self.gpu.device, &self.gpu.stream);
-        device.fill_zero(stream, self.model.loss().erase()).unwrap();
+        // SAFETY: used on the stream of the passes.
+        device.fill_zero(stream, unsafe { self.model.loss() }.erase()).unwrap();
         self.grads.iter().for_each(|g| device.fill_zero(stream, g.erase()).unwrap());
         for micro in step * ACCUM..(step + 1) * ACCUM {
             let (inputs, targets) = batch(micro);
@@ -94,7 +95,9 @@ impl<'a> OnGpu<'a> {
     pub(crate) fn loss(&self) -> f64 {
         let mut sum = [0.0f64];
         let bytes = bytemuck::cast_slice_mut(&mut sum);
-        self.gpu.device.download(&self.gpu.stream, self.model.loss().erase(), bytes, LIMIT).unwrap();
+        // SAFETY: used on the stream of the passes.
+        let loss = unsafe { self.model.loss() };
+        self.gpu.device.download(&self.gpu.stream, loss.erase(), bytes, LIMIT).unwrap();
         sum[0] / ACCUM as f64
     }
 
@@ -146,7 +149,9 @@ pub(crate) fn on_host<T: Element>(
     let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
     let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
-    pool.device().fill_zero(&stream, model.loss().erase()).unwrap();
+    // SAFETY: used on the stream of the passes.
+    let sum = unsafe { model.loss() }.erase();
+    pool.device().fill_zero(&stream, sum).unwrap();
     let mut scale = [1.0 / batches.len() as f64];
     let passes = gpt2::passes(config);
     for (inputs, targets) in batches {
@@ -162,6 +167,6 @@ pub(crate) fn on_host<T: Element>(
         }
     }
     let mut loss = [0.0f64];
-    pool.device().download(&stream, model.loss().erase(), bytemuck::cast_slice_mut(&mut loss), LIMIT).unwrap();
+    pool.device().download(&stream, sum, bytemuck::cast_slice_mut(&mut loss), LIMIT).unwrap();
     (loss[0] / batches.len() as f64, grads)
 }

@@ -173,8 +173,12 @@ impl CudaDevice {
     ///
     /// # Errors
     /// The driver rejects the image; the message contains its compiler's log.
-    pub fn load_module(&self, image: &[u8]) -> Result<Module, DeviceError> {
-        Ok(Module::new(Code::load(&self.shared.context, image)?))
+    ///
+    /// # Safety
+    /// `image` is a compiler's whole output: the driver receives no length, and trusts the sizes in machine code.
+    pub unsafe fn load_module(&self, image: &[u8]) -> Result<Module, DeviceError> {
+        // SAFETY: the caller's promise.
+        Ok(Module::new(unsafe { Code::load(&self.shared.context, image) }?))
     }
 
     pub(super) fn context(&self) -> &Arc<Context> {

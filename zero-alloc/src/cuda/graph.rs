@@ -10,7 +10,7 @@ use super::stream::Capture;
 use crate::device::DeviceError;
 
 /// Operations of one or more streams, recorded by [`CudaStream::capture`] and enqueued as one: a step of many
-/// launches costs the host one call. The memory that the operations use must outlive the graph.
+/// launches costs the host one call.
 pub struct Graph(Mutex<Recording>);
 
 impl std::fmt::Debug for Graph {
@@ -23,7 +23,6 @@ impl CudaStream {
     /// Records the operations that `enqueue` enqueues, instead of running them: those on this stream, and those on
     /// streams that wait for its events and for which it waits before `enqueue` returns. The host cannot wait for
     /// these streams meanwhile. A wait for an earlier event is skipped if the event is reached, and otherwise fails.
-    /// The memory that the operations use must outlive the graph: pools do not track its launches.
     ///
     /// # Errors
     /// The stream is poisoned or is being recorded already, `enqueue` failed, or an operation cannot be recorded.
@@ -69,8 +68,13 @@ impl Graph {
     ///
     /// # Errors
     /// The stream is poisoned, or the driver refuses the launch, which poisons the stream.
-    pub fn launch(&self, stream: &CudaStream) -> Result<(), DeviceError> {
+    ///
+    /// # Safety
+    /// The memory and the modules that the recorded operations use stay valid until the launch has run: neither pools nor
+    /// their other owners know of it. Conflicting accesses are ordered by streams and events.
+    pub unsafe fn launch(&self, stream: &CudaStream) -> Result<(), DeviceError> {
         let recording = self.0.lock();
-        stream.labelled("graph", || recording.launch(stream.queue()))
+        // SAFETY: the caller's promise; the lock orders launches of one recording.
+        stream.labelled("graph", || unsafe { recording.launch(stream.queue()) })
     }
 }

@@ -28,6 +28,8 @@ struct Buffer {
     ptr: NonNull<u8>,
     /// Once this is reached, nothing uses the buffer.
     busy: Option<Point>,
+    /// Set if a copy's point could not be recorded: then a copy may use it at any time.
+    lost: bool,
 }
 
 // SAFETY: it owns its memory, which any thread may use.
@@ -36,12 +38,21 @@ unsafe impl Send for Buffer {}
 impl Buffer {
     fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let ptr = context.allocate_pinned(BUFFER_BYTES)?;
-        Ok(Self { context: Arc::clone(context), ptr, busy: None })
+        Ok(Self { context: Arc::clone(context), ptr, busy: None, lost: false })
     }
 
     /// Whether nothing uses the buffer. A failed point counts as reached.
     fn is_free(&self) -> bool {
-        self.busy.as_ref().is_none_or(|point| point.query().unwrap_or(true))
+        !self.lost && self.busy.as_ref().is_none_or(|point| point.query().unwrap_or(true))
+    }
+
+    /// Enqueues a copy from or to the buffer.
+    fn copy(&mut self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+        stream.queue().copy(src, dst)?;
+        self.lost = true;
+        self.busy = Some(stream.queue().record(false)?);
+        self.lost = false;
+        Ok(())
     }
 
     fn settle(&mut self, stream: &CudaStream, deadline: &mut Deadline) -> Result<(), DeviceError> {
@@ -119,8 +130,7 @@ impl Staging {
             // SAFETY: pinned host memory of at least this length, which nothing uses, because its point is reached.
             unsafe { staged.as_ptr().copy_from_nonoverlapping(chunk.as_ptr(), chunk.len()) };
             let start = nth * BUFFER_BYTES;
-            stream.queue().copy(staged, dst.slice(start..start + chunk.len()))?;
-            buffer.busy = Some(stream.queue().record(false)?);
+            buffer.copy(stream, staged, dst.slice(start..start + chunk.len()))?;
         }
         acquired.buffers.iter_mut().try_for_each(|buffer| buffer.settle(stream, &mut deadline))
     }
@@ -143,8 +153,7 @@ impl Staging {
             let started = chunk.is_some();
             if let Some(chunk) = chunk {
                 let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
-                stream.queue().copy(src.slice(start..start + chunk.len()), buffer.slice(chunk.len()))?;
-                buffer.busy = Some(stream.queue().record(false)?);
+                buffer.copy(stream, src.slice(start..start + chunk.len()), buffer.slice(chunk.len()))?;
                 in_flight.push_back((nth, chunk));
             }
             if in_flight.len() == IN_FLIGHT || !started {

@@ -11,7 +11,7 @@ use super::clock::Clock;
 use super::driver::Queue;
 use super::poll::Deadline;
 use super::sticky::{Sticky, named};
-use crate::device::{DeviceError, Event, Stream, next_stream_id, run_named};
+use crate::device::{DeviceError, DeviceId, Event, Stream, next_stream_id, run_named};
 
 /// A recording of operations, active or over.
 #[derive(Default)]
@@ -70,6 +70,15 @@ impl CudaStream {
 
     pub(super) fn queue(&self) -> &Queue {
         &self.0.queue
+    }
+
+    /// Checks that the stream is of the context with the id `device`, for operations `what` of that context.
+    ///
+    /// # Errors
+    /// [`DeviceError::AnotherDevice`].
+    pub fn check_device(&self, what: &'static str, device: DeviceId) -> Result<(), DeviceError> {
+        let got = self.0.queue.device();
+        if got == device { Ok(()) } else { Err(DeviceError::AnotherDevice { what, expected: device, got }) }
     }
 
     /// Returns the error that poisoned the stream, if any.

@@ -43,16 +43,16 @@ pub enum DeviceError {
         /// Type passed.
         got: DType,
     },
-    /// An operation's slice is in memory that the operation cannot access.
+    /// A slice is in memory that the operation cannot access, or its stream is another device's.
     #[error(
-        "{what}: the slice is in memory of {got}, which operations of {expected} cannot access; pass memory of {expected}, or transfer the contents with `download` and `upload`"
+        "{what}: the argument is of {got}, and operations of {expected} cannot access it; pass memory and streams of {expected}, or transfer the contents with `download` and `upload`"
     )]
     AnotherDevice {
         /// The operation and argument.
         what: &'static str,
         /// The device that runs the operation.
         expected: DeviceId,
-        /// The slice's memory.
+        /// The device of the argument.
         got: DeviceId,
     },
     /// Source and destination of a copy overlap.

@@ -54,8 +54,8 @@ pub enum DeviceKind {
 /// # Safety
 /// `allocate` returns `bytes` bytes, aligned to `granularity_bytes`, with no other owner until they are deallocated.
 /// This device's copies and its streams' operations can read and write them; host code can only if they are host
-/// memory. `id` never changes, and operations of devices with this id can access the bytes; it is
-/// [`DeviceId::HOST`] or [`DeviceId::PINNED`] only if host code can too.
+/// memory, which is initialised (to any bytes). `id` never changes, and operations of devices with this id can access
+/// the bytes; it is [`DeviceId::HOST`] or [`DeviceId::PINNED`] only if host code can too.
 pub unsafe trait Memory: Debug + Send + Sync {
     /// The id of the memory that `allocate` returns and `virtual_memory` maps.
     fn id(&self) -> DeviceId;

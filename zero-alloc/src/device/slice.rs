@@ -42,8 +42,8 @@ impl<T> DeviceSlice<T> {
     ///
     /// # Safety
     /// `ptr` is aligned for `T` and valid for reads and writes of `len` elements by the operations of `device` (null
-    /// is fine for 0), for as long as any copy of the slice or operation enqueued with it is used; conflicting
-    /// accesses to it are ordered by streams and events.
+    /// is fine for 0), for as long as any copy of the slice or operation enqueued with it is used, also by a graph;
+    /// conflicting accesses to it are ordered by streams and events. Host memory is initialised, with values of `T`.
     pub const unsafe fn from_raw_parts(ptr: *mut T, len: usize, device: DeviceId) -> Self {
         Self { ptr, len, device, _elements: PhantomData }
     }

@@ -177,7 +177,7 @@ unsafe impl Device for HostDevice {
         dst.check_device("copy, destination", DeviceId::HOST)?;
         let (src, dst) = (src.bytes().typed::<u8>()?, dst.bytes().typed::<u8>()?);
         stream.enqueue("copy", move || {
-            // SAFETY: host memory, and the slice's maker promised ordered accesses.
+            // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
             let src = unsafe { src.as_host() };
             // SAFETY: as above; the two do not overlap.
             unsafe { dst.as_host_mut() }.copy_from_slice(src);
@@ -189,7 +189,7 @@ unsafe impl Device for HostDevice {
         dst.check_device("fill_zero", DeviceId::HOST)?;
         let dst = dst.bytes().typed::<u8>()?;
         stream.enqueue("fill_zero", move || {
-            // SAFETY: host memory, and the slice's maker promised ordered accesses.
+            // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
             unsafe { dst.as_host_mut() }.fill(0);
             Ok(())
         })
@@ -200,7 +200,7 @@ unsafe impl Device for HostDevice {
         dst.check_device("upload", DeviceId::HOST)?;
         let (src, dst) = (src.to_vec(), dst.bytes().typed::<u8>()?);
         stream.enqueue("upload", move || {
-            // SAFETY: host memory, and the slice's maker promised ordered accesses.
+            // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
             unsafe { dst.as_host_mut() }.copy_from_slice(&src);
             Ok(())
         })?;
@@ -216,16 +216,19 @@ unsafe impl Device for HostDevice {
     ) -> Result<(), DeviceError> {
         same_len("download", src.len_bytes(), dst.len())?;
         src.check_device("download", DeviceId::HOST)?;
+        if (src.as_ptr() as usize).abs_diff(dst.as_ptr() as usize) < dst.len() {
+            return Err(DeviceError::Overlap { bytes: dst.len() });
+        }
         let src = src.bytes().typed::<u8>()?;
         let destination = Destination::lend(dst);
         let lent = Arc::clone(&destination.0);
         // A copy on the stream: other threads may enqueue writes of `src` behind it.
         stream.enqueue("download", move || {
             if let Some(dst) = &mut *lent.lock() {
-                // SAFETY: host memory, and the slice's maker promised ordered accesses.
+                // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
                 let src = unsafe { src.as_host() };
                 // SAFETY: `download` waits for this lock before it returns, and the buffer is lent to it until then;
-                // it has the length of `src`.
+                // it has the length of `src` and is apart from it.
                 unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst.0.as_ptr(), src.len()) };
             }
             Ok(())

@@ -11,6 +11,9 @@ use std::time::Duration;
 
 use crate::device::{Device, DeviceError, Event, Stream};
 
+/// How often the end of a pool tries to record the end of a stream.
+pub(super) const RECORD_ATTEMPTS: usize = 3;
+
 struct Hazard<D: Device> {
     end: u64,
     home: D::Stream,
@@ -149,11 +152,16 @@ impl<D: Device> Hazards<D> {
         })
     }
 
-    /// Waits until everything that used any of the bytes has run.
-    pub(super) fn wait_all(&self) {
-        for event in self.0.values().filter_map(|hazard| hazard.events().ok()).flatten() {
-            while let Err(DeviceError::TimedOut { .. }) = event.synchronize(Duration::from_secs(3600)) {}
-        }
+    /// Waits until everything that used any of the bytes has run. Returns false if a stream repeatedly fails to record
+    /// its end.
+    pub(super) fn wait_all(&self) -> bool {
+        self.0.values().all(|hazard| {
+            let Some(events) = (0..RECORD_ATTEMPTS).find_map(|_| hazard.events().ok()) else { return false };
+            for event in events {
+                while let Err(DeviceError::TimedOut { .. }) = event.synchronize(Duration::from_secs(3600)) {}
+            }
+            true
+        })
     }
 }
 

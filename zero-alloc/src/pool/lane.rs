@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::hazards::Hazards;
+use super::hazards::{Hazards, RECORD_ATTEMPTS};
 use super::report::Account;
 use super::state::{Allocation, LANE_TAG};
 use super::{Central, Purpose};
@@ -229,8 +229,12 @@ impl<D: Device> Drop for Lane<D> {
         // Blocks hold their lane, so no block is left.
         let mut lane = self.lock();
         for chunk in std::mem::take(&mut lane.chunks) {
-            let (uses, _) = lane.hazards.events_within(chunk.start..chunk.start + chunk.bytes);
-            self.free_chunk(&chunk, uses);
+            let range = chunk.start..chunk.start + chunk.bytes;
+            let mut attempts = (0..RECORD_ATTEMPTS).map(|_| lane.hazards.events_within(range.clone()));
+            // Without them the pool's memory is leaked.
+            if let Some((uses, _)) = attempts.find(|(_, complete)| *complete) {
+                self.free_chunk(&chunk, uses);
+            }
         }
     }
 }

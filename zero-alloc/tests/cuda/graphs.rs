@@ -24,7 +24,8 @@ fn cuda_graph_runs_at_each_launch() {
         .expect("recorded");
     assert_eq!(read(&device, &stream, &x), [1.0; 300]);
     for expected in [4.0, 10.0, 22.0] {
-        graph.launch(&stream).expect("enqueued");
+        // SAFETY: blocks and function live until `read` has drained the stream.
+        unsafe { graph.launch(&stream) }.expect("enqueued");
         assert_eq!(read(&device, &stream, &x), [expected; 300]);
         let seen = read(&device, &stream, &y);
         assert_eq!((seen[0], &seen[1..]), (0.0, &[expected; 299][..]));
@@ -55,7 +56,8 @@ fn cuda_graph_spans_streams() {
             launch(&function, &a, slice(&x), 10.0, 0.0)
         })
         .expect("recorded");
-    graph.launch(&a).expect("enqueued");
+    // SAFETY: blocks and function live until `read` has drained the stream.
+    unsafe { graph.launch(&a) }.expect("enqueued");
     assert_eq!(read(&device, &a, &x), [50.0; 300]);
     // After the recording its events have no effect, and both streams work as before.
     let inside = inside.expect("recorded");
@@ -132,7 +134,8 @@ fn reached_event_is_skipped_in_cuda_capture() {
         a.wait(&before)?;
         launch(&function, &a, slice(&x), 1.0, 1.0)
     });
-    graph.expect("recorded").launch(&a).expect("enqueued");
+    // SAFETY: blocks and function live until `read` has drained the stream.
+    unsafe { graph.expect("recorded").launch(&a) }.expect("enqueued");
     assert_eq!(read(&device, &a, &x), [3.0; 10]);
     // A wait for an event that is not reached cannot be recorded.
     let (held, release) = std::sync::mpsc::channel::<()>();

@@ -100,7 +100,8 @@ fn foreign_cuda_capture_is_noticed() {
         })
         .expect("recorded");
     for expected in [2.0, 4.0] {
-        graph.launch(&ours).expect("enqueued");
+        // SAFETY: the pool's memory and the function live until the stream is drained.
+        unsafe { graph.launch(&ours) }.expect("enqueued");
         assert_eq!(read(&device, &ours, &x), [expected; 100]);
     }
     // Events of the recording delay neither the next user of the block nor the end of the pool.

@@ -50,7 +50,8 @@ DONE:
 \0";
 
 pub(crate) fn scale_add(device: &CudaDevice) -> Function {
-    let module = device.load_module(PTX.as_bytes()).expect("it compiles");
+    // SAFETY: complete PTX.
+    let module = unsafe { device.load_module(PTX.as_bytes()) }.expect("it compiles");
     // The function keeps its module loaded.
     module.function("scale_add").expect("it is there")
 }
@@ -102,13 +103,15 @@ fn cuda_kernels_run_in_stream_order() {
 #[ignore = "needs a CUDA device"]
 fn invalid_cuda_module_is_an_error() {
     let device = open();
-    let fails = |image: &[u8]| device.load_module(image).expect_err("no module").to_string();
+    // SAFETY: no image below is machine code.
+    let fails = |image: &[u8]| unsafe { device.load_module(image) }.expect_err("no module").to_string();
     assert!(fails(b"").contains("neither machine code nor PTX"));
     assert!(fails(&PTX.as_bytes()[..PTX.len() - 1]).contains("zero byte"));
     let broken = PTX.replace("mul.rn.f32", "mul.wrong.f32");
     let error = fails(broken.as_bytes());
     assert!(error.starts_with("cuModuleLoadData: CUDA_ERROR_"), "{error}");
-    let module = device.load_module(PTX.as_bytes()).expect("it compiles");
+    // SAFETY: complete PTX.
+    let module = unsafe { device.load_module(PTX.as_bytes()) }.expect("it compiles");
     let error = module.function("no_such_kernel").expect_err("there is none").to_string();
     assert!(error.contains("CUDA_ERROR_NOT_FOUND") && error.contains("no_such_kernel"), "{error}");
     assert!(module.function("zero\0byte").is_err());

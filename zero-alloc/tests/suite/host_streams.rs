@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{Device, DeviceError, Event, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Memory, Stream};
 use zero_alloc::host::{HostDevice, HostStream, Monitor, Timeline};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -30,6 +30,19 @@ fn stream_accepts_any_name() {
             stream.enqueue("nothing", || Ok(())).expect("enqueued");
             stream.synchronize(LIMIT).expect("what was enqueued ran");
         }
+    }
+}
+
+/// The stream reads the slice while the caller's buffer is borrowed.
+#[test]
+fn download_onto_its_source_is_refused() {
+    let (device, stream) = (HostDevice::new(), stream("copy"));
+    let mut bytes = vec![1u8; 100];
+    // SAFETY: refused before anything accesses it; initialized, and valid until the end of the test.
+    let slice = unsafe { AnySlice::from_raw_parts(bytes.as_mut_ptr().wrapping_add(30), 50, DType::U8, device.id()) };
+    for at in [0, 30, 50] {
+        let refused = device.download(&stream, slice, &mut bytes[at..at + 50], LIMIT);
+        assert_eq!(refused, Err(DeviceError::Overlap { bytes: 50 }), "{at}");
     }
 }
 

@@ -117,7 +117,8 @@ impl MpiComm {
     }
 }
 
-impl Communicator<HostDevice> for MpiComm {
+// SAFETY: an operation ends when its transfers have ended, or when MPI makes no progress any more (`raw`).
+unsafe impl Communicator<HostDevice> for MpiComm {
     fn group(&self) -> Group {
         Group { rank: self.members.rank, world_size: self.members.world_ranks.len() }
     }

@@ -108,7 +108,10 @@ impl Operation {
     /// Sends and receives the parts of one phase, and waits for all of them.
     fn exchange(&self, phase: Phase, sends: &[Part], receives: &[Part]) -> Result<(), CommError> {
         let mut requests = Vec::with_capacity(sends.len() + receives.len());
-        let result = self.start(phase, sends, receives, &mut requests);
+        // SAFETY: the parts are memory that this operation alone uses now: the call's buffers, whose makers promised
+        // ordered accesses, or a buffer that outlives this call. Received parts overlap no other part of the phase. Every
+        // request is done (`wait`) or ended (`settle`) before this returns.
+        let result = unsafe { self.start(phase, sends, receives, &mut requests) };
         let result = result.map_err(|(peer, error)| Interrupt::Broken(peer, error));
         let result = result.and_then(|()| self.world.wait(&mut requests, self.members.context, self.sequence));
         result.map_err(|interrupt| {
@@ -134,7 +137,11 @@ impl Operation {
         })
     }
 
-    fn start(
+    /// Starts the transfers of one phase.
+    ///
+    /// # Safety
+    /// As for [`World::start`], for every part.
+    unsafe fn start(
         &self,
         phase: Phase,
         sends: &[Part],
@@ -146,8 +153,7 @@ impl Operation {
         {
             part.bytes.note_access(receives);
             let peer = self.members.world_ranks[part.peer];
-            // SAFETY: the parts are valid memory; `exchange`, the caller, returns only when every request is done or
-            // settled. Received parts overlap no other part of the phase.
+            // SAFETY: the caller's promise.
             unsafe { self.world.start(receives, part.bytes, peer, tag, requests) }?;
         }
         Ok(())

@@ -143,15 +143,19 @@ impl Handle {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(PAUSES[1]);
             }
-            code = self.with(|raw| self.state(raw), wait)?;
+            // SAFETY: `with` holds the lock and passes an existing communicator.
+            code = self.with(|raw| unsafe { self.state(raw) }, wait)?;
         }
         self.nccl.check(call, code).map_err(|error| wait.interrupt(|| error))
     }
 
     /// Returns the communicator's asynchronous state.
-    fn state(&self, raw: sys::ncclComm_t) -> c_int {
+    ///
+    /// # Safety
+    /// The communicator exists, and its lock is held.
+    unsafe fn state(&self, raw: sys::ncclComm_t) -> c_int {
         let mut state = IN_PROGRESS;
-        // SAFETY: the caller holds the lock, so the communicator exists; the function writes one `c_int`.
+        // SAFETY: the caller's promise; the function writes one `c_int`.
         let code = unsafe { (self.nccl.table.async_error)(raw, &raw mut state) };
         if code == SUCCESS { state } else { code }
     }
@@ -288,7 +292,8 @@ impl Handle {
         // The new communicator of a failed split may only be aborted.
         settled.inspect_err(|_| child.iter().for_each(|child| child.abort().wait()))?;
         if let Some(child) = &child {
-            let code = child.with(|raw| child.state(raw), wait)?;
+            // SAFETY: `with` holds the lock and passes an existing communicator.
+            let code = child.with(|raw| unsafe { child.state(raw) }, wait)?;
             child.settle("ncclCommSplit", code, wait)?;
         }
         Ok(child)
@@ -347,7 +352,8 @@ impl Transport for Handle {
     fn error(&self) -> Option<String> {
         // If the lock is held, another thread is in a call, which reports the error itself.
         let raw = self.raw.try_lock()?;
-        match self.state(raw.as_ref()?.0) {
+        // SAFETY: the lock is held, and the handle has the communicator.
+        match unsafe { self.state(raw.as_ref()?.0) } {
             SUCCESS | IN_PROGRESS => None,
             code => Some(self.nccl.message("NCCL", code)),
         }

@@ -260,13 +260,16 @@ impl Drop for NcclCommunicator {
     }
 }
 
-impl Communicator<CudaDevice> for NcclCommunicator {
+// SAFETY: NCCL uses the buffers in its operations on the stream.
+unsafe impl Communicator<CudaDevice> for NcclCommunicator {
     fn group(&self) -> Group {
         self.group
     }
 
     fn enqueue(&self, stream: &CudaStream, checked: Checked) -> Result<(), CommError> {
-        checked.check(self.group(), self.process.barrier.device())?;
+        let device = self.process.barrier.device();
+        checked.check(self.group(), device)?;
+        stream.check_device(checked.call().collective.name(), device)?;
         let world = &self.process.world;
         // Held during the call, so that sequence numbers follow NCCL's order.
         let mut enqueued = self.enqueued.lock();

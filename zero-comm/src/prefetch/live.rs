@@ -31,6 +31,11 @@ impl Lease {
         Self { live: Arc::clone(live), unit, elems }
     }
 
+    /// Whether the elements are counted in `live`.
+    pub(super) fn is_of(&self, live: &Arc<Mutex<Live>>) -> bool {
+        Arc::ptr_eq(&self.live, live)
+    }
+
     pub(super) fn set_held(&self, held: bool) {
         let mut live = self.live.lock();
         if held {

@@ -224,8 +224,12 @@ impl<D: Device> Prefetcher<D> {
         Ok(unsharded)
     }
 
-    /// Ends a use: frees the memory in stream order, or keeps the unit for its next use in this step.
+    /// Ends a use: frees the memory in stream order, or keeps the unit for its next use in this step. A unit of another
+    /// prefetcher, which is for that one's stream, is freed.
     pub fn reshard(&mut self, unsharded: Unsharded<D>) {
+        if !unsharded.lease.is_of(&self.live) {
+            return;
+        }
         unsharded.lease.set_held(false);
         let (unit, elems) = (unsharded.lease.unit, unsharded.lease.elems);
         let next = match self.report.order {

@@ -97,7 +97,8 @@ impl ThreadsComm {
     }
 }
 
-impl Communicator<HostDevice> for ThreadsComm {
+// SAFETY: an operation ends when no rank uses the buffers that it posted (`slot`).
+unsafe impl Communicator<HostDevice> for ThreadsComm {
     fn group(&self) -> Group {
         Group { rank: self.rank, world_size: self.shared.world_size }
     }

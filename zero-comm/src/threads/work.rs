@@ -11,8 +11,11 @@
 //! | all_to_all | segment `r` of every `send` | its `recv` |
 //!
 //! No two ranks write the same byte, and no rank reads a byte that another writes: in place, only rank `r` reads
-//! segment `r` of `send`, before it writes there. Every SAFETY comment here relies on this. The two waits order these
-//! accesses against everything before and after.
+//! segment `r` of `send`, before it writes there. Every SAFETY comment here relies on this, and on `Checked::check`:
+//! each buffer is host memory with the length that its group determines, and a rank's two buffers overlap only in
+//! place. Buffers of different ranks are different memory, because the makers of their slices promised that accesses
+//! are ordered by streams, and no event orders the ranks' streams within a collective. The two waits order these accesses
+//! against everything before and after.
 
 use std::ops::Range;
 

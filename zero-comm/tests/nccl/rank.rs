@@ -248,7 +248,8 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
         "killed-with-graph" => {
             let failed = |e: CommError| DeviceError::Driver { call: "all_reduce", message: e.to_string() };
             let graph = stream.capture(|| comm.all_reduce(stream, a, a, ReduceOp::Sum).map_err(failed))?;
-            graph.launch(stream)?;
+            // SAFETY: `a` lives until the process ends.
+            unsafe { graph.launch(stream) }?;
             stream.synchronize(LIMIT)?;
             if at_fault {
                 kill_this_process();

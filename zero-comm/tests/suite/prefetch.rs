@@ -72,6 +72,26 @@ fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[
     reports.into_iter().next().unwrap()
 }
 
+/// It was gathered for another stream, which this prefetcher's compute stream does not wait for.
+#[test]
+fn unit_of_another_prefetcher_is_freed() {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
+        let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
+        let shards = vec![view(&mut shard)];
+        let options = PrefetchOptions { persistence_threshold_elems: usize::MAX, ..PrefetchOptions::default() };
+        let [mut a, mut b] = [(), ()].map(|()| prefetcher(&comm, streams, &pool, shards.clone(), options));
+        a.begin_step().unwrap();
+        b.begin_step().unwrap();
+        b.reshard(a.unshard(0).unwrap());
+        assert_eq!(a.live_elems(), 0);
+        let own = b.unshard(0).unwrap();
+        b.reshard(own);
+        let report = b.end_step();
+        assert_eq!((report.on_demand, report.kept), (1, 0));
+        streams.synchronize();
+    });
+}
+
 #[test]
 fn the_first_step_records_and_later_ones_prefetch() {
     for n in [1, 2, 3] {

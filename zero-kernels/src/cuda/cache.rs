@@ -11,7 +11,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::{Arch, CudaError, Source, Target};
 
 /// A compiler of kernels, such as [`Nvrtc`](super::Nvrtc).
-pub trait Compile {
+///
+/// # Safety
+/// What `compile` returns is the complete image of `source` for the driver: safe operations launch its kernels.
+pub unsafe trait Compile {
     /// The compiler's name, version and options: a part of the cache key.
     fn identity(&self) -> String;
 
@@ -28,7 +31,7 @@ pub trait Compile {
     fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError>;
 }
 
-/// A folder of compiled kernels.
+/// A folder of compiled kernels, whose files are code: keep it as safe from others as the program itself.
 #[derive(Clone, Debug)]
 pub struct KernelCache {
     /// `None`: no caching.
@@ -127,7 +130,8 @@ mod tests {
         }
     }
 
-    impl Compile for Fake {
+    // SAFETY: its output is not loaded.
+    unsafe impl Compile for Fake {
         fn identity(&self) -> String {
             self.version.into()
         }

@@ -95,6 +95,7 @@ impl CudaKernels {
     /// # Safety
     /// The memory at its addresses is valid until it has run, and conflicting accesses are ordered.
     unsafe fn launch(&self, stream: &CudaStream, op: &'static str, launch: Launch) -> Result<(), KernelError> {
+        stream.check_device(op, self.id())?;
         let function = self.function(&launch)?;
         let (grid, block, mut params) = ([launch.blocks, 1, 1], [launch.threads, 1, 1], launch.params);
         let mut args: Vec<_> = params.iter_mut().map(Param::as_mut_ptr).collect();
@@ -117,7 +118,8 @@ impl CudaKernels {
     }
 }
 
-impl Kernels<CudaDevice> for CudaKernels {
+// SAFETY: each operation is launches on the stream, of kernels within their arguments (`launch`).
+unsafe impl Kernels<CudaDevice> for CudaKernels {
     fn adam(&self, stream: &CudaStream, args: AdamArgs) -> Result<(), KernelError> {
         self.enqueue(stream, "adam", launch::adam(self.id(), &args)?)
     }

@@ -206,7 +206,8 @@ impl Nvrtc {
     }
 }
 
-impl Compile for Nvrtc {
+// SAFETY: it returns NVRTC's output whole.
+unsafe impl Compile for Nvrtc {
     fn identity(&self) -> String {
         format!("NVRTC {} {}", self.version_text(), OPTIONS.join(" "))
     }

@@ -71,7 +71,7 @@ impl HostKernels {
         let AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper } = args;
         let (grad, param_out) = (grad.typed::<G>()?, param_out.map(AnySlice::typed::<P>).transpose()?);
         stream.enqueue("adam", move || {
-            // SAFETY: host memory; the slice's creator guarantees ordered accesses.
+            // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
             let scalars = unsafe { read_first(scalars) }.unwrap_or_default();
             // SAFETY: as above, and `check` found it disjoint from the others.
             let weights = unsafe { master.as_host_mut() };
@@ -90,7 +90,8 @@ impl HostKernels {
     }
 }
 
-impl Kernels<HostDevice> for HostKernels {
+// SAFETY: each operation is one host operation on the stream, over Rust slices of its arguments.
+unsafe impl Kernels<HostDevice> for HostKernels {
     fn adam(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
         check::adam(DeviceId::HOST, &args)?;
         with_float!("adam: grad", args.grad.dtype(), G => match args.param_out {
@@ -104,7 +105,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("adam_remainder: grad", args.grad.dtype(), G => {
             let grad = args.grad.typed::<G>()?;
             stream.enqueue("adam_remainder", move || {
-                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
+                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
                 let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
                 // SAFETY: as above, and `check` found it disjoint from the others.
                 let param = unsafe { args.param.as_host_mut() };
@@ -129,7 +130,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("cast: src", src.dtype(), S => with_float!("cast: dst", dst.dtype(), D => {
             let (src, dst) = (src.typed::<S>()?, dst.typed::<D>()?);
             stream.enqueue("cast", move || {
-                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
+                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
                 let src = unsafe { src.as_host() };
                 // SAFETY: as above, and `check` found it disjoint from `src`.
                 let dst = unsafe { dst.as_host_mut() };
@@ -145,7 +146,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("accumulate: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
             stream.enqueue("accumulate", move || {
-                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
+                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
                 let grad = unsafe { grad.as_host() };
                 // SAFETY: as above, and `check` found it disjoint from `grad`.
                 let acc = unsafe { acc.as_host_mut() };
@@ -172,7 +173,7 @@ impl Kernels<HostDevice> for HostKernels {
         with_float!("grad_stats: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
             stream.enqueue("grad_stats", move || {
-                // SAFETY: host memory; the slice's creator guarantees ordered accesses.
+                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
                 let stats = workers.grad_stats(unsafe { grad.as_host() });
                 // SAFETY: as above, and `check` found it disjoint from `grad`.
                 unsafe { out.as_host_mut() }.fill(stats);
@@ -192,7 +193,7 @@ impl Kernels<HostDevice> for HostKernels {
     ) -> Result<(), KernelError> {
         check::rank_stats(DeviceId::HOST, units, loss, flags, out)?;
         stream.enqueue("rank_stats", move || {
-            // SAFETY: host memory; the slice's creator guarantees ordered accesses.
+            // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
             let units = unsafe { units.as_host() };
             // SAFETY: as above.
             let loss = unsafe { read_first(loss) }.unwrap_or_default();
@@ -209,7 +210,7 @@ impl Kernels<HostDevice> for HostKernels {
         check::advance_step(DeviceId::HOST, &args)?;
         stream.enqueue("advance_step", move || {
             let AdvanceArgs { ranks, config, rates, state, scalars, records } = args;
-            // SAFETY: host memory; the slice's creator guarantees ordered accesses.
+            // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
             let ranks = unsafe { ranks.as_host() };
             // SAFETY: as above.
             let config = unsafe { config.as_host() };

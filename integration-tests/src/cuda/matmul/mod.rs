@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
-use zero_alloc::device::{AnySlice, DType, DeviceError};
+use zero_alloc::device::{AnySlice, DType, DeviceError, Memory};
 
 use super::error::{OpError, check_len};
 use library::{Algorithm, CublasLt};
@@ -188,6 +188,7 @@ impl Matmul {
     /// [`LibraryError::NotFound`], the library does not support this device, or the workspace is not aligned.
     pub fn new(device: &CudaDevice, workspace: AnySlice) -> Result<Self, OpError> {
         check_len("matmul: workspace's address modulo 256", workspace.as_ptr().addr() % 256, 0)?;
+        workspace.check_device("matmul: workspace", device.id())?;
         device.bind()?;
         let (device, library) = (device.clone(), CublasLt::find()?);
         Ok(Self { device, library, workspace: workspace.bytes(), plans: Mutex::default() })
@@ -217,6 +218,12 @@ impl Matmul {
         };
         plan.point_at(product, |slice| slice.as_ptr().addr() as u64)?;
         let Product { left, right, out, add, .. } = product;
+        let id = self.device.id();
+        stream.check_device(product.label(), id)?;
+        let matrices = [left, right, out].into_iter().chain(add).map(|matrix| matrix.data);
+        for slice in matrices.chain(product.epilogue.bias()).chain(product.epilogue.gelu_input()) {
+            slice.check_device(product.label(), id)?;
+        }
         // With beta = 0 the library does not read c.
         let (c, beta) = add.as_ref().map_or((out, 0.0), |add| (add, 1.0));
         let at = Addresses {
@@ -310,7 +317,7 @@ fn check(product: &Product) -> Result<Key, OpError> {
     ] {
         let Some(matrix) = matrix else { continue };
         let [rows, cols] = matrix.stored();
-        let needs = rows.saturating_sub(1) * matrix.stride + cols;
+        let needs = rows.saturating_sub(1).saturating_mul(matrix.stride).saturating_add(cols);
         if matrix.stride < cols || matrix.data.len() < needs {
             return Err(OpError::Length { what, expected: needs, got: matrix.data.len() });
         }

@@ -19,7 +19,7 @@ mod params;
 use std::sync::Arc;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
 
@@ -81,13 +81,15 @@ pub struct Gpt2 {
     passes: Vec<Pass>,
     params: Arc<Vec<UnitParams>>,
     buffers: Buffers,
+    /// The stream that orders the passes.
+    stream_id: u64,
     threads: Threads,
     inputs: Arc<Vec<u32>>,
     targets: Arc<Vec<u32>>,
 }
 
 impl Gpt2 {
-    /// Allocates activations for the model from `pool`, first used on `stream`.
+    /// Allocates activations for the model from `pool`, for passes on `stream` only.
     ///
     /// # Errors
     /// The configuration is not valid, the sequence is longer than its positions, or memory ran out.
@@ -110,6 +112,7 @@ impl Gpt2 {
             passes,
             params: Arc::new(params),
             buffers,
+            stream_id: stream.id(),
             threads,
             inputs: Arc::default(),
             targets: Arc::default(),
@@ -122,10 +125,11 @@ impl Gpt2 {
     /// The stream failed.
     pub fn logits(&self, stream: &HostStream, params: &[AnySlice], out: DeviceSlice<f32>) -> Result<(), TrainError> {
         let (head, vocab) = (self.buffers.head, self.config.vocab_size);
+        self.check(stream, "logits", params, &[out])?;
         self.enqueue(stream, "logits", self.passes.len() - 1, params, &[], move |flat, _| {
             // SAFETY: the buffer is this model's, and the stream orders its passes.
             let x = unsafe { head.out.as_host() };
-            // SAFETY: the caller passes a slice that this operation may write.
+            // SAFETY: `check` found host memory apart from the parameters; its maker promised ordered accesses.
             let out = unsafe { out.as_host_mut() };
             head::logits(out, x, flat.head_weight(), vocab);
         })
@@ -142,6 +146,7 @@ impl Gpt2 {
         grads: &[DeviceSlice<f32>],
         work: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
     ) -> Result<(), TrainError> {
+        self.check(stream, label, params, grads)?;
         let reads = self.passes[pass].forward_reads.clone();
         let (all, threads, upcast) = (Arc::clone(&self.params), self.threads.clone(), self.buffers.upcast);
         let (params, grads) = (params.to_vec(), grads.to_vec());
@@ -152,12 +157,42 @@ impl Gpt2 {
                 for slice in params {
                     flats.push(in_fp32(slice, upcast, &mut used)?);
                 }
-                // SAFETY: the trainer passes distinct gradients, used by this pass alone and ordered by the stream.
+                // SAFETY: `check` found host memory, and that the gradients overlap neither one another nor a
+                // parameter; their makers promised accesses ordered by the stream.
                 let grads = grads.into_iter().map(|g| unsafe { g.as_host_mut() }).collect();
                 work(Flat { units: &all, reads: &reads, flats }, grads);
                 Ok(())
             })
         })?;
+        Ok(())
+    }
+
+    /// Checks the slices of a pass, of which it makes Rust slices: host memory, and what is written overlaps nothing. The
+    /// model's own buffers are ordered by one stream.
+    fn check(
+        &self,
+        stream: &HostStream,
+        label: &'static str,
+        read: &[AnySlice],
+        written: &[DeviceSlice<f32>],
+    ) -> Result<(), TrainError> {
+        if stream.id() != self.stream_id {
+            let name = stream.name();
+            return Err(TrainError::Usage(format!(
+                "{label}: stream {name} is not the one that the model was made for"
+            )));
+        }
+        let extent = |slice: AnySlice| slice.as_ptr().addr()..slice.as_ptr().addr() + slice.len_bytes();
+        let written: Vec<AnySlice> = written.iter().map(|slice| slice.erase()).collect();
+        for (i, &slice) in written.iter().chain(read).enumerate() {
+            slice.check_device(label, DeviceId::HOST)?;
+            let a = extent(slice);
+            for b in written.iter().take(i).map(|&slice| extent(slice)) {
+                if a.start < b.end && b.start < a.end {
+                    return Err(TrainError::Usage(format!("{label}: a gradient overlaps another argument")));
+                }
+            }
+        }
         Ok(())
     }
 
@@ -174,12 +209,12 @@ impl Gpt2 {
 /// Returns the flat parameter in fp32: the slice itself, or a copy in `upcast` behind its first `used` elements.
 fn in_fp32<'a>(slice: AnySlice, upcast: DeviceSlice<f32>, used: &mut usize) -> Result<&'a [f32], DeviceError> {
     if slice.dtype() == DType::F32 {
-        // SAFETY: the trainer passes parameters that nothing writes before the pass has run.
+        // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised ordered accesses.
         return Ok(unsafe { slice.typed::<f32>()?.as_host() });
     }
     let copy = upcast.slice(*used..*used + slice.len());
     *used += slice.len();
-    // SAFETY: the workspace is this model's, and the stream orders its passes.
+    // SAFETY: the workspace is this model's, one part a parameter, and its one stream orders the passes.
     let out = unsafe { copy.as_host_mut() };
     params::upcast(slice, out)?;
     // SAFETY: as above; the writable view has ended.
@@ -264,10 +299,11 @@ impl Model<HostDevice> for Gpt2 {
         if pass + 1 == self.passes.len() {
             let (head, loss, targets) = (self.buffers.head, self.buffers.loss, Arc::clone(&self.targets));
             let tokens = self.options.micro_batch * seq;
+            loss_scale.erase().check_device("backward head: loss scale", DeviceId::HOST)?;
             return self.enqueue(stream, "backward head", pass, params, grads, move |flat, grads| {
                 // SAFETY: as above.
                 let x = unsafe { input.as_host() };
-                // SAFETY: the trainer passes a scale that nothing writes before the pass has run.
+                // SAFETY: checked above to be host memory; its maker promised ordered accesses.
                 let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
                 let sum = head::backward(scratch.view(), &head.view(), x, &targets, &flat, grads, scale);
                 // SAFETY: as above.
@@ -297,7 +333,7 @@ impl Model<HostDevice> for Gpt2 {
         })
     }
 
-    fn loss(&self) -> DeviceSlice<f64> {
+    unsafe fn loss(&self) -> DeviceSlice<f64> {
         self.buffers.loss
     }
 }

@@ -69,7 +69,8 @@ impl<'a> Flat<'a> {
 /// Writes `slice` to `out` in fp32, on all threads.
 pub(super) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
     fn from<T: Element + Float>(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
-        // SAFETY: the trainer passes parameters that nothing writes before the pass has run.
+        // SAFETY: the model has checked that it is host memory apart from `out` and the gradients; its maker promised
+        // ordered accesses.
         let src = unsafe { slice.typed::<T>()?.as_host() };
         let n = rows_per_thread(out.len());
         let parts = (out.par_chunks_mut(n), src.par_chunks(n)).into_par_iter();

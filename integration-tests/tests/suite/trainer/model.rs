@@ -42,6 +42,10 @@ fn check(threads: usize, activation_checkpointing: bool) {
     let mut logits = vec![f32::NAN; BATCH * SEQ * config.vocab_size];
     let (tokens, mut half) = (tokens(), [0.5f64]);
     let passes = gpt2::passes(&config);
+    let twice = model.backward(&stream, passes.len() - 1, &params[..1], &[grad_slices[0]; 2], slice(&mut half));
+    assert!(twice.unwrap_err().to_string().contains("overlaps"));
+    let other = HostDevice::new().create_stream("other").unwrap();
+    assert!(model.forward(&other, 0, &params[..1]).unwrap_err().to_string().contains("stream other"));
     for micro in 0..2 {
         let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
         let (inputs, targets): (Vec<_>, Vec<_>) =

@@ -69,7 +69,8 @@ struct BlockedComm {
     gathers: AtomicU64,
 }
 
-impl Communicator<HostDevice> for BlockedComm {
+// SAFETY: calls are those of the inner communicator.
+unsafe impl Communicator<HostDevice> for BlockedComm {
     fn group(&self) -> Group {
         self.inner.group()
     }
@@ -155,8 +156,9 @@ impl Model<HostDevice> for BlockedModel {
         self.inner.add_losses(stream, params, tokens)
     }
 
-    fn loss(&self) -> DeviceSlice<f64> {
-        self.inner.loss()
+    unsafe fn loss(&self) -> DeviceSlice<f64> {
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.loss() }
     }
 }
 

@@ -143,7 +143,8 @@ impl Model<HostDevice> for ToyModel {
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (kept, tokens) = (Arc::clone(&self.kept[pass]), Arc::clone(&self.tokens));
-        let (params, grads, loss) = (params.to_vec(), grads.to_vec(), self.loss());
+        // SAFETY: used by a pass.
+        let (params, grads, loss) = (params.to_vec(), grads.to_vec(), unsafe { self.loss() });
         stream.enqueue("toy backward", move || {
             let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?;
             assert_eq!(*kept.lock(), params.concat(), "backward reads what forward read");
@@ -169,7 +170,8 @@ impl Model<HostDevice> for ToyModel {
 
     fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
         let kept = Arc::clone(&self.kept[self.kept.len() - 1]);
-        let (batch, params, loss) = (Arc::clone(&self.tokens), params.to_vec(), self.loss());
+        // SAFETY: used by a pass.
+        let (batch, params, loss) = (Arc::clone(&self.tokens), params.to_vec(), unsafe { self.loss() });
         stream.enqueue("toy losses", move || {
             let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?.concat();
             assert_eq!(*kept.lock(), params, "the losses read what forward read");
@@ -182,7 +184,7 @@ impl Model<HostDevice> for ToyModel {
         Ok(())
     }
 
-    fn loss(&self) -> DeviceSlice<f64> {
+    unsafe fn loss(&self) -> DeviceSlice<f64> {
         // SAFETY: only passes on one stream use it, and the trainer drains that stream before it drops the model.
         unsafe { self.loss.typed() }.expect("it was allocated as fp64")
     }

@@ -23,7 +23,10 @@ unsafe impl Sync for Code {}
 
 impl Code {
     /// Loads a cubin or fatbin, or PTX that ends in a zero byte.
-    pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, DeviceError> {
+    ///
+    /// # Safety
+    /// Machine code is complete: the driver reads as many bytes as its headers declare.
+    pub(crate) unsafe fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, DeviceError> {
         let call = "cuModuleLoadData";
         let refused = |message: &str| Err(DeviceError::Driver { call, message: message.to_owned() });
         // The driver receives an address without a length: machine code contains its length, PTX ends in a zero byte.
@@ -41,8 +44,8 @@ impl Code {
         // The second value is a number that is passed as an address.
         let mut values = [log.as_mut_ptr().cast(), std::ptr::without_provenance_mut::<c_void>(LOG_BYTES)];
         let (load, mut raw) = (driver.table.cuModuleLoadDataEx, std::ptr::null_mut());
-        // SAFETY: an image that contains its end, two options with their values, a buffer of LOG_BYTES; writes one
-        // handle.
+        // SAFETY: PTX with its end, as checked above, or complete machine code, as the caller promises; two options
+        // with their values, a buffer of LOG_BYTES; writes one handle.
         let code = unsafe { load(&raw mut raw, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
         if code != SUCCESS {
             let mut error = driver.error(call, code);

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 
 use super::Context;
 use super::context::Spare;
-use crate::device::{AnySlice, DeviceError};
+use crate::device::{AnySlice, DeviceError, DeviceId};
 
 /// A stream that is not ordered against the default stream.
 const NON_BLOCKING: c_uint = 1;
@@ -49,6 +49,11 @@ impl Queue {
             return Err(DeviceError::Driver { call: "cuStreamGetCtx", message });
         }
         Ok(Self { context: Arc::clone(context), raw, owned: false })
+    }
+
+    /// The id of its context's memory.
+    pub(crate) fn device(&self) -> DeviceId {
+        self.context.id()
     }
 
     pub(crate) fn raw(&self) -> sys::CUstream {
@@ -247,14 +252,16 @@ pub(crate) struct Recording {
 
 // SAFETY: any thread may use any handle.
 unsafe impl Send for Recording {}
-// SAFETY: `launch` is the only use; its callers hold a lock, so that launches of one recording do not overlap.
+// SAFETY: `launch` is the only use, and its callers promise that launches of one recording do not overlap.
 unsafe impl Sync for Recording {}
 
 impl Recording {
-    pub(crate) fn launch(&self, queue: &Queue) -> Result<(), DeviceError> {
+    /// # Safety
+    /// The memory and modules of the recorded operations are valid until they have run, conflicting accesses are ordered,
+    /// and no other thread launches the recording at the same time.
+    pub(crate) unsafe fn launch(&self, queue: &Queue) -> Result<(), DeviceError> {
         let driver = self.context.bind()?;
-        // SAFETY: graph and stream are live. Callers promised memory that is valid for every use of the recorded
-        // operations.
+        // SAFETY: graph and stream are live; the rest is the caller's promise.
         unsafe { call!(driver, cuGraphLaunch(self.raw, queue.raw)) }
     }
 }

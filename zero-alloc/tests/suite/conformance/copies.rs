@@ -113,7 +113,7 @@ pub(crate) fn slices_of_another_device_are_refused<B: Backend>(backend: &B) {
     assert_eq!(device.upload(&stream, &[0; 64], foreign, LIMIT), refused("upload"));
     assert_eq!(device.download(&stream, foreign, &mut [0; 64], LIMIT), refused("download"));
     let error = device.fill_zero(&stream, foreign.slice(3..7)).expect_err("refused").to_string();
-    assert!(error.contains(&format!("memory of {}", other.id())) && error.contains("download"), "{error}");
+    assert!(error.contains(&format!("is of {}", other.id())) && error.contains("download"), "{error}");
     // The other device refuses in turn, and these errors do not poison the stream.
     let on_other = other.create_stream("other").expect("a stream");
     let refused = Err(DeviceError::AnotherDevice { what: "fill_zero", expected: other.id(), got: device.id() });

@@ -228,7 +228,7 @@ impl Model<CudaDevice> for CudaGpt2 {
         Ok(crate::cuda::cross_entropy::add_sum(&ops.kernels, stream, *loss, scratch.losses.slice(0..tokens))?)
     }
 
-    fn loss(&self) -> DeviceSlice<f64> {
+    unsafe fn loss(&self) -> DeviceSlice<f64> {
         self.buffers.loss
     }
 }
