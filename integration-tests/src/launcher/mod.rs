@@ -1,7 +1,7 @@
 //! Starts one process per rank on this machine and ends them together.
 //!
 //! - Rank 0 uses the terminal. Output lines of other ranks get the rank as a prefix.
-//! - Each rank gets the variables of torchrun ([`Job::variables`]).
+//! - Each rank gets the variables of torchrun and a random token that only this job has ([`Job::variables`]).
 //! - Each rank has its own process group, so that the terminal signals only this program, which forwards the first
 //!   signal to every rank once. The second one kills the ranks.
 //! - After a failure the other ranks get a grace period to detect it and to end; then they are killed. The job's
@@ -21,6 +21,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 use thiserror::Error;
 use zero_alloc::TimeLimit;
+use zero_comm::nccl::Token;
 
 use output::Prefixed;
 use process::Rank;
@@ -106,8 +107,9 @@ impl JobError {
 }
 
 impl Job {
-    /// The environment variables of rank `rank`; rank 0 will listen on `port` of this machine.
-    pub fn variables(&self, rank: usize, port: u16) -> Vec<(String, String)> {
+    /// The environment variables of rank `rank`; rank 0 will listen on `port` of this machine. They contain the secret of
+    /// `token`.
+    pub fn variables(&self, rank: usize, port: u16, token: &Token) -> Vec<(String, String)> {
         let own = [
             ("RANK", rank.to_string()),
             ("LOCAL_RANK", rank.to_string()),
@@ -115,6 +117,7 @@ impl Job {
             ("LOCAL_WORLD_SIZE", self.ranks.to_string()),
             ("MASTER_ADDR", "127.0.0.1".to_owned()),
             ("MASTER_PORT", port.to_string()),
+            ("ZERO_TOKEN", token.to_variable()),
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));
         self.variables.iter().cloned().chain(own).collect()
@@ -129,10 +132,11 @@ impl Job {
         let start = |rank, e: std::io::Error| JobError::Start { rank, message: e.to_string() };
         let reports = report::Folder::new().map_err(|e| start(0, e))?;
         let port = free_port().map_err(|e| start(0, e))?;
+        let token = Token::random().map_err(|e| start(0, e))?;
         let output = Prefixed::default();
         let mut running = Vec::with_capacity(self.ranks);
         for rank in 0..self.ranks {
-            let mut variables = self.variables(rank, port);
+            let mut variables = self.variables(rank, port, &token);
             variables.push((REPORT_VARIABLE.to_owned(), reports.file(rank).display().to_string()));
             // On an error, dropping `running` kills the ranks that have started.
             running.push(Rank::start(self, rank, &variables, &output).map_err(|e| start(rank, e))?);

@@ -119,6 +119,24 @@ fn ranks_get_variables_and_a_prefix() {
     assert!(err.lines().any(|l| l == "oh 0"), "{err}");
 }
 
+/// Each job has its own token, in the environment of its ranks only.
+#[test]
+fn ranks_share_a_secret_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!("printf %s $ZERO_TOKEN > {}/$1-$RANK", folder.path().display());
+    let read = |job: &str, rank: &str| fs::read_to_string(folder.path().join(format!("{job}-{rank}"))).unwrap();
+    let mut tokens = Vec::new();
+    for number in ["a", "b"] {
+        let mut job = job(2, &script, Duration::ZERO);
+        job.args.extend(["sh".into(), number.into()]);
+        assert_eq!(run(&job), Ok(()));
+        assert_eq!(read(number, "0"), read(number, "1"));
+        tokens.push(read(number, "0"));
+        assert!(!format!("{job:?}").contains(&tokens[0]), "{job:?}");
+    }
+    assert!(tokens[0].len() == 32 && tokens[0] != tokens[1], "{tokens:?}");
+}
+
 #[test]
 fn job_succeeds_when_all_ranks_do() {
     assert_eq!(run(&job(4, "exit 0", Duration::ZERO)), Ok(()));

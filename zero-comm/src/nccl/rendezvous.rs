@@ -15,6 +15,9 @@ use super::server;
 use super::wire::{Incoming, frame, prepare};
 use crate::{CommError, RendezvousError};
 
+#[cfg(all(test, not(miri)))] // Miri has no sockets.
+mod tests;
+
 /// First and longest pause between attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
 /// Attempts, if rank 0 closes the connection during the handshake. It may have closed it for lack of places.

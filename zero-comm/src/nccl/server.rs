@@ -26,6 +26,9 @@ use super::message::Message;
 use super::wire::{Input, MAX_FRAME_BYTES, Output, WRITE_LIMIT, decode, encode, frame};
 use crate::{CommError, RendezvousError};
 
+#[cfg(all(test, not(miri)))] // Miri has no sockets.
+mod tests;
+
 /// Time limit for the handshake of a connection.
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Time for which a stranger with a correct hello keeps its place when all places are taken.
@@ -104,6 +107,9 @@ struct Server {
     lost: Vec<(usize, String)>,
     /// The failure of the rendezvous, and the time for which it is still sent.
     refused: Option<(RendezvousError, TimeLimit)>,
+    /// The time for all ranks to join.
+    joining: TimeLimit,
+    next_tick: Instant,
 }
 
 /// Starts the coordinator on `listener`.
@@ -111,29 +117,7 @@ struct Server {
 /// # Errors
 /// The process may not open enough descriptors, or the system refuses a thread or a descriptor.
 pub(super) fn start(listener: std::net::TcpListener, options: Options) -> Result<(), RendezvousError> {
-    let places = descriptors::reserve(options.world_size)?;
-    let failed = |e: io::Error| RendezvousError::System { message: format!("failed to start the coordinator: {e}") };
-    listener.set_nonblocking(true).map_err(failed)?;
-    let mut listener = TcpListener::from_std(listener);
-    let poll = Poll::new().map_err(failed)?;
-    let (n, coordinator) = (options.world_size, Coordinator::new(options.world_size, options.library));
-    poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(failed)?;
-    let server = Server {
-        options,
-        poll,
-        listener: Some(listener),
-        acceptable: true,
-        coordinator,
-        peers: (0..n).map(|_| None).collect(),
-        missing: n,
-        strangers: BTreeMap::new(),
-        next_token: n + 1,
-        places,
-        rejected: 0,
-        unread: Vec::new(),
-        lost: Vec::new(),
-        refused: None,
-    };
+    let server = Server::new(listener, options)?;
     let builder = std::thread::Builder::new().name("zero coordinator".to_owned());
     builder.spawn(move || server.run()).map_err(|e| RendezvousError::System {
         message: format!(
@@ -144,40 +128,72 @@ pub(super) fn start(listener: std::net::TcpListener, options: Options) -> Result
 }
 
 impl Server {
+    fn new(listener: std::net::TcpListener, options: Options) -> Result<Self, RendezvousError> {
+        let places = descriptors::reserve(options.world_size)?;
+        let failed =
+            |e: io::Error| RendezvousError::System { message: format!("failed to start the coordinator: {e}") };
+        listener.set_nonblocking(true).map_err(failed)?;
+        let mut listener = TcpListener::from_std(listener);
+        let poll = Poll::new().map_err(failed)?;
+        let n = options.world_size;
+        poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(failed)?;
+        Ok(Self {
+            poll,
+            listener: Some(listener),
+            acceptable: true,
+            coordinator: Coordinator::new(n, options.library),
+            peers: (0..n).map(|_| None).collect(),
+            missing: n,
+            strangers: BTreeMap::new(),
+            next_token: n + 1,
+            places,
+            rejected: 0,
+            unread: Vec::new(),
+            lost: Vec::new(),
+            refused: None,
+            joining: TimeLimit::new(options.join_limit),
+            next_tick: Instant::now() + KEEPALIVE,
+            options,
+        })
+    }
+
     fn run(mut self) {
         let mut events = Events::with_capacity(1024);
-        let mut joining = TimeLimit::new(self.options.join_limit);
-        let mut next_tick = Instant::now() + KEEPALIVE;
-        while !self.is_done() {
-            let mut wait = next_tick.saturating_duration_since(Instant::now());
-            if self.is_joining() {
-                wait = wait.min(joining.slice());
-            }
-            if !self.unread.is_empty() {
-                wait = Duration::ZERO;
-            }
-            match self.poll.poll(&mut events, Some(wait)) {
-                Err(error) if error.kind() != ErrorKind::Interrupted => return,
-                _ => {}
-            }
-            for rank in std::mem::take(&mut self.unread) {
-                self.receive(rank);
-            }
-            events.iter().for_each(|event| self.handle(event));
-            self.accept();
-            if self.is_joining() && joining.has_passed() {
-                let (ranks, world_size) = (self.coordinator.missing(), self.peers.len());
-                let (limit, strangers) = (self.options.join_limit, self.rejected + self.strangers.len());
-                self.refuse(RendezvousError::Missing { ranks, world_size, limit, strangers });
-            }
-            if Instant::now() >= next_tick {
-                next_tick = Instant::now() + KEEPALIVE;
-                self.tick();
-            }
-            while let Some((rank, cause)) = self.lost.pop() {
-                self.lose(rank, cause);
-            }
+        // Without the selector nothing works: the connections close, and the ranks report it.
+        while !self.is_done() && self.turn(&mut events).is_ok() {}
+    }
+
+    /// Waits for events and handles them.
+    fn turn(&mut self, events: &mut Events) -> io::Result<()> {
+        let mut wait = self.next_tick.saturating_duration_since(Instant::now());
+        if self.is_joining() {
+            wait = wait.min(self.joining.slice());
         }
+        if !self.unread.is_empty() {
+            wait = Duration::ZERO;
+        }
+        match self.poll.poll(events, Some(wait)) {
+            Err(error) if error.kind() != ErrorKind::Interrupted => return Err(error),
+            _ => {}
+        }
+        for rank in std::mem::take(&mut self.unread) {
+            self.receive(rank);
+        }
+        events.iter().for_each(|event| self.handle(event));
+        self.accept();
+        if self.is_joining() && self.joining.has_passed() {
+            let (ranks, world_size) = (self.coordinator.missing(), self.peers.len());
+            let (limit, strangers) = (self.options.join_limit, self.rejected + self.strangers.len());
+            self.refuse(RendezvousError::Missing { ranks, world_size, limit, strangers });
+        }
+        if Instant::now() >= self.next_tick {
+            self.next_tick = Instant::now() + KEEPALIVE;
+            self.tick();
+        }
+        while let Some((rank, cause)) = self.lost.pop() {
+            self.lose(rank, cause);
+        }
+        Ok(())
     }
 
     fn is_joining(&self) -> bool {
@@ -208,12 +224,17 @@ impl Server {
         }
     }
 
-    /// Accepts the pending connections for which there is a place.
+    /// Accepts the pending connections. If one is too many and no other makes room, the rest stays pending.
     fn accept(&mut self) {
-        while self.acceptable && (self.strangers.len() < self.places || self.close_one()) {
+        while self.acceptable && (self.strangers.len() <= self.places || self.close_one()) {
             let Some(listener) = &self.listener else { return };
             match listener.accept() {
-                Ok((stream, _)) => self.admit(stream),
+                Ok((stream, _)) => {
+                    self.admit(stream);
+                    if self.strangers.len() > self.places {
+                        self.close_one();
+                    }
+                }
                 Err(error) => match descriptors::exhausted(&error, self.peers.len()) {
                     Some(error) => return self.refuse(error),
                     // Some errors concern the connection only. After the others, the next tick tries again.
@@ -226,9 +247,10 @@ impl Server {
         }
     }
 
-    /// Closes the oldest silent stranger, or else the oldest one if its time in a crowd is over.
+    /// Closes the oldest silent stranger, except the newest one, or else the oldest one if its time in a crowd is over.
     fn close_one(&mut self) -> bool {
-        let silent = self.strangers.iter().find(|(_, stranger)| stranger.claims.is_none()).map(|(&token, _)| token);
+        let mut others = self.strangers.iter().rev().skip(1).rev();
+        let silent = others.find(|(_, stranger)| stranger.claims.is_none()).map(|(&token, _)| token);
         let closed = silent.or_else(|| {
             let (&token, oldest) = self.strangers.iter_mut().next()?;
             (oldest.time.elapsed() >= CROWDED_LIMIT).then_some(token)

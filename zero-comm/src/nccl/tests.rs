@@ -9,22 +9,21 @@ use std::time::{Duration, Instant};
 
 use zero_alloc::device::DeviceError;
 
+use super::Ranks;
 use super::abort::AbortCompletion;
-use super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
+use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
 use super::message::{MeetingEntry, Message, Outcome, Place, Registered};
-use super::rendezvous::Joined;
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
 use super::world::{Transport, World};
-use super::{Ranks, Token};
+use crate::CommError;
 use crate::split_request::SplitRequest;
-use crate::{CommError, RendezvousError};
 
 /// A limit that expires.
 const SHORT: Duration = Duration::from_millis(300);
 
 /// Runs `body` as each of `n` ranks.
-fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
+pub(super) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
     let port = free_port();
     std::thread::scope(|scope| {
         let body = &body;
@@ -33,16 +32,8 @@ fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
     })
 }
 
-fn refusal(result: Result<Joined, CommError>) -> RendezvousError {
-    match result {
-        Err(CommError::Rendezvous(error)) => error,
-        Err(error) => panic!("{error}"),
-        Ok(_) => panic!("the rendezvous succeeded"),
-    }
-}
-
 /// Connects to `port` as soon as something listens there.
-fn connect(port: u16) -> TcpStream {
+pub(super) fn connect(port: u16) -> TcpStream {
     let begun = Instant::now();
     loop {
         match TcpStream::connect(("127.0.0.1", port)) {
@@ -54,71 +45,19 @@ fn connect(port: u16) -> TcpStream {
 }
 
 /// Sends a first frame without waiting for the answer; returns it.
-fn send_hello(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Vec<u8> {
+pub(super) fn send_hello(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Vec<u8> {
     let hello = key.hello(hello).unwrap();
     stream.write_all(&frame(&hello).unwrap()).unwrap();
     hello
 }
 
 /// Passes the handshake as `hello`.
-fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incoming {
+pub(super) fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incoming {
     let mut incoming = Incoming::new(stream.try_clone().unwrap());
     let hello = send_hello(stream, key, hello);
     let challenge = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
     stream.write_all(&frame(&key.answer(&hello, challenge).unwrap()).unwrap()).unwrap();
     incoming
-}
-
-#[test]
-fn all_ranks_receive_the_id() {
-    for joined in on_ranks(5, |ranks| {
-        // Rank 0 starts last.
-        std::thread::sleep(Duration::from_millis(40 * (5 - ranks.rank) as u64));
-        join_as(&ranks, LONG).map(|joined| joined.id)
-    }) {
-        assert_eq!(joined.unwrap(), [7; 128]);
-    }
-}
-
-#[test]
-fn differing_hello_is_refused_on_all_ranks() {
-    let hello = |rank, version, world_size, library| Hello { version, rank, world_size, library };
-    let cases = [
-        (
-            hello(1, VERSION + 1, 2, LIBRARY),
-            RendezvousError::Version { rank: 1, got: VERSION + 1, expected: VERSION },
-        ),
-        (hello(1, VERSION, 2, 22_809), RendezvousError::Library { rank: 1, got: 22_809, expected: LIBRARY }),
-        (hello(0, VERSION, 2, LIBRARY), RendezvousError::Twice { rank: 0 }),
-        (hello(1, VERSION, 3, LIBRARY), RendezvousError::WorldSize { rank: 1, got: 3, expected: 2 }),
-        (hello(2, VERSION, 2, LIBRARY), RendezvousError::WorldSize { rank: 2, got: 2, expected: 2 }),
-    ];
-    for (hello, expected) in cases {
-        let port = free_port();
-        let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 2, port), LONG)));
-        let stream = connect(port);
-        let answer = greet(&stream, &Key::new(None), &hello).next(LONG).unwrap();
-        assert_eq!(answer, Some(Message::Refused { error: expected.clone() }));
-        assert_eq!(first.join().unwrap(), expected);
-    }
-}
-
-#[test]
-fn unrelated_connections_are_ignored() {
-    let joined = on_ranks(2, |ranks| {
-        if ranks.rank == 0 {
-            return join_as(&ranks, LONG).is_ok();
-        }
-        let mut http = connect(ranks.port);
-        http.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        let silent = connect(ranks.port);
-        let other_frame = connect(ranks.port);
-        send(&other_frame, &[Message::Alive]).unwrap();
-        let joined = join_as(&ranks, LONG);
-        drop((http, silent, other_frame));
-        joined.is_ok()
-    });
-    assert_eq!(joined, [true, true]);
 }
 
 /// Connections that wait when the world completes cannot end it, whatever they send.
@@ -153,46 +92,6 @@ fn late_strangers_do_not_end_the_world() {
         failure
     });
     assert_eq!(failures, [None, None]);
-}
-
-#[test]
-fn missing_ranks_are_named() {
-    let refused = refusal(join_as(&ranks(0, 3, free_port()), SHORT));
-    let RendezvousError::Missing { ranks, world_size: 3, .. } = refused else { panic!("{refused}") };
-    assert!(ranks.ends_with(&[1, 2]), "{ranks:?}");
-}
-
-#[test]
-fn rank_that_ends_during_rendezvous_is_named() {
-    let port = free_port();
-    let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 3, port), LONG)));
-    let stream = connect(port);
-    greet(&stream, &Key::new(None), &Hello::new(2, 3, LIBRARY));
-    drop(stream);
-    assert_eq!(first.join().unwrap(), RendezvousError::Died { rank: 2 });
-}
-
-#[test]
-fn unusable_addresses_are_errors() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let address = format!("127.0.0.1:{port}");
-    let refused = refusal(join_as(&ranks(0, 2, port), SHORT));
-    assert_eq!(refused, RendezvousError::AddressInUse { address: address.clone() });
-    assert!(refused.to_string().contains("MASTER_PORT"));
-    drop(listener);
-    let refused = refusal(join_as(&ranks(1, 2, port), SHORT));
-    assert!(
-        matches!(&refused, RendezvousError::Unreachable { rank: 1, address: a, .. } if *a == address),
-        "{refused}"
-    );
-    let unknown = Ranks {
-        host: "no-such-host.invalid".to_owned(),
-        one_machine: false,
-        token: Some(Token::new("none").unwrap()),
-        ..ranks(1, 2, port)
-    };
-    assert!(matches!(refusal(join_as(&unknown, SHORT)), RendezvousError::Unreachable { .. }));
 }
 
 /// A transport whose abort completes only after another's abort, as if its collective waited behind the other's.

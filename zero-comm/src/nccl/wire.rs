@@ -128,8 +128,13 @@ pub(super) struct Output {
 }
 
 impl Output {
+    /// The number of bytes that wait.
+    pub(super) fn len(&self) -> usize {
+        self.bytes.len() - self.sent
+    }
+
     pub(super) fn is_empty(&self) -> bool {
-        self.sent == self.bytes.len()
+        self.len() == 0
     }
 
     /// Appends encoded frames.
@@ -137,9 +142,8 @@ impl Output {
     /// # Errors
     /// More than [`MAX_OUTPUT_BYTES`] would wait.
     pub(super) fn append(&mut self, frames: &[u8]) -> io::Result<()> {
-        let waiting = self.bytes.len() - self.sent;
-        if waiting + frames.len() > MAX_OUTPUT_BYTES {
-            return Err(io::Error::new(ErrorKind::TimedOut, format!("it left {waiting} bytes unread")));
+        if self.len() + frames.len() > MAX_OUTPUT_BYTES {
+            return Err(io::Error::new(ErrorKind::TimedOut, format!("it left {} bytes unread", self.len())));
         }
         self.bytes.drain(..self.sent);
         self.sent = 0;

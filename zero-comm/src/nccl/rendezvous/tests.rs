@@ -1,0 +1,366 @@
+//! Tests of the rendezvous: addresses, limits, tokens and strangers.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use super::super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
+use super::super::message::Message;
+use super::super::testing::{LIBRARY, LONG, Rank, free_port, join_as, ranks};
+use super::super::tests::{connect, greet, on_ranks, send_hello};
+use super::super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
+use super::super::{Ranks, Token};
+use super::Joined;
+use crate::{CommError, RendezvousError};
+
+/// A limit that expires.
+const SHORT: Duration = Duration::from_millis(300);
+const SECRET: &str = "0123456789abcdef";
+
+fn refusal(result: Result<Joined, CommError>) -> RendezvousError {
+    match result {
+        Err(CommError::Rendezvous(error)) => error,
+        Err(error) => panic!("{error}"),
+        Ok(_) => panic!("the rendezvous succeeded"),
+    }
+}
+
+fn token(secret: &str) -> Option<Token> {
+    Some(Token::new(secret).unwrap())
+}
+
+fn key(secret: &str) -> Key {
+    Key::new(token(secret).as_ref())
+}
+
+/// Waits until the coordinator has closed a connection.
+fn is_closed(stream: TcpStream) {
+    let mut incoming = Incoming::new(stream);
+    while incoming.next_frame(LONG, MAX_FRAME_BYTES).is_ok_and(|frame| frame.is_some()) {}
+    assert!(incoming.next_frame(LONG, MAX_FRAME_BYTES).is_err());
+}
+
+#[test]
+fn all_ranks_receive_the_id() {
+    for joined in on_ranks(5, |ranks| {
+        // Rank 0 starts last.
+        std::thread::sleep(Duration::from_millis(40 * (5 - ranks.rank) as u64));
+        join_as(&ranks, LONG).map(|joined| joined.id)
+    }) {
+        assert_eq!(joined.unwrap(), [7; 128]);
+    }
+}
+
+#[test]
+fn differing_hello_is_refused_on_all_ranks() {
+    let hello = |rank, version, world_size, library| Hello { version, rank, world_size, library };
+    let cases = [
+        (
+            hello(1, VERSION + 1, 2, LIBRARY),
+            RendezvousError::Version { rank: 1, got: VERSION + 1, expected: VERSION },
+        ),
+        (hello(1, VERSION, 2, 22_809), RendezvousError::Library { rank: 1, got: 22_809, expected: LIBRARY }),
+        (hello(0, VERSION, 2, LIBRARY), RendezvousError::Twice { rank: 0 }),
+        (hello(1, VERSION, 3, LIBRARY), RendezvousError::WorldSize { rank: 1, got: 3, expected: 2 }),
+        (hello(2, VERSION, 2, LIBRARY), RendezvousError::WorldSize { rank: 2, got: 2, expected: 2 }),
+    ];
+    for (hello, expected) in cases {
+        let port = free_port();
+        let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 2, port), LONG)));
+        let stream = connect(port);
+        let answer = greet(&stream, &Key::new(None), &hello).next(LONG).unwrap();
+        assert_eq!(answer, Some(Message::Refused { error: expected.clone() }));
+        assert_eq!(first.join().unwrap(), expected);
+    }
+}
+
+#[test]
+fn unrelated_connections_are_ignored() {
+    let joined = on_ranks(2, |ranks| {
+        if ranks.rank == 0 {
+            return join_as(&ranks, LONG).is_ok();
+        }
+        let mut http = connect(ranks.port);
+        http.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let silent = connect(ranks.port);
+        let other_frame = connect(ranks.port);
+        send(&other_frame, &[Message::Alive]).unwrap();
+        let joined = join_as(&ranks, LONG);
+        drop((http, silent, other_frame));
+        joined.is_ok()
+    });
+    assert_eq!(joined, [true, true]);
+}
+
+#[test]
+fn missing_ranks_are_named() {
+    let refused = refusal(join_as(&ranks(0, 3, free_port()), SHORT));
+    let RendezvousError::Missing { ranks, world_size: 3, .. } = refused else { panic!("{refused}") };
+    assert!(ranks.ends_with(&[1, 2]), "{ranks:?}");
+}
+
+#[test]
+fn rank_that_ends_during_rendezvous_is_named() {
+    let port = free_port();
+    let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 3, port), LONG)));
+    let stream = connect(port);
+    greet(&stream, &Key::new(None), &Hello::new(2, 3, LIBRARY));
+    drop(stream);
+    assert_eq!(first.join().unwrap(), RendezvousError::Died { rank: 2 });
+}
+
+#[test]
+fn unusable_addresses_are_errors() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let address = format!("127.0.0.1:{port}");
+    let refused = refusal(join_as(&ranks(0, 2, port), SHORT));
+    assert_eq!(refused, RendezvousError::AddressInUse { address: address.clone() });
+    assert!(refused.to_string().contains("MASTER_PORT"));
+    drop(listener);
+    let refused = refusal(join_as(&ranks(1, 2, port), SHORT));
+    assert!(
+        matches!(&refused, RendezvousError::Unreachable { rank: 1, address: a, .. } if *a == address),
+        "{refused}"
+    );
+    let unknown = Ranks {
+        host: "no-such-host.invalid".to_owned(),
+        one_machine: false,
+        token: Some(Token::new("none").unwrap()),
+        ..ranks(1, 2, port)
+    };
+    assert!(matches!(refusal(join_as(&unknown, SHORT)), RendezvousError::Unreachable { .. }));
+}
+
+#[test]
+fn rank_with_another_token_is_dropped() {
+    let port = free_port();
+    let with = |rank, secret| Ranks { token: token(secret), ..ranks(rank, 2, port) };
+    let first = with(0, SECRET);
+    let first = std::thread::spawn(move || refusal(join_as(&first, Duration::from_secs(8))));
+    for secret in ["fedcba9876543210", "none"] {
+        let error = refusal(join_as(&with(1, secret), LONG));
+        assert!(matches!(error, RendezvousError::Dropped { rank: 1, .. }), "{error}");
+        assert!(error.to_string().contains("set the same ZERO_TOKEN on all ranks"), "{error}");
+        assert!(!error.to_string().contains(secret) || secret == "none", "{error}");
+    }
+    let error = first.join().unwrap();
+    let RendezvousError::Missing { ranks, strangers, .. } = &error else { panic!("{error}") };
+    assert!(ranks[..] == [1] && *strangers > 1, "{error}");
+    assert!(error.to_string().contains("connections came without the right ZERO_TOKEN"), "{error}");
+    assert!(!error.to_string().contains(SECRET), "{error}");
+}
+
+/// Strangers claim every rank before the real ranks come.
+#[test]
+fn strangers_take_no_rank() {
+    let failures = on_ranks(3, |ranks| {
+        let ranks = Ranks { token: token(SECRET), ..ranks };
+        let mut strangers = Vec::new();
+        if ranks.rank == 1 {
+            for rank in 0..3 {
+                for key in [Key::new(None), key("fedcba9876543210")] {
+                    let stream = connect(ranks.port);
+                    send_hello(&stream, &key, &Hello::new(rank, 3, LIBRARY));
+                    strangers.push(stream);
+                }
+            }
+            // None of them receives an answer.
+            for stranger in strangers.drain(..) {
+                assert!(Incoming::new(stranger).next_frame(LONG, MAX_FRAME_BYTES).is_err());
+            }
+        }
+        let rank = Rank::join(&ranks, LONG).unwrap();
+        rank.broadcast([8]).unwrap();
+        rank.split().unwrap();
+        let failure = rank.failure();
+        rank.end();
+        failure
+    });
+    assert_eq!(failures, [None, None, None]);
+}
+
+/// A recorded hello and a recorded proof of another connection do not join, nor end the rendezvous.
+#[test]
+fn replayed_frames_change_nothing() {
+    let joined = on_ranks(2, |ranks| {
+        let ranks = Ranks { token: token(SECRET), ..ranks };
+        if ranks.rank == 1 {
+            let key = key(SECRET);
+            for hello in [Hello::new(1, 2, LIBRARY), Hello::new(1, 3, LIBRARY), Hello::new(0, 2, LIBRARY + 1)] {
+                let mut recorded = connect(ranks.port);
+                let hello = send_hello(&recorded, &key, &hello);
+                let mut incoming = Incoming::new(recorded.try_clone().unwrap());
+                let challenge = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
+                let proof = key.answer(&hello, challenge).unwrap();
+                let mut replayed = connect(ranks.port);
+                replayed.write_all(&[frame(&hello).unwrap(), frame(&proof).unwrap()].concat()).unwrap();
+                is_closed(replayed);
+                // The first connection proves nothing either.
+                recorded.write_all(&frame(&[0; 16]).unwrap()).unwrap();
+                is_closed(recorded);
+            }
+        }
+        join_as(&ranks, LONG).is_ok()
+    });
+    assert_eq!(joined, [true, true]);
+}
+
+#[test]
+fn rank_joins_among_silent_strangers() {
+    let joined = on_ranks(2, |ranks| {
+        let strangers: Vec<_> =
+            if ranks.rank == 1 { (0..300).map(|_| connect(ranks.port)).collect() } else { Vec::new() };
+        let joined = join_as(&ranks, LONG).is_ok();
+        drop(strangers);
+        joined
+    });
+    assert_eq!(joined, [true, true]);
+}
+
+#[test]
+fn large_first_frames_are_dropped() {
+    let joined = on_ranks(2, |ranks| {
+        if ranks.rank == 1 {
+            for len in [MAX_HELLO_BYTES as u32 + 1, MAX_FRAME_BYTES as u32, u32::MAX] {
+                let mut stranger = connect(ranks.port);
+                stranger.write_all(&len.to_le_bytes()).unwrap();
+                is_closed(stranger);
+            }
+        }
+        join_as(&ranks, LONG).is_ok()
+    });
+    assert_eq!(joined, [true, true]);
+}
+
+#[test]
+fn several_machines_need_a_token() {
+    for rank in 0..2 {
+        let ranks = Ranks { one_machine: false, ..ranks(rank, 2, free_port()) };
+        let error = refusal(join_as(&ranks, LONG));
+        assert_eq!(error, RendezvousError::NoToken);
+        for text in ["export ZERO_TOKEN=$(openssl rand -hex 16)", "-x ZERO_TOKEN", "ZERO_TOKEN=none"] {
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+}
+
+/// The program at rank 0's address is another.
+#[test]
+fn program_without_the_token_is_not_rank_0() {
+    let ranks = Ranks { token: token(SECRET), ..ranks(1, 2, free_port()) };
+    let listener = TcpListener::bind(("127.0.0.1", ranks.port)).unwrap();
+    let wrong = key("fedcba9876543210").challenge(b"hello").unwrap().0;
+    for answer in [frame(&wrong).unwrap(), frame(&[0; 3]).unwrap(), b"HTTP/1.1 400 Bad Request\r\n".to_vec()] {
+        let error = std::thread::scope(|scope| {
+            let joining = scope.spawn(|| refusal(join_as(&ranks, LONG)));
+            let mut stream = listener.accept().unwrap().0;
+            stream.write_all(&answer).unwrap();
+            joining.join().unwrap()
+        });
+        assert!(matches!(error, RendezvousError::NotRankZero { rank: 1, .. }), "{error}");
+        assert!(error.to_string().contains("MASTER_PORT"), "{error}");
+    }
+}
+
+/// Connected, but never answered: one limit for connecting and waiting.
+#[test]
+fn join_ends_within_its_limit() {
+    let ranks = ranks(1, 2, free_port());
+    let listener = TcpListener::bind(("127.0.0.1", ranks.port)).unwrap();
+    let begun = Instant::now();
+    let error = refusal(join_as(&ranks, Duration::from_secs(1)));
+    // A limit twice and a grace of 5 s would be 7 s.
+    assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
+    assert!(error.to_string().contains("accepted the connection, but did not answer"), "{error}");
+    drop(listener);
+}
+
+/// The last quarter of the limit is left for NCCL.
+#[test]
+fn ranks_have_three_quarters_of_the_limit() {
+    let error = refusal(join_as(&ranks(0, 2, free_port()), Duration::from_secs(4)));
+    let limit = Duration::from_secs(3);
+    assert_eq!(error, RendezvousError::Missing { ranks: vec![1], world_size: 2, limit, strangers: 0 });
+}
+
+/// Rank 0's name resolves to 127.0.0.1 on its machine, and to another address elsewhere.
+#[test]
+fn several_machines_reach_rank_0_despite_its_name() {
+    let other_addresses = ["127.0.0.2", "127.0.0.3"];
+    let joined = on_ranks(3, |ranks| {
+        let host = if ranks.rank == 0 { "localhost" } else { other_addresses[ranks.rank - 1] };
+        let ranks = Ranks { host: host.to_owned(), one_machine: false, token: token(SECRET), ..ranks };
+        join_as(&ranks, LONG).map(|joined| joined.id.len())
+    });
+    assert!(joined.iter().all(Result::is_ok), "{joined:?}");
+}
+
+#[test]
+fn one_machine_listens_on_loopback_only() {
+    let port = free_port();
+    let first = std::thread::spawn(move || {
+        join_as(&Ranks { host: "a-name-that-is-not-looked-up.invalid".to_owned(), ..ranks(0, 2, port) }, LONG).is_ok()
+    });
+    let probe = connect(port);
+    assert!(TcpStream::connect(("127.0.0.2", port)).is_err());
+    drop(probe);
+    assert!(join_as(&ranks(1, 2, port), LONG).is_ok());
+    assert!(first.join().unwrap());
+}
+
+/// The variable that makes this test program run a part of `descriptors` in a process of its own.
+const DESCRIPTORS: &str = "ZERO_TEST_DESCRIPTORS";
+
+/// The entry point of processes with few file descriptors; without the variable it does nothing.
+#[test]
+fn descriptors_process() {
+    let Ok(case) = std::env::var(DESCRIPTORS) else { return };
+    let limit = |current: u64, maximum: u64| {
+        setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: Some(maximum) }).unwrap();
+    };
+    let port = free_port();
+    match &case[..] {
+        "hard" => {
+            limit(100, 200);
+            let error = refusal(join_as(&ranks(0, 500, port), LONG));
+            let RendezvousError::Descriptors { needed, limit: 200, world_size: 500 } = error else {
+                panic!("{error}")
+            };
+            assert!(error.to_string().contains(&format!("`ulimit -n {needed}`")), "{error}");
+        }
+        "soft" => {
+            limit(40, 4000);
+            let joined = on_ranks(60, |ranks| join_as(&ranks, LONG).map(|joined| joined.id.len()));
+            assert!(joined.iter().all(Result::is_ok), "{joined:?}");
+            assert!(getrlimit(Resource::Nofile).current > Some(120));
+        }
+        "accept" => {
+            limit(120, 120);
+            let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 2, port), LONG)));
+            drop(connect(port));
+            let mut files: Vec<_> =
+                std::iter::repeat_with(|| std::fs::File::open("/dev/null")).map_while(Result::ok).collect();
+            files.pop();
+            let stream = connect(port);
+            let error = first.join().unwrap();
+            assert!(matches!(error, RendezvousError::Descriptors { limit: 120, .. }), "{error}");
+            drop((stream, files));
+        }
+        other => panic!("{other}"),
+    }
+    println!("passed");
+}
+
+#[test]
+fn descriptors_are_raised_or_missed() {
+    for case in ["hard", "soft", "accept"] {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "--nocapture", "nccl::rendezvous::tests::descriptors_process"]);
+        let output = command.env(DESCRIPTORS, case).output().unwrap();
+        assert!(String::from_utf8_lossy(&output.stdout).contains("passed"), "{case}: {output:?}");
+    }
+}
