@@ -14,6 +14,14 @@
 //!
 //! The library is found at run time (`ZERO_NCCL`, else `libnccl.so.2`), 2.18 or later.
 //!
+//! **Several machines.** The ranks meet at a TCP port of rank 0. Across machines they need a shared secret, the
+//! [token](Token): `export ZERO_TOKEN=$(openssl rand -hex 16)` on one machine, and the same value on all others
+//! (`mpirun -x ZERO_TOKEN`; `srun` exports it by itself). A connection that does not prove that it knows the token is
+//! closed without an answer, cannot disturb the others, and never receives NCCL's unique id. `ZERO_TOKEN=none` opens the
+//! port to everyone. Ranks of one machine need no token: rank 0 then listens on the loopback interface only. The token
+//! admits ranks; it does not protect their traffic. After the handshake neither the control connection nor NCCL's data
+//! is encrypted or authenticated, so train on a network in which nobody alters packets.
+//!
 //! **Sums.** NCCL chooses the order of additions, and may round sums of fp16 and bf16 at each hop: with N ranks, the
 //! sum of N values of one sign is within (N - 1) units in the last place of the host back ends' sum, which rounds
 //! once. Repeating a call on the same ranks gives the same bits. The result of `Max` with NaN is not specified.
@@ -56,9 +64,9 @@
 //! a stalled replay appears as the timeout of a wait on the stream, and the stream is not poisoned. Check
 //! [`Communicator::failure`] before using the results of a replay.
 
-// `handle` calls the library. The control plane: `rendezvous` connects each rank to the coordinator, `server` runs
-// the coordinator's thread, `coordinator` is its state machine, `message` and `wire` define the protocol, `calls` keeps
-// and hashes a rank's calls, and `world` is a rank's side with its watcher thread.
+// `handle` calls the library. The control plane: `rendezvous` connects each rank to the coordinator, `server` is the
+// coordinator's event loop, `coordinator` its state machine, `handshake`, `message` and `wire` define the protocol,
+// `calls` keeps and hashes a rank's calls, and `world` is a rank's side with its watcher thread.
 mod abort;
 mod calls;
 mod config;
@@ -146,6 +154,10 @@ impl fmt::Debug for NcclCommunicator {
 
 impl NcclCommunicator {
     /// Joins the world of `ranks`, with `device` as this rank's GPU. Every process calls it once.
+    ///
+    /// It ends within `options.limit`, from the first attempt to connect to the last connection of NCCL; so the limit must
+    /// cover the time between the starts of the first and the last rank. Rank 0 waits for the others for three quarters
+    /// of it, and NCCL has at least an eighth. If NCCL hangs, releasing it takes some seconds more.
     ///
     /// # Errors
     /// NCCL was not found, the rendezvous failed or exceeded the limit, or NCCL cannot connect the ranks.

@@ -33,11 +33,12 @@ pub(super) struct Joined {
     pub(super) incoming: Incoming,
 }
 
-/// Joins the world. Rank 0 first starts the coordinator, with the id that `make_id` returns. Rank 0 waits for the other
-/// ranks for three quarters of `limit`, so that its answer reaches them in time, and the rest is left for NCCL.
+/// Joins the world, within seven eighths of `limit`; the rest is left for NCCL. Rank 0 first starts the coordinator, with
+/// the id that `make_id` returns. It waits for the other ranks for three quarters of `limit`, so that its answer reaches
+/// them before their limit.
 ///
 /// # Errors
-/// The rendezvous failed or exceeded `limit`, or `make_id` failed.
+/// The rendezvous failed or exceeded its limit, or `make_id` failed.
 pub(super) fn join(
     ranks: &Ranks,
     library: u64,
@@ -47,12 +48,13 @@ pub(super) fn join(
     if ranks.token.is_none() && !ranks.one_machine {
         return Err(RendezvousError::NoToken.into());
     }
+    let own_limit = limit / 8 * 7;
     let mut client = Client {
         ranks,
         address: format!("{}:{}", ranks.host, ranks.port),
         key: Key::new(ranks.token.as_ref()),
-        limit,
-        time: TimeLimit::new(limit),
+        limit: own_limit,
+        time: TimeLimit::new(own_limit),
     };
     let hello = Hello::new(ranks.rank, ranks.world_size, library);
     let mut first = None;

@@ -352,7 +352,7 @@ fn descriptors_process() {
         }
         other => panic!("{other}"),
     }
-    println!("passed");
+    println!("{DESCRIPTORS} ended");
 }
 
 #[test]
@@ -361,6 +361,7 @@ fn descriptors_are_raised_or_missed() {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "--nocapture", "nccl::rendezvous::tests::descriptors_process"]);
         let output = command.env(DESCRIPTORS, case).output().unwrap();
-        assert!(String::from_utf8_lossy(&output.stdout).contains("passed"), "{case}: {output:?}");
+        let ended = String::from_utf8_lossy(&output.stdout).contains(&format!("{DESCRIPTORS} ended"));
+        assert!(ended && output.status.success(), "{case}: {output:?}");
     }
 }

@@ -43,7 +43,7 @@ fn join(server: &mut Server, address: std::net::SocketAddr, rank: usize) -> TcpS
 fn slow_reader_is_lost() {
     let (mut server, address) = server(2);
     let (reader, _slow) = (join(&mut server, address, 0), join(&mut server, address, 1));
-    let frame = encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES / 2] }).unwrap();
+    let frame = encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES / 2], report_every: LIMIT }).unwrap();
     while server.lost.is_empty() {
         server.write(1, &frame);
         assert!(server.peers[1].as_ref().unwrap().output.len() <= MAX_OUTPUT_BYTES);
@@ -62,7 +62,7 @@ fn slow_reader_is_lost() {
 fn reader_that_stops_is_lost_in_time() {
     let (mut server, address) = server(2);
     let (_reader, slow) = (join(&mut server, address, 0), join(&mut server, address, 1));
-    let frame = encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES / 2] }).unwrap();
+    let frame = encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES / 2], report_every: LIMIT }).unwrap();
     while server.peers[1].as_ref().unwrap().stalled.is_none() {
         server.write(1, &frame);
     }
