@@ -97,7 +97,7 @@ struct Server {
     /// By token, so oldest first.
     strangers: BTreeMap<usize, Stranger>,
     next_token: usize,
-    /// Strangers that may wait at a time.
+    /// Strangers that may wait at a time, beside the newest.
     places: usize,
     /// Strangers that were closed.
     rejected: usize,
@@ -146,7 +146,7 @@ impl Server {
             missing: n,
             strangers: BTreeMap::new(),
             next_token: n + 1,
-            places,
+            places: places - 1,
             rejected: 0,
             unread: Vec::new(),
             lost: Vec::new(),
