@@ -17,7 +17,7 @@ pub(super) const MAX_OUTPUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
 /// Time limit without progress of a write. A peer that reads nothing for this long counts as lost.
 pub(super) const WRITE_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes per read.
-const CHUNK_BYTES: usize = 1 << 14;
+const CHUNK_BYTES: usize = 1 << 12;
 /// A length before each frame.
 const LENGTH_BYTES: usize = 4;
 
@@ -80,7 +80,7 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// Reads once from `source`, at most what a frame of `max_frame_bytes` needs and 16 KiB. Returns whether it received
+    /// Reads once from `source`, at most what a frame of `max_frame_bytes` needs and 4 KiB. Returns whether it received
     /// bytes; `false` if none are available now.
     ///
     /// # Errors
