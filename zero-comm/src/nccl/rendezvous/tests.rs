@@ -9,6 +9,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
 use super::super::message::Message;
+use super::super::server::{self, Options};
 use super::super::testing::{LIBRARY, LONG, Rank, free_port, join_as, ranks};
 use super::super::tests::{connect, greet, on_ranks, send_hello};
 use super::super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
@@ -334,21 +335,34 @@ fn descriptors_process() {
         }
         "soft" => {
             limit(40, 4000);
-            let joined = on_ranks(60, |ranks| join_as(&ranks, LONG).map(|joined| joined.id.len()));
+            let joined = on_ranks(60, |ranks| {
+                // The other ranks are threads of this process, and rank 0 raises the limit.
+                while ranks.rank > 0 && getrlimit(Resource::Nofile).current == Some(40) {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                join_as(&ranks, LONG).map(|joined| joined.id.len())
+            });
             assert!(joined.iter().all(Result::is_ok), "{joined:?}");
             assert!(getrlimit(Resource::Nofile).current > Some(120));
         }
         "accept" => {
             limit(120, 120);
-            let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 2, port), LONG)));
-            drop(connect(port));
-            let mut files: Vec<_> =
-                std::iter::repeat_with(|| std::fs::File::open("/dev/null")).map_while(Result::ok).collect();
-            files.pop();
+            let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+            let key = Key::new(None);
+            let (id, join_limit) = (vec![7], LONG);
+            let options = Options { world_size: 2, library: LIBRARY, key: key.clone(), id, join_limit, limit: LONG };
+            server::start(listener, options).unwrap();
             let stream = connect(port);
-            let error = first.join().unwrap();
-            assert!(matches!(error, RendezvousError::Descriptors { limit: 120, .. }), "{error}");
-            drop((stream, files));
+            let mut first = greet(&stream, &key, &Hello::new(0, 2, LIBRARY));
+            let open = || std::fs::File::open("/dev/null");
+            let mut files: Vec<_> = std::iter::repeat_with(open).map_while(Result::ok).collect();
+            files.pop();
+            // Takes the last descriptor, so that none is left for the coordinator's end.
+            let _second = connect(port);
+            let answer = first.next(LONG).unwrap();
+            let Some(Message::Refused { error: RendezvousError::Descriptors { limit: 120, .. } }) = answer else {
+                panic!("{answer:?}")
+            };
         }
         other => panic!("{other}"),
     }
