@@ -205,12 +205,11 @@ impl Client<'_> {
                     return Ok(Joined { id, report_every, outgoing: stream, incoming });
                 }
                 Some(Message::Refused { error }) => return Err(error),
-                Some(_) => {}
-                None if self.time.has_passed() => {
+                _ if self.time.has_passed() => {
                     let message = format!("not all ranks joined within {:?}", self.limit);
                     return Err(RendezvousError::Broken { message });
                 }
-                None => {}
+                _ => {}
             }
         }
     }
