@@ -6,23 +6,40 @@ use std::error::Error;
 use std::path::Path;
 use std::sync::{Arc, Barrier, Mutex};
 
-use zero_ckpt::{BackgroundStore, Reader, SaveMeta, ShardData, StateDtype, StateSpec, Store, StoreOptions};
+use zero_ckpt::{BackgroundStore, Exchange, Reader, SaveMeta, ShardData, StateDtype, StateSpec, Store, StoreOptions};
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
-/// An all-gather between threads, in place of a communicator.
-struct Gather {
-    frames: Mutex<Vec<Vec<u8>>>,
+/// The memory that the ranks share, in place of a communicator.
+struct Shared {
+    parts: Mutex<Vec<Vec<u8>>>,
     barrier: Barrier,
 }
 
-impl Gather {
-    fn all(&self, rank: usize, frame: &[u8]) -> Result<Vec<Vec<u8>>, String> {
+/// One rank's access to it.
+struct Threads<'a>(&'a Shared, u64);
+
+impl Threads<'_> {
+    fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, String> {
+        let Self(shared, rank) = self;
         let lost = |_| "a rank has panicked".to_string();
-        self.frames.lock().map_err(lost)?[rank] = frame.to_vec();
-        self.barrier.wait();
-        let all = self.frames.lock().map_err(|_| "a rank has panicked")?.clone();
-        self.barrier.wait();
+        shared.parts.lock().map_err(lost)?[*rank as usize] = bytes.to_vec();
+        shared.barrier.wait();
+        let all = shared.parts.lock().map_err(|_| "a rank has panicked")?.clone();
+        shared.barrier.wait();
         Ok(all)
+    }
+}
+
+impl Exchange for Threads<'_> {
+    type Error = String;
+
+    fn gather(&mut self, record: &[u8]) -> Result<Vec<u8>, String> {
+        Ok(self.all_gather(record)?.concat())
+    }
+
+    fn broadcast(&mut self, message: &mut [u8], root: u64) -> Result<(), String> {
+        message.copy_from_slice(&self.all_gather(message)?[root as usize]);
+        Ok(())
     }
 }
 
@@ -30,7 +47,7 @@ fn units() -> Vec<UnitSpec> {
     (0..3).map(|i| UnitSpec::new(format!("h.{i}"), [ParamSpec::new(format!("h.{i}.w"), [100, 33])])).collect()
 }
 
-fn rank_saves(dir: &Path, rank: u64, gather: &Gather) -> Result<String, Box<dyn Error + Send + Sync>> {
+fn rank_saves(dir: &Path, rank: u64, shared: &Shared) -> Result<String, Box<dyn Error + Send + Sync>> {
     let layout = Arc::new(Layout::new(&units(), 4, 64)?);
     let store = Store::create(dir, rank, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
     let states = vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }];
@@ -43,15 +60,15 @@ fn rank_saves(dir: &Path, rank: u64, gather: &Gather) -> Result<String, Box<dyn 
     store
         .begin_copy(SaveMeta { step: 10, stage: 3, dtype: "bf16".into(), trainer, ..SaveMeta::default() }, &shard)?;
     master.fill(-1.0); // training continues; the snapshot holds step 10
-    Ok(store.complete(|frame| gather.all(rank as usize, frame))?.name)
+    Ok(store.complete(&mut Threads(shared, rank))?.name)
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir()?;
-    let gather = Gather { frames: Mutex::new(vec![Vec::new(); 4]), barrier: Barrier::new(4) };
+    let shared = Shared { parts: Mutex::new(vec![Vec::new(); 4]), barrier: Barrier::new(4) };
     std::thread::scope(|scope| {
-        let (dir, gather) = (dir.path(), &gather);
-        let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || rank_saves(dir, rank, gather))).collect();
+        let (dir, shared) = (dir.path(), &shared);
+        let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || rank_saves(dir, rank, shared))).collect();
         for (rank, saved) in ranks.into_iter().enumerate() {
             match saved.join() {
                 Ok(saved) => println!("rank {rank}: {saved:?}"),

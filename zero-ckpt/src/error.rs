@@ -151,6 +151,33 @@ pub enum CkptError {
         /// The overlap.
         range: Range<u64>,
     },
+    /// A part of a checkpoint is larger than readers accept.
+    #[error(
+        "{what} would have {bytes} bytes and readers accept at most {limit_bytes}: it grows with the number of units and, \
+         for the manifest, of ranks and with the trainer's state; save fewer, larger units"
+    )]
+    TooLarge {
+        /// The manifest, or the header of a file.
+        what: &'static str,
+        /// Its length.
+        bytes: u64,
+        /// The maximum length.
+        limit_bytes: u64,
+    },
+    /// A rank found another checkpoint than rank 0 opened.
+    #[error(
+        "{}: another checkpoint than rank 0 opened: the manifest has checksum {got:016x}, rank 0 has {expected:016x}; it was \
+         replaced meanwhile, or this machine has another directory at this path",
+        path.display()
+    )]
+    NotSelected {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Checksum of the manifest that rank 0 read.
+        expected: u64,
+        /// Checksum of this rank's.
+        got: u64,
+    },
     /// An argument of a call is out of range.
     #[error("{what}: expected {expected}, got {got}")]
     BadArgument {

@@ -5,26 +5,31 @@
 compile_error!("zero-ckpt stores little-endian elements and supports little-endian machines only");
 
 mod error;
+mod exchange;
 pub mod format;
 mod io;
 mod load;
 mod save;
 
 pub use error::CkptError;
+pub use exchange::{Exchange, MESSAGE_BYTES, RECORD_BYTES, SingleRank};
 pub use format::blocks::{Piece, StateSpec};
 pub use format::dtype::StateDtype;
 pub use format::header::{Header, TensorEntry};
 pub use format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
 pub use format::model::ModelSpec;
 pub use format::tensor_folder::TensorFolder;
+#[cfg(any(test, feature = "testing"))]
+pub use io::counts::{IoCounts, io_counts};
 pub use load::export::{ExportOptions, ExportReport};
+pub use load::on_ranks::Selection;
 pub use load::reader::Reader;
 pub use load::resharding::View;
 pub use load::resolve::{Resolved, has_checkpoints, resolve};
 pub use load::verify::VerifyReport;
+pub use save::agreement::{PublishedCheckpoint, StagedFile};
 pub use save::assemble::SaveMeta;
 pub use save::background::{BackgroundStore, Fence, StagingSlice};
-pub use save::frames::{PublishedCheckpoint, StagedFile, frame_bytes};
 pub use save::import::import;
 pub use save::shard_data::ShardData;
 #[cfg(feature = "testing")]

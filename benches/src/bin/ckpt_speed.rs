@@ -16,7 +16,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Instant;
 
-use zero_ckpt::{BackgroundStore, Reader, SaveMeta, ShardData, StateDtype, StateSpec, Store, StoreOptions};
+use zero_ckpt::{
+    BackgroundStore, Reader, SaveMeta, ShardData, SingleRank, StateDtype, StateSpec, Store, StoreOptions,
+};
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
 const STATES: [&str; 3] = ["master", "first_moment", "second_moment"];
@@ -55,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let store = Store::create(&store_dir, 0, StoreOptions::default())?;
         let meta = |step| SaveMeta { step, ..SaveMeta::default() };
         let shard = shard(&layout, &states)?;
-        note("save", timed(|| store.save(&meta(1), &shard, alone))?);
+        note("save", timed(|| store.save(&meta(1), &shard, &mut SingleRank))?);
 
         let from = format!("if={}", target.display());
         note("dd read", timed(|| run("dd", &[&from, "of=/dev/null", "bs=4M", "iflag=direct"]))?);
@@ -82,7 +84,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         };
         note("memcpy", timed(memcpy)?);
         note("stall of a background save", timed(|| background.begin_copy(meta(2), &shard))?);
-        background.complete(alone)?;
+        background.complete(&mut SingleRank)?;
         drop(background);
         let _ = std::fs::remove_dir_all(store_dir);
         eprintln!("round {} of {rounds}", round + 1);
@@ -120,11 +122,6 @@ fn shard<'a>(layout: &'a Layout, states: &'a [Vec<f32>; 3]) -> Result<ShardData<
         shard.storage_f32(name, values)?;
     }
     Ok(shard)
-}
-
-/// The all-gather of a single rank.
-fn alone(frame: &[u8]) -> Result<Vec<Vec<u8>>, String> {
-    Ok(vec![frame.to_vec()])
 }
 
 fn noise(len: usize, seed: u32) -> Vec<f32> {

@@ -7,6 +7,7 @@
 mod batch_loader;
 mod breakdown;
 mod dense;
+mod exchange;
 mod flags;
 mod gradients;
 mod launch;
@@ -28,6 +29,7 @@ mod whole_params;
 mod workload;
 
 pub use breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
+pub use exchange::RankExchange;
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
 pub use memory_trace::{MemoryPoint, MemoryTrace};
 pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};

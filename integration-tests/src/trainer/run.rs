@@ -13,6 +13,7 @@ use zero_shard::ZeroStage;
 use super::batch_loader::BatchLoader;
 use super::breakdown::{Breakdown, Tracks};
 use super::dense::Dense;
+use super::exchange::RankExchange;
 use super::flags::{self, Flags};
 use super::memory_trace::{MemoryRecord, live};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
@@ -134,7 +135,10 @@ impl<D: Device> Runner<'_, D> {
         let Self { rank, workload, options, .. } = *self;
         let (resumed_at, tokens_before, best) = match &options.resume {
             Some(dir) => {
-                let state = state::restore(rank, stage, &Reader::open(dir)?)?;
+                // Rank 0 checks that the checkpoint is complete; every rank opens the files that it reads.
+                let (exchange, index) = (&mut RankExchange::of(rank), rank.comm.rank() as u64);
+                let reader = Reader::open_on_ranks(dir, index, exchange, || Ok::<_, TrainError>(Reader::open(dir)?))?;
+                let state = state::restore(rank, stage, &reader)?;
                 (state.step, state.tokens_seen.unwrap_or(state.step * self.tokens_per_step()), state.best)
             }
             None => {

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use zero_alloc::device::Device;
 use zero_ckpt::{
     BackgroundStore, ModelSpec, PublishedCheckpoint, SaveMeta, StagingSlice, StateDtype, StateSpec, Store,
-    StoreOptions, frame_bytes,
+    StoreOptions,
 };
 use zero_optim::StateKind;
 
+use super::exchange::RankExchange;
 use super::rank::Rank;
-use super::stage::exchange_bytes;
 use crate::error::TrainError;
 
 /// Saves of one rank into one directory.
@@ -64,11 +64,11 @@ impl Saver {
         self.background.ready()
     }
 
-    /// Advances the save in progress (receipts, then the result of the publication by rank 0's worker). Collective;
+    /// Advances the save in progress (records of the staged files, then the result of the publication by rank 0's worker). Collective;
     /// all ranks must be ready.
     pub(super) fn advance<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         if self.background.in_flight() > 0
-            && let Some(published) = self.background.advance(|bytes| exchange(rank, bytes))?
+            && let Some(published) = self.background.advance(&mut RankExchange::of(rank))?
         {
             self.published(&published);
         }
@@ -78,7 +78,7 @@ impl Saver {
     /// Waits until a save in progress is published. Collective.
     pub(super) fn complete<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         if self.background.in_flight() > 0 {
-            let published = self.background.complete(|bytes| exchange(rank, bytes))?;
+            let published = self.background.complete(&mut RankExchange::of(rank))?;
             self.published(&published);
         }
         Ok(())
@@ -101,10 +101,4 @@ impl Saver {
     pub(super) fn best(&self) -> Option<&Path> {
         self.best.as_deref()
     }
-}
-
-/// The frames of all ranks, in rank order.
-fn exchange<D: Device>(rank: &Rank<D>, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
-    let all = exchange_bytes(rank, bytes)?;
-    Ok(all.chunks_exact(frame_bytes(&rank.layout)).map(<[u8]>::to_vec).collect())
 }

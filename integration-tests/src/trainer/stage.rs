@@ -1,7 +1,6 @@
 //! The interface of a ZeRO stage, and the parts of a step that all stages share.
 
-use zero_alloc::Purpose;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_optim::{DeviceStepConfig, Segment, ShardedAdamW, StepOutcome, UnitSlices};
 
 use super::rank::Rank;
@@ -120,23 +119,6 @@ pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<
 pub(super) fn outcome<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<StepOutcome, TrainError> {
     let outcome = stage.optimizer().all_outcomes(rank.settings.host_limit())?.pop();
     outcome.ok_or_else(|| TrainError::State("internal error: the device reported no step outcome".to_owned()))
-}
-
-/// All-gathers `bytes`, of the same length on all ranks, as control traffic. Returns them in rank order.
-pub(super) fn exchange_bytes<D: Device>(rank: &Rank<D>, bytes: &[u8]) -> Result<Vec<u8>, TrainError> {
-    let (n, device, stream) = (rank.comm.world_size(), rank.pool.device(), &rank.comm_stream);
-    let mut block = rank.pool.allocate(bytes.len() * n, DType::U8, Purpose::Workspace, stream)?;
-    // SAFETY: only the communication stream uses the block, and it is recorded before the block is dropped.
-    let all = unsafe { block.slice() };
-    let own = all.slice(rank.comm.rank() * bytes.len()..(rank.comm.rank() + 1) * bytes.len());
-    let mut received = vec![0; all.len()];
-    let exchanged = device
-        .upload(stream, bytes, own, rank.settings.host_limit())
-        .map_err(TrainError::from)
-        .and_then(|()| Ok(rank.comm.control_all_gather(stream, own, all)?))
-        .and_then(|()| Ok(device.download(stream, all, &mut received, rank.settings.host_limit())?));
-    block.record_use(stream)?;
-    exchanged.map(|()| received)
 }
 
 /// The optimizer over this rank's shards: stages 1 to 3.

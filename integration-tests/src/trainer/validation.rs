@@ -14,9 +14,10 @@ use std::sync::atomic::Ordering;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::{Device, Event, Stream};
 
+use super::exchange::RankExchange;
 use super::phase::{self, run_in};
 use super::rank::Rank;
-use super::stage::{Stage, exchange_bytes};
+use super::stage::Stage;
 use super::workload::RunOptions;
 use crate::data::Dataset;
 use crate::error::TrainError;
@@ -154,7 +155,7 @@ fn evaluate<D: Device>(
     }
     let mut sum = [0; size_of::<f64>()];
     pool.device().download(compute, loss, &mut sum, settings.host_limit())?;
-    let sums = exchange_bytes(rank, &sum)?;
+    let sums = RankExchange::of(rank).all_gather(&sum)?;
     let sum: f64 = sums.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).sum();
 
     let tokens = windows * seq_len as u64;

@@ -48,9 +48,14 @@ pub(crate) fn backup_of(name: &str) -> Option<&str> {
 
 /// Random digits for a unique file name.
 pub(crate) fn random() -> String {
+    format!("{:016x}", random_number())
+}
+
+/// A random number for a unique file name.
+pub(crate) fn random_number() -> u64 {
     let mut hasher = RandomState::new().build_hasher();
     hasher.write_u32(std::process::id());
-    format!("{:016x}", hasher.finish())
+    hasher.finish()
 }
 
 /// The content of `latest` or `best`.
@@ -101,7 +106,7 @@ pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError
     let (mut entries, mut unreadable) = (Vec::new(), Vec::new());
     for name in names(dir)? {
         match dir.open_dir(&name).and_then(|d| Manifest::read(&d)) {
-            Ok((Manifest { sequence, model, run, .. }, _)) => entries.push(Entry { name, sequence, model, run }),
+            Ok((Manifest { sequence, model, run, .. }, ..)) => entries.push(Entry { name, sequence, model, run }),
             Err(e) => unreadable.push(Unreadable { name, reason: e.to_string() }),
         }
     }

@@ -131,8 +131,13 @@ impl Manifest {
     /// Encodes `manifest.json`.
     ///
     /// # Errors
-    /// [`CkptError::BadManifest`] if the trainer's state cannot be written as JSON.
+    /// [`CkptError::BadManifest`] if the trainer's state cannot be written as JSON; [`CkptError::TooLarge`] if readers
+    /// would reject the manifest.
     pub fn encode(&self) -> Result<Vec<u8>, CkptError> {
+        self.encode_within(MAX_MANIFEST_BYTES)
+    }
+
+    fn encode_within(&self, limit_bytes: u64) -> Result<Vec<u8>, CkptError> {
         let bad = |e: serde_json::Error| CkptError::BadManifest { path: MANIFEST_NAME.into(), why: e.to_string() };
         let body = serde_json::to_string(self).map_err(bad)?;
         let crc64 = checksum(body.as_bytes());
@@ -140,6 +145,7 @@ impl Manifest {
         let envelope = Envelope { format: FORMAT_NAME.into(), version: FORMAT_VERSION, crc64, manifest };
         let mut bytes = serde_json::to_vec(&envelope).map_err(bad)?;
         bytes.push(b'\n');
+        check_size("the manifest", bytes.len() as u64, limit_bytes)?;
         Ok(bytes)
     }
 
@@ -149,6 +155,11 @@ impl Manifest {
     /// # Errors
     /// The version is unknown, the checksum is wrong, a rule is broken, or elements are missing or in two files.
     pub fn decode(bytes: &[u8], path: &Path) -> Result<(Self, Layout), CkptError> {
+        Self::decode_checked(bytes, path).map(|(manifest, layout, _)| (manifest, layout))
+    }
+
+    /// [`Manifest::decode`], with the checksum of the content.
+    fn decode_checked(bytes: &[u8], path: &Path) -> Result<(Self, Layout, u64), CkptError> {
         let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
         let version: VersionOnly = serde_json::from_slice(bytes).map_err(|e| bad(e.to_string()))?;
         if version.format != FORMAT_NAME {
@@ -172,13 +183,13 @@ impl Manifest {
         }
         let manifest: Manifest = serde_json::from_str(body).map_err(|e| bad(e.to_string()))?;
         let layout = manifest.check(path)?;
-        Ok((manifest, layout))
+        Ok((manifest, layout, got))
     }
 
-    /// Reads the manifest of an open checkpoint directory.
-    pub(crate) fn read(dir: &Dir) -> Result<(Self, Layout), CkptError> {
+    /// Reads the manifest of an open checkpoint directory; also returns its layout and the checksum of its content.
+    pub(crate) fn read(dir: &Dir) -> Result<(Self, Layout, u64), CkptError> {
         let bytes = dir.read_small(MANIFEST_NAME, MAX_MANIFEST_BYTES)?;
-        Self::decode(&bytes, &dir.path().join(MANIFEST_NAME))
+        Self::decode_checked(&bytes, &dir.path().join(MANIFEST_NAME))
     }
 
     /// The layout of `file`; `None` if a size exceeds 64 bits.
@@ -239,7 +250,64 @@ impl Manifest {
     }
 }
 
+/// Rejects what readers would reject for its size.
+pub(crate) fn check_size(what: &'static str, bytes: u64, limit_bytes: u64) -> Result<(), CkptError> {
+    if bytes > limit_bytes { Err(CkptError::TooLarge { what, bytes, limit_bytes }) } else { Ok(()) }
+}
+
 /// The first 80 characters of untrusted text, for an error message.
 pub(crate) fn short(text: &str) -> String {
     text.chars().take(80).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A manifest with a trainer's state of `elems` numbers.
+    fn manifest(elems: usize) -> Manifest {
+        let json = serde_json::json!({
+            "step": 1, "sequence": 1, "stage": 3, "dtype": "bf16", "model_config": null, "trainer": vec![7; elems],
+            "model": {"units": [{"name": "a", "params": [{"name": "a.w", "shape": []}]}]},
+            "layout": {"world_size": 1, "align_elems": 1},
+            "states": [{"name": "master", "dtype": "F32"}],
+            "files": [{"name": "f", "bytes": 20, "front_crc64": "0000000000000000", "pieces": [[0, 0, 1]]}],
+        });
+        serde_json::from_value(json).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+        /// The writer accepts exactly what the reader accepts.
+        #[test]
+        #[cfg_attr(miri, ignore)]
+        fn writer_and_reader_have_the_same_limit(elems in 0..400usize, off in -3..=3i64) {
+            let manifest = manifest(elems);
+            let encoded = manifest.encode().unwrap();
+            let limit_bytes = encoded.len().saturating_add_signed(off as isize) as u64;
+            let dir = tempfile::tempdir().unwrap();
+            let dir = Dir::open(dir.path()).unwrap();
+            dir.write_new(MANIFEST_NAME, &encoded).unwrap();
+            let read = dir.read_small(MANIFEST_NAME, limit_bytes);
+            match manifest.encode_within(limit_bytes) {
+                Ok(written) => prop_assert_eq!(read.unwrap(), written),
+                Err(CkptError::TooLarge { bytes, .. }) => {
+                    prop_assert!(bytes == encoded.len() as u64 && bytes > limit_bytes && read.is_err());
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+
+    #[test]
+    fn too_large_manifest_says_what_to_do() {
+        let manifest = manifest(100);
+        let bytes = manifest.encode().unwrap().len() as u64;
+        let error = manifest.encode_within(bytes - 1).unwrap_err().to_string();
+        let parts = [format!("the manifest would have {bytes} bytes"), format!("at most {}", bytes - 1)];
+        assert!(parts.iter().all(|part| error.contains(part)) && error.contains("fewer, larger units"), "{error}");
+        assert!(check_size("x", MAX_MANIFEST_BYTES, MAX_MANIFEST_BYTES).is_ok());
+    }
 }

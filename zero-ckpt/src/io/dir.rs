@@ -13,6 +13,7 @@ use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::CkptError;
+use crate::io::counts;
 
 const DIR_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
@@ -32,6 +33,7 @@ pub(crate) struct Dir {
 impl Dir {
     /// Opens a directory named by the user; links in that path are followed.
     pub(crate) fn open(path: &Path) -> Result<Self, CkptError> {
+        counts::opened();
         let fd = fs::open(path, DIR_FLAGS, Mode::empty()).map_err(CkptError::os("open", path))?;
         Ok(Self { fd, path: path.to_path_buf() })
     }
@@ -51,6 +53,7 @@ impl Dir {
     pub(crate) fn open_dir(&self, name: &str) -> Result<Self, CkptError> {
         self.check(name)?;
         let path = self.path.join(name);
+        counts::opened();
         let fd = fs::openat(&self.fd, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty())
             .map_err(CkptError::os("open", &path))?;
         Ok(Self { fd, path })
@@ -69,6 +72,7 @@ impl Dir {
     pub(crate) fn open_file(&self, name: &str, direct: bool) -> Result<(File, u64), CkptError> {
         self.check(name)?;
         let path = self.path.join(name);
+        counts::opened();
         let flags = FILE_FLAGS | OFlags::RDONLY | if direct { OFlags::DIRECT } else { OFlags::empty() };
         let file = File::from(match fs::openat(&self.fd, name, flags, Mode::empty()) {
             Err(Errno::LOOP) => return Err(self.unsafe_name(name, "is a symbolic link")),
@@ -84,6 +88,7 @@ impl Dir {
     /// Creates a file for writing; it must not exist. Uses direct I/O if the file system supports it.
     pub(crate) fn create_file(&self, name: &str, direct: bool) -> Result<File, CkptError> {
         self.check(name)?;
+        counts::opened();
         let base = FILE_FLAGS | OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
         let open = |flags| fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
         let fd = match open(if direct { base | OFlags::DIRECT } else { base }) {
@@ -100,6 +105,7 @@ impl Dir {
     /// Opens a file for reading and appending; creates it if missing.
     pub(crate) fn open_or_create_file(&self, name: &str) -> Result<File, CkptError> {
         self.check(name)?;
+        counts::opened();
         let flags = FILE_FLAGS | OFlags::RDWR | OFlags::APPEND | OFlags::CREATE;
         let fd = fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
         fd.map(File::from).map_err(CkptError::os("open", self.path.join(name)))
@@ -118,12 +124,14 @@ impl Dir {
         }
         let mut bytes = Vec::new();
         file.take(limit_bytes).read_to_end(&mut bytes).map_err(CkptError::io("read", &path))?;
+        counts::read(bytes.len());
         Ok(bytes)
     }
 
     /// Writes a new file and syncs it; removes it on failure.
     pub(crate) fn write_new(&self, name: &str, bytes: &[u8]) -> Result<(), CkptError> {
         let mut file = self.create_file(name, false)?;
+        counts::wrote(bytes.len());
         let done = file.write_all(bytes).and_then(|()| file.sync_all());
         done.map_err(|e| {
             let _ = self.remove_file(name);
@@ -183,6 +191,7 @@ impl Dir {
 
     /// Syncs the directory: makes renames and new names durable.
     pub(crate) fn sync(&self) -> Result<(), CkptError> {
+        counts::synced_dir();
         match fs::fsync(&self.fd) {
             // Some network file systems cannot sync directories.
             Ok(()) | Err(Errno::INVAL | Errno::ROFS) => Ok(()),

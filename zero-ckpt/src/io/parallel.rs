@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use rustix::fs::OFlags;
 
 use crate::format::blocks::{BLOCK_BYTES, checksum};
+use crate::io::counts;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 
 /// Threads of one transfer.
@@ -116,6 +117,7 @@ pub(crate) fn write(file: &File, offset: u64, source: &dyn Source) -> io::Result
 
 /// Writes page-aligned bytes; switches to buffered I/O if the file system rejects direct I/O.
 pub(crate) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    counts::wrote(bytes.len());
     match file.write_all_at(bytes, offset) {
         Err(e) if e.kind() == io::ErrorKind::InvalidInput && disable_direct(file) => file.write_all_at(bytes, offset),
         other => other,
@@ -128,7 +130,10 @@ pub(crate) fn read_at(file: &File, buffer: &mut [u8], offset: u64, need: usize) 
     while done < need {
         match file.read_at(&mut buffer[done..], offset + done as u64) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(n) => done += n,
+            Ok(n) => {
+                counts::read(n);
+                done += n;
+            }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::InvalidInput && disable_direct(file) => {}
             Err(e) => return Err(e),

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::format::catalog::random;
 use crate::format::header::{Header, TensorEntry};
 use crate::format::tensor_folder::{INDEX, Index, SINGLE};
+use crate::io::dir::Dir;
 use crate::{CkptError, Reader, StateDtype};
 
 /// Elements converted at a time.
@@ -68,7 +69,7 @@ impl Reader {
         let out: &Path = &out.components().collect::<PathBuf>();
         let partial = Partial::create(out)?;
         let mut exported = self.export_files(&partial.path, options)?;
-        partial.publish(out).map_err(CkptError::io("move into place", out))?;
+        partial.publish(out)?;
         exported.files.iter_mut().for_each(|f| *f = out.join(&*f));
         Ok(exported)
     }
@@ -170,15 +171,29 @@ impl Partial {
         Ok(Self { path, inside })
     }
 
-    fn publish(&self, out: &Path) -> io::Result<()> {
+    /// Moves the files into place and syncs the directories, so that a crash afterwards loses nothing.
+    fn publish(&self, out: &Path) -> Result<(), CkptError> {
+        let failed = || CkptError::io("move into place", out);
         if !self.inside {
-            return std::fs::rename(&self.path, out);
+            Dir::open(&self.path)?.sync()?;
+            std::fs::rename(&self.path, out).map_err(failed())?;
+            let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty());
+            return Dir::open(parent.unwrap_or(Path::new(".")))?.sync();
         }
-        let names = std::fs::read_dir(&self.path)?.map(|entry| Ok(entry?.file_name()));
-        let mut names = names.collect::<io::Result<Vec<_>>>()?;
+        let dir = Dir::open(out)?;
+        let names = std::fs::read_dir(&self.path).and_then(|entries| {
+            entries.map(|entry| entry.map(|entry| entry.file_name())).collect::<Result<Vec<_>, _>>()
+        });
+        let names = names.map_err(failed())?;
         // `config.json` is last: with it, other programs accept the folder as a model.
-        names.sort_by_key(|name| (name == CONFIG, name.clone()));
-        names.iter().try_for_each(|name| std::fs::rename(self.path.join(name), out.join(name)))
+        let (config, others): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| name == CONFIG);
+        for names in [others, config] {
+            for name in names {
+                std::fs::rename(self.path.join(&name), out.join(&name)).map_err(failed())?;
+            }
+            dir.sync()?;
+        }
+        Ok(())
     }
 }
 

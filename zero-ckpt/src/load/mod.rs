@@ -2,6 +2,7 @@
 
 pub(crate) mod export;
 mod inspect;
+pub(crate) mod on_ranks;
 pub(crate) mod reader;
 pub(crate) mod resharding;
 pub(crate) mod resolve;

@@ -4,6 +4,7 @@ use std::io::Read as _;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 use zero_shard::{Layout, ParamPlacement};
@@ -13,18 +14,27 @@ use crate::format::catalog::{self, BEST, LATEST, backup_of};
 use crate::format::coverage::Coverage;
 use crate::format::manifest::{DocumentRecord, MANIFEST_NAME, Manifest};
 use crate::format::tensor_folder::check_range;
+use crate::io::counts;
 use crate::io::dir::Dir;
 use crate::io::parallel::{chunks, in_parallel, threads_for};
 use crate::load::shard_file::{ShardFile, open_checked};
 use crate::{CkptError, ModelSpec, StateDtype, View};
 
-/// A complete checkpoint, open for reading. Several threads may read at the same time.
+/// Descriptors of shard files that a reader keeps open at a time; others are opened for each read. A rank rarely reads
+/// from more files, and a process may have only 1024 descriptors.
+const MAX_KEPT: usize = 64;
+
+/// A checkpoint, open for reading. Several threads may read at the same time.
 pub struct Reader {
     pub(crate) dir: Dir,
     pub(crate) manifest: Manifest,
     pub(crate) layout: Layout,
     coverage: Coverage,
+    /// Checksum of the manifest's content.
+    pub(crate) crc64: u64,
     files: Vec<OnceLock<ShardFile>>,
+    /// Number of descriptors in `files`, and of attempts to keep more.
+    kept: AtomicUsize,
     notices: Vec<String>,
 }
 
@@ -80,18 +90,24 @@ impl Reader {
         root.open_dir(&found).and_then(|dir| Self::open_one(dir, Vec::new()))
     }
 
+    /// Opens a checkpoint and checks that it is complete.
     pub(crate) fn open_one(dir: Dir, notices: Vec<String>) -> Result<Self, CkptError> {
-        let (manifest, layout) = Manifest::read(&dir)?;
-        for file in &manifest.files {
-            open_checked(&dir, &file.name, file.bytes, false)?;
+        let reader = Self::open_manifest(dir, notices)?;
+        let files = reader.manifest.files.iter().map(|file| (&file.name, file.bytes));
+        let documents = reader.manifest.documents.iter().map(|document| (&document.name, document.bytes));
+        for (name, bytes) in files.chain(documents) {
+            open_checked(&reader.dir, name, bytes, false)?;
         }
-        for document in &manifest.documents {
-            open_checked(&dir, &document.name, document.bytes, false)?;
-        }
+        Ok(reader)
+    }
+
+    /// Opens a checkpoint and checks its manifest only. The other files are checked when they are read.
+    pub(crate) fn open_manifest(dir: Dir, notices: Vec<String>) -> Result<Self, CkptError> {
+        let (manifest, layout, crc64) = Manifest::read(&dir)?;
         let pieces = manifest.files.iter().map(|f| f.pieces.as_slice());
         let coverage = Coverage::new(&layout, pieces, dir.path())?;
         let files = manifest.files.iter().map(|_| OnceLock::new()).collect();
-        Ok(Self { dir, manifest, layout, coverage, files, notices })
+        Ok(Self { dir, manifest, layout, coverage, crc64, files, kept: AtomicUsize::new(0), notices })
     }
 
     /// The directory of the checkpoint.
@@ -124,6 +140,7 @@ impl Reader {
         let (path, mut bytes) = (self.path().join(&record.name), Vec::new());
         let file = open_checked(&self.dir, &record.name, record.bytes, false)?;
         file.take(record.bytes).read_to_end(&mut bytes).map_err(CkptError::io("read", &path))?;
+        counts::read(bytes.len());
         match (record.crc64, checksum(&bytes)) {
             (expected, got) if expected == got => Ok(bytes),
             (expected, got) => Err(CkptError::Corrupt { path, range: 0..record.bytes, expected, got }),
@@ -190,7 +207,7 @@ impl Reader {
         let threads = if short { 1 } else { threads_for(bytes) };
         in_parallel(reads.into_iter().flat_map(Read::chunks), threads, |(range, read), buffer| {
             let shard = self.file(read.file)?;
-            let file = shard.open_state(&self.dir, !short)?;
+            let file = shard.open_state(&self.dir, !short, || self.may_keep())?;
             read.dtype.widen(shard.read(&file, &range, buffer)?, read.out);
             Ok(())
         })
@@ -219,10 +236,18 @@ impl Reader {
         match cell.get() {
             Some(file) => Ok(file),
             None => {
-                let file = ShardFile::open(&self.dir, &self.manifest, index)?;
+                let mut file = ShardFile::open(&self.dir, &self.manifest, index)?;
+                if !self.may_keep() {
+                    file.close();
+                }
                 Ok(cell.get_or_init(|| file))
             }
         }
+    }
+
+    /// Whether another descriptor may stay open.
+    fn may_keep(&self) -> bool {
+        self.kept.fetch_add(1, Ordering::Relaxed) < MAX_KEPT
     }
 }
 

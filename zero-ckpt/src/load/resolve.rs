@@ -29,7 +29,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
     if root.has(MANIFEST_NAME) || name.is_some_and(|name| step(&name).is_some()) {
         let reader = whole(root)?;
-        return Ok(Resolved { store_dir: parent(path)?, reader, passed_over: Vec::new() });
+        return Ok(Resolved { store_dir: reader.store_dir()?, reader, passed_over: Vec::new() });
     }
     let (entries, unreadable) = catalog::list(&root)?;
     let mut passed_over = Vec::new();
@@ -74,12 +74,17 @@ fn step(name: &str) -> Option<u64> {
     step_of(backup_of(name).unwrap_or(name))
 }
 
-/// The directory that holds `path`.
-fn parent(path: &Path) -> Result<PathBuf, CkptError> {
-    let path = match path.components().next_back() {
-        Some(Component::Normal(_)) => path.to_owned(),
-        _ => path.canonicalize().map_err(CkptError::io("open", path))?,
-    };
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    Ok(parent.unwrap_or(Path::new(".")).to_owned())
+impl Reader {
+    /// The directory of checkpoints that holds this one.
+    ///
+    /// # Errors
+    /// The path ends in `.` or `..` and cannot be resolved.
+    pub fn store_dir(&self) -> Result<PathBuf, CkptError> {
+        let path = match self.path().components().next_back() {
+            Some(Component::Normal(_)) => self.path().to_owned(),
+            _ => self.path().canonicalize().map_err(CkptError::io("open", self.path()))?,
+        };
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        Ok(parent.unwrap_or(Path::new(".")).to_owned())
+    }
 }

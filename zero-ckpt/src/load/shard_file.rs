@@ -3,11 +3,13 @@
 use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 
 use crate::CkptError;
 use crate::format::blocks::{BLOCK_BYTES, FileLayout, checksum};
 use crate::format::header::Header;
 use crate::format::manifest::Manifest;
+use crate::io::counts;
 use crate::io::dir::Dir;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 use crate::io::parallel::{chunks, in_parallel, read_at, threads_for};
@@ -22,6 +24,8 @@ pub(crate) struct ShardFile {
     state_start: u64,
     /// Checksum of each block of the state.
     table: Vec<u64>,
+    /// Open descriptors for later reads, buffered and direct.
+    kept: [OnceLock<Arc<File>>; 2],
 }
 
 impl ShardFile {
@@ -37,6 +41,7 @@ impl ShardFile {
         let mut front = vec![0; usize::try_from(front_bytes).map_err(|e| bad(e.to_string()))?];
         let read = std::os::unix::fs::FileExt::read_exact_at(&file, &mut front, 0);
         read.map_err(CkptError::io("read", &path))?;
+        counts::read(front.len());
         let (expected, got) = (record.front_crc64, checksum(&front));
         if got != expected {
             return Err(CkptError::Corrupt { path, range: 0..front_bytes, expected, got });
@@ -52,12 +57,32 @@ impl ShardFile {
         let unit_name = |u: u64| manifest.model.units[u as usize].name.as_str();
         let state_start = layout.check(&header, &manifest.states, unit_name).map_err(bad)?;
         let table = table.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
-        Ok(Self { layout, name: record.name.clone(), path, state_start, table })
+        let kept = [OnceLock::from(Arc::new(file)), OnceLock::new()];
+        Ok(Self { layout, name: record.name.clone(), path, state_start, table, kept })
     }
 
-    /// Opens the file again to read its state.
-    pub(crate) fn open_state(&self, dir: &Dir, direct: bool) -> Result<File, CkptError> {
-        open_checked(dir, &self.name, self.state_start + self.layout.state_bytes(), direct)
+    /// Returns a descriptor to read the state. A new one stays open with this value if `may_keep` returns true.
+    pub(crate) fn open_state(
+        &self,
+        dir: &Dir,
+        direct: bool,
+        may_keep: impl FnOnce() -> bool,
+    ) -> Result<Arc<File>, CkptError> {
+        let kept = &self.kept[usize::from(direct)];
+        if let Some(file) = kept.get() {
+            return Ok(Arc::clone(file));
+        }
+        let bytes = self.state_start + self.layout.state_bytes();
+        let file = Arc::new(open_checked(dir, &self.name, bytes, direct)?);
+        if may_keep() {
+            let _ = kept.set(Arc::clone(&file));
+        }
+        Ok(file)
+    }
+
+    /// Closes the descriptor that [`ShardFile::open`] used.
+    pub(crate) fn close(&mut self) {
+        self.kept = Default::default();
     }
 
     /// Reads the blocks that hold `range` of the state into `buffer`, verifies them, and returns the bytes of the
@@ -90,7 +115,7 @@ impl ShardFile {
 
     /// Reads and verifies all of the state.
     pub(crate) fn verify(&self, dir: &Dir) -> Result<(), CkptError> {
-        let (file, bytes) = (self.open_state(dir, true)?, self.layout.state_bytes());
+        let (file, bytes) = (self.open_state(dir, true, || false)?, self.layout.state_bytes());
         in_parallel(chunks(0..bytes), threads_for(bytes), |range, buffer| self.read(&file, &range, buffer).map(drop))
     }
 }

@@ -6,10 +6,12 @@ use std::path::Path;
 use serde_json::Value;
 use zero_shard::Layout;
 
-use super::frames::StagedFile;
-use crate::format::blocks::checksum;
-use crate::format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
-use crate::{CkptError, ModelSpec};
+use super::agreement::StagedFile;
+use crate::format::blocks::{checksum, shard_pieces};
+use crate::format::manifest::{
+    DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size,
+};
+use crate::{CkptError, ModelSpec, Piece};
 
 /// The metadata of a checkpoint, equal on all ranks; rank 0's is stored.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -42,6 +44,19 @@ pub(crate) fn encode_documents(meta: &SaveMeta) -> Result<Vec<(String, Vec<u8>)>
         Ok((name.clone(), bytes))
     };
     meta.documents.iter().map(encode).collect()
+}
+
+/// Checks that the manifests of saves of `layout` can be small enough, by their longest part: the pieces of all ranks.
+pub(crate) fn check_pieces(layout: &Layout) -> Result<(), CkptError> {
+    let bytes =
+        (0..layout.world_size()).map(|rank| Ok(json_bytes(&shard_pieces(layout, rank)?))).sum::<Result<_, _>>()?;
+    check_size("the manifest", bytes, MAX_MANIFEST_BYTES)
+}
+
+/// The length of a file's pieces in the manifest, with commas and without brackets: "[unit,start,end],".
+fn json_bytes(pieces: &[Piece]) -> u64 {
+    let digits = |number: u64| u64::from(number.checked_ilog10().unwrap_or(0)) + 1;
+    pieces.iter().map(|p| digits(p.0) + digits(p.1) + digits(p.2) + 5).sum()
 }
 
 /// Assembles the manifest and checks it as a reader does.
@@ -95,4 +110,17 @@ pub(crate) fn manifest_of(
     };
     manifest.check(&path.join(MANIFEST_NAME))?;
     Ok(manifest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_have_the_computed_length() {
+        let pieces = [Piece(0, 0, 1), Piece(9, 10, 99), Piece(10, 100, u64::MAX)];
+        for n in 1..=pieces.len() {
+            assert_eq!(json_bytes(&pieces[..n]) + 1, serde_json::to_vec(&pieces[..n]).unwrap().len() as u64);
+        }
+    }
 }

@@ -20,12 +20,13 @@ use std::thread::JoinHandle;
 
 use zero_shard::Layout;
 
-use super::frames::{PublishedCheckpoint, StagedFile};
+use super::agreement::{Outcome, PublishedCheckpoint, StagedFile};
+use super::assemble::check_pieces;
 use crate::format::blocks::{FileLayout, file_order, shard_pieces};
 use crate::format::runs::runs;
 use crate::io::page_buffer::PageBuffer;
 use crate::io::parallel::Slices;
-use crate::{CkptError, SaveMeta, ShardData, StateSpec, Store};
+use crate::{CkptError, Exchange, SaveMeta, ShardData, StateSpec, Store};
 
 /// Waits until the copies into the staging buffer are complete; called on the save thread. It is a no-op for host
 /// memory and waits for an event for a device.
@@ -51,8 +52,8 @@ enum Phase {
     Failed(CkptError),
     /// Rank 0: a thread publishes.
     Publishing(Task<Result<PublishedCheckpoint, CkptError>>),
-    /// Other ranks: rank 0 publishes.
-    AwaitingOutcome,
+    /// Other ranks: rank 0 publishes. With the error of this rank's staging, if that failed.
+    AwaitingOutcome(Option<CkptError>),
 }
 
 /// A [`Store`] that saves in the background. All ranks call `begin`, `advance` and `complete` in the same order.
@@ -72,13 +73,17 @@ impl BackgroundStore {
     /// 1) in host memory.
     ///
     /// # Errors
-    /// [`CkptError::OutOfMemory`], or sizes beyond 64 bits.
+    /// [`CkptError::OutOfMemory`], sizes beyond 64 bits, or on rank 0 a layout whose manifest readers would reject
+    /// ([`CkptError::TooLarge`]).
     pub fn new(
         store: Store,
         layout: Arc<Layout>,
         mut states: Vec<StateSpec>,
         buffers: usize,
     ) -> Result<Self, CkptError> {
+        if store.rank() == 0 {
+            check_pieces(&layout)?;
+        }
         states.sort_by_key(file_order);
         let file = FileLayout::new(&states, shard_pieces(&layout, store.rank())?)
             .ok_or_else(|| CkptError::argument("bytes of state", "a number of 64 bits", "more"))?;
@@ -170,21 +175,17 @@ impl BackgroundStore {
         self.in_flight.front().is_some_and(|(_, phase)| match phase {
             Phase::Staging(task) => task.is_finished(),
             Phase::Publishing(task) => task.is_finished(),
-            Phase::Failed(_) | Phase::AwaitingOutcome => true,
+            Phase::Failed(_) | Phase::AwaitingOutcome(_) => true,
         })
     }
 
-    /// Advances the oldest save in flight by one exchange between the ranks: the first exchanges the staged files,
-    /// after which rank 0 publishes in the background (returns `None`); the second distributes the outcome. Waits for
-    /// this rank's thread. See [`Store::save`] for `exchange`; it is called once.
+    /// Advances the oldest save in flight: the first call gathers the records of the staged files, after which rank 0
+    /// publishes in the background (returns `None`); the second broadcasts the outcome. Waits for this rank's thread.
     ///
     /// # Errors
     /// [`CkptError::NothingInFlight`], or an error of [`Store::save`], which is the same on all ranks and ends the
     /// save.
-    pub fn advance<E: std::fmt::Display>(
-        &mut self,
-        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
-    ) -> Result<Option<PublishedCheckpoint>, CkptError> {
+    pub fn advance(&mut self, exchange: &mut impl Exchange) -> Result<Option<PublishedCheckpoint>, CkptError> {
         let (meta, phase) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
         let staged = match phase {
             Phase::Staging(task) => task.join().and_then(|(buffer, staged)| {
@@ -194,16 +195,18 @@ impl BackgroundStore {
             Phase::Failed(error) => Err(error),
             Phase::Publishing(task) => {
                 let outcome = task.join().and_then(|outcome| outcome);
-                return self.store.share_outcome(&self.layout, Some(outcome), &mut exchange).map(Some);
+                return self.store.share_outcome(Outcome::Published(outcome), exchange).map(Some);
             }
-            Phase::AwaitingOutcome => return self.store.share_outcome(&self.layout, None, &mut exchange).map(Some),
+            Phase::AwaitingOutcome(failure) => {
+                return self.store.share_outcome(Outcome::Staged(failure), exchange).map(Some);
+            }
         };
-        let staged = self.store.share_staged(&self.layout, staged, &mut exchange)?;
-        let phase = if self.store.rank() == 0 {
-            let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), meta.clone());
-            Phase::Publishing(Task::start(move || store.publish(&meta, &layout, staged)))
-        } else {
-            Phase::AwaitingOutcome
+        let phase = match self.store.share_staged(&self.layout, &staged, exchange)? {
+            Some(all) => {
+                let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), meta.clone());
+                Phase::Publishing(Task::start(move || store.publish(&meta, &layout, all)))
+            }
+            None => Phase::AwaitingOutcome(staged.err()),
         };
         self.in_flight.push_front((meta, phase));
         Ok(None)
@@ -213,12 +216,9 @@ impl BackgroundStore {
     ///
     /// # Errors
     /// As [`BackgroundStore::advance`].
-    pub fn complete<E: std::fmt::Display>(
-        &mut self,
-        mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
-    ) -> Result<PublishedCheckpoint, CkptError> {
+    pub fn complete(&mut self, exchange: &mut impl Exchange) -> Result<PublishedCheckpoint, CkptError> {
         loop {
-            if let Some(published) = self.advance(&mut exchange)? {
+            if let Some(published) = self.advance(exchange)? {
                 return Ok(published);
             }
         }
@@ -236,7 +236,7 @@ impl Drop for BackgroundStore {
                     }
                 }
                 Phase::Publishing(task) => drop(task.join()),
-                Phase::Failed(_) | Phase::AwaitingOutcome => {}
+                Phase::Failed(_) | Phase::AwaitingOutcome(_) => {}
             }
         }
     }

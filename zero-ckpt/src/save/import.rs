@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
-use super::frames::PublishedCheckpoint;
+use super::agreement::PublishedCheckpoint;
 use crate::format::blocks::shard_pieces;
 use crate::format::tensor_folder::{TensorFolder, read_json};
 use crate::io::parallel::Source;

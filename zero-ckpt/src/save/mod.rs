@@ -1,9 +1,8 @@
 //! Saving: staging, the exchange between the ranks, publication.
 
-mod agreement;
+pub(crate) mod agreement;
 pub(crate) mod assemble;
 pub(crate) mod background;
-pub(crate) mod frames;
 pub(crate) mod import;
 pub(crate) mod replace;
 pub(crate) mod shard_data;

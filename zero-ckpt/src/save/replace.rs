@@ -44,7 +44,8 @@ pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) {
         complete.ok().map(|reader| reader.manifest().sequence)
     };
     let names = dir.names().unwrap_or_default();
-    let backups = names.iter().filter_map(|backup| Some((sequence(backup), backup, backup_of(backup)?)));
+    // Opens backups only: a directory of complete checkpoints costs nothing here.
+    let backups = names.iter().filter_map(|backup| backup_of(backup).map(|name| (sequence(backup), backup, name)));
     let mut backups: Vec<_> = backups.collect();
     backups.sort_unstable();
     for (complete, backup, name) in backups.into_iter().rev() {
@@ -81,7 +82,7 @@ mod tests {
         shard.storage_f32("master", &values).unwrap();
         let store = Store::create(path, 0, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
         let meta = SaveMeta { step, dtype: "fp32".into(), ..SaveMeta::default() };
-        store.observe(at).save(&meta, &shard, |frame| Ok::<_, String>(vec![frame.to_vec()]))
+        store.observe(at).save(&meta, &shard, &mut crate::SingleRank)
     }
 
     /// The step and value that a reader finds.

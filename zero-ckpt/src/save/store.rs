@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! each rank   stage     DIR/.staging/step-00000030.rank-00002.<random>   written, synced
-//! all ranks   exchange  the records of the staged files, or errors
+//! all ranks   gather    the records of the staged files, to rank 0
 //! rank 0      publish   DIR/.staging/step-00000030.<random>/             files moved in, manifest written, synced
 //!                       DIR/step-00000030/                               renamed (see `replace`), directory synced
 //!                       DIR/latest                                       one rename, directory synced
 //!                       old checkpoints beyond the last k                renamed to .staging, then removed
-//! all ranks   exchange  the outcome
+//! rank 0      broadcast the outcome; a failed rank broadcasts its error
 //! ```
 //!
 //! After a crash at any point, `latest` and its checkpoint are in either the old or the new state. The next
@@ -18,19 +18,21 @@ use std::sync::Mutex;
 
 use zero_shard::Layout;
 
+use super::agreement::{PublishedCheckpoint, StagedFile, staged_name};
 use super::assemble::{SaveMeta, encode_documents, manifest_of};
-use super::frames::{PublishedCheckpoint, StagedFile, shorten};
 use super::replace;
+use crate::exchange::shorten;
 use crate::format::blocks::{FileLayout, checksum};
 use crate::format::catalog::{
-    self, BEST, Entry, LATEST, STAGING, backup_of, pointer_line, random, step_name, step_of,
+    self, BEST, Entry, LATEST, STAGING, backup_of, pointer_line, random, random_number, step_name, step_of,
 };
-use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, Manifest};
+use crate::format::header::MAX_HEADER_BYTES;
+use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, Manifest, check_size};
 use crate::io::dir::Dir;
 use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 use crate::io::parallel::{self, Source};
-use crate::{CkptError, ModelSpec, Piece, ShardData, StateSpec};
+use crate::{CkptError, Exchange, ModelSpec, Piece, ShardData, StateSpec};
 
 /// A point of the save protocol at which tests interrupt a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -201,17 +203,15 @@ impl Store {
     /// Saves a checkpoint together with the other ranks. All ranks call it with the same `meta` and return the same
     /// result: the published checkpoint, or the error of the first rank that failed.
     ///
-    /// `exchange` is an all-gather: its argument is this rank's frame, its result the frames of all ranks in rank
-    /// order. All frames have [`frame_bytes`](crate::frame_bytes) bytes. Every rank calls it twice, even after an
-    /// error, unless the exchange itself fails.
+    /// Every rank gathers once and broadcasts once, even after an error, and once more if a rank other than 0 failed.
     ///
     /// # Errors
     /// The error of any rank, as [`CkptError::Rank`], or a failed exchange.
-    pub fn save<E: std::fmt::Display>(
+    pub fn save(
         &self,
         meta: &SaveMeta,
         shard: &ShardData<'_>,
-        exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+        exchange: &mut impl Exchange,
     ) -> Result<PublishedCheckpoint, CkptError> {
         let staged = self.stage(meta.step, shard);
         self.finish(meta, shard.layout(), staged, exchange)
@@ -250,10 +250,12 @@ impl Store {
         let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
         let header = file_layout.header(&states, |u| layout.units()[u as usize].name.as_str(), metadata);
         let header = header.encode(PAGE_BYTES as u64, file_layout.table_bytes());
+        // Eight bytes are the length field.
+        check_size("the header of a shard file", header.len() as u64 - 8, MAX_HEADER_BYTES)?;
         let front_bytes = header.len() as u64 + file_layout.table_bytes();
         let bytes = front_bytes + file_layout.state_bytes();
 
-        let name = format!("{}.rank-{:05}.{}", step_name(step), self.rank, random());
+        let name = staged_name(step, self.rank, random_number());
         let path = self.staging.path().join(&name);
         let file = self.staging.create_file(&name, true)?;
         self.at(SavePoint::FileCreated);
@@ -335,6 +337,7 @@ impl Store {
         let documents = encode_documents(meta)?;
         let identity = (model, sequence, self.options.run.clone());
         let manifest = manifest_of(meta, layout, identity, staged, &documents, &path)?;
+        let encoded = manifest.encode()?;
         for file in staged {
             self.check_staged(file)?;
         }
@@ -344,7 +347,7 @@ impl Store {
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
         let assembled = self
-            .assemble(&ready, staged, &documents, &manifest)
+            .assemble(&ready, staged, &documents, (&manifest, &encoded))
             .and_then(|()| replace::replace(&self.staging, &dir_name, &self.dir, &name, backed_up));
         if let Err(error) = assembled {
             let _ = self.staging.remove(&dir_name);
@@ -385,14 +388,14 @@ impl Store {
         ready: &Dir,
         staged: &[StagedFile],
         documents: &[(String, Vec<u8>)],
-        manifest: &Manifest,
+        (manifest, encoded): (&Manifest, &[u8]),
     ) -> Result<(), CkptError> {
         for (staged, file) in staged.iter().zip(&manifest.files) {
             self.staging.rename(&staged.file, ready, &file.name)?;
         }
         self.at(SavePoint::FilesMoved);
         documents.iter().try_for_each(|(name, bytes)| ready.write_new(name, bytes))?;
-        ready.write_new(MANIFEST_NAME, &manifest.encode()?)?;
+        ready.write_new(MANIFEST_NAME, encoded)?;
         ready.sync()?;
         self.at(SavePoint::ManifestSynced);
         Ok(())

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use zero_ckpt::{
-    BackgroundStore, CkptError, Fence, Reader, ShardData, StagingSlice, StateDtype, StateSpec, Store, StoreOptions,
+    BackgroundStore, CkptError, Fence, Reader, ShardData, SingleRank, StagingSlice, StateDtype, StateSpec, Store,
+    StoreOptions,
 };
 use zero_shard::Layout;
 
@@ -45,10 +46,6 @@ fn on_all_ranks(
     });
 }
 
-fn alone(frame: &[u8]) -> Result<Vec<Vec<u8>>, String> {
-    Ok(vec![frame.to_vec()])
-}
-
 #[test]
 fn snapshot_holds_the_values_of_its_step() {
     let (dir, layout) = (tempfile::tempdir().unwrap(), layout(3, 4));
@@ -57,14 +54,14 @@ fn snapshot_holds_the_values_of_its_step() {
         begin(store, &layout, rank, 10).unwrap();
         begin(store, &layout, rank, 11).unwrap();
         assert!(matches!(begin(store, &layout, rank, 12), Err(CkptError::InFlight { limit: 2 })));
-        assert_eq!(store.complete(|f| world.all_gather(rank, f)).unwrap().step, 10);
+        assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 10);
         begin(store, &layout, rank, 12).unwrap();
-        assert_eq!(store.complete(|f| world.all_gather(rank, f)).unwrap().step, 11);
+        assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 11);
         while !store.ready() {
             std::thread::yield_now();
         }
-        assert_eq!(store.complete(|f| world.all_gather(rank, f)).unwrap().step, 12);
-        let nothing = store.complete(|f| world.all_gather(rank, f));
+        assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 12);
+        let nothing = store.complete(&mut world.rank(rank));
         assert!(matches!(nothing, Err(CkptError::NothingInFlight)));
     });
     for step in 10..=12 {
@@ -86,9 +83,9 @@ fn steps_continue_between_the_exchanges() {
                 begin(store, &layout, rank, begun).unwrap();
             }
             // A trainer adds this bit to its exchange of every step.
-            let ready = world.all_gather(rank, &[u8::from(store.ready())]).unwrap();
-            if ready.iter().all(|bit| bit[0] == 1) {
-                published.extend(store.advance(|f| world.all_gather(rank, f)).unwrap().map(|p| p.step));
+            let ready = world.rank(rank).all_gather(&[u8::from(store.ready())]);
+            if ready.iter().all(|ready| *ready == 1) {
+                published.extend(store.advance(&mut world.rank(rank)).unwrap().map(|p| p.step));
             }
             if published.len() == 4 {
                 break;
@@ -109,17 +106,17 @@ fn failure_reaches_all_ranks_and_the_next_save_works() {
             0 => begin(store, &layout, rank, 1).unwrap(),
             _ => store.begin(meta(1), |_| Err("the device is lost".into())).unwrap(),
         }
-        let error = store.complete(|f| world.all_gather(rank, f)).unwrap_err().to_string();
+        let error = store.complete(&mut world.rank(rank)).unwrap_err().to_string();
         assert_eq!(error, "rank 1: the snapshot failed: the device is lost");
         // The fence fails on rank 0.
         match rank {
             0 => store.begin(meta(2), |_| Ok(Box::new(|| Err("event failed".into())))).unwrap(),
             _ => begin(store, &layout, rank, 2).unwrap(),
         }
-        let error = store.complete(|f| world.all_gather(rank, f)).unwrap_err().to_string();
+        let error = store.complete(&mut world.rank(rank)).unwrap_err().to_string();
         assert_eq!(error, "rank 0: the snapshot failed: event failed");
         begin(store, &layout, rank, 3).unwrap();
-        assert_eq!(store.complete(|f| world.all_gather(rank, f)).unwrap().step, 3);
+        assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 3);
     });
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 3);
     assert_eq!(std::fs::read_dir(dir.path().join(".staging")).unwrap().count(), 0);
@@ -152,7 +149,7 @@ fn fence_precedes_the_write() {
     at_fence.recv().unwrap();
     assert!(!store.ready());
     open_fence.send(()).unwrap();
-    store.complete(alone).unwrap();
+    store.complete(&mut SingleRank).unwrap();
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 4);
 }
 
@@ -161,9 +158,9 @@ fn panic_of_the_save_thread_is_an_error() {
     let (dir, layout) = (tempfile::tempdir().unwrap(), layout(1, 1));
     let mut store = open(dir.path(), &layout, 0, 1);
     store.begin(meta(1), |_| Ok(Box::new(|| std::panic::resume_unwind(Box::new("boom"))))).unwrap();
-    assert!(store.complete(alone).unwrap_err().to_string().contains("thread that saves has panicked"));
+    assert!(store.complete(&mut SingleRank).unwrap_err().to_string().contains("thread that saves has panicked"));
     store.begin(meta(2), |_| Ok(Box::new(|| Ok(())))).unwrap();
-    assert!(store.complete(alone).unwrap_err().to_string().contains("thread that saves has panicked"));
+    assert!(store.complete(&mut SingleRank).unwrap_err().to_string().contains("thread that saves has panicked"));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Barrier, Mutex};
 
 use proptest::prelude::ProptestConfig;
-use zero_ckpt::{CkptError, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions};
+use zero_ckpt::{CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions};
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
@@ -73,24 +73,83 @@ pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// An all-gather between threads.
+/// Ranks that are threads.
 pub(crate) struct World {
-    frames: Mutex<Vec<Vec<u8>>>,
+    bytes: Mutex<Vec<u8>>,
     barrier: Barrier,
 }
 
 impl World {
     pub(crate) fn new(ranks: u64) -> Self {
-        Self { frames: Mutex::new(vec![Vec::new(); ranks as usize]), barrier: Barrier::new(ranks as usize) }
+        Self { bytes: Mutex::default(), barrier: Barrier::new(ranks as usize) }
     }
 
-    pub(crate) fn all_gather(&self, rank: u64, frame: &[u8]) -> Result<Vec<Vec<u8>>, String> {
-        self.frames.lock().unwrap()[rank as usize] = frame.to_vec();
-        self.barrier.wait();
-        let all = self.frames.lock().unwrap().clone();
-        self.barrier.wait();
-        assert!(all.iter().all(|f| f.len() == frame.len()), "frames of unequal length");
+    pub(crate) fn rank(&self, rank: u64) -> ThreadRank<'_> {
+        ThreadRank { world: self, rank, received_bytes: 0 }
+    }
+}
+
+/// The exchange of one rank of a [`World`].
+pub(crate) struct ThreadRank<'a> {
+    world: &'a World,
+    rank: u64,
+    /// Bytes received so far.
+    #[allow(dead_code, reason = "not every test program reads it")]
+    pub(crate) received_bytes: u64,
+}
+
+impl ThreadRank<'_> {
+    /// The concatenation of the ranks' `bytes` on all ranks.
+    #[allow(dead_code, reason = "not every test program calls it")]
+    pub(crate) fn all_gather(&self, bytes: &[u8]) -> Vec<u8> {
+        self.put(bytes);
+        let all = self.world.bytes.lock().unwrap().clone();
+        self.end();
+        all
+    }
+
+    /// Writes this rank's part of the shared bytes; returns when all ranks have.
+    fn put(&self, bytes: &[u8]) {
+        let at = self.rank as usize * bytes.len();
+        let mut all = self.world.bytes.lock().unwrap();
+        let len = all.len().max(at + bytes.len());
+        all.resize(len, 0);
+        all[at..at + bytes.len()].copy_from_slice(bytes);
+        drop(all);
+        self.world.barrier.wait();
+    }
+
+    /// Waits until all ranks have read the shared bytes, and removes them.
+    fn end(&self) {
+        if self.world.barrier.wait().is_leader() {
+            self.world.bytes.lock().unwrap().clear();
+        }
+        self.world.barrier.wait();
+    }
+}
+
+impl Exchange for ThreadRank<'_> {
+    type Error = String;
+
+    fn gather(&mut self, record: &[u8]) -> Result<Vec<u8>, String> {
+        assert_eq!(record.len(), zero_ckpt::RECORD_BYTES);
+        self.put(record);
+        let all = if self.rank == 0 { self.world.bytes.lock().unwrap().clone() } else { Vec::new() };
+        self.received_bytes += all.len() as u64;
+        self.end();
         Ok(all)
+    }
+
+    fn broadcast(&mut self, message: &mut [u8], root: u64) -> Result<(), String> {
+        assert_eq!(message.len(), zero_ckpt::MESSAGE_BYTES);
+        if self.rank == root {
+            *self.world.bytes.lock().unwrap() = message.to_vec();
+        }
+        self.world.barrier.wait();
+        message.copy_from_slice(&self.world.bytes.lock().unwrap());
+        self.received_bytes += message.len() as u64;
+        self.end();
+        Ok(())
     }
 }
 
@@ -138,7 +197,7 @@ pub(crate) fn save_with(
                     for (state, values) in STATES.iter().zip(&states) {
                         shard.storage_f32(state, values).unwrap();
                     }
-                    store.save(&meta(step), &shard, |frame| world.all_gather(rank, frame))
+                    store.save(&meta(step), &shard, &mut world.rank(rank))
                 })
             })
             .collect();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::common::{assert_holds, layout, save, save_with};
-use zero_ckpt::{CkptError, Reader, SaveMeta, Store, StoreOptions};
+use zero_ckpt::{CkptError, Reader, SaveMeta, SingleRank, Store, StoreOptions};
 
 /// A tmpfs mount, unmounted when dropped.
 struct SmallDisk {
@@ -144,7 +144,7 @@ fn another_model_is_rejected() {
     let mut shard = zero_ckpt::ShardData::new(&other, 0).unwrap();
     shard.storage_f32("master", &[1.0; 3]).unwrap();
     let meta = SaveMeta { step: 1, ..SaveMeta::default() };
-    let late = store.save(&meta, &shard, |f| Ok::<_, String>(vec![f.to_vec()]));
+    let late = store.save(&meta, &shard, &mut SingleRank);
     assert!(matches!(late, Err(CkptError::AnotherModel { .. })), "{late:?}");
     assert!(staged(dir.path()).is_empty());
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout(3, 1), 1);

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use tempfile::TempDir;
 use zero_ckpt::{
-    CkptError, MANIFEST_NAME, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions, has_checkpoints,
-    resolve,
+    CkptError, MANIFEST_NAME, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, Store, StoreOptions,
+    has_checkpoints, resolve,
 };
 
 use crate::common::{layout, meta, storage};
@@ -23,7 +23,7 @@ fn save(dir: &Path, meta: &SaveMeta, options: &StoreOptions) -> Result<Published
     let mut shard = ShardData::new(&layout, 0).unwrap();
     shard.storage_f32("master", &values).unwrap();
     let store = Store::create(dir, 0, options.clone()).unwrap();
-    store.save(meta, &shard, |frame| Ok::<_, String>(vec![frame.to_vec()]))
+    store.save(meta, &shard, &mut SingleRank)
 }
 
 fn saved(steps: &[u64], options: &StoreOptions) -> TempDir {

@@ -35,20 +35,21 @@ pub(super) fn run(
     match launched {
         Some(launched) => run_rank(args, resumed, gpus, Some(&launched)),
         None if ranks == 1 => run_rank(args, resumed, gpus, None),
-        None => launch(args, ranks),
+        None => launch(args, resumed, ranks),
     }
 }
 
 /// Starts the ranks and waits for them.
-fn launch(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
+fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(), CliError> {
     let program = std::env::current_exe()
         .map_err(|e| CliError::Failure(format!("failed to determine the path of this executable: {e}")))?;
     let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
+    let variables = variables(args).filter(unset).map(|(name, value)| (name.to_owned(), value.to_owned()));
     let job = Job {
         ranks,
         program,
         args: std::env::args_os().skip(1).collect(),
-        variables: variables(args).filter(unset).map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        variables: variables.chain(resumed.map(Resumed::variable)).collect(),
         grace: GRACE,
     };
     let mut received = signal_hook::iterator::Signals::new(signals::ENDING).map_err(signals::not_handled)?;
@@ -74,6 +75,25 @@ fn run_rank(
 ) -> Result<(), CliError> {
     let (rank, world_size, local_rank) = launched.map_or((0, 1, 0), |l| (l.rank, l.world_size, l.local_rank));
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
+    let limit = Duration::from_secs(args.time_limit);
+    let connect = || -> Result<Arc<dyn Communicator<CudaDevice>>, CliError> {
+        match launched {
+            Some(ranks) if world_size > 1 => {
+                check_sharing(args, local_rank >= gpus)?;
+                let joined = NcclCommunicator::join(&device, ranks, CommOptions { limit });
+                Ok(Arc::new(joined.map_err(|e| join_error(rank, e))?))
+            }
+            _ => Ok(Arc::new(Solo::new(device.clone()))),
+        }
+    };
+    let (mut comm, mut found) = (None, None);
+    if args.resume.is_some() && resumed.is_none() {
+        let connected = connect()?;
+        found = Resumed::open_on_ranks(args, &*connected, device.clone())?;
+        comm = Some(connected);
+    }
+    let filled = found.as_ref().map(|found| found.fill(args));
+    let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
     let mut setup = RunSetup::new(args, resumed, world_size, Some(device.name().to_owned()))?;
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
@@ -81,14 +101,7 @@ fn run_rank(
     if args.share_gpus && world_size > gpus {
         setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());
     }
-    let limit = Duration::from_secs(args.time_limit);
-    let comm: Arc<dyn Communicator<CudaDevice>> = match launched {
-        Some(ranks) if world_size > 1 => {
-            check_sharing(args, local_rank >= gpus)?;
-            Arc::new(NcclCommunicator::join(&device, ranks, CommOptions { limit }).map_err(|e| join_error(rank, e))?)
-        }
-        _ => Arc::new(Solo::new(device.clone())),
-    };
+    let comm = comm.map_or_else(connect, Ok)?;
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
     observed(&setup, &signals, rank == 0, |observe| {
         let comm_of_run = Arc::clone(&comm);

@@ -31,6 +31,7 @@ use super::CliError;
 use super::output::print_text;
 use crate::error::TrainError;
 use crate::trainer::{RankSummary, StepMetrics, run_on_threads};
+use args::DeviceChoice;
 use backend::Backend;
 use observer::Observer;
 use resume::Resumed;
@@ -42,9 +43,17 @@ use signals::Signals;
 /// # Errors
 /// Wrong use, found before any rank starts; or the failure that ended the run.
 pub fn run(args: &TrainArgs) -> Result<(), CliError> {
-    let resumed = Resumed::open(args)?;
-    let filled = resumed.as_ref().map(|resumed| resumed.fill(args));
-    let (args, resumed) = (filled.as_ref().unwrap_or(args), resumed.as_ref());
+    // `None` with --resume: rank 0 finds the checkpoint, once the ranks are connected.
+    let deferred = resume::is_deferred(args, mpi::launched_ranks(args));
+    let resumed = if deferred { None } else { Resumed::open(args)? };
+    let filled = match &resumed {
+        Some(resumed) => resumed.fill(args),
+        None if resume::recorded_device(args) == Some(DeviceChoice::Cpu) => {
+            TrainArgs { device: DeviceChoice::Cpu, ..args.clone() }
+        }
+        None => args.clone(),
+    };
+    let (args, resumed) = (&filled, resumed.as_ref());
     if let Backend::Cuda { gpus, launched } = backend::choose(args)? {
         return cuda::run(args, resumed, gpus, launched);
     }

@@ -9,10 +9,24 @@ use super::resume::Resumed;
 /// The variables in which Open MPI, MPICH and Slurm's PMI pass the number of processes.
 const WORLD_SIZE_VARIABLES: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
 
+/// The number of processes that `mpirun` started, or 1.
+fn mpi_ranks() -> usize {
+    let size = |name| std::env::var(name).ok()?.parse().ok();
+    WORLD_SIZE_VARIABLES.into_iter().filter_map(size).max().unwrap_or(1)
+}
+
+/// The number of processes, as a launcher tells them, that train one run together.
+pub(super) fn launched_ranks(args: &TrainArgs) -> usize {
+    if args.comm == CommChoice::Threads {
+        return 1;
+    }
+    let launched = Ranks::from_env().ok().flatten().map_or(1, |ranks| ranks.world_size);
+    launched.max(mpi_ranks())
+}
+
 /// Whether this process trains as a rank of an MPI world.
 pub(super) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
-    let size = |name| std::env::var(name).ok()?.parse::<usize>().ok();
-    let launched = WORLD_SIZE_VARIABLES.into_iter().filter_map(size).any(|size| size > 1);
+    let launched = mpi_ranks() > 1;
     match args.comm {
         CommChoice::Threads | CommChoice::Nccl => Ok(false),
         CommChoice::Mpi => Ok(true),
@@ -57,6 +71,7 @@ pub(super) fn run(_args: &TrainArgs, _resumed: Option<&Resumed>) -> Result<(), C
 pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), CliError> {
     use std::time::Duration;
 
+    use zero_alloc::host::HostDevice;
     use zero_comm::mpi::MpiWorld;
     use zero_comm::{CommOptions, Communicator};
 
@@ -72,6 +87,12 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     if let Some(flag) = args.ranks.filter(|flag| *flag != ranks) {
         return Err(CliError::Usage(format!("--ranks {flag}: mpirun started {ranks} ranks")));
     }
+    let found = match resumed {
+        None => Resumed::open_on_ranks(args, &*comm, HostDevice::new())?,
+        Some(_) => None,
+    };
+    let filled = found.as_ref().map(|found| found.fill(args));
+    let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
     let mut setup = RunSetup::new(args, resumed, ranks, None)?;
     memory_check::check(&setup, 1)?;
     let signals = Signals::handle()?;

@@ -1,9 +1,18 @@
 //! The checkpoint that `--resume` names, and the settings of its run.
+//!
+//! One process finds the checkpoint, for which it reads every byte; the others open the same one. Under this program's
+//! launcher that process is the launcher, which passes the checkpoint to its ranks in [`SELECTED_VARIABLE`]. Under another
+//! launcher it is rank 0, which broadcasts the checkpoint once the ranks are connected.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use zero_alloc::device::DType;
-use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, has_checkpoints, resolve};
+use serde::{Deserialize, Serialize};
+use zero_alloc::Pool;
+use zero_alloc::device::{DType, Device};
+use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, Selection, has_checkpoints, resolve};
+use zero_comm::Communicator;
 use zero_shard::Layout;
 
 use super::args::{DeviceChoice, TrainArgs};
@@ -12,7 +21,26 @@ use super::settings::Base;
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::{BatchKeys, DsConfig};
 use crate::model::config::GptConfig;
-use crate::trainer::TrainerState;
+use crate::trainer::{RankExchange, TrainerState};
+
+/// The environment variable in which the launcher passes the checkpoint to its ranks, as JSON.
+const SELECTED_VARIABLE: &str = "ZERO_SELECTED_CHECKPOINT";
+/// Maximum number of notes about damaged checkpoints; an environment variable is short.
+const MAX_NOTICES: usize = 20;
+
+/// The content of [`SELECTED_VARIABLE`].
+#[derive(Debug, Serialize, Deserialize)]
+struct Selected {
+    selection: Selection,
+    notices: Vec<String>,
+}
+
+impl Selected {
+    /// The checkpoint that the launcher of this process has found.
+    fn from_env() -> Option<Self> {
+        serde_json::from_str(&std::env::var(SELECTED_VARIABLE).ok()?).ok()
+    }
+}
 
 /// An open checkpoint to resume from.
 pub(super) struct Resumed {
@@ -29,13 +57,55 @@ pub(super) struct Resumed {
 }
 
 impl Resumed {
-    /// Opens the checkpoint of `--resume`, if the flag is given.
+    /// Opens the checkpoint of `--resume`, if the flag is given: the one that the launcher of this process has found,
+    /// or the newest whole one.
     ///
     /// # Errors
     /// No checkpoint of this trainer is there, or its `run.json` is invalid.
     pub(super) fn open(args: &TrainArgs) -> Result<Option<Self>, CliError> {
         let Some(dir) = &args.resume else { return Ok(None) };
-        let (store_dir, reader, mut notices) = open_checkpoint(dir, args.resume_exact)?;
+        let (reader, notices) = match Selected::from_env() {
+            Some(Selected { selection, notices }) => {
+                (Reader::open_selected(dir, &selection).map_err(CliError::usage)?, notices)
+            }
+            None => find(dir, args.resume_exact)?,
+        };
+        Self::new(reader, notices).map(Some)
+    }
+
+    /// Opens the checkpoint of `--resume` on all ranks of `comm`; rank 0 finds it.
+    ///
+    /// # Errors
+    /// As [`Resumed::open`], on all ranks; or a failed exchange.
+    pub(super) fn open_on_ranks<D: Device>(
+        args: &TrainArgs,
+        comm: &dyn Communicator<D>,
+        device: D,
+    ) -> Result<Option<Self>, CliError> {
+        let Some(dir) = &args.resume else { return Ok(None) };
+        let stream = device.create_stream("resume").map_err(CliError::failure)?;
+        let (pool, limit) = (Pool::new(device, usize::MAX), Duration::from_secs(args.time_limit).saturating_mul(2));
+        let mut notices = Vec::new();
+        let find = || {
+            let found = find(dir, args.resume_exact).map_err(NotOpened::Here)?;
+            notices = found.1;
+            Ok(found.0)
+        };
+        let exchange = &mut RankExchange::new(comm, &pool, &stream, limit);
+        let reader = Reader::open_on_ranks(dir, comm.rank() as u64, exchange, find).map_err(|error| match error {
+            NotOpened::Here(error) => error,
+            // The error of rank 0, which all ranks receive.
+            NotOpened::Checkpoint(error @ CkptError::Rank { .. }) => CliError::usage(error),
+            NotOpened::Checkpoint(error) => {
+                comm.abort(&error.to_string());
+                CliError::failure(error)
+            }
+        })?;
+        Self::new(reader, notices).map(Some)
+    }
+
+    fn new(reader: Reader, mut notices: Vec<String>) -> Result<Self, CliError> {
+        let store_dir = reader.store_dir().map_err(CliError::usage)?;
         let path = reader.path().to_owned();
         let state = TrainerState::of(&reader).map_err(CliError::usage)?;
         let invalid = |what: &str, e: String| CliError::Usage(format!("{}: invalid {what}: {e}", path.display()));
@@ -50,7 +120,15 @@ impl Resumed {
                 path.display()
             ));
         }
-        Ok(Some(Self { store_dir, reader, state, record, config, notices }))
+        Ok(Self { store_dir, reader, state, record, config, notices })
+    }
+
+    /// The environment variable with which ranks open this checkpoint.
+    pub(super) fn variable(&self) -> (String, String) {
+        let notices = self.notices.iter().take(MAX_NOTICES).cloned().collect();
+        let selected = Selected { selection: self.reader.selection(), notices };
+        // Strings and a number: serializing does not fail.
+        (SELECTED_VARIABLE.to_owned(), serde_json::to_string(&selected).unwrap_or_default())
     }
 
     /// The path of the checkpoint.
@@ -186,9 +264,48 @@ impl Resumed {
     }
 }
 
-/// Opens the checkpoint `path`, or the newest whole one in it; returns its folder, the checkpoint and notes.
-fn open_checkpoint(path: &Path, exact: bool) -> Result<(PathBuf, Reader, Vec<String>), CliError> {
-    let Resolved { store_dir, reader, passed_over } = resolve(path).map_err(|e| {
+/// Why a rank could not open the checkpoint.
+enum NotOpened {
+    /// Rank 0 found none.
+    Here(CliError),
+    Checkpoint(CkptError),
+}
+
+impl fmt::Display for NotOpened {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Here(error) => error.fmt(f),
+            Self::Checkpoint(error) => error.fmt(f),
+        }
+    }
+}
+
+impl From<CkptError> for NotOpened {
+    fn from(error: CkptError) -> Self {
+        Self::Checkpoint(error)
+    }
+}
+
+/// Whether another process finds the checkpoint of `--resume` for this one: rank 0 of the `ranks` processes that another
+/// launcher has started.
+pub(super) fn is_deferred(args: &TrainArgs, ranks: usize) -> bool {
+    args.resume.is_some() && ranks > 1 && Selected::from_env().is_none()
+}
+
+/// The device that the run of `--resume` recorded, from its newest checkpoint. Reads one small file and verifies nothing:
+/// the ranks need the device to connect, after which rank 0 verifies the checkpoint.
+pub(super) fn recorded_device(args: &TrainArgs) -> Option<DeviceChoice> {
+    let dir = args.resume.as_ref().filter(|_| args.device == DeviceChoice::Auto)?;
+    let latest = std::fs::read_to_string(dir.join("latest")).ok();
+    let latest = latest.as_deref().and_then(|line| line.split(' ').next()).filter(|name| !name.contains('/'));
+    let checkpoint = latest.map_or_else(|| dir.clone(), |name| dir.join(name));
+    let document = serde_json::from_slice(&std::fs::read(checkpoint.join(RUN_JSON)).ok()?).ok()?;
+    RunRecord::parse(document).ok().map(|record| record.device)
+}
+
+/// Finds the checkpoint `path`, or the newest whole one in it, and verifies every byte; returns it with notes.
+fn find(path: &Path, exact: bool) -> Result<(Reader, Vec<String>), CliError> {
+    let Resolved { reader, passed_over, .. } = resolve(path).map_err(|e| {
         // A damaged checkpoint that --resume names.
         let folder = path.parent().filter(|folder| has_checkpoints(folder).unwrap_or(false));
         let hint = folder.map(|f| format!("; --resume {} takes the newest whole checkpoint", f.display()));
@@ -199,5 +316,5 @@ fn open_checkpoint(path: &Path, exact: bool) -> Result<(PathBuf, Reader, Vec<Str
         return Err(CliError::Usage(format!("--resume-exact: the newest checkpoint {name} is not whole: {reason}")));
     }
     let notice = |(name, reason)| format!("{name} is passed over, because it is not whole: {reason}");
-    Ok((store_dir, reader, passed_over.into_iter().map(notice).collect()))
+    Ok((reader, passed_over.into_iter().map(notice).collect()))
 }

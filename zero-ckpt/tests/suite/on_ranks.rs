@@ -1,0 +1,142 @@
+//! One checkpoint on all ranks: rank 0 chooses it, the others open what they read and check that.
+
+use std::fs;
+use std::path::Path;
+use std::sync::mpsc::channel;
+
+use zero_ckpt::{CkptError, Exchange, MANIFEST_NAME, Reader, Selection, StoreOptions, resolve};
+
+use crate::common::{STATES, World, assert_holds, bits, layout, loaded, save};
+
+const RANKS: u64 = 3;
+
+/// Steps 1 and 2 of seeds 1 and 2, each in a file a rank.
+fn two_checkpoints() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for step in [1, 2] {
+        let saved = save(dir.path(), &layout(RANKS, 4), step, step, &StoreOptions::default());
+        saved.into_iter().for_each(|outcome| drop(outcome.unwrap()));
+    }
+    dir
+}
+
+/// All ranks open the newest whole checkpoint.
+fn open(dir: &Path) -> Vec<Result<Reader, CkptError>> {
+    let world = World::new(RANKS);
+    std::thread::scope(|scope| {
+        let world = &world;
+        let open = |rank| {
+            let find = move || Ok::<_, CkptError>(resolve(dir)?.reader);
+            scope.spawn(move || Reader::open_on_ranks(dir, rank, &mut world.rank(rank), find))
+        };
+        let ranks: Vec<_> = (0..RANKS).map(open).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn shard(dir: &Path, step: u64, rank: u64) -> std::path::PathBuf {
+    dir.join(format!("step-{step:08}/shard-{rank:05}-of-{RANKS:05}.safetensors"))
+}
+
+fn flip_last_byte(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn all_ranks_open_the_one_that_rank_0_chose() {
+    let dir = two_checkpoints();
+    open(dir.path()).into_iter().for_each(|reader| assert_holds(&reader.unwrap(), &layout(RANKS, 4), 2));
+    flip_last_byte(&shard(dir.path(), 2, 1));
+    let readers = open(dir.path());
+    readers.into_iter().for_each(|reader| assert_holds(&reader.unwrap(), &layout(2, 1), 1));
+}
+
+#[test]
+fn failure_of_rank_0_reaches_all() {
+    let dir = two_checkpoints();
+    [1, 2].map(|step| flip_last_byte(&shard(dir.path(), step, 2)));
+    let errors: Vec<_> = open(dir.path()).into_iter().map(|reader| reader.err().unwrap()).collect();
+    assert!(matches!(errors[0], CkptError::NoCheckpoint { .. }), "{}", errors[0]);
+    for error in &errors[1..] {
+        assert!(matches!(error, CkptError::Rank { rank: 0, .. }), "{error}");
+        assert_eq!(error.to_string(), format!("rank 0: {}", errors[0]));
+    }
+}
+
+#[test]
+fn damage_is_found_by_the_rank_that_reads_it() {
+    type Damage = (fn(&Path), &'static str);
+    let damages: [Damage; 4] = [
+        (|path| fs::remove_file(path).unwrap(), "shard-00001-of-00003.safetensors: No such file"),
+        (|path| fs::write(path, "short").unwrap(), "shard-00001-of-00003.safetensors: 5 bytes long"),
+        (flip_last_byte, "shard-00001-of-00003.safetensors: damaged: bytes"),
+        (|path| fs::write(path, vec![0; fs::read(path).unwrap().len()]).unwrap(), "damaged: bytes 0 to"),
+    ];
+    for (damage, reason) in damages {
+        let (dir, layout) = (two_checkpoints(), layout(RANKS, 4));
+        let selection = Reader::open(dir.path()).unwrap().selection();
+        damage(&shard(dir.path(), 2, 1));
+        for rank in 0..RANKS {
+            let reader = Reader::open_selected(dir.path(), &selection).unwrap();
+            let mut out = vec![0.0; layout.shard_elems() as usize];
+            let read = reader.view(&layout).unwrap().read_storage(STATES[2], rank, &mut out);
+            match rank {
+                1 => assert!(read.as_ref().is_err_and(|e| e.to_string().contains(reason)), "{reason}: {read:?}"),
+                rank => {
+                    read.unwrap();
+                    assert_eq!(bits(&out), loaded(&layout, rank, STATES[2], 2), "{reason}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn replaced_checkpoint_is_not_opened() {
+    let dir = two_checkpoints();
+    let selection = Reader::open(dir.path()).unwrap().selection();
+    let named = dir.path().join("step-00000002");
+    // By the directory or by the checkpoint's own path, and as JSON.
+    let text = serde_json::to_string(&selection).unwrap();
+    let read: Selection = serde_json::from_str(&text).unwrap();
+    for path in [dir.path(), &named] {
+        assert_eq!(Reader::open_selected(path, &read).unwrap().selection(), selection);
+    }
+    save(dir.path(), &layout(RANKS, 4), 2, 9, &StoreOptions::default());
+    for path in [dir.path(), &named] {
+        let error = Reader::open_selected(path, &selection).err().unwrap();
+        assert!(matches!(error, CkptError::NotSelected { .. }), "{error}");
+    }
+    fs::remove_file(named.join(MANIFEST_NAME)).unwrap();
+    let error = Reader::open_selected(dir.path(), &selection).err().unwrap().to_string();
+    assert!(error.contains("manifest.json: No such file"), "{error}");
+}
+
+/// The others' waits end long before the check does.
+#[test]
+fn slow_check_is_announced() {
+    struct Sent<F: FnMut()>(F, u64);
+    impl<F: FnMut()> Exchange for Sent<F> {
+        type Error = String;
+        fn gather(&mut self, _: &[u8]) -> Result<Vec<u8>, String> {
+            Err("an open gathers nothing".into())
+        }
+        fn broadcast(&mut self, _: &mut [u8], _: u64) -> Result<(), String> {
+            self.1 += 1;
+            (self.0)();
+            Ok(())
+        }
+    }
+    let dir = two_checkpoints();
+    let (announce, announced) = channel();
+    let mut exchange = Sent(|| drop(announce.send(())), 0);
+    let check = || {
+        // Ends only after two messages of rank 0.
+        [announced.recv(), announced.recv()].map(|received| received.map_err(|e| e.to_string()).unwrap());
+        Ok::<_, CkptError>(resolve(dir.path())?.reader)
+    };
+    Reader::open_on_ranks(dir.path(), 0, &mut exchange, check).unwrap();
+    assert!(exchange.1 >= 3);
+}
