@@ -135,3 +135,36 @@ fn a_resume_needs_no_flag() {
     };
     assert_eq!(run_of(2), run_of(4));
 }
+
+/// The other ranks resume from the checkpoint that rank 0 verified, and receive its error.
+#[test]
+fn rank_0_finds_the_checkpoint() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let first = ["--steps", "2", "--checkpoint", &path("d"), "--checkpoint-every", "1"];
+    succeeds(&mpirun(2).args(train(2, &first)).output().unwrap());
+    let damage = |step: u64| {
+        let shard = dir.path().join(format!("d/step-{step:08}/shard-00001-of-00002.safetensors"));
+        let mut bytes = std::fs::read(&shard).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(shard, bytes).unwrap();
+    };
+    let resume = || {
+        let args = ["train", "--resume", &path("d"), "--steps", "3", "--metrics", &path("m"), "--no-checkpoint"];
+        mpirun(2).args(args).output().unwrap()
+    };
+    damage(2);
+    let resumed = resume();
+    succeeds(&resumed);
+    let text = [resumed.stdout, resumed.stderr].concat();
+    assert!(String::from_utf8_lossy(&text).contains("step-00000002 is passed over"));
+    assert_eq!(losses(&dir.path().join("m")).len(), 2);
+    damage(1);
+    let failed = resume();
+    let text = String::from_utf8_lossy(&failed.stderr);
+    assert_eq!(failed.status.code(), Some(2), "{text}");
+    assert!(text.contains("no complete checkpoint") && !text.contains("panicked"), "{text}");
+}

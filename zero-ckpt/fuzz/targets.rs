@@ -22,7 +22,7 @@ pub fn manifest(data: &[u8]) {
 pub fn manifest_body(data: &[u8]) {
     let Ok(body) = std::str::from_utf8(data) else { return };
     let crc = checksum(body.trim().as_bytes());
-    manifest(format!(r#"{{"format":"zero-ckpt","version":1,"crc64":"{crc:016x}","manifest":{body}}}"#).as_bytes());
+    manifest(format!(r#"{{"format":"zero-ckpt","version":2,"crc64":"{crc:016x}","manifest":{body}}}"#).as_bytes());
 }
 
 /// Parses any bytes as the header of a safetensors file.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tempfile::TempDir;
+use zero_ckpt::Reader;
 
 use crate::cli::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 use crate::place;
@@ -290,4 +291,53 @@ fn imported_weights_start_a_run() {
     assert!(losses("d")[0].as_f64() < losses("a")[0].as_f64());
     flip(&dir.path().join("imported/step-00000000/shard-00000-of-00001.safetensors"));
     fails(&run_tiny(dir.path(), &["--model", "imported"]), 2, &["imported/step-00000000", "damaged: bytes"]);
+}
+
+/// A checkpoint of an older program, in version 1 of the format, continues with that program's losses.
+#[test]
+fn version_1_checkpoint_resumes() {
+    let (dir, from) = (temp(), place::data("../checkpoint-v1"));
+    for (path, content) in files(&from) {
+        let path = dir.path().join(path.strip_prefix(&from).unwrap());
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+    let size = ["--ranks", "2", "--seq-len", "8", "--micro-batch", "1", "--stage", "2", "--lr", "0.01"];
+    let more = ["train", "--resume", ".", "--data", "tokens.u16.bin", "--steps", "4", "--metrics", "m"];
+    succeeds(&zero(dir.path(), &[&more[..], &size].concat()));
+    let found = losses(&dir.path().join("m"));
+    for (found, expected) in found.iter().zip([2.6618705752788667, 2.6108096556186737]) {
+        assert!((found.as_f64().unwrap() - expected).abs() < 1e-6, "{found} {expected}");
+    }
+    assert_eq!((found.len(), steps(dir.path())), (2, vec![2, 4]));
+    succeeds(&zero(dir.path(), &["ckpt", "verify", "step-00000002"]));
+}
+
+/// The launcher verifies the checkpoint once and passes it to its ranks, which check what they read.
+#[test]
+fn ranks_open_the_checkpoint_of_their_launcher() {
+    let dir = four_steps();
+    let selected = |step: u64| {
+        let selection = Reader::open(dir.path().join(format!("d/step-{step:08}"))).unwrap().selection();
+        serde_json::json!({"selection": selection, "notices": ["a note of the launcher"]}).to_string()
+    };
+    let resume = |selected: &str| {
+        let args = ["train", "--resume", "d", "--steps", "5", "--no-checkpoint", "--metrics", "m2"];
+        let mut rank = place::zero();
+        rank.args(args).env("ZERO_SELECTED_CHECKPOINT", selected).current_dir(dir.path());
+        rank.output().unwrap()
+    };
+    // Not the newest one.
+    let out = succeeds(&resume(&selected(3)));
+    assert!(out.contains("a note of the launcher"), "{out}");
+    assert_eq!(numbers(&dir.path().join("m2")), [4, 5]);
+    // Damage that came later is found by the rank that reads it.
+    let third = selected(3);
+    flip(&dir.path().join("d/step-00000003").join(SHARD));
+    fails(&resume(&third), 1, &["step-00000003", "damaged: bytes", "--resume DIR starts from it"]);
+    fs::remove_dir_all(dir.path().join("d/step-00000003")).unwrap();
+    fails(&resume(&third), 2, &["step-00000003: No such file"]);
+    // Another checkpoint of the same name.
+    fs::rename(dir.path().join("d/step-00000004"), dir.path().join("d/step-00000003")).unwrap();
+    fails(&resume(&third), 2, &["another checkpoint than rank 0 opened"]);
 }

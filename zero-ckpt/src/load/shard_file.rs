@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use crate::CkptError;
@@ -68,11 +68,12 @@ impl ShardFile {
         direct: bool,
         may_keep: impl FnOnce() -> bool,
     ) -> Result<Arc<File>, CkptError> {
-        let kept = &self.kept[usize::from(direct)];
+        let (kept, bytes) = (&self.kept[usize::from(direct)], self.state_start + self.layout.state_bytes());
         if let Some(file) = kept.get() {
-            return Ok(Arc::clone(file));
+            // It may have been truncated since.
+            let got_bytes = file.metadata().map_err(CkptError::io("examine", &self.path))?.len();
+            return check_length(&self.path, bytes, got_bytes).map(|()| Arc::clone(file));
         }
-        let bytes = self.state_start + self.layout.state_bytes();
         let file = Arc::new(open_checked(dir, &self.name, bytes, direct)?);
         if may_keep() {
             let _ = kept.set(Arc::clone(&file));
@@ -129,8 +130,12 @@ pub(crate) fn open_checked(dir: &Dir, name: &str, expected_bytes: u64, direct: b
         other => other,
     };
     let (file, got_bytes) = opened?;
-    if got_bytes != expected_bytes {
-        return Err(CkptError::WrongLength { path: dir.path().join(name), expected_bytes, got_bytes });
+    check_length(&dir.path().join(name), expected_bytes, got_bytes).map(|()| file)
+}
+
+fn check_length(path: &Path, expected_bytes: u64, got_bytes: u64) -> Result<(), CkptError> {
+    if got_bytes == expected_bytes {
+        return Ok(());
     }
-    Ok(file)
+    Err(CkptError::WrongLength { path: path.into(), expected_bytes, got_bytes })
 }

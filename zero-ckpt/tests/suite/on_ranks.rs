@@ -56,7 +56,9 @@ fn all_ranks_open_the_one_that_rank_0_chose() {
 #[test]
 fn failure_of_rank_0_reaches_all() {
     let dir = two_checkpoints();
-    [1, 2].map(|step| flip_last_byte(&shard(dir.path(), step, 2)));
+    for step in [1, 2] {
+        flip_last_byte(&shard(dir.path(), step, 2));
+    }
     let errors: Vec<_> = open(dir.path()).into_iter().map(|reader| reader.err().unwrap()).collect();
     assert!(matches!(errors[0], CkptError::NoCheckpoint { .. }), "{}", errors[0]);
     for error in &errors[1..] {
@@ -131,12 +133,13 @@ fn slow_check_is_announced() {
     }
     let dir = two_checkpoints();
     let (announce, announced) = channel();
-    let mut exchange = Sent(|| drop(announce.send(())), 0);
-    let check = || {
+    let mut exchange = Sent(|| announce.send(()).unwrap_or_default(), 0);
+    let path = dir.path();
+    let check = move || {
         // Ends only after two messages of rank 0.
-        [announced.recv(), announced.recv()].map(|received| received.map_err(|e| e.to_string()).unwrap());
-        Ok::<_, CkptError>(resolve(dir.path())?.reader)
+        let _ = [announced.recv(), announced.recv()].map(|received| received.map_err(|e| e.to_string()).unwrap());
+        Ok::<_, CkptError>(resolve(path)?.reader)
     };
-    Reader::open_on_ranks(dir.path(), 0, &mut exchange, check).unwrap();
+    Reader::open_on_ranks(path, 0, &mut exchange, check).unwrap();
     assert!(exchange.1 >= 3);
 }

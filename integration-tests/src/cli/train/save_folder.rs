@@ -4,17 +4,22 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::{CkptError, StoreOptions, has_checkpoints};
+use zero_comm::nccl::Ranks;
 
 use crate::cli::CliError;
 
 /// The folder of a run without `--checkpoint`.
 const DEFAULT: &str = "checkpoints";
 
-/// Checks that `run` may save into `dir`, the value of `--checkpoint` or of `--resume`.
+/// Checks that `run` may save into `dir`, the value of `--checkpoint` or of `--resume`. Reads all manifests there, so of a
+/// launcher's ranks only rank 0 does it; its error ends the job.
 ///
 /// # Errors
 /// The folder holds checkpoints of another run, or it is itself a checkpoint: exit code 2.
 pub(super) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
+    if Ranks::from_env().ok().flatten().is_some_and(|ranks| ranks.rank > 0) {
+        return Ok(());
+    }
     let dir_name = dir.display();
     run.check_runs(dir).map_err(|error| match error {
         CkptError::AnotherRun { path, run } => {
