@@ -135,7 +135,7 @@ fn evaluate<D: Device>(
     pool.device().fill_zero(compute, loss)?;
     for round in 0..windows.div_ceil(of_round) {
         let stop = options.cancel.load(Ordering::Relaxed);
-        if exchange_bytes(rank, &[u8::from(stop)])?.contains(&1) {
+        if RankExchange::of(rank).all_gather(&[u8::from(stop)])?.contains(&1) {
             return Ok(None);
         }
         let own = round * of_round + (comm.rank() * micro_batch) as u64;
