@@ -89,8 +89,12 @@ impl Key {
             frame.extend(number.to_le_bytes());
         }
         frame.extend(nonce()?);
-        frame.extend(self.mac("hello", &[&frame]).bytes());
-        Ok(frame)
+        Ok(self.sign(&frame))
+    }
+
+    /// A hello with this body.
+    pub(super) fn sign(&self, body: &[u8]) -> Vec<u8> {
+        [body, &self.mac("hello", &[body]).bytes()].concat()
     }
 
     /// Decodes a rank's first frame; `None` if the sender does not know the token.

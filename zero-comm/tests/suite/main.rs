@@ -5,6 +5,8 @@ mod collective_order;
 #[path = "../common/mod.rs"]
 mod common;
 mod conformance;
+#[cfg(feature = "cuda")]
+mod corpus;
 mod faults;
 mod overlap;
 mod prefetch;

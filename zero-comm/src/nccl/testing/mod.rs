@@ -1,6 +1,9 @@
 //! Ranks without NCCL or a device, whose collectives are simulated: for tests, fuzzing and measurements of the control
 //! plane.
 
+pub mod clients;
+pub mod fuzz;
+
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -1,0 +1,3 @@
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| zero_comm::nccl::testing::fuzz::frames(data));

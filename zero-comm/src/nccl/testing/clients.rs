@@ -1,0 +1,225 @@
+//! Thousands of ranks on one thread, which speak the protocol but run nothing: a load for the coordinator.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::time::Duration;
+
+use mio::net::TcpStream;
+use mio::{Events, Interest, Poll, Token};
+
+use super::{ID, LIBRARY, LONG, broadcast, ranks};
+use crate::CommError;
+use crate::nccl::calls::Calls;
+use crate::nccl::handshake::{Hello, Key};
+use crate::nccl::message::{Context, MeetingEntry, Message, Outcome};
+use crate::nccl::server::{self, Options};
+use crate::nccl::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
+use crate::split_request::SplitRequest;
+
+/// The communicator of all ranks.
+const WORLD: Context = 0;
+
+/// Starts the coordinator of `world_size` ranks of this machine in this process; it ends with the world.
+///
+/// # Errors
+/// The coordinator cannot start.
+pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
+    let listener = listener.map_err(|e| CommError::BackEnd { message: format!("port {port}: {e}") })?;
+    let (id, key) = (ID.to_vec(), Key::new(None));
+    server::start(listener, Options { world_size, library: LIBRARY, key, id, join_limit: LONG, limit: LONG })?;
+    Ok(())
+}
+
+/// The calls that clients report: broadcasts.
+#[derive(Clone, Debug, Default)]
+pub struct Script(Calls);
+
+impl Script {
+    /// Makes the next call, of `len` elements.
+    pub fn call(&mut self, len: usize) {
+        self.0.push(broadcast(len));
+    }
+
+    /// The number of calls made.
+    pub fn count(&self) -> u64 {
+        self.0.count()
+    }
+
+    /// Drops calls on which all ranks agreed.
+    pub fn forget(&mut self, agreed: u64) {
+        self.0.drop_before(agreed);
+    }
+}
+
+/// Messages and bytes between all clients and the coordinator, with the handshakes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Traffic {
+    /// Messages to the coordinator.
+    pub sent: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Messages from the coordinator.
+    pub received: u64,
+    /// Their bytes.
+    pub received_bytes: u64,
+}
+
+/// What the coordinator sent to a client.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// All ranks have joined; a rank reports its progress once in this time.
+    Joined(Duration),
+    /// All ranks made this many equal calls.
+    Agreed(u64),
+    /// The rank and the size in the communicator of a split.
+    Split(Option<(usize, usize)>),
+    /// The failure of the world.
+    Failed(CommError),
+}
+
+struct Client {
+    stream: TcpStream,
+    input: Input,
+    output: Output,
+    hello: Vec<u8>,
+    challenged: bool,
+    /// Calls reported.
+    reported: u64,
+    splits: u64,
+}
+
+impl Client {
+    fn send(&mut self, frame: &[u8], traffic: &mut Traffic) -> io::Result<()> {
+        traffic.sent += 1;
+        traffic.sent_bytes += frame.len() as u64;
+        self.output.append(frame)?;
+        self.output.write_to(&mut self.stream).map(drop)
+    }
+}
+
+/// All ranks of a world, as clients of its coordinator.
+pub struct Clients {
+    key: Key,
+    poll: Poll,
+    events: Events,
+    clients: Vec<Client>,
+    traffic: Traffic,
+}
+
+impl Clients {
+    /// Connects all ranks, which send the first frame of their handshake.
+    ///
+    /// # Errors
+    /// A connection failed.
+    pub fn connect(world_size: usize, port: u16) -> io::Result<Self> {
+        let (key, poll, events) = (Key::new(None), Poll::new()?, Events::with_capacity(1024));
+        let mut all = Self { key, poll, events, clients: Vec::new(), traffic: Traffic::default() };
+        for rank in 0..world_size {
+            let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+            let stream = std::net::TcpStream::connect(address)?;
+            stream.set_nonblocking(true)?;
+            stream.set_nodelay(true)?;
+            let mut stream = TcpStream::from_std(stream);
+            let both = Interest::READABLE | Interest::WRITABLE;
+            all.poll.registry().register(&mut stream, Token(rank), both)?;
+            let ranks = ranks(rank, world_size, port);
+            let hello = all.key.hello(&Hello::new(ranks.rank, ranks.world_size, LIBRARY))?;
+            let (first, input, output) = (frame(&hello)?, Input::default(), Output::default());
+            let mut client = Client { stream, input, output, hello, challenged: false, reported: 0, splits: 0 };
+            client.send(&first, &mut all.traffic)?;
+            all.clients.push(client);
+        }
+        Ok(all)
+    }
+
+    /// The traffic so far.
+    pub fn traffic(&self) -> Traffic {
+        self.traffic
+    }
+
+    /// Waits for messages for at most `wait`; returns them, with the ranks that received them. `script` answers the
+    /// coordinator's requests for calls.
+    ///
+    /// # Errors
+    /// A connection ended.
+    pub fn receive<'a>(
+        &mut self,
+        wait: Duration,
+        script: impl Fn(usize) -> &'a Script,
+    ) -> io::Result<Vec<(usize, Event)>> {
+        match self.poll.poll(&mut self.events, Some(wait)) {
+            Err(error) if error.kind() != io::ErrorKind::Interrupted => return Err(error),
+            _ => {}
+        }
+        let mut received = Vec::new();
+        for rank in self.events.iter().map(|event| event.token().0) {
+            let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
+            client.output.write_to(&mut client.stream)?;
+            let mut more = true;
+            while more {
+                more = client.input.read_from(&mut client.stream, MAX_FRAME_BYTES)?;
+                while let Some(bytes) = client.input.next_frame(MAX_FRAME_BYTES)? {
+                    traffic.received += 1;
+                    traffic.received_bytes += 4 + bytes.len() as u64;
+                    if !std::mem::replace(&mut client.challenged, true) {
+                        let proof = self.key.answer(&client.hello, bytes);
+                        let proof = proof.ok_or_else(|| io::Error::other("the challenge has a wrong MAC"))?;
+                        client.send(&frame(&proof)?, traffic)?;
+                        continue;
+                    }
+                    received.extend(match decode(bytes)? {
+                        Message::Welcome { report_every, .. } => Some((rank, Event::Joined(report_every))),
+                        Message::Agreed { count, .. } => Some((rank, Event::Agreed(count))),
+                        Message::Met { outcome: Outcome::Split(place), .. } => {
+                            Some((rank, Event::Split(place.map(|place| (place.rank, place.size)))))
+                        }
+                        Message::Failed { error } => Some((rank, Event::Failed(error))),
+                        Message::Refused { error } => Some((rank, Event::Failed(error.into()))),
+                        Message::ShowCalls { context, from, to } => {
+                            for calls in script(rank).0.messages(context, from..to) {
+                                client.send(&encode(&calls)?, traffic)?;
+                            }
+                            None
+                        }
+                        _ => None,
+                    });
+                }
+            }
+        }
+        Ok(received)
+    }
+
+    /// Reports the calls of `script` as those of `rank`, all of which have ended; rank 0, the first, also sends the
+    /// calls. A rank without new calls sends a keepalive.
+    ///
+    /// # Errors
+    /// The connection ended.
+    pub fn report(&mut self, rank: usize, script: &Script) -> io::Result<()> {
+        let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
+        let (called, hash) = (script.0.count(), script.0.hash());
+        let reported = std::mem::replace(&mut client.reported, called);
+        if reported == called {
+            return client.send(&encode(&Message::Alive)?, traffic);
+        }
+        if rank == 0 {
+            for calls in script.0.messages(WORLD, reported..called) {
+                client.send(&encode(&calls)?, traffic)?;
+            }
+        }
+        let progress = Message::Progress { context: WORLD, called, hash, reached: called, ended: called };
+        client.send(&encode(&progress)?, traffic)
+    }
+
+    /// Requests a split of all ranks by the parity of their rank, in reverse order.
+    ///
+    /// # Errors
+    /// The connection ended.
+    pub fn split(&mut self, rank: usize) -> io::Result<()> {
+        let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
+        let number = std::mem::replace(&mut client.splits, client.splits + 1);
+        let request = SplitRequest { color: Some(rank as u64 % 2), key: u64::MAX - rank as u64 };
+        let meet = Message::Meet { context: WORLD, number, entry: MeetingEntry::Split(request) };
+        client.send(&encode(&meet)?, traffic)
+    }
+}
