@@ -513,6 +513,53 @@ fn strangers_change_nothing() {
     }
 }
 
+/// More silent connections than there are places, and more that come again and again, do not keep a rank out. The
+/// silent ones are closed.
+#[test]
+fn crowd_keeps_no_rank_out() {
+    let (alone, capture) = undisturbed();
+    let port = free_port();
+    let silent =
+        |seed| (0..2 * testing::places(WORLD_SIZE) as u64).map(move |i| Stranger { kind: Silent, seed: seed + i });
+    let crowd = Wave::start(silent(0).collect(), port, &capture);
+    let rank_0 = RankZero::start(port);
+    crowd.wait_until_connected();
+    let callers: Vec<_> = (0..4)
+        .map(|_| {
+            std::thread::spawn(move || {
+                let refused = |_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err();
+                (0..2000).position(refused)
+            })
+        })
+        .collect();
+    let mut job = Job::join(rank_0, port, port);
+    job.steps(STEPS);
+    for caller in callers {
+        caller.join().unwrap();
+    }
+    // Without `over`: the coordinator closed them.
+    for (stranger, thread) in crowd.threads {
+        stranger.check(&thread.join().unwrap());
+    }
+    check_use(alone, job.end());
+}
+
+/// While the world waits for its ranks, silent connections are closed after a time.
+#[test]
+fn silent_connections_are_closed() {
+    let port = free_port();
+    let rank_0 = RankZero::start(port);
+    let mut silent: Vec<_> = (0..3).map(|_| connect(port)).collect();
+    // Bytes do not prolong it.
+    silent[0].write_all(&[60, 0, 0, 0, b'z']).unwrap();
+    for stream in &mut silent {
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        let closed = stream.read(&mut [0]);
+        assert!(matches!(closed, Ok(0)) || closed.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset));
+    }
+    Job::join(rank_0, port, port).end();
+}
+
 /// Bounds of what strangers can make rank 0's process use, from the coordinator's constants.
 fn check_use(alone: Use, used: Use) {
     let connections = testing::places(WORLD_SIZE);

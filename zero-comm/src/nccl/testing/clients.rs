@@ -11,6 +11,7 @@ use super::{ID, LIBRARY, LONG, broadcast, ranks};
 use crate::CommError;
 use crate::nccl::calls::Calls;
 use crate::nccl::handshake::{Hello, Key};
+use crate::nccl::library::back_end;
 use crate::nccl::message::{Context, MeetingEntry, Message, Outcome};
 use crate::nccl::server::{self, Options};
 use crate::nccl::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
@@ -25,7 +26,7 @@ const WORLD: Context = 0;
 /// The coordinator cannot start.
 pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
-    let listener = listener.map_err(|e| CommError::BackEnd { message: format!("port {port}: {e}") })?;
+    let listener = listener.map_err(|e| back_end(format!("port {port}: {e}")))?;
     let (id, key) = (ID.to_vec(), Key::new(None));
     server::start(listener, Options { world_size, library: LIBRARY, key, id, join_limit: LONG, limit: LONG })?;
     Ok(())
@@ -217,7 +218,8 @@ impl Clients {
     /// The connection ended.
     pub fn split(&mut self, rank: usize) -> io::Result<()> {
         let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
-        let number = std::mem::replace(&mut client.splits, client.splits + 1);
+        let number = client.splits;
+        client.splits += 1;
         let request = SplitRequest { color: Some(rank as u64 % 2), key: u64::MAX - rank as u64 };
         let meet = Message::Meet { context: WORLD, number, entry: MeetingEntry::Split(request) };
         client.send(&encode(&meet)?, traffic)
