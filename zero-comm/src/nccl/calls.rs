@@ -31,14 +31,14 @@ impl Flavor for Fnv {
 }
 
 /// The latest calls; earlier ones were dropped.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Calls {
     /// The number of calls that were dropped.
     start: u64,
     /// Each call, with the hash of all calls up to and including it.
     kept: VecDeque<(Call, u64)>,
     /// The hash of all calls.
-    hash: u64,
+    pub(super) hash: u64,
 }
 
 impl Default for Calls {

@@ -198,7 +198,7 @@ impl Clients {
     /// The connection ended.
     pub fn report(&mut self, rank: usize, script: &Script) -> io::Result<()> {
         let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
-        let (called, hash) = (script.0.count(), script.0.hash());
+        let (called, hash) = (script.0.count(), script.0.hash);
         let reported = std::mem::replace(&mut client.reported, called);
         if reported == called {
             return client.send(&encode(&Message::Alive)?, traffic);
