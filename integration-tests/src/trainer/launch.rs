@@ -141,16 +141,11 @@ fn caught<D: Device>(
 ) -> Result<RankSummary, Failure> {
     let (message, echo) = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(summary)) => return Ok(summary),
-        // Of a save or an open, in which all ranks receive the error of the one that failed.
-        Ok(Err(TrainError::Ckpt(CkptError::Rank { rank, message }))) => {
-            let own = rank == comm.rank() as u64;
-            (if own { message } else { format!("rank {rank}: {message}") }, !own)
-        }
         Ok(Err(error)) if is_echo(&error) => {
             // The cause is shorter than the error of this rank's stream, and names the rank that failed.
             (comm.failure().map_or_else(|| error.to_string(), |cause| cause.to_string()), true)
         }
-        // All ranks return the error of the rank that failed to save.
+        // All ranks return the error of the rank that failed to save or open.
         Ok(Err(TrainError::Ckpt(CkptError::Rank { rank, message }))) => {
             comm.abort(&message);
             return Err(Failure { rank: rank as usize, message, echo: false });
