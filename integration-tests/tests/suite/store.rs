@@ -321,23 +321,23 @@ fn ranks_open_the_checkpoint_of_their_launcher() {
         let selection = Reader::open(dir.path().join(format!("d/step-{step:08}"))).unwrap().selection();
         serde_json::json!({"selection": selection, "notices": ["a note of the launcher"]}).to_string()
     };
-    let resume = |selected: &str| {
-        let args = ["train", "--resume", "d", "--steps", "5", "--no-checkpoint", "--metrics", "m2"];
+    let resume = |selected: &str, metrics: &str| {
+        let args = ["train", "--resume", "d", "--steps", "5", "--no-checkpoint", "--metrics", metrics];
         let mut rank = place::zero();
         rank.args(args).env("ZERO_SELECTED_CHECKPOINT", selected).current_dir(dir.path());
         rank.output().unwrap()
     };
     // Not the newest one.
-    let out = succeeds(&resume(&selected(3)));
+    let out = succeeds(&resume(&selected(3), "m2"));
     assert!(out.contains("a note of the launcher"), "{out}");
     assert_eq!(numbers(&dir.path().join("m2")), [4, 5]);
     // Damage that came later is found by the rank that reads it.
     let third = selected(3);
     flip(&dir.path().join("d/step-00000003").join(SHARD));
-    fails(&resume(&third), 1, &["step-00000003", "damaged: bytes", "--resume DIR starts from it"]);
+    fails(&resume(&third, "m3"), 1, &["step-00000003", "damaged: bytes", "--resume DIR starts from it"]);
     fs::remove_dir_all(dir.path().join("d/step-00000003")).unwrap();
-    fails(&resume(&third), 2, &["step-00000003: No such file"]);
+    fails(&resume(&third, "m4"), 2, &["step-00000003: No such file"]);
     // Another checkpoint of the same name.
     fs::rename(dir.path().join("d/step-00000004"), dir.path().join("d/step-00000003")).unwrap();
-    fails(&resume(&third), 2, &["another checkpoint than rank 0 opened"]);
+    fails(&resume(&third, "m5"), 2, &["another checkpoint than rank 0 opened"]);
 }
