@@ -141,6 +141,16 @@ impl Log {
         messages.push(Message::Progress { context, called, hash: self.calls.hash, reached, ended });
         messages
     }
+
+    /// Handles [`Message::Agreed`]. Returns the answer, if one is needed.
+    pub(super) fn agreed(&mut self, context: Context, count: u64, first: u64) -> Option<Message> {
+        self.calls.drop_before(count);
+        let called = self.calls.count();
+        if first <= count || called <= first || called != self.reported.0 {
+            return None;
+        }
+        Some(Message::Hash { context, count: first, hash: self.calls.hash_of_first(first)? })
+    }
 }
 
 /// Upper bound of the bytes of a serialized call; an integer has at most 10.

@@ -11,7 +11,7 @@
 //!
 //! Calls are compared by hash. The first rank of a communicator sends its calls; every other rank sends only how many
 //! it has made and their rolling hash, which is compared with the first rank's hash at that count. A rank that is ahead
-//! of the first is compared when the first gets there. Where an error names a call that the coordinator lacks, it
+//! of the first is compared when the first gets there, or as far as the first has come if both wait. Where an error names a call that the coordinator lacks, it
 //! requests the call from a rank; until the answer, no later failure replaces this one.
 //!
 //! The cost of a message does not depend on the number of ranks, except of those that end the world. Minima over ranks
@@ -82,7 +82,7 @@ struct Group {
     ahead: BinaryHeap<Reverse<(u64, usize)>>,
     /// The most calls of a member.
     most_called: u64,
-    /// The count of the last [`Message::Agreed`].
+    /// The number of calls that all ranks agreed on at the last tick.
     agreed: u64,
     /// Members that have dropped the communicator.
     left: usize,
@@ -145,15 +145,16 @@ impl Group {
     }
 
     /// Drops the calls that no error can name any more. Returns the number of calls that all ranks agree on, if it
-    /// has grown.
-    fn settle(&mut self) -> Option<u64> {
+    /// has grown or if a rank is ahead of the first with calls that were not compared.
+    fn settle(&mut self, context: Context) -> Option<Message> {
         let agreed = self.members.iter().map(|member| member.agreed).min()?;
         let running = self.members.iter().filter(|member| member.left.is_none());
         let ended = running.map(|member| member.ended).min().unwrap_or(agreed);
         self.calls.drop_before(agreed.min(ended));
-        let grown = agreed > self.agreed;
-        self.agreed = agreed;
-        grown.then_some(agreed)
+        let first = self.calls.count();
+        let ahead = self.members.iter().any(|member| member.ahead.is_some() && member.agreed < first);
+        let grown = agreed > std::mem::replace(&mut self.agreed, agreed);
+        (grown || ahead).then_some(Message::Agreed { context, count: agreed, first })
     }
 
     /// Sends `message` to all members of a world of `world_size` ranks.
@@ -310,6 +311,7 @@ impl Coordinator {
             Message::Progress { context, called, hash, reached, ended } => {
                 self.progress(rank, context, (called, hash), reached, ended)
             }
+            Message::Hash { context, count, hash } => self.hash(rank, context, count, hash),
             Message::Late { context, sequence, call, limit } => {
                 let error = self.late(rank, context, sequence, call, limit);
                 self.fail(error)
@@ -338,8 +340,8 @@ impl Coordinator {
     pub(super) fn tick(&mut self) -> Vec<Outgoing> {
         let mut outgoing = Vec::new();
         for (&context, group) in &mut self.groups {
-            if let Some(count) = group.settle() {
-                outgoing.extend(group.send(Message::Agreed { context, count }, self.world_size));
+            if let Some(agreed) = group.settle(context) {
+                outgoing.extend(group.send(agreed, self.world_size));
             }
         }
         if let Some(pending) = &mut self.pending {
@@ -435,6 +437,22 @@ impl Coordinator {
         }
     }
 
+    /// Compares the calls of a rank that is ahead of the first, as far as the first has come: it may never come
+    /// further, if differing calls made it wait for ever.
+    fn hash(&mut self, rank: usize, context: Context, count: u64, hash: u64) -> Vec<Outgoing> {
+        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+        let member = &mut group.members[index];
+        if count <= member.agreed || count > member.called || count > group.calls.count() {
+            return Vec::new();
+        }
+        let calls = member.agreed..count;
+        if group.calls.hash_of_first(count) != Some(hash) {
+            return self.ask(rank, context, calls, Cause::Difference);
+        }
+        member.agreed = count;
+        Vec::new()
+    }
+
     /// Ends the world because a member dropped the communicator before collective `done`, which others called.
     fn left_early(&mut self, context: Context, index: usize, done: u64) -> Vec<Outgoing> {
         let Some(group) = self.groups.get(&context) else { return Vec::new() };
@@ -492,10 +510,8 @@ impl Coordinator {
         if group.left < group.ranks.len() || pending {
             return Vec::new();
         }
-        let outgoing = match group.settle() {
-            Some(count) => group.send(Message::Agreed { context, count }, world_size),
-            None => Vec::new(),
-        };
+        let agreed = group.settle(context);
+        let outgoing = agreed.map(|agreed| group.send(agreed, world_size)).unwrap_or_default();
         self.groups.remove(&context);
         outgoing
     }
@@ -551,7 +567,7 @@ impl Coordinator {
         for context in contexts {
             let Some((group, index)) = self.member(rank, context) else { continue };
             let (sequence, done) = (group.members[index].ended, group.members[index].called);
-            if group.most_called > sequence {
+            if group.members[index].left.is_none() && group.most_called > sequence {
                 let left = Cause::Left { rank, done, message: cause.clone() };
                 if let Some(outgoing) = self.fail_left(context, index, sequence, left) {
                     return outgoing;

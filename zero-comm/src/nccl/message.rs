@@ -68,8 +68,9 @@ pub(super) enum Message {
     Refused { error: RendezvousError },
     /// Requests the rank's calls `from..to` on a communicator; the rank answers with `Calls`.
     ShowCalls { context: Context, from: u64, to: u64 },
-    /// The first `count` calls of all ranks on a communicator are equal; ranks need not keep them.
-    Agreed { context: Context, count: u64 },
+    /// The first `count` calls of all ranks on a communicator are equal; ranks need not keep them. The communicator's
+    /// first rank has made `first` calls: a rank that has made more, and makes none now, sends its `Hash` of that many.
+    Agreed { context: Context, count: u64, first: u64 },
     /// All ranks have joined meeting `number` of a communicator.
     Met { context: Context, number: u64, outcome: Outcome },
 
@@ -77,6 +78,8 @@ pub(super) enum Message {
     /// The numbers of calls on a communicator that the rank has made, that its streams have reached, and that have
     /// ended; and the hash of the calls made.
     Progress { context: Context, called: u64, hash: u64, reached: u64, ended: u64 },
+    /// The hash of the rank's first `count` calls on a communicator.
+    Hash { context: Context, count: u64, hash: u64 },
     /// The rank's calls on a communicator from number `from`. The communicator's first rank sends all of its calls,
     /// before the progress that counts them; other ranks send those that the coordinator requests.
     Calls { context: Context, from: u64, calls: Vec<Call> },
@@ -184,7 +187,7 @@ mod tests {
                 .prop_map(|(id, report_every)| Message::Welcome { id, report_every }),
             refusals().prop_map(|error| Message::Refused { error }),
             errors().prop_map(|error| Message::Failed { error }),
-            (numbers, prop::collection::vec(calls(), 1..9), any::<Duration>(), entries, outcomes, 0..10).prop_map(
+            (numbers, prop::collection::vec(calls(), 1..9), any::<Duration>(), entries, outcomes, 0..11).prop_map(
                 |((context, [a, b, c, d]), mut calls, limit, entry, outcome, kind)| match kind {
                     0 => Message::Calls { context, from: a, calls },
                     1 => Message::Progress { context, called: a, hash: b, reached: c, ended: d },
@@ -194,7 +197,8 @@ mod tests {
                     5 => Message::LateMeeting { context, number: a, limit },
                     6 => Message::Left { context, done: a },
                     7 => Message::ShowCalls { context, from: a, to: b },
-                    8 => Message::Agreed { context, count: a },
+                    8 => Message::Agreed { context, count: a, first: b },
+                    9 => Message::Hash { context, count: a, hash: b },
                     _ => [Message::Goodbye, Message::Alive][b as usize % 2].clone(),
                 }
             ),

@@ -387,7 +387,7 @@ fn urgent_messages_follow_the_progress() {
         assert_eq!(next(&mut incoming), Message::Meet { context: 0, number: 0, entry });
         // Requests are answered until the calls are agreed.
         let show = |from| Message::ShowCalls { context: 0, from, to: 3 };
-        send(&stream, &[show(1), Message::Agreed { context: 0, count: 2 }, show(0)]).unwrap();
+        send(&stream, &[show(1), Message::Agreed { context: 0, count: 2, first: 2 }, show(0)]).unwrap();
         for from in [1, 2] {
             let calls = (from..3).map(broadcast).collect();
             assert_eq!(next(&mut incoming), Message::Calls { context: 0, from: from as u64, calls });

@@ -442,10 +442,10 @@ impl Watcher {
                         let calls = self.logs.get(&context).map(|log| log.calls.messages(context, from..to));
                         state.events.extend(calls.into_iter().flatten().map(Event::Send));
                     }
-                    Message::Agreed { context, count } => {
-                        if let Some(log) = self.logs.get_mut(&context) {
-                            log.calls.drop_before(count);
-                        }
+                    Message::Agreed { context, count, first } => {
+                        let log = self.logs.get_mut(&context);
+                        let answer = log.and_then(|log| log.agreed(context, count, first));
+                        state.events.extend(answer.map(Event::Send));
                         self.logs.retain(|_, log| !log.left || log.calls.kept() > 0);
                     }
                     Message::Goodbye => state.disconnected = true,
