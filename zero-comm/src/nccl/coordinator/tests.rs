@@ -368,6 +368,21 @@ fn first_rank_that_left_is_named() {
     assert_eq!(world.call(2, broadcast(8)), error);
 }
 
+/// No rank waits for it in a collective, and its calls may have been dropped.
+#[test]
+fn lost_rank_that_had_left_is_named() {
+    let mut world = World::new(2);
+    for rank in [0, 1] {
+        assert_eq!(world.call(rank, broadcast(8)), []);
+    }
+    assert_eq!(world.receive(1, Message::Left { context: 0, done: 1 }), []);
+    assert_eq!(world.advance(0, 1, 1), []);
+    world.tick();
+    let message = "gone".to_owned();
+    let outgoing = world.coordinator.lost(1, message.clone());
+    assert_eq!(outgoing, failed(CommError::Peer { rank: 1, message }));
+}
+
 #[test]
 fn goodbye_waits_for_comparisons() {
     let (to, all) = (|rank| vec![Outgoing::To(rank, Message::Goodbye)], vec![Outgoing::All(Message::Goodbye)]);
