@@ -177,10 +177,10 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
             script.call((script.count() % calls) as usize);
         }
         let ended = script.count() == total;
-        for rank in 0..n {
-            if now >= due[rank] || ended && !all_reported {
+        for (rank, due) in due.iter_mut().enumerate() {
+            if now >= *due || ended && !all_reported {
                 clients.report(rank, &script)?;
-                (due[rank], reports) = (now + every, reports + 1);
+                (*due, reports) = (now + every, reports + 1);
             }
         }
         all_reported |= ended;
