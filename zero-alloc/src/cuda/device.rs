@@ -254,6 +254,7 @@ unsafe impl Device for CudaDevice {
     /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory.
     fn copy(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
+        stream.check_device("copy, stream", self.id())?;
         for (what, slice) in [("copy, source", src), ("copy, destination", dst)] {
             if slice.device() != DeviceId::PINNED {
                 slice.check_device(what, self.id())?;
@@ -264,12 +265,14 @@ unsafe impl Device for CudaDevice {
 
     fn fill_zero(&self, stream: &CudaStream, dst: AnySlice) -> Result<(), DeviceError> {
         dst.check_device("fill_zero", self.id())?;
+        stream.check_device("fill_zero, stream", self.id())?;
         stream.labelled("fill_zero", || stream.queue().fill_zero(dst))
     }
 
     fn upload(&self, stream: &CudaStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
         dst.check_device("upload", self.id())?;
+        stream.check_device("upload, stream", self.id())?;
         stream.refuse_in_capture("upload")?;
         let deadline = Deadline::after(limit);
         stream.labelled("upload", || self.shared.staging.upload(stream, src, dst.bytes(), deadline))?;
@@ -285,6 +288,7 @@ unsafe impl Device for CudaDevice {
     ) -> Result<(), DeviceError> {
         same_len("download", src.len_bytes(), dst.len())?;
         src.check_device("download", self.id())?;
+        stream.check_device("download, stream", self.id())?;
         stream.refuse_in_capture("download")?;
         let deadline = Deadline::after(limit);
         stream.labelled("download", || self.shared.staging.download(stream, src.bytes(), dst, deadline))?;

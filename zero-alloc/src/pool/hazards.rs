@@ -158,7 +158,10 @@ impl<D: Device> Hazards<D> {
         self.0.values().all(|hazard| {
             let Some(events) = (0..RECORD_ATTEMPTS).find_map(|_| hazard.events().ok()) else { return false };
             for event in events {
-                while let Err(DeviceError::TimedOut { .. }) = event.synchronize(Duration::from_secs(3600)) {}
+                // Waits also if the stream has failed: earlier operations may still use the memory.
+                while !event.is_done().unwrap_or(true) {
+                    let _ = event.synchronize(Duration::from_secs(3600));
+                }
             }
             true
         })

@@ -29,13 +29,13 @@ use crate::call::Call;
 use crate::{CommError, RendezvousError};
 
 /// Ticks after which the coordinator no longer waits for a call that it requested.
-const ANSWER_TICKS: u32 = 8;
+const ANSWER_TICKS: u32 = 6;
 /// Ticks after which a goodbye is answered although calls of the rank, or of others for rank 0, were not compared.
 const GOODBYE_TICKS: u32 = 2;
 
 /// The time between two reports of a rank's progress.
 pub(super) fn report_every(world_size: usize) -> Duration {
-    let every = Duration::from_micros(500).saturating_mul(world_size.try_into().unwrap_or(u32::MAX));
+    let every = Duration::from_millis(1).saturating_mul(world_size.try_into().unwrap_or(u32::MAX));
     every.clamp(Duration::from_millis(10), Duration::from_secs(1))
 }
 
@@ -542,7 +542,11 @@ impl Coordinator {
 
     /// Answers all goodbyes when all ranks have said theirs; else those that have waited for long enough.
     fn answer_goodbyes(&mut self) -> Vec<Outgoing> {
-        let all = self.present == 0 && self.pending.is_none();
+        if self.pending.is_some() {
+            // The failure that is certain must reach the ranks before they end.
+            return Vec::new();
+        }
+        let all = self.present == 0;
         let is_due = |ticks: u32| all || ticks >= GOODBYE_TICKS;
         if self.leaving.iter().any(|&(rank, ticks)| is_due(ticks) && (rank == 0 || all)) {
             self.leaving.clear();

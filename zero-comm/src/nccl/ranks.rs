@@ -172,14 +172,15 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
     }
 
     /// Reads the variables of rank, world size and local rank with these names. `host` and `port` are the defaults of
-    /// `MASTER_ADDR` and `MASTER_PORT`. `all_here`: the launcher placed all ranks on this machine.
+    /// `MASTER_ADDR` and `MASTER_PORT`. `all_here`: whether the launcher placed all ranks on this machine; `None` if it
+    /// does not say, and then a loopback address decides.
     fn world(
         &self,
         launcher: Launcher,
         [rank_name, size_name, local_name]: [&'static str; 3],
         host: Option<String>,
         port: Option<u16>,
-        all_here: bool,
+        all_here: Option<bool>,
     ) -> Result<Ranks, LaunchError> {
         let present = if self.text(rank_name).is_some() { rank_name } else { size_name };
         let missing = |missing| LaunchError::Missing { present, missing };
@@ -193,7 +194,7 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         let host = self.text("MASTER_ADDR").or(host).ok_or(missing("MASTER_ADDR"))?;
         let master_port = self.number("MASTER_PORT", "a port, 1 to 65535")?;
         let port = master_port.or(port).ok_or(missing("MASTER_PORT"))?;
-        let one_machine = all_here || world_size == 1 || is_loopback(&host);
+        let one_machine = world_size == 1 || all_here.unwrap_or_else(|| is_loopback(&host));
         let token = self.text(TOKEN).map(|secret| Token::new(&secret)).transpose()?;
         Ok(Ranks { rank, world_size, local_rank, host, port, launcher, one_machine, token })
     }
@@ -205,7 +206,8 @@ impl Ranks {
     /// # Errors
     /// The variables are inconsistent.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
-        Self::parse(|name| std::env::var(name).ok())
+        // A token that is not UTF-8 is still one, the same on all ranks.
+        Self::parse(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))
     }
 
     /// Like [`from_env`](Self::from_env), with `variable` to look up a variable.
@@ -217,7 +219,7 @@ impl Ranks {
         let text = |name| vars.text(name).unwrap_or_default();
         if vars.text("RANK").is_some() || vars.text("WORLD_SIZE").is_some() {
             let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
-            let all_here = vars.text("LOCAL_WORLD_SIZE") == vars.text("WORLD_SIZE");
+            let all_here = vars.text("LOCAL_WORLD_SIZE").map(|local| Some(local) == vars.text("WORLD_SIZE"));
             let mut ranks = vars.world(Launcher::Torchrun, names, None, None, all_here)?;
             if text("TORCHELASTIC_USE_AGENT_STORE").eq_ignore_ascii_case("true") {
                 ranks.port = ranks.port.checked_add(1).unwrap_or(u16::MAX - 1);
@@ -228,13 +230,13 @@ impl Ranks {
             let names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"];
             let all_here = vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
             let (host, port) = (all_here.then(|| "127.0.0.1".to_owned()), derived_port(&text("PMIX_NAMESPACE")));
-            return vars.world(Launcher::OpenMpi, names, host, Some(port), all_here).map(Some);
+            return vars.world(Launcher::OpenMpi, names, host, Some(port), Some(all_here)).map(Some);
         }
         if vars.number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?.is_some_and(|tasks| tasks > 1) {
             let names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"];
             let port = derived_port(&format!("{}.{}", text("SLURM_JOB_ID"), text("SLURM_STEP_ID")));
             let (host, all_here) = (first_node(&text("SLURM_STEP_NODELIST")), text("SLURM_STEP_NUM_NODES") == "1");
-            return vars.world(Launcher::Slurm, names, host, Some(port), all_here).map(Some);
+            return vars.world(Launcher::Slurm, names, host, Some(port), Some(all_here)).map(Some);
         }
         Ok(None)
     }
@@ -359,6 +361,8 @@ mod tests {
             assert_eq!(one_machine(&with(&TORCHRUN, name, value)), expected, "{name}={value}");
         }
         assert!(one_machine(&with(&with(&TORCHRUN, "WORLD_SIZE", "1"), "RANK", "0")));
+        // On the master alone, some operators set a loopback name.
+        assert!(!one_machine(&with(&with(&TORCHRUN, "LOCAL_WORLD_SIZE", "4"), "MASTER_ADDR", "localhost")));
         assert!(one_machine(&OPEN_MPI));
         let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
         assert!(!one_machine(&with(&spread, "MASTER_ADDR", "a")));

@@ -22,6 +22,8 @@ mod tests;
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
 /// Attempts, if rank 0 closes the connection during the handshake. It may have closed it for lack of places.
 const HANDSHAKES: usize = 8;
+/// Connections that may wait until the coordinator accepts them; the system may allow fewer.
+const BACKLOG: i32 = 4096;
 
 /// A rank's connection to the coordinator, after all ranks have joined.
 pub(super) struct Joined {
@@ -59,12 +61,16 @@ pub(super) fn join(
     let hello = Hello::new(ranks.rank, ranks.world_size, library);
     let mut first = None;
     if ranks.rank == 0 {
-        let listener = client.listen()?;
+        // NCCL needs time for an id. Meanwhile connections that nobody accepts would fill the backlog.
         let (id, key) = (make_id()?, client.key.clone());
-        // Connects before the coordinator accepts: after another rank's refusal it accepts only what is pending.
-        first = Some(client.connect()?);
+        let listener = client.listen()?;
+        let (own, accepted) = connected_pair().map_err(|e| RendezvousError::System {
+            message: format!("failed to connect rank 0 to itself: {e}; check the loopback interface"),
+        })?;
+        first = Some(own);
         let (world_size, join_limit) = (ranks.world_size, limit / 4 * 3);
-        server::start(listener, server::Options { world_size, library, key, id, join_limit, limit })?;
+        let options = server::Options { world_size, library, key, id, join_limit, limit };
+        server::start(listener, Some(accepted), options)?;
     }
     let (mut handshakes, mut pause) = (0, PAUSES[0]);
     loop {
@@ -79,6 +85,20 @@ pub(super) fn join(
                 pause = (pause * 2).min(PAUSES[1]);
             }
             joined => return Ok(joined?),
+        }
+    }
+}
+
+/// The two ends of a connection within this process, which no other connection can delay.
+fn connected_pair() -> io::Result<(TcpStream, TcpStream)> {
+    let private =
+        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).or_else(|_| TcpListener::bind((Ipv6Addr::LOCALHOST, 0)))?;
+    let own = TcpStream::connect(private.local_addr()?)?;
+    loop {
+        let (accepted, address) = private.accept()?;
+        // Another process may have found the port.
+        if address == own.local_addr()? {
+            return Ok((own, accepted));
         }
     }
 }
@@ -104,7 +124,12 @@ impl Client<'_> {
             match TcpListener::bind((ip, self.ranks.port)) {
                 // Some systems do not accept IPv4 at IPv6's unspecified address.
                 Ok(listener) if ip == Ipv6Addr::UNSPECIFIED && ipv6_v6only(&listener).unwrap_or(true) => {}
-                Ok(listener) => return Ok(listener),
+                Ok(listener) => {
+                    // Ranks beyond the backlog that `bind` asks for would connect only after a second or more. If it
+                    // fails, that backlog stays.
+                    let _ = rustix::net::listen(&listener, BACKLOG);
+                    return Ok(listener);
+                }
                 Err(error) if error.kind() == ErrorKind::AddrInUse => {
                     return Err(RendezvousError::AddressInUse { address: self.address.clone() });
                 }

@@ -10,7 +10,7 @@
 //! [`MAX_OUTPUT_BYTES`](super::wire::MAX_OUTPUT_BYTES), if it reads nothing for [`WRITE_LIMIT`], or if it sends
 //! nothing within the [`silence_limit`]. No other thread shares this state.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, Write};
 use std::time::{Duration, Instant};
 
@@ -33,10 +33,16 @@ mod tests;
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Time for which a stranger with a correct hello keeps its place when all places are taken.
 const CROWDED_LIMIT: Duration = Duration::from_secs(1);
+/// Time for which a silent stranger keeps its place when all places are taken: a rank may be delayed.
+const SILENT_LIMIT: Duration = Duration::from_millis(100);
+/// Connections to accept before the others have their turn.
+const ACCEPTS: usize = 128;
 /// Time for which the reason of a failed rendezvous is sent to ranks whose handshake has begun.
 const REFUSAL_LIMIT: Duration = Duration::from_secs(2);
 /// Time between two keepalives.
 pub(super) const KEEPALIVE: Duration = Duration::from_secs(1);
+/// Pauses of the event loop in a report interval.
+const PAUSES: u32 = 100;
 /// Reads from one connection before the others have their turn.
 const READS: usize = 16;
 
@@ -104,7 +110,7 @@ struct Server {
     /// Peers that may have sent more than was read.
     unread: Vec<usize>,
     /// Ranks whose connection has ended, with the cause.
-    lost: Vec<(usize, String)>,
+    lost: VecDeque<(usize, String)>,
     /// The failure of the rendezvous, and the time for which it is still sent.
     refused: Option<(RendezvousError, TimeLimit)>,
     /// The time for all ranks to join.
@@ -112,12 +118,20 @@ struct Server {
     next_tick: Instant,
 }
 
-/// Starts the coordinator on `listener`.
+/// Starts the coordinator on `listener`, with `own` as its first connection.
 ///
 /// # Errors
 /// The process may not open enough descriptors, or the system refuses a thread or a descriptor.
-pub(super) fn start(listener: std::net::TcpListener, options: Options) -> Result<(), RendezvousError> {
-    let server = Server::new(listener, options)?;
+pub(super) fn start(
+    listener: std::net::TcpListener,
+    own: Option<std::net::TcpStream>,
+    options: Options,
+) -> Result<(), RendezvousError> {
+    let mut server = Server::new(listener, options)?;
+    if let Some(own) = own {
+        own.set_nonblocking(true).map_err(Server::failed)?;
+        server.admit(TcpStream::from_std(own));
+    }
     let builder = std::thread::Builder::new().name("zero coordinator".to_owned());
     builder.spawn(move || server.run()).map_err(|e| RendezvousError::System {
         message: format!(
@@ -130,13 +144,11 @@ pub(super) fn start(listener: std::net::TcpListener, options: Options) -> Result
 impl Server {
     fn new(listener: std::net::TcpListener, options: Options) -> Result<Self, RendezvousError> {
         let places = descriptors::reserve(options.world_size)?;
-        let failed =
-            |e: io::Error| RendezvousError::System { message: format!("failed to start the coordinator: {e}") };
-        listener.set_nonblocking(true).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(Self::failed)?;
         let mut listener = TcpListener::from_std(listener);
-        let poll = Poll::new().map_err(failed)?;
+        let poll = Poll::new().map_err(Self::failed)?;
         let n = options.world_size;
-        poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(failed)?;
+        poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(Self::failed)?;
         Ok(Self {
             poll,
             listener: Some(listener),
@@ -149,7 +161,7 @@ impl Server {
             places: places - 1,
             rejected: 0,
             unread: Vec::new(),
-            lost: Vec::new(),
+            lost: VecDeque::new(),
             refused: None,
             joining: TimeLimit::new(options.join_limit),
             next_tick: Instant::now() + KEEPALIVE,
@@ -157,8 +169,12 @@ impl Server {
         })
     }
 
+    fn failed(error: io::Error) -> RendezvousError {
+        RendezvousError::System { message: format!("failed to start the coordinator: {error}") }
+    }
+
     fn run(mut self) {
-        let mut events = Events::with_capacity(1024);
+        let mut events = Events::with_capacity(1024.max(self.peers.len()));
         // Without the selector nothing works: the connections close, and the ranks report it.
         while !self.is_done() && self.turn(&mut events).is_ok() {}
     }
@@ -168,6 +184,10 @@ impl Server {
         let mut wait = self.next_tick.saturating_duration_since(Instant::now());
         if self.is_joining() {
             wait = wait.min(self.joining.slice());
+        }
+        if self.acceptable && self.listener.is_some() {
+            let is_crowded = self.strangers.len() > self.places;
+            wait = wait.min(if is_crowded { SILENT_LIMIT } else { Duration::ZERO });
         }
         if !self.unread.is_empty() {
             wait = Duration::ZERO;
@@ -190,8 +210,12 @@ impl Server {
             self.next_tick = Instant::now() + KEEPALIVE;
             self.tick();
         }
-        while let Some((rank, cause)) = self.lost.pop() {
+        while let Some((rank, cause)) = self.lost.pop_front() {
             self.lose(rank, cause);
+        }
+        if self.missing == 0 {
+            // Ranks report at about the same time: the next turn handles all that arrives during the pause.
+            std::thread::sleep(report_every(self.peers.len()) / PAUSES);
         }
         Ok(())
     }
@@ -218,7 +242,7 @@ impl Server {
             if let Some(peer) = &mut self.peers[token]
                 && let Err(error) = peer.flush()
             {
-                self.lost.push((token, ended(&error)));
+                self.lost.push_back((token, ended(&error)));
             }
             self.receive(token);
         }
@@ -226,7 +250,10 @@ impl Server {
 
     /// Accepts the pending connections. If one is too many and no other makes room, the rest stays pending.
     fn accept(&mut self) {
-        while self.acceptable && (self.strangers.len() <= self.places || self.close_one()) {
+        for _ in 0..ACCEPTS {
+            if !self.acceptable || self.strangers.len() > self.places && !self.close_one() {
+                return;
+            }
             let Some(listener) = &self.listener else { return };
             match listener.accept() {
                 Ok((stream, _)) => {
@@ -247,10 +274,13 @@ impl Server {
         }
     }
 
-    /// Closes the oldest silent stranger, except the newest one, or else the oldest one if its time in a crowd is over.
+    /// Closes the oldest silent stranger, except the newest one, or else the oldest one, if its time in a crowd is over.
     fn close_one(&mut self) -> bool {
-        let mut others = self.strangers.iter().rev().skip(1).rev();
-        let silent = others.find(|(_, stranger)| stranger.claims.is_none()).map(|(&token, _)| token);
+        let mut others = self.strangers.iter_mut().rev().skip(1).rev();
+        let silent = others.find(|(_, stranger)| stranger.claims.is_none());
+        let is_over =
+            |(&token, stranger): (_, &mut Stranger)| (stranger.time.elapsed() >= SILENT_LIMIT).then_some(token);
+        let silent = silent.and_then(is_over);
         let closed = silent.or_else(|| {
             let (&token, oldest) = self.strangers.iter_mut().next()?;
             (oldest.time.elapsed() >= CROWDED_LIMIT).then_some(token)
@@ -307,7 +337,7 @@ impl Server {
         };
         let both = Interest::READABLE | Interest::WRITABLE;
         if let Err(error) = self.poll.registry().reregister(&mut stranger.stream, Token(rank), both) {
-            self.lost.push((rank, ended(&error)));
+            self.lost.push_back((rank, ended(&error)));
         }
         let silence = silence_limit(self.options.limit);
         let (Stranger { stream, input, .. }, output) = (stranger, Output::default());
@@ -340,18 +370,22 @@ impl Server {
             let Some(peer) = &mut self.peers[rank] else { return };
             let more = match peer.input.read_from(&mut peer.stream, MAX_FRAME_BYTES) {
                 Ok(more) => more,
-                Err(error) => return self.lost.push((rank, ended(&error))),
+                Err(error) => return self.lost.push_back((rank, ended(&error))),
             };
             while let Some(peer) = &mut self.peers[rank] {
                 let frame = peer.input.next_frame(MAX_FRAME_BYTES);
                 match frame.and_then(|frame| frame.map(decode).transpose()) {
                     Ok(None) => break,
+                    Ok(Some(message)) if self.missing > 0 && message != Message::Alive => {
+                        let cause = "it sent a message before all ranks had joined".to_owned();
+                        return self.lost.push_back((rank, cause));
+                    }
                     Ok(Some(message)) => {
                         peer.heard = true;
                         let outgoing = self.coordinator.receive(rank, message);
                         self.send(outgoing);
                     }
-                    Err(error) => return self.lost.push((rank, ended(&error))),
+                    Err(error) => return self.lost.push_back((rank, ended(&error))),
                 }
             }
             if !more {
@@ -390,9 +424,9 @@ impl Server {
                 peer.silence = silence_limit(limit);
             }
             if peer.silence.has_passed() {
-                self.lost.push((rank, format!("sent nothing for {limit:?}")));
+                self.lost.push_back((rank, format!("sent nothing for {limit:?}")));
             } else if peer.stalled.as_mut().is_some_and(TimeLimit::has_passed) {
-                self.lost.push((rank, format!("received nothing for {WRITE_LIMIT:?}")));
+                self.lost.push_back((rank, format!("received nothing for {WRITE_LIMIT:?}")));
             }
         }
         let outgoing = self.coordinator.tick();
@@ -436,7 +470,7 @@ impl Server {
         if let Some(peer) = &mut self.peers[rank]
             && let Err(error) = peer.send(frames)
         {
-            self.lost.push((rank, ended(&error)));
+            self.lost.push_back((rank, ended(&error)));
         }
     }
 }

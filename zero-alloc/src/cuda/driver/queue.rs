@@ -13,8 +13,9 @@ use crate::device::{AnySlice, DeviceError, DeviceId};
 const NON_BLOCKING: c_uint = 1;
 /// An event without timing, which is cheaper.
 const DISABLE_TIMING: c_uint = 2;
-/// The code for an event in a graph that is being recorded: it is reached only when the graph runs.
-const CAPTURED_EVENT: c_int = 907;
+/// The codes of errors about a capture, which say nothing about the event: 907 for an event in a graph that is being
+/// recorded, which is reached only when the graph runs; 900 to 908 without 907 for others.
+const CAPTURE_ERRORS: std::ops::RangeInclusive<c_int> = 900..=908;
 
 /// A stream, owned or foreign.
 pub(crate) struct Queue {
@@ -222,7 +223,7 @@ impl Point {
         let driver = self.context.bind()?;
         // SAFETY: the event is live.
         let code = unsafe { (driver.table.cuEventQuery)(self.raw) };
-        if code == CAPTURED_EVENT { Ok(false) } else { driver.check_ready("cuEventQuery", code) }
+        if CAPTURE_ERRORS.contains(&code) { Ok(false) } else { driver.check_ready("cuEventQuery", code) }
     }
 
     /// Milliseconds from `earlier` to this point, with a resolution of about half a microsecond. Both points are

@@ -328,7 +328,7 @@ fn difference_is_reported_although_the_rank_ends() {
     for _ in 0..ANSWER_TICKS {
         assert_eq!(world.tick(), []);
     }
-    assert_eq!(world.tick(), unknown("it did not answer within 8 s"));
+    assert_eq!(world.tick(), unknown("it did not answer within 6 s"));
 }
 
 #[test]

@@ -14,7 +14,7 @@ use super::super::testing::{LIBRARY, LONG, Rank, free_port, join_as, ranks};
 use super::super::tests::{connect, greet, on_ranks, send_hello};
 use super::super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
 use super::super::{Ranks, Token};
-use super::Joined;
+use super::{Joined, join};
 use crate::{CommError, RendezvousError};
 
 /// A limit that expires.
@@ -42,6 +42,23 @@ fn is_closed(stream: TcpStream) {
     let mut incoming = Incoming::new(stream);
     while incoming.next_frame(LONG, MAX_FRAME_BYTES).is_ok_and(|frame| frame.is_some()) {}
     assert!(incoming.next_frame(LONG, MAX_FRAME_BYTES).is_err());
+}
+
+/// NCCL may need a second for its id. Connections that arrive meanwhile must not fill the queue of those that rank 0
+/// accepts, which it needs itself.
+#[test]
+fn connections_before_the_coordinator_do_not_block_rank_0() {
+    let port = free_port();
+    let crowd = |port| {
+        let connect = || TcpStream::connect_timeout(&([127, 0, 0, 1], port).into(), Duration::from_millis(50)).ok();
+        (0..200).map_while(|_| connect()).collect::<Vec<_>>()
+    };
+    let mut connections = Vec::new();
+    let make_id = || {
+        connections = crowd(port);
+        Ok(vec![7; 128])
+    };
+    assert!(join(&ranks(0, 1, port), LIBRARY, make_id, Duration::from_secs(12)).is_ok());
 }
 
 #[test]
@@ -351,7 +368,7 @@ fn descriptors_process() {
             let key = Key::new(None);
             let (id, join_limit) = (vec![7], LONG);
             let options = Options { world_size: 2, library: LIBRARY, key: key.clone(), id, join_limit, limit: LONG };
-            server::start(listener, options).unwrap();
+            server::start(listener, None, options).unwrap();
             let stream = connect(port);
             let mut first = greet(&stream, &key, &Hello::new(0, 2, LIBRARY));
             let open = || std::fs::File::open("/dev/null");

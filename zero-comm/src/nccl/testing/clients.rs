@@ -28,7 +28,7 @@ pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> 
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
     let listener = listener.map_err(|e| back_end(format!("port {port}: {e}")))?;
     let (id, key) = (ID.to_vec(), Key::new(None));
-    server::start(listener, Options { world_size, library: LIBRARY, key, id, join_limit: LONG, limit: LONG })?;
+    server::start(listener, None, Options { world_size, library: LIBRARY, key, id, join_limit: LONG, limit: LONG })?;
     Ok(())
 }
 
