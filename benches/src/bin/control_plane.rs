@@ -108,6 +108,29 @@ impl Drop for Coordinator {
     }
 }
 
+/// Receives once; an error if a connection ended or the world failed, but for a mismatch.
+fn next<'a>(
+    clients: &mut Clients,
+    wait: Duration,
+    script: impl Fn(usize) -> &'a Script,
+) -> Result<Vec<(usize, Event)>> {
+    let events = clients.receive(wait, &script)?;
+    for (rank, event) in &events {
+        match event {
+            Event::Failed(CommError::Mismatch { .. }) => {}
+            Event::Failed(error) => return Err(error.clone().into()),
+            Event::Ended(cause) => {
+                // Other ranks are told why.
+                let later = clients.receive(Duration::from_secs(1), &script)?;
+                let failed = later.into_iter().find(|(_, event)| matches!(event, Event::Failed(_)));
+                return Err(format!("the connection of rank {rank} ended: {cause}; {failed:?}").into());
+            }
+            _ => {}
+        }
+    }
+    Ok(events)
+}
+
 /// Receives until `done` of the events so far, for at most [`LIMIT`].
 fn receive<'a>(
     clients: &mut Clients,
@@ -116,12 +139,7 @@ fn receive<'a>(
 ) -> Result<Duration> {
     let begun = Instant::now();
     loop {
-        for (rank, event) in clients.receive(Duration::from_millis(10), &script)? {
-            if let Event::Failed(error) = &event
-                && !matches!(error, CommError::Mismatch { .. })
-            {
-                return Err(error.clone().into());
-            }
+        for (rank, event) in next(clients, Duration::from_millis(10), &script)? {
             if done(rank, event) {
                 return Ok(begun.elapsed());
             }
@@ -184,11 +202,9 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
             }
         }
         all_reported |= ended;
-        for (rank, event) in clients.receive(Duration::from_millis(5), |_| &script)? {
-            match event {
-                Event::Agreed(count) => agreed[rank] = count,
-                Event::Failed(error) => return Err(error.into()),
-                _ => {}
+        for (rank, event) in next(&mut clients, Duration::from_millis(5), |_| &script)? {
+            if let Event::Agreed(count) = event {
+                agreed[rank] = count;
             }
         }
         let least = agreed.iter().copied().min().unwrap_or(0);
@@ -251,7 +267,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
                 clients.report(rank, of(rank))?;
             }
         }
-        for (_, event) in clients.receive(Duration::from_millis(5), of)? {
+        for (_, event) in next(&mut clients, Duration::from_millis(5), of)? {
             let Event::Failed(error) = event else { continue };
             let CommError::Mismatch { rank, other_rank, .. } = error else { return Err(error.into()) };
             check(

@@ -32,6 +32,14 @@ use crate::{CommError, RendezvousError};
 const ANSWER_TICKS: u32 = 6;
 /// Ticks after which a goodbye is answered although calls of the rank, or of others for rank 0, were not compared.
 const GOODBYE_TICKS: u32 = 2;
+/// Ticks without a message to a rank, or from it, after which a keepalive is due.
+pub(super) const KEEPALIVE_TICKS: u32 = 4;
+
+/// Ticks between two agreements: in a large world, only as often as each rank needs a keepalive. Sending them is most of
+/// the coordinator's work.
+fn agreement_ticks(world_size: usize) -> u32 {
+    if world_size < 512 { 1 } else { KEEPALIVE_TICKS }
+}
 
 /// The time between two reports of a rank's progress.
 pub(super) fn report_every(world_size: usize) -> Duration {
@@ -82,8 +90,10 @@ struct Group {
     ahead: BinaryHeap<Reverse<(u64, usize)>>,
     /// The most calls of a member.
     most_called: u64,
-    /// The number of calls that all ranks agreed on at the last tick.
+    /// The number of calls that all ranks were last told to agree on.
     agreed: u64,
+    /// The number of the first rank's calls at the last tick.
+    first: u64,
     /// Members that have dropped the communicator.
     left: usize,
     /// The least number of calls of such a member, and its index.
@@ -101,6 +111,7 @@ impl Group {
             ahead: BinaryHeap::new(),
             most_called: 0,
             agreed: 0,
+            first: 0,
             left: 0,
             first_left: None,
             meetings: BTreeMap::new(),
@@ -144,14 +155,19 @@ impl Group {
         Some((index, self.compare(index)))
     }
 
-    /// Drops the calls that no error can name any more. Returns the number of calls that all ranks agree on, if it
-    /// has grown or if a rank is ahead of the first with calls that were not compared.
-    fn settle(&mut self, context: Context) -> Option<Message> {
+    /// Drops the calls that no error can name any more. If an agreement `is_due` or the first rank has called nothing
+    /// since the last tick, returns the number of calls that all ranks agree on, if it has grown or if a rank is ahead of
+    /// the first with calls that were not compared.
+    fn settle(&mut self, context: Context, is_due: bool) -> Option<Message> {
         let agreed = self.members.iter().map(|member| member.agreed).min()?;
         let running = self.members.iter().filter(|member| member.left.is_none());
         let ended = running.map(|member| member.ended).min().unwrap_or(agreed);
         self.calls.drop_before(agreed.min(ended));
         let first = self.calls.count();
+        let waits = first == std::mem::replace(&mut self.first, first);
+        if !is_due && !waits {
+            return None;
+        }
         let ahead = self.members.iter().any(|member| member.ahead.is_some() && member.agreed < first);
         let grown = agreed > std::mem::replace(&mut self.agreed, agreed);
         (grown || ahead).then_some(Message::Agreed { context, count: agreed, first })
@@ -199,6 +215,10 @@ pub(super) struct Coordinator {
     next_context: Context,
     /// Ranks whose goodbye has not been answered, with the ticks since.
     leaving: Vec<(usize, u32)>,
+    /// Ticks between two agreements.
+    agreement_ticks: u32,
+    /// Ticks since an agreement was due.
+    ticks: u32,
     pending: Option<Pending>,
     /// The final failure.
     failure: Option<CommError>,
@@ -222,6 +242,8 @@ impl Coordinator {
             groups: BTreeMap::from([(0, Group::new((0..world_size).collect()))]),
             next_context: 1,
             leaving: Vec::new(),
+            agreement_ticks: agreement_ticks(world_size),
+            ticks: 0,
             pending: None,
             failure: None,
         }
@@ -335,12 +357,16 @@ impl Coordinator {
         }
     }
 
-    /// To be called once a second. Returns what all ranks have agreed on since the last tick, and the failures and
-    /// answers that are due.
+    /// To be called once a second. Returns the agreements, failures and answers that are due.
     pub(super) fn tick(&mut self) -> Vec<Outgoing> {
         let mut outgoing = Vec::new();
+        self.ticks += 1;
+        let is_due = self.ticks >= self.agreement_ticks;
+        if is_due {
+            self.ticks = 0;
+        }
         for (&context, group) in &mut self.groups {
-            if let Some(agreed) = group.settle(context) {
+            if let Some(agreed) = group.settle(context, is_due) {
                 outgoing.extend(group.send(agreed, self.world_size));
             }
         }
@@ -510,7 +536,7 @@ impl Coordinator {
         if group.left < group.ranks.len() || pending {
             return Vec::new();
         }
-        let agreed = group.settle(context);
+        let agreed = group.settle(context, true);
         let outgoing = agreed.map(|agreed| group.send(agreed, world_size)).unwrap_or_default();
         self.groups.remove(&context);
         outgoing

@@ -19,7 +19,7 @@ use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token};
 use zero_alloc::TimeLimit;
 
-use super::coordinator::{Coordinator, Outgoing, report_every};
+use super::coordinator::{Coordinator, KEEPALIVE_TICKS, Outgoing, report_every};
 use super::descriptors;
 use super::handshake::{Expected, Hello, Key, MAX_HELLO_BYTES, VERSION};
 use super::message::Message;
@@ -39,16 +39,16 @@ const SILENT_LIMIT: Duration = Duration::from_millis(100);
 const ACCEPTS: usize = 128;
 /// Time for which the reason of a failed rendezvous is sent to ranks whose handshake has begun.
 const REFUSAL_LIMIT: Duration = Duration::from_secs(2);
-/// Time between two keepalives.
-pub(super) const KEEPALIVE: Duration = Duration::from_secs(1);
-/// Pauses of the event loop in a report interval.
-const PAUSES: u32 = 100;
+/// Time between two ticks.
+const TICK: Duration = Duration::from_secs(1);
+/// Time without a message after which a keepalive is sent.
+pub(super) const KEEPALIVE: Duration = TICK.saturating_mul(KEEPALIVE_TICKS);
 /// Reads from one connection before the others have their turn.
 const READS: usize = 16;
 
 /// The time for which a peer may send nothing.
-pub(super) fn silence_limit(limit: Duration) -> TimeLimit {
-    TimeLimit::new(limit.max(KEEPALIVE * 5))
+pub(super) fn silence_limit(limit: Duration) -> Duration {
+    limit.max(KEEPALIVE * 3)
 }
 
 /// A connection that has not passed the handshake.
@@ -69,8 +69,8 @@ struct Peer {
     silence: TimeLimit,
     /// It has sent a message since the last tick.
     heard: bool,
-    /// A message was sent to it since the last tick, so that it needs no keepalive.
-    addressed: bool,
+    /// Ticks since a message was sent to it.
+    quiet_ticks: u32,
     /// The time for which it may read nothing while output waits.
     stalled: Option<TimeLimit>,
 }
@@ -144,6 +144,9 @@ pub(super) fn start(
 impl Server {
     fn new(listener: std::net::TcpListener, options: Options) -> Result<Self, RendezvousError> {
         let places = descriptors::reserve(options.world_size)?;
+        // The standard library queues 128 connections; a rank beyond them would try again after a second.
+        let queue = i32::try_from(options.world_size).unwrap_or(i32::MAX).max(128);
+        rustix::net::listen(&listener, queue).map_err(|e| Self::failed(e.into()))?;
         listener.set_nonblocking(true).map_err(Self::failed)?;
         let mut listener = TcpListener::from_std(listener);
         let poll = Poll::new().map_err(Self::failed)?;
@@ -164,7 +167,7 @@ impl Server {
             lost: VecDeque::new(),
             refused: None,
             joining: TimeLimit::new(options.join_limit),
-            next_tick: Instant::now() + KEEPALIVE,
+            next_tick: Instant::now() + TICK,
             options,
         })
     }
@@ -197,7 +200,7 @@ impl Server {
             _ => {}
         }
         for rank in std::mem::take(&mut self.unread) {
-            self.receive(rank);
+            self.receive(rank, true);
         }
         events.iter().for_each(|event| self.handle(event));
         self.accept();
@@ -207,15 +210,11 @@ impl Server {
             self.refuse(RendezvousError::Missing { ranks, world_size, limit, strangers });
         }
         if Instant::now() >= self.next_tick {
-            self.next_tick = Instant::now() + KEEPALIVE;
+            self.next_tick = Instant::now() + TICK;
             self.tick();
         }
         while let Some((rank, cause)) = self.lost.pop_front() {
             self.lose(rank, cause);
-        }
-        if self.missing == 0 {
-            // Ranks report at about the same time: the next turn handles all that arrives during the pause.
-            std::thread::sleep(report_every(self.peers.len()) / PAUSES);
         }
         Ok(())
     }
@@ -244,7 +243,7 @@ impl Server {
             {
                 self.lost.push_back((token, ended(&error)));
             }
-            self.receive(token);
+            self.receive(token, event.is_read_closed());
         }
     }
 
@@ -339,9 +338,9 @@ impl Server {
         if let Err(error) = self.poll.registry().reregister(&mut stranger.stream, Token(rank), both) {
             self.lost.push_back((rank, ended(&error)));
         }
-        let silence = silence_limit(self.options.limit);
+        let silence = TimeLimit::new(silence_limit(self.options.limit));
         let (Stranger { stream, input, .. }, output) = (stranger, Output::default());
-        let peer = Peer { stream, input, output, silence, heard: true, addressed: false, stalled: None };
+        let peer = Peer { stream, input, output, silence, heard: true, quiet_ticks: 0, stalled: None };
         self.peers[rank] = Some(peer);
         self.missing -= 1;
         if self.missing == 0 {
@@ -364,8 +363,8 @@ impl Server {
         }
     }
 
-    /// Receives from a peer.
-    fn receive(&mut self, rank: usize) {
+    /// Receives from a peer. `closed`: no event will tell of its end, which has arrived.
+    fn receive(&mut self, rank: usize, closed: bool) {
         for _ in 0..READS {
             let Some(peer) = &mut self.peers[rank] else { return };
             let more = match peer.input.read_from(&mut peer.stream, MAX_FRAME_BYTES) {
@@ -388,7 +387,8 @@ impl Server {
                     Err(error) => return self.lost.push_back((rank, ended(&error))),
                 }
             }
-            if !more {
+            let drained = self.peers[rank].as_ref().is_none_or(|peer| peer.input.is_drained());
+            if !more || drained && !closed {
                 return;
             }
         }
@@ -417,11 +417,11 @@ impl Server {
         if self.missing > 0 {
             return;
         }
-        let limit = self.options.limit;
+        let limit = silence_limit(self.options.limit);
         for (rank, peer) in self.peers.iter_mut().enumerate().filter_map(|(rank, peer)| Some((rank, peer.as_mut()?)))
         {
             if std::mem::take(&mut peer.heard) {
-                peer.silence = silence_limit(limit);
+                peer.silence = TimeLimit::new(limit);
             }
             if peer.silence.has_passed() {
                 self.lost.push_back((rank, format!("sent nothing for {limit:?}")));
@@ -433,11 +433,11 @@ impl Server {
         self.send(outgoing);
         let Ok(alive) = encode(&Message::Alive) else { return };
         for rank in 0..self.peers.len() {
-            if self.peers[rank].as_ref().is_some_and(|peer| !peer.addressed) {
+            if self.peers[rank].as_ref().is_some_and(|peer| peer.quiet_ticks >= KEEPALIVE_TICKS) {
                 self.write(rank, &alive);
             }
         }
-        self.peers.iter_mut().flatten().for_each(|peer| peer.addressed = false);
+        self.peers.iter_mut().flatten().for_each(|peer| peer.quiet_ticks += 1);
     }
 
     fn send(&mut self, outgoing: Vec<Outgoing>) {
@@ -512,7 +512,7 @@ impl Peer {
     /// Sends what the connection accepts now; the rest waits for its next event.
     fn send(&mut self, frames: &[u8]) -> io::Result<()> {
         let waits = !self.output.is_empty();
-        self.addressed = true;
+        self.quiet_ticks = 0;
         self.output.append(frames)?;
         if waits { Ok(()) } else { self.flush() }
     }

@@ -77,9 +77,16 @@ pub(super) struct Input {
     bytes: Vec<u8>,
     /// Bytes of frames that were returned.
     returned: usize,
+    /// The last read received less than it asked for.
+    drained: bool,
 }
 
 impl Input {
+    /// Whether the last read received all that had arrived.
+    pub(super) fn is_drained(&self) -> bool {
+        self.drained
+    }
+
     /// Reads once from `source`, at most what a frame of `max_frame_bytes` needs and 4 KiB. Returns whether it received
     /// bytes; `false` if none are available now.
     ///
@@ -92,11 +99,13 @@ impl Input {
             self.bytes.shrink_to(CHUNK_BYTES);
         }
         let mut chunk = [0; CHUNK_BYTES];
+        self.drained = false;
         let most = (LENGTH_BYTES + max_frame_bytes).saturating_sub(self.bytes.len()).clamp(1, CHUNK_BYTES);
         match source.read(&mut chunk[..most]) {
             Ok(0) => Err(io::Error::new(ErrorKind::UnexpectedEof, "the peer closed the connection")),
             Ok(n) => {
                 self.bytes.extend(&chunk[..n]);
+                self.drained = n < most;
                 Ok(true)
             }
             Err(error) => match error.kind() {

@@ -134,7 +134,7 @@ impl World {
             shared: Arc::clone(&shared),
             outgoing: joined.outgoing,
             incoming: joined.incoming,
-            silence: silence_limit(limit),
+            silence: TimeLimit::new(silence_limit(limit)),
             logs: BTreeMap::new(),
             // A short limit needs recent reports, so that no rank is named as late that is not.
             report_every: joined.report_every.min(limit / 4),
@@ -428,9 +428,9 @@ impl Watcher {
         let mut state = self.shared.state.lock();
         let lost = match received {
             Ok(None) if !self.silence.has_passed() => None,
-            Ok(None) => Some(format!("sent nothing for {:?}", self.shared.limit)),
+            Ok(None) => Some(format!("sent nothing for {:?}", silence_limit(self.shared.limit))),
             Ok(Some(message)) => {
-                self.silence = silence_limit(self.shared.limit);
+                self.silence = TimeLimit::new(silence_limit(self.shared.limit));
                 match message {
                     Message::Failed { error } => {
                         state.failure.get_or_insert(error);

@@ -343,6 +343,29 @@ fn wrong_hash_is_no_mismatch() {
     assert_eq!(world.receive(1, wrong), failed(CommError::Peer { rank: 1, message }));
 }
 
+/// While the first rank calls, agreements are sent as often as keepalives; when it waits, at once.
+#[test]
+fn agreements_are_rare_in_a_large_world() {
+    let mut world = World::new(600);
+    for tick in 1..=2 * KEEPALIVE_TICKS {
+        for rank in 0..600 {
+            assert_eq!(world.call(rank, broadcast(8)), []);
+        }
+        let (due, count) = (tick.is_multiple_of(KEEPALIVE_TICKS), u64::from(tick));
+        let agreed = due.then_some(Outgoing::All(Message::Agreed { context: 0, count, first: count }));
+        assert_eq!(world.tick(), Vec::from_iter(agreed));
+    }
+    for rank in 0..600 {
+        world.make(rank, broadcast(8));
+        // One is ahead.
+        (rank == 9).then(|| world.make(rank, broadcast(8)));
+        assert_eq!(world.report(rank), []);
+    }
+    assert_eq!(world.tick(), []);
+    let count = u64::from(2 * KEEPALIVE_TICKS);
+    assert_eq!(world.tick(), [Outgoing::All(Message::Agreed { context: 0, count, first: count + 1 })]);
+}
+
 /// Calls are kept until all ranks agree on them and they have ended on all ranks: an error may name them.
 #[test]
 fn call_that_is_agreed_but_not_ended_is_named() {
@@ -642,8 +665,8 @@ mod random {
             let n = self.to_rank.len();
             (0..n).for_each(|rank| self.step(Step::Report, rank, 0));
             self.deliver_all();
-            // Ranks that are ahead of the first report their hashes after the first tick.
-            for _ in 0..2 {
+            // The first rank calls nothing between two ticks; then ranks ahead of it report their hashes.
+            for _ in 0..3 {
                 self.step(Step::Tick, 0, 0);
                 self.deliver_all();
             }
@@ -756,8 +779,14 @@ mod random {
         ProptestConfig::with_cases(n.saturating_mul(factor))
     }
 
-    fn run(n: usize, differing: BTreeSet<(usize, Context, u64)>, steps: Vec<(Step, usize, Context)>) -> Simulation {
+    fn run(
+        n: usize,
+        agreement_ticks: u32,
+        differing: BTreeSet<(usize, Context, u64)>,
+        steps: Vec<(Step, usize, Context)>,
+    ) -> Simulation {
         let mut simulation = Simulation::new(n, differing);
+        simulation.coordinator.agreement_ticks = agreement_ticks;
         for (step, rank, context) in steps {
             // All ranks answer in time.
             simulation.ticks += u32::from(matches!(step, Step::Tick));
@@ -774,23 +803,25 @@ mod random {
         #![proptest_config(cases(100))]
 
         #[test]
-        fn equal_calls_never_fail(n in 1usize..6, steps in steps()) {
-            prop_assert_eq!(run(n, BTreeSet::new(), steps).failure, None);
+        fn equal_calls_never_fail(n in 1usize..6, agreement_ticks in 1u32..5, steps in steps()) {
+            prop_assert_eq!(run(n, agreement_ticks, BTreeSet::new(), steps).failure, None);
         }
 
         #[test]
         fn every_difference_names_its_ranks_and_calls(
             n in 1usize..6,
+            agreement_ticks in 1u32..5,
             differing in prop::collection::btree_set((0usize..5, 0u32..4, 0u64..40), 1..4),
             steps in steps(),
         ) {
-            let failure = run(n, differing, steps).failure;
+            let failure = run(n, agreement_ticks, differing, steps).failure;
             prop_assert!(matches!(failure, None | Some(CommError::Mismatch { .. })), "{:?}", failure);
         }
 
         #[test]
         fn errors_are_true_when_ranks_leave_or_end(
             n in 1usize..6,
+            agreement_ticks in 1u32..5,
             differing in prop::collection::btree_set((0usize..5, 0u32..4, 0u64..40), 0..4),
             mut steps in steps(),
             ends in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>(), 0usize..5, 0u32..4), 0..6),
@@ -799,7 +830,7 @@ mod random {
                 let step = if lost { Step::Lose } else { Step::Leave };
                 steps.insert(at.index(steps.len() + 1), (step, rank, context));
             }
-            run(n, differing, steps);
+            run(n, agreement_ticks, differing, steps);
         }
     }
 }

@@ -77,6 +77,8 @@ pub enum Event {
     Split(Option<(usize, usize)>),
     /// The failure of the world.
     Failed(CommError),
+    /// The end of the connection.
+    Ended(String),
 }
 
 struct Client {
@@ -143,7 +145,7 @@ impl Clients {
     /// coordinator's requests for calls.
     ///
     /// # Errors
-    /// A connection ended.
+    /// A client cannot decode a message, or cannot answer.
     pub fn receive<'a>(
         &mut self,
         wait: Duration,
@@ -153,13 +155,19 @@ impl Clients {
             Err(error) if error.kind() != io::ErrorKind::Interrupted => return Err(error),
             _ => {}
         }
-        let mut received = Vec::new();
+        let (mut received, mut ended) = (Vec::new(), Vec::new());
         for rank in self.events.iter().map(|event| event.token().0) {
             let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
-            client.output.write_to(&mut client.stream)?;
             let mut more = true;
             while more {
-                more = client.input.read_from(&mut client.stream, MAX_FRAME_BYTES)?;
+                let flushed = client.output.write_to(&mut client.stream);
+                more = match flushed.and_then(|_| client.input.read_from(&mut client.stream, MAX_FRAME_BYTES)) {
+                    Ok(more) => more,
+                    Err(error) => {
+                        ended.push((rank, Event::Ended(error.to_string())));
+                        false
+                    }
+                };
                 while let Some(bytes) = client.input.next_frame(MAX_FRAME_BYTES)? {
                     traffic.received += 1;
                     traffic.received_bytes += 4 + bytes.len() as u64;
@@ -188,6 +196,8 @@ impl Clients {
                 }
             }
         }
+        // First the failure of the world, if that is the cause.
+        received.extend(ended);
         Ok(received)
     }
 
