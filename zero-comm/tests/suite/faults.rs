@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::common::{Comm, LIMIT, Random, Streams, another, call, on_ranks, view};
+use crate::common::{Comm, LIMIT, Random, Streams, another, call, delay, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError, Stream};
 use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
@@ -170,6 +170,45 @@ fn ranks_leave_only_unused_buffers() {
             }
         });
     }
+}
+
+/// Limits that pass and aborts at any point of a collective: when a rank has seen its end, no peer writes to its buffer.
+/// Half of the ranks' streams are late by up to 300 us. `ZERO_PROPTEST_FACTOR` multiplies the seeds.
+#[test]
+fn limits_of_microseconds_leave_only_unused_buffers() {
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1u64);
+    let (mut failed, seeds) = (0, if cfg!(miri) { 3 } else { 100 * factor });
+    for seed in 0..seeds {
+        let mut random = Random::new(seed);
+        let limit = Duration::from_micros(random.below(500));
+        let len = 1 + random.below(if cfg!(miri) { 100 } else { 300_000 }) as usize;
+        let all_have_ended = std::sync::Barrier::new(RANKS);
+        let results = on_ranks(RANKS, CommOptions { limit }, |comm, s| {
+            let mut random = Random::new(seed * 10 + comm.rank() as u64);
+            let (mut values, mut result) = (vec![1f32; len], Ok(()));
+            for _ in 0..3 {
+                let buffer = view(&mut values);
+                delay(&s.comm, &mut random);
+                let called = comm.all_reduce(&s.comm, buffer, buffer, ReduceOp::Max);
+                if random.below(9) == 0 {
+                    std::thread::sleep(Duration::from_micros(random.below(300)));
+                    comm.abort("on purpose");
+                }
+                let ended = s.comm.synchronize(LIMIT);
+                assert!(called.is_ok() || comm.failure().is_some());
+                result = called.map_err(|_| ()).and(ended.map_err(|_| ()));
+                if result.is_err() {
+                    break;
+                }
+            }
+            values.fill(2.0);
+            all_have_ended.wait();
+            assert!(values.iter().all(|&v| v == 2.0), "seed {seed}: a peer wrote after the end");
+            result
+        });
+        failed += u64::from(results.iter().any(Result::is_err));
+    }
+    println!("{failed} of {seeds} worlds failed");
 }
 
 #[test]
