@@ -14,20 +14,23 @@
 //! - [`Done`]: the event after it. The bucket is free for the next [`Buckets::begin`], whose producers' streams wait
 //!   for its last use. The host never waits.
 //!
-//! The caller chooses the elements of each bucket: a gradient larger than a bucket is cut into pieces
-//! (`zero_shard::bucket_pieces`), each the same range of every rank's shard. Stage 0 of ZeRO all-reduces a bucket,
-//! stages 1 to 3 reduce-scatter it.
+//! [`Buckets::reduce_unit`] (stages 1 to 3 of ZeRO) and [`Buckets::all_reduce_unit`] (stage 0) do all of this for the
+//! gradient of a unit: they cut it into pieces, each the same range of every rank's shard (`zero_shard::bucket_pieces`),
+//! pack each into a bucket and store its sum. A caller with other packing chooses the elements of each bucket itself.
 //!
 //! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of several producers; a
 //! bucket that is overwritten before its last reader ends; an error path that omits either wait.
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Element, Reduced, Stream};
 use zero_alloc::{AllocError, Block, Pool, Purpose};
+use zero_kernels::{KernelError, Kernels};
 
 use crate::{CommError, Communicator, ReduceOp};
 
@@ -61,12 +64,31 @@ pub enum BucketError {
         /// Number of buckets.
         count: usize,
     },
+    /// A part of a gradient is outside the unit, or overlaps the part before it.
+    #[error(
+        "part {index} of the gradient covers elements {start}..{end} of the unit; it must be within {free}..{len}"
+    )]
+    Part {
+        /// Position of the part.
+        index: usize,
+        /// Its start in the unit.
+        start: usize,
+        /// Its end in the unit.
+        end: usize,
+        /// End of the part before it.
+        free: usize,
+        /// Elements of the unit.
+        len: usize,
+    },
     /// The allocation of the buckets failed.
     #[error(transparent)]
     Alloc(#[from] AllocError),
     /// The collective was not enqueued.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// The packing or the sum was not enqueued.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
     /// A stream returned an error.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -107,7 +129,17 @@ impl<D: Device> Bucket<D> {
     }
 }
 
+/// Where the sum of a unit's gradients over ranks is stored.
+#[derive(Debug)]
+pub enum SumInto<D: Device> {
+    /// The sum replaces the elements: the first micro-batch of a step.
+    Write(AnySlice),
+    /// The sum is added to that of earlier micro-batches, in fp32.
+    Add(Reduced<D>),
+}
+
 struct Shared<D: Device> {
+    device: D,
     comm: Arc<dyn Communicator<D>>,
     compute: D::Stream,
     comm_stream: D::Stream,
@@ -147,7 +179,8 @@ impl<D: Device> Buckets<D> {
             let block = pool.allocate(capacity_elems, dtype, Purpose::Buckets, &compute)?;
             free.push_back(Bucket { block, last_uses: Vec::new() });
         }
-        Ok(Self(Arc::new(Shared { comm, compute, comm_stream, options, free: Mutex::new(free) })))
+        let device = pool.device().clone();
+        Ok(Self(Arc::new(Shared { device, comm, compute, comm_stream, options, free: Mutex::new(free) })))
     }
 
     /// The options of [`Buckets::new`].
@@ -178,6 +211,114 @@ impl<D: Device> Buckets<D> {
         Ok(filling)
     }
 
+    /// Sums the gradients of a unit over all ranks; each rank keeps its shard of the sum. `into` has the length of a shard,
+    /// the unit `world_size` times as many elements. `parts` are the gradient's slices with their offsets in the unit,
+    /// ascending and without overlap, in fp32, bf16 or fp16; elements between them are zero. The compute stream packs
+    /// them into buckets, and only then may change them.
+    ///
+    /// # Errors
+    /// A part is outside the unit or overlaps another, a dtype or a device does not match, all buckets are in use, or a
+    /// stream returned an error.
+    pub fn reduce_unit(
+        &self,
+        kernels: &dyn Kernels<D>,
+        parts: &[(AnySlice, usize)],
+        into: SumInto<D>,
+    ) -> Result<Reduced<D>, BucketError> {
+        self.reduce(kernels, parts, into, true)
+    }
+
+    /// As [`Self::reduce_unit`], but every rank keeps the whole sum: `into` has the length of the unit.
+    ///
+    /// # Errors
+    /// As [`Self::reduce_unit`].
+    pub fn all_reduce_unit(
+        &self,
+        kernels: &dyn Kernels<D>,
+        parts: &[(AnySlice, usize)],
+        into: SumInto<D>,
+    ) -> Result<Reduced<D>, BucketError> {
+        self.reduce(kernels, parts, into, false)
+    }
+
+    fn reduce(
+        &self,
+        kernels: &dyn Kernels<D>,
+        parts: &[(AnySlice, usize)],
+        into: SumInto<D>,
+        scatter: bool,
+    ) -> Result<Reduced<D>, BucketError> {
+        let Shared { comm, comm_stream, options, .. } = &*self.0;
+        let (sum, add) = match into {
+            SumInto::Write(sum) => (sum, false),
+            SumInto::Add(earlier) => (earlier.wait_on(comm_stream)?, true),
+        };
+        let (ranks, len, of_rank) = (comm.world_size(), sum.len(), options.capacity_elems / comm.world_size());
+        // The number of segments of a bucket, and the elements of each.
+        let (segments, step) = if scatter { (ranks, of_rank) } else { (1, of_rank * ranks) };
+        check_parts(parts, segments * len)?;
+        let mut done = comm_stream.record()?;
+        for start in (0..len).step_by(step) {
+            let piece = start..len.min(start.saturating_add(step));
+            let filling = self.begin(segments * piece.len())?;
+            if piece.len() == len {
+                self.pack(kernels, parts, 0..segments * len, filling.slice)?;
+            } else {
+                for segment in 0..segments {
+                    let bucket = filling.slice.slice(segment * piece.len()..(segment + 1) * piece.len());
+                    self.pack(kernels, parts, segment * len + piece.start..segment * len + piece.end, bucket)?;
+                }
+            }
+            let sum = sum.slice(piece);
+            let in_flight = if scatter && !add && sum.dtype() == options.dtype {
+                filling.reduce_scatter_into(sum, ReduceOp::Sum)?
+            } else {
+                let in_flight = if scatter {
+                    filling.reduce_scatter(ReduceOp::Sum)?
+                } else {
+                    filling.all_reduce(ReduceOp::Sum)?
+                };
+                let reduced = if scatter { in_flight.own_segment() } else { in_flight.slice };
+                if add {
+                    kernels.accumulate(comm_stream, reduced, sum.typed()?)?;
+                } else {
+                    kernels.cast(comm_stream, reduced, sum, 1.0)?;
+                }
+                in_flight
+            };
+            done = in_flight.finish()?.event;
+        }
+        // SAFETY: the communication stream writes the sum before the event. The maker of `sum` orders all other writes.
+        Ok(unsafe { Reduced::new(sum, done) })
+    }
+
+    /// Enqueues writing elements `range` of a unit to `bucket`, on the compute stream.
+    fn pack(
+        &self,
+        kernels: &dyn Kernels<D>,
+        parts: &[(AnySlice, usize)],
+        range: Range<usize>,
+        bucket: AnySlice,
+    ) -> Result<(), BucketError> {
+        let Shared { device, compute, .. } = &*self.0;
+        let to = |from: usize, to: usize| bucket.slice(from - range.start..to - range.start);
+        let mut end = range.start;
+        for &(part, at) in parts {
+            let (from, until) = (at.max(range.start), (at + part.len()).min(range.end));
+            if from < until {
+                if end < from {
+                    device.fill_zero(compute, to(end, from))?;
+                }
+                kernels.cast(compute, part.slice(from - at..until - at), to(from, until), 1.0)?;
+                end = until;
+            }
+        }
+        if end < range.end {
+            device.fill_zero(compute, to(end, range.end))?;
+        }
+        Ok(())
+    }
+
     /// Makes `stream` wait for everything enqueued on the communication stream so far.
     ///
     /// # Errors
@@ -185,6 +326,19 @@ impl<D: Device> Buckets<D> {
     pub fn wait_all_on(&self, stream: &D::Stream) -> Result<(), DeviceError> {
         stream.wait(&self.0.comm_stream.record()?)
     }
+}
+
+/// Checks that the parts ascend within the unit's `len` elements, without overlap.
+fn check_parts(parts: &[(AnySlice, usize)], len: usize) -> Result<(), BucketError> {
+    let mut free = 0;
+    for (index, &(part, start)) in parts.iter().enumerate() {
+        let end = start.saturating_add(part.len());
+        if start < free || end > len {
+            return Err(BucketError::Part { index, start, end, free, len });
+        }
+        free = end;
+    }
+    Ok(())
 }
 
 /// A bucket that producers write to.
@@ -256,6 +410,31 @@ impl<D: Device> Filling<D> {
     /// [`Filling::add_producer`], before this `Filling` is launched or dropped.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
+    }
+
+    /// Waits at most `limit` for the producers, and so for the bucket's last use, then calls `write` with the bucket's
+    /// elements in host memory. Their values are unspecified before; on other devices a copy is transferred afterwards.
+    ///
+    /// # Errors
+    /// The bucket has another dtype, a producer failed, or the limit passed.
+    pub fn write<T: Element, R>(
+        &mut self,
+        limit: Duration,
+        write: impl FnOnce(&mut [T]) -> R,
+    ) -> Result<R, DeviceError> {
+        let (slice, Shared { device, compute, .. }) = (self.slice.typed::<T>()?, &*self.shared);
+        for producer in &self.producers {
+            producer.synchronize(limit)?;
+        }
+        if device.kind() == DeviceKind::Host {
+            // SAFETY: host memory of a pool, which `Memory` promises to be initialised. Only producers use it before the
+            // launch, which is borrowed, and they have ended.
+            return Ok(write(unsafe { slice.as_host_mut() }));
+        }
+        let mut copy = vec![T::zeroed(); slice.len()];
+        let result = write(&mut copy);
+        device.upload(compute, bytemuck::cast_slice(&copy), self.slice, limit)?;
+        Ok(result)
     }
 
     fn launch(
@@ -355,6 +534,10 @@ impl<D: Device> InFlight<D> {
     /// # Safety
     /// As for [`InFlight::slice`].
     pub unsafe fn segment(&self) -> AnySlice {
+        self.own_segment()
+    }
+
+    fn own_segment(&self) -> AnySlice {
         let (rank, len) = (self.shared.comm.rank(), self.slice.len() / self.shared.comm.world_size());
         self.slice.slice(rank * len..(rank + 1) * len)
     }

@@ -21,12 +21,13 @@ mod solo;
 mod split_request;
 pub mod threads;
 
-pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight};
+pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
 pub use call::{Call, Checked, Group, Segments};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 #[cfg(feature = "cuda")]
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
-pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher, Unsharded};
+pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep, Prefetcher, Unsharded};
 pub use solo::Solo;
+pub use zero_alloc::device::Reduced;

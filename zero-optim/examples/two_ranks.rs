@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Stream};
-use zero_alloc::host::HostDevice;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Reduced, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW, UnitSlices};
 
@@ -39,11 +39,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         let mut stats: Vec<RankStats> = Vec::new();
         for (rank, optim) in ranks.iter_mut().enumerate() {
-            optim.enqueue_stats(&stream, &[one(&mut grads[rank])])?;
+            optim.enqueue_stats(&stream, &[reduced(&mut grads[rank], &stream)?])?;
             stats.push(optim.rank_stats(&stream, loss[rank], LIMIT)?);
         }
         for (rank, optim) in ranks.iter_mut().enumerate() {
-            let units = [UnitSlices { grad: one(&mut grads[rank]), param: one(&mut params[rank]) }];
+            let (grad, param) = (reduced(&mut grads[rank], &stream)?, [(one(&mut params[rank]), 0)]);
+            let units = [UnitSlices { grad: &grad, param: &param }];
             let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
             let outcome = optim.step(&stream, &units, gathered, LIMIT)?;
             stream.synchronize(LIMIT)?;
@@ -60,6 +61,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     Ok(())
+}
+
+fn reduced(x: &mut f32, stream: &HostStream) -> Result<Reduced<HostDevice>, DeviceError> {
+    // SAFETY: already written by main, which writes it again after the stream is drained.
+    Ok(unsafe { Reduced::new(one(x), stream.record()?) })
 }
 
 fn one(x: &mut f32) -> AnySlice {

@@ -12,19 +12,21 @@
 //!
 //! The state elements are those of this rank's shards (stages 1 to 3) or of all units (stage 0). The optimizer does
 //! not depend on the stage: the caller passes **segments**, one per unit, that tile the state, and at each step one
-//! gradient slice and one parameter slice per segment, anywhere in device memory.
+//! gradient and the slices of one parameter per segment, anywhere in device memory.
 
+use std::borrow::Borrow;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice, Event, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice, Event, Reduced, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{AdamArgs, GradStats, Kernels, RankStats, StepScalars};
 
 use crate::controller::{OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
-use crate::segments::{Segment, SubGroup, UnitSlices, check_segments, sub_groups};
+use crate::segments::{Launch, Segment, UnitSlices, check_segments, launches};
 use crate::{OptimError, StateKind};
 
 /// The gathered statistics of a step.
@@ -135,36 +137,50 @@ impl<D: Device> ShardedAdamW<D> {
         &self.segments
     }
 
-    /// Enqueues copying one slice per unit (fp32 initial weights, or the parameters) to the master weights. A no-op
-    /// in fp32 training, where the parameter is the master.
+    /// Enqueues copying each unit's weights (fp32 initial weights, or the parameters) to the master weights. The
+    /// slices of a unit are as in [`UnitSlices::param`]. A no-op in fp32 training, where the parameter is the master.
     ///
     /// # Errors
     /// The slices do not match the segments, or the stream failed.
-    pub fn init_masters(&mut self, stream: &D::Stream, weights: &[AnySlice]) -> Result<(), OptimError> {
-        self.check_slices("weights", weights.len(), weights.iter().copied())?;
+    pub fn init_masters(
+        &mut self,
+        stream: &D::Stream,
+        weights: &[impl AsRef<[(AnySlice, usize)]>],
+    ) -> Result<(), OptimError> {
+        self.check_pieces("weights", weights)?;
         self.enter(stream)?;
         let Some(master) = &self.master else { return Ok(()) };
-        for (segment, &weights) in self.segments.iter().zip(weights) {
-            let dst = view(master).slice(segment.state.clone());
-            self.kernels.cast(stream, weights, dst, 1.0)?;
+        for (slice, state) in self.pieces(weights) {
+            self.kernels.cast(stream, slice, view(master).slice(state), 1.0)?;
         }
         Ok(())
     }
 
-    /// Enqueues writing the parameters from the masters, rounded to their dtype. Call it after loading a checkpoint.
-    /// A no-op in fp32 training.
+    /// Enqueues writing the parameters from the masters, rounded to their dtype. The slices of a unit are as in
+    /// [`UnitSlices::param`]. Call it after loading a checkpoint. A no-op in fp32 training.
     ///
     /// # Errors
     /// The slices do not match the segments, or the stream failed.
-    pub fn write_params(&mut self, stream: &D::Stream, params: &[AnySlice]) -> Result<(), OptimError> {
-        self.check_slices("params", params.len(), params.iter().copied())?;
+    pub fn write_params(
+        &mut self,
+        stream: &D::Stream,
+        params: &[impl AsRef<[(AnySlice, usize)]>],
+    ) -> Result<(), OptimError> {
+        self.check_pieces("params", params)?;
         self.enter(stream)?;
         let Some(master) = &self.master else { return Ok(()) };
-        for (segment, &param) in self.segments.iter().zip(params) {
-            let src = view(master).slice(segment.state.clone());
-            self.kernels.cast(stream, src, param, 1.0)?;
+        for (slice, state) in self.pieces(params) {
+            self.kernels.cast(stream, view(master).slice(state), slice, 1.0)?;
         }
         Ok(())
+    }
+
+    /// The slices of all units, each with its range of the state.
+    fn pieces(&self, units: &[impl AsRef<[(AnySlice, usize)]>]) -> impl Iterator<Item = (AnySlice, Range<usize>)> {
+        self.segments.iter().zip(units).flat_map(|(segment, unit)| {
+            let start = segment.state.start;
+            unit.as_ref().iter().map(move |&(slice, at)| (slice, start + at..start + at + slice.len()))
+        })
     }
 
     /// The loss scale for all micro-batches of the next step. Only a step or a restore changes it.
@@ -172,16 +188,39 @@ impl<D: Device> ShardedAdamW<D> {
         self.controller.loss_scale()
     }
 
-    /// Enqueues computing the statistics of this rank's shards of the gradients; `grads` has one slice per unit.
+    /// Enqueues computing the statistics of this rank's shards of the gradients, one per unit; `stream` waits for them.
+    /// Gradients that may still be in flight do not compile:
+    ///
+    /// ```compile_fail,E0277
+    /// # use zero_alloc::{device::{AnySlice, Device}, host::HostDevice};
+    /// # use zero_optim::{OptimError, ShardedAdamW};
+    /// # type Stream = <HostDevice as Device>::Stream;
+    /// fn stats(optim: &mut ShardedAdamW<HostDevice>, compute: &Stream, grad: AnySlice) -> Result<(), OptimError> {
+    ///     optim.enqueue_stats(compute, &[grad])
+    /// }
+    /// ```
+    ///
+    /// With the result of the reduction they do:
+    ///
+    /// ```
+    /// # use zero_alloc::{device::{Device, Reduced}, host::HostDevice};
+    /// # use zero_optim::{OptimError, ShardedAdamW};
+    /// # type Stream = <HostDevice as Device>::Stream;
+    /// # type Grad = Reduced<HostDevice>;
+    /// fn stats(optim: &mut ShardedAdamW<HostDevice>, compute: &Stream, grad: &Grad) -> Result<(), OptimError> {
+    ///     optim.enqueue_stats(compute, &[grad])
+    /// }
+    /// ```
     ///
     /// # Errors
-    /// The slices do not match the segments, or the stream failed.
-    pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[AnySlice]) -> Result<(), OptimError> {
-        self.check_slices("grads", grads.len(), grads.iter().copied())?;
+    /// The gradients do not match the segments, or the stream failed.
+    pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[impl Borrow<Reduced<D>>]) -> Result<(), OptimError> {
+        self.check_grads(grads.iter().map(Borrow::borrow))?;
         self.enter(stream)?;
         let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
         for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
-            self.kernels.grad_stats(stream, grad.slice(segment.own_shard.clone()), scratch, stats.slice(i..i + 1))?;
+            let grad = grad.borrow().wait_on(stream)?.slice(segment.own_shard.clone());
+            self.kernels.grad_stats(stream, grad, scratch, stats.slice(i..i + 1))?;
         }
         Ok(())
     }
@@ -207,7 +246,7 @@ impl<D: Device> ShardedAdamW<D> {
     pub fn step(
         &mut self,
         stream: &D::Stream,
-        units: &[UnitSlices],
+        units: &[UnitSlices<'_, D>],
         gathered: GatheredStats<'_>,
         limit: Duration,
     ) -> Result<StepOutcome, OptimError> {
@@ -223,23 +262,32 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(outcome)
     }
 
-    /// Enqueues the update. It reads the scalars from device memory in stream order.
-    pub(crate) fn enqueue_adam(&self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
+    /// Enqueues the update, after the gradients. It reads the scalars from device memory in stream order.
+    pub(crate) fn enqueue_adam(&self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
+        let mut slices = Vec::with_capacity(units.len());
+        for (segment, unit) in self.segments.iter().zip(units) {
+            let grad = unit.grad.wait_on(stream)?;
+            slices.extend(unit.param.iter().map(|&(param, at)| {
+                let range = at..at + param.len();
+                let state = segment.state.start + range.start..segment.state.start + range.end;
+                Launch { state, grad: grad.slice(range), param }
+            }));
+        }
         let first_moment = view(&self.first_moment).typed::<f32>()?;
         let second_moment = view(&self.second_moment).typed::<f32>()?;
         let master = self.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
         let join = self.device.kind() == DeviceKind::Cuda;
         let max_elems = self.controller.config().sub_group_elems;
-        for SubGroup { state, slices } in sub_groups(&self.segments, units, join, max_elems) {
+        for Launch { state, grad, param } in launches(slices.into_iter(), join, max_elems) {
             let (master, param_out) = match master {
-                Some(master) => (master.slice(state.clone()), Some(slices.param)),
-                None => (slices.param.typed::<f32>()?, None),
+                Some(master) => (master.slice(state.clone()), Some(param)),
+                None => (param.typed::<f32>()?, None),
             };
             let args = AdamArgs {
                 master,
                 first_moment: first_moment.slice(state.clone()),
                 second_moment: second_moment.slice(state),
-                grad: slices.grad,
+                grad,
                 param_out,
                 scalars: self.scalars_slice(),
                 hyper: self.controller.config().hyper,
@@ -315,32 +363,50 @@ impl<D: Device> ShardedAdamW<D> {
         }
     }
 
-    pub(crate) fn check_units(&self, units: &[UnitSlices]) -> Result<(), OptimError> {
-        self.check_slices("grads", units.len(), units.iter().map(|u| u.grad))?;
-        self.check_slices("params", units.len(), units.iter().map(|u| u.param))?;
-        for (segment, unit) in self.segments.iter().zip(units) {
-            if unit.param.dtype() != self.param_dtype {
-                let (expected, got) = (self.param_dtype, unit.param.dtype());
+    pub(crate) fn check_units(&self, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
+        self.check_grads(units.iter().map(|u| u.grad))?;
+        let params: Vec<_> = units.iter().map(|u| u.param).collect();
+        self.check_pieces("params", &params)?;
+        let params = self.segments.iter().zip(params).flat_map(|(s, param)| param.iter().map(move |(p, _)| (s, p)));
+        for (segment, param) in params {
+            if param.dtype() != self.param_dtype {
+                let (expected, got) = (self.param_dtype, param.dtype());
                 return Err(OptimError::SliceDType { unit: segment.name.clone(), what: "params", expected, got });
             }
         }
         Ok(())
     }
 
-    fn check_slices(
-        &self,
-        what: &'static str,
-        got: usize,
-        slices: impl Iterator<Item = AnySlice>,
-    ) -> Result<(), OptimError> {
-        let expected = self.segments.len();
-        if got != expected {
-            return Err(OptimError::SliceCount { what, expected, got });
+    fn check_grads<'a>(&self, grads: impl ExactSizeIterator<Item = &'a Reduced<D>>) -> Result<(), OptimError> {
+        self.check_count("grads", grads.len())?;
+        for (segment, grad) in self.segments.iter().zip(grads) {
+            if grad.len() != segment.len() {
+                let (expected, got) = (segment.len(), grad.len());
+                return Err(OptimError::SliceLen { unit: segment.name.clone(), what: "grads", expected, got });
+            }
         }
-        for (segment, slice) in self.segments.iter().zip(slices) {
-            if slice.len() != segment.len() {
-                let (expected, got) = (segment.len(), slice.len());
-                return Err(OptimError::SliceLen { unit: segment.name.clone(), what, expected, got });
+        Ok(())
+    }
+
+    fn check_count(&self, what: &'static str, got: usize) -> Result<(), OptimError> {
+        let expected = self.segments.len();
+        if got == expected { Ok(()) } else { Err(OptimError::SliceCount { what, expected, got }) }
+    }
+
+    fn check_pieces(&self, what: &'static str, units: &[impl AsRef<[(AnySlice, usize)]>]) -> Result<(), OptimError> {
+        self.check_count(what, units.len())?;
+        for (segment, unit) in self.segments.iter().zip(units) {
+            let (mut free, mut got, len) = (0, 0, segment.len());
+            let name = || segment.name.clone();
+            for &(slice, at) in unit.as_ref() {
+                let end = at.saturating_add(slice.len());
+                if at < free || end > len {
+                    return Err(OptimError::Piece { unit: name(), what, start: at, end, free, len });
+                }
+                (free, got) = (end, got + slice.len());
+            }
+            if got + segment.padding < len {
+                return Err(OptimError::SliceLen { unit: name(), what, expected: len - segment.padding, got });
             }
         }
         Ok(())

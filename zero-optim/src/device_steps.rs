@@ -238,7 +238,7 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// The slices do not match the segments, [`OptimError::NotPrepared`], or the stream failed.
-    pub fn enqueue_step(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
+    pub fn enqueue_step(&mut self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
         self.check_units(units)?;
         self.enqueue_advance(stream)?;
         self.enqueue_update(stream, units)
@@ -271,7 +271,7 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// The slices do not match the segments, or the stream failed.
-    pub fn enqueue_update(&mut self, stream: &D::Stream, units: &[UnitSlices]) -> Result<(), OptimError> {
+    pub fn enqueue_update(&mut self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
         self.check_units(units)?;
         self.enter(stream)?;
         self.enqueue_adam(stream, units)

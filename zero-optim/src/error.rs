@@ -58,7 +58,7 @@ pub enum OptimError {
         /// Slices passed.
         got: usize,
     },
-    /// A unit's slice and its state differ in length.
+    /// A unit's gradient and its state differ in length, or the slices of its parameter leave out too much.
     #[error("unit {unit}, {what}: expected {expected} elements, got {got}")]
     SliceLen {
         /// The unit.
@@ -69,6 +69,22 @@ pub enum OptimError {
         expected: usize,
         /// Elements of the slice.
         got: usize,
+    },
+    /// A slice is outside its unit's segment, or overlaps the slice before it.
+    #[error("unit {unit}, {what}: a slice covers elements {start}..{end}; it must be within {free}..{len}")]
+    Piece {
+        /// The unit.
+        unit: String,
+        /// Which slices.
+        what: &'static str,
+        /// Start of the slice in the segment.
+        start: usize,
+        /// End of the slice in the segment.
+        end: usize,
+        /// End of the slice before it.
+        free: usize,
+        /// Elements of the segment.
+        len: usize,
     },
     /// A unit's slice does not have the dtype of the optimizer's parameters.
     #[error("unit {unit}, {what}: expected {expected}, got {got}")]

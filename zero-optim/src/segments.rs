@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use zero_alloc::device::AnySlice;
+use zero_alloc::device::{AnySlice, Device, Reduced};
 
 use crate::OptimError;
 
@@ -15,19 +15,27 @@ pub struct Segment {
     pub state: Range<usize>,
     /// This rank's shard, relative to the segment's start. Gradient statistics cover only these elements.
     pub own_shard: Range<usize>,
+    /// Elements that the slices of its parameter may leave out.
+    pub padding: usize,
 }
 
 impl Segment {
     /// A segment that stores only this rank's shard (stages 1 to 3).
     pub fn shard(name: impl Into<String>, state: Range<usize>) -> Self {
         let own_shard = 0..state.end.saturating_sub(state.start);
-        Self { name: name.into(), state, own_shard }
+        Self { name: name.into(), state, own_shard, padding: 0 }
     }
 
     /// A segment that stores a whole unit (stage 0). Statistics still cover only `own_shard`, so that the norm has
     /// the same bits as at the other stages.
     pub fn whole(name: impl Into<String>, state: Range<usize>, own_shard: Range<usize>) -> Self {
-        Self { name: name.into(), state, own_shard }
+        Self { name: name.into(), state, own_shard, padding: 0 }
+    }
+
+    /// The slices of its parameter may leave out `elems` elements, because they belong to no parameter.
+    #[must_use]
+    pub fn with_padding(self, elems: usize) -> Self {
+        Self { padding: elems, ..self }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -35,13 +43,15 @@ impl Segment {
     }
 }
 
-/// The slices of one unit in a step.
-#[derive(Clone, Copy, Debug)]
-pub struct UnitSlices {
-    /// The gradient, reduced over ranks: fp32, bf16 or fp16, with the segment's length.
-    pub grad: AnySlice,
-    /// The parameter in the optimizer's parameter dtype, with the same length; written.
-    pub param: AnySlice,
+/// One unit's gradient and parameter in a step.
+#[derive(Debug)]
+pub struct UnitSlices<'a, D: Device> {
+    /// The gradient: fp32, bf16 or fp16, with the segment's length.
+    pub grad: &'a Reduced<D>,
+    /// The parameter, in the optimizer's parameter dtype, written: slices with their offsets in the segment, ascending and
+    /// without overlap, such as one a parameter (`zero_shard::Layout::rank_pieces`). They may leave out the segment's
+    /// [padding](Segment::with_padding).
+    pub param: &'a [(AnySlice, usize)],
 }
 
 /// Returns the number of state elements. The segments must tile them, and each own shard must be within its segment.
@@ -60,44 +70,41 @@ pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> 
     Ok(end)
 }
 
-/// The units of one launch: a range of the state, and its slices.
+/// One launch of Adam: a range of the state, and its slices.
 #[derive(Clone, Debug)]
-pub(crate) struct SubGroup {
+pub(crate) struct Launch {
     pub(crate) state: Range<usize>,
-    pub(crate) slices: UnitSlices,
+    pub(crate) grad: AnySlice,
+    pub(crate) param: AnySlice,
 }
 
-/// Groups non-empty units into launches of at most `max_elems` elements. If `join`, units with adjacent gradients and
-/// adjacent parameters share a launch. Only GPU slices may be joined: a host slice must not cross the end of its
-/// allocation.
-pub(crate) fn sub_groups(segments: &[Segment], units: &[UnitSlices], join: bool, max_elems: usize) -> Vec<SubGroup> {
-    let mut groups: Vec<SubGroup> = Vec::new();
-    for (segment, unit) in segments.iter().zip(units).filter(|(s, _)| !s.state.is_empty()) {
-        if let Some(last) = groups.last_mut().filter(|_| join)
-            && let (Some(grad), Some(param)) =
-                (joined(last.slices.grad, unit.grad), joined(last.slices.param, unit.param))
+/// Cuts the update into launches of at most `max_elems` elements. If `join`, adjacent slices share a launch; only GPU
+/// slices may be joined, because a host slice must not cross the end of its allocation.
+pub(crate) fn launches(slices: impl Iterator<Item = Launch>, join: bool, max_elems: usize) -> Vec<Launch> {
+    let mut launches: Vec<Launch> = Vec::new();
+    for next in slices.filter(|s| !s.state.is_empty()) {
+        if let Some(last) = launches.last_mut().filter(|last| join && last.state.end == next.state.start)
+            && let (Some(grad), Some(param)) = (joined(last.grad, next.grad), joined(last.param, next.param))
         {
-            // Segments tile the state, so the state ranges are adjacent too.
-            last.state.end = segment.state.end;
-            last.slices = UnitSlices { grad, param };
+            *last = Launch { state: last.state.start..next.state.end, grad, param };
         } else {
-            groups.push(SubGroup { state: segment.state.clone(), slices: *unit });
+            launches.push(next);
         }
     }
-    if groups.iter().all(|g| g.state.len() <= max_elems) {
-        return groups;
+    if launches.iter().all(|l| l.state.len() <= max_elems) {
+        return launches;
     }
-    groups.iter().flat_map(|group| pieces(group, max_elems)).collect()
+    launches.iter().flat_map(|launch| pieces(launch, max_elems)).collect()
 }
 
-/// The group in pieces of `max_elems` elements; the last may be smaller.
-fn pieces(group: &SubGroup, max_elems: usize) -> impl Iterator<Item = SubGroup> {
-    let SubGroup { state, slices } = group;
+/// The launch in pieces of `max_elems` elements; the last may be smaller.
+fn pieces(launch: &Launch, max_elems: usize) -> impl Iterator<Item = Launch> {
+    let Launch { state, grad, param } = launch;
     let len = state.len();
     (0..len).step_by(max_elems).map(move |at| {
         let part = at..len.min(at.saturating_add(max_elems));
-        let slices = UnitSlices { grad: slices.grad.slice(part.clone()), param: slices.param.slice(part.clone()) };
-        SubGroup { state: state.start + part.start..state.start + part.end, slices }
+        let state = state.start + part.start..state.start + part.end;
+        Launch { state, grad: grad.slice(part.clone()), param: param.slice(part) }
     })
 }
 
@@ -125,22 +132,19 @@ mod tests {
     fn adjacent_units_become_one_launch() {
         // bf16 gradients, adjacent except for the last; adjacent parameters; the second unit is empty.
         let lens = [10usize, 0, 6, 4, 3];
-        let (mut segments, mut units, mut end) = (Vec::new(), Vec::new(), 0);
+        let (mut slices, mut end) = (Vec::new(), 0);
         for (i, &len) in lens.iter().enumerate() {
             let gap = if i == 4 { 64 } else { 0 };
-            units.push(UnitSlices {
+            slices.push(Launch {
+                state: end..end + len,
                 grad: slice(4096 + 2 * end + gap, len, DType::Bf16),
                 param: slice(8192 + 4 * end, len, DType::F32),
             });
-            segments.push(Segment::shard(format!("unit{i}"), end..end + len));
             end += len;
         }
         let found = |join, max_elems| {
-            let groups = sub_groups(&segments, &units, join, max_elems);
-            groups
-                .into_iter()
-                .map(|g| (g.state, g.slices.grad.len(), g.slices.param.as_ptr().addr()))
-                .collect::<Vec<_>>()
+            let launches = launches(slices.iter().cloned(), join, max_elems);
+            launches.into_iter().map(|l| (l.state, l.grad.len(), l.param.as_ptr().addr())).collect::<Vec<_>>()
         };
         assert_eq!(found(true, 20), [(0..20, 20, 8192), (20..23, 3, 8192 + 80)]);
         assert_eq!(found(false, usize::MAX).len(), 4);
@@ -148,8 +152,8 @@ mod tests {
         let cut = [(0..8, 8, 8192), (8..16, 8, 8224), (16..20, 4, 8256), (20..23, 3, 8272)];
         assert_eq!(found(true, 8), cut);
         assert_eq!(found(false, 1).len(), 23);
-        // A unit of another dtype is a separate launch.
-        units[2].grad = slice(4096 + 20, 6, DType::F16);
-        assert_eq!(sub_groups(&segments, &units, true, usize::MAX).len(), 4);
+        // A slice of another dtype is a separate launch.
+        slices[2].grad = slice(4096 + 20, 6, DType::F16);
+        assert_eq!(launches(slices.into_iter(), true, usize::MAX).len(), 4);
     }
 }

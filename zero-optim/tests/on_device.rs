@@ -6,7 +6,7 @@ use std::time::Duration;
 
 #[cfg(feature = "cuda")]
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, Monitor};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;
@@ -83,6 +83,14 @@ fn units(storage: AnySlice) -> Vec<AnySlice> {
     SHARDS.map(|len| (end, end += len).0).iter().zip(SHARDS).map(|(&at, len)| storage.slice(at..at + len)).collect()
 }
 
+fn pieces(storage: AnySlice) -> Vec<[(AnySlice, usize); 1]> {
+    units(storage).into_iter().map(|unit| [(unit, 0)]).collect()
+}
+
+fn zip<'a, D: Device>(grads: &'a [Reduced<D>], params: &'a [[(AnySlice, usize); 1]]) -> Vec<UnitSlices<'a, D>> {
+    grads.iter().zip(params).map(|(grad, param)| UnitSlices { grad, param }).collect()
+}
+
 /// Values in -1..1.
 fn values(seed: usize) -> Vec<f32> {
     let mut x = seed as u64 + 1;
@@ -107,7 +115,7 @@ impl<D: Device> Rank<D> {
         let kernels = Arc::clone(&rig.kernels);
         let mut optim = ShardedAdamW::new(&rig.pool, kernels, &rig.stream, config.clone(), dtype, segments).unwrap();
         rig.upload(&grads, bytemuck::cast_slice(&values(1000 + rank)));
-        optim.init_masters(&rig.stream, &units(view(&grads))).unwrap();
+        optim.init_masters(&rig.stream, &pieces(view(&grads))).unwrap();
         rig.kernels.cast(&rig.stream, view(&grads), view(&params), 1.0).unwrap();
         Self { optim, params, grads, loss, flags }
     }
@@ -122,9 +130,11 @@ impl<D: Device> Rank<D> {
         rig.upload(&self.flags, bytemuck::bytes_of(&flags(rank, step)));
     }
 
-    fn units(&self) -> Vec<UnitSlices> {
-        let pairs = units(view(&self.params)).into_iter().zip(units(view(&self.grads)));
-        pairs.map(|(param, grad)| UnitSlices { grad, param }).collect()
+    /// The gradients, complete from now on.
+    fn reduced(&self, rig: &Rig<D>) -> Vec<Reduced<D>> {
+        // SAFETY: uploaded before; a test's blocks are freed after its stream is drained.
+        let reduced = |grad| unsafe { Reduced::new(grad, rig.stream.record().unwrap()) };
+        units(view(&self.grads)).into_iter().map(reduced).collect()
     }
 
     /// Parameters and state.
@@ -155,15 +165,15 @@ fn device_steps(rank: usize, steps: usize) -> DeviceStepConfig {
 fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> Result<StepOutcome, OptimError> {
     let mut stats = Vec::new();
     for (r, rank) in ranks.iter_mut().enumerate() {
-        rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
+        rank.optim.enqueue_stats(&rig.stream, &rank.reduced(rig))?;
         let of_rank = rank.optim.rank_stats(&rig.stream, loss(r, step), LIMIT)?;
         stats.push(RankStats { flags: flags(r, step), ..of_rank });
     }
     let gathered = GatheredStats { ranks: &stats, micro_batches: 3 };
     let mut outcomes = Vec::new();
     for rank in ranks {
-        let units = rank.units();
-        outcomes.push(rank.optim.step(&rig.stream, &units, gathered, LIMIT)?);
+        let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
+        outcomes.push(rank.optim.step(&rig.stream, &zip(&grads, &params), gathered, LIMIT)?);
     }
     assert_eq!(outcomes[0], outcomes[1]);
     Ok(outcomes.remove(0))
@@ -178,7 +188,7 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         // SAFETY: as above; eight bytes at the start of a block.
         let flags =
             unsafe { DeviceSlice::from_raw_parts(view(&rank.flags).as_ptr().cast(), 1, view(&rank.flags).device()) };
-        rank.optim.enqueue_stats(&rig.stream, &units(view(&rank.grads)))?;
+        rank.optim.enqueue_stats(&rig.stream, &rank.reduced(rig))?;
         rank.optim.enqueue_rank_stats(&rig.stream, loss, flags)?;
         // SAFETY: gathered below, on the stream of all launches.
         stats.push(unsafe { rank.optim.rank_stats_slices() }?);
@@ -190,8 +200,8 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         }
     }
     for rank in ranks {
-        let units = rank.units();
-        rank.optim.enqueue_step(&rig.stream, &units)?;
+        let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
+        rank.optim.enqueue_step(&rig.stream, &zip(&grads, &params))?;
     }
     Ok(())
 }
@@ -282,7 +292,7 @@ fn calls_on_two_streams_are_ordered() {
     let rig = host();
     let other = rig.pool.device().create_stream("other").unwrap();
     let mut rank = Rank::new(&rig, &config(LossScaling::NONE), DType::F32, 0);
-    let grads = units(view(&rank.grads));
+    let grads = rank.reduced(&rig);
     rig.stream.synchronize(LIMIT).unwrap();
     let held = Arc::new(Monitor::new(true));
     let until_open = Arc::clone(&held);
@@ -344,7 +354,9 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
     rank.optim
         .prepare_device_steps(&rig.pool, &rig.stream, DeviceStepConfig { ranks: 1, ..device_steps(0, 100) }, LIMIT)
         .unwrap();
-    let short = rank.optim.enqueue_step(&rig.stream, &rank.units()[1..]).unwrap_err();
+    let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
+    let units = zip(&grads, &params);
+    let short = rank.optim.enqueue_step(&rig.stream, &units[1..]).unwrap_err();
     assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 4, got: 3 });
     for _ in 0..65 {
         step_on_device(rig, std::slice::from_mut(rank)).unwrap();
@@ -355,7 +367,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
     // After a restore, device steps must be prepared again.
     let saved = rank.optim.progress();
     rank.optim.restore(&saved).unwrap();
-    assert_eq!(rank.optim.enqueue_step(&rig.stream, &rank.units()), Err(OptimError::NotPrepared));
+    assert_eq!(rank.optim.enqueue_step(&rig.stream, &units), Err(OptimError::NotPrepared));
 }
 
 fn one_cycle() -> OneCycle {

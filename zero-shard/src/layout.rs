@@ -339,6 +339,17 @@ impl Layout {
         self.units.get(id.unit)?.params.get(id.param)
     }
 
+    /// The range in the whole storage of the shard of unit `unit` that `rank` owns.
+    ///
+    /// # Errors
+    /// There is no such unit or rank.
+    pub fn own_in_whole(&self, unit: usize, rank: u64) -> Result<Range<u64>, ShardError> {
+        self.check_rank(rank)?;
+        let unit = self.unit(unit)?;
+        let (base, shard) = (unit.whole_offset_elems, unit.shard(rank));
+        Ok(base + shard.start..base + shard.end)
+    }
+
     /// The ties, each with the unit that uses the second name and the parameter that owns the elements.
     pub fn ties(&self) -> impl Iterator<Item = (&Tie, usize, ParamId)> {
         self.options.ties.iter().zip(&self.ties).map(|(tie, &(user, id))| (tie, user, id))

@@ -9,7 +9,7 @@ use zero_optim::{Segment, ShardedAdamW};
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Stage, StepInputs, decide, evaluate_whole, optimizer, update};
+use super::stage::{MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -37,40 +37,31 @@ impl<D: Device> Dense<D> {
         let optimizer = optimizer(rank, segments.collect())?;
         Ok(Self { params, grads: Gradients::new(rank, grads)?, optimizer })
     }
-
-    fn params(&self, rank: &Rank<D>, units: &[usize]) -> Vec<AnySlice> {
-        units.iter().map(|&u| self.params.unit(u).slice(0..rank.numel(u))).collect()
-    }
 }
 
 impl<D: Device> Stage<D> for Dense<D> {
-    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError> {
-        for (i, pass) in rank.passes.iter().enumerate() {
-            model.forward(&rank.compute, i, &self.params(rank, &pass.forward_reads))?;
-        }
-        for (i, pass) in rank.passes.iter().enumerate().rev() {
-            let params = self.params(rank, &pass.backward_reads);
-            let grads = self.grads.of_pass(rank, i)?;
-            model.backward(&rank.compute, i, &params, &grads, super::stage::loss_scale(&self.optimizer)?)?;
-            for unit in rank.complete_after(i) {
-                self.grads.all_reduce(rank, unit, micro)?;
-            }
-        }
-        Ok(())
+    fn gradients(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro_batches: &mut MicroBatches<'_, '_, D>,
+    ) -> Result<(), TrainError> {
+        let Self { params, grads, optimizer } = self;
+        micro_batches.run(rank, model, |model, micro| {
+            micro_batch_whole(rank, model, micro, grads, optimizer, |units| Ok(params.of(rank, units)))
+        })
     }
 
     fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
-        evaluate_whole(rank, model, tokens, |units| self.params(rank, units))
+        evaluate_whole(rank, model, tokens, |units| self.params.of(rank, units))
     }
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        self.grads.wait(rank)?;
-        decide(rank, &mut self.optimizer, &self.grads.storage().all_units(), inputs)
+        decide(rank, &mut self.optimizer, &self.grads, inputs)
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        let (params, grads) = (self.params.all_units(), self.grads.storage().all_units());
-        update(rank, &mut self.optimizer, &params, &grads)
+        update(rank, &mut self.optimizer, &self.params.all_units(), &self.grads)
     }
 
     fn optimizer(&mut self) -> &mut ShardedAdamW<D> {

@@ -62,7 +62,7 @@ impl<'a, D: Device> Flags<'a, D> {
             unsafe { host.set(stop | if ready { READY } else { 0 }) };
             Ok(())
         };
-        (self.rank.host.enqueue)(compute, "flags", Box::new(write))?;
+        compute.enqueue_host("flags", write)?;
         // SAFETY: only the compute stream uses the block; the drop records that stream.
         let device = unsafe { self.device.slice() };
         // SAFETY: allocated with this length, until the drop of `Flags` has waited for the copy.

@@ -6,14 +6,13 @@
 //! | bucket | constant, in the dtype of communication | from packing until the reduced piece is stored |
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
-//! A unit whose gradient is complete is cut into pieces. Each piece is packed into a bucket (cast on the compute
-//! stream), reduced over ranks on the communication stream, and stored: the first micro-batch of a step overwrites
-//! the storage, later ones add in fp32.
+//! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of a step overwrites the
+//! storage, later ones add in fp32.
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced};
 use zero_alloc::{Block, Purpose};
-use zero_comm::{BucketOptions, Buckets, Filling, ReduceOp};
-use zero_shard::{BucketPiece, Layout, bucket_pieces};
+use zero_comm::{BucketOptions, Buckets, SumInto};
+use zero_shard::Layout;
 
 use super::rank::{Rank, complete_after};
 use super::storage::Storage;
@@ -27,6 +26,8 @@ pub(super) struct Gradients<D: Device> {
     slot_of: Vec<usize>,
     buckets: Buckets<D>,
     storage: Storage<D>,
+    /// The sum of each unit over ranks. A recorded step has those of its recording.
+    reduced: Vec<Option<Reduced<D>>>,
     compute: D::Stream,
 }
 
@@ -41,7 +42,8 @@ impl<D: Device> Gradients<D> {
             BucketOptions { overlap: rank.settings.overlap, ..BucketOptions::new(capacity, rank.settings.dtype) };
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
-        Ok(Self { slots, slot_of, buckets, storage, compute })
+        let reduced = (0..rank.units()).map(|_| None).collect();
+        Ok(Self { slots, slot_of, buckets, storage, reduced, compute })
     }
 
     /// The flat gradients to which the backward of `pass` adds, set to zero if it is the first to add.
@@ -57,80 +59,31 @@ impl<D: Device> Gradients<D> {
         Ok(grads)
     }
 
-    /// Sums `unit` over all ranks; every rank keeps the whole sum. `micro` counts micro-batches from 0.
-    pub(super) fn all_reduce(&self, rank: &Rank<D>, unit: usize, micro: usize) -> Result<(), TrainError> {
-        for piece in self.pieces(rank, unit) {
-            let in_flight = self.pack(rank, unit, &piece)?.all_reduce(ReduceOp::Sum)?;
-            // SAFETY: used on the communication stream alone, before `finish`.
-            let sum = unsafe { in_flight.slice() };
-            for (part, place) in parts(&piece, sum) {
-                self.store(rank, part, self.storage.unit(unit).slice(place), micro)?;
-            }
-            let _done = in_flight.finish()?;
-        }
+    /// Sums `unit` over all ranks; each rank keeps its shard of the sum, at stage 0 all of it. `micro` counts micro-batches
+    /// from 0.
+    pub(super) fn reduce(&mut self, rank: &Rank<D>, unit: usize, micro: usize) -> Result<(), TrainError> {
+        let (kernels, parts) = (&*rank.kernels, [(self.scratch(rank, unit), 0)]);
+        let sharded = rank.settings.stage.shards_optimizer();
+        let into = match self.reduced[unit].take() {
+            Some(earlier) if micro > 0 => SumInto::Add(earlier),
+            _ => SumInto::Write(if sharded { self.storage.own(unit) } else { self.storage.unit(unit) }),
+        };
+        self.reduced[unit] = Some(match sharded {
+            true => self.buckets.reduce_unit(kernels, &parts, into)?,
+            false => self.buckets.all_reduce_unit(kernels, &parts, into)?,
+        });
         Ok(())
     }
 
-    /// Sums `unit` over all ranks; each rank keeps its shard of the sum. `micro` counts micro-batches from 0.
-    pub(super) fn reduce_scatter(&self, rank: &Rank<D>, unit: usize, micro: usize) -> Result<(), TrainError> {
-        for piece in self.pieces(rank, unit) {
-            let shard = self.storage.own(unit).slice(piece.in_shard.start as usize..piece.in_shard.end as usize);
-            let bucket = self.pack(rank, unit, &piece)?;
-            let in_flight = if micro == 0 && shard.dtype() == rank.settings.dtype {
-                bucket.reduce_scatter_into(shard, ReduceOp::Sum)?
-            } else {
-                let in_flight = bucket.reduce_scatter(ReduceOp::Sum)?;
-                // SAFETY: used on the communication stream alone, before `finish`.
-                let sum = unsafe { in_flight.segment() };
-                self.store(rank, sum, shard, micro)?;
-                in_flight
-            };
-            let _done = in_flight.finish()?;
-        }
-        Ok(())
-    }
-
-    /// Makes the compute stream wait until all gradients are stored.
-    pub(super) fn wait(&self, rank: &Rank<D>) -> Result<(), TrainError> {
-        Ok(self.buckets.wait_all_on(&rank.compute)?)
-    }
-
-    /// The stored gradients.
-    pub(super) fn storage(&self) -> &Storage<D> {
-        &self.storage
+    /// The sums of all units.
+    pub(super) fn reduced(&self) -> Vec<&Reduced<D>> {
+        self.reduced.iter().flatten().collect()
     }
 
     fn scratch(&self, rank: &Rank<D>, unit: usize) -> AnySlice {
         // SAFETY: only the compute stream uses the scratch, and the drop records that stream.
         let slot = unsafe { self.slots[self.slot_of[unit]].slice() };
         slot.slice(0..rank.layout.units()[unit].padded_elems as usize)
-    }
-
-    fn pieces(&self, rank: &Rank<D>, unit: usize) -> impl Iterator<Item = BucketPiece> + use<D> {
-        let capacity = self.buckets.options().capacity_elems as u64;
-        bucket_pieces(&rank.layout.units()[unit], rank.layout.world_size(), capacity)
-    }
-
-    /// Casts a piece of the scratch into the next bucket, on the compute stream.
-    fn pack(&self, rank: &Rank<D>, unit: usize, piece: &BucketPiece) -> Result<Filling<D>, TrainError> {
-        let bucket = self.buckets.begin(piece.elems() as usize)?;
-        // SAFETY: written on the compute stream alone, before the launch.
-        let packed = unsafe { bucket.slice() };
-        let scratch = self.scratch(rank, unit);
-        for (part, place) in parts(piece, packed) {
-            rank.kernels.cast(&rank.compute, scratch.slice(place), part, 1.0)?;
-        }
-        Ok(bucket)
-    }
-
-    /// Writes a reduced piece, or adds it after the first micro-batch, on the communication stream.
-    fn store(&self, rank: &Rank<D>, sum: AnySlice, place: AnySlice, micro: usize) -> Result<(), TrainError> {
-        if micro == 0 {
-            rank.kernels.cast(&rank.comm_stream, sum, place, 1.0)?;
-        } else {
-            rank.kernels.accumulate(&rank.comm_stream, sum, place.typed()?)?;
-        }
-        Ok(())
     }
 }
 
@@ -141,16 +94,6 @@ impl<D: Device> Drop for Gradients<D> {
             let _closed = slot.record_use(&self.compute);
         }
     }
-}
-
-/// The segments of a bucket with their ranges in the unit. A piece that is the whole unit has one segment.
-fn parts(piece: &BucketPiece, bucket: AnySlice) -> Vec<(AnySlice, std::ops::Range<usize>)> {
-    if piece.elems() == piece.shard_elems * piece.world_size {
-        return vec![(bucket, 0..bucket.len())];
-    }
-    let n = piece.segment_elems() as usize;
-    let segments = piece.segments().enumerate();
-    segments.map(|(i, at)| (bucket.slice(i * n..(i + 1) * n), at.start as usize..at.end as usize)).collect()
 }
 
 /// Assigns each unit a slot that no other unit uses between its first and last pass. Returns the slot of each unit

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use zero_alloc::cuda::{CudaDevice, CudaStream, Graph, PinnedMemory};
 use zero_alloc::device::{Device, DeviceError};
-use zero_alloc::host::{HostDevice, HostStream, Timeline};
+use zero_alloc::host::{HostDevice, Timeline};
 use zero_ckpt::CkptError;
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
@@ -110,11 +110,7 @@ pub fn run_on_cuda(
             let kernels = CudaKernels::new(device)?;
             // Before the first collective, because loading waits for the device.
             kernels.warm(compute, settings.limit)?;
-            let host = HostSide {
-                memory: Arc::new(PinnedMemory::new(device)),
-                enqueue: CudaStream::enqueue_host,
-                record: Some(capture),
-            };
+            let host = HostSide { memory: Arc::new(PinnedMemory::new(device)), record: Some(capture) };
             Ok((Arc::new(kernels), host))
         })
     };
@@ -168,7 +164,7 @@ fn host_rank(
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
     Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, _| {
-        let host = HostSide { memory: Arc::new(device.clone()), enqueue: HostStream::enqueue, record: None };
+        let host = HostSide { memory: Arc::new(device.clone()), record: None };
         Ok((Arc::new(HostKernels::new(threads)?), host))
     })
 }

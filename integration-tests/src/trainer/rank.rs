@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{DType, Device, DeviceError, Memory, Stream};
+use zero_alloc::device::{DType, Device, Memory, Stream};
 use zero_alloc::host::Timeline;
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
@@ -55,15 +55,10 @@ impl Settings {
     }
 }
 
-/// An operation of the host in a stream.
-pub(super) type HostOp = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
-
-/// Host operations in a device's streams.
+/// The host's side of a device.
 pub(super) struct HostSide<D: Device> {
     /// Memory for host operations and for copies to and from the device.
     pub(super) memory: Arc<dyn Memory>,
-    /// Enqueues a host operation with a label on a stream. The operation must not wait for the device.
-    pub(super) enqueue: fn(&D::Stream, &'static str, HostOp) -> Result<(), DeviceError>,
     /// Records a graph, if the device supports it.
     pub(super) record: Option<Record<D>>,
 }
@@ -76,7 +71,7 @@ pub(super) struct Rank<D: Device> {
     pub(super) kernels: Arc<dyn Kernels<D>>,
     /// The pool of all device memory.
     pub(super) pool: Pool<D>,
-    /// Host operations in the streams.
+    /// Host memory and graphs.
     pub(super) host: HostSide<D>,
     /// The stream of forward, backward and the optimizer.
     pub(super) compute: D::Stream,

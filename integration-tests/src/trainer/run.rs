@@ -21,7 +21,7 @@ use super::phase::{self, Phased, run_in};
 use super::rank::Rank;
 use super::recorder::{Part, Recorder};
 use super::saver::Saver;
-use super::stage::{self, Stage, StepInputs};
+use super::stage::{self, MicroBatches, Stage, StepInputs};
 use super::stage3::Stage3;
 use super::stages_1_and_2::Stages1And2;
 use super::state::{self, TrainerState};
@@ -282,11 +282,9 @@ impl<D: Device> Runner<'_, D> {
         // SAFETY: used on the compute stream, that of the passes, which is drained before the model is dropped.
         let loss = unsafe { model.loss() };
         rank.pool.device().fill_zero(&rank.compute, loss.erase())?;
-        for micro in 0..grad_accum_steps {
-            run_in(rank, phase::DATA, || batches.load(model, done, micro))?;
-            let part = if micro == 0 { Part::First } else { Part::Later };
-            recorder.run(part, || stage.micro_batch(rank, model, micro))?;
-        }
+        let load =
+            &mut |model: &mut dyn Model<D>, micro| run_in(rank, phase::DATA, || batches.load(model, done, micro));
+        stage.gradients(rank, model, &mut MicroBatches { recorder, load })?;
         rank.timeline.set_phase(phase::DECISION);
         let staging_bytes = saver.as_ref().map_or(0, |saver| saver.staging_bytes());
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());

@@ -3,19 +3,49 @@
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_optim::{DeviceStepConfig, Segment, ShardedAdamW, StepOutcome, UnitSlices};
 
+use super::gradients::Gradients;
 use super::rank::Rank;
+use super::recorder::{Part, Recorder};
 use crate::error::TrainError;
 use crate::model::Model;
 
 /// Steps whose learning rates are uploaded at once.
 pub(super) const STEPS_AHEAD: u64 = 1024;
 
-/// One rank of a ZeRO stage. The operations that a call enqueues at stages 0 to 2 may be recorded and replayed in
-/// later steps instead of the call.
+/// The micro-batches of a step.
+pub(super) struct MicroBatches<'a, 'r, D: Device> {
+    pub(super) recorder: &'a mut Recorder<'r, D>,
+    /// Loads a micro-batch into the model.
+    pub(super) load: &'a mut dyn FnMut(&mut dyn Model<D>, usize) -> Result<(), TrainError>,
+}
+
+impl<D: Device> MicroBatches<'_, '_, D> {
+    /// Loads each micro-batch and calls `enqueue` with its number, or replays what an earlier call enqueued.
+    pub(super) fn run(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        mut enqueue: impl FnMut(&mut dyn Model<D>, usize) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        for micro in 0..rank.settings.grad_accum_steps {
+            (self.load)(model, micro)?;
+            let part = if micro == 0 { Part::First } else { Part::Later };
+            self.recorder.run(part, || enqueue(model, micro))?;
+        }
+        Ok(())
+    }
+}
+
+/// One rank of a ZeRO stage. The operations that a call or a micro-batch enqueues at stages 0 to 2 may be recorded and
+/// replayed in later steps instead.
 pub(super) trait Stage<D: Device>: Send {
-    /// Enqueues forward and backward of the loaded micro-batch, the `micro`-th of the step, and the reduction of its
-    /// gradients.
-    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError>;
+    /// Enqueues forward and backward of the micro-batches of a step, and the reduction of their gradients.
+    fn gradients(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro_batches: &mut MicroBatches<'_, '_, D>,
+    ) -> Result<(), TrainError>;
 
     /// Enqueues the forward of the loaded micro-batch and adds the losses of its first `tokens` tokens to the model's
     /// loss. Called between steps and never recorded; changes no state of the stage.
@@ -48,6 +78,27 @@ pub(super) struct StepInputs {
     pub(super) flags: DeviceSlice<u64>,
 }
 
+/// Enqueues forward and backward of a micro-batch with parameters that are whole on every rank, and the reduction of its
+/// gradients: `params` returns the parameters of some units.
+pub(super) fn micro_batch_whole<D: Device>(
+    rank: &Rank<D>,
+    model: &mut dyn Model<D>,
+    micro: usize,
+    grads: &mut Gradients<D>,
+    optimizer: &ShardedAdamW<D>,
+    mut params: impl FnMut(&[usize]) -> Result<Vec<AnySlice>, TrainError>,
+) -> Result<(), TrainError> {
+    for (i, pass) in rank.passes.iter().enumerate() {
+        model.forward(&rank.compute, i, &params(&pass.forward_reads)?)?;
+    }
+    for (i, pass) in rank.passes.iter().enumerate().rev() {
+        let (params, of_pass) = (params(&pass.backward_reads)?, grads.of_pass(rank, i)?);
+        model.backward(&rank.compute, i, &params, &of_pass, loss_scale(optimizer)?)?;
+        rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro))?;
+    }
+    Ok(())
+}
+
 /// Enqueues an evaluation with parameters that are whole on every rank: `params` returns those of some units.
 pub(super) fn evaluate_whole<D: Device>(
     rank: &Rank<D>,
@@ -68,11 +119,11 @@ pub(super) fn evaluate_whole<D: Device>(
 pub(super) fn decide<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut ShardedAdamW<D>,
-    grads: &[AnySlice],
+    grads: &Gradients<D>,
     inputs: StepInputs,
 ) -> Result<(), TrainError> {
     let Rank { compute, comm_stream, .. } = rank;
-    optimizer.enqueue_stats(compute, grads)?;
+    optimizer.enqueue_stats(compute, &grads.reduced())?;
     optimizer.enqueue_rank_stats(compute, inputs.loss, inputs.flags)?;
     // SAFETY: the gather is ordered after this and before the advance by the two events below.
     let stats = unsafe { optimizer.rank_stats_slices() }?;
@@ -93,10 +144,16 @@ pub(super) fn update<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut ShardedAdamW<D>,
     params: &[AnySlice],
-    grads: &[AnySlice],
+    grads: &Gradients<D>,
 ) -> Result<(), TrainError> {
-    let units: Vec<_> = params.iter().zip(grads).map(|(&param, &grad)| UnitSlices { grad, param }).collect();
-    Ok(optimizer.enqueue_update(&rank.compute, &units)?)
+    let params = whole_slices(params);
+    let units = grads.reduced().into_iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param });
+    Ok(optimizer.enqueue_update(&rank.compute, &units.collect::<Vec<_>>())?)
+}
+
+/// Each parameter as the only slice of its unit.
+pub(super) fn whole_slices(params: &[AnySlice]) -> Vec<[(AnySlice, usize); 1]> {
+    params.iter().map(|&param| [(param, 0)]).collect()
 }
 
 /// The configuration of decisions on the device, for rank 0 of `ranks` ranks.

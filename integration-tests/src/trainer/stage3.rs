@@ -8,12 +8,12 @@
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
-use zero_comm::{OrderCheck, Prefetcher, Unsharded};
+use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
 use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Stage, StepInputs, decide, sharded_optimizer, update};
+use super::stage::{MicroBatches, Stage, StepInputs, decide, loss_scale, sharded_optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -48,12 +48,12 @@ impl<D: Device> Stage3<D> {
     }
 }
 
-fn unshard<D: Device>(from: &mut Prefetcher<D>, units: &[usize]) -> Result<Vec<Unsharded<D>>, TrainError> {
-    units.iter().map(|&unit| Ok(from.unshard(unit)?)).collect()
+fn unshard<D: Device>(step: &mut PrefetchStep<'_, D>, units: &[usize]) -> Result<Vec<Unsharded<D>>, PrefetchError> {
+    units.iter().map(|&unit| step.unshard(unit)).collect()
 }
 
-fn reshard<D: Device>(from: &mut Prefetcher<D>, units: Vec<Unsharded<D>>) {
-    units.into_iter().for_each(|unit| from.reshard(unit));
+fn reshard<D: Device>(step: &mut PrefetchStep<'_, D>, units: Vec<Unsharded<D>>) {
+    units.into_iter().for_each(|unit| step.reshard(unit));
 }
 
 /// The units in the order in which a forward unshards them.
@@ -74,55 +74,51 @@ fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>])
     units.iter().zip(gathered).map(|(&u, g)| unsafe { g.slice() }.slice(0..rank.numel(u))).collect()
 }
 
+/// Enqueues forward and backward of a micro-batch, and the reduction of its gradients.
+fn micro_batch<D: Device>(
+    rank: &Rank<D>,
+    model: &mut dyn Model<D>,
+    micro: usize,
+    step: &mut PrefetchStep<'_, D>,
+    grads: &mut Gradients<D>,
+    optimizer: &ShardedAdamW<D>,
+) -> Result<(), TrainError> {
+    let last = rank.passes.len() - 1;
+    let mut turning = Vec::new();
+    for (i, pass) in rank.passes.iter().enumerate() {
+        let units = unshard(step, &pass.forward_reads)?;
+        model.forward(&rank.compute, i, &params(rank, &pass.forward_reads, &units))?;
+        if i == last {
+            turning = units;
+        } else {
+            reshard(step, units);
+        }
+    }
+    for (i, pass) in rank.passes.iter().enumerate().rev() {
+        let units = match i == last {
+            true => std::mem::take(&mut turning),
+            false => unshard(step, &pass.backward_reads)?,
+        };
+        let (params, of_pass) = (params(rank, &pass.backward_reads, &units), grads.of_pass(rank, i)?);
+        model.backward(&rank.compute, i, &params, &of_pass, loss_scale(optimizer)?)?;
+        reshard(step, units);
+        rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro))?;
+    }
+    Ok(())
+}
+
 impl<D: Device> Stage<D> for Stage3<D> {
-    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError> {
-        if micro == 0 {
-            self.prefetcher.begin_step()?;
-        }
-        let last = rank.passes.len() - 1;
-        let mut turning = Vec::new();
-        for (i, pass) in rank.passes.iter().enumerate() {
-            let units = unshard(&mut self.prefetcher, &pass.forward_reads)?;
-            model.forward(&rank.compute, i, &params(rank, &pass.forward_reads, &units))?;
-            if i == last {
-                turning = units;
-            } else {
-                reshard(&mut self.prefetcher, units);
-            }
-        }
-        for (i, pass) in rank.passes.iter().enumerate().rev() {
-            let units = match i == last {
-                true => std::mem::take(&mut turning),
-                false => unshard(&mut self.prefetcher, &pass.backward_reads)?,
-            };
-            let grads = self.grads.of_pass(rank, i)?;
-            let params = params(rank, &pass.backward_reads, &units);
-            model.backward(&rank.compute, i, &params, &grads, super::stage::loss_scale(&self.optimizer)?)?;
-            reshard(&mut self.prefetcher, units);
-            for unit in rank.complete_after(i) {
-                self.grads.reduce_scatter(rank, unit, micro)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
-        self.forward_only.begin_step()?;
-        for (i, pass) in rank.passes.iter().enumerate() {
-            let units = unshard(&mut self.forward_only, &pass.forward_reads)?;
-            let params = params(rank, &pass.forward_reads, &units);
-            model.forward(&rank.compute, i, &params)?;
-            if i + 1 == rank.passes.len() {
-                model.add_losses(&rank.compute, &params, tokens)?;
-            }
-            reshard(&mut self.forward_only, units);
-        }
-        self.forward_only.end_step();
-        Ok(())
-    }
-
-    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        if let OrderCheck::Changed { position, expected, got } = self.prefetcher.end_step().order {
+    fn gradients(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro_batches: &mut MicroBatches<'_, '_, D>,
+    ) -> Result<(), TrainError> {
+        let Self { prefetcher, grads, optimizer, .. } = self;
+        let mut step = prefetcher.step()?;
+        micro_batches
+            .run(rank, model, |model, micro| micro_batch(rank, model, micro, &mut step, grads, optimizer))?;
+        if let OrderCheck::Changed { position, expected, got } = step.end().order {
             tracing::warn!(
                 position,
                 ?expected,
@@ -130,13 +126,29 @@ impl<D: Device> Stage<D> for Stage3<D> {
                 "the order of units changed during the step; units after this position were gathered on demand"
             );
         }
-        self.grads.wait(rank)?;
-        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), inputs)
+        Ok(())
+    }
+
+    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+        let mut step = self.forward_only.step()?;
+        for (i, pass) in rank.passes.iter().enumerate() {
+            let units = unshard(&mut step, &pass.forward_reads)?;
+            let params = params(rank, &pass.forward_reads, &units);
+            model.forward(&rank.compute, i, &params)?;
+            if i + 1 == rank.passes.len() {
+                model.add_losses(&rank.compute, &params, tokens)?;
+            }
+            reshard(&mut step, units);
+        }
+        Ok(())
+    }
+
+    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
+        decide(rank, &mut self.optimizer, &self.grads, inputs)
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        let (params, grads) = (self.params.all_own(), self.grads.storage().all_own());
-        update(rank, &mut self.optimizer, &params, &grads)
+        update(rank, &mut self.optimizer, &self.params.all_own(), &self.grads)
     }
 
     fn optimizer(&mut self) -> &mut ShardedAdamW<D> {

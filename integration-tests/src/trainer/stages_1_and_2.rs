@@ -12,7 +12,9 @@ use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::stage::{Stage, StepInputs, decide, evaluate_whole, sharded_optimizer, update};
+use super::stage::{
+    MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, sharded_optimizer, update,
+};
 use super::storage::Storage;
 use super::whole_params::WholeParams;
 use crate::error::TrainError;
@@ -44,19 +46,16 @@ impl<D: Device> Stages1And2<D> {
 }
 
 impl<D: Device> Stage<D> for Stages1And2<D> {
-    fn micro_batch(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, micro: usize) -> Result<(), TrainError> {
-        for (i, pass) in rank.passes.iter().enumerate() {
-            model.forward(&rank.compute, i, &self.params.of(rank, &pass.forward_reads)?)?;
-        }
-        for (i, pass) in rank.passes.iter().enumerate().rev() {
-            let params = self.params.of(rank, &pass.backward_reads)?;
-            let grads = self.grads.of_pass(rank, i)?;
-            model.backward(&rank.compute, i, &params, &grads, super::stage::loss_scale(&self.optimizer)?)?;
-            for unit in rank.complete_after(i) {
-                self.grads.reduce_scatter(rank, unit, micro)?;
-            }
-        }
-        Ok(())
+    fn gradients(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro_batches: &mut MicroBatches<'_, '_, D>,
+    ) -> Result<(), TrainError> {
+        let Self { params, grads, optimizer } = self;
+        micro_batches.run(rank, model, |model, micro| {
+            micro_batch_whole(rank, model, micro, grads, optimizer, |units| params.of(rank, units))
+        })
     }
 
     fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
@@ -66,14 +65,12 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
     }
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        self.grads.wait(rank)?;
-        decide(rank, &mut self.optimizer, &self.grads.storage().all_own(), inputs)
+        decide(rank, &mut self.optimizer, &self.grads, inputs)
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         self.params.wait(rank)?;
-        let (params, grads) = (self.params.own(), self.grads.storage().all_own());
-        update(rank, &mut self.optimizer, &params, &grads)?;
+        update(rank, &mut self.optimizer, &self.params.own(), &self.grads)?;
         self.params.all_gather(rank)
     }
 

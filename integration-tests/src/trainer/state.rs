@@ -14,7 +14,7 @@ use zero_optim::{Progress, StateKind};
 
 use super::rank::Rank;
 use super::saver::Saver;
-use super::stage::Stage;
+use super::stage::{Stage, whole_slices};
 use super::validation::Best;
 use super::workload::InitialWeights;
 use crate::error::TrainError;
@@ -188,6 +188,6 @@ fn fill<D: Device>(
 /// Writes the parameters from the master weights and publishes them for the next forward.
 fn publish<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let params = stage.updated();
-    stage.optimizer().write_params(&rank.compute, &params)?;
+    stage.optimizer().write_params(&rank.compute, &whole_slices(&params))?;
     stage.publish(rank)
 }

@@ -13,7 +13,7 @@ pub(super) struct Storage<D: Device> {
     block: Block<D>,
     /// The range of each unit's part.
     units: Vec<Range<usize>>,
-    /// The range of this rank's shard within each unit's part.
+    /// The range of this rank's shard of each unit.
     own: Vec<Range<usize>>,
     streams: [D::Stream; 2],
 }
@@ -25,9 +25,10 @@ fn index(range: Range<u64>) -> Range<usize> {
 impl<D: Device> Storage<D> {
     /// All units whole, set to zero.
     pub(super) fn whole(rank: &Rank<D>, dtype: DType, purpose: Purpose) -> Result<Self, TrainError> {
-        let (layout, own) = (&rank.layout, rank.comm.rank() as u64);
+        let (layout, index_of_rank) = (&rank.layout, rank.comm.rank() as u64);
         let units = layout.units().iter().map(|u| index(u.whole_range())).collect();
-        let own = layout.units().iter().map(|u| index(u.shard(own))).collect();
+        let own = |unit| layout.own_in_whole(unit, index_of_rank).map(index);
+        let own = (0..rank.units()).map(own).collect::<Result<_, _>>()?;
         Self::new(rank, layout.padded_elems() as usize, dtype, purpose, units, own)
     }
 
@@ -35,8 +36,7 @@ impl<D: Device> Storage<D> {
     pub(super) fn shards(rank: &Rank<D>, dtype: DType, purpose: Purpose) -> Result<Self, TrainError> {
         let layout = &rank.layout;
         let units: Vec<_> = layout.units().iter().map(|u| index(u.shard_range())).collect();
-        let own = units.iter().map(|u| 0..u.len()).collect();
-        Self::new(rank, layout.shard_elems() as usize, dtype, purpose, units, own)
+        Self::new(rank, layout.shard_elems() as usize, dtype, purpose, units.clone(), units)
     }
 
     fn new(
@@ -63,9 +63,14 @@ impl<D: Device> Storage<D> {
         self.all().slice(self.units[unit].clone())
     }
 
+    /// The flat parameters of `units`, without their padding; the storage holds whole units.
+    pub(super) fn of(&self, rank: &Rank<D>, units: &[usize]) -> Vec<AnySlice> {
+        units.iter().map(|&unit| self.unit(unit).slice(0..rank.numel(unit))).collect()
+    }
+
     /// This rank's shard of `unit`.
     pub(super) fn own(&self, unit: usize) -> AnySlice {
-        self.unit(unit).slice(self.own[unit].clone())
+        self.all().slice(self.own[unit].clone())
     }
 
     /// [`Self::unit`] of all units.

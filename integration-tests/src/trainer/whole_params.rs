@@ -25,19 +25,15 @@ impl<D: Device> WholeParams<D> {
 
     /// The flat parameters of `units`. The compute stream waits for their gathers.
     pub(super) fn of(&mut self, rank: &Rank<D>, units: &[usize]) -> Result<Vec<AnySlice>, TrainError> {
-        let mut params = Vec::with_capacity(units.len());
-        for &unit in units {
-            if let Some(event) = self.gathers[unit].take() {
-                rank.compute.wait(&event)?;
-            }
-            params.push(self.storage.unit(unit).slice(0..rank.numel(unit)));
+        for event in units.iter().filter_map(|&unit| self.gathers[unit].take()) {
+            rank.compute.wait(&event)?;
         }
-        Ok(params)
+        Ok(self.gathered(rank, units))
     }
 
     /// The flat parameters of `units`, whose gathers the compute stream has waited for.
     pub(super) fn gathered(&self, rank: &Rank<D>, units: &[usize]) -> Vec<AnySlice> {
-        units.iter().map(|&unit| self.storage.unit(unit).slice(0..rank.numel(unit))).collect()
+        self.storage.of(rank, units)
     }
 
     /// This rank's shard of every unit.

@@ -129,32 +129,6 @@ impl CudaStream {
         })
     }
 
-    /// Enqueues a host operation, which a thread of the driver runs in the stream's order; `label` names it in errors
-    /// and timelines. An `Err` or a panic poisons the stream, and later host operations are skipped; device
-    /// operations that are already enqueued after it run.
-    ///
-    /// The operation must not call CUDA, nor wait for code that does: one thread may run the host operations of all
-    /// streams.
-    ///
-    /// # Errors
-    /// The error that poisoned the stream, or the stream is recorded into a graph.
-    pub fn enqueue_host(
-        &self,
-        label: &'static str,
-        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
-    ) -> Result<(), DeviceError> {
-        self.refuse_in_capture("enqueue_host")?;
-        let (sticky, name) = (Arc::clone(&self.0.sticky), Arc::clone(&self.0.name));
-        let position = sticky.position();
-        let run = move || {
-            if sticky.check_before(position).is_ok() {
-                let failed = run_named(&name, label, op).err();
-                failed.map(|error| sticky.fail(&name, label, position, error));
-            }
-        };
-        self.labelled(label, || self.0.queue.call_host(Box::new(run)))
-    }
-
     /// Poisons the stream, for libraries that detect later that their operation failed. Later operations and waits
     /// are refused; [`Stream::synchronize`] and events not known to be reached return the error, also on streams that
     /// wait for this one.
@@ -238,5 +212,24 @@ unsafe impl Stream for CudaStream {
         let waited = Deadline::after(limit).wait(|| format!("stream {}", self.0.name), ready);
         // The failure of an operation is more informative than an expired limit.
         self.check().and(waited)
+    }
+
+    /// A thread of the driver runs `op`, one thread for all streams. After a failure later host operations are skipped;
+    /// device operations that are already enqueued run.
+    fn enqueue_host(
+        &self,
+        label: &'static str,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        self.refuse_in_capture("enqueue_host")?;
+        let (sticky, name) = (Arc::clone(&self.0.sticky), Arc::clone(&self.0.name));
+        let position = sticky.position();
+        let run = move || {
+            if sticky.check_before(position).is_ok() {
+                let failed = run_named(&name, label, op).err();
+                failed.map(|error| sticky.fail(&name, label, position, error));
+            }
+        };
+        self.labelled(label, || self.0.queue.call_host(Box::new(run)))
     }
 }

@@ -18,6 +18,7 @@
 mod dtype;
 mod error;
 mod id;
+mod reduced;
 mod slice;
 mod virtual_memory;
 pub(crate) mod watch;
@@ -33,6 +34,7 @@ pub use dtype::{DType, Element};
 pub use error::DeviceError;
 pub(crate) use error::{run_named, same_len};
 pub use id::DeviceId;
+pub use reduced::Reduced;
 pub(crate) use slice::check_copy;
 pub use slice::{AnySlice, DeviceSlice};
 pub use virtual_memory::{Page, VirtualMemory};
@@ -209,6 +211,20 @@ pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// # Errors
     /// The first error of the stream, or [`DeviceError::TimedOut`].
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError>;
+
+    /// Enqueues a function that runs on the host in the stream's order; `label` names it in errors and timelines. An
+    /// `Err` or a panic poisons the stream. On a GPU the function must not use the device, nor wait for work that does.
+    ///
+    /// # Errors
+    /// The stream is closed or poisoned, is recorded into a graph, or runs no functions of the host.
+    fn enqueue_host(
+        &self,
+        label: &'static str,
+        _op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        let message = format!("stream {} runs no functions of the host, such as {label}", self.name());
+        Err(DeviceError::Driver { call: "enqueue_host", message })
+    }
 }
 
 /// A point in a stream, reached when everything before it has run. A clone is the same point.

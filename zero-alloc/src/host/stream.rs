@@ -64,4 +64,12 @@ unsafe impl Stream for HostStream {
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
         self.0.record().synchronize(limit)
     }
+
+    fn enqueue_host(
+        &self,
+        label: &'static str,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        self.enqueue(label, op)
+    }
 }

@@ -125,6 +125,14 @@ unsafe impl<S: Stream> Stream for FaultyStream<S> {
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
         self.inner.synchronize(limit)
     }
+
+    fn enqueue_host(
+        &self,
+        label: &'static str,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        self.inner.enqueue_host(label, op)
+    }
 }
 
 // SAFETY: every call is the wrapped device's, or an error.

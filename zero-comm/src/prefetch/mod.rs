@@ -1,18 +1,18 @@
 //! Unit prefetch: sharded units are gathered on the communication stream ahead of their use.
 //!
 //! The caller owns the **shards** and keeps them valid for the prefetcher's lifetime. A **gathered unit** is a block
-//! of `shard.len() * world_size` elements, allocated as `Purpose::Buckets`:
+//! of `shard.len() * world_size` elements, allocated as `Purpose::Buckets`. A step is a [`PrefetchStep`]:
 //!
 //! ```text
-//! sharded --begin_step, unshard--> in flight --unshard--> held --reshard--> sharded
-//!            (ahead of its use)    the gather runs        in use            the block is freed in stream order
+//! sharded --step, unshard--> in flight --unshard--> held --reshard--> sharded
+//!         (ahead of its use) the gather runs        in use            the block is freed in stream order
 //! ```
 //!
 //! - *in flight*: its block counts as live; the communication stream writes it.
 //! - *held* ([`Unsharded`]): the compute stream waits for the gather; the caller's operations use the block.
 //! - *kept*: resharded, but its block stays live, because the next use is of the same unit (the last unit of a
 //!   model, forward then backward), or because it is small ([`PrefetchOptions::persistence_threshold_elems`]).
-//!   Parameters do not change within a step, so it is not gathered again before [`Prefetcher::end_step`].
+//!   Parameters do not change within a step, so it is not gathered again before the step ends.
 //!
 //! The order of use is set by [`Prefetcher::expect_order`] or recorded on the first step, and checked on each later
 //! one. A use out of order ends prefetching for that step: later units are gathered on demand, the [`PrefetchReport`]
@@ -27,6 +27,7 @@
 
 mod live;
 mod report;
+mod step;
 mod unsharded;
 
 use std::collections::HashMap;
@@ -38,6 +39,7 @@ use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
 use zero_alloc::{AllocError, Pool};
 
 pub use report::{OrderCheck, PrefetchReport};
+pub use step::PrefetchStep;
 pub use unsharded::Unsharded;
 
 use crate::{CommError, Communicator};
@@ -54,6 +56,14 @@ pub enum PrefetchError {
         unit: usize,
         /// Number of units.
         units: usize,
+    },
+    /// Another number of shards than at creation.
+    #[error("expected {expected} shards, one per unit, got {got}")]
+    ShardCount {
+        /// Number of units.
+        expected: usize,
+        /// Shards passed.
+        got: usize,
     },
     /// The caller holds the unit already.
     #[error("unit {unit} is already unsharded; reshard it first")]
@@ -106,7 +116,31 @@ impl Default for PrefetchOptions {
     }
 }
 
-/// Gathers the units of one rank ahead of their use.
+/// Gathers the units of one rank ahead of their use, within a [step](Self::step). Gathers before a step, which could read
+/// parameters that the optimizer still writes, do not compile:
+///
+/// ```compile_fail,E0599
+/// # use zero_alloc::host::HostDevice;
+/// # use zero_comm::{PrefetchError, Prefetcher};
+/// fn forward(prefetcher: &mut Prefetcher<HostDevice>) -> Result<(), PrefetchError> {
+///     let unit = prefetcher.unshard(0)?;
+///     prefetcher.reshard(unit);
+///     Ok(())
+/// }
+/// ```
+///
+/// Within a step they do:
+///
+/// ```
+/// # use zero_alloc::host::HostDevice;
+/// # use zero_comm::{PrefetchError, Prefetcher};
+/// fn forward(prefetcher: &mut Prefetcher<HostDevice>) -> Result<(), PrefetchError> {
+///     let mut step = prefetcher.step()?;
+///     let unit = step.unshard(0)?;
+///     step.reshard(unit);
+///     Ok(())
+/// }
+/// ```
 pub struct Prefetcher<D: Device> {
     pool: Pool<D>,
     comm: Arc<dyn Communicator<D>>,
@@ -156,6 +190,20 @@ impl<D: Device> Prefetcher<D> {
         Ok(())
     }
 
+    /// Replaces the shards, for a framework that has moved its parameters. Work that was enqueued before may still read
+    /// the old ones.
+    ///
+    /// # Errors
+    /// [`PrefetchError::ShardCount`].
+    pub fn set_shards(&mut self, shards: Vec<AnySlice>) -> Result<(), PrefetchError> {
+        let (expected, got) = (self.shards.len(), shards.len());
+        if got != expected {
+            return Err(PrefetchError::ShardCount { expected, got });
+        }
+        self.shards = shards;
+        Ok(())
+    }
+
     /// Elements of a gathered unit.
     ///
     /// # Errors
@@ -170,11 +218,17 @@ impl<D: Device> Prefetcher<D> {
         self.live.lock().elems
     }
 
-    /// Starts a step. Its gathers wait for everything enqueued on the compute stream so far.
+    /// Starts a step, during which parameters do not change. Its gathers wait for everything enqueued on the compute
+    /// stream so far, such as the update of the parameters.
     ///
     /// # Errors
     /// A stream, the pool or the collective returned an error.
-    pub fn begin_step(&mut self) -> Result<(), PrefetchError> {
+    pub fn step(&mut self) -> Result<PrefetchStep<'_, D>, PrefetchError> {
+        self.begin_step()?;
+        Ok(PrefetchStep(self))
+    }
+
+    fn begin_step(&mut self) -> Result<(), PrefetchError> {
         self.ready.clear();
         self.used.clear();
         self.report = PrefetchReport::default();
@@ -186,12 +240,7 @@ impl<D: Device> Prefetcher<D> {
         self.gather_ahead()
     }
 
-    /// Returns the gathered unit, for which the compute stream waits, and enqueues the gathers of the next uses.
-    ///
-    /// # Errors
-    /// There is no such unit, the caller holds it, it would exceed the limit together with the held units, or the
-    /// pool, the collective or a stream returned an error.
-    pub fn unshard(&mut self, unit: usize) -> Result<Unsharded<D>, PrefetchError> {
+    fn unshard(&mut self, unit: usize) -> Result<Unsharded<D>, PrefetchError> {
         let elems = self.elems(unit)?;
         if self.live.lock().held.contains(&unit) {
             return Err(PrefetchError::Held { unit });
@@ -224,9 +273,7 @@ impl<D: Device> Prefetcher<D> {
         Ok(unsharded)
     }
 
-    /// Ends a use: frees the memory in stream order, or keeps the unit for its next use in this step. A unit of another
-    /// prefetcher, which is for that one's stream, is freed.
-    pub fn reshard(&mut self, unsharded: Unsharded<D>) {
+    fn reshard(&mut self, unsharded: Unsharded<D>) {
         if !unsharded.lease.is_of(&self.live) {
             return;
         }
@@ -241,8 +288,7 @@ impl<D: Device> Prefetcher<D> {
         }
     }
 
-    /// Ends a step: frees the units kept or in flight, and checks the order of use.
-    pub fn end_step(&mut self) -> PrefetchReport {
+    fn end_step(&mut self) -> PrefetchReport {
         if let Some(&expected) = self.order.as_ref().and_then(|order| order.get(self.used.len())) {
             self.order_changed(Some(expected), None);
         }

@@ -1,20 +1,23 @@
 //! A gathered unit and its memory.
 
 use std::fmt;
+use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceKind, Element, Event, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 
 use super::PrefetchError;
 use super::live::Lease;
 use crate::Communicator;
 
-/// A gathered unit. Dropping it frees its memory in stream order; pass it to `Prefetcher::reshard` so that it can be
+/// A gathered unit. Dropping it frees its memory in stream order; pass it to `PrefetchStep::reshard` so that it can be
 /// kept.
 #[must_use = "dropping it frees the gathered unit"]
 pub struct Unsharded<D: Device> {
     block: Block<D>,
     slice: AnySlice,
+    device: D,
+    comm_stream: D::Stream,
     /// The end of the gather.
     gathered: D::Event,
     /// The stream that uses the unit; `None` while it is in flight.
@@ -58,7 +61,8 @@ impl<D: Device> Unsharded<D> {
         block.record_use(comm_stream)?;
         enqueued?;
         let gathered = comm_stream.record()?;
-        Ok(Self { block, slice, gathered, user: None, lease })
+        let (device, comm_stream) = (pool.device().clone(), comm_stream.clone());
+        Ok(Self { block, slice, device, comm_stream, gathered, user: None, lease })
     }
 
     /// Makes `stream` wait for the gather and records it as the unit's user.
@@ -80,6 +84,24 @@ impl<D: Device> Unsharded<D> {
     /// or resharded; nothing writes to it.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
+    }
+
+    /// Waits at most `limit` for the gather and calls `read` with the whole unit in host memory: the elements themselves on
+    /// the host, a copy on other devices.
+    ///
+    /// # Errors
+    /// The unit has another dtype, the gather failed, or the limit passed.
+    pub fn read<T: Element, R>(&self, limit: Duration, read: impl FnOnce(&[T]) -> R) -> Result<R, DeviceError> {
+        let slice = self.slice.typed::<T>()?;
+        if self.device.kind() == DeviceKind::Host {
+            self.gathered.synchronize(limit)?;
+            // SAFETY: host memory that the gather has written. Nothing writes to it before the drop: `slice` forbids it.
+            return Ok(read(unsafe { slice.as_host() }));
+        }
+        let mut copy = vec![T::zeroed(); slice.len()];
+        let stream = self.user.as_ref().unwrap_or(&self.comm_stream);
+        self.device.download(stream, self.slice, bytemuck::cast_slice_mut(&mut copy), limit)?;
+        Ok(read(&copy))
     }
 
     /// Number of elements.

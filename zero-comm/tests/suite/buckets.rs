@@ -5,7 +5,8 @@ use proptest::prelude::*;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
-use zero_comm::{BucketError, BucketOptions, Buckets, CommError, CommOptions, ReduceOp};
+use zero_comm::{BucketError, BucketOptions, Buckets, CommError, CommOptions, ReduceOp, SumInto};
+use zero_kernels::host::HostKernels;
 
 #[derive(Clone, Copy, Debug)]
 enum Stage {
@@ -255,5 +256,99 @@ fn without_overlap_compute_waits_for_every_bucket() {
             open.update(|open| *open = true);
             streams.synchronize();
         }
+    });
+}
+
+/// Parts in any number, with gaps, in fp32 or bf16, through buckets of any size, to a shard or to the whole unit, over
+/// micro-batches: the plain sum.
+#[test]
+fn scattered_parts_give_the_plain_sum() {
+    let (n, shard_elems) = (3, 7);
+    let elems = n * shard_elems;
+    // Elements 4, 5 and 20 are in no part.
+    let places = [0..4, 6..11, 11..11, 11..20];
+    let expected: Vec<f32> = (0..elems)
+        .map(|i| {
+            let sum = |micro| (0..n).map(|rank| gradient(rank, micro, elems)[i]).sum::<f32>();
+            if places.iter().any(|p| p.contains(&i)) { sum(0) + sum(1) } else { 0.0 }
+        })
+        .collect();
+    for (capacity, scatter, dtype) in [
+        (4, true, DType::F32),
+        (12, true, DType::Bf16),
+        (100, true, DType::F32),
+        (4, false, DType::F32),
+        (100, false, DType::Bf16),
+    ] {
+        let kept = on_ranks(n, CommOptions::default(), |comm, streams| {
+            let kernels = HostKernels::new(1).unwrap();
+            let mut random = Random::new(comm.rank() as u64);
+            let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(capacity, dtype));
+            let mut kept = vec![-1f32; if scatter { shard_elems } else { elems }];
+            let mut into = SumInto::Write(view(&mut kept));
+            for micro in 0..2 {
+                let mut grad = gradient(comm.rank(), micro, elems);
+                let mut parts: Vec<Vec<f32>> = places.iter().map(|p| grad[p.clone()].to_vec()).collect();
+                grad.clear();
+                let slices: Vec<_> = parts.iter_mut().zip(&places).map(|(part, p)| (view(part), p.start)).collect();
+                delay(&streams.comm, &mut random);
+                let reduced = if scatter {
+                    buckets.reduce_unit(&kernels, &slices, into).unwrap()
+                } else {
+                    buckets.all_reduce_unit(&kernels, &slices, into).unwrap()
+                };
+                assert_eq!((reduced.len(), reduced.dtype()), (if scatter { shard_elems } else { elems }, DType::F32));
+                // The parts are free when the compute stream has packed them.
+                streams.compute.synchronize(LIMIT).unwrap();
+                into = SumInto::Add(reduced);
+            }
+            let SumInto::Add(reduced) = into else { unreachable!() };
+            let mut read = vec![0f32; kept.len()];
+            copy(&streams.compute, reduced.wait_on(&streams.compute).unwrap(), view(&mut read));
+            streams.synchronize();
+            assert_eq!(read, kept, "the stream that reads waits for the sum");
+            kept
+        });
+        for (rank, kept) in kept.iter().enumerate() {
+            let own = if scatter { rank * shard_elems..(rank + 1) * shard_elems } else { 0..elems };
+            assert_eq!(kept, &expected[own], "capacity {capacity}, scatter {scatter}, {dtype}");
+        }
+    }
+}
+
+#[test]
+fn bad_parts_are_errors() {
+    on_ranks(2, CommOptions::default(), |comm, streams| {
+        let kernels = HostKernels::new(1).unwrap();
+        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
+        let (mut part, mut shard) = (vec![0f32; 4], vec![0f32; 3]);
+        let part = view(&mut part);
+        let mut reduce =
+            |parts: &[_]| buckets.reduce_unit(&kernels, parts, SumInto::Write(view(&mut shard))).unwrap_err();
+        let beyond = BucketError::Part { index: 0, start: 3, end: 7, free: 0, len: 6 };
+        assert_eq!(reduce(&[(part, 3)]), beyond);
+        let overlap = BucketError::Part { index: 1, start: 1, end: 5, free: 4, len: 6 };
+        assert_eq!(reduce(&[(part, 0), (part, 1)]), overlap);
+        assert_eq!(
+            reduce(&[(part, usize::MAX)]),
+            BucketError::Part { index: 0, start: usize::MAX, end: usize::MAX, free: 0, len: 6 }
+        );
+    });
+}
+
+#[test]
+fn host_writes_are_reduced() {
+    on_ranks(2, CommOptions::default(), |comm, streams| {
+        let (_pool, buckets) =
+            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
+        let mut shards = vec![[0f32; 2]; 3];
+        for (i, shard) in shards.iter_mut().enumerate() {
+            let mut filling = buckets.begin(4).unwrap();
+            assert!(filling.write::<u8, _>(LIMIT, |_| ()).is_err(), "another dtype");
+            filling.write(LIMIT, |bucket: &mut [f32]| bucket.fill(i as f32)).unwrap();
+            drop(filling.reduce_scatter_into(view(shard), ReduceOp::Sum).unwrap());
+        }
+        streams.synchronize();
+        assert_eq!(shards, [[0.0; 2], [2.0; 2], [4.0; 2]]);
     });
 }

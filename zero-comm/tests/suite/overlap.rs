@@ -118,7 +118,7 @@ fn run_step<D: Device>(
     let mut prefetch =
         Prefetcher::new(pool.clone(), comm, compute.clone(), comm_stream.clone(), shards.clone(), prefetch);
     prefetch.expect_order((0..units).chain((0..units).rev()).collect()).unwrap();
-    prefetch.begin_step().unwrap();
+    let mut prefetch = prefetch.step().unwrap();
     for unit in 0..units {
         let unsharded = prefetch.unshard(unit).unwrap();
         work("forward");
@@ -132,7 +132,7 @@ fn run_step<D: Device>(
         let in_flight = filling.reduce_scatter_into(grads[unit], ReduceOp::Sum).unwrap();
         in_flight.finish().unwrap().wait_on(&comm_stream).unwrap();
     }
-    prefetch.end_step();
+    prefetch.end();
     buckets.wait_all_on(&compute).unwrap();
 }
 

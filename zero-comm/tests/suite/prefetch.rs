@@ -1,6 +1,6 @@
 //! Unit prefetch: values, order, limit and memory.
 
-use crate::common::{Comm, Random, Streams, copy, delay, on_ranks, view};
+use crate::common::{Comm, LIMIT, Random, Streams, copy, delay, on_ranks, view};
 use zero_alloc::device::{AnySlice, DeviceError};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
@@ -43,16 +43,17 @@ fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[
                 copy(&streams.compute, view(new), *shard);
             }
             let mut seen: Vec<Vec<f32>> = order.iter().map(|&unit| vec![-1.0; SHARDS[unit] * n]).collect();
-            prefetch.begin_step().unwrap();
+            let mut running = prefetch.step().unwrap();
             for (&unit, seen) in order.iter().zip(&mut seen) {
-                let unsharded = prefetch.unshard(unit).unwrap();
-                assert!(prefetch.live_elems() <= options.max_live_elems || prefetch.live_elems() == unsharded.len());
+                let unsharded = running.unshard(unit).unwrap();
+                let live = running.live_elems();
+                assert!(live <= options.max_live_elems || live == unsharded.len());
                 delay(&streams.compute, &mut random);
                 // SAFETY: used on the compute stream, before it is resharded.
                 copy(&streams.compute, unsafe { unsharded.slice() }, view(seen));
-                prefetch.reshard(unsharded);
+                running.reshard(unsharded);
             }
-            reports.push(prefetch.end_step());
+            reports.push(running.end());
             assert_eq!(prefetch.live_elems(), 0);
             assert_eq!(pool.report().of(Purpose::Buckets).live_bytes, 0);
             streams.synchronize();
@@ -80,13 +81,12 @@ fn unit_of_another_prefetcher_is_freed() {
         let shards = vec![view(&mut shard)];
         let options = PrefetchOptions { persistence_threshold_elems: usize::MAX, ..PrefetchOptions::default() };
         let [mut a, mut b] = [(), ()].map(|()| prefetcher(&comm, streams, &pool, shards.clone(), options));
-        a.begin_step().unwrap();
-        b.begin_step().unwrap();
+        let (mut a, mut b) = (a.step().unwrap(), b.step().unwrap());
         b.reshard(a.unshard(0).unwrap());
         assert_eq!(a.live_elems(), 0);
         let own = b.unshard(0).unwrap();
         b.reshard(own);
-        let report = b.end_step();
+        let report = b.end();
         assert_eq!((report.on_demand, report.kept), (1, 0));
         streams.synchronize();
     });
@@ -195,7 +195,7 @@ fn failed_gather_leaves_nothing_live() {
         let options = PrefetchOptions { max_live_elems: 15, ..PrefetchOptions::default() };
         let mut prefetch = prefetcher(&comm, streams, &pool, views, options);
         assert_eq!(prefetch.expect_order(vec![0, 3]), Err(PrefetchError::NoSuchUnit { unit: 3, units: 3 }));
-        prefetch.begin_step().unwrap();
+        let mut prefetch = prefetch.step().unwrap();
         assert_eq!(prefetch.unshard(7).unwrap_err(), PrefetchError::NoSuchUnit { unit: 7, units: 3 });
         let held = prefetch.unshard(0).unwrap();
         assert_eq!(prefetch.unshard(0).unwrap_err(), PrefetchError::Held { unit: 0 });
@@ -216,4 +216,49 @@ fn failed_gather_leaves_nothing_live() {
         );
         assert_eq!((prefetch.live_elems(), pool.report().total.live_bytes), (0, 0));
     });
+}
+
+#[test]
+fn dropped_step_is_ended() {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
+        let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
+        let shards = vec![view(&mut shard); 2];
+        let mut prefetch = prefetcher(&comm, streams, &pool, shards, PrefetchOptions::default());
+        for step in 0..3 {
+            let mut running = prefetch.step().unwrap();
+            for unit in 0..2 {
+                let unsharded = running.unshard(unit).unwrap();
+                running.reshard(unsharded);
+            }
+            if step == 2 {
+                let report = running.end();
+                assert_eq!((report.order, report.prefetched), (OrderCheck::Followed, 2), "the order was recorded");
+            }
+        }
+        assert_eq!(prefetch.live_elems(), 0);
+        streams.synchronize();
+    });
+}
+
+#[test]
+fn moved_shards_are_gathered() {
+    let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
+        let (pool, rank) = (Pool::new(HostDevice::new(), 1 << 20), comm.rank() as f32);
+        let (mut old, mut new) = (vec![rank; 3], vec![rank + 10.0; 3]);
+        let mut prefetch = prefetcher(&comm, streams, &pool, vec![view(&mut old)], PrefetchOptions::default());
+        let mut read = |prefetch: &mut Prefetcher<HostDevice>| {
+            let unit = prefetch.step().unwrap().unshard(0).unwrap();
+            assert!(unit.read::<u8, _>(LIMIT, |_| ()).is_err(), "another dtype");
+            unit.read(LIMIT, <[f32]>::to_vec).unwrap()
+        };
+        let before = read(&mut prefetch);
+        let none = prefetch.set_shards(Vec::new());
+        assert_eq!(none, Err(PrefetchError::ShardCount { expected: 1, got: 0 }));
+        prefetch.set_shards(vec![view(&mut new)]).unwrap();
+        let after = read(&mut prefetch);
+        streams.synchronize();
+        (before, after)
+    });
+    let expected = |plus: f32| [[plus; 3], [plus + 1.0; 3]].concat();
+    assert_eq!(seen, vec![(expected(0.0), expected(10.0)); 2]);
 }

@@ -9,7 +9,7 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::threads::World;
 use zero_comm::{
-    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, Prefetcher, ReduceOp, Unsharded,
+    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, PrefetchStep, Prefetcher, ReduceOp, Unsharded,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -47,7 +47,6 @@ struct Rank {
     grads: Vec<Block<HostDevice>>,
     activation: Block<HostDevice>,
     pool: Pool<HostDevice>,
-    prefetch: Prefetcher<HostDevice>,
     buckets: Buckets<HostDevice>,
     held: Option<Unsharded<HostDevice>>,
     rank: usize,
@@ -66,7 +65,12 @@ enum Mistake {
 }
 
 impl Rank {
-    fn new(device: &HostDevice, comm: Arc<dyn Communicator<HostDevice>>, ahead: usize, overlap: bool) -> Self {
+    fn new(
+        device: &HostDevice,
+        comm: Arc<dyn Communicator<HostDevice>>,
+        ahead: usize,
+        overlap: bool,
+    ) -> (Self, Prefetcher<HostDevice>) {
         let rank = comm.rank();
         let stream = |what: &str| device.create_stream(&format!("rank {rank} {what}")).unwrap();
         let (compute, comm_stream) = (stream("compute"), stream("comm"));
@@ -82,7 +86,7 @@ impl Rank {
         let shards = weights.iter().map(|w| unsafe { w.slice() }).collect();
         let mut prefetch = Prefetcher::new(pool.clone(), comm, compute.clone(), comm_stream.clone(), shards, options);
         prefetch.expect_order(ORDER.to_vec()).unwrap();
-        Self { compute, comm: comm_stream, weights, grads, activation, pool, prefetch, buckets, held: None, rank }
+        (Self { compute, comm: comm_stream, weights, grads, activation, pool, buckets, held: None, rank }, prefetch)
     }
 
     fn slice(block: &Block<HostDevice>) -> AnySlice {
@@ -100,15 +104,14 @@ impl Rank {
             self.pool.device().fill_zero(&self.compute, Self::slice(grad)).unwrap();
         }
         self.comm.wait(&self.compute.record().unwrap()).unwrap();
-        self.prefetch.begin_step().unwrap();
     }
 
-    fn begin(&mut self, use_: usize) {
-        self.held = Some(self.prefetch.unshard(ORDER[use_]).unwrap());
+    fn begin(&mut self, prefetch: &mut PrefetchStep<'_, HostDevice>, use_: usize) {
+        self.held = Some(prefetch.unshard(ORDER[use_]).unwrap());
     }
 
     /// Uses the unit. In backward, reduces its gradient, which is the gathered weights plus the rank.
-    fn finish(&mut self, use_: usize, mistake: Mistake) {
+    fn finish(&mut self, prefetch: &mut PrefetchStep<'_, HostDevice>, use_: usize, mistake: Mistake) {
         let (unit, backward) = (ORDER[use_], use_ >= ORDER.len() / 2);
         let unsharded = self.held.take().unwrap();
         // SAFETY: used on the compute stream before it is resharded, unless that is the mistake.
@@ -116,11 +119,11 @@ impl Rank {
         let activation = Self::slice(&self.activation).slice(0..gathered.len());
         let mut unsharded = Some(unsharded);
         if mistake == Mistake::UseAfterReshard {
-            self.prefetch.reshard(unsharded.take().unwrap());
+            prefetch.reshard(unsharded.take().unwrap());
         }
         enqueue(&self.compute, gathered, activation, |w, a| a.copy_from_slice(w));
         if let Some(unsharded) = unsharded {
-            self.prefetch.reshard(unsharded);
+            prefetch.reshard(unsharded);
         }
         if !backward {
             return;
@@ -164,7 +167,6 @@ impl Rank {
 
     /// The optimizer: copies the gradients into the weights.
     fn end(&mut self, mistake: Mistake) {
-        self.prefetch.end_step();
         if mistake != Mistake::NoWaitForGrads {
             self.buckets.wait_all_on(&self.compute).unwrap();
         }
@@ -177,16 +179,18 @@ impl Rank {
 /// Runs a step on all ranks under `seed`; returns the weights of all ranks after it if no stream failed.
 fn step(seed: u64, ahead: usize, overlap: bool, mistake: Mistake) -> (HostDevice, Option<Vec<Vec<f32>>>) {
     let device = HostDevice::seeded(seed);
-    let mut ranks: Vec<Rank> = World::new(RANKS, CommOptions { limit: LIMIT })
+    let (mut ranks, mut prefetchers): (Vec<Rank>, Vec<_>) = World::new(RANKS, CommOptions { limit: LIMIT })
         .unwrap()
         .into_iter()
         .map(|comm| Rank::new(&device, Arc::new(comm), ahead, overlap))
-        .collect();
+        .unzip();
     ranks.iter_mut().for_each(Rank::start);
+    let mut steps: Vec<_> = prefetchers.iter_mut().map(|prefetch| prefetch.step().unwrap()).collect();
     for use_ in 0..ORDER.len() {
-        ranks.iter_mut().for_each(|rank| rank.begin(use_));
-        ranks.iter_mut().for_each(|rank| rank.finish(use_, mistake));
+        ranks.iter_mut().zip(&mut steps).for_each(|(rank, step)| rank.begin(step, use_));
+        ranks.iter_mut().zip(&mut steps).for_each(|(rank, step)| rank.finish(step, use_, mistake));
     }
+    drop(steps);
     ranks.iter_mut().for_each(|rank| rank.end(mistake));
     let ran = ranks.iter().all(|rank| rank.compute.synchronize(LIMIT).is_ok() & rank.comm.synchronize(LIMIT).is_ok());
     let read = |block: &Block<HostDevice>| {

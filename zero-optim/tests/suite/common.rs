@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
@@ -118,7 +118,7 @@ impl Rank {
         let mut optim = ShardedAdamW::new(&pool, kernels, &stream, config.clone(), dtype, segments).unwrap();
         let mut params: Vec<Buffer> =
             init.iter().zip(&held).map(|(w, held)| Buffer::new(&w[held.clone()], dtype)).collect();
-        let slices: Vec<AnySlice> = params.iter_mut().map(Buffer::slice).collect();
+        let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         optim.init_masters(&stream, &slices).unwrap();
         stream.synchronize(LIMIT).unwrap();
         Self { optim, params, pool, stream, held }
@@ -128,10 +128,17 @@ impl Rank {
         grads.iter().zip(&self.held).map(|(g, held)| Buffer::new(&g[held.clone()], dtype)).collect()
     }
 
+    /// The gradients, complete from now on.
+    fn reduced(&self, grads: &mut [Buffer]) -> Vec<Reduced<HostDevice>> {
+        // SAFETY: written by the test's thread before; tests keep them until the stream is drained.
+        let reduced = |grad: &mut Buffer| unsafe { Reduced::new(grad.slice(), self.stream.record().unwrap()) };
+        grads.iter_mut().map(reduced).collect()
+    }
+
     pub fn stats(&mut self, grads: &[Vec<f32>], dtype: DType, loss: f64) -> Result<RankStats, OptimError> {
         let mut grads = self.grads(grads, dtype);
-        let slices: Vec<AnySlice> = grads.iter_mut().map(Buffer::slice).collect();
-        self.optim.enqueue_stats(&self.stream, &slices)?;
+        let reduced = self.reduced(&mut grads);
+        self.optim.enqueue_stats(&self.stream, &reduced)?;
         self.optim.rank_stats(&self.stream, loss, LIMIT)
     }
 
@@ -152,9 +159,9 @@ impl Rank {
         gathered: GatheredStats<'_>,
     ) -> Result<StepOutcome, OptimError> {
         let mut grads = self.grads(grads, dtype);
-        let pairs = grads.iter_mut().zip(&mut self.params);
-        let units: Vec<UnitSlices> =
-            pairs.map(|(grad, param)| UnitSlices { grad: grad.slice(), param: param.slice() }).collect();
+        let reduced = self.reduced(&mut grads);
+        let params: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+        let units: Vec<_> = reduced.iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param }).collect();
         let outcome = self.optim.step(&self.stream, &units, gathered, limit)?;
         self.stream.synchronize(LIMIT).unwrap();
         Ok(outcome)
@@ -175,7 +182,7 @@ impl Rank {
     }
 
     pub fn write_params(&mut self) {
-        let slices: Vec<AnySlice> = self.params.iter_mut().map(Buffer::slice).collect();
+        let slices: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         self.optim.write_params(&self.stream, &slices).unwrap();
         self.stream.synchronize(LIMIT).unwrap();
     }

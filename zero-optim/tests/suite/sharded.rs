@@ -1,13 +1,16 @@
 //! The sharded optimizer compared with the unsharded one and a plain loop; skipping, resuming, memory.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use zero_alloc::Purpose;
-use zero_alloc::device::{DType, DeviceError};
+use zero_alloc::device::{DType, DeviceError, Reduced, Stream};
 use zero_kernels::AdamHyper;
+use zero_kernels::host::HostKernels;
 use zero_optim::{
-    DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig, StateKind, StepOutcome,
+    DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig, Segment, ShardedAdamW,
+    StateKind, StepOutcome, UnitSlices,
 };
 
 use crate::common::{Buffer, Holding, LIMIT, Random, Rank, World};
@@ -210,6 +213,45 @@ fn state_bytes_per_parameter() {
         assert_eq!(report.backing_allocations, made, "a step allocates nothing");
         let whole = World::new(&config(), dtype, &init, 3, Holding::Whole);
         assert_eq!(whole.ranks[0].pool.report().of(Purpose::Optimizer).live_bytes, 42 * bytes);
+    }
+}
+
+/// Parameters in allocations of their own, with padding behind each, have the bits of one flat parameter.
+#[test]
+fn scattered_params_have_the_same_bits() {
+    let (init, mut grads) = material(&[8], 3, 5);
+    for grads in &mut grads {
+        (grads[0][3], grads[0][7]) = (0.0, 0.0);
+    }
+    for dtype in [DType::F32, DType::Bf16] {
+        let mut flat = Rank::new(&config(), dtype, &init, 0, 1, Holding::Shard);
+        let kernels = Arc::new(HostKernels::new(1).unwrap());
+        let segments = vec![Segment::shard("unit0", 0..8).with_padding(2)];
+        let mut optim = ShardedAdamW::new(&flat.pool, kernels, &flat.stream, config(), dtype, segments).unwrap();
+        let mut params = [0..3, 4..7].map(|range| Buffer::new(&init[0][range], dtype));
+        let [first, second] = &mut params;
+        let pieces = [(first.slice(), 0), (second.slice(), 4)];
+        optim.init_masters(&flat.stream, &[pieces]).unwrap();
+        for grads in &grads {
+            let stats = [flat.stats(grads, DType::F32, 0.0).unwrap()];
+            let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+            let outcome = flat.step(grads, DType::F32, gathered).unwrap();
+            let mut grad = Buffer::new(&grads[0], DType::F32);
+            // SAFETY: kept until the stream is drained.
+            let grad = unsafe { Reduced::new(grad.slice(), flat.stream.record().unwrap()) };
+            optim.enqueue_stats(&flat.stream, &[&grad]).unwrap();
+            assert_eq!(optim.rank_stats(&flat.stream, 0.0, LIMIT).unwrap(), stats[0]);
+            let mut step = |param| optim.step(&flat.stream, &[UnitSlices { grad: &grad, param }], gathered, LIMIT);
+            let (unit, what) = ("unit0".to_owned(), "params");
+            let short = OptimError::SliceLen { unit: unit.clone(), what, expected: 6, got: 3 };
+            assert_eq!(step(&pieces[..1]), Err(short), "a forgotten parameter is not padding");
+            let overlap = OptimError::Piece { unit, what, start: 0, end: 3, free: 7, len: 8 };
+            assert_eq!(step(&[pieces[1], pieces[0]]), Err(overlap));
+            assert_eq!(step(&pieces), Ok(outcome));
+            flat.stream.synchronize(LIMIT).unwrap();
+        }
+        let whole = flat.params[0].values();
+        assert_eq!(params.map(|p| p.values()), [&whole[0..3], &whole[4..7]]);
     }
 }
 
