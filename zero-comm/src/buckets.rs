@@ -257,7 +257,7 @@ impl<D: Device> Buckets<D> {
         // The number of segments of a bucket, and the elements of each.
         let (segments, step) = if scatter { (ranks, of_rank) } else { (1, of_rank * ranks) };
         check_parts(parts, segments * len)?;
-        let mut done = comm_stream.record()?;
+        let mut done = None;
         for start in (0..len).step_by(step) {
             let piece = start..len.min(start.saturating_add(step));
             let filling = self.begin(segments * piece.len())?;
@@ -286,8 +286,9 @@ impl<D: Device> Buckets<D> {
                 }
                 in_flight
             };
-            done = in_flight.finish()?.event;
+            done = Some(in_flight.finish()?.event);
         }
+        let done = done.map_or_else(|| comm_stream.record(), Ok)?;
         // SAFETY: the communication stream writes the sum before the event. The maker of `sum` orders all other writes.
         Ok(unsafe { Reduced::new(sum, done) })
     }

@@ -219,8 +219,9 @@ impl<D: Device> ShardedAdamW<D> {
         self.enter(stream)?;
         let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
         for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
-            let grad = grad.borrow().wait_on(stream)?.slice(segment.own_shard.clone());
-            self.kernels.grad_stats(stream, grad, scratch, stats.slice(i..i + 1))?;
+            let grad: &Reduced<D> = grad.borrow();
+            let own = grad.wait_on(stream)?.slice(segment.own_shard.clone());
+            self.kernels.grad_stats(stream, own, scratch, stats.slice(i..i + 1))?;
         }
         Ok(())
     }

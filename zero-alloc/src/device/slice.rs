@@ -93,7 +93,8 @@ impl<T> DeviceSlice<T> {
     /// The elements as a mutable Rust slice; for host memory only.
     ///
     /// # Safety
-    /// The memory is the host's, initialised, and nothing else accesses it while the result lives.
+    /// The memory is the host's, initialised (the blocks of a pool of host memory are), and nothing else accesses it while
+    /// the result lives.
     pub unsafe fn as_host_mut<'a>(self) -> &'a mut [T] {
         if self.len == 0 {
             return &mut [];

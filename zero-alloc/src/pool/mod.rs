@@ -168,8 +168,8 @@ impl<D: Device> Pool<D> {
         Ok(single.ok_or_else(|| refused("the pool has reserved a part of its budget already"))?)
     }
 
-    /// A block of `len` elements of `dtype`, first used on `stream`; its contents are undefined. Operations enqueued
-    /// on `stream` from now on run after the earlier users of the memory; neither the host nor another stream waits.
+    /// A block of `len` elements of `dtype`, first used on `stream`; its contents are unspecified, but initialised in host
+    /// memory. Operations enqueued on `stream` from now on run after the earlier users of the memory; neither the host nor another stream waits.
     ///
     /// # Errors
     /// [`AllocError::OutOfMemory`], or the device failed.

@@ -287,9 +287,8 @@ fn scattered_parts_give_the_plain_sum() {
             let mut kept = vec![-1f32; if scatter { shard_elems } else { elems }];
             let mut into = SumInto::Write(view(&mut kept));
             for micro in 0..2 {
-                let mut grad = gradient(comm.rank(), micro, elems);
+                let grad = gradient(comm.rank(), micro, elems);
                 let mut parts: Vec<Vec<f32>> = places.iter().map(|p| grad[p.clone()].to_vec()).collect();
-                grad.clear();
                 let slices: Vec<_> = parts.iter_mut().zip(&places).map(|(part, p)| (view(part), p.start)).collect();
                 delay(&streams.comm, &mut random);
                 let reduced = if scatter {

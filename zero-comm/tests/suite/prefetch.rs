@@ -246,7 +246,7 @@ fn moved_shards_are_gathered() {
         let (pool, rank) = (Pool::new(HostDevice::new(), 1 << 20), comm.rank() as f32);
         let (mut old, mut new) = (vec![rank; 3], vec![rank + 10.0; 3]);
         let mut prefetch = prefetcher(&comm, streams, &pool, vec![view(&mut old)], PrefetchOptions::default());
-        let mut read = |prefetch: &mut Prefetcher<HostDevice>| {
+        let read = |prefetch: &mut Prefetcher<HostDevice>| {
             let unit = prefetch.step().unwrap().unshard(0).unwrap();
             assert!(unit.read::<u8, _>(LIMIT, |_| ()).is_err(), "another dtype");
             unit.read(LIMIT, <[f32]>::to_vec).unwrap()

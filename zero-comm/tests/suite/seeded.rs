@@ -9,8 +9,10 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::threads::World;
 use zero_comm::{
-    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, PrefetchStep, Prefetcher, ReduceOp, Unsharded,
+    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, PrefetchStep, Prefetcher, ReduceOp, SumInto,
+    Unsharded,
 };
+use zero_kernels::host::HostKernels;
 
 const LIMIT: Duration = Duration::from_secs(60);
 const RANKS: usize = 2;
@@ -251,4 +253,63 @@ fn a_producer_that_the_bucket_does_not_know_is_found() {
 #[test]
 fn a_use_after_reshard_is_found() {
     assert!((0..20).all(|seed| !step(seed, 1, true, Mistake::UseAfterReshard).0.violations().is_empty()));
+}
+
+/// Two micro-batches of two units in parts, through one bucket: the sums in `Reduced` are complete for each stream that
+/// waits on it.
+#[test]
+fn every_order_of_unit_reductions_gives_the_same() {
+    for seed in 0..seeds().min(200) {
+        let device = HostDevice::seeded(seed);
+        let kernels = HostKernels::new(1).unwrap();
+        let ranks: Vec<_> = World::new(RANKS, CommOptions { limit: LIMIT })
+            .unwrap()
+            .into_iter()
+            .map(|comm| {
+                let stream = |what| device.create_stream(&format!("rank {} {what}", comm.rank())).unwrap();
+                let [compute, comm_stream] = ["compute", "comm"].map(stream);
+                let pool = Pool::new(device.clone(), 1 << 20);
+                let block = || pool.allocate(6, DType::F32, Purpose::Workspace, &compute).unwrap();
+                let blocks: Vec<_> = (0..4).map(|_| block()).collect();
+                let options = BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) };
+                let buckets = Buckets::new(&pool, Arc::new(comm), compute.clone(), comm_stream, options).unwrap();
+                (compute, blocks, buckets)
+            })
+            .collect();
+        let mut sums: Vec<_> = (0..RANKS * 2).map(|_| None).collect();
+        for (micro, unit) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            for (rank, (compute, blocks, buckets)) in ranks.iter().enumerate() {
+                let (grad, shard) = (Rank::slice(&blocks[0]), Rank::slice(&blocks[1 + unit]));
+                let value = (1 + rank + 10 * unit + 100 * micro) as f32;
+                enqueue(compute, grad.slice(0..0), grad, move |_, g| g.fill(value));
+                let into = match sums[rank * 2 + unit].take() {
+                    Some(earlier) => SumInto::Add(earlier),
+                    None => SumInto::Write(shard.slice(0..3)),
+                };
+                let parts = [(grad.slice(0..2), 0), (grad.slice(2..5), 3)];
+                sums[rank * 2 + unit] = Some(buckets.reduce_unit(&kernels, &parts, into).unwrap());
+            }
+        }
+        for (rank, (compute, blocks, _)) in ranks.iter().enumerate() {
+            for unit in 0..2 {
+                let sum = sums[rank * 2 + unit].take().unwrap().wait_on(compute).unwrap();
+                device.copy(compute, sum, Rank::slice(&blocks[3]).slice(3 * unit..3 * unit + 3)).unwrap();
+            }
+        }
+        assert!(ranks.iter().all(|(compute, _, buckets)| {
+            compute.synchronize(LIMIT).is_ok() & buckets.comm_stream().synchronize(LIMIT).is_ok()
+        }));
+        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        for (rank, (_, blocks, _)) in ranks.iter().enumerate() {
+            let values = Rank::slice(&blocks[3]).typed::<f32>().unwrap();
+            // SAFETY: all streams are synchronized.
+            let values = unsafe { values.as_host() };
+            let of_unit = |unit: usize| {
+                let sum = (3 + 20 * unit + 3 + 20 * unit + 200) as f32;
+                // Elements 0, 1, 3, 4, 5 of six are in a part.
+                if rank == 0 { [sum, sum, 0.0] } else { [sum; 3] }
+            };
+            assert_eq!(values, [of_unit(0), of_unit(1)].concat(), "seed {seed}");
+        }
+    }
 }

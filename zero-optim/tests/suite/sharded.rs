@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use zero_alloc::Purpose;
-use zero_alloc::device::{DType, DeviceError, Reduced, Stream};
+use zero_alloc::device::{AnySlice, DType, DeviceError, Reduced, Stream};
 use zero_kernels::AdamHyper;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
@@ -241,7 +241,9 @@ fn scattered_params_have_the_same_bits() {
             let grad = unsafe { Reduced::new(grad.slice(), flat.stream.record().unwrap()) };
             optim.enqueue_stats(&flat.stream, &[&grad]).unwrap();
             assert_eq!(optim.rank_stats(&flat.stream, 0.0, LIMIT).unwrap(), stats[0]);
-            let mut step = |param| optim.step(&flat.stream, &[UnitSlices { grad: &grad, param }], gathered, LIMIT);
+            let mut step = |param: &[(AnySlice, usize)]| {
+                optim.step(&flat.stream, &[UnitSlices { grad: &grad, param }], gathered, LIMIT)
+            };
             let (unit, what) = ("unit0".to_owned(), "params");
             let short = OptimError::SliceLen { unit: unit.clone(), what, expected: 6, got: 3 };
             assert_eq!(step(&pieces[..1]), Err(short), "a forgotten parameter is not padding");

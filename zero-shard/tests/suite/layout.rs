@@ -122,11 +122,13 @@ proptest! {
     fn shards_are_balanced_and_aligned(units in huge_units(), ranks in 1u64..=65_536, align in 1u64..5_000) {
         let layout = laid_out(&units, ranks, align, 1);
         let (mut whole, mut shard) = (0, 0);
-        for unit in layout.units() {
+        for (i, unit) in layout.units().iter().enumerate() {
             prop_assert_eq!(unit.shard_elems % align, 0);
             for rank in [0, ranks / 2, ranks - 1] {
                 let shard = unit.shard(rank);
                 prop_assert_eq!(shard.end - shard.start, unit.shard_elems);
+                let own = layout.own_in_whole(i, rank).unwrap();
+                prop_assert_eq!(own, whole + shard.start..whole + shard.end);
             }
             prop_assert_eq!(unit.padded_elems, unit.shard_elems * ranks);
             prop_assert!(unit.padded_elems >= unit.numel_elems);
@@ -138,6 +140,7 @@ proptest! {
             prop_assert!(unit.shard(ranks).is_empty() && unit.shard(u64::MAX).is_empty());
         }
         prop_assert_eq!((layout.padded_elems(), layout.shard_elems()), (whole, shard));
+        prop_assert!(layout.own_in_whole(units.len(), 0).is_err() && layout.own_in_whole(0, ranks).is_err());
     }
 
     /// A layout equals the layout of its specification.

@@ -103,7 +103,7 @@ pub(crate) use cuda::Cuda;
 #[cfg(feature = "cuda")]
 mod cuda {
     use zero_alloc::cuda::{CudaDevice, CudaStream};
-    use zero_alloc::device::DeviceError;
+    use zero_alloc::device::{DeviceError, Stream};
 
     use super::Backend;
 
