@@ -4,6 +4,9 @@
 #[cfg(target_endian = "big")]
 compile_error!("zero-ckpt stores little-endian elements and supports little-endian machines only");
 
+#[cfg(not(unix))]
+compile_error!("zero-ckpt needs a Unix system: it opens files relative to a directory's descriptor");
+
 mod error;
 mod exchange;
 pub mod format;

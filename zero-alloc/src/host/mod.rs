@@ -3,7 +3,9 @@
 //! Streams run concurrently, ordered only by events, so that a missing wait can fail on a machine without a GPU.
 
 mod event;
+#[cfg(target_os = "linux")]
 mod host_pages;
+mod mapping;
 mod monitor;
 mod queue;
 #[cfg(any(test, feature = "testing"))]
@@ -23,11 +25,11 @@ use parking_lot::Mutex;
 use self::queue::StreamInfo;
 use self::worker::Worker;
 use crate::device::{
-    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, VirtualMemory, check_copy, next_stream_id,
-    same_len,
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, check_copy, next_stream_id, same_len,
 };
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
+#[cfg(target_os = "linux")]
 pub use host_pages::HostPages;
 pub use monitor::{Monitor, SpinPolicy};
 #[cfg(any(test, feature = "testing"))]
@@ -43,6 +45,7 @@ pub struct HostDevice {
     timeline: Option<Timeline>,
     #[cfg(any(test, feature = "testing"))]
     scheduler: Option<seeded::Scheduler>,
+    #[cfg(target_os = "linux")]
     pages: Option<Arc<HostPages>>,
 }
 
@@ -58,7 +61,8 @@ impl HostDevice {
         Self { timeline: Some(timeline), ..self }
     }
 
-    /// The same device with the virtual memory of `pages`: pools then map free pages under new addresses.
+    /// The same device with the virtual memory of `pages`: pools then map free pages under new addresses. Linux only.
+    #[cfg(target_os = "linux")]
     #[must_use]
     pub fn with_pages(self, pages: Arc<HostPages>) -> Self {
         Self { pages: Some(pages), ..self }
@@ -99,21 +103,13 @@ unsafe impl Memory for HostDevice {
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: bytes, detail };
         let len = mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // Not the system allocator, which writes to all of an aligned zeroed allocation: a mapping's pages take memory
-        // when they are first written, so what the pool reserves ahead costs none.
-        // SAFETY: maps a new range; no existing mapping changes.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(out_of_memory(std::io::Error::last_os_error().to_string()));
-        }
-        NonNull::new(base.cast()).ok_or_else(|| out_of_memory("no address".into()))
+        mapping::map(len).map_err(|error| out_of_memory(error.to_string()))
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
         if let Some(len) = mapped_bytes(bytes) {
             // SAFETY: by the caller's promise `ptr` came from `allocate(bytes)` and is freed once.
-            unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
+            unsafe { mapping::unmap(ptr, len) };
         }
     }
 
@@ -121,8 +117,9 @@ unsafe impl Memory for HostDevice {
         ALIGN_BYTES
     }
 
-    fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
-        self.pages.as_deref().map(|pages| pages as &dyn VirtualMemory)
+    #[cfg(target_os = "linux")]
+    fn virtual_memory(&self) -> Option<&dyn crate::device::VirtualMemory> {
+        self.pages.as_deref().map(|pages| pages as _)
     }
 }
 

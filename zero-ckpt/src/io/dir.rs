@@ -16,6 +16,11 @@ use crate::CkptError;
 use crate::io::counts;
 
 const DIR_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+/// Direct I/O, where the system has it as a flag.
+#[cfg(target_os = "linux")]
+pub(crate) const DIRECT: OFlags = OFlags::DIRECT;
+#[cfg(not(target_os = "linux"))]
+pub(crate) const DIRECT: OFlags = OFlags::empty();
 const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 
 #[cfg(test)]
@@ -73,7 +78,7 @@ impl Dir {
         self.check(name)?;
         let path = self.path.join(name);
         counts::opened();
-        let flags = FILE_FLAGS | OFlags::RDONLY | if direct { OFlags::DIRECT } else { OFlags::empty() };
+        let flags = FILE_FLAGS | OFlags::RDONLY | if direct { DIRECT } else { OFlags::empty() };
         let file = File::from(match fs::openat(&self.fd, name, flags, Mode::empty()) {
             Err(Errno::LOOP) => return Err(self.unsafe_name(name, "is a symbolic link")),
             other => other.map_err(CkptError::os("open", &path))?,
@@ -91,7 +96,7 @@ impl Dir {
         counts::opened();
         let base = FILE_FLAGS | OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
         let open = |flags| fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
-        let fd = match open(if direct { base | OFlags::DIRECT } else { base }) {
+        let fd = match open(if direct { base | DIRECT } else { base }) {
             // Some systems create the file before they reject direct I/O.
             Err(Errno::INVAL) if direct => {
                 let _ = fs::unlinkat(&self.fd, name, AtFlags::empty());

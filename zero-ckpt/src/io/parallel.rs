@@ -10,10 +10,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use rustix::fs::OFlags;
-
 use crate::format::blocks::{BLOCK_BYTES, checksum};
 use crate::io::counts;
+use crate::io::dir::DIRECT;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 
 /// Threads of one transfer.
@@ -144,9 +143,8 @@ pub(crate) fn read_at(file: &File, buffer: &mut [u8], offset: u64, need: usize) 
 
 /// Disables direct I/O; returns whether it was enabled.
 fn disable_direct(file: &File) -> bool {
-    rustix::fs::fcntl_getfl(file).is_ok_and(|flags| {
-        flags.contains(OFlags::DIRECT) && rustix::fs::fcntl_setfl(file, flags - OFlags::DIRECT).is_ok()
-    })
+    rustix::fs::fcntl_getfl(file)
+        .is_ok_and(|flags| flags.intersects(DIRECT) && rustix::fs::fcntl_setfl(file, flags - DIRECT).is_ok())
 }
 
 /// Splits a range at multiples of [`CHUNK_BYTES`], so that no block is read twice.

@@ -1,0 +1,83 @@
+//! Zeroed memory from the system, in multiples of [`ALIGN_BYTES`](super::ALIGN_BYTES) and aligned to it.
+//!
+//! Not the system allocator, which writes to all of an aligned zeroed allocation: a mapping's pages take memory when they
+//! are first written, so what the pool reserves ahead costs none. Systems without `mmap` use that allocator.
+
+#[cfg(not(unix))]
+pub(super) use allocation::{map, unmap};
+#[cfg(unix)]
+pub(super) use mmap::{map, unmap};
+
+#[cfg(unix)]
+mod mmap {
+    use std::io;
+    use std::ptr::NonNull;
+
+    pub(in crate::host) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: maps a new range; no existing mapping changes.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        NonNull::new(base.cast()).ok_or_else(|| io::Error::other("no address"))
+    }
+
+    /// # Safety
+    /// `base` came from `map(bytes)` and is freed once.
+    pub(in crate::host) unsafe fn unmap(base: NonNull<u8>, bytes: usize) {
+        // SAFETY: by the caller's promise the range is a mapping of ours that nothing uses.
+        unsafe { libc::munmap(base.as_ptr().cast(), bytes) };
+    }
+}
+
+#[cfg(any(not(unix), test))]
+#[cfg_attr(unix, allow(dead_code, reason = "only its test uses it here"))]
+mod allocation {
+    use std::alloc::{Layout, alloc_zeroed, dealloc};
+    use std::io;
+    use std::ptr::NonNull;
+
+    use super::super::ALIGN_BYTES;
+
+    fn layout(bytes: usize) -> io::Result<Layout> {
+        Layout::from_size_align(bytes.max(1), ALIGN_BYTES).map_err(io::Error::other)
+    }
+
+    pub(in crate::host) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
+        // SAFETY: the size is not 0.
+        NonNull::new(unsafe { alloc_zeroed(layout(bytes)?) }).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+    }
+
+    /// # Safety
+    /// `base` came from `map(bytes)` and is freed once.
+    pub(in crate::host) unsafe fn unmap(base: NonNull<u8>, bytes: usize) {
+        if let Ok(layout) = layout(bytes) {
+            // SAFETY: by the caller's promise the allocation has this layout, and nothing uses it.
+            unsafe { dealloc(base.as_ptr(), layout) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_and_aligned() {
+        type Functions =
+            (fn(usize) -> std::io::Result<std::ptr::NonNull<u8>>, unsafe fn(std::ptr::NonNull<u8>, usize));
+        let own: Functions = (map, unmap);
+        for (map, unmap) in [own, (allocation::map, allocation::unmap)] {
+            let base = map(8192).unwrap();
+            assert_eq!(base.addr().get() % super::super::ALIGN_BYTES, 0);
+            // SAFETY: 8,192 bytes that nothing else uses.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(base.as_ptr(), 8192) };
+            assert!(bytes.iter().all(|&byte| byte == 0));
+            bytes.fill(1);
+            // SAFETY: mapped above, and no longer used.
+            unsafe { unmap(base, 8192) };
+            assert!(map(usize::MAX / 2 + 1 - 4096).is_err());
+        }
+    }
+}
