@@ -1,6 +1,7 @@
 //! A device with its context.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ffi::{CStr, c_int};
 
 use cudarc::driver::sys;
@@ -11,9 +12,12 @@ use crate::device::{DeviceError, DeviceId, DeviceKind};
 
 /// The id of the memory of this context: equal for all handles of one context. A context that the driver creates at
 /// the address of a destroyed one gets the same id; slices of the destroyed one are invalid by their makers' promise.
-fn id_of(raw: sys::CUcontext) -> DeviceId {
+fn id_of(raw: sys::CUcontext) -> Result<DeviceId, DeviceError> {
     static IDS: Mutex<BTreeMap<usize, DeviceId>> = Mutex::new(BTreeMap::new());
-    *IDS.lock().entry(raw.addr()).or_insert_with(|| DeviceId::new(DeviceKind::Cuda))
+    Ok(match IDS.lock().entry(raw.addr()) {
+        Entry::Occupied(known) => *known.get(),
+        Entry::Vacant(new) => *new.insert(DeviceId::new(DeviceKind::Cuda)?),
+    })
 }
 
 /// An unused event.
@@ -49,7 +53,7 @@ impl Context {
         unsafe { call!(driver, cuDeviceGet(&raw mut device, ordinal)) }?;
         // SAFETY: writes one handle; the device is the driver's.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut raw, device)) }?;
-        Ok(Self { driver, raw, id: id_of(raw), device, retained: true, spare: Default::default() })
+        Ok(Self { driver, raw, id: id_of(raw)?, device, retained: true, spare: Default::default() })
     }
 
     /// A context of a framework.
@@ -58,7 +62,8 @@ impl Context {
     /// `raw` is a context that outlives the result.
     pub(crate) unsafe fn foreign(raw: sys::CUcontext) -> Result<Self, DeviceError> {
         let driver = Driver::started()?;
-        let mut context = Self { driver, raw, id: id_of(raw), device: 0, retained: false, spare: Default::default() };
+        let mut context =
+            Self { driver, raw, id: id_of(raw)?, device: 0, retained: false, spare: Default::default() };
         context.bind()?;
         // SAFETY: writes one number.
         unsafe { call!(driver, cuCtxGetDevice(&raw mut context.device)) }?;

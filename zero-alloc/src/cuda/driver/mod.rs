@@ -28,6 +28,8 @@ mod table;
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 
+use cudarc::driver::sys;
+
 use self::table::Table;
 use crate::device::DeviceError;
 use crate::library::{Library, MissingFunction};
@@ -100,6 +102,21 @@ impl Driver {
             OUT_OF_MEMORY => DeviceError::OutOfMemory { requested_bytes, detail: error.to_string() },
             _ => error,
         })
+    }
+
+    /// Makes a call that neither allocates nor waits, such as a query, although other threads record graphs: in CUDA's
+    /// global mode, which PyTorch uses, their recordings would refuse it and become invalid.
+    fn during_captures(&self, call: impl FnOnce() -> c_int) -> c_int {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: exchanges the mode of this thread, one of the three values of the enum.
+        let code = unsafe { (self.table.cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
+        if code != SUCCESS {
+            return code;
+        }
+        let code = call();
+        // SAFETY: as above; restores the thread's mode, which the first exchange returned.
+        unsafe { (self.table.cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
+        code
     }
 
     /// The state of a stream or event from the code of a query.

@@ -65,7 +65,8 @@ impl Queue {
     pub(crate) fn query(&self) -> Result<bool, DeviceError> {
         let driver = self.context.bind()?;
         // SAFETY: the stream is live.
-        driver.check_ready("cuStreamQuery", unsafe { (driver.table.cuStreamQuery)(self.raw) })
+        let code = driver.during_captures(|| unsafe { (driver.table.cuStreamQuery)(self.raw) });
+        driver.check_ready("cuStreamQuery", code)
     }
 
     /// Records the point after everything enqueued so far.
@@ -222,7 +223,7 @@ impl Point {
     pub(crate) fn query(&self) -> Result<bool, DeviceError> {
         let driver = self.context.bind()?;
         // SAFETY: the event is live.
-        let code = unsafe { (driver.table.cuEventQuery)(self.raw) };
+        let code = driver.during_captures(|| unsafe { (driver.table.cuEventQuery)(self.raw) });
         if CAPTURE_ERRORS.contains(&code) { Ok(false) } else { driver.check_ready("cuEventQuery", code) }
     }
 
@@ -273,5 +274,42 @@ impl Drop for Recording {
             // SAFETY: made by `end_capture`, destroyed once; a running launch still completes.
             unsafe { (driver.table.cuGraphExecDestroy)(self.raw) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// PyTorch records in global mode, in which potentially unsafe calls of all threads invalidate the recording.
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn cuda_queries_spare_global_captures_of_other_threads() {
+        let context = Arc::new(Context::primary(0).expect("a device"));
+        let (recorded, other) = (Queue::new(&context).expect("a stream"), Queue::new(&context).expect("a stream"));
+        let point = other.record(false).expect("recorded");
+        let driver = context.bind().expect("current");
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        // SAFETY: the stream is live.
+        unsafe { call!(driver, cuStreamBeginCapture_v2(recorded.raw, mode)) }.expect("began");
+        std::thread::scope(|scope| {
+            let queries = || while !point.query().expect("a query") || !other.query().expect("a query") {};
+            scope.spawn(queries).join().expect("no panic");
+            // This thread's own recording is spared, too.
+            queries();
+        });
+        drop(recorded.end_capture().expect("valid"));
+        // A query in the thread's own mode invalidates the recording.
+        // SAFETY: the stream is live.
+        unsafe { call!(driver, cuStreamBeginCapture_v2(recorded.raw, mode)) }.expect("began");
+        // SAFETY: the event is live.
+        let refused = unsafe { (driver.table.cuEventQuery)(point.raw) };
+        assert!(CAPTURE_ERRORS.contains(&refused), "{refused}");
+        assert!(recorded.end_capture().is_err());
+        // The mode of a thread is as before.
+        let mut now = mode;
+        // SAFETY: exchanges the mode of this thread.
+        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&raw mut now)) }.expect("exchanged");
+        assert_eq!(now, mode);
     }
 }

@@ -90,6 +90,7 @@ table! {
     cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
     cuStreamIsCapturing(sys::CUstream, *mut sys::CUstreamCaptureStatus);
     cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
+    cuThreadExchangeStreamCaptureMode(*mut sys::CUstreamCaptureMode);
     cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, Flags);
     cuGraphLaunch(sys::CUgraphExec, sys::CUstream);
     cuGraphExecDestroy(sys::CUgraphExec);

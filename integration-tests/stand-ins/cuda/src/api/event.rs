@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::{Out, driver};
+use crate::driver::capture::forbid_while_capturing;
 use crate::driver::device::current;
 use crate::driver::event::{EVENTS, Event};
 use crate::driver::handles::fresh_number;
@@ -43,6 +44,7 @@ driver! {
     cuEventQuery(event: usize) {
         let device = current()?;
         let ticket = EVENTS.get(event)?.ticket()?;
+        forbid_while_capturing()?;
         let done = ticket.is_none_or(|ticket| ticket.time().is_some());
         device.check()?;
         if done { Ok(()) } else { Err(Failure::NotReady) }

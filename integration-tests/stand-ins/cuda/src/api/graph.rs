@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Out, driver, guard};
-use crate::driver::capture::{Capture, EXECUTABLES, GRAPHS, Mode, Tied};
+use crate::driver::capture::{Capture, EXECUTABLES, GRAPHS, Mode, Tied, exchange_mode};
 use crate::driver::device::current;
 use crate::driver::handles::fresh_number;
 use crate::driver::op::{HostFunction, Op};
@@ -13,13 +13,12 @@ use crate::error::Failure;
 driver! {
     cuStreamBeginCapture_v2(on: usize, mode: u32) {
         current()?;
-        let mode = match mode {
-            0 => Mode::Global,
-            1 => Mode::ThreadLocal,
-            2 => Mode::Relaxed,
-            _ => return Err(Failure::InvalidValue),
-        };
-        Capture::begin(&stream(on)?, mode)
+        Capture::begin(&stream(on)?, Mode::of(mode)?)
+    }
+
+    cuThreadExchangeStreamCaptureMode(mode: Out<u32>) {
+        let before = exchange_mode(Mode::of(mode.get()?)?);
+        mode.put(before as u32)
     }
 
     cuStreamEndCapture(on: usize, graph: Out<usize>) {

@@ -47,6 +47,14 @@ impl<T> Out<T> {
         Ok(())
     }
 
+    /// Reads an argument that the result replaces; the pointer is null or valid for that, too.
+    fn get(&self) -> Outcome<T>
+    where
+        T: Copy,
+    {
+        In(self.0).get()
+    }
+
     /// As `put`, but a null pointer is allowed.
     fn put_if_wanted(&self, value: T) {
         let _ = self.put(value);

@@ -2,6 +2,7 @@
 
 use super::context::{GREATEST_PRIORITY, LEAST_PRIORITY};
 use super::{Out, driver};
+use crate::driver::capture::forbid_while_capturing;
 use crate::driver::device::current;
 use crate::driver::event::EVENTS;
 use crate::driver::op::{HostFunction, Op};
@@ -54,6 +55,7 @@ driver! {
 
     cuStreamQuery(on: usize) {
         current()?;
+        forbid_while_capturing()?;
         stream(on)?.query()
     }
 

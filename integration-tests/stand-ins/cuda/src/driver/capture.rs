@@ -1,5 +1,6 @@
 //! Captures of stream operations into graphs, and the replay of graphs.
 
+use std::cell::Cell;
 use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 
@@ -16,6 +17,13 @@ pub(crate) enum Mode {
     Global,
     ThreadLocal,
     Relaxed,
+}
+
+impl Mode {
+    /// The mode with CUDA's number.
+    pub(crate) fn of(number: u32) -> Outcome<Self> {
+        [Self::Global, Self::ThreadLocal, Self::Relaxed].get(number as usize).copied().ok_or(Failure::InvalidValue)
+    }
 }
 
 #[derive(Clone)]
@@ -57,15 +65,30 @@ pub(crate) struct Capture {
 
 static RUNNING: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
-/// Checks for calls that may synchronise implicitly, such as allocations: if an active capture forbids them,
-/// invalidates the capture and returns an error.
+thread_local! {
+    /// The captures that forbid calls of this thread.
+    static MODE: Cell<Mode> = const { Cell::new(Mode::Global) };
+}
+
+/// Sets this thread's mode, and returns the one before.
+pub(crate) fn exchange_mode(mode: Mode) -> Mode {
+    MODE.replace(mode)
+}
+
+/// Checks for potentially unsafe calls, such as allocations and queries, which may synchronise implicitly: if an active
+/// capture forbids them, invalidates the capture and returns an error.
 pub(crate) fn forbid_while_capturing() -> Outcome {
     let thread = std::thread::current().id();
     let running = lock(&RUNNING);
     let mut forbidden = Ok(());
     for capture in running.iter() {
         let ours = capture.thread == thread;
-        if capture.mode == Mode::Global || (capture.mode == Mode::ThreadLocal && ours) {
+        let forbids = match MODE.get() {
+            Mode::Global => capture.mode == Mode::Global || (capture.mode == Mode::ThreadLocal && ours),
+            Mode::ThreadLocal => capture.mode != Mode::Relaxed && ours,
+            Mode::Relaxed => false,
+        };
+        if forbids {
             capture.invalidate();
             forbidden = Err(Failure::CaptureUnsupported);
         }
