@@ -381,7 +381,8 @@ fn refuses_calls_of_other_groups<D: Device>(comm: &dyn Communicator<D>, stream: 
 
 /// Memory that the communicator's device cannot access.
 fn refuses_memory_of_other_devices<D: Device>(comm: &dyn Communicator<D>, stream: &D::Stream) -> Outcome {
-    let (device, n) = (DeviceId::new(DeviceKind::Simulated), comm.world_size());
+    let device = DeviceId::new(DeviceKind::Simulated).map_err(|e| e.to_string())?;
+    let n = comm.world_size();
     let slice = |address, len| {
         // SAFETY: the calls are refused, so nothing accesses it.
         unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(address), len, DType::U8, device) }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::DeviceKind;
+use super::{DeviceError, DeviceKind};
 
 /// Identifies the memory of a device within the process. Every slice carries the id of its memory.
 ///
@@ -12,7 +12,9 @@ use super::DeviceKind;
 pub struct DeviceId(u32);
 
 /// The kind of memory is in the bits from this one on; the number of the device is below.
-const KIND_SHIFT: u32 = 24;
+const KIND_SHIFT: u32 = 30;
+/// Devices of one kind that a process can have in its time.
+const MAX_DEVICES: u32 = 1 << KIND_SHIFT;
 
 const HOST: u32 = 0;
 const PINNED: u32 = 1;
@@ -25,16 +27,18 @@ impl DeviceId {
     /// Host memory that is pinned for CUDA: the host accesses it, and copies of every CUDA device do.
     pub const PINNED: Self = Self(PINNED << KIND_SHIFT);
 
-    /// The id of a new device: [`DeviceId::HOST`], or for other kinds an id that no device of the process has.
-    pub fn new(kind: DeviceKind) -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let kind = match kind {
-            DeviceKind::Host => return Self::HOST,
-            DeviceKind::Cuda => CUDA,
-            DeviceKind::Simulated => SIMULATED,
+    /// The id of a new device: [`DeviceId::HOST`], or for other kinds an id that no device of the process has had.
+    ///
+    /// # Errors
+    /// The process has had 2^30 devices of this kind.
+    pub fn new(kind: DeviceKind) -> Result<Self, DeviceError> {
+        static NEXT: [AtomicU32; 2] = [const { AtomicU32::new(0) }; 2];
+        let (kind, next) = match kind {
+            DeviceKind::Host => return Ok(Self::HOST),
+            DeviceKind::Cuda => (CUDA, &NEXT[0]),
+            DeviceKind::Simulated => (SIMULATED, &NEXT[1]),
         };
-        // Numbers repeat after 16 million devices. Only simulated ones are that many, and they have no memory.
-        Self(kind << KIND_SHIFT | NEXT.fetch_add(1, Ordering::Relaxed) & ((1 << KIND_SHIFT) - 1))
+        Ok(Self(kind << KIND_SHIFT | number(next)?))
     }
 
     /// Whether operations of this device can access memory with the id `memory`: its own, and for the host also
@@ -45,6 +49,15 @@ impl DeviceId {
     }
 }
 
+/// The next number of a device; never the same one twice.
+fn number(next: &AtomicU32) -> Result<u32, DeviceError> {
+    let following = |number| (number < MAX_DEVICES).then_some(number + 1);
+    next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, following).map_err(|_| DeviceError::Driver {
+        call: "DeviceId::new",
+        message: format!("this process has made {MAX_DEVICES} devices of one kind; restart it"),
+    })
+}
+
 impl fmt::Debug for DeviceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DeviceId({self})")
@@ -53,7 +66,7 @@ impl fmt::Debug for DeviceId {
 
 impl fmt::Display for DeviceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let number = self.0 & ((1 << KIND_SHIFT) - 1);
+        let number = self.0 % MAX_DEVICES;
         match self.0 >> KIND_SHIFT {
             HOST => f.write_str("the host"),
             PINNED => f.write_str("pinned host memory"),
@@ -69,8 +82,9 @@ mod tests {
 
     #[test]
     fn only_the_host_has_one_id() {
-        assert_eq!(DeviceId::new(DeviceKind::Host), DeviceId::HOST);
-        let ids = [DeviceKind::Cuda, DeviceKind::Cuda, DeviceKind::Simulated].map(DeviceId::new);
+        assert_eq!(DeviceId::new(DeviceKind::Host), Ok(DeviceId::HOST));
+        let ids = [DeviceKind::Cuda, DeviceKind::Cuda, DeviceKind::Simulated]
+            .map(|kind| DeviceId::new(kind).expect("a number is left"));
         for (i, id) in ids.iter().enumerate() {
             for (j, other) in ids.iter().enumerate() {
                 assert_eq!(id.accesses(*other), i == j);
@@ -78,5 +92,15 @@ mod tests {
             assert!(!id.accesses(DeviceId::HOST) && !DeviceId::HOST.accesses(*id) && !id.accesses(DeviceId::PINNED));
         }
         assert!(DeviceId::HOST.accesses(DeviceId::PINNED) && !DeviceId::PINNED.accesses(DeviceId::HOST));
+    }
+
+    #[test]
+    fn numbers_do_not_repeat() {
+        let next = AtomicU32::new(MAX_DEVICES - 1);
+        assert_eq!(number(&next), Ok(MAX_DEVICES - 1));
+        for _ in 0..2 {
+            let error = number(&next).expect_err("no number is left").to_string();
+            assert!(error.contains("has made 1073741824 devices"), "{error}");
+        }
     }
 }

@@ -61,10 +61,13 @@ pub struct Simulated {
 
 impl Simulated {
     /// A device with `capacity_bytes` bytes in pages of `page_bytes` (a power of two).
+    ///
+    /// # Panics
+    /// The process has had 2^30 of them.
     pub fn new(capacity_bytes: u64, page_bytes: usize) -> Self {
         let state = State { next_address: 1 << 40, ..State::default() };
         Self {
-            id: DeviceId::new(DeviceKind::Simulated),
+            id: DeviceId::new(DeviceKind::Simulated).expect("fewer than 2^30 devices"),
             host: HostDevice::new(),
             capacity_bytes,
             page_bytes: page_bytes.next_power_of_two().max(64),

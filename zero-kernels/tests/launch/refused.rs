@@ -26,8 +26,9 @@ fn another_device<D: Device>(rig: &Rig<D>, what: &'static str, got: DeviceId) ->
 
 /// The same address, of a device that does not exist.
 fn elsewhere<T>(slice: DeviceSlice<T>) -> DeviceSlice<T> {
+    let device = DeviceId::new(DeviceKind::Simulated).expect("an id");
     // SAFETY: the launch is rejected before it accesses memory.
-    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr(), slice.len(), DeviceId::new(DeviceKind::Simulated)) }
+    unsafe { DeviceSlice::from_raw_parts(slice.as_ptr(), slice.len(), device) }
 }
 
 /// The same address as elements of another type.
