@@ -46,6 +46,20 @@ impl Segments {
         }
     }
 
+    /// The segments of all ranks, in order: N additions, where [`range`](Self::range) of each rank needs N^2 / 2.
+    pub fn ranges(&self, world_size: usize) -> impl Iterator<Item = Range<usize>> + '_ {
+        let mut start = 0;
+        (0..world_size).map(move |rank| {
+            let len = match self {
+                Self::Even(n) => *n,
+                Self::Uneven(counts) => counts[rank],
+                Self::Balanced(len) => balanced_range(*len, world_size, rank).len(),
+            };
+            start += len;
+            start - len..start
+        })
+    }
+
     /// Elements of the whole buffer.
     pub fn total(&self, world_size: usize) -> usize {
         match self {
@@ -340,4 +354,22 @@ impl Group {
 fn overlap(a: AnySlice, b: AnySlice) -> bool {
     let (a0, b0) = (a.as_ptr() as usize, b.as_ptr() as usize);
     !a.is_empty() && !b.is_empty() && a0 < b0 + b.len_bytes() && b0 < a0 + a.len_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_those_of_each_rank() {
+        for n in [1, 2, 7] {
+            for segments in
+                [Segments::Even(3), Segments::Balanced(17), Segments::Uneven((0..n).map(|q| q % 3).collect())]
+            {
+                let each: Vec<_> = (0..n).map(|rank| segments.range(rank, n)).collect();
+                assert_eq!(segments.ranges(n).collect::<Vec<_>>(), each);
+                assert_eq!(each.last().map(|last| last.end), Some(segments.total(n)));
+            }
+        }
+    }
 }

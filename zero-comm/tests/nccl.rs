@@ -142,6 +142,16 @@ fn cuda_nccl_works_without_shareable_memory() {
     expect(outputs.iter().all(|o| o.status.success() && prints(o, "registered nothing")), "nothing", &outputs);
 }
 
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_failure_keeps_registered_memory() {
+    if !library("cuda_nccl_failure_keeps_registered_memory") {
+        return;
+    }
+    let (outputs, _) = launch(2, "keeps-registered", &[]);
+    expect(outputs.iter().all(|o| o.status.success() && prints(o, "kept its memory")), "kept", &outputs);
+}
+
 /// Every fault ends all remaining processes within the limit, with an error that names the cause.
 #[test]
 #[ignore = "needs a CUDA device"]

@@ -41,7 +41,8 @@ impl Report {
     }
 }
 
-/// The folder of a job's reports. Dropping it removes the folder.
+/// The folder of a job's reports. Dropping it removes the folder. If the launcher is killed, the folder stays in the
+/// system's folder for temporary files, empty or with one small file for each rank that failed.
 pub(super) struct Folder(TempDir);
 
 impl Folder {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 /// Time limit of a wait. After it, the abort completes in the background: it may need resources that the process
 /// releases only once it sees the failure, such as a graph with collectives.
-const LIMIT: Duration = Duration::from_secs(5);
+pub(super) const LIMIT: Duration = Duration::from_secs(5);
 
 /// The completion of an asynchronous abort.
 #[must_use]

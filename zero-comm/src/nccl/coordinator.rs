@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use super::calls::Calls;
 use super::handshake::Hello;
-use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered};
+use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered, bounded};
 use crate::call::Call;
 use crate::{CommError, RendezvousError};
 
@@ -98,7 +98,10 @@ struct Group {
     left: usize,
     /// The least number of calls of such a member, and its index.
     first_left: Option<(u64, usize)>,
-    meetings: BTreeMap<u64, Meeting>,
+    /// The number of meetings that all members have joined, which is the number of the next one.
+    met: u64,
+    /// The next meeting, if a member has joined it.
+    meeting: Option<Meeting>,
 }
 
 impl Group {
@@ -114,7 +117,8 @@ impl Group {
             first: 0,
             left: 0,
             first_left: None,
-            meetings: BTreeMap::new(),
+            met: 0,
+            meeting: None,
         }
     }
 
@@ -282,6 +286,7 @@ impl Coordinator {
         if self.failure.is_some() || self.pending.is_some() {
             return Vec::new();
         }
+        let error = bounded(error);
         self.failure = Some(error.clone());
         self.leaving.clear();
         vec![Outgoing::All(Message::Failed { error })]
@@ -529,8 +534,8 @@ impl Coordinator {
         if group.most_called > done {
             return self.left_early(context, index, done);
         }
-        if let Some((&number, meeting)) = group.meetings.first_key_value() {
-            let error = left_before(rank, context, number, meeting.kind);
+        if let Some(meeting) = &group.meeting {
+            let error = left_before(rank, context, group.met, meeting.kind);
             return self.fail(error);
         }
         if group.left < group.ranks.len() || pending {
@@ -614,8 +619,17 @@ impl Coordinator {
             let error = left_before(group.ranks[gone], context, number, kind);
             return self.fail(error);
         }
+        let joined = group.meeting.as_ref().is_some_and(|meeting| meeting.entries[index].is_some());
+        if number != group.met || joined {
+            let next = group.met + u64::from(joined);
+            let message = format!(
+                "called {kind} {number} of communicator {context} where its next one is {next}, after all ranks have \
+                 joined those before"
+            );
+            return self.fail(CommError::Peer { rank, message });
+        }
         let new = || Meeting { kind, first: rank, entries: vec![None; n], absent: n };
-        let meeting = group.meetings.entry(number).or_insert_with(new);
+        let meeting = group.meeting.get_or_insert_with(new);
         if meeting.kind != kind {
             let message = format!(
                 "called {kind} {number} of communicator {context} where rank {} called a {}; all ranks must make the \
@@ -624,11 +638,13 @@ impl Coordinator {
             );
             return self.fail(CommError::Peer { rank, message });
         }
-        meeting.absent -= usize::from(meeting.entries[index].replace(entry).is_none());
+        meeting.entries[index] = Some(entry);
+        meeting.absent -= 1;
         if meeting.absent > 0 {
             return Vec::new();
         }
-        let entries = group.meetings.remove(&number).map(|meeting| meeting.entries).unwrap_or_default();
+        group.met += 1;
+        let entries = group.meeting.take().map(|meeting| meeting.entries).unwrap_or_default();
         let (ranks, entries) = (group.ranks.clone(), entries.into_iter().flatten().collect::<Vec<_>>());
         let outcomes = match kind {
             "split" => self.split(&ranks, &entries).into_iter().map(Outcome::Split).collect(),
@@ -661,7 +677,7 @@ impl Coordinator {
     /// The first rank that has not joined a meeting, and the meeting's kind.
     fn absent_from(&self, context: Context, number: u64) -> Option<(usize, &'static str)> {
         let group = self.groups.get(&context)?;
-        let meeting = group.meetings.get(&number)?;
+        let meeting = group.meeting.as_ref().filter(|_| group.met == number)?;
         let absent = meeting.entries.iter().position(Option::is_none)?;
         Some((group.ranks[absent], meeting.kind))
     }

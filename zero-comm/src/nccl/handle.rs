@@ -5,7 +5,8 @@
 //! failed. The lock is held during each library call but not between polls, so that [`Handle::abort`] can acquire it.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys;
@@ -72,6 +73,8 @@ pub(super) struct Handle {
     device: CudaDevice,
     /// `None` after it was aborted or destroyed.
     raw: Mutex<Option<Raw>>,
+    /// Set when the abort or the destruction has ended: NCCL accesses no memory any more.
+    pub(super) released: Arc<AtomicBool>,
 }
 
 /// Returns a new id, with which all ranks of a world initialize their communicators.
@@ -113,9 +116,13 @@ impl Handle {
         if raw.is_null() {
             return Err(Interrupt::Failed(back_end(nccl.message("ncclCommInitRankConfig", code))));
         }
-        let handle = Self { nccl, device: device.clone(), raw: Mutex::new(Some(Raw(raw))) };
+        let handle = Self::of(nccl, device.clone(), raw);
         handle.settle("ncclCommInitRankConfig", code, wait).inspect_err(|_| handle.abort().wait())?;
         Ok(handle)
+    }
+
+    fn of(nccl: &'static Nccl, device: CudaDevice, raw: sys::ncclComm_t) -> Self {
+        Self { nccl, device, raw: Mutex::new(Some(Raw(raw))), released: Arc::default() }
     }
 
     /// Runs `call` with the communicator, under the lock.
@@ -194,7 +201,7 @@ impl Handle {
         let (send, recv) = (checked.send(), checked.recv());
         let (from, to) = (send.as_ptr().cast_const().cast::<c_void>(), recv.as_ptr().cast::<c_void>());
         let (dtype, op) = (data_type(call.dtype), call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction));
-        let segment = |q: usize| call.segments.range(q, n);
+        let segments = || (0..n).zip(call.segments.ranges(n));
         match call.collective {
             Collective::Barrier => {
                 let (at, len) = (barrier.as_ptr().cast::<c_void>(), 1);
@@ -203,9 +210,8 @@ impl Handle {
                 // never used.
                 unsafe { (table.all_reduce)(at, at, len, u8, sum, raw, stream) }
             }
-            _ if send.is_empty() && recv.is_empty() && segment(rank).is_empty() && call.segments.total(n) == 0 => {
-                SUCCESS
-            }
+            // The check of the call has compared the buffers' lengths with this.
+            _ if call.segments.total(n) == 0 => SUCCESS,
             // SAFETY: `checked` proves that the buffers have these counts, and their maker that they stay valid until
             // the stream has run the call; the communicator and the stream are valid by the caller's promise.
             Collective::AllReduce => unsafe { (table.all_reduce)(from, to, recv.len(), dtype, op, raw, stream) },
@@ -224,37 +230,41 @@ impl Handle {
             }
             // NCCL has no uneven reduce-scatter: a group of one reduction to each rank. A rank sends each other
             // segment once.
-            Collective::ReduceScatter => self.grouped((0..n).filter(|&q| !segment(q).is_empty()), |q| {
-                let part = send.slice(segment(q));
-                let (from, len) = (part.as_ptr().cast_const().cast(), part.len());
-                // SAFETY: as above; NCCL writes `to` only if this is rank `q`.
-                unsafe { (table.reduce)(from, to, len, dtype, op, q as c_int, raw, stream) }
-            }),
+            Collective::ReduceScatter => {
+                self.grouped(segments().filter(|(_, part)| !part.is_empty()), |(q, part)| {
+                    let part = send.slice(part);
+                    let (from, len) = (part.as_ptr().cast_const().cast(), part.len());
+                    // SAFETY: as above; NCCL writes `to` only if this is rank `q`.
+                    unsafe { (table.reduce)(from, to, len, dtype, op, q as c_int, raw, stream) }
+                })
+            }
             // NCCL has no uneven all-gather: a group of one broadcast from each rank.
-            Collective::AllGather => self.grouped((0..n).filter(|&q| !segment(q).is_empty()), |q| {
-                let part = recv.slice(segment(q));
+            Collective::AllGather => self.grouped(segments().filter(|(_, part)| !part.is_empty()), |(q, part)| {
+                let part = recv.slice(part);
                 let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
                 let from = if q == rank { from } else { at.cast_const() };
                 // SAFETY: as above; NCCL reads `from` only if this is rank `q`.
                 unsafe { (table.broadcast)(from, at, len, dtype, q as c_int, raw, stream) }
             }),
-            Collective::AllToAll => self.grouped(0..2 * n, |i| {
-                let (q, sends) = (i / 2, i % 2 == 0);
-                let part = if sends { send.slice(segment(q)) } else { recv.slice(segment(q)) };
-                let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
-                if sends {
-                    // SAFETY: as above.
-                    unsafe { (table.send)(at.cast_const(), len, dtype, q as c_int, raw, stream) }
-                } else {
-                    // SAFETY: as above.
-                    unsafe { (table.receive)(at, len, dtype, q as c_int, raw, stream) }
-                }
-            }),
+            Collective::AllToAll => {
+                let both = segments().flat_map(|(q, part)| [(q, part.clone(), true), (q, part, false)]);
+                self.grouped(both, |(q, part, sends)| {
+                    let part = if sends { send.slice(part) } else { recv.slice(part) };
+                    let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
+                    if sends {
+                        // SAFETY: as above.
+                        unsafe { (table.send)(at.cast_const(), len, dtype, q as c_int, raw, stream) }
+                    } else {
+                        // SAFETY: as above.
+                        unsafe { (table.receive)(at, len, dtype, q as c_int, raw, stream) }
+                    }
+                })
+            }
         }
     }
 
     /// Makes the calls for all `parts` in one NCCL group.
-    fn grouped(&self, parts: impl Iterator<Item = usize>, mut call: impl FnMut(usize) -> c_int) -> c_int {
+    fn grouped<P>(&self, parts: impl Iterator<Item = P>, mut call: impl FnMut(P) -> c_int) -> c_int {
         let table = &self.nccl.table;
         // SAFETY: no arguments; the group ends below, also after an error.
         let begun = unsafe { (table.group_start)() };
@@ -284,11 +294,7 @@ impl Handle {
         )?;
         let settled = self.settle("ncclCommSplit", code, wait);
         let child = slot.load(Ordering::Acquire);
-        let child = (!child.is_null()).then(|| Self {
-            nccl: self.nccl,
-            device: self.device.clone(),
-            raw: Mutex::new(Some(Raw(child))),
-        });
+        let child = (!child.is_null()).then(|| Self::of(self.nccl, self.device.clone(), child));
         // The new communicator of a failed split may only be aborted.
         settled.inspect_err(|_| child.iter().for_each(|child| child.abort().wait()))?;
         if let Some(child) = &child {
@@ -326,14 +332,13 @@ impl Handle {
         Ok(Registered { handle, bytes })
     }
 
-    /// Ends a registration. Does nothing if the communicator was aborted or destroyed, which deregisters.
-    pub(super) fn deregister(&self, registered: &Registered) {
-        if let (Some(deregister), Some(raw), Ok(())) =
-            (self.nccl.table.deregister, self.raw.lock().as_ref(), self.device.bind())
-        {
-            // SAFETY: the lock is held, so the communicator exists; `registered` came from it.
-            unsafe { deregister(raw.0, registered.handle) };
-        }
+    /// Ends a registration; returns whether NCCL has ended it. It has not if the communicator was aborted or destroyed,
+    /// which deregisters when [`released`](Self::released) is set.
+    pub(super) fn deregister(&self, registered: &Registered) -> bool {
+        let Some(deregister) = self.nccl.table.deregister else { return false };
+        // SAFETY: `with` holds the lock and passes an existing communicator; `registered` came from it.
+        let code = self.with(|raw| unsafe { deregister(raw, registered.handle) }, LOCAL_WAIT);
+        code.and_then(|code| self.settle("ncclCommDeregister", code, LOCAL_WAIT)).is_ok()
     }
 }
 
@@ -366,13 +371,14 @@ impl Transport for Handle {
         // If another thread's call blocks, the communicator is leaked.
         let raw = self.raw.try_lock_for(LOCK_LIMIT).and_then(|mut raw| raw.take());
         if let Some(raw) = raw {
-            let (nccl, device) = (self.nccl, self.device.clone());
+            let (nccl, device, released) = (self.nccl, self.device.clone(), Arc::clone(&self.released));
             let abort = move || {
                 // Moves the whole `Raw`, which is `Send`.
                 let raw = raw;
                 if device.bind().is_ok() {
                     // SAFETY: the communicator exists; it was taken out of the handle, so this is its only user.
-                    unsafe { (nccl.table.abort)(raw.0) };
+                    let code = unsafe { (nccl.table.abort)(raw.0) };
+                    released.store(code == SUCCESS, Ordering::Release);
                 }
                 drop(sender);
             };
@@ -398,7 +404,8 @@ impl Drop for Handle {
         if let Some(raw) = self.raw.lock().take() {
             // SAFETY: the communicator exists and is finalized; it was taken out of the handle, so this is its only
             // user.
-            unsafe { (self.nccl.table.destroy)(raw.0) };
+            let code = unsafe { (self.nccl.table.destroy)(raw.0) };
+            self.released.store(code == SUCCESS, Ordering::Release);
         }
     }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::wire::encode;
 use crate::call::Call;
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
@@ -102,13 +103,41 @@ pub(super) enum Message {
     Alive,
 }
 
+/// Maximum size of a failure, which is sent to every rank.
+const MAX_ERROR_BYTES: usize = 16 << 10;
+/// Maximum size of the text of a larger one.
+const MAX_TEXT_BYTES: usize = 4 << 10;
+
+/// A failure of limited size. Of a larger one it keeps the rank and the beginning of the text.
+pub(super) fn bounded(error: CommError) -> CommError {
+    use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
+    let text = |mut text: String| {
+        text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
+        text
+    };
+    if encode(&error).is_ok_and(|frame| frame.len() <= MAX_ERROR_BYTES) {
+        return error;
+    }
+    match error {
+        Aborted { rank, reason } => Aborted { rank, reason: text(reason) },
+        Peer { rank, message } => Peer { rank, message: text(message) },
+        // Their calls have as many counts as the communicator has ranks.
+        Mismatch { rank, .. }
+        | Stalled { rank, .. }
+        | Left { rank, .. }
+        | Skipped { rank, .. }
+        | Panicked { rank, .. } => Peer { rank, message: text(error.to_string()) },
+        other => other,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
     use zero_alloc::device::DType;
 
     use super::super::handshake::VERSION;
-    use super::super::wire::{decode, encode};
+    use super::super::wire::decode;
     use super::*;
     use crate::call::Segments;
     use crate::{Collective, ReduceOp};
@@ -208,6 +237,27 @@ mod tests {
     /// The frame of a message, without its length.
     fn contents(message: &Message) -> Vec<u8> {
         encode(message).unwrap().split_off(4)
+    }
+
+    #[test]
+    fn failures_are_bounded() {
+        let long = || "\u{e9}".repeat(MAX_ERROR_BYTES);
+        let segments = Segments::Uneven(vec![usize::MAX; 5000].into());
+        let (collective, dtype, op, root) = (Collective::AllGather, DType::F32, None, None);
+        let call = || Box::new(Call { collective, op, dtype, segments: segments.clone(), root, control: false });
+        let short = CommError::Aborted { rank: 1, reason: "r".repeat(MAX_TEXT_BYTES) };
+        assert_eq!(bounded(short.clone()), short);
+        for error in [
+            CommError::Aborted { rank: 1, reason: long() },
+            CommError::Peer { rank: 1, message: long() },
+            CommError::Skipped { sequence: 7, call: call(), rank: 1, stream: long() },
+            CommError::Mismatch { sequence: 7, rank: 1, call: call(), other_rank: 0, other_call: call() },
+        ] {
+            let bounded = bounded(error.clone());
+            assert!(encode(&bounded).unwrap().len() <= MAX_TEXT_BYTES + 16, "{bounded}");
+            let begins = bounded.to_string();
+            assert!(begins.starts_with("rank 1") && begins.len() > MAX_TEXT_BYTES - 2, "{begins}");
+        }
     }
 
     proptest! {

@@ -233,12 +233,15 @@ fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
 }
 
 impl Process {
-    /// Waits until a communicator has no collective in flight.
+    /// Waits until a communicator has no collective in flight. After a failure they are aborted, which may take longer.
     fn drain(&self, context: Context) -> Result<(), CommError> {
         let (world, mut time) = (&self.world, TimeLimit::new(self.world.limit));
-        while world.under_way(context) > 0 {
+        loop {
             if let Some(failure) = world.failure() {
                 return Err(failure);
+            }
+            if world.under_way(context) == 0 {
+                return Ok(());
             }
             if time.has_passed() {
                 let message = format!("collectives under way did not end within {:?}", world.limit);
@@ -246,7 +249,6 @@ impl Process {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        Ok(())
     }
 
     /// Ends the world because of `interrupt`; returns the failure.
@@ -300,10 +302,10 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
 
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<CudaDevice>>>, CommError> {
         let mut enqueued = self.enqueued.lock();
-        let (world, number) = (&self.process.world, enqueued.meetings);
-        enqueued.meetings += 1;
         // NCCL can split only an idle communicator.
         self.process.drain(self.context)?;
+        let (world, number) = (&self.process.world, enqueued.meetings);
+        enqueued.meetings += 1;
         let place = world.split(self.context, number, SplitRequest { color, key })?;
         let wait = Wait { limit: world.limit, failure: &|| world.failure() };
         let child = self.handle.split(place.map(|place| (place.context as usize, place.rank)), wait);

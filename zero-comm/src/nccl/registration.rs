@@ -16,22 +16,28 @@
 //! So this module registers whole allocations of one handle, on all ranks or on no rank.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
-use zero_alloc::Pool;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType, Memory};
+use zero_alloc::{Pool, TimeLimit};
 
 use super::handle::{Handle, Registered};
 use super::library::back_end;
 use super::message::{Context, Registered as Outcome};
 use super::world::Transport;
-use super::{NcclCommunicator, Process};
+use super::{NcclCommunicator, Process, abort};
 use crate::CommError;
 
 /// Memory registered with NCCL. Dropping it deregisters the memory: drop it on all ranks between the same two
 /// collectives, and after all graphs with collectives on the memory. Dropping waits, within the limit, for the
 /// communicator's collectives in flight. Dropping the communicator deregisters too.
+///
+/// After a failure, NCCL releases the memory when the abort of its communicator ends, which waits for all graphs with
+/// its collectives. Dropping waits for that, for at most five seconds; after them the memory of a pool stays allocated
+/// until the process ends, since NCCL and other ranks may still access it.
 #[must_use]
 pub struct Registration {
     // Weak: a registration does not keep the communicator or the world alive.
@@ -39,8 +45,10 @@ pub struct Registration {
     process: Weak<Process>,
     context: Context,
     registered: Registered,
+    /// Set when NCCL has released the communicator.
+    released: Arc<AtomicBool>,
     /// Keeps the memory mapped.
-    _pool: Option<Pool<CudaDevice>>,
+    pool: Option<Pool<CudaDevice>>,
 }
 
 impl fmt::Debug for Registration {
@@ -51,12 +59,21 @@ impl fmt::Debug for Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let (Some(handle), Some(process)) = (self.handle.upgrade(), self.process.upgrade()) else { return };
-        // The peers have mapped this memory, so no collective may use it any more.
-        if process.drain(self.context).is_err() {
-            handle.abort().wait();
+        if let (Some(handle), Some(process)) = (self.handle.upgrade(), self.process.upgrade()) {
+            // The peers have mapped this memory, so no collective may use it any more.
+            if process.drain(self.context).is_ok() && handle.deregister(&self.registered) {
+                return;
+            }
+            // If the watcher aborts it already, this does nothing.
+            let _completion = handle.abort();
         }
-        handle.deregister(&self.registered);
+        let mut time = TimeLimit::new(abort::LIMIT);
+        while !self.released.load(Ordering::Acquire) {
+            if time.has_passed() {
+                return std::mem::forget(self.pool.take());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
@@ -106,7 +123,8 @@ impl NcclCommunicator {
     ///
     /// # Safety
     /// The allocation must be on the device and stay mapped at its address until the result or the communicator is
-    /// dropped.
+    /// dropped; if the world has failed ([`Communicator::failure`](crate::Communicator::failure)), until the process
+    /// ends.
     pub unsafe fn register(&self, memory: AnySlice) -> Result<Registration, CommError> {
         // SAFETY: the caller's promise.
         self.registered(None, || unsafe { self.handle.register(memory) })
@@ -124,12 +142,14 @@ impl NcclCommunicator {
         let number = enqueued.meetings;
         enqueued.meetings += 1;
         let (handle, process) = (Arc::downgrade(&self.handle), Arc::downgrade(&self.process));
+        let released = Arc::clone(&self.handle.released);
         let own = register().map(|registered| Registration {
             handle,
             process,
             context: self.context,
             registered,
-            _pool: pool,
+            released,
+            pool,
         });
         let bytes = own.as_ref().ok().map(|own| own.registered.bytes as u64);
         let outcome = self.process.world.register(self.context, number, bytes)?;

@@ -3,7 +3,7 @@
 use std::io::{self, ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::ipv6_v6only;
 use zero_alloc::TimeLimit;
@@ -20,8 +20,9 @@ mod tests;
 
 /// First and longest pause between attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
-/// Attempts, if rank 0 closes the connection during the handshake. It may have closed it for lack of places.
-const HANDSHAKES: usize = 8;
+/// Attempts that rank 0 may end sooner than [`server::SILENT_LIMIT`]. It ends a connection that soon for its token; for
+/// lack of places it ends a connection only later, and those attempts are repeated until the limit.
+const REJECTIONS: usize = 8;
 /// Connections that may wait until the coordinator accepts them; the system may allow fewer.
 const BACKLOG: i32 = 4096;
 
@@ -57,6 +58,8 @@ pub(super) fn join(
         key: Key::new(ranks.token.as_ref()),
         limit: own_limit,
         time: TimeLimit::new(own_limit),
+        begun: Instant::now(),
+        ended: None,
     };
     let hello = Hello::new(ranks.rank, ranks.world_size, library);
     let mut first = None;
@@ -72,21 +75,34 @@ pub(super) fn join(
         let options = server::Options { world_size, library, key, id, join_limit, limit };
         server::start(listener, Some(accepted), options)?;
     }
-    let (mut handshakes, mut pause) = (0, PAUSES[0]);
+    let (mut rejections, mut pause) = (0, PAUSES[0]);
     loop {
         let stream = match first.take() {
             Some(stream) => stream,
             None => client.connect()?,
         };
-        handshakes += 1;
-        match client.handshake(stream, &hello) {
-            Err(RendezvousError::Dropped { .. }) if handshakes < HANDSHAKES && client.time.left() > pause => {
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(PAUSES[1]);
-            }
-            joined => return Ok(joined?),
+        let error = match client.handshake(stream, &hello) {
+            Ok(joined) => return Ok(joined),
+            Err(Failure::Final(error)) => return Err(error.into()),
+            Err(Failure::Ended(error)) => error,
+        };
+        let dropped = matches!(error, RendezvousError::Dropped { .. });
+        rejections += usize::from(dropped && client.begun.elapsed() < server::SILENT_LIMIT);
+        if rejections == REJECTIONS || client.time.left() <= pause {
+            return Err(error.into());
         }
+        client.ended = Some(error);
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(PAUSES[1]);
     }
+}
+
+/// Why an attempt to join failed.
+enum Failure {
+    /// The connection ended without a reason: another attempt may succeed.
+    Ended(RendezvousError),
+    /// Rank 0 sent the reason, or the limit has passed.
+    Final(RendezvousError),
 }
 
 /// The two ends of a connection within this process, which no other connection can delay.
@@ -111,6 +127,10 @@ struct Client<'a> {
     key: Key,
     limit: Duration,
     time: TimeLimit,
+    /// The start of the latest connection.
+    begun: Instant,
+    /// Why the latest connection ended. It says more than a later failure to connect.
+    ended: Option<RendezvousError>,
 }
 
 impl Client<'_> {
@@ -169,7 +189,7 @@ impl Client<'_> {
         Err(io::Error::new(ErrorKind::TimedOut, "the lookup of the name did not end"))
     }
 
-    /// Connects to rank 0, as soon as it listens.
+    /// Connects to rank 0, as soon as it listens; if rank 0 ended after it had proved the token, only while it listens.
     fn connect(&mut self) -> Result<TcpStream, RendezvousError> {
         let mut pause = PAUSES[0];
         loop {
@@ -177,9 +197,12 @@ impl Client<'_> {
                 Ok(stream) => return Ok(stream),
                 Err(error) => error,
             };
-            if self.time.left() <= pause {
+            let has_ended = matches!(self.ended, Some(RendezvousError::Broken { .. }))
+                && error.kind() == ErrorKind::ConnectionRefused;
+            if has_ended || self.time.left() <= pause {
                 let (rank, address, message) = (self.ranks.rank, self.address.clone(), error.to_string());
-                return Err(RendezvousError::Unreachable { rank, address, limit: self.limit, message });
+                let unreachable = RendezvousError::Unreachable { rank, address, limit: self.limit, message };
+                return Err(self.ended.take().unwrap_or(unreachable));
             }
             std::thread::sleep(pause);
             pause = (pause * 2).min(PAUSES[1]).min(self.limit / 4);
@@ -189,6 +212,7 @@ impl Client<'_> {
     fn connect_to(&mut self, addresses: &[SocketAddr]) -> io::Result<TcpStream> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
         for address in addresses {
+            self.begun = Instant::now();
             // An attempt that takes longer would count as one slice only.
             match TcpStream::connect_timeout(address, self.time.slice().max(PAUSES[0])) {
                 Ok(stream) => return Ok(stream),
@@ -202,37 +226,48 @@ impl Client<'_> {
     }
 
     /// Proves the token to the coordinator, and receives its answer when all ranks have joined.
-    fn handshake(&mut self, mut stream: TcpStream, hello: &Hello) -> Result<Joined, RendezvousError> {
-        let broken = |e: io::Error| RendezvousError::Broken { message: e.to_string() };
+    fn handshake(&mut self, mut stream: TcpStream, hello: &Hello) -> Result<Joined, Failure> {
         let (rank, address) = (self.ranks.rank, || self.address.clone());
+        let broken = |e: io::Error| RendezvousError::Broken { message: e.to_string() };
+        let not_rank_0 = || Failure::Final(RendezvousError::NotRankZero { rank, address: address() });
+        // The errors of the system, and of the connection before and after rank 0 has proved the token.
+        let system = |e: io::Error| Failure::Final(broken(e));
         let dropped = |e: io::Error| match e.kind() {
-            ErrorKind::InvalidData => RendezvousError::NotRankZero { rank, address: address() },
-            _ => RendezvousError::Dropped { rank, address: address() },
+            ErrorKind::InvalidData => not_rank_0(),
+            _ => Failure::Ended(RendezvousError::Dropped { rank, address: address() }),
         };
-        prepare(&stream).map_err(broken)?;
-        let mut incoming = Incoming::new(stream.try_clone().map_err(broken)?);
-        let hello = self.key.hello(hello).map_err(broken)?;
-        stream.write_all(&frame(&hello).map_err(broken)?).map_err(dropped)?;
+        let ended = |e: io::Error| match e.kind() {
+            ErrorKind::InvalidData => Failure::Final(broken(e)),
+            _ => Failure::Ended(broken(e)),
+        };
+        prepare(&stream).map_err(system)?;
+        let mut incoming = Incoming::new(stream.try_clone().map_err(system)?);
+        let hello = self.key.hello(hello).map_err(system)?;
+        stream.write_all(&frame(&hello).map_err(system)?).map_err(dropped)?;
         let proof = loop {
             if let Some(challenge) = incoming.next_frame(self.time.slice(), MAX_HELLO_BYTES).map_err(dropped)? {
-                let proof = self.key.answer(&hello, challenge);
-                break proof.ok_or_else(|| RendezvousError::NotRankZero { rank, address: address() })?;
+                break self.key.answer(&hello, challenge).ok_or_else(not_rank_0)?;
             }
             if self.time.has_passed() {
                 let (limit, message) = (self.limit, "it accepted the connection, but did not answer".to_owned());
-                return Err(RendezvousError::Unreachable { rank, address: address(), limit, message });
+                return Err(Failure::Final(RendezvousError::Unreachable {
+                    rank,
+                    address: address(),
+                    limit,
+                    message,
+                }));
             }
         };
-        stream.write_all(&frame(&proof).map_err(broken)?).map_err(broken)?;
+        stream.write_all(&frame(&proof).map_err(system)?).map_err(ended)?;
         loop {
-            match incoming.next(self.time.slice()).map_err(broken)? {
+            match incoming.next(self.time.slice()).map_err(ended)? {
                 Some(Message::Welcome { id, report_every }) => {
                     return Ok(Joined { id, report_every, outgoing: stream, incoming });
                 }
-                Some(Message::Refused { error }) => return Err(error),
+                Some(Message::Refused { error }) => return Err(Failure::Final(error)),
                 _ if self.time.has_passed() => {
                     let message = format!("not all ranks joined within {:?}", self.limit);
-                    return Err(RendezvousError::Broken { message });
+                    return Err(Failure::Final(RendezvousError::Broken { message }));
                 }
                 _ => {}
             }

@@ -34,7 +34,7 @@ const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Time for which a stranger with a correct hello keeps its place when all places are taken.
 const CROWDED_LIMIT: Duration = Duration::from_secs(1);
 /// Time for which a silent stranger keeps its place when all places are taken: a rank may be delayed.
-const SILENT_LIMIT: Duration = Duration::from_millis(100);
+pub(super) const SILENT_LIMIT: Duration = Duration::from_millis(100);
 /// Connections to accept before the others have their turn.
 const ACCEPTS: usize = 128;
 /// Time for which the reason of a failed rendezvous is sent to ranks whose handshake has begun.
@@ -127,9 +127,10 @@ pub(super) fn start(
     own: Option<std::net::TcpStream>,
     options: Options,
 ) -> Result<(), RendezvousError> {
+    let world_size = options.world_size;
     let mut server = Server::new(listener, options)?;
     if let Some(own) = own {
-        own.set_nonblocking(true).map_err(Server::failed)?;
+        own.set_nonblocking(true).map_err(|error| failed(&error, world_size))?;
         server.admit(TcpStream::from_std(own));
     }
     let builder = std::thread::Builder::new().name("zero coordinator".to_owned());
@@ -143,15 +144,16 @@ pub(super) fn start(
 
 impl Server {
     fn new(listener: std::net::TcpListener, options: Options) -> Result<Self, RendezvousError> {
-        let places = descriptors::reserve(options.world_size)?;
-        // The standard library queues 128 connections; a rank beyond them would try again after a second.
-        let queue = i32::try_from(options.world_size).unwrap_or(i32::MAX).max(128);
-        rustix::net::listen(&listener, queue).map_err(|e| Self::failed(e.into()))?;
-        listener.set_nonblocking(true).map_err(Self::failed)?;
-        let mut listener = TcpListener::from_std(listener);
-        let poll = Poll::new().map_err(Self::failed)?;
         let n = options.world_size;
-        poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(Self::failed)?;
+        let failed = |error| failed(&error, n);
+        let places = descriptors::reserve(n)?;
+        // The standard library queues 128 connections; a rank beyond them would try again after a second.
+        let queue = i32::try_from(n).unwrap_or(i32::MAX).max(128);
+        rustix::net::listen(&listener, queue).map_err(|e| failed(e.into()))?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let mut listener = TcpListener::from_std(listener);
+        let poll = Poll::new().map_err(failed)?;
+        poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(failed)?;
         Ok(Self {
             poll,
             listener: Some(listener),
@@ -170,10 +172,6 @@ impl Server {
             next_tick: Instant::now() + TICK,
             options,
         })
-    }
-
-    fn failed(error: io::Error) -> RendezvousError {
-        RendezvousError::System { message: format!("failed to start the coordinator: {error}") }
     }
 
     fn run(mut self) {
@@ -473,6 +471,12 @@ impl Server {
             self.lost.push_back((rank, ended(&error)));
         }
     }
+}
+
+/// The error of the coordinator's start.
+fn failed(error: &io::Error, world_size: usize) -> RendezvousError {
+    descriptors::exhausted(error, world_size)
+        .unwrap_or_else(|| RendezvousError::System { message: format!("failed to start the coordinator: {error}") })
 }
 
 fn ended(error: &io::Error) -> String {

@@ -1,7 +1,7 @@
 //! Tests of rendezvous and failures without NCCL or a device: ranks are threads, each connected to the coordinator;
 //! collectives are simulated by the results of their probes.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
@@ -17,6 +17,7 @@ use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, r
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
 use super::world::{Transport, World};
 use crate::CommError;
+use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
 
 /// A limit that expires.
@@ -246,6 +247,43 @@ fn end_of_rank_0_ends_the_other_ranks() {
         Some(Rank::start(&ranks, LONG).wait_for_failure())
     });
     assert!(matches!(errors[1], Some(CommError::Peer { rank: 0, .. })), "{errors:?}");
+}
+
+/// A part of a frame may have been sent: the coordinator sees the end of the connection, not another message in its
+/// place. What it had sent before is the cause.
+#[test]
+fn failed_write_ends_the_connection() {
+    let sent_cause = CommError::Aborted { rank: 0, reason: "on purpose".to_owned() };
+    for cause in [None, Some(sent_cause)] {
+        let port = free_port();
+        let (joined, stream, mut incoming) = std::thread::scope(|scope| {
+            let first = scope.spawn(|| welcome_one(port));
+            let joined = join_as(&ranks(1, 2, port), LONG).unwrap();
+            let (stream, incoming) = first.join().unwrap();
+            (joined, stream, incoming)
+        });
+        joined.outgoing.set_write_timeout(Some(SHORT)).unwrap();
+        let world = World::start(joined, 1, LONG).unwrap();
+        world.open(0, true, Arc::new(Fake::default()));
+        // More bytes than the buffers of the connection have.
+        let call = Call { segments: Segments::Uneven(vec![usize::MAX; 100_000].into()), ..broadcast(8) };
+        (0..32).for_each(|_| world.called(0, call.clone()));
+        world.close(1, 0);
+        if let Some(error) = &cause {
+            send(&stream, &[Message::Failed { error: error.clone() }]).unwrap();
+        }
+        let begun = Instant::now();
+        while world.failure().is_none() {
+            assert!(begun.elapsed() < LONG);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let failure = world.failure().unwrap();
+        let message = "a message of rank 1 to rank 0 was not sent: it received nothing for 10s".to_owned();
+        assert_eq!(failure, cause.unwrap_or(CommError::Peer { rank: 0, message }));
+        drop(world);
+        let end = std::iter::repeat_with(|| incoming.next(LONG)).find_map(Result::err).unwrap();
+        assert_eq!(end.kind(), ErrorKind::UnexpectedEof, "{end}");
+    }
 }
 
 #[test]

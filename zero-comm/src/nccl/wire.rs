@@ -184,9 +184,18 @@ impl Output {
 }
 
 /// Sends messages over a blocking connection.
+///
+/// # Errors
+/// `InvalidData`: a message is too large, and nothing was sent. Otherwise the connection ended, or the peer received
+/// nothing for [`WRITE_LIMIT`]; a part of a frame may have been sent, so that the connection is of no further use.
 pub(super) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::Result<()> {
     let frames = messages.iter().map(encode).collect::<io::Result<Vec<_>>>()?;
-    stream.write_all(&frames.concat())
+    stream.write_all(&frames.concat()).map_err(|error| match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            io::Error::new(ErrorKind::TimedOut, format!("it received nothing for {WRITE_LIMIT:?}"))
+        }
+        _ => error,
+    })
 }
 
 /// The receiving side of a blocking connection.

@@ -14,7 +14,8 @@
 //! sent at once, after the progress up to them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::net::TcpStream;
+use std::io::ErrorKind;
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -26,7 +27,7 @@ use zero_alloc::device::DeviceError;
 use super::abort::AbortCompletion;
 use super::calls::Log;
 use super::library::back_end;
-use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered};
+use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered, bounded};
 use super::rendezvous::Joined;
 use super::server::{KEEPALIVE, silence_limit};
 use super::wire::{Incoming, send};
@@ -140,6 +141,7 @@ impl World {
             report_every: joined.report_every.min(limit / 4),
             reported: Instant::now(),
             sent: Instant::now(),
+            unsent: None,
         };
         let spawned = std::thread::Builder::new().name(format!("rank {rank} watcher")).spawn(move || watcher.run());
         let watcher = spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
@@ -218,6 +220,7 @@ impl Shared {
             // All other variants concern this process only.
             other => Peer { rank: self.rank, message: other.to_string() },
         };
+        let error = bounded(error);
         self.report(Message::Failed { error: error.clone() }, error)
     }
 
@@ -337,6 +340,8 @@ struct Watcher {
     reported: Instant,
     /// The time at which the last message was sent.
     sent: Instant,
+    /// The failure to send a message, after which nothing is sent.
+    unsent: Option<CommError>,
 }
 
 impl Watcher {
@@ -395,10 +400,16 @@ impl Watcher {
         if messages.is_empty() && self.sent.elapsed() > KEEPALIVE {
             messages.push(Message::Alive);
         }
-        if !messages.is_empty() && !disconnected {
+        if !messages.is_empty() && !disconnected && self.unsent.is_none() {
             self.sent = Instant::now();
-            // If sending fails, the watcher detects the end of the connection.
-            let _ = send(&self.outgoing, &messages);
+            if let Err(error) = send(&self.outgoing, &messages) {
+                // After a part of a frame, the coordinator must not take the next message for the rest of it. What it
+                // has sent, which may be the cause, can still be received.
+                let _ = self.outgoing.shutdown(Shutdown::Both);
+                let rank = if error.kind() == ErrorKind::InvalidData { self.shared.rank } else { 0 };
+                let message = format!("a message of rank {} to rank 0 was not sent: {error}", self.shared.rank);
+                self.unsent = Some(CommError::Peer { rank, message });
+            }
         }
     }
 
@@ -426,9 +437,10 @@ impl Watcher {
         }
         let received = self.incoming.next(TICK);
         let mut state = self.shared.state.lock();
+        let lost = |message| CommError::Peer { rank: 0, message };
         let lost = match received {
             Ok(None) if !self.silence.has_passed() => None,
-            Ok(None) => Some(format!("sent nothing for {:?}", silence_limit(self.shared.limit))),
+            Ok(None) => Some(lost(format!("sent nothing for {:?}", silence_limit(self.shared.limit)))),
             Ok(Some(message)) => {
                 self.silence = TimeLimit::new(silence_limit(self.shared.limit));
                 match message {
@@ -453,10 +465,14 @@ impl Watcher {
                 }
                 None
             }
-            Err(error) => Some(format!("its process or the connection to it ended: {error}")),
+            Err(error) => Some(
+                self.unsent
+                    .clone()
+                    .unwrap_or_else(|| lost(format!("its process or the connection to it ended: {error}"))),
+            ),
         };
-        if let Some(message) = lost {
-            state.failure.get_or_insert(CommError::Peer { rank: 0, message });
+        if let Some(error) = lost {
+            state.failure.get_or_insert(error);
             state.disconnected = true;
         }
         drop(state);

@@ -65,8 +65,8 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
             copy_to_all(posted[root].send.slice(own.clone()), &everywhere(), store(world_size + 1));
         }
         (Collective::AllToAll, _) => {
-            for (q, peer) in posted.iter().enumerate() {
-                let into = posted[rank].recv.slice(call.segments.range(q, world_size));
+            for (peer, segment) in posted.iter().zip(call.segments.ranges(world_size)) {
+                let into = posted[rank].recv.slice(segment);
                 copy_to_all(peer.send.slice(own.clone()), &[into], store(2 * world_size));
             }
         }

@@ -73,6 +73,10 @@ pub(crate) fn main(case: &str) {
             registers_nothing(&device, &comm, rank);
             println!("rank {} registered nothing", ranks.rank);
         }
+        "keeps-registered" => {
+            keeps_registered_memory(&device, &comm, rank);
+            println!("rank {} kept its memory", ranks.rank);
+        }
         kind => {
             let error = fault(kind, comm, &rank).expect_err("the world fails");
             println!("rank {} saw: {error}", ranks.rank);
@@ -170,6 +174,28 @@ fn registers_nothing(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
     assert!(refused.contains("no shareable handle"), "{refused}");
     sum_and_gather(comm, &rank, 1);
+}
+
+/// NCCL releases a failed communicator only after all graphs with its collectives. Until then, registered memory stays
+/// mapped, whatever else is dropped.
+fn keeps_registered_memory(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
+    let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20), ..rank };
+    let registration = comm.register_pool(&rank.pool).unwrap();
+    let (slice, block) = rank.buffer(1000, DType::F32);
+    comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).unwrap();
+    rank.stream.synchronize(LIMIT).unwrap();
+    let failed = |e: CommError| DeviceError::Driver { call: "all_reduce", message: e.to_string() };
+    let reduce = || comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).map_err(failed);
+    let graph = rank.stream.capture(reduce).unwrap();
+    // Both ranks have recorded their graphs. The other one may have aborted since.
+    let _ = comm.barrier(&rank.stream).and_then(|()| Ok(rank.stream.synchronize(LIMIT)?));
+    comm.abort("on purpose");
+    drop((block, rank));
+    drop(registration);
+    let (stream, mut bytes) = (device.create_stream("after").unwrap(), vec![0; slice.len_bytes()]);
+    device.download(&stream, slice, &mut bytes, LIMIT).unwrap();
+    assert!(bytes.chunks(4).all(|b| b == 1f32.to_le_bytes()));
+    drop(graph);
 }
 
 /// Sums of positive 16-bit values: N - 1 roundings at most, and the same bits each time.

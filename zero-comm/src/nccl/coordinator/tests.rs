@@ -242,6 +242,42 @@ fn differing_meetings_name_both_ranks() {
     assert!(message.starts_with("called registration 0 of communicator 0 where rank 2 called a split"), "{message}");
 }
 
+/// A rank joins the next meeting only, once: others would each cost an entry per rank.
+#[test]
+fn unexpected_meetings_name_the_rank() {
+    let entry = split(None, 0);
+    for numbers in [vec![1], vec![u64::MAX], vec![0, 0], vec![0, 1]] {
+        let mut world = World::new(3);
+        let sent: Vec<_> = numbers.iter().map(|&number| world.receive(1, meet(number, entry))).collect();
+        let Some([Outgoing::All(Message::Failed { error: CommError::Peer { rank: 1, message } })]) =
+            sent.last().map(Vec::as_slice)
+        else {
+            panic!("{sent:?}")
+        };
+        let next = format!("where its next one is {}", numbers.len() - 1);
+        assert!(message.contains(&next), "{message}");
+    }
+    // All ranks have joined the first one.
+    let mut world = World::new(2);
+    for number in [0, 1] {
+        assert_eq!(world.receive(0, meet(number, entry)), []);
+        assert_eq!(world.receive(1, meet(number, entry)).len(), 2);
+    }
+    assert_eq!(world.receive(0, meet(0, entry)).len(), 1);
+    assert!(matches!(world.coordinator.failure, Some(CommError::Peer { rank: 0, .. })));
+}
+
+#[test]
+fn long_reason_is_cut() {
+    let mut world = World::new(2);
+    let reason = "r".repeat(1 << 19);
+    let sent = world.receive(1, Message::Failed { error: CommError::Aborted { rank: 1, reason } });
+    let [Outgoing::All(Message::Failed { error: CommError::Aborted { rank: 1, reason } })] = &sent[..] else {
+        panic!("{sent:?}")
+    };
+    assert_eq!(reason.len(), 4 << 10);
+}
+
 #[test]
 fn late_meeting_names_the_absent_rank() {
     let late = Message::LateMeeting { context: 0, number: 0, limit: LIMIT };

@@ -14,7 +14,7 @@ use super::super::testing::{LIBRARY, LONG, Rank, free_port, join_as, ranks};
 use super::super::tests::{connect, greet, on_ranks, send_hello};
 use super::super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
 use super::super::{Ranks, Token};
-use super::{Joined, join};
+use super::{Joined, REJECTIONS, join};
 use crate::{CommError, RendezvousError};
 
 /// A limit that expires.
@@ -170,6 +170,56 @@ fn rank_with_another_token_is_dropped() {
     assert!(ranks[..] == [1] && *strangers > 1, "{error}");
     assert!(error.to_string().contains("connections came without the right ZERO_TOKEN"), "{error}");
     assert!(!error.to_string().contains(SECRET), "{error}");
+}
+
+/// Accepts a connection as the coordinator does, up to its proof.
+fn challenge(listener: &TcpListener) -> (TcpStream, Incoming) {
+    let (mut stream, key) = (listener.accept().unwrap().0, Key::new(None));
+    let mut incoming = Incoming::new(stream.try_clone().unwrap());
+    let (challenge, expected) = key.challenge(incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap()).unwrap();
+    stream.write_all(&frame(&challenge).unwrap()).unwrap();
+    assert!(expected.matches(incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap()));
+    (stream, incoming)
+}
+
+/// Rank 0 closes connections for lack of places: before the challenge, more often than for another token, and after it.
+#[test]
+fn rank_without_a_place_tries_again() {
+    let ranks = ranks(1, 2, free_port());
+    let listener = TcpListener::bind(("127.0.0.1", ranks.port)).unwrap();
+    std::thread::scope(|scope| {
+        let joining = scope.spawn(|| join_as(&ranks, LONG).map(|joined| joined.id));
+        for _ in 0..=REJECTIONS {
+            let _crowded = listener.accept().unwrap();
+            std::thread::sleep(server::SILENT_LIMIT);
+        }
+        drop(challenge(&listener));
+        let (stream, _incoming) = challenge(&listener);
+        send(&stream, &[Message::Welcome { id: vec![7], report_every: SHORT }]).unwrap();
+        assert_eq!(joining.join().unwrap().unwrap(), [7]);
+    });
+}
+
+/// A connection that ended says more than the refused connections after it. One that ended after rank 0 had proved the
+/// token was the coordinator's: without it there is nothing to wait for.
+#[test]
+fn end_of_the_coordinator_hides_no_cause() {
+    for (proves, limit) in [(false, Duration::from_secs(3)), (true, LONG)] {
+        let ranks = ranks(1, 2, free_port());
+        let listener = TcpListener::bind(("127.0.0.1", ranks.port)).unwrap();
+        let begun = Instant::now();
+        let error = std::thread::scope(|scope| {
+            let joining = scope.spawn(|| refusal(join_as(&ranks, limit)));
+            let connection = if proves { challenge(&listener).0 } else { listener.accept().unwrap().0 };
+            std::thread::sleep(server::SILENT_LIMIT);
+            drop(listener);
+            drop(connection);
+            joining.join().unwrap()
+        });
+        let expected = if proves { "ended before all ranks had joined" } else { "ZERO_TOKEN is probably another" };
+        assert!(error.to_string().contains(expected), "{error}");
+        assert!(begun.elapsed() < LONG / 2, "{error}");
+    }
 }
 
 /// Strangers claim every rank before the real ranks come.
@@ -330,10 +380,10 @@ fn one_machine_listens_on_loopback_only() {
     assert!(first.join().unwrap());
 }
 
-/// The variable that makes this test program run a part of `descriptors` in a process of its own.
+/// The variable that makes this test program run a part of `missing_resources_are_named` in a process of its own.
 const DESCRIPTORS: &str = "ZERO_TEST_DESCRIPTORS";
 
-/// The entry point of processes with few file descriptors; without the variable it does nothing.
+/// The entry point of processes with few file descriptors or little memory; without the variable it does nothing.
 #[test]
 fn descriptors_process() {
     let Ok(case) = std::env::var(DESCRIPTORS) else { return };
@@ -381,14 +431,29 @@ fn descriptors_process() {
                 panic!("{answer:?}")
             };
         }
+        "thread" => {
+            // No memory is left for a thread's stack.
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let used = status.lines().find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix(" kB"));
+            let bytes = Some((used.unwrap().parse::<u64>().unwrap() + 1024) * 1024);
+            setrlimit(Resource::As, Rlimit { current: bytes, maximum: bytes }).unwrap();
+            let error = refusal(join_as(&ranks(0, 2, port), LONG)).to_string();
+            assert!(error.starts_with("rank 0: failed to start the coordinator's thread"), "{error}");
+        }
         other => panic!("{other}"),
     }
     println!("{DESCRIPTORS} ended");
 }
 
 #[test]
-fn descriptors_are_raised_or_missed() {
-    for case in ["hard", "soft", "accept"] {
+fn missing_resources_are_named() {
+    // Linux only: the memory in use is in /proc.
+    let cases = if cfg!(target_os = "linux") {
+        &["hard", "soft", "accept", "thread"][..]
+    } else {
+        &["hard", "soft", "accept"]
+    };
+    for &case in cases {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "--nocapture", "nccl::rendezvous::tests::descriptors_process"]);
         let output = command.env(DESCRIPTORS, case).output().unwrap();

@@ -3,6 +3,8 @@
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 
+use rustix::io::Errno;
+
 use super::super::wire::{Incoming, MAX_OUTPUT_BYTES};
 use super::*;
 
@@ -121,4 +123,15 @@ fn replayed_hellos_make_room() {
     assert_eq!((server.rejected, tokens), (1, vec![3, 4]));
     assert!(server.peers[0].is_none());
     drop((replayed, late));
+}
+
+/// ENFILE concerns the whole machine, so a test cannot cause it.
+#[test]
+fn start_without_descriptors_says_what_to_raise() {
+    for (errno, text) in
+        [(Errno::MFILE, "`ulimit -n "), (Errno::NFILE, "sysctl fs.file-max"), (Errno::ADDRINUSE, "in use")]
+    {
+        let error = failed(&errno.into(), 4).to_string();
+        assert!(error.contains(text), "{error}");
+    }
 }
