@@ -10,10 +10,15 @@
 //! **Failure.** The first failure of any communicator ends the whole world: on every rank, collectives in flight and
 //! later ones fail. After a failure MPI is not finalized, since that would wait for the lost rank; the process should
 //! report the error and exit. `mpirun` by default ends all processes when one is killed.
+//!
+//! **Memory.** MPI accesses copies of the buffers only ([`staging`]): it cannot withdraw a transfer whose peer was lost, and
+//! an RDMA network may write to the memory at any later time. A collective that fails waits for its transfers for at
+//! most a second and leaks the copies of those that have not ended; its buffers may be freed as usual.
 
 mod notice;
 mod operation;
 mod raw;
+mod staging;
 mod world;
 
 use std::fmt;
@@ -117,7 +122,7 @@ impl MpiComm {
     }
 }
 
-// SAFETY: an operation ends when its transfers have ended, or when MPI makes no progress any more (`raw`).
+// SAFETY: MPI never accesses the buffers; an operation accesses them only while it runs (`staging`).
 unsafe impl Communicator<HostDevice> for MpiComm {
     fn group(&self) -> Group {
         Group { rank: self.members.rank, world_size: self.members.world_ranks.len() }

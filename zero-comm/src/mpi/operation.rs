@@ -16,10 +16,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceId};
 
 use super::notice::Notice;
 use super::raw::{MpiError, Request};
+use super::staging::Staging;
 use super::world::{Interrupt, World};
 use crate::call::{Call, Checked};
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
@@ -88,8 +89,11 @@ impl Operation {
         (0..self.n()).filter(move |&q| q != rank)
     }
 
-    fn range(&self, rank: usize) -> Range<usize> {
-        self.checked.call.segments.range(rank, self.n())
+    /// The segments of `whole`, except this rank's.
+    fn parts(&self, whole: AnySlice) -> Vec<Part> {
+        let segments = self.checked.call.segments.ranges(self.n()).enumerate();
+        let part = |(peer, segment): (usize, Range<usize>)| Part { peer, bytes: whole.slice(segment) };
+        segments.filter(|&(peer, _)| peer != self.members.rank).map(part).collect()
     }
 
     fn fail(&self, at_fault: usize, error: CommError) -> CommError {
@@ -107,54 +111,78 @@ impl Operation {
 
     /// Sends and receives the parts of one phase, and waits for all of them.
     fn exchange(&self, phase: Phase, sends: &[Part], receives: &[Part]) -> Result<(), CommError> {
-        let mut requests = Vec::with_capacity(sends.len() + receives.len());
-        // SAFETY: the parts are memory that this operation alone uses now: the call's buffers, whose makers promised
-        // ordered accesses, or a buffer that outlives this call. Received parts overlap no other part of the phase. Every
-        // request is done (`wait`) or ended (`settle`) before this returns.
-        let result = unsafe { self.start(phase, sends, receives, &mut requests) };
-        let result = result.map_err(|(peer, error)| Interrupt::Broken(peer, error));
-        let result = result.and_then(|()| self.world.wait(&mut requests, self.members.context, self.sequence));
-        result.map_err(|interrupt| {
-            let index = |peer: usize| self.members.world_ranks.iter().position(|&q| q == peer).unwrap_or(0);
-            let (sequence, call) = (self.sequence, self.call());
-            let error = match interrupt {
-                Interrupt::Failed(error) => error,
-                Interrupt::Broken(peer, error) => {
-                    let message = format!("collective {sequence}, {call}: {}: {}", error.call, error.message);
-                    self.fail(index(peer), CommError::Peer { rank: index(peer), message })
-                }
-                Interrupt::Left(peer, done) => {
-                    self.fail(index(peer), CommError::Left { sequence, call, rank: index(peer), done })
-                }
-                Interrupt::Late(peer) => {
-                    let (rank, limit) = (index(peer), self.world.limit);
-                    // The collectives of a communicator are in order, so the late rank had reached all before.
-                    self.fail(rank, CommError::Stalled { sequence, call, rank, limit, done: sequence })
-                }
-            };
-            self.world.settle(&mut requests);
-            error
+        let sizes: Vec<_> = receives.iter().map(|part| (part.peer, part.bytes.len_bytes())).collect();
+        self.transfer(phase, sends, &sizes, |received| {
+            receives.iter().enumerate().for_each(|(index, part)| received.copy_to(index, part.bytes));
+            Ok(())
         })
     }
 
-    /// Starts the transfers of one phase.
-    ///
-    /// # Safety
-    /// As for [`World::start`], for every part.
-    unsafe fn start(
+    /// Sends parts and receives others of these peers and bytes, waits for all of them, and calls `deliver` with them.
+    fn transfer(
         &self,
         phase: Phase,
         sends: &[Part],
-        receives: &[Part],
+        receives: &[(usize, usize)],
+        deliver: impl FnOnce(&Staging) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let sent: Vec<AnySlice> = sends.iter().map(|part| part.bytes).collect();
+        let mut staging = Staging::new(&sent, receives.iter().map(|&(_, bytes)| bytes));
+        let [from, to] = staging.places();
+        let outgoing = sends.iter().map(|part| part.peer).zip(from).map(|(peer, place)| (false, peer, place));
+        let incoming = receives.iter().map(|&(peer, _)| peer).zip(to).map(|(peer, place)| (true, peer, place));
+        let mut requests = Vec::with_capacity(sends.len() + receives.len());
+        // SAFETY: the places are parts of `staging`, which is freed below only when every request is done; nothing
+        // writes to parts that are sent or accesses parts that are received before that.
+        let started = unsafe { self.start(phase, incoming.chain(outgoing), &mut requests) };
+        let have_all_requests = started.is_ok();
+        let result = started.map_err(|(peer, error)| Interrupt::Broken(peer, error));
+        let result = result.and_then(|()| self.world.wait(&mut requests, self.members.context, self.sequence));
+        let Err(interrupt) = result else {
+            let delivered = deliver(&staging);
+            // SAFETY: every request is done.
+            unsafe { staging.free() };
+            return delivered;
+        };
+        let index = |peer: usize| self.members.world_ranks.iter().position(|&q| q == peer).unwrap_or(0);
+        let (sequence, call) = (self.sequence, self.call());
+        let error = match interrupt {
+            Interrupt::Failed(error) => error,
+            Interrupt::Broken(peer, error) => {
+                let message = format!("collective {sequence}, {call}: {}: {}", error.call, error.message);
+                self.fail(index(peer), CommError::Peer { rank: index(peer), message })
+            }
+            Interrupt::Left(peer, done) => {
+                self.fail(index(peer), CommError::Left { sequence, call, rank: index(peer), done })
+            }
+            Interrupt::Late(peer) => {
+                let (rank, limit) = (index(peer), self.world.limit);
+                // The collectives of a communicator are in order, so the late rank had reached all before.
+                self.fail(rank, CommError::Stalled { sequence, call, rank, limit, done: sequence })
+            }
+        };
+        if self.world.settle(&mut requests) && have_all_requests {
+            // SAFETY: every request is done.
+            unsafe { staging.free() };
+        }
+        Err(error)
+    }
+
+    /// Starts the transfers of one phase: whether it receives, the peer, the place and its bytes.
+    ///
+    /// # Safety
+    /// As for [`World::start`], for every place.
+    unsafe fn start(
+        &self,
+        phase: Phase,
+        parts: impl Iterator<Item = (bool, usize, (*mut u8, usize))>,
         requests: &mut Vec<Request>,
     ) -> Result<(), (usize, MpiError)> {
         let tag = self.tag(phase);
-        for (part, receives) in receives.iter().map(|part| (part, true)).chain(sends.iter().map(|part| (part, false)))
-        {
-            part.bytes.note_access(receives);
-            let peer = self.members.world_ranks[part.peer];
+        for (receives, peer, (at, bytes)) in parts {
+            let peer = self.members.world_ranks[peer];
             // SAFETY: the caller's promise.
-            unsafe { self.world.start(receives, part.bytes, peer, tag, requests) }?;
+            unsafe { self.world.start(receives, at, bytes, peer, tag, requests) }?;
         }
         Ok(())
     }
@@ -165,31 +193,28 @@ impl Operation {
         let (sequence, rank) = (self.sequence, self.members.rank);
         let mut own = postcard::to_allocvec(call).unwrap_or_default();
         debug_assert!(!own.is_empty() && own.len() <= bytes, "{call}: {} bytes, at most {bytes} expected", own.len());
-        let mut received = vec![0u8; bytes * self.n()];
-        // SAFETY: `own` and `received` outlive the exchange, which alone accesses them until it ends.
-        let slice = |bytes: &mut [u8]| unsafe {
-            AnySlice::from_raw_parts(bytes.as_mut_ptr(), bytes.len(), DType::U8, DeviceId::HOST)
-        };
-        let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: slice(&mut own) }).collect();
-        let receives = received.chunks_exact_mut(bytes).enumerate().filter(|(peer, _)| *peer != rank);
-        let receives: Vec<Part> = receives.map(|(peer, bytes)| Part { peer, bytes: slice(bytes) }).collect();
-        self.exchange(Phase::Compare, &sends, &receives)?;
-        for peer in self.others() {
-            // A call may be shorter than its buffer.
-            match postcard::take_from_bytes::<Call>(&received[peer * bytes..(peer + 1) * bytes]) {
-                Ok((other, _)) if other == *call => {}
-                Ok((other, _)) => {
-                    let (call, other_call) = (self.call(), Box::new(other));
-                    let error = CommError::Mismatch { sequence, rank, call, other_rank: peer, other_call };
-                    return Err(self.fail(peer, error));
-                }
-                Err(error) => {
-                    let message = format!("collective {sequence}, {call}: received an undecodable call: {error}");
-                    return Err(self.fail(peer, CommError::Peer { rank: peer, message }));
+        // SAFETY: `own` outlives the transfer, which alone accesses it until it ends.
+        let own = unsafe { AnySlice::from_raw_parts(own.as_mut_ptr(), own.len(), DType::U8, DeviceId::HOST) };
+        let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: own }).collect();
+        let receives: Vec<_> = self.others().map(|peer| (peer, bytes)).collect();
+        self.transfer(Phase::Compare, &sends, &receives, |received| {
+            for (index, peer) in self.others().enumerate() {
+                // A call may be shorter than its place.
+                match postcard::take_from_bytes::<Call>(received.received(index)) {
+                    Ok((other, _)) if other == *call => {}
+                    Ok((other, _)) => {
+                        let (call, other_call) = (self.call(), Box::new(other));
+                        let error = CommError::Mismatch { sequence, rank, call, other_rank: peer, other_call };
+                        return Err(self.fail(peer, error));
+                    }
+                    Err(error) => {
+                        let message = format!("collective {sequence}, {call}: received an undecodable call: {error}");
+                        return Err(self.fail(peer, CommError::Peer { rank: peer, message }));
+                    }
                 }
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Runs the collective.
@@ -200,7 +225,7 @@ impl Operation {
         }
         self.compare()?;
         let (Checked { call, send, recv, .. }, rank) = (&self.checked, self.members.rank);
-        let (send, recv, own) = (*send, *recv, self.range(rank));
+        let (send, recv, own) = (*send, *recv, call.segments.range(rank, self.n()));
         match (call.collective, call.op) {
             (Collective::ReduceScatter, Some(op)) => self.reduce_scatter(op, send, recv),
             (Collective::AllReduce, Some(op)) => {
@@ -210,9 +235,8 @@ impl Operation {
             (Collective::AllGather, _) => self.all_gather(send, recv),
             (Collective::Broadcast, _) => {
                 let root = call.root.unwrap_or(0);
-                let part = |peer: usize| Part { peer, bytes: send.slice(self.range(peer)) };
                 let (sends, receives) = if rank == root {
-                    (self.others().map(part).collect(), Vec::new())
+                    (self.parts(send), Vec::new())
                 } else {
                     (Vec::new(), vec![Part { peer: root, bytes: send.slice(own.clone()) }])
                 };
@@ -223,27 +247,21 @@ impl Operation {
                     .filter(|&peer| peer != root)
                     .map(|peer| Part { peer, bytes: send.slice(own.clone()) })
                     .collect();
-                let receives: Vec<Part> = if rank == root { Vec::new() } else { self.others().map(part).collect() };
+                let receives = if rank == root { Vec::new() } else { self.parts(send) };
                 self.exchange(Phase::Gather, &sends, &receives)
             }
             (Collective::AllToAll, _) => {
-                let sends: Vec<Part> =
-                    self.others().map(|peer| Part { peer, bytes: send.slice(self.range(peer)) }).collect();
-                let receives: Vec<Part> =
-                    self.others().map(|peer| Part { peer, bytes: recv.slice(self.range(peer)) }).collect();
                 copy(send.slice(own.clone()), recv.slice(own));
-                self.exchange(Phase::Scatter, &sends, &receives)
+                self.exchange(Phase::Scatter, &self.parts(send), &self.parts(recv))
             }
             (Collective::Barrier | Collective::ReduceScatter | Collective::AllReduce, _) => Ok(()),
         }
     }
 
     fn all_gather(&self, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        copy(send, recv.slice(self.range(self.members.rank)));
+        copy(send, recv.slice(self.checked.call.segments.range(self.members.rank, self.n())));
         let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: send }).collect();
-        let receives: Vec<Part> =
-            self.others().map(|peer| Part { peer, bytes: recv.slice(self.range(peer)) }).collect();
-        self.exchange(Phase::Gather, &sends, &receives)
+        self.exchange(Phase::Gather, &sends, &self.parts(recv))
     }
 
     fn reduce_scatter(&self, op: ReduceOp, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
@@ -257,32 +275,30 @@ impl Operation {
     }
 
     fn reduce_scatter_of<T: Reducible>(&self, op: ReduceOp, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        let (rank, n, own) = (self.members.rank, self.n(), self.range(self.members.rank));
+        let (rank, n) = (self.members.rank, self.n());
+        let own = self.checked.call.segments.range(rank, n);
         let len = own.len();
-        let mut staged: Vec<T> = vec![T::default(); len * n];
-        // SAFETY: `staged` outlives the exchange, which alone accesses it until it ends.
-        let places =
-            unsafe { DeviceSlice::from_raw_parts(staged.as_mut_ptr(), staged.len(), DeviceId::HOST) }.erase();
-        let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: send.slice(self.range(peer)) }).collect();
-        let receives: Vec<Part> =
-            self.others().map(|peer| Part { peer, bytes: places.slice(peer * len..(peer + 1) * len) }).collect();
-        self.exchange(Phase::Scatter, &sends, &receives)?;
         let (mine, out) = (send.slice(own).typed::<T>()?, recv.typed::<T>()?);
-        let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
-        for start in (0..len).step_by(CHUNK_ELEMS) {
-            let chunk = start..(start + CHUNK_ELEMS).min(len);
-            let result = &mut result[..chunk.len()];
-            // SAFETY: the memory is valid by the promise of the slice's maker, and nothing writes to it now; this
-            // view's last use precedes the write to `out`, which may be the same memory.
-            let mine = unsafe { mine.slice(chunk.clone()).as_host() };
-            let theirs = |q: usize| &staged[q * len + chunk.start..q * len + chunk.end];
-            let views: Vec<&[T]> = (0..n).map(|q| if q == rank { mine } else { theirs(q) }).collect();
-            T::reduce(op, &views, result, Store::Cached);
-            // SAFETY: the memory is valid by the promise of the slice's maker, and only this operation accesses it
-            // now.
-            unsafe { out.slice(chunk.clone()).as_host_mut() }.copy_from_slice(result);
-        }
-        Ok(())
+        let receives: Vec<_> = self.others().map(|peer| (peer, len * size_of::<T>())).collect();
+        self.transfer(Phase::Scatter, &self.parts(send), &receives, |received| {
+            let theirs: Vec<&[T]> =
+                (0..receives.len()).map(|index| bytemuck::cast_slice(received.received(index))).collect();
+            let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
+            for start in (0..len).step_by(CHUNK_ELEMS) {
+                let chunk = start..(start + CHUNK_ELEMS).min(len);
+                let result = &mut result[..chunk.len()];
+                // SAFETY: the memory is valid by the promise of the slice's maker, and nothing writes to it now; this
+                // view's last use precedes the write to `out`, which may be the same memory.
+                let mine = unsafe { mine.slice(chunk.clone()).as_host() };
+                let mut views: Vec<&[T]> = theirs.iter().map(|theirs| &theirs[chunk.clone()]).collect();
+                views.insert(rank, mine);
+                T::reduce(op, &views, result, Store::Cached);
+                // SAFETY: the memory is valid by the promise of the slice's maker, and only this operation accesses it
+                // now.
+                unsafe { out.slice(chunk.clone()).as_host_mut() }.copy_from_slice(result);
+            }
+            Ok(())
+        })
     }
 }
 

@@ -1,9 +1,12 @@
 //! The MPI calls of the back end, each behind a safe or narrowly unsafe method.
 //!
 //! MPI is initialized with `MPI_THREAD_SERIALIZED`: any thread may call it, under one lock. Sends and receives are
-//! non-blocking; [`Raw::test`] drives them. After [`Raw::freeze`] this process makes no MPI call: the transports of
-//! CPU clusters (shared memory, TCP) access a process's buffers only within that process's own calls, so from then on
-//! the buffers of unfinished transfers may be freed.
+//! non-blocking; [`Raw::test`] drives them.
+//!
+//! MPI cannot withdraw a transfer. `MPI_Cancel` ends a receive only if no message has matched it yet; for sends it is
+//! deprecated since MPI 4.0. A receive that has matched a message of a lost rank may never end, and an RDMA network may
+//! write to its buffer at any time without a call of this process. So a buffer is freed only when its transfer has
+//! ended; otherwise it is leaked ([`staging`](super::staging)).
 
 use std::ffi::{c_int, c_void};
 
@@ -111,24 +114,15 @@ impl Raw {
         drop(universe);
     }
 
-    /// Prevents all further calls.
-    pub(super) fn freeze(&self) {
-        *self.usable.lock() = false;
-    }
-
     fn call<R>(&self, f: impl FnOnce() -> Result<R, MpiError>) -> Result<R, MpiError> {
         let usable = self.usable.lock();
-        if *usable {
-            f()
-        } else {
-            Err(MpiError { call: "MPI", message: "no calls are made after a failure".to_owned() })
-        }
+        if *usable { f() } else { Err(MpiError { call: "MPI", message: "MPI is finalized".to_owned() }) }
     }
 
     /// Starts to receive `len` bytes from `peer` if `receives`, otherwise to send them.
     ///
     /// # Safety
-    /// Until the request is done or calls are frozen, `buffer` must be valid for `len` bytes: for a receive, valid
+    /// Until the request is done, `buffer` must be valid for `len` bytes: for a receive, valid
     /// for writes, and nothing else accesses them; for a send, valid for reads, and nothing writes to them.
     pub(super) unsafe fn start(
         &self,

@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use zero_alloc::TimeLimit;
-use zero_alloc::device::AnySlice;
 
 use super::notice::Notice;
 use super::raw::{MAX_BYTES, MpiError, Raw, Request};
 use crate::CommError;
 
-/// Time limit for transfers to end after a failure. If it passes, this process makes no further MPI call.
+/// Time limit for transfers to end after a failure. If it passes, their memory is leaked.
 const SETTLE_LIMIT: Duration = Duration::from_secs(1);
 
 /// The maximum time before the limit at which a waiting rank notifies the others of the rank that it waits for.
@@ -138,38 +137,42 @@ impl World {
         }
     }
 
-    /// After a failure: ends `requests`, so that their buffers may be freed.
-    pub(super) fn settle(&self, requests: &mut [Request]) {
+    /// After a failure: cancels the receives and waits for `requests`. Returns whether all have ended, so that their
+    /// buffers may be freed.
+    pub(super) fn settle(&self, requests: &mut [Request]) -> bool {
         let deadline = Instant::now() + SETTLE_LIMIT;
         for request in requests.iter_mut().filter(|request| request.receives) {
             let _ = self.raw.cancel(request);
         }
         let mut pause = Pause::default();
-        // A request whose test fails has ended too, or no calls are made any more.
-        while !requests.iter_mut().all(|request| self.raw.test(request).unwrap_or(true)) {
-            if Instant::now() >= deadline {
-                return self.raw.freeze();
+        while Instant::now() < deadline {
+            let mut tests = requests.iter_mut().map(|request| self.raw.test(request));
+            match tests.try_fold(true, |all, test| Ok::<_, MpiError>(all & test?)) {
+                Ok(true) => return true,
+                Ok(false) => pause.sleep(false),
+                // The state of this request is unknown.
+                Err(_) => return false,
             }
-            pause.sleep(false);
         }
+        false
     }
 
-    /// Starts to receive `bytes` from `peer` if `receives`, otherwise to send them, in transfers of at most
-    /// [`MAX_BYTES`].
+    /// Starts to receive `len` bytes from `peer` into `buffer` if `receives`, otherwise to send them, in transfers of at
+    /// most [`MAX_BYTES`].
     ///
     /// # Safety
     /// As for [`Raw::start`], for every request.
     pub(super) unsafe fn start(
         &self,
         receives: bool,
-        bytes: AnySlice,
+        buffer: *mut u8,
+        len: usize,
         peer: usize,
         tag: c_int,
         requests: &mut Vec<Request>,
     ) -> Result<(), (usize, MpiError)> {
-        let len = bytes.len_bytes();
         for start in (0..len).step_by(MAX_BYTES) {
-            let (buffer, len) = (bytes.as_ptr().wrapping_add(start), MAX_BYTES.min(len - start));
+            let (buffer, len) = (buffer.wrapping_add(start), MAX_BYTES.min(len - start));
             // SAFETY: this range is within the caller's buffer, for which the promise holds.
             let request = unsafe { self.raw.start(receives, buffer, len, peer, tag) };
             requests.push(request.map_err(|error| (peer, error))?);
