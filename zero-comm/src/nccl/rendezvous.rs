@@ -24,7 +24,7 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(
 /// lack of places it ends a connection only later, and those attempts are repeated until the limit.
 const REJECTIONS: usize = 8;
 /// Connections that may wait until the coordinator accepts them; the system may allow fewer.
-const BACKLOG: i32 = 4096;
+pub(super) const BACKLOG: i32 = 4096;
 
 /// A rank's connection to the coordinator, after all ranks have joined.
 pub(super) struct Joined {

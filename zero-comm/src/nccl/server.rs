@@ -147,9 +147,6 @@ impl Server {
         let n = options.world_size;
         let failed = |error| failed(&error, n);
         let places = descriptors::reserve(n)?;
-        // The standard library queues 128 connections; a rank beyond them would try again after a second.
-        let queue = i32::try_from(n).unwrap_or(i32::MAX).max(128);
-        rustix::net::listen(&listener, queue).map_err(|e| failed(e.into()))?;
         listener.set_nonblocking(true).map_err(failed)?;
         let mut listener = TcpListener::from_std(listener);
         let poll = Poll::new().map_err(failed)?;

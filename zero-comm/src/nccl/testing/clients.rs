@@ -13,6 +13,7 @@ use crate::nccl::calls::Calls;
 use crate::nccl::handshake::{Hello, Key};
 use crate::nccl::library::back_end;
 use crate::nccl::message::{Context, MeetingEntry, Message, Outcome};
+use crate::nccl::rendezvous::BACKLOG;
 use crate::nccl::server::{self, Options};
 use crate::nccl::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
 use crate::split_request::SplitRequest;
@@ -27,6 +28,8 @@ const WORLD: Context = 0;
 pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
     let listener = listener.map_err(|e| back_end(format!("port {port}: {e}")))?;
+    // As in a rendezvous.
+    let _ = rustix::net::listen(&listener, BACKLOG);
     let (id, key) = (ID.to_vec(), Key::new(None));
     server::start(listener, None, Options { world_size, library: LIBRARY, key, id, join_limit: LONG, limit: LONG })?;
     Ok(())
