@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Barrier, Mutex};
 
 use zero_ckpt::{BackgroundStore, Exchange, Reader, SaveMeta, ShardData, StateDtype, StateSpec, Store, StoreOptions};
-use zero_shard::{Layout, ParamSpec, UnitSpec};
+use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
 /// The memory that the ranks share, in place of a communicator.
 struct Shared {
@@ -57,8 +57,10 @@ fn rank_saves(dir: &Path, rank: u64, shared: &Shared) -> Result<String, Box<dyn 
     let mut shard = ShardData::new(&layout, rank)?;
     shard.storage_f32("master", &master)?;
     let trainer = serde_json::json!({ "seed": 1, "tokens_seen": 4096 });
-    store
-        .begin_copy(SaveMeta { step: 10, stage: 3, dtype: "bf16".into(), trainer, ..SaveMeta::default() }, &shard)?;
+    store.begin_copy(
+        SaveMeta { step: 10, stage: ZeroStage::Three, dtype: StateDtype::BF16, trainer, ..SaveMeta::default() },
+        &shard,
+    )?;
     master.fill(-1.0); // training continues; the snapshot holds step 10
     Ok(store.complete(&mut Threads(shared, rank))?.name)
 }

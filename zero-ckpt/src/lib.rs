@@ -15,7 +15,7 @@ mod load;
 mod save;
 
 pub use error::CkptError;
-pub use exchange::{Exchange, MESSAGE_BYTES, RECORD_BYTES, SingleRank};
+pub use exchange::{Exchange, ExchangeFn, MESSAGE_BYTES, RECORD_BYTES, SingleRank};
 pub use format::blocks::{Piece, StateSpec};
 pub use format::dtype::StateDtype;
 pub use format::header::{Header, TensorEntry};

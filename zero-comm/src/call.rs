@@ -232,6 +232,18 @@ impl Group {
         Ok(checked)
     }
 
+    /// Checks an all-gather of control traffic with a segment of `counts[q]` elements from rank q.
+    pub(crate) fn control_all_gather_uneven(
+        self,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+    ) -> Result<Checked, CommError> {
+        let mut checked = self.all_gather_uneven(send, recv, counts)?;
+        checked.call.control = true;
+        Ok(checked)
+    }
+
     /// Checks an all-reduce.
     ///
     /// # Errors

@@ -5,10 +5,13 @@
 //! The host back ends add fp16 and bf16 in fp32, in rank order, and round once.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, Device};
 
+use crate::exchange::exchange;
 use crate::{Checked, CommError, Group};
 
 /// A reduction over ranks; the host back ends combine in rank order.
@@ -238,6 +241,23 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
     /// Counts or dtypes do not match, or the stream returned an error.
     fn control_all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
         self.enqueue(stream, self.group().control_all_gather(send, recv)?)
+    }
+
+    /// Sends `message` to all ranks and returns the messages of all ranks, in rank order: for votes and agreements.
+    /// Messages may be empty and of different lengths, at most 1 GiB. Blocks the host: each wait for `stream` takes at most
+    /// `limit`. Up to 120 bytes take one all-gather of control data, longer messages a second one. Memory for all messages is
+    /// allocated from `pool` for the duration of the call.
+    ///
+    /// # Errors
+    /// A rank failed, memory is exhausted, or the limit passed. On an error the ranks may be in different calls: abort.
+    fn exchange(
+        &self,
+        pool: &Pool<D>,
+        stream: &D::Stream,
+        message: &[u8],
+        limit: Duration,
+    ) -> Result<Vec<Vec<u8>>, CommError> {
+        exchange(self, pool, stream, message, limit)
     }
 
     /// `recv[i] = op over ranks q of send_q[i]`; `send.len() == recv.len()`.

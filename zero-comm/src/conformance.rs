@@ -367,6 +367,20 @@ fn check_all<D: Device>(rank: &Rank<'_, D>) -> Outcome {
     Ok(())
 }
 
+/// Messages of all lengths around those that one all-gather carries, empty ones included.
+fn exchanges_messages<D: Device>(rank: &Rank<'_, D>) -> Outcome {
+    for len in [0usize, 1, 119, 121, 300] {
+        let of = |q: usize| vec![q as u8 ^ len as u8; if q.is_multiple_of(2) { len } else { len / 2 }];
+        let Rank { comm, pool, stream, plan } = rank;
+        let got = text(comm.exchange(pool, stream, &of(comm.rank()), plan.limit))?;
+        let expected: Vec<_> = (0..comm.world_size()).map(of).collect();
+        if got != expected {
+            return Err(format!("exchange of {len} bytes: expected {expected:?}, got {got:?}"));
+        }
+    }
+    Ok(())
+}
+
 /// A call that was checked for another group has buffers of other lengths.
 fn refuses_calls_of_other_groups<D: Device>(comm: &dyn Communicator<D>, stream: &D::Stream) -> Outcome {
     let Group { rank, world_size } = comm.group();
@@ -412,7 +426,9 @@ pub fn check<D: Device>(device: &D, comm: &dyn Communicator<D>, stream: &D::Stre
     refuses_calls_of_other_groups(comm, stream)?;
     refuses_memory_of_other_devices(comm, stream)?;
     let pool = Pool::new(device.clone(), usize::MAX);
-    check_all(&Rank { comm, pool: pool.clone(), stream, plan })?;
+    let all = Rank { comm, pool: pool.clone(), stream, plan };
+    check_all(&all)?;
+    exchanges_messages(&all)?;
     let (rank, n) = (comm.rank(), comm.world_size());
     for (turn, colors) in [1, 2, 3].into_iter().enumerate() {
         // The last rank of a larger world passes no color; keys reverse the order of ranks.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use zero_alloc::AllocError;
 use zero_alloc::device::{DType, DeviceError};
 
 use crate::{Call, Collective, ReduceOp};
@@ -229,6 +230,10 @@ pub enum CommError {
     #[error(transparent)]
     #[serde(skip)]
     Rendezvous(#[from] crate::RendezvousError),
+    /// The pool could not allocate memory for a message.
+    #[error(transparent)]
+    #[serde(skip)]
+    Alloc(#[from] AllocError),
     /// The device or the stream failed.
     #[error(transparent)]
     #[serde(skip)]

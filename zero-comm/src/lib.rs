@@ -6,6 +6,7 @@ mod communicator;
 #[cfg(feature = "testing")]
 pub mod conformance;
 mod error;
+mod exchange;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "cuda")]

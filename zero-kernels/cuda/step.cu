@@ -2,7 +2,8 @@
 // src/step.rs, with the same structs and the same operations in the same order. Each kernel is one thread.
 //
 // rank_stats: combines the statistics of this rank's units. advance_step: computes the scalars of the step's Adam
-// launches from the statistics of all ranks, and updates the loss scale and the step counts.
+// launches, one for each set of rates, from the statistics of all ranks, and updates the loss scale and the step counts.
+// `rates` has `scalar_count` entries for each of `positions` positions.
 
 struct GradStats {
     double sum_sq;
@@ -28,6 +29,7 @@ struct StepConfig {
     u32 hysteresis;
     u32 consecutive_hysteresis;
     u32 fail_at_min;
+    double divisor;
 };
 
 struct StepRates {
@@ -64,7 +66,7 @@ struct StepRecord {
     u32 halted;
 };
 
-static_assert(sizeof(RankStats) == 40 && sizeof(StepConfig) == 56, "as on the host");
+static_assert(sizeof(RankStats) == 40 && sizeof(StepConfig) == 64, "as on the host");
 static_assert(sizeof(StepState) == 56 && sizeof(StepRecord) == 104, "as on the host");
 
 #define NONE 0xffffffffffffffffull
@@ -132,11 +134,12 @@ __device__ __forceinline__ bool count_step(const StepConfig &config, StepState &
 }
 
 extern "C" __global__ void advance_step(const RankStats *ranks, u64 rank_count, const StepConfig *config_at,
-                                        const StepRates *rates, u64 rate_count, StepState *state,
-                                        StepScalars *scalars, StepRecord *records, u64 record_count) {
+                                        const StepRates *rates, u64 positions, StepState *state,
+                                        StepScalars *scalars, u64 scalar_count, StepRecord *records,
+                                        u64 record_count) {
     StepConfig config = *config_at;
     StepState s = *state;
-    *scalars = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1};
+    for (u64 i = 0; i < scalar_count; i++) scalars[i] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1};
     // A run stays halted until the host resets its state.
     if (s.halted) return;
     double sum_sq = 0.0;
@@ -155,34 +158,39 @@ extern "C" __global__ void advance_step(const RankStats *ranks, u64 rank_count, 
         }
     }
     u64 at = s.schedule_position - config.first_position;
-    if (s.schedule_position < config.first_position || at >= rate_count) {
+    if (s.schedule_position < config.first_position || at >= positions) {
         s.halted = HALT_NO_RATE;
     } else if (record.bad_rank != NONE) {
-        record.lr = rates[at].lr;
+        record.lr = rates[at * scalar_count].lr;
         if (!count_step(config, s, true)) s.halted = HALT_AT_MINIMUM;
     } else {
         double divisor = __dmul_rn(__dmul_rn(s.loss_scale, (double)rank_count), (double)config.micro_batches);
-        StepRates now = rates[at];
-        record.lr = now.lr;
+        if (config.divisor > 0.0) divisor = __dmul_rn(s.loss_scale, config.divisor);
+        record.lr = rates[at * scalar_count].lr;
         record.grad_norm = __ddiv_rn(__dsqrt_rn(sum_sq), divisor);
         record.clip = 1.0;
         if (config.max_grad_norm > 0.0 && record.grad_norm > config.max_grad_norm)
             record.clip = __ddiv_rn(config.max_grad_norm, __dadd_rn(record.grad_norm, 1e-6));
         record.skipped = 0;
         u64 t = s.adam_steps + 1;
-        scalars->grad_scale = (float)__ddiv_rn(record.clip, divisor);
-        scalars->lr = (float)record.lr;
-        double correction1 = 1.0, correction2 = 1.0;
-        if (config.bias_correction) {
-            correction1 = __dsub_rn(1.0, power(now.beta1, t));
-            correction2 = __dsub_rn(1.0, power(now.beta2, t));
+        for (u64 i = 0; i < scalar_count; i++) {
+            StepRates now = rates[at * scalar_count + i];
+            double correction1 = 1.0, correction2 = 1.0;
+            if (config.bias_correction) {
+                correction1 = __dsub_rn(1.0, power(now.beta1, t));
+                correction2 = __dsub_rn(1.0, power(now.beta2, t));
+            }
+            StepScalars out;
+            out.grad_scale = (float)__ddiv_rn(record.clip, divisor);
+            out.lr = (float)now.lr;
+            out.step_size = (float)__ddiv_rn(now.lr, correction1);
+            out.bias_correction2_sqrt = (float)__dsqrt_rn(correction2);
+            out.one_minus_beta1 = (float)__dsub_rn(1.0, now.beta1);
+            out.beta2 = (float)now.beta2;
+            out.one_minus_beta2 = (float)__dsub_rn(1.0, now.beta2);
+            out.skip = 0;
+            scalars[i] = out;
         }
-        scalars->step_size = (float)__ddiv_rn(record.lr, correction1);
-        scalars->bias_correction2_sqrt = (float)__dsqrt_rn(correction2);
-        scalars->one_minus_beta1 = (float)__dsub_rn(1.0, now.beta1);
-        scalars->beta2 = (float)now.beta2;
-        scalars->one_minus_beta2 = (float)__dsub_rn(1.0, now.beta2);
-        scalars->skip = 0;
         count_step(config, s, false);
     }
     record.next_loss_scale = s.loss_scale;

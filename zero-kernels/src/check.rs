@@ -148,7 +148,8 @@ pub(crate) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<(), K
     ];
     read[0].has_at_least(1)?;
     read[1].has(1)?;
-    written[..2].iter().try_for_each(|e| e.has(1))?;
-    written[2].has_at_least(1)?;
+    written[0].has(1)?;
+    written[1..].iter().try_for_each(|e| e.has_at_least(1))?;
+    read[2].has(args.rates.len().next_multiple_of(args.scalars.len()))?;
     check_extents(device, &written, &read)
 }

@@ -214,11 +214,12 @@ pub struct AdvanceArgs {
     pub ranks: DeviceSlice<RankStats>,
     /// One element, read.
     pub config: DeviceSlice<StepConfig>,
-    /// The schedule's values from [`StepConfig::first_position`] on; read.
+    /// The schedule's values from [`StepConfig::first_position`] on, for each position one entry for each of
+    /// `scalars`; read.
     pub rates: DeviceSlice<StepRates>,
     /// One element, updated.
     pub state: DeviceSlice<StepState>,
-    /// One element, written: the scalars of the step's Adam launches.
+    /// The scalars of the step's Adam launches, one for each set of rates; at least one, written.
     pub scalars: DeviceSlice<StepScalars>,
     /// A ring of at least one element; the record of iteration `i` is written to element `i % len`.
     pub records: DeviceSlice<StepRecord>,

@@ -10,6 +10,9 @@
 //! grad_scale = clip / (S * N * A)
 //! ```
 //!
+//! A [divisor](StepConfig::divisor) of the caller replaces `N * A`. Parameter groups share all of this; each set of
+//! learning rate and betas has its own [`StepScalars`].
+//!
 //! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows DeepSpeed's
 //! `DynamicLossScaler` (0.19.8):
 //!
@@ -86,6 +89,9 @@ pub struct StepConfig {
     pub consecutive_hysteresis: u32,
     /// Nonzero if an overflow at the minimum scale halts the run.
     pub fail_at_min: u32,
+    /// The sums of gradients over ranks are divided by this, for example the step's tokens; 0: by ranks x
+    /// micro-batches.
+    pub divisor: f64,
 }
 
 /// The schedule's values at one position.
@@ -207,7 +213,7 @@ pub struct StepRecord {
     pub halted: u32,
 }
 
-const _: () = assert!(size_of::<RankStats>() == 40 && size_of::<StepConfig>() == 56);
+const _: () = assert!(size_of::<RankStats>() == 40 && size_of::<StepConfig>() == 64);
 const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepRecord>() == 104 && size_of::<StepRates>() == 24);
 
 /// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so the same bits, on
@@ -223,21 +229,23 @@ pub fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// Advances `state` by one step, given the statistics of all ranks in rank order. Returns the scalars of the step's
-/// Adam launches and the step's record, or no record if the run was halted before.
+/// Advances `state` by one step, given the statistics of all ranks in rank order, and writes the `scalars` of the
+/// step's Adam launches. Returns the step's record, or `None` if the run was halted before.
 ///
 /// `rates` holds the schedule's values from [`StepConfig::first_position`] on, since only the state records which
-/// steps were skipped. Outside this table, and on an overflow at the minimum scale, the run is *halted*: this step
+/// steps were skipped: for each position one entry for each element of `scalars`. The first is that of the record's
+/// learning rate. Outside this table, and on an overflow at the minimum scale, the run is *halted*: this step
 /// and all later ones are skipped.
 pub fn advance_step(
     ranks: &[RankStats],
     config: &StepConfig,
     rates: &[StepRates],
     state: &mut StepState,
-) -> (StepScalars, Option<StepRecord>) {
-    let mut scalars = StepScalars::skipped();
+    scalars: &mut [StepScalars],
+) -> Option<StepRecord> {
+    scalars.fill(StepScalars::skipped());
     if state.halted != StepState::RUNNING {
-        return (scalars, None);
+        return None;
     }
     let sum_sq = ranks.iter().fold(0.0, |sum, r| sum + r.sum_sq);
     let bad_rank = ranks.iter().position(RankStats::is_bad);
@@ -254,18 +262,25 @@ pub fn advance_step(
         ..StepRecord::default()
     };
     let index = state.schedule_position.checked_sub(config.first_position);
-    if let Some(rates) = index.and_then(|i| rates.get(usize::try_from(i).ok()?)) {
-        record.lr = rates.lr;
+    let now = index.and_then(|i| rates.chunks_exact(scalars.len().max(1)).nth(usize::try_from(i).ok()?));
+    if let Some(now) = now {
+        record.lr = now[0].lr;
         if bad_rank.is_some() {
             if !state.count_step(config, true) {
                 state.halted = StepState::AT_MINIMUM;
             }
         } else {
-            let divisor = state.loss_scale * ranks.len() as f64 * f64::from(config.micro_batches);
+            let divisor = if config.divisor > 0.0 {
+                state.loss_scale * config.divisor
+            } else {
+                state.loss_scale * ranks.len() as f64 * f64::from(config.micro_batches)
+            };
             let (grad_norm, max) = (sum_sq.sqrt() / divisor, config.max_grad_norm);
             let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
-            scalars =
-                StepScalars::with_rates(state.adam_steps + 1, rates, config.bias_correction != 0, clip / divisor);
+            let (t, correct) = (state.adam_steps + 1, config.bias_correction != 0);
+            for (scalars, rates) in scalars.iter_mut().zip(now) {
+                *scalars = StepScalars::with_rates(t, rates, correct, clip / divisor);
+            }
             (record.grad_norm, record.clip, record.skipped) = (grad_norm, clip, 0);
             state.count_step(config, false);
         }
@@ -273,7 +288,7 @@ pub fn advance_step(
         state.halted = StepState::NO_RATE;
     }
     (record.next_loss_scale, record.halted) = (state.loss_scale, state.halted);
-    (scalars, Some(record))
+    Some(record)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
-use zero_optim::{GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW, UnitSlices};
+use zero_optim::{Divisor, GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW, UnitSlices};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for (rank, optim) in ranks.iter_mut().enumerate() {
             let (grad, param) = (reduced(&mut grads[rank], &stream)?, [(one(&mut params[rank]), 0)]);
             let units = [UnitSlices { grad: &grad, param: &param }];
-            let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+            let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
             let outcome = optim.step(&stream, &units, gathered, LIMIT)?;
             stream.synchronize(LIMIT)?;
             if rank == 0 && step % 50 == 49 {

@@ -8,11 +8,11 @@
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
 //! | stats | 16 bytes per unit | `Workspace` | always |
 //! | stats_scratch | [`Kernels::stats_scratch_elems`] of the largest unit | `Workspace` | on a GPU |
-//! | scalars | 32 bytes | `Workspace` | always |
+//! | scalars | 32 bytes for each set of learning rate and betas | `Workspace` | always |
 //!
-//! The state elements are those of this rank's shards (stages 1 to 3) or of all units (stage 0). The optimizer does
-//! not depend on the stage: the caller passes **segments**, one per unit, that tile the state, and at each step one
-//! gradient and the slices of one parameter per segment, anywhere in device memory.
+//! The state elements are those of this rank's shards (stages 1 to 3) or of all units (stage 0), without frozen ones.
+//! The optimizer does not depend on the stage: the caller passes **segments**, one per unit, and at each step one gradient
+//! and the slices of one parameter per segment, anywhere in device memory.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -22,10 +22,11 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice, Event, Reduced, Stream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{AdamArgs, GradStats, Kernels, RankStats, StepScalars};
+use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, RankStats, StepScalars};
 
-use crate::controller::{OptimizerConfig, Progress, StepController, StepOutcome};
+use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
+use crate::groups::{LaunchRules, ParamGroups, Piece, Resolved};
 use crate::segments::{Launch, Segment, UnitSlices, check_segments, launches};
 use crate::{OptimError, StateKind};
 
@@ -34,8 +35,19 @@ use crate::{OptimError, StateKind};
 pub struct GatheredStats<'a> {
     /// The statistics of all ranks, in rank order.
     pub ranks: &'a [RankStats],
-    /// Micro-batches summed in the gradients.
-    pub micro_batches: usize,
+    /// What the gradients, which are sums over ranks, are divided by.
+    pub divisor: Divisor,
+}
+
+/// This rank's inputs of [`ShardedAdamW::step_with`].
+#[derive(Clone, Copy, Debug)]
+pub struct StepInputs {
+    /// Its part of the loss; parts are summed over ranks.
+    pub loss: f64,
+    /// 64 bits; the outcome has their OR and their AND over ranks.
+    pub flags: u64,
+    /// What the gradients, which are sums over ranks, are divided by; the same on all ranks.
+    pub divisor: Divisor,
 }
 
 /// AdamW over this rank's part of the state. A call on another stream than the last call's makes that stream wait for
@@ -46,6 +58,7 @@ pub struct ShardedAdamW<D: Device> {
     pub(crate) controller: StepController,
     param_dtype: DType,
     segments: Vec<Segment>,
+    groups: Resolved,
     pub(crate) names: Vec<String>,
     master: Option<Block<D>>,
     first_moment: Block<D>,
@@ -83,12 +96,31 @@ impl<D: Device> ShardedAdamW<D> {
         param_dtype: DType,
         segments: Vec<Segment>,
     ) -> Result<Self, OptimError> {
+        Self::with_groups(pool, kernels, stream, config, param_dtype, segments, &ParamGroups::default())
+    }
+
+    /// As [`Self::new`], with parameter groups: one loss scale, one decision, one norm over all trained gradients, and
+    /// one state, without elements for frozen parameters. With equal rules the launches and bits are those of
+    /// [`Self::new`]. All ranks pass the same rules; the runs are those of this rank's elements.
+    ///
+    /// # Errors
+    /// As [`Self::new`], or the runs do not tile the elements of the segments.
+    pub fn with_groups(
+        pool: &Pool<D>,
+        kernels: Arc<dyn Kernels<D>>,
+        stream: &D::Stream,
+        config: OptimizerConfig,
+        param_dtype: DType,
+        segments: Vec<Segment>,
+        groups: &ParamGroups,
+    ) -> Result<Self, OptimError> {
         if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
             return Err(OptimError::ParamDType { dtype: param_dtype });
         }
-        let controller = StepController::new(config)?;
-        let elems = check_segments(&segments)?;
-        let state = || pool.allocate(elems, DType::F32, Purpose::Optimizer, stream);
+        let mut controller = StepController::new(config)?;
+        let groups = groups.resolve(controller.config(), &segments, check_segments(&segments)?)?;
+        controller.set_rates(groups.rates.clone());
+        let state = || pool.allocate(groups.state_elems, DType::F32, Purpose::Optimizer, stream);
         let largest = segments.iter().map(|s| s.own_shard.len()).max().unwrap_or(0);
         let scratch_elems = kernels.stats_scratch_elems(largest);
         let optim = Self {
@@ -99,17 +131,22 @@ impl<D: Device> ShardedAdamW<D> {
             master: if param_dtype == DType::F32 { None } else { Some(state()?) },
             first_moment: state()?,
             second_moment: state()?,
-            // The sizes of a `GradStats` per unit and of one `StepScalars`.
+            // The sizes of a `GradStats` per unit and of a `StepScalars` per set of rates.
             stats: pool.allocate(2 * segments.len(), DType::F64, Purpose::Workspace, stream)?,
             stats_scratch: pool.allocate(scratch_elems, DType::F64, Purpose::Workspace, stream)?,
-            scalars: pool.allocate(8, DType::F32, Purpose::Workspace, stream)?,
+            scalars: pool.allocate(8 * groups.rates.len(), DType::F32, Purpose::Workspace, stream)?,
             device_steps: None,
             names: segments.iter().map(|s| s.name.clone()).collect(),
             segments,
+            groups,
             stream: stream.clone(),
         };
         for block in [&optim.first_moment, &optim.second_moment] {
             optim.device.fill_zero(stream, view(block))?;
+        }
+        // Frozen units have no launch that writes their statistics.
+        if (0..optim.segments.len()).any(|unit| optim.is_frozen(unit)) {
+            optim.device.fill_zero(stream, view(&optim.stats))?;
         }
         Ok(optim)
     }
@@ -127,7 +164,21 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Elements of the state storage.
+    /// The pieces of unit `unit`, in order: ranges with equal rules, and their places in the state storage.
+    ///
+    /// # Panics
+    /// There is no such unit.
+    pub fn pieces(&self, unit: usize) -> &[Piece] {
+        &self.groups.pieces[unit]
+    }
+
+    /// Whether the unit has elements, and all are frozen.
+    fn is_frozen(&self, unit: usize) -> bool {
+        let pieces = self.pieces(unit);
+        !pieces.is_empty() && pieces.iter().all(|piece| piece.state.is_none())
+    }
+
+    /// Elements of the state storage: those that are not frozen.
     pub fn state_elems(&self) -> usize {
         self.first_moment.len()
     }
@@ -150,7 +201,7 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_pieces("weights", weights)?;
         self.enter(stream)?;
         let Some(master) = &self.master else { return Ok(()) };
-        for (slice, state) in self.pieces(weights) {
+        for (slice, state) in self.trained(weights) {
             self.kernels.cast(stream, slice, view(master).slice(state), 1.0)?;
         }
         Ok(())
@@ -169,18 +220,30 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_pieces("params", params)?;
         self.enter(stream)?;
         let Some(master) = &self.master else { return Ok(()) };
-        for (slice, state) in self.pieces(params) {
+        for (slice, state) in self.trained(params) {
             self.kernels.cast(stream, view(master).slice(state), slice, 1.0)?;
         }
         Ok(())
     }
 
-    /// The slices of all units, each with its range of the state.
-    fn pieces(&self, units: &[impl AsRef<[(AnySlice, usize)]>]) -> impl Iterator<Item = (AnySlice, Range<usize>)> {
-        self.segments.iter().zip(units).flat_map(|(segment, unit)| {
-            let start = segment.state.start;
-            unit.as_ref().iter().map(move |&(slice, at)| (slice, start + at..start + at + slice.len()))
+    /// The trained parts of all slices, each with its range of the state storage.
+    fn trained(&self, units: &[impl AsRef<[(AnySlice, usize)]>]) -> impl Iterator<Item = (AnySlice, Range<usize>)> {
+        units.iter().enumerate().flat_map(move |(i, unit)| {
+            unit.as_ref().iter().flat_map(move |&(slice, at)| {
+                let trained = self.groups.trained(i, at..at + slice.len());
+                trained.map(move |(elems, state, _)| (slice.slice(elems.start - at..elems.end - at), state))
+            })
         })
+    }
+
+    /// Sets the base learning rate of the next steps; schedules that name rates of their own keep those. Not part of
+    /// the progress in a checkpoint. Before further device steps call [`Self::prepare_device_steps`] again.
+    ///
+    /// # Errors
+    /// The rate is negative or not finite, or device steps have unread outcomes.
+    pub fn set_lr(&mut self, lr: f64) -> Result<(), OptimError> {
+        self.outdate_device_steps()?;
+        self.controller.set_lr(lr)
     }
 
     /// The loss scale for all micro-batches of the next step. Only a step or a restore changes it.
@@ -189,6 +252,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Enqueues computing the statistics of this rank's shards of the gradients, one per unit; `stream` waits for them.
+    /// Gradients of frozen elements are set to zero first, so that they do not count.
     /// Gradients that may still be in flight do not compile:
     ///
     /// ```compile_fail,E0277
@@ -219,8 +283,15 @@ impl<D: Device> ShardedAdamW<D> {
         self.enter(stream)?;
         let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
         for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
+            if self.is_frozen(i) {
+                continue;
+            }
             let grad: &Reduced<D> = grad.borrow();
-            let own = grad.wait_on(stream)?.slice(segment.own_shard.clone());
+            let grad = grad.wait_on(stream)?;
+            for piece in self.pieces(i).iter().filter(|piece| piece.state.is_none()) {
+                self.device.fill_zero(stream, grad.slice(piece.elems.clone()))?;
+            }
+            let own = grad.slice(segment.own_shard.clone());
             self.kernels.grad_stats(stream, own, scratch, stats.slice(i..i + 1))?;
         }
         Ok(())
@@ -254,24 +325,53 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_units(units)?;
         self.enter(stream)?;
         let mut controller = self.controller.clone();
-        let (scalars, outcome) = controller.advance(gathered.ranks, gathered.micro_batches, &self.names)?;
+        let (scalars, outcome) = controller.advance(gathered.ranks, gathered.divisor, &self.names)?;
         if !outcome.is_skipped() {
-            self.device.upload(stream, bytemuck::bytes_of(&scalars), view(&self.scalars), limit)?;
+            self.device.upload(stream, bytemuck::cast_slice(&scalars), view(&self.scalars), limit)?;
             self.enqueue_adam(stream, units)?;
         }
         self.controller = controller;
         Ok(outcome)
     }
 
+    /// The four parts of a step in one call: statistics, exchange, decision and update. `exchange` sends a message to all
+    /// ranks and returns the messages of all ranks, in rank order, such as `Communicator::exchange` of zero-comm. All ranks
+    /// call it.
+    ///
+    /// # Errors
+    /// Those of [`Self::enqueue_stats`], [`Self::rank_stats`], `exchange` and [`Self::step`]. If this rank fails before or
+    /// in the exchange, the others wait for it: abort the communicator.
+    pub fn step_with<E: From<OptimError>>(
+        &mut self,
+        stream: &D::Stream,
+        units: &[UnitSlices<'_, D>],
+        inputs: StepInputs,
+        exchange: impl FnOnce(&[u8]) -> Result<Vec<Vec<u8>>, E>,
+        limit: Duration,
+    ) -> Result<StepOutcome, E> {
+        self.check_units(units)?;
+        let grads: Vec<&Reduced<D>> = units.iter().map(|unit| unit.grad).collect();
+        self.enqueue_stats(stream, &grads)?;
+        let own = RankStats { flags: inputs.flags, ..self.rank_stats(stream, inputs.loss, limit)? };
+        let mut ranks = Vec::new();
+        for (rank, message) in exchange(bytemuck::bytes_of(&own))?.iter().enumerate() {
+            let stats = bytemuck::try_pod_read_unaligned(message);
+            let (expected, got) = (size_of::<RankStats>(), message.len());
+            ranks.push(stats.map_err(|_| OptimError::StatsLen { rank, expected, got })?);
+        }
+        Ok(self.step(stream, units, GatheredStats { ranks: &ranks, divisor: inputs.divisor }, limit)?)
+    }
+
     /// Enqueues the update, after the gradients. It reads the scalars from device memory in stream order.
     pub(crate) fn enqueue_adam(&self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
         let mut slices = Vec::with_capacity(units.len());
-        for (segment, unit) in self.segments.iter().zip(units) {
+        for (i, unit) in units.iter().enumerate().filter(|(i, _)| !self.is_frozen(*i)) {
             let grad = unit.grad.wait_on(stream)?;
-            slices.extend(unit.param.iter().map(|&(param, at)| {
-                let range = at..at + param.len();
-                let state = segment.state.start + range.start..segment.state.start + range.end;
-                Launch { state, grad: grad.slice(range), param }
+            slices.extend(unit.param.iter().flat_map(|&(param, at)| {
+                self.groups.trained(i, at..at + param.len()).map(move |(elems, state, rules)| {
+                    let param = param.slice(elems.start - at..elems.end - at);
+                    Launch { state, grad: grad.slice(elems), param, rules }
+                })
             }));
         }
         let first_moment = view(&self.first_moment).typed::<f32>()?;
@@ -279,7 +379,8 @@ impl<D: Device> ShardedAdamW<D> {
         let master = self.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
         let join = self.device.kind() == DeviceKind::Cuda;
         let max_elems = self.controller.config().sub_group_elems;
-        for Launch { state, grad, param } in launches(slices.into_iter(), join, max_elems) {
+        for Launch { state, grad, param, rules } in launches(slices.into_iter(), join, max_elems) {
+            let LaunchRules { scalars, weight_decay } = self.groups.launch_rules[rules];
             let (master, param_out) = match master {
                 Some(master) => (master.slice(state.clone()), Some(param)),
                 None => (param.typed::<f32>()?, None),
@@ -290,15 +391,16 @@ impl<D: Device> ShardedAdamW<D> {
                 second_moment: second_moment.slice(state),
                 grad,
                 param_out,
-                scalars: self.scalars_slice(),
-                hyper: self.controller.config().hyper,
+                scalars: self.scalars_slice().slice(scalars..scalars + 1),
+                hyper: AdamHyper { weight_decay, ..self.controller.config().hyper },
             };
             self.kernels.adam(stream, args)?;
         }
         Ok(())
     }
 
-    /// The state of one kind over the whole state storage; `None` for the masters of fp32 training.
+    /// The state of one kind over the whole state storage, which [`Self::pieces`] maps to units; `None` for the masters
+    /// of fp32 training.
     ///
     /// # Safety
     /// The optimizer's stream or events order accesses with those of the optimizer. They end before the optimizer is
@@ -351,10 +453,9 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
-        // SAFETY: the block has the size and alignment of a `StepScalars`; the rest as for `view`.
-        unsafe {
-            DeviceSlice::from_raw_parts(view(&self.scalars).as_ptr().cast::<StepScalars>(), 1, self.device.id())
-        }
+        let (at, sets) = (view(&self.scalars).as_ptr().cast::<StepScalars>(), self.groups.rates.len());
+        // SAFETY: the block has the size and alignment of a `StepScalars` per set of rates; the rest as for `view`.
+        unsafe { DeviceSlice::from_raw_parts(at, sets, self.device.id()) }
     }
 
     pub(crate) fn stats_slice(&self) -> DeviceSlice<GradStats> {
@@ -380,8 +481,9 @@ impl<D: Device> ShardedAdamW<D> {
 
     fn check_grads<'a>(&self, grads: impl ExactSizeIterator<Item = &'a Reduced<D>>) -> Result<(), OptimError> {
         self.check_count("grads", grads.len())?;
-        for (segment, grad) in self.segments.iter().zip(grads) {
-            if grad.len() != segment.len() {
+        for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
+            let absent = grad.is_empty() && self.is_frozen(i);
+            if grad.len() != segment.len() && !absent {
                 let (expected, got) = (segment.len(), grad.len());
                 return Err(OptimError::SliceLen { unit: segment.name.clone(), what: "grads", expected, got });
             }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use zero_kernels::step::{self, StepConfig, StepRates, StepRecord, StepState};
 use zero_kernels::{AdamHyper, RankStats, StepScalars};
 
+use crate::groups::RateRule;
 use crate::{LossScalerState, LossScaling, LrSchedule, OptimError};
 
 /// Settings of the optimizer that all ranks share.
@@ -80,7 +81,11 @@ impl OptimizerConfig {
     }
 
     /// The settings as [`zero_kernels::step`] reads them, for a table of rates that starts at `first_position`.
-    pub(crate) fn step_config(&self, micro_batches: usize, first_position: u64) -> StepConfig {
+    pub(crate) fn step_config(&self, divisor: Divisor, first_position: u64) -> StepConfig {
+        let (micro_batches, divisor) = match divisor {
+            Divisor::MicroBatches(n) => (n, 0.0),
+            Divisor::Sum(divisor) => (1, divisor),
+        };
         let (dynamic, scaling) = self.loss_scaling.dynamic();
         StepConfig {
             max_grad_norm: self.max_grad_norm,
@@ -93,14 +98,30 @@ impl OptimizerConfig {
             hysteresis: scaling.hysteresis,
             consecutive_hysteresis: scaling.consecutive_hysteresis.into(),
             fail_at_min: scaling.fail_at_min.into(),
+            divisor,
         }
     }
 }
 
-/// Checks the number of micro-batches of a step.
-pub(crate) fn check_micro_batches(n: usize) -> Result<(), OptimError> {
-    let fits = (1..=u32::MAX as usize).contains(&n);
-    OptimError::check(fits, "micro_batches", n as f64, "at least 1, at most 2^32 - 1")
+/// What the sums of gradients over ranks are divided by, besides the loss scale; equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Divisor {
+    /// Ranks times this number of micro-batches, which have equal weights.
+    MicroBatches(usize),
+    /// This number: for gradients of losses that are summed over tokens, the tokens of all ranks in the step.
+    Sum(f64),
+}
+
+impl Divisor {
+    pub(crate) fn check(self) -> Result<(), OptimError> {
+        match self {
+            Self::MicroBatches(n) => {
+                let fits = (1..=u32::MAX as usize).contains(&n);
+                OptimError::check(fits, "micro_batches", n as f64, "at least 1, at most 2^32 - 1")
+            }
+            Self::Sum(x) => OptimError::check(x.is_finite() && x > 0.0, "divisor", x, "a finite number above 0"),
+        }
+    }
 }
 
 /// The maximum number of steps of a run: fp64 is exact up to here, and sums of counts do not overflow.
@@ -222,6 +243,8 @@ impl StepOutcome {
 pub struct StepController {
     config: OptimizerConfig,
     state: StepState,
+    /// The rates of parameter groups; the first are the optimizer's own.
+    rates: Vec<RateRule>,
 }
 
 impl StepController {
@@ -232,7 +255,29 @@ impl StepController {
     pub fn new(config: OptimizerConfig) -> Result<Self, OptimError> {
         config.check()?;
         let state = StepState::new(config.loss_scaling.initial_scale(), config.loss_scaling.dynamic().1.hysteresis);
-        Ok(Self { config, state })
+        Ok(Self { config, state, rates: vec![RateRule::OWN] })
+    }
+
+    /// Adds the rates of parameter groups.
+    pub(crate) fn set_rates(&mut self, rates: Vec<RateRule>) {
+        self.rates = rates;
+    }
+
+    /// Sets the base learning rate. It is a setting: a checkpoint's progress does not contain it.
+    ///
+    /// # Errors
+    /// [`OptimError::Setting`]: the rate is negative or not finite.
+    pub fn set_lr(&mut self, lr: f64) -> Result<(), OptimError> {
+        let config = OptimizerConfig { lr, ..self.config.clone() };
+        config.check()?;
+        self.config = config;
+        Ok(())
+    }
+
+    /// The values of all sets of rates at `position`.
+    pub(crate) fn rates(&self, position: u64) -> impl Iterator<Item = StepRates> + '_ {
+        let own = self.config.rates(position);
+        self.rates.iter().map(move |rule| rule.apply(own))
     }
 
     /// The settings.
@@ -292,24 +337,27 @@ impl StepController {
         Ok(())
     }
 
-    /// Advances by one step, from the statistics of all ranks in rank order and the number of micro-batches summed.
-    /// Returns the scalars of the step's Adam launches and its outcome, which names units by `unit_names`.
+    /// Advances by one step, from the statistics of all ranks in rank order. Returns the scalars of the step's Adam
+    /// launches, one for each set of rates, the optimizer's own first, and its outcome, which names units by
+    /// `unit_names`.
     ///
     /// # Errors
-    /// No statistics, no micro-batches, or an overflow with the loss scale at its minimum. Nothing has changed then.
+    /// No statistics, an invalid divisor, or an overflow with the loss scale at its minimum. Nothing has changed then.
     pub fn advance(
         &mut self,
         ranks: &[RankStats],
-        micro_batches: usize,
+        divisor: Divisor,
         unit_names: &[String],
-    ) -> Result<(StepScalars, StepOutcome), OptimError> {
+    ) -> Result<(Vec<StepScalars>, StepOutcome), OptimError> {
         if ranks.is_empty() {
             return Err(OptimError::NoStats);
         }
-        check_micro_batches(micro_batches)?;
+        divisor.check()?;
         let (position, mut state) = (self.state.schedule_position, self.state);
-        let config = self.config.step_config(micro_batches, position);
-        let (scalars, record) = step::advance_step(ranks, &config, &[self.config.rates(position)], &mut state);
+        let config = self.config.step_config(divisor, position);
+        let rates: Vec<StepRates> = self.rates(position).collect();
+        let mut scalars = vec![StepScalars::default(); rates.len()];
+        let record = step::advance_step(ranks, &config, &rates, &mut state, &mut scalars);
         // This state is never halted, so `advance_step` returns a record.
         let outcome = self.outcome(&record.unwrap_or_default(), unit_names)?;
         self.state = state;
@@ -322,7 +370,7 @@ impl StepController {
     /// The run was halted at this step.
     pub(crate) fn replay(&mut self, record: &StepRecord, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
         let outcome = self.outcome(record, unit_names)?;
-        self.state.count_step(&self.config.step_config(1, 0), record.skipped != 0);
+        self.state.count_step(&self.config.step_config(Divisor::MicroBatches(1), 0), record.skipped != 0);
         Ok(outcome)
     }
 

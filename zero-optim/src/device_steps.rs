@@ -6,8 +6,8 @@
 //!
 //! | buffer | bytes | purpose |
 //! |---|---|---|
-//! | control: config, state, all ranks' statistics, a ring of 64 records | 112 + 40 per rank + 6656 | `Workspace` |
-//! | rates of the next steps | 24 per step | `Workspace` |
+//! | control: config, state, all ranks' statistics, a ring of 64 records | 120 + 40 per rank + 6656 | `Workspace` |
+//! | rates of the next steps | 24 per step and set of learning rate and betas | `Workspace` |
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -19,30 +19,31 @@ use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
 use zero_kernels::{AdvanceArgs, RankStats};
 
 use crate::adamw::view;
-use crate::controller::check_micro_batches;
+use crate::controller::Divisor;
 use crate::{OptimError, ShardedAdamW, StepOutcome, UnitSlices};
 
 /// The capacity of the ring of records.
 const RECORDS: usize = 64;
 
 /// Settings of device steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceStepConfig {
     /// This rank.
     pub rank: usize,
     /// The number of ranks.
     pub ranks: usize,
-    /// Micro-batches summed in a step.
-    pub micro_batches: usize,
+    /// What the gradients, which are sums over ranks, are divided by, in all of these steps.
+    pub divisor: Divisor,
     /// The number of steps whose learning rates and betas are uploaded. Steps beyond it are skipped until
     /// [`ShardedAdamW::prepare_device_steps`] is called again.
     pub steps: usize,
 }
 
 impl DeviceStepConfig {
-    /// Device memory of the buffers: 24 bytes per step, 40 per rank, and the config, the state and the records.
-    pub const fn bytes(&self) -> usize {
-        (self.control_words() + self.steps * RATES_WORDS) * WORD_BYTES
+    /// Device memory of the buffers: 24 bytes per step and set of rates ([`ParamGroups::rate_sets`](crate::ParamGroups::rate_sets); 1 without
+    /// groups), 40 per rank, and the config, the state and the records.
+    pub const fn bytes(&self, rate_sets: usize) -> usize {
+        (self.control_words() + self.steps * rate_sets * RATES_WORDS) * WORD_BYTES
     }
 
     const fn control_words(&self) -> usize {
@@ -74,6 +75,8 @@ pub(crate) struct DeviceSteps<D: Device> {
     enqueued: u64,
     /// The error that halted the run.
     halted: Option<OptimError>,
+    /// Whether a setting has changed since the rates were uploaded.
+    outdated: bool,
 }
 
 /// The start of the control block.
@@ -99,16 +102,22 @@ fn values<D: Device, T>(block: &Block<D>, word: usize, len: usize) -> DeviceSlic
 }
 
 impl<D: Device> DeviceSteps<D> {
-    fn new(pool: &Pool<D>, stream: &D::Stream, config: DeviceStepConfig) -> Result<Self, OptimError> {
+    fn new(
+        pool: &Pool<D>,
+        stream: &D::Stream,
+        config: DeviceStepConfig,
+        rate_sets: usize,
+    ) -> Result<Self, OptimError> {
         Ok(Self {
             config,
             control: pool.allocate(config.control_words(), DType::F64, Purpose::Workspace, stream)?,
-            rates: pool.allocate(config.steps * RATES_WORDS, DType::F64, Purpose::Workspace, stream)?,
+            rates: pool.allocate(config.steps * rate_sets * RATES_WORDS, DType::F64, Purpose::Workspace, stream)?,
             reading: pool.device().create_stream("step records")?,
             expected: VecDeque::new(),
             next: 0,
             enqueued: 0,
             halted: None,
+            outdated: false,
         })
     }
 
@@ -161,19 +170,21 @@ impl<D: Device> ShardedAdamW<D> {
             return Err(OptimError::UnreadOutcomes);
         }
         self.enter(stream)?;
-        check_micro_batches(config.micro_batches)?;
+        config.divisor.check()?;
         OptimError::check(config.rank < config.ranks, "rank", config.rank as f64, "less than the number of ranks")?;
         let (optim_config, state) = (self.controller.config(), *self.controller.state());
         let first = state.schedule_position;
-        let rates: Vec<StepRates> = (0..config.steps as u64).map(|s| optim_config.rates(first + s)).collect();
-        let control = Control { config: optim_config.step_config(config.micro_batches, first), state };
+        let positions = first..first + config.steps as u64;
+        let rates: Vec<StepRates> = positions.flat_map(|position| self.controller.rates(position)).collect();
+        let control = Control { config: optim_config.step_config(config.divisor, first), state };
         if self.device_steps.as_ref().is_none_or(|d| d.config != config) {
-            let device_steps = DeviceSteps::new(pool, stream, config)?;
+            let device_steps = DeviceSteps::new(pool, stream, config, self.controller.rates(0).count())?;
             self.free_device_steps();
             self.device_steps = Some(device_steps);
         }
         let Some(steps) = &mut self.device_steps else { return Err(OptimError::NotPrepared) };
         (steps.next, steps.enqueued, steps.halted) = (state.iteration, state.iteration, None);
+        steps.outdated = false;
         self.device.fill_zero(stream, view(&steps.control))?;
         let start = bytes(values::<_, Control>(&steps.control, 0, 1));
         self.device.upload(stream, bytemuck::bytes_of(&control), start, limit)?;
@@ -182,7 +193,18 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     fn prepared(&self) -> Result<&DeviceSteps<D>, OptimError> {
-        self.device_steps.as_ref().ok_or(OptimError::NotPrepared)
+        self.device_steps.as_ref().filter(|steps| !steps.outdated).ok_or(OptimError::NotPrepared)
+    }
+
+    /// Requires new rates before the next device step.
+    pub(crate) fn outdate_device_steps(&mut self) -> Result<(), OptimError> {
+        if let Some(steps) = &mut self.device_steps {
+            if !steps.expected.is_empty() {
+                return Err(OptimError::UnreadOutcomes);
+            }
+            steps.outdated = true;
+        }
+        Ok(())
     }
 
     /// The loss scale of the next backward, in device memory. Work enqueued after [`Self::enqueue_advance`] reads the
@@ -254,7 +276,7 @@ impl<D: Device> ShardedAdamW<D> {
         let args = AdvanceArgs {
             ranks: steps.ranks(),
             config: values(&steps.control, 0, 1),
-            rates: values(&steps.rates, 0, steps.config.steps),
+            rates: values(&steps.rates, 0, steps.config.steps * self.scalars_slice().len()),
             state: steps.state(),
             scalars: self.scalars_slice(),
             records: steps.records(),

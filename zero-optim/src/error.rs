@@ -48,6 +48,23 @@ pub enum OptimError {
         /// Elements of the segment.
         len: usize,
     },
+    /// The runs of parameter groups do not tile the elements, or name a group that does not exist.
+    #[error(
+        "run {start}..{end} of group {group}: expected a run that starts at element {expected} of {elems}, of a group \
+         that exists: runs follow one another without gaps, over all segments"
+    )]
+    Runs {
+        /// Start of the run, or the end of the last one.
+        start: usize,
+        /// Its end.
+        end: usize,
+        /// Its group.
+        group: usize,
+        /// The expected start.
+        expected: usize,
+        /// Elements of all segments.
+        elems: usize,
+    },
     /// The number of slices is not the number of units.
     #[error("{what}: expected {expected} slices, one per unit, got {got}")]
     SliceCount {
@@ -97,6 +114,16 @@ pub enum OptimError {
         expected: DType,
         /// Dtype of the slice.
         got: DType,
+    },
+    /// A rank's message in the exchange of statistics has another length.
+    #[error("rank {rank} sent {got} bytes as its statistics, expected {expected}: all ranks must call step_with")]
+    StatsLen {
+        /// The rank.
+        rank: usize,
+        /// Bytes of [`RankStats`](crate::RankStats).
+        expected: usize,
+        /// Bytes received.
+        got: usize,
     },
     /// A step was requested without rank statistics.
     #[error("no rank statistics: a step needs those of all ranks")]

@@ -4,15 +4,17 @@ mod adamw;
 mod controller;
 mod device_steps;
 mod error;
+mod groups;
 mod loss_scale;
 mod schedule;
 mod segments;
 mod state;
 
-pub use adamw::{GatheredStats, ShardedAdamW};
-pub use controller::{OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome};
+pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
+pub use controller::{Divisor, OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome};
 pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
+pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
 pub use schedule::{
     Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, WarmupType,

@@ -11,7 +11,8 @@ use crate::OptimError;
 pub struct Segment {
     /// The unit's name, for errors and outcomes.
     pub name: String,
-    /// The unit's range of the state storage, in elements.
+    /// The unit's range of the elements of all segments. Without frozen elements it is its range of the state storage,
+    /// too.
     pub state: Range<usize>,
     /// This rank's shard, relative to the segment's start. Gradient statistics cover only these elements.
     pub own_shard: Range<usize>,
@@ -46,7 +47,7 @@ impl Segment {
 /// One unit's gradient and parameter in a step.
 #[derive(Debug)]
 pub struct UnitSlices<'a, D: Device> {
-    /// The gradient: fp32, bf16 or fp16, with the segment's length.
+    /// The gradient: fp32, bf16 or fp16, with the segment's length. It may be empty if all elements of the unit are frozen.
     pub grad: &'a Reduced<D>,
     /// The parameter, in the optimizer's parameter dtype, written: slices with their offsets in the segment, ascending and
     /// without overlap, such as one a parameter (`zero_shard::Layout::rank_pieces`). They may leave out the segment's
@@ -76,17 +77,20 @@ pub(crate) struct Launch {
     pub(crate) state: Range<usize>,
     pub(crate) grad: AnySlice,
     pub(crate) param: AnySlice,
+    /// The position of its rules in `Resolved::launch_rules`.
+    pub(crate) rules: usize,
 }
 
-/// Cuts the update into launches of at most `max_elems` elements. If `join`, adjacent slices share a launch; only GPU
-/// slices may be joined, because a host slice must not cross the end of its allocation.
+/// Cuts the update into launches of at most `max_elems` elements. If `join`, adjacent slices with equal rules share a
+/// launch; only GPU slices may be joined, because a host slice must not cross the end of its allocation.
 pub(crate) fn launches(slices: impl Iterator<Item = Launch>, join: bool, max_elems: usize) -> Vec<Launch> {
     let mut launches: Vec<Launch> = Vec::new();
     for next in slices.filter(|s| !s.state.is_empty()) {
-        if let Some(last) = launches.last_mut().filter(|last| join && last.state.end == next.state.start)
+        if let Some(last) =
+            launches.last_mut().filter(|last| join && last.rules == next.rules && last.state.end == next.state.start)
             && let (Some(grad), Some(param)) = (joined(last.grad, next.grad), joined(last.param, next.param))
         {
-            *last = Launch { state: last.state.start..next.state.end, grad, param };
+            *last = Launch { state: last.state.start..next.state.end, grad, param, rules: next.rules };
         } else {
             launches.push(next);
         }
@@ -99,12 +103,12 @@ pub(crate) fn launches(slices: impl Iterator<Item = Launch>, join: bool, max_ele
 
 /// The launch in pieces of `max_elems` elements; the last may be smaller.
 fn pieces(launch: &Launch, max_elems: usize) -> impl Iterator<Item = Launch> {
-    let Launch { state, grad, param } = launch;
+    let Launch { state, grad, param, rules } = launch;
     let len = state.len();
     (0..len).step_by(max_elems).map(move |at| {
         let part = at..len.min(at.saturating_add(max_elems));
         let state = state.start + part.start..state.start + part.end;
-        Launch { state, grad: grad.slice(part.clone()), param: param.slice(part) }
+        Launch { state, grad: grad.slice(part.clone()), param: param.slice(part), rules: *rules }
     })
 }
 
@@ -139,6 +143,7 @@ mod tests {
                 state: end..end + len,
                 grad: slice(4096 + 2 * end + gap, len, DType::Bf16),
                 param: slice(8192 + 4 * end, len, DType::F32),
+                rules: 0,
             });
             end += len;
         }
@@ -152,7 +157,11 @@ mod tests {
         let cut = [(0..8, 8, 8192), (8..16, 8, 8224), (16..20, 4, 8256), (20..23, 3, 8272)];
         assert_eq!(found(true, 8), cut);
         assert_eq!(found(false, 1).len(), 23);
-        // A slice of another dtype is a separate launch.
+        // A slice with other rules is a separate launch.
+        slices[2].rules = 1;
+        assert_eq!(launches(slices.iter().cloned(), true, usize::MAX).len(), 4);
+        slices[2].rules = 0;
+        // So is one of another dtype.
         slices[2].grad = slice(4096 + 20, 6, DType::F16);
         assert_eq!(launches(slices.into_iter(), true, usize::MAX).len(), 4);
     }

@@ -14,8 +14,9 @@ use zero_kernels::Kernels;
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    DeviceStepConfig, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig,
-    Progress, RankStats, ReducedFlags, Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
+    DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule,
+    OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, ReducedFlags, Segment, ShardedAdamW,
+    StateKind, StepOutcome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -27,12 +28,13 @@ struct Rig<D: Device> {
     pool: Pool<D>,
     stream: D::Stream,
     kernels: Arc<dyn Kernels<D>>,
+    groups: ParamGroups,
 }
 
 fn host() -> Rig<HostDevice> {
     let device = HostDevice::new();
     let (stream, kernels) = (device.create_stream("compute").unwrap(), HostKernels::new(1).unwrap());
-    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels) }
+    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels), groups: ParamGroups::default() }
 }
 
 #[cfg(feature = "cuda")]
@@ -40,7 +42,7 @@ fn cuda() -> Rig<CudaDevice> {
     let device = CudaDevice::open(0).unwrap();
     let (stream, kernels) = (device.create_stream("compute").unwrap(), CudaKernels::new(&device).unwrap());
     kernels.warm(&stream, LIMIT).unwrap();
-    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels) }
+    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels), groups: ParamGroups::default() }
 }
 
 impl<D: Device> Rig<D> {
@@ -113,7 +115,9 @@ impl<D: Device> Rank<D> {
         let (params, grads) = (rig.block(elems, dtype), rig.block(elems, DType::F32));
         let (loss, flags) = (rig.block(1, DType::F64), rig.block(8, DType::U8));
         let kernels = Arc::clone(&rig.kernels);
-        let mut optim = ShardedAdamW::new(&rig.pool, kernels, &rig.stream, config.clone(), dtype, segments).unwrap();
+        let (stream, config) = (&rig.stream, config.clone());
+        let optim = ShardedAdamW::with_groups(&rig.pool, kernels, stream, config, dtype, segments, &rig.groups);
+        let mut optim = optim.unwrap();
         rig.upload(&grads, bytemuck::cast_slice(&values(1000 + rank)));
         optim.init_masters(&rig.stream, &pieces(view(&grads))).unwrap();
         rig.kernels.cast(&rig.stream, view(&grads), view(&params), 1.0).unwrap();
@@ -158,7 +162,7 @@ fn flags(rank: usize, step: usize) -> u64 {
 }
 
 fn device_steps(rank: usize, steps: usize) -> DeviceStepConfig {
-    DeviceStepConfig { rank, ranks: RANKS, micro_batches: 3, steps }
+    DeviceStepConfig { rank, ranks: RANKS, divisor: Divisor::MicroBatches(3), steps }
 }
 
 /// One host step.
@@ -169,7 +173,7 @@ fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> 
         let of_rank = rank.optim.rank_stats(&rig.stream, loss(r, step), LIMIT)?;
         stats.push(RankStats { flags: flags(r, step), ..of_rank });
     }
-    let gathered = GatheredStats { ranks: &stats, micro_batches: 3 };
+    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(3) };
     let mut outcomes = Vec::new();
     for rank in ranks {
         let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
@@ -236,6 +240,23 @@ fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
 }
 
 fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
+    steps_are_equal(rig);
+    // Rules that change within units, and frozen elements.
+    let rules = [
+        GroupRules::default(),
+        GroupRules { lr_scale: 0.5, weight_decay: Some(0.3), ..GroupRules::default() },
+        GroupRules { betas: Some([0.7, 0.98]), ..GroupRules::default() },
+        GroupRules::frozen(),
+    ];
+    let all = SHARDS.iter().sum();
+    let runs = [(0..10, 1), (10..45, 0), (45..47, 3), (47..50, 1), (50..all, 2)];
+    let runs = runs.map(|(elems, group)| GroupRun { elems, group });
+    let Rig { pool, stream, kernels, .. } = rig;
+    let groups = ParamGroups { rules: rules.into(), runs: runs.into() };
+    steps_are_equal(&Rig { pool: pool.clone(), stream: stream.clone(), kernels: Arc::clone(kernels), groups });
+}
+
+fn steps_are_equal<D: Device>(rig: &Rig<D>) {
     const STEPS: usize = 9;
     // This schedule also changes the betas.
     let cycle = OptimizerConfig { schedule: LrSchedule::OneCycle(one_cycle()), ..config(LossScaling::NONE) };
@@ -344,7 +365,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
             .prepare_device_steps(&rig.pool, &rig.stream, device_steps, LIMIT)
             .unwrap_err()
     };
-    let error = refused(DeviceStepConfig { micro_batches: 0, ..device_steps(0, 5) });
+    let error = refused(DeviceStepConfig { divisor: Divisor::MicroBatches(0), ..device_steps(0, 5) });
     assert!(matches!(error, OptimError::Setting { setting: "micro_batches", .. }), "{error}");
     let error = refused(device_steps(RANKS, 5));
     assert!(matches!(error, OptimError::Setting { setting: "rank", .. }), "{error}");

@@ -172,6 +172,7 @@ impl Shard {
             hysteresis: 1,
             consecutive_hysteresis: 0,
             fail_at_min: 1,
+            divisor: 0.0,
         };
         let state = StepState::new(1.0, 1);
         let scalars = StepScalars::new(1, 1e-4, &HYPER, 1.0);

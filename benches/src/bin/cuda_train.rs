@@ -14,6 +14,7 @@ use std::time::Duration;
 use integration_tests::data::{DataSource, Dataset};
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::Gpt2Options;
+use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda};
 use integration_tests::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
@@ -43,6 +44,7 @@ fn main() -> Result<(), AnyError> {
         overlap: true,
         prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
         optimizer: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
+        groups: GroupSettings::default(),
         graphs: flags.iter().any(|f| f == "graph"),
         limit: Duration::from_secs(120),
     };

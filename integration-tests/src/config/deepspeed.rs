@@ -11,6 +11,7 @@ use super::block::{Block, Kind, Usual, shortened};
 use super::optimizer::{self, DsOptimizer};
 use super::zero::{self, ZeroOptimization};
 use super::{BatchKeys, ConfigFileError, json, precision};
+use crate::model::param_groups::ParamGroup;
 
 /// A DeepSpeed configuration. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,6 +32,8 @@ pub struct DsConfig {
     pub gradient_clipping: Option<f64>,
     /// The optimizer; `None` lets the program choose.
     pub optimizer: Option<DsOptimizer>,
+    /// `param_groups`, an extension of this program: rules of tensors by name, kind and dimensions. `None`: no such key.
+    pub param_groups: Option<Vec<ParamGroup>>,
     /// The schedule; `None` is a constant rate. `total_num_steps` is [`AUTO_STEPS`](super::AUTO_STEPS) for `"auto"`.
     pub schedule: Option<LrSchedule>,
     /// The block `activation_checkpointing`; its presence enables checkpointing.
@@ -145,6 +148,7 @@ impl DsConfig {
         let clipping = root.number_in("gradient_clipping", 0.0..=f64::MAX, "a number, 0 (off) or above")?;
         let optimizer = optimizer::read_optimizer(&mut root, warn)?;
         let schedule = optimizer::read_scheduler(&mut root, warn)?;
+        let param_groups = optimizer::read_param_groups(&mut root)?;
         let has_stage =
             root.peek("zero_optimization").is_some_and(|zero| zero.is_boolean() || zero.get("stage").is_some());
         let zero = zero::read(&mut root, warn)?;
@@ -167,6 +171,7 @@ impl DsConfig {
             requested_types,
             gradient_clipping: clipping,
             optimizer,
+            param_groups,
             schedule,
             activation_checkpointing,
             steps_per_print,

@@ -71,6 +71,9 @@ pub enum ConfigFileError {
     /// Invalid parameters of a schedule: the deserializer's message.
     #[error("scheduler.params: {0}")]
     Schedule(String),
+    /// Invalid parameter groups: the deserializer's message.
+    #[error("param_groups: {0}")]
+    ParamGroups(String),
     /// A number outside the optimizer's ranges.
     #[error(transparent)]
     Optim(#[from] OptimError),

@@ -25,6 +25,10 @@
 //! A resumed run has its recorded values instead. [`DsConfig::autos`] lists the keys. Flags override keys. A flag that
 //! the configured schedule has no place for is an error.
 //!
+//! `param_groups` is an extension, which DeepSpeed ignores: a list of groups, of which a tensor belongs to the first whose
+//! conditions (`names` with `*`, `kinds`, `min_dims`, `max_dims`) it meets. Its rules are `lr_scale`, `weight_decay`, `betas`
+//! and `trainable`; see [`crate::model::param_groups`].
+//!
 //! tests/data/shipped_configurations.md lists the configurations of seven projects, and which of them are accepted.
 //!
 //! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*` blocks, `fp16` and

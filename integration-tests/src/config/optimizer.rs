@@ -6,6 +6,7 @@ use zero_optim::LrSchedule;
 
 use super::ConfigFileError;
 use super::block::{Block, Usual, shortened};
+use crate::model::param_groups::ParamGroup;
 
 /// `optimizer`: Adam or AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -89,6 +90,12 @@ fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {
             Err(ConfigFileError::WrongType { key, expected, got: shortened(&value) })
         }
     }
+}
+
+/// Reads `param_groups`, a list of groups. DeepSpeed has no such key: there, the program that calls it creates the groups.
+pub(super) fn read_param_groups(root: &mut Block) -> Result<Option<Vec<ParamGroup>>, ConfigFileError> {
+    let Some(groups) = root.take("param_groups") else { return Ok(None) };
+    serde_json::from_value(groups).map(Some).map_err(|e| ConfigFileError::ParamGroups(e.to_string()))
 }
 
 /// `total_num_steps` of a schedule that has `"auto"`, which the run replaces by its last step.

@@ -49,6 +49,7 @@ fn empty_file_has_deepspeeds_defaults() {
         requested_types: vec![],
         gradient_clipping: None,
         optimizer: None,
+        param_groups: None,
         schedule: None,
         activation_checkpointing: None,
         steps_per_print: None,
@@ -181,6 +182,7 @@ fn file_with_all_keys_is_read() {
         ],
         gradient_clipping: Some(0.5),
         optimizer: Some(DsOptimizer { lr: 3e-4, hyper }),
+        param_groups: None,
         schedule: Some(LrSchedule::WarmupDecay(schedule)),
         activation_checkpointing: Some(ActivationCheckpointing {
             partition_activations: true,

@@ -6,6 +6,7 @@
 
 pub mod config;
 pub mod gpt2;
+pub mod param_groups;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 

@@ -27,7 +27,7 @@ pub(super) struct Dense<D: Device> {
 impl<D: Device> Dense<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
         let params = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        let grads = Storage::whole(rank, rank.settings.grad_dtype(), Purpose::Grads)?;
+        let grads = Storage::gradients(rank, true)?;
         let own = rank.comm.rank() as u64;
         let segments = rank.layout.units().iter().map(|u| {
             let (whole, shard) = (u.whole_range(), u.shard(own));

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device};
-use zero_alloc::{Pool, Purpose};
-use zero_ckpt::Exchange;
-use zero_comm::Communicator;
+use zero_alloc::Pool;
+use zero_alloc::device::Device;
+use zero_ckpt::{Exchange, ExchangeFn};
+use zero_comm::{CommError, Communicator};
 
 use super::rank::Rank;
 use crate::error::TrainError;
@@ -35,36 +35,14 @@ impl<'a, D: Device> RankExchange<'a, D> {
         Self::new(&*rank.comm, &rank.pool, &rank.comm_stream, rank.settings.host_limit())
     }
 
-    /// All-gathers `bytes`, of the same length on all ranks, as control traffic. Returns them in rank order.
-    pub(super) fn all_gather(&self, bytes: &[u8]) -> Result<Vec<u8>, TrainError> {
-        let (rank, ranks) = (self.comm.rank(), self.comm.world_size());
-        let mut all = vec![0; bytes.len() * ranks];
-        let own = rank * bytes.len()..(rank + 1) * bytes.len();
-        all[own.clone()].copy_from_slice(bytes);
-        self.through_device(&mut all, |slice| {
-            Ok(self.comm.control_all_gather(self.stream, slice.slice(own), slice)?)
-        })?;
-        Ok(all)
+    /// Sends `message` to all ranks and returns the messages of all ranks, in rank order.
+    fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        self.comm.exchange(self.pool, self.stream, message, self.host_limit)
     }
 
-    /// Copies `bytes` to device memory, enqueues `collective` on it, and copies the result back.
-    fn through_device(
-        &self,
-        bytes: &mut [u8],
-        collective: impl FnOnce(AnySlice) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
-        let Self { pool, stream, host_limit, .. } = *self;
-        let mut block = pool.allocate(bytes.len(), DType::U8, Purpose::Workspace, stream)?;
-        // SAFETY: only this stream uses the block, and it is recorded before the block is dropped.
-        let slice = unsafe { block.slice() };
-        let exchanged = pool
-            .device()
-            .upload(stream, bytes, slice, host_limit)
-            .map_err(TrainError::from)
-            .and_then(|()| collective(slice))
-            .and_then(|()| Ok(pool.device().download(stream, slice, bytes, host_limit)?));
-        block.record_use(stream)?;
-        exchanged
+    /// All-gathers `bytes`, of the same length on all ranks. Returns them in rank order.
+    pub(super) fn all_gather(&self, bytes: &[u8]) -> Result<Vec<u8>, TrainError> {
+        Ok(self.exchange(bytes)?.concat())
     }
 }
 
@@ -77,6 +55,7 @@ impl<D: Device> Exchange for RankExchange<'_, D> {
     }
 
     fn broadcast(&mut self, message: &mut [u8], root: u64) -> Result<(), TrainError> {
-        self.through_device(message, |slice| Ok(self.comm.broadcast(self.stream, slice, root as usize)?))
+        let rank = self.comm.rank() as u64;
+        Ok(ExchangeFn::new(rank, |own: &[u8]| self.exchange(own)).broadcast(message, root)?)
     }
 }

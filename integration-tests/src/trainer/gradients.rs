@@ -9,15 +9,16 @@
 //! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of a step overwrites the
 //! storage, later ones add in fp32.
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
 use zero_alloc::{Block, Purpose};
 use zero_comm::{BucketOptions, Buckets, SumInto};
 use zero_shard::Layout;
 
-use super::rank::{Rank, complete_after};
+use super::rank::{Rank, complete_after, first_trained};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Pass;
+use crate::model::param_groups::ModelGroups;
 
 /// The gradients of one rank.
 pub(super) struct Gradients<D: Device> {
@@ -26,7 +27,7 @@ pub(super) struct Gradients<D: Device> {
     slot_of: Vec<usize>,
     buckets: Buckets<D>,
     storage: Storage<D>,
-    /// The sum of each unit over ranks. A recorded step has those of its recording.
+    /// The sum of each unit over ranks, without elements if the unit is frozen. A recorded step has those of its recording.
     reduced: Vec<Option<Reduced<D>>>,
     compute: D::Stream,
 }
@@ -34,7 +35,7 @@ pub(super) struct Gradients<D: Device> {
 impl<D: Device> Gradients<D> {
     /// Allocates scratch and buckets for gradients kept in `storage`.
     pub(super) fn new(rank: &Rank<D>, storage: Storage<D>) -> Result<Self, TrainError> {
-        let (slot_of, sizes) = scratch_slots(&rank.layout, &rank.passes);
+        let (slot_of, sizes) = scratch_slots(&rank.layout, &rank.passes, &rank.groups);
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
         let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
@@ -42,7 +43,12 @@ impl<D: Device> Gradients<D> {
             BucketOptions { overlap: rank.settings.overlap, ..BucketOptions::new(capacity, rank.settings.dtype) };
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
-        let reduced = (0..rank.units()).map(|_| None).collect();
+        let reduced = (0..rank.units()).map(|unit| {
+            let frozen = (!rank.trains(unit)).then(|| compute.record()).transpose()?;
+            // SAFETY: the slice has no elements.
+            Ok(frozen.map(|done| unsafe { Reduced::new(storage.unit(unit), done) }))
+        });
+        let reduced = reduced.collect::<Result<_, TrainError>>()?;
         Ok(Self { slots, slot_of, buckets, storage, reduced, compute })
     }
 
@@ -96,12 +102,12 @@ impl<D: Device> Drop for Gradients<D> {
     }
 }
 
-/// Assigns each unit a slot that no other unit uses between its first and last pass. Returns the slot of each unit
+/// Assigns each unit to which the passes of a backward add a slot that no other unit uses between its first and last pass. Returns the slot of each unit
 /// and the sizes of the slots.
-pub(super) fn scratch_slots(layout: &Layout, passes: &[Pass]) -> (Vec<usize>, Vec<usize>) {
+pub(super) fn scratch_slots(layout: &Layout, passes: &[Pass], groups: &ModelGroups) -> (Vec<usize>, Vec<usize>) {
     let (mut slot_of, mut sizes, mut free) = (vec![0; layout.units().len()], Vec::<usize>::new(), Vec::new());
     let mut placed = vec![false; layout.units().len()];
-    for pass in (0..passes.len()).rev() {
+    for pass in (first_trained(passes, groups)..passes.len()).rev() {
         for &unit in &passes[pass].grads {
             if !std::mem::replace(&mut placed[unit], true) {
                 slot_of[unit] = free.pop().unwrap_or_else(|| {

@@ -1,5 +1,6 @@
 //! A rank's resources: streams, memory, communicator and kernels, and the layout that all ranks share.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,11 +10,12 @@ use zero_alloc::host::Timeline;
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
 use zero_optim::OptimizerConfig;
-use zero_shard::{Layout, Widths, ZeroStage};
+use zero_shard::{Layout, UnitLayout, Widths, ZeroStage};
 
 use super::recorder::Record;
 use crate::error::TrainError;
 use crate::model::Pass;
+use crate::model::param_groups::{GroupSettings, ModelGroups};
 
 /// Settings that are equal on all ranks.
 #[derive(Clone, Debug)]
@@ -32,6 +34,8 @@ pub struct Settings {
     pub prefetch: PrefetchOptions,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
+    /// Rules of tensors that differ from the optimizer's.
+    pub groups: GroupSettings,
     /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
     pub graphs: bool,
     /// The timeout of a collective.
@@ -83,6 +87,8 @@ pub(super) struct Rank<D: Device> {
     pub(super) layout: Arc<Layout>,
     /// The passes of the model.
     pub(super) passes: Vec<Pass>,
+    /// The rules of each tensor.
+    pub(super) groups: ModelGroups,
     /// Settings that are equal on all ranks.
     pub(super) settings: Settings,
 }
@@ -104,6 +110,7 @@ impl<D: Device> Rank<D> {
         let comm_stream = device.create_stream(&format!("rank {index} comm"))?;
         let (kernels, host) = parts(&device, &compute)?;
         let pool = Pool::new(device, usize::MAX);
+        let groups = settings.groups.resolve(&layout)?;
         Ok(Self {
             comm,
             kernels,
@@ -114,6 +121,7 @@ impl<D: Device> Rank<D> {
             timeline,
             layout,
             passes,
+            groups,
             settings: settings.clone(),
         })
     }
@@ -128,9 +136,28 @@ impl<D: Device> Rank<D> {
         self.layout.units().len()
     }
 
-    /// The units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.
+    /// Whether a tensor of `unit` is trained.
+    pub(super) fn trains(&self, unit: usize) -> bool {
+        !self.groups.is_frozen(unit)
+    }
+
+    /// The range of the unit's flat parameter whose optimizer state this rank holds: its shard, or all of it at stage 0.
+    pub(super) fn held(&self, unit: &UnitLayout) -> Range<u64> {
+        match self.settings.stage.shards_optimizer() {
+            true => unit.shard(self.comm.rank() as u64),
+            false => 0..unit.padded_elems,
+        }
+    }
+
+    /// The passes whose backward is run, in reverse: behind the first that adds to a trained gradient it has no use.
+    pub(super) fn backward_passes(&self) -> impl Iterator<Item = (usize, &Pass)> {
+        let first = first_trained(&self.passes, &self.groups);
+        self.passes.iter().enumerate().skip(first).rev()
+    }
+
+    /// The trained units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.
     pub(super) fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
-        complete_after(&self.passes, pass)
+        complete_after(&self.passes, pass).filter(|&unit| self.trains(unit))
     }
 
     /// Blocks the host until both streams are idle.
@@ -138,6 +165,11 @@ impl<D: Device> Rank<D> {
         self.compute.synchronize(self.settings.host_limit())?;
         Ok(self.comm_stream.synchronize(self.settings.host_limit())?)
     }
+}
+
+/// The first pass that adds to a trained gradient.
+pub(super) fn first_trained(passes: &[Pass], groups: &ModelGroups) -> usize {
+    passes.iter().position(|pass| pass.grads.iter().any(|&unit| !groups.is_frozen(unit))).unwrap_or(0)
 }
 
 /// The units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.

@@ -32,16 +32,18 @@ impl RankBytes {
     pub fn new(settings: &Settings, layout: &Layout, passes: &[Pass], activations: u64, saves: bool) -> Option<Self> {
         let widths = settings.widths();
         let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems);
-        let (_, slots) = scratch_slots(layout, passes);
+        let groups = settings.groups.resolve(layout).ok()?;
+        let (_, slots) = scratch_slots(layout, passes, &groups);
         let upcast = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<u64>();
         let upcast = if settings.dtype == DType::F32 { 0 } else { passes.iter().map(upcast).max().unwrap_or(0) };
         let scratch = slots.iter().map(|&elems| elems as u64).sum::<u64>().checked_add(upcast)?;
-        let steps = device_steps(layout.world_size() as usize).bytes() as u64;
+        let rate_sets = groups.of(std::iter::empty()).rate_sets(&settings.optimizer);
+        let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
         let buckets = (settings.bucket_capacity_elems as u64).max(layout.world_size());
         let gathered = if settings.stage.shards_params() { gathered_elems(settings, layout, passes) } else { 0 };
         let saved = if saves { layout.shard_elems() } else { 0 };
         Some(Self {
-            state: layout.state_bytes(settings.stage, &widths).ok()?.total_bytes(),
+            state: groups.state_bytes(layout, settings.stage, &widths)?.total_bytes(),
             activations,
             buckets: buckets.checked_mul(2 * widths.comm_grad_bytes)?,
             gathered: gathered.checked_mul(widths.param_bytes)?,

@@ -1,7 +1,7 @@
 //! The interface of a ZeRO stage, and the parts of a step that all stages share.
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
-use zero_optim::{DeviceStepConfig, Segment, ShardedAdamW, StepOutcome, UnitSlices};
+use zero_optim::{DeviceStepConfig, Divisor, Segment, ShardedAdamW, StepOutcome, UnitSlices};
 
 use super::gradients::Gradients;
 use super::rank::Rank;
@@ -91,7 +91,7 @@ pub(super) fn micro_batch_whole<D: Device>(
     for (i, pass) in rank.passes.iter().enumerate() {
         model.forward(&rank.compute, i, &params(&pass.forward_reads)?)?;
     }
-    for (i, pass) in rank.passes.iter().enumerate().rev() {
+    for (i, pass) in rank.backward_passes() {
         let (params, of_pass) = (params(&pass.backward_reads)?, grads.of_pass(rank, i)?);
         model.backward(&rank.compute, i, &params, &of_pass, loss_scale(optimizer)?)?;
         rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro))?;
@@ -158,7 +158,7 @@ pub(super) fn whole_slices(params: &[AnySlice]) -> Vec<[(AnySlice, usize); 1]> {
 
 /// The configuration of decisions on the device, for rank 0 of `ranks` ranks.
 pub fn device_steps(ranks: usize) -> DeviceStepConfig {
-    DeviceStepConfig { rank: 0, ranks, micro_batches: 1, steps: STEPS_AHEAD as usize }
+    DeviceStepConfig { rank: 0, ranks, divisor: Divisor::MicroBatches(1), steps: STEPS_AHEAD as usize }
 }
 
 /// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. The outcomes of all earlier steps must have been read.
@@ -166,7 +166,7 @@ pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<
     let Rank { comm, pool, compute, settings, .. } = rank;
     let config = DeviceStepConfig {
         rank: comm.rank(),
-        micro_batches: settings.grad_accum_steps,
+        divisor: Divisor::MicroBatches(settings.grad_accum_steps),
         ..device_steps(comm.world_size())
     };
     Ok(stage.optimizer().prepare_device_steps(pool, compute, config, settings.host_limit())?)
@@ -191,5 +191,7 @@ pub(super) fn sharded_optimizer<D: Device>(rank: &Rank<D>) -> Result<ShardedAdam
 /// The optimizer over `segments`.
 pub(super) fn optimizer<D: Device>(rank: &Rank<D>, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, TrainError> {
     let Rank { pool, kernels, compute, settings, .. } = rank;
-    Ok(ShardedAdamW::new(pool, kernels.clone(), compute, settings.optimizer.clone(), settings.dtype, segments)?)
+    let (config, groups) =
+        (settings.optimizer.clone(), rank.groups.of(rank.layout.units().iter().map(|u| rank.held(u))));
+    Ok(ShardedAdamW::with_groups(pool, kernels.clone(), compute, config, settings.dtype, segments, &groups)?)
 }

@@ -35,7 +35,7 @@ pub(super) struct Stage3<D: Device> {
 impl<D: Device> Stage3<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
         let params = Storage::shards(rank, rank.settings.dtype, Purpose::Params)?;
-        let grads = Storage::shards(rank, rank.settings.grad_dtype(), Purpose::Grads)?;
+        let grads = Storage::gradients(rank, false)?;
         let prefetcher = |order| {
             let (comm, compute, comm_stream) = (rank.comm.clone(), rank.compute.clone(), rank.comm_stream.clone());
             let (shards, options) = (params.all_own(), rank.settings.prefetch);
@@ -63,7 +63,7 @@ fn forward_uses<D: Device>(rank: &Rank<D>) -> impl Iterator<Item = usize> {
 
 /// The units in the order in which a step unshards them.
 fn uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
-    let backward = rank.passes.iter().rev().skip(1).flat_map(|p| &p.backward_reads);
+    let backward = rank.backward_passes().skip(1).flat_map(|(_, pass)| &pass.backward_reads);
     let micro_batch: Vec<usize> = forward_uses(rank).chain(backward.copied()).collect();
     micro_batch.repeat(rank.settings.grad_accum_steps)
 }
@@ -94,7 +94,7 @@ fn micro_batch<D: Device>(
             reshard(step, units);
         }
     }
-    for (i, pass) in rank.passes.iter().enumerate().rev() {
+    for (i, pass) in rank.backward_passes() {
         let units = match i == last {
             true => std::mem::take(&mut turning),
             false => unshard(step, &pass.backward_reads)?,

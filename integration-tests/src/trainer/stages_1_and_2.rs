@@ -6,7 +6,6 @@
 //! the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 allocates storage for whole gradients,
 //! but only this rank's shard of it is summed.
 
-use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device, Stream};
 use zero_optim::ShardedAdamW;
 
@@ -32,11 +31,11 @@ pub(super) struct Stages1And2<D: Device> {
 
 impl<D: Device> Stages1And2<D> {
     pub(super) fn stage_1(rank: &Rank<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, Storage::whole(rank, rank.settings.grad_dtype(), Purpose::Grads)?)
+        Self::with_gradients_in(rank, Storage::gradients(rank, true)?)
     }
 
     pub(super) fn stage_2(rank: &Rank<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, Storage::shards(rank, rank.settings.grad_dtype(), Purpose::Grads)?)
+        Self::with_gradients_in(rank, Storage::gradients(rank, false)?)
     }
 
     fn with_gradients_in(rank: &Rank<D>, grads: Storage<D>) -> Result<Self, TrainError> {
@@ -71,7 +70,7 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         self.params.wait(rank)?;
         update(rank, &mut self.optimizer, &self.params.own(), &self.grads)?;
-        self.params.all_gather(rank)
+        self.params.all_gather(rank, |unit| rank.trains(unit))
     }
 
     fn optimizer(&mut self) -> &mut ShardedAdamW<D> {
@@ -83,6 +82,6 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
     }
 
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        self.params.all_gather(rank)
+        self.params.all_gather(rank, |_| true)
     }
 }

@@ -6,10 +6,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_alloc::device::{AnySlice, DType, Device};
-use zero_ckpt::{CkptError, Reader, SaveMeta};
+use zero_ckpt::{CkptError, Reader, SaveMeta, StateDtype};
 use zero_optim::{Progress, StateKind};
 
 use super::rank::Rank;
@@ -85,16 +86,16 @@ pub(super) fn save<D: Device>(
     documents: &BTreeMap<String, Value>,
     superseded: Option<Best>,
 ) -> Result<(), TrainError> {
-    let ranges: Vec<_> = stage.optimizer().segments().iter().map(|s| s.own_shard.clone()).collect();
-    let mut own = Vec::new();
-    for kind in StateKind::ALL {
-        let shards = held(stage, kind)?.into_iter().zip(&ranges).map(|(held, range)| held.slice(range.clone()));
-        own.push((kind.name(), shards.collect::<Vec<_>>()));
-    }
+    let starts: Vec<_> = stage.optimizer().segments().iter().map(|s| s.own_shard.start).collect();
+    let held: Vec<_> = StateKind::ALL.iter().map(|kind| (kind.name(), held(stage, *kind))).collect();
     let meta = SaveMeta {
         step: state.step,
-        stage: rank.settings.stage.number(),
-        dtype: rank.settings.dtype.name().to_owned(),
+        stage: rank.settings.stage,
+        dtype: match rank.settings.dtype {
+            DType::Bf16 => StateDtype::BF16,
+            DType::F16 => StateDtype::F16,
+            _ => StateDtype::F32,
+        },
         trainer: serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?,
         model_config: model_config.clone(),
         documents: documents.clone(),
@@ -102,11 +103,15 @@ pub(super) fn save<D: Device>(
         superseded: superseded.filter(|old| old.only_best).map(|old| old.step),
     };
     saver.begin(rank, meta, |slot| {
-        let shards = own.iter().find(|(name, _)| *name == slot.state.name);
-        let (_, shards) = shards.ok_or_else(|| TrainError::State(format!("unknown state {}", slot.state.name)))?;
-        let range = slot.in_shard.start as usize..slot.in_shard.end as usize;
-        let (shard, limit) = (shards[slot.unit].slice(range), rank.settings.host_limit());
-        Ok(rank.pool.device().download(&rank.compute, shard, slot.bytes, limit)?)
+        let units = held.iter().find(|(name, _)| *name == slot.state.name);
+        let (_, units) = units.ok_or_else(|| TrainError::State(format!("unknown state {}", slot.state.name)))?;
+        let start = starts[slot.unit];
+        let range = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
+        for (at, part) in overlaps(&units[slot.unit], &range) {
+            let bytes = &mut slot.bytes[(at.start - range.start) * 4..(at.end - range.start) * 4];
+            read(rank, part, bytes)?;
+        }
+        Ok(())
     })
 }
 
@@ -146,15 +151,85 @@ impl TrainerState {
     }
 }
 
-/// This rank's part of the state of `kind`, for each unit.
-fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Result<Vec<AnySlice>, TrainError> {
-    let segments = stage.optimizer().segments().to_vec();
+/// A range of a unit's segment, and the memory of its state; `None`: frozen, the state is 0.
+type Part = (Range<usize>, Option<AnySlice>);
+
+/// This rank's parts of the state of `kind`, for each unit. The weights of frozen parameters are the parameters, in their
+/// dtype; all other state is fp32.
+fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Vec<Vec<Part>> {
+    let params = stage.updated();
+    let optimizer = stage.optimizer();
     // SAFETY: read and written on the compute stream, which orders the optimizer's launches.
-    match unsafe { stage.optimizer().state(kind) } {
-        Some(all) => Ok(segments.into_iter().map(|s| all.slice(s.state).erase()).collect()),
-        // fp32 training: the parameters are the masters.
-        None => Ok(stage.updated()),
+    let all = unsafe { optimizer.state(kind) };
+    let of_unit = |(unit, param): (usize, AnySlice)| {
+        // Neighbouring trained pieces have neighbouring state.
+        let mut runs: Vec<(Range<usize>, Option<Range<usize>>)> = Vec::new();
+        for piece in optimizer.pieces(unit) {
+            match (runs.last_mut(), &piece.state) {
+                (Some((elems, Some(state))), Some(new)) => (elems.end, state.end) = (piece.elems.end, new.end),
+                (Some((elems, None)), None) => elems.end = piece.elems.end,
+                _ => runs.push((piece.elems.clone(), piece.state.clone())),
+            }
+        }
+        let parts = runs.into_iter().map(|(elems, state)| {
+            let weights = param.slice(elems.clone());
+            let memory = match (state, all) {
+                (Some(state), Some(all)) => Some(all.slice(state).erase()),
+                // fp32 training: the parameters are the masters.
+                (Some(_), None) => Some(weights),
+                (None, _) => (kind == StateKind::Master).then_some(weights),
+            };
+            (elems, memory)
+        });
+        parts.collect()
+    };
+    params.into_iter().enumerate().map(of_unit).collect()
+}
+
+/// The parts of `parts` within `range`.
+fn overlaps<'a>(parts: &'a [Part], range: &'a Range<usize>) -> impl Iterator<Item = Part> + 'a {
+    parts.iter().filter_map(move |(elems, memory)| {
+        let at = elems.start.max(range.start)..elems.end.min(range.end);
+        (!at.is_empty()).then(|| {
+            let within = at.start - elems.start..at.end - elems.start;
+            (at, memory.map(|memory| memory.slice(within)))
+        })
+    })
+}
+
+/// Downloads a part as fp32.
+fn read<D: Device>(rank: &Rank<D>, part: Option<AnySlice>, out: &mut [u8]) -> Result<(), TrainError> {
+    let (device, limit) = (rank.pool.device(), rank.settings.host_limit());
+    match part {
+        None => out.fill(0),
+        Some(part) if part.dtype() == DType::F32 => device.download(&rank.compute, part, out, limit)?,
+        Some(part) => {
+            let mut narrow = vec![0; part.len_bytes()];
+            device.download(&rank.compute, part, &mut narrow, limit)?;
+            for (wide, narrow) in out.chunks_exact_mut(4).zip(narrow.chunks_exact(2)) {
+                let bits = [narrow[0], narrow[1]];
+                let value = if part.dtype() == DType::Bf16 {
+                    bf16::from_ne_bytes(bits).to_f32()
+                } else {
+                    f16::from_ne_bytes(bits).to_f32()
+                };
+                wide.copy_from_slice(&value.to_ne_bytes());
+            }
+        }
     }
+    Ok(())
+}
+
+/// Uploads `values` to a part, rounded to its dtype.
+fn write<D: Device>(rank: &Rank<D>, part: AnySlice, values: &[f32]) -> Result<(), TrainError> {
+    let limit = rank.settings.host_limit();
+    let narrow: Vec<u8> = match part.dtype() {
+        DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_ne_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_ne_bytes()).collect(),
+        _ => Vec::new(),
+    };
+    let bytes = if part.dtype() == DType::F32 { bytemuck::cast_slice(values) } else { &narrow };
+    Ok(rank.pool.device().upload(&rank.compute, bytes, part, limit)?)
 }
 
 /// Elements of state in host memory at a time while it is set: a unit may be larger than all other host memory.
@@ -169,17 +244,16 @@ fn fill<D: Device>(
     mut source: impl FnMut(usize, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
     let mut values = Vec::<f32>::new();
-    for ((index, unit), slice) in rank.layout.units().iter().enumerate().zip(held(stage, kind)?) {
-        let whole = !rank.settings.stage.shards_optimizer();
-        let held = if whole { 0..unit.padded_elems } else { unit.shard(rank.comm.rank() as u64) };
-        debug_assert_eq!(slice.dtype(), DType::F32);
-        for start in (0..slice.len()).step_by(FILL_ELEMS) {
-            let end = slice.len().min(start + FILL_ELEMS);
-            values.clear();
-            values.resize(end - start, 0.0);
-            source(index, held.start + start as u64..held.start + end as u64, &mut values)?;
-            let (bytes, part) = (bytemuck::cast_slice(&values), slice.slice(start..end));
-            rank.pool.device().upload(&rank.compute, bytes, part, rank.settings.host_limit())?;
+    for ((index, unit), parts) in rank.layout.units().iter().enumerate().zip(held(stage, kind)) {
+        let first = rank.held(unit).start;
+        for (elems, memory) in parts.into_iter().filter_map(|(elems, memory)| Some((elems, memory?))) {
+            for start in elems.clone().step_by(FILL_ELEMS) {
+                let end = elems.end.min(start + FILL_ELEMS);
+                values.clear();
+                values.resize(end - start, 0.0);
+                source(index, first + start as u64..first + end as u64, &mut values)?;
+                write(rank, memory.slice(start - elems.start..end - elems.start), &values)?;
+            }
         }
     }
     Ok(())

@@ -39,6 +39,22 @@ impl<D: Device> Storage<D> {
         Self::new(rank, layout.shard_elems() as usize, dtype, purpose, units.clone(), units)
     }
 
+    /// The gradients, set to zero: all units whole, or this rank's shard of each. Frozen units have no elements.
+    pub(super) fn gradients(rank: &Rank<D>, whole: bool) -> Result<Self, TrainError> {
+        let (mut units, mut own, mut end) = (Vec::new(), Vec::new(), 0);
+        for (i, unit) in rank.layout.units().iter().enumerate() {
+            let (len, shard) = match (rank.trains(i), whole) {
+                (false, _) => (0, 0..0),
+                (true, true) => (unit.padded_elems as usize, index(unit.shard(rank.comm.rank() as u64))),
+                (true, false) => (unit.shard_elems as usize, 0..unit.shard_elems as usize),
+            };
+            units.push(end..end + len);
+            own.push(end + shard.start..end + shard.end);
+            end += len;
+        }
+        Self::new(rank, end, rank.settings.grad_dtype(), Purpose::Grads, units, own)
+    }
+
     fn new(
         rank: &Rank<D>,
         elems: usize,

@@ -49,10 +49,10 @@ impl<D: Device> WholeParams<D> {
         Ok(())
     }
 
-    /// Gathers every unit from the ranks' shards, in the order of the next forward.
-    pub(super) fn all_gather(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+    /// Gathers the units that `changed` from the ranks' shards, in the order of the next forward.
+    pub(super) fn all_gather(&mut self, rank: &Rank<D>, changed: impl Fn(usize) -> bool) -> Result<(), TrainError> {
         rank.comm_stream.wait(&rank.compute.record()?)?;
-        for unit in 0..rank.units() {
+        for unit in (0..rank.units()).filter(|unit| changed(*unit)) {
             rank.comm.all_gather(&rank.comm_stream, self.storage.own(unit), self.storage.unit(unit))?;
             let event = rank.comm_stream.record()?;
             if !rank.settings.overlap {

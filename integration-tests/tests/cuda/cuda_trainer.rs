@@ -9,6 +9,7 @@ use integration_tests::data::{DataSource, Dataset};
 use integration_tests::error::TrainError;
 use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
+use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
     RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions, run_on_cuda, run_on_threads,
 };
@@ -48,6 +49,7 @@ fn settings(stage: u64, dtype: DType) -> Settings {
             max_grad_norm: 1.0,
             ..OptimizerConfig::default()
         },
+        groups: GroupSettings::default(),
         graphs: false,
         limit: Duration::from_secs(300),
     }

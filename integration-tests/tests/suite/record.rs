@@ -116,6 +116,32 @@ fn changed_settings_are_printed() {
     assert_eq!(differences(&out), expected, "{out}");
 }
 
+/// `--no-decay-1d` is a group of all tensors of one dimension; a resumed run keeps it, and prints a change.
+#[test]
+fn no_decay_of_vectors() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let groups = r#"{"param_groups": [{"max_dims": 1, "weight_decay": 0.0}], "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0.5}"#;
+    std::fs::write(dir.join("groups.json"), groups).unwrap();
+    let out = train(dir, &["--steps", "3", "--metrics", "flag", "--checkpoint", "a", "--no-decay-1d"]);
+    assert!(out.contains("parameter groups: dims <= 1: weight decay 0"), "{out}");
+    train(dir, &["--steps", "3", "--metrics", "file", "--checkpoint", "b", "--config", "groups.json"]);
+    train(dir, &["--steps", "3", "--metrics", "none", "--checkpoint", "c"]);
+    assert_eq!(curve(dir, "flag"), curve(dir, "file"));
+    assert!(weights(dir, "a") == weights(dir, "b") && weights(dir, "a") != weights(dir, "c"));
+    assert_eq!(record(dir, "a", 3)["param_groups"], serde_json::json!({"no_decay_1d": true}));
+    assert_eq!(record(dir, "c", 3).get("param_groups"), None);
+
+    assert_eq!(differences(&resume(dir, &["a", "--steps", "4"])), ["steps 3 -> 4"]);
+    let out = resume(dir, &["a", "--steps", "5", "--no-decay-1d=false"]);
+    assert_eq!(differences(&out), ["param_groups dims <= 1: weight decay 0 -> none", "steps 4 -> 5"], "{out}");
+    std::fs::write(dir.join("bad.json"), r#"{"param_groups": [{"name": "x"}]}"#).unwrap();
+    let bad = zero(dir, &["train", "--data", "text.txt", "--config", "bad.json", "--no-checkpoint"]);
+    fails(&bad, 2, &["param_groups: unknown field `name`"]);
+}
+
 /// A configuration overrides what it sets and nothing else.
 #[test]
 fn configuration_counts_as_flags() {

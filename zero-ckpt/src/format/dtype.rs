@@ -32,6 +32,15 @@ impl StateDtype {
         }
     }
 
+    /// Its name as the dtype of parameters in a manifest: `fp32`, `bf16`, `fp16`.
+    pub fn param_name(self) -> &'static str {
+        match self {
+            Self::F32 => "fp32",
+            Self::BF16 => "bf16",
+            Self::F16 => "fp16",
+        }
+    }
+
     /// The type with this name in safetensors headers.
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::F32, Self::BF16, Self::F16].into_iter().find(|d| d.name() == name)

@@ -4,24 +4,24 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::Value;
-use zero_shard::Layout;
+use zero_shard::{Layout, ZeroStage};
 
 use super::agreement::StagedFile;
 use crate::format::blocks::{checksum, shard_pieces};
 use crate::format::manifest::{
     DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size,
 };
-use crate::{CkptError, ModelSpec, Piece};
+use crate::{CkptError, ModelSpec, Piece, StateDtype};
 
 /// The metadata of a checkpoint, equal on all ranks; rank 0's is stored.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct SaveMeta {
     /// Completed optimizer steps.
     pub step: u64,
-    /// ZeRO stage, 0 to 3.
-    pub stage: u8,
+    /// ZeRO stage.
+    pub stage: ZeroStage,
     /// Dtype of the parameters.
-    pub dtype: String,
+    pub dtype: StateDtype,
     /// The trainer's state: data position, seed, schedule, loss scale.
     pub trainer: Value,
     /// The model's `config.json` for export, or null.
@@ -33,6 +33,22 @@ pub struct SaveMeta {
     pub best: Option<u64>,
     /// The step of a checkpoint of this run to remove once this one is published. Not stored in the manifest.
     pub superseded: Option<u64>,
+}
+
+impl Default for SaveMeta {
+    /// Step 0 at stage 0 in fp32, without any documents.
+    fn default() -> Self {
+        Self {
+            step: 0,
+            stage: ZeroStage::Zero,
+            dtype: StateDtype::F32,
+            trainer: Value::Null,
+            model_config: Value::Null,
+            documents: BTreeMap::new(),
+            best: None,
+            superseded: None,
+        }
+    }
 }
 
 /// Encodes the documents of a checkpoint; pairs of name and content.
@@ -97,8 +113,8 @@ pub(crate) fn manifest_of(
     let manifest = Manifest {
         step: meta.step,
         sequence,
-        stage: meta.stage,
-        dtype: meta.dtype.clone(),
+        stage: meta.stage.number(),
+        dtype: meta.dtype.param_name().to_owned(),
         model,
         layout: LayoutRecord { world_size, align_elems: layout.align_elems() },
         states,

@@ -62,7 +62,7 @@ pub fn import(
     let model_config = beside("config.json")?.unwrap_or_default();
     let tokenizer = beside(TOKENIZER)?.map(|tokenizer| (TOKENIZER.to_owned(), tokenizer));
     let documents = tokenizer.into_iter().collect();
-    let meta = SaveMeta { dtype: "fp32".into(), model_config, documents, ..SaveMeta::default() };
+    let meta = SaveMeta { model_config, documents, ..SaveMeta::default() };
     let staged = store.stage_source(meta.step, &layout, states, shard_pieces(&layout, 0)?, &source);
     store.publish(&meta, &layout, vec![staged])
 }

@@ -81,7 +81,7 @@ mod tests {
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &values).unwrap();
         let store = Store::create(path, 0, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
-        let meta = SaveMeta { step, dtype: "fp32".into(), ..SaveMeta::default() };
+        let meta = SaveMeta { step, ..SaveMeta::default() };
         store.observe(at).save(&meta, &shard, &mut crate::SingleRank)
     }
 

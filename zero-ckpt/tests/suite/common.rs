@@ -5,7 +5,7 @@ use std::sync::{Barrier, Mutex};
 
 use proptest::prelude::ProptestConfig;
 use zero_ckpt::{CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions};
-use zero_shard::{Layout, ParamSpec, UnitSpec};
+use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
 pub(crate) fn cases(n: u32) -> ProptestConfig {
@@ -156,8 +156,7 @@ impl Exchange for ThreadRank<'_> {
 pub(crate) fn meta(step: u64) -> SaveMeta {
     SaveMeta {
         step,
-        stage: 3,
-        dtype: "fp32".into(),
+        stage: ZeroStage::Three,
         trainer: serde_json::json!({"seed": 7, "tokens": step * 1000, "loss_scale": 65536.0}),
         model_config: serde_json::json!({"model_type": "gpt2"}),
         ..SaveMeta::default()

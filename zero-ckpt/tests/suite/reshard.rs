@@ -2,7 +2,7 @@
 
 use crate::common::{assert_holds, layout, meta, save, storage, units};
 use zero_ckpt::{CkptError, Reader, StoreOptions};
-use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
+use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec, ZeroStage};
 
 #[test]
 fn every_world_size_loads_at_every_other() {
@@ -62,7 +62,7 @@ fn repeated_resharding_keeps_every_bit() {
             }
             store.stage(i as u64, &shard)
         });
-        let meta = zero_ckpt::SaveMeta { stage, ..meta(i as u64) };
+        let meta = zero_ckpt::SaveMeta { stage: ZeroStage::from_number(stage.into()).unwrap(), ..meta(i as u64) };
         let published = stores[0].publish(&meta, &layout, staged.collect()).unwrap();
         assert_eq!(published.sequence, i as u64 + 1);
         assert_eq!(Reader::open(dir.path()).unwrap().manifest().stage, stage);

@@ -182,7 +182,9 @@ pub(super) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<Launc
     check::advance_step(device, args)?;
     let AdvanceArgs { ranks, config, rates, state, scalars, records } = *args;
     let mut params = vec![ranks.into(), Param::U64(ranks.len() as u64), config.into()];
-    params.extend([rates.into(), Param::U64(rates.len() as u64), state.into(), scalars.into()]);
+    // `check` found at least one element of scalars.
+    params.extend([rates.into(), Param::U64((rates.len() / scalars.len()) as u64), state.into()]);
+    params.extend([scalars.into(), Param::U64(scalars.len() as u64)]);
     params.extend([records.into(), Param::U64(records.len() as u64)]);
     Ok(Launch { source: "step.cu", entry: "advance_step", blocks: 1, threads: 1, params })
 }

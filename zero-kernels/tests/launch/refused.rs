@@ -165,6 +165,9 @@ pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
     assert_eq!(run(empty), length("advance_step: ranks", 1, 0));
     let empty = AdvanceArgs { records: records.slice().slice(0..0), ..good };
     assert_eq!(run(empty), length("advance_step: records", 1, 0));
+    let two = rig.poisoned::<StepScalars>(2, 0);
+    let odd = AdvanceArgs { scalars: two.slice(), ..good };
+    assert_eq!(run(odd), length("advance_step: rates", 2, 1));
     assert_eq!(run(AdvanceArgs { state: cast(all.slice(10..31), 3), ..good }), length("advance_step: state", 1, 3));
     let shared = AdvanceArgs { state: cast(all, 1), ..good };
     assert_eq!(run(shared), overlap("advance_step: state", "advance_step: config"));

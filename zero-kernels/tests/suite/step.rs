@@ -16,18 +16,20 @@ fn missing_rates_halt_the_run() {
         hysteresis: 1,
         consecutive_hysteresis: 0,
         fail_at_min: 1,
+        divisor: 0.0,
     };
     let start = StepState { schedule_position: 5, ..StepState::new(1.0, 1) };
     let (ranks, rates) = ([RankStats::new(&[], 0.0)], [StepRates { lr: 1e-3, beta1: 0.9, beta2: 0.999 }]);
-    let mut state = start;
-    assert_eq!(advance_step(&ranks, &config, &rates, &mut state).0.skip, 0);
-    let (scalars, record) = advance_step(&ranks, &config, &rates, &mut state);
-    assert_eq!((scalars.skip, record.unwrap().halted, state.halted), (1, StepState::NO_RATE, StepState::NO_RATE));
+    let (mut state, mut scalars) = (start, [StepScalars::default()]);
+    advance_step(&ranks, &config, &rates, &mut state, &mut scalars);
+    assert_eq!(scalars[0].skip, 0);
+    let record = advance_step(&ranks, &config, &rates, &mut state, &mut scalars);
+    assert_eq!((scalars[0].skip, record.unwrap().halted, state.halted), (1, StepState::NO_RATE, StepState::NO_RATE));
     let before = state;
-    assert_eq!(advance_step(&ranks, &config, &rates, &mut state), (scalars, None));
+    assert_eq!(advance_step(&ranks, &config, &rates, &mut state, &mut scalars), None);
     assert_eq!(state, before);
     let mut early = StepState { schedule_position: 4, ..start };
-    advance_step(&ranks, &config, &rates, &mut early);
+    advance_step(&ranks, &config, &rates, &mut early, &mut scalars);
     assert_eq!(early.halted, StepState::NO_RATE);
 }
 
@@ -60,12 +62,13 @@ fn scale_never_halves_without_hysteresis() {
         hysteresis: 0,
         consecutive_hysteresis: 0,
         fail_at_min: 1,
+        divisor: 0.0,
     };
     let rates = [StepRates { lr: 1e-3, beta1: 0.9, beta2: 0.999 }; 8];
     let mut state = StepState::new(4.0, 0);
     let scales = [1, 1, 1, 0, 0, 0, 1].map(|nonfinite| {
         let ranks = [RankStats::new(&[GradStats { sum_sq: 1.0, nonfinite }], 0.0)];
-        advance_step(&ranks, &config, &rates, &mut state);
+        advance_step(&ranks, &config, &rates, &mut state, &mut [StepScalars::default()]);
         assert_eq!((state.hysteresis_left, state.halted), (0, StepState::RUNNING));
         state.loss_scale
     });

@@ -11,7 +11,8 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Reduced
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    GatheredStats, OptimError, OptimizerConfig, RankStats, Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
+    Divisor, GatheredStats, GroupRules, GroupRun, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment,
+    ShardedAdamW, StateKind, StepInputs, StepOutcome, UnitSlices,
 };
 
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -97,6 +98,19 @@ impl Rank {
         world: usize,
         how: Holding,
     ) -> Self {
+        Self::with_groups(config, dtype, init, (rank, world), how, &[], &|_, _| 0)
+    }
+
+    /// As [`Self::new`], with parameter groups: `group_of` returns the group of an element of a unit.
+    pub fn with_groups(
+        config: &OptimizerConfig,
+        dtype: DType,
+        init: &[Vec<f32>],
+        (rank, world): (usize, usize),
+        how: Holding,
+        rules: &[GroupRules],
+        group_of: &dyn Fn(usize, usize) -> usize,
+    ) -> Self {
         let device = HostDevice::new();
         let stream = device.create_stream("compute").unwrap();
         let pool = Pool::new(device, 1 << 30);
@@ -115,7 +129,17 @@ impl Rank {
             held.push(held_here);
         }
         let kernels = Arc::new(HostKernels::new(1).unwrap());
-        let mut optim = ShardedAdamW::new(&pool, kernels, &stream, config.clone(), dtype, segments).unwrap();
+        // A run an element: the optimizer joins them.
+        let mut runs = Vec::new();
+        for (u, held) in held.iter().enumerate().filter(|_| !rules.is_empty()) {
+            let run = |elem| GroupRun { elems: 0..0, group: group_of(u, elem) };
+            runs.extend(held.clone().map(run));
+        }
+        runs.iter_mut().enumerate().for_each(|(i, run)| run.elems = i..i + 1);
+        let groups = ParamGroups { rules: rules.to_vec(), runs };
+        let config = config.clone();
+        let optim = ShardedAdamW::with_groups(&pool, kernels, &stream, config, dtype, segments, &groups);
+        let mut optim = optim.unwrap();
         let mut params: Vec<Buffer> =
             init.iter().zip(&held).map(|(w, held)| Buffer::new(&w[held.clone()], dtype)).collect();
         let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
@@ -167,6 +191,24 @@ impl Rank {
         Ok(outcome)
     }
 
+    /// One step by one call, with two micro-batches.
+    pub fn step_with(
+        &mut self,
+        grads: &[Vec<f32>],
+        dtype: DType,
+        loss: f64,
+        exchange: impl FnOnce(&[u8]) -> Result<Vec<Vec<u8>>, OptimError>,
+    ) -> Result<StepOutcome, OptimError> {
+        let mut grads = self.grads(grads, dtype);
+        let reduced = self.reduced(&mut grads);
+        let params: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+        let units: Vec<_> = reduced.iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param }).collect();
+        let inputs = StepInputs { loss, flags: 0, divisor: Divisor::MicroBatches(2) };
+        let outcome = self.optim.step_with(&self.stream, &units, inputs, exchange, LIMIT);
+        self.stream.synchronize(LIMIT).unwrap();
+        outcome
+    }
+
     /// The state of one kind, as host memory.
     pub fn state(&self, kind: StateKind) -> Option<&[f32]> {
         self.state_slice(kind).map(|s| {
@@ -201,14 +243,28 @@ pub struct World {
 
 impl World {
     pub fn new(config: &OptimizerConfig, dtype: DType, init: &[Vec<f32>], world: usize, how: Holding) -> Self {
-        Self { ranks: (0..world).map(|r| Rank::new(config, dtype, init, r, world, how)).collect(), how }
+        Self::with_groups(config, dtype, init, world, how, &[], &|_, _| 0)
+    }
+
+    /// As [`Self::new`], with parameter groups.
+    pub fn with_groups(
+        config: &OptimizerConfig,
+        dtype: DType,
+        init: &[Vec<f32>],
+        world: usize,
+        how: Holding,
+        rules: &[GroupRules],
+        group_of: &dyn Fn(usize, usize) -> usize,
+    ) -> Self {
+        let rank = |r| Rank::with_groups(config, dtype, init, (r, world), how, rules, group_of);
+        Self { ranks: (0..world).map(rank).collect(), how }
     }
 
     /// Runs one step on all ranks with these reduced gradients (whole padded units), and asserts equal outcomes.
     pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<RankStats>, StepOutcome) {
         let stats: Vec<RankStats> =
             self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.stats(grads, dtype, r as f64).unwrap()).collect();
-        let gathered = GatheredStats { ranks: &stats, micro_batches };
+        let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(micro_batches) };
         let mut outcomes: Vec<StepOutcome> =
             self.ranks.iter_mut().map(|rank| rank.step(grads, dtype, gathered).unwrap()).collect();
         let outcome = outcomes.pop().unwrap();

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use zero_kernels::GradStats;
 use zero_optim::{
-    Decay, DecayCurve, DynamicScaling, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError,
+    Decay, DecayCurve, Divisor, DynamicScaling, LossScalerState, LossScaling, LrSchedule, OneCycle, OptimError,
     OptimizerConfig, Progress, RangeTest, RankStats, ReducedFlags, StepController, StepOutcome, Warmup, WarmupCosine,
     WarmupDecay,
 };
@@ -45,21 +45,23 @@ fn clipping_uses_the_mean_gradient() {
     };
     let mut steps = StepController::new(config).unwrap();
     // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. A mean norm of 5 is a sum of squares of 240^2.
-    let (scalars, outcome) = steps.advance(&[good(144.0 * 144.0), good(192.0 * 192.0)], 3, &names()).unwrap();
+    let (scalars, outcome) =
+        steps.advance(&[good(144.0 * 144.0), good(192.0 * 192.0)], Divisor::MicroBatches(3), &names()).unwrap();
     let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
     assert_eq!((grad_norm, clip), (5.0, 2.0 / (5.0 + 1e-6)));
-    assert_eq!(scalars.grad_scale, (clip / 48.0) as f32);
+    assert_eq!(scalars[0].grad_scale, (clip / 48.0) as f32);
     // A norm equal to the limit is not clipped.
-    let (scalars, outcome) = steps.advance(&[good(96.0 * 96.0), good(0.0)], 3, &names()).unwrap();
+    let (scalars, outcome) =
+        steps.advance(&[good(96.0 * 96.0), good(0.0)], Divisor::MicroBatches(3), &names()).unwrap();
     let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
-    assert_eq!((grad_norm, clip, scalars.grad_scale), (2.0, 1.0, (1.0 / 48.0) as f32));
+    assert_eq!((grad_norm, clip, scalars[0].grad_scale), (2.0, 1.0, (1.0 / 48.0) as f32));
 }
 
 #[test]
 fn no_clipping_by_default() {
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
-    let (scalars, outcome) = steps.advance(&[good(1e12)], 1, &names()).unwrap();
-    assert_eq!((scalars.grad_scale, outcome.grad_norm()), (1.0, Some(1e6)));
+    let (scalars, outcome) = steps.advance(&[good(1e12)], Divisor::MicroBatches(1), &names()).unwrap();
+    assert_eq!((scalars[0].grad_scale, outcome.grad_norm()), (1.0, Some(1e6)));
 }
 
 /// Regression test for DeepSpeed #2686: the scale grew between backward and step, and the new scale was divided out.
@@ -69,8 +71,8 @@ fn gradients_are_divided_by_their_scale() {
     let mut steps = StepController::new(growing).unwrap();
     for step in 0..4 {
         let scale = steps.loss_scale();
-        let (scalars, outcome) = steps.advance(&[good(scale * scale)], 1, &names()).unwrap();
-        assert_eq!(scalars.grad_scale, 1.0 / scale as f32, "step {step}");
+        let (scalars, outcome) = steps.advance(&[good(scale * scale)], Divisor::MicroBatches(1), &names()).unwrap();
+        assert_eq!(scalars[0].grad_scale, 1.0 / scale as f32, "step {step}");
         assert_eq!((outcome.grad_norm(), outcome.loss_scale()), (Some(1.0), scale));
     }
     assert!(steps.loss_scale() > 16.0, "it grew");
@@ -81,9 +83,9 @@ fn non_finite_gradient_skips_the_step() {
     // The default: a static scale of 1, as for fp32 and bf16.
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
     let ranks = [RankStats { flags: 0b110, ..good(1.0) }, RankStats { flags: 0b011, ..bad() }];
-    let (scalars, outcome) = steps.advance(&ranks, 1, &names()).unwrap();
+    let (scalars, outcome) = steps.advance(&ranks, Divisor::MicroBatches(1), &names()).unwrap();
     assert_eq!(outcome.flags(), ReducedFlags { any: 0b111, all: 0b010 });
-    assert_eq!((scalars.skip, outcome.grad_norm()), (1, None));
+    assert_eq!((scalars[0].skip, outcome.grad_norm()), (1, None));
     let StepOutcome::Skipped { overflow, .. } = outcome else { panic!("applied") };
     assert_eq!((overflow.rank, overflow.unit.as_str(), overflow.nonfinite), (1, "block", 3));
     assert_eq!((steps.progress().adam_steps, steps.progress().skipped_steps), (0, 1));
@@ -95,10 +97,10 @@ fn bias_corrections_count_applied_steps() {
     let mut applied = 0;
     for step in 0..20 {
         let ranks = [if step % 3 == 1 { bad() } else { good(1.0) }];
-        let (scalars, outcome) = steps.advance(&ranks, 1, &names()).unwrap();
+        let (scalars, outcome) = steps.advance(&ranks, Divisor::MicroBatches(1), &names()).unwrap();
         if !outcome.is_skipped() {
             applied += 1;
-            assert_eq!(scalars.step_size, (1e-3 / (1.0 - 0.9f64.powf(f64::from(applied)))) as f32);
+            assert_eq!(scalars[0].step_size, (1e-3 / (1.0 - 0.9f64.powf(f64::from(applied)))) as f32);
         }
     }
     assert_eq!(steps.progress().adam_steps, u64::from(applied as u32));
@@ -118,8 +120,8 @@ fn one_cycle_changes_the_betas() {
     near(schedule.lr(1.0, 5), 0.1 / 1.5);
     near(schedule.betas(5).unwrap().0, 0.9 * 1.25);
     let mut steps = StepController::new(OptimizerConfig { schedule, ..Default::default() }).unwrap();
-    let (scalars, _) = steps.advance(&[good(1.0)], 1, &names()).unwrap();
-    assert_eq!((scalars.one_minus_beta1, scalars.beta2), ((1.0 - 0.8f64) as f32, 0.99));
+    let (scalars, _) = steps.advance(&[good(1.0)], Divisor::MicroBatches(1), &names()).unwrap();
+    assert_eq!((scalars[0].one_minus_beta1, scalars[0].beta2), ((1.0 - 0.8f64) as f32, 0.99));
 }
 
 #[test]
@@ -254,7 +256,7 @@ fn bad_loss_scale_is_not_restored() {
     let mut fixed = StepController::new(fixed).unwrap();
     assert!(fixed.restore(&with(state)).is_err());
     fixed.restore(&with(LossScalerState { scale: 8.0, ..state })).unwrap();
-    fixed.advance(&[bad()], 1, &names()).unwrap();
+    fixed.advance(&[bad()], Divisor::MicroBatches(1), &names()).unwrap();
     assert_eq!(fixed.loss_scale(), 8.0, "a static scale never changes");
 }
 
@@ -279,7 +281,7 @@ proptest! {
         let mut good_steps = 0;
         for overflow in overflows {
             let before = steps.progress().loss_scaler;
-            let outcome = steps.advance(&[if overflow { bad() } else { good(1.0) }], 1, &names()).unwrap().1;
+            let outcome = steps.advance(&[if overflow { bad() } else { good(1.0) }], Divisor::MicroBatches(1), &names()).unwrap().1;
             let after = steps.progress().loss_scaler;
             prop_assert_eq!((outcome.is_skipped(), outcome.loss_scale()), (overflow, before.scale));
             prop_assert!(after.scale >= 1.0 && after.scale.log2().fract() == 0.0);

@@ -2,7 +2,9 @@
 
 use serde::Deserialize;
 use zero_kernels::GradStats;
-use zero_optim::{Decay, DynamicScaling, LossScaling, LrSchedule, OptimizerConfig, RankStats, StepController};
+use zero_optim::{
+    Decay, Divisor, DynamicScaling, LossScaling, LrSchedule, OptimizerConfig, RankStats, StepController,
+};
 
 #[derive(Deserialize)]
 struct ScalerTrace {
@@ -33,7 +35,7 @@ fn loss_scale_follows_every_trace() {
         let mut steps = StepController::new(OptimizerConfig { loss_scaling, ..OptimizerConfig::default() }).unwrap();
         for (step, (&overflow, &expected)) in t.overflow.iter().zip(&t.scale_after).enumerate() {
             let stats = RankStats::new(&[GradStats { sum_sq: 1.0, nonfinite: overflow.into() }], 0.0);
-            steps.advance(&[stats], 1, &[]).unwrap();
+            steps.advance(&[stats], Divisor::MicroBatches(1), &[]).unwrap();
             assert_eq!(steps.loss_scale(), expected, "trace {i}, step {step}");
         }
     }

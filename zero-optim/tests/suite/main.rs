@@ -4,4 +4,5 @@ mod common;
 mod controller;
 #[cfg(not(miri))]
 mod deepspeed;
+mod groups;
 mod sharded;

@@ -9,8 +9,8 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, Reduced, Stream};
 use zero_kernels::AdamHyper;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig, Segment, ShardedAdamW,
-    StateKind, StepOutcome, UnitSlices,
+    Divisor, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig, Segment,
+    ShardedAdamW, StateKind, StepOutcome, UnitSlices,
 };
 
 use crate::common::{Buffer, Holding, LIMIT, Random, Rank, World};
@@ -166,7 +166,7 @@ fn overflow_at_minimum_scale_changes_nothing() {
     let mut rank = Rank::new(&config, DType::F16, &init, 0, 1, Holding::Shard);
     let stats = [rank.stats(&grads[0], DType::F16, 0.0).unwrap()];
     let before = rank.optim.progress();
-    let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
     let error = rank.step(&grads[0], DType::F16, gathered).unwrap_err();
     assert_eq!(error, OptimError::LossScaleAtMinimum { step: 0, scale: 2.0, rank: 0, unit: "unit0".into() });
     assert!(error.to_string().contains("unit unit0 on rank 0"), "{error}");
@@ -234,7 +234,7 @@ fn scattered_params_have_the_same_bits() {
         optim.init_masters(&flat.stream, &[pieces]).unwrap();
         for grads in &grads {
             let stats = [flat.stats(grads, DType::F32, 0.0).unwrap()];
-            let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+            let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
             let outcome = flat.step(grads, DType::F32, gathered).unwrap();
             let mut grad = Buffer::new(&grads[0], DType::F32);
             // SAFETY: kept until the stream is drained.
@@ -263,7 +263,7 @@ fn bad_slices_change_nothing() {
     let mut rank = Rank::new(&config(), DType::Bf16, &init, 0, 2, Holding::Shard);
     let before = rank.optim.progress();
     let stats = [rank.stats(&grads[0], DType::Bf16, 0.0).unwrap()];
-    let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
 
     let short = rank.step(&grads[0][..1], DType::Bf16, gathered).unwrap_err();
     assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 2, got: 1 });
@@ -277,7 +277,9 @@ fn bad_slices_change_nothing() {
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
     let none = rank.step(&grads[0], DType::Bf16, GatheredStats { ranks: &[], ..gathered }).unwrap_err();
     assert_eq!(none, OptimError::NoStats);
-    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { micro_batches: 0, ..gathered }).unwrap_err();
+    let none = rank
+        .step(&grads[0], DType::Bf16, GatheredStats { divisor: Divisor::MicroBatches(0), ..gathered })
+        .unwrap_err();
     assert!(matches!(none, OptimError::Setting { setting: "micro_batches", .. }));
     assert_eq!(rank.optim.progress(), before);
     assert!(!rank.step(&grads[0], DType::Bf16, gathered).unwrap().is_skipped());
@@ -289,7 +291,7 @@ fn timed_out_step_can_be_retried() {
     let mut ranks = [0, 1].map(|_| Rank::new(&config(), DType::F32, &init, 0, 2, Holding::Shard));
     let params = ranks.each_mut().map(|rank| {
         let stats = [rank.stats(&grads[0], DType::F32, 0.0).unwrap()];
-        let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+        let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
         rank.step(&grads[0], DType::F32, gathered).unwrap();
         rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
     });
@@ -297,7 +299,7 @@ fn timed_out_step_can_be_retried() {
 
     let [late, _] = &mut ranks;
     let stats = [late.stats(&grads[0], DType::F32, 0.0).unwrap()];
-    let gathered = GatheredStats { ranks: &stats, micro_batches: 1 };
+    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
     let before = late.optim.progress();
     let (go, held_up) = std::sync::mpsc::channel();
     let wait = move || {

@@ -121,7 +121,7 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
         gathered_elems: gathered_elems(request, layout),
         bucket_elems: request.bucket_elems.min(bucket_limit).max(request.gpus),
         buckets: 2,
-        scratch_bytes: scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes() as u64),
+        scratch_bytes: scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64),
         sub_group_elems: request.sub_group_elems.min(layout.shard_elems()),
         sub_group_buffers: request.sub_group_buffers,
         activations_bytes: ActivationBytes::estimate(&request.model.shape, &activations)?.total_bytes(),

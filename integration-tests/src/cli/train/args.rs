@@ -54,9 +54,13 @@ pub struct TrainArgs {
     /// Learning rate [default: 1e-3]
     #[arg(long, value_name = "X")]
     pub lr: Option<f64>,
-    /// Decoupled weight decay of all parameters [default: 0.01]
+    /// Decoupled weight decay [default: 0.01]
     #[arg(long, value_name = "X")]
     pub weight_decay: Option<f64>,
+    /// No weight decay for tensors of fewer than two dimensions (biases, layer norms), as is usual for GPTs; a group of
+    /// param_groups in --config may have its own [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub no_decay_1d: Option<bool>,
     /// Clip the gradient to this norm; 0 disables clipping [default: 0]
     #[arg(long, value_name = "X")]
     pub clip: Option<f64>,

@@ -58,6 +58,9 @@ pub(super) fn text(setup: &RunSetup) -> String {
     }
     let optimizer = &record.optimizer;
     line("optimizer", adam(optimizer));
+    if !record.param_groups.is_default() {
+        line("parameter groups", record.param_groups.to_string());
+    }
     line("learning rate", format!("{}, {}", optimizer.lr, optimizer.schedule));
     let clip = match optimizer.max_grad_norm {
         0.0 => "off".to_owned(),

@@ -12,6 +12,7 @@ use super::args::DeviceChoice;
 use super::opening::loss_scale;
 use super::validation::ValidationRecord;
 use crate::cli::DTypeFlag;
+use crate::model::param_groups::GroupSettings;
 use crate::trainer::Settings;
 
 /// The name of the document.
@@ -36,6 +37,9 @@ pub(super) struct RunRecord {
     pub(super) data: DataRecord,
     /// Hyperparameters, learning rate, schedule, clipping and loss scaling.
     pub(super) optimizer: OptimizerConfig,
+    /// Rules of tensors that differ from the optimizer's.
+    #[serde(default, skip_serializing_if = "GroupSettings::is_default")]
+    pub(super) param_groups: GroupSettings,
     pub(super) dtype: DTypeFlag,
     pub(super) batch: BatchRecord,
     /// The seed of the initial weights and of the order of text data.
@@ -189,6 +193,10 @@ impl RunRecord {
         };
         for ((key, old), (_, new)) in texts(self).into_iter().zip(texts(now)).filter(|(old, new)| old != new) {
             (was["optimizer"][key], is["optimizer"][key]) = (Value::String(old), Value::String(new));
+        }
+        if self.param_groups != now.param_groups {
+            let text = |record: &Self| Value::String(record.param_groups.to_string());
+            (was["param_groups"], is["param_groups"]) = (text(self), text(now));
         }
         compare("", &was, &is, &NO_SETTINGS, &mut out);
         out

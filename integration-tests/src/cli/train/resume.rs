@@ -226,6 +226,7 @@ impl Resumed {
             overlap: record.communication.overlap,
             prefetch: record.communication.prefetch(),
             sub_group_elems: record.communication.sub_group_elems.unwrap_or(usize::MAX),
+            groups: record.param_groups.clone(),
         }
     }
 

@@ -96,6 +96,7 @@ impl RunSetup {
         // A run that recorded graphs may continue on the host.
         settings.graphs &= device.is_some() || args.cuda_graph.is_some();
         check_graphs(&settings, device.is_some())?;
+        settings.groups.resolve(&layout).map_err(CliError::usage)?;
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
         let batch = resumed.map_or_else(|| file.map(|f| f.batch).unwrap_or_default(), |resumed| resumed.batch(file));
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
@@ -154,6 +155,7 @@ impl RunSetup {
                 tokens: data.len_tokens(),
             },
             optimizer: settings.optimizer.clone(),
+            param_groups: settings.groups.clone(),
             dtype,
             batch: BatchRecord {
                 ranks,

@@ -16,6 +16,7 @@ use crate::config::{Batch, DsConfig, canonical};
 use crate::model::Pass;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::passes;
+use crate::model::param_groups::GroupSettings;
 use crate::trainer::{AT_STAGE_3, Settings};
 
 /// Default elements of a gradient bucket for all models: 2 MiB in fp32.
@@ -42,6 +43,8 @@ pub(super) struct Base {
     pub(super) prefetch: PrefetchOptions,
     /// Most elements of one launch of the optimizer.
     pub(super) sub_group_elems: usize,
+    /// Rules of tensors.
+    pub(super) groups: GroupSettings,
 }
 
 impl Default for Base {
@@ -67,6 +70,7 @@ impl Default for Base {
             overlap: true,
             prefetch: PrefetchOptions::default(),
             sub_group_elems: usize::MAX,
+            groups: GroupSettings::default(),
         }
     }
 }
@@ -176,6 +180,10 @@ pub(super) fn settings(
         overlap,
         prefetch,
         optimizer: rules,
+        groups: GroupSettings {
+            groups: file.and_then(|f| f.param_groups.as_ref()).unwrap_or(&base.groups.groups).clone(),
+            no_decay_1d: args.no_decay_1d.unwrap_or(base.groups.no_decay_1d),
+        },
         graphs: args.cuda_graph.unwrap_or(args.recorded_graphs && stage != ZeroStage::Three),
         limit,
     };

@@ -104,7 +104,10 @@ type Field<'a> = &'a dyn Fn(&MemoryBytes) -> u64;
 
 fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let settings = &setup.settings;
-    let Ok(formula) = setup.layout.state_bytes(settings.stage, &settings.widths()) else { return };
+    let formula =
+        |stage| settings.groups.resolve(&setup.layout).ok()?.state_bytes(&setup.layout, stage, &settings.widths());
+    let (Some(formula), stage0) = (formula(settings.stage), formula(zero_shard::ZeroStage::Zero)) else { return };
+    let stage0 = stage0.map(|state| state.total_bytes());
     let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
     let range = |of: Field<'_>| {
         let (least, most) = (held.iter().map(of).min().unwrap_or(0), held.iter().map(of).max().unwrap_or(0));
@@ -164,8 +167,7 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     if let (Some(process), None) = (resident_peak_bytes(), &setup.device) {
         let _ = writeln!(out, "  (this process held at most {})", bytes(process));
     }
-    let stage0 = setup.layout.state_bytes(zero_shard::ZeroStage::Zero, &settings.widths()).map(|s| s.total_bytes());
-    if let (Ok(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
+    if let (Some(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
         let ours = formula.total_bytes().max(1);
         let _ = writeln!(out, "  (stage 0 would hold {}: {:.2} x)", bytes(stage0), stage0 as f64 / ours as f64);
     }

@@ -6,7 +6,7 @@ use zero_alloc::device::DType;
 use super::support::{Case, Outcome};
 use super::toy::Toy;
 
-fn same(a: &Outcome, b: &Outcome, what: &str) {
+pub(super) fn same(a: &Outcome, b: &Outcome, what: &str) {
     assert_eq!(a.curve(), b.curve(), "{what}: losses and norms");
     let (a, b) = (a.state(), b.state());
     assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());

@@ -3,6 +3,7 @@
 
 mod ends;
 mod failures;
+mod groups;
 mod identical;
 mod model;
 mod overflow;

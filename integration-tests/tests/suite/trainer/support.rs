@@ -10,6 +10,7 @@ use integration_tests::data::{DataSource, Dataset};
 use integration_tests::error::TrainError;
 use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
+use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
     RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics, ValidationOptions, Workload, run_on_threads,
 };
@@ -43,6 +44,7 @@ pub(crate) struct Case {
     pub(crate) activation_checkpointing: bool,
     pub(crate) bucket_elems: usize,
     pub(crate) optimizer: OptimizerConfig,
+    pub(crate) groups: GroupSettings,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) validation: Option<ValidationOptions>,
     pub(crate) cancel: Arc<AtomicBool>,
@@ -61,6 +63,7 @@ impl Default for Case {
             activation_checkpointing: false,
             bucket_elems: 1 << 12,
             optimizer: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
+            groups: GroupSettings::default(),
             resume: None,
             validation: None,
             cancel: Arc::default(),
@@ -111,6 +114,7 @@ impl Case {
             overlap: self.overlap,
             prefetch: PrefetchOptions { ahead: usize::from(self.overlap), ..PrefetchOptions::default() },
             optimizer: self.optimizer.clone(),
+            groups: self.groups.clone(),
             graphs: false,
             limit: Duration::from_secs(60),
         }
