@@ -33,8 +33,10 @@ fn train(ranks: usize, more: &[&str]) -> Vec<String> {
     args
 }
 
-fn mpirun(ranks: usize) -> Command {
+/// `folder` is for the launcher's files: launchers that share one sometimes remove it while another makes it.
+fn mpirun(ranks: usize, folder: &Path) -> Command {
     let mut command = Command::new("mpirun");
+    command.env("OMPI_MCA_orte_tmpdir_base", folder);
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
     command.arg(place::zero().get_program());
     command
@@ -68,7 +70,7 @@ fn the_losses_are_those_of_threads() {
                     )
                 };
                 succeeds(&place::zero().args(flags(&paths[0])).output().unwrap());
-                succeeds(&mpirun(ranks).args(flags(&paths[1])).output().unwrap());
+                succeeds(&mpirun(ranks, dir.path()).args(flags(&paths[1])).output().unwrap());
                 assert_eq!(losses(&files[0]), losses(&files[1]), "{ranks} ranks, stage {stage}, {dtype}");
             }
         }
@@ -84,7 +86,7 @@ fn a_killed_rank_ends_the_run() {
     let metrics = dir.path().join("metrics");
     let path = metrics.display().to_string();
     let args = train(3, &["--steps", "1000000", "--time-limit", "20", "--metrics", &path]);
-    let mut run = mpirun(3).args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut run = mpirun(3, dir.path()).args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     while std::fs::read_to_string(&metrics).map_or(0, |t| t.lines().count()) < 2 {
         assert!(Instant::now() < deadline, "the run did not start");
@@ -121,12 +123,12 @@ fn a_resume_needs_no_flag() {
     let run = |steps: &str, metrics: &str, checkpoint: &str| {
         let flags = ["--grad-accum", "2", "--lr", "0.01", "--stage", "2", "--steps", steps];
         let outputs = ["--metrics", &path(metrics), "--checkpoint", &path(checkpoint)];
-        succeeds(&mpirun(2).args(train(2, &[&flags[..], &outputs].concat())).output().unwrap());
+        succeeds(&mpirun(2, dir.path()).args(train(2, &[&flags[..], &outputs].concat())).output().unwrap());
     };
     run("4", "whole", "a");
     run("2", "first", "b");
     let rest = ["train", "--resume", &path("b"), "--steps", "4", "--metrics", &path("rest")];
-    succeeds(&mpirun(2).args(rest).output().unwrap());
+    succeeds(&mpirun(2, dir.path()).args(rest).output().unwrap());
     let losses = |name: &str| losses(&dir.path().join(name));
     assert_eq!(losses("whole"), [losses("first"), losses("rest")].concat());
     let run_of = |step: u64| {
@@ -145,7 +147,7 @@ fn rank_0_finds_the_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
     let first = ["--steps", "2", "--checkpoint", &path("d"), "--checkpoint-every", "1"];
-    succeeds(&mpirun(2).args(train(2, &first)).output().unwrap());
+    succeeds(&mpirun(2, dir.path()).args(train(2, &first)).output().unwrap());
     let damage = |step: u64| {
         let shard = dir.path().join(format!("d/step-{step:08}/shard-00001-of-00002.safetensors"));
         let mut bytes = std::fs::read(&shard).unwrap();
@@ -154,7 +156,7 @@ fn rank_0_finds_the_checkpoint() {
     };
     let resume = || {
         let args = ["train", "--resume", &path("d"), "--steps", "3", "--metrics", &path("m"), "--no-checkpoint"];
-        mpirun(2).args(args).output().unwrap()
+        mpirun(2, dir.path()).args(args).output().unwrap()
     };
     damage(2);
     let resumed = resume();

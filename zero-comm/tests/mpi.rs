@@ -187,6 +187,9 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
         // Otherwise the launcher ends all ranks when one is killed.
         command.arg("--enable-recovery");
     }
+    // Launchers that share a folder sometimes remove it while another makes it.
+    let folder = tempfile::tempdir().unwrap();
+    command.env("OMPI_MCA_orte_tmpdir_base", folder.path());
     command.arg(program).args(["--rank", what]).stdout(Stdio::piped()).stderr(Stdio::piped());
     let begun = Instant::now();
     let child = command.spawn().unwrap();
