@@ -1,9 +1,9 @@
 //! Recording the parts of a step into CUDA graphs and replaying them.
 //!
-//! A part is the work that one call of a [`Stage`](super::stage::Stage) enqueues. Everything that changes from step
-//! to step (tokens, learning rate, loss scale, flags) is read from device memory when the part runs, so that a
-//! recorded part is valid in every later step. The first two steps are not recorded: they load kernels and choose
-//! matrix-product algorithms.
+//! A part is the work that one call of a [`Stage`](super::stage::Stage), or one of its micro-batches, enqueues. Everything
+//! that changes from step to step (tokens, learning rate, loss scale, flags) is read from device memory when the part
+//! runs, so that a recorded part is valid in every later step. The first two steps are not recorded: they load kernels
+//! and choose matrix-product algorithms.
 //!
 //! A part waits for both streams, and both streams wait for it. Parts therefore do not overlap: in particular, the
 //! gather after an update does not overlap the next forward. In a timeline a part is one operation.
