@@ -132,7 +132,9 @@ impl<D: Device> Bucket<D> {
 /// Where the sum of a unit's gradients over ranks is stored.
 #[derive(Debug)]
 pub enum SumInto<D: Device> {
-    /// The sum replaces the elements: the first micro-batch of a step.
+    /// The sum replaces the elements: the first micro-batch of a step. The communication stream writes them after all work
+    /// on the compute stream; for other streams that read an earlier sum, the caller makes it wait
+    /// ([`Reduced::wait_for_readers`]).
     Write(AnySlice),
     /// The sum is added to that of earlier micro-batches, in fp32.
     Add(Reduced<D>),
@@ -251,7 +253,10 @@ impl<D: Device> Buckets<D> {
         let Shared { comm, comm_stream, options, .. } = &*self.0;
         let (sum, add) = match into {
             SumInto::Write(sum) => (sum, false),
-            SumInto::Add(earlier) => (earlier.wait_on(comm_stream)?, true),
+            SumInto::Add(earlier) => {
+                earlier.wait_for_readers(comm_stream)?;
+                (earlier.wait_on(comm_stream)?, true)
+            }
         };
         let (ranks, len, of_rank) = (comm.world_size(), sum.len(), options.capacity_elems / comm.world_size());
         // The number of segments of a bucket, and the elements of each.
@@ -289,7 +294,8 @@ impl<D: Device> Buckets<D> {
             done = Some(in_flight.finish()?.event);
         }
         let done = done.map_or_else(|| comm_stream.record(), Ok)?;
-        // SAFETY: the communication stream writes the sum before the event. The maker of `sum` orders all other writes.
+        // SAFETY: the communication stream writes the sum before the event, and adds to it after the readers of the
+        // earlier sum. The maker of `sum` orders all other writes, and those of `SumInto::Write` after such readers.
         Ok(unsafe { Reduced::new(sum, done) })
     }
 
@@ -408,7 +414,8 @@ impl<D: Device> Filling<D> {
     ///
     /// # Safety
     /// The slice is used only by operations enqueued on the compute stream or on streams added by
-    /// [`Filling::add_producer`], before this `Filling` is launched or dropped.
+    /// [`Filling::add_producer`], before this `Filling` is launched or dropped; none is enqueued while
+    /// [`Filling::write`] runs.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
     }

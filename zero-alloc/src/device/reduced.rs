@@ -2,14 +2,20 @@
 
 use std::fmt;
 
+use parking_lot::Mutex;
+
 use super::{AnySlice, DType, Device, DeviceError, Stream};
 
-/// The reduced gradient of a unit: this rank's shard, or at stage 0 the whole unit, summed over ranks. The only access to
-/// the elements makes a stream wait for the sum, so a forgotten wait does not compile.
+/// The reduced gradient of a unit: this rank's shard, or at stage 0 the whole unit, summed over ranks. The only way to the
+/// elements is [`Self::wait_on`], which makes a stream wait for the sum; the slice that it returns is for this stream.
+/// The event of a gradient that was reduced while a graph was recorded orders nothing after the recording: within the
+/// graph and its launches, the streams do.
 #[must_use = "pass it to the optimizer, which waits for the gradient"]
 pub struct Reduced<D: Device> {
     slice: AnySlice,
     done: D::Event,
+    /// The streams that were given the slice.
+    readers: Mutex<Vec<D::Stream>>,
 }
 
 impl<D: Device> fmt::Debug for Reduced<D> {
@@ -22,10 +28,10 @@ impl<D: Device> Reduced<D> {
     /// The result of a reduction: `slice` is complete after `done`.
     ///
     /// # Safety
-    /// All writes to `slice` precede `done`. Later writes are ordered after all work that was enqueued with this value,
-    /// and follow its drop; so does the release of the memory.
+    /// All writes to `slice` precede `done`. Later writes, and the release of the memory, are ordered after all work that
+    /// was enqueued with this value: on the streams of [`Self::wait_on`], which [`Self::wait_for_readers`] waits for.
     pub unsafe fn new(slice: AnySlice, done: D::Event) -> Self {
-        Self { slice, done }
+        Self { slice, done, readers: Mutex::default() }
     }
 
     /// Number of elements.
@@ -49,6 +55,20 @@ impl<D: Device> Reduced<D> {
     /// The stream is closed or poisoned.
     pub fn wait_on(&self, stream: &D::Stream) -> Result<AnySlice, DeviceError> {
         stream.wait(&self.done)?;
+        let mut readers = self.readers.lock();
+        if readers.iter().all(|reader| reader.id() != stream.id()) {
+            readers.push(stream.clone());
+        }
         Ok(self.slice)
+    }
+
+    /// Makes `stream` wait for the work on all streams that were given the elements: before `stream` writes to them.
+    ///
+    /// # Errors
+    /// A stream is closed or poisoned.
+    pub fn wait_for_readers(&self, stream: &D::Stream) -> Result<(), DeviceError> {
+        let readers = self.readers.lock();
+        let others = readers.iter().filter(|reader| reader.id() != stream.id());
+        others.into_iter().try_for_each(|reader| stream.wait(&reader.record()?))
     }
 }

@@ -37,13 +37,15 @@ pub(super) struct Calls {
     start: u64,
     /// Each call, with the hash of all calls up to and including it.
     kept: VecDeque<(Call, u64)>,
+    /// Their memory.
+    kept_bytes: usize,
     /// The hash of all calls.
     pub(super) hash: u64,
 }
 
 impl Default for Calls {
     fn default() -> Self {
-        Self { start: 0, kept: VecDeque::new(), hash: FNV[0] }
+        Self { start: 0, kept: VecDeque::new(), kept_bytes: 0, hash: FNV[0] }
     }
 }
 
@@ -51,6 +53,7 @@ impl Calls {
     pub(super) fn push(&mut self, call: Call) {
         // Neither the flavor nor a call's implementation of `Serialize` returns an error.
         self.hash = postcard::serialize_with_flavor(&call, Fnv(self.hash)).expect("hashing cannot fail");
+        self.kept_bytes += memory_bytes(&call);
         self.kept.push_back((call, self.hash));
     }
 
@@ -75,7 +78,7 @@ impl Calls {
     /// Drops the calls before `sequence`.
     pub(super) fn drop_before(&mut self, sequence: u64) {
         let dropped = sequence.min(self.count()).saturating_sub(self.start);
-        self.kept.drain(..dropped as usize);
+        self.kept_bytes -= self.kept.drain(..dropped as usize).map(|(call, _)| memory_bytes(&call)).sum::<usize>();
         self.start += dropped;
         // A burst of calls does not keep its memory.
         if self.kept.capacity() > 4 * self.kept.len() + 64 {
@@ -86,6 +89,11 @@ impl Calls {
     /// The number of calls in memory.
     pub(super) fn kept(&self) -> usize {
         self.kept.len()
+    }
+
+    /// The memory of these calls.
+    pub(super) fn kept_bytes(&self) -> usize {
+        self.kept_bytes
     }
 
     /// The messages that send the kept calls of `range`, in frames of limited size.
@@ -105,6 +113,12 @@ impl Calls {
         }
         messages
     }
+}
+
+/// The memory of a call that is kept, if it shares its counts with no other.
+fn memory_bytes(call: &Call) -> usize {
+    let counts = if let Segments::Uneven(counts) = &call.segments { counts.len() } else { 0 };
+    size_of::<(Call, u64)>() + counts * size_of::<usize>()
 }
 
 /// A rank's calls on a communicator, and its progress.

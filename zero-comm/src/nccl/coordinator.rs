@@ -25,13 +25,15 @@ use std::time::Duration;
 use super::calls::Calls;
 use super::handshake::Hello;
 use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered, bounded};
-use crate::call::Call;
+use crate::call::{Call, Segments};
 use crate::{CommError, RendezvousError};
 
 /// Ticks after which the coordinator no longer waits for a call that it requested.
 const ANSWER_TICKS: u32 = 6;
 /// Ticks after which a goodbye is answered although calls of the rank, or of others for rank 0, were not compared.
 const GOODBYE_TICKS: u32 = 2;
+/// Maximum memory of the calls of one communicator that are not agreed or have not ended on all ranks.
+const MAX_CALL_BYTES: usize = if cfg!(test) { 1 << 20 } else { 1 << 30 };
 /// Ticks without a message to a rank, or from it, after which a keepalive is due.
 pub(super) const KEEPALIVE_TICKS: u32 = 4;
 
@@ -175,6 +177,20 @@ impl Group {
         let ahead = self.members.iter().any(|member| member.ahead.is_some() && member.agreed < first);
         let grown = agreed > std::mem::replace(&mut self.agreed, agreed);
         (grown || ahead).then_some(Message::Agreed { context, count: agreed, first })
+    }
+
+    /// The error for too many calls in memory: it names the rank without which they could be dropped.
+    fn farthest_behind(&self, context: Context) -> CommError {
+        let count = |member: &Member| member.agreed.min(member.ended);
+        let index = (0..self.members.len()).min_by_key(|&index| count(&self.members[index])).unwrap_or(0);
+        let message = format!(
+            "is at collective {} of communicator {context}, and rank {} is so many ahead that the coordinator cannot keep \
+             them: {}",
+            count(&self.members[index]),
+            self.ranks[0],
+            self.calls.count()
+        );
+        CommError::Peer { rank: self.ranks[index], message }
     }
 
     /// Sends `message` to all members of a world of `world_size` ranks.
@@ -397,7 +413,17 @@ impl Coordinator {
             let message = format!("sent its calls from {from} of communicator {context} instead of {expected}");
             return self.fail(CommError::Peer { rank, message });
         }
-        calls.into_iter().for_each(|call| group.calls.push(call));
+        for call in calls {
+            if matches!(&call.segments, Segments::Uneven(counts) if counts.len() != group.ranks.len()) {
+                let message = format!("called {call} on communicator {context} of {} ranks", group.ranks.len());
+                return self.fail(CommError::Peer { rank, message });
+            }
+            group.calls.push(call);
+        }
+        if group.calls.kept_bytes() > MAX_CALL_BYTES {
+            let error = group.farthest_behind(context);
+            return self.fail(error);
+        }
         group.members[0].agreed = group.calls.count();
         let mut difference = None;
         while let Some((index, differing)) = group.compare_next() {

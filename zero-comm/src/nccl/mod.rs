@@ -245,7 +245,8 @@ impl Process {
             }
             if time.has_passed() {
                 let message = format!("collectives under way did not end within {:?}", world.limit);
-                return Err(CommError::Peer { rank: world.rank, message });
+                // The caller aborts them, so their results are of no use to any rank.
+                return Err(world.fail(CommError::Peer { rank: world.rank, message }));
             }
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -59,7 +59,8 @@ impl fmt::Debug for Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if let (Some(handle), Some(process)) = (self.handle.upgrade(), self.process.upgrade()) {
+        // The process is dropped last: its goodbye follows the end of the communicator.
+        if let (Some(process), Some(handle)) = (self.process.upgrade(), self.handle.upgrade()) {
             // The peers have mapped this memory, so no collective may use it any more.
             if process.drain(self.context).is_ok() && handle.deregister(&self.registered) {
                 return;

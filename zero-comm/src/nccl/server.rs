@@ -387,20 +387,24 @@ impl Server {
                 return;
             }
         }
-        self.unread.push(rank);
+        if !self.unread.contains(&rank) {
+            self.unread.push(rank);
+        }
     }
 
     /// Closes the connection to a rank.
     fn lose(&mut self, rank: usize, cause: String) {
-        if self.peers[rank].take().is_none() {
+        if self.peers[rank].is_none() {
             return;
         }
         if self.missing > 0 {
             self.refuse(RendezvousError::Died { rank });
         } else {
+            // To it too: if it was stopped, it learns later why.
             let outgoing = self.coordinator.lost(rank, cause);
             self.send(outgoing);
         }
+        self.peers[rank] = None;
     }
 
     /// Once a second: checks time limits, and sends what the coordinator has to send, or else keepalives.

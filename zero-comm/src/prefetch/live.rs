@@ -8,6 +8,8 @@ use parking_lot::Mutex;
 /// The live elements, shared by the prefetcher and its `Unsharded` units.
 #[derive(Debug, Default)]
 pub(super) struct Live {
+    /// The number of the step.
+    pub(super) step: u64,
     pub(super) elems: usize,
     pub(super) peak_elems: usize,
     /// The units that the caller holds.
@@ -18,6 +20,8 @@ pub(super) struct Live {
 #[derive(Debug)]
 pub(super) struct Lease {
     live: Arc<Mutex<Live>>,
+    /// The step in which it was gathered.
+    step: u64,
     pub(super) unit: usize,
     pub(super) elems: usize,
 }
@@ -27,13 +31,14 @@ impl Lease {
         let mut now = live.lock();
         now.elems += elems;
         now.peak_elems = now.peak_elems.max(now.elems);
+        let step = now.step;
         drop(now);
-        Self { live: Arc::clone(live), unit, elems }
+        Self { live: Arc::clone(live), step, unit, elems }
     }
 
-    /// Whether the elements are counted in `live`.
+    /// Whether the elements are counted in `live`, and were gathered in its present step.
     pub(super) fn is_of(&self, live: &Arc<Mutex<Live>>) -> bool {
-        Arc::ptr_eq(&self.live, live)
+        Arc::ptr_eq(&self.live, live) && self.step == live.lock().step
     }
 
     pub(super) fn set_held(&self, held: bool) {

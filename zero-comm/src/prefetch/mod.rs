@@ -234,6 +234,7 @@ impl<D: Device> Prefetcher<D> {
         self.report = PrefetchReport::default();
         self.report.order = if self.order.is_some() { OrderCheck::Followed } else { OrderCheck::Recorded };
         let mut live = self.live.lock();
+        live.step += 1;
         live.peak_elems = live.elems;
         drop(live);
         self.comm_stream.wait(&self.compute.record()?)?;
@@ -288,8 +289,9 @@ impl<D: Device> Prefetcher<D> {
         }
     }
 
-    fn end_step(&mut self) -> PrefetchReport {
-        if let Some(&expected) = self.order.as_ref().and_then(|order| order.get(self.used.len())) {
+    /// `whole`: all uses were made, so that a missing one is a change of order.
+    fn end_step(&mut self, whole: bool) -> PrefetchReport {
+        if whole && let Some(&expected) = self.order.as_ref().and_then(|order| order.get(self.used.len())) {
             self.order_changed(Some(expected), None);
         }
         self.drop_in_flight();

@@ -5,7 +5,8 @@ use zero_alloc::device::Device;
 use super::{PrefetchError, PrefetchReport, Prefetcher, Unsharded};
 
 /// A step of a [`Prefetcher`], which units are gathered in. [`Self::end`] or the drop ends it: the units kept or in flight
-/// are freed, and a first step has recorded the order of use.
+/// are freed, and a first step has recorded the order of use. A drop before the last expected use, as after an error,
+/// leaves the expected order as it is.
 #[derive(Debug)]
 #[must_use = "dropping it ends the step"]
 pub struct PrefetchStep<'a, D: Device>(pub(super) &'a mut Prefetcher<D>);
@@ -20,8 +21,8 @@ impl<D: Device> PrefetchStep<'_, D> {
         self.0.unshard(unit)
     }
 
-    /// Ends a use: frees the memory in stream order, or keeps the unit for its next use in this step. A unit of another
-    /// prefetcher, which is for that one's stream, is freed.
+    /// Ends a use: frees the memory in stream order, or keeps the unit for its next use in this step. A unit of an earlier
+    /// step, whose parameters may have changed, or of another prefetcher, which is for that one's stream, is freed.
     pub fn reshard(&mut self, unsharded: Unsharded<D>) {
         self.0.reshard(unsharded);
     }
@@ -34,12 +35,12 @@ impl<D: Device> PrefetchStep<'_, D> {
     /// Ends the step and checks the order of use.
     pub fn end(self) -> PrefetchReport {
         // The drop would end it again.
-        std::mem::ManuallyDrop::new(self).0.end_step()
+        std::mem::ManuallyDrop::new(self).0.end_step(true)
     }
 }
 
 impl<D: Device> Drop for PrefetchStep<'_, D> {
     fn drop(&mut self) {
-        self.0.end_step();
+        self.0.end_step(false);
     }
 }

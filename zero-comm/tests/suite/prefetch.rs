@@ -240,6 +240,31 @@ fn dropped_step_is_ended() {
     });
 }
 
+/// The order [0, 0]: within a step the unit is kept for its second use.
+#[test]
+fn unit_of_an_earlier_step_is_not_kept() {
+    let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let (mut old, mut new) = (vec![1f32; 3], vec![2f32; 3]);
+        let mut prefetch = prefetcher(&comm, streams, &pool, vec![view(&mut old)], PrefetchOptions::default());
+        prefetch.expect_order(vec![0, 0]).unwrap();
+        let unit = prefetch.step().unwrap().unshard(0).unwrap();
+        prefetch.set_shards(vec![view(&mut new)]).unwrap();
+        let mut step = prefetch.step().unwrap();
+        step.reshard(unit);
+        let unit = step.unshard(0).unwrap();
+        let values = unit.read(LIMIT, <[f32]>::to_vec).unwrap();
+        step.reshard(unit);
+        let again = step.unshard(0).unwrap();
+        step.reshard(again);
+        let report = step.end();
+        streams.synchronize();
+        // The first step ended after an error, so to speak: its uses are no new order.
+        (values, report.kept, report.order)
+    });
+    assert_eq!(seen, vec![(vec![2.0; 6], 1, OrderCheck::Followed); 2]);
+}
+
 #[test]
 fn moved_shards_are_gathered() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {

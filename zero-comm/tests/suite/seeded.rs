@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::threads::World;
@@ -256,7 +256,7 @@ fn a_use_after_reshard_is_found() {
 }
 
 /// Two micro-batches of two units in parts, through one bucket: the sums in `Reduced` are complete for each stream that
-/// waits on it.
+/// waits on it, and the second is added after a third stream has read the first.
 #[test]
 fn every_order_of_unit_reductions_gives_the_same() {
     for seed in 0..seeds().min(200) {
@@ -267,40 +267,44 @@ fn every_order_of_unit_reductions_gives_the_same() {
             .into_iter()
             .map(|comm| {
                 let stream = |what| device.create_stream(&format!("rank {} {what}", comm.rank())).unwrap();
-                let [compute, comm_stream] = ["compute", "comm"].map(stream);
+                let [compute, comm_stream, reader] = ["compute", "comm", "reader"].map(stream);
                 let pool = Pool::new(device.clone(), 1 << 20);
                 let block = || pool.allocate(6, DType::F32, Purpose::Workspace, &compute).unwrap();
-                let blocks: Vec<_> = (0..4).map(|_| block()).collect();
+                let blocks: Vec<_> = (0..5).map(|_| block()).collect();
                 let options = BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) };
                 let buckets = Buckets::new(&pool, Arc::new(comm), compute.clone(), comm_stream, options).unwrap();
-                (compute, blocks, buckets)
+                (compute, blocks, buckets, reader)
             })
             .collect();
-        let mut sums: Vec<_> = (0..RANKS * 2).map(|_| None).collect();
+        let mut sums: Vec<Option<Reduced<HostDevice>>> = (0..RANKS * 2).map(|_| None).collect();
         for (micro, unit) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-            for (rank, (compute, blocks, buckets)) in ranks.iter().enumerate() {
+            for (rank, (compute, blocks, buckets, reader)) in ranks.iter().enumerate() {
                 let (grad, shard) = (Rank::slice(&blocks[0]), Rank::slice(&blocks[1 + unit]));
                 let value = (1 + rank + 10 * unit + 100 * micro) as f32;
                 enqueue(compute, grad.slice(0..0), grad, move |_, g| g.fill(value));
                 let into = match sums[rank * 2 + unit].take() {
-                    Some(earlier) => SumInto::Add(earlier),
+                    Some(earlier) => {
+                        let (sum, copy) = (earlier.wait_on(reader).unwrap(), Rank::slice(&blocks[4]));
+                        device.copy(reader, sum, copy.slice(3 * unit..3 * unit + 3)).unwrap();
+                        SumInto::Add(earlier)
+                    }
                     None => SumInto::Write(shard.slice(0..3)),
                 };
                 let parts = [(grad.slice(0..2), 0), (grad.slice(2..5), 3)];
                 sums[rank * 2 + unit] = Some(buckets.reduce_unit(&kernels, &parts, into).unwrap());
             }
         }
-        for (rank, (compute, blocks, _)) in ranks.iter().enumerate() {
+        for (rank, (compute, blocks, ..)) in ranks.iter().enumerate() {
             for unit in 0..2 {
                 let sum = sums[rank * 2 + unit].take().unwrap().wait_on(compute).unwrap();
                 device.copy(compute, sum, Rank::slice(&blocks[3]).slice(3 * unit..3 * unit + 3)).unwrap();
             }
         }
-        assert!(ranks.iter().all(|(compute, _, buckets)| {
-            compute.synchronize(LIMIT).is_ok() & buckets.comm_stream().synchronize(LIMIT).is_ok()
+        assert!(ranks.iter().all(|(compute, _, buckets, reader)| {
+            [compute, buckets.comm_stream(), reader].into_iter().all(|stream| stream.synchronize(LIMIT).is_ok())
         }));
         assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
-        for (rank, (_, blocks, _)) in ranks.iter().enumerate() {
+        for (rank, (_, blocks, ..)) in ranks.iter().enumerate() {
             let values = Rank::slice(&blocks[3]).typed::<f32>().unwrap();
             // SAFETY: all streams are synchronized.
             let values = unsafe { values.as_host() };

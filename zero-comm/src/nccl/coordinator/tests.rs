@@ -379,6 +379,44 @@ fn wrong_hash_is_no_mismatch() {
     assert_eq!(world.receive(1, wrong), failed(CommError::Peer { rank: 1, message }));
 }
 
+/// Calls wait for every rank's report; too many end the world, and the rank without which they were dropped is named.
+#[test]
+fn calls_in_memory_are_bounded() {
+    for silent in [0, 2] {
+        let mut world = World::new(3);
+        let mut outgoing = Vec::new();
+        for _ in 0..100_000 {
+            for rank in (0..3).filter(|&rank| rank != silent || rank == 0) {
+                world.make(rank, broadcast(1));
+                // Rank 0 reports its calls in the first case, but not that they end.
+                let ended = if rank == silent { 0 } else { world.logs[rank].calls.count() };
+                outgoing.extend(world.advance(rank, ended, ended));
+            }
+            if !outgoing.is_empty() {
+                break;
+            }
+            world.tick();
+            assert!(world.coordinator.groups[&0].calls.kept_bytes() <= 2 * MAX_CALL_BYTES);
+        }
+        let Some(Outgoing::All(Message::Failed { error: CommError::Peer { rank, message } })) = outgoing.first()
+        else {
+            panic!("{outgoing:?}")
+        };
+        assert!(*rank == silent && message.contains("is at collective 0 of communicator 0"), "{rank} {message}");
+    }
+}
+
+#[test]
+fn counts_of_another_number_of_ranks_name_the_rank() {
+    let mut world = World::new(3);
+    let call = Call { segments: Segments::Uneven([1, 2].into()), ..broadcast(1) };
+    let outgoing = world.call(0, call);
+    let [Outgoing::All(Message::Failed { error: CommError::Peer { rank: 0, message } })] = &outgoing[..] else {
+        panic!("{outgoing:?}")
+    };
+    assert!(message.contains("of 3 ranks"), "{message}");
+}
+
 /// While the first rank calls, agreements are sent as often as keepalives; when it waits, at once.
 #[test]
 fn agreements_are_rare_in_a_large_world() {

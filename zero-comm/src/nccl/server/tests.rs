@@ -60,6 +60,20 @@ fn slow_reader_is_lost() {
     let Some(Message::Failed { error: CommError::Peer { rank: 1, .. } }) = failed else { panic!("{failed:?}") };
 }
 
+/// A rank that was stopped for too long does not blame another when it runs again.
+#[test]
+fn lost_rank_is_told_why() {
+    let (mut server, address) = server(2);
+    let (_other, stopped) = (join(&mut server, address, 0), join(&mut server, address, 1));
+    server.peers[1].as_mut().unwrap().silence = TimeLimit::new(Duration::ZERO);
+    server.peers[1].as_mut().unwrap().heard = false;
+    turns(&mut server, |server| server.peers[1].is_none());
+    let mut incoming = Incoming::new(stopped);
+    let failed = std::iter::repeat_with(|| incoming.next(LIMIT).unwrap().unwrap())
+        .find(|message| matches!(message, Message::Failed { .. }));
+    let Some(Message::Failed { error: CommError::Peer { rank: 1, .. } }) = failed else { panic!("{failed:?}") };
+}
+
 #[test]
 fn reader_that_stops_is_lost_in_time() {
     let (mut server, address) = server(2);
