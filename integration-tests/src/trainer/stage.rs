@@ -12,11 +12,13 @@ use crate::model::Model;
 /// Steps whose learning rates are uploaded at once.
 pub(super) const STEPS_AHEAD: u64 = 1024;
 
+/// Loads a micro-batch, by its number, into the model.
+type Load<'a, D> = dyn FnMut(&mut dyn Model<D>, usize) -> Result<(), TrainError> + 'a;
+
 /// The micro-batches of a step.
 pub(super) struct MicroBatches<'a, 'r, D: Device> {
     pub(super) recorder: &'a mut Recorder<'r, D>,
-    /// Loads a micro-batch into the model.
-    pub(super) load: &'a mut dyn FnMut(&mut dyn Model<D>, usize) -> Result<(), TrainError>,
+    pub(super) load: &'a mut Load<'a, D>,
 }
 
 impl<D: Device> MicroBatches<'_, '_, D> {

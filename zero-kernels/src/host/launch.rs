@@ -220,12 +220,12 @@ unsafe impl Kernels<HostDevice> for HostKernels {
             let state = unsafe { state.as_host_mut() };
             // SAFETY: as for the state.
             let scalars = unsafe { scalars.as_host_mut() };
-            if let ([config], [state]) = (config, state) {
-                if let Some(record) = step::advance_step(ranks, config, rates, state, scalars) {
-                    let at = (record.iteration % records.len() as u64) as usize;
-                    // SAFETY: as for the state; only this record is borrowed, since the host may be reading others.
-                    unsafe { records.slice(at..at + 1).as_host_mut() }.fill(record);
-                }
+            if let ([config], [state]) = (config, state)
+                && let Some(record) = step::advance_step(ranks, config, rates, state, scalars)
+            {
+                let at = (record.iteration % records.len() as u64) as usize;
+                // SAFETY: as for the state; only this record is borrowed, since the host may be reading others.
+                unsafe { records.slice(at..at + 1).as_host_mut() }.fill(record);
             }
             Ok(())
         })?;
