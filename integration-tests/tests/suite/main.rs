@@ -11,6 +11,7 @@ mod memory;
 #[path = "../common/oracle.rs"]
 mod oracle;
 mod outputs;
+mod own_framework;
 #[path = "../common/place.rs"]
 mod place;
 mod plan_and_train;
