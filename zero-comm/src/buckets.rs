@@ -129,7 +129,7 @@ impl<D: Device> Bucket<D> {
     }
 }
 
-/// Where the sum of a unit's gradients over ranks is stored.
+/// The destination of the sum of a unit's gradients over ranks.
 #[derive(Debug)]
 pub enum SumInto<D: Device> {
     /// The sum replaces the elements: the first micro-batch of a step. The communication stream writes them after all work

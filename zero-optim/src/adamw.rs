@@ -35,7 +35,7 @@ use crate::{OptimError, StateKind};
 pub struct GatheredStats<'a> {
     /// The statistics of all ranks, in rank order.
     pub ranks: &'a [RankStats],
-    /// What the gradients, which are sums over ranks, are divided by.
+    /// The divisor of the gradients, which are sums over ranks.
     pub divisor: Divisor,
 }
 
@@ -46,7 +46,7 @@ pub struct StepInputs {
     pub loss: f64,
     /// 64 bits; the outcome has their OR and their AND over ranks.
     pub flags: u64,
-    /// What the gradients, which are sums over ranks, are divided by; the same on all ranks.
+    /// The divisor of the gradients, which are sums over ranks; the same on all ranks.
     pub divisor: Divisor,
 }
 

@@ -103,7 +103,7 @@ impl OptimizerConfig {
     }
 }
 
-/// What the sums of gradients over ranks are divided by, besides the loss scale; equal on all ranks.
+/// The divisor of the gradients' sums over ranks, besides the loss scale; equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Divisor {
     /// Ranks times this number of micro-batches, which have equal weights.

@@ -32,7 +32,7 @@ pub struct DeviceStepConfig {
     pub rank: usize,
     /// The number of ranks.
     pub ranks: usize,
-    /// What the gradients, which are sums over ranks, are divided by, in all of these steps.
+    /// The divisor of the gradients, which are sums over ranks, in all of these steps.
     pub divisor: Divisor,
     /// The number of steps whose learning rates and betas are uploaded. Steps beyond it are skipped until
     /// [`ShardedAdamW::prepare_device_steps`] is called again.

@@ -44,7 +44,7 @@ impl ParamKind {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ParamGroup {
-    /// The name matches one of these patterns, in which `*` stands for any text; empty: any name.
+    /// The name matches one of these patterns, in which `*` matches any text; empty: any name.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub names: Vec<String>,
     /// The tensor is of one of these kinds; empty: any kind.
@@ -112,7 +112,7 @@ impl fmt::Display for ParamGroup {
     }
 }
 
-/// Whether `name` matches `pattern`, in which `*` stands for any text.
+/// Whether `name` matches `pattern`, in which `*` matches any text.
 fn matches_pattern(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };

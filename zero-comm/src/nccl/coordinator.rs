@@ -92,7 +92,7 @@ struct Group {
     ahead: BinaryHeap<Reverse<(u64, usize)>>,
     /// The most calls of a member.
     most_called: u64,
-    /// The number of calls that all ranks were last told to agree on.
+    /// The number of calls of the last agreement that was sent.
     agreed: u64,
     /// The number of the first rank's calls at the last tick.
     first: u64,

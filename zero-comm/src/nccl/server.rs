@@ -358,7 +358,7 @@ impl Server {
         }
     }
 
-    /// Receives from a peer. `closed`: no event will tell of its end, which has arrived.
+    /// Receives from a peer. `closed`: its end has arrived, and no event follows.
     fn receive(&mut self, rank: usize, closed: bool) {
         for _ in 0..READS {
             let Some(peer) = &mut self.peers[rank] else { return };

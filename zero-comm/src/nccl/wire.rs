@@ -77,7 +77,7 @@ pub(super) struct Input {
     bytes: Vec<u8>,
     /// Bytes of frames that were returned.
     returned: usize,
-    /// The last read received less than it asked for.
+    /// The last read received fewer bytes than its buffer has.
     drained: bool,
 }
 

@@ -141,7 +141,7 @@ impl CustomOp1 for GradientHook {
     }
 }
 
-/// What runs while all parameters are locked.
+/// The function to run while all parameters are locked.
 type Run<'a> = Box<dyn FnOnce(&[AnySlice]) -> Result<()> + 'a>;
 
 /// Locks the elements of all `tensors` for writing, and calls `run` with a slice of each, in order. No other access to

@@ -36,7 +36,7 @@ pub struct UnitLaunch {
     pub elems: u64,
 }
 
-/// What the last backward did.
+/// The record of the last backward.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BackwardReport {
     /// The names of the parameters in the order of their gradients.
@@ -57,7 +57,7 @@ pub(crate) struct Reducer {
     pub(crate) buckets: Buckets<HostDevice>,
     pub(crate) kernels: Arc<HostKernels>,
     pub(crate) compute: HostStream,
-    /// Where this rank's shard of each unit's sum is stored.
+    /// The storage of this rank's shard of each unit's sum.
     pub(crate) sums: Vec<AnySlice>,
     /// The sums of the micro-batches so far.
     pub(crate) reduced: Vec<Option<Reduced<HostDevice>>>,

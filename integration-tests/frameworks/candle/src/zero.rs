@@ -390,7 +390,7 @@ impl ZeroAdamW {
         self.step()
     }
 
-    /// What the last backward did.
+    /// The record of the last backward.
     ///
     /// # Errors
     /// Another optimizer of these parameters was created and dropped.
