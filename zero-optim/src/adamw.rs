@@ -287,11 +287,16 @@ impl<D: Device> ShardedAdamW<D> {
                 continue;
             }
             let grad: &Reduced<D> = grad.borrow();
-            let grad = grad.wait_on(stream)?;
-            for piece in self.pieces(i).iter().filter(|piece| piece.state.is_none()) {
-                self.device.fill_zero(stream, grad.slice(piece.elems.clone()))?;
+            let slice = grad.wait_on(stream)?;
+            let frozen: Vec<_> = self.pieces(i).iter().filter(|piece| piece.state.is_none()).collect();
+            if !frozen.is_empty() {
+                grad.wait_for_readers(stream)?;
+                for piece in frozen {
+                    self.device.fill_zero(stream, slice.slice(piece.elems.clone()))?;
+                }
+                grad.record_write(stream)?;
             }
-            let own = grad.slice(segment.own_shard.clone());
+            let own = slice.slice(segment.own_shard.clone());
             self.kernels.grad_stats(stream, own, scratch, stats.slice(i..i + 1))?;
         }
         Ok(())

@@ -13,14 +13,19 @@ use super::{AnySlice, DType, Device, DeviceError, Stream};
 #[must_use = "pass it to the optimizer, which waits for the gradient"]
 pub struct Reduced<D: Device> {
     slice: AnySlice,
+    uses: Mutex<Uses<D>>,
+}
+
+struct Uses<D: Device> {
+    /// The last write.
     done: D::Event,
     /// The streams that were given the slice.
-    readers: Mutex<Vec<D::Stream>>,
+    readers: Vec<D::Stream>,
 }
 
 impl<D: Device> fmt::Debug for Reduced<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Reduced({} x {}, {:?})", self.slice.len(), self.slice.dtype(), self.done)
+        write!(f, "Reduced({} x {}, {:?})", self.slice.len(), self.slice.dtype(), self.uses.lock().done)
     }
 }
 
@@ -31,7 +36,7 @@ impl<D: Device> Reduced<D> {
     /// All writes to `slice` precede `done`. Later writes, and the release of the memory, are ordered after all work that
     /// was enqueued with this value: on the streams of [`Self::wait_on`], which [`Self::wait_for_readers`] waits for.
     pub unsafe fn new(slice: AnySlice, done: D::Event) -> Self {
-        Self { slice, done, readers: Mutex::default() }
+        Self { slice, uses: Mutex::new(Uses { done, readers: Vec::new() }) }
     }
 
     /// Number of elements.
@@ -54,10 +59,10 @@ impl<D: Device> Reduced<D> {
     /// # Errors
     /// The stream is closed or poisoned.
     pub fn wait_on(&self, stream: &D::Stream) -> Result<AnySlice, DeviceError> {
-        stream.wait(&self.done)?;
-        let mut readers = self.readers.lock();
-        if readers.iter().all(|reader| reader.id() != stream.id()) {
-            readers.push(stream.clone());
+        let mut uses = self.uses.lock();
+        stream.wait(&uses.done)?;
+        if uses.readers.iter().all(|reader| reader.id() != stream.id()) {
+            uses.readers.push(stream.clone());
         }
         Ok(self.slice)
     }
@@ -67,8 +72,20 @@ impl<D: Device> Reduced<D> {
     /// # Errors
     /// A stream is closed or poisoned.
     pub fn wait_for_readers(&self, stream: &D::Stream) -> Result<(), DeviceError> {
-        let readers = self.readers.lock();
-        let others = readers.iter().filter(|reader| reader.id() != stream.id());
-        others.into_iter().try_for_each(|reader| stream.wait(&reader.record()?))
+        let uses = self.uses.lock();
+        let mut others = uses.readers.iter().filter(|reader| reader.id() != stream.id());
+        others.try_for_each(|reader| stream.wait(&reader.record()?))
+    }
+
+    /// Adds the work that was enqueued on `stream` so far to that after which the elements are complete: after `stream`
+    /// has written to them.
+    ///
+    /// # Errors
+    /// The stream is closed or poisoned.
+    pub fn record_write(&self, stream: &D::Stream) -> Result<(), DeviceError> {
+        let mut uses = self.uses.lock();
+        stream.wait(&uses.done)?;
+        uses.done = stream.record()?;
+        Ok(())
     }
 }

@@ -233,25 +233,6 @@ fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
 }
 
 impl Process {
-    /// Waits until a communicator has no collective in flight. After a failure they are aborted, which may take longer.
-    fn drain(&self, context: Context) -> Result<(), CommError> {
-        let (world, mut time) = (&self.world, TimeLimit::new(self.world.limit));
-        loop {
-            if let Some(failure) = world.failure() {
-                return Err(failure);
-            }
-            if world.under_way(context) == 0 {
-                return Ok(());
-            }
-            if time.has_passed() {
-                let message = format!("collectives under way did not end within {:?}", world.limit);
-                // The caller aborts them, so their results are of no use to any rank.
-                return Err(world.fail(CommError::Peer { rank: world.rank, message }));
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
     /// Ends the world because of `interrupt`; returns the failure.
     fn fail(&self, interrupt: Interrupt, what: &str, limit: Duration) -> CommError {
         let rank = self.world.rank;
@@ -268,7 +249,7 @@ impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
         // The peers cannot complete collectives in flight without this rank.
-        if self.process.drain(self.context).is_err() {
+        if self.process.world.drain(self.context).is_err() {
             self.handle.abort().wait();
         }
         world.close(self.context, done);
@@ -304,7 +285,7 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
     fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<CudaDevice>>>, CommError> {
         let mut enqueued = self.enqueued.lock();
         // NCCL can split only an idle communicator.
-        self.process.drain(self.context)?;
+        self.process.world.drain(self.context)?;
         let (world, number) = (&self.process.world, enqueued.meetings);
         enqueued.meetings += 1;
         let place = world.split(self.context, number, SplitRequest { color, key })?;

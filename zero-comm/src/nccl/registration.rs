@@ -62,7 +62,7 @@ impl Drop for Registration {
         // The process is dropped last: its goodbye follows the end of the communicator.
         if let (Some(process), Some(handle)) = (self.process.upgrade(), self.handle.upgrade()) {
             // The peers have mapped this memory, so no collective may use it any more.
-            if process.drain(self.context).is_ok() && handle.deregister(&self.registered) {
+            if process.world.drain(self.context).is_ok() && handle.deregister(&self.registered) {
                 return;
             }
             // If the watcher aborts it already, this does nothing.

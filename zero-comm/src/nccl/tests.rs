@@ -149,6 +149,23 @@ fn communicator_of_failed_world_is_aborted() {
     });
 }
 
+/// A rank that drains behind its own compute, and is not blamed for the rank that has not called.
+#[test]
+fn drain_names_the_late_rank() {
+    let failures = on_ranks(2, |ranks| {
+        let rank = Rank::start(&ranks, Duration::from_millis(300));
+        if ranks.rank == 1 {
+            return rank.wait_for_failure();
+        }
+        rank.call(8, Ok(true), Ok(true));
+        rank.call(8, Ok(false), Ok(false));
+        rank.world.drain(0).unwrap_err()
+    });
+    for failure in failures {
+        assert!(matches!(failure, CommError::Stalled { sequence: 0 | 1, rank: 1, .. }), "{failure}");
+    }
+}
+
 #[test]
 fn equal_calls_end_without_failure() {
     let failures = on_ranks(3, |ranks| {

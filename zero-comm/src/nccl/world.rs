@@ -190,6 +190,33 @@ impl Shared {
         self.state.lock().open.get(&context).map_or(0, |open| open.operations.len())
     }
 
+    /// Waits until `context` has no collective in flight. One that does not end within the limit, since the drain or the
+    /// end of the one before it, is late and ends the world.
+    ///
+    /// # Errors
+    /// The failure of the world. The collectives in flight are then aborted, which may take longer.
+    pub(super) fn drain(&self, context: Context) -> Result<(), CommError> {
+        let (mut time, mut before) = (TimeLimit::new(self.limit), None);
+        loop {
+            let (sequence, call) = {
+                let state = self.state.lock();
+                if let Some(failure) = &state.failure {
+                    return Err(failure.clone());
+                }
+                let Some(open) = state.open.get(&context) else { return Ok(()) };
+                let Some(oldest) = open.operations.front() else { return Ok(()) };
+                (open.ended, oldest.call.clone())
+            };
+            if before.replace(sequence) != Some(sequence) {
+                time = TimeLimit::new(self.limit);
+            }
+            if time.has_passed() {
+                return Err(self.late(context, sequence, call));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// Adds a new communicator, whose first rank is this rank if `first`. If the world has failed, aborts it: the
     /// watcher aborts only those that it finds.
     pub(super) fn open(&self, context: Context, first: bool, transport: Arc<dyn Transport>) {

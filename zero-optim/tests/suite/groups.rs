@@ -1,14 +1,19 @@
 //! Parameter groups against one optimizer a group, and against torch.optim.AdamW.
 
+use std::sync::Arc;
+
 use serde::Deserialize;
-use zero_alloc::device::DType;
+use zero_alloc::device::{DType, Device, Reduced, Stream};
+use zero_alloc::host::HostDevice;
+use zero_alloc::{Pool, Purpose};
 use zero_kernels::AdamHyper;
+use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, DynamicScaling, GatheredStats, GroupRules, LossScaling, LrSchedule, OptimError, OptimizerConfig,
-    RankStats, StateKind,
+    Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule, OptimError,
+    OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW, StateKind,
 };
 
-use crate::common::{Holding, Random, Rank, World};
+use crate::common::{Holding, LIMIT, Random, Rank, World};
 
 const UNITS: [usize; 3] = [18, 6, 24];
 const WORLD: usize = 3;
@@ -88,6 +93,46 @@ fn groups_equal_an_optimizer_each() {
         let progress = worlds[3].ranks[0].optim.progress();
         assert!(worlds.iter().all(|world| world.ranks[0].optim.progress() == progress));
         assert_eq!((progress.adam_steps, progress.skipped_steps), (5, 1));
+    }
+}
+
+/// The gradients of frozen elements are set to zero after earlier readers on other streams, and before later ones.
+#[test]
+fn readers_of_gradients_are_ordered_around_the_statistics() {
+    for seed in 0..100 {
+        let device = HostDevice::seeded(seed);
+        let [writer, compute, before, after] =
+            ["writer", "compute", "before", "after"].map(|name| device.create_stream(name).unwrap());
+        let (pool, kernels) = (Pool::new(device.clone(), 1 << 20), Arc::new(HostKernels::new(1).unwrap()));
+        let block = || pool.allocate(8, DType::F32, Purpose::Workspace, &writer).unwrap();
+        let blocks = [block(), block(), block()];
+        // SAFETY: the blocks are dropped after all streams are synchronized.
+        let [grad, first, second] = blocks.each_ref().map(|block| unsafe { block.slice() });
+        let rules = vec![GroupRules::default(), GroupRules::frozen()];
+        let runs = vec![GroupRun { elems: 0..5, group: 0 }, GroupRun { elems: 5..8, group: 1 }];
+        let (config, segments) = (OptimizerConfig::default(), vec![Segment::shard("unit", 0..8)]);
+        let groups = ParamGroups { rules, runs };
+        let mut optim =
+            ShardedAdamW::with_groups(&pool, kernels, &compute, config, DType::F32, segments, &groups).unwrap();
+        let values = grad.typed::<f32>().unwrap();
+        let fill = move || {
+            // SAFETY: host memory of the block; streams and events order the accesses, which is tested.
+            unsafe { values.as_host_mut() }.fill(3.0);
+            Ok(())
+        };
+        writer.enqueue("fill", fill).unwrap();
+        // SAFETY: the writes precede the event, and no others follow; the block is dropped at the end.
+        let reduced = unsafe { Reduced::new(grad, writer.record().unwrap()) };
+        device.copy(&before, reduced.wait_on(&before).unwrap(), first).unwrap();
+        optim.enqueue_stats(&compute, &[&reduced]).unwrap();
+        device.copy(&after, reduced.wait_on(&after).unwrap(), second).unwrap();
+        for stream in [&writer, &compute, &before, &after] {
+            stream.synchronize(LIMIT).unwrap();
+        }
+        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        // SAFETY: all streams are synchronized.
+        let [first, second] = [first, second].map(|copy| unsafe { copy.typed::<f32>().unwrap().as_host().to_vec() });
+        assert_eq!((first, second), (vec![3.0; 8], [[3.0; 5].to_vec(), vec![0.0; 3]].concat()), "seed {seed}");
     }
 }
 
