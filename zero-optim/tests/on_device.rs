@@ -241,6 +241,9 @@ fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
 
 fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
     steps_are_equal(rig);
+    if cfg!(miri) {
+        return;
+    }
     // Rules that change within units, and frozen elements.
     let rules = [
         GroupRules::default(),
@@ -261,13 +264,12 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
     // This schedule also changes the betas.
     let cycle = OptimizerConfig { schedule: LrSchedule::OneCycle(one_cycle()), ..config(LossScaling::NONE) };
     let all = [
+        (DType::F16, config(dynamic())),
         (DType::F32, config(LossScaling::NONE)),
         (DType::Bf16, config(LossScaling::NONE)),
-        (DType::F16, config(dynamic())),
         (DType::F32, cycle),
     ];
-    let few = cfg!(miri) && !rig.groups.runs.is_empty();
-    for (dtype, config) in all.into_iter().take(if few { 1 } else { 4 }) {
+    for (dtype, config) in all.into_iter().take(if cfg!(miri) { 1 } else { 4 }) {
         let (mut on_host, mut on_device) = (world(rig, &config, dtype, 0), world(rig, &config, dtype, STEPS));
         let (mut expected, mut read_so_far) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
