@@ -61,6 +61,7 @@ fn step_all(worlds: &mut [World], grads: &[Vec<f32>], dtype: DType) {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "minutes")]
 fn groups_equal_an_optimizer_each() {
     for (dtype, how) in [(DType::F32, Holding::Shard), (DType::Bf16, Holding::Shard), (DType::F16, Holding::Whole)] {
         let mut random = Random(7);
@@ -137,6 +138,7 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "minutes")]
 fn equal_rules_change_nothing() {
     let mut random = Random(8);
     let init = random_units(&mut random);
