@@ -1,4 +1,4 @@
-//! A framework with memory of its own trains an MLP at stage 2 in bf16, with parameter groups; four ranks save a checkpoint,
+//! A framework that allocates its parameters itself trains an MLP at stage 2 in bf16, with parameter groups; four ranks save a checkpoint,
 //! two ranks resume it. `cargo run -p integration-tests --example own_framework`
 
 use std::{error::Error, path::Path, sync::Arc, time::Duration};

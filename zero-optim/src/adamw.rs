@@ -236,7 +236,7 @@ impl<D: Device> ShardedAdamW<D> {
         })
     }
 
-    /// Sets the base learning rate of the next steps; schedules that name rates of their own keep those. Not part of
+    /// Sets the base learning rate of the next steps; schedules with absolute rates keep those. Not part of
     /// the progress in a checkpoint. Before further device steps call [`Self::prepare_device_steps`] again.
     ///
     /// # Errors

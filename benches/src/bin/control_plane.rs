@@ -120,7 +120,7 @@ fn next<'a>(
             Event::Failed(CommError::Mismatch { .. }) => {}
             Event::Failed(error) => return Err(error.clone().into()),
             Event::Ended(cause) => {
-                // Other ranks are told why.
+                // The coordinator sends the cause to the other ranks.
                 let later = clients.receive(Duration::from_secs(1), &script)?;
                 let failed = later.into_iter().find(|(_, event)| matches!(event, Event::Failed(_)));
                 return Err(format!("the connection of rank {rank} ended: {cause}; {failed:?}").into());

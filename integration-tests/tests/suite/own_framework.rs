@@ -1,4 +1,4 @@
-//! The example of a framework with memory of its own.
+//! The example `own_framework`.
 
 #[path = "../../examples/own_framework.rs"]
 #[allow(dead_code, reason = "its main function")]

@@ -332,8 +332,8 @@ impl Handle {
         Ok(Registered { handle, bytes })
     }
 
-    /// Ends a registration; returns whether NCCL has ended it. It has not if the communicator was aborted or destroyed,
-    /// which deregisters when [`released`](Self::released) is set.
+    /// Ends a registration; returns whether NCCL has ended it. An aborted or destroyed communicator ends it later, when
+    /// [`released`](Self::released) is set.
     pub(super) fn deregister(&self, registered: &Registered) -> bool {
         let Some(deregister) = self.nccl.table.deregister else { return false };
         // SAFETY: `with` holds the lock and passes an existing communicator; `registered` came from it.

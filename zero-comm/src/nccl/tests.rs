@@ -149,7 +149,7 @@ fn communicator_of_failed_world_is_aborted() {
     });
 }
 
-/// A rank that drains behind its own compute, and is not blamed for the rank that has not called.
+/// Rank 0 drains, and rank 1 has not called: the error names rank 1.
 #[test]
 fn drain_names_the_late_rank() {
     let failures = on_ranks(2, |ranks| {

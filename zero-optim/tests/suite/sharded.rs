@@ -216,7 +216,7 @@ fn state_bytes_per_parameter() {
     }
 }
 
-/// Parameters in allocations of their own, with padding behind each, have the bits of one flat parameter.
+/// Separately allocated parameters, with padding behind each, have the bits of one flat parameter.
 #[test]
 fn scattered_params_have_the_same_bits() {
     let (init, mut grads) = material(&[8], 3, 5);

@@ -145,7 +145,7 @@ impl CustomOp1 for GradientHook {
 type Run<'a> = Box<dyn FnOnce(&[AnySlice]) -> Result<()> + 'a>;
 
 /// Locks the elements of all `tensors` for writing, and calls `run` with a slice of each, in order. No other access to
-/// the tensors is possible until `run` returns. The tensors have storages of their own.
+/// the tensors is possible until `run` returns. No two tensors share a storage.
 ///
 /// # Safety
 /// When `run` returns or panics, no enqueued operation uses the slices any more.
@@ -165,7 +165,7 @@ unsafe fn lock_next<'a>(tensors: &'a [Tensor], slices: Vec<AnySlice>, run: Run<'
     }
 }
 
-/// candle lends the storage of a tensor for the duration of an in-place operation; this one locks the next tensor within.
+/// An in-place operation of candle has the storage of a tensor while it runs; this one locks the next tensor within.
 struct Lock<'a> {
     rest: &'a [Tensor],
     state: Cell<Option<(Vec<AnySlice>, Run<'a>)>>,

@@ -380,7 +380,7 @@ fn one_machine_listens_on_loopback_only() {
     assert!(first.join().unwrap());
 }
 
-/// The variable that makes this test program run a part of `missing_resources_are_named` in a process of its own.
+/// The variable that makes this test program run a part of `missing_resources_are_named` in another process.
 const DESCRIPTORS: &str = "ZERO_TEST_DESCRIPTORS";
 
 /// The entry point of processes with few file descriptors or little memory; without the variable it does nothing.
