@@ -102,8 +102,8 @@ impl<D: Device> Drop for Gradients<D> {
     }
 }
 
-/// Assigns each unit to which the passes of a backward add a slot that no other unit uses between its first and last pass. Returns the slot of each unit
-/// and the sizes of the slots.
+/// Assigns a slot to each unit to which the passes of a backward add; no other unit uses it between the unit's first and
+/// last pass. Returns the slot of each unit and the sizes of the slots.
 pub(super) fn scratch_slots(layout: &Layout, passes: &[Pass], groups: &ModelGroups) -> (Vec<usize>, Vec<usize>) {
     let (mut slot_of, mut sizes, mut free) = (vec![0; layout.units().len()], Vec::<usize>::new(), Vec::new());
     let mut placed = vec![false; layout.units().len()];

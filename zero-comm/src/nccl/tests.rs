@@ -149,7 +149,7 @@ fn communicator_of_failed_world_is_aborted() {
     });
 }
 
-/// Rank 0 drains, and rank 1 has not called: the error names rank 1.
+/// Rank 0 drains while rank 1 makes no call: the error names rank 1.
 #[test]
 fn drain_names_the_late_rank() {
     let failures = on_ranks(2, |ranks| {

@@ -135,7 +135,7 @@ impl Simulation {
             Step::Receive => self.receive(rank),
             Step::Lose => {
                 self.lost.insert(rank);
-                // What it has sent arrives first.
+                // Its earlier messages arrive first.
                 while let Some(message) = self.to_coordinator[rank].pop_front() {
                     let outgoing = self.coordinator.receive(rank, message);
                     self.send(outgoing);
