@@ -31,6 +31,7 @@ use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Element, Reduced, Stream};
 use zero_alloc::{AllocError, Block, Pool, Purpose};
 use zero_kernels::{KernelError, Kernels};
+use zero_shard::bucket_pieces;
 
 use crate::{CommError, Communicator, ReduceOp};
 
@@ -258,23 +259,24 @@ impl<D: Device> Buckets<D> {
                 (earlier.wait_on(comm_stream)?, true)
             }
         };
-        let (ranks, len, of_rank) = (comm.world_size(), sum.len(), options.capacity_elems / comm.world_size());
-        // The number of segments of a bucket, and the elements of each.
-        let (segments, step) = if scatter { (ranks, of_rank) } else { (1, of_rank * ranks) };
+        let (ranks, len) = (comm.world_size(), sum.len());
+        // An all-reduce has one segment; its cuts are those of a reduce-scatter.
+        let segments = if scatter { ranks } else { 1 };
+        let capacity_elems = options.capacity_elems / ranks * ranks;
         check_parts(parts, segments * len)?;
+        let range = |range: Range<u64>| range.start as usize..range.end as usize;
         let mut done = None;
-        for start in (0..len).step_by(step) {
-            let piece = start..len.min(start.saturating_add(step));
-            let filling = self.begin(segments * piece.len())?;
-            if piece.len() == len {
+        for piece in bucket_pieces(len as u64, segments as u64, capacity_elems as u64) {
+            let (of_shard, filling) = (range(piece.in_shard.clone()), self.begin(piece.elems() as usize)?);
+            if of_shard.len() == len {
                 self.pack(kernels, parts, 0..segments * len, filling.slice)?;
             } else {
-                for segment in 0..segments {
-                    let bucket = filling.slice.slice(segment * piece.len()..(segment + 1) * piece.len());
-                    self.pack(kernels, parts, segment * len + piece.start..segment * len + piece.end, bucket)?;
+                for (segment, elems) in piece.segments().enumerate() {
+                    let start = segment * of_shard.len();
+                    self.pack(kernels, parts, range(elems), filling.slice.slice(start..start + of_shard.len()))?;
                 }
             }
-            let sum = sum.slice(piece);
+            let sum = sum.slice(of_shard);
             let in_flight = if scatter && !add && sum.dtype() == options.dtype {
                 filling.reduce_scatter_into(sum, ReduceOp::Sum)?
             } else {

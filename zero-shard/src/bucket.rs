@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use crate::{Layout, ShardError, UnitLayout};
+use crate::{Layout, ShardError};
 
 /// The part of a unit in one bucket: the same range of every rank's shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,14 +44,14 @@ impl BucketPiece {
     }
 }
 
-/// Cuts `unit` into pieces of at most `capacity_elems` elements over all ranks. Each piece has at least one element
-/// per rank: a capacity below the world size counts as the world size.
+/// Cuts a unit, of shards of `shard_elems` elements, into pieces of at most `capacity_elems` elements over all ranks. Each
+/// piece has at least one element per rank: a capacity below the world size counts as the world size.
 pub fn bucket_pieces(
-    unit: &UnitLayout,
+    shard_elems: u64,
     world_size: u64,
     capacity_elems: u64,
 ) -> impl Iterator<Item = BucketPiece> + use<> {
-    pieces(unit.shard_elems, world_size.max(1), (capacity_elems / world_size.max(1)).max(1))
+    pieces(shard_elems, world_size.max(1), (capacity_elems / world_size.max(1)).max(1))
 }
 
 fn pieces(shard_elems: u64, world_size: u64, step: u64) -> impl Iterator<Item = BucketPiece> + use<> {
