@@ -21,6 +21,7 @@ pub mod slow;
 mod solo;
 mod split_request;
 pub mod threads;
+mod wait_on_drop;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
 pub use call::{Call, Checked, Group, Segments};
@@ -31,4 +32,5 @@ pub use nccl::RendezvousError;
 pub use options::CommOptions;
 pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep, Prefetcher, Unsharded};
 pub use solo::Solo;
+pub use wait_on_drop::WaitOnDrop;
 pub use zero_alloc::device::Reduced;

@@ -12,3 +12,4 @@ mod overlap;
 mod prefetch;
 mod seeded;
 mod threads;
+mod wait_on_drop;

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::{Result, Tensor, bail};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Reduced, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_comm::{BucketOptions, Buckets, Communicator};
+use zero_comm::{BucketOptions, Buckets, Communicator, WaitOnDrop};
 use zero_kernels::host::HostKernels;
 use zero_optim::{Divisor, OptimizerConfig, Segment, ShardedAdamW, StepInputs, StepOutcome, UnitSlices};
 use zero_shard::{Layout, ParamId, ParamSpec, UnitSpec, ZeroStage};
@@ -347,18 +347,17 @@ impl ZeroAdamW {
     ) -> std::result::Result<R, Failure> {
         let (params, mut result) = (self.params.clone(), None);
         let locked = Box::new(|slices: &[AnySlice]| {
-            let settle = Settle {
-                comm: self.comm.clone(),
-                streams: [self.compute.clone(), self.comm_stream.clone()],
-                limit: self.limit,
-            };
+            let (comm, limit) = (self.comm.clone(), self.limit);
+            let streams = [self.compute.clone(), self.comm_stream.clone()];
+            // candle may use the memory again after this.
+            let _wait = WaitOnDrop::new(comm.clone(), streams.clone(), limit);
             let ran = run(self, slices).and_then(|value| {
-                settle.streams.iter().try_for_each(|stream| stream.synchronize(settle.limit))?;
+                streams.iter().try_for_each(|stream| stream.synchronize(limit))?;
                 Ok(value)
             });
             if let Err(error) = &ran {
                 // The collectives that this rank has enqueued end.
-                settle.comm.abort(&error.to_string());
+                comm.abort(&error.to_string());
             }
             result = Some(ran);
             Ok::<(), candle_core::Error>(())
@@ -416,33 +415,5 @@ impl ZeroAdamW {
     /// The optimizer of this rank's shards, for a checkpoint or `set_lr`.
     pub fn optimizer(&mut self) -> &mut ShardedAdamW<HostDevice> {
         &mut self.optimizer
-    }
-}
-
-/// Waits for the streams that use candle's memory, before candle may use it again.
-struct Settle {
-    comm: Arc<dyn Communicator<HostDevice>>,
-    streams: [HostStream; 2],
-    limit: Duration,
-}
-
-impl Drop for Settle {
-    fn drop(&mut self) {
-        for stream in &self.streams {
-            let Ok(event) = stream.record() else { continue };
-            // An error that is not a timeout means that the stream has stopped: it runs nothing before the event.
-            if matches!(event.synchronize(self.limit), Err(DeviceError::TimedOut { .. })) {
-                self.comm.abort("a step exceeded its limit");
-                if matches!(event.synchronize(self.limit), Err(DeviceError::TimedOut { .. })) {
-                    eprintln!(
-                        "candle-zero: stream {} still uses the parameters after {:?}",
-                        stream.name(),
-                        2 * self.limit
-                    );
-                    // candle would use memory that an operation still writes.
-                    std::process::abort();
-                }
-            }
-        }
     }
 }

@@ -1,0 +1,55 @@
+//! Waits for streams before the caller's memory is freed.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::device::{Device, DeviceError, Event, Stream};
+
+use crate::Communicator;
+
+/// Waits, when it is dropped, until its streams have run all that was enqueued. Declare it after the caller's own memory, which
+/// then outlives the work on it also where `?` leaves a function.
+///
+/// A stream that takes longer than the limit (collectives wait for other ranks) gets its communicator aborted, which ends the
+/// collectives. One that then takes longer than the limit again ends the process: it still writes to memory that would be freed.
+#[must_use = "dropping it waits at once"]
+pub struct WaitOnDrop<D: Device> {
+    comm: Arc<dyn Communicator<D>>,
+    streams: Vec<D::Stream>,
+    limit: Duration,
+}
+
+impl<D: Device> WaitOnDrop<D> {
+    /// Will wait for `streams`, at most `limit` for each before `comm` is aborted.
+    pub fn new(comm: Arc<dyn Communicator<D>>, streams: impl Into<Vec<D::Stream>>, limit: Duration) -> Self {
+        Self { comm, streams: streams.into(), limit }
+    }
+}
+
+impl<D: Device> fmt::Debug for WaitOnDrop<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WaitOnDrop").field("limit", &self.limit).finish_non_exhaustive()
+    }
+}
+
+impl<D: Device> Drop for WaitOnDrop<D> {
+    fn drop(&mut self) {
+        for stream in &self.streams {
+            // A stream that refuses an event is closed: it runs nothing.
+            let Ok(end) = stream.record() else { continue };
+            // After another error than a timeout a stream runs nothing that was enqueued before the event.
+            let runs = || matches!(end.synchronize(self.limit), Err(DeviceError::TimedOut { .. }));
+            if runs() {
+                let (name, limit) = (stream.name(), self.limit);
+                self.comm.abort(&format!("stream {name} did not end within {limit:?}"));
+                if runs() {
+                    eprintln!(
+                        "zero-comm: stream {name} did not end within {limit:?} of the abort of its communicator; the process ends, because the stream still uses memory that would be freed"
+                    );
+                    std::process::abort();
+                }
+            }
+        }
+    }
+}
