@@ -165,7 +165,7 @@ impl Rounds {
 
 /// Seconds of a collective, a copy, a plain loop and a barrier.
 fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Duration) -> [f64; 4] {
-    let comms = World::new(n, CommOptions { limit: LIMIT }).expect("a world");
+    let comms = World::new(n, CommOptions::default().limit(LIMIT)).expect("a world");
     let rounds = Arc::new(Rounds::new(n));
     let spawn = |comm: ThreadsComm| {
         let rounds = Arc::clone(&rounds);

@@ -53,6 +53,7 @@ impl fmt::Debug for Library {
 /// A library lacks a function.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{library} has no function {function} ({message}); it is too old or a different library")]
+#[non_exhaustive]
 pub struct MissingFunction {
     /// The library's path.
     pub library: String,

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 
 /// One operation on one stream, in time since the [`Timeline`] was created.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OpSpan {
     /// The operation's label.
     pub label: &'static str,
@@ -22,6 +23,14 @@ pub struct OpSpan {
     /// When it ended.
     pub end: Duration,
 }
+
+impl OpSpan {
+    /// An operation of no phase, enqueued when it started.
+    pub fn new(label: &'static str, stream: impl Into<Arc<str>>, start: Duration, end: Duration) -> Self {
+        Self { label, phase: "", enqueued: start, stream: stream.into(), start, end }
+    }
+}
+setters!(OpSpan { phase: &'static str, enqueued: Duration });
 
 /// The part of an [`OpSpan`] that is known when the operation is enqueued.
 #[derive(Clone, Copy, Debug, Default)]
@@ -154,9 +163,7 @@ mod tests {
             let (start, end) = (Duration::from_millis(1), Duration::from_millis(2));
             match self.0.load(Ordering::Relaxed) {
                 0 => Poll::Pending,
-                1 => {
-                    Poll::Ready(Some(OpSpan { label: "later", stream: "a".into(), start, end, ..OpSpan::default() }))
-                }
+                1 => Poll::Ready(Some(OpSpan::new("later", "a", start, end))),
                 _ => Poll::Ready(None),
             }
         }
@@ -169,7 +176,7 @@ mod tests {
             timeline.expect(Box::new(Later(Arc::clone(state))));
         }
         let (start, end) = (Duration::ZERO, Duration::from_millis(3));
-        timeline.push(OpSpan { label: "now", stream: "b".into(), start, end, ..OpSpan::default() });
+        timeline.push(OpSpan::new("now", "b", start, end));
         assert_eq!(timeline.spans().len(), 1);
         states[0].store(1, Ordering::Relaxed);
         states[1].store(2, Ordering::Relaxed);

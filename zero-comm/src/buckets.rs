@@ -95,8 +95,9 @@ pub enum BucketError {
     Device(#[from] DeviceError),
 }
 
-/// Number, size and dtype of buckets.
+/// Number, size and dtype of buckets: `BucketOptions::new(1 << 20, DType::Bf16).count(3)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BucketOptions {
     /// Number of buckets; one is filled while the others are in flight. Default: 2.
     pub count: usize,
@@ -114,6 +115,7 @@ impl BucketOptions {
         Self { count: 2, capacity_elems, dtype, overlap: true }
     }
 }
+setters!(BucketOptions { count: usize, overlap: bool });
 
 struct Bucket<D: Device> {
     block: Block<D>,
@@ -132,6 +134,7 @@ impl<D: Device> Bucket<D> {
 
 /// The destination of the sum of a unit's gradients over ranks.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum SumInto<D: Device> {
     /// The sum replaces the elements: the first micro-batch of a step. The communication stream writes them after all work
     /// on the compute stream; for other streams that read an earlier sum, the caller makes it wait

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::DeviceError;
 use zero_alloc::device::{AnySlice, DType, DeviceId};
 
+use crate::comm_dtype::CommDType;
 use crate::{Collective, CommError, ReduceOp, Traffic};
 
 /// The range of part `index` if `len` elements are cut into `parts` parts whose lengths differ by at most 1, longer
@@ -24,6 +25,7 @@ pub(crate) const fn balanced_range(len: usize, parts: usize, index: usize) -> Ra
 
 /// The division of a call's whole buffer among the ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Segments {
     /// The same number of elements for each rank.
     Even(usize),
@@ -72,13 +74,14 @@ impl Segments {
 
 /// A rank's call of a collective. All ranks must make equal calls; a difference is a [`CommError::Mismatch`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Call {
     /// The collective.
     pub collective: Collective,
     /// The reduction, if the collective has one.
     pub op: Option<ReduceOp>,
     /// Type of the elements.
-    #[serde(with = "SerdeDType")]
+    #[serde(with = "crate::comm_dtype")]
     pub dtype: DType,
     /// The whole buffer and its segments.
     pub segments: Segments,
@@ -88,18 +91,12 @@ pub struct Call {
     pub control: bool,
 }
 
-/// [`DType`] for serde.
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "DType")]
-enum SerdeDType {
-    U8,
-    F16,
-    Bf16,
-    F32,
-    F64,
-}
-
 impl Call {
+    /// The dtype. A call is made by [`Group::check`] or received from another rank, so it has no other.
+    pub(crate) fn comm_dtype(&self) -> CommDType {
+        CommDType::try_from(self.dtype).unwrap_or_else(|dtype| unreachable!("a call of {dtype} was not refused"))
+    }
+
     /// Upper bound of the bytes of a serialized call of `world_size` ranks; an integer has at most 10.
     #[cfg(feature = "mpi")]
     pub(crate) const fn max_serialized_bytes(world_size: usize) -> usize {
@@ -311,6 +308,7 @@ impl Group {
         if send.dtype() != recv.dtype() {
             return Err(CommError::DTypes { collective, send: send.dtype(), recv: recv.dtype() });
         }
+        CommDType::try_from(send.dtype()).map_err(|dtype| CommError::DType { collective, dtype })?;
         let (whole, own) = (segments.total(self.world_size), segments.range(self.rank, self.world_size));
         let (in_send, in_recv, send_name, recv_name) = match collective {
             ReduceScatter => (whole, own.len(), "reduce_scatter, send", "reduce_scatter, recv"),

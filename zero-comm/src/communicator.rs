@@ -16,6 +16,7 @@ use crate::{Checked, CommError, Group};
 
 /// A reduction over ranks; the host back ends combine in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum ReduceOp {
     /// The sum; of bytes, modulo 256.
     Sum,
@@ -38,6 +39,7 @@ impl ReduceOp {
 
 /// A kind of collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Collective {
     /// Every rank receives its segment of the reduction.
     ReduceScatter,
@@ -78,6 +80,7 @@ impl Collective {
 /// If N does not divide S, segments are as equal as possible ([`Segments::Balanced`](crate::Segments)), and the bytes
 /// are those of this rank's segment: exact integers whose sum over the ranks is N times the formula.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Traffic {
     /// By reduce-scatter.
     pub reduce_scatter_bytes: u64,

@@ -18,6 +18,7 @@ use crate::{Collective, CommError, Communicator, ReduceOp, Traffic};
 
 /// The order of sums that a back end guarantees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Sums {
     /// In rank order, fp32 for 16-bit types, rounded once: compared bit for bit on any values.
     RankOrder,
@@ -27,6 +28,7 @@ pub enum Sums {
 
 /// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Plan {
     /// Seed of shapes and values; the same on every rank.
     pub seed: u64,
@@ -46,6 +48,8 @@ impl Default for Plan {
         Self { seed: 1, cases: 60, max_segment_elems: 6000, sums: Sums::RankOrder, limit }
     }
 }
+
+setters!(Plan { seed: u64, cases: usize, max_segment_elems: usize, sums: Sums, limit: Duration });
 
 /// An element type of the suite, with plain functions to draw and combine values.
 trait Case: Element + PartialEq + Debug {
@@ -356,6 +360,7 @@ fn check_all<D: Device>(rank: &Rank<'_, D>) -> Outcome {
             DType::Bf16 => rank.run::<bf16>(&shape),
             DType::F32 => rank.run::<f32>(&shape),
             DType::F64 => rank.run::<f64>(&shape),
+            other => Err(format!("the suite has no values of {other}")),
         };
         result.map_err(|error| {
             let message =

@@ -173,6 +173,15 @@ pub enum CommError {
         /// Type of `recv`.
         recv: DType,
     },
+    /// No collective transmits the dtype.
+    #[error("{collective}: collectives do not transmit {dtype}; convert the buffer or pass it as bytes", collective = collective.name())]
+    #[serde(skip)]
+    DType {
+        /// The collective.
+        collective: Collective,
+        /// The dtype.
+        dtype: DType,
+    },
     /// `send` and `recv` overlap in a way that the in-place rule does not allow.
     #[error("{collective}: send and recv overlap in a way that the in-place rule does not allow", collective = collective.name())]
     #[serde(skip)]

@@ -1,7 +1,11 @@
 #![doc = include_str!("../README.md")]
 
+#[macro_use]
+mod setters;
+
 mod buckets;
 mod call;
+mod comm_dtype;
 mod communicator;
 #[cfg(feature = "testing")]
 pub mod conformance;

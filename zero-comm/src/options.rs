@@ -4,10 +4,13 @@ use std::time::Duration;
 
 /// Options of a world of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CommOptions {
     /// The time limit of every wait for another rank. If it passes, the world fails. Default: 10 minutes.
     pub limit: Duration,
 }
+
+setters!(CommOptions { limit: Duration });
 
 impl Default for CommOptions {
     fn default() -> Self {

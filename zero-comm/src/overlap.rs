@@ -15,6 +15,7 @@ const WAIT: &str = "wait";
 
 /// The times of one step of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Overlap {
     /// From the first start to the last end of any operation.
     pub step: Duration,
@@ -126,7 +127,7 @@ mod tests {
 
     fn span(stream: &str, label: &'static str, start: u64, end: u64) -> OpSpan {
         let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
-        OpSpan { label, stream: stream.into(), start, end, ..OpSpan::default() }
+        OpSpan::new(label, stream, start, end)
     }
 
     #[test]

@@ -55,8 +55,7 @@ unsafe impl GlobalAlloc for Heap {
 }
 
 fn rank_of(rank: usize, port: u16, token: &str) -> Ranks {
-    let token = Some(Token::new(token).unwrap());
-    Ranks { token, ..testing::ranks(rank, WORLD_SIZE, port) }
+    testing::ranks(rank, WORLD_SIZE, port).token(Some(Token::new(token).unwrap()))
 }
 
 /// One step of a rank: equal calls, and a split, which all ranks complete through the coordinator.

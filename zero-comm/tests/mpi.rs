@@ -125,13 +125,13 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
 
 fn rank_main(what: &str) -> ExitCode {
     let limit = if what == "conformance" || what == "digest" { LIMIT } else { FAULT_LIMIT };
-    let world = MpiWorld::init(CommOptions { limit }).unwrap();
+    let world = MpiWorld::init(CommOptions::default().limit(limit)).unwrap();
     let comm: Comm = world.comm();
     let streams = Streams::new(comm.rank());
     let (rank, n) = (comm.rank(), comm.world_size());
     match what {
         "conformance" => {
-            let plan = Plan { seed: n as u64, cases: 60, ..Plan::default() };
+            let plan = Plan::default().seed(n as u64).cases(60);
             check(&HostDevice::new(), &*comm, &streams.comm, plan).unwrap();
             // Calls on two streams.
             let mut values = vec![vec![rank as f32; 1000]; 20];

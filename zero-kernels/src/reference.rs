@@ -13,7 +13,8 @@ fn widen<T: Float>(x: T) -> f32 {
     match T::DTYPE {
         DType::Bf16 => bytemuck::pod_read_unaligned::<bf16>(bytes).to_f32(),
         DType::F16 => bytemuck::pod_read_unaligned::<f16>(bytes).to_f32(),
-        _ => bytemuck::pod_read_unaligned::<f32>(bytes),
+        DType::F32 => bytemuck::pod_read_unaligned::<f32>(bytes),
+        other => unreachable!("{other} is no `Float`, a sealed trait"),
     }
 }
 
@@ -21,7 +22,8 @@ fn narrow<T: Float>(x: f32) -> T {
     match T::DTYPE {
         DType::Bf16 => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&bf16::from_f32(x))),
         DType::F16 => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&f16::from_f32(x))),
-        _ => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&x)),
+        DType::F32 => bytemuck::pod_read_unaligned(bytemuck::bytes_of(&x)),
+        other => unreachable!("{other} is no `Float`, a sealed trait"),
     }
 }
 

@@ -14,11 +14,9 @@ fn model() -> Vec<UnitSpec> {
 }
 
 fn main() -> Result<(), ShardError> {
-    let options = LayoutOptions {
-        shard_align_elems: 256, // 512 bytes at 2 bytes per element
-        ties: vec![Tie::new("head", "lm_head", "wte")],
-        ..LayoutOptions::default()
-    };
+    let options = LayoutOptions::default()
+        .shard_align_elems(256) // 512 bytes at 2 bytes per element
+        .ties(vec![Tie::new("head", "lm_head", "wte")]);
     let four = Layout::with_options(&model(), 4, options.clone())?;
     let three = Layout::with_options(&model(), 3, options)?;
     println!("{} elements, {} with padding, {} a rank", four.numel_elems(), four.padded_elems(), four.shard_elems());

@@ -69,6 +69,7 @@ impl TransformerShape {
 /// The run's settings that determine its activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct ActivationOptions {
     /// Rows of a micro-batch on one rank, b.
     pub micro_batch: u64,
@@ -87,9 +88,27 @@ pub struct ActivationOptions {
     pub dropout: bool,
 }
 
+impl ActivationOptions {
+    /// Micro-batches of `micro_batch` rows of `seq_len` tokens, of `elem_bytes` an element, with flash attention and
+    /// without checkpointing or dropout.
+    pub fn new(micro_batch: u64, seq_len: u64, elem_bytes: u64) -> Self {
+        Self {
+            micro_batch,
+            seq_len,
+            elem_bytes,
+            checkpointing: false,
+            checkpoint_shards: 1,
+            flash_attention: true,
+            dropout: false,
+        }
+    }
+}
+setters!(ActivationOptions { checkpointing: bool, checkpoint_shards: u64, flash_attention: bool, dropout: bool });
+
 /// Bytes of activations on one rank when the backward pass begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct ActivationBytes {
     /// Activations kept for the backward of all blocks.
     pub blocks_bytes: u64,

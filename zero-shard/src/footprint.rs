@@ -53,6 +53,7 @@ impl Placement {
 /// Bytes of a rank on one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct TierBytes {
     /// Parameters, gradients and optimizer state kept from step to step.
     pub state: StateBytes,
@@ -83,6 +84,7 @@ impl TierBytes {
 /// Bytes of a rank, by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct Footprint {
     /// On the device.
     pub device: TierBytes,
@@ -95,6 +97,7 @@ pub struct Footprint {
 /// The inputs of a rank's memory, except for the model's size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct MemoryModel {
     /// The ZeRO stage.
     pub stage: ZeroStage,
@@ -117,6 +120,17 @@ pub struct MemoryModel {
     /// Bytes of activations.
     pub activations_bytes: u64,
 }
+
+setters!(MemoryModel {
+    placement: Placement,
+    gathered_elems: u64,
+    bucket_elems: u64,
+    buckets: u64,
+    scratch_bytes: u64,
+    sub_group_elems: u64,
+    sub_group_buffers: u64,
+    activations_bytes: u64,
+});
 
 impl MemoryModel {
     /// A model of parameters, gradients and optimizer state only, all on the device.

@@ -90,6 +90,7 @@ impl Tie {
 /// Alignments and ties of a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct LayoutOptions {
     /// The length of every shard is a multiple of this.
     pub shard_align_elems: u64,
@@ -106,8 +107,11 @@ impl Default for LayoutOptions {
     }
 }
 
+setters!(LayoutOptions { shard_align_elems: u64, param_align_elems: u64, ties: Vec<Tie> });
+
 /// A parameter and its place in the flat parameter of its unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ParamPlacement {
     /// Name of the parameter.
     pub name: String,
@@ -135,6 +139,7 @@ impl ParamPlacement {
 
 /// A unit's flat parameter, padding and shards, and its place in the storages.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct UnitLayout {
     /// Name of the unit.
     pub name: String,
@@ -238,7 +243,7 @@ impl Layout {
     /// # Errors
     /// A world without ranks, an alignment of 0, a name used twice, or a size beyond 64 bits.
     pub fn new(units: &[UnitSpec], world_size: u64, align_elems: u64) -> Result<Self, ShardError> {
-        let options = LayoutOptions { shard_align_elems: align_elems, ..LayoutOptions::default() };
+        let options = LayoutOptions::default().shard_align_elems(align_elems);
         Self::with_options(units, world_size, options)
     }
 

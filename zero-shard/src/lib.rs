@@ -23,6 +23,9 @@
 //! the list of units. All shards of a unit have equal length, even if the ranks have different amounts of memory.
 #![forbid(unsafe_code)]
 
+#[macro_use]
+mod setters;
+
 mod activations;
 mod bucket;
 mod checked;

@@ -9,6 +9,7 @@ use crate::{ShardError, UnitSpec};
 /// Units, of which one may be persistent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct PersistentSplit {
     /// The input units without their persistent parameters, in order, followed by the persistent unit if there is
     /// one.

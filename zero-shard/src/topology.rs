@@ -75,6 +75,7 @@ impl Grid {
 /// The sharding of a model over a [`Grid`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub enum Sharding {
     /// Over all ranks.
     Flat,
@@ -87,6 +88,7 @@ pub enum Sharding {
 /// The route of a collective over all ranks between the groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub enum Routing {
     /// One ring through all ranks in rank order: (N-1)/N of the buffer leaves each group.
     Ring,
@@ -98,6 +100,7 @@ pub enum Routing {
 /// Bytes that a rank sends in a step, and bytes that leave its group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct GridTraffic {
     /// Sent by one rank, to any rank.
     pub rank: StepTraffic,

@@ -20,6 +20,7 @@ const WHAT: &str = "bytes sent in a step";
 /// Bytes that one rank sends in a step, by collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
 pub struct StepTraffic {
     /// By reduce-scatter: gradients, of [`Widths::comm_grad_bytes`].
     pub reduce_scatter_bytes: u64,

@@ -42,7 +42,7 @@ fn main() -> Result<(), AnyError> {
         grad_accum_steps: 1,
         bucket_capacity_elems: 1 << 25,
         overlap: true,
-        prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
+        prefetch: PrefetchOptions::default(),
         optimizer: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
         groups: GroupSettings::default(),
         graphs: flags.iter().any(|f| f == "graph"),

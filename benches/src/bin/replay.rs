@@ -75,7 +75,7 @@ fn main() -> ExitCode {
 }
 
 fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
-    let config = PlannerConfig { slack: options.slack, ..PlannerConfig::default() };
+    let config = PlannerConfig::default().slack(options.slack);
     // The fastest of alternating rounds: other work on the machine only adds time.
     let (mut ours, mut peer) = (Timing::MAX, Timing::MAX);
     let (mut outcome, mut peer_fits) = (None, true);

@@ -90,7 +90,7 @@ impl PlannerReplay {
                     self.outcome.modelled_ns += plan.cost_ns;
                     self.planner.apply(&plan);
                 }
-                Remedy::Stitch(plan) => panic!("stitching is disabled: {plan:?}"),
+                other => panic!("stitching is disabled: {other:?}"),
             }
             if let Some((range, _)) = self.planner.allocate(request) {
                 return range;

@@ -289,7 +289,7 @@ mod tests {
 
     fn span(track: &str, phase: &'static str, label: &'static str, start: u64, end: u64) -> OpSpan {
         let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
-        OpSpan { label, phase, enqueued: start, stream: track.into(), start, end }
+        OpSpan::new(label, track, start, end).phase(phase)
     }
 
     fn wall(start: u64, end: u64) -> Range<Duration> {

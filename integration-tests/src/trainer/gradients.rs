@@ -39,8 +39,7 @@ impl<D: Device> Gradients<D> {
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
         let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
-        let options =
-            BucketOptions { overlap: rank.settings.overlap, ..BucketOptions::new(capacity, rank.settings.dtype) };
+        let options = BucketOptions::new(capacity, rank.settings.dtype).overlap(rank.settings.overlap);
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
         let reduced = (0..rank.units()).map(|unit| {

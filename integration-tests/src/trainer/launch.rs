@@ -40,7 +40,7 @@ pub fn run_on_threads(
     observe: &mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send),
 ) -> Result<Vec<RankSummary>, TrainError> {
     let layout = Arc::new(Layout::new(&workload.units(), world_size as u64, SHARD_ALIGN_ELEMS)?);
-    let comms = World::new(world_size, CommOptions { limit: settings.limit })?;
+    let comms = World::new(world_size, CommOptions::default().limit(settings.limit))?;
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
     let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {

@@ -27,7 +27,7 @@ pub struct MemoryPoint {
     /// The phase of the compute stream's operation that runs then.
     pub operation: String,
     /// By purpose, in the order of [`Purpose::ALL`].
-    pub bytes: [u64; 6],
+    pub bytes: [u64; Purpose::COUNT],
 }
 
 impl MemoryPoint {
@@ -69,14 +69,14 @@ pub(super) struct MemoryRecord {
     /// The step, in the timeline's time.
     pub(super) step: Range<Duration>,
     /// The bytes held at its start, by purpose.
-    pub(super) base: [usize; 6],
+    pub(super) base: [usize; Purpose::COUNT],
     /// When the host allocated or freed a block, in the timeline's time, its purpose and its bytes (negative if it was
     /// freed); in order.
     pub(super) changes: Vec<(Duration, Purpose, i64)>,
 }
 
 /// The bytes that a pool holds now, by purpose.
-pub(super) fn live(report: &Report) -> [usize; 6] {
+pub(super) fn live(report: &Report) -> [usize; Purpose::COUNT] {
     Purpose::ALL.map(|purpose| report.of(purpose).live_bytes)
 }
 
@@ -89,7 +89,7 @@ impl MemoryRecord {
         let name = |op: usize| ops.get(op).or(ops.last()).map_or("", |op| op.phase);
         let mut bytes = self.base.map(|bytes| bytes as i64);
         let mut points: Vec<MemoryPoint> = Vec::with_capacity(self.changes.len() + ops.len());
-        let mut add = |at: Duration, operation: &str, bytes: &[i64; 6]| {
+        let mut add = |at: Duration, operation: &str, bytes: &[i64; Purpose::COUNT]| {
             let bytes = bytes.map(|bytes| bytes.max(0) as u64);
             let point =
                 MemoryPoint { at: at.saturating_sub(self.step.start), operation: operation.to_owned(), bytes };
@@ -126,13 +126,8 @@ mod tests {
     #[test]
     fn changes_are_placed_between_operations() {
         let ms = Duration::from_millis;
-        let op = |phase, enqueued, start, end| OpSpan {
-            label: "op",
-            phase,
-            enqueued: ms(enqueued),
-            stream: "compute".into(),
-            start: ms(start),
-            end: ms(end),
+        let op = |phase, enqueued, start, end| {
+            OpSpan::new("op", "compute", ms(start), ms(end)).phase(phase).enqueued(ms(enqueued))
         };
         // The operation before the step is the previous step's update.
         let spans = [

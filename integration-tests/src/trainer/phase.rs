@@ -40,7 +40,7 @@ pub(super) fn run_in<D: Device, R>(rank: &Rank<D>, phase: &'static str, work: im
     let result = work();
     timeline.set_phase(before);
     let stream = host_track(comm.rank());
-    timeline.push(OpSpan { label: phase, phase, enqueued: start, stream, start, end: timeline.now() });
+    timeline.push(OpSpan::new(phase, stream, start, timeline.now()).phase(phase));
     result
 }
 

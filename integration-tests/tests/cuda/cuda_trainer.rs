@@ -35,7 +35,7 @@ fn settings(stage: u64, dtype: DType) -> Settings {
         grad_accum_steps: 2,
         bucket_capacity_elems: 1 << 14,
         overlap: true,
-        prefetch: PrefetchOptions { ahead: 1, ..PrefetchOptions::default() },
+        prefetch: PrefetchOptions::default(),
         optimizer: OptimizerConfig {
             hyper: AdamHyper {
                 beta1: 0.9,

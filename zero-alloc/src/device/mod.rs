@@ -90,6 +90,7 @@ pub unsafe trait Memory: Debug + Send + Sync {
 
 /// A pool's notification to its device about a block.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum BlockNote<'a, S, E> {
     /// A block was allocated, for first use on `stream`.
     Allocated {

@@ -12,6 +12,7 @@ use super::request::{Remedy, Request, Shortage, TAGS};
 
 /// The parameters of a [`Planner`].
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct PlannerConfig {
     /// The unit of sizes and offsets, a power of two.
     pub granule_bytes: u64,
@@ -40,8 +41,18 @@ impl Default for PlannerConfig {
     }
 }
 
+setters!(PlannerConfig {
+    granule_bytes: u64,
+    page_bytes: u64,
+    limit_bytes: u64,
+    slack: f64,
+    stitching: bool,
+    cost: CostModel,
+});
+
 /// The bytes of a planner's space.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct PlannerReport {
     /// Reserved.
     pub reserved_bytes: u64,

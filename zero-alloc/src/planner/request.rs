@@ -4,6 +4,7 @@ use super::{Compaction, Stitch};
 
 /// The expected lifetime of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Lifetime {
     /// As long as the model. The first placement policy packs these blocks at the low end; later ones ignore the
     /// hint.
@@ -17,6 +18,7 @@ pub enum Lifetime {
 
 /// A request for a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Request {
     /// The size; 0 is treated as 1.
     pub bytes: u64,
@@ -35,11 +37,14 @@ impl Request {
     }
 }
 
+setters!(Request { align: u64, lifetime: Lifetime, tag: u8 });
+
 /// The number of tags.
 pub const TAGS: usize = 8;
 
 /// A way to make a request fit.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Remedy {
     /// Reserve more memory, then call [`Planner::grow`](super::Planner::grow).
     Grow {
@@ -55,6 +60,7 @@ pub enum Remedy {
 
 /// The numbers of a request for which there is no remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Shortage {
     /// The request's size, in whole granules.
     pub requested_bytes: u64,

@@ -8,6 +8,7 @@ use crate::device::Device;
 
 /// One contiguous part of a pool's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Span {
     /// Its first offset.
     pub start: u64,
@@ -21,12 +22,13 @@ pub struct Span {
 
 /// A pool's memory at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryMap {
     /// The parts by offset; adjacent parts of the same kind are joined.
     pub spans: Vec<Span>,
 }
 
-const LETTERS: [char; 6] = ['P', 'G', 'O', 'B', 'A', 'W'];
+const LETTERS: [char; Purpose::COUNT] = ['P', 'G', 'O', 'B', 'A', 'W'];
 
 impl<D: Device> Pool<D> {
     /// The current map.
@@ -75,12 +77,13 @@ impl MemoryMap {
         for column in 0..width as u64 {
             let edge = |column: u64| (u128::from(end) * u128::from(column) / width as u128) as u64;
             let (from, to) = (edge(column), edge(column + 1).max(edge(column) + 1));
-            let mut held = [0u64; 7];
+            let mut held = [0u64; Purpose::COUNT + 1];
             for span in &self.spans {
                 let overlap = (span.start + span.bytes).min(to).saturating_sub(span.start.max(from));
-                held[span.purpose.map_or(6, |purpose| purpose as usize)] += overlap;
+                held[span.purpose.map_or(Purpose::COUNT, |purpose| purpose as usize)] += overlap;
             }
-            let most = (0..7).max_by_key(|kind| (held[*kind], std::cmp::Reverse(*kind))).unwrap_or(6);
+            let most =
+                (0..held.len()).max_by_key(|kind| (held[*kind], std::cmp::Reverse(*kind))).unwrap_or(Purpose::COUNT);
             line.push(LETTERS.get(most).copied().filter(|_| held[most] > 0).unwrap_or('.'));
         }
         line

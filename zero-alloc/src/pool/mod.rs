@@ -84,12 +84,7 @@ impl<D: Device> Pool<D> {
     /// nothing before the first block. [`Pool::memory_kind`] returns whether it uses pages.
     pub fn new(device: D, budget_bytes: usize) -> Self {
         let granule = device.granularity_bytes().min(ALIGN_BYTES) as u64;
-        let mut config = PlannerConfig {
-            granule_bytes: granule,
-            page_bytes: granule,
-            cost: device.cost(),
-            ..PlannerConfig::default()
-        };
+        let mut config = PlannerConfig::default().granule_bytes(granule).page_bytes(granule).cost(device.cost());
         let mut source = Source::Backings(Backings::default());
         let mut kind = MemoryKind::Backings;
         if let Some(memory) = device.virtual_memory() {

@@ -4,6 +4,7 @@ use crate::planner::Lifetime;
 
 /// The purpose under which a block is accounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Purpose {
     /// Parameters, or this rank's shard of them.
     Params,
@@ -20,8 +21,11 @@ pub enum Purpose {
 }
 
 impl Purpose {
+    /// The number of purposes.
+    pub const COUNT: usize = 6;
+
     /// All purposes, in the order of [`Report::purposes`](super::Report::purposes).
-    pub const ALL: [Self; 6] =
+    pub const ALL: [Self; Self::COUNT] =
         [Self::Params, Self::Grads, Self::Optimizer, Self::Buckets, Self::Activations, Self::Workspace];
 
     /// The expected lifetime: state lives as long as the model, the rest within a step.

@@ -8,6 +8,7 @@ use crate::device::DeviceError;
 
 /// The kind of memory that a pool reserves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MemoryKind {
     /// Backings: the device has no virtual memory.
     #[default]
@@ -33,6 +34,7 @@ impl fmt::Display for MemoryKind {
 
 /// Requested bytes, without padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Held {
     /// Live now.
     pub live_bytes: usize,
@@ -42,9 +44,10 @@ pub struct Held {
 
 /// The statistics of a pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Report {
     /// By purpose, in the order of [`Purpose::ALL`].
-    pub purposes: [Held; 6],
+    pub purposes: [Held; Purpose::COUNT],
     /// All purposes together.
     pub total: Held,
     /// The kind of memory.
@@ -100,6 +103,7 @@ impl fmt::Display for Report {
 /// A change of a pool's live bytes, recorded between [`Pool::record_changes`](super::Pool::record_changes) and
 /// [`Pool::take_changes`](super::Pool::take_changes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Change {
     /// When the host allocated or freed the block, which may be before its stream uses it.
     pub at: Instant,

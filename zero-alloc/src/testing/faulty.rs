@@ -14,6 +14,7 @@ use crate::planner::CostModel;
 
 /// A kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Call {
     /// [`Memory::allocate`].
     Allocate,

@@ -19,6 +19,7 @@ use crate::planner::CostModel;
 
 /// Counters of a [`Simulated`] device, and its incorrect calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SimulatedUse {
     /// Bytes of live backings and pages.
     pub live_bytes: u64,

@@ -405,5 +405,6 @@ fn device_makes(call: Call, virtual_memory: bool) -> bool {
         Call::Reserve | Call::Create | Call::Map => false,
         Call::Copy | Call::Record | Call::Wait => false,
         Call::CreateStream => true,
+        other => panic!("state whether a failure of {other:?} must reach the caller"),
     }
 }

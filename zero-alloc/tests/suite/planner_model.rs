@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use zero_alloc::planner::{Compaction, CostModel, Lifetime, Planner, PlannerConfig, RangeId, Remedy, Request};
+use zero_alloc::planner::{Compaction, Lifetime, Planner, PlannerConfig, RangeId, Remedy, Request};
 
 use crate::Random;
 
@@ -13,14 +13,7 @@ const GRANULE: u64 = 16;
 const PAGE: u64 = 256;
 
 fn config(limit_bytes: u64, slack: f64) -> PlannerConfig {
-    PlannerConfig {
-        granule_bytes: GRANULE,
-        page_bytes: PAGE,
-        limit_bytes,
-        slack,
-        stitching: false,
-        cost: CostModel::H200,
-    }
+    PlannerConfig::default().granule_bytes(GRANULE).page_bytes(PAGE).limit_bytes(limit_bytes).slack(slack)
 }
 
 /// A planner, and the reference: the ranges, and the bytes written there.
@@ -60,7 +53,7 @@ impl Model {
                     self.memory.resize(reserved as usize, 0);
                 }
                 Ok(Remedy::Compact(plan)) => self.compact(&plan),
-                Ok(Remedy::Stitch(plan)) => panic!("stitching is disabled: {plan:?}"),
+                Ok(other) => panic!("stitching is disabled: {other:?}"),
                 Err(shortage) => {
                     assert_eq!(shortage.requested_bytes, request.bytes.max(1).next_multiple_of(GRANULE));
                     assert_eq!(shortage.live_bytes, self.planner.live_bytes());
@@ -129,7 +122,7 @@ fn random_request(random: &mut Random) -> Request {
     };
     let align = if random.below(12) == 0 { 1 << random.below(9) } else { 1 };
     let lifetime = [Lifetime::Long, Lifetime::Short, Lifetime::Unknown][random.below(3) as usize];
-    Request { bytes, align, lifetime, tag: random.below(8) as u8 }
+    Request::new(bytes).align(align).lifetime(lifetime).tag(random.below(8) as u8)
 }
 
 fn model_ops() -> usize {
@@ -192,7 +185,7 @@ fn run(model: &mut Model, steps: &[Step]) {
         match *step {
             Step::Allocate(bytes, align, lifetime) => {
                 let lifetime = [Lifetime::Long, Lifetime::Short, Lifetime::Unknown][lifetime as usize];
-                model.allocate(Request { bytes, align: 1 << align, lifetime, tag: 0 });
+                model.allocate(Request::new(bytes).align(1 << align).lifetime(lifetime));
             }
             Step::Free(nth) => model.free(nth),
         }
@@ -276,7 +269,7 @@ fn a_request_of_zero_bytes_takes_a_granule() {
 fn a_pinned_range_blocks_sliding_but_not_growing() {
     let mut planner = Planner::new(config(1 << 20, 0.0));
     // Long-lived ranges are placed in the order of the requests.
-    let request = |pages: u64| Request { lifetime: Lifetime::Long, ..Request::new(pages * PAGE) };
+    let request = |pages: u64| Request::new(pages * PAGE).lifetime(Lifetime::Long);
     planner.grow(8 * PAGE);
     let ids: Vec<_> = (0..8).map(|_| planner.allocate(request(1)).expect("allocated").0).collect();
     for i in [0, 1, 3, 4, 6, 7] {
@@ -298,7 +291,7 @@ fn a_pinned_range_blocks_sliding_but_not_growing() {
 fn a_small_range_between_two_holes_is_evicted() {
     let mut planner = Planner::new(config(1 << 20, 0.0));
     planner.grow(21 * PAGE);
-    let request = |pages: u64| Request { lifetime: Lifetime::Long, ..Request::new(pages * PAGE) };
+    let request = |pages: u64| Request::new(pages * PAGE).lifetime(Lifetime::Long);
     let allocate = |planner: &mut Planner, pages| planner.allocate(request(pages)).expect("allocated").0;
     let low = allocate(&mut planner, 8);
     let _small = allocate(&mut planner, 1);

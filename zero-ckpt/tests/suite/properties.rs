@@ -28,11 +28,7 @@ fn layout(sizes: &[Vec<u64>], cut: &Cut) -> Layout {
         UnitSpec::new(format!("u{u}"), params)
     };
     let units: Vec<_> = sizes.iter().enumerate().map(unit).collect();
-    let options = LayoutOptions {
-        shard_align_elems: cut.shard_align,
-        param_align_elems: cut.param_align,
-        ..LayoutOptions::default()
-    };
+    let options = LayoutOptions::default().shard_align_elems(cut.shard_align).param_align_elems(cut.param_align);
     Layout::with_options(&units, cut.ranks, options).unwrap()
 }
 

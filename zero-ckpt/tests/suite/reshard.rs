@@ -76,7 +76,7 @@ fn repeated_resharding_keeps_every_bit() {
 #[test]
 fn gaps_between_aligned_parameters_are_not_stored() {
     let gapped = |ranks| {
-        let options = LayoutOptions { shard_align_elems: 8, param_align_elems: 16, ..LayoutOptions::default() };
+        let options = LayoutOptions::default().shard_align_elems(8).param_align_elems(16);
         Layout::with_options(&units(), ranks, options).unwrap()
     };
     let dir = tempfile::tempdir().unwrap();

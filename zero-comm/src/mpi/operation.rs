@@ -23,6 +23,7 @@ use super::raw::{MpiError, Request};
 use super::staging::Staging;
 use super::world::{Interrupt, World};
 use crate::call::{Call, Checked};
+use crate::comm_dtype::CommDType;
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, CommError, ReduceOp};
 
@@ -265,12 +266,12 @@ impl Operation {
     }
 
     fn reduce_scatter(&self, op: ReduceOp, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        match send.dtype() {
-            DType::F32 => self.reduce_scatter_of::<f32>(op, send, recv),
-            DType::F64 => self.reduce_scatter_of::<f64>(op, send, recv),
-            DType::Bf16 => self.reduce_scatter_of::<bf16>(op, send, recv),
-            DType::F16 => self.reduce_scatter_of::<f16>(op, send, recv),
-            DType::U8 => self.reduce_scatter_of::<u8>(op, send, recv),
+        match self.checked.call.comm_dtype() {
+            CommDType::F32 => self.reduce_scatter_of::<f32>(op, send, recv),
+            CommDType::F64 => self.reduce_scatter_of::<f64>(op, send, recv),
+            CommDType::Bf16 => self.reduce_scatter_of::<bf16>(op, send, recv),
+            CommDType::F16 => self.reduce_scatter_of::<f16>(op, send, recv),
+            CommDType::U8 => self.reduce_scatter_of::<u8>(op, send, recv),
         }
     }
 

@@ -13,13 +13,14 @@ use cudarc::nccl::sys;
 use parking_lot::Mutex;
 use zero_alloc::TimeLimit;
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::{AnySlice, DType};
+use zero_alloc::device::AnySlice;
 
 use super::abort::AbortCompletion;
 use super::config::Config;
 use super::library::{IN_PROGRESS, Nccl, SUCCESS, back_end};
 use super::world::Transport;
 use crate::call::{Checked, Group};
+use crate::comm_dtype::CommDType;
 use crate::{Collective, CommError, ReduceOp};
 
 /// Duration of polling without sleep. NCCL's proxy thread needs some tens of microseconds to enqueue a collective.
@@ -200,7 +201,7 @@ impl Handle {
         let (table, call) = (&self.nccl.table, checked.call());
         let (send, recv) = (checked.send(), checked.recv());
         let (from, to) = (send.as_ptr().cast_const().cast::<c_void>(), recv.as_ptr().cast::<c_void>());
-        let (dtype, op) = (data_type(call.dtype), call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction));
+        let (dtype, op) = (data_type(call.comm_dtype()), call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction));
         let segments = || (0..n).zip(call.segments.ranges(n));
         match call.collective {
             Collective::Barrier => {
@@ -410,14 +411,14 @@ impl Drop for Handle {
     }
 }
 
-fn data_type(dtype: DType) -> sys::ncclDataType_t {
+fn data_type(dtype: CommDType) -> sys::ncclDataType_t {
     use sys::ncclDataType_t::{ncclBfloat16, ncclFloat16, ncclFloat32, ncclFloat64, ncclUint8};
     match dtype {
-        DType::U8 => ncclUint8,
-        DType::F16 => ncclFloat16,
-        DType::Bf16 => ncclBfloat16,
-        DType::F32 => ncclFloat32,
-        DType::F64 => ncclFloat64,
+        CommDType::U8 => ncclUint8,
+        CommDType::F16 => ncclFloat16,
+        CommDType::Bf16 => ncclBfloat16,
+        CommDType::F32 => ncclFloat32,
+        CommDType::F64 => ncclFloat64,
     }
 }
 

@@ -31,6 +31,7 @@ use thiserror::Error;
 
 /// The program that started the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Launcher {
     /// torchrun, `zero train`, or any other program that sets `RANK` and `WORLD_SIZE`.
     Torchrun,
@@ -42,6 +43,7 @@ pub enum Launcher {
 
 /// This process's place in the world that a launcher started.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Ranks {
     /// This process's rank.
     pub rank: usize,
@@ -60,6 +62,16 @@ pub struct Ranks {
     /// The secret that the ranks share. Required if they are on several machines.
     pub token: Option<Token>,
 }
+
+impl Ranks {
+    /// Rank `rank` of `world_size`, the `local_rank`-th of its machine; rank 0 listens at `port` of `host`. The ranks may be
+    /// on several machines, so they need a [`token`](Self::token) or [`one_machine`](Self::one_machine).
+    pub fn new(rank: usize, world_size: usize, local_rank: usize, host: impl Into<String>, port: u16) -> Self {
+        let (host, launcher) = (host.into(), Launcher::Torchrun);
+        Self { rank, world_size, local_rank, host, port, launcher, one_machine: false, token: None }
+    }
+}
+setters!(Ranks { launcher: Launcher, one_machine: bool, token: Option<Token> });
 
 /// A secret that all ranks of a job share. Only processes that know it can join the world. Its `Debug` output does not
 /// contain it.

@@ -98,6 +98,7 @@ pub enum PrefetchError {
 
 /// Prefetch limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PrefetchOptions {
     /// How many uses ahead units are gathered. With 0, a gather is enqueued at its use and waits for all earlier
     /// compute, so nothing overlaps. Default: 1.
@@ -109,6 +110,13 @@ pub struct PrefetchOptions {
     /// A unit of at most this many elements is gathered once per step and kept until its end. Default: 0.
     pub persistence_threshold_elems: usize,
 }
+
+setters!(PrefetchOptions {
+    ahead: usize,
+    ahead_elems: usize,
+    max_live_elems: usize,
+    persistence_threshold_elems: usize,
+});
 
 impl Default for PrefetchOptions {
     fn default() -> Self {

@@ -2,6 +2,7 @@
 
 /// The result of comparing a step's uses with the expected order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum OrderCheck {
     /// No order was expected; later steps expect this step's order.
     #[default]
@@ -21,6 +22,7 @@ pub enum OrderCheck {
 
 /// The counts of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PrefetchReport {
     /// Uses whose gather was enqueued ahead.
     pub prefetched: usize,

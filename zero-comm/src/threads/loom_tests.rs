@@ -90,7 +90,7 @@ fn failure_ends_both_and_no_buffer_is_in_use() {
 #[test]
 fn late_rank_stays_while_its_buffers_are_in_use() {
     loom::model(|| {
-        let watched = Watched::with_options(CommOptions { limit: Duration::ZERO });
+        let watched = Watched::with_options(CommOptions::default().limit(Duration::ZERO));
         let other = Arc::clone(&watched);
         let peer = thread::spawn(move || other.run(1));
         for result in [watched.run(0), peer.join().expect("it ends")] {
@@ -105,7 +105,7 @@ fn failure_of_late_rank_leaves_no_buffer_in_use() {
     let mut bounded = loom::model::Builder::new();
     bounded.preemption_bound = Some(2);
     bounded.check(|| {
-        let watched = Watched::with_options(CommOptions { limit: Duration::ZERO });
+        let watched = Watched::with_options(CommOptions::default().limit(Duration::ZERO));
         let (other, third) = (Arc::clone(&watched), Arc::clone(&watched));
         let peer = thread::spawn(move || other.run(1));
         let failing = thread::spawn(move || third.shared.fail(aborted()));

@@ -20,10 +20,11 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use super::slot::Posted;
 use crate::call::{Call, Group};
+use crate::comm_dtype::CommDType;
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, ReduceOp, nontemporal};
 
@@ -51,12 +52,12 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
                 Collective::ReduceScatter => (vec![posted[rank].recv], store(world_size + 1)),
                 _ => (everywhere(), store(2 * world_size)),
             };
-            match call.dtype {
-                DType::F32 => reduce_all::<f32>(op, &inputs, &outputs, store),
-                DType::F64 => reduce_all::<f64>(op, &inputs, &outputs, store),
-                DType::Bf16 => reduce_all::<bf16>(op, &inputs, &outputs, store),
-                DType::F16 => reduce_all::<f16>(op, &inputs, &outputs, store),
-                DType::U8 => reduce_all::<u8>(op, &inputs, &outputs, store),
+            match call.comm_dtype() {
+                CommDType::F32 => reduce_all::<f32>(op, &inputs, &outputs, store),
+                CommDType::F64 => reduce_all::<f64>(op, &inputs, &outputs, store),
+                CommDType::Bf16 => reduce_all::<bf16>(op, &inputs, &outputs, store),
+                CommDType::F16 => reduce_all::<f16>(op, &inputs, &outputs, store),
+                CommDType::U8 => reduce_all::<u8>(op, &inputs, &outputs, store),
             }
         }
         (Collective::AllGather, _) => copy_to_all(posted[rank].send, &everywhere(), store(world_size + 1)),

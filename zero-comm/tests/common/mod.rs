@@ -43,6 +43,7 @@ pub fn call(
         Collective::Broadcast => comm.broadcast(stream, send.slice(0..len), 0),
         Collective::AllToAll => comm.all_to_all(stream, send.slice(0..len * n), recv.slice(0..len * n)),
         Collective::Barrier => comm.barrier(stream),
+        other => panic!("add {other:?} to this test"),
     }
 }
 

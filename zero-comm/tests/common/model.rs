@@ -98,7 +98,7 @@ impl ModelStream {
         let mut now = self.now.lock().unwrap();
         let start = *now;
         *now += time;
-        let span = OpSpan { label, stream: Arc::clone(&self.name), start, end: *now, ..OpSpan::default() };
+        let span = OpSpan::new(label, Arc::clone(&self.name), start, *now);
         self.spans.lock().unwrap().push(span);
     }
 }

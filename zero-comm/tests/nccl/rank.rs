@@ -53,13 +53,13 @@ pub(crate) fn main(case: &str) {
     let ranks = Ranks::from_env().unwrap().unwrap();
     let device = CudaDevice::open(ranks.local_rank % CudaDevice::count().unwrap()).unwrap();
     let limit = if case == "stalled" { FAULT_LIMIT } else { LIMIT };
-    let comm = NcclCommunicator::join(&device, &ranks, CommOptions { limit }).unwrap();
+    let comm = NcclCommunicator::join(&device, &ranks, CommOptions::default().limit(limit)).unwrap();
     let stream = device.create_stream("comm").unwrap();
     let rank = Rank { stream, pool: Pool::new(device.clone(), usize::MAX) };
     match case {
         "conformance" => {
             let cases = if is_stand_in() { 40 } else { 120 };
-            let plan = Plan { seed: ranks.world_size as u64, cases, sums: Sums::AnyOrder, limit, ..Plan::default() };
+            let plan = Plan::default().seed(ranks.world_size as u64).cases(cases).sums(Sums::AnyOrder).limit(limit);
             check(&device, &comm, &rank.stream, plan).unwrap();
             two_streams(&device, &comm, &rank);
             println!("rank {} conforms", ranks.rank);

@@ -104,7 +104,7 @@ proptest! {
         stage in prop_oneof![Just(Stage::Replicated), Just(Stage::Sharded), Just(Stage::Accumulated)],
     ) {
         let micro_batches = if matches!(stage, Stage::Sharded) { 1 } else { micro_batches };
-        let options = BucketOptions { count, overlap, ..BucketOptions::new(segment * n, DType::F32) };
+        let options = BucketOptions::new(segment * n, DType::F32).count(count).overlap(overlap);
         let mut sum = vec![0f32; shard_elems * n];
         for micro in 0..micro_batches {
             for rank in 0..n {
@@ -128,8 +128,7 @@ fn launch_waits_for_every_producer() {
     on_ranks(2, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(9);
         let second = HostDevice::new().create_stream("second producer").unwrap();
-        let (_pool, buckets) =
-            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(8, DType::F32) });
+        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(8, DType::F32).count(1));
         let mut results = vec![vec![0f32; 4]; 100];
         let mut sources: Vec<Vec<f32>> = (0..100).map(|i| vec![i as f32; 8]).collect();
         for (result, source) in results.iter_mut().zip(&mut sources) {
@@ -156,8 +155,7 @@ fn next_use_waits_for_a_consumer() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(3);
         let reader = HostDevice::new().create_stream("reader").unwrap();
-        let (_pool, buckets) =
-            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
+        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32).count(1));
         let mut read = vec![vec![0f32; 4]; 100];
         let mut sources: Vec<Vec<f32>> = (0..100).map(|i| vec![i as f32; 4]).collect();
         for (read, source) in read.iter_mut().zip(&mut sources) {
@@ -201,8 +199,7 @@ fn dropped_bucket_is_free_again() {
 #[test]
 fn bucket_without_producer_keeps_its_last_uses() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
-        let (_pool, buckets) =
-            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
+        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32).count(1));
         let _done = buckets.begin(4).unwrap().all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
         streams.compute.close();
         // A closed stream returns an error on a wait, which shows that `begin` waits.
@@ -222,7 +219,7 @@ fn bad_options_are_errors() {
         };
         let small = BucketOptions::new(2, DType::F32);
         assert_eq!(make(small), Err(BucketError::TooSmall { count: 2, capacity_elems: 2, world_size: 3 }));
-        let none = BucketOptions { count: 0, ..BucketOptions::new(3, DType::F32) };
+        let none = BucketOptions::new(3, DType::F32).count(0);
         assert_eq!(make(none), Err(BucketError::TooSmall { count: 0, capacity_elems: 3, world_size: 3 }));
         assert!(matches!(make(BucketOptions::new(1000, DType::F32)), Err(BucketError::Alloc(_))));
         let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
@@ -235,8 +232,7 @@ fn bad_options_are_errors() {
 fn without_overlap_compute_waits_for_every_bucket() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         for overlap in [true, false] {
-            let (_pool, buckets) =
-                buckets(&comm, streams, BucketOptions { overlap, ..BucketOptions::new(4, DType::F32) });
+            let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32).overlap(overlap));
             let open = std::sync::Arc::new(zero_alloc::host::Monitor::new(false));
             let waiting = open.clone();
             streams
@@ -338,8 +334,7 @@ fn bad_parts_are_errors() {
 #[test]
 fn host_writes_are_reduced() {
     on_ranks(2, CommOptions::default(), |comm, streams| {
-        let (_pool, buckets) =
-            buckets(&comm, streams, BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) });
+        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32).count(1));
         let mut shards = vec![[0f32; 2]; 3];
         for (i, shard) in shards.iter_mut().enumerate() {
             let mut filling = buckets.begin(4).unwrap();

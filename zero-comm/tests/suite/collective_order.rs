@@ -50,6 +50,7 @@ impl Rank {
             Collective::AllGather => (send.slice(0..LEN), recv),
             Collective::Broadcast => (send, send),
             Collective::AllReduce | Collective::AllToAll | Collective::Barrier => (send, recv),
+            other => panic!("add {other:?} to this test"),
         }
     }
 
@@ -83,6 +84,7 @@ impl Rank {
             Collective::Broadcast => self.comm.broadcast(stream, send, 0),
             Collective::AllToAll => self.comm.all_to_all(stream, send, recv),
             Collective::Barrier => self.comm.barrier(stream),
+            other => panic!("add {other:?} to this test"),
         }
         .unwrap();
         if forgotten != Forgotten::Consumer {

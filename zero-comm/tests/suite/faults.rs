@@ -85,7 +85,7 @@ fn misbehave(fault: Fault, comm: &Comm, s: &Streams, which: Collective, buffers:
 
 fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
     let limit = if fault == Fault::Stalls { Duration::from_secs(1) } else { LIMIT };
-    on_ranks(RANKS, CommOptions { limit }, |comm, s| {
+    on_ranks(RANKS, CommOptions::default().limit(limit), |comm, s| {
         let (mut send, mut recv) = (vec![1f32; 32], vec![1f32; 32]);
         let (mut send_bytes, mut recv_bytes) = (vec![1u8; 32], vec![1u8; 32]);
         let buffers = [view(&mut send), view(&mut recv), view(&mut send_bytes), view(&mut recv_bytes)];
@@ -183,7 +183,7 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
         let limit = Duration::from_micros(random.below(500));
         let len = 1 + random.below(if cfg!(miri) { 100 } else { 300_000 }) as usize;
         let all_have_ended = std::sync::Barrier::new(RANKS);
-        let results = on_ranks(RANKS, CommOptions { limit }, |comm, s| {
+        let results = on_ranks(RANKS, CommOptions::default().limit(limit), |comm, s| {
             let mut random = Random::new(seed * 10 + comm.rank() as u64);
             let (mut values, mut result) = (vec![1f32; len], Ok(()));
             for _ in 0..3 {
@@ -215,7 +215,7 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
 fn missed_split_ends_all_ranks() {
     for how in ["leaves", "aborts", "stalls"] {
         let limit = if how == "stalls" { Duration::from_secs(1) } else { LIMIT };
-        let seen = on_ranks(RANKS, CommOptions { limit }, |comm, _| {
+        let seen = on_ranks(RANKS, CommOptions::default().limit(limit), |comm, _| {
             match (comm.rank(), how) {
                 (1, "leaves") => return None,
                 (1, "aborts") => comm.abort("on purpose"),

@@ -90,7 +90,7 @@ fn rank(comm: Comm, overlap: bool, how: Compute) -> Vec<OpSpan> {
     let mut buffers = [1f32, 0.0].map(|value| vec![vec![value; SHARD]; UNITS]);
     let [shards, grads] = buffers.each_mut().map(|units| units.iter_mut().map(|s| view(s)).collect());
     let ([compute, comm_stream], mut marks) = (streams.clone(), Marks::default());
-    let options = PrefetchOptions { ahead: usize::from(overlap), ..PrefetchOptions::default() };
+    let options = PrefetchOptions::default().ahead(usize::from(overlap));
     run_step(&Pool::new(device, 1 << 20), comm, streams, (shards, grads), options, |label| {
         // Enqueued are the gathers of this unit and of the next and, in backward, the reduction of the previous one.
         marks.mark(how, &comm_stream);
@@ -113,7 +113,7 @@ fn run_step<D: Device>(
 ) {
     let (units, ranks) = (shards.len(), comm.world_size());
     let capacity = ranks * shards.iter().map(|s| s.len()).max().unwrap();
-    let options = BucketOptions { overlap: prefetch.ahead > 0, ..BucketOptions::new(capacity, DType::F32) };
+    let options = BucketOptions::new(capacity, DType::F32).overlap(prefetch.ahead > 0);
     let buckets = Buckets::new(pool, comm.clone(), compute.clone(), comm_stream.clone(), options).unwrap();
     let mut prefetch =
         Prefetcher::new(pool.clone(), comm, compute.clone(), comm_stream.clone(), shards.clone(), prefetch);
@@ -219,7 +219,7 @@ fn one_unit_is_exposed_in_modelled_time() {
     assert_eq!(overlap.exposed, 2 * one_way);
     assert!(overlap.exposed * 10 <= overlap.comm && overlap.fraction() >= 0.9, "{overlap:?}");
     // Without overlap, all of it is exposed.
-    let serial = PrefetchOptions { ahead: 0, ..PrefetchOptions::default() };
+    let serial = PrefetchOptions::default().ahead(0);
     let serial = Overlap::of(&step.spans(serial), "comm");
     assert_eq!((serial.exposed, serial.comm), (overlap.comm, overlap.comm));
     assert_eq!(serial.step - overlap.step, overlap.comm - 2 * one_way);
@@ -254,7 +254,7 @@ proptest! {
         let ends = 2 * step.one_way(0);
         let bounded = step.shards.iter().max().unwrap().max(&room) * ranks;
         for max_live_elems in [usize::MAX, bounded] {
-            let spans = step.spans(PrefetchOptions { max_live_elems, ..PrefetchOptions::default() });
+            let spans = step.spans(PrefetchOptions::default().max_live_elems(max_live_elems));
             let overlap = Overlap::of(&spans, "comm");
             prop_assert_eq!(overlap.exposed, overlap.step - overlap.compute);
             let (phases, exact_from) = step.phases(max_live_elems);

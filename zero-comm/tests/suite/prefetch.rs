@@ -79,7 +79,7 @@ fn unit_of_another_prefetcher_is_freed() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
         let shards = vec![view(&mut shard)];
-        let options = PrefetchOptions { persistence_threshold_elems: usize::MAX, ..PrefetchOptions::default() };
+        let options = PrefetchOptions::default().persistence_threshold_elems(usize::MAX);
         let [mut a, mut b] = [(), ()].map(|()| prefetcher(&comm, streams, &pool, shards.clone(), options));
         let (mut a, mut b) = (a.step().unwrap(), b.step().unwrap());
         b.reshard(a.unshard(0).unwrap());
@@ -109,7 +109,7 @@ fn the_first_step_records_and_later_ones_prefetch() {
 #[test]
 fn a_given_order_prefetches_from_the_first_step() {
     for ahead in 1..5 {
-        let options = PrefetchOptions { ahead, ..PrefetchOptions::default() };
+        let options = PrefetchOptions::default().ahead(ahead);
         for report in run(2, options, Some(ORDER), &[ORDER; 5]) {
             assert_eq!((report.order, report.on_demand, report.wasted), (OrderCheck::Followed, 0, 0));
         }
@@ -118,7 +118,7 @@ fn a_given_order_prefetches_from_the_first_step() {
 
 #[test]
 fn no_prefetch_gathers_on_demand() {
-    let options = PrefetchOptions { ahead: 0, ..PrefetchOptions::default() };
+    let options = PrefetchOptions::default().ahead(0);
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
         assert_eq!((report.prefetched, report.on_demand, report.kept), (0, 7, 1));
         assert_eq!(report.peak_live_elems, 10, "one unit at a time");
@@ -143,13 +143,13 @@ fn changed_order_is_gathered_on_demand_then_expected() {
 #[test]
 fn the_limit_of_live_elements_is_never_exceeded() {
     // Units have 4, 10, 10 and 6 elements: room for one large unit and the last, but not for two large ones.
-    let options = PrefetchOptions { ahead: 8, max_live_elems: 16, ..PrefetchOptions::default() };
+    let options = PrefetchOptions::default().ahead(8).max_live_elems(16);
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
         assert_eq!(report.peak_live_elems, 16);
         assert_eq!((report.prefetched, report.on_demand, report.kept), (5, 2, 1), "two large units never fit");
     }
     // A unit that is larger than the limit is gathered on demand, when nothing else is live.
-    let options = PrefetchOptions { ahead: 8, max_live_elems: 9, ..PrefetchOptions::default() };
+    let options = PrefetchOptions::default().ahead(8).max_live_elems(9);
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
         assert_eq!(report.peak_live_elems, 10);
     }
@@ -159,7 +159,7 @@ fn the_limit_of_live_elements_is_never_exceeded() {
 #[test]
 fn units_in_flight_fit_their_limit() {
     let peaks = |ahead_elems| {
-        let options = PrefetchOptions { ahead: usize::MAX, ahead_elems, ..PrefetchOptions::default() };
+        let options = PrefetchOptions::default().ahead(usize::MAX).ahead_elems(ahead_elems);
         let reports = run(2, options, Some(ORDER), &[ORDER; 3]);
         for report in &reports {
             assert_eq!((report.prefetched, report.on_demand, report.wasted), (7, 0, 0), "{ahead_elems}");
@@ -180,7 +180,7 @@ fn units_in_flight_fit_their_limit() {
 
 #[test]
 fn small_units_are_gathered_once_in_a_step() {
-    let options = PrefetchOptions { persistence_threshold_elems: 6, ..PrefetchOptions::default() };
+    let options = PrefetchOptions::default().persistence_threshold_elems(6);
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
         assert_eq!((report.prefetched, report.on_demand, report.kept, report.wasted), (6, 0, 2, 0));
     }
@@ -192,7 +192,7 @@ fn failed_gather_leaves_nothing_live() {
         let pool = Pool::new(HostDevice::new(), 100);
         let mut shards: Vec<Vec<f32>> = vec![vec![1.0; 10], vec![1.0; 10], vec![1.0; 1000]];
         let views: Vec<AnySlice> = shards.iter_mut().map(|s| view(s)).collect();
-        let options = PrefetchOptions { max_live_elems: 15, ..PrefetchOptions::default() };
+        let options = PrefetchOptions::default().max_live_elems(15);
         let mut prefetch = prefetcher(&comm, streams, &pool, views, options);
         assert_eq!(prefetch.expect_order(vec![0, 3]), Err(PrefetchError::NoSuchUnit { unit: 3, units: 3 }));
         let mut prefetch = prefetch.step().unwrap();

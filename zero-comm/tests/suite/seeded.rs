@@ -81,9 +81,9 @@ impl Rank {
         let weights: Vec<_> = SHARDS.iter().map(|&len| block(len, Purpose::Params)).collect();
         let grads: Vec<_> = SHARDS.iter().map(|&len| block(len, Purpose::Grads)).collect();
         let activation = block(SHARDS.iter().max().unwrap() * RANKS, Purpose::Activations);
-        let options = BucketOptions { overlap, ..BucketOptions::new(2 * RANKS, DType::F32) };
+        let options = BucketOptions::new(2 * RANKS, DType::F32).overlap(overlap);
         let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options).unwrap();
-        let options = PrefetchOptions { ahead, ..PrefetchOptions::default() };
+        let options = PrefetchOptions::default().ahead(ahead);
         // SAFETY: the blocks outlive the streams' work, which every test waits for.
         let shards = weights.iter().map(|w| unsafe { w.slice() }).collect();
         let mut prefetch = Prefetcher::new(pool.clone(), comm, compute.clone(), comm_stream.clone(), shards, options);
@@ -181,7 +181,7 @@ impl Rank {
 /// Runs a step on all ranks under `seed`; returns the weights of all ranks after it if no stream failed.
 fn step(seed: u64, ahead: usize, overlap: bool, mistake: Mistake) -> (HostDevice, Option<Vec<Vec<f32>>>) {
     let device = HostDevice::seeded(seed);
-    let (mut ranks, mut prefetchers): (Vec<Rank>, Vec<_>) = World::new(RANKS, CommOptions { limit: LIMIT })
+    let (mut ranks, mut prefetchers): (Vec<Rank>, Vec<_>) = World::new(RANKS, CommOptions::default().limit(LIMIT))
         .unwrap()
         .into_iter()
         .map(|comm| Rank::new(&device, Arc::new(comm), ahead, overlap))
@@ -262,7 +262,7 @@ fn every_order_of_unit_reductions_gives_the_same() {
     for seed in 0..seeds().min(200) {
         let device = HostDevice::seeded(seed);
         let kernels = HostKernels::new(1).unwrap();
-        let ranks: Vec<_> = World::new(RANKS, CommOptions { limit: LIMIT })
+        let ranks: Vec<_> = World::new(RANKS, CommOptions::default().limit(LIMIT))
             .unwrap()
             .into_iter()
             .map(|comm| {
@@ -271,7 +271,7 @@ fn every_order_of_unit_reductions_gives_the_same() {
                 let pool = Pool::new(device.clone(), 1 << 20);
                 let block = || pool.allocate(6, DType::F32, Purpose::Workspace, &compute).unwrap();
                 let blocks: Vec<_> = (0..5).map(|_| block()).collect();
-                let options = BucketOptions { count: 1, ..BucketOptions::new(4, DType::F32) };
+                let options = BucketOptions::new(4, DType::F32).count(1);
                 let buckets = Buckets::new(&pool, Arc::new(comm), compute.clone(), comm_stream, options).unwrap();
                 (compute, blocks, buckets, reader)
             })

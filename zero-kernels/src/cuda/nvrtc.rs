@@ -28,6 +28,7 @@ impl std::fmt::Debug for Nvrtc {
 
 /// The output of a compilation.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Compiled {
     /// The image for the driver: machine code, or PTX that ends in a zero byte.
     pub image: Vec<u8>,

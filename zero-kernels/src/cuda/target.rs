@@ -23,6 +23,7 @@ impl fmt::Display for Arch {
 
 /// The form of a compiled kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Target {
     /// Machine code (an ELF file) for devices of this architecture alone.
     Cubin(Arch),

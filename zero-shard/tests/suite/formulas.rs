@@ -133,15 +133,7 @@ proptest! {
 #[test]
 fn activations_are_those_of_the_paper() {
     let shape = TransformerShape { layers: 96, hidden: 12_288, heads: 96, inner: 4 * 12_288, vocab: 51_200 };
-    let run = ActivationOptions {
-        micro_batch: 1,
-        seq_len: 2048,
-        elem_bytes: 2,
-        checkpointing: false,
-        checkpoint_shards: 1,
-        flash_attention: false,
-        dropout: true,
-    };
+    let run = ActivationOptions::new(1, 2048, 2).flash_attention(false).dropout(true);
     let (s, h, a) = (2048, 12_288, 96);
     let layer = 34 * s * h + 5 * a * s * s;
     let estimate = |run: ActivationOptions| ActivationBytes::estimate(&shape, &run).unwrap();
@@ -149,17 +141,19 @@ fn activations_are_those_of_the_paper() {
     assert_eq!(estimate(run).head_bytes, 2 * 2 * s * h + 4 * s * 51_200);
     assert_eq!(estimate(run).statistics_bytes, (2 * 96 + 1) * 8 * s);
     assert_eq!(estimate(run).backward_bytes, 6 * 2 * s * h);
-    assert_eq!(estimate(ActivationOptions { micro_batch: 3, ..run }).total_bytes(), 3 * estimate(run).total_bytes());
-    let checkpointing = ActivationOptions { checkpointing: true, ..run };
+    let mut three = run;
+    three.micro_batch = 3;
+    assert_eq!(estimate(three).total_bytes(), 3 * estimate(run).total_bytes());
+    let checkpointing = run.checkpointing(true);
     let kept = estimate(checkpointing);
     assert_eq!((kept.blocks_bytes, kept.recomputed_bytes), (96 * 2 * s * h, layer - 2 * s * h));
     assert_eq!(kept.statistics_bytes, 3 * 8 * s);
-    let shared = estimate(ActivationOptions { checkpoint_shards: 8, ..checkpointing });
+    let shared = estimate(checkpointing.checkpoint_shards(8));
     assert_eq!((shared.blocks_bytes, shared.recomputed_bytes), (96 * 2 * s * h / 8, layer));
-    let flash = ActivationOptions { flash_attention: true, dropout: false, ..run };
+    let flash = run.flash_attention(true).dropout(false);
     assert_eq!(estimate(flash).blocks_bytes, 96 * 32 * s * h);
     assert_eq!(estimate(flash).statistics_bytes, 96 * (16 * s + 4 * a * s) + 8 * s);
-    let plain = ActivationOptions { dropout: false, elem_bytes: 4, ..run };
+    let plain = ActivationOptions::new(1, 2048, 4).flash_attention(false);
     assert_eq!(estimate(plain).blocks_bytes, 96 * (64 * s * h + 4 * a * s * s));
     // Another feed-forward width: with a narrow one, query, key and value are larger in backward.
     for (inner, widest) in [(h, 3 * h), (8 * h, 8 * h)] {
@@ -169,7 +163,7 @@ fn activations_are_those_of_the_paper() {
         assert_eq!(other.backward_bytes, 2 * s * (2 * h + widest));
         assert_eq!(shape.numel_elems(), Ok(96 * h * (4 * h + 2 * inner) + 51_200 * h));
     }
-    let too_long = ActivationOptions { seq_len: u64::MAX, ..run };
+    let too_long = ActivationOptions::new(1, u64::MAX, 2);
     assert!(matches!(ActivationBytes::estimate(&shape, &too_long), Err(ShardError::TooLarge { .. })));
 }
 
@@ -188,17 +182,15 @@ fn a_shape_is_found_for_a_size() {
 #[test]
 fn tiers_hold_what_is_placed_on_them() {
     let state = StateBytes { params_bytes: 20, grads_bytes: 20, optimizer_bytes: 120 };
-    let model = MemoryModel {
-        placement: Placement { params: Tier::Nvme, grads: Tier::Host, optimizer: Tier::Nvme },
-        gathered_elems: 7,
-        bucket_elems: 5,
-        buckets: 2,
-        scratch_bytes: 9,
-        sub_group_elems: 3,
-        sub_group_buffers: 4,
-        activations_bytes: 11,
-        ..MemoryModel::state_only(ZeroStage::Three, Widths::MIXED_ADAM)
-    };
+    let model = MemoryModel::state_only(ZeroStage::Three, Widths::MIXED_ADAM)
+        .placement(Placement { params: Tier::Nvme, grads: Tier::Host, optimizer: Tier::Nvme })
+        .gathered_elems(7)
+        .bucket_elems(5)
+        .buckets(2)
+        .scratch_bytes(9)
+        .sub_group_elems(3)
+        .sub_group_buffers(4)
+        .activations_bytes(11);
     let all = model.footprint(&state).unwrap();
     let device = [all.device.gathered_bytes, all.device.buckets_bytes, all.device.scratch_bytes];
     assert_eq!((device, all.device.activations_bytes), ([14, 20, 9], 11));
@@ -206,12 +198,10 @@ fn tiers_hold_what_is_placed_on_them() {
     // For each element on disk, two bytes of parameter and twelve of optimizer state pass through the host.
     assert_eq!((all.host.staging_bytes, all.host.total_bytes()), (3 * 4 * 14, Ok(3 * 4 * 14 + 20)));
     assert_eq!(all.nvme.total_bytes(), Ok(140));
-    let grads = MemoryModel { placement: Placement { grads: Tier::Nvme, ..Placement::DEVICE }, ..model };
+    let grads = model.placement(Placement { grads: Tier::Nvme, ..Placement::DEVICE });
     assert_eq!(grads.footprint(&state).unwrap().host.total_bytes(), Ok(3 * 4 * 2));
-    let at = |stage, tier| MemoryModel {
-        placement: Placement::offload_optimizer(stage, tier),
-        ..MemoryModel::state_only(stage, Widths::MIXED_ADAM)
-    };
+    let away = |stage, placement| MemoryModel::state_only(stage, Widths::MIXED_ADAM).placement(placement);
+    let at = |stage, tier| away(stage, Placement::offload_optimizer(stage, tier));
     for (stage, kept) in ZeroStage::ALL.into_iter().zip([40, 40, 20, 20]) {
         let all = at(stage, Tier::Host).footprint(&state).unwrap();
         assert_eq!(all.device.total_bytes(), Ok(kept), "stage {stage}");
@@ -219,7 +209,6 @@ fn tiers_hold_what_is_placed_on_them() {
         let all = at(stage, Tier::Device).footprint(&state).unwrap();
         assert_eq!((all.device.total_bytes(), all.host.total_bytes()), (Ok(160), Ok(0)));
     }
-    let away = |stage, placement| MemoryModel { placement, ..MemoryModel::state_only(stage, Widths::MIXED_ADAM) };
     let params = Placement { params: Tier::Host, ..Placement::DEVICE };
     let grads = Placement { grads: Tier::Host, ..Placement::DEVICE };
     assert_eq!(
@@ -230,7 +219,7 @@ fn tiers_hold_what_is_placed_on_them() {
         away(ZeroStage::One, grads).footprint(&state),
         Err(ShardError::NotSharded { what: "gradients", needs_stage: 2, stage: 1 })
     );
-    let huge = MemoryModel { bucket_elems: u64::MAX, ..model };
+    let huge = model.bucket_elems(u64::MAX);
     assert!(matches!(huge.footprint(&state), Err(ShardError::TooLarge { .. })));
 }
 
@@ -242,9 +231,8 @@ proptest! {
     fn the_largest_model_is_the_largest(n in 1u64..5000, gib in 1u64..200, buckets in 0u64..3) {
         let memory = gib << 30;
         for stage in ZeroStage::ALL {
-            let model = MemoryModel {
-                bucket_elems: 500_000_000, buckets, ..MemoryModel::state_only(stage, Widths::MIXED_ADAM)
-            };
+            let model = MemoryModel::state_only(stage, Widths::MIXED_ADAM);
+            let model = model.bucket_elems(500_000_000).buckets(buckets);
             let total = |elems| {
                 let state = StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, n).unwrap();
                 model.footprint(&state).unwrap().device.total_bytes().unwrap()

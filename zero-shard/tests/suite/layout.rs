@@ -224,7 +224,7 @@ fn ties_are_names_without_elements() {
         UnitSpec::new("embedding", [ParamSpec::new("wte", [10, 4]), ParamSpec::new("wpe", [3, 4])]),
         UnitSpec::new("head", [ParamSpec::new("ln_f", [4])]),
     ];
-    let options = LayoutOptions { ties: vec![Tie::new("head", "lm_head", "wte")], ..LayoutOptions::default() };
+    let options = LayoutOptions::default().ties(vec![Tie::new("head", "lm_head", "wte")]);
     let layout = Layout::with_options(&units, 2, options).unwrap();
     assert_eq!(layout.numel_elems(), 56);
     assert_eq!(layout.find_param("lm_head"), Some(ParamId { unit: 0, param: 0 }));
@@ -237,15 +237,14 @@ fn ties_are_names_without_elements() {
 fn each_wrong_layout_has_its_error() {
     let units = one(&[4]);
     let with = |options: LayoutOptions| Layout::with_options(&units, 2, options).unwrap_err();
-    let default = LayoutOptions::default;
     assert_eq!(Layout::new(&units, 0, 1).unwrap_err(), ShardError::NoRanks);
     assert_eq!(Layout::new(&units, 1, 0).unwrap_err(), ShardError::ZeroAlignment);
-    assert_eq!(with(LayoutOptions { param_align_elems: 0, ..default() }), ShardError::ZeroAlignment);
+    assert_eq!(with(LayoutOptions::default().param_align_elems(0)), ShardError::ZeroAlignment);
     let twice = [UnitSpec::new("a", [ParamSpec::new("p", [1])]), UnitSpec::new("b", [ParamSpec::new("p", [1])])];
     assert_eq!(Layout::new(&twice, 1, 1).unwrap_err(), ShardError::DuplicateName { name: "p".into() });
     let twice = [UnitSpec::new("a", []), UnitSpec::new("a", [])];
     assert_eq!(Layout::new(&twice, 1, 1).unwrap_err(), ShardError::DuplicateName { name: "a".into() });
-    let tie = |unit, name, target| LayoutOptions { ties: vec![Tie::new(unit, name, target)], ..default() };
+    let tie = |unit, name, target| LayoutOptions::default().ties(vec![Tie::new(unit, name, target)]);
     assert_eq!(with(tie("u", "p", "p")), ShardError::DuplicateName { name: "p".into() });
     assert_eq!(with(tie("v", "q", "p")), ShardError::UnknownUnitName { name: "v".into() });
     assert_eq!(with(tie("u", "q", "r")), ShardError::UnknownParam { name: "r".into() });
@@ -269,7 +268,7 @@ fn sizes_beyond_64_bits_are_errors() {
     assert_eq!(largest.owner(u64::MAX), None);
     let both = [UnitSpec::new("a", [ParamSpec::new("x", [u64::MAX]), ParamSpec::new("y", [1])])];
     too_large(Layout::new(&both, 1, 1).unwrap_err());
-    let gap = LayoutOptions { param_align_elems: 1 << 63, ..LayoutOptions::default() };
+    let gap = LayoutOptions::default().param_align_elems(1 << 63);
     let three = [1u64, 1, 1].iter().enumerate().map(|(i, &n)| ParamSpec::new(format!("{i}"), [n]));
     let three = [UnitSpec::new("a", three.collect::<Vec<_>>())];
     too_large(Layout::with_options(&three, 1, gap).unwrap_err());

@@ -224,7 +224,7 @@ fn overlaps_and_ranges_outside_are_errors() {
 #[test]
 fn a_tied_name_finds_the_elements_of_the_other() {
     let tied = |head: &str| {
-        let options = LayoutOptions { ties: vec![Tie::new("u", head, "p")], ..LayoutOptions::default() };
+        let options = LayoutOptions::default().ties(vec![Tie::new("u", head, "p")]);
         Layout::with_options(&model("p", &[6]), 2, options).unwrap()
     };
     let named_head = Layout::new(&model("head", &[6]), 3, 1).unwrap();

@@ -8,7 +8,7 @@ fn layout(ranks: u64) -> Layout {
         UnitSpec::new("head", [ParamSpec::new("ln_f", [4])]),
     ];
     let ties = vec![Tie::new("head", "lm_head", "wte")];
-    let options = LayoutOptions { shard_align_elems: 4, param_align_elems: 8, ties };
+    let options = LayoutOptions::default().shard_align_elems(4).param_align_elems(8).ties(ties);
     Layout::with_options(&units, ranks, options).unwrap()
 }
 

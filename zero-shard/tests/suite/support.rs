@@ -41,8 +41,7 @@ fn named(shapes: Vec<Vec<Vec<u64>>>) -> Vec<UnitSpec> {
 
 /// Lays out the units with these alignments.
 pub(crate) fn laid_out(units: &[UnitSpec], world_size: u64, shard_align: u64, param_align: u64) -> Layout {
-    let options =
-        LayoutOptions { shard_align_elems: shard_align, param_align_elems: param_align, ..LayoutOptions::default() };
+    let options = LayoutOptions::default().shard_align_elems(shard_align).param_align_elems(param_align);
     Layout::with_options(units, world_size, options).expect("a layout that fits")
 }
 

@@ -138,11 +138,7 @@ impl ModelSize {
             inner: config.n_inner as u64,
             vocab: config.vocab_size as u64,
         };
-        let options = LayoutOptions {
-            shard_align_elems: SHARD_ALIGN_ELEMS,
-            ties: tied.into_iter().collect(),
-            ..LayoutOptions::default()
-        };
+        let options = LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS).ties(tied.into_iter().collect());
         Self { name: name.to_owned(), units: config.units(), options, shape, assumed: false }
     }
 

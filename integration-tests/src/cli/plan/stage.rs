@@ -103,29 +103,19 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
     if stage.shards_params() {
         placement.params = request.offload_params;
     }
-    let activations = ActivationOptions {
-        micro_batch: request.micro_batch,
-        seq_len: request.seq_len,
-        elem_bytes: widths.param_bytes,
-        checkpointing: request.checkpointing,
-        checkpoint_shards: 1,
-        flash_attention: true,
-        dropout: false,
-    };
+    let activations = ActivationOptions::new(request.micro_batch, request.seq_len, widths.param_bytes)
+        .checkpointing(request.checkpointing);
     let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
     let bucket_limit = if request.trims_bucket { largest_unit } else { u64::MAX };
-    Ok(MemoryModel {
-        stage,
-        widths,
-        placement,
-        gathered_elems: gathered_elems(request, layout),
-        bucket_elems: request.bucket_elems.min(bucket_limit).max(request.gpus),
-        buckets: 2,
-        scratch_bytes: scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64),
-        sub_group_elems: request.sub_group_elems.min(layout.shard_elems()),
-        sub_group_buffers: request.sub_group_buffers,
-        activations_bytes: ActivationBytes::estimate(&request.model.shape, &activations)?.total_bytes(),
-    })
+    Ok(MemoryModel::state_only(stage, widths)
+        .placement(placement)
+        .gathered_elems(gathered_elems(request, layout))
+        .bucket_elems(request.bucket_elems.min(bucket_limit).max(request.gpus))
+        .buckets(2)
+        .scratch_bytes(scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64))
+        .sub_group_elems(request.sub_group_elems.min(layout.shard_elems()))
+        .sub_group_buffers(request.sub_group_buffers)
+        .activations_bytes(ActivationBytes::estimate(&request.model.shape, &activations)?.total_bytes()))
 }
 
 /// Peak number of gathered elements in the trainer's order: units up to the persistence threshold stay gathered; the

@@ -143,8 +143,7 @@ mod tests {
     }
 
     fn rank(local_rank: usize, world_size: usize) -> Ranks {
-        let (host, launcher) = ("127.0.0.1".to_owned(), Launcher::Torchrun);
-        Ranks { rank: local_rank, world_size, local_rank, host, port: 1, launcher, one_machine: true, token: None }
+        Ranks::new(local_rank, world_size, local_rank, "127.0.0.1", 1).one_machine(true)
     }
 
     #[test]

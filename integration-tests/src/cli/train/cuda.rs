@@ -80,7 +80,7 @@ fn run_rank(
         match launched {
             Some(ranks) if world_size > 1 => {
                 check_sharing(args, local_rank >= gpus)?;
-                let joined = NcclCommunicator::join(&device, ranks, CommOptions { limit });
+                let joined = NcclCommunicator::join(&device, ranks, CommOptions::default().limit(limit));
                 Ok(Arc::new(joined.map_err(|e| join_error(rank, e))?))
             }
             _ => Ok(Arc::new(Solo::new(device.clone()))),

@@ -11,7 +11,7 @@ use crate::cli::CliError;
 use crate::trainer::{MemoryPoint, MemoryTrace};
 
 /// From the bottom up, with the names of the table.
-const LAYERS: [(Purpose, &str, RGBColor); 6] = [
+const LAYERS: [(Purpose, &str, RGBColor); Purpose::COUNT] = [
     (Purpose::Optimizer, "optimizer state", RGBColor(90, 90, 160)),
     (Purpose::Params, "parameters", RGBColor(70, 130, 200)),
     (Purpose::Grads, "gradients", RGBColor(110, 190, 200)),

@@ -46,6 +46,7 @@ fn check_not_launched(launched: Option<&Ranks>) -> Result<(), CliError> {
         Launcher::Torchrun => "torchrun (RANK, WORLD_SIZE)",
         Launcher::OpenMpi => "mpirun",
         Launcher::Slurm => "srun",
+        _ => "another launcher",
     };
     Err(CliError::Usage(format!(
         "{by} started this process as rank {rank} of {world_size}, but on the host ranks cannot communicate under it: \
@@ -81,7 +82,7 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use crate::trainer::run_as_rank;
 
     let world =
-        MpiWorld::init(CommOptions { limit: Duration::from_secs(args.time_limit) }).map_err(CliError::failure)?;
+        MpiWorld::init(CommOptions::default().limit(Duration::from_secs(args.time_limit))).map_err(CliError::failure)?;
     let comm = world.comm();
     let (rank, ranks) = (comm.rank(), comm.world_size());
     if let Some(flag) = args.ranks.filter(|flag| *flag != ranks) {
@@ -111,8 +112,7 @@ mod tests {
     #[test]
     fn host_rank_of_torchrun_is_rejected() {
         let rank = |world_size, launcher| {
-            let host = "127.0.0.1".to_owned();
-            Ranks { rank: 0, world_size, local_rank: 0, host, port: 1, launcher, one_machine: true, token: None }
+            Ranks::new(0, world_size, 0, "127.0.0.1", 1).launcher(launcher).one_machine(true)
         };
         for launcher in [Launcher::Torchrun, Launcher::Slurm] {
             let error = check_not_launched(Some(&rank(4, launcher))).unwrap_err();

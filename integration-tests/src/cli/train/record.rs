@@ -146,13 +146,12 @@ impl CommunicationRecord {
 
     pub(super) fn prefetch(&self) -> PrefetchOptions {
         let limit = |n: Option<usize>| n.unwrap_or(usize::MAX);
-        PrefetchOptions {
+        PrefetchOptions::default()
             // Without overlap it was 0; a flag may enable overlap again.
-            ahead: if self.overlap { limit(self.gather_ahead) } else { 1 },
-            ahead_elems: limit(self.gather_ahead_elems),
-            max_live_elems: limit(self.max_live_elems),
-            persistence_threshold_elems: self.persistence_threshold_elems,
-        }
+            .ahead(if self.overlap { limit(self.gather_ahead) } else { 1 })
+            .ahead_elems(limit(self.gather_ahead_elems))
+            .max_live_elems(limit(self.max_live_elems))
+            .persistence_threshold_elems(self.persistence_threshold_elems)
     }
 }
 

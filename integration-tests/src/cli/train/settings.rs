@@ -162,11 +162,12 @@ pub(super) fn settings(
         )));
     }
     let overlap = args.no_overlap.map_or(zero.map_or(base.overlap, |z| z.overlaps_at(stage.number())), |no| !no);
-    let mut prefetch = zero.map_or(base.prefetch, |z| PrefetchOptions {
-        ahead: if z.prefetch_bucket_elems == 0 { 0 } else { usize::MAX },
-        ahead_elems: z.prefetch_bucket_elems as usize,
-        max_live_elems: z.max_live_elems as usize,
-        persistence_threshold_elems: z.persistence_threshold_elems as usize,
+    let mut prefetch = zero.map_or(base.prefetch, |z| {
+        PrefetchOptions::default()
+            .ahead(if z.prefetch_bucket_elems == 0 { 0 } else { usize::MAX })
+            .ahead_elems(z.prefetch_bucket_elems as usize)
+            .max_live_elems(z.max_live_elems as usize)
+            .persistence_threshold_elems(z.persistence_threshold_elems as usize)
     });
     if !overlap {
         prefetch.ahead = 0;

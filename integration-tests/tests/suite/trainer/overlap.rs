@@ -202,7 +202,7 @@ impl Workload<HostDevice> for Blocked<'_> {
 fn run(case: &Case) {
     let (workload, options) = (case.tiny(), case.options(None));
     let settings = Settings { limit: 2 * LIMIT, ..case.settings() };
-    let world = World::new(case.ranks, CommOptions { limit: settings.limit }).unwrap();
+    let world = World::new(case.ranks, CommOptions::default().limit(settings.limit)).unwrap();
     std::thread::scope(|scope| {
         for comm in world {
             let (workload, options, settings) = (&workload, &options, &settings);

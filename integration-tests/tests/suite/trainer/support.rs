@@ -112,7 +112,7 @@ impl Case {
             grad_accum_steps: self.grad_accum,
             bucket_capacity_elems: self.bucket_elems,
             overlap: self.overlap,
-            prefetch: PrefetchOptions { ahead: usize::from(self.overlap), ..PrefetchOptions::default() },
+            prefetch: PrefetchOptions::default().ahead(usize::from(self.overlap)),
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
             graphs: false,

@@ -12,6 +12,7 @@ use super::clock::Clock;
 
 /// The kind of a [`Violation`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ViolationKind {
     /// Two accesses, one of them a write, are not ordered: a wait is missing.
     Race,
@@ -23,6 +24,7 @@ pub enum ViolationKind {
 
 /// An error in the use of streams, found by the seeded scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Violation {
     /// The kind.
     pub kind: ViolationKind,

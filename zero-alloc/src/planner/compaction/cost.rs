@@ -1,7 +1,8 @@
 //! The cost model, by which plans are compared: the time to move bytes and to map pages.
 
-/// Times of a device's operations, in nanoseconds.
+/// Times of a device's operations, in nanoseconds. Start from [`CostModel::HOST`] or [`CostModel::H200`].
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct CostModel {
     /// To copy one byte within the device.
     pub copy_byte_ns: f64,

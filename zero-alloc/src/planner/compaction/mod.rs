@@ -55,6 +55,7 @@ impl Relocation {
 
 /// Moves to be made in this order, after which `bytes` from `start` are free.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Compaction {
     /// The moves.
     pub moves: Vec<Relocation>,

@@ -8,6 +8,7 @@ use super::{CostModel, Offsets};
 
 /// Whole free pages that together hold a request.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Stitch {
     /// First offset and size of each run of pages, in the order in which they are mapped.
     pub pieces: Vec<(u64, u64)>,

@@ -71,6 +71,7 @@ pub struct Traffic {
 
 /// What the coordinator sent to a client.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Event {
     /// All ranks have joined; a rank reports its progress once in this time.
     Joined(Duration),

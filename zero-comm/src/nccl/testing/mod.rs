@@ -55,8 +55,7 @@ pub fn free_port() -> u16 {
 
 /// A rank of a world on this machine.
 pub fn ranks(rank: usize, world_size: usize, port: u16) -> Ranks {
-    let (host, launcher) = ("127.0.0.1".to_owned(), Launcher::Torchrun);
-    Ranks { rank, world_size, local_rank: rank, host, port, launcher, one_machine: true, token: None }
+    Ranks::new(rank, world_size, rank, "127.0.0.1", port).one_machine(true)
 }
 
 /// The first frame of a rank, with its length.

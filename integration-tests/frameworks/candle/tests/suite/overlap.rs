@@ -15,7 +15,7 @@ use crate::common::{Kind, RANKS, ROWS, SEQ, config, on_ranks};
 const SPEED: f64 = 1e12;
 
 fn span(stream: &str, start: Duration, end: Duration) -> OpSpan {
-    OpSpan { label: "work", stream: stream.into(), start, end, ..OpSpan::default() }
+    OpSpan::new("work", stream, start, end)
 }
 
 #[test]
