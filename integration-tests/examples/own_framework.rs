@@ -85,14 +85,14 @@ fn train(comm: ThreadsComm, dir: &Path, steps: std::ops::Range<u64>) -> Result<V
     let exchange = |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
 
     // Biases have no weight decay. Runs tile this rank's shards; padding goes with what precedes it.
-    let rules = vec![GroupRules::default(), GroupRules { weight_decay: Some(0.0), ..GroupRules::default() }];
+    let rules = vec![GroupRules::default(), GroupRules::default().weight_decay(0.0)];
     let mut runs: Vec<GroupRun> = Vec::new();
     for piece in layout.rank_pieces(id)? {
         let start = if runs.is_empty() { 0 } else { piece.in_storage.start as usize };
         runs.last_mut().into_iter().for_each(|run| run.elems.end = start);
         runs.push(GroupRun { elems: start..layout.shard_elems() as usize, group: piece.id.param });
     }
-    let mut config = OptimizerConfig { lr: 0.02, ..OptimizerConfig::default() };
+    let mut config = OptimizerConfig::default().lr(0.02);
     config.hyper.weight_decay = 0.01;
     let segments = units.iter().map(|u| Segment::shard(&u.name, range(u.shard_range()))).collect();
     let (groups, dtype) = (ParamGroups { rules, runs }, DType::Bf16);
@@ -133,7 +133,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: std::ops::Range<u64>) -> Result<V
             reduced.push(buckets.reduce_unit(&*kernels, &[(view(grad), 0)], SumInto::Write(view(sum)))?);
         }
         let slices: Vec<_> = reduced.iter().zip(&own).map(|(grad, param)| UnitSlices { grad, param }).collect();
-        let inputs = StepInputs { loss: loss / ROWS as f64, flags: 0, divisor: Divisor::Sum(ROWS as f64) };
+        let inputs = StepInputs::new(loss / ROWS as f64, Divisor::Sum(ROWS as f64));
         losses.push(optim.step_with(&compute, &slices, inputs, exchange, LIMIT)?.loss());
         gather()?;
     }

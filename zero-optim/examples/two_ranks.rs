@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device, 1 << 20);
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 10 };
-    let config = OptimizerConfig { lr: 0.1, schedule, max_grad_norm: 1.0, ..OptimizerConfig::default() };
+    let config = OptimizerConfig::default().lr(0.1).schedule(schedule).max_grad_norm(1.0);
     let mut ranks = Vec::new();
     for _ in 0..2 {
         let kernels = Arc::new(HostKernels::new(1)?);
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for (rank, optim) in ranks.iter_mut().enumerate() {
             let (grad, param) = (reduced(&mut grads[rank], &stream)?, [(one(&mut params[rank]), 0)]);
             let units = [UnitSlices { grad: &grad, param: &param }];
-            let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
+            let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
             let outcome = optim.step(&stream, &units, gathered, LIMIT)?;
             stream.synchronize(LIMIT)?;
             if rank == 0 && step % 50 == 49 {

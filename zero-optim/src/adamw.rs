@@ -32,6 +32,7 @@ use crate::{OptimError, StateKind};
 
 /// The gathered statistics of a step.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct GatheredStats<'a> {
     /// The statistics of all ranks, in rank order.
     pub ranks: &'a [RankStats],
@@ -39,8 +40,16 @@ pub struct GatheredStats<'a> {
     pub divisor: Divisor,
 }
 
+impl<'a> GatheredStats<'a> {
+    /// The statistics of all ranks, in rank order, and the divisor of the gradients.
+    pub const fn new(ranks: &'a [RankStats], divisor: Divisor) -> Self {
+        Self { ranks, divisor }
+    }
+}
+
 /// This rank's inputs of [`ShardedAdamW::step_with`].
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct StepInputs {
     /// Its part of the loss; parts are summed over ranks.
     pub loss: f64,
@@ -49,6 +58,14 @@ pub struct StepInputs {
     /// The divisor of the gradients, which are sums over ranks; the same on all ranks.
     pub divisor: Divisor,
 }
+
+impl StepInputs {
+    /// This rank's part of the loss, the divisor of the gradients, and no flags.
+    pub const fn new(loss: f64, divisor: Divisor) -> Self {
+        Self { loss, flags: 0, divisor }
+    }
+}
+setters!(StepInputs { flags: u64 });
 
 /// AdamW over this rank's part of the state. A call on another stream than the last call's makes that stream wait for
 /// the optimizer's earlier work.

@@ -12,6 +12,7 @@ use crate::{LossScalerState, LossScaling, LrSchedule, OptimError};
 
 /// Settings of the optimizer that all ranks share.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct OptimizerConfig {
     /// Hyperparameters of Adam.
     pub hyper: AdamHyper,
@@ -52,6 +53,15 @@ impl Default for OptimizerConfig {
         }
     }
 }
+
+setters!(OptimizerConfig {
+    hyper: AdamHyper,
+    lr: f64,
+    schedule: LrSchedule,
+    max_grad_norm: f64,
+    loss_scaling: LossScaling,
+    sub_group_elems: usize,
+});
 
 impl OptimizerConfig {
     /// Checks every setting against its range.
@@ -105,6 +115,7 @@ impl OptimizerConfig {
 
 /// The divisor of the gradients' sums over ranks, besides the loss scale; equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Divisor {
     /// Ranks times this number of micro-batches, which have equal weights.
     MicroBatches(usize),
@@ -129,6 +140,7 @@ const MAX_STEPS: u64 = 1 << 53;
 
 /// The optimizer's step counts and loss scaler, as saved in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Progress {
     /// Steps applied: Adam's `t` before the next step.
     pub adam_steps: u64,
@@ -142,6 +154,7 @@ pub struct Progress {
 
 /// The non-finite gradients of a skipped step.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Overflow {
     /// The first rank with a non-finite gradient.
     pub rank: usize,
@@ -153,6 +166,7 @@ pub struct Overflow {
 
 /// The flags of all ranks, reduced by OR and by AND.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ReducedFlags {
     /// OR: the bits set on at least one rank.
     pub any: u64,
@@ -164,6 +178,7 @@ pub struct ReducedFlags {
 #[derive(Clone, Debug, PartialEq)]
 pub enum StepOutcome {
     /// Weights and moments were updated.
+    #[non_exhaustive]
     Applied {
         /// Norm of the mean gradient, before clipping.
         grad_norm: f64,
@@ -179,6 +194,7 @@ pub enum StepOutcome {
         flags: ReducedFlags,
     },
     /// Nothing was updated.
+    #[non_exhaustive]
     Skipped {
         /// The non-finite gradients.
         overflow: Overflow,

@@ -27,6 +27,7 @@ const RECORDS: usize = 64;
 
 /// Settings of device steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct DeviceStepConfig {
     /// This rank.
     pub rank: usize,
@@ -40,6 +41,11 @@ pub struct DeviceStepConfig {
 }
 
 impl DeviceStepConfig {
+    /// Settings of rank `rank` of `ranks` for `steps` steps.
+    pub const fn new(rank: usize, ranks: usize, divisor: Divisor, steps: usize) -> Self {
+        Self { rank, ranks, divisor, steps }
+    }
+
     /// Device memory of the buffers: 24 bytes per step and set of rates ([`ParamGroups::rate_sets`](crate::ParamGroups::rate_sets); 1 without
     /// groups), 40 per rank, and the config, the state and the records.
     pub const fn bytes(&self, rate_sets: usize) -> usize {
@@ -53,6 +59,7 @@ impl DeviceStepConfig {
 
 /// Rank statistics in device memory, as bytes, for the all-gather before a step.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct RankStatsSlices {
     /// This rank's statistics: its element of `all`.
     pub own: AnySlice,

@@ -15,6 +15,7 @@ use crate::{OptimError, OptimizerConfig};
 /// The rules of a parameter group. The default rules are the optimizer's own.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[non_exhaustive]
 pub struct GroupRules {
     /// Factor of the schedule's learning rate.
     pub lr_scale: f64,
@@ -34,7 +35,23 @@ impl Default for GroupRules {
     }
 }
 
+setters!(GroupRules { lr_scale: f64, trainable: bool });
+
 impl GroupRules {
+    /// Sets `weight_decay`.
+    #[must_use]
+    pub fn weight_decay(mut self, weight_decay: impl Into<Option<f64>>) -> Self {
+        self.weight_decay = weight_decay.into();
+        self
+    }
+
+    /// Sets `betas`.
+    #[must_use]
+    pub fn betas(mut self, betas: impl Into<Option<[f64; 2]>>) -> Self {
+        self.betas = betas.into();
+        self
+    }
+
     /// The rules of frozen elements.
     pub const fn frozen() -> Self {
         Self { lr_scale: 1.0, weight_decay: None, betas: None, trainable: false }

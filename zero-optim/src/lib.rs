@@ -1,5 +1,8 @@
 #![doc = include_str!("../README.md")]
 
+#[macro_use]
+mod setters;
+
 mod adamw;
 mod controller;
 mod device_steps;

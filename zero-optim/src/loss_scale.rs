@@ -11,6 +11,7 @@ use crate::OptimError;
 /// The loss scale.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum LossScaling {
     /// A constant scale; 1 for fp32 and bf16.
     Static {
@@ -23,6 +24,7 @@ pub enum LossScaling {
 
 /// Settings of the dynamic loss scale. The defaults are DeepSpeed's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct DynamicScaling {
     /// The initial scale is 2 to this power.
     pub initial_scale_power: u32,
@@ -39,6 +41,15 @@ pub struct DynamicScaling {
     pub fail_at_min: bool,
 }
 
+setters!(DynamicScaling {
+    initial_scale_power: u32,
+    window: u64,
+    hysteresis: u32,
+    consecutive_hysteresis: bool,
+    min_scale: f64,
+    fail_at_min: bool,
+});
+
 impl Default for DynamicScaling {
     fn default() -> Self {
         Self {
@@ -54,6 +65,7 @@ impl Default for DynamicScaling {
 
 /// The loss scaler's state in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct LossScalerState {
     /// The scale of the next backward.
     pub scale: f64,
@@ -68,6 +80,14 @@ pub struct LossScalerState {
 impl LossScaling {
     /// No scaling: fp32 and bf16.
     pub const NONE: Self = Self::Static { scale: 1.0 };
+
+    /// Whether an overflow can lower the scale.
+    pub fn can_fall(&self) -> bool {
+        match self {
+            Self::Static { .. } => false,
+            Self::Dynamic(dynamic) => dynamic.hysteresis > 0,
+        }
+    }
 
     /// Checks every setting against its range.
     ///

@@ -18,6 +18,7 @@ use crate::OptimError;
 /// The learning rate over the steps. `base` below is [`OptimizerConfig::lr`](crate::OptimizerConfig::lr).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", content = "params")]
+#[non_exhaustive]
 pub enum LrSchedule {
     /// `base` at every position.
     #[default]
@@ -48,6 +49,7 @@ pub enum LrSchedule {
 /// The curve of a decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum DecayCurve {
     /// A straight line.
     Linear,
@@ -104,6 +106,7 @@ impl Decay {
 /// The curve of a warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum WarmupType {
     /// `ln(i + 1) / ln(n)`.
     #[default]

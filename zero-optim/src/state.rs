@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 /// A kind of optimizer state; each is fp32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum StateKind {
     /// The fp32 weights of bf16 or fp16 parameters.
     Master,

@@ -15,7 +15,7 @@ use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
     DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule,
-    OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, ReducedFlags, Segment, ShardedAdamW,
+    OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment, ShardedAdamW,
     StateKind, StepOutcome, UnitSlices,
 };
 
@@ -162,7 +162,7 @@ fn flags(rank: usize, step: usize) -> u64 {
 }
 
 fn device_steps(rank: usize, steps: usize) -> DeviceStepConfig {
-    DeviceStepConfig { rank, ranks: RANKS, divisor: Divisor::MicroBatches(3), steps }
+    DeviceStepConfig::new(rank, RANKS, Divisor::MicroBatches(3), steps)
 }
 
 /// One host step.
@@ -173,7 +173,7 @@ fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> 
         let of_rank = rank.optim.rank_stats(&rig.stream, loss(r, step), LIMIT)?;
         stats.push(RankStats { flags: flags(r, step), ..of_rank });
     }
-    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(3) };
+    let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(3));
     let mut outcomes = Vec::new();
     for rank in ranks {
         let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
@@ -227,11 +227,11 @@ fn world<D: Device>(rig: &Rig<D>, config: &OptimizerConfig, dtype: DType, steps:
 
 fn config(loss_scaling: LossScaling) -> OptimizerConfig {
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 5 };
-    OptimizerConfig { lr: 1e-2, schedule, max_grad_norm: 0.5, loss_scaling, ..OptimizerConfig::default() }
+    OptimizerConfig::default().lr(1e-2).schedule(schedule).max_grad_norm(0.5).loss_scaling(loss_scaling)
 }
 
 fn dynamic() -> LossScaling {
-    let settings = DynamicScaling { initial_scale_power: 3, window: 2, hysteresis: 1, ..DynamicScaling::default() };
+    let settings = DynamicScaling::default().initial_scale_power(3).window(2).hysteresis(1);
     LossScaling::Dynamic(settings)
 }
 
@@ -247,8 +247,8 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
     // Rules that change within units, and frozen elements.
     let rules = [
         GroupRules::default(),
-        GroupRules { lr_scale: 0.5, weight_decay: Some(0.3), ..GroupRules::default() },
-        GroupRules { betas: Some([0.7, 0.98]), ..GroupRules::default() },
+        GroupRules::default().lr_scale(0.5).weight_decay(0.3),
+        GroupRules::default().betas([0.7, 0.98]),
         GroupRules::frozen(),
     ];
     let all = SHARDS.iter().sum();
@@ -263,7 +263,7 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
     const STEPS: usize = if cfg!(miri) { 5 } else { 9 };
     const WAITS_FOR_ALL: usize = STEPS - 4;
     // This schedule also changes the betas.
-    let cycle = OptimizerConfig { schedule: LrSchedule::OneCycle(one_cycle()), ..config(LossScaling::NONE) };
+    let cycle = config(LossScaling::NONE).schedule(LrSchedule::OneCycle(one_cycle()));
     let all = [
         (DType::F16, config(dynamic())),
         (DType::F32, config(LossScaling::NONE)),
@@ -292,8 +292,8 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
         read_so_far.extend(on_device[0].optim.all_outcomes(LIMIT).unwrap());
         assert_eq!(read_so_far, expected);
         assert!(expected[3].is_skipped() && !expected[4].is_skipped());
-        assert_eq!(expected[3].flags(), ReducedFlags { any: 7, all: 5 });
-        assert_eq!(expected[4].flags(), ReducedFlags { any: 3, all: 1 });
+        assert_eq!((expected[3].flags().any, expected[3].flags().all), (7, 5));
+        assert_eq!((expected[4].flags().any, expected[4].flags().all), (3, 1));
         assert_eq!(on_device[1].optim.all_outcomes(LIMIT).unwrap(), expected, "every rank reads the same");
         assert_eq!(progress(&on_device), progress(&on_host));
 
@@ -333,7 +333,7 @@ fn calls_on_two_streams_are_ordered() {
 }
 
 fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
-    let least = DynamicScaling { initial_scale_power: 1, hysteresis: 1, min_scale: 2.0, ..DynamicScaling::default() };
+    let least = DynamicScaling::default().initial_scale_power(1).hysteresis(1).min_scale(2.0);
     let mut ranks = world(rig, &config(LossScaling::Dynamic(least)), DType::F16, 10);
     for step in 0..4 {
         ranks.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 1));
@@ -370,16 +370,15 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
             .prepare_device_steps(&rig.pool, &rig.stream, device_steps, LIMIT)
             .unwrap_err()
     };
-    let error = refused(DeviceStepConfig { divisor: Divisor::MicroBatches(0), ..device_steps(0, 5) });
+    let error = refused(DeviceStepConfig::new(0, RANKS, Divisor::MicroBatches(0), 5));
     assert!(matches!(error, OptimError::Setting { setting: "micro_batches", .. }), "{error}");
     let error = refused(device_steps(RANKS, 5));
     assert!(matches!(error, OptimError::Setting { setting: "rank", .. }), "{error}");
     // SAFETY: there is none.
     assert_eq!(unsafe { rank.optim.device_loss_scale() }.unwrap_err(), OptimError::NotPrepared);
 
-    rank.optim
-        .prepare_device_steps(&rig.pool, &rig.stream, DeviceStepConfig { ranks: 1, ..device_steps(0, 100) }, LIMIT)
-        .unwrap();
+    let one_rank = DeviceStepConfig::new(0, 1, Divisor::MicroBatches(3), 100);
+    rank.optim.prepare_device_steps(&rig.pool, &rig.stream, one_rank, LIMIT).unwrap();
     let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
     let units = zip(&grads, &params);
     let short = rank.optim.enqueue_step(&rig.stream, &units[1..]).unwrap_err();

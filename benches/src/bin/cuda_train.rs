@@ -43,7 +43,7 @@ fn main() -> Result<(), AnyError> {
         bucket_capacity_elems: 1 << 25,
         overlap: true,
         prefetch: PrefetchOptions::default(),
-        optimizer: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
+        optimizer: OptimizerConfig::default().max_grad_norm(1.0),
         groups: GroupSettings::default(),
         graphs: flags.iter().any(|f| f == "graph"),
         limit: Duration::from_secs(120),

@@ -63,14 +63,12 @@ fn read_fp16(
     let default = DynamicScaling::default();
     let scale = block.number_in("loss_scale", 0.0..=f64::MAX, "0 (dynamic) or a scale above 0")?.unwrap_or(0.0);
     let small = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let dynamic = DynamicScaling {
-        initial_scale_power: block.count("initial_scale_power")?.map_or(default.initial_scale_power, small),
-        window: block.positive("loss_scale_window")?.unwrap_or(default.window),
-        hysteresis: block.count("hysteresis")?.map_or(default.hysteresis, small),
-        consecutive_hysteresis: block.flag("consecutive_hysteresis")?.unwrap_or(default.consecutive_hysteresis),
-        min_scale: block.count("min_loss_scale")?.map_or(default.min_scale, |n| n as f64),
-        ..default
-    };
+    let dynamic = default
+        .initial_scale_power(block.count("initial_scale_power")?.map_or(default.initial_scale_power, small))
+        .window(block.positive("loss_scale_window")?.unwrap_or(default.window))
+        .hysteresis(block.count("hysteresis")?.map_or(default.hysteresis, small))
+        .consecutive_hysteresis(block.flag("consecutive_hysteresis")?.unwrap_or(default.consecutive_hysteresis))
+        .min_scale(block.count("min_loss_scale")?.map_or(default.min_scale, |n| n as f64));
     block.end_strict()?;
     let scaling = if scale > 0.0 { LossScaling::Static { scale } } else { LossScaling::Dynamic(dynamic) };
     if dynamic.hysteresis == 0 && scale == 0.0 && enabled != Enabled::No {

@@ -242,14 +242,12 @@ fn stage_3_keys_have_two_names() {
 #[test]
 fn precision_is_fp32_unless_enabled() {
     let dynamic = || LossScaling::Dynamic(DynamicScaling::default());
-    let changed = DynamicScaling {
-        initial_scale_power: 12,
-        window: 50,
-        hysteresis: 4,
-        consecutive_hysteresis: true,
-        min_scale: 2.0,
-        ..DynamicScaling::default()
-    };
+    let changed = DynamicScaling::default()
+        .initial_scale_power(12)
+        .window(50)
+        .hysteresis(4)
+        .consecutive_hysteresis(true)
+        .min_scale(2.0);
     let fixed = |scale| LossScaling::Static { scale };
     let cases = [
         (r#"{}"#, None, None),
@@ -284,7 +282,7 @@ fn precision_is_fp32_unless_enabled() {
     // DeepSpeed's scale never halves then.
     let config = DsConfig::parse(r#"{"fp16": {"enabled": true, "hysteresis": 0}}"#).unwrap();
     assert_eq!(config.warnings, ["fp16.hysteresis 0: as in DeepSpeed, the loss scale never halves"]);
-    let expected = DynamicScaling { hysteresis: 0, ..DynamicScaling::default() };
+    let expected = DynamicScaling::default().hysteresis(0);
     assert_eq!(config.loss_scaling, Some(LossScaling::Dynamic(expected)));
 }
 

@@ -80,12 +80,11 @@ impl ParamGroup {
 
     fn rules(&self) -> GroupRules {
         let own = GroupRules::default();
-        GroupRules {
-            lr_scale: self.lr_scale.unwrap_or(own.lr_scale),
-            weight_decay: self.weight_decay,
-            betas: self.betas,
-            trainable: self.trainable.unwrap_or(own.trainable),
-        }
+        GroupRules::default()
+            .lr_scale(self.lr_scale.unwrap_or(own.lr_scale))
+            .weight_decay(self.weight_decay)
+            .betas(self.betas)
+            .trainable(self.trainable.unwrap_or(own.trainable))
     }
 }
 

@@ -7,7 +7,7 @@ use zero_alloc::device::{Device, DeviceKind, Stream};
 use zero_alloc::host::OpSpan;
 use zero_ckpt::{Reader, StoreOptions};
 use zero_comm::overlap::Overlap;
-use zero_optim::{LossScaling, StepOutcome};
+use zero_optim::StepOutcome;
 use zero_shard::ZeroStage;
 
 use super::batch_loader::BatchLoader;
@@ -246,10 +246,7 @@ impl<D: Device> Runner<'_, D> {
     /// Whether an overflow leaves the loss scale as it is. A skipped step then changes nothing, and only other data can
     /// end the skips.
     fn is_static(&self) -> bool {
-        match self.rank.settings.optimizer.loss_scaling {
-            LossScaling::Static { .. } => true,
-            LossScaling::Dynamic(d) => d.hysteresis == 0,
-        }
+        !self.rank.settings.optimizer.loss_scaling.can_fall()
     }
 
     /// The tokens of all ranks in a step.

@@ -160,17 +160,14 @@ pub(super) fn whole_slices(params: &[AnySlice]) -> Vec<[(AnySlice, usize); 1]> {
 
 /// The configuration of decisions on the device, for rank 0 of `ranks` ranks.
 pub fn device_steps(ranks: usize) -> DeviceStepConfig {
-    DeviceStepConfig { rank: 0, ranks, divisor: Divisor::MicroBatches(1), steps: STEPS_AHEAD as usize }
+    DeviceStepConfig::new(0, ranks, Divisor::MicroBatches(1), STEPS_AHEAD as usize)
 }
 
 /// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. The outcomes of all earlier steps must have been read.
 pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let Rank { comm, pool, compute, settings, .. } = rank;
-    let config = DeviceStepConfig {
-        rank: comm.rank(),
-        divisor: Divisor::MicroBatches(settings.grad_accum_steps),
-        ..device_steps(comm.world_size())
-    };
+    let mut config = device_steps(comm.world_size());
+    (config.rank, config.divisor) = (comm.rank(), Divisor::MicroBatches(settings.grad_accum_steps));
     Ok(stage.optimizer().prepare_device_steps(pool, compute, config, settings.host_limit())?)
 }
 

@@ -36,19 +36,17 @@ fn settings(stage: u64, dtype: DType) -> Settings {
         bucket_capacity_elems: 1 << 14,
         overlap: true,
         prefetch: PrefetchOptions::default(),
-        optimizer: OptimizerConfig {
-            hyper: AdamHyper {
+        optimizer: OptimizerConfig::default()
+            .hyper(AdamHyper {
                 beta1: 0.9,
                 beta2: 0.999,
                 eps: 1e-8,
                 weight_decay: 0.1,
                 decoupled: true,
                 bias_correction: true,
-            },
-            lr: 1e-3,
-            max_grad_norm: 1.0,
-            ..OptimizerConfig::default()
-        },
+            })
+            .lr(1e-3)
+            .max_grad_norm(1.0),
         groups: GroupSettings::default(),
         graphs: false,
         limit: Duration::from_secs(300),
@@ -175,7 +173,7 @@ fn a_run_goes_on_across_device_and_host() {
 #[ignore = "needs a CUDA device"]
 fn recorded_steps_have_the_same_bits() {
     // The first steps overflow; later the scale grows again.
-    let scaling = DynamicScaling { initial_scale_power: 22, window: 2, hysteresis: 1, ..DynamicScaling::default() };
+    let scaling = DynamicScaling::default().initial_scale_power(22).window(2).hysteresis(1);
     for (stage, dtype) in [(0, DType::F32), (1, DType::F16), (2, DType::Bf16)] {
         let mut settings = settings(stage, dtype);
         settings.optimizer.schedule = LrSchedule::LinearWarmup { warmup_steps: 20 };

@@ -15,6 +15,7 @@ mod own_framework;
 #[path = "../common/place.rs"]
 mod place;
 mod plan_and_train;
+mod public_types;
 mod record;
 mod store;
 mod trainer;

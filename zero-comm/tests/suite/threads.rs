@@ -5,7 +5,7 @@ use std::time::Duration;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::threads::{ThreadsComm, World};
-use zero_comm::{CommError, CommOptions, Communicator, ReduceOp, Traffic};
+use zero_comm::{CommError, CommOptions, Communicator, ReduceOp};
 
 const LIMIT: Duration = Duration::from_secs(20);
 

@@ -37,7 +37,7 @@ fn earlier_work_ends_before_the_drop() {
 #[test]
 fn missing_rank_ends_in_an_abort() {
     let left = Barrier::new(2);
-    let failures = on_ranks(2, CommOptions { limit: LIMIT, ..CommOptions::default() }, |comm, streams| {
+    let failures = on_ranks(2, CommOptions::default().limit(LIMIT), |comm, streams| {
         let mut values = [0f32; 3];
         if comm.rank() == 0 {
             let _wait = WaitOnDrop::new(comm.clone(), [streams.comm.clone()], Duration::from_millis(20));

@@ -203,7 +203,7 @@ impl Rank {
         let reduced = self.reduced(&mut grads);
         let params: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         let units: Vec<_> = reduced.iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param }).collect();
-        let inputs = StepInputs { loss, flags: 0, divisor: Divisor::MicroBatches(2) };
+        let inputs = StepInputs::new(loss, Divisor::MicroBatches(2));
         let outcome = self.optim.step_with(&self.stream, &units, inputs, exchange, LIMIT);
         self.stream.synchronize(LIMIT).unwrap();
         outcome
@@ -264,7 +264,7 @@ impl World {
     pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<RankStats>, StepOutcome) {
         let stats: Vec<RankStats> =
             self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.stats(grads, dtype, r as f64).unwrap()).collect();
-        let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(micro_batches) };
+        let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(micro_batches));
         let mut outcomes: Vec<StepOutcome> =
             self.ranks.iter_mut().map(|rank| rank.step(grads, dtype, gathered).unwrap()).collect();
         let outcome = outcomes.pop().unwrap();

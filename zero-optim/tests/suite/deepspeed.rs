@@ -22,17 +22,16 @@ fn loss_scale_follows_every_trace() {
     let traces: Vec<ScalerTrace> = serde_json::from_str(include_str!("../data/deepspeed_loss_scaler.json")).unwrap();
     assert!(!traces.is_empty());
     for (i, t) in traces.iter().enumerate() {
-        let settings = DynamicScaling {
-            initial_scale_power: t.initial_scale_power,
-            window: t.loss_scale_window,
-            hysteresis: t.hysteresis,
-            consecutive_hysteresis: t.consecutive_hysteresis,
-            min_scale: t.min_loss_scale,
-            // The recorded runs continue at the minimum scale.
-            fail_at_min: false,
-        };
+        // The recorded runs continue at the minimum scale.
+        let settings = DynamicScaling::default()
+            .initial_scale_power(t.initial_scale_power)
+            .window(t.loss_scale_window)
+            .hysteresis(t.hysteresis)
+            .consecutive_hysteresis(t.consecutive_hysteresis)
+            .min_scale(t.min_loss_scale)
+            .fail_at_min(false);
         let loss_scaling = LossScaling::Dynamic(settings);
-        let mut steps = StepController::new(OptimizerConfig { loss_scaling, ..OptimizerConfig::default() }).unwrap();
+        let mut steps = StepController::new(OptimizerConfig::default().loss_scaling(loss_scaling)).unwrap();
         for (step, (&overflow, &expected)) in t.overflow.iter().zip(&t.scale_after).enumerate() {
             let stats = RankStats::new(&[GradStats { sum_sq: 1.0, nonfinite: overflow.into() }], 0.0);
             steps.advance(&[stats], Divisor::MicroBatches(1), &[]).unwrap();

@@ -21,16 +21,16 @@ const WORLD: usize = 3;
 fn config() -> OptimizerConfig {
     let hyper = AdamHyper { weight_decay: 0.1, beta2: 0.95, ..OptimizerConfig::default().hyper };
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 3 };
-    let dynamic = DynamicScaling { initial_scale_power: 3, window: 2, hysteresis: 1, ..DynamicScaling::default() };
+    let dynamic = DynamicScaling::default().initial_scale_power(3).window(2).hysteresis(1);
     let loss_scaling = LossScaling::Dynamic(dynamic);
-    OptimizerConfig { hyper, lr: 1e-2, schedule, max_grad_norm: 0.5, loss_scaling, ..OptimizerConfig::default() }
+    OptimizerConfig::default().hyper(hyper).lr(1e-2).schedule(schedule).max_grad_norm(0.5).loss_scaling(loss_scaling)
 }
 
 fn rules() -> [GroupRules; 3] {
     [
         GroupRules::default(),
-        GroupRules { weight_decay: Some(0.0), ..GroupRules::default() },
-        GroupRules { lr_scale: 0.25, weight_decay: Some(0.5), betas: Some([0.8, 0.9]), ..GroupRules::default() },
+        GroupRules::default().weight_decay(0.0),
+        GroupRules::default().lr_scale(0.25).weight_decay(0.5).betas([0.8, 0.9]),
     ]
 }
 
@@ -54,7 +54,7 @@ fn step_all(worlds: &mut [World], grads: &[Vec<f32>], dtype: DType) {
         votes.push(world.ranks.iter_mut().map(|rank| rank.stats(grads, dtype, 1.0).unwrap()).collect());
     }
     assert!(votes.iter().all(|vote| *vote == votes[0]), "groups do not change the statistics");
-    let gathered = GatheredStats { ranks: &votes[0], divisor: Divisor::MicroBatches(2) };
+    let gathered = GatheredStats::new(&votes[0], Divisor::MicroBatches(2));
     for rank in worlds.iter_mut().flat_map(|world| &mut world.ranks) {
         rank.step(grads, dtype, gathered).unwrap();
     }
@@ -144,11 +144,7 @@ fn equal_rules_change_nothing() {
     let mut random = Random(8);
     let init = random_units(&mut random);
     let own = config().hyper;
-    let same = GroupRules {
-        weight_decay: Some(own.weight_decay),
-        betas: Some([own.beta1, own.beta2]),
-        ..GroupRules::default()
-    };
+    let same = GroupRules::default().weight_decay(own.weight_decay).betas([own.beta1, own.beta2]);
     let rules = [GroupRules::default(), same];
     let grouped =
         World::with_groups(&config(), DType::Bf16, &init, WORLD, Holding::Shard, &rules, &|_, elem| elem % 2);
@@ -203,22 +199,22 @@ fn frozen_elements_do_not_take_part() {
 #[test]
 fn learning_rate_and_divisor_can_be_set() {
     let init = vec![vec![0.5f32; 4]];
-    let config = OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() };
+    let config = OptimizerConfig::default().max_grad_norm(1.0);
     let grads = vec![vec![3.0f32; 4]];
     let run = |lr: f64, divisor: Divisor, config: &OptimizerConfig| {
         let mut rank = Rank::new(config, DType::F32, &init, 0, 1, Holding::Shard);
         rank.optim.set_lr(lr).unwrap();
         let stats = [rank.stats(&grads, DType::F32, 0.0).unwrap()];
-        let outcome = rank.step(&grads, DType::F32, GatheredStats { ranks: &stats, divisor }).unwrap();
+        let outcome = rank.step(&grads, DType::F32, GatheredStats::new(&stats, divisor)).unwrap();
         (rank.params[0].values(), outcome)
     };
-    let expected = run(0.1, Divisor::MicroBatches(12), &OptimizerConfig { lr: 0.1, ..config.clone() });
+    let expected = run(0.1, Divisor::MicroBatches(12), &config.clone().lr(0.1));
     assert_eq!(run(0.1, Divisor::Sum(12.0), &config), expected);
     assert_eq!(expected.1.grad_norm(), Some(0.5));
     let mut rank = Rank::new(&config, DType::F32, &init, 0, 1, Holding::Shard);
     assert!(rank.optim.set_lr(f64::NAN).is_err());
     let stats = [rank.stats(&grads, DType::F32, 0.0).unwrap()];
-    let error = rank.step(&grads, DType::F32, GatheredStats { ranks: &stats, divisor: Divisor::Sum(0.0) });
+    let error = rank.step(&grads, DType::F32, GatheredStats::new(&stats, Divisor::Sum(0.0)));
     assert_eq!(error.unwrap_err().to_string(), "divisor is 0; it must be a finite number above 0");
 }
 
@@ -281,19 +277,19 @@ fn groups_match_pytorch() {
     let rules: Vec<GroupRules> = torch
         .params
         .iter()
-        .map(|p| GroupRules {
-            lr_scale: p.lr_scale,
-            weight_decay: p.weight_decay,
-            betas: p.betas,
-            trainable: p.trainable,
+        .map(|p| {
+            GroupRules::default()
+                .lr_scale(p.lr_scale)
+                .weight_decay(p.weight_decay)
+                .betas(p.betas)
+                .trainable(p.trainable)
         })
         .collect();
     let ends: Vec<usize> = torch.params.iter().scan(0, |end, p| Some((*end += p.elems, *end).1)).collect();
     let group_of = |_, elem: usize| ends.iter().position(|end| elem < *end).unwrap();
     let [beta1, beta2] = torch.betas;
     let hyper = AdamHyper { beta1, beta2, weight_decay: torch.weight_decay, ..OptimizerConfig::default().hyper };
-    let config =
-        OptimizerConfig { hyper, lr: torch.lr, max_grad_norm: torch.max_grad_norm, ..OptimizerConfig::default() };
+    let config = OptimizerConfig::default().hyper(hyper).lr(torch.lr).max_grad_norm(torch.max_grad_norm);
     let init = vec![torch.initial.concat()];
     for (world, how) in [(1, Holding::Shard), (5, Holding::Shard), (5, Holding::Whole)] {
         let mut world = World::with_groups(&config, DType::F32, &init, world, how, &rules, &group_of);

@@ -16,13 +16,11 @@ use zero_optim::{
 use crate::common::{Buffer, Holding, LIMIT, Random, Rank, World};
 
 fn config() -> OptimizerConfig {
-    OptimizerConfig {
-        hyper: AdamHyper { weight_decay: 0.1, ..OptimizerConfig::default().hyper },
-        lr: 1e-2,
-        schedule: LrSchedule::LinearWarmup { warmup_steps: 3 },
-        max_grad_norm: 1.0,
-        ..OptimizerConfig::default()
-    }
+    OptimizerConfig::default()
+        .hyper(AdamHyper { weight_decay: 0.1, ..OptimizerConfig::default().hyper })
+        .lr(1e-2)
+        .schedule(LrSchedule::LinearWarmup { warmup_steps: 3 })
+        .max_grad_norm(1.0)
 }
 
 /// Initial values of units of these padded sizes, and gradients of `steps` steps.
@@ -65,7 +63,7 @@ proptest! {
         }
         let grad_dtype = if grad_dtype_is_fp32 { DType::F32 } else { dtype };
         let mut whole = World::new(&config(), dtype, &init, world, Holding::Whole);
-        let in_pieces = OptimizerConfig { sub_group_elems, ..config() };
+        let in_pieces = config().sub_group_elems(sub_group_elems);
         let mut shard = World::new(&in_pieces, dtype, &init, world, Holding::Shard);
         for grads in &grads {
             let (stats0, outcome0) = whole.step(grads, grad_dtype, 3);
@@ -127,9 +125,8 @@ fn steps_are_clipped_adamw() {
 
 #[test]
 fn skipped_step_changes_only_the_loss_scale() {
-    let scaling =
-        LossScaling::Dynamic(DynamicScaling { initial_scale_power: 4, hysteresis: 1, ..Default::default() });
-    let config = OptimizerConfig { loss_scaling: scaling, ..config() };
+    let scaling = LossScaling::Dynamic(DynamicScaling::default().initial_scale_power(4).hysteresis(1));
+    let config = config().loss_scaling(scaling);
     let (init, mut grads) = material(&[4, 8], 3, 11);
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         let mut world = World::new(&config, DType::F16, &init, 2, Holding::Shard);
@@ -159,14 +156,14 @@ fn skipped_step_changes_only_the_loss_scale() {
 
 #[test]
 fn overflow_at_minimum_scale_changes_nothing() {
-    let settings = DynamicScaling { initial_scale_power: 1, hysteresis: 1, min_scale: 2.0, ..Default::default() };
-    let config = OptimizerConfig { loss_scaling: LossScaling::Dynamic(settings), ..config() };
+    let settings = DynamicScaling::default().initial_scale_power(1).hysteresis(1).min_scale(2.0);
+    let config = config().loss_scaling(LossScaling::Dynamic(settings));
     let (init, mut grads) = material(&[4], 1, 5);
     grads[0][0][0] = f32::INFINITY;
     let mut rank = Rank::new(&config, DType::F16, &init, 0, 1, Holding::Shard);
     let stats = [rank.stats(&grads[0], DType::F16, 0.0).unwrap()];
     let before = rank.optim.progress();
-    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
+    let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
     let error = rank.step(&grads[0], DType::F16, gathered).unwrap_err();
     assert_eq!(error, OptimError::LossScaleAtMinimum { step: 0, scale: 2.0, rank: 0, unit: "unit0".into() });
     assert!(error.to_string().contains("unit unit0 on rank 0"), "{error}");
@@ -175,8 +172,8 @@ fn overflow_at_minimum_scale_changes_nothing() {
 
 #[test]
 fn resumed_run_is_bit_identical() {
-    let scaling = LossScaling::Dynamic(DynamicScaling { window: 2, ..Default::default() });
-    let config = OptimizerConfig { loss_scaling: scaling, ..config() };
+    let scaling = LossScaling::Dynamic(DynamicScaling::default().window(2));
+    let config = config().loss_scaling(scaling);
     let (init, mut grads) = material(&[6, 0, 10], 8, 3);
     grads[1][0][0] = f32::NAN;
     let mut straight = World::new(&config, DType::Bf16, &init, 2, Holding::Shard);
@@ -234,7 +231,7 @@ fn scattered_params_have_the_same_bits() {
         optim.init_masters(&flat.stream, &[pieces]).unwrap();
         for grads in &grads {
             let stats = [flat.stats(grads, DType::F32, 0.0).unwrap()];
-            let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
+            let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
             let outcome = flat.step(grads, DType::F32, gathered).unwrap();
             let mut grad = Buffer::new(&grads[0], DType::F32);
             // SAFETY: kept until the stream is drained.
@@ -263,7 +260,7 @@ fn bad_slices_change_nothing() {
     let mut rank = Rank::new(&config(), DType::Bf16, &init, 0, 2, Holding::Shard);
     let before = rank.optim.progress();
     let stats = [rank.stats(&grads[0], DType::Bf16, 0.0).unwrap()];
-    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
+    let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
 
     let short = rank.step(&grads[0][..1], DType::Bf16, gathered).unwrap_err();
     assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 2, got: 1 });
@@ -275,11 +272,10 @@ fn bad_slices_change_nothing() {
     let (expected, got) = (DType::Bf16, DType::F32);
     assert_eq!(wide, OptimError::SliceDType { unit: "unit1".into(), what: "params", expected, got });
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
-    let none = rank.step(&grads[0], DType::Bf16, GatheredStats { ranks: &[], ..gathered }).unwrap_err();
+    let none = rank.step(&grads[0], DType::Bf16, GatheredStats::new(&[], gathered.divisor)).unwrap_err();
     assert_eq!(none, OptimError::NoStats);
-    let none = rank
-        .step(&grads[0], DType::Bf16, GatheredStats { divisor: Divisor::MicroBatches(0), ..gathered })
-        .unwrap_err();
+    let none =
+        rank.step(&grads[0], DType::Bf16, GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0))).unwrap_err();
     assert!(matches!(none, OptimError::Setting { setting: "micro_batches", .. }));
     assert_eq!(rank.optim.progress(), before);
     assert!(!rank.step(&grads[0], DType::Bf16, gathered).unwrap().is_skipped());
@@ -291,7 +287,7 @@ fn timed_out_step_can_be_retried() {
     let mut ranks = [0, 1].map(|_| Rank::new(&config(), DType::F32, &init, 0, 2, Holding::Shard));
     let params = ranks.each_mut().map(|rank| {
         let stats = [rank.stats(&grads[0], DType::F32, 0.0).unwrap()];
-        let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
+        let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
         rank.step(&grads[0], DType::F32, gathered).unwrap();
         rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
     });
@@ -299,7 +295,7 @@ fn timed_out_step_can_be_retried() {
 
     let [late, _] = &mut ranks;
     let stats = [late.stats(&grads[0], DType::F32, 0.0).unwrap()];
-    let gathered = GatheredStats { ranks: &stats, divisor: Divisor::MicroBatches(1) };
+    let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
     let before = late.optim.progress();
     let (go, held_up) = std::sync::mpsc::channel();
     let wait = move || {
@@ -343,9 +339,9 @@ fn bad_settings_are_refused() {
     let error = OptimError::OwnShard { unit: "a".into(), start: 2, end: 5, len: 4 };
     assert_eq!(make(config(), DType::F32, outside), error);
     let hyper = AdamHyper { beta2: 1.0, ..config().hyper };
-    let error = make(OptimizerConfig { hyper, ..config() }, DType::F32, good());
+    let error = make(config().hyper(hyper), DType::F32, good());
     assert_eq!(error.to_string(), "beta2 is 1; it must be at least 0, below 1");
-    let error = make(OptimizerConfig { lr: f64::NAN, ..config() }, DType::F32, good());
+    let error = make(config().lr(f64::NAN), DType::F32, good());
     assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
     stream_is_fine(&stream);
 }

@@ -291,7 +291,7 @@ impl ZeroAdamW {
             return Err("a step without a complete backward before it".into());
         }
         let loss = std::mem::take(&mut self.loss) / (micro_batches * self.comm.world_size()) as f64;
-        let inputs = StepInputs { loss, flags: 0, divisor: Divisor::MicroBatches(micro_batches) };
+        let inputs = StepInputs::new(loss, Divisor::MicroBatches(micro_batches));
         self.with_params(|zero, params| {
             let outcome = zero.update(params, &reduced, inputs)?;
             if !outcome.is_skipped() {

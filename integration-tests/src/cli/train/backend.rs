@@ -119,7 +119,6 @@ fn own_gpu_each(launched: Option<&Ranks>, gpus: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use zero_comm::nccl::Launcher;
 
     use super::*;
 

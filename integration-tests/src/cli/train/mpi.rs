@@ -81,8 +81,8 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use super::{memory_check, observed, run_error};
     use crate::trainer::run_as_rank;
 
-    let world =
-        MpiWorld::init(CommOptions::default().limit(Duration::from_secs(args.time_limit))).map_err(CliError::failure)?;
+    let world = MpiWorld::init(CommOptions::default().limit(Duration::from_secs(args.time_limit)))
+        .map_err(CliError::failure)?;
     let comm = world.comm();
     let (rank, ranks) = (comm.rank(), comm.world_size());
     if let Some(flag) = args.ranks.filter(|flag| *flag != ranks) {
@@ -111,9 +111,8 @@ mod tests {
 
     #[test]
     fn host_rank_of_torchrun_is_rejected() {
-        let rank = |world_size, launcher| {
-            Ranks::new(0, world_size, 0, "127.0.0.1", 1).launcher(launcher).one_machine(true)
-        };
+        let rank =
+            |world_size, launcher| Ranks::new(0, world_size, 0, "127.0.0.1", 1).launcher(launcher).one_machine(true);
         for launcher in [Launcher::Torchrun, Launcher::Slurm] {
             let error = check_not_launched(Some(&rank(4, launcher))).unwrap_err();
             assert_eq!(error.exit_code(), 2);

@@ -118,5 +118,6 @@ pub(super) fn loss_scale(scaling: &LossScaling) -> String {
                 n => format!("halved after {n} overflows"),
             }
         ),
+        other => format!("{other:?}"),
     }
 }

@@ -153,7 +153,7 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
             LrSchedule::Warmup(w) => w.warmup_num_steps = steps,
             LrSchedule::WarmupDecay(w) => w.warmup_num_steps = steps,
             LrSchedule::WarmupCosine(w) => w.warmup_num_steps = steps,
-            LrSchedule::OneCycle(_) | LrSchedule::RangeTest(_) => {
+            _ => {
                 return usage(format!("--warmup-steps {steps}: the schedule {name} has no warm-up; pass --schedule"));
             }
         }

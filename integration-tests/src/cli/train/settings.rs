@@ -133,21 +133,21 @@ pub(super) fn settings(
     };
     let (lr, hyper) = adam(args, file, base);
     let schedule = schedule::schedule(args, file, base, lr, shape.steps, &mut notices)?;
-    let rules = OptimizerConfig {
-        hyper,
-        lr,
-        schedule,
-        max_grad_norm: args
-            .clip
-            .or(file.and_then(|f| f.gradient_clipping))
-            .or(base.max_grad_norm)
-            .unwrap_or(if file.is_some() { 1.0 } else { 0.0 }),
-        loss_scaling,
-        sub_group_elems: match file.filter(|f| f.has_stage || base.stage.is_none()) {
+    let rules = OptimizerConfig::default()
+        .hyper(hyper)
+        .lr(lr)
+        .schedule(schedule)
+        .max_grad_norm(
+            args.clip
+                .or(file.and_then(|f| f.gradient_clipping))
+                .or(base.max_grad_norm)
+                .unwrap_or(if file.is_some() { 1.0 } else { 0.0 }),
+        )
+        .loss_scaling(loss_scaling)
+        .sub_group_elems(match file.filter(|f| f.has_stage || base.stage.is_none()) {
             Some(file) => sub_group(file, &mut notices),
             None => base.sub_group_elems,
-        },
-    };
+        });
     rules.check().map_err(|error| CliError::Usage(name_flag(args, error.to_string())))?;
     // A resumed run keeps its sizes unless the file has the block.
     let zero = file.filter(|f| f.has_stage || base.stage.is_none()).map(|f| f.zero_for(shape.hidden));

@@ -25,11 +25,7 @@ fn stop_request_ends_the_current_step_everywhere() {
 /// Learning rates are uploaded for 1024 steps at a time.
 #[test]
 fn run_outlasts_uploaded_learning_rates() {
-    let optimizer = OptimizerConfig {
-        lr: 1e-3,
-        schedule: LrSchedule::LinearWarmup { warmup_steps: 5000 },
-        ..OptimizerConfig::default()
-    };
+    let optimizer = OptimizerConfig::default().lr(1e-3).schedule(LrSchedule::LinearWarmup { warmup_steps: 5000 });
     let case = Case { ranks: 1, stage: 2, steps: 1030, optimizer: optimizer.clone(), ..Case::default() };
     let outcome = case.run(&Toy::new(&[vec![40]], false));
     assert_eq!(outcome.steps.len(), 1030);

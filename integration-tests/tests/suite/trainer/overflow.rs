@@ -9,12 +9,10 @@ use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use super::support::Case;
 
 fn optimizer(initial_scale_power: u32) -> OptimizerConfig {
-    let dynamic = DynamicScaling { initial_scale_power, hysteresis: 1, ..DynamicScaling::default() };
-    OptimizerConfig {
-        loss_scaling: LossScaling::Dynamic(dynamic),
-        schedule: LrSchedule::LinearWarmup { warmup_steps: 100 },
-        ..OptimizerConfig::default()
-    }
+    let dynamic = DynamicScaling::default().initial_scale_power(initial_scale_power).hysteresis(1);
+    OptimizerConfig::default()
+        .loss_scaling(LossScaling::Dynamic(dynamic))
+        .schedule(LrSchedule::LinearWarmup { warmup_steps: 100 })
 }
 
 #[test]
@@ -69,8 +67,7 @@ fn nan_in_any_dtype_is_skipped() {
         workload.config.layer_norm_epsilon = f32::MAX; // its square root is finite, but activations vanish
         let fine = case.run(&workload);
         assert!(fine.steps.iter().all(|s| !s.skipped));
-        let case =
-            Case { optimizer: OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() }, ..case };
+        let case = Case { optimizer: OptimizerConfig::default().lr(f64::from(f32::MAX)), ..case };
         let outcome = Case { steps: 4, ..case }.run_tiny();
         assert!(outcome.steps.last().unwrap().skipped, "{dtype}: weights blew up, and the step after is skipped");
     }
@@ -79,7 +76,7 @@ fn nan_in_any_dtype_is_skipped() {
 /// Under a static loss scale weights that are not finite stay so: the run ends and keeps the last good checkpoint.
 #[test]
 fn lost_weights_end_the_run_and_keep_checkpoints() {
-    let optimizer = OptimizerConfig { lr: f64::from(f32::MAX), ..OptimizerConfig::default() };
+    let optimizer = OptimizerConfig::default().lr(f64::from(f32::MAX));
     let case = Case { ranks: 1, steps: 1000, optimizer, ..Case::default() };
     let dir = tempfile::tempdir().unwrap();
     let save = RunOptions { checkpoint: Some((dir.path().to_owned(), 1)), keep_last: Some(1), ..case.options(None) };

@@ -13,19 +13,17 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
     let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let expected = expected["steps"].as_array().unwrap();
     let last: HashMap<_, _> = tensors("params_last.safetensors").into_iter().collect();
-    let optimizer = OptimizerConfig {
-        hyper: AdamHyper {
+    let optimizer = OptimizerConfig::default()
+        .hyper(AdamHyper {
             beta1: 0.9,
             beta2: 0.999,
             eps: 1e-8,
             weight_decay: 0.1,
             decoupled: true,
             bias_correction: true,
-        },
-        lr: 1e-3,
-        max_grad_norm: 1.0,
-        ..OptimizerConfig::default()
-    };
+        })
+        .lr(1e-3)
+        .max_grad_norm(1.0);
     for stage in 0..4 {
         let case = Case {
             ranks,

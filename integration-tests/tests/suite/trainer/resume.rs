@@ -30,12 +30,7 @@ fn in_another_dtype() {
     let case = |dtype, steps| {
         let dynamic = LossScaling::Dynamic(DynamicScaling::default());
         let loss_scaling = if dtype == DType::F16 { dynamic } else { LossScaling::NONE };
-        Case {
-            dtype,
-            steps,
-            optimizer: OptimizerConfig { loss_scaling, ..OptimizerConfig::default() },
-            ..Case::default()
-        }
+        Case { dtype, steps, optimizer: OptimizerConfig::default().loss_scaling(loss_scaling), ..Case::default() }
     };
     for (from, to) in [(DType::F16, DType::Bf16), (DType::F16, DType::F32), (DType::F32, DType::F16)] {
         let first = case(from, 2).run_tiny();

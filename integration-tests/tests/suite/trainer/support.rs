@@ -62,7 +62,7 @@ impl Default for Case {
             overlap: true,
             activation_checkpointing: false,
             bucket_elems: 1 << 12,
-            optimizer: OptimizerConfig { max_grad_norm: 1.0, ..OptimizerConfig::default() },
+            optimizer: OptimizerConfig::default().max_grad_norm(1.0),
             groups: GroupSettings::default(),
             resume: None,
             validation: None,

@@ -29,7 +29,7 @@ fn results(outcome: &Outcome) -> Vec<(u64, Validation)> {
 fn loss_is_that_of_transformers() {
     for (windows, expected) in [(240, 5.57256823235488), (20, 5.569856212142456)] {
         // A learning rate of 0 keeps the weights.
-        let optimizer = OptimizerConfig { lr: 0.0, ..OptimizerConfig::default() };
+        let optimizer = OptimizerConfig::default().lr(0.0);
         let case = Case { steps: 1, micro_batch: 4, optimizer, validation: every(1, windows), ..Case::default() };
         let (_, Validation { loss, perplexity, tokens }) = results(&case.run_tiny())[0];
         assert!((loss - expected).abs() < 1e-6 * expected, "{loss}, {expected} expected");
@@ -43,7 +43,7 @@ fn loss_is_that_of_transformers() {
 fn ranks_and_micro_batch_do_not_change_the_loss() {
     let run = |ranks, micro_batch, windows| {
         // The loss before any update.
-        let optimizer = OptimizerConfig { lr: 0.0, ..OptimizerConfig::default() };
+        let optimizer = OptimizerConfig::default().lr(0.0);
         let validation = every(1, windows);
         let case = Case { ranks, micro_batch, steps: 1, optimizer, validation, ..Case::default() };
         results(&case.run_tiny())[0].1

@@ -19,7 +19,7 @@ use super::rendezvous::{Joined, join};
 use super::server::Stranger;
 use super::wire::frame;
 use super::world::{Operation, Transport, World};
-use super::{Launcher, Ranks};
+use super::Ranks;
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
 use crate::{Collective, CommError};

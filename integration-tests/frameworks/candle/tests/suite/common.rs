@@ -162,7 +162,7 @@ pub(crate) fn config(stage: ZeroStage) -> ZeroConfig {
     let defaults = OptimizerConfig::default();
     let hyper = AdamHyper { beta1, beta2, eps, weight_decay, ..defaults.hyper };
     ZeroConfig {
-        optimizer: OptimizerConfig { hyper, lr, ..defaults },
+        optimizer: defaults.hyper(hyper).lr(lr),
         // Units of several buckets, and of less than one.
         bucket_elems: 4096,
         ..ZeroConfig::new(stage)
