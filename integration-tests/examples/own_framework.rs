@@ -145,8 +145,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: std::ops::Range<u64>) -> Result<V
         shard.storage_f32(kind.name(), storage)?;
     }
     let trainer = serde_json::to_value(optim.progress())?;
-    let meta =
-        SaveMeta { step: steps.end, stage: ZeroStage::Two, dtype: StateDtype::BF16, trainer, ..SaveMeta::default() };
+    let meta = SaveMeta::default().step(steps.end).stage(ZeroStage::Two).dtype(StateDtype::BF16).trainer(trainer);
     Store::create(dir, id, StoreOptions::default())?.save(&meta, &shard, &mut ExchangeFn::new(id, exchange))?;
     Ok(losses)
 }

@@ -49,7 +49,7 @@ fn units() -> Vec<UnitSpec> {
 
 fn rank_saves(dir: &Path, rank: u64, shared: &Shared) -> Result<String, Box<dyn Error + Send + Sync>> {
     let layout = Arc::new(Layout::new(&units(), 4, 64)?);
-    let store = Store::create(dir, rank, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
+    let store = Store::create(dir, rank, StoreOptions::default().keep_last(2))?;
     let states = vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }];
     let mut store = BackgroundStore::new(store, Arc::clone(&layout), states, 1)?;
 
@@ -58,7 +58,7 @@ fn rank_saves(dir: &Path, rank: u64, shared: &Shared) -> Result<String, Box<dyn 
     shard.storage_f32("master", &master)?;
     let trainer = serde_json::json!({ "seed": 1, "tokens_seen": 4096 });
     store.begin_copy(
-        SaveMeta { step: 10, stage: ZeroStage::Three, dtype: StateDtype::BF16, trainer, ..SaveMeta::default() },
+        SaveMeta::default().step(10).stage(ZeroStage::Three).dtype(StateDtype::BF16).trainer(trainer),
         &shard,
     )?;
     master.fill(-1.0); // training continues; the snapshot holds step 10

@@ -7,6 +7,9 @@ compile_error!("zero-ckpt stores little-endian elements and supports little-endi
 #[cfg(not(unix))]
 compile_error!("zero-ckpt needs a Unix system: it opens files relative to a directory's descriptor");
 
+#[macro_use]
+mod setters;
+
 mod error;
 mod exchange;
 pub mod format;

@@ -116,7 +116,7 @@ fn ranks_open_only_what_they_read() {
     let dir = tempfile::tempdir_in(if memory.is_dir() { memory } else { Path::new("/tmp") }).unwrap();
     let (from, to) = (layout(ranks()), layout(ranks() * 5 / 8));
     let n = from.world_size();
-    let options = || StoreOptions { keep_last: Some(2), ..StoreOptions::default() };
+    let options = || StoreOptions::default().keep_last(2);
     let (stores, creating) =
         counted(|| (0..n).map(|rank| Store::create(dir.path(), rank, options()).unwrap()).collect::<Vec<_>>());
     let mut saves = Vec::new();

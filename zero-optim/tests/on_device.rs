@@ -15,8 +15,8 @@ use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
     DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule,
-    OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment, ShardedAdamW,
-    StateKind, StepOutcome, UnitSlices,
+    OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment, ShardedAdamW, StateKind,
+    StepOutcome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -281,7 +281,9 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
             step_on_device(rig, &mut on_device).unwrap();
             // Reads completed outcomes after each step; one step waits for all.
             let optim = &mut on_device[0].optim;
-            read_so_far.extend(if step == WAITS_FOR_ALL { optim.all_outcomes(LIMIT) } else { optim.outcomes(LIMIT) }.unwrap());
+            read_so_far.extend(
+                if step == WAITS_FOR_ALL { optim.all_outcomes(LIMIT) } else { optim.outcomes(LIMIT) }.unwrap(),
+            );
             if step == WAITS_FOR_ALL {
                 assert_eq!(read_so_far, expected);
             }

@@ -55,7 +55,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let store_dir = dir.join("store");
         let _ = std::fs::remove_dir_all(&store_dir);
         let store = Store::create(&store_dir, 0, StoreOptions::default())?;
-        let meta = |step| SaveMeta { step, ..SaveMeta::default() };
+        let meta = |step| SaveMeta::default().step(step);
         let shard = shard(&layout, &states)?;
         note("save", timed(|| store.save(&meta(1), &shard, &mut SingleRank))?);
 

@@ -86,7 +86,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 DTypeFlag::Bf16 => StateDtype::BF16,
                 DTypeFlag::Fp16 => StateDtype::F16,
             };
-            let options = ExportOptions { state, dtype, max_file_bytes: max_shard_size };
+            let options = ExportOptions::default().state(state).dtype(dtype).max_file_bytes(max_shard_size);
             let done = reader.export(&out, &options).map_err(CliError::failure)?;
             print_text(format!(
                 "{} tensors of step {}, {} bytes, in {} file(s) in {}\n",
@@ -115,7 +115,7 @@ fn open(path: &Path, best: bool) -> Result<Reader, CliError> {
 }
 
 fn verify(path: &Path) -> Result<(), CliError> {
-    let Resolved { store_dir, reader, passed_over } = resolve(path).map_err(CliError::failure)?;
+    let Resolved { store_dir, reader, passed_over, .. } = resolve(path).map_err(CliError::failure)?;
     let manifest = reader.manifest();
     let bytes: u64 = manifest.files.iter().map(|f| f.bytes).chain(manifest.documents.iter().map(|d| d.bytes)).sum();
     let (whole, files) = (reader.path().display(), manifest.files.len() + manifest.documents.len());

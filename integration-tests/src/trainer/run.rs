@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zero_alloc::device::{Device, DeviceKind, Stream};
 use zero_alloc::host::OpSpan;
-use zero_ckpt::{Reader, StoreOptions};
+use zero_ckpt::Reader;
 use zero_comm::overlap::Overlap;
 use zero_optim::StepOutcome;
 use zero_shard::ZeroStage;
@@ -213,7 +213,7 @@ impl<D: Device> Runner<'_, D> {
             {
                 old.complete(rank)?;
                 drop(old);
-                saver = Some(Saver::new(rank, dir, StoreOptions { keep_last: None, ..options.store() })?);
+                saver = Some(Saver::new(rank, dir, options.store().keep_last(None))?);
             }
             let old_best = evaluations.best;
             let is_best = evaluations.is_best(summary.step, validation, saves);

@@ -88,20 +88,19 @@ pub(super) fn save<D: Device>(
 ) -> Result<(), TrainError> {
     let starts: Vec<_> = stage.optimizer().segments().iter().map(|s| s.own_shard.start).collect();
     let held: Vec<_> = StateKind::ALL.iter().map(|kind| (kind.name(), held(stage, *kind))).collect();
-    let meta = SaveMeta {
-        step: state.step,
-        stage: rank.settings.stage,
-        dtype: match rank.settings.dtype {
+    let meta = SaveMeta::default()
+        .step(state.step)
+        .stage(rank.settings.stage)
+        .dtype(match rank.settings.dtype {
             DType::Bf16 => StateDtype::BF16,
             DType::F16 => StateDtype::F16,
             _ => StateDtype::F32,
-        },
-        trainer: serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?,
-        model_config: model_config.clone(),
-        documents: documents.clone(),
-        best: state.best.map(|best| best.step),
-        superseded: superseded.filter(|old| old.only_best).map(|old| old.step),
-    };
+        })
+        .trainer(serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?)
+        .model_config(model_config.clone())
+        .documents(documents.clone())
+        .best(state.best.map(|best| best.step))
+        .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
     saver.begin(rank, meta, |slot| {
         let units = held.iter().find(|(name, _)| *name == slot.state.name);
         let (_, units) = units.ok_or_else(|| TrainError::State(format!("unknown state {}", slot.state.name)))?;

@@ -92,8 +92,9 @@ pub struct RunOptions {
 impl RunOptions {
     /// The run and its predecessors, as a store of checkpoints needs them.
     pub fn store(&self) -> StoreOptions {
-        let run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
-        StoreOptions { keep_last: self.keep_last, run, resumed_runs: self.resumed_runs.clone() }
+        let mut options = StoreOptions::default().keep_last(self.keep_last).resumed_runs(self.resumed_runs.clone());
+        options.run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
+        options
     }
 
     /// The ids of the runs that this one resumed, oldest first, and its own.

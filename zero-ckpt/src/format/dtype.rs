@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// Element type of a stored state. Reading converts to fp32, which is exact.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum StateDtype {
     /// IEEE single precision.
     F32,

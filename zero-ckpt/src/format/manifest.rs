@@ -27,6 +27,7 @@ const FORMAT_NAME: &str = "zero-ckpt";
 /// The description of a checkpoint and of the elements in each of its files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Manifest {
     /// Completed optimizer steps.
     pub step: u64,
@@ -59,6 +60,7 @@ pub struct Manifest {
 /// The sharding of the run that saved a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct LayoutRecord {
     /// Number of ranks.
     pub world_size: u64,
@@ -69,6 +71,7 @@ pub struct LayoutRecord {
 /// One shard file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct FileRecord {
     /// Its name in the checkpoint.
     pub name: String,
@@ -84,6 +87,7 @@ pub struct FileRecord {
 /// A JSON file of the trainer. Its content is opaque to this crate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct DocumentRecord {
     /// Its name in the checkpoint.
     pub name: String,

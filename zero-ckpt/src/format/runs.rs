@@ -64,7 +64,8 @@ mod tests {
 
     fn layout(sizes: &[u64], ranks: u64, shard_align_elems: u64, param_align_elems: u64) -> Layout {
         let params: Vec<_> = sizes.iter().enumerate().map(|(i, n)| ParamSpec::new(format!("p{i}"), [*n])).collect();
-        let options = LayoutOptions::default().shard_align_elems(shard_align_elems).param_align_elems(param_align_elems);
+        let options =
+            LayoutOptions::default().shard_align_elems(shard_align_elems).param_align_elems(param_align_elems);
         Layout::with_options(&[UnitSpec::new("u", params)], ranks, options).unwrap()
     }
 

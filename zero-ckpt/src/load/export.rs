@@ -19,6 +19,7 @@ const CONFIG: &str = "config.json";
 
 /// Options of [`Reader::export`].
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ExportOptions {
     /// The state to export: `master` for the weights.
     pub state: String,
@@ -35,8 +36,11 @@ impl Default for ExportOptions {
     }
 }
 
+setters!(ExportOptions { state: String, dtype: StateDtype, max_file_bytes: u64 });
+
 /// The result of [`Reader::export`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ExportReport {
     /// The files, in the order of the model's parameters.
     pub files: Vec<PathBuf>,

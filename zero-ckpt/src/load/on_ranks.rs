@@ -20,6 +20,7 @@ const PENDING_EVERY: Duration = Duration::from_millis(500);
 /// [`Reader::open_selected`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Selection {
     /// Its name in the directory of checkpoints.
     pub name: String,

@@ -8,6 +8,7 @@ use crate::io::dir::Dir;
 use crate::{CkptError, Reader};
 
 /// The result of [`resolve`].
+#[non_exhaustive]
 pub struct Resolved {
     /// The directory of checkpoints that holds it.
     pub store_dir: PathBuf,

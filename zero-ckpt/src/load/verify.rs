@@ -6,6 +6,7 @@ use crate::{CkptError, Reader};
 /// The result of [`Reader::verify`].
 #[derive(Debug, Default)]
 #[must_use = "the report lists the problems"]
+#[non_exhaustive]
 pub struct VerifyReport {
     /// Files of which every byte matches its checksum.
     pub good_files: usize,

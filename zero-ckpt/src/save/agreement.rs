@@ -13,6 +13,7 @@ use crate::{CkptError, Piece, SaveMeta, StateSpec, Store};
 
 /// A rank's staged file.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StagedFile {
     /// The rank that staged it.
     pub rank: u64,
@@ -33,6 +34,7 @@ pub struct StagedFile {
 /// The record of a published checkpoint, equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct PublishedCheckpoint {
     /// Its name in the directory: `step-00000030`.
     pub name: String,

@@ -15,6 +15,7 @@ use crate::{CkptError, ModelSpec, Piece, StateDtype};
 
 /// The metadata of a checkpoint, equal on all ranks; rank 0's is stored.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct SaveMeta {
     /// Completed optimizer steps.
     pub step: u64,
@@ -50,6 +51,17 @@ impl Default for SaveMeta {
         }
     }
 }
+
+setters!(SaveMeta {
+    step: u64,
+    stage: ZeroStage,
+    dtype: StateDtype,
+    trainer: Value,
+    model_config: Value,
+    documents: BTreeMap<String, Value>,
+    best: Option<u64>,
+    superseded: Option<u64>,
+});
 
 /// Encodes the documents of a checkpoint; pairs of name and content.
 pub(crate) fn encode_documents(meta: &SaveMeta) -> Result<Vec<(String, Vec<u8>)>, CkptError> {

@@ -33,6 +33,7 @@ use crate::{CkptError, Exchange, SaveMeta, ShardData, StateSpec, Store};
 pub type Fence = Box<dyn FnOnce() -> Result<(), String> + Send>;
 
 /// A part of the staging buffer: elements of one unit of one state, without padding.
+#[non_exhaustive]
 pub struct StagingSlice<'a> {
     /// The state.
     pub state: &'a StateSpec,

@@ -79,6 +79,7 @@ impl SavePoint {
 
 /// Options of a [`Store`].
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct StoreOptions {
     /// Number of newest checkpoints to keep of this run and those that it resumed; `None` keeps all.
     pub keep_last: Option<usize>,
@@ -88,7 +89,23 @@ pub struct StoreOptions {
     pub resumed_runs: Vec<String>,
 }
 
+setters!(StoreOptions { resumed_runs: Vec<String> });
+
 impl StoreOptions {
+    /// Sets `keep_last`.
+    #[must_use]
+    pub fn keep_last(mut self, keep_last: impl Into<Option<usize>>) -> Self {
+        self.keep_last = keep_last.into();
+        self
+    }
+
+    /// Sets `run`.
+    #[must_use]
+    pub fn run(mut self, run: impl Into<String>) -> Self {
+        self.run = Some(run.into());
+        self
+    }
+
     /// Checks that a run with these options may save into `path`: all checkpoints there are its own or of runs that
     /// it resumed. Reads manifests only and changes nothing; a directory that does not exist is accepted.
     ///

@@ -154,13 +154,11 @@ impl Exchange for ThreadRank<'_> {
 }
 
 pub(crate) fn meta(step: u64) -> SaveMeta {
-    SaveMeta {
-        step,
-        stage: ZeroStage::Three,
-        trainer: serde_json::json!({"seed": 7, "tokens": step * 1000, "loss_scale": 65536.0}),
-        model_config: serde_json::json!({"model_type": "gpt2"}),
-        ..SaveMeta::default()
-    }
+    SaveMeta::default()
+        .step(step)
+        .stage(ZeroStage::Three)
+        .trainer(serde_json::json!({"seed": 7, "tokens": step * 1000, "loss_scale": 65536.0}))
+        .model_config(serde_json::json!({"model_type": "gpt2"}))
 }
 
 /// Every rank of `layout` saves the state of `seed` as `step`; returns the result of each rank.

@@ -12,7 +12,7 @@ use zero_ckpt::{Reader, SavePoint, Store, StoreOptions};
 const RANKS: u64 = 2;
 
 fn options() -> StoreOptions {
-    StoreOptions { keep_last: Some(2), ..StoreOptions::default() }
+    StoreOptions::default().keep_last(2)
 }
 
 /// The child process; its arguments are in the environment.

@@ -143,7 +143,7 @@ fn another_model_is_rejected() {
     assert!(matches!(early, Err(CkptError::AnotherModel { .. })));
     let mut shard = zero_ckpt::ShardData::new(&other, 0).unwrap();
     shard.storage_f32("master", &[1.0; 3]).unwrap();
-    let meta = SaveMeta { step: 1, ..SaveMeta::default() };
+    let meta = SaveMeta::default().step(1);
     let late = store.save(&meta, &shard, &mut SingleRank);
     assert!(matches!(late, Err(CkptError::AnotherModel { .. })), "{late:?}");
     assert!(staged(dir.path()).is_empty());

@@ -70,7 +70,7 @@ fn large_export_is_split_and_imports_again() {
     let reader = saved(dir.path(), 3);
     let out = dir.path().join("hf");
     std::fs::create_dir(&out).unwrap();
-    let options = ExportOptions { max_file_bytes: 400, dtype: StateDtype::BF16, ..ExportOptions::default() };
+    let options = ExportOptions::default().max_file_bytes(400).dtype(StateDtype::BF16);
     let exported = reader.export(&out, &options).unwrap();
     assert!(exported.files.len() > 2);
     let index: serde_json::Value =
@@ -114,7 +114,7 @@ fn export_rejects_a_used_directory() {
     std::fs::write(out.join("precious"), "x").unwrap();
     let refused = reader.export(&out, &ExportOptions::default()).unwrap_err().to_string();
     assert!(refused.contains("new or empty"), "{refused}");
-    let missing = ExportOptions { state: "weights".into(), ..ExportOptions::default() };
+    let missing = ExportOptions::default().state("weights".into());
     assert!(matches!(reader.export(dir.path().join("o"), &missing), Err(CkptError::MissingState { .. })));
     assert!(!dir.path().join("o").exists());
 }

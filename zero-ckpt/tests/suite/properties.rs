@@ -63,7 +63,7 @@ proptest! {
             receipts.push(store.stage(1, &shard));
         }
         let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
-        store.publish(&SaveMeta { step: 1, ..SaveMeta::default() }, &from, receipts).unwrap();
+        store.publish(&SaveMeta::default().step(1), &from, receipts).unwrap();
 
         let reader = Reader::open(dir.path()).unwrap();
         prop_assert!(reader.verify().problems.is_empty());
@@ -91,7 +91,7 @@ fn numbers_of_the_trainer_are_bit_identical() {
     let values = crate::common::storage(&layout, 0, "master", 1);
     let mut shard = ShardData::new(&layout, 0).unwrap();
     shard.storage_f32("master", &values).unwrap();
-    let meta = SaveMeta { trainer: serde_json::json!(numbers), ..SaveMeta::default() };
+    let meta = SaveMeta::default().trainer(serde_json::json!(numbers));
     store.save(&meta, &shard, &mut SingleRank).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     let read = reader.manifest().trainer.as_array().unwrap().iter().map(|n| n.as_f64().unwrap().to_bits());

@@ -45,13 +45,7 @@ fn repeated_resharding_keeps_every_bit() {
             })
             .collect();
         let stores: Vec<_> = (0..ranks)
-            .map(|r| {
-                zero_ckpt::Store::create(
-                    dir.path(),
-                    r,
-                    StoreOptions { keep_last: Some(1), ..StoreOptions::default() },
-                )
-            })
+            .map(|r| zero_ckpt::Store::create(dir.path(), r, StoreOptions::default().keep_last(1)))
             .map(Result::unwrap)
             .collect();
         let staged = stores.iter().map(|store| {
@@ -62,7 +56,7 @@ fn repeated_resharding_keeps_every_bit() {
             }
             store.stage(i as u64, &shard)
         });
-        let meta = zero_ckpt::SaveMeta { stage: ZeroStage::from_number(stage.into()).unwrap(), ..meta(i as u64) };
+        let meta = meta(i as u64).stage(ZeroStage::from_number(stage.into()).unwrap());
         let published = stores[0].publish(&meta, &layout, staged.collect()).unwrap();
         assert_eq!(published.sequence, i as u64 + 1);
         assert_eq!(Reader::open(dir.path()).unwrap().manifest().stage, stage);

@@ -13,7 +13,7 @@ use zero_ckpt::{
 use crate::common::{layout, meta, storage};
 
 fn run(name: &str) -> StoreOptions {
-    StoreOptions { run: Some(name.into()), ..StoreOptions::default() }
+    StoreOptions::default().run(name)
 }
 
 /// Saves `meta` as the only rank.
@@ -48,7 +48,7 @@ const SHARD: &str = "shard-00000-of-00001.safetensors";
 #[test]
 fn another_runs_checkpoints_are_kept() {
     let dir = saved(&[5, 10], &run("a"));
-    let other = StoreOptions { keep_last: Some(1), ..run("b") };
+    let other = run("b").keep_last(1);
     let by_store = Store::create(dir.path(), 0, other.clone()).unwrap().check_runs();
     for refused in [other.check_runs(dir.path()), by_store] {
         let error = refused.unwrap_err();
@@ -65,10 +65,7 @@ fn another_runs_checkpoints_are_kept() {
     assert_eq!(Reader::open(at(&dir, 10, "")).unwrap().manifest().run.as_deref(), Some("a"));
     assert!(fs::read_dir(dir.path().join(".staging")).unwrap().next().is_none());
 
-    let heir = StoreOptions {
-        resumed_runs: vec!["a".into(), "b".into()],
-        ..StoreOptions { run: Some("c".into()), ..other }
-    };
+    let heir = other.run("c").resumed_runs(vec!["a".into(), "b".into()]);
     heir.check_runs(dir.path()).unwrap();
     save(dir.path(), &meta(10), &heir).unwrap();
     assert_eq!(steps(dir.path()), [10]);
@@ -80,7 +77,7 @@ fn checkpoints_without_run_are_another_runs() {
     StoreOptions::default().check_runs(dir.path()).unwrap();
     let error = run("a").check_runs(dir.path()).unwrap_err();
     assert!(matches!(error, CkptError::AnotherRun { run: None, .. }), "{error}");
-    let resumed = StoreOptions { resumed_runs: vec![String::new()], ..run("a") };
+    let resumed = run("a").resumed_runs(vec![String::new()]);
     resumed.check_runs(dir.path()).unwrap();
 }
 
@@ -110,9 +107,9 @@ fn checkpoint_is_not_a_store() {
 #[test]
 fn best_is_named_and_never_pruned() {
     let dir = tempfile::tempdir().unwrap();
-    let options = StoreOptions { keep_last: Some(2), ..run("a") };
+    let options = run("a").keep_last(2);
     let save = |step, best, superseded| {
-        save(dir.path(), &SaveMeta { best, superseded, ..meta(step) }, &options).unwrap();
+        save(dir.path(), &meta(step).best(best).superseded(superseded), &options).unwrap();
         steps(dir.path())
     };
     let best = || Reader::open_best(dir.path()).map(|reader| reader.manifest().step);
@@ -133,7 +130,7 @@ fn documents_are_stored_and_verified() {
     let dir = tempfile::tempdir().unwrap();
     let (record, other) = (json!({"model": "nano", "lr": 0.1}), json!([1, null]));
     let documents = [("run.json".to_owned(), record.clone()), ("other.json".to_owned(), other.clone())];
-    save(dir.path(), &SaveMeta { documents: documents.into(), ..meta(1) }, &run("a")).unwrap();
+    save(dir.path(), &meta(1).documents(documents.into()), &run("a")).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     assert_eq!(reader.document("run.json").unwrap(), Some(record));
     assert_eq!(reader.document("other.json").unwrap(), Some(other));
@@ -161,7 +158,7 @@ fn documents_are_stored_and_verified() {
 fn bad_document_and_run_names_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     for name in [MANIFEST_NAME, SHARD, "../x", ".hidden", ""] {
-        let meta = SaveMeta { documents: [(name.to_owned(), json!(1))].into(), ..meta(1) };
+        let meta = meta(1).documents([(name.to_owned(), json!(1))].into());
         let error = save(dir.path(), &meta, &run("a")).unwrap_err();
         assert!(error.to_string().contains("document name"), "{error}");
     }

@@ -3,9 +3,8 @@
 use proptest::prelude::*;
 use zero_kernels::GradStats;
 use zero_optim::{
-    Decay, DecayCurve, Divisor, DynamicScaling, LossScaling, LrSchedule, OneCycle, OptimError,
-    OptimizerConfig, Progress, RangeTest, RankStats, StepController, StepOutcome, Warmup, WarmupCosine,
-    WarmupDecay,
+    Decay, DecayCurve, Divisor, DynamicScaling, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig,
+    Progress, RangeTest, RankStats, StepController, StepOutcome, Warmup, WarmupCosine, WarmupDecay,
 };
 
 fn good(sum_sq: f64) -> RankStats {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use zero_alloc::device::{DType, DeviceError};
 
+use super::Ranks;
 use super::abort::AbortCompletion;
 use super::descriptors::SPARE_PLACES;
 use super::handshake::{Hello, Key};
@@ -19,7 +20,6 @@ use super::rendezvous::{Joined, join};
 use super::server::Stranger;
 use super::wire::frame;
 use super::world::{Operation, Transport, World};
-use super::Ranks;
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
 use crate::{Collective, CommError};
