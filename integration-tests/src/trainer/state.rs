@@ -94,7 +94,8 @@ pub(super) fn save<D: Device>(
         .dtype(match rank.settings.dtype {
             DType::Bf16 => StateDtype::BF16,
             DType::F16 => StateDtype::F16,
-            _ => StateDtype::F32,
+            DType::F32 => StateDtype::F32,
+            other => return Err(TrainError::State(format!("a checkpoint cannot store parameters of {other}"))),
         })
         .trainer(serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?)
         .model_config(model_config.clone())
