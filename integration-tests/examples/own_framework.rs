@@ -6,12 +6,12 @@ use std::{error::Error, path::Path, sync::Arc, time::Duration};
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element, Stream};
 use zero_alloc::{Pool, host::HostDevice, host::HostStream};
-use zero_ckpt::{ExchangeFn, Reader, SaveMeta, ShardData, StateDtype, Store, StoreOptions};
+use zero_ckpt::{ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
 use zero_comm::threads::{ThreadsComm, World};
 use zero_comm::{BucketOptions, Buckets, CommOptions, Communicator, SumInto};
 use zero_kernels::host::HostKernels;
-use zero_optim::{Divisor, GroupRules, GroupRun, OptimizerConfig, ParamGroups, Progress, Segment, ShardedAdamW};
-use zero_optim::{StateKind, StepInputs, UnitSlices};
+use zero_optim::{Divisor, GroupRules, GroupRun, OptimizerConfig, ParamGroups, RankParams, Segment, ShardedAdamW};
+use zero_optim::{StepInputs, UnitSlices};
 use zero_shard::{Layout, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -99,21 +99,9 @@ fn train(comm: ThreadsComm, dir: &Path, steps: std::ops::Range<u64>) -> Result<V
     let mut optim = ShardedAdamW::with_groups(&pool, kernels.clone(), &compute, config, dtype, segments, &groups)?;
     optim.init_masters(&compute, &own)?;
 
-    // All segments are trained, so the state storage is the layout's shard storage.
-    let mut state = vec![0f32; layout.shard_elems() as usize];
-    let mut states = Vec::new();
-    for kind in StateKind::ALL {
-        // SAFETY: used on the optimizer's stream, which is waited for.
-        states.extend(unsafe { optim.state(kind) }.map(|slice| (kind, slice.erase())));
-    }
+    let rank_params = RankParams { layout: &layout, rank: id, params: &own };
     if steps.start > 0 {
-        let reader = Reader::open(dir)?;
-        for (kind, slice) in &states {
-            reader.view(&layout)?.read_storage(kind.name(), id, &mut state)?;
-            pool.device().upload(&compute, bytemuck::cast_slice(&state), *slice, LIMIT)?;
-        }
-        optim.restore(&serde_json::from_value::<Progress>(reader.manifest().trainer.clone())?)?;
-        optim.write_params(&compute, &own)?;
+        optim.load(&compute, &Reader::open(dir)?, &rank_params, LIMIT)?;
     }
     let gather = || -> Result<()> {
         comm_stream.wait(&compute.record()?)?;
@@ -138,15 +126,9 @@ fn train(comm: ThreadsComm, dir: &Path, steps: std::ops::Range<u64>) -> Result<V
         gather()?;
     }
 
-    let mut storages = vec![state; states.len()];
-    let mut shard = ShardData::new(&layout, id)?;
-    for ((kind, slice), storage) in states.iter().zip(&mut storages) {
-        pool.device().download(&compute, *slice, bytemuck::cast_slice_mut(storage), LIMIT)?;
-        shard.storage_f32(kind.name(), storage)?;
-    }
-    let trainer = serde_json::to_value(optim.progress())?;
-    let meta = SaveMeta::default().step(steps.end).stage(ZeroStage::Two).dtype(StateDtype::BF16).trainer(trainer);
-    Store::create(dir, id, StoreOptions::default())?.save(&meta, &shard, &mut ExchangeFn::new(id, exchange))?;
+    let store = Store::create(dir, id, StoreOptions::default())?;
+    let meta = SaveMeta::default().step(steps.end).stage(ZeroStage::Two);
+    optim.save(&compute, &store, meta, &rank_params, &mut ExchangeFn::new(id, exchange), LIMIT)?;
     Ok(losses)
 }
 

@@ -6,7 +6,7 @@ use zero_alloc::device::DeviceError;
 use zero_ckpt::CkptError;
 use zero_comm::{BucketError, CommError, PrefetchError};
 use zero_kernels::KernelError;
-use zero_optim::OptimError;
+use zero_optim::{CheckpointError, OptimError};
 use zero_shard::ShardError;
 
 use crate::cuda::OpError;
@@ -54,6 +54,9 @@ pub enum TrainError {
     /// A checkpoint.
     #[error(transparent)]
     Ckpt(#[from] CkptError),
+    /// The optimizer's state in a checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The trainer's state in a checkpoint.
     #[error("{0}")]
     State(String),

@@ -73,13 +73,13 @@ pub struct ShardedAdamW<D: Device> {
     pub(crate) device: D,
     pub(crate) kernels: Arc<dyn Kernels<D>>,
     pub(crate) controller: StepController,
-    param_dtype: DType,
+    pub(crate) param_dtype: DType,
     segments: Vec<Segment>,
-    groups: Resolved,
+    pub(crate) groups: Resolved,
     pub(crate) names: Vec<String>,
-    master: Option<Block<D>>,
-    first_moment: Block<D>,
-    second_moment: Block<D>,
+    pub(crate) master: Option<Block<D>>,
+    pub(crate) first_moment: Block<D>,
+    pub(crate) second_moment: Block<D>,
     stats: Block<D>,
     stats_scratch: Block<D>,
     scalars: Block<D>,
@@ -190,7 +190,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Whether the unit has elements, and all are frozen.
-    fn is_frozen(&self, unit: usize) -> bool {
+    pub(crate) fn is_frozen(&self, unit: usize) -> bool {
         let pieces = self.pieces(unit);
         !pieces.is_empty() && pieces.iter().all(|piece| piece.state.is_none())
     }
@@ -457,7 +457,7 @@ impl<D: Device> ShardedAdamW<D> {
         self.controller.progress()
     }
 
-    /// Restores the progress of a checkpoint. Masters and moments are written through [`Self::state`]. Before further
+    /// Restores the progress of a checkpoint. [`Self::write_state`] writes masters and moments. Before further
     /// device steps call [`Self::prepare_device_steps`] again.
     ///
     /// # Errors
@@ -489,16 +489,20 @@ impl<D: Device> ShardedAdamW<D> {
 
     pub(crate) fn check_units(&self, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
         self.check_grads(units.iter().map(|u| u.grad))?;
-        let params: Vec<_> = units.iter().map(|u| u.param).collect();
-        self.check_pieces("params", &params)?;
-        let params = self.segments.iter().zip(params).flat_map(|(s, param)| param.iter().map(move |(p, _)| (s, p)));
-        for (segment, param) in params {
-            if param.dtype() != self.param_dtype {
-                let (expected, got) = (self.param_dtype, param.dtype());
-                return Err(OptimError::SliceDType { unit: segment.name.clone(), what: "params", expected, got });
+        self.check_count("params", units.len())?;
+        self.segments.iter().zip(units).try_for_each(|(segment, unit)| self.check_params(segment, unit.param))
+    }
+
+    /// Checks the slices of a unit's parameter.
+    pub(crate) fn check_params(&self, segment: &Segment, param: &[(AnySlice, usize)]) -> Result<(), OptimError> {
+        segment.check_slices("params", param)?;
+        match param.iter().map(|(slice, _)| slice.dtype()).find(|dtype| *dtype != self.param_dtype) {
+            Some(got) => {
+                let (unit, expected) = (segment.name.clone(), self.param_dtype);
+                Err(OptimError::SliceDType { unit, what: "params", expected, got })
             }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn check_grads<'a>(&self, grads: impl ExactSizeIterator<Item = &'a Reduced<D>>) -> Result<(), OptimError> {
@@ -513,28 +517,14 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    fn check_count(&self, what: &'static str, got: usize) -> Result<(), OptimError> {
+    pub(crate) fn check_count(&self, what: &'static str, got: usize) -> Result<(), OptimError> {
         let expected = self.segments.len();
         if got == expected { Ok(()) } else { Err(OptimError::SliceCount { what, expected, got }) }
     }
 
     fn check_pieces(&self, what: &'static str, units: &[impl AsRef<[(AnySlice, usize)]>]) -> Result<(), OptimError> {
         self.check_count(what, units.len())?;
-        for (segment, unit) in self.segments.iter().zip(units) {
-            let (mut free, mut got, len) = (0, 0, segment.len());
-            let name = || segment.name.clone();
-            for &(slice, at) in unit.as_ref() {
-                let end = at.saturating_add(slice.len());
-                if at < free || end > len {
-                    return Err(OptimError::Piece { unit: name(), what, start: at, end, free, len });
-                }
-                (free, got) = (end, got + slice.len());
-            }
-            if got + segment.padding < len {
-                return Err(OptimError::SliceLen { unit: name(), what, expected: len - segment.padding, got });
-            }
-        }
-        Ok(())
+        self.segments.iter().zip(units).try_for_each(|(segment, unit)| segment.check_slices(what, unit.as_ref()))
     }
 }
 

@@ -65,6 +65,28 @@ pub enum OptimError {
         /// Elements of all segments.
         elems: usize,
     },
+    /// No unit has this number.
+    #[error("there is no unit {unit}: the optimizer has {units} units, numbered from 0")]
+    NoUnit {
+        /// The number.
+        unit: usize,
+        /// Units.
+        units: usize,
+    },
+    /// A range of the state is reversed, or ends past the unit's segment.
+    #[error("unit {unit}, {kind}: there are no elements {start}..{end} in a segment of {len}")]
+    StateRange {
+        /// The unit.
+        unit: String,
+        /// The kind of state.
+        kind: &'static str,
+        /// Start of the range.
+        start: usize,
+        /// Its end.
+        end: usize,
+        /// Elements of the segment.
+        len: usize,
+    },
     /// The number of slices is not the number of units.
     #[error("{what}: expected {expected} slices, one per unit, got {got}")]
     SliceCount {

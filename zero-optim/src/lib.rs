@@ -4,6 +4,8 @@
 mod setters;
 
 mod adamw;
+#[cfg(feature = "ckpt")]
+mod checkpoint;
 mod controller;
 mod device_steps;
 mod error;
@@ -14,6 +16,8 @@ mod segments;
 mod state;
 
 pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
+#[cfg(feature = "ckpt")]
+pub use checkpoint::{CheckpointError, RankParams};
 pub use controller::{Divisor, OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome};
 pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
@@ -23,5 +27,5 @@ pub use schedule::{
     Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, WarmupType,
 };
 pub use segments::{Segment, UnitSlices};
-pub use state::StateKind;
+pub use state::{StateKind, StateRange};
 pub use zero_kernels::RankStats;

@@ -42,6 +42,23 @@ impl Segment {
     pub(crate) fn len(&self) -> usize {
         self.state.end - self.state.start
     }
+
+    /// Checks the slices of its parameter: ascending, without overlap, within the segment, and complete but for padding.
+    pub(crate) fn check_slices(&self, what: &'static str, slices: &[(AnySlice, usize)]) -> Result<(), OptimError> {
+        let (mut free, mut got, len) = (0, 0, self.len());
+        let name = || self.name.clone();
+        for &(slice, at) in slices {
+            let end = at.saturating_add(slice.len());
+            if at < free || end > len {
+                return Err(OptimError::Piece { unit: name(), what, start: at, end, free, len });
+            }
+            (free, got) = (end, got + slice.len());
+        }
+        if got + self.padding < len {
+            return Err(OptimError::SliceLen { unit: name(), what, expected: len - self.padding, got });
+        }
+        Ok(())
+    }
 }
 
 /// One unit's gradient and parameter in a step.

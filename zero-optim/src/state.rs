@@ -1,6 +1,14 @@
-//! The kinds of optimizer state and their names in checkpoints.
+//! The kinds of optimizer state, and host access to ranges of them.
 
+use std::ops::Range;
+use std::time::Duration;
+
+use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError};
+
+use crate::adamw::view;
+use crate::{OptimError, ShardedAdamW};
 
 /// A kind of optimizer state; each is fp32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -27,4 +35,156 @@ impl StateKind {
             Self::SecondMoment => "second_moment",
         }
     }
+
+    /// The kind with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// A range of a unit's state of one kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateRange {
+    /// The kind.
+    pub kind: StateKind,
+    /// The position of the unit in [`ShardedAdamW::segments`].
+    pub unit: usize,
+    /// The elements, relative to the segment's start.
+    pub elems: Range<usize>,
+}
+
+impl<D: Device> ShardedAdamW<D> {
+    /// Reads a range of the state as fp32 and waits for it, at most `limit` for each copy. The masters of fp32 training
+    /// and of frozen elements are the parameters; the moments of frozen elements are 0. `param` are all slices of the
+    /// unit's parameter, as in [`UnitSlices::param`](crate::UnitSlices::param); masters that have no memory are 0.
+    ///
+    /// # Errors
+    /// No such unit or range, another length of `out`, slices that do not match the segment, or the stream failed.
+    pub fn read_state(
+        &mut self,
+        stream: &D::Stream,
+        range: &StateRange,
+        param: &[(AnySlice, usize)],
+        out: &mut [f32],
+        limit: Duration,
+    ) -> Result<(), OptimError> {
+        let parts = self.state_parts(range, param, out.len())?;
+        self.enter(stream)?;
+        out.fill(0.0);
+        for (at, memory) in parts {
+            download(&self.device, stream, memory, &mut out[at], limit)?;
+        }
+        Ok(())
+    }
+
+    /// Writes a range of the state and waits for it: the opposite of [`Self::read_state`]. Masters of frozen elements are
+    /// rounded to the dtype of the parameters; moments of frozen elements are not stored. After writing masters call
+    /// [`Self::write_params`].
+    ///
+    /// # Errors
+    /// As [`Self::read_state`].
+    pub fn write_state(
+        &mut self,
+        stream: &D::Stream,
+        range: &StateRange,
+        param: &[(AnySlice, usize)],
+        values: &[f32],
+        limit: Duration,
+    ) -> Result<(), OptimError> {
+        let parts = self.state_parts(range, param, values.len())?;
+        self.enter(stream)?;
+        for (at, memory) in parts {
+            upload(&self.device, stream, &values[at], memory, limit)?;
+        }
+        Ok(())
+    }
+
+    /// The parts of the range that have memory, each with its place in the range.
+    fn state_parts(
+        &self,
+        range: &StateRange,
+        param: &[(AnySlice, usize)],
+        values: usize,
+    ) -> Result<Vec<(Range<usize>, AnySlice)>, OptimError> {
+        let StateRange { kind, unit, elems } = range;
+        let units = self.segments().len();
+        let segment = self.segments().get(*unit).ok_or(OptimError::NoUnit { unit: *unit, units })?;
+        let (start, end, len, name) = (elems.start, elems.end, segment.len(), || segment.name.clone());
+        if start > end || end > len {
+            return Err(OptimError::StateRange { unit: name(), kind: kind.name(), start, end, len });
+        }
+        if values != end - start {
+            return Err(OptimError::SliceLen { unit: name(), what: kind.name(), expected: end - start, got: values });
+        }
+        self.check_params(segment, param)?;
+        let block = match kind {
+            StateKind::Master => self.master.as_ref(),
+            StateKind::FirstMoment => Some(&self.first_moment),
+            StateKind::SecondMoment => Some(&self.second_moment),
+        };
+        let mut parts = Vec::new();
+        if let Some(block) = block {
+            // Neighbouring trained elements have neighbouring state.
+            let mut runs: Vec<(Range<usize>, Range<usize>)> = Vec::new();
+            for (elems, state, _) in self.groups.trained(*unit, elems.clone()) {
+                match runs.last_mut().filter(|(last, _)| last.end == elems.start) {
+                    Some((last, of_last)) => (last.end, of_last.end) = (elems.end, state.end),
+                    None => runs.push((elems, state)),
+                }
+            }
+            parts.extend(runs.into_iter().map(|(elems, state)| (elems, view(block).slice(state))));
+        }
+        if *kind == StateKind::Master {
+            let frozen = self.pieces(*unit).iter().filter(|piece| piece.state.is_none());
+            let in_params = match block {
+                Some(_) => frozen.map(|piece| piece.elems.clone()).collect(),
+                None => vec![0..len],
+            };
+            for (&(slice, at), within) in param.iter().flat_map(|slice| in_params.iter().map(move |r| (slice, r))) {
+                let from = at.max(within.start).max(start);
+                let to = (at + slice.len()).min(within.end).min(end);
+                if from < to {
+                    parts.push((from..to, slice.slice(from - at..to - at)));
+                }
+            }
+        }
+        parts.iter_mut().for_each(|(at, _)| *at = at.start - start..at.end - start);
+        Ok(parts)
+    }
+}
+
+/// Downloads a slice as fp32.
+fn download<D: Device>(
+    device: &D,
+    stream: &D::Stream,
+    from: AnySlice,
+    out: &mut [f32],
+    limit: Duration,
+) -> Result<(), DeviceError> {
+    let widen = match from.dtype() {
+        DType::Bf16 => |bits| bf16::from_bits(bits).to_f32(),
+        DType::F16 => |bits| f16::from_bits(bits).to_f32(),
+        _ => return device.download(stream, from, bytemuck::cast_slice_mut(out), limit),
+    };
+    let mut narrow = vec![0u16; from.len()];
+    device.download(stream, from, bytemuck::cast_slice_mut(&mut narrow), limit)?;
+    out.iter_mut().zip(narrow).for_each(|(out, bits)| *out = widen(bits));
+    Ok(())
+}
+
+/// Uploads `values`, rounded to the dtype of the slice.
+fn upload<D: Device>(
+    device: &D,
+    stream: &D::Stream,
+    values: &[f32],
+    to: AnySlice,
+    limit: Duration,
+) -> Result<(), DeviceError> {
+    let narrow: fn(f32) -> u16 = match to.dtype() {
+        DType::Bf16 => |x| bf16::from_f32(x).to_bits(),
+        DType::F16 => |x| f16::from_f32(x).to_bits(),
+        _ => return device.upload(stream, bytemuck::cast_slice(values), to, limit),
+    };
+    let narrow: Vec<u16> = values.iter().map(|x| narrow(*x)).collect();
+    device.upload(stream, bytemuck::cast_slice(&narrow), to, limit)
 }

@@ -49,7 +49,7 @@ impl Saver {
         &mut self,
         rank: &Rank<D>,
         meta: SaveMeta,
-        copy: impl Fn(StagingSlice<'_>) -> Result<(), TrainError>,
+        copy: impl FnMut(StagingSlice<'_>) -> Result<(), TrainError>,
     ) -> Result<(), TrainError> {
         self.complete(rank)?;
         let begun = self.background.begin(meta, |slots| {

@@ -1,17 +1,12 @@
-//! Setting, saving and restoring the state of a stage: weights and moments in fp32.
-//!
-//! Three kinds of state exist at every stage ([`StateKind`]); in fp32 training the parameters themselves are
-//! the master weights. Each unit's state is this rank's shard of it, or all of it at stage 0.
+//! Setting, saving and restoring the state of a stage: weights and moments in fp32, by [`zero_optim::ShardedAdamW`].
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
-use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use zero_alloc::device::{AnySlice, DType, Device};
+use zero_alloc::device::{DType, Device};
 use zero_ckpt::{CkptError, Reader, SaveMeta, StateDtype};
-use zero_optim::{Progress, StateKind};
+use zero_optim::{CheckpointError, Progress, RankParams, StateKind, StateRange};
 
 use super::rank::Rank;
 use super::saver::Saver;
@@ -20,24 +15,35 @@ use super::validation::Best;
 use super::workload::InitialWeights;
 use crate::error::TrainError;
 
+/// Elements of the weights in host memory at a time while they are set: a unit may be larger than all other host memory.
+const CHUNK_ELEMS: usize = 4 << 20;
+
 /// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the first forward.
+/// Padding is 0.
 pub(super) fn set_weights<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
     source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
-    fill(rank, stage, StateKind::Master, |unit, held, out| {
-        for param in &rank.layout.units()[unit].params {
-            let at = param.range();
-            let (start, end) = (at.start.max(held.start), at.end.min(held.end));
-            if start < end {
-                let out = &mut out[(start - held.start) as usize..(end - held.start) as usize];
-                source(&param.name, start - at.start..end - at.start, out)?;
+    let params = whole_slices(&stage.updated());
+    let mut values = Vec::new();
+    for ((unit, placed), param) in rank.layout.units().iter().enumerate().zip(&params) {
+        let held = rank.held(placed);
+        for start in held.clone().step_by(CHUNK_ELEMS) {
+            let end = held.end.min(start + CHUNK_ELEMS as u64);
+            values.clear();
+            values.resize((end - start) as usize, 0.0);
+            for piece in placed.params_in(start..end)? {
+                let out = &mut values[(piece.in_flat.start - start) as usize..(piece.in_flat.end - start) as usize];
+                source(&placed.params[piece.param].name, piece.in_param, out)?;
             }
+            let elems = (start - held.start) as usize..(end - held.start) as usize;
+            let range = StateRange { kind: StateKind::Master, unit, elems };
+            stage.optimizer().write_state(&rank.compute, &range, param, &values, rank.settings.host_limit())?;
         }
-        Ok(())
-    })?;
-    publish(rank, stage)
+    }
+    stage.optimizer().write_params(&rank.compute, &params)?;
+    stage.publish(rank)
 }
 
 /// Restores weights, moments and progress from a checkpoint of any world size, stage and dtype.
@@ -47,29 +53,18 @@ pub(super) fn restore<D: Device>(
     reader: &Reader,
 ) -> Result<TrainerState, TrainError> {
     let state = TrainerState::of(reader)?;
-    let view = reader.view(&rank.layout)?;
-    for kind in StateKind::ALL {
-        fill(rank, stage, kind, |unit, held, out| {
-            let numel = rank.layout.units()[unit].numel_elems;
-            let real = held.start.min(numel)..held.end.min(numel);
-            let out = &mut out[..(real.end - real.start) as usize];
-            view.read_range(kind.name(), unit, real, out).map_err(unreadable)
-        })?;
-    }
-    let mut progress = state.progress;
-    if reader.manifest().dtype != rank.settings.dtype.name() {
-        // A loss scale is valid for its dtype only.
-        progress.loss_scaler = stage.optimizer().progress().loss_scaler;
-    }
-    stage.optimizer().restore(&progress)?;
-    publish(rank, stage)?;
+    let params = whole_slices(&stage.updated());
+    let own = RankParams { layout: &rank.layout, rank: rank.comm.rank() as u64, params: &params };
+    let loaded = stage.optimizer().load(&rank.compute, reader, &own, rank.settings.host_limit());
+    loaded.map_err(unreadable)?;
+    stage.publish(rank)?;
     Ok(state)
 }
 
 /// Adds a remedy to the error of a checkpoint that was damaged after the run verified it.
-fn unreadable(error: CkptError) -> TrainError {
+fn unreadable(error: CheckpointError) -> TrainError {
     match error {
-        CkptError::Corrupt { .. } => TrainError::State(format!(
+        CheckpointError::Ckpt(CkptError::Corrupt { .. }) => TrainError::State(format!(
             "{error}; `zero ckpt verify DIR` names the newest whole checkpoint, and --resume DIR starts from it"
         )),
         other => other.into(),
@@ -86,8 +81,6 @@ pub(super) fn save<D: Device>(
     documents: &BTreeMap<String, Value>,
     superseded: Option<Best>,
 ) -> Result<(), TrainError> {
-    let starts: Vec<_> = stage.optimizer().segments().iter().map(|s| s.own_shard.start).collect();
-    let held: Vec<_> = StateKind::ALL.iter().map(|kind| (kind.name(), held(stage, *kind))).collect();
     let meta = SaveMeta::default()
         .step(state.step)
         .stage(rank.settings.stage)
@@ -102,16 +95,15 @@ pub(super) fn save<D: Device>(
         .documents(documents.clone())
         .best(state.best.map(|best| best.step))
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
+    let params = whole_slices(&stage.updated());
     saver.begin(rank, meta, |slot| {
-        let units = held.iter().find(|(name, _)| *name == slot.state.name);
-        let (_, units) = units.ok_or_else(|| TrainError::State(format!("unknown state {}", slot.state.name)))?;
-        let start = starts[slot.unit];
-        let range = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
-        for (at, part) in overlaps(&units[slot.unit], &range) {
-            let bytes = &mut slot.bytes[(at.start - range.start) * 4..(at.end - range.start) * 4];
-            read(rank, part, bytes)?;
-        }
-        Ok(())
+        let unknown = || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
+        let kind = StateKind::from_name(&slot.state.name).ok_or_else(unknown)?;
+        let values = bytemuck::try_cast_slice_mut(slot.bytes).map_err(|_| unknown())?;
+        let start = stage.optimizer().segments()[slot.unit].own_shard.start;
+        let elems = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
+        let (range, limit) = (StateRange { kind, unit: slot.unit, elems }, rank.settings.host_limit());
+        Ok(stage.optimizer().read_state(&rank.compute, &range, &params[slot.unit], values, limit)?)
     })
 }
 
@@ -149,119 +141,4 @@ impl TrainerState {
         let read = Self::deserialize(&reader.manifest().trainer);
         read.map_err(|e| TrainError::State(format!("{}: invalid trainer state: {e}", reader.path().display())))
     }
-}
-
-/// A range of a unit's segment, and the memory of its state; `None`: frozen, the state is 0.
-type Part = (Range<usize>, Option<AnySlice>);
-
-/// This rank's parts of the state of `kind`, for each unit. The weights of frozen parameters are the parameters, in their
-/// dtype; all other state is fp32.
-fn held<D: Device>(stage: &mut dyn Stage<D>, kind: StateKind) -> Vec<Vec<Part>> {
-    let params = stage.updated();
-    let optimizer = stage.optimizer();
-    // SAFETY: read and written on the compute stream, which orders the optimizer's launches.
-    let all = unsafe { optimizer.state(kind) };
-    let of_unit = |(unit, param): (usize, AnySlice)| {
-        // Neighbouring trained pieces have neighbouring state.
-        let mut runs: Vec<(Range<usize>, Option<Range<usize>>)> = Vec::new();
-        for piece in optimizer.pieces(unit) {
-            match (runs.last_mut(), &piece.state) {
-                (Some((elems, Some(state))), Some(new)) => (elems.end, state.end) = (piece.elems.end, new.end),
-                (Some((elems, None)), None) => elems.end = piece.elems.end,
-                _ => runs.push((piece.elems.clone(), piece.state.clone())),
-            }
-        }
-        let parts = runs.into_iter().map(|(elems, state)| {
-            let weights = param.slice(elems.clone());
-            let memory = match (state, all) {
-                (Some(state), Some(all)) => Some(all.slice(state).erase()),
-                // fp32 training: the parameters are the masters.
-                (Some(_), None) => Some(weights),
-                (None, _) => (kind == StateKind::Master).then_some(weights),
-            };
-            (elems, memory)
-        });
-        parts.collect()
-    };
-    params.into_iter().enumerate().map(of_unit).collect()
-}
-
-/// The parts of `parts` within `range`.
-fn overlaps<'a>(parts: &'a [Part], range: &'a Range<usize>) -> impl Iterator<Item = Part> + 'a {
-    parts.iter().filter_map(move |(elems, memory)| {
-        let at = elems.start.max(range.start)..elems.end.min(range.end);
-        (!at.is_empty()).then(|| {
-            let within = at.start - elems.start..at.end - elems.start;
-            (at, memory.map(|memory| memory.slice(within)))
-        })
-    })
-}
-
-/// Downloads a part as fp32.
-fn read<D: Device>(rank: &Rank<D>, part: Option<AnySlice>, out: &mut [u8]) -> Result<(), TrainError> {
-    let (device, limit) = (rank.pool.device(), rank.settings.host_limit());
-    match part {
-        None => out.fill(0),
-        Some(part) if part.dtype() == DType::F32 => device.download(&rank.compute, part, out, limit)?,
-        Some(part) => {
-            let mut narrow = vec![0; part.len_bytes()];
-            device.download(&rank.compute, part, &mut narrow, limit)?;
-            for (wide, narrow) in out.chunks_exact_mut(4).zip(narrow.chunks_exact(2)) {
-                let bits = [narrow[0], narrow[1]];
-                let value = if part.dtype() == DType::Bf16 {
-                    bf16::from_ne_bytes(bits).to_f32()
-                } else {
-                    f16::from_ne_bytes(bits).to_f32()
-                };
-                wide.copy_from_slice(&value.to_ne_bytes());
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Uploads `values` to a part, rounded to its dtype.
-fn write<D: Device>(rank: &Rank<D>, part: AnySlice, values: &[f32]) -> Result<(), TrainError> {
-    let limit = rank.settings.host_limit();
-    let narrow: Vec<u8> = match part.dtype() {
-        DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_ne_bytes()).collect(),
-        DType::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_ne_bytes()).collect(),
-        _ => Vec::new(),
-    };
-    let bytes = if part.dtype() == DType::F32 { bytemuck::cast_slice(values) } else { &narrow };
-    Ok(rank.pool.device().upload(&rank.compute, bytes, part, limit)?)
-}
-
-/// Elements of state in host memory at a time while it is set: a unit may be larger than all other host memory.
-const FILL_ELEMS: usize = 4 << 20;
-
-/// Writes this rank's part of the state of `kind`. `source` fills a range of a unit's padded flat parameter; elements
-/// that it does not fill are zero.
-fn fill<D: Device>(
-    rank: &Rank<D>,
-    stage: &mut dyn Stage<D>,
-    kind: StateKind,
-    mut source: impl FnMut(usize, Range<u64>, &mut [f32]) -> Result<(), TrainError>,
-) -> Result<(), TrainError> {
-    let mut values = Vec::<f32>::new();
-    for ((index, unit), parts) in rank.layout.units().iter().enumerate().zip(held(stage, kind)) {
-        let first = rank.held(unit).start;
-        for (elems, memory) in parts.into_iter().filter_map(|(elems, memory)| Some((elems, memory?))) {
-            for start in elems.clone().step_by(FILL_ELEMS) {
-                let end = elems.end.min(start + FILL_ELEMS);
-                values.clear();
-                values.resize(end - start, 0.0);
-                source(index, first + start as u64..first + end as u64, &mut values)?;
-                write(rank, memory.slice(start - elems.start..end - elems.start), &values)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Writes the parameters from the master weights and publishes them for the next forward.
-fn publish<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
-    let params = stage.updated();
-    stage.optimizer().write_params(&rank.compute, &whole_slices(&params))?;
-    stage.publish(rank)
 }

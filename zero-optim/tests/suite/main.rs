@@ -6,3 +6,4 @@ mod controller;
 mod deepspeed;
 mod groups;
 mod sharded;
+mod state;

@@ -1,0 +1,285 @@
+//! Checkpoints of an optimizer, through zero-ckpt: the state of all kinds and the progress.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::Value;
+use zero_alloc::device::{AnySlice, DType, Device};
+use zero_ckpt::{CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, StateDtype, Store, View};
+use zero_shard::{Layout, UnitLayout};
+
+use crate::{OptimError, Progress, ShardedAdamW, StateKind, StateRange};
+
+/// The key of the progress in the checkpoint's trainer document.
+const PROGRESS: &str = "progress";
+
+/// Elements of state in host memory at a time while it is loaded: a unit may be larger than all other host memory.
+const CHUNK_ELEMS: usize = 4 << 20;
+
+/// The parameters of one rank and their layout.
+#[derive(Debug)]
+pub struct RankParams<'a, P> {
+    /// The layout that the optimizer's segments were made of.
+    pub layout: &'a Layout,
+    /// The rank.
+    pub rank: u64,
+    /// The slices of each unit, as in [`UnitSlices::param`](crate::UnitSlices::param).
+    pub params: &'a [P],
+}
+
+/// An error of saving or loading an optimizer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The optimizer has no segment for each unit of the layout.
+    #[error("the layout has {units} units, the optimizer {segments}; pass the layout that its segments were made of")]
+    Units {
+        /// Units of the layout.
+        units: usize,
+        /// Units of the optimizer.
+        segments: usize,
+    },
+    /// A segment is not that of its unit in the layout.
+    #[error(
+        "unit {unit}: rank {rank} of the layout owns {expected:?} of {padded_elems} elements, which a segment of \
+         {segment_elems} elements with the own shard {own_shard:?} does not hold; pass the layout and the rank that the \
+         segments were made of"
+    )]
+    Segment {
+        /// The unit.
+        unit: String,
+        /// The rank.
+        rank: u64,
+        /// The range of the unit's flat parameter that the rank owns.
+        expected: Range<u64>,
+        /// Elements of the flat parameter with its padding.
+        padded_elems: u64,
+        /// Elements of the segment.
+        segment_elems: usize,
+        /// This rank's shard, relative to the segment's start.
+        own_shard: Range<usize>,
+    },
+    /// The trainer's value is neither null nor an object without the key `progress`.
+    #[error(
+        "the trainer's value must be null or a JSON object without the key {PROGRESS:?}, which is the optimizer's"
+    )]
+    TrainerValue,
+    /// The checkpoint has no progress of an optimizer, or a damaged one.
+    #[error("{path}: {why}")]
+    Progress {
+        /// The checkpoint.
+        path: String,
+        /// The defect.
+        why: String,
+    },
+    /// The optimizer failed, or the slices do not match its segments.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
+    /// The checkpoint could not be written or read.
+    #[error(transparent)]
+    Ckpt(#[from] CkptError),
+}
+
+impl<D: Device> ShardedAdamW<D> {
+    /// Saves weights, moments and progress through `store`, together with the other ranks, at any stage. `meta` is the same
+    /// on all ranks; its dtype is replaced by that of the parameters. [`SaveMeta::trainer`] is null or a JSON object of the
+    /// caller's, to which the key `progress` is added. Needs host memory for this rank's shard of the state, 12 bytes an
+    /// element. To save in the background, pass [`Self::read_state`] to [`zero_ckpt::BackgroundStore`].
+    ///
+    /// # Errors
+    /// The layout or the slices do not match the segments, the trainer's value is not an object, a stream failed, or the
+    /// error of any rank as [`Store::save`] returns it: a rank that fails sends its error to the others.
+    pub fn save(
+        &mut self,
+        stream: &D::Stream,
+        store: &Store,
+        meta: SaveMeta,
+        own: &RankParams<'_, impl AsRef<[(AnySlice, usize)]>>,
+        exchange: &mut impl Exchange,
+        limit: Duration,
+    ) -> Result<PublishedCheckpoint, CheckpointError> {
+        let mut meta = meta.dtype(self.stored_dtype());
+        let states = self.add_progress(&mut meta.trainer).and_then(|()| self.shard_states(stream, own, limit));
+        let staged = match &states {
+            Ok(states) => stage(store, meta.step, own.layout, own.rank, states),
+            Err(error) => Err(CkptError::Snapshot { message: error.to_string() }),
+        };
+        let published = store.finish(&meta, own.layout, staged, exchange);
+        states.and_then(|_| Ok(published?))
+    }
+
+    /// Loads weights, moments and progress from a checkpoint of any world size, stage and dtype, and enqueues
+    /// [`Self::write_params`]. The loss scale of a checkpoint of another dtype is not taken over. No communication. The
+    /// caller's own part of the trainer's value is in [`Reader::manifest`].
+    ///
+    /// # Errors
+    /// If the layout or the slices do not match the segments, the checkpoint is of another model, or its progress is
+    /// missing, damaged or contradicts the settings, nothing has changed. If a state is missing or damaged, or the stream
+    /// failed, a part of the state may have been overwritten.
+    pub fn load(
+        &mut self,
+        stream: &D::Stream,
+        reader: &Reader,
+        own: &RankParams<'_, impl AsRef<[(AnySlice, usize)]>>,
+        limit: Duration,
+    ) -> Result<(), CheckpointError> {
+        let starts = self.starts(own)?;
+        self.check_count("params", own.params.len())?;
+        for (segment, param) in self.segments().iter().zip(own.params) {
+            self.check_params(segment, param.as_ref())?;
+        }
+        let view = reader.view(own.layout)?;
+        let progress = self.progress_in(reader)?;
+        self.controller.clone().restore(&progress)?;
+        let mut values = Vec::new();
+        for kind in StateKind::ALL {
+            for (unit, (placed, first)) in own.layout.units().iter().zip(&starts).enumerate() {
+                if kind != StateKind::Master && self.is_frozen(unit) {
+                    continue;
+                }
+                let len = self.segments()[unit].len();
+                for start in (0..len).step_by(CHUNK_ELEMS) {
+                    let elems = start..len.min(start + CHUNK_ELEMS);
+                    values.clear();
+                    values.resize(elems.len(), 0.0);
+                    let flat = first + elems.start as u64..first + elems.end as u64;
+                    read_flat(&view, kind, (unit, placed), flat, &mut values)?;
+                    let range = StateRange { kind, unit, elems };
+                    self.write_state(stream, &range, own.params[unit].as_ref(), &values, limit)?;
+                }
+            }
+        }
+        self.restore(&progress)?;
+        Ok(self.write_params(stream, own.params)?)
+    }
+
+    /// The start of each segment in the unit's flat parameter.
+    fn starts<P>(&self, own: &RankParams<'_, P>) -> Result<Vec<u64>, CheckpointError> {
+        let (units, segments) = (own.layout.units(), self.segments());
+        if units.len() != segments.len() {
+            return Err(CheckpointError::Units { units: units.len(), segments: segments.len() });
+        }
+        let start = |(unit, segment): (&UnitLayout, &crate::Segment)| {
+            let (expected, shard) = (unit.shard(own.rank), &segment.own_shard);
+            let start = expected.start.checked_sub(shard.start as u64);
+            let fits = |start: &u64| start + segment.len() as u64 <= unit.padded_elems;
+            let same = shard.len() as u64 == unit.shard_elems && own.rank < own.layout.world_size();
+            start.filter(fits).filter(|_| same).ok_or_else(|| CheckpointError::Segment {
+                unit: unit.name.clone(),
+                rank: own.rank,
+                expected,
+                padded_elems: unit.padded_elems,
+                segment_elems: segment.len(),
+                own_shard: shard.clone(),
+            })
+        };
+        units.iter().zip(segments).map(start).collect()
+    }
+
+    /// This rank's shard storage of each kind, in host memory.
+    fn shard_states(
+        &mut self,
+        stream: &D::Stream,
+        own: &RankParams<'_, impl AsRef<[(AnySlice, usize)]>>,
+        limit: Duration,
+    ) -> Result<[Vec<f32>; 3], CheckpointError> {
+        self.starts(own)?;
+        self.check_count("params", own.params.len())?;
+        let elems = own.layout.shard_elems() as usize;
+        let mut states = [const { Vec::new() }; 3];
+        for (kind, storage) in StateKind::ALL.into_iter().zip(&mut states) {
+            let bytes = 4 * elems as u64;
+            storage.try_reserve_exact(elems).map_err(|_| CkptError::OutOfMemory { bytes })?;
+            storage.resize(elems, 0.0);
+            let mut rest = storage.as_mut_slice();
+            for (unit, param) in own.params.iter().enumerate() {
+                let shard = self.segments()[unit].own_shard.clone();
+                let (now, later) = rest.split_at_mut(shard.len());
+                rest = later;
+                self.read_state(stream, &StateRange { kind, unit, elems: shard }, param.as_ref(), now, limit)?;
+            }
+        }
+        Ok(states)
+    }
+
+    fn stored_dtype(&self) -> StateDtype {
+        match self.param_dtype {
+            DType::Bf16 => StateDtype::BF16,
+            DType::F16 => StateDtype::F16,
+            _ => StateDtype::F32,
+        }
+    }
+
+    /// Adds the progress to the trainer's value.
+    fn add_progress(&self, trainer: &mut Value) -> Result<(), CheckpointError> {
+        if trainer.is_null() {
+            *trainer = Value::Object(serde_json::Map::new());
+        }
+        let progress = serde_json::to_value(self.progress()).map_err(|_| CheckpointError::TrainerValue)?;
+        match trainer.as_object_mut().map(|object| object.insert(PROGRESS.to_owned(), progress)) {
+            Some(None) => Ok(()),
+            _ => Err(CheckpointError::TrainerValue),
+        }
+    }
+
+    /// The progress in a checkpoint. A loss scale is valid for its dtype only, so that of another dtype is replaced.
+    fn progress_in(&self, reader: &Reader) -> Result<Progress, CheckpointError> {
+        let fail = |why| CheckpointError::Progress { path: reader.path().display().to_string(), why };
+        let saved = reader.manifest().trainer.get(PROGRESS);
+        let saved = saved.ok_or_else(|| fail("the checkpoint has no progress of an optimizer".to_owned()))?;
+        let mut progress =
+            Progress::deserialize(saved).map_err(|e| fail(format!("damaged progress of the optimizer: {e}")))?;
+        if reader.manifest().dtype != self.stored_dtype().param_name() {
+            progress.loss_scaler = self.progress().loss_scaler;
+        }
+        Ok(progress)
+    }
+}
+
+/// Stages this rank's file.
+fn stage(
+    store: &Store,
+    step: u64,
+    layout: &Layout,
+    rank: u64,
+    states: &[Vec<f32>; 3],
+) -> Result<zero_ckpt::StagedFile, CkptError> {
+    let mut shard = ShardData::new(layout, rank)?;
+    for (kind, storage) in StateKind::ALL.into_iter().zip(states) {
+        shard.storage_f32(kind.name(), storage)?;
+    }
+    store.stage(step, &shard)
+}
+
+/// Reads a range of a unit's flat parameter, with its padding; `out` is zero.
+fn read_flat(
+    view: &View<'_>,
+    kind: StateKind,
+    (unit, placed): (usize, &UnitLayout),
+    flat: Range<u64>,
+    out: &mut [f32],
+) -> Result<(), CheckpointError> {
+    let pieces = placed.params_in(flat.clone()).map_err(|e| CkptError::BadArgument {
+        what: format!("range of unit {}", placed.name),
+        expected: "one within it".to_owned(),
+        got: e.to_string(),
+    })?;
+    let pieces: Vec<_> = pieces.collect();
+    let Some(first) = pieces.first() else { return Ok(()) };
+    // A checkpoint numbers elements without padding, so the pieces are one range there.
+    let param = &placed.params[first.param];
+    let start = param.global_offset_elems - placed.global_offset_elems + first.in_param.start;
+    let numel: usize = pieces.iter().map(|piece| (piece.in_param.end - piece.in_param.start) as usize).sum();
+    view.read_range(kind.name(), unit, start..start + numel as u64, &mut out[..numel])?;
+    let mut end = numel;
+    for piece in pieces.iter().rev() {
+        let (from, to) = ((piece.in_flat.start - flat.start) as usize, (piece.in_flat.end - flat.start) as usize);
+        let at = end - (to - from);
+        out.copy_within(at..end, from);
+        // Padding, until pieces before this one are copied there.
+        out[at..from].fill(0.0);
+        end = at;
+    }
+    Ok(())
+}
