@@ -28,7 +28,7 @@ fn layout(world: usize) -> Layout {
         UnitSpec::new(name, params.collect::<Vec<_>>())
     };
     let units = [unit("a", &[5, 3, 6]), unit("b", &[7, 0, 2]), unit("c", &[9])];
-    let options = LayoutOptions { shard_align_elems: 2, param_align_elems: 4, ..LayoutOptions::default() };
+    let options = LayoutOptions::default().shard_align_elems(2).param_align_elems(4);
     Layout::with_options(&units, world as u64, options).unwrap()
 }
 

@@ -20,7 +20,8 @@ const CLOSED: [(&str, &str); 6] = [
     ("zero-comm", "Group Link Traffic"),
     (
         "zero-optim",
-        "Decay GroupRun OneCycle ParamGroups RangeTest Segment StepOutcome UnitSlices Warmup WarmupCosine WarmupDecay",
+        "Decay GroupRun OneCycle ParamGroups RangeTest RankParams Segment StateRange StepOutcome UnitSlices Warmup \
+         WarmupCosine WarmupDecay",
     ),
     ("zero-ckpt", "Header ModelSpec StateSpec TensorEntry"),
 ];
