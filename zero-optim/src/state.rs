@@ -136,9 +136,9 @@ impl<D: Device> ShardedAdamW<D> {
         }
         if *kind == StateKind::Master {
             let frozen = self.pieces(*unit).iter().filter(|piece| piece.state.is_none());
-            let in_params = match block {
+            let in_params: Vec<_> = match block {
                 Some(_) => frozen.map(|piece| piece.elems.clone()).collect(),
-                None => vec![0..len],
+                None => std::iter::once(0..len).collect(),
             };
             for (&(slice, at), within) in param.iter().flat_map(|slice| in_params.iter().map(move |r| (slice, r))) {
                 let from = at.max(within.start).max(start);
