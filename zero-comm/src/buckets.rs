@@ -526,9 +526,14 @@ impl<D: Device> Drop for InFlight<D> {
 impl<D: Device> InFlight<D> {
     fn retire(&mut self) -> Result<Option<D::Event>, DeviceError> {
         let Some(mut bucket) = self.bucket.take() else { return Ok(None) };
-        bucket.last_uses.clear();
+        let before = std::mem::take(&mut bucket.last_uses);
         let event = bucket.record_use(&self.shared.comm_stream);
-        let consumed = self.consumers.iter().try_for_each(|consumer| bucket.record_use(consumer).map(drop));
+        if event.is_err() {
+            bucket.last_uses.extend(before);
+        }
+        // All of them, also after an error: none may lose its memory.
+        let consumers = self.consumers.iter().map(|consumer| bucket.record_use(consumer).map(drop));
+        let consumed = consumers.fold(Ok(()), Result::and);
         self.shared.free.lock().push_back(bucket);
         consumed.and(event).map(Some)
     }

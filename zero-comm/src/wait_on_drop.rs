@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{Device, DeviceError, Event, Stream};
+use zero_alloc::device::{Device, Event, Stream};
 
 use crate::Communicator;
 
@@ -35,15 +35,17 @@ impl<D: Device> fmt::Debug for WaitOnDrop<D> {
 
 impl<D: Device> Drop for WaitOnDrop<D> {
     fn drop(&mut self) {
+        // A stream's error may come before the end of its earlier operations, so the point itself is asked. A point that is
+        // done with an error is the end of all that was enqueued before it.
+        let ends = |stream: &D::Stream| {
+            let end = stream.record();
+            end.is_ok_and(|end| end.synchronize(self.limit).is_ok() || end.is_done().unwrap_or(true))
+        };
         for stream in &self.streams {
-            // A stream that refuses an event is closed: it runs nothing.
-            let Ok(end) = stream.record() else { continue };
-            // After another error than a timeout a stream runs nothing that was enqueued before the event.
-            let runs = || matches!(end.synchronize(self.limit), Err(DeviceError::TimedOut { .. }));
-            if runs() {
+            if !ends(stream) {
                 let (name, limit) = (stream.name(), self.limit);
                 self.comm.abort(&format!("stream {name} did not end within {limit:?}"));
-                if runs() {
+                if !ends(stream) {
                     eprintln!(
                         "zero-comm: stream {name} did not end within {limit:?} of the abort of its communicator; the process ends, because the stream still uses memory that would be freed"
                     );

@@ -10,6 +10,8 @@ mod controller;
 mod device_steps;
 mod error;
 mod groups;
+#[doc = include_str!("../GUIDE.md")]
+pub mod guide {}
 mod loss_scale;
 mod schedule;
 mod segments;

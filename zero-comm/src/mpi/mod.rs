@@ -84,7 +84,7 @@ impl MpiWorld {
 impl Drop for MpiWorld {
     fn drop(&mut self) {
         let universe = self.universe.take();
-        if self.world.failure().is_some() {
+        if self.world.poll().is_some() {
             // Finalizing would wait for the lost process.
             std::mem::forget(universe);
         } else {
@@ -150,6 +150,8 @@ unsafe impl Communicator<HostDevice> for MpiComm {
         // the greatest context that this process knows.
         const WORDS: usize = 4;
         let n = self.world_size();
+        // Until the new context is known here: a split of another communicator would take the same one.
+        let _one_at_a_time = self.world.splitting.lock();
         let mut enqueued = self.enqueued.lock();
         let known = u64::from(self.world.contexts.load(Ordering::Relaxed));
         let mut own = [u64::from(color.is_some()), color.unwrap_or(0), key, known];

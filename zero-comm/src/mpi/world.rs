@@ -29,6 +29,8 @@ pub(super) struct World {
     waits: Mutex<Waits>,
     /// The greatest context that this process knows.
     pub(super) contexts: AtomicU32,
+    /// Held by a split.
+    pub(super) splitting: Mutex<()>,
 }
 
 /// The reason why a wait for transfers ended early.
@@ -46,7 +48,7 @@ pub(super) enum Interrupt {
 impl World {
     pub(super) fn new(raw: Raw, limit: Duration) -> Self {
         let (failure, left, waits) = <_>::default();
-        Self { raw, limit, failure, left, waits, contexts: AtomicU32::new(0) }
+        Self { raw, limit, failure, left, waits, contexts: AtomicU32::new(0), splitting: Mutex::default() }
     }
 
     pub(super) fn failure(&self) -> Option<CommError> {

@@ -186,6 +186,7 @@ impl Shared {
     }
 
     /// The number of collectives of `context` in flight.
+    #[cfg(any(test, feature = "testing"))]
     pub(super) fn under_way(&self, context: Context) -> usize {
         self.state.lock().open.get(&context).map_or(0, |open| open.operations.len())
     }

@@ -163,6 +163,8 @@ pub struct Prefetcher<D: Device> {
     order: Option<Vec<usize>>,
     /// The uses of this step so far.
     used: Vec<usize>,
+    /// A step was started and its start has not succeeded.
+    starting: bool,
     report: PrefetchReport,
 }
 
@@ -184,7 +186,7 @@ impl<D: Device> Prefetcher<D> {
     ) -> Self {
         let (live, ready) = (Arc::default(), HashMap::new());
         let (order, used, report) = (None, Vec::new(), PrefetchReport::default());
-        Self { pool, comm, compute, comm_stream, shards, options, live, ready, order, used, report }
+        Self { pool, comm, compute, comm_stream, shards, options, live, ready, order, used, starting: false, report }
     }
 
     /// Sets the expected order: the units of one step in order of use (forward, then backward, for each micro-batch).
@@ -237,16 +239,20 @@ impl<D: Device> Prefetcher<D> {
     }
 
     fn begin_step(&mut self) -> Result<(), PrefetchError> {
-        self.ready.clear();
-        self.used.clear();
-        self.report = PrefetchReport::default();
-        self.report.order = if self.order.is_some() { OrderCheck::Followed } else { OrderCheck::Recorded };
-        let mut live = self.live.lock();
-        live.step += 1;
-        live.peak_elems = live.elems;
-        drop(live);
+        // A start that failed may have gathered units, which other ranks count: the next start goes on with them.
+        if !std::mem::replace(&mut self.starting, true) {
+            self.ready.clear();
+            self.used.clear();
+            self.report = PrefetchReport::default();
+            self.report.order = if self.order.is_some() { OrderCheck::Followed } else { OrderCheck::Recorded };
+            let mut live = self.live.lock();
+            live.step += 1;
+            live.peak_elems = live.elems;
+        }
         self.comm_stream.wait(&self.compute.record()?)?;
-        self.gather_ahead()
+        self.gather_ahead()?;
+        self.starting = false;
+        Ok(())
     }
 
     fn unshard(&mut self, unit: usize) -> Result<Unsharded<D>, PrefetchError> {
@@ -259,6 +265,15 @@ impl<D: Device> Prefetcher<D> {
             self.order_changed(expected, Some(unit));
         }
         self.used.push(unit);
+        let unsharded = self.take(unit, elems);
+        if unsharded.is_err() {
+            // The use can be tried again, with the gathers of other ranks.
+            self.used.pop();
+        }
+        unsharded
+    }
+
+    fn take(&mut self, unit: usize, elems: usize) -> Result<Unsharded<D>, PrefetchError> {
         let mut unsharded = match self.ready.remove(&unit) {
             Some(unsharded) => {
                 let in_flight = unsharded.is_in_flight();
@@ -278,7 +293,11 @@ impl<D: Device> Prefetcher<D> {
             unsharded.wait_on(&self.compute)?;
         }
         unsharded.lease.set_held(true);
-        self.gather_ahead()?;
+        if let Err(error) = self.gather_ahead() {
+            unsharded.lease.set_held(false);
+            self.ready.insert(unit, unsharded);
+            return Err(error);
+        }
         Ok(unsharded)
     }
 
@@ -320,6 +339,9 @@ impl<D: Device> Prefetcher<D> {
 
     fn drop_in_flight(&mut self) {
         let before = self.ready.len();
+        // The gather reads this rank's shard, which compute may write next.
+        let gathers = self.ready.values().filter(|unit| unit.is_in_flight());
+        gathers.for_each(|unit| unit.hold_writers(&self.compute));
         self.ready.retain(|_, unit| !unit.is_in_flight());
         self.report.wasted += before - self.ready.len();
     }

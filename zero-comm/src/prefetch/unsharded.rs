@@ -72,6 +72,12 @@ impl<D: Device> Unsharded<D> {
         Ok(())
     }
 
+    /// Makes `stream` wait for the gather, so that it can then write the shard.
+    pub(super) fn hold_writers(&self, stream: &D::Stream) {
+        // A stream that refuses the wait is closed, and writes nothing.
+        let _closed = stream.wait(&self.gathered);
+    }
+
     /// Whether no stream has used it yet.
     pub(super) fn is_in_flight(&self) -> bool {
         self.user.is_none()
