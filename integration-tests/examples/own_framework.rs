@@ -10,7 +10,7 @@ use zero_ckpt::{ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
 use zero_comm::threads::{ThreadsComm, World};
 use zero_comm::{BucketOptions, Buckets, CommOptions, Communicator, SumInto};
 use zero_kernels::host::HostKernels;
-use zero_optim::{Divisor, GroupRules, GroupRun, OptimizerConfig, ParamGroups, RankParams, Segment, ShardedAdamW};
+use zero_optim::{Divisor, GroupRules, OptimizerConfig, ParamGroups, RankParams, Segment, ShardedAdamW};
 use zero_optim::{StepInputs, UnitSlices};
 use zero_shard::{Layout, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
 
@@ -84,19 +84,14 @@ fn train(comm: ThreadsComm, dir: &Path, steps: std::ops::Range<u64>) -> Result<V
     let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options)?;
     let exchange = |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
 
-    // Biases have no weight decay. Runs tile this rank's shards; padding goes with what precedes it.
+    // Biases have no weight decay. Each layer has a weight and a bias.
     let rules = vec![GroupRules::default(), GroupRules::default().weight_decay(0.0)];
-    let mut runs: Vec<GroupRun> = Vec::new();
-    for piece in layout.rank_pieces(id)? {
-        let start = if runs.is_empty() { 0 } else { piece.in_storage.start as usize };
-        runs.last_mut().into_iter().for_each(|run| run.elems.end = start);
-        runs.push(GroupRun { elems: start..layout.shard_elems() as usize, group: piece.id.param });
-    }
+    let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
     let mut config = OptimizerConfig::default().lr(0.02);
     config.hyper.weight_decay = 0.01;
     let segments = units.iter().map(|u| Segment::shard(&u.name, range(u.shard_range()))).collect();
-    let (groups, dtype) = (ParamGroups { rules, runs }, DType::Bf16);
-    let mut optim = ShardedAdamW::with_groups(&pool, kernels.clone(), &compute, config, dtype, segments, &groups)?;
+    let mut optim =
+        ShardedAdamW::with_groups(&pool, kernels.clone(), &compute, config, DType::Bf16, segments, &groups)?;
     optim.init_masters(&compute, &own)?;
 
     let rank_params = RankParams { layout: &layout, rank: id, params: &own };
