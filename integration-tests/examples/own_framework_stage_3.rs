@@ -62,7 +62,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options)?;
     let exchange = |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
     let rules = vec![GroupRules::default(), GroupRules::default().weight_decay(0.0)]; // of weights, of biases
-    let groups = { let _ = rules; ParamGroups::default() };
+    let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
     let config = OptimizerConfig::default().lr(0.02);
     let segments = units.iter().map(|u| Segment::shard(&u.name, range(u.shard_range()))).collect();
     let mut optim =
@@ -107,7 +107,10 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     }
 
     // glue: the checkpoint
-    let (meta, store) = (SaveMeta::default().step(steps.end).stage(ZeroStage::Three), Store::create(dir, id, StoreOptions::default())?);
+    let (meta, store) = (
+        SaveMeta::default().step(steps.end).stage(ZeroStage::Three),
+        Store::create(dir, id, StoreOptions::default())?,
+    );
     optim.save(&compute, &store, meta, &own_params, &mut ExchangeFn::new(id, exchange), LIMIT)?;
     // end of glue
     Ok(losses)

@@ -147,6 +147,12 @@ pub(crate) struct Resolved {
 }
 
 impl ParamGroups {
+    /// Groups with these rules. The runs are ranges of the elements with positions in `rules`, such as those of
+    /// `zero_shard::Layout::group_runs`.
+    pub fn new(rules: Vec<GroupRules>, runs: impl IntoIterator<Item = (Range<usize>, usize)>) -> Self {
+        Self { rules, runs: runs.into_iter().map(|(elems, group)| GroupRun { elems, group }).collect() }
+    }
+
     /// The number of distinct sets of learning rate and betas, the optimizer's own included: the factor of
     /// [`DeviceStepConfig::bytes`](crate::DeviceStepConfig::bytes).
     pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {

@@ -52,6 +52,5 @@ pub use memory::StateBytes;
 pub use persist::{PersistentSplit, split_persistent};
 pub use reshard::{Extent, Move, Sources, reshard, reshard_rank};
 pub use stage::{Widths, ZeroStage};
-pub use subgroup::{GroupRun, ParamGroups};
 pub use topology::{Grid, GridLayout, GridTraffic, Routing, Sharding};
 pub use traffic::StepTraffic;

@@ -1,73 +1,62 @@
-//! Parts of a rank's shard storage for the optimizer: sub-groups and parameter groups.
+//! Parts of a storage for the optimizer: sub-groups and parameter groups.
 //!
 //! The optimizer updates, or an offload tier loads, one sub-group at a time. Sub-groups are cut by elements, not by
 //! parameters (the optimizer is element-wise), so the size of a buffer does not depend on the largest parameter.
+//!
+//! Parameters with the same optimizer settings, such as weight decay, are a group. Groups do not change the layout, so each
+//! is distributed over all ranks.
 
 use std::ops::Range;
 
-use crate::{Layout, ParamId, ParamPlacement, ShardError};
-
-/// A contiguous range of a rank's shard storage whose parameters are all in one group.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub struct GroupRun {
-    /// The group.
-    pub group: usize,
-    /// Its range in the rank's shard storage.
-    pub in_storage: Range<u64>,
-}
-
-/// Groups of parameters with the same optimizer settings, such as weight decay. They do not change the layout, so
-/// each group is distributed over all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub struct ParamGroups {
-    /// The group of each parameter, by unit.
-    groups: Vec<Vec<usize>>,
-}
-
-impl ParamGroups {
-    /// Assigns every parameter to the group that `group_of` returns.
-    pub fn new(layout: &Layout, mut group_of: impl FnMut(ParamId, &ParamPlacement) -> usize) -> Self {
-        let units = layout.units.iter().enumerate().map(|(unit, placed)| {
-            let params = placed.params.iter().enumerate();
-            params.map(|(param, p)| group_of(ParamId { unit, param }, p)).collect()
-        });
-        Self { groups: units.collect() }
-    }
-
-    /// The group of a parameter; `None` if there is no such parameter.
-    pub fn group(&self, id: ParamId) -> Option<usize> {
-        self.groups.get(id.unit)?.get(id.param).copied()
-    }
-
-    /// Number of groups: one more than the greatest index.
-    pub fn count(&self) -> usize {
-        self.groups.iter().flatten().max().map_or(0, |&group| group.saturating_add(1))
-    }
-
-    /// The runs of `rank`'s shard storage, ascending; consecutive parameters of one group are one run. Padding
-    /// between two parameters of a run belongs to it; other padding belongs to no run.
-    ///
-    /// # Errors
-    /// There is no such rank, or the groups belong to another layout.
-    pub fn runs(&self, layout: &Layout, rank: u64) -> Result<Vec<GroupRun>, ShardError> {
-        let mut runs: Vec<GroupRun> = Vec::new();
-        for piece in layout.rank_pieces(rank)? {
-            let unknown = || ShardError::UnknownParam {
-                name: layout.param(piece.id).map_or_else(String::new, |p| p.name.clone()),
-            };
-            let group = self.group(piece.id).ok_or_else(unknown)?;
-            match runs.last_mut().filter(|run| run.group == group) {
-                Some(run) => run.in_storage.end = piece.in_storage.end,
-                None => runs.push(GroupRun { group, in_storage: piece.in_storage }),
-            }
-        }
-        Ok(runs)
-    }
-}
+use crate::{Layout, ParamId, ShardError, UnitLayout};
 
 impl Layout {
+    /// The groups in `rank`'s shard storage, where `group_of` returns the group of a parameter: ranges of the storage,
+    /// ascending and without gaps, each with its group; neighbours have different groups. Padding is in the group of the
+    /// parameter before it in its unit, so that a unit with one group has it on all ranks.
+    ///
+    /// # Errors
+    /// There is no such rank.
+    pub fn group_runs(
+        &self,
+        rank: u64,
+        group_of: impl FnMut(ParamId) -> usize,
+    ) -> Result<Vec<(Range<usize>, usize)>, ShardError> {
+        self.check_rank(rank)?;
+        Ok(self.runs(|unit| unit.shard(rank), group_of))
+    }
+
+    /// As [`Layout::group_runs`], in the whole storage.
+    pub fn whole_group_runs(&self, group_of: impl FnMut(ParamId) -> usize) -> Vec<(Range<usize>, usize)> {
+        self.runs(|unit| 0..unit.padded_elems, group_of)
+    }
+
+    /// The groups in a storage of the range `held` of each unit's flat parameter.
+    fn runs(
+        &self,
+        held: impl Fn(&UnitLayout) -> Range<u64>,
+        mut group_of: impl FnMut(ParamId) -> usize,
+    ) -> Vec<(Range<usize>, usize)> {
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
+        for (unit, placed) in self.units.iter().enumerate() {
+            let held = held(placed);
+            let mut params = placed.params.iter().enumerate().filter(|(_, p)| p.numel_elems > 0).peekable();
+            while let Some((param, p)) = params.next() {
+                let end = params.peek().map_or(placed.padded_elems, |(_, next)| next.offset_elems);
+                let len = end.min(held.end).saturating_sub(p.offset_elems.max(held.start)) as usize;
+                if len == 0 {
+                    continue;
+                }
+                let (start, group) = (runs.last().map_or(0, |(run, _)| run.end), group_of(ParamId { unit, param }));
+                match runs.last_mut().filter(|(_, last)| *last == group) {
+                    Some((run, _)) => run.end += len,
+                    None => runs.push((start..start + len, group)),
+                }
+            }
+        }
+        runs
+    }
+
     /// Cuts a rank's shard storage into as few sub-groups of at most `capacity_elems` elements as possible; the cut
     /// is the same on every rank. Each sub-group is a multiple of the alignment, and their lengths differ by at most
     /// one alignment. A capacity below the alignment counts as the alignment.

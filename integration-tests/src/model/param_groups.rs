@@ -6,11 +6,10 @@
 //! no optimizer state, but its gradient is still computed, stored and reduced. Neither kind counts in the gradient norm.
 
 use std::fmt;
-use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
-use zero_optim::{GroupRules, GroupRun, ParamGroups};
-use zero_shard::{Layout, StateBytes, Widths, ZeroStage};
+use zero_optim::{GroupRules, OptimizerConfig, ParamGroups};
+use zero_shard::{Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, ZeroStage};
 
 use crate::error::TrainError;
 
@@ -149,33 +148,21 @@ impl GroupSettings {
     /// A rule is out of range, no tensor is in a group, or no tensor is trained.
     pub fn resolve(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
         let (mut rules, mut matched) = (Vec::new(), vec![false; self.groups.len()]);
-        let units: Vec<Vec<(Range<u64>, usize)>> = layout
-            .units()
-            .iter()
-            .map(|unit| {
-                let mut ranges: Vec<(Range<u64>, usize)> = Vec::new();
-                for param in &unit.params {
-                    let group = self.groups.iter().position(|group| group.matches(&param.name, param.shape.len()));
-                    let mut own = group.map_or_else(GroupRules::default, |group| {
-                        matched[group] = true;
-                        self.groups[group].rules()
-                    });
-                    if self.no_decay_1d && param.shape.len() < 2 {
-                        own.weight_decay.get_or_insert(0.0);
-                    }
-                    let place = rules.iter().position(|other| *other == own).unwrap_or_else(|| {
-                        rules.push(own);
-                        rules.len() - 1
-                    });
-                    // Padding has the rules of the tensor before it.
-                    if let Some((range, _)) = ranges.last_mut() {
-                        range.end = param.offset_elems;
-                    }
-                    ranges.push((if ranges.is_empty() { 0 } else { param.offset_elems }..unit.padded_elems, place));
-                }
-                ranges
+        let mut place_of = |param: &ParamPlacement| {
+            let group = self.groups.iter().position(|group| group.matches(&param.name, param.shape.len()));
+            let mut own = group.map_or_else(GroupRules::default, |group| {
+                matched[group] = true;
+                self.groups[group].rules()
+            });
+            if self.no_decay_1d && param.shape.len() < 2 {
+                own.weight_decay.get_or_insert(0.0);
+            }
+            rules.iter().position(|other| *other == own).unwrap_or_else(|| {
+                rules.push(own);
+                rules.len() - 1
             })
-            .collect();
+        };
+        let units = layout.units().iter().map(|unit| unit.params.iter().map(&mut place_of).collect()).collect();
         if let Some(group) = matched.iter().position(|matched| !matched) {
             return Err(TrainError::Usage(format!(
                 "param_groups[{group}] ({}): no tensor of the model meets its conditions, or all are in earlier groups; \
@@ -210,36 +197,32 @@ impl fmt::Display for GroupSettings {
 #[derive(Clone, Debug)]
 pub struct ModelGroups {
     rules: Vec<GroupRules>,
-    /// For each unit the ranges of its padded flat parameter, in order, with the positions of their rules.
-    units: Vec<Vec<(Range<u64>, usize)>>,
+    /// For each unit the positions of its tensors' rules.
+    units: Vec<Vec<usize>>,
 }
 
 impl ModelGroups {
     /// Whether all tensors of the unit are frozen.
     pub fn is_frozen(&self, unit: usize) -> bool {
-        self.units[unit].iter().all(|(_, rules)| !self.rules[*rules].trainable)
+        self.units[unit].iter().all(|rules| !self.rules[*rules].trainable)
     }
 
-    /// The groups of a storage that holds the range `held` of each unit's flat parameter.
-    pub fn of(&self, held: impl Iterator<Item = Range<u64>>) -> ParamGroups {
-        let (mut runs, mut end) = (Vec::new(), 0);
-        for (unit, held) in self.units.iter().zip(held) {
-            for (range, group) in unit {
-                let (from, to) = (range.start.max(held.start), range.end.min(held.end));
-                if from < to {
-                    let start = end;
-                    end += (to - from) as usize;
-                    runs.push(GroupRun { elems: start..end, group: *group });
-                }
-            }
-        }
-        ParamGroups { rules: self.rules.clone(), runs }
+    /// The number of distinct sets of learning rate and betas, the optimizer's own included.
+    pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {
+        ParamGroups::new(self.rules.clone(), []).rate_sets(config)
     }
 
-    /// Elements of `held` of unit `unit` that are trained.
-    fn trained_elems(&self, unit: usize, held: &Range<u64>) -> u64 {
-        let trained = self.units[unit].iter().filter(|(_, rules)| self.rules[*rules].trainable);
-        trained.map(|(range, _)| range.end.min(held.end).saturating_sub(range.start.max(held.start))).sum()
+    /// The groups of the shard storage of `rank`, or of the whole storage.
+    ///
+    /// # Errors
+    /// There is no such rank.
+    pub fn of(&self, layout: &Layout, rank: Option<u64>) -> Result<ParamGroups, ShardError> {
+        let group_of = |id: ParamId| self.units[id.unit][id.param];
+        let runs = match rank {
+            Some(rank) => layout.group_runs(rank, group_of)?,
+            None => layout.whole_group_runs(group_of),
+        };
+        Ok(ParamGroups::new(self.rules.clone(), runs))
     }
 
     /// The state of the rank that holds the most: [`Layout::state_bytes`] without gradients of frozen units and optimizer
@@ -251,17 +234,18 @@ impl ModelGroups {
         }
         let units = || layout.units().iter().enumerate().filter(|(i, _)| !self.is_frozen(*i));
         let grads = units().map(|(_, u)| if stage.shards_grads() { u.shard_elems } else { u.padded_elems });
-        let held = |rank| -> u64 {
-            let of_rank = |unit: &zero_shard::UnitLayout| match stage.shards_optimizer() {
-                true => unit.shard(rank),
-                false => 0..unit.padded_elems,
-            };
-            units().map(|(i, unit)| self.trained_elems(i, &of_rank(unit))).sum()
+        let held = |rank: Option<u64>| -> Option<u64> {
+            let ParamGroups { rules, runs } = self.of(layout, rank).ok()?;
+            let trained = runs.iter().filter(|run| rules[run.group].trainable);
+            Some(trained.map(|run| run.elems.len() as u64).sum())
         };
-        let ranks = if stage.shards_optimizer() { layout.world_size() } else { 1 };
+        let most = match stage.shards_optimizer() {
+            true => (0..layout.world_size()).map(|rank| held(Some(rank))).max().flatten().unwrap_or(0),
+            false => held(None)?,
+        };
         Some(StateBytes {
             grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
-            optimizer_bytes: (0..ranks).map(held).max().unwrap_or(0).checked_mul(widths.optimizer_bytes)?,
+            optimizer_bytes: most.checked_mul(widths.optimizer_bytes)?,
             ..all
         })
     }
@@ -320,7 +304,7 @@ mod tests {
         let layout = layout(3);
         let groups = settings.resolve(&layout).unwrap();
         for rank in 0..3 {
-            let runs = groups.of(layout.units().iter().map(|unit| unit.shard(rank))).runs;
+            let runs = groups.of(&layout, Some(rank)).unwrap().runs;
             assert_eq!(runs.last().unwrap().elems.end as u64, layout.shard_elems());
             assert!(runs.windows(2).all(|two| two[0].elems.end == two[1].elems.start));
         }

@@ -37,7 +37,7 @@ impl RankBytes {
         let upcast = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<u64>();
         let upcast = if settings.dtype == DType::F32 { 0 } else { passes.iter().map(upcast).max().unwrap_or(0) };
         let scratch = slots.iter().map(|&elems| elems as u64).sum::<u64>().checked_add(upcast)?;
-        let rate_sets = groups.of(std::iter::empty()).rate_sets(&settings.optimizer);
+        let rate_sets = groups.rate_sets(&settings.optimizer);
         let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
         let buckets = (settings.bucket_capacity_elems as u64).max(layout.world_size());
         let gathered = if settings.stage.shards_params() { gathered_elems(settings, layout, passes) } else { 0 };

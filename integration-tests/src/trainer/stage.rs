@@ -190,7 +190,7 @@ pub(super) fn sharded_optimizer<D: Device>(rank: &Rank<D>) -> Result<ShardedAdam
 /// The optimizer over `segments`.
 pub(super) fn optimizer<D: Device>(rank: &Rank<D>, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, TrainError> {
     let Rank { pool, kernels, compute, settings, .. } = rank;
-    let (config, groups) =
-        (settings.optimizer.clone(), rank.groups.of(rank.layout.units().iter().map(|u| rank.held(u))));
+    let shards_of = settings.stage.shards_optimizer().then_some(rank.comm.rank() as u64);
+    let (config, groups) = (settings.optimizer.clone(), rank.groups.of(&rank.layout, shards_of)?);
     Ok(ShardedAdamW::with_groups(pool, kernels.clone(), compute, config, settings.dtype, segments, &groups)?)
 }

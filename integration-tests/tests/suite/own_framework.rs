@@ -51,8 +51,10 @@ fn glue(program: &str) -> [usize; 2] {
 /// The numbers that zero-optim's guide gives.
 #[test]
 fn glue_is_short() {
-    let [two, three] =
-        [include_str!("../../examples/own_framework/main.rs"), include_str!("../../examples/own_framework_stage_3.rs")];
+    let [two, three] = [
+        include_str!("../../examples/own_framework/main.rs"),
+        include_str!("../../examples/own_framework_stage_3.rs"),
+    ];
     assert_eq!([glue(two), glue(three)], [[46, 1], [51, 1]]);
     assert!([two, three].iter().all(|program| program.lines().count() <= 150));
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 const CLOSED: [(&str, &str); 6] = [
     (
         "zero-shard",
-        "BucketPiece ElemLocation Extent GroupRun LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
+        "BucketPiece ElemLocation Extent LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
          StateBytes StoredPiece Tie Tier TransformerShape UnitSpec Widths ZeroStage",
     ),
     ("zero-alloc", "Search SpinPolicy"),

@@ -1,9 +1,11 @@
 //! Sub-groups, parameter groups, persistent parameters and two-dimensional topologies.
 
+use std::ops::Range;
+
 use crate::support::{cases, huge_layout, laid_out, small_layout, small_units};
 use proptest::prelude::*;
 use zero_shard::{
-    Grid, GridLayout, Layout, LayoutOptions, ParamGroups, ParamSpec, Routing, ShardError, Sharding, UnitSpec, Widths,
+    Grid, GridLayout, Layout, LayoutOptions, ParamId, ParamSpec, Routing, ShardError, Sharding, UnitSpec, Widths,
     ZeroStage, split_persistent,
 };
 
@@ -39,18 +41,35 @@ proptest! {
         sub_groups_cut(&layout, u64::MAX);
     }
 
-    /// Runs are ascending and contain the group of every element.
+    /// Runs tile both storages. Elements are in their parameter's group, padding in that of the parameter before it.
     #[test]
-    fn group_runs_name_every_element(layout in small_layout(), mask in any::<u64>()) {
-        let groups = ParamGroups::new(&layout, |id, _| (mask >> ((id.unit * 5 + id.param) % 64)) as usize & 1);
-        prop_assert!(groups.count() <= 2);
+    fn group_runs_tile_the_storages(layout in small_layout(), mask in any::<u64>()) {
+        let group_of = |id: ParamId| (mask >> ((id.unit * 5 + id.param) % 64)) as usize & 1;
+        let tiled = |runs: &[(Range<usize>, usize)], elems: u64| {
+            runs.windows(2).all(|two| two[0].0.end == two[1].0.start && two[0].1 != two[1].1)
+                && runs.iter().all(|(run, _)| !run.is_empty())
+                && runs.first().map_or(0, |(run, _)| run.start) == 0
+                && runs.last().map_or(0, |(run, _)| run.end) as u64 == elems
+        };
+        let group_at = |runs: &[(Range<usize>, usize)], at: u64| {
+            runs.iter().find(|(run, _)| run.contains(&(at as usize))).map(|(_, group)| *group)
+        };
+        let whole = layout.whole_group_runs(group_of);
+        prop_assert!(tiled(&whole, layout.padded_elems()));
+        for (unit, placed) in layout.units().iter().enumerate() {
+            for flat in 0..placed.padded_elems {
+                let before = placed.params.iter().rposition(|p| p.numel_elems > 0 && p.offset_elems <= flat);
+                let group = before.map(|param| group_of(ParamId { unit, param }));
+                prop_assert_eq!(group_at(&whole, placed.whole_offset_elems + flat), group);
+            }
+        }
         for rank in 0..layout.world_size() {
-            let runs = groups.runs(&layout, rank).unwrap();
-            prop_assert!(runs.windows(2).all(|p| p[0].in_storage.end <= p[1].in_storage.start && p[0].group != p[1].group));
-            for at in 0..layout.shard_elems() {
-                let group = runs.iter().find(|run| run.in_storage.contains(&at)).map(|run| run.group);
-                if let Some(elem) = layout.global_at(rank, at) {
-                    prop_assert_eq!(group, groups.group(layout.locate_elem(elem).unwrap().id));
+            let runs = layout.group_runs(rank, group_of).unwrap();
+            prop_assert!(tiled(&runs, layout.shard_elems()));
+            for (unit, placed) in layout.units().iter().enumerate() {
+                let in_whole = layout.own_in_whole(unit, rank).unwrap();
+                for (i, at) in in_whole.enumerate() {
+                    prop_assert_eq!(group_at(&runs, placed.shard_offset_elems + i as u64), group_at(&whole, at));
                 }
             }
         }
@@ -189,10 +208,7 @@ fn each_wrong_part_has_its_error() {
     let far = Layout::new(&[], 4, u64::MAX).unwrap();
     assert_eq!(far.regroup(2).err(), Some(ShardError::TooLarge { what: "an alignment".into() }));
     assert_eq!(split_persistent(&units, "u", 1, 1).err(), Some(ShardError::DuplicateName { name: "u".into() }));
-    let groups = ParamGroups::new(&Layout::new(&[], 6, 1).unwrap(), |_, _| 0);
-    assert_eq!(groups.count(), 0);
-    assert_eq!(groups.runs(&layout, 0), Err(ShardError::UnknownParam { name: "p".into() }));
-    assert_eq!(groups.runs(&layout, 6), Err(ShardError::UnknownRank { rank: 6, world_size: 6 }));
+    assert_eq!(layout.group_runs(6, |_| 0), Err(ShardError::UnknownRank { rank: 6, world_size: 6 }));
     let huge = [UnitSpec::new("u", [ParamSpec::new("p", [u64::MAX / 64])])];
     let grid = Grid::new(4, 2).unwrap();
     for sharding in [Sharding::Flat, Sharding::Secondary, Sharding::Replicated] {
