@@ -1,7 +1,7 @@
 //! Unit prefetch: values, order, limit and memory.
 
 use crate::common::{Comm, LIMIT, Random, Streams, copy, delay, on_ranks, view};
-use zero_alloc::device::{AnySlice, DeviceError};
+use zero_alloc::device::{AnySlice, DType, DeviceError};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
 use zero_comm::{CommError, CommOptions, OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher};
@@ -215,6 +215,47 @@ fn failed_gather_leaves_nothing_live() {
             "{closed}"
         );
         assert_eq!((prefetch.live_elems(), pool.report().total.live_bytes), (0, 0));
+    });
+}
+
+/// Memory is short on one rank. What it tries again are the gathers that the other rank has made.
+#[test]
+fn failed_prefetch_can_be_tried_again() {
+    const LEN: usize = 1024;
+    const UNIT: usize = 2 * LEN;
+    on_ranks(2, CommOptions::default(), |comm, streams| {
+        let pool = Pool::new(HostDevice::new(), 8 * UNIT * 4);
+        let value = |unit: usize, rank: usize| (10 * unit + rank) as f32;
+        let mut shards = [0, 1, 2, 3].map(|unit| vec![value(unit, comm.rank()); LEN]);
+        let views = shards.iter_mut().map(|shard| view(shard)).collect();
+        let mut prefetch = prefetcher(&comm, streams, &pool, views, PrefetchOptions::default().ahead(2));
+        prefetch.expect_order(vec![0, 1, 2, 3]).unwrap();
+        let is_short = comm.rank() == 1;
+        let fill = |units: usize| {
+            let others = || pool.allocate(units * UNIT, DType::F32, Purpose::Workspace, &streams.comm).unwrap();
+            is_short.then(others)
+        };
+        let full = |error: Option<PrefetchError>| matches!(error, Some(PrefetchError::Alloc(_)));
+
+        // Room for the first of two units.
+        if let Some(others) = fill(7) {
+            assert!(full(prefetch.step().err()));
+            drop(others);
+        }
+        let mut running = prefetch.step().unwrap();
+        // Two units are gathered; no room for the third.
+        if let Some(others) = fill(6) {
+            assert!(full(running.unshard(0).err()));
+            drop(others);
+        }
+        for unit in 0..4 {
+            let unsharded = running.unshard(unit).unwrap();
+            let values = unsharded.read(LIMIT, |values: &[f32]| values.to_vec()).unwrap();
+            running.reshard(unsharded);
+            assert_eq!(values, [vec![value(unit, 0); LEN], vec![value(unit, 1); LEN]].concat(), "unit {unit}");
+        }
+        assert_eq!(running.end().order, OrderCheck::Followed);
+        streams.synchronize();
     });
 }
 

@@ -8,6 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use zero_alloc::device::Device;
+#[cfg(feature = "cuda")]
+use zero_alloc::device::{DeviceError, Stream};
 use zero_alloc::host::HostDevice;
 use zero_comm::{CommOptions, Communicator, Solo, WaitOnDrop};
 
@@ -76,4 +78,27 @@ fn endless_work_ends_the_process() {
     let output = child.args([test, "--exact", "--nocapture"]).env(CHILD, "1").output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("stream endless did not end within 10ms"), "{text}");
+}
+
+/// The error of a stream comes before the end of its earlier work, which ends only when its communicator is aborted.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_poisoned_stream_is_waited_for() {
+    let device = zero_alloc::cuda::CudaDevice::open(0).unwrap();
+    let stream = device.create_stream("compute").unwrap();
+    let comm: Arc<dyn Communicator<_>> = Arc::new(Solo::new(device));
+    let ended = Arc::new(AtomicBool::new(false));
+    let (end, aborted) = (Arc::clone(&ended), Arc::downgrade(&comm));
+    let work = move || {
+        while aborted.upgrade().is_some_and(|comm| comm.failure().is_none()) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        end.store(true, Ordering::SeqCst);
+        Ok(())
+    };
+    stream.enqueue_host("work", work).unwrap();
+    stream.poison(DeviceError::Closed { stream: "on purpose".to_owned() });
+    drop(WaitOnDrop::new(comm.clone(), [stream], Duration::from_secs(3)));
+    assert!(ended.load(Ordering::SeqCst));
 }
