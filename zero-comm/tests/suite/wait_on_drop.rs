@@ -90,7 +90,9 @@ fn cuda_poisoned_stream_is_waited_for() {
     let comm: Arc<dyn Communicator<_>> = Arc::new(Solo::new(device));
     let ended = Arc::new(AtomicBool::new(false));
     let (end, aborted) = (Arc::clone(&ended), Arc::downgrade(&comm));
+    let (begin, begun) = std::sync::mpsc::channel();
     let work = move || {
+        let _receiver = begin.send(());
         while aborted.upgrade().is_some_and(|comm| comm.failure().is_none()) {
             thread::sleep(Duration::from_millis(1));
         }
@@ -98,6 +100,7 @@ fn cuda_poisoned_stream_is_waited_for() {
         Ok(())
     };
     stream.enqueue_host("work", work).unwrap();
+    begun.recv_timeout(LIMIT).unwrap();
     stream.poison(DeviceError::Closed { stream: "on purpose".to_owned() });
     drop(WaitOnDrop::new(comm.clone(), [stream], Duration::from_secs(3)));
     assert!(ended.load(Ordering::SeqCst));
