@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 pub enum CkptError {
     /// A system call failed.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {}: {error}", path.display())]
     Io {
         /// The attempted action: "write", "rename", ...
         action: &'static str,
         /// The file or directory.
         path: PathBuf,
         /// The system's error.
-        source: std::io::Error,
+        error: std::io::Error,
     },
     /// The directory has no complete checkpoint.
     #[error("{}: no complete checkpoint{}", dir.display(), Reasons(reasons))]
@@ -250,7 +250,7 @@ impl std::fmt::Display for Reasons<'_> {
 impl CkptError {
     pub(crate) fn io(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> CkptError {
         let path = path.as_ref().to_path_buf();
-        move |source| CkptError::Io { action, path, source }
+        move |error| CkptError::Io { action, path, error }
     }
 
     pub(crate) fn os(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(rustix::io::Errno) -> CkptError {

@@ -214,6 +214,8 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
 
 #[cfg(test)]
 mod tests {
+    use zero_alloc::device::Cause;
+
     use super::*;
 
     #[test]
@@ -223,8 +225,8 @@ mod tests {
         let own = caught::<HostDevice>(&comms[1], full).err().map(TrainError::from).unwrap();
         assert_eq!(own.to_string(), "rank 1: the disk is full");
         let op = Collective::AllGather.name().to_owned();
-        let message = comms[0].failure().unwrap().to_string();
-        let stream = || Err(DeviceError::Operation { stream: "rank 0 comm".to_owned(), op, message }.into());
+        let cause = Cause::new(comms[0].failure().unwrap());
+        let stream = || Err(DeviceError::Operation { stream: "rank 0 comm".to_owned(), op, cause }.into());
         let echo = caught::<HostDevice>(&comms[0], stream).err().map(TrainError::from).unwrap();
         assert_eq!(echo.to_string(), "rank 1 aborted: the disk is full");
         // The error of a save, which every rank returns.

@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     fn failure(what: &str) -> DeviceError {
-        DeviceError::Operation { stream: "a".into(), op: what.into(), message: "no".into() }
+        DeviceError::Operation { stream: "a".into(), op: what.into(), cause: "no".into() }
     }
 
     #[test]
@@ -113,7 +113,7 @@ mod tests {
         let no = DeviceError::Driver { call: "cuLaunchKernel", message: "no".into() };
         let named = sticky.fail("a", "adam", op, no.clone());
         let expected =
-            DeviceError::Operation { stream: "a".into(), op: "adam".into(), message: "cuLaunchKernel: no".into() };
+            DeviceError::Operation { stream: "a".into(), op: "adam".into(), cause: "cuLaunchKernel: no".into() };
         assert_eq!(named, expected);
         assert_eq!(sticky.fail("a", "later", after, no), expected);
         assert_eq!(sticky.check_before(before), Ok(()));

@@ -1,10 +1,50 @@
 //! Errors of devices, and how failed operations of a stream are named.
 
 use std::any::Any;
+use std::error::Error;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{DType, DeviceId};
+
+/// Why an enqueued operation failed: an error, or a text. Cheap to clone. Two are equal if their texts are.
+#[derive(Clone)]
+pub struct Cause(Arc<dyn Error + Send + Sync>);
+
+impl Cause {
+    /// The cause `error`.
+    pub fn new(error: impl Error + Send + Sync + 'static) -> Self {
+        Self(Arc::new(error))
+    }
+}
+
+impl<T: Into<String>> From<T> for Cause {
+    fn from(text: T) -> Self {
+        Self(Box::<dyn Error + Send + Sync>::from(text.into()).into())
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.0)
+    }
+}
+
+impl PartialEq for Cause {
+    fn eq(&self, other: &Self) -> bool {
+        self.to_string() == other.to_string()
+    }
+}
+
+impl Eq for Cause {}
 
 /// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its first error
 /// repeatedly.
@@ -62,14 +102,14 @@ pub enum DeviceError {
         bytes: usize,
     },
     /// An enqueued operation failed; later operations of the stream were skipped.
-    #[error("{op} on stream {stream}: {message}")]
+    #[error("{op} on stream {stream}: {cause}")]
     Operation {
         /// The stream.
         stream: String,
         /// The operation.
         op: String,
-        /// Its error.
-        message: String,
+        /// Its error; see [`DeviceError::cause`].
+        cause: Cause,
     },
     /// An enqueued operation panicked; later operations of the stream were skipped.
     #[error("{op} on stream {stream} panicked: {message}")]
@@ -106,11 +146,19 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
+    /// The error of the enqueued operation that failed, if it is an `E`, such as `CommError` of zero-comm.
+    pub fn cause<E: Error + 'static>(&self) -> Option<&E> {
+        match self {
+            Self::Operation { cause, .. } => cause.0.downcast_ref(),
+            _ => None,
+        }
+    }
+
     /// Adds the names of the stream and the operation, unless the error already has them.
     pub(crate) fn in_operation(self, stream: &str, op: &str) -> Self {
         match self {
             Self::Operation { .. } | Self::Panicked { .. } => self,
-            error => Self::Operation { stream: stream.into(), op: op.into(), message: error.to_string() },
+            error => Self::Operation { stream: stream.into(), op: op.into(), cause: Cause::new(error) },
         }
     }
 }

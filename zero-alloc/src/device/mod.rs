@@ -31,7 +31,7 @@ use std::time::Duration;
 use crate::planner::CostModel;
 
 pub use dtype::{DType, Element};
-pub use error::DeviceError;
+pub use error::{Cause, DeviceError};
 pub(crate) use error::{run_named, same_len};
 pub use id::DeviceId;
 pub use reduced::Reduced;

@@ -295,9 +295,9 @@ impl<D: Device> State<D> {
     fn lose(&mut self, range: RangeId, stream: &D::Stream, why: &DeviceError) {
         self.planner.pin(range, true);
         if let Some(moving) = self.movable.get_mut(&Allocation::Range(range)) {
-            let message = format!("the block's contents were lost when a move failed: {why}");
+            let cause = format!("the block's contents were lost when a move failed: {why}").into();
             let (stream_name, op) = (stream.name().to_owned(), "compaction".to_owned());
-            moving.lost = Some(DeviceError::Operation { stream: stream_name, op, message });
+            moving.lost = Some(DeviceError::Operation { stream: stream_name, op, cause });
             (moving.home, moving.uses, moving.ready) = (stream.clone(), Vec::new(), None);
         }
     }

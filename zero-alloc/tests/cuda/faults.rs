@@ -44,9 +44,9 @@ fn cuda_kernel_fault_is_sticky() {
     // The fault may occur before the event is recorded, or after it.
     let after = a.record();
     let error = after.as_ref().map_or_else(Clone::clone, |e| e.synchronize(LIMIT).expect_err("it faulted"));
-    let DeviceError::Operation { stream, message, .. } = &error else { panic!("{error}") };
+    let DeviceError::Operation { stream, cause, .. } = &error else { panic!("{error}") };
     assert_eq!(stream, "a");
-    assert!(message.contains("CUDA_ERROR_"), "{message}");
+    assert!(cause.to_string().contains("CUDA_ERROR_"), "{cause}");
     assert_eq!(a.synchronize(LIMIT), Err(error.clone()));
     assert!(after.as_ref().is_ok_and(|e| e.is_done() == Err(error.clone())) || after.is_err());
     // An event that was reached before stays reached.

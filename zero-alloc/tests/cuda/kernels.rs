@@ -127,9 +127,9 @@ fn refused_cuda_launch_poisons_its_stream() {
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 10, 1.0);
     let refused = launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0).expect_err("too large a block");
-    let DeviceError::Operation { stream: at, op, message } = &refused else { panic!("{refused}") };
+    let DeviceError::Operation { stream: at, op, cause } = &refused else { panic!("{refused}") };
     assert_eq!((at.as_str(), op.as_str()), ("a", "scale_add"));
-    assert!(message.starts_with("cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"), "{message}");
+    assert!(cause.to_string().starts_with("cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"), "{cause}");
     // The error is sticky: later operations return it.
     assert_eq!(launch(&function, &stream, slice(&x), 2.0, 0.0), Err(refused.clone()));
     assert_eq!(device.fill_zero(&stream, slice(&x)), Err(refused.clone()));
@@ -151,7 +151,7 @@ fn poisoned_cuda_stream_fails_its_waiters() {
     let expected = DeviceError::Operation {
         stream: "comm".into(),
         op: "an operation".into(),
-        message: "ncclAllGather: rank 3 is gone".into(),
+        cause: "ncclAllGather: rank 3 is gone".into(),
     };
     assert_eq!(comm.synchronize(LIMIT), Err(expected.clone()));
     assert_eq!(compute.synchronize(LIMIT), Err(expected));

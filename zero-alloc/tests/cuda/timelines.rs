@@ -67,7 +67,7 @@ fn failed_cuda_operation_has_no_span() {
     let fails = |stream: &CudaStream| {
         stream.labelled("fails", || Err::<(), _>(DeviceError::Driver { call: "mine", message: "no".into() }))
     };
-    let expected = DeviceError::Operation { stream: "a".into(), op: "fails".into(), message: "mine: no".into() };
+    let expected = DeviceError::Operation { stream: "a".into(), op: "fails".into(), cause: "mine: no".into() };
     assert_eq!(fails(&stream), Err(expected.clone()));
     assert_eq!(stream.synchronize(LIMIT), Err(expected));
     assert!(timeline.take().is_empty());

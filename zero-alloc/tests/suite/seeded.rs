@@ -101,9 +101,10 @@ fn missing_wait_is_found_in_any_order() {
         // Missing: a wait of comm for compute.
         write(&comm, f32s(&block), 2.0);
         let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
-        let Some(DeviceError::Operation { op, message, .. }) = results.iter().find_map(|r| r.clone().err()) else {
+        let Some(DeviceError::Operation { op, cause, .. }) = results.iter().find_map(|r| r.clone().err()) else {
             panic!("seed {seed}: not caught");
         };
+        let message = cause.to_string();
         assert_eq!(op, "write");
         for word in ["missing wait", "Buckets", "256 bytes", "stream compute", "stream comm"] {
             assert!(message.contains(word), "{message}");
@@ -245,6 +246,6 @@ fn blocked_operation_ends_at_its_limit() {
     let op = move || monitor.wait_until(limit, || "a peer".into(), |open| open.then_some(()));
     compute.enqueue("wait", op).expect("enqueued");
     let error = compute.synchronize(LIMIT).expect_err("nobody opens it");
-    let DeviceError::Operation { stream, op, message } = error else { panic!("{error}") };
-    assert_eq!((&*stream, &*op, &*message), ("compute", "wait", "a peer took longer than 3ms"));
+    let DeviceError::Operation { stream, op, cause } = error else { panic!("{error}") };
+    assert_eq!((&*stream, &*op, &*cause.to_string()), ("compute", "wait", "a peer took longer than 3ms"));
 }

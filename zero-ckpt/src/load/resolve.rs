@@ -58,7 +58,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
 pub fn has_checkpoints(path: impl AsRef<Path>) -> Result<bool, CkptError> {
     match Dir::open(path.as_ref()) {
         Ok(dir) => Ok(!catalog::names(&dir)?.is_empty()),
-        Err(CkptError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(e) => Err(e),
     }
 }

@@ -124,7 +124,7 @@ impl ShardFile {
 /// Opens a file and checks its length; falls back to buffered I/O if the file system rejects direct I/O.
 pub(crate) fn open_checked(dir: &Dir, name: &str, expected_bytes: u64, direct: bool) -> Result<File, CkptError> {
     let opened = match dir.open_file(name, direct) {
-        Err(CkptError::Io { source, .. }) if direct && source.kind() == std::io::ErrorKind::InvalidInput => {
+        Err(CkptError::Io { error, .. }) if direct && error.kind() == std::io::ErrorKind::InvalidInput => {
             dir.open_file(name, false)
         }
         other => other,

@@ -115,7 +115,7 @@ impl StoreOptions {
     pub fn check_runs(&self, path: impl AsRef<Path>) -> Result<(), CkptError> {
         match Dir::open(path.as_ref()) {
             Ok(dir) => self.check_runs_in(&dir),
-            Err(CkptError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
             Err(e) => Err(e),
         }
     }

@@ -28,7 +28,7 @@ use std::sync::atomic::Ordering;
 use ::mpi::Threading;
 use ::mpi::environment::Universe;
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, Stream};
+use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, DeviceId, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
@@ -139,7 +139,7 @@ unsafe impl Communicator<HostDevice> for MpiComm {
             operation.run().map_err(|error| DeviceError::Operation {
                 stream: name,
                 op: label.to_owned(),
-                message: error.to_string(),
+                cause: Cause::new(error),
             })
         })?;
         Ok(())

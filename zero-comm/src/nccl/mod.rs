@@ -96,7 +96,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use zero_alloc::TimeLimit;
 use zero_alloc::cuda::{CudaDevice, CudaStream, interop};
-use zero_alloc::device::{AnySlice, DType, DeviceError, Event, Memory, Stream};
+use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Event, Memory, Stream};
 
 pub use error::RendezvousError;
 pub use ranks::{LaunchError, Launcher, Ranks, Token};
@@ -205,9 +205,9 @@ impl NcclCommunicator {
                     Interrupt::Late => world.late(self.context, sequence, call.clone()),
                     other => self.process.fail(other, label, world.limit),
                 };
-                let message = error.to_string();
+                let cause = Cause::new(error.clone());
                 failure = Some(error);
-                DeviceError::Operation { stream: stream.name().to_owned(), op: label.to_owned(), message }
+                DeviceError::Operation { stream: stream.name().to_owned(), op: label.to_owned(), cause }
             })
         });
         match (enqueued, failure) {
@@ -228,8 +228,8 @@ impl NcclCommunicator {
 }
 
 fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
-    let (stream_name, message) = (stream.name().to_owned(), failure.to_string());
-    stream.poison(DeviceError::Operation { stream: stream_name, op: op.to_owned(), message });
+    let (stream_name, cause) = (stream.name().to_owned(), Cause::new(failure.clone()));
+    stream.poison(DeviceError::Operation { stream: stream_name, op: op.to_owned(), cause });
 }
 
 impl Process {

@@ -25,7 +25,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{DeviceError, DeviceId, Stream};
+use zero_alloc::device::{Cause, DeviceError, DeviceId, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::call::{Checked, Group};
@@ -116,7 +116,7 @@ unsafe impl Communicator<HostDevice> for ThreadsComm {
             ticket.run(|call, posted| work::run(group, call, posted)).map_err(|error| DeviceError::Operation {
                 stream: name,
                 op: label.to_owned(),
-                message: error.to_string(),
+                cause: Cause::new(error),
             })
         })?;
         Ok(())

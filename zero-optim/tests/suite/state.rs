@@ -20,7 +20,8 @@ fn rank(dtype: DType) -> Rank {
 
 #[test]
 fn ranges_round_trip() {
-    for dtype in [DType::F32, DType::Bf16, DType::F16] {
+    let dtypes = if cfg!(miri) { &[DType::Bf16][..] } else { &[DType::F32, DType::Bf16, DType::F16] };
+    for &dtype in dtypes {
         let mut rank = rank(dtype);
         let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         for kind in StateKind::ALL {

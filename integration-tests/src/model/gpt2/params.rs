@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use rayon::prelude::*;
-use zero_alloc::device::{AnySlice, DType, DeviceError, Element};
+use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Element};
 use zero_kernels::{Float, host};
 use zero_shard::UnitSpec;
 
@@ -77,7 +77,7 @@ pub(super) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError
         parts.try_for_each(|(out, src)| host::cast(src, out, 1.0)).map_err(|e| DeviceError::Operation {
             stream: String::new(),
             op: "upcast".to_owned(),
-            message: e.to_string(),
+            cause: Cause::new(e),
         })
     }
     match slice.dtype() {

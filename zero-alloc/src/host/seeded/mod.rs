@@ -201,8 +201,8 @@ impl Scheduler {
                 }
                 let name = &home.info.name;
                 if let Some(violation) = state.checker.free(range(ptr, bytes), allowed, name, &state.host) {
-                    let (stream, message) = (name.to_string(), violation.to_string());
-                    home.failed.get_or_insert(DeviceError::Operation { stream, op: "free".into(), message });
+                    let (stream, cause) = (name.to_string(), violation.to_string().into());
+                    home.failed.get_or_insert(DeviceError::Operation { stream, op: "free".into(), cause });
                     state.violations.push(violation);
                 }
             }

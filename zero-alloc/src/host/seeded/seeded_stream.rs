@@ -203,7 +203,7 @@ fn work(scheduler: &Scheduler, index: usize) {
             (Ok(sound), Some(violation)) if !sound => Err(DeviceError::Operation {
                 stream: info.name.to_string(),
                 op: label.to_owned(),
-                message: violation.to_string(),
+                cause: violation.to_string().into(),
             }),
             (result, _) => result.map(|_| ()),
         };

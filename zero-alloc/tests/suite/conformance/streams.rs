@@ -61,7 +61,7 @@ pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
     b.wait(&event).expect("enqueued");
     c.wait(&b.record().expect("recorded")).expect("enqueued");
     open(&monitor);
-    let expected = DeviceError::Operation { stream: "a".into(), op: "fail".into(), message: "cuda: no".into() };
+    let expected = DeviceError::Operation { stream: "a".into(), op: "fail".into(), cause: "cuda: no".into() };
     assert_eq!(a.synchronize(LIMIT), Err(expected.clone()));
     assert_eq!(event.is_done(), Err(expected.clone()));
     assert_eq!(event.synchronize(LIMIT), Err(expected.clone()));
