@@ -2,10 +2,12 @@
 
 #[path = "../../examples/own_framework/main.rs"]
 #[allow(dead_code, reason = "its main function")]
+#[allow(clippy::duplicate_mod, reason = "both programs load the same framework")]
 mod stage_2;
 
 #[path = "../../examples/own_framework_stage_3.rs"]
 #[allow(dead_code, reason = "its main function")]
+#[allow(clippy::duplicate_mod, reason = "both programs load the same framework")]
 mod stage_3;
 
 /// Two ranks sum bf16 gradients in another order than four: their losses differ by rounding.

@@ -362,7 +362,7 @@ impl ZeroAdamW {
             result = Some(ran);
             Ok::<(), candle_core::Error>(())
         });
-        // SAFETY: the slices are used on the two streams, and `settle` waits for both when it is dropped, also in a panic.
+        // SAFETY: the slices are used on the two streams, and `WaitOnDrop` waits for both when it is dropped, also in a panic.
         unsafe { with_locked(&params, locked) }?;
         result.unwrap_or_else(|| Err("the parameters could not be locked".into()))
     }
