@@ -15,7 +15,8 @@ struct Inner {
     stream: Arc<str>,
     /// The failures of its stream, and its position there.
     sticky: (Arc<Sticky>, u64),
-    /// The recording that contains the event: it orders operations there and has no meaning afterwards.
+    /// The recording that contains the event: it orders operations there. Afterwards the event stands for what the
+    /// recording's streams had enqueued before it.
     capture: Option<Arc<Capture>>,
     done: AtomicBool,
 }
@@ -44,6 +45,17 @@ impl CudaEvent {
         &self.0.point
     }
 
+    /// Calls `with` for each point that a stream must wait for, until it fails.
+    pub(super) fn try_for_each_point(
+        &self,
+        mut with: impl FnMut(&Point) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        match &self.0.capture {
+            Some(capture) if capture.is_over() => capture.before.lock().iter().try_for_each(with),
+            _ => with(&self.0.point),
+        }
+    }
+
     pub(super) fn sticky(&self) -> (&Arc<Sticky>, u64) {
         (&self.0.sticky.0, self.0.sticky.1)
     }
@@ -53,18 +65,20 @@ impl CudaEvent {
     }
 }
 
-// SAFETY: the driver reports an event as reached when the operations before it have run.
+// SAFETY: the driver reports an event as reached when the operations before it have run. Operations of a recording do
+// not run; the event of one is reached when the recording is over and what its streams had enqueued before has run.
 unsafe impl Event for CudaEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         let event = &*self.0;
         if event.done.load(Ordering::Acquire) {
             return Ok(true);
         }
-        if let Some(capture) = &event.capture {
-            return Ok(capture.is_over());
-        }
         let (sticky, position) = &event.sticky;
-        let done = event.point.query().map_err(|error| sticky.fail(&event.stream, "an operation", 0, error))?;
+        let done = match &event.capture {
+            Some(capture) => capture.is_reached(),
+            None => event.point.query(),
+        };
+        let done = done.map_err(|error| sticky.fail(&event.stream, "an operation", 0, error))?;
         if !done {
             // Also if the stream has failed: operations before this point may still use memory.
             return Ok(false);

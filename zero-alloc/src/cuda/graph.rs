@@ -23,15 +23,17 @@ impl CudaStream {
     /// Records the operations that `enqueue` enqueues, instead of running them: those on this stream, and those on
     /// streams that wait for its events and for which it waits before `enqueue` returns. The host cannot wait for
     /// these streams meanwhile. A wait for an earlier event is skipped if the event is reached, and otherwise fails.
+    /// After the recording, its events stand for what these streams had enqueued before it.
     ///
     /// # Errors
     /// The stream is poisoned or is being recorded already, `enqueue` failed, or an operation cannot be recorded.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
         self.check()?;
         self.refuse_in_capture("capture")?;
-        self.queue().begin_capture()?;
-        let running = Running { stream: self, capture: Arc::default(), open: true };
-        self.enter(&running.capture);
+        let capture = Arc::<Capture>::default();
+        self.enter(&capture)?;
+        self.queue().begin_capture().inspect_err(|_| capture.end())?;
+        let running = Running { stream: self, capture, open: true };
         let enqueued = enqueue();
         let recording = running.end();
         enqueued?;

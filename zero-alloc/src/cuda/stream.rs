@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::CudaEvent;
 use super::clock::Clock;
-use super::driver::Queue;
+use super::driver::{Point, Queue};
 use super::poll::Deadline;
 use super::sticky::{Sticky, named};
 use crate::device::{DeviceError, DeviceId, Event, Stream, next_stream_id, run_named};
@@ -17,20 +17,39 @@ use crate::device::{DeviceError, DeviceId, Event, Stream, next_stream_id, run_na
 #[derive(Default)]
 pub(super) struct Capture {
     over: AtomicBool,
+    /// The ends of the recording's streams when each became part of it: operations before them run, unlike those that
+    /// are recorded.
+    pub(super) before: Mutex<Vec<Point>>,
     /// The stream, if a framework records it; only the driver knows when that recording ends.
     foreign: Option<Weak<Inner>>,
 }
 
 impl Capture {
     pub(super) fn is_over(&self) -> bool {
-        let ended = || {
-            let stream = self.foreign.as_ref().map(Weak::upgrade);
-            stream.is_some_and(|stream| !stream.is_some_and(|stream| stream.queue.is_capturing().unwrap_or(false)))
-        };
-        if !self.over.load(Ordering::Acquire) && ended() {
-            self.end();
+        let over = self.over.load(Ordering::Acquire);
+        let Some(foreign) = self.foreign.as_ref().filter(|_| !over) else { return over };
+        if let Some(stream) = foreign.upgrade() {
+            if stream.queue.is_capturing().unwrap_or(false) {
+                return false;
+            }
+            // The framework began without our knowledge, so there is no earlier point of the stream.
+            self.before.lock().extend(stream.queue.record(false).ok());
         }
-        self.over.load(Ordering::Acquire)
+        self.end();
+        true
+    }
+
+    /// Whether the recording is over, and all operations that its streams enqueued before it have run.
+    pub(super) fn is_reached(&self) -> Result<bool, DeviceError> {
+        if !self.is_over() {
+            return Ok(false);
+        }
+        for point in self.before.lock().iter() {
+            if !point.query()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     pub(super) fn end(&self) {
@@ -144,14 +163,19 @@ impl CudaStream {
         }
         let queue = &self.0.queue;
         if capture.is_none() && queue.is_foreign() && queue.is_capturing().unwrap_or(false) {
-            *capture =
-                Some(Arc::new(Capture { over: AtomicBool::new(false), foreign: Some(Arc::downgrade(&self.0)) }));
+            *capture = Some(Arc::new(Capture { foreign: Some(Arc::downgrade(&self.0)), ..Capture::default() }));
         }
         capture.clone()
     }
 
-    pub(super) fn enter(&self, capture: &Arc<Capture>) {
+    /// Makes the stream part of `capture`. Called before the driver does, so that the stream's end is not recorded.
+    pub(super) fn enter(&self, capture: &Arc<Capture>) -> Result<(), DeviceError> {
+        if self.capture_now().is_none() {
+            let end = self.0.queue.record(false).map_err(|error| self.lost(error))?;
+            capture.before.lock().push(end);
+        }
         *self.0.capture.lock() = Some(Arc::clone(capture));
+        Ok(())
     }
 
     /// Fails if the stream is being recorded: then nothing runs, and the host cannot wait for it.
@@ -190,16 +214,14 @@ unsafe impl Stream for CudaStream {
     }
 
     fn wait(&self, event: &CudaEvent) -> Result<(), DeviceError> {
-        match event.capture() {
-            // The event ordered operations of a recording that is over.
-            Some(capture) if capture.is_over() => return Ok(()),
-            Some(capture) => self.enter(capture),
+        match event.capture().filter(|capture| !capture.is_over()) {
+            Some(capture) => self.enter(capture)?,
             // An event from before the recording; a reached one has no effect.
             None if self.capture_now().is_some() && event.is_done()? => return Ok(()),
             None => {}
         }
         let (sticky, position) = event.sticky();
-        self.labelled("wait", || self.0.queue.wait(event.point()))?;
+        self.labelled("wait", || event.try_for_each_point(|point| self.0.queue.wait(point)))?;
         if !Arc::ptr_eq(sticky, &self.0.sticky) {
             sticky.is_waited_for(position, &self.0.sticky, self.0.sticky.position());
         }

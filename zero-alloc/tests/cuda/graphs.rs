@@ -1,7 +1,11 @@
 //! Recorded operations.
 
-use zero_alloc::Pool;
-use zero_alloc::device::{Device, DeviceError, Event, Stream};
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaEvent, CudaStream};
+use zero_alloc::device::{DType, Device, DeviceError, Event, Stream};
+use zero_alloc::{Pool, Purpose};
 
 use crate::kernels::{launch, launch_blocks, scale_add};
 use crate::{LIMIT, floats, open, read, slice};
@@ -59,7 +63,7 @@ fn cuda_graph_spans_streams() {
     // SAFETY: blocks and function live until `read` has drained the stream.
     unsafe { graph.launch(&a) }.expect("enqueued");
     assert_eq!(read(&device, &a, &x), [50.0; 300]);
-    // After the recording its events have no effect, and both streams work as before.
+    // After the recording both streams work as before.
     let inside = inside.expect("recorded");
     assert_eq!(inside.is_done(), Ok(true));
     b.wait(&inside).expect("nothing to wait for");
@@ -138,12 +142,83 @@ fn reached_event_is_skipped_in_cuda_capture() {
     unsafe { graph.expect("recorded").launch(&a) }.expect("enqueued");
     assert_eq!(read(&device, &a, &x), [3.0; 10]);
     // A wait for an event that is not reached cannot be recorded.
-    let (held, release) = std::sync::mpsc::channel::<()>();
-    let wait =
-        move || release.recv_timeout(LIMIT).map_err(|e| DeviceError::Driver { call: "hold", message: e.to_string() });
-    b.enqueue_host("hold", wait).expect("enqueued");
+    let held = hold(&b);
     let ahead = b.record().expect("recorded");
     assert!(a.capture(|| a.wait(&ahead)).is_err());
     held.send(()).expect("held");
     b.synchronize(LIMIT).expect("ran");
+}
+
+/// Enqueues an operation that lasts until something is sent or the sender is dropped.
+fn hold(stream: &CudaStream) -> Sender<()> {
+    let (held, release) = channel::<()>();
+    let wait = move || {
+        let _ = release.recv_timeout(LIMIT);
+        Ok(())
+    };
+    stream.enqueue_host("hold", wait).expect("enqueued");
+    held
+}
+
+/// Whether `event` is not done, also after the time in which its stream would reach it.
+fn is_held(event: &CudaEvent) -> bool {
+    matches!(event.synchronize(Duration::from_millis(100)), Err(DeviceError::TimedOut { .. }))
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_capture_event_covers_earlier_operations() {
+    // The operation is on the stream that is recorded, or on one that joins the recording.
+    for joins in [false, true] {
+        let device = open();
+        let [a, b, c] = ["a", "b", "c"].map(|name| device.create_stream(name).expect("a stream"));
+        let pool = Pool::new(device.clone(), 8 << 20);
+        let x = floats(&pool, &a, 10, 1.0);
+        let held = hold(if joins { &b } else { &a });
+        let mut inside = None;
+        let graph = a.capture(|| {
+            b.wait(&a.record()?)?;
+            device.fill_zero(&b, slice(&x))?;
+            let join = b.record()?;
+            a.wait(&join)?;
+            inside = Some(if joins { join } else { a.record()? });
+            Ok(())
+        });
+        drop(graph.expect("recorded"));
+        let inside = inside.expect("recorded");
+        assert_eq!(inside.is_done(), Ok(false));
+        c.wait(&inside).expect("enqueued");
+        let behind = c.record().expect("recorded");
+        assert!(is_held(&behind));
+        held.send(()).expect("held");
+        c.synchronize(LIMIT).expect("ran");
+        assert_eq!((inside.is_done(), behind.is_done()), (Ok(true), Ok(true)));
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn block_freed_in_cuda_capture_waits_for_earlier_operations() {
+    // The operation is on the stream of a recorded use, or on the block's stream, which is recorded.
+    for is_use in [true, false] {
+        let device = open();
+        let [compute, comm] = ["compute", "comm"].map(|name| device.create_stream(name).expect("a stream"));
+        let pool = Pool::new(device.clone(), 8 << 20);
+        let mut block = floats(&pool, if is_use { &comm } else { &compute }, 300, 1.0);
+        let ptr = slice(&block).as_ptr();
+        let held = hold(&compute);
+        let graph = compute.capture(|| {
+            block.record_use(&compute)?;
+            drop(block);
+            Ok(())
+        });
+        drop(graph.expect("recorded"));
+        // The other stream gets the same memory, and so waits.
+        let block = pool.allocate(300, DType::F32, Purpose::Params, &comm).expect("room");
+        assert_eq!(slice(&block).as_ptr(), ptr);
+        let after = comm.record().expect("recorded");
+        assert!(is_held(&after));
+        held.send(()).expect("held");
+        comm.synchronize(LIMIT).expect("ran");
+    }
 }
