@@ -1,4 +1,4 @@
-//! A framework with memory of its own trains an MLP at stage 2 in bf16, with parameter groups; four ranks save a
+//! A framework that allocates its own memory trains an MLP at stage 2 in bf16, with parameter groups; four ranks save a
 //! checkpoint, two resume it. What it writes for ZeRO is between "glue" and "end of glue".
 
 use std::{error::Error, ops::Range, path::Path, sync::Arc, time::Duration};

@@ -15,8 +15,8 @@ struct Inner {
     stream: Arc<str>,
     /// The failures of its stream, and its position there.
     sticky: (Arc<Sticky>, u64),
-    /// The recording that contains the event: it orders operations there. Afterwards the event stands for what the
-    /// recording's streams had enqueued before it.
+    /// The recording that contains the event: it orders operations there. Afterwards the event is reached
+    /// when what the recording's streams had enqueued before it has run.
     capture: Option<Arc<Capture>>,
     done: AtomicBool,
 }

@@ -23,7 +23,7 @@ impl CudaStream {
     /// Records the operations that `enqueue` enqueues, instead of running them: those on this stream, and those on
     /// streams that wait for its events and for which it waits before `enqueue` returns. The host cannot wait for
     /// these streams meanwhile. A wait for an earlier event is skipped if the event is reached, and otherwise fails.
-    /// After the recording, its events stand for what these streams had enqueued before it.
+    /// After the recording, its events are reached when what these streams had enqueued before it has run.
     ///
     /// # Errors
     /// The stream is poisoned or is being recorded already, `enqueue` failed, or an operation cannot be recorded.

@@ -198,7 +198,7 @@ fn cuda_capture_event_covers_earlier_operations() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn block_freed_in_cuda_capture_waits_for_earlier_operations() {
+fn cuda_block_freed_in_capture_waits_for_earlier_work() {
     // The operation is on the stream of a recorded use, or on the block's stream, which is recorded.
     for is_use in [true, false] {
         let device = open();

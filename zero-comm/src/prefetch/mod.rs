@@ -163,7 +163,7 @@ pub struct Prefetcher<D: Device> {
     order: Option<Vec<usize>>,
     /// The uses of this step so far.
     used: Vec<usize>,
-    /// A step was started and its start has not succeeded.
+    /// A step is being started: its first gathers are not all enqueued.
     starting: bool,
     report: PrefetchReport,
 }
