@@ -248,3 +248,10 @@ pub enum CommError {
     #[serde(skip)]
     Device(#[from] DeviceError),
 }
+
+/// Shortens `text` to at most `max_bytes` bytes of whole characters.
+#[cfg(any(feature = "cuda", feature = "mpi"))]
+pub(crate) fn shorten(text: &mut String, max_bytes: usize) {
+    let end = (0..=max_bytes).rev().find(|&at| text.is_char_boundary(at));
+    text.truncate(end.unwrap_or(0));
+}

@@ -112,7 +112,8 @@ fn split_point(text: &str, size: usize) -> usize {
     let bytes = text.as_bytes();
     let is_word = |b: u8| b.is_ascii_graphic();
     let clean = |i: &usize| is_word(bytes[i - 2]) && bytes[i - 1] == b'\n' && is_word(bytes[*i]);
-    (size.max(2)..2 * size).find(clean).unwrap_or_else(|| text.ceil_char_boundary(size.max(1)))
+    let boundary = || (size.max(1)..text.len()).find(|&at| text.is_char_boundary(at));
+    (size.max(2)..2 * size).find(clean).or_else(boundary).unwrap_or(text.len())
 }
 
 #[cfg(test)]

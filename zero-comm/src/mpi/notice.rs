@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::shorten;
+
 /// Maximum bytes of text, small enough that MPI sends a notice eagerly.
 const MAX_TEXT_BYTES: usize = 1000;
 
@@ -22,7 +24,7 @@ impl Notice {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut notice = self.clone();
         if let Self::Aborted(text) | Self::Failed { message: text, .. } = &mut notice {
-            text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
+            shorten(text, MAX_TEXT_BYTES);
         }
         postcard::to_allocvec(&notice).unwrap_or_default()
     }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::wire::encode;
 use crate::call::Call;
+use crate::error::shorten;
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
@@ -112,7 +113,7 @@ const MAX_TEXT_BYTES: usize = 4 << 10;
 pub(super) fn bounded(error: CommError) -> CommError {
     use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
     let text = |mut text: String| {
-        text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
+        shorten(&mut text, MAX_TEXT_BYTES);
         text
     };
     if encode(&error).is_ok_and(|frame| frame.len() <= MAX_ERROR_BYTES) {

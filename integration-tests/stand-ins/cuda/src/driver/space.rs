@@ -107,8 +107,13 @@ pub(crate) fn remove(start: u64, kind: Kind) -> Outcome<Range> {
 /// Removes all allocations of a device. Returns the bytes of device memory among them.
 pub(crate) fn forget(device: u32) -> u64 {
     let removed = change(|ranges| {
-        let all = ranges.extract_if(.., |_, range| range.device == device && range.kind != Kind::Mapped);
-        Ok(all.filter(|(_, range)| range.kind == Kind::Device).map(|(_, range)| range.bytes).sum())
+        let mut bytes = 0;
+        ranges.retain(|_, range| {
+            let stays = range.device != device || range.kind == Kind::Mapped;
+            bytes += if stays || range.kind != Kind::Device { 0 } else { range.bytes };
+            stays
+        });
+        Ok(bytes)
     });
     removed.unwrap_or(0)
 }
