@@ -249,8 +249,8 @@ impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
         // The peers cannot complete collectives in flight without this rank.
-        if self.process.world.drain(self.context).is_err() {
-            self.handle.abort().wait();
+        if world.drain(self.context).is_err() {
+            world.abort(&*self.handle).wait();
         }
         world.close(self.context, done);
     }

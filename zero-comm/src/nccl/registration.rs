@@ -27,7 +27,6 @@ use zero_alloc::{Pool, TimeLimit};
 use super::handle::{Handle, Registered};
 use super::library::back_end;
 use super::message::{Context, Registered as Outcome};
-use super::world::Transport;
 use super::{NcclCommunicator, Process, abort};
 use crate::CommError;
 
@@ -66,7 +65,7 @@ impl Drop for Registration {
                 return;
             }
             // If the watcher aborts it already, this does nothing.
-            let _completion = handle.abort();
+            let _completion = process.world.abort(&*handle);
         }
         let mut time = TimeLimit::new(abort::LIMIT);
         while !self.released.load(Ordering::Acquire) {

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use zero_alloc::device::DeviceError;
 
 use super::Ranks;
@@ -15,7 +16,7 @@ use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
 use super::message::{MeetingEntry, Message, Outcome, Place, Registered};
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
-use super::world::{Transport, World};
+use super::world::{Operation, Transport, World};
 use crate::CommError;
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
@@ -147,6 +148,50 @@ fn communicator_of_failed_world_is_aborted() {
         rank.call(8, Ok(true), Ok(false));
         assert_eq!(rank.poisoned.lock().len(), 1);
     });
+}
+
+/// Rank 0 has said goodbye, so the rank fails by itself and aborts before its watcher, which waits, sees the failure.
+#[test]
+fn own_abort_poisons_streams_first() {
+    let port = free_port();
+    let (joined, _first) = std::thread::scope(|scope| {
+        let first = scope.spawn(|| welcome_one(port));
+        let joined = join_as(&ranks(1, 2, port), LONG).unwrap();
+        let (stream, incoming) = first.join().unwrap();
+        send(&stream, &[Message::Goodbye]).unwrap();
+        (joined, (stream, incoming))
+    });
+    let world = World::start(joined, 1, LONG).unwrap();
+    let [own, other] = [(); 2].map(|()| Arc::new(Fake::default()));
+    let poisoned = Arc::new(Mutex::new(Vec::new()));
+    for (context, fake) in [(0, &own), (1, &other)] {
+        world.open(context, false, Arc::clone(fake) as Arc<dyn Transport>);
+        for ended in [true, false] {
+            let (fake, poisoned) = (Arc::clone(fake), Arc::clone(&poisoned));
+            world.called(context, broadcast(8));
+            world.watch(
+                context,
+                Operation {
+                    call: broadcast(8),
+                    stream: "comm".to_owned(),
+                    reached: Box::new(|| Ok(true)),
+                    // An abort ends it.
+                    ended: Box::new(move || Ok(ended || fake.aborts.load(Ordering::Relaxed) > 0)),
+                    poison: Box::new(move |_| poisoned.lock().push((context, ended))),
+                },
+            );
+        }
+    }
+    // Until the watcher has received the goodbye, a failure waits for the coordinator's answer.
+    std::thread::sleep(SHORT);
+    world.fail(CommError::Aborted { rank: 1, reason: "on purpose".to_owned() });
+    world.drain(0).unwrap_err();
+    let _completion = world.abort(&*own);
+    world.close(0, 2);
+    drop(world);
+    let mut poisoned = poisoned.lock().clone();
+    poisoned.sort_unstable();
+    assert_eq!(poisoned, [(0, false), (1, false)]);
 }
 
 /// Rank 0 drains while rank 1 makes no call: the error names rank 1.

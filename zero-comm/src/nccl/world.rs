@@ -185,6 +185,25 @@ impl Shared {
         }
     }
 
+    /// Aborts `transport` after a failure of the world.
+    pub(super) fn abort(&self, transport: &dyn Transport) -> AbortCompletion {
+        self.poison_in_flight();
+        transport.abort()
+    }
+
+    /// After a failure of the world, poisons the streams of all collectives in flight. This precedes every abort,
+    /// because an abort ends collectives without results.
+    fn poison_in_flight(&self) {
+        // Under the lock: another thread that finds no collective left may abort at once.
+        let mut state = self.state.lock();
+        let Some(failure) = state.failure.clone() else { return };
+        for operation in state.open.values_mut().flat_map(|open| std::mem::take(&mut open.operations)) {
+            if !matches!((operation.ended)(), Ok(true)) {
+                (operation.poison)(&failure);
+            }
+        }
+    }
+
     /// The number of collectives of `context` in flight.
     #[cfg(any(test, feature = "testing"))]
     pub(super) fn under_way(&self, context: Context) -> usize {
@@ -531,15 +550,9 @@ impl Watcher {
 
     /// Poisons the streams of the collectives in flight and aborts all communicators.
     fn abort_all(&self) {
-        let mut state = self.shared.state.lock();
-        let Some(failure) = state.failure.clone() else { return };
-        let open: Vec<_> =
-            state.open.values_mut().map(|o| (Arc::clone(&o.transport), std::mem::take(&mut o.operations))).collect();
-        drop(state);
-        let (transports, operations): (Vec<_>, Vec<_>) = open.into_iter().unzip();
-        let unfinished =
-            operations.into_iter().flatten().filter(|operation| !matches!((operation.ended)(), Ok(true)));
-        unfinished.for_each(|operation| (operation.poison)(&failure));
+        self.shared.poison_in_flight();
+        let transports: Vec<_> =
+            self.shared.state.lock().open.values().map(|open| Arc::clone(&open.transport)).collect();
         // All aborts start before any is awaited: on a stream, a collective can wait behind another communicator's.
         let completions: Vec<AbortCompletion> = transports.iter().map(|transport| transport.abort()).collect();
         AbortCompletion::wait_for_all(completions);

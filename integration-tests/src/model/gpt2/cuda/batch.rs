@@ -131,11 +131,15 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        // A failed stream no longer copies. After a timeout the copy may still run, so the memory is leaked.
-        let Err(DeviceError::TimedOut { .. }) = self.wait() else {
+        let copies = self.copied.as_ref().is_some_and(|copied| {
+            let _ = copied.synchronize(LIMIT);
+            // Also on a failed stream; an error means that the copy has run or never will.
+            copied.is_done() == Ok(false)
+        });
+        // Memory that the stream still reads is leaked.
+        if !copies {
             // SAFETY: allocated with these bytes; the copy from it has run, or never will.
             unsafe { self.memory.deallocate(self.ptr, self.len_bytes) };
-            return;
-        };
+        }
     }
 }
