@@ -211,7 +211,11 @@ impl NcclCommunicator {
             })
         });
         match (enqueued, failure) {
-            (_, Some(failure)) => return Err(failure),
+            (_, Some(failure)) => {
+                // NCCL may still be about to enqueue the call, behind what the caller records from now on.
+                world.abort(&*self.handle).wait();
+                return Err(failure);
+            }
             (Err(error), None) => return Err(skipped(error)),
             (Ok(()), None) => {}
         }
