@@ -150,7 +150,8 @@ unsafe impl Communicator<HostDevice> for MpiComm {
         // the greatest context that this process knows.
         const WORDS: usize = 4;
         let n = self.world_size();
-        // Until the new context is known here: a split of another communicator would take the same one.
+        // Until the new context is known here: a split of another communicator would take the same one. Processes that split
+        // two communicators at once in different orders end with the error of a late rank.
         let _one_at_a_time = self.world.splitting.lock();
         let mut enqueued = self.enqueued.lock();
         let known = u64::from(self.world.contexts.load(Ordering::Relaxed));

@@ -77,7 +77,7 @@ fn endless_work_ends_the_process() {
     let mut child = Command::new(std::env::current_exe().unwrap());
     let output = child.args([test, "--exact", "--nocapture"]).env(CHILD, "1").output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && text.contains("stream endless did not end within 10ms"), "{text}");
+    assert!(!output.status.success() && text.contains("stream endless did not end within 10s"), "{text}");
 }
 
 /// The error of a stream comes before the end of its earlier work, which ends only when its communicator is aborted.
