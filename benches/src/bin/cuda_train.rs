@@ -15,7 +15,7 @@ use integration_tests::data::{DataSource, Dataset};
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
-use integration_tests::trainer::{RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda};
+use integration_tests::trainer::{OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda};
 use integration_tests::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
@@ -46,6 +46,7 @@ fn main() -> Result<(), AnyError> {
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
         groups: GroupSettings::default(),
         graphs: flags.iter().any(|f| f == "graph"),
+        offload: OffloadSettings::default(),
         limit: Duration::from_secs(120),
     };
     let options = RunOptions {

@@ -12,6 +12,7 @@ use zero_kernels::Kernels;
 use zero_optim::OptimizerConfig;
 use zero_shard::{Layout, UnitLayout, Widths, ZeroStage};
 
+use super::offload::OffloadSettings;
 use super::recorder::Record;
 use crate::error::TrainError;
 use crate::model::Pass;
@@ -38,6 +39,8 @@ pub struct Settings {
     pub groups: GroupSettings,
     /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
     pub graphs: bool,
+    /// What is kept off the device.
+    pub offload: OffloadSettings,
     /// The timeout of a collective.
     pub limit: Duration,
 }

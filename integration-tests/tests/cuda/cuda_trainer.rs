@@ -11,7 +11,7 @@ use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
-    RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions, run_on_cuda, run_on_threads,
+    OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions, run_on_cuda, run_on_threads,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
@@ -49,6 +49,7 @@ fn settings(stage: u64, dtype: DType) -> Settings {
             .max_grad_norm(1.0),
         groups: GroupSettings::default(),
         graphs: false,
+        offload: OffloadSettings::default(),
         limit: Duration::from_secs(300),
     }
 }

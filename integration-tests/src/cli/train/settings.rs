@@ -17,7 +17,7 @@ use crate::model::Pass;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::passes;
 use crate::model::param_groups::GroupSettings;
-use crate::trainer::{AT_STAGE_3, Settings};
+use crate::trainer::{AT_STAGE_3, OffloadSettings, Settings};
 
 /// Default elements of a gradient bucket for all models: 2 MiB in fp32.
 const BUCKET_ELEMS: usize = 1 << 19;
@@ -186,6 +186,7 @@ pub(super) fn settings(
             no_decay_1d: args.no_decay_1d.unwrap_or(base.groups.no_decay_1d),
         },
         graphs: args.cuda_graph.unwrap_or(args.recorded_graphs && stage != ZeroStage::Three),
+        offload: OffloadSettings::default(),
         limit,
     };
     Ok((settings, notices))

@@ -12,7 +12,8 @@ use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
-    RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics, ValidationOptions, Workload, run_on_threads,
+    OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics, ValidationOptions, Workload,
+    run_on_threads,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use tempfile::TempDir;
@@ -45,6 +46,7 @@ pub(crate) struct Case {
     pub(crate) bucket_elems: usize,
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) groups: GroupSettings,
+    pub(crate) offload: OffloadSettings,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) validation: Option<ValidationOptions>,
     pub(crate) cancel: Arc<AtomicBool>,
@@ -64,6 +66,7 @@ impl Default for Case {
             bucket_elems: 1 << 12,
             optimizer: OptimizerConfig::default().max_grad_norm(1.0),
             groups: GroupSettings::default(),
+            offload: OffloadSettings::default(),
             resume: None,
             validation: None,
             cancel: Arc::default(),
@@ -116,6 +119,7 @@ impl Case {
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
             graphs: false,
+            offload: self.offload.clone(),
             limit: Duration::from_secs(60),
         }
     }
