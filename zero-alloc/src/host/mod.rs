@@ -27,6 +27,7 @@ use self::worker::Worker;
 use crate::device::{
     AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, check_copy, next_stream_id, same_len,
 };
+use crate::planner::CostModel;
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
 #[cfg(target_os = "linux")]
@@ -39,7 +40,8 @@ pub use stream::HostStream;
 /// The alignment of backings, in bytes.
 const ALIGN_BYTES: usize = 4096;
 
-/// The host as a device. Its memory is mapped from the system, zeroed, unless [`HostDevice::with_pages`] adds pages.
+/// The host as a device. Its memory is mapped from the system, zeroed, unless [`HostDevice::with_pages`] adds pages or
+/// [`HostDevice::with_memory`] selects other memory.
 #[derive(Clone, Debug, Default)]
 pub struct HostDevice {
     timeline: Option<Timeline>,
@@ -47,6 +49,7 @@ pub struct HostDevice {
     scheduler: Option<seeded::Scheduler>,
     #[cfg(target_os = "linux")]
     pages: Option<Arc<HostPages>>,
+    memory: Option<Arc<dyn Memory>>,
 }
 
 impl HostDevice {
@@ -65,7 +68,26 @@ impl HostDevice {
     #[cfg(target_os = "linux")]
     #[must_use]
     pub fn with_pages(self, pages: Arc<HostPages>) -> Self {
-        Self { pages: Some(pages), ..self }
+        Self { pages: Some(pages), memory: None, ..self }
+    }
+
+    /// The same device with backings from `memory`, whose id its slices carry. With `zero_alloc::cuda::PinnedMemory` the
+    /// copies of CUDA devices accept the blocks of a `Pool<HostDevice>`, and host operations use them as any other host
+    /// memory. The pool does not see those copies: a block must live until they have run.
+    ///
+    /// # Errors
+    /// [`DeviceError::AnotherDevice`]: `memory` is neither [`DeviceId::HOST`] nor [`DeviceId::PINNED`].
+    pub fn with_memory(self, memory: Arc<dyn Memory>) -> Result<Self, DeviceError> {
+        let (expected, got) = (DeviceId::HOST, memory.id());
+        if !expected.accesses(got) {
+            return Err(DeviceError::AnotherDevice { what: "HostDevice::with_memory", expected, got });
+        }
+        Ok(Self {
+            memory: Some(memory),
+            #[cfg(target_os = "linux")]
+            pages: None,
+            ..self
+        })
     }
 }
 
@@ -94,32 +116,46 @@ fn mapped_bytes(bytes: usize) -> Option<usize> {
     bytes.max(1).checked_next_multiple_of(ALIGN_BYTES)
 }
 
-// SAFETY: mappings have no other owner, and the system aligns them to its pages, which have `ALIGN_BYTES` or more.
+// SAFETY: mappings have no other owner, and the system aligns them to its pages, which have `ALIGN_BYTES` or more. Other
+// memory keeps the contract itself; it is host memory by `with_memory`, which is the only place that sets it.
 unsafe impl Memory for HostDevice {
     fn id(&self) -> DeviceId {
-        DeviceId::HOST
+        self.memory.as_ref().map_or(DeviceId::HOST, |memory| memory.id())
     }
 
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+        if let Some(memory) = &self.memory {
+            return memory.allocate(bytes);
+        }
         let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: bytes, detail };
         let len = mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
         mapping::map(len).map_err(|error| out_of_memory(error.to_string()))
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        if let Some(len) = mapped_bytes(bytes) {
+        if let Some(memory) = &self.memory {
+            // SAFETY: the caller's promise; the memory of a device never changes.
+            unsafe { memory.deallocate(ptr, bytes) };
+        } else if let Some(len) = mapped_bytes(bytes) {
             // SAFETY: by the caller's promise `ptr` came from `allocate(bytes)` and is freed once.
             unsafe { mapping::unmap(ptr, len) };
         }
     }
 
     fn granularity_bytes(&self) -> usize {
-        ALIGN_BYTES
+        self.memory.as_ref().map_or(ALIGN_BYTES, |memory| memory.granularity_bytes())
     }
 
-    #[cfg(target_os = "linux")]
     fn virtual_memory(&self) -> Option<&dyn crate::device::VirtualMemory> {
-        self.pages.as_deref().map(|pages| pages as _)
+        #[cfg(target_os = "linux")]
+        if let Some(pages) = &self.pages {
+            return Some(&**pages);
+        }
+        self.memory.as_ref()?.virtual_memory()
+    }
+
+    fn cost(&self) -> CostModel {
+        self.memory.as_ref().map_or(CostModel::HOST, |memory| memory.cost())
     }
 }
 

@@ -1,8 +1,11 @@
 //! Pinned host memory.
 
-use zero_alloc::Pool;
+use std::sync::Arc;
+
 use zero_alloc::cuda::PinnedMemory;
 use zero_alloc::device::{AnySlice, DType, Device, Memory, Stream};
+use zero_alloc::host::HostDevice;
+use zero_alloc::{Pool, Purpose};
 
 use crate::{LIMIT, floats, open, read, slice};
 
@@ -29,4 +32,31 @@ fn cuda_copies_from_and_to_pinned_memory() {
     assert_eq!(read(&device, &stream, &x), [7.0; 1000]);
     // SAFETY: allocated above; both copies have run.
     unsafe { memory.deallocate(ptr, 4000) };
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_copies_from_and_to_blocks_of_a_pinned_pool() {
+    let device = open();
+    let host = HostDevice::new().with_memory(Arc::new(PinnedMemory::new(&device))).expect("host memory");
+    let (stream, on_host) =
+        (device.create_stream("copy").expect("a stream"), host.create_stream("adam").expect("one"));
+    let (pool, pinned) = (Pool::new(device.clone(), 8 << 20), Pool::new(host, 8 << 20));
+    let x = floats(&pool, &stream, 1000, 2.5);
+    let block = pinned.allocate(1000, DType::F32, Purpose::Optimizer, &on_host).expect("pinned memory");
+    // SAFETY: the block lives until everything has run; host and device wait for each other below.
+    let y = unsafe { block.slice() };
+    device.copy(&stream, slice(&x), y).expect("enqueued");
+    stream.synchronize(LIMIT).expect("ran");
+    let typed = y.typed::<f32>().expect("floats");
+    let double = move || {
+        // SAFETY: the copy has run, and nothing else uses the block until this operation has.
+        unsafe { typed.as_host_mut() }.iter_mut().for_each(|y| *y *= 2.0);
+        Ok(())
+    };
+    on_host.enqueue("double", double).expect("enqueued");
+    on_host.synchronize(LIMIT).expect("ran");
+    device.copy(&stream, y, slice(&x)).expect("enqueued");
+    assert_eq!(read(&device, &stream, &x), [5.0; 1000]);
+    stream.synchronize(LIMIT).expect("ran");
 }

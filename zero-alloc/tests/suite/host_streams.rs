@@ -1,10 +1,13 @@
 //! Properties of host streams beyond the conformance suite.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Memory, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream};
 use zero_alloc::host::{HostDevice, HostStream, Monitor, Timeline};
+use zero_alloc::testing::Simulated;
+use zero_alloc::{Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -94,4 +97,63 @@ fn operations_keep_their_phase() {
     let phases: Vec<_> = spans.iter().map(|span| (span.label, span.phase)).collect();
     assert_eq!(phases, [("hold", ""), ("in a phase", "later")]);
     assert!(spans.iter().all(|span| span.enqueued <= span.start));
+}
+
+/// Host memory with the id of pinned memory.
+#[derive(Debug)]
+struct Pinned(HostDevice);
+
+// SAFETY: the host device's memory, which keeps the contract.
+unsafe impl Memory for Pinned {
+    fn id(&self) -> DeviceId {
+        DeviceId::PINNED
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+        self.0.allocate(bytes)
+    }
+
+    unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.deallocate(ptr, bytes) };
+    }
+
+    fn granularity_bytes(&self) -> usize {
+        self.0.granularity_bytes()
+    }
+}
+
+#[test]
+fn blocks_carry_the_id_of_their_memory() {
+    for device in [HostDevice::new(), HostDevice::seeded(1)] {
+        let plain = Pool::new(device.clone(), 1 << 20);
+        let device = device.with_memory(Arc::new(Pinned(HostDevice::new()))).expect("host memory");
+        assert_eq!((device.id(), device.kind()), (DeviceId::PINNED, DeviceKind::Host));
+        let stream = device.create_stream("compute").expect("a stream");
+        let pool = Pool::new(device.clone(), 1 << 20);
+        let block = pool.allocate(100, DType::F32, Purpose::Params, &stream).expect("room");
+        let other = plain.allocate(100, DType::F32, Purpose::Params, &stream).expect("room");
+        // SAFETY: the blocks live to the end of the test, and one stream does everything.
+        let (pinned, other) = unsafe { (block.slice(), other.slice()) };
+        assert_eq!((pinned.device(), other.device()), (DeviceId::PINNED, DeviceId::HOST));
+        let values = [7u8; 400];
+        device.upload(&stream, &values, pinned, LIMIT).expect("ran");
+        device.copy(&stream, pinned, other).expect("enqueued");
+        device.fill_zero(&stream, pinned).expect("enqueued");
+        let mut seen = [1u8; 400];
+        device.download(&stream, pinned, &mut seen, LIMIT).expect("ran");
+        assert_eq!(seen, [0; 400]);
+        device.copy(&stream, other, pinned).expect("enqueued");
+        device.download(&stream, pinned, &mut seen, LIMIT).expect("ran");
+        assert_eq!(seen, values);
+        assert!(device.violations().is_empty());
+    }
+}
+
+#[test]
+fn memory_of_another_device_is_refused() {
+    let simulated = Simulated::new(1 << 20, 4096);
+    let (what, expected, got) = ("HostDevice::with_memory", DeviceId::HOST, simulated.id());
+    let refused = HostDevice::new().with_memory(Arc::new(simulated)).map(drop);
+    assert_eq!(refused, Err(DeviceError::AnotherDevice { what, expected, got }));
 }

@@ -37,6 +37,19 @@ macro_rules! on_every_device {
                 }
             )*
         }
+
+        /// The host's kernels on pinned memory.
+        #[cfg(feature = "cuda")]
+        mod cuda_pinned {
+            $(
+                #[test]
+                $(#[$attribute])*
+                #[ignore = "needs a CUDA device"]
+                fn $test() {
+                    super::$module::$test(&super::Rig::pinned());
+                }
+            )*
+        }
     };
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 #[cfg(feature = "cuda")]
-use zero_alloc::cuda::CudaDevice;
+use zero_alloc::cuda::{CudaDevice, PinnedMemory};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Element, Stream};
 use zero_alloc::host::HostDevice;
 use zero_kernels::Kernels;
@@ -28,7 +28,16 @@ pub struct Rig<D: Device> {
 
 impl Rig<HostDevice> {
     pub fn host() -> Self {
-        let device = HostDevice::new();
+        Self::of(HostDevice::new())
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn pinned() -> Self {
+        let memory = Arc::new(PinnedMemory::new(&CudaDevice::open(0).unwrap()));
+        Self::of(HostDevice::new().with_memory(memory).unwrap())
+    }
+
+    fn of(device: HostDevice) -> Self {
         let stream = device.create_stream("compute").unwrap();
         let kernels = Arc::new(HostKernels::new(if cfg!(miri) { 1 } else { 2 }).unwrap());
         Self { device, stream, kernels, most_elems: if cfg!(miri) { 37 } else { (1 << 20) + 3 } }
