@@ -12,6 +12,8 @@ pub mod library;
 pub mod planner;
 pub mod pool;
 mod primitive;
+#[cfg(target_os = "linux")]
+pub mod swap;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod time_limit;

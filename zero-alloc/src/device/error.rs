@@ -101,6 +101,14 @@ pub enum DeviceError {
         /// The length of each.
         bytes: usize,
     },
+    /// An argument is invalid.
+    #[error("{what}: {message}")]
+    Argument {
+        /// The operation.
+        what: &'static str,
+        /// The argument, its value and what is allowed.
+        message: String,
+    },
     /// An enqueued operation failed; later operations of the stream were skipped.
     #[error("{op} on stream {stream}: {cause}")]
     Operation {

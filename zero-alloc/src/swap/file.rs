@@ -1,0 +1,268 @@
+//! The file: its options, its creation, its counters.
+
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::{SwapError, SwapLane};
+
+/// How requests reach the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SwapEngine {
+    /// io_uring, or threads where the kernel refuses it.
+    #[default]
+    Auto,
+    /// io_uring only.
+    IoUring,
+    /// `queue_depth` threads a lane, which call `pread` and `pwrite`.
+    Threads,
+}
+
+/// Options of a [`SwapFile`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct SwapOptions {
+    /// Requests in flight at most in each lane. Default 32.
+    pub queue_depth: usize,
+    /// The largest request, in bytes: a multiple of [`SwapFile::ALIGN_BYTES`]. Default 1 MiB.
+    pub request_bytes: usize,
+    /// How requests reach the kernel.
+    pub engine: SwapEngine,
+    /// Whether to bypass the page cache (`O_DIRECT`). Default true.
+    pub direct: bool,
+    /// How long requests may take. If none of a transfer comes back in this time, the transfer fails as soon as all
+    /// have come back; if they do not in the same time again, the process is aborted, because the kernel may still
+    /// write to their buffers. Default 2 minutes.
+    pub limit: Duration,
+}
+
+impl Default for SwapOptions {
+    fn default() -> Self {
+        Self {
+            queue_depth: 32,
+            request_bytes: 1 << 20,
+            engine: SwapEngine::Auto,
+            direct: true,
+            limit: Duration::from_secs(120),
+        }
+    }
+}
+
+setters!(SwapOptions { queue_depth: usize, request_bytes: usize, engine: SwapEngine, direct: bool, limit: Duration });
+
+/// A file without a name. Cheap to clone; its space is free again once all clones and lanes are dropped.
+#[derive(Clone, Debug)]
+pub struct SwapFile(pub(super) Arc<Inner>);
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) file: File,
+    pub(super) dir: PathBuf,
+    pub(super) bytes: u64,
+    pub(super) options: SwapOptions,
+    pub(super) notices: Mutex<Vec<String>>,
+    pub(super) read_bytes: AtomicU64,
+    pub(super) written_bytes: AtomicU64,
+    #[cfg(any(test, feature = "testing"))]
+    pub(super) faults: super::fault::Faults,
+}
+
+impl SwapFile {
+    /// Offsets, lengths and addresses of transfers are multiples of this.
+    pub const ALIGN_BYTES: usize = 4096;
+
+    /// Creates a file of `bytes` bytes, all zero, in the folder `dir`, and reserves its space on the disk.
+    ///
+    /// # Errors
+    /// The folder is missing, the disk has too little free space, an option is invalid, or io_uring was requested and
+    /// the kernel refuses it.
+    pub fn create(dir: &Path, bytes: u64, options: SwapOptions) -> Result<Self, SwapError> {
+        let SwapOptions { queue_depth, request_bytes, .. } = options;
+        if !(1..=4096).contains(&queue_depth) {
+            return Err(SwapError::Option { name: "queue_depth", expected: "1 to 4096", got: queue_depth });
+        }
+        if request_bytes == 0 || request_bytes > 1 << 30 || !request_bytes.is_multiple_of(Self::ALIGN_BYTES) {
+            let expected = "a multiple of 4096 bytes, at most 1 GiB";
+            return Err(SwapError::Option { name: "request_bytes", expected, got: request_bytes });
+        }
+        let folder = |source| SwapError::Folder { dir: dir.into(), source };
+        if !std::fs::metadata(dir).map_err(folder)?.is_dir() {
+            return Err(folder(io::ErrorKind::NotADirectory.into()));
+        }
+        let free_bytes = free_bytes(dir).map_err(folder)?;
+        let file = unnamed(dir).map_err(folder)?;
+        reserve(&file, bytes, free_bytes).map_err(|source| match source.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT) => {
+                SwapError::DiskFull { dir: dir.into(), needed_bytes: bytes, free_bytes }
+            }
+            _ => SwapError::System {
+                dir: dir.into(),
+                call: "reserve space",
+                source,
+                advice: "use a folder on a local disk, and check ulimit -f",
+            },
+        })?;
+        let inner = Inner {
+            file,
+            dir: dir.into(),
+            bytes,
+            options,
+            notices: Mutex::default(),
+            read_bytes: AtomicU64::new(0),
+            written_bytes: AtomicU64::new(0),
+            #[cfg(any(test, feature = "testing"))]
+            faults: Default::default(),
+        };
+        inner.set_direct();
+        Ok(Self(Arc::new(inner)))
+    }
+
+    /// The size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.0.bytes
+    }
+
+    /// What is slower than requested, and what to do about it: empty if everything is as requested.
+    pub fn notices(&self) -> Vec<String> {
+        self.0.notices.lock().clone()
+    }
+
+    /// Makes a lane. A lane has its own queue of requests: its operations run one after another, those of different
+    /// lanes at the same time.
+    ///
+    /// # Errors
+    /// The system is out of threads, descriptors or memory.
+    pub fn lane(&self) -> Result<SwapLane, SwapError> {
+        SwapLane::new(Arc::clone(&self.0))
+    }
+
+    /// The bytes that all lanes have read so far.
+    pub fn read_bytes(&self) -> u64 {
+        self.0.read_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The bytes that all lanes have written so far.
+    pub fn written_bytes(&self) -> u64 {
+        self.0.written_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Makes a request fail: the one after the next `after` ones, counted over all lanes.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn inject(&self, after: u64, fault: super::Fault) {
+        self.0.faults.inject(after, fault);
+    }
+}
+
+impl Inner {
+    /// Adds a notice, once.
+    pub(super) fn notice(&self, text: String) {
+        let mut notices = self.notices.lock();
+        if !notices.contains(&text) {
+            notices.push(text);
+        }
+    }
+
+    fn set_direct(&self) {
+        let dir = self.dir.display();
+        if file_system(&self.file) == Some(libc::TMPFS_MAGIC as i64) {
+            self.notice(format!(
+                "swap folder {dir} is a file system in memory: nothing leaves the memory; name a folder on a disk"
+            ));
+        }
+        if !self.options.direct {
+            return;
+        }
+        let fd = self.file.as_raw_fd();
+        // SAFETY: the descriptor is open; the call reads no memory of ours.
+        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+        // SAFETY: as above.
+        if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_DIRECT) } != 0 {
+            let error = io::Error::last_os_error();
+            self.notice(format!(
+                "swap folder {dir}: the file system refuses O_DIRECT ({error}): transfers go through the page cache, slower and with more memory; name a folder on ext4 or XFS"
+            ));
+        }
+    }
+}
+
+/// A file without a name in `dir`.
+fn unnamed(dir: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    // O_EXCL: it never gets a name.
+    match options.clone().custom_flags(libc::O_TMPFILE | libc::O_EXCL).open(dir) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR | libc::EINVAL)) => {}
+        opened => return opened,
+    }
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let path = dir.join(format!(".zero-swap-{}-{number}", std::process::id()));
+    // A file of this name is left of a process with the same id that was killed between these two calls.
+    let _ = std::fs::remove_file(&path);
+    let file = options.create_new(true).open(&path)?;
+    std::fs::remove_file(&path)?;
+    Ok(file)
+}
+
+/// The free bytes of the folder's disk.
+fn free_bytes(dir: &Path) -> io::Result<u64> {
+    let path = CString::new(dir.as_os_str().as_bytes())?;
+    // SAFETY: a struct of integers.
+    let mut stat: libc::statvfs64 = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string, and a struct that the call fills.
+    if unsafe { libc::statvfs64(path.as_ptr(), &mut stat) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
+}
+
+/// The kind of the file system.
+fn file_system(file: &File) -> Option<i64> {
+    // SAFETY: a struct of integers.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open; the call fills the struct.
+    let done = unsafe { libc::fstatfs(file.as_raw_fd(), &mut stat) };
+    (done == 0).then_some(stat.f_type as i64)
+}
+
+/// Reserves the space of the whole file; where the file system cannot, writes it once.
+fn reserve(file: &File, bytes: u64, free_bytes: u64) -> io::Result<()> {
+    let len = libc::off64_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+    if len == 0 {
+        return Ok(());
+    }
+    loop {
+        // SAFETY: the descriptor is open; the call reads no memory of ours.
+        if unsafe { libc::fallocate64(file.as_raw_fd(), 0, 0, len) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR) => {}
+            Some(libc::EOPNOTSUPP | libc::ENOSYS) => return write_out(file, bytes, free_bytes),
+            _ => return Err(error),
+        }
+    }
+}
+
+fn write_out(file: &File, bytes: u64, free_bytes: u64) -> io::Result<()> {
+    if bytes > free_bytes {
+        return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+    }
+    let zeros = vec![0; 1 << 20];
+    for at in (0..bytes).step_by(zeros.len()) {
+        let len = (bytes - at).min(zeros.len() as u64) as usize;
+        file.write_all_at(&zeros[..len], at)?;
+    }
+    file.sync_data()
+}
