@@ -7,7 +7,6 @@ use clap::ValueEnum;
 use parse_size::parse_size;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
-use zero_shard::Tier;
 
 use super::CliError;
 use crate::hf::HfFolder;
@@ -77,16 +76,6 @@ pub(super) fn parse_params(text: &str) -> Result<u64, String> {
         // More are more than 2^64 bytes.
         1_000_000_000_000_000_001.. => Err(expected("at most 1e18".to_owned())),
         _ => Ok(count),
-    }
-}
-
-/// Parses the value of `--offload`.
-pub(super) fn parse_offload(value: &str) -> Result<Tier, CliError> {
-    match value {
-        "none" => Ok(Tier::Device),
-        "cpu" => Ok(Tier::Host),
-        folder if folder.starts_with("nvme:") => Ok(Tier::Nvme),
-        _ => Err(CliError::Usage(format!("--offload {value}: expected none, cpu or nvme:DIR"))),
     }
 }
 

@@ -2,11 +2,13 @@
 
 pub mod ckpt;
 mod flags;
+mod offload;
 mod output;
 pub mod plan;
 pub mod train;
 
 pub use flags::DTypeFlag;
+pub use offload::{Masters, Moments, OffloadArgs};
 
 use thiserror::Error;
 

@@ -22,14 +22,6 @@ pub(super) enum Usual {
     Nothing,
 }
 
-/// The type of a key without effect.
-#[derive(Clone, Copy)]
-pub(super) enum Kind {
-    Flag,
-    Count,
-    Positive,
-}
-
 impl Block {
     pub(super) fn root(keys: Map<String, Value>) -> Self {
         Self { path: String::new(), keys }
@@ -95,6 +87,16 @@ impl Block {
         self.typed(key, "a whole number above 0", |v| v.as_u64().filter(|n| *n > 0))
     }
 
+    /// A whole number that `is_valid`; `expected` describes such numbers.
+    pub(super) fn count_in(
+        &mut self,
+        key: &str,
+        expected: &'static str,
+        is_valid: impl Fn(u64) -> bool,
+    ) -> Result<Option<u64>, ConfigFileError> {
+        self.typed(key, expected, |v| v.as_u64().filter(|n| is_valid(*n)))
+    }
+
     pub(super) fn number(&mut self, key: &str) -> Result<Option<f64>, ConfigFileError> {
         self.typed(key, "a number", Value::as_f64)
     }
@@ -117,18 +119,6 @@ impl Block {
         let path = self.name(key);
         let keys = self.typed(key, "an object {..}", |v| v.as_object().cloned())?;
         Ok(keys.map(|keys| Self { path, keys }))
-    }
-
-    /// Checks the types of keys that have no effect in this version.
-    pub(super) fn check_types(&mut self, keys: &[(&str, Kind)]) -> Result<(), ConfigFileError> {
-        for (key, kind) in keys {
-            match kind {
-                Kind::Flag => drop(self.flag(key)?),
-                Kind::Count => drop(self.count(key)?),
-                Kind::Positive => drop(self.positive(key)?),
-            }
-        }
-        Ok(())
     }
 
     /// Removes unsupported keys; each adds a warning, except if it has its usual value.

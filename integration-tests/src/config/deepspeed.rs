@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use zero_alloc::device::DType;
 use zero_optim::{LossScaling, LrSchedule};
 
-use super::block::{Block, Kind, Usual, shortened};
+use super::block::{Block, Usual, shortened};
 use super::optimizer::{self, DsOptimizer};
 use super::zero::{self, ZeroOptimization};
 use super::{BatchKeys, ConfigFileError, json, precision};
@@ -38,6 +38,8 @@ pub struct DsConfig {
     pub schedule: Option<LrSchedule>,
     /// The block `activation_checkpointing`; its presence enables checkpointing.
     pub activation_checkpointing: Option<ActivationCheckpointing>,
+    /// The block `aio`: requests to scratch files.
+    pub aio: Aio,
     /// Steps between two progress lines.
     pub steps_per_print: Option<u64>,
     /// Whether to print the time of the parts of a step.
@@ -55,6 +57,15 @@ pub struct ActivationCheckpointing {
     pub partition_activations: bool,
     /// Whether to keep them in host memory.
     pub cpu_checkpointing: bool,
+}
+
+/// `aio`. `None` lets the program choose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Aio {
+    /// Requests in flight to a file.
+    pub queue_depth: Option<u64>,
+    /// Bytes of one request: a multiple of 4096.
+    pub block_bytes: Option<u64>,
 }
 
 /// Unsupported top-level keys that change at most speed, rounding or messages.
@@ -153,7 +164,7 @@ impl DsConfig {
             root.peek("zero_optimization").is_some_and(|zero| zero.is_boolean() || zero.get("stage").is_some());
         let zero = zero::read(&mut root, warn)?;
         let activation_checkpointing = read_activation_checkpointing(&mut root, warn)?;
-        check_aio(&mut root, warn)?;
+        let aio = read_aio(&mut root, warn)?;
         let steps_per_print = root.count("steps_per_print")?;
         let wall_clock_breakdown = root.flag("wall_clock_breakdown")?.unwrap_or(false);
 
@@ -174,6 +185,7 @@ impl DsConfig {
             param_groups,
             schedule,
             activation_checkpointing,
+            aio,
             steps_per_print,
             wall_clock_breakdown,
             autos,
@@ -244,14 +256,25 @@ fn read_activation_checkpointing(
     Ok(Some(read))
 }
 
-/// Checks `aio`, which configures offload to files; this version does not support that.
-fn check_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<(), ConfigFileError> {
-    let Some(mut block) = root.block("aio")? else { return Ok(()) };
-    block.ignore(&[("use_gds", Usual::Flag(false), "files are read through host memory")], warnings)?;
-    block.check_types(&["block_size", "queue_depth", "intra_op_parallelism"].map(|key| (key, Kind::Positive)))?;
-    block.check_types(&["single_submit", "overlap_events"].map(|key| (key, Kind::Flag)))?;
+fn read_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<Aio, ConfigFileError> {
+    let Some(mut block) = root.block("aio")? else { return Ok(Aio::default()) };
+    let threads = "the kernel serves queue_depth requests at once without threads";
+    let ignored = [
+        ("use_gds", Usual::Flag(false), "files are read through host memory"),
+        ("thread_count", Usual::Number(1), threads),
+        ("intra_op_parallelism", Usual::Number(1), threads),
+        ("single_submit", Usual::Flag(false), "requests are submitted together"),
+        ("overlap_events", Usual::Flag(true), "requests are submitted while earlier ones run"),
+    ];
+    block.ignore(&ignored, warnings)?;
+    let aio = Aio {
+        queue_depth: block.count_in("queue_depth", "a whole number from 1 to 4096", |n| (1..=4096).contains(&n))?,
+        block_bytes: block.count_in("block_size", "a multiple of 4096 up to 1073741824", |n| {
+            (4096..=1 << 30).contains(&n) && n.is_multiple_of(4096)
+        })?,
+    };
     block.end_lenient(warnings);
-    Ok(())
+    Ok(aio)
 }
 
 /// Checks the types of gradients, and returns those that must be the parameters' type: this program sends gradients as

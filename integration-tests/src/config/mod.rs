@@ -63,7 +63,7 @@ mod zero;
 mod tests;
 
 pub use batch::{Batch, BatchKeys};
-pub use deepspeed::{ActivationCheckpointing, DsConfig, canonical};
+pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig, canonical};
 pub use error::ConfigFileError;
 pub use optimizer::{AUTO_STEPS, DsOptimizer};
 pub use zero::ZeroOptimization;

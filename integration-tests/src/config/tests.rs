@@ -4,9 +4,9 @@ use serde_json::{Value, json};
 use zero_alloc::device::DType;
 use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, WarmupType};
-use zero_shard::Tier;
 
-use super::{ActivationCheckpointing, BatchKeys, ConfigFileError, DsConfig, DsOptimizer, ZeroOptimization};
+use super::{ActivationCheckpointing, Aio, BatchKeys, ConfigFileError, DsConfig, DsOptimizer, ZeroOptimization};
+use crate::trainer::Home;
 
 /// Parses a configuration that must be valid and without warnings.
 fn quiet(text: &str) -> DsConfig {
@@ -52,6 +52,7 @@ fn empty_file_has_deepspeeds_defaults() {
         param_groups: None,
         schedule: None,
         activation_checkpointing: None,
+        aio: Aio::default(),
         steps_per_print: None,
         wall_clock_breakdown: false,
         autos: vec![],
@@ -92,8 +93,9 @@ fn hugging_face_example_has_no_warnings() {
     );
     let expected = ZeroOptimization {
         stage: 3,
-        offload_optimizer: Tier::Host,
-        offload_param: Tier::Host,
+        sub_group_elems: Some(1_000_000_000),
+        offload_optimizer: Home::Host,
+        offload_param: Home::Host,
         gather_16bit_weights_on_save: true,
         overlap_comm: Some(true),
         ..ZeroOptimization::default()
@@ -130,11 +132,11 @@ fn file_with_all_keys_is_read() {
             "contiguous_gradients": true, "reduce_scatter": true, "allgather_partitions": true,
             "round_robin_gradients": false,
             "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "buffer_count": 6,
-                "pin_memory": false, "pipeline_read": true, "pipeline_write": true, "fast_init": false}
+                "pin_memory": true, "ratio": 1, "pipeline_read": true, "pipeline_write": true, "fast_init": false}
         },
         "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, "profile": false},
-        "aio": {"block_size": 4096, "queue_depth": 16, "intra_op_parallelism": 2, "single_submit": true,
-            "overlap_events": false, "use_gds": false},
+        "aio": {"block_size": 4096, "queue_depth": 16, "intra_op_parallelism": 1, "thread_count": 1,
+            "single_submit": false, "overlap_events": true, "use_gds": false},
         "communication_data_type": "bf16",
         "data_types": {"grad_accum_dtype": "fp32", "param_dtype": "bf16"},
         "gradient_allreduce_op": "mean", "prescale_gradients": false, "gradient_predivide_factor": 1.0,
@@ -163,15 +165,15 @@ fn file_with_all_keys_is_read() {
             reduce_bucket_elems: 1_000_000,
             allgather_bucket_elems: 2_000_000,
             overlap_comm: Some(true),
-            sub_group_elems: 3_000_000,
+            sub_group_elems: Some(3_000_000),
             prefetch_bucket_elems: 4_000_000,
             persistence_threshold_elems: 5_000,
             max_live_elems: 6_000_000,
             max_reuse_elems: 7_000_000,
             gather_16bit_weights_on_save: false,
-            offload_optimizer: Tier::Nvme,
-            offload_optimizer_buffers: 6,
-            offload_param: Tier::Device,
+            offload_optimizer: Home::Nvme("/local".into()),
+            offload_optimizer_buffers: Some(6),
+            offload_param: Home::Device,
         },
         has_stage: true,
         dtype: Some(DType::Bf16),
@@ -188,6 +190,7 @@ fn file_with_all_keys_is_read() {
             partition_activations: true,
             cpu_checkpointing: true,
         }),
+        aio: Aio { queue_depth: Some(16), block_bytes: Some(4096) },
         steps_per_print: Some(5),
         wall_clock_breakdown: true,
         autos: vec![],
@@ -202,9 +205,9 @@ fn old_forms_of_zero_optimization_are_read() {
     assert_eq!(zero("true"), ZeroOptimization { stage: 1, ..default() });
     assert_eq!(zero("false"), default());
     assert_eq!(zero(r#""auto""#), default());
-    assert_eq!(zero(r#"{"cpu_offload": true}"#).offload_optimizer, Tier::Host);
+    assert_eq!(zero(r#"{"cpu_offload": true}"#).offload_optimizer, Home::Host);
     let old = zero(r#"{"stage": 3, "cpu_offload_param": true, "cpu_offload": false}"#);
-    assert_eq!((old.offload_optimizer, old.offload_param), (Tier::Device, Tier::Host));
+    assert_eq!((old.offload_optimizer, old.offload_param), (Home::Device, Home::Host));
     assert!(zero(r#"{"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}"#).gather_16bit_weights_on_save);
 }
 
@@ -336,6 +339,13 @@ fn harmless_differences_are_warnings() {
         zero {"stage3_model_persistence_threshold": 5} => zero_optimization.model_persistence_threshold is ignored:
         zero {"cpu_offload_use_pin_memory": true} => zero_optimization.cpu_offload_use_pin_memory is ignored:
         zero {"offload_optimizer": {"super_offload": true}} => zero_optimization.offload_optimizer.super_offload is ignored:
+        zero {"offload_optimizer": {"pin_memory": false}} => zero_optimization.offload_optimizer.pin_memory is ignored:
+        zero {"offload_optimizer": {"pipeline_read": false}} => zero_optimization.offload_optimizer.pipeline_read is ignored:
+        zero {"offload_optimizer": {"pipeline_write": false}} => zero_optimization.offload_optimizer.pipeline_write is ignored:
+        zero {"offload_param": {"pin_memory": false}} => zero_optimization.offload_param.pin_memory is ignored:
+        zero {"offload_param": {"buffer_count": 4}} => zero_optimization.offload_param.buffer_count is ignored:
+        zero {"offload_param": {"buffer_size": 1e9}} => zero_optimization.offload_param.buffer_size is ignored:
+        zero {"offload_param": {"max_in_cpu": 1}} => zero_optimization.offload_param.max_in_cpu is ignored:
         {"bf16": {"check_grad_overflow": false}} => bf16.check_grad_overflow is ignored:
         {"bf16": {"immediate_grad_update": true}} => bf16.immediate_grad_update is ignored:
         {"fp16": {"auto_cast": true}} => fp16.auto_cast is ignored:
@@ -347,6 +357,10 @@ fn harmless_differences_are_warnings() {
         {"activation_checkpointing": {"number_checkpoints": 4}} => activation_checkpointing.number_checkpoints is ignored:
         {"activation_checkpointing": {"note": 4}} => unknown key activation_checkpointing.note is ignored
         {"aio": {"use_gds": true}} => aio.use_gds is ignored:
+        {"aio": {"thread_count": 4}} => aio.thread_count is ignored:
+        {"aio": {"intra_op_parallelism": 2}} => aio.intra_op_parallelism is ignored:
+        {"aio": {"single_submit": true}} => aio.single_submit is ignored:
+        {"aio": {"overlap_events": false}} => aio.overlap_events is ignored:
         {"aio": {"note": true}} => unknown key aio.note is ignored
         {"data_types": {"grad_accum_dtype": "bf16"}} => data_types.grad_accum_dtype is ignored: it is fp32
         {"data_types": {"buffer_dtype": "bf16"}} => data_types.buffer_dtype is ignored:
@@ -447,8 +461,8 @@ fn wrong_values_name_the_expected_ones() {
         zero {"offload_param": {"device": "gpu"}} => zero_optimization.offload_param.device is "gpu"; expected "none", "cpu" or "nvme"
         zero {"offload_param": "cpu"} => zero_optimization.offload_param is "cpu"; expected an object {..}
         zero {"offload_param": {"pin_memory": 1}} => zero_optimization.offload_param.pin_memory is 1; expected true or false
-        zero {"stage": 3, "offload_optimizer": {"ratio": 1.5}} => zero_optimization.offload_optimizer.ratio is 1.5; expected a number from 0 to 1
-        zero {"stage": 2, "offload_optimizer": {"ratio": 0.5}} => zero_optimization.offload_optimizer.ratio is 0.5; expected 1 (partial offload needs stage 3)
+        zero {"stage": 3, "offload_optimizer": {"ratio": 0.5}} => zero_optimization.offload_optimizer.ratio is 0.5; expected 1: the whole optimizer state is offloaded
+        zero {"offload_optimizer": {"buffer_count": 0}} => zero_optimization.offload_optimizer.buffer_count is 0; expected a whole number above 0
         {"fp16": true} => fp16 is true; expected an object {..}
         {"fp16": {"enabled": 1}} => fp16.enabled is 1; expected true or false
         {"fp16": {"loss_scale": -1}} => fp16.loss_scale is -1; expected 0 (dynamic) or a scale above 0
@@ -458,7 +472,8 @@ fn wrong_values_name_the_expected_ones() {
         {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}} => optimizer.params.betas is [0.9]; expected two numbers, each at least 0 and below 1
         {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}} => optimizer.params.betas is [0.9,1]; expected two numbers, each at least 0 and below 1
         {"communication_data_type": "int8"} => communication_data_type is "int8"; expected "fp32", "fp16" or "bf16"
-        {"aio": {"queue_depth": 0}} => aio.queue_depth is 0; expected a whole number above 0
+        {"aio": {"queue_depth": 0}} => aio.queue_depth is 0; expected a whole number from 1 to 4096
+        {"aio": {"block_size": 1000000}} => aio.block_size is 1000000; expected a multiple of 4096 up to 1073741824
     "#,
     );
 }

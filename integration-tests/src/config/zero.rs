@@ -1,10 +1,10 @@
 //! The block `zero_optimization` and its `offload_*` blocks.
 
 use serde_json::Value;
-use zero_shard::Tier;
 
 use super::ConfigFileError;
-use super::block::{Block, Kind, Usual, shortened};
+use super::block::{Block, Usual, shortened};
+use crate::trainer::Home;
 
 /// `zero_optimization`. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,8 +17,8 @@ pub struct ZeroOptimization {
     pub allgather_bucket_elems: u64,
     /// Whether communication overlaps compute; see [`Self::overlaps_at`].
     pub overlap_comm: Option<bool>,
-    /// Maximum number of elements of one optimizer update.
-    pub sub_group_elems: u64,
+    /// Maximum number of elements of one optimizer update; DeepSpeed's default is 10^9.
+    pub sub_group_elems: Option<u64>,
     /// Maximum number of elements that stage 3 gathers ahead of their use.
     pub prefetch_bucket_elems: u64,
     /// Stage 3 does not shard parameters with fewer elements.
@@ -29,12 +29,12 @@ pub struct ZeroOptimization {
     pub max_reuse_elems: u64,
     /// Whether saving also writes whole 16-bit weights.
     pub gather_16bit_weights_on_save: bool,
-    /// Device of the optimizer state.
-    pub offload_optimizer: Tier,
-    /// `offload_optimizer.buffer_count`: buffers for parts of the optimizer state.
-    pub offload_optimizer_buffers: u64,
-    /// Device of the parameters at stage 3.
-    pub offload_param: Tier,
+    /// Where the optimizer state is kept.
+    pub offload_optimizer: Home,
+    /// `offload_optimizer.buffer_count`: sub-groups of optimizer state in host memory at once.
+    pub offload_optimizer_buffers: Option<u64>,
+    /// Where the parameters are kept at stage 3.
+    pub offload_param: Home,
 }
 
 impl Default for ZeroOptimization {
@@ -44,15 +44,15 @@ impl Default for ZeroOptimization {
             reduce_bucket_elems: 500_000_000,
             allgather_bucket_elems: 500_000_000,
             overlap_comm: None,
-            sub_group_elems: 1_000_000_000,
+            sub_group_elems: None,
             prefetch_bucket_elems: 50_000_000,
             persistence_threshold_elems: 100_000,
             max_live_elems: 1_000_000_000,
             max_reuse_elems: 1_000_000_000,
             gather_16bit_weights_on_save: false,
-            offload_optimizer: Tier::Device,
-            offload_optimizer_buffers: 4,
-            offload_param: Tier::Device,
+            offload_optimizer: Home::Device,
+            offload_optimizer_buffers: None,
+            offload_param: Home::Device,
         }
     }
 }
@@ -151,14 +151,14 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroO
         return Err(ConfigFileError::WrongType { key, expected, got: stage.to_string() });
     }
     let stage = stage as u8;
-    let (offload_optimizer, buffers) = read_offload_optimizer(&mut block, stage, warnings)?;
-    let offload_param = read_offload_param(&mut block)?;
+    let (offload_optimizer, offload_optimizer_buffers) = read_offload_optimizer(&mut block, warnings)?;
+    let offload_param = read_offload_param(&mut block, warnings)?;
     let zero = ZeroOptimization {
         stage,
         reduce_bucket_elems: block.count("reduce_bucket_size")?.unwrap_or(default.reduce_bucket_elems),
         allgather_bucket_elems: block.count("allgather_bucket_size")?.unwrap_or(default.allgather_bucket_elems),
         overlap_comm: block.flag("overlap_comm")?,
-        sub_group_elems: block.count("sub_group_size")?.unwrap_or(default.sub_group_elems),
+        sub_group_elems: block.count("sub_group_size")?,
         prefetch_bucket_elems: block.count("prefetch_bucket_size")?.unwrap_or(default.prefetch_bucket_elems),
         persistence_threshold_elems: block
             .count("param_persistence_threshold")?
@@ -167,71 +167,75 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroO
         max_reuse_elems: block.count("max_reuse_distance")?.unwrap_or(default.max_reuse_elems),
         gather_16bit_weights_on_save: block.flag("gather_16bit_weights_on_model_save")?.unwrap_or(false),
         offload_optimizer,
-        offload_optimizer_buffers: buffers.unwrap_or(default.offload_optimizer_buffers),
+        offload_optimizer_buffers,
         offload_param,
     };
     block.end_strict()?;
     Ok(zero)
 }
 
-/// The device of the optimizer state, and the number of buffers.
+/// Where the optimizer state is kept, and the number of buffers.
 fn read_offload_optimizer(
     zero: &mut Block,
-    stage: u8,
     warnings: &mut Vec<String>,
-) -> Result<(Tier, Option<u64>), ConfigFileError> {
+) -> Result<(Home, Option<u64>), ConfigFileError> {
     use Usual::{Flag, Nothing};
     let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
     let Some(mut block) = zero.block("offload_optimizer")? else { return Ok((old, None)) };
+    let pipelined = "reads, updates and writes are always pipelined";
     let ignored = [
+        PINNED,
+        ("pipeline_read", Flag(true), pipelined),
+        ("pipeline_write", Flag(true), pipelined),
         ("fast_init", Flag(false), "state is initialized on its device"),
         ("super_offload", Flag(false), "only one kind of offload is supported"),
         ("cpuadam_cores_perc", Nothing, "the step uses the threads of its rank"),
     ];
     block.ignore(&ignored, warnings)?;
-    block.check_types(&[
-        ("pin_memory", Kind::Flag),
-        ("pipeline_read", Kind::Flag),
-        ("pipeline_write", Kind::Flag),
-    ])?;
-    let ratio = block.number_in("ratio", 0.0..=1.0, "a number from 0 to 1")?.unwrap_or(1.0);
-    if ratio < 1.0 && stage != 3 {
-        let (key, expected) = (block.name("ratio"), "1 (partial offload needs stage 3)");
-        return Err(ConfigFileError::WrongType { key, expected, got: ratio.to_string() });
-    }
-    let offload = (device(&mut block)?, block.count("buffer_count")?);
+    block.number_in("ratio", 1.0..=1.0, "1: the whole optimizer state is offloaded")?;
+    let offload = (home(&mut block)?, block.positive("buffer_count")?);
     block.end_strict()?;
     Ok(offload)
 }
 
-fn read_offload_param(zero: &mut Block) -> Result<Tier, ConfigFileError> {
+fn read_offload_param(zero: &mut Block, warnings: &mut Vec<String>) -> Result<Home, ConfigFileError> {
     let old = old_flag(zero, "cpu_offload_param", "offload_param")?;
     let Some(mut block) = zero.block("offload_param")? else { return Ok(old) };
-    let counts = ["buffer_count", "buffer_size", "max_in_cpu"].map(|key| (key, Kind::Count));
-    block.check_types(&counts)?;
-    block.check_types(&[("pin_memory", Kind::Flag)])?;
-    let device = device(&mut block)?;
+    let buffers = "buffers hold the units that are gathered ahead (stage3_prefetch_bucket_size)";
+    let ignored = [
+        PINNED,
+        ("buffer_count", Usual::Number(5), buffers),
+        ("buffer_size", Usual::Number(100_000_000), buffers),
+        ("max_in_cpu", Usual::Number(1_000_000_000), "with nvme, host memory holds the buffers alone"),
+    ];
+    block.ignore(&ignored, warnings)?;
+    let home = home(&mut block)?;
     block.end_strict()?;
-    Ok(device)
+    Ok(home)
 }
 
+/// The key of pinned memory.
+const PINNED: (&str, Usual, &str) =
+    ("pin_memory", Usual::Flag(true), "offloaded state is in pinned memory if the device is a GPU");
+
 /// Reads `cpu_offload: true`, the old form of `offload_optimizer`.
-fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<Tier, ConfigFileError> {
+fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<Home, ConfigFileError> {
     match zero.flag(old)? {
         Some(_) if zero.has(new) => Err(ConfigFileError::Conflict { one: zero.name(old), other: zero.name(new) }),
-        Some(true) => Ok(Tier::Host),
-        _ => Ok(Tier::Device),
+        Some(true) => Ok(Home::Host),
+        _ => Ok(Home::Device),
     }
 }
 
-fn device(block: &mut Block) -> Result<Tier, ConfigFileError> {
-    let has_path = block.text("nvme_path")?.is_some();
-    match block.text("device")?.as_deref() {
-        None | Some("none") => Ok(Tier::Device),
-        Some("cpu") => Ok(Tier::Host),
-        Some("nvme") if has_path => Ok(Tier::Nvme),
-        Some("nvme") => Err(ConfigFileError::Missing { key: "nvme_path", why: "the offload device is nvme" }),
-        Some(other) => {
+/// Reads `device` and `nvme_path`.
+fn home(block: &mut Block) -> Result<Home, ConfigFileError> {
+    let path = block.text("nvme_path")?.filter(|path| !path.is_empty());
+    match (block.text("device")?.as_deref(), path) {
+        (None | Some("none"), _) => Ok(Home::Device),
+        (Some("cpu"), _) => Ok(Home::Host),
+        (Some("nvme"), Some(path)) => Ok(Home::Nvme(path.into())),
+        (Some("nvme"), None) => Err(ConfigFileError::Missing { key: "nvme_path", why: "the offload device is nvme" }),
+        (Some(other), _) => {
             let (key, expected) = (block.name("device"), "\"none\", \"cpu\" or \"nvme\"");
             Err(ConfigFileError::WrongType { key, expected, got: format!("{other:?}") })
         }

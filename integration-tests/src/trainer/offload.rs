@@ -1,11 +1,15 @@
 //! Where a run keeps its optimizer state, parameters and activation checkpoints.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
 use zero_shard::Tier;
 
-/// Where a kind of state is kept.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// Where a kind of state is kept. As text: `none`, `cpu` or `nvme:DIR`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum Home {
     /// Memory of the compute device.
     #[default]
@@ -27,8 +31,46 @@ impl Home {
     }
 }
 
+impl fmt::Display for Home {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device => f.write_str("none"),
+            Self::Host => f.write_str("cpu"),
+            Self::Nvme(dir) => write!(f, "nvme:{}", dir.display()),
+        }
+    }
+}
+
+impl FromStr for Home {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text, text.strip_prefix("nvme:")) {
+            ("none", _) => Ok(Self::Device),
+            ("cpu", _) => Ok(Self::Host),
+            (_, Some(dir)) if !dir.is_empty() => Ok(Self::Nvme(dir.into())),
+            _ => Err("expected none, cpu or nvme:DIR".to_owned()),
+        }
+    }
+}
+
+impl TryFrom<String> for Home {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Home> for String {
+    fn from(home: Home) -> Self {
+        home.to_string()
+    }
+}
+
 /// What is offloaded, and how.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct OffloadSettings {
     /// Masters and moments, and with them the update: off the device, the host updates.
     pub optimizer: Home,
@@ -47,7 +89,8 @@ pub struct OffloadSettings {
 }
 
 /// The format of offloaded masters and moments.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct StateFormat {
     /// bf16 parameters with a 16-bit remainder instead of fp32 masters.
     pub remainder: bool,
@@ -85,5 +128,20 @@ impl OffloadSettings {
     /// Whether the host updates, from state in host memory or on NVMe.
     pub fn updates_on_host(&self) -> bool {
         self.optimizer != Home::Device
+    }
+
+    /// Whether all is on the device and nothing else is set.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Whether anything is offloaded.
+    pub fn is_any(&self) -> bool {
+        self.updates_on_host() || self.params != Home::Device || self.activations
+    }
+
+    /// Whether anything is on NVMe.
+    pub fn uses_nvme(&self) -> bool {
+        [&self.optimizer, &self.params].into_iter().any(|home| home.tier() == Tier::Nvme)
     }
 }

@@ -120,7 +120,9 @@ fn wrong_flags_are_usage_errors() {
     fails(&run_tiny(dir.path(), &["--bucket-elems", "1099511627776"]), 2, &["for buckets", "free", "--bucket-elems"]);
     fails(&run_tiny(dir.path(), &["--lr", "NaN"]), 2, &["lr"]);
     fails(&run_tiny(dir.path(), &["--clip", "inf"]), 2, &["max_grad_norm"]);
-    fails(&run_tiny(dir.path(), &["--offload", "moon"]), 2, &["--offload moon"]);
+    let moon = run_tiny(dir.path(), &["--offload", "moon"]);
+    assert_eq!(moon.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&moon.stderr).contains("expected none, cpu or nvme:DIR"));
     fails(&run_tiny(dir.path(), &["--model", "gpt5"]), 2, &["gpt5", "nano"]);
 }
 
@@ -151,8 +153,8 @@ fn offload_of_a_configuration_is_checked() {
     let offload = |what: &str, to: &str| {
         format!(r#"{{"zero_optimization": {{"stage": 3, "{what}": {{"device": "{to}", "nvme_path": "/x"}}}}}}"#)
     };
-    for what in ["offload_optimizer", "offload_param"] {
-        fails(&with(&offload(what, "nvme"), &[]), 2, &[what, "nvme", "not supported in this version"]);
+    for (what, flag) in [("offload_optimizer", "--offload"), ("offload_param", "--offload-params")] {
+        fails(&with(&offload(what, "nvme"), &[]), 2, &[flag, "nvme:/x", "create the folder"]);
         succeeds(&with(&offload(what, "cpu"), &[]));
     }
     // A flag overrides the file.

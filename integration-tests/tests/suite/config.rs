@@ -269,7 +269,7 @@ fn stage_of_the_flag_decides_about_keys() {
     let text = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#;
     let (_, out) = steps(dir.path(), text, &["--steps", "1"]);
     assert!(out.contains("note: zero_optimization.offload_param is ignored: it needs stage 3"), "{out}");
-    fails(&run(dir.path(), text, &["--stage", "3"]), 2, &["offload_param", "nvme", "not supported in this version"]);
+    fails(&run(dir.path(), text, &["--stage", "3"]), 2, &["--offload-params nvme:/x", "create the folder"]);
 }
 
 /// One configuration of each shape that tests/data/shipped_configurations.md lists.

@@ -1,10 +1,11 @@
 //! The recommended stage, and the changes that make one fit.
 
 use indicatif::{HumanBytes, HumanCount};
-use zero_shard::{ShardError, Tier, ZeroStage, largest};
+use zero_shard::{ShardError, ZeroStage, largest};
 
 use super::request::Request;
 use super::stage::{Stage, evaluate};
+use crate::trainer::Home;
 
 /// The highest number of GPUs that is recommended.
 const MAX_GPUS: u64 = 65_536;
@@ -73,16 +74,16 @@ fn changes(request: &Request) -> Vec<Change> {
         let accum = request.grad_accum.saturating_mul(request.micro_batch);
         add(format!("--micro-batch 1 --grad-accum {accum}"), &|r| (r.micro_batch, r.grad_accum) = (1, accum));
     }
-    if request.offload_optimizer == Tier::Device {
-        add("--offload cpu".to_owned(), &|r| r.offload_optimizer = Tier::Host);
+    if request.offload.optimizer == Home::Device {
+        add("--offload cpu".to_owned(), &|r| r.offload.optimizer = Home::Host);
     }
-    if request.offload_params == Tier::Device {
-        let text = "the optimizer and the parameters in host memory (offload_optimizer and offload_param: cpu)";
-        add(text.to_owned(), &|r| {
-            if r.offload_optimizer == Tier::Device {
-                r.offload_optimizer = Tier::Host;
+    if request.offload.params == Home::Device {
+        let optimizer = if request.offload.optimizer == Home::Device { "--offload cpu " } else { "" };
+        add(format!("{optimizer}--offload-params cpu"), &|r| {
+            if r.offload.optimizer == Home::Device {
+                r.offload.optimizer = Home::Host;
             }
-            r.offload_params = Tier::Host;
+            r.offload.params = Home::Host;
         });
     }
     changes
@@ -113,7 +114,7 @@ fn with_host_memory(change: &Change, before: &Request) -> Result<String, ShardEr
         return Ok(text.clone());
     }
     let node = HumanBytes(now.saturating_mul(before.gpus / before.nodes));
-    Ok(format!("{text} ({node} of host memory in each node; `zero train` does not support this on GPUs yet)"))
+    Ok(format!("{text} ({node} of host memory in each node)"))
 }
 
 /// The fewest GPUs on which stage 3 fits, with as many per node as now.

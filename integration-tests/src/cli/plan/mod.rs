@@ -13,9 +13,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::CliError;
 use super::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use super::output::{print_note, print_text};
+use super::{CliError, OffloadArgs};
 use report::Report;
 use request::Request;
 
@@ -56,10 +56,9 @@ pub struct PlanArgs {
     /// Keep only the input of each block and recompute its activations in backward
     #[arg(long)]
     pub activation_checkpointing: bool,
-    /// Device of the optimizer state: none (the GPU), cpu or nvme:DIR; `zero train` has no offload from GPUs yet
-    /// [default: none]
-    #[arg(long, value_name = "none|cpu|nvme:DIR")]
-    pub offload: Option<String>,
+    /// What is kept off the device.
+    #[command(flatten)]
+    pub offload: OffloadArgs,
     /// Elements of a gradient bucket [default: 524288]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
     pub bucket_elems: Option<u64>,

@@ -1,11 +1,12 @@
 //! The whole plan: all stages, the topologies and the advice.
 
 use serde::Serialize;
-use zero_shard::{Routing, ShardError, Sharding, Tier, ZeroStage};
+use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 
 use super::advice;
 use super::request::Request;
 use super::stage::{Stage, evaluate, layout};
+use crate::trainer::Home;
 
 /// The input of the plan and its results.
 #[derive(Clone, Debug, Serialize)]
@@ -81,7 +82,7 @@ impl Report {
 
 /// All distributions of stage 3 over several nodes; empty for one node.
 fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
-    if request.nodes == 1 || request.offload_params != Tier::Device {
+    if request.nodes == 1 || request.offload.params != Home::Device {
         return Ok(Vec::new());
     }
     let ways = [

@@ -1,14 +1,15 @@
 //! The input of a plan: flags override the configuration file, which overrides the defaults.
 
 use zero_alloc::device::DType;
-use zero_shard::{LayoutOptions, ParamSpec, Tie, Tier, TransformerShape, UnitSpec, Widths, ZeroStage};
+use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, Widths, ZeroStage};
 
 use super::PlanArgs;
 use crate::cli::CliError;
-use crate::cli::flags::{check_positive, check_seq_len, find_model, parse_offload};
+use crate::cli::flags::{check_positive, check_seq_len, find_model};
+use crate::cli::offload::{self, Offloaded};
 use crate::config::DsConfig;
 use crate::model::config::GptConfig;
-use crate::trainer::SHARD_ALIGN_ELEMS;
+use crate::trainer::{OffloadSettings, SHARD_ALIGN_ELEMS};
 
 /// Default elements of a gradient bucket, as in the trainer.
 const BUCKET_ELEMS: u64 = 1 << 19;
@@ -36,8 +37,8 @@ pub(super) struct Request {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) checkpointing: bool,
-    pub(super) offload_optimizer: Tier,
-    pub(super) offload_params: Tier,
+    /// What is kept off the device; parameters only at stage 3.
+    pub(super) offload: OffloadSettings,
     pub(super) bucket_elems: u64,
     /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
     pub(super) trims_bucket: bool,
@@ -47,7 +48,6 @@ pub(super) struct Request {
     pub(super) max_live_elems: u64,
     pub(super) persistence_threshold_elems: u64,
     pub(super) sub_group_elems: u64,
-    pub(super) sub_group_buffers: u64,
     pub(super) configured_stage: Option<ZeroStage>,
 }
 
@@ -74,29 +74,29 @@ impl Request {
         let batch = batch.resolve(args.gpus, args.micro_batch, args.grad_accum, 1).map_err(CliError::usage)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
         let zero = zero.as_ref();
-        let checkpointing = file.as_ref().and_then(|f| f.activation_checkpointing);
+        let checkpointing =
+            args.activation_checkpointing || file.as_ref().is_some_and(|f| f.activation_checkpointing.is_some());
+        let dtype = args.dtype.map_or(file.as_ref().map_or(DType::Bf16, configured_dtype), DType::from);
+        let run = Offloaded { stage: ZeroStage::Three, dtype, checkpointing };
+        let offload = offload::settings(&args.offload, file.as_ref(), &OffloadSettings::default(), run)?;
+        let set_sub_group = zero.and_then(|z| z.sub_group_elems).unwrap_or(u64::MAX);
         let request = Self {
             model,
             gpus: args.gpus,
             nodes: args.nodes,
             gpu_memory_bytes: args.gpu_memory,
-            dtype: args.dtype.map_or(file.as_ref().map_or(DType::Bf16, configured_dtype), DType::from),
+            dtype,
             micro_batch: batch.micro_batch,
             grad_accum: batch.grad_accum,
             seq_len,
-            checkpointing: args.activation_checkpointing || checkpointing.is_some(),
-            offload_optimizer: match args.offload.as_deref() {
-                Some(flag) => parse_offload(flag)?,
-                None => zero.map_or(Tier::Device, |z| z.offload_optimizer),
-            },
-            offload_params: zero.map_or(Tier::Device, |z| z.offload_param),
+            checkpointing,
+            sub_group_elems: offload::sub_group_elems(set_sub_group as usize, &offload) as u64,
+            offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
             prefetch_elems: zero.map(|z| if z.overlaps_at(3) { z.prefetch_bucket_elems } else { 0 }),
             max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
             persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
-            sub_group_elems: zero.map_or(1_000_000_000, |z| z.sub_group_elems),
-            sub_group_buffers: zero.map_or(4, |z| z.offload_optimizer_buffers),
             configured_stage: zero.and_then(|z| ZeroStage::from_number(u64::from(z.stage))),
         };
         Ok((request, notices))

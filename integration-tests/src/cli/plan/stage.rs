@@ -99,9 +99,9 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
 
 fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<MemoryModel, ShardError> {
     let widths = request.widths();
-    let mut placement = Placement::offload_optimizer(stage, request.offload_optimizer);
+    let mut placement = Placement::offload_optimizer(stage, request.offload.optimizer.tier());
     if stage.shards_params() {
-        placement.params = request.offload_params;
+        placement.params = request.offload.params.tier();
     }
     let activations = ActivationOptions::new(request.micro_batch, request.seq_len, widths.param_bytes)
         .checkpointing(request.checkpointing);
@@ -114,7 +114,7 @@ fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<
         .buckets(2)
         .scratch_bytes(scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64))
         .sub_group_elems(request.sub_group_elems.min(layout.shard_elems()))
-        .sub_group_buffers(request.sub_group_buffers)
+        .sub_group_buffers(request.offload.buffers as u64)
         .activations_bytes(ActivationBytes::estimate(&request.model.shape, &activations)?.total_bytes()))
 }
 

@@ -104,10 +104,7 @@ fn changes_are_proposed_if_nothing_fits() {
     );
     let shown = text("--params 7.5e9 --gpus 4 --gpu-memory 24GB");
     assert!(shown.contains("Stage 3 fits with --offload cpu ("), "{shown}");
-    assert!(
-        shown.contains("of host memory in each node; `zero train` does not support this on GPUs yet)"),
-        "{shown}"
-    );
+    assert!(shown.contains("of host memory in each node)"), "{shown}");
     assert!(shown.contains("Stage 3 fits on "), "{shown}");
     assert!(shown.contains("The largest model that fits without changes has"), "{shown}");
     // The recommended number of GPUs fits, and one node fewer does not.
@@ -172,7 +169,8 @@ fn wrong_use_is_an_error() {
         ("--model nano --gpus 1 --grad-accum 0", "--grad-accum 0: expected at least 1"),
         ("--model nano --gpus 1 --bucket-elems 0", "--bucket-elems 0: expected at least 1"),
         ("--params 1e9 --gpus 1 --seq-len 0", "--seq-len 0: expected at least 1"),
-        ("--model nano --gpus 1 --offload disk", "expected none, cpu or nvme:DIR"),
+        ("--model nano --gpus 1 --offload-activations", "add --activation-checkpointing"),
+        ("--model nano --gpus 1 --masters remainder", "the optimizer is not offloaded"),
         ("--params 1e18 --gpus 1 --seq-len 18446744073709551615", "64 bits"),
     ] {
         let error = usage_error(line);
@@ -187,6 +185,8 @@ fn wrong_use_is_an_error() {
         ("--params 1e9 --gpus 1 --gpu-memory 24X", ErrorKind::ValueValidation),
         ("--params 1e9 --gpus 1 --gpu-memory 80", ErrorKind::ValueValidation),
         ("--params 7.5 --gpus 1", ErrorKind::ValueValidation),
+        ("--params 1e9 --gpus 1 --offload disk", ErrorKind::ValueValidation),
+        ("--params 1e9 --gpus 1 --offload-params nvme:", ErrorKind::ValueValidation),
     ] {
         let error = Line::try_parse_from(["plan"].into_iter().chain(line.split_whitespace())).err().unwrap();
         assert_eq!((error.kind(), error.exit_code()), (kind, 2), "{line}");

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use crate::cli::DTypeFlag;
-use crate::cli::flags::parse_whole;
+use crate::cli::flags::{parse_bytes, parse_whole};
+use crate::cli::{DTypeFlag, OffloadArgs};
 
 /// Train a GPT-2 with ZeRO
 #[derive(Args, Clone, Debug, Default)]
@@ -94,10 +94,13 @@ pub struct TrainArgs {
     /// timeline of that step here
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
-    /// Device of the optimizer state: none (the compute device) or cpu (the same without a GPU); other offload is not
-    /// supported yet [default: none]
-    #[arg(long, value_name = "none|cpu")]
-    pub offload: Option<String>,
+    /// What is kept off the device.
+    #[command(flatten)]
+    pub offload: OffloadArgs,
+    /// Memory that the ranks of this process may use together, such as 8GiB: a run that needs more is refused before it
+    /// starts [default: what the machine has free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub memory_limit: Option<u64>,
     /// Keep only the input of each block and recompute its activations in backward [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub activation_checkpointing: Option<bool>,

@@ -46,7 +46,8 @@ impl Overhead {
 }
 
 /// Rejects a run that does not fit, if `ranks` ranks are threads of this process.
-pub(super) fn check(setup: &RunSetup, ranks: usize) -> Result<(), CliError> {
+/// `limit_bytes`: the value of `--memory-limit`.
+pub(super) fn check(setup: &RunSetup, ranks: usize, limit_bytes: Option<u64>) -> Result<(), CliError> {
     let (workload, saves) = (&setup.workload, setup.options.checkpoint.is_some());
     let activations = workload.options.activations_bytes(&workload.config);
     let passes = passes(&workload.config);
@@ -58,7 +59,9 @@ pub(super) fn check(setup: &RunSetup, ranks: usize) -> Result<(), CliError> {
         )));
     };
     let root = Path::new("/");
-    fits(ranks as u64, stage, &need, Overhead::new(workload.threads as u64, cache_bytes(root)), &limits(root))
+    let flag = |free_bytes| Limit { name: "--memory-limit".to_owned(), free_bytes, kind: Kind::Memory };
+    let limits: Vec<Limit> = limits(root).into_iter().chain(limit_bytes.map(flag)).collect();
+    fits(ranks as u64, stage, &need, Overhead::new(workload.threads as u64, cache_bytes(root)), &limits)
 }
 
 /// `need` and `overhead` are those of each rank.
@@ -71,7 +74,8 @@ fn fits(ranks: u64, stage: u8, need: &RankBytes, overhead: Overhead, limits: &[L
         Kind::Memory => rank.saturating_mul(ranks),
         Kind::Addresses => rank_addresses.saturating_mul(ranks).saturating_add(PROCESS_ADDRESS_BYTES),
     };
-    let Some(limit) = limits.iter().find(|limit| needed(limit.kind) > limit.free_bytes) else { return Ok(()) };
+    let exceeded = limits.iter().filter(|limit| needed(limit.kind) > limit.free_bytes);
+    let Some(limit) = exceeded.min_by_key(|limit| limit.free_bytes) else { return Ok(()) };
     let all = |bytes: u64| bytes.saturating_mul(ranks);
     let rest = needed(limit.kind).saturating_sub(all(need.total()));
     let parts = [

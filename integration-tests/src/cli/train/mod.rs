@@ -61,7 +61,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         return mpi::run(args, resumed);
     }
     let mut setup = RunSetup::new(args, resumed, args.ranks.or(args.recorded_ranks).unwrap_or(4), None)?;
-    memory_check::check(&setup, setup.ranks)?;
+    memory_check::check(&setup, setup.ranks, args.memory_limit)?;
     if let (None, Some((folder, _))) = (&args.checkpoint, &mut setup.options.checkpoint) {
         save_folder::reserve(folder, &mut setup.notices)?;
     }

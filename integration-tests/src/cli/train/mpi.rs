@@ -95,7 +95,7 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
     let mut setup = RunSetup::new(args, resumed, ranks, None)?;
-    memory_check::check(&setup, 1)?;
+    memory_check::check(&setup, 1, args.memory_limit)?;
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);

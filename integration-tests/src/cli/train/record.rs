@@ -13,7 +13,7 @@ use super::opening::loss_scale;
 use super::validation::ValidationRecord;
 use crate::cli::DTypeFlag;
 use crate::model::param_groups::GroupSettings;
-use crate::trainer::Settings;
+use crate::trainer::{OffloadSettings, Settings};
 
 /// The name of the document.
 pub(super) const RUN_JSON: &str = "run.json";
@@ -50,6 +50,9 @@ pub(super) struct RunRecord {
     pub(super) stage: u64,
     pub(super) activation_checkpointing: bool,
     pub(super) communication: CommunicationRecord,
+    /// What is kept off the device. Only 16-bit moments change the numbers.
+    #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]
+    pub(super) offload: OffloadSettings,
     /// The device that was requested.
     pub(super) device: DeviceChoice,
     /// The name of the GPU; `None` on the host.

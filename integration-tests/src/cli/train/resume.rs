@@ -226,6 +226,8 @@ impl Resumed {
             overlap: record.communication.overlap,
             prefetch: record.communication.prefetch(),
             sub_group_elems: record.communication.sub_group_elems.unwrap_or(usize::MAX),
+            activation_checkpointing: record.activation_checkpointing,
+            offload: record.offload.clone(),
             groups: record.param_groups.clone(),
         }
     }

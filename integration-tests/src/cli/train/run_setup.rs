@@ -12,10 +12,13 @@ use super::record::{
     BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id,
 };
 use super::resume::Resumed;
-use super::settings::{RunShape, check_graphs, raise_live_limit, resolved_autos, settings, stage};
+use super::settings::{
+    RunShape, check_graphs, checkpoints_activations, raise_live_limit, resolved_autos, settings, stage,
+};
 use super::validation::Rows;
 use super::{checks, metrics_file, observer, save_folder, unused_keys, validation};
 use crate::cli::flags::{check_seq_len, find_model};
+use crate::cli::offload::resolve_folders;
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::DsConfig;
 use crate::data::{DataSource, is_token_file};
@@ -60,7 +63,6 @@ impl RunSetup {
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
         let base = resumed.map(|resumed| resumed.base(ranks)).unwrap_or_default();
         let stage = stage(args, file, &base)?;
-        checks::offload(args, file, stage, device.is_some())?;
         notices.extend(file.map(|file| unused_keys::notices(file, stage)).unwrap_or_default());
         notices.extend(resumed.map(|resumed| resumed.notices.clone()).unwrap_or_default());
         let seed = args.seed.unwrap_or(0);
@@ -96,6 +98,7 @@ impl RunSetup {
         // A run that recorded graphs may continue on the host.
         settings.graphs &= device.is_some() || args.cuda_graph.is_some();
         check_graphs(&settings, device.is_some())?;
+        resolve_folders(&mut settings.offload)?;
         settings.groups.resolve(&layout).map_err(CliError::usage)?;
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
         let batch = resumed.map_or_else(|| file.map(|f| f.batch).unwrap_or_default(), |resumed| resumed.batch(file));
@@ -105,13 +108,11 @@ impl RunSetup {
         let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
         check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
         validation::check_data(args, &data, held_out.as_ref(), config.vocab_size, seq_len)?;
-        let checkpointing = file.is_some_and(|f| f.activation_checkpointing.is_some());
-        let checkpointing = checkpointing || recorded.is_some_and(|r| r.activation_checkpointing);
         let model_options = Gpt2Options {
             micro_batch: batch.micro_batch as usize,
             seq_len,
             dtype: settings.dtype,
-            activation_checkpointing: args.activation_checkpointing.unwrap_or(checkpointing),
+            activation_checkpointing: checkpoints_activations(args, file, &base),
         };
         model_options.validate(&config).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
@@ -169,6 +170,7 @@ impl RunSetup {
             stage: settings.stage.number().into(),
             activation_checkpointing: model_options.activation_checkpointing,
             communication: CommunicationRecord::of(&settings),
+            offload: settings.offload.clone(),
             device: args.device,
             gpu: device.clone(),
             checkpoint_every,

@@ -12,6 +12,7 @@ use zero_shard::{Layout, ZeroStage};
 use super::args::TrainArgs;
 use super::schedule;
 use crate::cli::CliError;
+use crate::cli::offload::{self, Offloaded};
 use crate::config::{Batch, DsConfig, canonical};
 use crate::model::Pass;
 use crate::model::config::GptConfig;
@@ -43,6 +44,10 @@ pub(super) struct Base {
     pub(super) prefetch: PrefetchOptions,
     /// Most elements of one launch of the optimizer.
     pub(super) sub_group_elems: usize,
+    /// Whether activations are recomputed in backward.
+    pub(super) activation_checkpointing: bool,
+    /// What is kept off the device.
+    pub(super) offload: OffloadSettings,
     /// Rules of tensors.
     pub(super) groups: GroupSettings,
 }
@@ -70,6 +75,8 @@ impl Default for Base {
             overlap: true,
             prefetch: PrefetchOptions::default(),
             sub_group_elems: usize::MAX,
+            activation_checkpointing: false,
+            offload: OffloadSettings::default(),
             groups: GroupSettings::default(),
         }
     }
@@ -102,6 +109,12 @@ pub(super) struct RunShape {
     pub(super) steps: u64,
 }
 
+/// Whether the run recomputes activations in backward.
+pub(super) fn checkpoints_activations(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> bool {
+    let of_file = file.is_some_and(|f| f.activation_checkpointing.is_some());
+    args.activation_checkpointing.unwrap_or(of_file || base.activation_checkpointing)
+}
+
 /// The ZeRO stage of a run.
 pub(super) fn stage(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> Result<ZeroStage, CliError> {
     let of_file = file.filter(|f| f.has_stage || base.stage.is_none()).map(|f| u64::from(f.zero.stage));
@@ -131,6 +144,11 @@ pub(super) fn settings(
         None if base.dtype == dtype => base.loss_scaling.clone(),
         None => LossScaling::Dynamic(DynamicScaling::default()),
     };
+    // A resumed run keeps its sizes and places unless the file has the block.
+    let with_block = file.filter(|f| f.has_stage || base.stage.is_none());
+    let checkpointing = checkpoints_activations(args, file, base);
+    let run = Offloaded { stage, dtype, checkpointing };
+    let offload = offload::settings(&args.offload, with_block, &base.offload, run)?;
     let (lr, hyper) = adam(args, file, base);
     let schedule = schedule::schedule(args, file, base, lr, shape.steps, &mut notices)?;
     let rules = OptimizerConfig::default()
@@ -144,13 +162,12 @@ pub(super) fn settings(
                 .unwrap_or(if file.is_some() { 1.0 } else { 0.0 }),
         )
         .loss_scaling(loss_scaling)
-        .sub_group_elems(match file.filter(|f| f.has_stage || base.stage.is_none()) {
-            Some(file) => sub_group(file, &mut notices),
-            None => base.sub_group_elems,
-        });
+        .sub_group_elems(offload::sub_group_elems(
+            with_block.map_or(base.sub_group_elems, |file| sub_group(file, &mut notices)),
+            &offload,
+        ));
     rules.check().map_err(|error| CliError::Usage(name_flag(args, error.to_string())))?;
-    // A resumed run keeps its sizes unless the file has the block.
-    let zero = file.filter(|f| f.has_stage || base.stage.is_none()).map(|f| f.zero_for(shape.hidden));
+    let zero = with_block.map(|f| f.zero_for(shape.hidden));
     let zero = zero.as_ref();
     // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is reduced.
     let ranks = shape.ranks;
@@ -185,8 +202,8 @@ pub(super) fn settings(
             groups: file.and_then(|f| f.param_groups.as_ref()).unwrap_or(&base.groups.groups).clone(),
             no_decay_1d: args.no_decay_1d.unwrap_or(base.groups.no_decay_1d),
         },
-        graphs: args.cuda_graph.unwrap_or(args.recorded_graphs && stage != ZeroStage::Three),
-        offload: OffloadSettings::default(),
+        graphs: args.cuda_graph.unwrap_or(args.recorded_graphs && stage != ZeroStage::Three && !offload.is_any()),
+        offload,
         limit,
     };
     Ok((settings, notices))
@@ -235,7 +252,7 @@ fn adam(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> (f64, AdamHyp
 const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
 
 fn sub_group(file: &DsConfig, notices: &mut Vec<String>) -> usize {
-    let elems = file.zero.sub_group_elems;
+    let Some(elems) = file.zero.sub_group_elems else { return usize::MAX };
     if elems < MIN_SUB_GROUP_ELEMS {
         notices.push(format!(
             "zero_optimization.sub_group_size {elems} is too small for one launch; using {MIN_SUB_GROUP_ELEMS}"
@@ -282,6 +299,11 @@ pub(super) fn check_graphs(settings: &Settings, on_cuda: bool) -> Result<(), Cli
         _ if !settings.graphs => Ok(()),
         _ if !on_cuda => Err(CliError::Usage("--cuda-graph requires --device cuda".to_owned())),
         ZeroStage::Three => Err(CliError::Usage(format!("--cuda-graph: {AT_STAGE_3}"))),
+        _ if settings.offload.is_any() => Err(CliError::Usage(
+            "--cuda-graph: steps with offload wait for the host and cannot be recorded; use --offload none, or \
+             --cuda-graph=false"
+                .to_owned(),
+        )),
         _ => Ok(()),
     }
 }

@@ -1,8 +1,9 @@
 //! Keys of a DeepSpeed configuration that `zero train` does not use, although `zero plan` may.
 
-use zero_shard::{Tier, ZeroStage};
+use zero_shard::ZeroStage;
 
 use crate::config::{DsConfig, ZeroOptimization};
+use crate::trainer::Home;
 
 /// One line for each key whose value differs from what `zero train` does.
 pub(super) fn notices(file: &DsConfig, stage: ZeroStage) -> Vec<String> {
@@ -15,17 +16,12 @@ pub(super) fn notices(file: &DsConfig, stage: ZeroStage) -> Vec<String> {
             "each rank keeps the inputs of its blocks",
         ),
         (
-            checkpointing.cpu_checkpointing,
-            "activation_checkpointing.cpu_checkpointing",
-            "block inputs stay on the device",
-        ),
-        (
             zero.allgather_bucket_elems != default.allgather_bucket_elems,
             "zero_optimization.allgather_bucket_size",
             "parameters are gathered by unit (embedding, block, head)",
         ),
         (
-            zero.offload_param != Tier::Device && !stage.shards_params(),
+            zero.offload_param != Home::Device && !stage.shards_params(),
             "zero_optimization.offload_param",
             "it needs stage 3",
         ),
@@ -59,7 +55,6 @@ mod tests {
         let lines = notices(&DsConfig::parse(text).unwrap(), ZeroStage::Three);
         let expected = [
             "activation_checkpointing.partition_activations",
-            "activation_checkpointing.cpu_checkpointing",
             "zero_optimization.allgather_bucket_size",
             "zero_optimization.max_reuse_distance",
             "zero_optimization.gather_16bit_weights_on_model_save",
