@@ -4,6 +4,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::device::DeviceError;
+
 /// Why a swap file could not be made, or a transfer failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -51,6 +53,9 @@ pub enum SwapError {
         /// What to do.
         advice: &'static str,
     },
+    /// A buffer is not in host memory.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// A request failed.
     #[error("{op} of {bytes} bytes at offset {offset} of the swap file in {}: {source}; {}", dir.display(), advice(source))]
     Transfer {

@@ -1,10 +1,8 @@
 //! The file: its options, its creation, its counters.
 
-use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::ring::Ring;
 use super::{SwapError, SwapLane};
 
 /// How requests reach the kernel.
@@ -70,12 +69,21 @@ pub(super) struct Inner {
     pub(super) dir: PathBuf,
     pub(super) bytes: u64,
     pub(super) options: SwapOptions,
+    /// Whether lanes use io_uring.
+    pub(super) uring: bool,
     pub(super) notices: Mutex<Vec<String>>,
     pub(super) read_bytes: AtomicU64,
     pub(super) written_bytes: AtomicU64,
     #[cfg(any(test, feature = "testing"))]
     pub(super) faults: super::fault::Faults,
+    /// Addresses that stand for the file's bytes in the seeded scheduler's checks; no memory has them.
+    #[cfg(any(test, feature = "testing"))]
+    pub(super) shadow: usize,
 }
+
+/// The next free addresses for [`Inner::shadow`], above those that programs use.
+#[cfg(any(test, feature = "testing"))]
+static SHADOW: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(1 << (usize::BITS - 1));
 
 impl SwapFile {
     /// Offsets, lengths and addresses of transfers are multiples of this.
@@ -95,35 +103,31 @@ impl SwapFile {
             let expected = "a multiple of 4096 bytes, at most 1 GiB";
             return Err(SwapError::Option { name: "request_bytes", expected, got: request_bytes });
         }
+        if options.limit.is_zero() {
+            return Err(SwapError::Option { name: "limit", expected: "more than 0", got: 0 });
+        }
         let folder = |source| SwapError::Folder { dir: dir.into(), source };
         if !std::fs::metadata(dir).map_err(folder)?.is_dir() {
             return Err(folder(io::ErrorKind::NotADirectory.into()));
         }
-        let free_bytes = free_bytes(dir).map_err(folder)?;
         let file = unnamed(dir).map_err(folder)?;
-        reserve(&file, bytes, free_bytes).map_err(|source| match source.raw_os_error() {
-            Some(libc::ENOSPC | libc::EDQUOT) => {
-                SwapError::DiskFull { dir: dir.into(), needed_bytes: bytes, free_bytes }
-            }
-            _ => SwapError::System {
-                dir: dir.into(),
-                call: "reserve space",
-                source,
-                advice: "use a folder on a local disk, and check ulimit -f",
-            },
-        })?;
-        let inner = Inner {
+        let mut inner = Inner {
             file,
             dir: dir.into(),
             bytes,
             options,
+            uring: false,
             notices: Mutex::default(),
             read_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
             #[cfg(any(test, feature = "testing"))]
             faults: Default::default(),
+            #[cfg(any(test, feature = "testing"))]
+            shadow: SHADOW.fetch_add(bytes as usize, Ordering::Relaxed),
         };
+        inner.reserve()?;
         inner.set_direct();
+        inner.choose_engine()?;
         Ok(Self(Arc::new(inner)))
     }
 
@@ -172,6 +176,65 @@ impl Inner {
         }
     }
 
+    /// Tries io_uring.
+    fn choose_engine(&mut self) -> Result<(), SwapError> {
+        if self.options.engine == SwapEngine::Threads {
+            return Ok(());
+        }
+        match Ring::new(self) {
+            Ok(_) => self.uring = true,
+            Err(error) if self.options.engine == SwapEngine::Auto => self.notice(format!(
+                "the kernel refuses io_uring ({error}): {} threads a lane read and write the swap file instead, slower; allow io_uring_setup (a container's seccomp profile, sysctl kernel.io_uring_disabled)",
+                self.options.queue_depth
+            )),
+            Err(source) => return Err(self.system("io_uring_setup", source)),
+        }
+        Ok(())
+    }
+
+    pub(super) fn system(&self, call: &'static str, source: io::Error) -> SwapError {
+        let advice = match call {
+            "io_uring_setup" => {
+                "allow it (a container's seccomp profile, sysctl kernel.io_uring_disabled), or use SwapEngine::Auto"
+            }
+            "fallocate" => "name a folder on a local disk, and check ulimit -f",
+            _ => "check ulimit -n and ulimit -u, or use a smaller queue depth",
+        };
+        SwapError::System { dir: self.dir.clone(), call, source, advice }
+    }
+
+    /// Reserves the space of the whole file; where the file system cannot, writes it once.
+    fn reserve(&self) -> Result<(), SwapError> {
+        let free_bytes = free_bytes(&self.file).map_err(|error| self.system("fstatvfs", error))?;
+        let full = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+        let result = if self.bytes > free_bytes {
+            // Not tried: the disk would be full meanwhile.
+            Err(io::Error::from_raw_os_error(libc::ENOSPC))
+        } else if self.bytes > max_file_bytes() {
+            // Not tried: the system would send a signal.
+            Err(io::Error::from_raw_os_error(libc::EFBIG))
+        } else {
+            match allocate(&self.file, self.bytes) {
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
+                    write_out(&self.file, self.bytes)
+                }
+                result => result,
+            }
+        };
+        result.map_err(|error| match full(&error) {
+            true => SwapError::DiskFull { dir: self.dir.clone(), needed_bytes: self.bytes, free_bytes },
+            false => self.system("fallocate", error),
+        })
+    }
+
+    /// Reports to the seeded scheduler that the running operation accesses a range of the file.
+    pub(super) fn note_access(&self, offset: u64, bytes: usize, write: bool) {
+        #[cfg(any(test, feature = "testing"))]
+        crate::device::watch::touch(self.shadow + offset as usize, bytes, write);
+        #[cfg(not(any(test, feature = "testing")))]
+        let _ = (offset, bytes, write);
+    }
+
     fn set_direct(&self) {
         let dir = self.dir.display();
         if file_system(&self.file) == Some(libc::TMPFS_MAGIC as i64) {
@@ -204,23 +267,27 @@ fn unnamed(dir: &Path) -> io::Result<File> {
         Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR | libc::EINVAL)) => {}
         opened => return opened,
     }
+    unlinked(dir, &options)
+}
+
+/// A file in `dir` whose name is removed at once.
+fn unlinked(dir: &Path, options: &OpenOptions) -> io::Result<File> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let path = dir.join(format!(".zero-swap-{}-{number}", std::process::id()));
     // A file of this name is left of a process with the same id that was killed between these two calls.
     let _ = std::fs::remove_file(&path);
-    let file = options.create_new(true).open(&path)?;
+    let file = options.clone().create_new(true).open(&path)?;
     std::fs::remove_file(&path)?;
     Ok(file)
 }
 
-/// The free bytes of the folder's disk.
-fn free_bytes(dir: &Path) -> io::Result<u64> {
-    let path = CString::new(dir.as_os_str().as_bytes())?;
+/// The free bytes of the file's disk.
+fn free_bytes(file: &File) -> io::Result<u64> {
     // SAFETY: a struct of integers.
     let mut stat: libc::statvfs64 = unsafe { std::mem::zeroed() };
-    // SAFETY: a C string, and a struct that the call fills.
-    if unsafe { libc::statvfs64(path.as_ptr(), &mut stat) } != 0 {
+    // SAFETY: the descriptor is open; the call fills the struct.
+    if unsafe { libc::fstatvfs64(file.as_raw_fd(), &mut stat) } != 0 {
         return Err(io::Error::last_os_error());
     }
     Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
@@ -235,34 +302,60 @@ fn file_system(file: &File) -> Option<i64> {
     (done == 0).then_some(stat.f_type as i64)
 }
 
-/// Reserves the space of the whole file; where the file system cannot, writes it once.
-fn reserve(file: &File, bytes: u64, free_bytes: u64) -> io::Result<()> {
-    let len = libc::off64_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-    if len == 0 {
-        return Ok(());
-    }
-    loop {
-        // SAFETY: the descriptor is open; the call reads no memory of ours.
-        if unsafe { libc::fallocate64(file.as_raw_fd(), 0, 0, len) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            Some(libc::EOPNOTSUPP | libc::ENOSYS) => return write_out(file, bytes, free_bytes),
-            _ => return Err(error),
-        }
-    }
+/// The largest file that the process may write.
+fn max_file_bytes() -> u64 {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the call fills the struct.
+    let done = unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) };
+    if done == 0 { limit.rlim_cur } else { u64::MAX }
 }
 
-fn write_out(file: &File, bytes: u64, free_bytes: u64) -> io::Result<()> {
-    if bytes > free_bytes {
-        return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+/// Allocates the space of the whole file.
+fn allocate(file: &File, bytes: u64) -> io::Result<()> {
+    let len = libc::off64_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+    // SAFETY: the descriptor is open; the call reads no memory of ours.
+    while len > 0 && unsafe { libc::fallocate64(file.as_raw_fd(), 0, 0, len) } != 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
     }
+    Ok(())
+}
+
+fn write_out(file: &File, bytes: u64) -> io::Result<()> {
     let zeros = vec![0; 1 << 20];
     for at in (0..bytes).step_by(zeros.len()) {
         let len = (bytes - at).min(zeros.len() as u64) as usize;
         file.write_all_at(&zeros[..len], at)?;
     }
     file.sync_data()
+}
+
+#[cfg(all(test, not(miri)))]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn file_has_its_space_and_no_name() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let file = SwapFile::create(dir.path(), 1 << 20, SwapOptions::default()).expect("room");
+        let meta = file.0.file.metadata().expect("open");
+        assert_eq!((meta.len(), meta.nlink()), (1 << 20, 0));
+        assert!(meta.blocks() * 512 >= 1 << 20, "{} blocks", meta.blocks());
+    }
+
+    #[test]
+    fn file_systems_without_unnamed_files_and_allocation() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        let file = unlinked(dir.path(), &options).expect("a file");
+        write_out(&file, (1 << 20) + 4096).expect("room");
+        let meta = file.metadata().expect("open");
+        assert_eq!((meta.len(), meta.nlink()), ((1 << 20) + 4096, 0));
+        assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
+    }
 }

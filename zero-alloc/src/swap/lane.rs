@@ -3,13 +3,12 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
-#[cfg(any(test, feature = "testing"))]
-use super::Fault;
 use super::file::Inner;
-use super::threads::Threads;
+use super::queue::Queue;
 use super::{SwapError, SwapFile};
 use crate::TimeLimit;
 use crate::device::{AnySlice, Cause, DeviceError, DeviceId, Stream};
@@ -74,8 +73,9 @@ pub struct SwapLane(Arc<Lane>);
 
 struct Lane {
     file: Arc<Inner>,
-    /// Locked while an operation runs. Its holder waits for nothing but the disk, which has a limit.
-    engine: Mutex<Threads>,
+    /// Locked while an operation runs; its holder waits only for the disk, with a limit. `None` after a failure of the
+    /// queue itself.
+    queue: Mutex<Option<Queue>>,
 }
 
 impl std::fmt::Debug for SwapLane {
@@ -86,13 +86,8 @@ impl std::fmt::Debug for SwapLane {
 
 impl SwapLane {
     pub(super) fn new(file: Arc<Inner>) -> Result<Self, SwapError> {
-        let engine = Threads::new(&file).map_err(|source| SwapError::System {
-            dir: file.dir.clone(),
-            call: "start threads",
-            source,
-            advice: "check ulimit -u, or use a smaller queue depth",
-        })?;
-        Ok(Self(Arc::new(Lane { file, engine: Mutex::new(engine) })))
+        let queue = Queue::new(&file).map_err(|error| file.system("make a lane", error))?;
+        Ok(Self(Arc::new(Lane { file, queue: Mutex::new(Some(queue)) })))
     }
 
     /// Registers buffers with the kernel, in place of those registered before: transfers within one of them cost
@@ -102,7 +97,17 @@ impl SwapLane {
     /// # Errors
     /// A buffer is not host memory.
     pub fn register(&self, buffers: &[AnySlice]) -> Result<(), SwapError> {
-        let _ = buffers;
+        for buffer in buffers {
+            buffer.check_device("register swap buffers", DeviceId::HOST)?;
+        }
+        let Lane { file, queue } = &*self.0;
+        let Some(queue) = &mut *queue.lock() else { return Ok(()) };
+        if let Err(error) = queue.register(buffers.iter().map(|buffer| (buffer.as_ptr(), buffer.len_bytes()))) {
+            let bytes: usize = buffers.iter().map(|buffer| buffer.len_bytes()).sum();
+            file.notice(format!(
+                "the kernel refuses to register {bytes} bytes of swap buffers ({error}): transfers cost more time of the processor; raise ulimit -l"
+            ));
+        }
         Ok(())
     }
 
@@ -138,8 +143,9 @@ impl SwapLane {
         }
         let (lane, ranges, name) = (Arc::clone(&self.0), ranges.to_vec(), stream.name().to_owned());
         stream.enqueue(label, move || {
-            for (_, slice) in &ranges {
+            for (offset, slice) in &ranges {
                 slice.note_access(!write);
+                lane.file.note_access(*offset, slice.len_bytes(), write);
             }
             lane.transfer(write, &ranges).map_err(|error| DeviceError::Operation {
                 stream: name,
@@ -168,112 +174,139 @@ fn check(what: &'static str, file_bytes: u64, offset: u64, slice: AnySlice) -> R
 impl Lane {
     /// Transfers all ranges. Returns once no request is in flight.
     fn transfer(&self, write: bool, ranges: &[(u64, AnySlice)]) -> Result<(), SwapError> {
-        let file = &*self.file;
-        let engine = self.engine.lock();
-        let (depth, request_bytes) = (file.options.queue_depth, file.options.request_bytes);
-        let mut todo = ranges.iter().flat_map(|(offset, slice)| {
-            let whole =
-                Request { offset: *offset, address: Address(slice.as_ptr()), bytes: slice.len_bytes(), write };
-            (0..whole.bytes).step_by(request_bytes).map(move |at| {
-                let rest = whole.rest(at);
-                Request { bytes: rest.bytes.min(request_bytes), ..rest }
-            })
-        });
-        let mut again = Vec::new();
-        let mut slots: Vec<Option<Request>> = vec![None; depth];
-        let mut free: Vec<usize> = (0..depth).rev().collect();
-        let mut done: Vec<(usize, i32)> = Vec::with_capacity(depth);
-        let mut failed = None;
-        let mut late = false;
-        let mut time = TimeLimit::new(file.options.limit);
-        #[cfg(any(test, feature = "testing"))]
-        let (mut never, mut delayed) = (Vec::new(), false);
-        let mut in_flight = InFlight(0);
+        let mut lane_queue = self.queue.lock();
+        let Some(queue) = &mut *lane_queue else {
+            return Err(self.file.system("use a lane", io::Error::other("its queue failed before")));
+        };
+        let mut transfer = Transfer::new(&self.file);
+        let requests = requests(ranges, write, self.file.options.request_bytes);
+        let result = transfer.run(queue, requests);
+        if transfer.broken {
+            // Requests that were never submitted are dropped with the queue.
+            *lane_queue = None;
+        }
+        result
+    }
+}
+
+/// The requests of a transfer, in order.
+fn requests(ranges: &[(u64, AnySlice)], write: bool, request_bytes: usize) -> impl Iterator<Item = Request> {
+    ranges.iter().flat_map(move |&(offset, slice)| {
+        let whole = Request { offset, address: Address(slice.as_ptr()), bytes: slice.len_bytes(), write };
+        (0..whole.bytes).step_by(request_bytes).map(move |at| {
+            let rest = whole.rest(at);
+            Request { bytes: rest.bytes.min(request_bytes), ..rest }
+        })
+    })
+}
+
+/// A transfer that runs.
+struct Transfer<'a> {
+    file: &'a Inner,
+    /// The requests in flight, by slot.
+    slots: Vec<Option<Request>>,
+    free: Vec<usize>,
+    in_flight: InFlight,
+    /// Requests to submit again.
+    again: Vec<Request>,
+    /// The first error; no request is submitted after it.
+    failed: Option<SwapError>,
+    /// The time since a request last came back.
+    time: TimeLimit,
+    late: bool,
+    /// The queue itself failed.
+    broken: bool,
+}
+
+impl<'a> Transfer<'a> {
+    fn new(file: &'a Inner) -> Self {
+        let depth = file.options.queue_depth;
+        Self {
+            file,
+            slots: vec![None; depth],
+            free: (0..depth).rev().collect(),
+            in_flight: InFlight(0),
+            again: Vec::new(),
+            failed: None,
+            time: TimeLimit::new(file.options.limit),
+            late: false,
+            broken: false,
+        }
+    }
+
+    fn run(&mut self, queue: &mut Queue, mut requests: impl Iterator<Item = Request>) -> Result<(), SwapError> {
+        let mut done = Vec::with_capacity(self.slots.len());
         loop {
-            while failed.is_none()
-                && let Some(&slot) = free.last()
-                && let Some(request) = again.pop().or_else(|| todo.next())
+            while self.failed.is_none()
+                && let Some(&slot) = self.free.last()
+                && let Some(request) = self.again.pop().or_else(|| requests.next())
             {
-                free.pop();
-                slots[slot] = Some(request);
-                in_flight.0 += 1;
-                #[cfg(any(test, feature = "testing"))]
-                let request = match file.faults.next() {
-                    Some(Fault::Errno(errno)) => {
-                        done.push((slot, -errno));
-                        continue;
+                match queue.push(slot, request, self.file) {
+                    Ok(()) => {
+                        self.free.pop();
+                        self.slots[slot] = Some(request);
+                        self.in_flight.0 += 1;
                     }
-                    Some(Fault::Short(0)) => {
-                        done.push((slot, 0));
-                        continue;
-                    }
-                    Some(Fault::Short(bytes)) => Request { bytes: bytes.min(request.bytes), ..request },
-                    Some(Fault::Late) => {
-                        delayed = true;
-                        request
-                    }
-                    Some(Fault::Never) => {
-                        never.push(slot);
-                        request
-                    }
-                    None => request,
-                };
-                engine.push(slot, request);
-            }
-            if in_flight.0 == 0 {
-                return failed.map_or(Ok(()), Err);
-            }
-            if done.is_empty() {
-                engine.wait(time.slice(), &mut done);
-            }
-            #[cfg(any(test, feature = "testing"))]
-            done.retain(|(slot, _)| !never.contains(slot));
-            let mut passed = time.has_passed();
-            #[cfg(any(test, feature = "testing"))]
-            {
-                passed |= std::mem::take(&mut delayed);
-            }
-            if passed {
-                let oldest = slots.iter().flatten().next();
-                let error = oldest.map(|request| request.late(file));
-                if late {
-                    let text = error.map(|error| error.to_string()).unwrap_or_default();
-                    eprintln!("zero-alloc: {text}. It is still in flight and its buffer cannot be freed: aborting.");
-                    std::process::abort();
+                    Err(error) => self.failed = Some(request.failed(self.file, error)),
                 }
-                failed = failed.or(error);
-                late = true;
-                time = TimeLimit::new(file.options.limit);
+            }
+            if self.broken && self.in_flight.0 == queue.unsubmitted() {
+                self.in_flight.0 = 0;
+            }
+            if self.in_flight.0 == 0 {
+                return self.failed.take().map_or(Ok(()), Err);
+            }
+            if let Err(error) = queue.wait(self.time.slice(), &mut done) {
+                self.broken = true;
+                self.failed.get_or_insert_with(|| self.file.system("io_uring_enter", error));
+                std::thread::sleep(Duration::from_millis(1));
             }
             for (slot, result) in done.drain(..) {
-                let Some(request) = slots[slot].take() else { continue };
-                in_flight.0 -= 1;
-                free.push(slot);
-                let error = match usize::try_from(result) {
-                    Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => {
-                        again.push(request);
-                        continue;
-                    }
-                    Err(_) => io::Error::from_raw_os_error(-result),
-                    Ok(bytes) => {
-                        // The rest of a short transfer starts at an aligned offset.
-                        let whole = if bytes < request.bytes { bytes & !(SwapFile::ALIGN_BYTES - 1) } else { bytes };
-                        let counter = if write { &file.written_bytes } else { &file.read_bytes };
-                        counter.fetch_add(whole as u64, Ordering::Relaxed);
-                        if whole > 0 {
-                            if whole < request.bytes {
-                                again.push(request.rest(whole));
-                            }
-                            if !late {
-                                time = TimeLimit::new(file.options.limit);
-                            }
-                            continue;
-                        }
-                        io::Error::new(io::ErrorKind::UnexpectedEof, format!("{bytes} bytes were transferred"))
-                    }
-                };
-                failed.get_or_insert_with(|| request.failed(file, error));
+                self.finish(slot, result);
             }
+            self.check_time(queue);
         }
+    }
+
+    /// Handles a request that has come back with a number of bytes or a negative errno.
+    fn finish(&mut self, slot: usize, result: i32) {
+        let Some(request) = self.slots.get_mut(slot).and_then(Option::take) else { return };
+        self.in_flight.0 -= 1;
+        self.free.push(slot);
+        let error = match usize::try_from(result) {
+            Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => return self.again.push(request),
+            Err(_) => io::Error::from_raw_os_error(-result),
+            Ok(bytes) => {
+                // The rest of a short transfer starts at an aligned offset.
+                let bytes = if bytes < request.bytes { bytes & !(SwapFile::ALIGN_BYTES - 1) } else { bytes };
+                let counter = if request.write { &self.file.written_bytes } else { &self.file.read_bytes };
+                counter.fetch_add(bytes as u64, Ordering::Relaxed);
+                if bytes > 0 {
+                    if bytes < request.bytes {
+                        self.again.push(request.rest(bytes));
+                    }
+                    self.time = TimeLimit::new(self.file.options.limit);
+                    return;
+                }
+                io::Error::new(io::ErrorKind::UnexpectedEof, "it transferred nothing")
+            }
+        };
+        self.failed.get_or_insert_with(|| request.failed(self.file, error));
+    }
+
+    /// After the limit, the transfer fails; after the same time again, the process is aborted.
+    fn check_time(&mut self, queue: &mut Queue) {
+        if !self.time.has_passed() && !queue.is_late() {
+            return;
+        }
+        let Some(pending) = self.slots.iter().flatten().chain(&self.again).next() else { return };
+        let error = pending.late(self.file);
+        if self.late {
+            eprintln!("zero-alloc: {error}. The kernel may still access its buffer: the process is aborted.");
+            std::process::abort();
+        }
+        self.failed.get_or_insert(error);
+        self.late = true;
+        self.time = TimeLimit::new(self.file.options.limit);
     }
 }

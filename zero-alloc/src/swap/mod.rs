@@ -34,6 +34,8 @@ mod error;
 mod fault;
 mod file;
 mod lane;
+mod queue;
+mod ring;
 mod threads;
 
 pub use error::SwapError;

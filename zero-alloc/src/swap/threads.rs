@@ -36,10 +36,10 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    pub(super) fn new(file: &Arc<Inner>) -> io::Result<Self> {
+    pub(super) fn new(file: Arc<Inner>) -> io::Result<Self> {
         let mut pool = Self { shared: Arc::default(), threads: Vec::new() };
         for _ in 0..file.options.queue_depth {
-            let (shared, file) = (Arc::clone(&pool.shared), Arc::clone(file));
+            let (shared, file) = (Arc::clone(&pool.shared), Arc::clone(&file));
             let thread = std::thread::Builder::new().name("swap".into()).stack_size(STACK_BYTES);
             pool.threads.push(thread.spawn(move || work(&shared, file.file.as_raw_fd()))?);
         }

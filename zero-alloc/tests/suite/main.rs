@@ -6,6 +6,8 @@ mod host_streams;
 mod planner_model;
 mod pool;
 mod seeded;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod swap;
 mod threads;
 
 /// A splitmix64 generator.

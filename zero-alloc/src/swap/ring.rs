@@ -1,0 +1,101 @@
+//! Requests by io_uring.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::time::Duration;
+
+use io_uring::{IoUring, opcode, types};
+
+use super::file::Inner;
+use super::lane::Request;
+
+/// The largest buffer that the kernel registers.
+const MAX_BUFFER_BYTES: usize = 1 << 30;
+
+pub(super) struct Ring {
+    ring: IoUring,
+    fd: RawFd,
+    /// Registered buffers, by their index: address and length in bytes.
+    buffers: Vec<(usize, usize)>,
+}
+
+impl Ring {
+    /// A ring of requests to `file`, which outlives it.
+    pub(super) fn new(file: &Inner) -> io::Result<Self> {
+        let ring = IoUring::new(file.options.queue_depth as u32)?;
+        if !ring.params().is_feature_ext_arg() {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring before Linux 5.11 has no time limits"));
+        }
+        Ok(Self { ring, fd: file.file.as_raw_fd(), buffers: Vec::new() })
+    }
+
+    /// Registers buffers in place of those registered before. No request is in flight.
+    pub(super) fn register(&mut self, buffers: impl Iterator<Item = (*mut u8, usize)>) -> io::Result<()> {
+        if !std::mem::take(&mut self.buffers).is_empty() {
+            self.ring.submitter().unregister_buffers()?;
+        }
+        let pieces = buffers.flat_map(|(start, bytes)| {
+            (0..bytes)
+                .step_by(MAX_BUFFER_BYTES)
+                .map(move |at| (start.addr() + at, (bytes - at).min(MAX_BUFFER_BYTES)))
+        });
+        let mut pieces: Vec<_> = pieces.collect();
+        pieces.sort_unstable();
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        let system: Vec<_> = pieces
+            .iter()
+            .map(|&(start, iov_len)| libc::iovec { iov_base: std::ptr::without_provenance_mut(start), iov_len })
+            .collect();
+        // SAFETY: by the promise of the slices' maker the memory is mapped now. The kernel pins its pages and accesses
+        // them only for requests, so that unmapping the memory too early leaves it pages that nothing else uses.
+        unsafe { self.ring.submitter().register_buffers(&system) }?;
+        self.buffers = pieces;
+        Ok(())
+    }
+
+    /// The index of the registered buffer that contains the request's memory.
+    fn buffer(&self, request: &Request) -> Option<u16> {
+        let at = request.address.0.addr();
+        let index = self.buffers.partition_point(|&(start, _)| start <= at).checked_sub(1)?;
+        let (start, bytes) = self.buffers[index];
+        (at + request.bytes <= start + bytes).then_some(index as u16)
+    }
+
+    /// Queues a request; [`Ring::wait`] submits it. The caller keeps at most `queue_depth` requests in flight.
+    pub(super) fn push(&mut self, slot: usize, request: Request) -> io::Result<()> {
+        let Request { offset, address, bytes, write } = request;
+        let (fd, address, bytes) = (types::Fd(self.fd), address.0, bytes as u32);
+        let entry = match (write, self.buffer(&request)) {
+            (false, None) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
+            (true, None) => opcode::Write::new(fd, address, bytes).offset(offset).build(),
+            (false, Some(buffer)) => opcode::ReadFixed::new(fd, address, bytes, buffer).offset(offset).build(),
+            (true, Some(buffer)) => opcode::WriteFixed::new(fd, address, bytes, buffer).offset(offset).build(),
+        };
+        // SAFETY: the lane keeps the memory valid until the request has come back; the descriptor is open.
+        let pushed = unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) };
+        pushed.map_err(|_| io::Error::other("the queue of requests is full"))
+    }
+
+    /// Submits queued requests and appends finished ones to `done`: slot, and bytes or a negative errno. Waits at most
+    /// `limit` for the first.
+    pub(super) fn wait(&mut self, limit: Duration, done: &mut Vec<(usize, i32)>) -> io::Result<()> {
+        let limit = types::Timespec::from(limit);
+        let submitted = self.ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&limit));
+        done.extend(self.ring.completion().map(|entry| (entry.user_data() as usize, entry.result())));
+        match submitted {
+            Err(error)
+                if !matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR | libc::EAGAIN | libc::EBUSY)) =>
+            {
+                Err(error)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The number of queued requests that the kernel has not accepted.
+    pub(super) fn unsubmitted(&mut self) -> usize {
+        self.ring.submission().len()
+    }
+}

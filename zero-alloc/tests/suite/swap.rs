@@ -1,0 +1,533 @@
+//! The swap file: round trips, order, faults.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use tempfile::TempDir;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream};
+use zero_alloc::host::{HostDevice, HostStream, ViolationKind};
+use zero_alloc::swap::{Fault, SwapEngine, SwapError, SwapFile, SwapOptions};
+
+const LIMIT: Duration = Duration::from_secs(60);
+const PAGE: usize = SwapFile::ALIGN_BYTES;
+
+/// Pages of host memory.
+struct Buffer(NonNull<u8>, usize);
+
+impl Buffer {
+    fn new(pages: usize) -> Self {
+        Self(HostDevice::new().allocate(pages * PAGE).expect("memory"), pages * PAGE)
+    }
+
+    /// Each 8 bytes hold `seed` plus their index.
+    fn filled(pages: usize, seed: u64) -> Self {
+        let mut buffer = Self::new(pages);
+        for (i, word) in buffer.bytes().chunks_exact_mut(8).enumerate() {
+            word.copy_from_slice(&(seed + i as u64).to_ne_bytes());
+        }
+        buffer
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: mapped and zeroed; the tests wait for operations before they look.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_ptr(), self.1) }
+    }
+
+    fn slice(&self) -> AnySlice {
+        // SAFETY: the buffer outlives the operations, because each test waits for its streams.
+        unsafe { AnySlice::from_raw_parts(self.0.as_ptr(), self.1, DType::U8, DeviceId::HOST) }
+    }
+
+    fn pages(&self, first: usize, count: usize) -> AnySlice {
+        self.slice().slice(first * PAGE..(first + count) * PAGE)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated with these bytes, and no longer used.
+        unsafe { HostDevice::new().deallocate(self.0, self.1) };
+    }
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir().expect("a folder")
+}
+
+/// The engines that work here.
+fn engines() -> Vec<SwapEngine> {
+    match SwapFile::create(folder().path(), 0, SwapOptions::default().engine(SwapEngine::IoUring)) {
+        Ok(_) => vec![SwapEngine::Threads, SwapEngine::IoUring],
+        Err(error) => {
+            eprintln!("NOT TESTED WITH io_uring, only with threads: {error}");
+            vec![SwapEngine::Threads]
+        }
+    }
+}
+
+/// Small requests and queues, so that small files use them.
+fn options(engine: SwapEngine) -> SwapOptions {
+    SwapOptions::default().engine(engine).queue_depth(4).request_bytes(2 * PAGE)
+}
+
+fn file(dir: &Path, pages: usize, options: SwapOptions) -> SwapFile {
+    SwapFile::create(dir, (pages * PAGE) as u64, options).expect("room")
+}
+
+fn stream(name: &str) -> HostStream {
+    HostDevice::new().create_stream(name).expect("a stream")
+}
+
+fn at(page: usize) -> u64 {
+    (page * PAGE) as u64
+}
+
+#[derive(Clone, Debug)]
+struct Transfer {
+    write: bool,
+    lane: usize,
+    /// First page and number of pages of each range; they do not overlap.
+    ranges: Vec<(usize, usize)>,
+}
+
+const PAGES: usize = 64;
+
+fn transfer() -> impl Strategy<Value = Transfer> {
+    let ranges = proptest::collection::vec((0..12usize, 0..12usize), 0..6).prop_map(|steps| {
+        let mut end = 0;
+        let ranges = steps.into_iter().map(|(gap, count)| {
+            let first = (end + gap).min(PAGES);
+            end = (first + count).min(PAGES);
+            (first, end - first)
+        });
+        // The order in the file and in memory differ.
+        ranges.rev().collect()
+    });
+    (any::<bool>(), 0..3usize, ranges).prop_map(|(write, lane, ranges)| Transfer { write, lane, ranges })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn transfers_equal_a_model(
+        transfers in proptest::collection::vec(transfer(), 1..20),
+        depth in 1..9usize,
+        request_pages in 1..9usize,
+        direct in any::<bool>(),
+        registered in any::<bool>(),
+    ) {
+        for engine in engines() {
+            let dir = folder();
+            let options = options(engine).queue_depth(depth).request_bytes(request_pages * PAGE).direct(direct);
+            let file = file(dir.path(), PAGES, options);
+            let lanes = [(); 3].map(|()| file.lane().expect("a lane"));
+            let (mut buffer, stream) = (Buffer::new(PAGES + 2), stream("swap"));
+            if registered {
+                // Some transfers lie within, some outside, some are both.
+                for lane in &lanes {
+                    lane.register(&[buffer.pages(8, 16), buffer.pages(30, 3)]).expect("host memory");
+                }
+            }
+            let mut model = vec![0; PAGES * PAGE];
+            let mut moved = [0, 0];
+            for (number, Transfer { write, lane, ranges }) in transfers.iter().enumerate() {
+                for (i, byte) in buffer.bytes().iter_mut().enumerate() {
+                    *byte = (number * 31 + i / 7) as u8;
+                }
+                let mut in_memory = 1;
+                let mut slices = Vec::new();
+                for &(first, count) in ranges {
+                    slices.push((at(first), buffer.pages(in_memory, count)));
+                    let (disk, memory) = (first * PAGE..(first + count) * PAGE, in_memory * PAGE..(in_memory + count) * PAGE);
+                    if *write {
+                        model[disk].copy_from_slice(&buffer.bytes()[memory]);
+                    }
+                    in_memory += count;
+                    moved[usize::from(*write)] += at(count);
+                }
+                let mut expected = buffer.bytes().to_vec();
+                if *write {
+                    lanes[*lane].write(&stream, &slices).expect("enqueued");
+                } else {
+                    let mut in_memory = PAGE;
+                    for &(first, count) in ranges {
+                        expected[in_memory..in_memory + count * PAGE]
+                            .copy_from_slice(&model[first * PAGE..(first + count) * PAGE]);
+                        in_memory += count * PAGE;
+                    }
+                    lanes[*lane].read(&stream, &slices).expect("enqueued");
+                }
+                stream.synchronize(LIMIT).expect("transferred");
+                prop_assert!(buffer.bytes() == expected, "transfer {number} by {engine:?}");
+            }
+            prop_assert_eq!([file.read_bytes(), file.written_bytes()], moved);
+        }
+    }
+}
+
+#[test]
+fn lanes_on_streams_pass_data_in_order() {
+    for engine in engines() {
+        let dir = folder();
+        let file = file(dir.path(), 32, options(engine));
+        let (writer, reader) = (file.lane().expect("a lane"), file.lane().expect("a lane"));
+        let (out, back) = (stream("out"), stream("back"));
+        for round in 0..20 {
+            let (from, mut to) = (Buffer::filled(32, round), Buffer::new(32));
+            for half in [0, 16] {
+                writer.write(&out, &[(at(half), from.pages(half, 16))]).expect("enqueued");
+                back.wait(&out.record().expect("recorded")).expect("enqueued");
+                reader.read(&back, &[(at(half), to.pages(half, 16))]).expect("enqueued");
+            }
+            out.wait(&back.record().expect("recorded")).expect("enqueued");
+            back.synchronize(LIMIT).expect("transferred");
+            assert!(to.bytes() == Buffer::filled(32, round).bytes(), "round {round}, {engine:?}");
+        }
+    }
+}
+
+#[test]
+fn one_lane_serves_two_streams() {
+    for engine in engines() {
+        let dir = folder();
+        let file = file(dir.path(), 32, options(engine));
+        let lane = file.lane().expect("a lane");
+        let mut halves = [0, 16].map(|first| (first, stream("half"), Buffer::filled(16, first), Buffer::new(16)));
+        for (first, stream, from, to) in &halves {
+            for _ in 0..10 {
+                lane.write(stream, &[(at(*first as usize), from.slice())]).expect("enqueued");
+                lane.read(stream, &[(at(*first as usize), to.slice())]).expect("enqueued");
+            }
+        }
+        // What is enqueued keeps the file open.
+        drop((file, lane));
+        for (_, stream, from, to) in &mut halves {
+            stream.synchronize(LIMIT).expect("transferred");
+            assert!(from.bytes() == to.bytes());
+        }
+    }
+}
+
+#[test]
+fn invalid_ranges_are_refused_by_number() {
+    let dir = folder();
+    let (lane, stream) = (file(dir.path(), 4, SwapOptions::default()).lane().expect("a lane"), stream("swap"));
+    let buffer = Buffer::new(8);
+    for (offset, slice, message) in [
+        (100, buffer.pages(0, 1), "swap read: offset 100 is not a multiple of 4096 bytes"),
+        (0, buffer.slice().slice(0..5000), "length 5000 is not a multiple of 4096 bytes"),
+        (0, buffer.slice().slice(1..PAGE + 1), "is not a multiple of 4096 bytes"),
+        (at(2), buffer.pages(0, 3), "12288 bytes at offset 8192 end beyond the file of 16384 bytes"),
+        (u64::MAX - 4095, buffer.pages(0, 2), "end beyond the file"),
+    ] {
+        let error = lane.read(&stream, &[(0, buffer.pages(0, 0)), (offset, slice)]).expect_err("invalid");
+        assert!(error.to_string().contains(message), "{error}");
+    }
+    let device = DeviceId::new(DeviceKind::Simulated).expect("an id");
+    // SAFETY: refused before anything accesses it.
+    let other = unsafe { AnySlice::from_raw_parts(buffer.0.as_ptr(), PAGE, DType::U8, device) };
+    assert!(matches!(lane.write(&stream, &[(0, other)]), Err(DeviceError::AnotherDevice { .. })));
+    assert!(lane.register(&[other]).is_err());
+    stream.synchronize(LIMIT).expect("nothing was enqueued");
+}
+
+#[test]
+fn creation_errors_name_the_cause() {
+    let dir = folder();
+    let create = |dir: &Path, bytes, options| SwapFile::create(dir, bytes, options).expect_err("refused");
+    let missing = create(&dir.path().join("missing"), 0, SwapOptions::default());
+    assert!(matches!(missing, SwapError::Folder { .. }) && missing.to_string().contains("name an existing folder"));
+    let path = dir.path().join("file");
+    std::fs::write(&path, "").expect("room");
+    assert!(matches!(create(&path, 0, SwapOptions::default()), SwapError::Folder { .. }));
+    // No disk has 4 EiB.
+    let full = create(dir.path(), 1 << 62, SwapOptions::default());
+    let SwapError::DiskFull { needed_bytes, free_bytes, .. } = full else { panic!("{full}") };
+    assert!(needed_bytes == 1 << 62 && free_bytes < 1 << 62);
+    assert!(full.to_string().contains("free some space"), "{full}");
+    for options in [
+        SwapOptions::default().queue_depth(0),
+        SwapOptions::default().queue_depth(5000),
+        SwapOptions::default().request_bytes(0),
+        SwapOptions::default().request_bytes(5000),
+        SwapOptions::default().limit(Duration::ZERO),
+    ] {
+        assert!(matches!(create(dir.path(), 0, options), SwapError::Option { .. }));
+    }
+}
+
+/// Reads 16 pages, written before, with faults of the reads.
+fn faulty_read(engine: SwapEngine, faults: &[(u64, Fault)]) -> (Buffer, Result<(), DeviceError>) {
+    let dir = folder();
+    let file = file(dir.path(), 16, options(engine));
+    let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
+    let (from, to) = (Buffer::filled(16, 5), Buffer::new(16));
+    lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
+    stream.synchronize(LIMIT).expect("written");
+    for (after, fault) in faults {
+        file.inject(*after, *fault);
+    }
+    lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
+    let result = stream.synchronize(LIMIT);
+    if result.is_err() {
+        // The stream is poisoned; the lane works on.
+        lane.write(&stream, &[(0, to.slice())]).expect("enqueued");
+        assert_eq!(stream.synchronize(LIMIT), result);
+        let (stream, mut again) = (self::stream("other"), Buffer::new(16));
+        lane.read(&stream, &[(0, again.slice())]).expect("enqueued");
+        stream.synchronize(LIMIT).expect("read");
+        assert!(again.bytes() == Buffer::filled(16, 5).bytes());
+    }
+    (to, result)
+}
+
+#[test]
+fn failed_request_poisons_the_stream_with_its_place() {
+    for engine in engines() {
+        for (errno, advice) in [
+            (libc::EIO, "look for errors of the disk"),
+            (libc::ENOSPC, "free some space"),
+            (libc::EFBIG, "ulimit -f"),
+            (libc::EINVAL, "SwapOptions::direct"),
+        ] {
+            let error = faulty_read(engine, &[(5, Fault::Errno(errno))]).1.expect_err("failed");
+            let Some(SwapError::Transfer { op: "read", offset: 40960, bytes: 8192, source, .. }) = error.cause()
+            else {
+                panic!("{error}")
+            };
+            assert_eq!(source.raw_os_error(), Some(errno));
+            assert!(error.to_string().contains("swap read on stream swap") && error.to_string().contains(advice));
+        }
+        let error = faulty_read(engine, &[(0, Fault::Short(0))]).1.expect_err("failed");
+        assert!(
+            error.to_string().contains("transferred nothing") && error.to_string().contains("shortened the file")
+        );
+    }
+}
+
+#[test]
+fn short_and_interrupted_requests_are_completed() {
+    for engine in engines() {
+        let faults = [
+            (0, Fault::Short(PAGE)),
+            (1, Fault::Errno(libc::EINTR)),
+            (3, Fault::Errno(libc::EAGAIN)),
+            (6, Fault::Short(PAGE)),
+        ];
+        let (mut to, result) = faulty_read(engine, &faults);
+        result.expect("completed");
+        assert!(to.bytes() == Buffer::filled(16, 5).bytes(), "{engine:?}");
+    }
+}
+
+#[test]
+fn late_request_fails_the_transfer_after_it_has_come_back() {
+    for engine in engines() {
+        let error = faulty_read(engine, &[(2, Fault::Late)]).1.expect_err("late");
+        assert!(matches!(error.cause(), Some(SwapError::Late { op: "read", .. })), "{error}");
+    }
+}
+
+#[test]
+fn registration_is_optional() {
+    for engine in engines() {
+        let dir = folder();
+        let file = file(dir.path(), 16, options(engine));
+        let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
+        let (from, mut to) = (Buffer::filled(16, 3), Buffer::new(16));
+        // More buffers than the kernel registers.
+        lane.register(&vec![from.slice(); 20_000]).expect("a notice, no error");
+        if engine == SwapEngine::IoUring {
+            let notices = file.notices();
+            assert!(notices.iter().any(|notice| notice.contains("raise ulimit -l")), "{notices:?}");
+        }
+        lane.register(&[from.slice()]).expect("host memory");
+        lane.register(&[to.slice(), from.slice()]).expect("in place of the first");
+        lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
+        lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
+        stream.synchronize(LIMIT).expect("transferred");
+        assert!(to.bytes() == Buffer::filled(16, 3).bytes());
+    }
+}
+
+#[test]
+fn file_system_in_memory_is_named() {
+    let Ok(dir) = tempfile::tempdir_in("/dev/shm") else {
+        return eprintln!("NOT TESTED: no /dev/shm here");
+    };
+    let notices = file(dir.path(), 1, SwapOptions::default()).notices();
+    assert!(notices.iter().any(|notice| notice.contains("is a file system in memory")), "{notices:?}");
+}
+
+/// Makes `io_uring_setup` fail with EPERM for this thread and those that it starts, as containers do.
+fn refuse_io_uring() {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let op = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let mut filter = [
+        op(LOAD, 0, 0, 0), // the number of the call
+        op(IF_EQUAL, 0, 1, libc::SYS_io_uring_setup as u32),
+        op(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        op(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: changes this thread only.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
+    // SAFETY: a valid program, which the kernel copies.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) }, 0);
+}
+
+#[test]
+fn refused_io_uring_is_replaced_and_named() {
+    let refused = std::thread::spawn(|| {
+        refuse_io_uring();
+        let dir = folder();
+        let error = SwapFile::create(dir.path(), 0, SwapOptions::default().engine(SwapEngine::IoUring));
+        assert!(error.expect_err("refused").to_string().contains("io_uring_setup: Operation not permitted"));
+        let file = file(dir.path(), 16, options(SwapEngine::Auto));
+        let notices = file.notices();
+        assert!(notices[0].contains("4 threads a lane") && notices[0].contains("seccomp"), "{notices:?}");
+        let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
+        let (from, mut to) = (Buffer::filled(16, 7), Buffer::new(16));
+        lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
+        lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
+        stream.synchronize(LIMIT).expect("transferred");
+        assert!(to.bytes() == Buffer::filled(16, 7).bytes());
+    });
+    refused.join().expect("no panic");
+}
+
+/// Sets up two seeded streams, one with a read of `buffer` enqueued.
+fn seeded(seed: u64, engine: SwapEngine, buffer: &Buffer) -> (HostDevice, [HostStream; 2], SwapFile) {
+    let dir = folder();
+    let device = HostDevice::seeded(seed);
+    let streams = ["swap", "compute"].map(|name| device.create_stream(name).expect("a stream"));
+    let file = file(dir.path(), 4, options(engine));
+    file.lane().expect("a lane").read(&streams[0], &[(0, buffer.slice())]).expect("enqueued");
+    (device, streams, file)
+}
+
+#[test]
+fn seeded_scheduler_finds_a_missing_wait() {
+    for engine in engines() {
+        for seed in 0..30 {
+            for waits in [true, false] {
+                let buffer = Buffer::new(4);
+                let (device, [swap, compute], _file) = seeded(seed, engine, &buffer);
+                if waits {
+                    compute.wait(&swap.record().expect("recorded")).expect("enqueued");
+                }
+                let bytes = buffer.slice().typed::<u8>().expect("bytes");
+                let sum = move || {
+                    // SAFETY: host memory; the scheduler runs one operation at a time.
+                    let _ = unsafe { bytes.as_host() }.iter().map(|byte| u64::from(*byte)).sum::<u64>();
+                    Ok(())
+                };
+                compute.enqueue("sum", sum).expect("enqueued");
+                let sound = swap.synchronize(LIMIT).is_ok() & compute.synchronize(LIMIT).is_ok();
+                assert_eq!(sound, waits, "seed {seed}");
+                assert!(device.violations().iter().all(|violation| violation.kind == ViolationKind::Race));
+            }
+        }
+    }
+}
+
+#[test]
+fn seeded_scheduler_checks_the_file_too() {
+    for engine in engines() {
+        for seed in 0..30 {
+            for (waits, page) in [(true, 3), (false, 3), (false, 4)] {
+                let (buffer, other) = (Buffer::new(4), Buffer::new(1));
+                let device = HostDevice::seeded(seed);
+                let [swap, compute] = ["swap", "other"].map(|name| device.create_stream(name).expect("a stream"));
+                let dir = folder();
+                let file = file(dir.path(), 5, options(engine));
+                let lane = file.lane().expect("a lane");
+                lane.read(&swap, &[(0, buffer.slice())]).expect("enqueued");
+                if waits {
+                    compute.wait(&swap.record().expect("recorded")).expect("enqueued");
+                }
+                // Another buffer, and a page of the file that the first operation reads, or the next one.
+                lane.write(&compute, &[(at(page), other.slice())]).expect("enqueued");
+                let sound = swap.synchronize(LIMIT).is_ok() & compute.synchronize(LIMIT).is_ok();
+                assert_eq!(sound, waits || page == 4, "seed {seed}");
+            }
+        }
+    }
+}
+
+/// Runs the test `name` of this program, which is ignored otherwise, in its own process with `argument`.
+fn child(name: &str, argument: &str) -> Child {
+    let program = std::env::current_exe().expect("a program");
+    let mut command = Command::new(program);
+    command.args(["--exact", name, "--ignored", "--nocapture"]).env("ZERO_SWAP_TEST", argument);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
+}
+
+/// The argument of this process, if [`child`] started it.
+fn argument() -> Option<String> {
+    std::env::var("ZERO_SWAP_TEST").ok()
+}
+
+#[test]
+#[ignore = "a process that another test kills"]
+fn child_writes_and_waits() {
+    let Some(dir) = argument() else { return };
+    let (file, stream, from) =
+        (file(dir.as_ref(), 256, SwapOptions::default()), stream("swap"), Buffer::filled(256, 1));
+    file.lane().expect("a lane").write(&stream, &[(0, from.slice())]).expect("enqueued");
+    stream.synchronize(LIMIT).expect("written");
+    println!("\nwritten");
+    std::thread::sleep(LIMIT);
+}
+
+#[test]
+fn killed_process_leaves_nothing() {
+    let dir = folder();
+    let mut runs = [(); 2].map(|()| child("swap::child_writes_and_waits", &dir.path().to_string_lossy()));
+    for run in &mut runs {
+        let output = BufReader::new(run.stdout.take().expect("piped"));
+        assert!(output.lines().any(|line| line.is_ok_and(|line| line == "written")));
+    }
+    // No other run sees the files, and their space goes with the process: they have no name (see the crate's test).
+    assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
+    for run in &mut runs {
+        run.kill().expect("running");
+        assert_eq!(run.wait().expect("ended").signal(), Some(libc::SIGKILL));
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
+}
+
+#[test]
+#[ignore = "a process that aborts"]
+fn child_waits_for_a_lost_request() {
+    let Some(engine) = argument() else { return };
+    let engine = if engine == "IoUring" { SwapEngine::IoUring } else { SwapEngine::Threads };
+    let (dir, buffer) = (folder(), Buffer::new(4));
+    let file = file(dir.path(), 4, options(engine).limit(Duration::from_millis(50)));
+    file.inject(1, Fault::Never);
+    file.lane().expect("a lane").write(&stream("swap"), &[(0, buffer.slice())]).expect("enqueued");
+    std::thread::sleep(LIMIT);
+}
+
+/// Returning would let the program reuse a buffer that the kernel may still read.
+#[test]
+fn lost_request_aborts_the_process() {
+    for engine in engines() {
+        let mut run = child("swap::child_waits_for_a_lost_request", &format!("{engine:?}"));
+        let mut text = String::new();
+        run.stderr.take().expect("piped").read_to_string(&mut text).expect("text");
+        assert_eq!(run.wait().expect("ended").signal(), Some(libc::SIGABRT), "{text}");
+        assert!(
+            text.contains("write of 8192 bytes at offset 8192") && text.contains("took longer than 50ms"),
+            "{text}"
+        );
+    }
+}
