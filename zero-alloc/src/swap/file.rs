@@ -237,7 +237,7 @@ impl Inner {
 
     fn set_direct(&self) {
         let dir = self.dir.display();
-        if file_system(&self.file) == Some(libc::TMPFS_MAGIC as i64) {
+        if file_system(&self.file) == Some(libc::TMPFS_MAGIC as u64) {
             self.notice(format!(
                 "swap folder {dir} is a file system in memory: nothing leaves the memory; name a folder on a disk"
             ));
@@ -285,36 +285,36 @@ fn unlinked(dir: &Path, options: &OpenOptions) -> io::Result<File> {
 /// The free bytes of the file's disk.
 fn free_bytes(file: &File) -> io::Result<u64> {
     // SAFETY: a struct of integers.
-    let mut stat: libc::statvfs64 = unsafe { std::mem::zeroed() };
+    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open; the call fills the struct.
-    if unsafe { libc::fstatvfs64(file.as_raw_fd(), &mut stat) } != 0 {
+    if unsafe { libc::fstatvfs(file.as_raw_fd(), &mut stat) } != 0 {
         return Err(io::Error::last_os_error());
     }
     Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
 }
 
 /// The kind of the file system.
-fn file_system(file: &File) -> Option<i64> {
+fn file_system(file: &File) -> Option<u64> {
     // SAFETY: a struct of integers.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open; the call fills the struct.
     let done = unsafe { libc::fstatfs(file.as_raw_fd(), &mut stat) };
-    (done == 0).then_some(stat.f_type as i64)
+    (done == 0).then_some(stat.f_type as u64)
 }
 
 /// The largest file that the process may write.
 fn max_file_bytes() -> u64 {
-    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the call fills the struct.
-    let done = unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, &mut limit) };
+    let done = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
     if done == 0 { limit.rlim_cur } else { u64::MAX }
 }
 
 /// Allocates the space of the whole file.
 fn allocate(file: &File, bytes: u64) -> io::Result<()> {
-    let len = libc::off64_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+    let len = libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
     // SAFETY: the descriptor is open; the call reads no memory of ours.
-    while len > 0 && unsafe { libc::fallocate64(file.as_raw_fd(), 0, 0, len) } != 0 {
+    while len > 0 && unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len) } != 0 {
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
             return Err(error);

@@ -10,7 +10,7 @@ use super::ring::Ring;
 use super::threads::Threads;
 
 enum Engine {
-    Ring(Ring),
+    Ring(Box<Ring>),
     Threads(Threads),
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Queue {
 impl Queue {
     pub(super) fn new(file: &Arc<Inner>) -> io::Result<Self> {
         let engine = if file.uring {
-            Engine::Ring(Ring::new(file)?)
+            Engine::Ring(Box::new(Ring::new(file)?))
         } else {
             Engine::Threads(Threads::new(Arc::clone(file))?)
         };

@@ -89,10 +89,10 @@ fn work(shared: &Shared, fd: RawFd) {
         let offset = offset as libc::off64_t;
         let result = if write {
             // SAFETY: the lane keeps the memory valid until the request has come back; the descriptor is open.
-            unsafe { libc::pwrite64(fd, address.0.cast(), bytes, offset) }
+            unsafe { libc::pwrite(fd, address.0.cast(), bytes, offset) }
         } else {
             // SAFETY: as above.
-            unsafe { libc::pread64(fd, address.0.cast(), bytes, offset) }
+            unsafe { libc::pread(fd, address.0.cast(), bytes, offset) }
         };
         let result = match i32::try_from(result) {
             Ok(bytes) if bytes >= 0 => bytes,
