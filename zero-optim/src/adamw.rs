@@ -22,12 +22,14 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice, Event, Reduced, Stream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, RankStats, StepScalars};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, RankStats, RemainderArgs, StepScalars};
 
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
 use crate::groups::{LaunchRules, ParamGroups, Piece, Resolved};
 use crate::segments::{Launch, Segment, UnitSlices, check_segments, launches};
+use crate::tier::{Access, Away, Masters, OffloadOptions, PieceState, Pieces, StateTier};
 use crate::{OptimError, StateKind};
 
 /// The gathered statistics of a step.
@@ -77,9 +79,7 @@ pub struct ShardedAdamW<D: Device> {
     segments: Vec<Segment>,
     pub(crate) groups: Resolved,
     pub(crate) names: Vec<String>,
-    pub(crate) master: Option<Block<D>>,
-    pub(crate) first_moment: Block<D>,
-    pub(crate) second_moment: Block<D>,
+    pub(crate) state: State<D>,
     stats: Block<D>,
     stats_scratch: Block<D>,
     scalars: Block<D>,
@@ -87,6 +87,32 @@ pub struct ShardedAdamW<D: Device> {
     pub(crate) device_steps: Option<DeviceSteps<D>>,
     /// The stream of the last launch, behind all earlier ones; the blocks are freed after its work.
     pub(crate) stream: D::Stream,
+}
+
+/// Masters and moments.
+pub(crate) enum State<D: Device> {
+    /// In memory of the device.
+    Resident(Resident<D>),
+    /// Elsewhere.
+    Tier(Box<dyn StateTier<D>>),
+}
+
+/// State in memory of the device.
+pub(crate) struct Resident<D: Device> {
+    /// `None` if the parameters are the masters.
+    pub(crate) master: Option<Block<D>>,
+    pub(crate) first_moment: Block<D>,
+    pub(crate) second_moment: Block<D>,
+}
+
+impl<D: Device> State<D> {
+    fn blocks(&mut self) -> impl Iterator<Item = &mut Block<D>> {
+        let resident = match self {
+            Self::Resident(resident) => Some(resident),
+            Self::Tier(_) => None,
+        };
+        resident.into_iter().flat_map(|r| r.master.iter_mut().chain([&mut r.first_moment, &mut r.second_moment]))
+    }
 }
 
 impl<D: Device> fmt::Debug for ShardedAdamW<D> {
@@ -131,23 +157,44 @@ impl<D: Device> ShardedAdamW<D> {
         segments: Vec<Segment>,
         groups: &ParamGroups,
     ) -> Result<Self, OptimError> {
+        Self::with_state(pool, kernels, stream, config, param_dtype, segments, groups, |groups, _| {
+            let state = || pool.allocate(groups.state_elems, DType::F32, Purpose::Optimizer, stream);
+            let master = if param_dtype == DType::F32 { None } else { Some(state()?) };
+            let state = Resident { master, first_moment: state()?, second_moment: state()? };
+            for block in [&state.first_moment, &state.second_moment] {
+                pool.device().fill_zero(stream, view(block))?;
+            }
+            Ok(State::Resident(state))
+        })
+    }
+
+    /// The optimizer with the state that `make` creates.
+    #[expect(clippy::too_many_arguments, reason = "those of the constructors")]
+    fn with_state(
+        pool: &Pool<D>,
+        kernels: Arc<dyn Kernels<D>>,
+        stream: &D::Stream,
+        config: OptimizerConfig,
+        param_dtype: DType,
+        segments: Vec<Segment>,
+        groups: &ParamGroups,
+        make: impl FnOnce(&Resolved, &OptimizerConfig) -> Result<State<D>, OptimError>,
+    ) -> Result<Self, OptimError> {
         if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
             return Err(OptimError::ParamDType { dtype: param_dtype });
         }
         let mut controller = StepController::new(config)?;
         let groups = groups.resolve(controller.config(), &segments, check_segments(&segments)?)?;
         controller.set_rates(groups.rates.clone());
-        let state = || pool.allocate(groups.state_elems, DType::F32, Purpose::Optimizer, stream);
         let largest = segments.iter().map(|s| s.own_shard.len()).max().unwrap_or(0);
         let scratch_elems = kernels.stats_scratch_elems(largest);
+        let state = make(&groups, controller.config())?;
         let optim = Self {
+            state,
             device: pool.device().clone(),
             kernels,
             controller,
             param_dtype,
-            master: if param_dtype == DType::F32 { None } else { Some(state()?) },
-            first_moment: state()?,
-            second_moment: state()?,
             // The sizes of a `GradStats` per unit and of a `StepScalars` per set of rates.
             stats: pool.allocate(2 * segments.len(), DType::F64, Purpose::Workspace, stream)?,
             stats_scratch: pool.allocate(scratch_elems, DType::F64, Purpose::Workspace, stream)?,
@@ -158,9 +205,6 @@ impl<D: Device> ShardedAdamW<D> {
             groups,
             stream: stream.clone(),
         };
-        for block in [&optim.first_moment, &optim.second_moment] {
-            optim.device.fill_zero(stream, view(block))?;
-        }
         // Frozen units have no launch that writes their statistics.
         if (0..optim.segments.len()).any(|unit| optim.is_frozen(unit)) {
             optim.device.fill_zero(stream, view(&optim.stats))?;
@@ -197,7 +241,7 @@ impl<D: Device> ShardedAdamW<D> {
 
     /// Elements of the state storage: those that are not frozen.
     pub fn state_elems(&self) -> usize {
-        self.first_moment.len()
+        self.groups.state_elems
     }
 
     /// The units' segments.
@@ -217,9 +261,8 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), OptimError> {
         self.check_pieces("weights", weights)?;
         self.enter(stream)?;
-        let Some(master) = &self.master else { return Ok(()) };
-        for (slice, state) in self.trained(weights) {
-            self.kernels.cast(stream, slice, view(master).slice(state), 1.0)?;
+        for (unit, weights) in weights.iter().enumerate() {
+            self.copy_weights(stream, unit, weights.as_ref(), true)?;
         }
         Ok(())
     }
@@ -236,21 +279,74 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), OptimError> {
         self.check_pieces("params", params)?;
         self.enter(stream)?;
-        let Some(master) = &self.master else { return Ok(()) };
-        for (slice, state) in self.trained(params) {
-            self.kernels.cast(stream, view(master).slice(state), slice, 1.0)?;
+        for (unit, params) in params.iter().enumerate() {
+            self.copy_weights(stream, unit, params.as_ref(), false)?;
         }
         Ok(())
     }
 
-    /// The trained parts of all slices, each with its range of the state storage.
-    fn trained(&self, units: &[impl AsRef<[(AnySlice, usize)]>]) -> impl Iterator<Item = (AnySlice, Range<usize>)> {
-        units.iter().enumerate().flat_map(move |(i, unit)| {
-            unit.as_ref().iter().flat_map(move |&(slice, at)| {
-                let trained = self.groups.trained(i, at..at + slice.len());
-                trained.map(move |(elems, state, _)| (slice.slice(elems.start - at..elems.end - at), state))
-            })
-        })
+    /// As [`Self::write_params`], for one unit.
+    ///
+    /// # Errors
+    /// As [`Self::write_params`], or there is no such unit.
+    pub fn write_unit_params(
+        &mut self,
+        stream: &D::Stream,
+        unit: usize,
+        param: &[(AnySlice, usize)],
+    ) -> Result<(), OptimError> {
+        self.segment(unit)?.check_slices("params", param)?;
+        self.enter(stream)?;
+        self.copy_weights(stream, unit, param, false)
+    }
+
+    /// Enqueues copies between a unit's slices and its masters.
+    fn copy_weights(
+        &mut self,
+        stream: &D::Stream,
+        unit: usize,
+        slices: &[(AnySlice, usize)],
+        to_masters: bool,
+    ) -> Result<(), OptimError> {
+        let Self { state, groups, kernels, device, .. } = self;
+        let copy = |slice: AnySlice, master: AnySlice| match to_masters {
+            true => kernels.cast(stream, slice, master, 1.0),
+            false => kernels.cast(stream, master, slice, 1.0),
+        };
+        for &(slice, at) in slices {
+            for (elems, range, _) in groups.trained(unit, at..at + slice.len()) {
+                let slice = slice.slice(elems.start - at..elems.end - at);
+                match &mut *state {
+                    State::Resident(Resident { master: None, .. }) => {}
+                    State::Resident(Resident { master: Some(master), .. }) => copy(slice, view(master).slice(range))?,
+                    // Parameters with remainders are masters already.
+                    State::Tier(tier) if tier.has_remainders() && !to_masters => {}
+                    State::Tier(tier) => {
+                        let access = if to_masters { Access::Update { seed: None } } else { Access::Read };
+                        tier.visit(stream, range.clone(), access, &mut |piece| {
+                            let (of_range, of_piece) = piece.overlap(&range);
+                            match piece.masters {
+                                Masters::Params => {}
+                                Masters::Fp32(master) => copy(slice.slice(of_range), master.slice(of_piece).erase())?,
+                                Masters::Remainders(_) if slice.dtype() != DType::Bf16 => {
+                                    return Err(OptimError::Remainders { dtype: slice.dtype() });
+                                }
+                                Masters::Remainders(rest) => {
+                                    device.fill_zero(stream, rest_bytes(rest.slice(of_piece)))?;
+                                }
+                            }
+                            Ok(())
+                        })?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The segment of unit `unit`.
+    pub(crate) fn segment(&self, unit: usize) -> Result<&Segment, OptimError> {
+        self.segments.get(unit).ok_or(OptimError::NoUnit { unit, units: self.segments.len() })
     }
 
     /// Sets the base learning rate of the next steps; schedules with absolute rates keep those. Not part of
@@ -297,26 +393,37 @@ impl<D: Device> ShardedAdamW<D> {
     /// The gradients do not match the segments, or the stream failed.
     pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[impl Borrow<Reduced<D>>]) -> Result<(), OptimError> {
         self.check_grads(grads.iter().map(Borrow::borrow))?;
+        (0..).zip(grads).try_for_each(|(unit, grad)| self.enqueue_unit_stats(stream, unit, grad.borrow()))
+    }
+
+    /// [`Self::enqueue_stats`] of one unit: for an optimizer that works while backward does. Each unit's are enqueued once
+    /// a step, in any order.
+    ///
+    /// # Errors
+    /// There is no such unit, the gradient does not match its segment, or the stream failed.
+    pub fn enqueue_unit_stats(
+        &mut self,
+        stream: &D::Stream,
+        unit: usize,
+        grad: &Reduced<D>,
+    ) -> Result<(), OptimError> {
+        let own_shard = self.segment(unit)?.own_shard.clone();
+        self.check_grad(unit, grad)?;
         self.enter(stream)?;
-        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
-        for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
-            if self.is_frozen(i) {
-                continue;
-            }
-            let grad: &Reduced<D> = grad.borrow();
-            let slice = grad.wait_on(stream)?;
-            let frozen: Vec<_> = self.pieces(i).iter().filter(|piece| piece.state.is_none()).collect();
-            if !frozen.is_empty() {
-                grad.wait_for_readers(stream)?;
-                for piece in frozen {
-                    self.device.fill_zero(stream, slice.slice(piece.elems.clone()))?;
-                }
-                grad.record_write(stream)?;
-            }
-            let own = slice.slice(segment.own_shard.clone());
-            self.kernels.grad_stats(stream, own, scratch, stats.slice(i..i + 1))?;
+        if self.is_frozen(unit) {
+            return Ok(());
         }
-        Ok(())
+        let slice = grad.wait_on(stream)?;
+        let frozen: Vec<_> = self.pieces(unit).iter().filter(|piece| piece.state.is_none()).collect();
+        if !frozen.is_empty() {
+            grad.wait_for_readers(stream)?;
+            for piece in frozen {
+                self.device.fill_zero(stream, slice.slice(piece.elems.clone()))?;
+            }
+            grad.record_write(stream)?;
+        }
+        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
+        Ok(self.kernels.grad_stats(stream, slice.slice(own_shard), scratch, stats.slice(unit..unit + 1))?)
     }
 
     /// Waits at most `limit` for the statistics and combines them with this rank's `loss`.
@@ -345,15 +452,49 @@ impl<D: Device> ShardedAdamW<D> {
         limit: Duration,
     ) -> Result<StepOutcome, OptimError> {
         self.check_units(units)?;
+        let controller = self.controller.clone();
+        let outcome = self.decide(stream, gathered, limit)?;
+        if !outcome.is_skipped() {
+            self.enqueue_adam(stream, units).inspect_err(|_| self.controller = controller)?;
+        }
+        Ok(outcome)
+    }
+
+    /// The decision of [`Self::step`] alone: unless it is to skip, [`Self::enqueue_unit_update`] of every unit follows, in
+    /// the order in which the next forward reads them, so that it can begin behind the first.
+    ///
+    /// # Errors
+    /// As [`Self::step`]; then nothing has changed.
+    pub fn decide(
+        &mut self,
+        stream: &D::Stream,
+        gathered: GatheredStats<'_>,
+        limit: Duration,
+    ) -> Result<StepOutcome, OptimError> {
         self.enter(stream)?;
         let mut controller = self.controller.clone();
         let (scalars, outcome) = controller.advance(gathered.ranks, gathered.divisor, &self.names)?;
         if !outcome.is_skipped() {
             self.device.upload(stream, bytemuck::cast_slice(&scalars), view(&self.scalars), limit)?;
-            self.enqueue_adam(stream, units)?;
         }
         self.controller = controller;
         Ok(outcome)
+    }
+
+    /// Enqueues the decided update of one unit, once a step.
+    ///
+    /// # Errors
+    /// There is no such unit, the slices do not match its segment, or the stream failed.
+    pub fn enqueue_unit_update(
+        &mut self,
+        stream: &D::Stream,
+        unit: usize,
+        slices: &UnitSlices<'_, D>,
+    ) -> Result<(), OptimError> {
+        self.check_grad(unit, slices.grad)?;
+        self.check_params(self.segment(unit)?, slices.param)?;
+        self.enter(stream)?;
+        self.enqueue_updates(stream, [(unit, slices)].into_iter())
     }
 
     /// The four parts of a step in one call: statistics, exchange, decision and update. `exchange` sends a message to all
@@ -385,9 +526,17 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Enqueues the update, after the gradients. It reads the scalars from device memory in stream order.
-    pub(crate) fn enqueue_adam(&self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
-        let mut slices = Vec::with_capacity(units.len());
-        for (i, unit) in units.iter().enumerate().filter(|(i, _)| !self.is_frozen(*i)) {
+    pub(crate) fn enqueue_adam(&mut self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
+        self.enqueue_updates(stream, units.iter().enumerate())
+    }
+
+    fn enqueue_updates<'a>(
+        &mut self,
+        stream: &D::Stream,
+        units: impl Iterator<Item = (usize, &'a UnitSlices<'a, D>)>,
+    ) -> Result<(), OptimError> {
+        let mut slices = Vec::new();
+        for (i, unit) in units.filter(|(i, _)| !self.is_frozen(*i)) {
             let grad = unit.grad.wait_on(stream)?;
             slices.extend(unit.param.iter().flat_map(|&(param, at)| {
                 self.groups.trained(i, at..at + param.len()).map(move |(elems, state, rules)| {
@@ -396,42 +545,106 @@ impl<D: Device> ShardedAdamW<D> {
                 })
             }));
         }
-        let first_moment = view(&self.first_moment).typed::<f32>()?;
-        let second_moment = view(&self.second_moment).typed::<f32>()?;
-        let master = self.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
+        let resident = match &self.state {
+            State::Tier(_) => return self.enqueue_pieces(stream, &slices),
+            State::Resident(resident) => resident,
+        };
+        let first_moment = view(&resident.first_moment).typed::<f32>()?;
+        let second_moment = view(&resident.second_moment).typed::<f32>()?;
+        let master = resident.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
         let join = self.device.kind() == DeviceKind::Cuda;
         let max_elems = self.controller.config().sub_group_elems;
-        for Launch { state, grad, param, rules } in launches(slices.into_iter(), join, max_elems) {
-            let LaunchRules { scalars, weight_decay } = self.groups.launch_rules[rules];
-            let (master, param_out) = match master {
-                Some(master) => (master.slice(state.clone()), Some(param)),
-                None => (param.typed::<f32>()?, None),
-            };
-            let args = AdamArgs {
-                master,
+        for launch in launches(slices.into_iter(), join, max_elems) {
+            let state = launch.state.clone();
+            let piece = PieceState {
+                masters: master.map_or(Masters::Params, |master| Masters::Fp32(master.slice(state.clone()))),
                 first_moment: first_moment.slice(state.clone()),
-                second_moment: second_moment.slice(state),
-                grad,
-                param_out,
-                scalars: self.scalars_slice().slice(scalars..scalars + 1),
-                hyper: AdamHyper { weight_decay, ..self.controller.config().hyper },
+                second_moment: second_moment.slice(state.clone()),
+                state,
             };
-            self.kernels.adam(stream, args)?;
+            self.launch(stream, &launch, &piece)?;
         }
         Ok(())
     }
 
+    /// Enqueues updates of state in a tier, piece by piece.
+    fn enqueue_pieces(&mut self, stream: &D::Stream, slices: &[Launch]) -> Result<(), OptimError> {
+        let seed = Some(self.controller.state().iteration);
+        // Slices of a piece share one visit.
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for slice in slices {
+            match runs.last_mut().filter(|last| last.end == slice.state.start) {
+                Some(last) => last.end = slice.state.end,
+                None => runs.push(slice.state.clone()),
+            }
+        }
+        for run in runs {
+            self.visit(stream, run, Access::Update { seed }, |optim, piece| {
+                let parts = slices.iter().filter(|s| s.state.start < piece.state.end && piece.state.start < s.state.end);
+                for slice in parts {
+                    let (of_slice, of_piece) = piece.overlap(&slice.state);
+                    let launch = Launch {
+                        state: slice.state.start + of_slice.start..slice.state.start + of_slice.end,
+                        grad: slice.grad.slice(of_slice.clone()),
+                        param: slice.param.slice(of_slice),
+                        rules: slice.rules,
+                    };
+                    optim.launch(stream, &launch, &piece.slice(of_piece))?;
+                }
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Visits the pieces of a range of the state in a tier; state in memory of the device has none.
+    pub(crate) fn visit(
+        &mut self,
+        stream: &D::Stream,
+        range: Range<usize>,
+        access: Access,
+        mut run: impl FnMut(&Self, &PieceState) -> Result<(), OptimError>,
+    ) -> Result<(), OptimError> {
+        let State::Tier(tier) = &mut self.state else { return Ok(()) };
+        // The tier leaves `self` for the visit, whose operations need the rest.
+        let mut tier = std::mem::replace(tier, Box::new(Away));
+        let visited = tier.visit(stream, range, access, &mut |piece| run(self, piece));
+        self.state = State::Tier(tier);
+        visited
+    }
+
+    /// Enqueues one launch; `piece` is its state.
+    fn launch(&self, stream: &D::Stream, launch: &Launch, piece: &PieceState) -> Result<(), OptimError> {
+        let &Launch { grad, param, rules, .. } = launch;
+        let LaunchRules { scalars, weight_decay } = self.groups.launch_rules[rules];
+        let scalars = self.scalars_slice().slice(scalars..scalars + 1);
+        let hyper = AdamHyper { weight_decay, ..self.controller.config().hyper };
+        let PieceState { first_moment, second_moment, .. } = *piece;
+        let (master, param_out) = match piece.masters {
+            Masters::Fp32(master) => (master, Some(param)),
+            Masters::Params => (param.typed::<f32>()?, None),
+            Masters::Remainders(remainder) => {
+                let param = param.typed()?;
+                let args = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
+                return Ok(self.kernels.adam_remainder(stream, args)?);
+            }
+        };
+        let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
+        Ok(self.kernels.adam(stream, args)?)
+    }
+
     /// The state of one kind over the whole state storage, which [`Self::pieces`] maps to units; `None` for the masters
-    /// of fp32 training.
+    /// of fp32 training, and for state in another format or on NVMe ([`Self::offloaded`]).
     ///
     /// # Safety
     /// The optimizer's stream or events order accesses with those of the optimizer. They end before the optimizer is
     /// dropped, or [`Self::record_use`] records them.
     pub unsafe fn state(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
+        let State::Resident(resident) = &self.state else { return None };
         let block = match kind {
-            StateKind::Master => self.master.as_ref()?,
-            StateKind::FirstMoment => &self.first_moment,
-            StateKind::SecondMoment => &self.second_moment,
+            StateKind::Master => resident.master.as_ref()?,
+            StateKind::FirstMoment => &resident.first_moment,
+            StateKind::SecondMoment => &resident.second_moment,
         };
         view(block).typed().ok()
     }
@@ -441,10 +654,7 @@ impl<D: Device> ShardedAdamW<D> {
     /// # Errors
     /// The stream is closed.
     pub fn record_use(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
-        for block in self.master.iter_mut().chain([&mut self.first_moment, &mut self.second_moment]) {
-            block.record_use(stream)?;
-        }
-        Ok(())
+        self.state.blocks().try_for_each(|block| block.record_use(stream))
     }
 
     /// The settings.
@@ -507,14 +717,16 @@ impl<D: Device> ShardedAdamW<D> {
 
     fn check_grads<'a>(&self, grads: impl ExactSizeIterator<Item = &'a Reduced<D>>) -> Result<(), OptimError> {
         self.check_count("grads", grads.len())?;
-        for (i, (segment, grad)) in self.segments.iter().zip(grads).enumerate() {
-            let absent = grad.is_empty() && self.is_frozen(i);
-            if grad.len() != segment.len() && !absent {
-                let (expected, got) = (segment.len(), grad.len());
-                return Err(OptimError::SliceLen { unit: segment.name.clone(), what: "grads", expected, got });
-            }
+        (0..).zip(grads).try_for_each(|(unit, grad)| self.check_grad(unit, grad))
+    }
+
+    fn check_grad(&self, unit: usize, grad: &Reduced<D>) -> Result<(), OptimError> {
+        let segment = self.segment(unit)?;
+        if grad.len() == segment.len() || grad.is_empty() && self.is_frozen(unit) {
+            return Ok(());
         }
-        Ok(())
+        let (expected, got) = (segment.len(), grad.len());
+        Err(OptimError::SliceLen { unit: segment.name.clone(), what: "grads", expected, got })
     }
 
     pub(crate) fn check_count(&self, what: &'static str, got: usize) -> Result<(), OptimError> {
@@ -531,18 +743,60 @@ impl<D: Device> ShardedAdamW<D> {
 impl<D: Device> Drop for ShardedAdamW<D> {
     fn drop(&mut self) {
         self.free_device_steps();
-        let blocks = [
-            &mut self.first_moment,
-            &mut self.second_moment,
-            &mut self.stats,
-            &mut self.stats_scratch,
-            &mut self.scalars,
-        ];
-        for block in self.master.iter_mut().chain(blocks) {
+        for block in self.state.blocks().chain([&mut self.stats, &mut self.stats_scratch, &mut self.scalars]) {
             // A closed stream runs no more work.
             let _ = block.record_use(&self.stream);
         }
     }
+}
+
+impl ShardedAdamW<HostDevice> {
+    /// As [`Self::with_groups`], for a host that updates in place of a device (ZeRO-Offload, arXiv 2101.06840): the state
+    /// is in host memory or on NVMe, in the format of `options`. Gradients and parameters are in host memory, which may be
+    /// pinned. On NVMe the update of a unit is a pipeline of transfers and launches, with the bits of the update in memory
+    /// unless the format rounds.
+    ///
+    /// # Errors
+    /// As [`Self::with_groups`], the format does not fit the parameters, or the file could not be made.
+    #[expect(clippy::too_many_arguments, reason = "those of the other constructors, and the options")]
+    pub fn offloaded(
+        pool: &Pool<HostDevice>,
+        kernels: Arc<dyn Kernels<HostDevice>>,
+        stream: &HostStream,
+        config: OptimizerConfig,
+        param_dtype: DType,
+        segments: Vec<Segment>,
+        groups: &ParamGroups,
+        options: &OffloadOptions,
+    ) -> Result<Self, OptimError> {
+        let of_pieces = Arc::clone(&kernels);
+        Self::with_state(pool, kernels, stream, config, param_dtype, segments, groups, |groups, config| {
+            let sizes = (param_dtype, config.sub_group_elems);
+            Ok(State::Tier(Box::new(Pieces::new(pool, of_pieces, stream, groups, sizes, options)?)))
+        })
+    }
+
+    /// Bytes of state that were read from and written to the file on NVMe so far.
+    pub fn transferred_bytes(&self) -> [u64; 2] {
+        match &self.state {
+            State::Resident(_) => [0; 2],
+            State::Tier(tier) => tier.transferred(),
+        }
+    }
+
+    /// What is slower than requested, and why, such as a file without direct I/O.
+    pub fn notices(&self) -> Vec<String> {
+        match &self.state {
+            State::Resident(_) => Vec::new(),
+            State::Tier(tier) => tier.notices(),
+        }
+    }
+}
+
+/// The 16-bit values as bytes.
+fn rest_bytes(rest: DeviceSlice<i16>) -> AnySlice {
+    // SAFETY: the same memory as bytes, for which the maker of `rest` made the same promises.
+    unsafe { AnySlice::from_raw_parts(rest.as_ptr().cast(), 2 * rest.len(), DType::U8, rest.device()) }
 }
 
 /// The block as a slice, for the optimizer's launches.

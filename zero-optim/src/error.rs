@@ -191,6 +191,16 @@ pub enum OptimError {
         /// The reason.
         reason: String,
     },
+    /// Masters as remainders of parameters that are not bf16.
+    #[error("masters as 16-bit remainders need parameters of bf16, got {dtype}")]
+    Remainders {
+        /// The dtype of the parameters.
+        dtype: DType,
+    },
+    /// The scratch file of state on NVMe failed.
+    #[cfg(target_os = "linux")]
+    #[error(transparent)]
+    Swap(#[from] zero_alloc::swap::SwapError),
     /// The pool could not allocate the state.
     #[error(transparent)]
     Alloc(#[from] AllocError),

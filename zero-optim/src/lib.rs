@@ -16,6 +16,7 @@ mod loss_scale;
 mod schedule;
 mod segments;
 mod state;
+mod tier;
 
 pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
 #[cfg(feature = "ckpt")]
@@ -30,4 +31,5 @@ pub use schedule::{
 };
 pub use segments::{Segment, UnitSlices};
 pub use state::{StateKind, StateRange};
+pub use tier::{OffloadOptions, StateHome};
 pub use zero_kernels::RankStats;

@@ -28,6 +28,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::host::{HostEvent, HostStream};
 use crate::planner::CostModel;
 
 pub use dtype::{DType, Element};
@@ -172,6 +173,31 @@ pub unsafe trait Device: Memory + Clone + 'static {
         dst: &mut [u8],
         limit: Duration,
     ) -> Result<(), DeviceError>;
+
+    /// Makes work that is enqueued on `stream` from now on wait for `event` of a stream of the host, at most `limit`.
+    /// Work before the event must not wait for later work of this device.
+    ///
+    /// # Errors
+    /// The stream is closed or poisoned, or runs no functions of the host.
+    fn wait_for_host(
+        &self,
+        stream: &Self::Stream,
+        event: &HostEvent,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
+        let event = event.clone();
+        stream.enqueue_host("wait for the host", move || event.synchronize(limit))
+    }
+
+    /// Makes work that is enqueued on the stream `host` of the host from now on wait for `event` of this device, at
+    /// most `limit`.
+    ///
+    /// # Errors
+    /// The stream is closed.
+    fn host_waits(&self, host: &HostStream, event: &Self::Event, limit: Duration) -> Result<(), DeviceError> {
+        let event = event.clone();
+        host.enqueue("wait for the device", move || event.synchronize(limit))
+    }
 }
 
 /// An id that no other stream of the process has.

@@ -268,4 +268,12 @@ unsafe impl Device for HostDevice {
         })?;
         stream.synchronize(limit)
     }
+
+    fn wait_for_host(&self, stream: &HostStream, event: &HostEvent, _limit: Duration) -> Result<(), DeviceError> {
+        stream.wait(event)
+    }
+
+    fn host_waits(&self, host: &HostStream, event: &HostEvent, _limit: Duration) -> Result<(), DeviceError> {
+        host.wait(event)
+    }
 }
