@@ -794,7 +794,7 @@ impl ShardedAdamW<HostDevice> {
 }
 
 /// The 16-bit values as bytes.
-fn rest_bytes(rest: DeviceSlice<i16>) -> AnySlice {
+pub(crate) fn rest_bytes(rest: DeviceSlice<i16>) -> AnySlice {
     // SAFETY: the same memory as bytes, for which the maker of `rest` made the same promises.
     unsafe { AnySlice::from_raw_parts(rest.as_ptr().cast(), 2 * rest.len(), DType::U8, rest.device()) }
 }

@@ -129,29 +129,67 @@ impl<D: Device> ShardedAdamW<D> {
         for (segment, param) in self.segments().iter().zip(own.params) {
             self.check_params(segment, param.as_ref())?;
         }
-        let view = reader.view(own.layout)?;
+        reader.view(own.layout)?;
         let progress = self.progress_in(reader)?;
         self.controller.clone().restore(&progress)?;
-        let mut values = Vec::new();
+        for (unit, (first, param)) in starts.iter().zip(own.params).enumerate() {
+            self.load_from(stream, (reader, own.layout), (unit, *first), param.as_ref(), limit)?;
+        }
+        Ok(self.restore(&progress)?)
+    }
+
+    /// [`Self::load`] of one unit alone, without the progress: for parameters that are not all in memory at once. `own` is
+    /// the layout and the rank; its `params` are those of the unit only.
+    ///
+    /// # Errors
+    /// As [`Self::load`], or there is no such unit.
+    pub fn load_unit(
+        &mut self,
+        stream: &D::Stream,
+        reader: &Reader,
+        unit: usize,
+        own: &RankParams<'_, (AnySlice, usize)>,
+        limit: Duration,
+    ) -> Result<(), CheckpointError> {
+        let starts = self.starts(own)?;
+        self.check_params(self.segment(unit)?, own.params)?;
+        self.load_from(stream, (reader, own.layout), (unit, starts[unit]), own.params, limit)
+    }
+
+    /// The part of [`Self::load`] that comes with [`Self::load_unit`] of every unit: the step counts and the loss scale.
+    ///
+    /// # Errors
+    /// The progress is missing, damaged or contradicts the settings; then nothing has changed.
+    pub fn load_progress(&mut self, reader: &Reader) -> Result<(), CheckpointError> {
+        let progress = self.progress_in(reader)?;
+        Ok(self.restore(&progress)?)
+    }
+
+    /// Loads the state of a unit, which starts at element `first` of its flat parameter.
+    fn load_from(
+        &mut self,
+        stream: &D::Stream,
+        (reader, layout): (&Reader, &Layout),
+        (unit, first): (usize, u64),
+        param: &[(AnySlice, usize)],
+        limit: Duration,
+    ) -> Result<(), CheckpointError> {
+        let (view, placed) = (reader.view(layout)?, &layout.units()[unit]);
+        let (mut values, len) = (Vec::new(), self.segments()[unit].len());
         for kind in StateKind::ALL {
-            for (unit, (placed, first)) in own.layout.units().iter().zip(&starts).enumerate() {
-                if kind != StateKind::Master && self.is_frozen(unit) {
-                    continue;
-                }
-                let len = self.segments()[unit].len();
-                for start in (0..len).step_by(CHUNK_ELEMS) {
-                    let elems = start..len.min(start + CHUNK_ELEMS);
-                    values.clear();
-                    values.resize(elems.len(), 0.0);
-                    let flat = first + elems.start as u64..first + elems.end as u64;
-                    read_flat(&view, kind, (unit, placed), flat, &mut values)?;
-                    let range = StateRange { kind, unit, elems };
-                    self.write_state(stream, &range, own.params[unit].as_ref(), &values, limit)?;
-                }
+            if kind != StateKind::Master && self.is_frozen(unit) {
+                continue;
+            }
+            for start in (0..len).step_by(CHUNK_ELEMS) {
+                let elems = start..len.min(start + CHUNK_ELEMS);
+                values.clear();
+                values.resize(elems.len(), 0.0);
+                let flat = first + elems.start as u64..first + elems.end as u64;
+                read_flat(&view, kind, (unit, placed), flat, &mut values)?;
+                self.write_state(stream, &StateRange { kind, unit, elems }, param, &values, limit)?;
             }
         }
-        self.restore(&progress)?;
-        Ok(self.write_params(stream, own.params)?)
+        Ok(self.write_unit_params(stream, unit, param)?)
     }
 
     /// The start of each segment in the unit's flat parameter.

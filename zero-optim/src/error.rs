@@ -1,7 +1,7 @@
 //! Errors of the optimizer.
 
 use zero_alloc::AllocError;
-use zero_alloc::device::{DType, DeviceError};
+use zero_alloc::device::{Cause, DType, DeviceError};
 use zero_kernels::KernelError;
 
 /// An error of creating an optimizer or of a step.
@@ -197,10 +197,9 @@ pub enum OptimError {
         /// The dtype of the parameters.
         dtype: DType,
     },
-    /// The scratch file of state on NVMe failed.
-    #[cfg(target_os = "linux")]
-    #[error(transparent)]
-    Swap(#[from] zero_alloc::swap::SwapError),
+    /// The scratch file of state on NVMe could not be made or used.
+    #[error("{0}")]
+    Swap(Cause),
     /// The pool could not allocate the state.
     #[error(transparent)]
     Alloc(#[from] AllocError),
@@ -210,6 +209,13 @@ pub enum OptimError {
     /// A stream or the device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+#[cfg(target_os = "linux")]
+impl From<zero_alloc::swap::SwapError> for OptimError {
+    fn from(error: zero_alloc::swap::SwapError) -> Self {
+        Self::Swap(Cause::new(error))
+    }
 }
 
 impl OptimError {

@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
+use zero_kernels::host::{join, split};
 
-use crate::adamw::view;
+use crate::adamw::{State, rest_bytes, view};
+use crate::tier::{Access, Masters};
 use crate::{OptimError, ShardedAdamW};
 
 /// A kind of optimizer state; each is fp32.
@@ -74,7 +76,22 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             download(&self.device, stream, memory, &mut out[at], limit)?;
         }
-        Ok(())
+        self.visit_range(stream, range, Access::Read, |device, at, values| match values {
+            Values::Fp32(slice) => download(device, stream, slice.erase(), &mut out[at], limit),
+            Values::Remainders(rest, elems) => {
+                let mut bits = vec![0u16; rest.len()];
+                device.download(stream, rest_bytes(rest), bytemuck::cast_slice_mut(&mut bits), limit)?;
+                for (of_rest, in_param) in param_parts(param, &elems) {
+                    let mut params = vec![0u16; of_rest.len()];
+                    device.download(stream, in_param, bytemuck::cast_slice_mut(&mut params), limit)?;
+                    let out = &mut out[at.start + of_rest.start..at.start + of_rest.end];
+                    for (out, (param, rest)) in out.iter_mut().zip(params.into_iter().zip(&bits[of_rest])) {
+                        *out = join(bf16::from_bits(param), *rest as i16);
+                    }
+                }
+                Ok(())
+            }
+        })
     }
 
     /// Writes a range of the state and waits for it: the opposite of [`Self::read_state`]. Masters of frozen elements are
@@ -95,6 +112,52 @@ impl<D: Device> ShardedAdamW<D> {
         self.enter(stream)?;
         for (at, memory) in parts {
             upload(&self.device, stream, &values[at], memory, limit)?;
+        }
+        self.visit_range(stream, range, Access::Update { seed: None }, |device, at, of_piece| match of_piece {
+            Values::Fp32(slice) => upload(device, stream, &values[at], slice.erase(), limit),
+            Values::Remainders(rest, elems) => {
+                let (params, bits): (Vec<u16>, Vec<u16>) =
+                    values[at].iter().map(|w| split(*w)).map(|(param, rest)| (param.to_bits(), rest as u16)).unzip();
+                device.upload(stream, bytemuck::cast_slice(&bits), rest_bytes(rest), limit)?;
+                for (of_rest, in_param) in param_parts(param, &elems) {
+                    device.upload(stream, bytemuck::cast_slice(&params[of_rest]), in_param, limit)?;
+                }
+                Ok(())
+            }
+        })
+    }
+
+    /// Calls `run` for each part of a range that a tier has, with the part's place in the range.
+    fn visit_range(
+        &mut self,
+        stream: &D::Stream,
+        range: &StateRange,
+        access: Access,
+        mut run: impl FnMut(&D, Range<usize>, Values) -> Result<(), DeviceError>,
+    ) -> Result<(), OptimError> {
+        let StateRange { kind, unit, elems } = range;
+        let trained: Vec<_> = match &self.state {
+            State::Resident(_) => Vec::new(),
+            State::Tier(_) => self.groups.trained(*unit, elems.clone()).collect(),
+        };
+        for (of_unit, state, _) in trained {
+            // Parameters that are masters are in memory.
+            if *kind == StateKind::Master && self.param_dtype == DType::F32 {
+                continue;
+            }
+            self.visit(stream, state.clone(), access, |optim, piece| {
+                let (of_state, of_piece) = piece.overlap(&state);
+                let in_unit = of_unit.start + of_state.start..of_unit.start + of_state.end;
+                let piece = piece.slice(of_piece);
+                let values = match (kind, piece.masters) {
+                    (StateKind::FirstMoment, _) => Values::Fp32(piece.first_moment),
+                    (StateKind::SecondMoment, _) => Values::Fp32(piece.second_moment),
+                    (StateKind::Master, Masters::Fp32(masters)) => Values::Fp32(masters),
+                    (StateKind::Master, Masters::Remainders(rest)) => Values::Remainders(rest, in_unit.clone()),
+                    (StateKind::Master, Masters::Params) => return Ok(()),
+                };
+                Ok(run(&optim.device, in_unit.start - elems.start..in_unit.end - elems.start, values)?)
+            })?;
         }
         Ok(())
     }
@@ -117,10 +180,11 @@ impl<D: Device> ShardedAdamW<D> {
             return Err(OptimError::SliceLen { unit: name(), what: kind.name(), expected: end - start, got: values });
         }
         self.check_params(segment, param)?;
-        let block = match kind {
-            StateKind::Master => self.master.as_ref(),
-            StateKind::FirstMoment => Some(&self.first_moment),
-            StateKind::SecondMoment => Some(&self.second_moment),
+        let block = match (&self.state, kind) {
+            (State::Tier(_), _) => None,
+            (State::Resident(resident), StateKind::Master) => resident.master.as_ref(),
+            (State::Resident(resident), StateKind::FirstMoment) => Some(&resident.first_moment),
+            (State::Resident(resident), StateKind::SecondMoment) => Some(&resident.second_moment),
         };
         let mut parts = Vec::new();
         if let Some(block) = block {
@@ -136,9 +200,9 @@ impl<D: Device> ShardedAdamW<D> {
         }
         if *kind == StateKind::Master {
             let frozen = self.pieces(*unit).iter().filter(|piece| piece.state.is_none());
-            let in_params: Vec<_> = match block {
-                Some(_) => frozen.map(|piece| piece.elems.clone()).collect(),
-                None => std::iter::once(0..len).collect(),
+            let in_params: Vec<_> = match self.param_dtype {
+                DType::F32 => std::iter::once(0..len).collect(),
+                _ => frozen.map(|piece| piece.elems.clone()).collect(),
             };
             for (&(slice, at), within) in param.iter().flat_map(|slice| in_params.iter().map(move |r| (slice, r))) {
                 let from = at.max(within.start).max(start);
@@ -151,6 +215,24 @@ impl<D: Device> ShardedAdamW<D> {
         parts.iter_mut().for_each(|(at, _)| *at = at.start - start..at.end - start);
         Ok(parts)
     }
+}
+
+/// State in a piece.
+enum Values {
+    Fp32(DeviceSlice<f32>),
+    /// Remainders of the masters, and their elements of the unit.
+    Remainders(DeviceSlice<i16>, Range<usize>),
+}
+
+/// The slices of the elements `range` of a unit's parameter, each with its place in the range.
+fn param_parts(
+    param: &[(AnySlice, usize)],
+    range: &Range<usize>,
+) -> impl Iterator<Item = (Range<usize>, AnySlice)> {
+    param.iter().filter_map(move |&(slice, at)| {
+        let (from, to) = (range.start.max(at), range.end.min(at + slice.len()));
+        (from < to).then(|| (from - range.start..to - range.start, slice.slice(from - at..to - at)))
+    })
 }
 
 /// Downloads a slice as fp32.

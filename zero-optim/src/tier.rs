@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::{SwapFile, SwapLane, SwapOptions};
@@ -295,7 +295,7 @@ impl Pieces {
             #[cfg(target_os = "linux")]
             StateHome::Nvme { dir, options, buffers } => {
                 let sizes = (bytes, format.bytes(largest), *buffers);
-                Storage::File(Box::new(Transfers::new(pool, stream, dir, *options, sizes)?))
+                Storage::File(Box::new(Transfers::new(pool, stream, dir, options.clone(), sizes)?))
             }
         };
         let moments = || pool.allocate(largest, DType::F32, Purpose::Workspace, stream);

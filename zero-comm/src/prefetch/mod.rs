@@ -35,7 +35,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::{AllocError, Pool};
 
 pub use report::{OrderCheck, PrefetchReport};
@@ -154,7 +154,7 @@ pub struct Prefetcher<D: Device> {
     comm: Arc<dyn Communicator<D>>,
     compute: D::Stream,
     comm_stream: D::Stream,
-    shards: Vec<AnySlice>,
+    shards: Shards<D>,
     options: PrefetchOptions,
     live: Arc<Mutex<Live>>,
     /// The units in flight or kept, by index.
@@ -168,9 +168,47 @@ pub struct Prefetcher<D: Device> {
     report: PrefetchReport,
 }
 
+/// The shards of one rank that are elsewhere than in memory of the device, such as host memory or NVMe.
+pub trait ShardSource<D: Device>: Send {
+    /// The dtype of the shards.
+    fn dtype(&self) -> DType;
+
+    /// Elements of each unit's shard; they do not change.
+    fn shard_elems(&self) -> Vec<usize>;
+
+    /// Enqueues filling `own` with the shard of `unit`, in the order of `comm_stream`, and returns `own`; or returns other
+    /// memory of the device that has the shard for the work enqueued on `comm_stream` next. `own` is this rank's part of
+    /// the gathered unit. The host should not wait.
+    ///
+    /// # Errors
+    /// A stream returned an error.
+    fn fetch(&mut self, comm_stream: &D::Stream, unit: usize, own: AnySlice) -> Result<AnySlice, DeviceError>;
+}
+
+enum Shards<D: Device> {
+    Slices(Vec<AnySlice>),
+    Source { elems: Vec<usize>, source: Box<dyn ShardSource<D>> },
+}
+
+impl<D: Device> Shards<D> {
+    fn units(&self) -> usize {
+        match self {
+            Self::Slices(slices) => slices.len(),
+            Self::Source { elems, .. } => elems.len(),
+        }
+    }
+
+    fn elems(&self, unit: usize) -> Option<usize> {
+        match self {
+            Self::Slices(slices) => slices.get(unit).map(|slice| slice.len()),
+            Self::Source { elems, .. } => elems.get(unit).copied(),
+        }
+    }
+}
+
 impl<D: Device> fmt::Debug for Prefetcher<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Prefetcher({} units, {:?})", self.shards.len(), self.options)
+        write!(f, "Prefetcher({} units, {:?})", self.shards.units(), self.options)
     }
 }
 
@@ -182,6 +220,30 @@ impl<D: Device> Prefetcher<D> {
         compute: D::Stream,
         comm_stream: D::Stream,
         shards: Vec<AnySlice>,
+        options: PrefetchOptions,
+    ) -> Self {
+        Self::of(pool, comm, compute, comm_stream, Shards::Slices(shards), options)
+    }
+
+    /// As [`Self::new`], with shards from `source`.
+    pub fn with_source(
+        pool: Pool<D>,
+        comm: Arc<dyn Communicator<D>>,
+        compute: D::Stream,
+        comm_stream: D::Stream,
+        source: impl ShardSource<D> + 'static,
+        options: PrefetchOptions,
+    ) -> Self {
+        let (elems, source) = (source.shard_elems(), Box::new(source));
+        Self::of(pool, comm, compute, comm_stream, Shards::Source { elems, source }, options)
+    }
+
+    fn of(
+        pool: Pool<D>,
+        comm: Arc<dyn Communicator<D>>,
+        compute: D::Stream,
+        comm_stream: D::Stream,
+        shards: Shards<D>,
         options: PrefetchOptions,
     ) -> Self {
         let (live, ready) = (Arc::default(), HashMap::new());
@@ -206,11 +268,11 @@ impl<D: Device> Prefetcher<D> {
     /// # Errors
     /// [`PrefetchError::ShardCount`].
     pub fn set_shards(&mut self, shards: Vec<AnySlice>) -> Result<(), PrefetchError> {
-        let (expected, got) = (self.shards.len(), shards.len());
+        let (expected, got) = (self.shards.units(), shards.len());
         if got != expected {
             return Err(PrefetchError::ShardCount { expected, got });
         }
-        self.shards = shards;
+        self.shards = Shards::Slices(shards);
         Ok(())
     }
 
@@ -219,8 +281,8 @@ impl<D: Device> Prefetcher<D> {
     /// # Errors
     /// [`PrefetchError::NoSuchUnit`].
     pub fn elems(&self, unit: usize) -> Result<usize, PrefetchError> {
-        let shard = self.shards.get(unit).ok_or(PrefetchError::NoSuchUnit { unit, units: self.shards.len() })?;
-        Ok(shard.len() * self.comm.world_size())
+        let no_such = || PrefetchError::NoSuchUnit { unit, units: self.shards.units() };
+        Ok(self.shards.elems(unit).ok_or_else(no_such)? * self.comm.world_size())
     }
 
     /// Elements in flight, held and kept.
@@ -364,9 +426,19 @@ impl<D: Device> Prefetcher<D> {
         }
     }
 
-    fn gather(&self, unit: usize, elems: usize) -> Result<Unsharded<D>, PrefetchError> {
-        let lease = Lease::new(&self.live, unit, elems);
-        Unsharded::gather(&self.pool, &*self.comm, &self.comm_stream, self.shards[unit], lease)
+    fn gather(&mut self, unit: usize, elems: usize) -> Result<Unsharded<D>, PrefetchError> {
+        let Self { pool, comm, comm_stream, live, shards, .. } = self;
+        let lease = Lease::new(live, unit, elems);
+        match shards {
+            Shards::Slices(shards) => {
+                let shard = shards[unit];
+                Unsharded::gather(pool, &**comm, comm_stream, (shard.len(), shard.dtype()), |_| Ok(shard), lease)
+            }
+            Shards::Source { elems, source } => {
+                let shard = (elems[unit], source.dtype());
+                Unsharded::gather(pool, &**comm, comm_stream, shard, |own| source.fetch(comm_stream, unit, own), lease)
+            }
+        }
     }
 
     /// Enqueues the gathers of the next uses, in order, as far as the limits allow.
@@ -393,7 +465,8 @@ impl<D: Device> Prefetcher<D> {
                 break;
             }
             drop(live);
-            self.ready.insert(unit, self.gather(unit, elems)?);
+            let gathered = self.gather(unit, elems)?;
+            self.ready.insert(unit, gathered);
             in_flight += elems;
         }
         Ok(())

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceKind, Element, Event, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Element, Event, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 
 use super::PrefetchError;
@@ -41,23 +41,26 @@ impl<D: Device> Drop for Unsharded<D> {
 }
 
 impl<D: Device> Unsharded<D> {
-    /// Enqueues the gather of `shard` from all ranks on `comm_stream`, into a block of `pool`.
+    /// Enqueues the gather of this rank's shard and those of the others on `comm_stream`, into a block of `pool`. `shard`
+    /// returns it, given its place in the block; it has `len` elements of `dtype`.
     ///
     /// # Errors
-    /// The pool is out of memory, or the collective was not enqueued.
+    /// The pool is out of memory, `shard` failed, or the collective was not enqueued.
     pub(super) fn gather(
         pool: &Pool<D>,
         comm: &dyn Communicator<D>,
         comm_stream: &D::Stream,
-        shard: AnySlice,
+        (len, dtype): (usize, DType),
+        shard: impl FnOnce(AnySlice) -> Result<AnySlice, DeviceError>,
         lease: Lease,
     ) -> Result<Self, PrefetchError> {
-        let len = shard.len() * comm.world_size();
-        let mut block = pool.allocate(len, shard.dtype(), Purpose::Buckets, comm_stream)?;
+        let mut block = pool.allocate(len * comm.world_size(), dtype, Purpose::Buckets, comm_stream)?;
         // SAFETY: every stream that uses the slice is recorded before the block is dropped: the communication stream
         // below, the user's stream by `Drop`.
         let slice = unsafe { block.slice() };
-        let enqueued = comm.all_gather(comm_stream, shard, slice);
+        let own = slice.slice(comm.rank() * len..(comm.rank() + 1) * len);
+        let enqueued = shard(own).map_err(PrefetchError::from);
+        let enqueued = enqueued.and_then(|shard| Ok(comm.all_gather(comm_stream, shard, slice)?));
         block.record_use(comm_stream)?;
         enqueued?;
         let gathered = comm_stream.record()?;
