@@ -3,6 +3,7 @@
 use thiserror::Error;
 use zero_alloc::AllocError;
 use zero_alloc::device::DeviceError;
+use zero_alloc::swap::SwapError;
 use zero_ckpt::CkptError;
 use zero_comm::{BucketError, CommError, PrefetchError};
 use zero_kernels::KernelError;
@@ -51,6 +52,9 @@ pub enum TrainError {
     /// The optimizer.
     #[error(transparent)]
     Optim(#[from] OptimError),
+    /// A scratch file of offloaded state.
+    #[error(transparent)]
+    Swap(#[from] SwapError),
     /// A checkpoint.
     #[error(transparent)]
     Ckpt(#[from] CkptError),

@@ -34,7 +34,9 @@ pub use error::CommError;
 #[cfg(feature = "cuda")]
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
-pub use prefetch::{OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep, Prefetcher, ShardSource, Unsharded};
+pub use prefetch::{
+    OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep, Prefetcher, ShardSource, Unsharded,
+};
 pub use solo::Solo;
 pub use wait_on_drop::WaitOnDrop;
 pub use zero_alloc::device::Reduced;

@@ -21,8 +21,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice, Event, Reduced, Stream};
-use zero_alloc::{Block, Pool, Purpose};
 use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, RankStats, RemainderArgs, StepScalars};
 
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
@@ -580,7 +580,8 @@ impl<D: Device> ShardedAdamW<D> {
         }
         for run in runs {
             self.visit(stream, run, Access::Update { seed }, |optim, piece| {
-                let parts = slices.iter().filter(|s| s.state.start < piece.state.end && piece.state.start < s.state.end);
+                let parts =
+                    slices.iter().filter(|s| s.state.start < piece.state.end && piece.state.start < s.state.end);
                 for slice in parts {
                     let (of_slice, of_piece) = piece.overlap(&slice.state);
                     let launch = Launch {

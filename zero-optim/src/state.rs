@@ -225,10 +225,7 @@ enum Values {
 }
 
 /// The slices of the elements `range` of a unit's parameter, each with its place in the range.
-fn param_parts(
-    param: &[(AnySlice, usize)],
-    range: &Range<usize>,
-) -> impl Iterator<Item = (Range<usize>, AnySlice)> {
+fn param_parts(param: &[(AnySlice, usize)], range: &Range<usize>) -> impl Iterator<Item = (Range<usize>, AnySlice)> {
     param.iter().filter_map(move |&(slice, at)| {
         let (from, to) = (range.start.max(at), range.end.min(at + slice.len()));
         (from < to).then(|| (from - range.start..to - range.start, slice.slice(from - at..to - at)))

@@ -4,39 +4,48 @@
 //! backward is done; then every rank updates all parameters in the same way.
 
 use zero_alloc::Purpose;
-use zero_alloc::device::{AnySlice, Device};
-use zero_optim::{Segment, ShardedAdamW};
+use zero_alloc::device::Device;
+use zero_optim::Segment;
 
 use super::gradients::Gradients;
+use super::host_optimizer::Optimizer;
+use super::host_params::SharedParams;
 use super::rank::Rank;
-use super::stage::{MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, optimizer, update};
+use super::stage::{MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
 
 /// One rank of stage 0.
 pub(super) struct Dense<D: Device> {
+    /// The optimizer state of all parameters. Declared first: its drop waits for the host's work on the others.
+    optimizer: Optimizer<D>,
     /// All parameters.
     params: Storage<D>,
     /// All gradients, summed over ranks.
     grads: Gradients<D>,
-    /// The optimizer state of all parameters.
-    optimizer: ShardedAdamW<D>,
 }
 
 impl<D: Device> Dense<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
         let params = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        let grads = Storage::gradients(rank, true)?;
         let own = rank.comm.rank() as u64;
         let segments = rank.layout.units().iter().map(|u| {
             let (whole, shard) = (u.whole_range(), u.shard(own));
             let index = |r: std::ops::Range<u64>| r.start as usize..r.end as usize;
             Segment::whole(&u.name, index(whole), index(shard))
         });
-        let optimizer = optimizer(rank, segments.collect())?;
-        Ok(Self { params, grads: Gradients::new(rank, grads)?, optimizer })
+        let mut optimizer = Optimizer::new(rank, segments.collect(), Some(params.all_units()))?;
+        let grads = Gradients::new(rank, || Storage::gradients(rank, true), &mut optimizer)?;
+        Ok(Self { optimizer, params, grads })
     }
+}
+
+/// Makes the compute stream wait for the host's updates of `units`.
+fn deliver<D: Device>(rank: &Rank<D>, updates: Option<&SharedParams<D>>, units: &[usize]) -> Result<(), TrainError> {
+    let Some(updates) = updates else { return Ok(()) };
+    let mut updates = updates.lock();
+    Ok(units.iter().try_for_each(|&unit| updates.deliver(&rank.compute, unit).map(drop))?)
 }
 
 impl<D: Device> Stage<D> for Dense<D> {
@@ -48,11 +57,17 @@ impl<D: Device> Stage<D> for Dense<D> {
     ) -> Result<(), TrainError> {
         let Self { params, grads, optimizer } = self;
         micro_batches.run(rank, model, |model, micro| {
-            micro_batch_whole(rank, model, micro, grads, optimizer, |units| Ok(params.of(rank, units)))
+            let updates = optimizer.host_params();
+            micro_batch_whole(rank, model, micro, grads, optimizer, |units| {
+                deliver(rank, updates.as_ref(), units)?;
+                Ok(params.of(rank, units))
+            })
         })
     }
 
     fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+        let all: Vec<usize> = (0..rank.units()).collect();
+        deliver(rank, self.optimizer.host_params().as_ref(), &all)?;
         evaluate_whole(rank, model, tokens, |units| self.params.of(rank, units))
     }
 
@@ -61,15 +76,11 @@ impl<D: Device> Stage<D> for Dense<D> {
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        update(rank, &mut self.optimizer, &self.params.all_units(), &self.grads)
+        update(rank, &mut self.optimizer, &self.grads)
     }
 
-    fn optimizer(&mut self) -> &mut ShardedAdamW<D> {
+    fn optimizer(&mut self) -> &mut Optimizer<D> {
         &mut self.optimizer
-    }
-
-    fn updated(&self) -> Vec<AnySlice> {
-        self.params.all_units()
     }
 
     fn publish(&mut self, _rank: &Rank<D>) -> Result<(), TrainError> {

@@ -7,13 +7,18 @@
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
 //! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of a step overwrites the
-//! storage, later ones add in fp32.
+//! storage, later ones add in fp32. If the host updates and the device is a GPU, the storage is in pinned memory: a reduced
+//! unit leaves the device through one of two transfer buffers, and the host adds.
+
+use std::ops::Range;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
+use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::{Block, Purpose};
 use zero_comm::{BucketOptions, Buckets, SumInto};
 use zero_shard::Layout;
 
+use super::host_optimizer::{HostOptimizer, Optimizer};
 use super::rank::{Rank, complete_after, first_trained};
 use super::storage::Storage;
 use crate::error::TrainError;
@@ -26,15 +31,48 @@ pub(super) struct Gradients<D: Device> {
     /// The scratch slot of each unit.
     slot_of: Vec<usize>,
     buckets: Buckets<D>,
-    storage: Storage<D>,
-    /// The sum of each unit over ranks, without elements if the unit is frozen. A recorded step has those of its recording.
-    reduced: Vec<Option<Reduced<D>>>,
+    kept: Kept<D>,
     compute: D::Stream,
+}
+
+/// Where the sums over ranks are kept.
+enum Kept<D: Device> {
+    /// On the device.
+    Device {
+        storage: Storage<D>,
+        /// The sum of each unit, without elements if the unit is frozen. A recorded step has those of its recording.
+        reduced: Vec<Option<Reduced<D>>>,
+    },
+    /// In host memory.
+    Host(HostSums<D>),
+}
+
+/// Sums over ranks in host memory.
+struct HostSums<D: Device> {
+    /// Reduced units on the device.
+    leaving: [Leaving<D>; 2],
+    next: usize,
+    sums: Block<HostDevice>,
+    /// The range of each unit.
+    units: Vec<Range<usize>>,
+    /// Copies that the host adds, if there are several micro-batches.
+    arrived: Option<[(Block<HostDevice>, Option<HostEvent>); 2]>,
+    streams: (D::Stream, HostStream),
+}
+
+/// A transfer buffer, and the event after which it may be overwritten.
+struct Leaving<D: Device> {
+    block: Block<D>,
+    free: Option<D::Event>,
 }
 
 impl<D: Device> Gradients<D> {
     /// Allocates scratch and buckets for gradients kept in `storage`.
-    pub(super) fn new(rank: &Rank<D>, storage: Storage<D>) -> Result<Self, TrainError> {
+    pub(super) fn new(
+        rank: &Rank<D>,
+        storage: impl FnOnce() -> Result<Storage<D>, TrainError>,
+        optimizer: &mut Optimizer<D>,
+    ) -> Result<Self, TrainError> {
         let (slot_of, sizes) = scratch_slots(&rank.layout, &rank.passes, &rank.groups);
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
@@ -42,13 +80,19 @@ impl<D: Device> Gradients<D> {
         let options = BucketOptions::new(capacity, rank.settings.dtype).overlap(rank.settings.overlap);
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
-        let reduced = (0..rank.units()).map(|unit| {
-            let frozen = (!rank.trains(unit)).then(|| compute.record()).transpose()?;
-            // SAFETY: the slice has no elements.
-            Ok(frozen.map(|done| unsafe { Reduced::new(storage.unit(unit), done) }))
-        });
-        let reduced = reduced.collect::<Result<_, TrainError>>()?;
-        Ok(Self { slots, slot_of, buckets, storage, reduced, compute })
+        let kept = match optimizer.on_host() {
+            Some(optimizer) if !rank.is_host() => Kept::Host(HostSums::new(rank, optimizer)?),
+            _ => {
+                let storage = storage()?;
+                let reduced = (0..rank.units()).map(|unit| {
+                    let frozen = (!rank.trains(unit)).then(|| compute.record()).transpose()?;
+                    // SAFETY: the slice has no elements.
+                    Ok(frozen.map(|done| unsafe { Reduced::new(storage.unit(unit), done) }))
+                });
+                Kept::Device { reduced: reduced.collect::<Result<_, TrainError>>()?, storage }
+            }
+        };
+        Ok(Self { slots, slot_of, buckets, kept, compute })
     }
 
     /// The flat gradients to which the backward of `pass` adds, set to zero if it is the first to add.
@@ -65,24 +109,54 @@ impl<D: Device> Gradients<D> {
     }
 
     /// Sums `unit` over all ranks; each rank keeps its shard of the sum, at stage 0 all of it. `micro` counts micro-batches
-    /// from 0.
-    pub(super) fn reduce(&mut self, rank: &Rank<D>, unit: usize, micro: usize) -> Result<(), TrainError> {
+    /// from 0. An optimizer on the host takes the sum of the last.
+    pub(super) fn reduce(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        micro: usize,
+        optimizer: &mut Optimizer<D>,
+    ) -> Result<(), TrainError> {
         let (kernels, parts) = (&*rank.kernels, [(self.scratch(rank, unit), 0)]);
-        let sharded = rank.settings.stage.shards_optimizer();
-        let into = match self.reduced[unit].take() {
-            Some(earlier) if micro > 0 => SumInto::Add(earlier),
-            _ => SumInto::Write(if sharded { self.storage.own(unit) } else { self.storage.unit(unit) }),
+        let (sharded, buckets) = (rank.settings.stage.shards_optimizer(), &self.buckets);
+        let sum = |into| match sharded {
+            true => buckets.reduce_unit(kernels, &parts, into),
+            false => buckets.all_reduce_unit(kernels, &parts, into),
         };
-        self.reduced[unit] = Some(match sharded {
-            true => self.buckets.reduce_unit(kernels, &parts, into)?,
-            false => self.buckets.all_reduce_unit(kernels, &parts, into)?,
-        });
-        Ok(())
+        let last = micro + 1 == rank.settings.grad_accum_steps;
+        match (&mut self.kept, optimizer.on_host()) {
+            (Kept::Device { storage, reduced }, mut optimizer) => {
+                let into = match reduced[unit].take() {
+                    Some(earlier) if micro > 0 => SumInto::Add(earlier),
+                    _ => {
+                        if let Some(optimizer) = &mut optimizer {
+                            optimizer.wait_for_release(rank, &rank.comm_stream, unit)?;
+                        }
+                        SumInto::Write(if sharded { storage.own(unit) } else { storage.unit(unit) })
+                    }
+                };
+                let reduced = reduced[unit].insert(sum(into)?);
+                match optimizer {
+                    Some(optimizer) if last => optimizer.take_sum(rank, unit, reduced),
+                    _ => Ok(()),
+                }
+            }
+            (Kept::Host(sums), Some(optimizer)) => {
+                let slice = sums.next_buffer(rank, unit)?;
+                let reduced = sum(SumInto::Write(slice))?;
+                sums.take(rank, unit, micro, &reduced, optimizer)?;
+                if last { optimizer.take_host_sum(unit, sums.of(unit)) } else { Ok(()) }
+            }
+            (Kept::Host(_), None) => Ok(()),
+        }
     }
 
-    /// The sums of all units.
+    /// The sums of all units, if they are on the device.
     pub(super) fn reduced(&self) -> Vec<&Reduced<D>> {
-        self.reduced.iter().flatten().collect()
+        match &self.kept {
+            Kept::Device { reduced, .. } => reduced.iter().flatten().collect(),
+            Kept::Host(_) => Vec::new(),
+        }
     }
 
     fn scratch(&self, rank: &Rank<D>, unit: usize) -> AnySlice {
@@ -97,6 +171,109 @@ impl<D: Device> Drop for Gradients<D> {
         for slot in &mut self.slots {
             // Recording fails only on a closed stream, which no longer uses the block.
             let _closed = slot.record_use(&self.compute);
+        }
+    }
+}
+
+impl<D: Device> HostSums<D> {
+    fn new(rank: &Rank<D>, optimizer: &HostOptimizer<D>) -> Result<Self, TrainError> {
+        let Rank { settings, host, .. } = rank;
+        let mut end = 0;
+        let range = |unit: usize| {
+            let held = rank.held(&rank.layout.units()[unit]);
+            let start = end;
+            end += if rank.trains(unit) { (held.end - held.start) as usize } else { 0 };
+            start..end
+        };
+        let units: Vec<_> = (0..rank.units()).map(range).collect();
+        let largest = units.iter().map(Range::len).max().unwrap_or(0);
+        let leaving = || {
+            let block = rank.pool.allocate(largest, settings.dtype, Purpose::Buckets, &rank.comm_stream)?;
+            Ok::<_, TrainError>(Leaving { block, free: None })
+        };
+        let arrived = || {
+            Ok::<_, TrainError>((
+                host.pinned.allocate(largest, settings.dtype, Purpose::Grads, optimizer.stream())?,
+                None,
+            ))
+        };
+        let arrived = match settings.grad_accum_steps {
+            1 => None,
+            _ => Some([arrived()?, arrived()?]),
+        };
+        let sums = host.pinned.allocate(end, settings.grad_dtype(), Purpose::Grads, optimizer.stream())?;
+        let streams = (optimizer.copies().clone(), optimizer.stream().clone());
+        Ok(Self { leaving: [leaving()?, leaving()?], next: 0, sums, units, arrived, streams })
+    }
+
+    /// The sum of `unit` in host memory.
+    fn of(&self, unit: usize) -> AnySlice {
+        // SAFETY: copies of the device and operations of the host use it, ordered by events; the optimizer, which is dropped
+        // first, waits for both.
+        unsafe { self.sums.slice() }.slice(self.units[unit].clone())
+    }
+
+    /// The next transfer buffer. The communication stream waits until its last unit has left.
+    fn next_buffer(&mut self, rank: &Rank<D>, unit: usize) -> Result<AnySlice, TrainError> {
+        self.next = (self.next + 1) % self.leaving.len();
+        let Leaving { block, free } = &mut self.leaving[self.next];
+        if let Some(free) = free.take() {
+            rank.comm_stream.wait(&free)?;
+        }
+        // SAFETY: the communication stream and the copies' use it, ordered by events; the drop records both.
+        Ok(unsafe { block.slice() }.slice(0..self.units[unit].len()))
+    }
+
+    /// Copies a reduced unit to the host, which adds it to those of earlier micro-batches.
+    fn take(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        micro: usize,
+        reduced: &Reduced<D>,
+        optimizer: &mut HostOptimizer<D>,
+    ) -> Result<(), TrainError> {
+        let (device, kernels, limit) = (rank.pool.device(), &rank.host.kernels, rank.settings.host_limit());
+        let (sum, next) = (self.of(unit), self.next);
+        let (copies, update) = &self.streams;
+        let slice = reduced.wait_on(copies)?;
+        let to = match &mut self.arrived {
+            None => {
+                optimizer.wait_for_release(rank, copies, unit)?;
+                sum
+            }
+            Some(arrived) => {
+                let (block, free) = &mut arrived[next];
+                if let Some(free) = free.take() {
+                    device.wait_for_host(copies, &free, limit)?;
+                }
+                // SAFETY: as for the sums.
+                unsafe { block.slice() }.slice(0..slice.len())
+            }
+        };
+        device.copy(copies, slice, to)?;
+        let copied = copies.record()?;
+        device.host_waits(update, &copied, limit)?;
+        self.leaving[next].free = Some(copied);
+        if let Some(arrived) = &mut self.arrived {
+            match micro {
+                0 => kernels.cast(update, to, sum, 1.0)?,
+                _ => kernels.accumulate(update, to, sum.typed()?)?,
+            }
+            arrived[next].1 = Some(update.record()?);
+        }
+        Ok(())
+    }
+}
+
+impl<D: Device> Drop for HostSums<D> {
+    fn drop(&mut self) {
+        // Recording fails only on a closed stream, which no longer uses the block.
+        for leaving in &mut self.leaving {
+            let _closed = leaving.block.record_use(&self.streams.0);
+        }
+        for block in [&mut self.sums].into_iter().chain(self.arrived.iter_mut().flatten().map(|(block, _)| block)) {
+            let _closed = block.record_use(&self.streams.1);
         }
     }
 }

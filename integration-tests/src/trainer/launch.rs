@@ -104,14 +104,17 @@ pub fn run_on_cuda(
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
     let timeline = Timeline::new();
+    let (host_timeline, threads) = (timeline.clone(), std::thread::available_parallelism().map_or(1, usize::from));
     let device = if record { device.clone().with_timeline(timeline.clone()) } else { device.clone() };
     let make = |comm, layout| {
         Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, compute| {
             let kernels = CudaKernels::new(device)?;
             // Before the first collective, because loading waits for the device.
             kernels.warm(compute, settings.limit)?;
-            let host = HostSide { memory: Arc::new(PinnedMemory::new(device)), record: Some(capture) };
-            Ok((Arc::new(kernels), host))
+            let (host, memory) =
+                (HostDevice::new().with_timeline(host_timeline), Arc::new(PinnedMemory::new(device)));
+            let of_host = Arc::new(HostKernels::new(if settings.offload.updates_on_host() { threads } else { 1 })?);
+            Ok((Arc::new(kernels), HostSide::new(&host, memory, Some(capture), of_host)?))
         })
     };
     run_caught(&comm, make, workload, options, observe)
@@ -164,8 +167,8 @@ fn host_rank(
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
     Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, _| {
-        let host = HostSide { memory: Arc::new(device.clone()), record: None };
-        Ok((Arc::new(HostKernels::new(threads)?), host))
+        let kernels = Arc::new(HostKernels::new(threads)?);
+        Ok((kernels.clone(), HostSide::new(device, Arc::new(device.clone()), None, kernels)?))
     })
 }
 

@@ -10,6 +10,8 @@ mod dense;
 mod exchange;
 mod flags;
 mod gradients;
+mod host_optimizer;
+mod host_params;
 mod launch;
 mod memory_trace;
 mod metrics;

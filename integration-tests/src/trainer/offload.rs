@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use zero_alloc::swap::SwapOptions;
 use zero_shard::Tier;
 
 /// Where a kind of state is kept. As text: `none`, `cpu` or `nvme:DIR`.
@@ -127,7 +128,12 @@ impl Default for OffloadSettings {
 impl OffloadSettings {
     /// Whether the host updates, from state in host memory or on NVMe.
     pub fn updates_on_host(&self) -> bool {
-        self.optimizer != Home::Device
+        self.optimizer != Home::Device || self.params != Home::Device
+    }
+
+    /// How scratch files are read and written.
+    pub(super) fn swap(&self) -> SwapOptions {
+        SwapOptions::default().queue_depth(self.queue_depth).request_bytes(self.request_bytes)
     }
 
     /// Whether all is on the device and nothing else is set.

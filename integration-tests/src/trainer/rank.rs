@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{DType, Device, Memory, Stream};
-use zero_alloc::host::Timeline;
+use zero_alloc::device::{DType, Device, DeviceKind, Memory, Stream};
+use zero_alloc::host::{HostDevice, Timeline};
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
 use zero_optim::OptimizerConfig;
@@ -68,6 +68,26 @@ pub(super) struct HostSide<D: Device> {
     pub(super) memory: Arc<dyn Memory>,
     /// Records a graph, if the device supports it.
     pub(super) record: Option<Record<D>>,
+    /// Operations of the host.
+    pub(super) kernels: Arc<dyn Kernels<HostDevice>>,
+    /// Host memory of offloaded state.
+    pub(super) plain: Pool<HostDevice>,
+    /// Host memory for copies from and to the device.
+    pub(super) pinned: Pool<HostDevice>,
+}
+
+impl<D: Device> HostSide<D> {
+    /// With pools of `host`, and of `memory` for copies.
+    pub(super) fn new(
+        host: &HostDevice,
+        memory: Arc<dyn Memory>,
+        record: Option<Record<D>>,
+        kernels: Arc<dyn Kernels<HostDevice>>,
+    ) -> Result<Self, TrainError> {
+        let plain = Pool::new(host.clone(), usize::MAX);
+        let pinned = Pool::new(host.clone().with_memory(Arc::clone(&memory))?, usize::MAX);
+        Ok(Self { memory, record, kernels, plain, pinned })
+    }
 }
 
 /// One rank of a run.
@@ -137,6 +157,11 @@ impl<D: Device> Rank<D> {
     /// The number of units.
     pub(super) fn units(&self) -> usize {
         self.layout.units().len()
+    }
+
+    /// Whether the device is the host.
+    pub(super) fn is_host(&self) -> bool {
+        self.pool.device().kind() == DeviceKind::Host
     }
 
     /// Whether a tensor of `unit` is trained.

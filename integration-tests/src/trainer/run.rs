@@ -15,6 +15,7 @@ use super::breakdown::{Breakdown, Tracks};
 use super::dense::Dense;
 use super::exchange::RankExchange;
 use super::flags::{self, Flags};
+use super::host_optimizer::Optimizer;
 use super::memory_trace::{MemoryRecord, live};
 use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
 use super::phase::{self, Phased, run_in};
@@ -151,7 +152,7 @@ impl<D: Device> Runner<'_, D> {
             Some((dir, _)) => Some(Saver::new(rank, dir, options.store())?),
             None => None,
         };
-        rank.synchronize()?;
+        stage.synchronize(rank)?;
         // Setting the weights is no part of the first step.
         drop(rank.timeline.take());
         let passes = rank.passes.len();
@@ -232,7 +233,7 @@ impl<D: Device> Runner<'_, D> {
         }
         let best_path = saver.as_ref().and_then(|saver| saver.best().map(PathBuf::from));
         summary.best = evaluations.best.map(|best| (best, best_path));
-        rank.synchronize()?;
+        stage.synchronize(rank)?;
         // The update of the last step.
         summary.last_spans.extend(rank.timeline.take());
         let backings = rank.pool.report().backing_allocations;
@@ -287,7 +288,9 @@ impl<D: Device> Runner<'_, D> {
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
         let inputs = StepInputs { loss, flags: flags.enqueue(&options.cancel, ready)? };
         recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
-        stage.optimizer().expect_outcome(&rank.compute)?;
+        if let Optimizer::Device { optimizer, .. } = stage.optimizer() {
+            optimizer.expect_outcome(&rank.compute)?;
+        }
         rank.timeline.set_phase(phase::OPTIMIZER);
         recorder.run(Part::Update, || stage.update(rank))?;
         if done + 1 < options.steps {

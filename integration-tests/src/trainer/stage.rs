@@ -4,6 +4,7 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_optim::{DeviceStepConfig, Divisor, Segment, ShardedAdamW, StepOutcome, UnitSlices};
 
 use super::gradients::Gradients;
+use super::host_optimizer::Optimizer;
 use super::rank::Rank;
 use super::recorder::{Part, Recorder};
 use crate::error::TrainError;
@@ -61,10 +62,13 @@ pub(super) trait Stage<D: Device>: Send {
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
-    fn optimizer(&mut self) -> &mut ShardedAdamW<D>;
+    fn optimizer(&mut self) -> &mut Optimizer<D>;
 
-    /// For each unit, the parameters that the optimizer updates: the shard, or all of them at stage 0.
-    fn updated(&self) -> Vec<AnySlice>;
+    /// Blocks the host until the streams of the rank are idle.
+    fn synchronize(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        rank.synchronize()?;
+        self.optimizer().on_host().map_or(Ok(()), |host| host.synchronize(rank))
+    }
 
     /// Prepares parameters that were set outside of a step for the next forward.
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
@@ -87,7 +91,7 @@ pub(super) fn micro_batch_whole<D: Device>(
     model: &mut dyn Model<D>,
     micro: usize,
     grads: &mut Gradients<D>,
-    optimizer: &ShardedAdamW<D>,
+    optimizer: &mut Optimizer<D>,
     mut params: impl FnMut(&[usize]) -> Result<Vec<AnySlice>, TrainError>,
 ) -> Result<(), TrainError> {
     for (i, pass) in rank.passes.iter().enumerate() {
@@ -95,8 +99,8 @@ pub(super) fn micro_batch_whole<D: Device>(
     }
     for (i, pass) in rank.backward_passes() {
         let (params, of_pass) = (params(&pass.backward_reads)?, grads.of_pass(rank, i)?);
-        model.backward(&rank.compute, i, &params, &of_pass, loss_scale(optimizer)?)?;
-        rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro))?;
+        model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
+        rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
     }
     Ok(())
 }
@@ -120,11 +124,15 @@ pub(super) fn evaluate_whole<D: Device>(
 /// Enqueues this rank's gradient statistics, their all-gather, and the decision, which is the same on all ranks.
 pub(super) fn decide<D: Device>(
     rank: &Rank<D>,
-    optimizer: &mut ShardedAdamW<D>,
+    optimizer: &mut Optimizer<D>,
     grads: &Gradients<D>,
     inputs: StepInputs,
 ) -> Result<(), TrainError> {
     let Rank { compute, comm_stream, .. } = rank;
+    let optimizer = match optimizer {
+        Optimizer::Device { optimizer, .. } => optimizer,
+        Optimizer::Host(host) => return host.decide(rank, inputs),
+    };
     optimizer.enqueue_stats(compute, &grads.reduced())?;
     optimizer.enqueue_rank_stats(compute, inputs.loss, inputs.flags)?;
     // SAFETY: the gather is ordered after this and before the advance by the two events below.
@@ -135,27 +143,19 @@ pub(super) fn decide<D: Device>(
     Ok(optimizer.enqueue_advance(compute)?)
 }
 
-/// The loss scale of a backward pass on the compute stream.
-pub(super) fn loss_scale<D: Device>(optimizer: &ShardedAdamW<D>) -> Result<DeviceSlice<f64>, TrainError> {
-    // SAFETY: backward passes read it on the compute stream only, which is the optimizer's stream.
-    Ok(unsafe { optimizer.device_loss_scale() }?)
-}
-
-/// Enqueues the decided update of `params` by `grads`.
+/// Enqueues the decided update by `grads`.
 pub(super) fn update<D: Device>(
     rank: &Rank<D>,
-    optimizer: &mut ShardedAdamW<D>,
-    params: &[AnySlice],
+    optimizer: &mut Optimizer<D>,
     grads: &Gradients<D>,
 ) -> Result<(), TrainError> {
-    let params = whole_slices(params);
+    let (optimizer, params) = match optimizer {
+        Optimizer::Device { optimizer, params } => (optimizer, params),
+        Optimizer::Host(host) => return host.update(rank),
+    };
+    let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
     let units = grads.reduced().into_iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param });
     Ok(optimizer.enqueue_update(&rank.compute, &units.collect::<Vec<_>>())?)
-}
-
-/// Each parameter as the only slice of its unit.
-pub(super) fn whole_slices(params: &[AnySlice]) -> Vec<[(AnySlice, usize); 1]> {
-    params.iter().map(|&param| [(param, 0)]).collect()
 }
 
 /// The configuration of decisions on the device, for rank 0 of `ranks` ranks.
@@ -166,29 +166,39 @@ pub fn device_steps(ranks: usize) -> DeviceStepConfig {
 /// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. The outcomes of all earlier steps must have been read.
 pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
     let Rank { comm, pool, compute, settings, .. } = rank;
+    let optimizer = match stage.optimizer() {
+        Optimizer::Device { optimizer, .. } => optimizer,
+        Optimizer::Host(host) => return host.upload_loss_scale(rank),
+    };
     let mut config = device_steps(comm.world_size());
     (config.rank, config.divisor) = (comm.rank(), Divisor::MicroBatches(settings.grad_accum_steps));
-    Ok(stage.optimizer().prepare_device_steps(pool, compute, config, settings.host_limit())?)
+    Ok(optimizer.prepare_device_steps(pool, compute, config, settings.host_limit())?)
 }
 
 /// Waits for the decision of the enqueued step and returns it.
 pub(super) fn outcome<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<StepOutcome, TrainError> {
-    let outcome = stage.optimizer().all_outcomes(rank.settings.host_limit())?.pop();
+    let outcome = match stage.optimizer() {
+        Optimizer::Device { optimizer, .. } => optimizer.all_outcomes(rank.settings.host_limit())?.pop(),
+        Optimizer::Host(host) => host.outcome(),
+    };
     outcome.ok_or_else(|| TrainError::State("internal error: the device reported no step outcome".to_owned()))
 }
 
-/// The optimizer over this rank's shards: stages 1 to 3.
-pub(super) fn sharded_optimizer<D: Device>(rank: &Rank<D>) -> Result<ShardedAdamW<D>, TrainError> {
+/// The optimizer over this rank's shards: stages 1 to 3. `params` are those on the device, if it has them.
+pub(super) fn sharded_optimizer<D: Device>(
+    rank: &Rank<D>,
+    params: Option<Vec<AnySlice>>,
+) -> Result<Optimizer<D>, TrainError> {
     let units = rank.layout.units().iter();
     let segments = units.map(|u| {
         let range = u.shard_range();
         Segment::shard(&u.name, range.start as usize..range.end as usize)
     });
-    optimizer(rank, segments.collect())
+    Optimizer::new(rank, segments.collect(), params)
 }
 
-/// The optimizer over `segments`.
-pub(super) fn optimizer<D: Device>(rank: &Rank<D>, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, TrainError> {
+/// The optimizer on the device over `segments`.
+pub(super) fn optimizer_of<D: Device>(rank: &Rank<D>, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, TrainError> {
     let Rank { pool, kernels, compute, settings, .. } = rank;
     let shards_of = settings.stage.shards_optimizer().then_some(rank.comm.rank() as u64);
     let (config, groups) = (settings.optimizer.clone(), rank.groups.of(&rank.layout, shards_of)?);

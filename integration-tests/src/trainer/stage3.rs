@@ -9,11 +9,13 @@
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
 use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
-use zero_optim::ShardedAdamW;
 
 use super::gradients::Gradients;
+use super::host_optimizer::Optimizer;
+use super::host_params::Fetch;
+use super::offload::Home;
 use super::rank::Rank;
-use super::stage::{MicroBatches, Stage, StepInputs, decide, loss_scale, sharded_optimizer, update};
+use super::stage::{MicroBatches, Stage, StepInputs, decide, sharded_optimizer, update};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
@@ -24,27 +26,43 @@ pub(super) struct Stage3<D: Device> {
     prefetcher: Prefetcher<D>,
     /// Gathers units for an evaluation, whose order of units differs from a step's. Between its calls it holds nothing.
     forward_only: Prefetcher<D>,
-    /// This rank's shard of the parameters.
-    params: Storage<D>,
+    /// The optimizer state of this rank's shard. Declared before what it updates: its drop waits for the host's work.
+    optimizer: Optimizer<D>,
+    /// This rank's shard of the parameters, unless they are offloaded.
+    _params: Option<Storage<D>>,
     /// This rank's shard of the gradients, summed over ranks.
     grads: Gradients<D>,
-    /// The optimizer state of this rank's shard.
-    optimizer: ShardedAdamW<D>,
 }
 
 impl<D: Device> Stage3<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
-        let params = Storage::shards(rank, rank.settings.dtype, Purpose::Params)?;
-        let grads = Storage::gradients(rank, false)?;
+        let on_device = match rank.settings.offload.params {
+            Home::Device => true,
+            Home::Host => rank.is_host(),
+            Home::Nvme(_) => false,
+        };
+        let params = || Storage::shards(rank, rank.settings.dtype, Purpose::Params);
+        let params = on_device.then(params).transpose()?;
+        let shards = params.as_ref().map(Storage::all_own);
+        let mut optimizer = sharded_optimizer(rank, shards.clone())?;
         let prefetcher = |order| {
             let (comm, compute, comm_stream) = (rank.comm.clone(), rank.compute.clone(), rank.comm_stream.clone());
-            let (shards, options) = (params.all_own(), rank.settings.prefetch);
-            let mut prefetcher = Prefetcher::new(rank.pool.clone(), comm, compute, comm_stream, shards, options);
+            let (pool, options) = (rank.pool.clone(), rank.settings.prefetch);
+            let mut prefetcher = match optimizer.host_params() {
+                None => {
+                    Prefetcher::new(pool, comm, compute, comm_stream, shards.clone().unwrap_or_default(), options)
+                }
+                Some(params) => {
+                    let shard_elems = rank.layout.units().iter().map(|unit| unit.shard_elems as usize).collect();
+                    let source = Fetch { params, shard_elems, dtype: rank.settings.dtype };
+                    Prefetcher::with_source(pool, comm, compute, comm_stream, source, options)
+                }
+            };
             prefetcher.expect_order(order).map(|()| prefetcher)
         };
         let (forward_only, prefetcher) = (prefetcher(forward_uses(rank).collect())?, prefetcher(uses(rank))?);
-        let optimizer = sharded_optimizer(rank)?;
-        Ok(Self { prefetcher, forward_only, params, grads: Gradients::new(rank, grads)?, optimizer })
+        let grads = Gradients::new(rank, || Storage::gradients(rank, false), &mut optimizer)?;
+        Ok(Self { prefetcher, forward_only, optimizer, _params: params, grads })
     }
 }
 
@@ -81,7 +99,7 @@ fn micro_batch<D: Device>(
     micro: usize,
     step: &mut PrefetchStep<'_, D>,
     grads: &mut Gradients<D>,
-    optimizer: &ShardedAdamW<D>,
+    optimizer: &mut Optimizer<D>,
 ) -> Result<(), TrainError> {
     let last = rank.passes.len() - 1;
     let mut turning = Vec::new();
@@ -100,9 +118,9 @@ fn micro_batch<D: Device>(
             false => unshard(step, &pass.backward_reads)?,
         };
         let (params, of_pass) = (params(rank, &pass.backward_reads, &units), grads.of_pass(rank, i)?);
-        model.backward(&rank.compute, i, &params, &of_pass, loss_scale(optimizer)?)?;
+        model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
         reshard(step, units);
-        rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro))?;
+        rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
     }
     Ok(())
 }
@@ -148,15 +166,11 @@ impl<D: Device> Stage<D> for Stage3<D> {
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        update(rank, &mut self.optimizer, &self.params.all_own(), &self.grads)
+        update(rank, &mut self.optimizer, &self.grads)
     }
 
-    fn optimizer(&mut self) -> &mut ShardedAdamW<D> {
+    fn optimizer(&mut self) -> &mut Optimizer<D> {
         &mut self.optimizer
-    }
-
-    fn updated(&self) -> Vec<AnySlice> {
-        self.params.all_own()
     }
 
     fn publish(&mut self, _rank: &Rank<D>) -> Result<(), TrainError> {

@@ -6,10 +6,10 @@
 //! the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 allocates storage for whole gradients,
 //! but only this rank's shard of it is summed.
 
-use zero_alloc::device::{AnySlice, Device, Stream};
-use zero_optim::ShardedAdamW;
+use zero_alloc::device::{Device, Stream};
 
 use super::gradients::Gradients;
+use super::host_optimizer::Optimizer;
 use super::rank::Rank;
 use super::stage::{
     MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, sharded_optimizer, update,
@@ -21,26 +21,31 @@ use crate::model::Model;
 
 /// One rank of stage 1 or 2.
 pub(super) struct Stages1And2<D: Device> {
+    /// The optimizer state of this rank's shard. Declared first: its drop waits for the host's work on the others.
+    optimizer: Optimizer<D>,
     /// All parameters.
     params: WholeParams<D>,
     /// The gradients: whole at stage 1, this rank's shard at stage 2. Only the shard has the sums over ranks.
     grads: Gradients<D>,
-    /// The optimizer state of this rank's shard.
-    optimizer: ShardedAdamW<D>,
 }
 
 impl<D: Device> Stages1And2<D> {
     pub(super) fn stage_1(rank: &Rank<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, Storage::gradients(rank, true)?)
+        Self::with_gradients_in(rank, || Storage::gradients(rank, true))
     }
 
     pub(super) fn stage_2(rank: &Rank<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, Storage::gradients(rank, false)?)
+        Self::with_gradients_in(rank, || Storage::gradients(rank, false))
     }
 
-    fn with_gradients_in(rank: &Rank<D>, grads: Storage<D>) -> Result<Self, TrainError> {
-        let (params, optimizer) = (WholeParams::new(rank)?, sharded_optimizer(rank)?);
-        Ok(Self { params, grads: Gradients::new(rank, grads)?, optimizer })
+    fn with_gradients_in(
+        rank: &Rank<D>,
+        grads: impl FnOnce() -> Result<Storage<D>, TrainError>,
+    ) -> Result<Self, TrainError> {
+        let mut params = WholeParams::new(rank)?;
+        let mut optimizer = sharded_optimizer(rank, Some(params.own()))?;
+        params.set_updates(optimizer.host_params());
+        Ok(Self { grads: Gradients::new(rank, grads, &mut optimizer)?, params, optimizer })
     }
 }
 
@@ -58,6 +63,7 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
     }
 
     fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+        self.params.gather_updated(rank, 0..rank.units())?;
         // Not the events of the gathers: the next step waits for those, and a recorded gather's cannot be waited for.
         rank.compute.wait(&rank.comm_stream.record()?)?;
         evaluate_whole(rank, model, tokens, |units| self.params.gathered(rank, units))
@@ -69,16 +75,16 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         self.params.wait(rank)?;
-        update(rank, &mut self.optimizer, &self.params.own(), &self.grads)?;
-        self.params.all_gather(rank, |unit| rank.trains(unit))
+        update(rank, &mut self.optimizer, &self.grads)?;
+        match self.optimizer.on_host() {
+            // The next forward gathers each unit when it needs it.
+            Some(_) => Ok(rank.comm_stream.wait(&rank.compute.record()?)?),
+            None => self.params.all_gather(rank, |unit| rank.trains(unit)),
+        }
     }
 
-    fn optimizer(&mut self) -> &mut ShardedAdamW<D> {
+    fn optimizer(&mut self) -> &mut Optimizer<D> {
         &mut self.optimizer
-    }
-
-    fn updated(&self) -> Vec<AnySlice> {
-        self.params.own()
     }
 
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {

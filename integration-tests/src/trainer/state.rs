@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_alloc::device::{DType, Device};
 use zero_ckpt::{CkptError, Reader, SaveMeta, StateDtype};
-use zero_optim::{CheckpointError, Progress, RankParams, StateKind, StateRange};
+use zero_optim::{CheckpointError, Progress, StateKind, StateRange};
 
 use super::rank::Rank;
 use super::saver::Saver;
-use super::stage::{Stage, whole_slices};
+use super::stage::Stage;
 use super::validation::Best;
 use super::workload::InitialWeights;
 use crate::error::TrainError;
@@ -25,9 +25,8 @@ pub(super) fn set_weights<D: Device>(
     stage: &mut dyn Stage<D>,
     source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
-    let params = whole_slices(&stage.updated());
     let mut values = Vec::new();
-    for ((unit, placed), param) in rank.layout.units().iter().enumerate().zip(&params) {
+    for (unit, placed) in rank.layout.units().iter().enumerate() {
         let held = rank.held(placed);
         for start in held.clone().step_by(CHUNK_ELEMS) {
             let end = held.end.min(start + CHUNK_ELEMS as u64);
@@ -39,10 +38,10 @@ pub(super) fn set_weights<D: Device>(
             }
             let elems = (start - held.start) as usize..(end - held.start) as usize;
             let range = StateRange { kind: StateKind::Master, unit, elems };
-            stage.optimizer().write_state(&rank.compute, &range, param, &values, rank.settings.host_limit())?;
+            stage.optimizer().write_state(rank, &range, &values)?;
         }
     }
-    stage.optimizer().write_params(&rank.compute, &params)?;
+    stage.optimizer().write_params(rank)?;
     stage.publish(rank)
 }
 
@@ -53,16 +52,13 @@ pub(super) fn restore<D: Device>(
     reader: &Reader,
 ) -> Result<TrainerState, TrainError> {
     let state = TrainerState::of(reader)?;
-    let params = whole_slices(&stage.updated());
-    let own = RankParams { layout: &rank.layout, rank: rank.comm.rank() as u64, params: &params };
-    let loaded = stage.optimizer().load(&rank.compute, reader, &own, rank.settings.host_limit());
-    loaded.map_err(unreadable)?;
+    stage.optimizer().load(rank, reader)?;
     stage.publish(rank)?;
     Ok(state)
 }
 
 /// Adds a remedy to the error of a checkpoint that was damaged after the run verified it.
-fn unreadable(error: CheckpointError) -> TrainError {
+pub(super) fn unreadable(error: CheckpointError) -> TrainError {
     match error {
         CheckpointError::Ckpt(CkptError::Corrupt { .. }) => TrainError::State(format!(
             "{error}; `zero ckpt verify DIR` names the newest whole checkpoint, and --resume DIR starts from it"
@@ -95,15 +91,13 @@ pub(super) fn save<D: Device>(
         .documents(documents.clone())
         .best(state.best.map(|best| best.step))
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
-    let params = whole_slices(&stage.updated());
     saver.begin(rank, meta, |slot| {
         let unknown = || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
         let kind = StateKind::from_name(&slot.state.name).ok_or_else(unknown)?;
         let values = bytemuck::try_cast_slice_mut(slot.bytes).map_err(|_| unknown())?;
         let start = stage.optimizer().segments()[slot.unit].own_shard.start;
         let elems = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
-        let (range, limit) = (StateRange { kind, unit: slot.unit, elems }, rank.settings.host_limit());
-        Ok(stage.optimizer().read_state(&rank.compute, &range, &params[slot.unit], values, limit)?)
+        stage.optimizer().read_state(rank, &StateRange { kind, unit: slot.unit, elems }, values)
     })
 }
 

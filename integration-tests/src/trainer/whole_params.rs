@@ -6,6 +6,7 @@
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device, Stream};
 
+use super::host_params::SharedParams;
 use super::rank::Rank;
 use super::storage::Storage;
 use crate::error::TrainError;
@@ -15,16 +16,24 @@ pub(super) struct WholeParams<D: Device> {
     storage: Storage<D>,
     /// The completion of each unit's gather, until a forward has waited for it.
     gathers: Vec<Option<D::Event>>,
+    /// The parameters that the host updates, if it does: units are then gathered when a forward needs them.
+    updates: Option<SharedParams<D>>,
 }
 
 impl<D: Device> WholeParams<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
         let storage = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        Ok(Self { storage, gathers: (0..rank.units()).map(|_| None).collect() })
+        Ok(Self { storage, gathers: (0..rank.units()).map(|_| None).collect(), updates: None })
+    }
+
+    /// Takes the parameters that the host updates.
+    pub(super) fn set_updates(&mut self, updates: Option<SharedParams<D>>) {
+        self.updates = updates;
     }
 
     /// The flat parameters of `units`. The compute stream waits for their gathers.
     pub(super) fn of(&mut self, rank: &Rank<D>, units: &[usize]) -> Result<Vec<AnySlice>, TrainError> {
+        self.gather_updated(rank, units.iter().copied())?;
         for event in units.iter().filter_map(|&unit| self.gathers[unit].take()) {
             rank.compute.wait(&event)?;
         }
@@ -49,17 +58,40 @@ impl<D: Device> WholeParams<D> {
         Ok(())
     }
 
+    /// Gathers those of `units` that the host has updated since their last gather.
+    pub(super) fn gather_updated(
+        &mut self,
+        rank: &Rank<D>,
+        units: impl Iterator<Item = usize>,
+    ) -> Result<(), TrainError> {
+        let Some(updates) = self.updates.clone() else { return Ok(()) };
+        for unit in units {
+            if updates.lock().deliver(&rank.comm_stream, unit)? {
+                self.gather(rank, unit)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Gathers the units that `changed` from the ranks' shards, in the order of the next forward.
     pub(super) fn all_gather(&mut self, rank: &Rank<D>, changed: impl Fn(usize) -> bool) -> Result<(), TrainError> {
         rank.comm_stream.wait(&rank.compute.record()?)?;
         for unit in (0..rank.units()).filter(|unit| changed(*unit)) {
-            rank.comm.all_gather(&rank.comm_stream, self.storage.own(unit), self.storage.unit(unit))?;
-            let event = rank.comm_stream.record()?;
-            if !rank.settings.overlap {
-                rank.compute.wait(&event)?;
+            if let Some(updates) = &self.updates {
+                updates.lock().deliver(&rank.comm_stream, unit)?;
             }
-            self.gathers[unit] = Some(event);
+            self.gather(rank, unit)?;
         }
+        Ok(())
+    }
+
+    fn gather(&mut self, rank: &Rank<D>, unit: usize) -> Result<(), TrainError> {
+        rank.comm.all_gather(&rank.comm_stream, self.storage.own(unit), self.storage.unit(unit))?;
+        let event = rank.comm_stream.record()?;
+        if !rank.settings.overlap {
+            rank.compute.wait(&event)?;
+        }
+        self.gathers[unit] = Some(event);
         Ok(())
     }
 }

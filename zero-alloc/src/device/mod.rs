@@ -179,12 +179,7 @@ pub unsafe trait Device: Memory + Clone + 'static {
     ///
     /// # Errors
     /// The stream is closed or poisoned, or runs no functions of the host.
-    fn wait_for_host(
-        &self,
-        stream: &Self::Stream,
-        event: &HostEvent,
-        limit: Duration,
-    ) -> Result<(), DeviceError> {
+    fn wait_for_host(&self, stream: &Self::Stream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
         let event = event.clone();
         stream.enqueue_host("wait for the host", move || event.synchronize(limit))
     }

@@ -436,7 +436,14 @@ impl<D: Device> Prefetcher<D> {
             }
             Shards::Source { elems, source } => {
                 let shard = (elems[unit], source.dtype());
-                Unsharded::gather(pool, &**comm, comm_stream, shard, |own| source.fetch(comm_stream, unit, own), lease)
+                Unsharded::gather(
+                    pool,
+                    &**comm,
+                    comm_stream,
+                    shard,
+                    |own| source.fetch(comm_stream, unit, own),
+                    lease,
+                )
             }
         }
     }

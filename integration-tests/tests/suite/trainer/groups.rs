@@ -13,7 +13,7 @@ fn groups(json: &str, no_decay_1d: bool) -> GroupSettings {
 }
 
 /// A frozen block, a frozen tensor in a unit that trains, and three sets of rules within blocks.
-fn mixed() -> GroupSettings {
+pub(super) fn mixed() -> GroupSettings {
     let json = r#"[{"names": ["transformer.h.0.*", "*wpe*"], "trainable": false},
         {"kinds": ["bias"], "lr_scale": 0.5}, {"names": ["*mlp*"], "betas": [0.8, 0.9], "weight_decay": 0.3}]"#;
     groups(json, true)

@@ -59,7 +59,7 @@ fn fp16_accumulating() {
 }
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
-fn cases(n: u32) -> ProptestConfig {
+pub(super) fn cases(n: u32) -> ProptestConfig {
     let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
     ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
 }

@@ -6,6 +6,7 @@ mod failures;
 mod groups;
 mod identical;
 mod model;
+mod offload;
 mod overflow;
 mod overlap;
 mod pytorch;

@@ -1,0 +1,413 @@
+//! The optimizer of a rank: on the device, or on the host (ZeRO-Offload, ZeRO-Infinity).
+//!
+//! On the host a unit's gradient leaves the device as soon as it is complete, and its statistics are computed while backward
+//! goes on. After backward the host exchanges the statistics and decides, exactly as the device would: so clipping and loss
+//! scale are exact. Then it updates unit by unit in forward order on a stream of its own, and the next forward of a unit
+//! waits for that unit's update only:
+//!
+//! ```text
+//! compute  | ... backward 1 |        | forward 0 | forward 1 | ...
+//! update   | statistics     | decide | adam 0 | adam 1 | adam 2 | ...
+//! ```
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Reduced, Stream};
+use zero_alloc::host::{HostDevice, HostEvent, HostStream};
+use zero_alloc::{Block, Purpose};
+use zero_ckpt::Reader;
+use zero_optim::{
+    Divisor, GatheredStats, OffloadOptions, Progress, RankParams, RankStats, Segment, ShardedAdamW, StateHome,
+    StateRange, StepOutcome, UnitSlices,
+};
+
+use super::exchange::RankExchange;
+use super::host_params::{HostParams, SharedParams};
+use super::offload::{Home, OffloadSettings};
+use super::rank::Rank;
+use super::stage::{StepInputs, optimizer_of};
+use super::state::unreadable;
+use crate::error::TrainError;
+
+/// The optimizer of a rank.
+pub(super) enum Optimizer<D: Device> {
+    /// On the device.
+    Device {
+        optimizer: ShardedAdamW<D>,
+        /// The parameters that it updates.
+        params: Vec<AnySlice>,
+    },
+    /// On the host.
+    Host(Box<HostOptimizer<D>>),
+}
+
+/// An optimizer on the host.
+pub(super) struct HostOptimizer<D: Device> {
+    optimizer: ShardedAdamW<HostDevice>,
+    stream: HostStream,
+    params: SharedParams<D>,
+    /// The sums over ranks in this step, complete on `stream`.
+    grads: Vec<Option<Reduced<HostDevice>>>,
+    /// After it the host reads the unit's gradient no more.
+    released: Vec<Option<HostEvent>>,
+    /// Orders the device's reductions before the host's work.
+    copies: D::Stream,
+    loss_scale: Block<D>,
+    outcome: Option<StepOutcome>,
+    /// The units in the order in which a forward reads them.
+    order: Vec<usize>,
+    /// Streams of the device that use memory of the host.
+    device_streams: [D::Stream; 3],
+    limit: Duration,
+}
+
+impl<D: Device> Optimizer<D> {
+    /// The optimizer of `segments`. `params` are the device's parameters that belong to them, if it has them.
+    pub(super) fn new(
+        rank: &Rank<D>,
+        segments: Vec<Segment>,
+        params: Option<Vec<AnySlice>>,
+    ) -> Result<Self, TrainError> {
+        match params {
+            Some(params) if !rank.settings.offload.updates_on_host() => {
+                Ok(Self::Device { optimizer: optimizer_of(rank, segments)?, params })
+            }
+            params => Ok(Self::Host(Box::new(HostOptimizer::new(rank, segments, params)?))),
+        }
+    }
+
+    /// The host's, if the host updates.
+    pub(super) fn on_host(&mut self) -> Option<&mut HostOptimizer<D>> {
+        match self {
+            Self::Device { .. } => None,
+            Self::Host(host) => Some(host),
+        }
+    }
+
+    /// The parameters that the host updates, if it does.
+    pub(super) fn host_params(&self) -> Option<SharedParams<D>> {
+        match self {
+            Self::Device { .. } => None,
+            Self::Host(host) => Some(Arc::clone(&host.params)),
+        }
+    }
+
+    /// The loss scale of a backward pass on the compute stream.
+    pub(super) fn loss_scale(&self) -> Result<DeviceSlice<f64>, TrainError> {
+        match self {
+            // SAFETY: backward passes read it on the compute stream only, which is the optimizer's stream.
+            Self::Device { optimizer, .. } => Ok(unsafe { optimizer.device_loss_scale() }?),
+            // SAFETY: backward passes read it on the compute stream, on which it is written; the drop records that stream.
+            Self::Host(host) => Ok(unsafe { host.loss_scale.slice() }.typed()?),
+        }
+    }
+
+    /// The step counts and the loss scaler's state, for a checkpoint.
+    pub(super) fn progress(&self) -> Progress {
+        match self {
+            Self::Device { optimizer, .. } => optimizer.progress(),
+            Self::Host(host) => host.optimizer.progress(),
+        }
+    }
+
+    /// The units' segments.
+    pub(super) fn segments(&self) -> &[Segment] {
+        match self {
+            Self::Device { optimizer, .. } => optimizer.segments(),
+            Self::Host(host) => host.optimizer.segments(),
+        }
+    }
+
+    /// Reads a range of the state as fp32.
+    pub(super) fn read_state(
+        &mut self,
+        rank: &Rank<D>,
+        range: &StateRange,
+        out: &mut [f32],
+    ) -> Result<(), TrainError> {
+        let limit = rank.settings.host_limit();
+        match self {
+            Self::Device { optimizer, params } => {
+                Ok(optimizer.read_state(&rank.compute, range, &[(params[range.unit], 0)], out, limit)?)
+            }
+            Self::Host(host) => {
+                let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
+                params
+                    .lock()
+                    .read(range.unit, |param| Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?))
+            }
+        }
+    }
+
+    /// Writes a range of the state.
+    pub(super) fn write_state(
+        &mut self,
+        rank: &Rank<D>,
+        range: &StateRange,
+        values: &[f32],
+    ) -> Result<(), TrainError> {
+        let limit = rank.settings.host_limit();
+        match self {
+            Self::Device { optimizer, params } => {
+                Ok(optimizer.write_state(&rank.compute, range, &[(params[range.unit], 0)], values, limit)?)
+            }
+            Self::Host(host) => {
+                let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
+                params.lock().update(range.unit, false, |param| {
+                    Ok(optimizer.write_state(stream, range, &[(param, 0)], values, limit)?)
+                })
+            }
+        }
+    }
+
+    /// Enqueues writing the parameters from the masters.
+    pub(super) fn write_params(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        match self {
+            Self::Device { optimizer, params } => {
+                let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
+                Ok(optimizer.write_params(&rank.compute, &params)?)
+            }
+            Self::Host(host) => {
+                let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
+                let mut params = params.lock();
+                (0..rank.units()).try_for_each(|unit| {
+                    params
+                        .update(unit, false, |param| Ok(optimizer.write_unit_params(stream, unit, &[(param, 0)])?))
+                })
+            }
+        }
+    }
+
+    /// Loads weights, moments and progress from a checkpoint.
+    pub(super) fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
+        let (layout, index, limit) = (&*rank.layout, rank.comm.rank() as u64, rank.settings.host_limit());
+        match self {
+            Self::Device { optimizer, params } => {
+                let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
+                let own = RankParams { layout, rank: index, params: &params };
+                optimizer.load(&rank.compute, reader, &own, limit).map_err(unreadable)
+            }
+            Self::Host(host) => {
+                let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
+                let mut params = params.lock();
+                for unit in 0..rank.units() {
+                    params.update(unit, false, |param| {
+                        let own = RankParams { layout, rank: index, params: &[(param, 0)] };
+                        optimizer.load_unit(stream, reader, unit, &own, limit).map_err(unreadable)
+                    })?;
+                }
+                optimizer.load_progress(reader).map_err(unreadable)
+            }
+        }
+    }
+}
+
+impl<D: Device> HostOptimizer<D> {
+    fn new(rank: &Rank<D>, segments: Vec<Segment>, on_device: Option<Vec<AnySlice>>) -> Result<Self, TrainError> {
+        let index = rank.comm.rank();
+        let Rank { settings, host, .. } = rank;
+        let stream = host.plain.device().create_stream(&format!("rank {index} update"))?;
+        let copies = rank.pool.device().create_stream(&format!("rank {index} copies"))?;
+        // Before the state, whose first use of the disk would delay pinning.
+        let params = HostParams::new(rank, &stream, &segments, on_device)?;
+        let shards_of = settings.stage.shards_optimizer().then_some(index as u64);
+        let groups = rank.groups.of(&rank.layout, shards_of)?;
+        let (config, dtype) = (settings.optimizer.clone(), settings.dtype);
+        let options = &settings.offload;
+        let optimizer = match options.state() {
+            None => ShardedAdamW::with_groups(
+                &host.plain,
+                host.kernels.clone(),
+                &stream,
+                config,
+                dtype,
+                segments,
+                &groups,
+            )?,
+            Some(state) => ShardedAdamW::offloaded(
+                &host.plain,
+                host.kernels.clone(),
+                &stream,
+                config,
+                dtype,
+                segments,
+                &groups,
+                &state,
+            )?,
+        };
+        if index == 0 {
+            let mut notices = [optimizer.notices(), params.notices()].concat();
+            notices.dedup();
+            notices.iter().for_each(|notice| tracing::warn!("{notice}"));
+        }
+        let loss_scale = rank.pool.allocate(1, DType::F64, Purpose::Workspace, &rank.compute)?;
+        let mut order: Vec<usize> = rank.passes.iter().flat_map(|pass| pass.forward_reads.clone()).collect();
+        order.extend(0..rank.units());
+        let mut seen = vec![false; rank.units()];
+        order.retain(|&unit| !std::mem::replace(&mut seen[unit], true));
+        let units = rank.units();
+        let device_streams = [rank.compute.clone(), rank.comm_stream.clone(), copies.clone()];
+        Ok(Self {
+            optimizer,
+            stream,
+            params: Arc::new(Mutex::new(params)),
+            grads: (0..units).map(|_| None).collect(),
+            released: vec![None; units],
+            copies,
+            loss_scale,
+            outcome: None,
+            order,
+            device_streams,
+            limit: settings.host_limit(),
+        })
+    }
+
+    /// Uploads the loss scale of the next backward. Blocks the host.
+    pub(super) fn upload_loss_scale(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+        // SAFETY: as in `Optimizer::loss_scale`.
+        let slice = unsafe { self.loss_scale.slice() };
+        let scale = self.optimizer.loss_scale().to_ne_bytes();
+        Ok(rank.pool.device().upload(&rank.compute, &scale, slice, rank.settings.host_limit())?)
+    }
+
+    /// The stream of the host's work.
+    pub(super) fn stream(&self) -> &HostStream {
+        &self.stream
+    }
+
+    /// The stream of copies from the device.
+    pub(super) fn copies(&self) -> &D::Stream {
+        &self.copies
+    }
+
+    /// Makes `stream` wait until the host has read the gradient of `unit` of an earlier step.
+    pub(super) fn wait_for_release(
+        &mut self,
+        rank: &Rank<D>,
+        stream: &D::Stream,
+        unit: usize,
+    ) -> Result<(), TrainError> {
+        match self.released[unit].take() {
+            Some(released) => Ok(rank.pool.device().wait_for_host(stream, &released, rank.settings.host_limit())?),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes the sum of a step over ranks of `unit`, in memory that the host can access, and enqueues its statistics.
+    pub(super) fn take_sum(&mut self, rank: &Rank<D>, unit: usize, reduced: &Reduced<D>) -> Result<(), TrainError> {
+        let slice = reduced.wait_on(&self.copies)?;
+        let done = self.copies.record()?;
+        rank.pool.device().host_waits(&self.stream, &done, rank.settings.host_limit())?;
+        self.take_host_sum(unit, slice)
+    }
+
+    /// [`Self::take_sum`] of a slice that is complete on the host's stream.
+    pub(super) fn take_host_sum(&mut self, unit: usize, slice: AnySlice) -> Result<(), TrainError> {
+        // SAFETY: complete at this point of the stream; the next reduction waits for `released`.
+        let sum = unsafe { Reduced::new(slice, self.stream.record()?) };
+        self.optimizer.enqueue_unit_stats(&self.stream, unit, &sum)?;
+        self.released[unit] = Some(self.stream.record()?);
+        self.grads[unit] = Some(sum);
+        Ok(())
+    }
+
+    /// Exchanges the statistics of the step and decides. Blocks the host until backward has ended.
+    pub(super) fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
+        let (device, limit) = (rank.pool.device(), rank.settings.host_limit());
+        let (mut loss, mut flags) = ([0; 8], [0; 8]);
+        device.download(&rank.compute, inputs.loss.erase(), &mut loss, limit)?;
+        // SAFETY: the same memory as bytes, for which the maker of `flags` made the same promises.
+        let of_flags =
+            unsafe { AnySlice::from_raw_parts(inputs.flags.as_ptr().cast(), 8, DType::U8, inputs.flags.device()) };
+        device.download(&rank.compute, of_flags, &mut flags, limit)?;
+        let mut own = self.optimizer.rank_stats(&self.stream, f64::from_ne_bytes(loss), limit)?;
+        own.flags = u64::from_ne_bytes(flags);
+        let gathered = RankExchange::of(rank).all_gather(bytemuck::bytes_of(&own))?;
+        let ranks: Vec<RankStats> =
+            gathered.chunks_exact(size_of::<RankStats>()).map(|bytes| bytemuck::pod_read_unaligned(bytes)).collect();
+        let stats = GatheredStats::new(&ranks, Divisor::MicroBatches(rank.settings.grad_accum_steps));
+        self.outcome = Some(self.optimizer.decide(&self.stream, stats, limit)?);
+        self.upload_loss_scale(rank)
+    }
+
+    /// Enqueues the decided updates, unit by unit in forward order.
+    pub(super) fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        if self.outcome.as_ref().is_none_or(StepOutcome::is_skipped) {
+            return Ok(());
+        }
+        let Self { optimizer, stream, params, grads, released, order, .. } = self;
+        let mut params = params.lock();
+        // The device reads the parameters of the last step no more.
+        for device_stream in [&rank.compute, &rank.comm_stream] {
+            params.wait_for_device(&device_stream.record()?)?;
+        }
+        let overwritten = rank.settings.dtype != DType::F32 && !rank.settings.offload.format.remainder;
+        for &unit in order.iter().filter(|unit| rank.trains(**unit)) {
+            let Some(grad) = &grads[unit] else { continue };
+            let overwritten = overwritten && optimizer.pieces(unit).iter().all(|piece| piece.state.is_some());
+            params.update(unit, overwritten, |param| {
+                Ok(optimizer.enqueue_unit_update(stream, unit, &UnitSlices { grad, param: &[(param, 0)] })?)
+            })?;
+            released[unit] = Some(stream.record()?);
+        }
+        if !rank.settings.overlap {
+            stream.synchronize(rank.settings.host_limit())?;
+        }
+        Ok(())
+    }
+
+    /// The outcome of the step.
+    pub(super) fn outcome(&mut self) -> Option<StepOutcome> {
+        self.outcome.take()
+    }
+
+    /// Blocks the host until its updates have run.
+    pub(super) fn synchronize(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+        Ok(self.stream.synchronize(rank.settings.host_limit())?)
+    }
+
+    /// Bytes read from and written to scratch files so far.
+    pub(super) fn transferred_bytes(&self) -> [u64; 2] {
+        let (state, params) = (self.optimizer.transferred_bytes(), self.params.lock().transferred_bytes());
+        [state[0] + params[0], state[1] + params[1]]
+    }
+}
+
+impl<D: Device> Drop for HostOptimizer<D> {
+    fn drop(&mut self) {
+        // The host uses memory of the stage, and the device memory of the host; pools know of neither.
+        self.device_streams.iter().for_each(|stream| drain(stream, self.limit));
+        drain(&self.stream, self.limit);
+        self.params.lock().drain();
+    }
+}
+
+/// Waits for all work of `stream`. One that does not end, even though its communicator was aborted, ends the process: it
+/// still uses memory that would be freed.
+pub(super) fn drain<S: Stream>(stream: &S, limit: Duration) {
+    let Ok(end) = stream.record() else { return };
+    if end.synchronize(limit).is_err() && matches!(end.is_done(), Ok(false)) {
+        let name = stream.name();
+        tracing::error!(
+            "stream {name} did not end within {limit:?}; the process ends, because it uses memory that would be freed"
+        );
+        std::process::abort();
+    }
+}
+
+impl OffloadSettings {
+    /// Home and format of state that is not plainly in host memory.
+    fn state(&self) -> Option<OffloadOptions> {
+        let home = match &self.optimizer {
+            Home::Nvme(dir) => {
+                StateHome::Nvme { dir: dir.clone(), options: self.swap(), buffers: self.buffers.max(1) }
+            }
+            _ if self.format == super::offload::StateFormat::default() => return None,
+            _ => StateHome::Memory,
+        };
+        let format = self.format;
+        Some(OffloadOptions::default().home(home).remainder(format.remainder).bf16_moments(format.bf16_moments))
+    }
+}

@@ -1,0 +1,173 @@
+//! Offload to host memory and to files changes no bit: losses, norms and the final state are those of the run without.
+
+use std::path::Path;
+
+use integration_tests::model::param_groups::GroupSettings;
+use integration_tests::trainer::{Home, OffloadSettings, StateFormat};
+use proptest::prelude::*;
+use zero_alloc::device::DType;
+use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
+
+use super::groups::mixed;
+use super::identical::{cases, same};
+use super::support::Case;
+use super::toy::Toy;
+
+/// A folder for scratch files, on a disk.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// Every kind of offload of a stage.
+fn kinds(stage: u64, dir: &Path) -> Vec<OffloadSettings> {
+    let nvme = || Home::Nvme(dir.to_owned());
+    let homes = [
+        (Home::Host, Home::Device),
+        (nvme(), Home::Device),
+        (nvme(), nvme()),
+        (Home::Host, nvme()),
+        (Home::Device, nvme()),
+        (nvme(), Home::Host),
+    ];
+    let sharded = homes.into_iter().filter(|(_, params)| stage == 3 || *params == Home::Device);
+    sharded.map(|(optimizer, params)| OffloadSettings { optimizer, params, ..OffloadSettings::default() }).collect()
+}
+
+/// Compares all stages and kinds of offload with stage 0 without.
+fn agree(base: &Case) {
+    let dir = folder();
+    let reference = Case { stage: 0, ..base.clone() }.run_tiny();
+    assert!(reference.steps.iter().any(|s| !s.skipped), "nothing was trained");
+    for stage in 0..4 {
+        for offload in kinds(stage, dir.path()) {
+            for overlap in [true, false] {
+                let case = Case { stage, overlap, offload: offload.clone(), ..base.clone() };
+                same(&reference, &case.run_tiny(), &format!("{case:?}"));
+            }
+        }
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "scratch files have no names");
+}
+
+/// Pieces of 2048 elements: several a unit.
+fn small_pieces() -> OptimizerConfig {
+    OptimizerConfig::default().max_grad_norm(0.5).sub_group_elems(2048)
+}
+
+#[test]
+fn fp32() {
+    agree(&Case { optimizer: small_pieces(), ..Case::default() });
+}
+
+#[test]
+fn bf16_accumulating() {
+    agree(&Case { dtype: DType::Bf16, grad_accum: 3, ranks: 3, optimizer: small_pieces(), ..Case::default() });
+}
+
+#[test]
+fn fp16_with_overflows() {
+    let scaling = LossScaling::Dynamic(DynamicScaling::default().initial_scale_power(24).hysteresis(1));
+    let optimizer = small_pieces().loss_scaling(scaling);
+    let base = Case { dtype: DType::F16, steps: 8, optimizer, ..Case::default() };
+    let steps = Case { stage: 0, ..base.clone() }.run_tiny().steps;
+    assert!(steps.iter().any(|s| s.skipped) && steps.iter().any(|s| !s.skipped), "no overflow, or nothing else");
+    agree(&base);
+}
+
+#[test]
+fn groups_and_frozen_tensors() {
+    agree(&Case { dtype: DType::Bf16, ranks: 3, optimizer: small_pieces(), groups: mixed(), ..Case::default() });
+    let upper = r#"[{"names": ["transformer.h.0.*", "*wpe*", "*wte*"], "trainable": false}]"#;
+    let groups = GroupSettings { groups: serde_json::from_str(upper).unwrap(), no_decay_1d: false };
+    agree(&Case { grad_accum: 2, optimizer: small_pieces(), groups, ..Case::default() });
+}
+
+/// A resume may have other offload than the save, another stage and another number of ranks.
+#[test]
+fn resume_with_and_without() {
+    let dir = folder();
+    let base = Case { dtype: DType::Bf16, steps: 6, optimizer: small_pieces(), ..Case::default() };
+    let whole = base.run_tiny();
+    for (stage, ranks) in [(2, 2), (3, 2), (3, 3)] {
+        for offload in kinds(stage, dir.path()) {
+            let (with, without) =
+                (Case { stage, ranks, offload, ..base.clone() }, Case { stage, ranks, ..base.clone() });
+            for (first, second) in [(&with, &without), (&without, &with)] {
+                let saved = Case { steps: 3, ranks: 2, ..first.clone() }.run_tiny();
+                let resume = Some(saved.dir.path().join("step-00000003"));
+                let resumed = Case { resume: resume.clone(), ..second.clone() }.run_tiny();
+                if ranks == 2 {
+                    same(&whole_from(&whole, 3), &resumed, &format!("{first:?} then {second:?}"));
+                } else {
+                    let plain = Case { resume, ..without.clone() }.run_tiny();
+                    same(&plain, &resumed, &format!("{first:?} then {second:?}"));
+                }
+            }
+        }
+    }
+}
+
+/// The steps of `outcome` from `step` on.
+fn whole_from(outcome: &super::support::Outcome, step: usize) -> super::support::Outcome {
+    super::support::Outcome {
+        steps: outcome.steps[step..].to_vec(),
+        summaries: outcome.summaries.clone(),
+        layout: outcome.layout.clone(),
+        settings: outcome.settings.clone(),
+        dir: copy(outcome.dir.path()),
+    }
+}
+
+fn copy(from: &Path) -> tempfile::TempDir {
+    let to = tempfile::tempdir().unwrap();
+    let status = std::process::Command::new("cp").arg("-r").arg(from.join(".")).arg(to.path()).status().unwrap();
+    assert!(status.success());
+    to
+}
+
+/// Remainders have the bits of fp32 masters where no weight is halfway between two bf16 numbers; bf16 moments follow the
+/// losses of fp32 ones.
+#[test]
+fn smaller_formats_follow_the_losses() {
+    let dir = folder();
+    let base = Case { stage: 2, dtype: DType::Bf16, steps: 200, ..Case::default() };
+    let losses = |case: &Case| case.run_tiny().steps.iter().map(|s| s.loss).collect::<Vec<_>>();
+    let plain = losses(&base);
+    for home in [Home::Host, Home::Nvme(dir.path().to_owned())] {
+        for (remainder, bf16_moments, tolerance) in [(true, false, 0.01), (false, true, 0.03), (true, true, 0.03)] {
+            let format = StateFormat { remainder, bf16_moments };
+            let offload = OffloadSettings { optimizer: home.clone(), format, ..OffloadSettings::default() };
+            let small = losses(&Case { offload, ..base.clone() });
+            let worst = plain.iter().zip(&small).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
+            println!("{home} {format:?}: {worst}");
+            assert!(worst <= tolerance, "{home} {format:?}: losses differ by {worst}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(6))]
+
+    /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters without elements.
+    #[test]
+    fn units_of_any_size(
+        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        ranks in 1usize..5,
+        grad_accum in 1usize..4,
+        sixteen in any::<bool>(),
+        bucket_elems in 1usize..200,
+        tied in any::<bool>(),
+        overlap in any::<bool>(),
+    ) {
+        let (toy, dir) = (Toy::new(&units, tied), folder());
+        let dtype = if sixteen { DType::Bf16 } else { DType::F32 };
+        let base = Case { ranks, grad_accum, dtype, bucket_elems, stage: 0, overlap, ..Case::default() };
+        let reference = base.run(&toy);
+        for stage in 0..4 {
+            for offload in kinds(stage, dir.path()) {
+                let case = Case { stage, offload, ..base.clone() };
+                same(&reference, &case.run(&toy), &format!("{case:?}"));
+            }
+        }
+    }
+}
