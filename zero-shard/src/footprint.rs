@@ -6,7 +6,8 @@
 //! | gathered units | the maximum of elements gathered at once, at stage 3 |
 //! | buckets | a constant, independent of the model's size |
 //! | scratch | flat gradients while a backward pass accumulates into them |
-//! | staging | host memory for sub-groups in transfer between the device and NVMe |
+//! | copies | host copies of the parameters that the host updates and that are on the device |
+//! | staging | buffers of transfers: on the device two shards of a unit; on the host those to and from NVMe |
 //! | activations | an estimate, such as [`ActivationBytes`](crate::ActivationBytes) |
 
 use crate::checked::{product, sum};
@@ -32,7 +33,7 @@ pub enum Tier {
 pub struct Placement {
     /// Parameters. Off the device only at stage 3, which shards them.
     pub params: Tier,
-    /// Gradients. Off the device only at stages 2 and 3, which shard them.
+    /// Gradients. Off the device, a rank keeps those that it updates with: its shard, or all of them at stage 0.
     pub grads: Tier,
     /// Optimizer state. Off the device at any stage.
     pub optimizer: Tier,
@@ -42,11 +43,11 @@ impl Placement {
     /// All on the device.
     pub const DEVICE: Self = Self { params: Tier::Device, grads: Tier::Device, optimizer: Tier::Device };
 
-    /// Places the optimizer state on `tier`. If that is off the device, gradients of stages 2 and 3 are in host
-    /// memory, since the optimizer then runs on the host.
-    pub fn offload_optimizer(stage: ZeroStage, tier: Tier) -> Self {
-        let away = stage.shards_grads() && tier != Tier::Device;
-        Self { params: Tier::Device, grads: if away { Tier::Host } else { Tier::Device }, optimizer: tier }
+    /// Places the optimizer state on `tier`. If that is off the device, gradients are in host memory, since the optimizer
+    /// then runs on the host.
+    pub fn offload_optimizer(tier: Tier) -> Self {
+        let grads = if tier == Tier::Device { Tier::Device } else { Tier::Host };
+        Self { params: Tier::Device, grads, optimizer: tier }
     }
 }
 
@@ -63,7 +64,9 @@ pub struct TierBytes {
     pub buckets_bytes: u64,
     /// Flat gradients while a backward pass accumulates into them.
     pub scratch_bytes: u64,
-    /// Sub-groups in transfer between the device and NVMe.
+    /// Copies of parameters on another tier.
+    pub copies_bytes: u64,
+    /// Buffers of transfers between tiers.
     pub staging_bytes: u64,
     /// Activations.
     pub activations_bytes: u64,
@@ -76,8 +79,9 @@ impl TierBytes {
     /// The sum does not fit 64 bits.
     pub fn total_bytes(&self) -> Result<u64, ShardError> {
         let state = [self.state.params_bytes, self.state.grads_bytes, self.state.optimizer_bytes];
-        let moving = [self.gathered_bytes, self.buckets_bytes, self.scratch_bytes, self.staging_bytes];
-        sum(WHAT, &[&state[..], &moving[..], &[self.activations_bytes]].concat())
+        let moving = [self.gathered_bytes, self.buckets_bytes, self.scratch_bytes];
+        let offloaded = [self.copies_bytes, self.staging_bytes];
+        sum(WHAT, &[&state[..], &moving[..], &offloaded[..], &[self.activations_bytes]].concat())
     }
 }
 
@@ -117,8 +121,14 @@ pub struct MemoryModel {
     pub sub_group_elems: u64,
     /// Number of sub-groups in host memory at once.
     pub sub_group_buffers: u64,
-    /// Bytes of activations.
+    /// Elements of the largest shard of a unit, the size of a transfer of parameters between tiers.
+    pub unit_shard_elems: u64,
+    /// Number of shards of units in host memory at once, for parameters on NVMe.
+    pub param_buffers: u64,
+    /// Bytes of activations on the device.
     pub activations_bytes: u64,
+    /// Bytes of activation checkpoints in host memory.
+    pub host_activations_bytes: u64,
 }
 
 setters!(MemoryModel {
@@ -129,7 +139,10 @@ setters!(MemoryModel {
     scratch_bytes: u64,
     sub_group_elems: u64,
     sub_group_buffers: u64,
+    unit_shard_elems: u64,
+    param_buffers: u64,
     activations_bytes: u64,
+    host_activations_bytes: u64,
 });
 
 impl MemoryModel {
@@ -145,22 +158,30 @@ impl MemoryModel {
             scratch_bytes: 0,
             sub_group_elems: 0,
             sub_group_buffers: 0,
+            unit_shard_elems: 0,
+            param_buffers: 0,
             activations_bytes: 0,
+            host_activations_bytes: 0,
         }
     }
 
     /// Returns the bytes of a rank that keeps `state`.
     ///
     /// # Errors
-    /// State that is not sharded is placed off the device, or a sum does not fit 64 bits.
+    /// Parameters that are not sharded are placed off the device, or a sum does not fit 64 bits.
     pub fn footprint(&self, state: &StateBytes) -> Result<Footprint, ShardError> {
         let stage = self.stage.number();
         if self.placement.params != Tier::Device && !self.stage.shards_params() {
             return Err(ShardError::NotSharded { what: "parameters", needs_stage: 3, stage });
         }
-        if self.placement.grads != Tier::Device && !self.stage.shards_grads() {
-            return Err(ShardError::NotSharded { what: "gradients", needs_stage: 2, stage });
-        }
+        let (widths, placement) = (&self.widths, &self.placement);
+        // The elements that the rank updates.
+        let updated = state.optimizer_bytes.checked_div(widths.optimizer_bytes).unwrap_or(0);
+        let grads_bytes = match placement.grads {
+            Tier::Device => state.grads_bytes,
+            _ => product(WHAT, &[updated, widths.grad_bytes])?,
+        };
+        let state = StateBytes { grads_bytes, ..*state };
         let on = |tier: Tier| {
             let here = |placed: Tier, bytes: u64| if placed == tier { bytes } else { 0 };
             StateBytes {
@@ -169,28 +190,40 @@ impl MemoryModel {
                 optimizer_bytes: here(self.placement.optimizer, state.optimizer_bytes),
             }
         };
-        let widths = &self.widths;
         let gathered = if self.stage.shards_params() { self.gathered_elems } else { 0 };
         let device = TierBytes {
             state: on(Tier::Device),
             gathered_bytes: product(WHAT, &[gathered, widths.param_bytes])?,
             buckets_bytes: product(WHAT, &[self.bucket_elems, self.buckets, widths.comm_grad_bytes])?,
             scratch_bytes: self.scratch_bytes,
-            staging_bytes: 0,
+            copies_bytes: 0,
+            staging_bytes: match (placement.params, placement.optimizer) {
+                (Tier::Device, Tier::Device) => 0,
+                _ => product(WHAT, &[2, self.unit_shard_elems, widths.param_bytes])?,
+            },
             activations_bytes: self.activations_bytes,
         };
-        let mut staged = 0u64; // bytes of state on NVMe per element
-        for (tier, bytes) in [
-            (self.placement.params, widths.param_bytes),
-            (self.placement.grads, widths.grad_bytes),
-            (self.placement.optimizer, widths.optimizer_bytes),
-        ] {
-            if tier == Tier::Nvme {
-                staged = sum(WHAT, &[staged, bytes])?;
-            }
-        }
-        let staging_bytes = product(WHAT, &[self.sub_group_elems, self.sub_group_buffers, staged])?;
-        let host = TierBytes { state: on(Tier::Host), staging_bytes, ..TierBytes::default() };
+        let through_host = |tier: Tier, factors: &[u64]| match tier {
+            Tier::Nvme => product(WHAT, factors),
+            _ => Ok(0),
+        };
+        let (pieces, buffers) = (self.sub_group_elems, self.sub_group_buffers);
+        let staging = [
+            through_host(placement.grads, &[pieces, buffers, widths.grad_bytes])?,
+            through_host(placement.optimizer, &[pieces, buffers, widths.optimizer_bytes])?,
+            through_host(placement.params, &[self.unit_shard_elems, self.param_buffers, widths.param_bytes])?,
+        ];
+        let copies_bytes = match (placement.params, placement.optimizer) {
+            (Tier::Device, Tier::Host | Tier::Nvme) => product(WHAT, &[updated, widths.param_bytes])?,
+            _ => 0,
+        };
+        let host = TierBytes {
+            state: on(Tier::Host),
+            copies_bytes,
+            staging_bytes: sum(WHAT, &staging)?,
+            activations_bytes: self.host_activations_bytes,
+            ..TierBytes::default()
+        };
         let nvme = TierBytes { state: on(Tier::Nvme), ..TierBytes::default() };
         let footprint = Footprint { device, host, nvme };
         for tier in [device, host, nvme] {
@@ -203,7 +236,7 @@ impl MemoryModel {
     /// device memory, with this model's gathered units, buckets and activations; 0 if those alone do not fit.
     ///
     /// # Errors
-    /// A world without ranks, or state that is not sharded is placed off the device.
+    /// A world without ranks, or parameters that are not sharded are placed off the device.
     pub fn largest_model_elems(&self, world_size: u64, device_bytes: u64) -> Result<u64, ShardError> {
         self.footprint(&StateBytes::of_elems(self.stage, &self.widths, 0, world_size)?)?;
         // A size that overflows 64 bits does not fit the device.

@@ -11,6 +11,9 @@ use crate::trainer::{Home, OffloadSettings};
 /// Default elements of a sub-group of optimizer state that is offloaded.
 pub(super) const SUB_GROUP_ELEMS: usize = 1 << 22;
 
+/// The least elements of one launch of the optimizer: 256 KiB of fp32. Smaller ones cost more than they update.
+pub(super) const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
+
 /// What is kept off the device.
 #[derive(Args, Clone, Debug, Default)]
 pub struct OffloadArgs {
@@ -24,8 +27,8 @@ pub struct OffloadArgs {
     /// Keep the checkpoints of activations in host memory; requires --activation-checkpointing [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub offload_activations: Option<bool>,
-    /// Master weights of an offloaded optimizer: fp32, or remainder, the 16 bits that a bf16 parameter lacks, which
-    /// halves their bytes and keeps the numbers [default: fp32]
+    /// Master weights of an offloaded optimizer: fp32, or remainder, the 16 bits that a bf16 parameter lacks; a master
+    /// midway between two parameters then rounds away from zero and not to even [default: fp32]
     #[arg(long, value_enum)]
     pub masters: Option<Masters>,
     /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the numbers slightly
@@ -75,6 +78,7 @@ pub(super) fn settings(
     file: Option<&DsConfig>,
     base: &OffloadSettings,
     run: Offloaded,
+    notices: &mut Vec<String>,
 ) -> Result<OffloadSettings, CliError> {
     let refuse = |flag: &str, why: &str| Err(CliError::Usage(format!("{flag}: {why}")));
     let mut now = base.clone();
@@ -99,6 +103,18 @@ pub(super) fn settings(
             return refuse(&format!("--offload-params {home}"), &why);
         }
         now.params = Home::Device;
+    }
+    if now.params != Home::Device && now.optimizer == Home::Device {
+        if args.offload.is_some() {
+            let why =
+                format!("the host updates parameters that are off the device ({}); use cpu or nvme:DIR", now.params);
+            return refuse("--offload none", &why);
+        }
+        notices.push(format!(
+            "the optimizer state is in host memory (--offload cpu): parameters are off the device ({})",
+            now.params
+        ));
+        now.optimizer = Home::Host;
     }
     if now.activations && !run.checkpointing {
         if args.offload_activations.is_some() {

@@ -21,7 +21,7 @@ use zero_comm::ShardSource;
 use zero_optim::Segment;
 
 use super::host_optimizer::drain;
-use super::offload::Home;
+use super::offload::{Home, OffloadSettings};
 use super::rank::Rank;
 use crate::error::TrainError;
 
@@ -239,8 +239,8 @@ impl<D: Device> OnFile<D> {
         };
         let (gathers, update_reads) = (transfers("gather reads")?, transfers("param reads")?);
         let update_writes = transfers("param writes")?;
-        let units_ahead = rank.settings.prefetch.ahead.min(lens.len()) + 1;
-        let gather_slots = (0..units_ahead).map(|_| slot(rank, update, aligned(largest)));
+        let units_ahead = OffloadSettings::units_ahead(&rank.settings.prefetch, &rank.layout);
+        let gather_slots = (0..units_ahead + 1).map(|_| slot(rank, update, aligned(largest)));
         let gather_slots = gather_slots.collect::<Result<Vec<Slot<D::Event>>, TrainError>>()?;
         let update_slots = [slot(rank, update, aligned(largest))?, slot(rank, update, aligned(largest))?];
         gathers.1.register(&gather_slots.iter().map(|slot| slot.memory).collect::<Vec<_>>())?;

@@ -6,7 +6,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::swap::SwapOptions;
-use zero_shard::Tier;
+use zero_comm::PrefetchOptions;
+use zero_shard::{Layout, Tier};
 
 /// Where a kind of state is kept. As text: `none`, `cpu` or `nvme:DIR`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -144,6 +145,14 @@ impl OffloadSettings {
     /// Whether anything is offloaded.
     pub fn is_any(&self) -> bool {
         self.updates_on_host() || self.params != Home::Device || self.activations
+    }
+
+    /// The most units that are gathered ahead from parameters on NVMe; each needs a buffer of the largest shard.
+    pub fn units_ahead(prefetch: &PrefetchOptions, layout: &Layout) -> usize {
+        let largest = layout.units().iter().map(|u| u.padded_elems as usize).max().unwrap_or(0).max(1);
+        // One unit is gathered ahead even if it is larger than the limit of elements.
+        let within_limit = (prefetch.ahead_elems / largest).max(1);
+        prefetch.ahead.min(within_limit).min(layout.units().len())
     }
 
     /// Whether anything is on NVMe.

@@ -58,7 +58,8 @@ impl Settings {
 
     /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
-        Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64)
+        let widths = Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64);
+        Widths { optimizer_bytes: self.offload.format.bytes(self.dtype != DType::F32), ..widths }
     }
 }
 

@@ -2,12 +2,16 @@
 
 use zero_alloc::device::DType;
 use zero_optim::StateKind;
-use zero_shard::Layout;
+use zero_shard::{Layout, Tier};
 
 use super::gradients::scratch_slots;
+use super::offload::OffloadSettings;
 use super::rank::Settings;
 use super::stage::device_steps;
 use crate::model::Pass;
+
+/// The alignment of transfers to and from NVMe, in elements: 4 KiB of 16-bit parts.
+const PIECE_ALIGN_ELEMS: u64 = 2048;
 
 /// Bytes of one rank on the host at the peak of a step, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,15 +24,17 @@ pub struct RankBytes {
     pub buckets: u64,
     /// Units that stage 3 gathers.
     pub gathered: u64,
-    /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters.
+    /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters and moments.
     pub workspace: u64,
+    /// Buffers of transfers to and from NVMe.
+    pub transfers: u64,
     /// The copy of the state that is written to a checkpoint in the background.
     pub staging: u64,
 }
 
 impl RankBytes {
-    /// The bytes of a run whose model has `activations` bytes of activations; `saves` if it writes checkpoints.
-    /// `None` if a sum does not fit 64 bits.
+    /// The bytes of a rank whose device is the host and whose model has `activations` bytes of activations; `saves` if it
+    /// writes checkpoints. `None` if a sum does not fit 64 bits.
     pub fn new(settings: &Settings, layout: &Layout, passes: &[Pass], activations: u64, saves: bool) -> Option<Self> {
         let widths = settings.widths();
         let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems);
@@ -41,22 +47,90 @@ impl RankBytes {
         let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
         let buckets = (settings.bucket_capacity_elems as u64).max(layout.world_size());
         let gathered = if settings.stage.shards_params() { gathered_elems(settings, layout, passes) } else { 0 };
-        let saved = if saves { layout.shard_elems() } else { 0 };
+        let state = groups.state_bytes(layout, settings.stage, &widths)?;
+        let in_memory = |tier: Tier, bytes: u64| if tier == Tier::Nvme { 0 } else { bytes };
+        let params = in_memory(settings.offload.params.tier(), state.params_bytes);
+        let optimizer = in_memory(settings.offload.optimizer.tier(), state.optimizer_bytes);
+        let workspace = scratch.checked_mul(size_of::<f32>() as u64)?.checked_add(steps)?;
         Some(Self {
-            state: groups.state_bytes(layout, settings.stage, &widths)?.total_bytes(),
+            state: params.checked_add(state.grads_bytes)?.checked_add(optimizer)?,
             activations,
             buckets: buckets.checked_mul(2 * widths.comm_grad_bytes)?,
             gathered: gathered.checked_mul(widths.param_bytes)?,
-            workspace: scratch.checked_mul(size_of::<f32>() as u64)?.checked_add(steps)?,
-            staging: saved.checked_mul((StateKind::ALL.len() * size_of::<f32>()) as u64)?,
+            workspace: workspace.checked_add(wide_moments(settings, layout)?)?,
+            transfers: transfers(settings, layout)?,
+            staging: staging(settings, layout, saves)?,
+        })
+    }
+
+    /// The host memory of a rank whose device is a GPU, with `checkpoints` bytes of activation checkpoints on the host.
+    /// `None` if a sum does not fit 64 bits.
+    pub fn host_of_gpu(settings: &Settings, layout: &Layout, checkpoints: u64, saves: bool) -> Option<Self> {
+        let (widths, offload) = (settings.widths(), &settings.offload);
+        let groups = settings.groups.resolve(layout).ok()?;
+        let state = groups.state_bytes(layout, settings.stage, &widths)?;
+        let on_host = |tier: Tier, bytes: u64| if tier == Tier::Host { bytes } else { 0 };
+        let updated = if offload.updates_on_host() { state.optimizer_bytes / widths.optimizer_bytes } else { 0 };
+        // The host updates a copy of parameters that are on the device.
+        let copied = if offload.params.tier() == Tier::Device { updated } else { 0 };
+        let parts = [
+            on_host(offload.params.tier(), state.params_bytes),
+            on_host(offload.optimizer.tier(), state.optimizer_bytes),
+            updated.checked_mul(widths.grad_bytes)?,
+            copied.checked_mul(widths.param_bytes)?,
+        ];
+        Some(Self {
+            state: parts.into_iter().try_fold(0, u64::checked_add)?,
+            activations: if offload.activations { checkpoints } else { 0 },
+            workspace: wide_moments(settings, layout)?,
+            transfers: transfers(settings, layout)?,
+            staging: staging(settings, layout, saves)?,
+            ..Self::default()
         })
     }
 
     /// The sum.
     pub fn total(&self) -> u64 {
-        let parts = [self.state, self.activations, self.buckets, self.gathered, self.workspace, self.staging];
+        let Self { state, activations, buckets, gathered, workspace, transfers, staging } = *self;
+        let parts = [state, activations, buckets, gathered, workspace, transfers, staging];
         parts.into_iter().fold(0, u64::saturating_add)
     }
+}
+
+/// Elements of the largest sub-group of optimizer state that is read from NVMe at once.
+pub fn piece_elems(settings: &Settings, layout: &Layout) -> u64 {
+    let held = |u: &zero_shard::UnitLayout| match settings.stage.shards_optimizer() {
+        true => u.shard_elems,
+        false => u.padded_elems,
+    };
+    let largest = layout.units().iter().map(held).max().unwrap_or(0);
+    let elems = largest.min(settings.optimizer.sub_group_elems as u64);
+    elems.checked_next_multiple_of(PIECE_ALIGN_ELEMS).unwrap_or(elems)
+}
+
+/// Moments of a sub-group in fp32, if they are kept in bf16.
+fn wide_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
+    let widens = settings.offload.updates_on_host() && settings.offload.format.bf16_moments;
+    piece_elems(settings, layout).checked_mul(if widens { 2 * size_of::<f32>() as u64 } else { 0 })
+}
+
+/// Buffers of sub-groups of optimizer state and of shards of units, if those are on NVMe.
+fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
+    let (widths, offload) = (settings.widths(), &settings.offload);
+    let on_nvme = |tier: Tier, count: u64| if tier == Tier::Nvme { count } else { 0 };
+    let pieces = piece_elems(settings, layout).checked_mul(widths.optimizer_bytes)?;
+    let pieces = pieces.checked_mul(on_nvme(offload.optimizer.tier(), offload.buffers as u64))?;
+    let shard = layout.units().iter().map(|u| u.shard_elems).max().unwrap_or(0);
+    // Those of units ahead, one in use, one that is updated and one that is written.
+    let shards = OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3;
+    let shards = on_nvme(offload.params.tier(), shards).checked_mul(shard)?.checked_mul(widths.param_bytes)?;
+    pieces.checked_add(shards)
+}
+
+/// The copy for a checkpoint. State on NVMe is saved without one.
+fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
+    let saved = if saves && !settings.offload.uses_nvme() { layout.shard_elems() } else { 0 };
+    saved.checked_mul((StateKind::ALL.len() * size_of::<f32>()) as u64)
 }
 
 /// The most elements that are gathered at once: those of a pass, of the next uses, and small units that stay gathered.
@@ -69,9 +143,17 @@ fn gathered_elems(settings: &Settings, layout: &Layout, passes: &[Pass]) -> u64 
     let reads: Vec<&Vec<usize>> = forward.chain(passes.iter().rev().map(|pass| &pass.backward_reads)).collect();
     let live = (0..reads.len()).map(|at| {
         let now = reads[at];
-        let later = reads[at + 1..].iter().copied().flatten().filter(|unit| !now.contains(unit));
-        let units = now.iter().chain(later.take(options.ahead));
-        units.copied().filter(|unit| !is_kept(unit)).map(elems).sum::<u64>()
+        let later = reads[at + 1..].iter().copied().flatten().copied();
+        let later = later.filter(|unit| !now.contains(unit)).take(options.ahead);
+        let mut ahead = 0;
+        for elems in later.filter(|unit| !is_kept(unit)).map(elems) {
+            if ahead > 0 && ahead + elems > options.ahead_elems as u64 {
+                break;
+            }
+            ahead += elems;
+        }
+        let now = now.iter().filter(|unit| !is_kept(unit)).map(|&unit| elems(unit)).sum::<u64>();
+        now + ahead
     });
     kept.saturating_add(live.max().unwrap_or(0)).min((options.max_live_elems as u64).max(1))
 }

@@ -190,34 +190,37 @@ fn tiers_hold_what_is_placed_on_them() {
         .scratch_bytes(9)
         .sub_group_elems(3)
         .sub_group_buffers(4)
-        .activations_bytes(11);
+        .unit_shard_elems(6)
+        .param_buffers(5)
+        .activations_bytes(11)
+        .host_activations_bytes(13);
     let all = model.footprint(&state).unwrap();
     let device = [all.device.gathered_bytes, all.device.buckets_bytes, all.device.scratch_bytes];
     assert_eq!((device, all.device.activations_bytes), ([14, 20, 9], 11));
-    assert_eq!(all.device.total_bytes(), Ok(54));
-    // For each element on disk, two bytes of parameter and twelve of optimizer state pass through the host.
-    assert_eq!((all.host.staging_bytes, all.host.total_bytes()), (3 * 4 * 14, Ok(3 * 4 * 14 + 20)));
+    // Two transfer buffers of six parameters.
+    assert_eq!((all.device.staging_bytes, all.device.total_bytes()), (24, Ok(54 + 24)));
+    // Twelve bytes of optimizer state an element pass through the host in sub-groups, two of parameters by unit.
+    assert_eq!(all.host.staging_bytes, 3 * 4 * 12 + 6 * 5 * 2);
+    assert_eq!((all.host.copies_bytes, all.host.total_bytes()), (0, Ok(3 * 4 * 12 + 6 * 5 * 2 + 20 + 13)));
     assert_eq!(all.nvme.total_bytes(), Ok(140));
     let grads = model.placement(Placement { grads: Tier::Nvme, ..Placement::DEVICE });
-    assert_eq!(grads.footprint(&state).unwrap().host.total_bytes(), Ok(3 * 4 * 2));
+    assert_eq!(grads.footprint(&state).unwrap().host.total_bytes(), Ok(3 * 4 * 2 + 13));
     let away = |stage, placement| MemoryModel::state_only(stage, Widths::MIXED_ADAM).placement(placement);
-    let at = |stage, tier| away(stage, Placement::offload_optimizer(stage, tier));
-    for (stage, kept) in ZeroStage::ALL.into_iter().zip([40, 40, 20, 20]) {
+    let at = |stage, tier| away(stage, Placement::offload_optimizer(tier)).unit_shard_elems(4);
+    for stage in ZeroStage::ALL {
         let all = at(stage, Tier::Host).footprint(&state).unwrap();
-        assert_eq!(all.device.total_bytes(), Ok(kept), "stage {stage}");
-        assert_eq!(all.host.total_bytes(), Ok(160 - kept));
+        assert_eq!(all.device.total_bytes(), Ok(20 + 16), "stage {stage}: parameters and two transfer buffers");
+        assert_eq!((all.host.copies_bytes, all.host.total_bytes()), (20, Ok(20 + 20 + 120)));
+        // A rank keeps the gradients that it updates with, here of ten elements.
+        let whole = StateBytes { params_bytes: 40, grads_bytes: 40, ..state };
+        assert_eq!(at(stage, Tier::Host).footprint(&whole).unwrap().host.state.grads_bytes, 20);
         let all = at(stage, Tier::Device).footprint(&state).unwrap();
         assert_eq!((all.device.total_bytes(), all.host.total_bytes()), (Ok(160), Ok(0)));
     }
     let params = Placement { params: Tier::Host, ..Placement::DEVICE };
-    let grads = Placement { grads: Tier::Host, ..Placement::DEVICE };
     assert_eq!(
         away(ZeroStage::Two, params).footprint(&state),
         Err(ShardError::NotSharded { what: "parameters", needs_stage: 3, stage: 2 })
-    );
-    assert_eq!(
-        away(ZeroStage::One, grads).footprint(&state),
-        Err(ShardError::NotSharded { what: "gradients", needs_stage: 2, stage: 1 })
     );
     let huge = model.bucket_elems(u64::MAX);
     assert!(matches!(huge.footprint(&state), Err(ShardError::TooLarge { .. })));

@@ -8,6 +8,7 @@ mod stage;
 mod table;
 #[cfg(test)]
 mod tests;
+mod transfers;
 
 use std::path::PathBuf;
 
@@ -62,9 +63,23 @@ pub struct PlanArgs {
     /// Elements of a gradient bucket [default: 524288]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
     pub bucket_elems: Option<u64>,
+    /// What a GPU computes, in TFLOP/s, for the bandwidth that hides transfers; 70 is what ZeRO-Infinity assumes of a V100
+    #[arg(long, value_name = "TFLOPS", default_value_t = 70.0, value_parser = parse_above_0)]
+    pub peak_tflops: f64,
+    /// What a drive is rated to write in its life, in terabytes (TBW of its data sheet)
+    #[arg(long, value_name = "TB", default_value_t = 600.0, value_parser = parse_above_0)]
+    pub drive_tbw: f64,
     /// Print JSON, with exact bytes
     #[arg(long)]
     pub json: bool,
+}
+
+/// Parses a finite number above 0.
+fn parse_above_0(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| x.is_finite() && *x > 0.0)
+        .ok_or_else(|| "expected a number above 0".to_owned())
 }
 
 /// Runs `zero plan`.

@@ -6,7 +6,7 @@ use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 use super::advice;
 use super::request::Request;
 use super::stage::{Stage, evaluate, layout};
-use crate::trainer::Home;
+use crate::trainer::{Home, OffloadSettings};
 
 /// The input of the plan and its results.
 #[derive(Clone, Debug, Serialize)]
@@ -20,6 +20,12 @@ pub(super) struct Report {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) activation_checkpointing: bool,
+    /// What is kept off the GPU.
+    pub(super) offload: OffloadSettings,
+    /// What a GPU is assumed to compute.
+    pub(super) peak_tflops: f64,
+    /// What a drive is assumed to write in its life, in terabytes.
+    pub(super) drive_tbw: f64,
     pub(super) stages: Vec<Stage>,
     /// Distributions of stage 3 over several nodes; empty for one node.
     pub(super) topologies: Vec<Topology>,
@@ -72,6 +78,9 @@ impl Report {
             grad_accum: request.grad_accum,
             seq_len: request.seq_len,
             activation_checkpointing: request.checkpointing,
+            offload: request.offload.clone(),
+            peak_tflops: request.peak_tflops,
+            drive_tbw: request.drive_tbw,
             topologies: topologies(request)?,
             recommended_stage: recommended,
             advice: advice::advice(request, &stages, recommended)?,
@@ -93,7 +102,7 @@ fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
     ];
     let topology = |(name, sharding, routing)| {
         let layout = layout(request, sharding)?;
-        let widths = request.widths();
+        let widths = request.settings(ZeroStage::Three, 0).widths();
         let traffic = layout.step_traffic(ZeroStage::Three, &widths, request.grad_accum, routing)?;
         Ok(Topology {
             name,

@@ -1,15 +1,22 @@
 //! The input of a plan: flags override the configuration file, which overrides the defaults.
 
+use std::time::Duration;
+
 use zero_alloc::device::DType;
-use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, Widths, ZeroStage};
+use zero_comm::PrefetchOptions;
+use zero_optim::OptimizerConfig;
+use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, ZeroStage};
 
 use super::PlanArgs;
 use crate::cli::CliError;
 use crate::cli::flags::{check_positive, check_seq_len, find_model};
-use crate::cli::offload::{self, Offloaded};
+use crate::cli::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
 use crate::config::DsConfig;
+use crate::model::Pass;
 use crate::model::config::GptConfig;
-use crate::trainer::{OffloadSettings, SHARD_ALIGN_ELEMS};
+use crate::model::gpt2::passes;
+use crate::model::param_groups::GroupSettings;
+use crate::trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings, StateFormat};
 
 /// Default elements of a gradient bucket, as in the trainer.
 const BUCKET_ELEMS: u64 = 1 << 19;
@@ -21,6 +28,9 @@ pub(super) struct ModelSize {
     pub(super) units: Vec<UnitSpec>,
     pub(super) options: LayoutOptions,
     pub(super) shape: TransformerShape,
+    pub(super) passes: Vec<Pass>,
+    /// The configuration of a GPT-2; `None` if only the number of parameters is known.
+    pub(super) config: Option<GptConfig>,
     /// Whether the shape is derived from the number of parameters.
     pub(super) assumed: bool,
 }
@@ -37,7 +47,7 @@ pub(super) struct Request {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) checkpointing: bool,
-    /// What is kept off the device; parameters only at stage 3.
+    /// What is kept off the device; see [`Request::settings`].
     pub(super) offload: OffloadSettings,
     pub(super) bucket_elems: u64,
     /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
@@ -49,6 +59,10 @@ pub(super) struct Request {
     pub(super) persistence_threshold_elems: u64,
     pub(super) sub_group_elems: u64,
     pub(super) configured_stage: Option<ZeroStage>,
+    /// What a GPU computes.
+    pub(super) peak_tflops: f64,
+    /// What a drive is rated to write in its life, in terabytes.
+    pub(super) drive_tbw: f64,
 }
 
 impl Request {
@@ -78,8 +92,14 @@ impl Request {
             args.activation_checkpointing || file.as_ref().is_some_and(|f| f.activation_checkpointing.is_some());
         let dtype = args.dtype.map_or(file.as_ref().map_or(DType::Bf16, configured_dtype), DType::from);
         let run = Offloaded { stage: ZeroStage::Three, dtype, checkpointing };
-        let offload = offload::settings(&args.offload, file.as_ref(), &OffloadSettings::default(), run)?;
-        let set_sub_group = zero.and_then(|z| z.sub_group_elems).unwrap_or(u64::MAX);
+        let mut offload =
+            offload::settings(&args.offload, file.as_ref(), &OffloadSettings::default(), run, &mut notices)?;
+        // At stages without offloaded parameters the optimizer is where it was placed.
+        offload.optimizer = match &args.offload.offload {
+            Some(home) => home.clone(),
+            None => zero.map(|z| z.offload_optimizer.clone()).unwrap_or_default(),
+        };
+        let sub_group = zero.and_then(|z| z.sub_group_elems).unwrap_or(u64::MAX).max(MIN_SUB_GROUP_ELEMS);
         let request = Self {
             model,
             gpus: args.gpus,
@@ -90,7 +110,7 @@ impl Request {
             grad_accum: batch.grad_accum,
             seq_len,
             checkpointing,
-            sub_group_elems: offload::sub_group_elems(set_sub_group as usize, &offload) as u64,
+            sub_group_elems: sub_group,
             offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
@@ -98,13 +118,47 @@ impl Request {
             max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
             persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
             configured_stage: zero.and_then(|z| ZeroStage::from_number(u64::from(z.stage))),
+            peak_tflops: args.peak_tflops,
+            drive_tbw: args.drive_tbw,
         };
         Ok((request, notices))
     }
 
-    /// Bytes per element.
-    pub(super) fn widths(&self) -> Widths {
-        Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum)
+    /// The trainer's settings at `stage`, for a model whose largest unit has `largest_unit` elements.
+    pub(super) fn settings(&self, stage: ZeroStage, largest_unit: u64) -> Settings {
+        let mut offload = self.offload.clone();
+        if !stage.shards_params() {
+            offload.params = Home::Device;
+        }
+        // The host updates parameters that are off the device.
+        if offload.params != Home::Device && offload.optimizer == Home::Device {
+            offload.optimizer = Home::Host;
+        }
+        if offload.optimizer == Home::Device {
+            offload.format = StateFormat::default();
+        }
+        let bucket_limit = if self.trims_bucket { largest_unit } else { u64::MAX };
+        let prefetch = match self.prefetch_elems {
+            None => PrefetchOptions::default(),
+            Some(0) => PrefetchOptions::default().ahead(0),
+            Some(elems) => PrefetchOptions::default().ahead(usize::MAX).ahead_elems(elems as usize),
+        };
+        let sub_group = offload::sub_group_elems(self.sub_group_elems as usize, &offload);
+        Settings {
+            stage,
+            dtype: self.dtype,
+            grad_accum_steps: self.grad_accum as usize,
+            bucket_capacity_elems: self.bucket_elems.min(bucket_limit).max(self.gpus) as usize,
+            overlap: true,
+            prefetch: prefetch
+                .max_live_elems(self.max_live_elems as usize)
+                .persistence_threshold_elems(self.persistence_threshold_elems as usize),
+            optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
+            groups: GroupSettings::default(),
+            graphs: false,
+            offload,
+            limit: Duration::ZERO,
+        }
     }
 }
 
@@ -139,7 +193,8 @@ impl ModelSize {
             vocab: config.vocab_size as u64,
         };
         let options = LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS).ties(tied.into_iter().collect());
-        Self { name: name.to_owned(), units: config.units(), options, shape, assumed: false }
+        let (units, passes, config) = (config.units(), passes(config), Some(config.clone()));
+        Self { name: name.to_owned(), units, options, shape, passes, config, assumed: false }
     }
 
     /// A transformer of `params` parameters in layers of equal size.
@@ -150,7 +205,16 @@ impl ModelSize {
             UnitSpec::new(format!("layer.{i}"), [ParamSpec::new(format!("layer.{i}.weight"), [end - start])])
         };
         let units = (0..shape.layers).map(layer).collect();
-        Self { name: "transformer".to_owned(), units, options: LayoutOptions::default(), shape, assumed: true }
+        let pass = |i| Pass { forward_reads: vec![i], backward_reads: vec![i], grads: vec![i] };
+        Self {
+            name: "transformer".to_owned(),
+            units,
+            options: LayoutOptions::default(),
+            shape,
+            passes: (0..shape.layers as usize).map(pass).collect(),
+            config: None,
+            assumed: true,
+        }
     }
 }
 

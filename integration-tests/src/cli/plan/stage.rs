@@ -1,13 +1,18 @@
 //! Memory and traffic of one stage, exact except for the activations.
 
+use std::num::NonZero;
+
 use serde::Serialize;
 use zero_shard::{
     ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing, ShardError,
-    Sharding, ZeroStage,
+    Sharding, UnitLayout, ZeroStage,
 };
 
 use super::request::Request;
-use crate::trainer::device_steps;
+use super::transfers::{Transfers, Wear, transfers};
+use crate::cli::train::rank_overhead_bytes;
+use crate::model::gpt2::Gpt2Options;
+use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems};
 
 /// Figures of one stage for one GPU.
 #[derive(Clone, Debug, Serialize)]
@@ -20,8 +25,17 @@ pub(super) struct Stage {
     pub(super) gpu: Gpu,
     /// Host memory for this GPU.
     pub(super) host_bytes: u64,
+    pub(super) host: Host,
     /// Disk space for this GPU.
     pub(super) nvme_bytes: u64,
+    pub(super) nvme: Nvme,
+    /// Bytes of a step between the tiers; empty without offload.
+    pub(super) transfers: Vec<Transfers>,
+    /// The wear of a drive, if anything is on NVMe.
+    pub(super) wear: Option<Wear>,
+    /// Memory of one process whose ranks run on this machine's cores instead of GPUs, and save checkpoints. `None`: more
+    /// than 64 bits can count.
+    pub(super) process_bytes: Option<u64>,
     pub(super) sent: Sent,
     /// Whether `gpu.total_bytes` fits the memory of the GPU; `None` if that is unknown.
     pub(super) fits: Option<bool>,
@@ -38,7 +52,29 @@ pub(super) struct Gpu {
     pub(super) buckets_bytes: u64,
     pub(super) scratch_bytes: u64,
     pub(super) activations_bytes: u64,
+    /// Buffers of transfers to and from host memory.
+    pub(super) staging_bytes: u64,
     pub(super) total_bytes: u64,
+}
+
+/// Host memory for one GPU.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Host {
+    pub(super) params_bytes: u64,
+    pub(super) grads_bytes: u64,
+    pub(super) optimizer_bytes: u64,
+    /// Copies of parameters that are on the GPU.
+    pub(super) copies_bytes: u64,
+    /// Buffers of transfers to and from NVMe.
+    pub(super) staging_bytes: u64,
+    pub(super) activations_bytes: u64,
+}
+
+/// Disk space for one GPU.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Nvme {
+    pub(super) params_bytes: u64,
+    pub(super) optimizer_bytes: u64,
 }
 
 /// Upper bounds of the bytes sent per step.
@@ -61,14 +97,16 @@ pub(super) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout
 /// Computes the figures of `stage`.
 pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, ShardError> {
     let layout = layout(request, Sharding::Flat)?;
-    let widths = request.widths();
+    let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
+    let widths = settings.widths();
     let state = layout.state_bytes(stage, &widths)?;
-    let model = memory_model(request, stage, layout.primary())?;
+    let model = memory_model(request, &settings, layout.primary())?;
     let footprint = model.footprint(&state)?;
-    let gpu = footprint.device;
+    let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
+    let (transfers, wear) = transfers(request, &settings, layout.primary(), model.host_activations_bytes);
     let traffic = layout.step_traffic(stage, &widths, request.grad_accum, Routing::TwoLevel)?;
     let total_bytes = gpu.total_bytes()?;
-    let largest = |memory| model.largest_model_elems(request.gpus, memory);
+    let largest_model = |memory| model.largest_model_elems(request.gpus, memory);
     Ok(Stage {
         stage: stage.number(),
         configured: request.configured_stage == Some(stage),
@@ -81,10 +119,23 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
             buckets_bytes: gpu.buckets_bytes,
             scratch_bytes: gpu.scratch_bytes,
             activations_bytes: gpu.activations_bytes,
+            staging_bytes: gpu.staging_bytes,
             total_bytes,
         },
-        host_bytes: footprint.host.total_bytes()?,
-        nvme_bytes: footprint.nvme.total_bytes()?,
+        host_bytes: host.total_bytes()?,
+        host: Host {
+            params_bytes: host.state.params_bytes,
+            grads_bytes: host.state.grads_bytes,
+            optimizer_bytes: host.state.optimizer_bytes,
+            copies_bytes: host.copies_bytes,
+            staging_bytes: host.staging_bytes,
+            activations_bytes: host.activations_bytes,
+        },
+        nvme_bytes: nvme.total_bytes()?,
+        nvme: Nvme { params_bytes: nvme.state.params_bytes, optimizer_bytes: nvme.state.optimizer_bytes },
+        transfers,
+        wear,
+        process_bytes: process_bytes(request, &settings, layout.primary()),
         sent: Sent {
             reduce_scatter_bytes: traffic.rank.reduce_scatter_bytes,
             all_gather_bytes: traffic.rank.all_gather_bytes,
@@ -93,29 +144,66 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
             node_egress_bytes: traffic.group_egress_bytes,
         },
         fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),
-        largest_model_params: request.gpu_memory_bytes.map(largest).transpose()?,
+        largest_model_params: request.gpu_memory_bytes.map(largest_model).transpose()?,
     })
 }
 
-fn memory_model(request: &Request, stage: ZeroStage, layout: &Layout) -> Result<MemoryModel, ShardError> {
-    let widths = request.widths();
-    let mut placement = Placement::offload_optimizer(stage, request.offload.optimizer.tier());
-    if stage.shards_params() {
-        placement.params = request.offload.params.tier();
-    }
-    let activations = ActivationOptions::new(request.micro_batch, request.seq_len, widths.param_bytes)
-        .checkpointing(request.checkpointing);
-    let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
-    let bucket_limit = if request.trims_bucket { largest_unit } else { u64::MAX };
-    Ok(MemoryModel::state_only(stage, widths)
+fn memory_model(request: &Request, settings: &Settings, layout: &Layout) -> Result<MemoryModel, ShardError> {
+    let (widths, offload) = (settings.widths(), &settings.offload);
+    let mut placement = Placement::offload_optimizer(offload.optimizer.tier());
+    placement.params = offload.params.tier();
+    let activations = ActivationBytes::estimate(&request.model.shape, &activations(request, widths.param_bytes))?;
+    // Two inputs of blocks are on the device: the one in use and the one in transfer.
+    let layers = request.model.shape.layers;
+    let on_device = activations.blocks_bytes / layers.max(1) * layers.min(2);
+    let host_activations = if offload.activations { activations.blocks_bytes } else { 0 };
+    let device_activations = match offload.activations {
+        true => activations.total_bytes() - activations.blocks_bytes + on_device,
+        false => activations.total_bytes(),
+    };
+    Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(gathered_elems(request, layout))
-        .bucket_elems(request.bucket_elems.min(bucket_limit).max(request.gpus))
+        .bucket_elems(settings.bucket_capacity_elems as u64)
         .buckets(2)
         .scratch_bytes(scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64))
-        .sub_group_elems(request.sub_group_elems.min(layout.shard_elems()))
-        .sub_group_buffers(request.offload.buffers as u64)
-        .activations_bytes(ActivationBytes::estimate(&request.model.shape, &activations)?.total_bytes()))
+        .sub_group_elems(piece_elems(settings, layout))
+        .sub_group_buffers(offload.buffers as u64)
+        .unit_shard_elems(largest(layout, |u| {
+            if settings.stage.shards_optimizer() { u.shard_elems } else { u.padded_elems }
+        }))
+        .param_buffers(OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3)
+        .activations_bytes(device_activations)
+        .host_activations_bytes(host_activations))
+}
+
+fn activations(request: &Request, elem_bytes: u64) -> ActivationOptions {
+    ActivationOptions::new(request.micro_batch, request.seq_len, elem_bytes).checkpointing(request.checkpointing)
+}
+
+/// The largest of a unit's sizes.
+fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
+    layout.units().iter().map(size).max().unwrap_or(0)
+}
+
+/// The memory of a process whose ranks all run on this machine's cores and save checkpoints.
+fn process_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Option<u64> {
+    let model = &request.model;
+    let options = Gpt2Options {
+        micro_batch: request.micro_batch as usize,
+        seq_len: request.seq_len as usize,
+        dtype: request.dtype,
+        activation_checkpointing: request.checkpointing,
+    };
+    let activations = match &model.config {
+        Some(config) => options.validate(config).ok().map(|()| options.activations_bytes(config))?,
+        // The host computes in fp32.
+        None => ActivationBytes::estimate(&model.shape, &activations(request, 4)).ok()?.total_bytes(),
+    };
+    let rank = RankBytes::new(settings, layout, &model.passes, activations, true)?;
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get) as u64;
+    let overhead = rank_overhead_bytes((cores / request.gpus).max(1));
+    rank.total().checked_add(overhead)?.checked_mul(request.gpus)
 }
 
 /// Peak number of gathered elements in the trainer's order: units up to the persistence threshold stay gathered; the

@@ -24,6 +24,7 @@ pub(super) fn text(report: &Report) -> String {
         text += "\nStage 3 over several nodes:\n";
         text += &grid(&rows);
     }
+    text += &offload(report);
     text += "\n";
     text += NOTES;
     if !report.advice.is_empty() {
@@ -62,7 +63,8 @@ fn stages(report: &Report) -> String {
     /// A column: its title, whether it is shown, and the bytes of a stage.
     type Column = (&'static str, bool, fn(&Stage) -> u64);
     let any = |bytes: fn(&Stage) -> u64| report.stages.iter().any(|s| bytes(s) > 0);
-    let columns: [Column; 12] = [
+    let offloads = report.stages.iter().any(|s| !s.transfers.is_empty());
+    let columns: [Column; 14] = [
         ("params", true, |s| s.gpu.params_bytes),
         ("grads", true, |s| s.gpu.grads_bytes),
         ("optimizer", true, |s| s.gpu.optimizer_bytes),
@@ -70,9 +72,11 @@ fn stages(report: &Report) -> String {
         ("gathered", true, |s| s.gpu.gathered_bytes),
         ("buckets", true, |s| s.gpu.buckets_bytes.saturating_add(s.gpu.scratch_bytes)),
         ("activations", true, |s| s.gpu.activations_bytes),
+        ("transfers", offloads, |s| s.gpu.staging_bytes),
         ("total", true, |s| s.gpu.total_bytes),
         ("host", any(|s| s.host_bytes), |s| s.host_bytes),
         ("nvme", any(|s| s.nvme_bytes), |s| s.nvme_bytes),
+        ("on cores", offloads, |s| s.process_bytes.unwrap_or(u64::MAX)),
         ("sent", true, |s| s.sent.total_bytes),
         ("sent between nodes", report.nodes > 1, |s| s.sent.node_egress_bytes),
     ];
@@ -87,6 +91,51 @@ fn stages(report: &Report) -> String {
         row
     });
     grid(&[head].into_iter().chain(rows).collect::<Vec<_>>())
+}
+
+/// The transfers of offload; empty without it.
+fn offload(report: &Report) -> String {
+    let head = ["stage", "link", "read", "written", "bytes a parameter", "FLOP a byte", "50% at", "hidden at"];
+    let rows = report.stages.iter().flat_map(|s| s.transfers.iter().map(|t| (s.stage, t)));
+    let rows = rows.map(|(stage, t)| {
+        let a_param = format!("{:.1} + {:.1}", t.read_bytes_per_param, t.written_bytes_per_param);
+        let rate = |bytes_per_s: f64| format!("{:.3} GB/s", bytes_per_s / 1e9);
+        vec![
+            stage.to_string(),
+            t.tier.to_owned(),
+            show(t.read_bytes),
+            show(t.written_bytes),
+            a_param,
+            HumanCount(t.flops_per_byte as u64).to_string(),
+            rate(t.half_efficiency_bytes_per_s),
+            rate(t.hiding_bytes_per_s),
+        ]
+    });
+    let rows: Vec<Vec<String>> = [head.map(str::to_owned).to_vec()].into_iter().chain(rows).collect();
+    if rows.len() == 1 {
+        return String::new();
+    }
+    let mut text = format!(
+        "\nTransfers of one GPU and step at {} TFLOP/s (assumed: --peak-tflops), link gpu: host memory and GPU:\n{}",
+        report.peak_tflops,
+        grid(&rows)
+    );
+    text += "\
+Without overlap the efficiency is ait bw / (ait bw + peak), with ait in FLOP a byte (ZeRO-Infinity); it is 50% at the
+first bandwidth. At the second, updates are hidden by one forward and all transfers by the step.
+On cores: one process with all ranks on this machine's cores, saving checkpoints.
+";
+    for (stage, wear) in report.stages.iter().filter_map(|s| Some((s.stage, s.wear?))) {
+        let _ = writeln!(
+            text,
+            "Stage {stage} writes at most {:.1} TB a day to the drive of a node: {:.0} days of a life of {} TB (assumed: \
+             --drive-tbw).",
+            wear.written_bytes_per_day / 1e12,
+            wear.rated_days,
+            report.drive_tbw
+        );
+    }
+    text
 }
 
 fn show(bytes: u64) -> String {

@@ -45,6 +45,11 @@ impl Overhead {
     }
 }
 
+/// Memory of a rank on the host besides [`RankBytes`], with `threads` threads of operations.
+pub(in crate::cli) fn rank_overhead_bytes(threads: u64) -> u64 {
+    Overhead::new(threads, 0).rank_bytes
+}
+
 /// Rejects a run that does not fit, if `ranks` ranks are threads of this process.
 /// `limit_bytes`: the value of `--memory-limit`.
 pub(super) fn check(setup: &RunSetup, ranks: usize, limit_bytes: Option<u64>) -> Result<(), CliError> {
@@ -84,6 +89,7 @@ fn fits(ranks: u64, stage: u8, need: &RankBytes, overhead: Overhead, limits: &[L
         (all(need.buckets), "buckets"),
         (all(need.gathered), "gathered units"),
         (all(need.workspace), "workspace"),
+        (all(need.transfers), "transfers to and from NVMe"),
         (all(need.staging), "the copy for a checkpoint"),
         (rest, "threads and heap"),
     ];
@@ -91,9 +97,10 @@ fn fits(ranks: u64, stage: u8, need: &RankBytes, overhead: Overhead, limits: &[L
     let parts: Vec<String> = parts.map(|(bytes, purpose)| format!("{} for {purpose}", HumanBytes(bytes))).collect();
     let what = if limit.kind == Kind::Memory { "memory" } else { "address space" };
     let Limit { name, free_bytes, .. } = limit;
+    let hint = if need.transfers == 0 { "--offload nvme:DIR, " } else { "" };
     Err(CliError::Usage(format!(
-        "{ranks} ranks at stage {stage} need {} of {what} ({}), but {name} has {} free; try a higher --stage, fewer \
-         --ranks or --threads, or a smaller --model, --micro-batch or --bucket-elems",
+        "{ranks} ranks at stage {stage} need {} of {what} ({}), but {name} has {} free; try {hint}a higher --stage, \
+         fewer --ranks or --threads, or a smaller --model, --micro-batch or --bucket-elems",
         HumanBytes(needed(limit.kind)),
         parts.join(", "),
         HumanBytes(*free_bytes),
@@ -105,8 +112,15 @@ mod tests {
     use super::*;
 
     const GIB: u64 = 1 << 30;
-    const NEED: RankBytes =
-        RankBytes { state: GIB, activations: GIB / 2, buckets: GIB / 4, gathered: 0, workspace: 0, staging: GIB / 4 };
+    const NEED: RankBytes = RankBytes {
+        state: GIB,
+        activations: GIB / 2,
+        buckets: GIB / 4,
+        gathered: 0,
+        workspace: 0,
+        transfers: 0,
+        staging: GIB / 4,
+    };
     const OVERHEAD: Overhead = Overhead { rank_bytes: 0, rank_address_bytes: GIB / 8 };
 
     fn limit(kind: Kind, free_bytes: u64) -> Limit {

@@ -26,6 +26,7 @@ mod utilization;
 mod validation;
 
 pub use args::TrainArgs;
+pub(super) use memory_check::rank_overhead_bytes;
 
 use super::CliError;
 use super::output::print_text;

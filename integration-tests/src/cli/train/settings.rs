@@ -12,7 +12,7 @@ use zero_shard::{Layout, ZeroStage};
 use super::args::TrainArgs;
 use super::schedule;
 use crate::cli::CliError;
-use crate::cli::offload::{self, Offloaded};
+use crate::cli::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
 use crate::config::{Batch, DsConfig, canonical};
 use crate::model::Pass;
 use crate::model::config::GptConfig;
@@ -148,7 +148,7 @@ pub(super) fn settings(
     let with_block = file.filter(|f| f.has_stage || base.stage.is_none());
     let checkpointing = checkpoints_activations(args, file, base);
     let run = Offloaded { stage, dtype, checkpointing };
-    let offload = offload::settings(&args.offload, with_block, &base.offload, run)?;
+    let offload = offload::settings(&args.offload, with_block, &base.offload, run, &mut notices)?;
     let (lr, hyper) = adam(args, file, base);
     let schedule = schedule::schedule(args, file, base, lr, shape.steps, &mut notices)?;
     let rules = OptimizerConfig::default()
@@ -247,9 +247,6 @@ fn adam(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> (f64, AdamHyp
     hyper.weight_decay = args.weight_decay.unwrap_or(hyper.weight_decay);
     (args.lr.unwrap_or(lr), hyper)
 }
-
-/// The least elements of one launch of the optimizer: 256 KiB of fp32. Smaller ones cost more than they update.
-const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
 
 fn sub_group(file: &DsConfig, notices: &mut Vec<String>) -> usize {
     let Some(elems) = file.zero.sub_group_elems else { return usize::MAX };
