@@ -777,11 +777,11 @@ impl ShardedAdamW<HostDevice> {
         })
     }
 
-    /// Bytes of state that were read from and written to the file on NVMe so far.
-    pub fn transferred_bytes(&self) -> [u64; 2] {
+    /// The scratch file of state on NVMe: its length, and the bytes read and written so far.
+    pub fn file_use(&self) -> Option<[u64; 3]> {
         match &self.state {
-            State::Resident(_) => [0; 2],
-            State::Tier(tier) => tier.transferred(),
+            State::Resident(_) => None,
+            State::Tier(tier) => tier.file_use(),
         }
     }
 

@@ -76,7 +76,7 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             download(&self.device, stream, memory, &mut out[at], limit)?;
         }
-        self.visit_range(stream, range, Access::Read, |device, at, values| match values {
+        self.visit_range(stream, range, Access::ReadOnly(range.kind), |device, at, values| match values {
             Values::Fp32(slice) => download(device, stream, slice.erase(), &mut out[at], limit),
             Values::Remainders(rest, elems) => {
                 let mut bits = vec![0u16; rest.len()];
@@ -148,12 +148,13 @@ impl<D: Device> ShardedAdamW<D> {
             self.visit(stream, state.clone(), access, |optim, piece| {
                 let (of_state, of_piece) = piece.overlap(&state);
                 let in_unit = of_unit.start + of_state.start..of_unit.start + of_state.end;
-                let piece = piece.slice(of_piece);
                 let values = match (kind, piece.masters) {
-                    (StateKind::FirstMoment, _) => Values::Fp32(piece.first_moment),
-                    (StateKind::SecondMoment, _) => Values::Fp32(piece.second_moment),
-                    (StateKind::Master, Masters::Fp32(masters)) => Values::Fp32(masters),
-                    (StateKind::Master, Masters::Remainders(rest)) => Values::Remainders(rest, in_unit.clone()),
+                    (StateKind::FirstMoment, _) => Values::Fp32(piece.first_moment.slice(of_piece)),
+                    (StateKind::SecondMoment, _) => Values::Fp32(piece.second_moment.slice(of_piece)),
+                    (StateKind::Master, Masters::Fp32(masters)) => Values::Fp32(masters.slice(of_piece)),
+                    (StateKind::Master, Masters::Remainders(rest)) => {
+                        Values::Remainders(rest.slice(of_piece), in_unit.clone())
+                    }
                     (StateKind::Master, Masters::Params) => return Ok(()),
                 };
                 Ok(run(&optim.device, in_unit.start - elems.start..in_unit.end - elems.start, values)?)

@@ -29,8 +29,8 @@ use zero_alloc::swap::{SwapFile, SwapLane, SwapOptions};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;
 
-use crate::OptimError;
 use crate::groups::Resolved;
+use crate::{OptimError, StateKind};
 
 /// Elements of a piece if the settings have no sub-groups.
 const PIECE_ELEMS: usize = 1 << 22;
@@ -78,6 +78,8 @@ setters!(OffloadOptions { home: StateHome, remainder: bool, bf16_moments: bool }
 pub(crate) enum Access {
     /// Reads them.
     Read,
+    /// Reads only the visited elements of one kind: pieces are those parts, whose other kinds have arbitrary values.
+    ReadOnly(StateKind),
     /// Reads and writes them.
     Update {
         /// Selects the random bits of stochastic rounding; `None` rounds to nearest.
@@ -142,8 +144,8 @@ pub(crate) trait StateTier<D: Device>: Send {
     /// Whether masters are kept as remainders.
     fn has_remainders(&self) -> bool;
 
-    /// Bytes read from and written to a file so far.
-    fn transferred(&self) -> [u64; 2];
+    /// The length of its file, and what was read and written so far.
+    fn file_use(&self) -> Option<[u64; 3]>;
 
     /// What is slower than requested, and why.
     fn notices(&self) -> Vec<String>;
@@ -167,8 +169,8 @@ impl<D: Device> StateTier<D> for Away {
         false
     }
 
-    fn transferred(&self) -> [u64; 2] {
-        [0; 2]
+    fn file_use(&self) -> Option<[u64; 3]> {
+        None
     }
 
     fn notices(&self) -> Vec<String> {
@@ -303,6 +305,62 @@ impl Pieces {
         Ok(Self { kernels, format, pieces, storage, wide, stream: stream.clone() })
     }
 
+    fn is_on_file(&self) -> bool {
+        !matches!(self.storage, Storage::Memory(_))
+    }
+
+    /// Visits the elements `part` of one kind of a piece on a file.
+    fn read_part(
+        &mut self,
+        stream: &HostStream,
+        index: usize,
+        part: Range<usize>,
+        kind: StateKind,
+        run: &mut dyn FnMut(&PieceState) -> Result<(), OptimError>,
+    ) -> Result<(), OptimError> {
+        let piece = &self.pieces[index];
+        let [masters, first, second] = self.format.parts(piece.state.len());
+        let (of_kind, width) = match kind {
+            StateKind::Master if self.format.master == 0 => return Ok(()),
+            StateKind::Master => (masters, self.format.master),
+            StateKind::FirstMoment => (first, self.format.moment),
+            StateKind::SecondMoment => (second, self.format.moment),
+        };
+        let start = of_kind.start + (part.start - piece.state.start) * width;
+        let (from, to) = (start / PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES, start + part.len() * width);
+        let elems = part.len();
+        let Storage::File(transfers) = &mut self.storage else { return Ok(()) };
+        let (buffer, bytes) = transfers.read(stream, piece, from..to.next_multiple_of(PIECE_ALIGN_BYTES))?;
+        let bytes = bytes.slice(start - from..to - from);
+        let (kernels, wide) = (&self.kernels, &self.wide);
+        let mut visit = || {
+            // SAFETY: as in `run`.
+            let wide = wide.as_ref().map(|[block, _]| unsafe { block.slice() }.slice(0..elems));
+            let values = match (kind, width, wide) {
+                (StateKind::Master, 2, _) => {
+                    let masters = Masters::Remainders(typed(bytes, elems));
+                    let empty = typed(bytes.slice(0..0), 0);
+                    return run(&PieceState {
+                        state: part.clone(),
+                        masters,
+                        first_moment: empty,
+                        second_moment: empty,
+                    });
+                }
+                (_, 2, Some(wide)) => {
+                    kernels.cast(stream, typed::<bf16>(bytes, elems).erase(), wide, 1.0)?;
+                    wide.typed()?
+                }
+                _ => typed::<f32>(bytes, elems),
+            };
+            let masters = Masters::Fp32(values);
+            run(&PieceState { state: part.clone(), masters, first_moment: values, second_moment: values })
+        };
+        let enqueued = visit();
+        transfers.buffers[buffer].free = Some(stream.record()?);
+        enqueued
+    }
+
     /// Enqueues operations of one piece, whose bytes are in memory. The moments are widened before and narrowed after.
     fn run(
         &self,
@@ -382,16 +440,21 @@ impl Transfers {
         Ok(Self { file, reads, writes, buffers, next: 0 })
     }
 
-    /// Enqueues reading a piece into the next buffer; `stream` waits for it. Returns the buffer's position and the bytes.
-    fn read(&mut self, stream: &HostStream, piece: &Placed, bytes: usize) -> Result<(usize, AnySlice), OptimError> {
+    /// Enqueues reading a range of a piece's bytes into the next buffer; `stream` waits for it. Returns the buffer's position and the bytes.
+    fn read(
+        &mut self,
+        stream: &HostStream,
+        piece: &Placed,
+        range: Range<usize>,
+    ) -> Result<(usize, AnySlice), OptimError> {
         let at = self.next;
         self.next = (at + 1) % self.buffers.len();
         let (buffer, (reads, lane)) = (&mut self.buffers[at], &self.reads);
         for before in buffer.free.iter().chain(&piece.written) {
             reads.wait(before)?;
         }
-        let bytes = buffer.bytes.slice(0..bytes);
-        lane.read(reads, &[(piece.at as u64, bytes)])?;
+        let bytes = buffer.bytes.slice(0..range.len());
+        lane.read(reads, &[((piece.at + range.start) as u64, bytes)])?;
         let read = reads.record()?;
         stream.wait(&read)?;
         buffer.free = Some(read);
@@ -424,6 +487,13 @@ impl StateTier<HostDevice> for Pieces {
                 break;
             }
             let (of_piece, at) = (self.pieces[index].state.clone(), self.pieces[index].at);
+            if let Access::ReadOnly(kind) = access
+                && self.is_on_file()
+            {
+                let part = state.start.max(of_piece.start)..state.end.min(of_piece.end);
+                self.read_part(stream, index, part, kind, run)?;
+                continue;
+            }
             let bytes = self.format.bytes(of_piece.len());
             match &mut self.storage {
                 Storage::Memory(block) => {
@@ -433,14 +503,14 @@ impl StateTier<HostDevice> for Pieces {
                 }
                 #[cfg(target_os = "linux")]
                 Storage::File(transfers) => {
-                    let (buffer, bytes) = transfers.read(stream, &self.pieces[index], bytes)?;
+                    let (buffer, bytes) = transfers.read(stream, &self.pieces[index], 0..bytes)?;
                     let enqueued = self.run(stream, &of_piece, bytes, access, run);
                     let Storage::File(transfers) = &mut self.storage else { continue };
                     let free = &mut transfers.buffers[buffer].free;
                     // Also after an error: some operations may be enqueued.
                     *free = Some(stream.record()?);
                     enqueued?;
-                    if access != Access::Read {
+                    if matches!(access, Access::Update { .. }) {
                         let written = transfers.write(stream, &mut self.pieces[index], bytes)?;
                         transfers.buffers[buffer].free = Some(written);
                     }
@@ -454,11 +524,14 @@ impl StateTier<HostDevice> for Pieces {
         self.format.master == size_of::<i16>()
     }
 
-    fn transferred(&self) -> [u64; 2] {
+    fn file_use(&self) -> Option<[u64; 3]> {
         match &self.storage {
-            Storage::Memory(_) => [0; 2],
+            Storage::Memory(_) => None,
             #[cfg(target_os = "linux")]
-            Storage::File(transfers) => [transfers.file.read_bytes(), transfers.file.written_bytes()],
+            Storage::File(transfers) => {
+                let file = &transfers.file;
+                Some([file.bytes(), file.read_bytes(), file.written_bytes()])
+            }
         }
     }
 

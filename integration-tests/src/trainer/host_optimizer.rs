@@ -25,6 +25,7 @@ use zero_optim::{
 
 use super::exchange::RankExchange;
 use super::host_params::{HostParams, SharedParams};
+use super::metrics::NvmeBytes;
 use super::offload::{Home, OffloadSettings};
 use super::rank::Rank;
 use super::stage::{StepInputs, optimizer_of};
@@ -368,10 +369,12 @@ impl<D: Device> HostOptimizer<D> {
         Ok(self.stream.synchronize(rank.settings.host_limit())?)
     }
 
-    /// Bytes read from and written to scratch files so far.
-    pub(super) fn transferred_bytes(&self) -> [u64; 2] {
-        let (state, params) = (self.optimizer.transferred_bytes(), self.params.lock().transferred_bytes());
-        [state[0] + params[0], state[1] + params[1]]
+    /// The scratch files: their length, and what was read and written so far; `None` if there are none.
+    pub(super) fn nvme(&self) -> Option<NvmeBytes> {
+        let [state, params] = [self.optimizer.file_use(), self.params.lock().file_use()];
+        let sum = |i: usize| state.map_or(0, |f| f[i]) + params.map_or(0, |f| f[i]);
+        let bytes = || NvmeBytes { file_bytes: sum(0), read_bytes: sum(1), written_bytes: sum(2) };
+        state.or(params).map(|_| bytes())
     }
 }
 

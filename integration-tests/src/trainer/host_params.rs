@@ -119,11 +119,6 @@ impl<D: Device> HostParams<D> {
         Ok(true)
     }
 
-    /// Whether the unit was updated and not delivered.
-    pub(super) fn is_updated(&self, unit: usize) -> bool {
-        self.updated[unit].is_some()
-    }
-
     /// Calls `run` with the parameters of `unit`, for operations on the update's stream that write all of them if
     /// `overwritten`, and otherwise may read them.
     pub(super) fn update(
@@ -166,19 +161,14 @@ impl<D: Device> HostParams<D> {
         }
     }
 
-    /// Bytes read from and written to the file so far.
-    pub(super) fn transferred_bytes(&self) -> [u64; 2] {
+    /// The file's length, and what was read and written so far.
+    pub(super) fn file_use(&self) -> Option<[u64; 3]> {
         match &self.place {
-            Place::OnFile(on_file) => [on_file.file.read_bytes(), on_file.file.written_bytes()],
-            _ => [0; 2],
-        }
-    }
-
-    /// Bytes of the file.
-    pub(super) fn file_bytes(&self) -> u64 {
-        match &self.place {
-            Place::OnFile(on_file) => on_file.file.bytes(),
-            _ => 0,
+            Place::OnFile(on_file) => {
+                let file = &on_file.file;
+                Some([file.bytes(), file.read_bytes(), file.written_bytes()])
+            }
+            _ => None,
         }
     }
 

@@ -44,6 +44,9 @@ pub struct StepMetrics {
     /// The wall time by part, if it was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub breakdown: Option<Breakdown>,
+    /// Scratch files, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nvme: Option<NvmeBytes>,
     /// The evaluation after this step, which is not part of `step_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
@@ -105,6 +108,17 @@ impl CommBytes {
     }
 }
 
+/// Bytes of scratch files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NvmeBytes {
+    /// Length of the files.
+    pub file_bytes: u64,
+    /// Bytes read in this step; transfers behind the update count in the step in which they end.
+    pub read_bytes: u64,
+    /// Bytes written in this step.
+    pub written_bytes: u64,
+}
+
 /// Bytes held, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryBytes {
@@ -127,6 +141,9 @@ pub struct MemoryBytes {
     pub peak_bytes: u64,
     /// Bytes that the pool has allocated from the device.
     pub reserved_bytes: u64,
+    /// Host memory of offloaded state and its transfers; on the host it is part of the figures above.
+    #[serde(default)]
+    pub host_bytes: u64,
 }
 
 impl From<&Report> for MemoryBytes {
@@ -143,11 +160,31 @@ impl From<&Report> for MemoryBytes {
             staging_bytes: 0,
             peak_bytes: report.total.peak_bytes as u64,
             reserved_bytes: report.reserved_bytes as u64,
+            host_bytes: 0,
         }
     }
 }
 
 impl MemoryBytes {
+    /// Adds the pools of host memory; `on_host` if the rank's own memory is the host's.
+    pub(super) fn with_host(self, pools: &[Report], on_host: bool) -> Self {
+        let host_bytes = pools.iter().map(|report| report.total.peak_bytes as u64).sum();
+        let pools = if on_host { pools } else { &[] };
+        let sum = pools.iter().map(Self::from).fold(self, |a, b| Self {
+            params_bytes: a.params_bytes + b.params_bytes,
+            grads_bytes: a.grads_bytes + b.grads_bytes,
+            optimizer_bytes: a.optimizer_bytes + b.optimizer_bytes,
+            buckets_bytes: a.buckets_bytes + b.buckets_bytes,
+            activations_bytes: a.activations_bytes + b.activations_bytes,
+            workspace_bytes: a.workspace_bytes + b.workspace_bytes,
+            staging_bytes: a.staging_bytes,
+            peak_bytes: a.peak_bytes + b.peak_bytes,
+            reserved_bytes: a.reserved_bytes + b.reserved_bytes,
+            host_bytes,
+        });
+        Self { host_bytes, ..sum }
+    }
+
     /// Adds `staging_bytes` of host memory; `on_host` if that is the memory of the rank.
     pub(super) fn with_staging(self, staging_bytes: u64, on_host: bool) -> Self {
         let peak_bytes = self.peak_bytes + if on_host { staging_bytes } else { 0 };

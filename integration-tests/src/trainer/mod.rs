@@ -35,7 +35,7 @@ pub use breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
 pub use exchange::RankExchange;
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
 pub use memory_trace::{MemoryPoint, MemoryTrace};
-pub use metrics::{CommBytes, MemoryBytes, OverlapMs, StepMetrics};
+pub use metrics::{CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics};
 pub use offload::{Home, OffloadSettings, StateFormat};
 pub use rank::Settings;
 pub use rank_bytes::{RankBytes, piece_elems};

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use zero_alloc::device::{Device, DeviceKind, Stream};
+use zero_alloc::Pool;
+use zero_alloc::device::{Device, Stream};
 use zero_alloc::host::OpSpan;
 use zero_ckpt::Reader;
 use zero_comm::overlap::Overlap;
@@ -17,7 +18,7 @@ use super::exchange::RankExchange;
 use super::flags::{self, Flags};
 use super::host_optimizer::Optimizer;
 use super::memory_trace::{MemoryRecord, live};
-use super::metrics::{CommBytes, MemoryBytes, StepMetrics};
+use super::metrics::{CommBytes, MemoryBytes, NvmeBytes, StepMetrics};
 use super::phase::{self, Phased, run_in};
 use super::rank::Rank;
 use super::recorder::{Part, Recorder};
@@ -168,6 +169,7 @@ impl<D: Device> Runner<'_, D> {
             backing_allocations: [0; 2],
             last_spans: Vec::new(),
             memory: None,
+            nvme: None,
         };
         let mut memory = MemoryRecord::default();
         let end = rank.timeline.now();
@@ -236,6 +238,7 @@ impl<D: Device> Runner<'_, D> {
         stage.synchronize(rank)?;
         // The update of the last step.
         summary.last_spans.extend(rank.timeline.take());
+        summary.nvme = stage.optimizer().on_host().and_then(|host| host.nvme());
         let backings = rank.pool.report().backing_allocations;
         summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
         if options.log_memory && summary.last.is_some() {
@@ -270,6 +273,9 @@ impl<D: Device> Runner<'_, D> {
         let grad_accum_steps = rank.settings.grad_accum_steps;
         let (start, done) = (rank.timeline.now(), before.steps);
         let sent = rank.comm.traffic() + recorder.sent();
+        let host_pools = [&rank.host.plain, &rank.host.pinned];
+        host_pools.iter().for_each(|pool| pool.reset_peaks());
+        let on_file = stage.optimizer().on_host().and_then(|host| host.nvme());
         rank.pool.reset_peaks();
         if options.log_memory {
             rank.pool.record_changes();
@@ -314,10 +320,13 @@ impl<D: Device> Runner<'_, D> {
         let (spans, end) = (rank.timeline.take(), rank.timeline.now());
         let of_training =
             |s: &OpSpan| *s.stream != *host && ![phase::CHECKPOINT, phase::VALIDATION].contains(&s.phase);
-        let named = spans.into_iter().filter(|s| names.contains(&&*s.stream));
-        let (mut spans, others): (Vec<_>, Vec<_>) = named.partition(of_training);
+        let (named, of_offload): (Vec<_>, Vec<_>) = spans.into_iter().partition(|s| names.contains(&&*s.stream));
+        let (mut spans, others): (Vec<_>, Vec<_>) = named.into_iter().partition(of_training);
         let overlap = Overlap::of(&spans, tracks.comm);
         spans.extend(others);
+        // The host's update and its transfers.
+        let own = format!("rank {} ", rank.comm.rank());
+        spans.extend(of_offload.into_iter().filter(|span| span.stream.starts_with(&own)));
         let step_ms = end.saturating_sub(start).as_secs_f64() * 1e3;
         let breakdown = options.breakdown.then(|| Breakdown::of(&spans, &tracks, before.end..end));
         let changes = rank.pool.take_changes().into_iter();
@@ -339,7 +348,15 @@ impl<D: Device> Runner<'_, D> {
             tokens_per_s: tokens as f64 / step_ms * 1e3,
             comm_bytes: CommBytes::from((rank.comm.traffic() + recorder.sent()).since(sent)),
             memory: MemoryBytes::from(&rank.pool.report())
-                .with_staging(staging_bytes, rank.pool.device().kind() == DeviceKind::Host),
+                .with_host(&host_pools.map(Pool::report), rank.is_host())
+                .with_staging(staging_bytes, rank.is_host()),
+            nvme: stage.optimizer().on_host().and_then(|host| host.nvme()).zip(on_file).map(|(now, before)| {
+                NvmeBytes {
+                    read_bytes: now.read_bytes - before.read_bytes,
+                    written_bytes: now.written_bytes - before.written_bytes,
+                    ..now
+                }
+            }),
             overlap: overlap.into(),
             tokens_seen: before.tokens,
             eta_s: options.steps.saturating_sub(before.steps) as f64 * before.step_s,

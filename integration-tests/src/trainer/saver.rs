@@ -3,6 +3,8 @@
 //! A save starts by copying this rank's state into the staging buffer, on the compute stream and so after the step. A
 //! worker writes and syncs the file. In every step the ranks exchange whether they are ready to advance the save.
 //! When all are, the save advances without waiting for a disk; a failure is reported then, on all ranks.
+//!
+//! State on NVMe is not copied: training waits while it is streamed into the file.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,10 +22,20 @@ use crate::error::TrainError;
 
 /// Saves of one rank into one directory.
 pub(super) struct Saver {
-    background: BackgroundStore,
+    store: Saves,
     dir: PathBuf,
     newest: Option<PathBuf>,
     best: Option<PathBuf>,
+}
+
+enum Saves {
+    Background(BackgroundStore),
+    Streamed(Store),
+}
+
+fn states() -> Vec<StateSpec> {
+    let spec = |kind: StateKind| StateSpec { name: kind.name().to_owned(), dtype: StateDtype::F32 };
+    StateKind::ALL.map(spec).to_vec()
 }
 
 impl Saver {
@@ -33,15 +45,16 @@ impl Saver {
         // Checked here so that a wrong directory fails at the start of training and not at the first save.
         store.check_runs()?;
         store.check_model(&ModelSpec::from(&*rank.layout))?;
-        let spec = |kind: StateKind| StateSpec { name: kind.name().to_owned(), dtype: StateDtype::F32 };
-        let states = StateKind::ALL.map(spec).to_vec();
-        let background = BackgroundStore::new(store, Arc::clone(&rank.layout), states, 1)?;
-        Ok(Self { background, dir: dir.to_owned(), newest: None, best: None })
+        let store = match rank.settings.offload.has_files() {
+            true => Saves::Streamed(store),
+            false => Saves::Background(BackgroundStore::new(store, Arc::clone(&rank.layout), states(), 1)?),
+        };
+        Ok(Self { store, dir: dir.to_owned(), newest: None, best: None })
     }
 
     /// Bytes of the staging buffer, in host memory.
     pub(super) fn staging_bytes(&self) -> u64 {
-        self.background.staging_bytes()
+        self.background().map_or(0, |background| background.staging_bytes())
     }
 
     /// Begins a save; `copy` fills every slot. A save in progress is completed first.
@@ -49,26 +62,42 @@ impl Saver {
         &mut self,
         rank: &Rank<D>,
         meta: SaveMeta,
-        copy: impl FnMut(StagingSlice<'_>) -> Result<(), TrainError>,
+        mut copy: impl FnMut(StagingSlice<'_>) -> Result<(), TrainError> + Send,
     ) -> Result<(), TrainError> {
         self.complete(rank)?;
-        let begun = self.background.begin(meta, |slots| {
-            slots.into_iter().try_for_each(copy).map_err(|e| e.to_string())?;
-            Ok(Box::new(|| Ok(())))
-        });
-        Ok(begun?)
+        match &mut self.store {
+            Saves::Background(background) => Ok(background.begin(meta, |slots| {
+                slots.into_iter().try_for_each(copy).map_err(|e| e.to_string())?;
+                Ok(Box::new(|| Ok(())))
+            })?),
+            Saves::Streamed(store) => {
+                let fill = |slot: StagingSlice<'_>| copy(slot).map_err(|e| e.to_string());
+                let staged = store.stage_streamed(meta.step, &rank.layout, states(), fill);
+                let published = store.finish(&meta, &rank.layout, staged, &mut RankExchange::of(rank))?;
+                self.published(&published);
+                Ok(())
+            }
+        }
+    }
+
+    fn background(&self) -> Option<&BackgroundStore> {
+        match &self.store {
+            Saves::Background(background) => Some(background),
+            Saves::Streamed(_) => None,
+        }
     }
 
     /// Whether this rank can advance the save in progress without waiting.
     pub(super) fn ready(&mut self) -> bool {
-        self.background.ready()
+        self.background().is_some_and(BackgroundStore::ready)
     }
 
     /// Advances the save in progress (records of the staged files, then the result of the publication by rank 0's worker). Collective;
     /// all ranks must be ready.
     pub(super) fn advance<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        if self.background.in_flight() > 0
-            && let Some(published) = self.background.advance(&mut RankExchange::of(rank))?
+        if let Saves::Background(background) = &mut self.store
+            && background.in_flight() > 0
+            && let Some(published) = background.advance(&mut RankExchange::of(rank))?
         {
             self.published(&published);
         }
@@ -77,8 +106,10 @@ impl Saver {
 
     /// Waits until a save in progress is published. Collective.
     pub(super) fn complete<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        if self.background.in_flight() > 0 {
-            let published = self.background.complete(&mut RankExchange::of(rank))?;
+        if let Saves::Background(background) = &mut self.store
+            && background.in_flight() > 0
+        {
+            let published = background.complete(&mut RankExchange::of(rank))?;
             self.published(&published);
         }
         Ok(())

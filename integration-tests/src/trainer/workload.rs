@@ -13,7 +13,7 @@ use zero_ckpt::StoreOptions;
 use zero_shard::UnitSpec;
 
 use super::memory_trace::MemoryTrace;
-use super::metrics::StepMetrics;
+use super::metrics::{NvmeBytes, StepMetrics};
 use super::validation::{Best, ValidationOptions};
 use crate::data::BatchAt;
 use crate::error::TrainError;
@@ -132,4 +132,6 @@ pub struct RankSummary {
     pub last_spans: Vec<OpSpan>,
     /// The memory over the last step, if it was logged.
     pub memory: Option<MemoryTrace>,
+    /// Scratch files, with the bytes of the whole run; `None` if there were none.
+    pub nvme: Option<NvmeBytes>,
 }

@@ -32,7 +32,7 @@ use crate::{CkptError, Exchange, SaveMeta, ShardData, StateSpec, Store};
 /// memory and waits for an event for a device.
 pub type Fence = Box<dyn FnOnce() -> Result<(), String> + Send>;
 
-/// A part of the staging buffer: elements of one unit of one state, without padding.
+/// A part of the staging buffer, or of the buffer of [`Store::stage_streamed`]: elements of one unit of one state, without padding.
 #[non_exhaustive]
 pub struct StagingSlice<'a> {
     /// The state.

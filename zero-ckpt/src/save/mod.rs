@@ -7,3 +7,4 @@ pub(crate) mod import;
 pub(crate) mod replace;
 pub(crate) mod shard_data;
 pub(crate) mod store;
+mod streamed;

@@ -20,9 +20,11 @@ use zero_shard::Layout;
 
 use super::agreement::{PublishedCheckpoint, StagedFile, staged_name};
 use super::assemble::{SaveMeta, encode_documents, manifest_of};
+use super::background::StagingSlice;
 use super::replace;
+use super::streamed::Streamed;
 use crate::exchange::shorten;
-use crate::format::blocks::{FileLayout, checksum};
+use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
 use crate::format::catalog::{
     self, BEST, Entry, LATEST, STAGING, backup_of, pointer_line, random, random_number, step_name, step_of,
 };
@@ -243,6 +245,27 @@ impl Store {
             return Err(CkptError::argument("rank of the shard", self.rank, shard.rank()));
         }
         self.stage_source(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source())
+    }
+
+    /// As [`Store::stage`], with state that is not in memory as a whole: `fill` writes the bytes of each slice, which lie
+    /// in a buffer of the file's writer. Slices come in any order, one at a time, and cover all elements of `states`.
+    ///
+    /// # Errors
+    /// As [`Store::stage`], or the message of `fill` as [`CkptError::Snapshot`].
+    pub fn stage_streamed(
+        &self,
+        step: u64,
+        layout: &Layout,
+        mut states: Vec<StateSpec>,
+        fill: impl FnMut(StagingSlice<'_>) -> Result<(), String> + Send,
+    ) -> Result<StagedFile, CkptError> {
+        states.sort_by_key(file_order);
+        let source = Streamed::new(layout, self.rank, &states, fill);
+        let staged = self.stage_source(step, layout, states.clone(), shard_pieces(layout, self.rank)?, &source);
+        match source.into_failure() {
+            Some(message) => Err(CkptError::Snapshot { message }),
+            None => staged,
+        }
     }
 
     /// Stages a file with the state bytes of `source`.

@@ -4,12 +4,15 @@ use std::fmt::Write;
 
 use indicatif::{HumanBytes, HumanCount};
 use zero_optim::LossScaling;
+use zero_shard::StateBytes;
 
 use super::memory_limits::resident_peak_bytes;
 use super::run_setup::RunSetup;
 use super::utilization::Utilization;
 use crate::cli::output::counted;
-use crate::trainer::{Breakdown, CommBytes, MemoryBytes, MemoryTrace, RankSummary, StepMetrics, Validation};
+use crate::trainer::{
+    Breakdown, CommBytes, Home, MemoryBytes, MemoryTrace, NvmeBytes, RankSummary, StepMetrics, Validation,
+};
 
 /// The figures of the run.
 pub(super) fn closing(
@@ -108,6 +111,14 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         |stage| settings.groups.resolve(&setup.layout).ok()?.state_bytes(&setup.layout, stage, &settings.widths());
     let (Some(formula), stage0) = (formula(settings.stage), formula(zero_shard::ZeroStage::Zero)) else { return };
     let stage0 = stage0.map(|state| state.total_bytes());
+    // What is in memory.
+    let offload = &settings.offload;
+    let kept = |home: &Home, bytes: u64| if matches!(home, Home::Nvme(_)) { 0 } else { bytes };
+    let formula = StateBytes {
+        params_bytes: kept(&offload.params, formula.params_bytes),
+        optimizer_bytes: kept(&offload.optimizer, formula.optimizer_bytes),
+        ..formula
+    };
     let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
     let range = |of: Field<'_>| {
         let (least, most) = (held.iter().map(of).min().unwrap_or(0), held.iter().map(of).max().unwrap_or(0));
@@ -116,7 +127,9 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     };
     let n = setup.ranks;
     let who = if held.len() == n { format!("each of {}", counted(n as u64, "rank")) } else { "rank 0".to_owned() };
-    let peak = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak);
+    // The trace has no offloaded state.
+    let trace = ranks.first().and_then(|rank| rank.memory.as_ref()).filter(|_| !offload.updates_on_host());
+    let peak = trace.and_then(MemoryTrace::peak);
     let heading = if peak.is_some() { format!(" {:>12}", "at the peak") } else { String::new() };
     let held_by = format!("held by {who}");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
@@ -151,6 +164,7 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
             staging_bytes,
             peak_bytes,
             reserved_bytes,
+            host_bytes: 0,
         }
     });
     // The ranks may differ; then the columns are wider.
@@ -161,14 +175,27 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         let formula = formula.map_or("-".to_owned(), bytes);
         let _ = writeln!(out, "  {name:<24} {:>width$} {formula:>12}{at_peak}", range(of));
     }
-    if let Some(moment) = ranks.first().and_then(|rank| rank.memory.as_ref()).and_then(MemoryTrace::peak_moment) {
+    if let Some(moment) = trace.and_then(MemoryTrace::peak_moment) {
         let _ = writeln!(out, "  (the peak is rank 0's in its last step, {moment})");
     }
     if let (Some(process), None) = (resident_peak_bytes(), &setup.device) {
         let _ = writeln!(out, "  (this process held at most {})", bytes(process));
     }
+    if let Some(host) = held.first().filter(|m| m.host_bytes > 0 && setup.device.is_some()) {
+        let _ = writeln!(out, "  in host memory, at most  {:>width$}", bytes(host.host_bytes));
+    }
+    let files = ranks.first().and_then(|rank| rank.last.as_ref()).and_then(|last| last.nvme);
+    if let Some(NvmeBytes { file_bytes, read_bytes, written_bytes }) = files {
+        let _ = writeln!(
+            out,
+            "  on NVMe                  {:>width$}   (the last step read {} and wrote {})",
+            bytes(file_bytes),
+            bytes(read_bytes),
+            bytes(written_bytes)
+        );
+    }
     if let (Some(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
-        let ours = formula.total_bytes().max(1);
+        let ours = (formula.total_bytes() + files.map_or(0, |files| files.file_bytes)).max(1);
         let _ = writeln!(out, "  (stage 0 would hold {}: {:.2} x)", bytes(stage0), stage0 as f64 / ours as f64);
     }
 }

@@ -1,0 +1,125 @@
+//! The state bytes of a file, read piece by piece while the file is written.
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use zero_shard::Layout;
+
+use super::background::StagingSlice;
+use crate::StateSpec;
+use crate::format::runs::runs;
+use crate::io::parallel::Source;
+
+/// Contiguous elements of one unit of one state.
+struct Part {
+    state: usize,
+    unit: usize,
+    in_shard: Range<u64>,
+    /// Their first byte in the file's state.
+    start: u64,
+}
+
+/// State that a function reads.
+pub(super) struct Streamed<'a, F> {
+    states: &'a [StateSpec],
+    parts: Vec<Part>,
+    len: u64,
+    /// The function, until it fails, and its error.
+    fill: Mutex<(F, Option<String>)>,
+}
+
+impl<'a, F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Streamed<'a, F> {
+    /// `states` are in the order of the file.
+    pub(super) fn new(layout: &Layout, rank: u64, states: &'a [StateSpec], fill: F) -> Self {
+        let (mut parts, mut len) = (Vec::new(), 0);
+        for (state, spec) in states.iter().enumerate() {
+            for (unit, placed) in layout.units().iter().enumerate() {
+                for run in runs(placed, rank) {
+                    let part = Part { state, unit, in_shard: run.in_shard(), start: len };
+                    len += (part.in_shard.end - part.in_shard.start) * spec.dtype.bytes();
+                    parts.push(part);
+                }
+            }
+        }
+        Self { states, parts, len, fill: Mutex::new((fill, None)) }
+    }
+
+    /// The error of the function.
+    pub(super) fn into_failure(self) -> Option<String> {
+        self.fill.into_inner().unwrap_or_else(PoisonError::into_inner).1
+    }
+}
+
+impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Source for Streamed<'_, F> {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()> {
+        let mut fill = self.fill.lock().unwrap_or_else(PoisonError::into_inner);
+        let (fill, failure) = &mut *fill;
+        if failure.is_some() {
+            return Err(io::ErrorKind::Other.into());
+        }
+        let (mut at, mut rest) = (start, out);
+        let first = self.parts.partition_point(|part| part.start <= start).saturating_sub(1);
+        for part in &self.parts[first..] {
+            if rest.is_empty() {
+                break;
+            }
+            let (state, width) = (&self.states[part.state], self.states[part.state].dtype.bytes());
+            let skipped = (at - part.start) / width;
+            let elems = (part.in_shard.end - part.in_shard.start - skipped).min(rest.len() as u64 / width);
+            let (bytes, later) = rest.split_at_mut((elems * width) as usize);
+            let from = part.in_shard.start + skipped;
+            let slice = StagingSlice { state, unit: part.unit, in_shard: from..from + elems, bytes };
+            if let Err(message) = fill(slice) {
+                *failure = Some(message);
+                return Err(io::ErrorKind::Other.into());
+            }
+            (at, rest) = (at + elems * width, later);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zero_shard::{ParamSpec, UnitSpec};
+
+    use super::*;
+    use crate::StateDtype;
+
+    /// Any range of the bytes is that of the whole.
+    #[test]
+    fn ranges_are_parts_of_the_whole() {
+        let unit = |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
+        let layout = Layout::new(&[unit("a", 5), unit("b", 0), unit("c", 9)], 2, 4).unwrap();
+        let spec = |name: &str, dtype| StateSpec { name: name.into(), dtype };
+        let states = [spec("x", StateDtype::F32), spec("y", StateDtype::BF16)];
+        let fill = |slice: StagingSlice<'_>| {
+            let width = slice.state.dtype.bytes() as usize;
+            for (elem, bytes) in slice.in_shard.zip(slice.bytes.chunks_exact_mut(width)) {
+                bytes.fill((elem + 16 * slice.unit as u64 + 64 * (width as u64 - 2)) as u8);
+            }
+            Ok(())
+        };
+        for rank in 0..2 {
+            let source = Streamed::new(&layout, rank, &states, fill);
+            let mut whole = vec![0; source.len() as usize];
+            source.fill(0, &mut whole).unwrap();
+            // A range starts and ends between elements of every width.
+            for start in (0..whole.len()).step_by(4) {
+                for end in (start..whole.len()).step_by(4) {
+                    let mut part = vec![0; end - start];
+                    source.fill(start as u64, &mut part).unwrap();
+                    assert_eq!(part, whole[start..end]);
+                }
+            }
+        }
+        let failing = Streamed::new(&layout, 0, &states, |_: StagingSlice<'_>| Err("unplugged".to_owned()));
+        assert!(failing.fill(0, &mut [0; 4]).is_err());
+        assert_eq!(failing.into_failure().as_deref(), Some("unplugged"));
+    }
+}
