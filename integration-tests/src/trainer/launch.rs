@@ -106,6 +106,14 @@ pub fn run_on_cuda(
     let timeline = Timeline::new();
     let (host_timeline, threads) = (timeline.clone(), std::thread::available_parallelism().map_or(1, usize::from));
     let device = if record { device.clone().with_timeline(timeline.clone()) } else { device.clone() };
+    let (pinned, mut warned) = (PinnedMemory::new(&device), false);
+    // After the first step, which has allocated all memory of the run.
+    let mut observe = |metrics: &StepMetrics| {
+        if !std::mem::replace(&mut warned, true) {
+            pinned.notices().iter().for_each(|notice| tracing::warn!("{notice}"));
+        }
+        observe(metrics)
+    };
     let make = |comm, layout| {
         Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, compute| {
             let kernels = CudaKernels::new(device)?;
@@ -117,7 +125,7 @@ pub fn run_on_cuda(
             Ok((Arc::new(kernels), HostSide::new(&host, memory, Some(capture), of_host)?))
         })
     };
-    run_caught(&comm, make, workload, options, observe)
+    run_caught(&comm, make, workload, options, &mut observe)
 }
 
 /// Creates a rank and trains; a failure or panic aborts the communicator.

@@ -9,6 +9,8 @@ use parking_lot::Mutex;
 
 use super::clock::Clock;
 use super::driver::{Code, Context, Driver, Pages, Queue, Shareable};
+use super::pageable;
+use super::pinned::Pins;
 use super::poll::Deadline;
 use super::staging::Staging;
 use super::{CudaEvent, CudaStream, Module};
@@ -28,6 +30,7 @@ struct Shared {
     arch: (u32, u32),
     pages: Option<Pages>,
     staging: Staging,
+    pins: Arc<Pins>,
 }
 
 /// The kind of memory that pools of a device use.
@@ -92,7 +95,8 @@ impl CudaDevice {
         let paged = context.has(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
         let pages = if paged { Some(Pages::new(&context)?) } else { None };
         let (name, staging) = (context.name()?, Staging::new(&context)?);
-        let shared = Arc::new(Shared { context, name, arch, pages, staging });
+        let pins = Arc::new(Pins::new(&context));
+        let shared = Arc::new(Shared { context, name, arch, pages, staging, pins });
         Ok(Self { shared, kind: Kind::Pages, recorder: None })
     }
 
@@ -185,6 +189,10 @@ impl CudaDevice {
         &self.shared.context
     }
 
+    pub(super) fn pins(&self) -> &Arc<Pins> {
+        &self.shared.pins
+    }
+
     pub(super) fn stream_on(&self, queue: Queue, name: &str) -> Result<CudaStream, DeviceError> {
         let Some(recorder) = &self.recorder else { return Ok(CudaStream::new(name, queue, None)) };
         let mut clock = recorder.clock.lock();
@@ -251,7 +259,8 @@ unsafe impl Device for CudaDevice {
         self.stream_on(Queue::new(&self.shared.context)?, name)
     }
 
-    /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory.
+    /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory. What the system refused to pin
+    /// is copied through a pinned buffer by a host operation of the stream.
     fn copy(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
         stream.check_device("copy, stream", self.id())?;
@@ -259,6 +268,10 @@ unsafe impl Device for CudaDevice {
             if slice.device() != DeviceId::PINNED {
                 slice.check_device(what, self.id())?;
             }
+        }
+        if pageable::contains(src) || pageable::contains(dst) {
+            stream.refuse_in_capture("copy of memory that is not pinned")?;
+            return stream.labelled("copy", || self.shared.staging.copy_pageable(stream, src.bytes(), dst.bytes()));
         }
         stream.labelled("copy", || stream.queue().copy(src, dst))
     }

@@ -9,7 +9,7 @@
 //! - [`CudaDevice`]: memory (pages or backings), streams, copies, modules.
 //! - [`CudaStream`], [`CudaEvent`]: order. [`CudaStream::labelled`] names operations in errors and timelines.
 //! - [`Module`], [`Function`]: kernels. [`Graph`]: a recorded sequence of operations, enqueued as one.
-//! - [`PinnedMemory`]: host memory that the device accesses directly.
+//! - [`PinnedMemory`]: host memory that the device accesses directly. [`bind_to_node`]: cores near the device.
 //! - [`interop`]: conversion from and to a framework's raw handles.
 
 mod clock;
@@ -19,6 +19,8 @@ mod event;
 mod graph;
 pub mod interop;
 mod module;
+mod numa;
+mod pageable;
 mod pinned;
 mod poll;
 mod staging;
@@ -29,5 +31,6 @@ pub use device::CudaDevice;
 pub use event::CudaEvent;
 pub use graph::Graph;
 pub use module::{Function, Module};
+pub use numa::bind_to_node;
 pub use pinned::PinnedMemory;
 pub use stream::CudaStream;

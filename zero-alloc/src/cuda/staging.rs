@@ -4,6 +4,9 @@
 //! before: behind a collective whose peer needs those locks it deadlocks. So bytes go through pinned buffers, and the
 //! host polls.
 //!
+//! Memory of [`PinnedMemory`](super::PinnedMemory) that could not be pinned has one more buffer for each device, which all
+//! streams use in turn: host operations copy between it and the memory, so that the host does not wait.
+//!
 //! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer whose copy exceeded
 //! its limit becomes free when the point is reached; if it is still in flight on drop, it is leaked.
 
@@ -85,12 +88,14 @@ impl Drop for Buffer {
 pub(super) struct Staging {
     context: Arc<Context>,
     free: Mutex<Vec<Buffer>>,
+    /// The buffer of pageable memory, with the last copy through it.
+    through: Mutex<Option<Buffer>>,
 }
 
 impl Staging {
     /// Allocates the first buffers now, because allocating pinned memory later may wait for the whole device.
     pub(super) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
-        let staging = Self { context: Arc::clone(context), free: Mutex::default() };
+        let staging = Self { context: Arc::clone(context), free: Mutex::default(), through: Mutex::default() };
         drop(staging.acquire()?);
         Ok(staging)
     }
@@ -135,6 +140,39 @@ impl Staging {
         acquired.buffers.iter_mut().try_for_each(|buffer| buffer.settle(stream, &mut deadline))
     }
 
+    /// Enqueues a copy of `src` to `dst`, of the same length; one or both are pageable memory with the id of pinned memory.
+    pub(super) fn copy_pageable(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+        let (from_host, to_host) = (src.device() == DeviceId::PINNED, dst.device() == DeviceId::PINNED);
+        if from_host && to_host {
+            return copy_on_host(stream, src, dst);
+        }
+        let mut through = self.through.lock();
+        let buffer = match &mut *through {
+            Some(buffer) if !buffer.lost => buffer,
+            // A lost buffer is leaked.
+            other => other.insert(Buffer::new(&self.context)?),
+        };
+        // A copy waits only for copies that were enqueued before it, so copies never wait for one another.
+        if let Some(point) = &buffer.busy {
+            stream.queue().wait(point)?;
+        }
+        buffer.lost = true;
+        for start in (0..src.len()).step_by(BUFFER_BYTES) {
+            let range = start..src.len().min(start + BUFFER_BYTES);
+            let (staged, src, dst) = (buffer.slice(range.len()), src.slice(range.clone()), dst.slice(range));
+            if from_host {
+                copy_on_host(stream, src, staged)?;
+                stream.queue().copy(staged, dst)?;
+            } else {
+                stream.queue().copy(src, staged)?;
+                copy_on_host(stream, staged, dst)?;
+            }
+        }
+        buffer.busy = Some(stream.queue().record(false)?);
+        buffer.lost = false;
+        Ok(())
+    }
+
     /// Copies `src` to `dst`, of the same length, in the order of `stream`, and waits.
     pub(super) fn download(
         &self,
@@ -167,6 +205,15 @@ impl Staging {
         }
         Ok(())
     }
+}
+
+/// Enqueues a copy between slices of host memory of the same length, by a thread of the driver.
+fn copy_on_host(stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+    stream.queue().call_host(Box::new(move || {
+        // SAFETY: host memory by the ids of the slices or because it is a buffer of this module, of equal lengths and
+        // apart (`check_copy`); the makers of the slices promised validity and order while the operation runs.
+        unsafe { dst.as_ptr().copy_from_nonoverlapping(src.as_ptr(), src.len_bytes()) };
+    }))
 }
 
 /// Buffers of one copy. They return to the free buffers on drop, with their points.

@@ -4,16 +4,27 @@
 //! are first written, so what the pool reserves ahead costs none. Systems without `mmap` use that allocator.
 
 #[cfg(not(unix))]
-pub(super) use allocation::{map, unmap};
+pub(crate) use allocation::{map, unmap};
 #[cfg(unix)]
-pub(super) use mmap::{map, unmap};
+pub(crate) use mmap::{map, unmap};
+
+/// The size of the system's pages, at least [`ALIGN_BYTES`](super::ALIGN_BYTES).
+#[cfg(feature = "cuda")]
+pub(crate) fn page_bytes() -> usize {
+    #[cfg(unix)]
+    // SAFETY: the call reads no memory of ours.
+    let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(0);
+    #[cfg(not(unix))]
+    let page = 0;
+    page.max(super::ALIGN_BYTES)
+}
 
 #[cfg(unix)]
 mod mmap {
     use std::io;
     use std::ptr::NonNull;
 
-    pub(in crate::host) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
+    pub(crate) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: maps a new range; no existing mapping changes.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
@@ -25,7 +36,7 @@ mod mmap {
 
     /// # Safety
     /// `base` came from `map(bytes)` and is freed once.
-    pub(in crate::host) unsafe fn unmap(base: NonNull<u8>, bytes: usize) {
+    pub(crate) unsafe fn unmap(base: NonNull<u8>, bytes: usize) {
         // SAFETY: by the caller's promise the range is a mapping of ours that nothing uses.
         unsafe { libc::munmap(base.as_ptr().cast(), bytes) };
     }
@@ -44,14 +55,14 @@ mod allocation {
         Layout::from_size_align(bytes.max(1), ALIGN_BYTES).map_err(io::Error::other)
     }
 
-    pub(in crate::host) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
+    pub(crate) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
         // SAFETY: the size is not 0.
         NonNull::new(unsafe { alloc_zeroed(layout(bytes)?) }).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
     }
 
     /// # Safety
     /// `base` came from `map(bytes)` and is freed once.
-    pub(in crate::host) unsafe fn unmap(base: NonNull<u8>, bytes: usize) {
+    pub(crate) unsafe fn unmap(base: NonNull<u8>, bytes: usize) {
         if let Ok(layout) = layout(bytes) {
             // SAFETY: by the caller's promise the allocation has this layout, and nothing uses it.
             unsafe { dealloc(base.as_ptr(), layout) };

@@ -5,7 +5,7 @@
 mod event;
 #[cfg(target_os = "linux")]
 mod host_pages;
-mod mapping;
+pub(crate) mod mapping;
 mod monitor;
 mod queue;
 #[cfg(any(test, feature = "testing"))]

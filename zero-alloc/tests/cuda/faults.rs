@@ -11,12 +11,18 @@ use crate::{LIMIT, floats, open, slice};
 
 const IN_CHILD: &str = "ZERO_ALLOC_TEST_FAULT";
 
-/// Runs `test` of this program in a child process, with [`IN_CHILD`] set.
-fn run_in_child(test: &str) {
+/// Whether this process is a child of [`run_in_child`].
+pub(crate) fn is_child() -> bool {
+    std::env::var_os(IN_CHILD).is_some()
+}
+
+/// Runs `test` of this program in a child process, with [`IN_CHILD`] and `variables` set.
+pub(crate) fn run_in_child(test: &str, variables: &[(&str, &str)]) {
     let program = std::env::current_exe().expect("this program");
     let run = Command::new(program)
         .args(["--ignored", "--exact", test, "--nocapture"])
         .env(IN_CHILD, "1")
+        .envs(variables.iter().copied())
         .output()
         .expect("it starts");
     let said = String::from_utf8_lossy(&run.stdout).into_owned() + &String::from_utf8_lossy(&run.stderr);
@@ -26,8 +32,8 @@ fn run_in_child(test: &str) {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_kernel_fault_is_sticky() {
-    if std::env::var_os(IN_CHILD).is_none() {
-        run_in_child("faults::cuda_kernel_fault_is_sticky");
+    if !is_child() {
+        run_in_child("faults::cuda_kernel_fault_is_sticky", &[]);
         return;
     }
     let device = open();

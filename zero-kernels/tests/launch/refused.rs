@@ -21,7 +21,9 @@ fn overlap(first: &'static str, second: &'static str) -> Result<(), KernelError>
 }
 
 fn another_device<D: Device>(rig: &Rig<D>, what: &'static str, got: DeviceId) -> Result<(), KernelError> {
-    Err(DeviceError::AnotherDevice { what, expected: rig.device.id(), got }.into())
+    let host = rig.device.kind() == DeviceKind::Host;
+    let expected = if host { DeviceId::HOST } else { rig.device.id() };
+    Err(DeviceError::AnotherDevice { what, expected, got }.into())
 }
 
 /// The same address, of a device that does not exist.

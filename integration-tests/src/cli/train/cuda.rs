@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::cuda::CudaDevice;
-use zero_comm::nccl::{NcclCommunicator, Ranks};
+use zero_alloc::cuda::{CudaDevice, bind_to_node};
+use zero_comm::nccl::{Launcher, NcclCommunicator, Ranks};
 use zero_comm::{CommError, CommOptions, Communicator, Solo};
 
 use super::args::TrainArgs;
@@ -74,6 +74,8 @@ fn run_rank(
     launched: Option<&Ranks>,
 ) -> Result<(), CliError> {
     let (rank, world_size, local_rank) = launched.map_or((0, 1, 0), |l| (l.rank, l.world_size, l.local_rank));
+    // Before the driver starts threads, which inherit the cores.
+    let cores = bind(launched, local_rank, gpus)?;
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
     let limit = Duration::from_secs(args.time_limit);
     let connect = || -> Result<Arc<dyn Communicator<CudaDevice>>, CliError> {
@@ -95,6 +97,9 @@ fn run_rank(
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
     let mut setup = RunSetup::new(args, resumed, world_size, Some(device.name().to_owned()))?;
+    if let (Some(cores), None) = (cores, args.threads) {
+        setup.workload.threads = cores;
+    }
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
     // The note is printed by rank 0, whether or not that rank shares its GPU.
@@ -115,6 +120,16 @@ fn run_rank(
             None => run_error(error),
         })
     })
+}
+
+/// Binds this process to its share of the cores near its GPU, if there are several NUMA nodes. Returns their number.
+fn bind(launched: Option<&Ranks>, local_rank: usize, gpus: usize) -> Result<Option<usize>, CliError> {
+    // Over several machines, each GPU is assumed to have one rank.
+    let ranks = launched.map_or(1, |l| if l.one_machine { l.world_size } else { gpus }).max(local_rank + 1);
+    let ordinals: Vec<_> = (0..ranks).map(|rank| rank % gpus).collect();
+    let divide = launched.is_none_or(|l| l.launcher == Launcher::Torchrun);
+    let cores = bind_to_node(&ordinals, local_rank, divide).map_err(CliError::failure)?;
+    Ok(cores.map(|cores| cores.len()))
 }
 
 /// Checks NCCL's variables under another launcher: this process starts too late to set them.

@@ -14,6 +14,7 @@
 //! | `ZERO_STANDIN_RACES` | 1: a race of two warps in shared memory fails the launch |
 //! | `ZERO_STANDIN_TRACE` | 1: print the name and code of every call to stderr |
 //! | `ZERO_STANDIN_SHARING` | 0: allocations cannot be shared with other processes. By default they can, by file descriptor but not by fabric handle |
+//! | `ZERO_STANDIN_PINNED_BYTES` | host memory that may be registered at once; default unlimited |
 //! | `ZERO_STANDIN_LAUNCH_SECONDS` | time limit of one kernel; default 300 |
 //!
 //! Limits: a block's memory accesses are sequentially consistent, unlike a GPU's; races are found only in shared

@@ -17,6 +17,8 @@ pub(crate) struct Settings {
     pub(crate) trace: bool,
     /// Whether allocations can be shared with other processes.
     pub(crate) sharing: bool,
+    /// Limit of registered host memory.
+    pub(crate) pinned_bytes: Option<u64>,
 }
 
 impl Settings {
@@ -38,6 +40,7 @@ impl Settings {
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
             trace: number("ZERO_STANDIN_TRACE").is_some_and(|n| n > 0),
             sharing: number("ZERO_STANDIN_SHARING").is_none_or(|n| n > 0),
+            pinned_bytes: number("ZERO_STANDIN_PINNED_BYTES"),
             // Always on in tests of this crate.
             find_races: cfg!(test) || number("ZERO_STANDIN_RACES").is_some_and(|n| n > 0),
         }

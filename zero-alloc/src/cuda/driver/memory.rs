@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-use super::Context;
+use super::{Context, PINNING_REFUSED};
 use crate::device::{DeviceError, Page, VirtualMemory};
 
 /// A device address that the driver wrote.
@@ -56,6 +56,31 @@ impl Context {
         if let Ok(driver) = self.bind() {
             // SAFETY: the caller's promise.
             unsafe { (driver.table.cuMemFreeHost)(ptr.as_ptr().cast()) };
+        }
+    }
+
+    /// Page-locks host memory for the copies of all devices. Returns the driver's message if the system refuses.
+    ///
+    /// # Safety
+    /// The range is mapped until [`Context::unregister`], and is of no other registration.
+    pub(crate) unsafe fn register(&self, ptr: NonNull<u8>, bytes: usize) -> Result<Option<String>, DeviceError> {
+        const PORTABLE: c_uint = 1;
+        let driver = self.bind()?;
+        // SAFETY: mapped, by the caller's promise.
+        let code = unsafe { (driver.table.cuMemHostRegister_v2)(ptr.as_ptr().cast(), bytes, PORTABLE) };
+        let refused = PINNING_REFUSED.contains(&code);
+        match driver.check("cuMemHostRegister", code) {
+            Err(error) if refused => Ok(Some(error.to_string())),
+            checked => checked.map(|()| None),
+        }
+    }
+
+    /// # Safety
+    /// `ptr` is the start of a range that [`Context::register`] has pinned, and no copy uses it.
+    pub(crate) unsafe fn unregister(&self, ptr: NonNull<u8>) {
+        if let Ok(driver) = self.bind() {
+            // SAFETY: the caller's promise. It fails only after an earlier, final failure of the context.
+            unsafe { (driver.table.cuMemHostUnregister)(ptr.as_ptr().cast()) };
         }
     }
 

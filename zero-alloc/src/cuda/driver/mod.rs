@@ -42,6 +42,9 @@ pub(super) use shareable::Shareable;
 
 const SUCCESS: c_int = 0;
 const OUT_OF_MEMORY: c_int = 2;
+/// The codes with which the driver refuses to pin memory: out of memory, a failed system call, not permitted (limits of
+/// the system), not supported.
+const PINNING_REFUSED: [c_int; 4] = [OUT_OF_MEMORY, 304, 800, 801];
 const NO_DEVICE: c_int = 100;
 const NOT_READY: c_int = 600;
 
@@ -90,6 +93,19 @@ impl Driver {
         // SAFETY: writes one number.
         unsafe { call!(self, cuDeviceGetCount(&raw mut count)) }?;
         Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// The address of a device on the PCI bus, such as `0000:3b:00.0`. Needs no context.
+    pub(super) fn pci_address(ordinal: usize) -> Result<String, DeviceError> {
+        let driver = Self::started()?;
+        let (mut device, ordinal) = (0, c_int::try_from(ordinal).unwrap_or(c_int::MAX));
+        // SAFETY: writes one number.
+        unsafe { call!(driver, cuDeviceGet(&raw mut device, ordinal)) }?;
+        let mut text = [0u8; 32];
+        let (at, len) = (text.as_mut_ptr().cast(), text.len() as c_int);
+        // SAFETY: writes a C string of at most `len` bytes.
+        unsafe { call!(driver, cuDeviceGetPCIBusId(at, len, device)) }?;
+        Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().to_lowercase())
     }
 
     fn check(&self, call: &'static str, code: c_int) -> Result<(), DeviceError> {

@@ -55,6 +55,7 @@ table! {
     cuDeviceGet(*mut sys::CUdevice, c_int);
     cuDeviceGetCount(*mut c_int);
     cuDeviceGetName(*mut c_char, c_int, sys::CUdevice);
+    cuDeviceGetPCIBusId(*mut c_char, c_int, sys::CUdevice);
     cuDeviceGetAttribute(*mut c_int, sys::CUdevice_attribute, sys::CUdevice);
     cuDevicePrimaryCtxRetain(*mut sys::CUcontext, sys::CUdevice);
     cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
@@ -66,6 +67,8 @@ table! {
     cuMemFree_v2(sys::CUdeviceptr);
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    cuMemHostUnregister(*mut c_void);
     cuMemAddressReserve(*mut sys::CUdeviceptr, usize, usize, sys::CUdeviceptr, Flags);
     cuMemAddressFree(sys::CUdeviceptr, usize);
     cuMemCreate(*mut sys::CUmemGenericAllocationHandle, usize, *const sys::CUmemAllocationProp, Flags);

@@ -102,8 +102,6 @@ impl Slot {
     fn new(device: &CudaDevice, len_bytes: usize) -> Result<Self, DeviceError> {
         let memory = PinnedMemory::new(device);
         let ptr = memory.allocate(len_bytes)?;
-        // SAFETY: `len_bytes` bytes, allocated above. Pinned memory is uninitialised, and `words` returns it as u32.
-        unsafe { ptr.write_bytes(0, len_bytes) };
         Ok(Self { memory, ptr, len_bytes, copied: None })
     }
 
@@ -119,7 +117,7 @@ impl Slot {
     /// The memory; after [`Self::wait`].
     fn words(&mut self) -> &mut [u32] {
         debug_assert!(self.copied.is_none());
-        // SAFETY: aligned for u32, allocated and initialised with this length; no copy from it is in progress.
+        // SAFETY: aligned for u32, allocated with this length, initialised as all host memory; no copy from it is in progress.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len_bytes / size_of::<u32>()) }
     }
 

@@ -100,6 +100,16 @@ driver! {
         value.put(attribute(number, ordinal).ok_or(Failure::InvalidValue)?)
     }
 
+    cuDeviceGetPCIBusId(text: *mut c_char, bytes: i32, ordinal: i32) {
+        device(ordinal)?;
+        // A domain that no machine has.
+        let id = format!("FFFE:{ordinal:02X}:00.0\0");
+        if text.is_null() || usize::try_from(bytes).map_err(|_| Failure::InvalidValue)? < id.len() {
+            return Err(Failure::InvalidValue);
+        }
+        id.bytes().enumerate().try_for_each(|(index, byte)| Out(text.wrapping_add(index)).put(byte as c_char))
+    }
+
     cuDeviceTotalMem_v2(bytes: Out<usize>, ordinal: i32) {
         bytes.put(device(ordinal)?.total_bytes() as usize)
     }

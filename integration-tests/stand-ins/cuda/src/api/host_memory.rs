@@ -7,6 +7,10 @@ use crate::driver::memory;
 use crate::driver::space::Kind;
 use crate::error::Failure;
 
+/// `CU_MEMHOSTREGISTER_PORTABLE` and `CU_MEMHOSTREGISTER_DEVICEMAP`.
+const PORTABLE: u32 = 1;
+const DEVICE_MAP: u32 = 2;
+
 driver! {
     cuMemHostAlloc(address: Out<u64>, bytes: usize, _flags: u32) {
         let device = current()?;
@@ -26,13 +30,19 @@ driver! {
         memory::free_pinned(address)
     }
 
-    cuMemHostRegister_v2(address: u64, bytes: usize, _flags: u32) {
-        memory::register(current()?, address, bytes)
+    cuMemHostRegister_v2(address: u64, bytes: usize, flags: u32) {
+        let device = current()?;
+        forbid_while_capturing()?;
+        if flags & !(PORTABLE | DEVICE_MAP) != 0 {
+            return Err(Failure::InvalidValue);
+        }
+        memory::register(device, address, bytes)
     }
 
     cuMemHostUnregister(address: u64) {
         current()?;
-        memory::free_pinned(address).map_err(|_| Failure::HostMemoryNotRegistered)
+        forbid_while_capturing()?;
+        memory::unregister(address)
     }
 
     cuMemHostGetDevicePointer_v2(found: Out<u64>, address: u64, _flags: u32) {

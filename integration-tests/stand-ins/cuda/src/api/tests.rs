@@ -295,8 +295,12 @@ fn registered_memory_is_known_until_unregistered() {
     ok!(cuPointerGetAttribute((&raw mut kind).cast(), 2, at + 100));
     ok!(cuPointerGetAttribute((&raw mut device).cast(), 9, at));
     assert_eq!((kind, device), (1, ordinal));
+    fails!(InvalidValue, cuMemFreeHost(at));
     ok!(cuMemHostUnregister(at));
     fails!(HostMemoryNotRegistered, cuMemHostUnregister(at));
+    // More than is mapped.
+    fails!(InvalidValue, cuMemHostRegister_v2(at, 1 << 36, 0));
+    fails!(InvalidValue, cuMemHostRegister_v2(at, 4096, 1 << 20));
 }
 
 #[test]

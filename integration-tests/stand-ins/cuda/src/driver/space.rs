@@ -25,7 +25,14 @@ pub(crate) struct Range {
     pub(crate) kind: Kind,
     pub(crate) device: u32,
     /// Keeps the addresses mapped.
-    _keep: Arc<dyn Any + Send + Sync>,
+    keep: Arc<dyn Any + Send + Sync>,
+}
+
+impl Range {
+    /// Whether its memory is kept by a `T`.
+    pub(crate) fn is_kept_by<T: 'static>(&self) -> bool {
+        self.keep.is::<T>()
+    }
 }
 
 /// One version of the registry.
@@ -91,7 +98,7 @@ pub(crate) fn insert(start: u64, bytes: u64, kind: Kind, device: u32, keep: Arc<
         if before.is_some_and(|(&at, range)| at + range.bytes > start) {
             return Err(Failure::HostMemoryAlreadyRegistered);
         }
-        ranges.insert(start, Range { bytes, kind, device, _keep: keep });
+        ranges.insert(start, Range { bytes, kind, device, keep });
         Ok(())
     })
 }
@@ -124,7 +131,7 @@ mod tests {
 
     fn space(ranges: &[(u64, u64)]) -> Space {
         let range = |&(start, bytes): &(u64, u64)| {
-            (start, Range { bytes, kind: Kind::Device, device: 0, _keep: Arc::new(()) })
+            (start, Range { bytes, kind: Kind::Device, device: 0, keep: Arc::new(()) })
         };
         Space { ranges: ranges.iter().map(range).collect(), spans: OnceLock::new() }
     }
