@@ -170,3 +170,141 @@ pub(super) fn resolve_folders(offload: &mut OffloadSettings) -> Result<(), CliEr
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RUN: Offloaded = Offloaded { stage: ZeroStage::Three, dtype: DType::Bf16, checkpointing: true };
+
+    fn nvme(dir: &str) -> Home {
+        Home::Nvme(dir.into())
+    }
+
+    fn resolve(
+        args: &OffloadArgs,
+        file: Option<&str>,
+        base: &OffloadSettings,
+        run: Offloaded,
+    ) -> Result<OffloadSettings, String> {
+        let file = file.map(|text| DsConfig::parse(text).unwrap());
+        settings(args, file.as_ref(), base, run, &mut Vec::new()).map_err(|error| {
+            assert_eq!(error.exit_code(), 2);
+            error.to_string()
+        })
+    }
+
+    #[test]
+    fn homes_are_parsed() {
+        for (text, home) in [("none", Home::Device), ("cpu", Home::Host), ("nvme:/a b", nvme("/a b"))] {
+            assert_eq!(parse_home(text).as_ref(), Ok(&home));
+            assert_eq!(home.to_string(), text);
+        }
+        for text in ["", "CPU", "nvme", "nvme:", "disk:/a", "/a"] {
+            assert_eq!(parse_home(text), Err("expected none, cpu or nvme:DIR".to_owned()), "{text}");
+        }
+    }
+
+    /// Flags override the file, which overrides the resumed run.
+    #[test]
+    fn flags_file_and_base_in_this_order() {
+        let default = OffloadSettings::default();
+        let file = r#"{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer":
+            {"device": "nvme", "nvme_path": "/f", "buffer_count": 5}}, "aio": {"queue_depth": 8, "block_size": 8192},
+            "activation_checkpointing": {"cpu_checkpointing": true}}"#;
+        let of_file = OffloadSettings {
+            optimizer: nvme("/f"),
+            params: Home::Host,
+            activations: true,
+            buffers: 5,
+            queue_depth: 8,
+            request_bytes: 8192,
+            ..default.clone()
+        };
+        let none = OffloadArgs::default();
+        assert_eq!(resolve(&none, Some(file), &default, RUN), Ok(of_file.clone()));
+        assert_eq!(resolve(&none, None, &of_file, RUN), Ok(of_file.clone()), "a resumed run keeps all of it");
+        assert_eq!(resolve(&none, Some("{}"), &of_file, RUN), Ok(default.clone()));
+        let flags = OffloadArgs {
+            offload: Some(Home::Host),
+            offload_params: Some(Home::Device),
+            offload_activations: Some(false),
+            masters: Some(Masters::Remainder),
+            moments: Some(Moments::Bf16),
+        };
+        let now = resolve(&flags, Some(file), &default, RUN).unwrap();
+        assert_eq!((now.optimizer.clone(), now.params.clone(), now.activations), (Home::Host, Home::Device, false));
+        assert!(now.format.remainder && now.format.bf16_moments);
+        // Back on the device, which has neither format.
+        let back = OffloadArgs { offload: Some(Home::Device), ..none };
+        let now = resolve(&back, None, &OffloadSettings { params: Home::Device, ..now }, RUN).unwrap();
+        assert!(!now.is_any() && now.format == default.format, "{now:?}");
+    }
+
+    #[test]
+    fn flags_that_cannot_work_are_refused() {
+        let default = OffloadSettings::default();
+        let flags = |change: &dyn Fn(&mut OffloadArgs)| {
+            let mut args = OffloadArgs::default();
+            change(&mut args);
+            args
+        };
+        let params = flags(&|a| a.offload_params = Some(nvme("/p")));
+        let two = Offloaded { stage: ZeroStage::Two, ..RUN };
+        let error = resolve(&params, None, &default, two).unwrap_err();
+        assert_eq!(
+            error,
+            "--offload-params nvme:/p: only stage 3 shards parameters, and this run is at stage 2; use --stage 3"
+        );
+        let both = flags(&|a| (a.offload, a.offload_params) = (Some(Home::Device), Some(Home::Host)));
+        assert!(resolve(&both, None, &default, RUN).unwrap_err().starts_with("--offload none: the host updates"));
+        let activations = flags(&|a| a.offload_activations = Some(true));
+        let plain = Offloaded { checkpointing: false, ..RUN };
+        let error = resolve(&activations, None, &default, plain).unwrap_err();
+        assert!(error.contains("--offload-activations: ") && error.contains("--activation-checkpointing"), "{error}");
+        let masters = flags(&|a| a.masters = Some(Masters::Remainder));
+        assert!(resolve(&masters, None, &default, RUN).unwrap_err().contains("the optimizer is not offloaded"));
+        let fp32 = Offloaded { dtype: DType::F32, ..RUN };
+        let masters = flags(&|a| (a.offload, a.masters) = (Some(Home::Host), Some(Masters::Remainder)));
+        assert!(resolve(&masters, None, &default, fp32).unwrap_err().contains("needs --dtype bf16"));
+        let moments = flags(&|a| a.moments = Some(Moments::Bf16));
+        assert!(resolve(&moments, None, &default, RUN).unwrap_err().contains("the optimizer is not offloaded"));
+        // What another stage, the file or the resumed run had is dropped.
+        let of_run = OffloadSettings { params: Home::Host, activations: true, ..default.clone() };
+        let run = Offloaded { checkpointing: false, ..two };
+        assert_eq!(resolve(&OffloadArgs::default(), None, &of_run, run), Ok(default));
+    }
+
+    #[test]
+    fn offloaded_params_offload_the_optimizer() {
+        let args = OffloadArgs { offload_params: Some(nvme("/p")), ..OffloadArgs::default() };
+        let mut notices = Vec::new();
+        let now = settings(&args, None, &OffloadSettings::default(), RUN, &mut notices).unwrap();
+        assert_eq!(now.optimizer, Home::Host);
+        assert!(notices[0].starts_with("the optimizer state is in host memory (--offload cpu)"), "{notices:?}");
+    }
+
+    #[test]
+    fn sub_groups_have_a_default() {
+        let [none, cpu] =
+            [Home::Device, Home::Host].map(|optimizer| OffloadSettings { optimizer, ..OffloadSettings::default() });
+        let of = |set| [&none, &cpu].map(|offload| sub_group_elems(set, offload));
+        assert_eq!(of(usize::MAX), [usize::MAX, 1 << 22]);
+        assert_eq!(of(1 << 30), [1 << 30; 2], "a larger one is honoured");
+    }
+
+    #[test]
+    fn folders_are_checked() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let check = |dir: &std::path::Path| {
+            let mut offload = OffloadSettings { params: Home::Nvme(dir.into()), ..OffloadSettings::default() };
+            resolve_folders(&mut offload).map(|()| offload.params).map_err(|error| error.to_string())
+        };
+        assert_eq!(check(&folder.path().join(".")), Ok(Home::Nvme(folder.path().canonicalize().unwrap())));
+        assert!(check(&file).unwrap_err().ends_with("not a folder"));
+        let missing = check(&folder.path().join("none")).unwrap_err();
+        assert!(missing.starts_with("--offload-params nvme:/") && missing.contains("create the folder"), "{missing}");
+    }
+}

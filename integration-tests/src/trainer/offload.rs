@@ -90,6 +90,25 @@ pub struct OffloadSettings {
     pub format: StateFormat,
 }
 
+impl fmt::Display for OffloadSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let format = self.format;
+        let masters = if format.remainder { "remainder" } else { "fp32" };
+        let moments = if format.bf16_moments { "bf16" } else { "fp32" };
+        let mut parts = Vec::new();
+        if self.updates_on_host() {
+            parts.push(format!("optimizer state in {} (masters {masters}, moments {moments})", self.optimizer));
+        }
+        if self.params != Home::Device {
+            parts.push(format!("parameters in {}", self.params));
+        }
+        if self.activations {
+            parts.push("activation checkpoints in cpu".to_owned());
+        }
+        f.write_str(&parts.join(", "))
+    }
+}
+
 /// The format of offloaded masters and moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -149,7 +168,7 @@ impl OffloadSettings {
 
     /// Whether anything is offloaded.
     pub fn is_any(&self) -> bool {
-        self.updates_on_host() || self.params != Home::Device || self.activations
+        self.updates_on_host() || self.activations
     }
 
     /// The most units that are gathered ahead from parameters on NVMe; each needs a buffer of the largest shard.

@@ -157,3 +157,108 @@ fn gathered_elems(settings: &Settings, layout: &Layout, passes: &[Pass]) -> u64 
     });
     kept.saturating_add(live.max().unwrap_or(0)).min((options.max_live_elems as u64).max(1))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use zero_comm::PrefetchOptions;
+    use zero_optim::OptimizerConfig;
+    use zero_shard::ZeroStage;
+
+    use super::*;
+    use crate::model::config::GptConfig;
+    use crate::model::gpt2::passes;
+    use crate::model::param_groups::GroupSettings;
+    use crate::trainer::{Home, SHARD_ALIGN_ELEMS, StateFormat};
+
+    fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
+        Settings {
+            stage,
+            dtype: DType::Bf16,
+            grad_accum_steps: 1,
+            bucket_capacity_elems: 1 << 16,
+            overlap: true,
+            prefetch: PrefetchOptions::default(),
+            optimizer: OptimizerConfig::default().sub_group_elems(1000),
+            groups: GroupSettings::default(),
+            graphs: false,
+            offload,
+            limit: Duration::ZERO,
+        }
+    }
+
+    fn nvme() -> Home {
+        Home::Nvme("/x".into())
+    }
+
+    #[test]
+    fn tiers_replace_memory_by_buffers() {
+        let config = GptConfig::preset("nano").unwrap();
+        let layout = Layout::new(&config.units(), 2, SHARD_ALIGN_ELEMS).unwrap();
+        let rank = |stage, offload: &OffloadSettings| {
+            RankBytes::new(&settings(stage, offload.clone()), &layout, &passes(&config), 7, true).unwrap()
+        };
+        let shard = layout.shard_elems();
+        let largest = layout.units().iter().map(|u| u.shard_elems).max().unwrap();
+        let none = OffloadSettings::default();
+        for stage in ZeroStage::ALL {
+            let held = if stage == ZeroStage::Zero { layout.padded_elems() } else { shard };
+            let on_device = rank(stage, &none);
+            // Host memory is the device's.
+            let host = OffloadSettings { optimizer: Home::Host, ..none.clone() };
+            assert_eq!(rank(stage, &host), on_device);
+            let remainder = StateFormat { remainder: true, bf16_moments: true };
+            let small = rank(stage, &OffloadSettings { format: remainder, ..host });
+            assert_eq!(small.state, on_device.state - 6 * held);
+            // Moments of one sub-group, rounded up to a block of the disk, in fp32.
+            assert_eq!(small.workspace, on_device.workspace + 8 * 2048);
+
+            let away = OffloadSettings { optimizer: nvme(), buffers: 5, ..none.clone() };
+            let away = rank(stage, &away);
+            let expected =
+                RankBytes { state: on_device.state - 12 * held, transfers: 5 * 2048 * 12, staging: 0, ..on_device };
+            assert_eq!(away, expected, "stage {stage}");
+        }
+        let on_device = rank(ZeroStage::Three, &none);
+        let all = rank(ZeroStage::Three, &OffloadSettings { optimizer: nvme(), params: nvme(), ..none.clone() });
+        assert_eq!(all.state, on_device.state - 14 * shard);
+        // One unit ahead and three more.
+        assert_eq!(all.transfers, 3 * 2048 * 12 + 4 * largest * 2);
+    }
+
+    #[test]
+    fn host_of_a_gpu_holds_what_is_offloaded() {
+        let config = GptConfig::preset("nano").unwrap();
+        let layout = Layout::new(&config.units(), 2, SHARD_ALIGN_ELEMS).unwrap();
+        let shard = layout.shard_elems();
+        let host =
+            |stage, offload, saves| RankBytes::host_of_gpu(&settings(stage, offload), &layout, 100, saves).unwrap();
+        let none = OffloadSettings::default();
+        assert_eq!(host(ZeroStage::Two, none.clone(), false), RankBytes::default());
+        assert_eq!(host(ZeroStage::Two, none.clone(), true).total(), 12 * shard);
+        let cpu = OffloadSettings { optimizer: Home::Host, activations: true, ..none };
+        for stage in ZeroStage::ALL {
+            let held = if stage == ZeroStage::Zero { layout.padded_elems() } else { shard };
+            // State, gradients and a copy of the parameters.
+            let rank = host(stage, cpu.clone(), false);
+            assert_eq!((rank.state, rank.activations, rank.total()), (16 * held, 100, 16 * held + 100));
+        }
+        let params = host(ZeroStage::Three, OffloadSettings { params: Home::Host, ..cpu.clone() }, false);
+        assert_eq!(params.state, 16 * shard, "the parameters themselves");
+        let away = host(ZeroStage::Three, OffloadSettings { optimizer: nvme(), params: nvme(), ..cpu }, true);
+        assert_eq!((away.state, away.staging), (2 * shard, 0), "gradients");
+    }
+
+    #[test]
+    fn units_ahead_are_bounded() {
+        let config = GptConfig::preset("nano").unwrap();
+        let layout = Layout::new(&config.units(), 1, SHARD_ALIGN_ELEMS).unwrap();
+        let units = layout.units().len();
+        let largest = layout.units().iter().map(|u| u.padded_elems as usize).max().unwrap();
+        let ahead =
+            |n, elems| OffloadSettings::units_ahead(&PrefetchOptions::default().ahead(n).ahead_elems(elems), &layout);
+        assert_eq!((ahead(0, 1), ahead(1, usize::MAX), ahead(3, 1)), (0, 1, 1));
+        assert_eq!((ahead(usize::MAX, usize::MAX), ahead(usize::MAX, 2 * largest)), (units, 2));
+    }
+}

@@ -125,10 +125,14 @@ Without overlap the efficiency is ait bw / (ait bw + peak), with ait in FLOP a b
 first bandwidth. At the second, updates are hidden by one forward and all transfers by the step.
 On cores: one process with all ranks on this machine's cores, saving checkpoints.
 ";
-    for (stage, wear) in report.stages.iter().filter_map(|s| Some((s.stage, s.wear?))) {
+    let wear: Vec<_> = report.stages.iter().filter_map(|s| Some((s.stage, s.wear?))).collect();
+    for same in wear.chunk_by(|a, b| a.1.written_bytes_per_day == b.1.written_bytes_per_day) {
+        let ((first, wear), (last, _)) = (same[0], same[same.len() - 1]);
+        let stages =
+            if first == last { format!("Stage {first}") } else { format!("Each of stages {first} to {last}") };
         let _ = writeln!(
             text,
-            "Stage {stage} writes at most {:.1} TB a day to the drive of a node: {:.0} days of a life of {} TB (assumed: \
+            "{stages} writes at most {:.1} TB a day to the drive of a node: {:.1} days of a life of {} TB (assumed: \
              --drive-tbw).",
             wear.written_bytes_per_day / 1e12,
             wear.rated_days,

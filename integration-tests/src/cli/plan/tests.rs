@@ -157,6 +157,94 @@ fn deepspeed_file_is_honoured() {
 }
 
 #[test]
+fn tiers_are_counted() {
+    let of = |report: &Value, stage: usize, path: &str| {
+        let value = report.pointer(&format!("/stages/{stage}/{path}")).unwrap_or(&Value::Null);
+        value.as_f64().unwrap_or_else(|| panic!("{path}: {report}"))
+    };
+    let line = "--model gpt2-124m --gpus 2 --seq-len 128 --activation-checkpointing";
+    let cpu = json(&format!("{line} --offload cpu --offload-activations"));
+    let elems = 124_439_808.0;
+    let near = |got: f64, expected: f64| assert!((got / expected - 1.0).abs() < 1e-4, "{got}, expected {expected}");
+    for stage in 0..4 {
+        let own = if stage == 0 { elems } else { elems / 2.0 };
+        near(of(&cpu, stage, "host/optimizer_bytes"), 12.0 * own);
+        near(of(&cpu, stage, "host/grads_bytes"), 2.0 * own);
+        near(of(&cpu, stage, "host/copies_bytes"), 2.0 * own);
+        // Inputs of 12 blocks; two are on the GPU.
+        assert_eq!(of(&cpu, stage, "host/activations_bytes"), (12 * 128 * 768 * 2) as f64);
+        assert_eq!((of(&cpu, stage, "gpu/optimizer_bytes"), of(&cpu, stage, "gpu/grads_bytes")), (0.0, 0.0));
+        assert_eq!(of(&cpu, stage, "nvme_bytes"), 0.0);
+        assert!(of(&cpu, stage, "gpu/staging_bytes") > 0.0);
+        assert_eq!(cpu["stages"][stage]["wear"], Value::Null);
+    }
+    let folder = "--offload nvme:/d --offload-params nvme:/d";
+    let nvme = json(&format!("{line} {folder}"));
+    near(of(&nvme, 3, "nvme/optimizer_bytes"), 6.0 * elems);
+    near(of(&nvme, 3, "nvme/params_bytes"), elems);
+    assert_eq!(of(&nvme, 2, "nvme/params_bytes"), 0.0, "only stage 3 shards parameters");
+    assert_eq!((of(&nvme, 3, "host/params_bytes"), of(&nvme, 3, "host/copies_bytes")), (0.0, 0.0));
+    // 4 Mi elements of 12 bytes, three times.
+    assert!(of(&nvme, 3, "host/staging_bytes") > (3 * 12 << 22) as f64);
+    assert!(of(&nvme, 3, "process_bytes") < of(&cpu, 3, "process_bytes"));
+    assert_eq!(nvme["offload"]["params"], "nvme:/d");
+    // The parameters of stage 3 alone: the host updates them.
+    let params = json(&format!("{line} --offload-params cpu"));
+    assert!(of(&params, 3, "host/optimizer_bytes") > 0.0 && of(&params, 2, "host/optimizer_bytes") == 0.0);
+}
+
+/// 6 or 8 FLOPs a parameter and token; ait of ZeRO-Infinity is tokens / 4 for 32 bytes of optimizer state.
+#[test]
+fn hiding_bandwidth_is_the_formula() {
+    let transfers = |line: &str, stage: usize, tier: &str| {
+        let report = json(line);
+        let all = report["stages"][stage]["transfers"].as_array().unwrap().clone();
+        let found = all.into_iter().find(|t| t["tier"] == tier).unwrap();
+        let of = |key: &str| found[key].as_f64().unwrap();
+        let keys =
+            ["read_bytes_per_param", "written_bytes_per_param", "flops_per_byte", "half_efficiency_bytes_per_s"];
+        let mut figures: Vec<f64> = keys.into_iter().map(of).collect();
+        figures.push(of("hiding_bytes_per_s"));
+        let wear = &report["stages"][stage]["wear"];
+        (figures, [&wear["written_bytes_per_day"], &wear["rated_days"]].map(|x| x.as_f64().unwrap_or(0.0)))
+    };
+    let near = |got: &[f64], expected: &[f64]| {
+        let close = got.iter().zip(expected).all(|(a, b)| (a / b - 1.0).abs() < 1e-3);
+        assert!(close && got.len() == expected.len(), "{got:?}, expected {expected:?}");
+    };
+    let line = "--params 1e9 --gpus 1 --micro-batch 8 --seq-len 1024 --activation-checkpointing";
+    let tokens = 8192.0;
+    // 24 bytes of state a parameter; 8 FLOPs by 24 bytes. The update's window is a forward, 2 of 8 FLOPs.
+    let ait = 8.0 * tokens / 24.0;
+    let (nvme, wear) = transfers(&format!("{line} --offload nvme:/d --peak-tflops 100"), 1, "nvme");
+    near(&nvme, &[12.0, 12.0, ait, 1e14 / ait, 4e14 / ait]);
+    let a_day = 12e9 / (8.0 * 1e9 * tokens / 1e14) * 86_400.0;
+    near(&wear, &[a_day, 600e12 / a_day]);
+    let (link, _) = transfers(&format!("{line} --offload nvme:/d"), 1, "gpu");
+    near(&link[..2], &[2.0, 2.0]);
+    let small = "--offload nvme:/d --masters remainder --moments bf16 --drive-tbw 1200";
+    let (nvme, wear) = transfers(&format!("{line} {small}"), 1, "nvme");
+    near(&nvme[..2], &[6.0, 6.0]);
+    near(&wear[1..], &[1200e12 / wear[0]]);
+    // 32 bytes a parameter would be the paper's tokens / 4.
+    let (fp32, _) = transfers("--params 1e9 --gpus 1 --seq-len 1024 --dtype fp32 --offload nvme:/d", 1, "nvme");
+    near(&fp32[..3], &[8.0, 8.0, 6.0 * 1024.0 / 16.0]);
+    // Parameters are read in forward and backward, the last block once, and written once; remainders need them twice.
+    let layers = 17.0;
+    let gathers = 2.0 - 1.0 / layers;
+    let (nvme, _) = transfers(&format!("{line} --offload nvme:/d --offload-params nvme:/d"), 3, "nvme");
+    near(&nvme[..2], &[12.0 + 2.0 * gathers, 14.0]);
+    let all = "--offload nvme:/d --offload-params nvme:/d --masters remainder";
+    let (nvme, _) = transfers(&format!("{line} {all} --grad-accum 3"), 3, "nvme");
+    near(&nvme[..2], &[10.0 + 2.0 + 3.0 * 2.0 * gathers, 12.0]);
+    let shown = text(&format!("{line} --offload nvme:/d"));
+    for part in ["at 70 TFLOP/s (assumed: --peak-tflops)", "12.0 + 12.0", "a life of 600 TB (assumed: --drive-tbw)"] {
+        assert!(shown.contains(part), "{part:?} is not in: {shown}");
+    }
+    assert!(!text(line).contains("TFLOP"));
+}
+
+#[test]
 fn wrong_use_is_an_error() {
     for (line, part) in [
         ("--model gpt5 --gpus 1", "no model preset \"gpt5\""),
@@ -186,6 +274,8 @@ fn wrong_use_is_an_error() {
         ("--params 1e9 --gpus 1 --gpu-memory 80", ErrorKind::ValueValidation),
         ("--params 7.5 --gpus 1", ErrorKind::ValueValidation),
         ("--params 1e9 --gpus 1 --offload disk", ErrorKind::ValueValidation),
+        ("--params 1e9 --gpus 1 --peak-tflops 0", ErrorKind::ValueValidation),
+        ("--params 1e9 --gpus 1 --drive-tbw inf", ErrorKind::ValueValidation),
         ("--params 1e9 --gpus 1 --offload-params nvme:", ErrorKind::ValueValidation),
     ] {
         let error = Line::try_parse_from(["plan"].into_iter().chain(line.split_whitespace())).err().unwrap();

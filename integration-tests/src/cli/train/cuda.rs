@@ -12,7 +12,7 @@ use super::backend;
 use super::resume::Resumed;
 use super::run_setup::RunSetup;
 use super::signals::{self, Signals};
-use super::{observed, run_error};
+use super::{memory_check, observed, run_error};
 use crate::cli::CliError;
 use crate::launcher::{Job, JobError};
 use crate::trainer::run_on_cuda;
@@ -102,6 +102,7 @@ fn run_rank(
     }
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
+    memory_check::check_host_of_gpus(&setup, world_size.min(gpus), args.memory_limit)?;
     // The note is printed by rank 0, whether or not that rank shares its GPU.
     if args.share_gpus && world_size > gpus {
         setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());

@@ -17,8 +17,9 @@ const THREAD_BYTES: u64 = (2 << 20) + (64 << 10);
 const THREAD_HEAP_BYTES: u64 = 6 << 20;
 /// Heap of a rank: weights while they are set, and a buffer of a checkpoint file.
 const RANK_HEAP_BYTES: u64 = 8 << 20;
-/// Threads of a rank besides those of its operations: the rank, two streams, and those that write checkpoints.
-const OTHER_THREADS: u64 = 8;
+/// Threads of a rank besides those of its operations: the rank, its streams (two, and seven more with offload), and those
+/// that write checkpoints.
+const OTHER_THREADS: u64 = 16;
 /// Addresses of the process for libraries that it loads later, and for heap that is freed in part.
 const PROCESS_ADDRESS_BYTES: u64 = 64 << 20;
 
@@ -50,23 +51,44 @@ pub(in crate::cli) fn rank_overhead_bytes(threads: u64) -> u64 {
     Overhead::new(threads, 0).rank_bytes
 }
 
-/// Rejects a run that does not fit, if `ranks` ranks are threads of this process.
-/// `limit_bytes`: the value of `--memory-limit`.
+/// Rejects a run that does not fit, if `ranks` ranks are threads of this process. `limit_bytes` is the value of
+/// `--memory-limit`.
 pub(super) fn check(setup: &RunSetup, ranks: usize, limit_bytes: Option<u64>) -> Result<(), CliError> {
-    let (workload, saves) = (&setup.workload, setup.options.checkpoint.is_some());
+    let workload = &setup.workload;
     let activations = workload.options.activations_bytes(&workload.config);
-    let passes = passes(&workload.config);
-    let stage = setup.settings.stage.number();
+    let (passes, saves) = (passes(&workload.config), setup.options.checkpoint.is_some());
     let need = RankBytes::new(&setup.settings, &setup.layout, &passes, activations, saves);
-    let Some(need) = need else {
-        return Err(CliError::Usage(format!(
-            "{ranks} ranks at stage {stage} need more memory than 64 bits can count"
-        )));
-    };
-    let root = Path::new("/");
-    let flag = |free_bytes| Limit { name: "--memory-limit".to_owned(), free_bytes, kind: Kind::Memory };
-    let limits: Vec<Limit> = limits(root).into_iter().chain(limit_bytes.map(flag)).collect();
-    fits(ranks as u64, stage, &need, Overhead::new(workload.threads as u64, cache_bytes(root)), &limits)
+    let limits: Vec<Limit> = limits(Path::new("/")).into_iter().chain(limit_bytes.map(of_flag)).collect();
+    checked(setup, ranks, need, &limits)
+}
+
+/// Rejects a run on GPUs whose host memory does not fit: that of `ranks` ranks on this machine, one of which is this
+/// process. `limit_bytes` is the value of `--memory-limit`, for this process.
+pub(super) fn check_host_of_gpus(setup: &RunSetup, ranks: usize, limit_bytes: Option<u64>) -> Result<(), CliError> {
+    if !setup.settings.offload.is_any() && limit_bytes.is_none() {
+        return Ok(());
+    }
+    let (config, options) = (&setup.workload.config, &setup.workload.options);
+    let input = options.micro_batch.saturating_mul(options.seq_len).saturating_mul(config.n_embd);
+    let checkpoints = input.saturating_mul(config.n_layer).saturating_mul(options.dtype.size_bytes());
+    let saves = setup.options.checkpoint.is_some();
+    let need = RankBytes::host_of_gpu(&setup.settings, &setup.layout, checkpoints as u64, saves);
+    checked(setup, 1, need, limit_bytes.map(of_flag).as_slice())?;
+    checked(setup, ranks, need, &limits(Path::new("/")))
+}
+
+fn of_flag(free_bytes: u64) -> Limit {
+    Limit { name: "the limit of --memory-limit".to_owned(), free_bytes, kind: Kind::Memory }
+}
+
+/// `need`: that of each rank; `None` if 64 bits cannot count it.
+fn checked(setup: &RunSetup, ranks: usize, need: Option<RankBytes>, limits: &[Limit]) -> Result<(), CliError> {
+    let stage = setup.settings.stage.number();
+    let need = need.ok_or_else(|| {
+        CliError::Usage(format!("{ranks} ranks at stage {stage} need more memory than 64 bits can count"))
+    })?;
+    let threads = setup.workload.threads as u64;
+    fits(ranks as u64, stage, &need, Overhead::new(threads, cache_bytes(Path::new("/"))), limits)
 }
 
 /// `need` and `overhead` are those of each rank.
@@ -142,6 +164,10 @@ mod tests {
                 assert!(error.to_string().contains(word), "{word:?} is not in: {error}");
             }
         }
+        // Of several exceeded limits the error names the lowest.
+        let both = [limit(Kind::Memory, 7 * GIB), of_flag(6 * GIB), limit(Kind::Memory, 6 * GIB + 1)];
+        let error = check(&both).unwrap_err().to_string();
+        assert!(error.contains("the limit of --memory-limit has 6.00 GiB free; try --offload nvme:DIR"), "{error}");
         let huge = RankBytes { state: u64::MAX, ..NEED };
         assert!(fits(1024, 0, &huge, OVERHEAD, &[limit(Kind::Memory, u64::MAX - 1)]).is_err());
     }

@@ -71,6 +71,9 @@ pub(super) fn text(setup: &RunSetup) -> String {
     if record.activation_checkpointing {
         line("activations", "recomputed in backward".to_owned());
     }
+    if record.offload.is_any() {
+        line("offload", record.offload.to_string());
+    }
     if let Some((dir, every)) = &options.checkpoint {
         let every = if *every == 0 { String::new() } else { format!("every {every} steps and ") };
         let keep = options.keep_last.map(|n| format!(", the newest {n} kept")).unwrap_or_default();
