@@ -7,8 +7,9 @@
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
 //! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of a step overwrites the
-//! storage, later ones add in fp32. If the host updates and the device is a GPU, the storage is in pinned memory: a reduced
-//! unit leaves the device through one of two transfer buffers, and the host adds.
+//! storage, later ones add in fp32. If the host updates and the device is a GPU, the storage is in pinned memory; with
+//! parameters on NVMe it is a scratch file. A reduced unit then leaves the device through one of two transfer buffers, and the
+//! host adds.
 
 use std::ops::Range;
 
@@ -21,6 +22,7 @@ use zero_shard::Layout;
 use super::host_optimizer::{HostOptimizer, Optimizer};
 use super::rank::{Rank, complete_after, first_trained};
 use super::storage::Storage;
+use super::unit_file::UnitFile;
 use crate::error::TrainError;
 use crate::model::Pass;
 use crate::model::param_groups::ModelGroups;
@@ -52,18 +54,43 @@ struct HostSums<D: Device> {
     /// Reduced units on the device.
     leaving: [Leaving<D>; 2],
     next: usize,
-    sums: Block<HostDevice>,
-    /// The range of each unit.
-    units: Vec<Range<usize>>,
-    /// Copies that the host adds, if there are several micro-batches.
+    sums: Sums,
+    /// Copies in host memory that the host adds, unless a copy is the sum. If the device is the host, it adds what leaves.
     arrived: Option<[(Block<HostDevice>, Option<HostEvent>); 2]>,
     streams: (D::Stream, HostStream),
 }
 
-/// A transfer buffer, and the event after which it may be overwritten.
+enum Sums {
+    /// In pinned memory: the range of each unit.
+    Memory { block: Block<HostDevice>, units: Vec<Range<usize>> },
+    /// In a scratch file: the elements of each unit.
+    File { file: UnitFile, lens: Vec<usize> },
+}
+
+impl Sums {
+    fn len(&self, unit: usize) -> usize {
+        match self {
+            Self::Memory { units, .. } => units[unit].len(),
+            Self::File { lens, .. } => lens[unit],
+        }
+    }
+
+    /// A unit in pinned memory.
+    fn in_memory(&self, unit: usize) -> Option<AnySlice> {
+        match self {
+            // SAFETY: copies of the device and operations of the host use it, ordered by events; the optimizer, which is
+            // dropped first, waits for both.
+            Self::Memory { block, units } => Some(unsafe { block.slice() }.slice(units[unit].clone())),
+            Self::File { .. } => None,
+        }
+    }
+}
+
+/// A transfer buffer, and the events after which it may be overwritten.
 struct Leaving<D: Device> {
     block: Block<D>,
-    free: Option<D::Event>,
+    copied: Option<D::Event>,
+    added: Option<HostEvent>,
 }
 
 impl<D: Device> Gradients<D> {
@@ -81,7 +108,9 @@ impl<D: Device> Gradients<D> {
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
         let kept = match optimizer.on_host() {
-            Some(optimizer) if !rank.is_host() => Kept::Host(HostSums::new(rank, optimizer)?),
+            Some(optimizer) if !rank.is_host() || rank.settings.offload.grads_on_file().is_some() => {
+                Kept::Host(HostSums::new(rank, optimizer)?)
+            }
             _ => {
                 let storage = storage()?;
                 let reduced = (0..rank.units()).map(|unit| {
@@ -144,10 +173,17 @@ impl<D: Device> Gradients<D> {
             (Kept::Host(sums), Some(optimizer)) => {
                 let slice = sums.next_buffer(rank, unit)?;
                 let reduced = sum(SumInto::Write(slice))?;
-                sums.take(rank, unit, micro, &reduced, optimizer)?;
-                if last { optimizer.take_host_sum(unit, sums.of(unit)) } else { Ok(()) }
+                sums.take(rank, unit, micro, &reduced, optimizer)
             }
             (Kept::Host(_), None) => Ok(()),
+        }
+    }
+
+    /// The sums of all units in a scratch file, if they are in one.
+    pub(super) fn on_file(&mut self) -> Option<&mut UnitFile> {
+        match &mut self.kept {
+            Kept::Host(HostSums { sums: Sums::File { file, .. }, .. }) => Some(file),
+            _ => None,
         }
     }
 
@@ -176,55 +212,61 @@ impl<D: Device> Drop for Gradients<D> {
 }
 
 impl<D: Device> HostSums<D> {
-    fn new(rank: &Rank<D>, optimizer: &HostOptimizer<D>) -> Result<Self, TrainError> {
+    fn new(rank: &Rank<D>, optimizer: &mut HostOptimizer<D>) -> Result<Self, TrainError> {
         let Rank { settings, host, .. } = rank;
-        let mut end = 0;
-        let range = |unit: usize| {
+        let len = |unit: usize| {
             let held = rank.held(&rank.layout.units()[unit]);
-            let start = end;
-            end += if rank.trains(unit) { (held.end - held.start) as usize } else { 0 };
-            start..end
+            if rank.trains(unit) { (held.end - held.start) as usize } else { 0 }
         };
-        let units: Vec<_> = (0..rank.units()).map(range).collect();
-        let largest = units.iter().map(Range::len).max().unwrap_or(0);
+        let lens: Vec<usize> = (0..rank.units()).map(len).collect();
+        let largest = lens.iter().copied().max().unwrap_or(0);
         let leaving = || {
             let block = rank.pool.allocate(largest, settings.dtype, Purpose::Buckets, &rank.comm_stream)?;
-            Ok::<_, TrainError>(Leaving { block, free: None })
+            Ok::<_, TrainError>(Leaving { block, copied: None, added: None })
         };
-        let arrived = || {
-            Ok::<_, TrainError>((
-                host.pinned.allocate(largest, settings.dtype, Purpose::Grads, optimizer.stream())?,
-                None,
-            ))
+        let update = &optimizer.stream().clone();
+        let pinned = |elems, dtype| host.pinned.allocate(elems, dtype, Purpose::Grads, update);
+        let adds = settings.grad_accum_steps > 1 || settings.offload.grads_on_file().is_some();
+        let arrived = match adds && !rank.is_host() {
+            false => None,
+            true => Some([(pinned(largest, settings.dtype)?, None), (pinned(largest, settings.dtype)?, None)]),
         };
-        let arrived = match settings.grad_accum_steps {
-            1 => None,
-            _ => Some([arrived()?, arrived()?]),
+        let sums = match settings.offload.grads_on_file() {
+            Some(dir) => {
+                let file = UnitFile::new(rank, update, dir, ("gradients", settings.grad_dtype()), &lens)?;
+                optimizer.count(file.file.clone());
+                Sums::File { file, lens }
+            }
+            None => {
+                let block = pinned(lens.iter().sum(), settings.grad_dtype())?;
+                let mut end = 0;
+                let range = |len: usize| {
+                    end += len;
+                    end - len..end
+                };
+                Sums::Memory { block, units: lens.into_iter().map(range).collect() }
+            }
         };
-        let sums = host.pinned.allocate(end, settings.grad_dtype(), Purpose::Grads, optimizer.stream())?;
-        let streams = (optimizer.copies().clone(), optimizer.stream().clone());
-        Ok(Self { leaving: [leaving()?, leaving()?], next: 0, sums, units, arrived, streams })
-    }
-
-    /// The sum of `unit` in host memory.
-    fn of(&self, unit: usize) -> AnySlice {
-        // SAFETY: copies of the device and operations of the host use it, ordered by events; the optimizer, which is dropped
-        // first, waits for both.
-        unsafe { self.sums.slice() }.slice(self.units[unit].clone())
+        let streams = (optimizer.copies().clone(), update.clone());
+        Ok(Self { leaving: [leaving()?, leaving()?], next: 0, sums, arrived, streams })
     }
 
     /// The next transfer buffer. The communication stream waits until its last unit has left.
     fn next_buffer(&mut self, rank: &Rank<D>, unit: usize) -> Result<AnySlice, TrainError> {
         self.next = (self.next + 1) % self.leaving.len();
-        let Leaving { block, free } = &mut self.leaving[self.next];
-        if let Some(free) = free.take() {
-            rank.comm_stream.wait(&free)?;
+        let Leaving { block, copied, added } = &mut self.leaving[self.next];
+        if let Some(copied) = copied.take() {
+            rank.comm_stream.wait(&copied)?;
         }
-        // SAFETY: the communication stream and the copies' use it, ordered by events; the drop records both.
-        Ok(unsafe { block.slice() }.slice(0..self.units[unit].len()))
+        if let Some(added) = added.take() {
+            rank.pool.device().wait_for_host(&rank.comm_stream, &added, rank.settings.host_limit())?;
+        }
+        // SAFETY: the communication stream, the copies' and, if the device is the host, the update's use it, ordered by
+        // events; the optimizer, which is dropped first, waits for them.
+        Ok(unsafe { block.slice() }.slice(0..self.sums.len(unit)))
     }
 
-    /// Copies a reduced unit to the host, which adds it to those of earlier micro-batches.
+    /// Copies a reduced unit to the host, which adds it to those of earlier micro-batches. The optimizer takes the last sum.
     fn take(
         &mut self,
         rank: &Rank<D>,
@@ -234,33 +276,58 @@ impl<D: Device> HostSums<D> {
         optimizer: &mut HostOptimizer<D>,
     ) -> Result<(), TrainError> {
         let (device, kernels, limit) = (rank.pool.device(), &rank.host.kernels, rank.settings.host_limit());
-        let (sum, next) = (self.of(unit), self.next);
         let (copies, update) = &self.streams;
+        let (next, last) = (self.next, micro + 1 == rank.settings.grad_accum_steps);
         let slice = reduced.wait_on(copies)?;
-        let to = match &mut self.arrived {
-            None => {
+        // A copy that is the sum, one that the host adds, or none.
+        let copy = match (&mut self.arrived, self.sums.in_memory(unit)) {
+            (None, Some(sum)) => {
                 optimizer.wait_for_release(rank, copies, unit)?;
-                sum
+                Some(sum)
             }
-            Some(arrived) => {
-                let (block, free) = &mut arrived[next];
-                if let Some(free) = free.take() {
-                    device.wait_for_host(copies, &free, limit)?;
+            (None, None) => None,
+            (Some(arrived), _) => {
+                let (block, added) = &mut arrived[next];
+                if let Some(added) = added.take() {
+                    device.wait_for_host(copies, &added, limit)?;
                 }
                 // SAFETY: as for the sums.
-                unsafe { block.slice() }.slice(0..slice.len())
+                Some(unsafe { block.slice() }.slice(0..slice.len()))
             }
         };
-        device.copy(copies, slice, to)?;
+        if let Some(copy) = copy {
+            device.copy(copies, slice, copy)?;
+        }
         let copied = copies.record()?;
         device.host_waits(update, &copied, limit)?;
-        self.leaving[next].free = Some(copied);
-        if let Some(arrived) = &mut self.arrived {
-            match micro {
-                0 => kernels.cast(update, to, sum, 1.0)?,
-                _ => kernels.accumulate(update, to, sum.typed()?)?,
+        self.leaving[next].copied = Some(copied);
+        let from = copy.unwrap_or(slice);
+        let add = |sum: AnySlice| match micro {
+            0 => kernels.cast(update, from, sum, 1.0),
+            _ => kernels.accumulate(update, from, sum.typed()?),
+        };
+        match &mut self.sums {
+            Sums::Memory { block, units } => {
+                // SAFETY: as in `Sums::in_memory`.
+                let sum = unsafe { block.slice() }.slice(units[unit].clone());
+                if self.arrived.is_some() {
+                    add(sum)?;
+                }
+                if last {
+                    optimizer.take_host_sum(unit, sum)?;
+                }
             }
-            arrived[next].1 = Some(update.record()?);
+            Sums::File { file, .. } => {
+                file.update(unit, micro == 0, |sum| {
+                    add(sum)?;
+                    if last { optimizer.enqueue_stats(unit, sum) } else { Ok(()) }
+                })?;
+            }
+        }
+        let added = update.record()?;
+        match &mut self.arrived {
+            Some(arrived) => arrived[next].1 = Some(added),
+            None => self.leaving[next].added = Some(added),
         }
         Ok(())
     }
@@ -272,7 +339,12 @@ impl<D: Device> Drop for HostSums<D> {
         for leaving in &mut self.leaving {
             let _closed = leaving.block.record_use(&self.streams.0);
         }
-        for block in [&mut self.sums].into_iter().chain(self.arrived.iter_mut().flatten().map(|(block, _)| block)) {
+        let arrived = self.arrived.iter_mut().flatten().map(|(block, _)| block);
+        let sums = match &mut self.sums {
+            Sums::Memory { block, .. } => Some(block),
+            Sums::File { .. } => None,
+        };
+        for block in sums.into_iter().chain(arrived) {
             let _closed = block.record_use(&self.streams.1);
         }
     }

@@ -16,6 +16,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
+use zero_alloc::swap::SwapFile;
 use zero_alloc::{Block, Purpose};
 use zero_ckpt::Reader;
 use zero_optim::{
@@ -30,6 +31,7 @@ use super::offload::{Home, OffloadSettings};
 use super::rank::Rank;
 use super::stage::{StepInputs, optimizer_of};
 use super::state::unreadable;
+use super::unit_file::UnitFile;
 use crate::error::TrainError;
 
 /// The optimizer of a rank.
@@ -56,6 +58,8 @@ pub(super) struct HostOptimizer<D: Device> {
     /// Orders the device's reductions before the host's work.
     copies: D::Stream,
     loss_scale: Block<D>,
+    /// The gradients' file, if they are in one.
+    grads_file: Option<SwapFile>,
     outcome: Option<StepOutcome>,
     /// The units in the order in which a forward reads them.
     order: Vec<usize>,
@@ -258,6 +262,7 @@ impl<D: Device> HostOptimizer<D> {
             released: vec![None; units],
             copies,
             loss_scale,
+            grads_file: None,
             outcome: None,
             order,
             device_streams,
@@ -306,11 +311,18 @@ impl<D: Device> HostOptimizer<D> {
 
     /// [`Self::take_sum`] of a slice that is complete on the host's stream.
     pub(super) fn take_host_sum(&mut self, unit: usize, slice: AnySlice) -> Result<(), TrainError> {
+        self.enqueue_stats(unit, slice)?;
         // SAFETY: complete at this point of the stream; the next reduction waits for `released`.
-        let sum = unsafe { Reduced::new(slice, self.stream.record()?) };
+        self.grads[unit] = Some(unsafe { Reduced::new(slice, self.stream.record()?) });
+        Ok(())
+    }
+
+    /// Enqueues the statistics of a sum that is complete on the host's stream, on which its later uses are, too.
+    pub(super) fn enqueue_stats(&mut self, unit: usize, sum: AnySlice) -> Result<(), TrainError> {
+        // SAFETY: complete at this point of the stream; later writes wait for it or are behind it.
+        let sum = unsafe { Reduced::new(sum, self.stream.record()?) };
         self.optimizer.enqueue_unit_stats(&self.stream, unit, &sum)?;
         self.released[unit] = Some(self.stream.record()?);
-        self.grads[unit] = Some(sum);
         Ok(())
     }
 
@@ -333,8 +345,8 @@ impl<D: Device> HostOptimizer<D> {
         self.upload_loss_scale(rank)
     }
 
-    /// Enqueues the decided updates, unit by unit in forward order.
-    pub(super) fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+    /// Enqueues the decided updates, unit by unit in forward order. `on_file`: the gradients, unless they are in memory.
+    pub(super) fn update(&mut self, rank: &Rank<D>, mut on_file: Option<&mut UnitFile>) -> Result<(), TrainError> {
         if self.outcome.as_ref().is_none_or(StepOutcome::is_skipped) {
             return Ok(());
         }
@@ -346,11 +358,20 @@ impl<D: Device> HostOptimizer<D> {
         }
         let overwritten = rank.settings.dtype != DType::F32 && !rank.settings.offload.format.remainder;
         for &unit in order.iter().filter(|unit| rank.trains(**unit)) {
-            let Some(grad) = &grads[unit] else { continue };
             let overwritten = overwritten && optimizer.pieces(unit).iter().all(|piece| piece.state.is_some());
-            params.update(unit, overwritten, |param| {
-                Ok(optimizer.enqueue_unit_update(stream, unit, &UnitSlices { grad, param: &[(param, 0)] })?)
-            })?;
+            let mut update = |grad: &Reduced<HostDevice>| {
+                params.update(unit, overwritten, |param| {
+                    Ok(optimizer.enqueue_unit_update(stream, unit, &UnitSlices { grad, param: &[(param, 0)] })?)
+                })
+            };
+            match (&mut on_file, &grads[unit]) {
+                // SAFETY: complete at this point of the stream, on which it is read.
+                (Some(file), _) => {
+                    file.read(unit, |grad| update(&unsafe { Reduced::new(grad, stream.record()?) }))?
+                }
+                (None, Some(grad)) => update(grad)?,
+                (None, None) => continue,
+            }
             released[unit] = Some(stream.record()?);
         }
         if !rank.settings.overlap {
@@ -371,10 +392,17 @@ impl<D: Device> HostOptimizer<D> {
 
     /// The scratch files: their length, and what was read and written so far; `None` if there are none.
     pub(super) fn nvme(&self) -> Option<NvmeBytes> {
-        let [state, params] = [self.optimizer.file_use(), self.params.lock().file_use()];
-        let sum = |i: usize| state.map_or(0, |f| f[i]) + params.map_or(0, |f| f[i]);
-        let bytes = || NvmeBytes { file_bytes: sum(0), read_bytes: sum(1), written_bytes: sum(2) };
-        state.or(params).map(|_| bytes())
+        let files =
+            [self.optimizer.file_use(), self.params.lock().file_use(), self.grads_file.as_ref().map(file_use)];
+        let files = files.into_iter().flatten();
+        files
+            .reduce(|a, b| [a[0] + b[0], a[1] + b[1], a[2] + b[2]])
+            .map(|[file_bytes, read_bytes, written_bytes]| NvmeBytes { file_bytes, read_bytes, written_bytes })
+    }
+
+    /// Takes note of the gradients' file.
+    pub(super) fn count(&mut self, grads_file: SwapFile) {
+        self.grads_file = Some(grads_file);
     }
 }
 
@@ -385,6 +413,11 @@ impl<D: Device> Drop for HostOptimizer<D> {
         drain(&self.stream, self.limit);
         self.params.lock().drain();
     }
+}
+
+/// A file's length, and what was read and written so far.
+pub(super) fn file_use(file: &SwapFile) -> [u64; 3] {
+    [file.bytes(), file.read_bytes(), file.written_bytes()]
 }
 
 /// Waits for all work of `stream`. One that does not end, even though its communicator was aborted, ends the process: it

@@ -6,8 +6,7 @@
 //! | pinned memory | the device is a GPU | copied to the device's parameters, or at stage 3 with offload into the gathered unit |
 //! | a scratch file | `--offload-params nvme:DIR` | read into a slot, then copied into the gathered unit |
 //!
-//! The file is read by two streams (for gathers, and for updates that need the old values) and written by one, through slots
-//! of the largest part: one a unit that is gathered ahead and one more, and two for updates.
+//! Gathers from the file have a stream and slots of their own: one for each unit that is gathered ahead, and one more.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,41 +14,22 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
-use zero_alloc::swap::{SwapFile, SwapLane};
 use zero_alloc::{Block, Purpose};
 use zero_comm::ShardSource;
 use zero_optim::Segment;
 
 use super::host_optimizer::drain;
-use super::offload::{Home, OffloadSettings};
+use super::offload::Home;
 use super::rank::Rank;
+use super::unit_file::{Slot, Transfers, UnitFile};
 use crate::error::TrainError;
 
-/// A host stream with its queue of requests to the file.
-type Transfers = (HostStream, SwapLane);
-
-/// Aligned host memory for one unit's part. `E`: the event after which it may be overwritten.
-struct Slot<E> {
-    block: Block<HostDevice>,
-    memory: AnySlice,
-    free: Option<E>,
-}
-
-/// Parameters in a file.
+/// Parameters in a file, and their gathers.
 struct OnFile<D: Device> {
-    file: SwapFile,
-    dtype: DType,
-    /// The first byte and the elements of each unit.
-    extents: Vec<(u64, usize)>,
-    /// After it the unit is written, if it was.
-    written: Vec<Option<HostEvent>>,
+    units: UnitFile,
     gathers: Transfers,
-    gather_slots: Vec<Slot<D::Event>>,
-    next_gather: usize,
-    update_reads: Transfers,
-    update_writes: Transfers,
-    update_slots: [Slot<HostEvent>; 2],
-    next_update: usize,
+    slots: Vec<Slot<D::Event>>,
+    next: usize,
 }
 
 enum Place<D: Device> {
@@ -88,8 +68,8 @@ impl<D: Device> HostParams<D> {
         let (dtype, lens) = (rank.settings.dtype, segments.iter().map(|s| s.state.len()).collect::<Vec<_>>());
         let place = match (&rank.settings.offload.params, on_device) {
             (Home::Nvme(dir), None) => {
-                let file = |bytes| SwapFile::create(dir, bytes, rank.settings.offload.swap());
-                Place::OnFile(Box::new(OnFile::new(rank, update, dtype, &lens, file)?))
+                let units = UnitFile::new(rank, update, dir, ("params", dtype), &lens)?;
+                Place::OnFile(Box::new(OnFile::new(rank, update, units)?))
             }
             (_, Some(slices)) if rank.is_host() => Place::Direct(slices),
             (_, on_device) => {
@@ -129,7 +109,7 @@ impl<D: Device> HostParams<D> {
     ) -> Result<(), TrainError> {
         match &mut self.place {
             Place::Direct(slices) | Place::Pinned { slices, .. } => run(slices[unit])?,
-            Place::OnFile(file) => file.update(&self.update, unit, overwritten, run)?,
+            Place::OnFile(file) => file.units.update(unit, overwritten, run)?,
         }
         self.updated[unit] = Some(self.update.record()?);
         Ok(())
@@ -143,7 +123,7 @@ impl<D: Device> HostParams<D> {
     ) -> Result<R, TrainError> {
         match &mut self.place {
             Place::Direct(slices) | Place::Pinned { slices, .. } => run(slices[unit]),
-            Place::OnFile(file) => file.read(&self.update, unit, run),
+            Place::OnFile(file) => file.units.read(unit, run),
         }
     }
 
@@ -155,19 +135,15 @@ impl<D: Device> HostParams<D> {
     /// Waits for the transfers of the file.
     pub(super) fn drain(&self) {
         if let Place::OnFile(file) = &self.place {
-            for (stream, _) in [&file.gathers, &file.update_reads, &file.update_writes] {
-                drain(stream, self.limit);
-            }
+            drain(&file.gathers.0, self.limit);
+            file.units.drain(self.limit);
         }
     }
 
     /// The file's length, and what was read and written so far.
     pub(super) fn file_use(&self) -> Option<[u64; 3]> {
         match &self.place {
-            Place::OnFile(on_file) => {
-                let file = &on_file.file;
-                Some([file.bytes(), file.read_bytes(), file.written_bytes()])
-            }
+            Place::OnFile(on_file) => Some(on_file.units.file_use()),
             _ => None,
         }
     }
@@ -175,7 +151,7 @@ impl<D: Device> HostParams<D> {
     /// What is slower than requested.
     pub(super) fn notices(&self) -> Vec<String> {
         match &self.place {
-            Place::OnFile(on_file) => on_file.file.notices(),
+            Place::OnFile(on_file) => on_file.units.file.notices(),
             _ => Vec::new(),
         }
     }
@@ -205,62 +181,14 @@ fn cut(all: AnySlice, lens: &[usize]) -> Vec<AnySlice> {
 }
 
 impl<D: Device> OnFile<D> {
-    fn new(
-        rank: &Rank<D>,
-        update: &HostStream,
-        dtype: DType,
-        lens: &[usize],
-        create: impl FnOnce(u64) -> Result<SwapFile, zero_alloc::swap::SwapError>,
-    ) -> Result<Self, TrainError> {
-        let width = dtype.size_bytes();
-        let aligned = |elems: usize| (elems * width).next_multiple_of(SwapFile::ALIGN_BYTES);
-        let mut bytes = 0;
-        let extent = |&elems: &usize| {
-            let at = bytes;
-            bytes += aligned(elems) as u64;
-            (at, elems)
-        };
-        let extents: Vec<_> = lens.iter().map(extent).collect();
-        let largest = lens.iter().copied().max().unwrap_or(0);
-        let file = create(bytes)?;
-        let transfers = |what: &str| {
-            let stream = rank.host.plain.device().create_stream(&format!("{} {what}", update.name()))?;
-            Ok::<_, TrainError>((stream, file.lane()?))
-        };
-        let (gathers, update_reads) = (transfers("gather reads")?, transfers("param reads")?);
-        let update_writes = transfers("param writes")?;
-        let units_ahead = OffloadSettings::units_ahead(&rank.settings.prefetch, &rank.layout);
-        let gather_slots = (0..units_ahead + 1).map(|_| slot(rank, update, aligned(largest)));
-        let gather_slots = gather_slots.collect::<Result<Vec<Slot<D::Event>>, TrainError>>()?;
-        let update_slots = [slot(rank, update, aligned(largest))?, slot(rank, update, aligned(largest))?];
-        gathers.1.register(&gather_slots.iter().map(|slot| slot.memory).collect::<Vec<_>>())?;
-        for (_, lane) in [&update_reads, &update_writes] {
-            lane.register(&update_slots.each_ref().map(|slot| slot.memory))?;
-        }
-        let written = vec![None; lens.len()];
-        let (next_gather, next_update) = (0, 0);
-        Ok(Self {
-            file,
-            dtype,
-            extents,
-            written,
-            gathers,
-            gather_slots,
-            next_gather,
-            update_reads,
-            update_writes,
-            update_slots,
-            next_update,
-        })
-    }
-
-    /// The first byte of `unit`, its aligned bytes at the start of `memory`, and its elements there.
-    fn of(&self, unit: usize, memory: AnySlice) -> (u64, AnySlice, AnySlice) {
-        let (at, elems) = self.extents[unit];
-        let bytes = elems * self.dtype.size_bytes();
-        // SAFETY: initialised bytes of a slot, which is aligned for every dtype and has room; the rest as for `memory`.
-        let typed = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), elems, self.dtype, memory.device()) };
-        (at, memory.slice(0..bytes.next_multiple_of(SwapFile::ALIGN_BYTES)), typed)
+    fn new(rank: &Rank<D>, update: &HostStream, units: UnitFile) -> Result<Self, TrainError> {
+        let stream = rank.host.plain.device().create_stream(&format!("{} params gathers", update.name()))?;
+        let gathers = (stream, units.file.lane()?);
+        let ahead = rank.settings.prefetch.ahead.min(rank.units()) + 1;
+        let slots = (0..ahead).map(|_| Slot::new(rank, update, units.slot_bytes()));
+        let slots = slots.collect::<Result<Vec<Slot<D::Event>>, TrainError>>()?;
+        gathers.1.register(&slots.iter().map(|slot| slot.memory).collect::<Vec<_>>())?;
+        Ok(Self { units, gathers, slots, next: 0 })
     }
 
     fn fetch(
@@ -271,100 +199,33 @@ impl<D: Device> OnFile<D> {
         own: AnySlice,
         limit: Duration,
     ) -> Result<AnySlice, DeviceError> {
-        let at = self.next_gather;
-        self.next_gather = (at + 1) % self.gather_slots.len();
-        let (offset, bytes, typed) = self.of(unit, self.gather_slots[at].memory);
-        let (reads, lane) = &self.gathers;
-        if let Some(free) = self.gather_slots[at].free.take() {
-            device.host_waits(reads, &free, limit)?;
+        let at = self.next;
+        self.next = (at + 1) % self.slots.len();
+        let slot = &mut self.slots[at];
+        if let Some(free) = slot.free.take() {
+            device.host_waits(&self.gathers.0, &free, limit)?;
         }
-        if let Some(written) = &self.written[unit] {
-            reads.wait(written)?;
-        }
-        lane.read(reads, &[(offset, bytes)])?;
-        device.wait_for_host(stream, &reads.record()?, limit)?;
+        let typed = self.units.read_into(&self.gathers, unit, slot.memory)?;
+        device.wait_for_host(stream, &self.gathers.0.record()?, limit)?;
         let copied = device.copy(stream, typed, own);
         // Also after an error: the read is enqueued, and the stream is behind it.
-        self.gather_slots[at].free = Some(stream.record()?);
+        slot.free = Some(stream.record()?);
         copied.map(|()| own)
     }
-
-    /// The next update slot, with its old values unless it is `overwritten`. `update` waits for them.
-    fn slot(&mut self, update: &HostStream, unit: usize, overwritten: bool) -> Result<usize, DeviceError> {
-        let at = self.next_update;
-        self.next_update = (at + 1) % self.update_slots.len();
-        let (offset, bytes, _) = self.of(unit, self.update_slots[at].memory);
-        let (reads, lane) = &self.update_reads;
-        let free = self.update_slots[at].free.take();
-        if overwritten {
-            free.iter().try_for_each(|free| update.wait(free))?;
-        } else {
-            free.iter().chain(&self.written[unit]).try_for_each(|before| reads.wait(before))?;
-            lane.read(reads, &[(offset, bytes)])?;
-            update.wait(&reads.record()?)?;
-        }
-        Ok(at)
-    }
-
-    fn update(
-        &mut self,
-        update: &HostStream,
-        unit: usize,
-        overwritten: bool,
-        run: impl FnOnce(AnySlice) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
-        let at = self.slot(update, unit, overwritten)?;
-        let (offset, bytes, typed) = self.of(unit, self.update_slots[at].memory);
-        let enqueued = run(typed);
-        let (writes, lane) = &self.update_writes;
-        writes.wait(&update.record()?)?;
-        if enqueued.is_ok() {
-            lane.write(writes, &[(offset, bytes)])?;
-        }
-        let written = writes.record()?;
-        self.update_slots[at].free = Some(written.clone());
-        self.written[unit] = Some(written);
-        enqueued
-    }
-
-    fn read<R>(
-        &mut self,
-        update: &HostStream,
-        unit: usize,
-        run: impl FnOnce(AnySlice) -> Result<R, TrainError>,
-    ) -> Result<R, TrainError> {
-        let at = self.slot(update, unit, false)?;
-        let (_, _, typed) = self.of(unit, self.update_slots[at].memory);
-        let result = run(typed);
-        self.update_slots[at].free = Some(update.record()?);
-        result
-    }
-}
-
-/// Aligned host memory, pinned on a GPU.
-fn slot<D: Device, E>(rank: &Rank<D>, stream: &HostStream, bytes: usize) -> Result<Slot<E>, TrainError> {
-    let block = rank.host.pinned.allocate(bytes + SwapFile::ALIGN_BYTES, DType::U8, Purpose::Workspace, stream)?;
-    // SAFETY: used by streams whose operations events order; the drop of `HostParams` records or drains them.
-    let all = unsafe { block.slice() };
-    let start = all.as_ptr().addr().next_multiple_of(SwapFile::ALIGN_BYTES) - all.as_ptr().addr();
-    Ok(Slot { block, memory: all.slice(start..start + bytes), free: None })
 }
 
 impl<D: Device> Drop for HostParams<D> {
     fn drop(&mut self) {
-        // A closed stream runs no more work. The streams of the device are drained before (`Flags`).
+        // A closed stream runs no more work. The optimizer has waited for the streams of the device.
         match &mut self.place {
             Place::Direct(_) => {}
             Place::Pinned { block, .. } => {
                 let _closed = block.record_use(&self.update);
             }
             Place::OnFile(file) => {
-                let OnFile { gathers, gather_slots, update_reads, update_writes, update_slots, .. } = &mut **file;
-                let blocks = gather_slots.iter_mut().map(|slot| &mut slot.block);
-                for block in blocks.chain(update_slots.iter_mut().map(|slot| &mut slot.block)) {
-                    for stream in [&self.update, &gathers.0, &update_reads.0, &update_writes.0] {
-                        let _closed = block.record_use(stream);
-                    }
+                let OnFile { gathers, slots, .. } = &mut **file;
+                for slot in slots {
+                    let _closed = slot.block.record_use(&gathers.0);
                 }
             }
         }

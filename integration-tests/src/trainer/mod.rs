@@ -27,6 +27,7 @@ mod stage3;
 mod stages_1_and_2;
 mod state;
 mod storage;
+mod unit_file;
 mod validation;
 mod whole_params;
 mod workload;

@@ -1,7 +1,7 @@
 //! Where a run keeps its optimizer state, parameters and activation checkpoints.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -149,6 +149,14 @@ impl OffloadSettings {
     /// Whether the host updates, from state in host memory or on NVMe.
     pub fn updates_on_host(&self) -> bool {
         self.optimizer != Home::Device || self.params != Home::Device
+    }
+
+    /// The folder of the gradients' scratch file: that of the parameters, whose gradients are as large.
+    pub fn grads_on_file(&self) -> Option<&Path> {
+        match &self.params {
+            Home::Nvme(dir) => Some(dir),
+            _ => None,
+        }
     }
 
     /// Whether any state is in a scratch file.

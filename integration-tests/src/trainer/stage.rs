@@ -147,11 +147,11 @@ pub(super) fn decide<D: Device>(
 pub(super) fn update<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut Optimizer<D>,
-    grads: &Gradients<D>,
+    grads: &mut Gradients<D>,
 ) -> Result<(), TrainError> {
     let (optimizer, params) = match optimizer {
         Optimizer::Device { optimizer, params } => (optimizer, params),
-        Optimizer::Host(host) => return host.update(rank),
+        Optimizer::Host(host) => return host.update(rank, grads.on_file()),
     };
     let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
     let units = grads.reduced().into_iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param });

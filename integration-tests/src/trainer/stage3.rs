@@ -166,7 +166,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        update(rank, &mut self.optimizer, &self.grads)
+        update(rank, &mut self.optimizer, &mut self.grads)
     }
 
     fn optimizer(&mut self) -> &mut Optimizer<D> {

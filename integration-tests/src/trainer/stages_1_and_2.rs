@@ -75,7 +75,7 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         self.params.wait(rank)?;
-        update(rank, &mut self.optimizer, &self.grads)?;
+        update(rank, &mut self.optimizer, &mut self.grads)?;
         match self.optimizer.on_host() {
             // The next forward gathers each unit when it needs it.
             Some(_) => Ok(rank.comm_stream.wait(&rank.compute.record()?)?),
