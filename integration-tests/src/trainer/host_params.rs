@@ -19,7 +19,7 @@ use zero_comm::ShardSource;
 use zero_optim::Segment;
 
 use super::host_optimizer::drain;
-use super::offload::Home;
+use super::offload::{Home, OffloadSettings};
 use super::rank::Rank;
 use super::unit_file::{Slot, Transfers, UnitFile};
 use crate::error::TrainError;
@@ -184,7 +184,7 @@ impl<D: Device> OnFile<D> {
     fn new(rank: &Rank<D>, update: &HostStream, units: UnitFile) -> Result<Self, TrainError> {
         let stream = rank.host.plain.device().create_stream(&format!("{} params gathers", update.name()))?;
         let gathers = (stream, units.file.lane()?);
-        let ahead = rank.settings.prefetch.ahead.min(rank.units()) + 1;
+        let ahead = OffloadSettings::units_ahead(&rank.settings.prefetch, &rank.layout) + 1;
         let slots = (0..ahead).map(|_| Slot::new(rank, update, units.slot_bytes()));
         let slots = slots.collect::<Result<Vec<Slot<D::Event>>, TrainError>>()?;
         gathers.1.register(&slots.iter().map(|slot| slot.memory).collect::<Vec<_>>())?;

@@ -159,11 +159,6 @@ impl OffloadSettings {
         }
     }
 
-    /// Whether any state is in a scratch file.
-    pub fn has_files(&self) -> bool {
-        [&self.optimizer, &self.params].into_iter().any(|home| matches!(home, Home::Nvme(_)))
-    }
-
     /// How scratch files are read and written.
     pub(super) fn swap(&self) -> SwapOptions {
         SwapOptions::default().queue_depth(self.queue_depth).request_bytes(self.request_bytes)

@@ -45,7 +45,7 @@ impl Saver {
         // Checked here so that a wrong directory fails at the start of training and not at the first save.
         store.check_runs()?;
         store.check_model(&ModelSpec::from(&*rank.layout))?;
-        let store = match rank.settings.offload.has_files() {
+        let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
             false => Saves::Background(BackgroundStore::new(store, Arc::clone(&rank.layout), states(), 1)?),
         };
