@@ -5,5 +5,7 @@ mod controller;
 #[cfg(not(miri))]
 mod deepspeed;
 mod groups;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod offloaded;
 mod sharded;
 mod state;

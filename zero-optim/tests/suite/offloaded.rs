@@ -1,0 +1,266 @@
+//! State in pieces, in memory and on NVMe: the bits of state in plain memory, in any order that the streams allow.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use zero_alloc::Pool;
+use zero_alloc::device::{DType, Device, Reduced, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::swap::SwapOptions;
+use zero_kernels::host::HostKernels;
+use zero_optim::{
+    Divisor, GatheredStats, GroupRules, OffloadOptions, OptimError, OptimizerConfig, ParamGroups, Segment,
+    ShardedAdamW, StateHome, StateKind, StateRange, UnitSlices,
+};
+
+use super::common::{Buffer, LIMIT, Random};
+
+/// An optimizer of one rank with its parameters.
+struct Run {
+    stream: HostStream,
+    optim: ShardedAdamW<HostDevice>,
+    params: Vec<Buffer>,
+}
+
+/// The inputs of a run.
+#[derive(Clone, Debug)]
+struct Inputs {
+    lens: Vec<usize>,
+    dtype: DType,
+    /// The group of every 700 elements, in turn: the optimizer's own, another, frozen.
+    groups: Vec<usize>,
+    seed: u64,
+}
+
+impl Inputs {
+    fn run(&self, device: HostDevice, options: Option<&OffloadOptions>) -> Result<Run, OptimError> {
+        let stream = device.create_stream("update")?;
+        let (pool, kernels) = (Pool::new(device.clone(), 1 << 30), Arc::new(HostKernels::new(1)?));
+        let config = OptimizerConfig::default().max_grad_norm(0.5).sub_group_elems(2000);
+        let (mut segments, mut end, mut random) = (Vec::new(), 0, Random(self.seed));
+        for (u, len) in self.lens.iter().enumerate() {
+            segments.push(Segment::shard(format!("unit{u}"), end..end + len));
+            end += len;
+        }
+        let rules = vec![
+            GroupRules::default(),
+            GroupRules::default().weight_decay(Some(0.1)).betas(Some([0.8, 0.95])),
+            GroupRules::frozen(),
+        ];
+        let starts = (0..end).step_by(700).enumerate();
+        let runs = starts.map(|(i, at)| (at..end.min(at + 700), self.groups[i % self.groups.len()]));
+        let groups = ParamGroups::new(rules, runs);
+        let mut params: Vec<Buffer> =
+            self.lens.iter().map(|&len| Buffer::new(&random.values(len), self.dtype)).collect();
+        let mut optim = match options {
+            None => ShardedAdamW::with_groups(&pool, kernels, &stream, config, self.dtype, segments, &groups)?,
+            Some(options) => {
+                ShardedAdamW::offloaded(&pool, kernels, &stream, config, self.dtype, segments, &groups, options)?
+            }
+        };
+        let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+        optim.init_masters(&stream, &slices)?;
+        stream.synchronize(LIMIT)?;
+        Ok(Run { stream, optim, params })
+    }
+
+    /// A step with random gradients, unit by unit.
+    fn step(&self, run: &mut Run, step: u64) {
+        let Run { stream, optim, params } = run;
+        let mut random = Random(self.seed ^ ((step + 1) << 20));
+        let mut buffers: Vec<Buffer> =
+            self.lens.iter().map(|&len| Buffer::new(&random.values(len), self.dtype)).collect();
+        let done = stream.record().unwrap();
+        // SAFETY: written by this thread before; kept until the stream is drained.
+        let reduced = |grad: &mut Buffer| unsafe { Reduced::<HostDevice>::new(grad.slice(), done.clone()) };
+        let grads: Vec<_> = buffers.iter_mut().map(reduced).collect();
+        for (unit, grad) in grads.iter().enumerate().rev() {
+            optim.enqueue_unit_stats(stream, unit, grad).unwrap();
+        }
+        let own = optim.rank_stats(stream, 0.0, LIMIT).unwrap();
+        let outcome = optim.decide(stream, GatheredStats::new(&[own], Divisor::MicroBatches(1)), LIMIT).unwrap();
+        assert!(!outcome.is_skipped());
+        for (unit, grad) in grads.iter().enumerate() {
+            let param = [(params[unit].slice(), 0)];
+            optim.enqueue_unit_update(stream, unit, &UnitSlices { grad, param: &param }).unwrap();
+        }
+        stream.synchronize(LIMIT).unwrap();
+    }
+}
+
+impl Run {
+    /// The bits of a unit's state of one kind, read in parts of 600 elements.
+    fn state(&mut self, kind: StateKind, unit: usize) -> Vec<u32> {
+        let param = [(self.params[unit].slice(), 0)];
+        let mut values = vec![f32::NAN; param[0].0.len()];
+        for (i, part) in values.chunks_mut(600).enumerate() {
+            let range = StateRange { kind, unit, elems: i * 600..i * 600 + part.len() };
+            self.optim.read_state(&self.stream, &range, &param, part, LIMIT).unwrap();
+        }
+        values.into_iter().map(f32::to_bits).collect()
+    }
+
+    fn set_state(&mut self, kind: StateKind, unit: usize, values: &[u32]) {
+        let param = [(self.params[unit].slice(), 0)];
+        let values: Vec<f32> = values.iter().copied().map(f32::from_bits).collect();
+        for (i, part) in values.chunks(900).enumerate() {
+            let range = StateRange { kind, unit, elems: i * 900..i * 900 + part.len() };
+            self.optim.write_state(&self.stream, &range, &param, part, LIMIT).unwrap();
+        }
+        self.optim.write_unit_params(&self.stream, unit, &param).unwrap();
+        self.stream.synchronize(LIMIT).unwrap();
+    }
+
+    fn params(&self) -> Vec<Vec<u32>> {
+        self.params.iter().map(|p| p.values().into_iter().map(f32::to_bits).collect()).collect()
+    }
+}
+
+fn nvme(dir: &std::path::Path, buffers: usize) -> StateHome {
+    StateHome::Nvme { dir: dir.to_owned(), options: SwapOptions::default(), buffers }
+}
+
+fn inputs() -> impl Strategy<Value = Inputs> {
+    let dtype = prop_oneof![Just(DType::F32), Just(DType::Bf16), Just(DType::F16)];
+    let parts =
+        (prop::collection::vec(0usize..6000, 1..4), dtype, prop::collection::vec(0usize..3, 1..5), any::<u64>());
+    parts.prop_map(|(lens, dtype, groups, seed)| Inputs { lens, dtype, groups, seed })
+}
+
+/// As many cases as requested, times `ZERO_PROPTEST_FACTOR` if that is set.
+fn cases(n: u32) -> ProptestConfig {
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(cases(12))]
+
+    /// Three steps, a copy of the state into a new optimizer, and two more. No access is unordered.
+    #[test]
+    fn state_in_pieces_has_the_same_bits(
+        inputs in inputs(),
+        on_file in any::<bool>(),
+        buffers in 1usize..5,
+        remainder in any::<bool>(),
+        schedule in any::<u64>(),
+    ) {
+        let remainder = remainder && inputs.dtype == DType::Bf16;
+        let dir = tempfile::tempdir().unwrap();
+        let home = if on_file { nvme(dir.path(), buffers) } else { StateHome::Memory };
+        let options = OffloadOptions::default().home(home).remainder(remainder);
+        let mut plain = inputs.run(HostDevice::new(), None).unwrap();
+        let device = HostDevice::seeded(schedule);
+        let mut pieces = inputs.run(device.clone(), Some(&options)).unwrap();
+        for step in 0..3 {
+            inputs.step(&mut plain, step);
+            inputs.step(&mut pieces, step);
+        }
+        let mut copy = inputs.run(device.clone(), Some(&options)).unwrap();
+        for unit in 0..inputs.lens.len() {
+            for kind in StateKind::ALL {
+                let state = pieces.state(kind, unit);
+                prop_assert!(state == plain.state(kind, unit), "{kind:?} of unit {unit}");
+                copy.set_state(kind, unit, &state);
+            }
+        }
+        let progress = pieces.optim.progress();
+        copy.optim.restore(&progress).unwrap();
+        for step in 3..5 {
+            inputs.step(&mut plain, step);
+            inputs.step(&mut copy, step);
+        }
+        for unit in 0..inputs.lens.len() {
+            for kind in StateKind::ALL {
+                prop_assert!(copy.state(kind, unit) == plain.state(kind, unit), "{kind:?} of unit {unit}, copied");
+            }
+        }
+        // Ties of a remainder's parameter are rounded away from zero.
+        prop_assert!(remainder || copy.params() == plain.params());
+        prop_assert!(device.violations().is_empty(), "{:?}", device.violations());
+    }
+}
+
+/// What a step reads and writes: every piece once, masters and moments, in whole blocks of the disk.
+#[test]
+fn bytes_of_a_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let inputs = Inputs { lens: vec![2048 * 3, 100, 0, 5000], dtype: DType::Bf16, groups: vec![0], seed: 1 };
+    for (remainder, bf16_moments, bytes) in [(false, false, 12), (true, false, 10), (false, true, 8), (true, true, 6)]
+    {
+        let options = OffloadOptions::default().home(nvme(dir.path(), 3)).remainder(remainder);
+        let mut run = inputs.run(HostDevice::new(), Some(&options.bf16_moments(bf16_moments))).unwrap();
+        let blocks = |elems: usize| (elems * bytes).next_multiple_of(4096) as u64;
+        let pieces = [2048, 2048, 2048, 100, 2048, 2048, 904];
+        let expected: u64 = pieces.into_iter().map(blocks).sum();
+        // Reading the state waits for all writes.
+        let read_all = |run: &mut Run| (0..4).for_each(|unit| drop(run.state(StateKind::FirstMoment, unit)));
+        read_all(&mut run);
+        let before = run.optim.file_use().unwrap();
+        assert_eq!(before[0], expected);
+        for step in 0..3 {
+            inputs.step(&mut run, step);
+        }
+        let [_, read, _] = run.optim.file_use().unwrap();
+        assert_eq!(read - before[1], 3 * expected);
+        read_all(&mut run);
+        assert_eq!(run.optim.file_use().unwrap()[2] - before[2], 3 * expected);
+    }
+}
+
+/// Moments in bf16 follow those in fp32, also second moments that fall by less than half a unit in the last place a step.
+#[test]
+fn bf16_moments_are_not_biased() {
+    let inputs = Inputs { lens: vec![20_000], dtype: DType::Bf16, groups: vec![0], seed: 3 };
+    let options = OffloadOptions::default().bf16_moments(true);
+    let (mut plain, mut small) =
+        (inputs.run(HostDevice::new(), None).unwrap(), inputs.run(HostDevice::new(), Some(&options)).unwrap());
+    let mut again = inputs.run(HostDevice::new(), Some(&options)).unwrap();
+    for step in 0..100 {
+        for run in [&mut plain, &mut small, &mut again] {
+            inputs.step(run, step);
+        }
+    }
+    let sum = |run: &mut Run| {
+        run.state(StateKind::SecondMoment, 0).into_iter().map(|b| f64::from(f32::from_bits(b))).sum::<f64>()
+    };
+    let ratio = sum(&mut small) / sum(&mut plain);
+    // Rounded to nearest, the second moments of this test are 1.9% off.
+    assert!((ratio - 1.0).abs() < 1e-3, "second moments: {ratio}");
+    assert!(
+        small.state(StateKind::FirstMoment, 0) == again.state(StateKind::FirstMoment, 0),
+        "the bits are repeatable"
+    );
+    assert_eq!(small.params(), again.params());
+}
+
+#[test]
+fn settings_that_do_not_fit_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let inputs = Inputs { lens: vec![10], dtype: DType::F16, groups: vec![0], seed: 0 };
+    let error = |options: OffloadOptions| inputs.run(HostDevice::new(), Some(&options)).err().unwrap().to_string();
+    assert_eq!(
+        error(OffloadOptions::default().remainder(true)),
+        "masters as 16-bit remainders need parameters of bf16, got fp16"
+    );
+    assert_eq!(error(OffloadOptions::default().home(nvme(dir.path(), 0))), "buffers is 0; it must be at least 1");
+    let missing = dir.path().join("missing");
+    let error = error(OffloadOptions::default().home(nvme(&missing, 3)));
+    assert!(error.contains(&missing.display().to_string()), "{error}");
+}
+
+/// A failed transfer is the error of the next wait, and the optimizer's memory outlives what is enqueued.
+#[test]
+fn failed_transfer_is_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let inputs = Inputs { lens: vec![9000, 3000], dtype: DType::Bf16, groups: vec![0], seed: 5 };
+    let options = OffloadOptions::default().home(nvme(dir.path(), 2));
+    let mut run = inputs.run(HostDevice::new(), Some(&options)).unwrap();
+    let stream = run.stream.clone();
+    stream.enqueue("unplugged", || Err(zero_alloc::device::DeviceError::Closed { stream: "disk".into() })).unwrap();
+    let mut out = [0.0; 100];
+    let param = [(run.params[0].slice(), 0)];
+    let range = StateRange { kind: StateKind::Master, unit: 0, elems: 0..100 };
+    let error = run.optim.read_state(&stream, &range, &param, &mut out, LIMIT).unwrap_err();
+    assert!(error.to_string().contains("unplugged"), "{error}");
+}
