@@ -209,7 +209,11 @@ impl MemoryModel {
         };
         let (pieces, buffers) = (self.sub_group_elems, self.sub_group_buffers);
         let staging = [
-            through_host(placement.grads, &[pieces, buffers, widths.grad_bytes])?,
+            // Two units that arrive, and two whose sums are read or written.
+            through_host(
+                placement.grads,
+                &[2, self.unit_shard_elems, sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?],
+            )?,
             through_host(placement.optimizer, &[pieces, buffers, widths.optimizer_bytes])?,
             through_host(placement.params, &[self.unit_shard_elems, self.param_buffers, widths.param_bytes])?,
         ];

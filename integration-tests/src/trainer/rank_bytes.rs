@@ -53,7 +53,9 @@ impl RankBytes {
         let optimizer = in_memory(settings.offload.optimizer.tier(), state.optimizer_bytes);
         let workspace = scratch.checked_mul(size_of::<f32>() as u64)?.checked_add(steps)?;
         Some(Self {
-            state: params.checked_add(state.grads_bytes)?.checked_add(optimizer)?,
+            state: params
+                .checked_add(in_memory(settings.offload.params.tier(), state.grads_bytes))?
+                .checked_add(optimizer)?,
             activations,
             buckets: buckets.checked_mul(2 * widths.comm_grad_bytes)?,
             gathered: gathered.checked_mul(widths.param_bytes)?,
@@ -76,7 +78,7 @@ impl RankBytes {
         let parts = [
             on_host(offload.params.tier(), state.params_bytes),
             on_host(offload.optimizer.tier(), state.optimizer_bytes),
-            updated.checked_mul(widths.grad_bytes)?,
+            if offload.grads_on_file().is_some() { 0 } else { updated.checked_mul(widths.grad_bytes)? },
             copied.checked_mul(widths.param_bytes)?,
         ];
         Some(Self {
@@ -124,7 +126,10 @@ fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
     // Those of units ahead, one in use, one that is updated and one that is written.
     let shards = OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3;
     let shards = on_nvme(offload.params.tier(), shards).checked_mul(shard)?.checked_mul(widths.param_bytes)?;
-    pieces.checked_add(shards)
+    // Two units that leave the device, and two whose sums are read or written.
+    let grads =
+        on_nvme(offload.params.tier(), 2 * (widths.comm_grad_bytes + widths.grad_bytes)).checked_mul(shard)?;
+    pieces.checked_add(shards)?.checked_add(grads)
 }
 
 /// The copy for a checkpoint. State on NVMe is saved without one.
@@ -222,9 +227,9 @@ mod tests {
         }
         let on_device = rank(ZeroStage::Three, &none);
         let all = rank(ZeroStage::Three, &OffloadSettings { optimizer: nvme(), params: nvme(), ..none.clone() });
-        assert_eq!(all.state, on_device.state - 14 * shard);
-        // One unit ahead and three more.
-        assert_eq!(all.transfers, 3 * 2048 * 12 + 4 * largest * 2);
+        assert_eq!(all.state, on_device.state - 16 * shard);
+        // Parameters of one unit ahead and three more, gradients of two that leave and two in transfer.
+        assert_eq!(all.transfers, 3 * 2048 * 12 + 4 * largest * 2 + 4 * largest * 2);
     }
 
     #[test]
@@ -247,7 +252,7 @@ mod tests {
         let params = host(ZeroStage::Three, OffloadSettings { params: Home::Host, ..cpu.clone() }, false);
         assert_eq!(params.state, 16 * shard, "the parameters themselves");
         let away = host(ZeroStage::Three, OffloadSettings { optimizer: nvme(), params: nvme(), ..cpu }, true);
-        assert_eq!((away.state, away.staging), (2 * shard, 0), "gradients");
+        assert_eq!((away.state, away.staging), (0, 0), "nothing");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::num::NonZero;
 use serde::Serialize;
 use zero_shard::{
     ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing, ShardError,
-    Sharding, UnitLayout, ZeroStage,
+    Sharding, Tier, UnitLayout, ZeroStage,
 };
 
 use super::request::Request;
@@ -152,6 +152,9 @@ fn memory_model(request: &Request, settings: &Settings, layout: &Layout) -> Resu
     let (widths, offload) = (settings.widths(), &settings.offload);
     let mut placement = Placement::offload_optimizer(offload.optimizer.tier());
     placement.params = offload.params.tier();
+    if offload.grads_on_file().is_some() {
+        placement.grads = Tier::Nvme;
+    }
     let activations = ActivationBytes::estimate(&request.model.shape, &activations(request, widths.param_bytes))?;
     // Two inputs of blocks are on the device: the one in use and the one in transfer.
     let layers = request.model.shape.layers;
