@@ -168,6 +168,41 @@ fn offload_of_a_configuration_is_checked() {
     assert!(out.contains("note: steps_per_print is ignored"), "{out}");
 }
 
+/// The same losses, and nothing is left in the folder.
+#[test]
+fn offload_keeps_the_losses() {
+    let dir = temp();
+    let run = |metrics: &str, more: &[&str]| {
+        succeeds(&run_tiny(dir.path(), &[&["--metrics", metrics, "--stage", "3"], more].concat()));
+        let text = std::fs::read_to_string(dir.path().join(metrics)).unwrap();
+        text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()).collect::<Vec<_>>()
+    };
+    let losses = |steps: &[Value]| steps.iter().map(|step| step["loss"].to_string()).collect::<Vec<_>>();
+    let plain = run("plain", &[]);
+    std::fs::create_dir(dir.path().join("scratch")).unwrap();
+    let kinds: [&[&str]; 3] = [
+        &["--offload", "cpu"],
+        &["--offload", "nvme:scratch"],
+        &["--offload", "nvme:scratch", "--offload-params", "nvme:scratch"],
+    ];
+    for (i, kind) in kinds.into_iter().enumerate() {
+        let steps = run(&format!("m{i}"), kind);
+        assert_eq!(losses(&steps), losses(&plain), "{kind:?}");
+        assert_eq!(steps[2]["nvme"]["file_bytes"].as_u64().unwrap_or(0) > 0, i > 0, "{kind:?}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path().join("scratch")).unwrap().count(), 0);
+    // The tiny model is in fp32 here.
+    for (flags, parts) in [
+        (&["--stage", "2", "--offload-params", "cpu"][..], &["--offload-params cpu", "use --stage 3"][..]),
+        (&["--offload", "nvme:none"], &["--offload nvme:none", "create the folder"]),
+        (&["--offload", "cpu", "--masters", "remainder"], &["--masters remainder", "--dtype bf16"]),
+        (&["--moments", "bf16"], &["--moments bf16", "--offload cpu"]),
+        (&["--memory-limit", "1MiB"], &["2 ranks", "the limit of --memory-limit has 1.00 MiB free", "--offload"]),
+    ] {
+        fails(&run_tiny(dir.path(), flags), 2, parts);
+    }
+}
+
 /// A lower limit gathers less ahead; the losses are the same.
 #[test]
 fn low_live_parameter_limit_is_raised() {

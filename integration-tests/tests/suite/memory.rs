@@ -69,6 +69,54 @@ fn process_holds_what_ranks_report() {
     }
 }
 
+/// The plan of one process is its peak, but for the program, its libraries and the buffers of matrix products.
+#[test]
+fn process_holds_what_is_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    write_model(folder.path());
+    std::fs::create_dir(folder.path().join("scratch")).unwrap();
+    let nvme = ["--offload", "nvme:scratch"];
+    let runs: [(&str, Vec<&str>); 5] = [
+        ("2", vec![]),
+        ("2", vec!["--offload", "cpu", "--moments", "bf16"]),
+        ("0", nvme.to_vec()),
+        ("3", [&nvme[..], &["--masters", "remainder", "--moments", "bf16"]].concat()),
+        ("3", [&nvme[..], &["--offload-params", "nvme:scratch"]].concat()),
+    ];
+    for (stage, offload) in runs {
+        let shape = [&["--dtype", "bf16", "--seq-len", "16", "--micro-batch", "1"], &offload[..]].concat();
+        let plan = ["plan", "--model", ".", "--gpus", "2", "--json"];
+        let output = place::zero().args(plan).args(&shape).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let planned = &report["stages"][stage.parse::<usize>().unwrap()];
+        let planned = planned["process_bytes"].as_u64().unwrap();
+        let saves = ["--stage", stage, "--dtype", "bf16", "--checkpoint", "saved"];
+        let (_, held) = peaks(folder.path(), &[&saves, &offload[..]].concat());
+        assert!(held < planned + planned / 10 + (40 << 20), "{stage} {offload:?}: {held} held, {planned} planned");
+        let _none = std::fs::remove_dir_all(folder.path().join("saved"));
+    }
+}
+
+/// A run that does not fit into the limit fits with its state on NVMe.
+#[test]
+fn memory_limit_is_kept_with_nvme() {
+    let folder = tempfile::tempdir().unwrap();
+    write_model(folder.path());
+    std::fs::create_dir(folder.path().join("scratch")).unwrap();
+    let limit = ["--stage", "3", "--dtype", "bf16", "--no-checkpoint", "--memory-limit", "320MiB"];
+    let tokens = place::data("tokens.u16.bin");
+    let run =
+        ["train", "--model", ".", "--ranks", "2", "--threads", "1", "--steps", "1", "--seq-len", "16", "--data"];
+    let refused = place::zero().args(run).arg(tokens).args(limit).current_dir(folder.path()).output().unwrap();
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{text}");
+    assert!(text.contains("the limit of --memory-limit has 320.00 MiB free; try --offload nvme:DIR"), "{text}");
+    let nvme = ["--offload", "nvme:scratch", "--offload-params", "nvme:scratch"];
+    let (_, held) = peaks(folder.path(), &[&limit[..], &nvme[..]].concat());
+    assert!(held < (320 + 40) << 20, "{held}");
+}
+
 /// Runs the small model within `limit` bytes of the resource that `flag` names. Rayon's global pool would start more
 /// threads than any of the limits allows.
 fn limited(folder: &Path, flag: &str, limit: u64, more: &[&str]) -> Output {

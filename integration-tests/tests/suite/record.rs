@@ -306,6 +306,49 @@ fn sub_group_size_is_taken_up() {
     assert_eq!(record(dir, "a", 2)["communication"]["sub_group_elems"], 100_000);
 }
 
+/// The places of state do not decide the numbers, and flags override them.
+#[test]
+fn offload_is_taken_up() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    for folder in ["one", "two"] {
+        std::fs::create_dir(dir.join(folder)).unwrap();
+    }
+    let path = |folder: &str| format!("nvme:{}", dir.join(folder).canonicalize().unwrap().display());
+    train(dir, &["--steps", "3", "--metrics", "plain", "--checkpoint", "p"]);
+    assert_eq!(record(dir, "p", 3).get("offload"), None);
+    let flags = ["--offload", "nvme:one", "--offload-params", "nvme:one"];
+    let out = train(dir, &[&flags[..], &["--steps", "2", "--metrics", "first", "--checkpoint", "a"]].concat());
+    let one = path("one");
+    let line = format!("offload: optimizer state in {one} (masters fp32, moments fp32), parameters in {one}\n");
+    assert!(out.contains(&line), "{out}");
+    let offload = record(dir, "a", 2)["offload"].clone();
+    assert_eq!((&offload["optimizer"], &offload["params"]), (&one.clone().into(), &one.clone().into()));
+    assert_eq!(record(dir, "a", 2)["communication"]["sub_group_elems"], 1 << 22);
+
+    let out = resume(dir, &["a", "--steps", "3", "--metrics", "rest"]);
+    assert_eq!(differences(&out), ["steps 2 -> 3"], "{out}");
+    assert_eq!(curve(dir, "plain"), [curve(dir, "first"), curve(dir, "rest")].concat());
+    assert!(weights(dir, "p") == weights(dir, "a"), "final weights");
+    let out = resume(dir, &["a", "--steps", "4", "--offload", "nvme:two"]);
+    let expected = [format!("offload.optimizer {one} -> {}", path("two")), "steps 3 -> 4".to_owned()];
+    assert_eq!(differences(&out), expected, "{out}");
+    // Stage 2 has no parameters to offload.
+    let out = resume(dir, &["a", "--steps", "5", "--stage", "2", "--offload", "none"]);
+    let expected = [
+        format!("offload.optimizer {} -> none", path("two")),
+        format!("offload.params {one} -> none"),
+        "stage 3 -> 2".to_owned(),
+        "steps 4 -> 5".to_owned(),
+    ];
+    assert_eq!(differences(&out), expected, "{out}");
+    assert_eq!(record(dir, "a", 5).get("offload"), None);
+    std::fs::remove_dir(dir.join("two")).unwrap();
+    let gone = zero(dir, &["train", "--resume", "a/step-00000004", "--steps", "5", "--checkpoint", "b"]);
+    fails(&gone, 2, &["--offload nvme:/", "/two", "create the folder"]);
+}
+
 #[test]
 fn schedule_and_loss_scale_differ_in_one_line_each() {
     let dir = temp();

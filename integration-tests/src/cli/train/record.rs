@@ -200,6 +200,10 @@ impl RunRecord {
             let text = |record: &Self| Value::String(record.param_groups.to_string());
             (was["param_groups"], is["param_groups"]) = (text(self), text(now));
         }
+        // The default is not written.
+        for (document, offload) in [(&mut was, &self.offload), (&mut is, &now.offload)] {
+            document["offload"] = serde_json::to_value(offload).unwrap_or_default();
+        }
         compare("", &was, &is, &NO_SETTINGS, &mut out);
         out
     }

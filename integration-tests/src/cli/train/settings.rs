@@ -304,3 +304,41 @@ pub(super) fn check_graphs(settings: &Settings, on_cuda: bool) -> Result<(), Cli
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::OffloadArgs;
+    use crate::trainer::Home;
+
+    const SHAPE: RunShape = RunShape { ranks: 2, largest_unit: 1000, hidden: 8, steps: 10 };
+
+    fn of(args: &TrainArgs, file: Option<&str>) -> Settings {
+        let file = file.map(|text| DsConfig::parse(text).unwrap());
+        settings(args, file.as_ref(), &Base::default(), SHAPE).unwrap().0
+    }
+
+    #[test]
+    fn graphs_and_offload_exclude_each_other() {
+        let cpu = || OffloadArgs { offload: Some(Home::Host), ..OffloadArgs::default() };
+        let flag = TrainArgs { cuda_graph: Some(true), stage: Some(2), offload: cpu(), ..TrainArgs::default() };
+        let error = check_graphs(&of(&flag, None), true).unwrap_err().to_string();
+        assert!(error.starts_with("--cuda-graph: steps with offload"), "{error}");
+        // A resumed run that recorded graphs records none.
+        let resumed = TrainArgs { recorded_graphs: true, stage: Some(2), offload: cpu(), ..TrainArgs::default() };
+        assert!(!of(&resumed, None).graphs);
+        let without = TrainArgs { recorded_graphs: true, stage: Some(2), ..TrainArgs::default() };
+        assert!(of(&without, None).graphs);
+    }
+
+    #[test]
+    fn offload_cuts_sub_groups() {
+        let file = |keys: &str| {
+            format!(r#"{{"zero_optimization": {{"stage": 2, "offload_optimizer": {{"device": "cpu"}}{keys}}}}}"#)
+        };
+        let elems = |text: &str| of(&TrainArgs::default(), Some(text)).optimizer.sub_group_elems;
+        assert_eq!(elems(&file("")), 1 << 22);
+        assert_eq!(elems(&file(r#", "sub_group_size": 1e9"#)), 1_000_000_000);
+        assert_eq!(elems(r#"{"zero_optimization": {"stage": 2}}"#), usize::MAX);
+    }
+}
