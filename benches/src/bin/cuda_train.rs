@@ -69,7 +69,13 @@ fn main() -> Result<(), AnyError> {
         config,
         weights: Weights::Initial(1),
         data: Dataset::open(&DataSource::at(tokens))?,
-        options: Gpt2Options { micro_batch: batch, seq_len: seq, dtype, activation_checkpointing: false },
+        options: Gpt2Options {
+            micro_batch: batch,
+            seq_len: seq,
+            dtype,
+            activation_checkpointing: false,
+            offload_activations: false,
+        },
         threads: 1,
     };
     let device = CudaDevice::open(0)?;

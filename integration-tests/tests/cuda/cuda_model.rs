@@ -175,6 +175,17 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
         let mut again = OnGpu::new(&gpu, options(dtype, true), WHOLE, &weights());
         again.step(0);
         assert!(again.loss().to_bits() == loss.to_bits() && again.gradients() == grads, "{dtype}: checkpointed");
+        let offload = Gpt2Options { offload_activations: true, ..options(dtype, true) };
+        let mut offloaded = OnGpu::new(&gpu, offload, WHOLE, &weights());
+        // A forward without backward, as of an evaluation, leaves nothing behind.
+        let (inputs, targets) = batch(1);
+        offloaded.model.set_batch(&gpu.stream, &inputs, &targets).unwrap();
+        offloaded.forward().unwrap();
+        offloaded.step(0);
+        assert!(offloaded.loss().to_bits() == loss.to_bits() && offloaded.gradients() == grads, "{dtype}: offloaded");
+        // The inputs are gone after the backward.
+        let error = offloaded.backward().unwrap_err().to_string();
+        assert!(error.contains("run forward first"), "{error}");
     }
 }
 

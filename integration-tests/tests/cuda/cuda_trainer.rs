@@ -15,7 +15,7 @@ use integration_tests::trainer::{
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
-use zero_alloc::cuda::CudaDevice;
+use zero_alloc::cuda::{CudaDevice, PinnedMemory};
 use zero_alloc::device::DType;
 use zero_ckpt::Reader;
 use zero_comm::{PrefetchOptions, Solo};
@@ -60,7 +60,13 @@ fn workload(dtype: DType) -> GptWorkload {
         config: folder.config().clone(),
         weights: Weights::Folder(Box::new(folder)),
         data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
-        options: Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing: false },
+        options: Gpt2Options {
+            micro_batch: BATCH,
+            seq_len: SEQ,
+            dtype,
+            activation_checkpointing: false,
+            offload_activations: false,
+        },
         threads: 1,
     }
 }
@@ -231,6 +237,44 @@ fn evaluations_change_nothing() {
 }
 
 /// The bits of the weights in the newest checkpoint.
+/// Six blocks: the inputs of four are on the host.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn offloaded_activations_change_no_bit() {
+    for (stage, dtype) in [(1, DType::F32), (3, DType::Bf16)] {
+        let [kept, offloaded] = [false, true].map(|offload_activations| {
+            let device = CudaDevice::open(0).unwrap();
+            let mut workload = workload(dtype);
+            workload.config.n_layer = 6;
+            workload.weights = Weights::Initial(3);
+            workload.options = Gpt2Options {
+                micro_batch: 2,
+                seq_len: 16,
+                activation_checkpointing: true,
+                offload_activations,
+                ..workload.options
+            };
+            let (comm, mut steps) = (Arc::new(Solo::new(device.clone())), Vec::new());
+            let mut observe = |metrics: &StepMetrics| {
+                steps.push(metrics.clone());
+                Ok(())
+            };
+            let options = RunOptions { micro_batch: 2, seq_len: 16, ..options(2, None, None) };
+            let summary =
+                run_on_cuda(&device, comm, true, &settings(stage, dtype), &workload, &options, &mut observe).unwrap();
+            let copies = summary.last_spans.iter().filter(|s| s.label == "copy" && s.stream.ends_with("activations"));
+            // Four copies each way in each of two micro-batches.
+            assert_eq!(copies.count(), if offload_activations { 16 } else { 0 }, "stage {stage}");
+            let activations = steps.last().unwrap().memory.activations_bytes;
+            assert_eq!(PinnedMemory::new(&device).notices(), Vec::<String>::new());
+            (bits(&steps), activations)
+        });
+        assert_eq!(kept.0, offloaded.0, "stage {stage}");
+        let row = 2 * 16 * 64 * dtype.size_bytes() as u64;
+        assert_eq!(kept.1 - offloaded.1, 4 * row, "stage {stage}");
+    }
+}
+
 fn weights(dir: &Path) -> Vec<u32> {
     let reader = Reader::open(dir).unwrap();
     let mut bits = Vec::new();

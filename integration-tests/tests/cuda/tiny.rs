@@ -34,7 +34,7 @@ pub(crate) fn weights() -> Vec<Vec<f32>> {
 }
 
 pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Options {
-    Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing }
+    Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing, offload_activations: false }
 }
 
 /// The inputs and targets of micro-batch `micro`, counted over all steps.

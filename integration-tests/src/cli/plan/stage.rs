@@ -197,6 +197,7 @@ fn process_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Opt
         seq_len: request.seq_len as usize,
         dtype: request.dtype,
         activation_checkpointing: request.checkpointing,
+        offload_activations: false,
     };
     let activations = match &model.config {
         Some(config) => options.validate(config).ok().map(|()| options.activations_bytes(config))?,

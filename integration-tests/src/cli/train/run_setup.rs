@@ -113,6 +113,7 @@ impl RunSetup {
             seq_len,
             dtype: settings.dtype,
             activation_checkpointing: checkpoints_activations(args, file, &base),
+            offload_activations: settings.offload.activations,
         };
         model_options.validate(&config).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };

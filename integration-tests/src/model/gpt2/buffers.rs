@@ -81,22 +81,28 @@ impl<X: Copy, B: Copy> Layers<X, B> {
     }
 }
 
-/// Blocks of the pool that keep slices valid. Dropping it records the stream of all their uses.
+/// Blocks of the pool that keep slices valid. Dropping it records the streams of all their uses.
 pub(super) struct Held<D: Device> {
     blocks: Vec<Block<D>>,
     pool: Pool<D>,
     stream: D::Stream,
+    other: Option<D::Stream>,
 }
 
 impl<D: Device> Held<D> {
     pub(super) fn new(pool: &Pool<D>, stream: &D::Stream) -> Self {
-        Self { blocks: Vec::new(), pool: pool.clone(), stream: stream.clone() }
+        Self { blocks: Vec::new(), pool: pool.clone(), stream: stream.clone(), other: None }
     }
 
-    /// Allocates a slice for use on the stream. It is valid as long as `self`.
+    /// Allows uses on `stream`, too.
+    pub(super) fn also_on(&mut self, stream: &D::Stream) {
+        self.other = Some(stream.clone());
+    }
+
+    /// Allocates a slice for first use on the stream. It is valid as long as `self`.
     pub(super) fn allocate(&mut self, elems: usize, dtype: DType, purpose: Purpose) -> Result<AnySlice, TrainError> {
         let block = self.pool.allocate(elems, dtype, purpose, &self.stream)?;
-        // SAFETY: the block lives as long as `self`, whose drop records the only stream that uses it.
+        // SAFETY: the block lives as long as `self`, whose drop records the streams that use it.
         let slice = unsafe { block.slice() };
         self.blocks.push(block);
         Ok(slice)
@@ -106,8 +112,10 @@ impl<D: Device> Held<D> {
 impl<D: Device> Drop for Held<D> {
     fn drop(&mut self) {
         for block in &mut self.blocks {
-            // Recording fails only on a closed stream, which no longer uses the block.
-            let _closed = block.record_use(&self.stream);
+            for stream in [Some(&self.stream), self.other.as_ref()].into_iter().flatten() {
+                // Recording fails only on a closed stream, which no longer uses the block.
+                let _closed = block.record_use(stream);
+            }
         }
     }
 }

@@ -44,6 +44,9 @@ pub struct Gpt2Options {
     pub dtype: DType,
     /// Whether only the input of each block is kept, and the rest is recomputed in backward.
     pub activation_checkpointing: bool,
+    /// Whether a GPU keeps those inputs in pinned host memory; needs `activation_checkpointing`. On the host it changes
+    /// nothing, because the device's memory is the host's.
+    pub offload_activations: bool,
 }
 
 impl Gpt2Options {
@@ -64,6 +67,12 @@ impl Gpt2Options {
                 "micro-batch {} x sequence {}: a micro-batch can have at most {MAX_TOKENS} tokens",
                 self.micro_batch, self.seq_len
             )));
+        }
+        if self.offload_activations && !self.activation_checkpointing {
+            return Err(TrainError::Usage(
+                "offloaded activations are the inputs of checkpointed blocks: set activation checkpointing, too"
+                    .into(),
+            ));
         }
         Ok(())
     }

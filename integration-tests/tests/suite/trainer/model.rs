@@ -28,7 +28,14 @@ fn check(threads: usize, activation_checkpointing: bool) {
     let device = HostDevice::new();
     let stream = device.create_stream("compute").unwrap();
     let pool = Pool::new(device, usize::MAX);
-    let options = Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype: DType::F32, activation_checkpointing };
+    // On the host, offload of activations changes nothing.
+    let options = Gpt2Options {
+        micro_batch: BATCH,
+        seq_len: SEQ,
+        dtype: DType::F32,
+        activation_checkpointing,
+        offload_activations: activation_checkpointing,
+    };
     let mut model = Gpt2::new(config.clone(), options, &pool, &stream, Threads::new(threads).unwrap()).unwrap();
 
     let weights: HashMap<String, Vec<f32>> = tensors("model/model.safetensors").into_iter().collect();

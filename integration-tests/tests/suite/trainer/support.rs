@@ -174,6 +174,7 @@ impl Case {
                 seq_len: 32,
                 dtype: self.dtype,
                 activation_checkpointing: self.activation_checkpointing,
+                offload_activations: false,
             },
             threads: 1,
         }

@@ -1,10 +1,11 @@
 //! The buffers of a [`super::CudaGpt2`]: allocation, and the buffers of each pass.
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
-use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::{Pool, Purpose};
 
 use super::batch;
+use super::checkpoints::{Checkpoints, RING};
 use crate::cuda::{column_sums, cross_entropy, layer_norm, matmul};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
@@ -59,6 +60,8 @@ pub(super) struct Buffers {
     pub(super) batch: AnySlice,
     pub(super) matmul_workspace: AnySlice,
     pub(super) loss: DeviceSlice<f64>,
+    /// The inputs of blocks in host memory, if they are offloaded. Dropped before `_held`, which has the ring.
+    pub(super) checkpoints: Option<Checkpoints>,
     _held: Held<CudaDevice>,
 }
 
@@ -78,9 +81,11 @@ impl Buffers {
         let mut allocate = |bytes: usize, purpose| held.allocate(bytes, DType::U8, purpose);
 
         let distinct = if options.activation_checkpointing { 1 } else { config.n_layer };
-        let residual = (0..=config.n_layer)
+        let rows = config.n_layer + 1;
+        let ring = (0..if options.offload_activations { RING.min(rows) } else { rows })
             .map(|_| Ok(Parts::new(allocate(row * act.size_bytes(), Purpose::Activations)?).take(row, act)))
-            .collect::<Result<_, TrainError>>()?;
+            .collect::<Result<Vec<_>, TrainError>>()?;
+        let residual = (0..rows).map(|i| ring[i % ring.len()]).collect();
         let parts = [(5 * row + 2 * tokens * f, act), (4 * tokens + heads, DType::F32)];
         let blocks = (0..distinct)
             .map(|_| {
@@ -118,7 +123,16 @@ impl Buffers {
         };
         let batch = allocate(batch::device_bytes(tokens), Purpose::Workspace)?;
         let matmul_workspace = allocate(matmul::WORKSPACE_BYTES, Purpose::Workspace)?;
-        Ok(Self { layers: Layers { residual, blocks }, head, scratch, batch, matmul_workspace, loss, _held: held })
+        let checkpoints = if ring.len() < rows {
+            let name = stream.name().strip_suffix("compute").unwrap_or_default();
+            let copies = pool.device().create_stream(&format!("{name}activations"))?;
+            held.also_on(&copies);
+            Some(Checkpoints::new(pool.device(), copies, &ring, rows)?)
+        } else {
+            None
+        };
+        let layers = Layers { residual, blocks };
+        Ok(Self { layers, head, scratch, batch, matmul_workspace, loss, checkpoints, _held: held })
     }
 }
 

@@ -5,7 +5,8 @@
 //!
 //! | buffer | elements | lifetime |
 //! |---|---|---|
-//! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward |
+//! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward; offloaded, a ring of three for all |
+//! | `checkpoints` | M x C `act`, one a block except two, in pinned host memory | forward to backward; only if offloaded |
 //! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with checkpointing one for all |
 //! | `head` | M x C `act` | forward to backward of the head |
 //! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
@@ -20,6 +21,7 @@
 mod batch;
 mod block;
 mod buffers;
+mod checkpoints;
 mod head;
 
 use std::ops::Range;
@@ -124,6 +126,61 @@ impl CudaGpt2 {
         Ok(head::logits(&self.ops, stream, out, self.buffers.head.out, &flat, self.config.vocab_size)?)
     }
 
+    fn enqueue_forward(&self, stream: &CudaStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+        let (ops, flat) = (&self.ops, self.flat(pass, params));
+        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
+        let Activations { input, output, block } = self.buffers.layers.of_pass(pass);
+        let scratch = &self.buffers.scratch;
+        if pass == 0 {
+            let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
+            embedding::forward(&ops.kernels, stream, output, self.batches.lists().tokens, tables, seq)?;
+        } else if pass + 1 == self.passes.len() {
+            head::forward(ops, stream, &self.buffers.head, input, &flat, eps)?;
+        } else {
+            block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
+            block::output(ops, stream, output, &block, &flat)?;
+        }
+        Ok(())
+    }
+
+    fn enqueue_backward(
+        &self,
+        stream: &CudaStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        loss_scale: DeviceSlice<f64>,
+    ) -> Result<(), TrainError> {
+        let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
+        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
+        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
+        let scratch = &self.buffers.scratch;
+        if pass == 0 {
+            let tables = [flat.grad(0, "wte"), flat.grad(0, "wpe")];
+            embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
+        } else if pass + 1 == self.passes.len() {
+            let targets = self.batches.targets();
+            head::backward(
+                ops,
+                stream,
+                scratch,
+                &self.buffers.head,
+                input,
+                targets,
+                &flat,
+                self.config.vocab_size,
+                loss_scale,
+            )?;
+            crate::cuda::cross_entropy::add_mean(&ops.kernels, stream, self.buffers.loss, scratch.losses)?;
+        } else {
+            if self.options.activation_checkpointing {
+                block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
+            }
+            block::backward(ops, stream, scratch, &block, input, &flat, eps)?;
+        }
+        Ok(())
+    }
+
     fn flat<'a>(&'a self, pass: usize, params: &'a [AnySlice]) -> Flat<'a> {
         Flat { units: &self.params, reads: &self.passes[pass].forward_reads, params, grads: &[] }
     }
@@ -167,20 +224,17 @@ impl Model<CudaDevice> for CudaGpt2 {
     }
 
     fn forward(&mut self, stream: &CudaStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
-        let (ops, flat) = (&self.ops, self.flat(pass, params));
-        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
-        let Activations { input, output, block } = self.buffers.layers.of_pass(pass);
-        let scratch = &self.buffers.scratch;
-        if pass == 0 {
-            let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
-            embedding::forward(&ops.kernels, stream, output, self.batches.lists().tokens, tables, seq)?;
-        } else if pass + 1 == self.passes.len() {
-            head::forward(ops, stream, &self.buffers.head, input, &flat, eps)?;
-        } else {
-            block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
-            block::output(ops, stream, output, &block, &flat)?;
+        // The pass reads row `pass - 1` and writes row `pass`.
+        let (reads, writes) = (pass.checked_sub(1), (pass + 1 < self.passes.len()).then_some(pass));
+        if let Some(rows) = &mut self.buffers.checkpoints {
+            reads.map_or(Ok(()), |row| rows.before_read(stream, row))?;
+            writes.map_or(Ok(()), |row| rows.before_write(stream, row))?;
         }
-        Ok(())
+        self.enqueue_forward(stream, pass, params)?;
+        match (&mut self.buffers.checkpoints, writes) {
+            (Some(rows), Some(row)) => rows.after_write(stream, row),
+            _ => Ok(()),
+        }
     }
 
     fn backward(
@@ -191,34 +245,15 @@ impl Model<CudaDevice> for CudaGpt2 {
         grads: &[DeviceSlice<f32>],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
-        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
-        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
-        let scratch = &self.buffers.scratch;
-        if pass == 0 {
-            let tables = [flat.grad(0, "wte"), flat.grad(0, "wpe")];
-            embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
-        } else if pass + 1 == self.passes.len() {
-            let targets = self.batches.targets();
-            head::backward(
-                ops,
-                stream,
-                scratch,
-                &self.buffers.head,
-                input,
-                targets,
-                &flat,
-                self.config.vocab_size,
-                loss_scale,
-            )?;
-            crate::cuda::cross_entropy::add_mean(&ops.kernels, stream, self.buffers.loss, scratch.losses)?;
-        } else {
-            if self.options.activation_checkpointing {
-                block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
-            }
-            block::backward(ops, stream, scratch, &block, input, &flat, eps)?;
+        let reads = pass.checked_sub(1);
+        if let (Some(rows), Some(row)) = (&mut self.buffers.checkpoints, reads) {
+            rows.before_read(stream, row)?;
         }
-        Ok(())
+        self.enqueue_backward(stream, pass, params, grads, loss_scale)?;
+        match (&mut self.buffers.checkpoints, reads) {
+            (Some(rows), Some(row)) => rows.after_backward(stream, row),
+            _ => Ok(()),
+        }
     }
 
     fn add_losses(&mut self, stream: &CudaStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
