@@ -404,23 +404,17 @@ fn refused_io_uring_is_replaced_and_named() {
     refused.join().expect("no panic");
 }
 
-/// Sets up two seeded streams, one with a read of `buffer` enqueued.
-fn seeded(seed: u64, engine: SwapEngine, buffer: &Buffer) -> (HostDevice, [HostStream; 2], SwapFile) {
-    let dir = folder();
-    let device = HostDevice::seeded(seed);
-    let streams = ["swap", "compute"].map(|name| device.create_stream(name).expect("a stream"));
-    let file = file(dir.path(), 4, options(engine));
-    file.lane().expect("a lane").read(&streams[0], &[(0, buffer.slice())]).expect("enqueued");
-    (device, streams, file)
-}
-
 #[test]
 fn seeded_scheduler_finds_a_missing_wait() {
     for engine in engines() {
         for seed in 0..30 {
             for waits in [true, false] {
                 let buffer = Buffer::new(4);
-                let (device, [swap, compute], _file) = seeded(seed, engine, &buffer);
+                let device = HostDevice::seeded(seed);
+                let [swap, compute] = ["swap", "compute"].map(|name| device.create_stream(name).expect("a stream"));
+                let dir = folder();
+                let lane = file(dir.path(), 4, options(engine)).lane().expect("a lane");
+                lane.read(&swap, &[(0, buffer.slice())]).expect("enqueued");
                 if waits {
                     compute.wait(&swap.record().expect("recorded")).expect("enqueued");
                 }
