@@ -44,7 +44,7 @@ pub fn run_on_threads(
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
     let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {
-        let rank = host_rank(comm, threads, settings, workload, Arc::clone(&layout))?;
+        let rank = host_rank(HostDevice::new(), comm, threads, settings, workload, Arc::clone(&layout))?;
         let mut observe_rank = |metrics: &StepMetrics| if index == 0 { observe.lock()(metrics) } else { Ok(()) };
         run_rank(&rank, workload, options, &mut observe_rank)
     };
@@ -85,7 +85,23 @@ pub fn run_as_rank(
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
-    let make = |comm, layout| host_rank(comm, threads, settings, workload, layout);
+    run_on_host_device(HostDevice::new(), comm, threads, settings, workload, options, observe)
+}
+
+/// [`run_as_rank`] on a host device with other streams, such as those of tests.
+///
+/// # Errors
+/// As [`run_as_rank`].
+pub fn run_on_host_device(
+    device: HostDevice,
+    comm: Arc<dyn Communicator<HostDevice>>,
+    threads: usize,
+    settings: &Settings,
+    workload: &dyn Workload<HostDevice>,
+    options: &RunOptions,
+    observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
+) -> Result<RankSummary, TrainError> {
+    let make = |comm, layout| host_rank(device, comm, threads, settings, workload, layout);
     run_caught(&comm, make, workload, options, observe)
 }
 
@@ -166,6 +182,7 @@ fn caught<D: Device>(
 
 /// A rank on the host.
 fn host_rank(
+    device: HostDevice,
     comm: Arc<dyn Communicator<HostDevice>>,
     threads: usize,
     settings: &Settings,
@@ -173,7 +190,7 @@ fn host_rank(
     layout: Arc<Layout>,
 ) -> Result<Rank<HostDevice>, TrainError> {
     let timeline = Timeline::new();
-    let device = HostDevice::new().with_timeline(timeline.clone());
+    let device = device.with_timeline(timeline.clone());
     Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, _| {
         let kernels = Arc::new(HostKernels::new(threads)?);
         Ok((kernels.clone(), HostSide::new(device, Arc::new(device.clone()), None, kernels)?))

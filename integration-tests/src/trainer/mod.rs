@@ -34,7 +34,7 @@ mod workload;
 
 pub use breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
 pub use exchange::RankExchange;
-pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_threads};
+pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use memory_trace::{MemoryPoint, MemoryTrace};
 pub use metrics::{CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics};
 pub use offload::{Home, OffloadSettings, StateFormat};

@@ -1,5 +1,6 @@
 //! Points in host streams.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -14,6 +15,8 @@ struct Point {
     reached: Monitor<()>,
     /// The event's place in the order of the seeded scheduler; `None` for a stream of a worker thread.
     mark: Option<Mark>,
+    /// In modelled time, in nanoseconds.
+    time: AtomicU64,
 }
 
 /// A point in a [`HostStream`](super::HostStream).
@@ -28,12 +31,28 @@ impl std::fmt::Debug for HostEvent {
 
 impl HostEvent {
     pub(super) fn new(stream: Arc<str>, mark: Option<Mark>) -> Self {
-        Self(Arc::new(Point { stream, result: OnceLock::new(), reached: Monitor::new(()), mark }))
+        Self(Arc::new(Point {
+            stream,
+            result: OnceLock::new(),
+            reached: Monitor::new(()),
+            mark,
+            time: AtomicU64::new(0),
+        }))
     }
 
     #[cfg(any(test, feature = "testing"))]
     pub(super) fn mark(&self) -> Option<&Mark> {
         self.0.mark.as_ref()
+    }
+
+    /// Sets the modelled time of the point, before it is reached.
+    pub(super) fn set_time(&self, time: Duration) {
+        self.0.time.store(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// The modelled time of a reached point.
+    pub(super) fn time(&self) -> Duration {
+        Duration::from_nanos(self.0.time.load(Ordering::Relaxed))
     }
 
     /// Marks the point as reached; only the first call has an effect.
@@ -63,9 +82,12 @@ unsafe impl Event for HostEvent {
             mark.wait(self, limit);
             return self.result().unwrap_or_else(|| Err(DeviceError::TimedOut { what: what(), limit }));
         }
-        if let Some(result) = self.result() {
-            return result;
-        }
-        self.0.reached.wait_until(limit, what, |()| self.result())?
+        let result = match self.result() {
+            Some(result) => result,
+            None => self.0.reached.wait_until(limit, what, |()| self.result())?,
+        };
+        #[cfg(any(test, feature = "testing"))]
+        super::model::passed(self.time());
+        result
     }
 }

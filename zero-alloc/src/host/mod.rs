@@ -6,6 +6,8 @@ mod event;
 #[cfg(target_os = "linux")]
 mod host_pages;
 pub(crate) mod mapping;
+#[cfg(any(test, feature = "testing"))]
+mod model;
 mod monitor;
 mod queue;
 #[cfg(any(test, feature = "testing"))]
@@ -47,6 +49,8 @@ pub struct HostDevice {
     timeline: Option<Timeline>,
     #[cfg(any(test, feature = "testing"))]
     scheduler: Option<seeded::Scheduler>,
+    #[cfg(any(test, feature = "testing"))]
+    model: Option<Arc<model::Model>>,
     #[cfg(target_os = "linux")]
     pages: Option<Arc<HostPages>>,
     memory: Option<Arc<dyn Memory>>,
@@ -103,6 +107,17 @@ impl HostDevice {
     /// each other only through [`Monitor`]s.
     pub fn seeded(seed: u64) -> Self {
         Self { scheduler: Some(seeded::Scheduler::new(seed)), ..Self::default() }
+    }
+
+    /// The host in modelled time: an operation costs what `cost` returns for the name of its stream and its label. Streams run
+    /// as usual, but [`Self::modelled_spans`] have times that follow from the order of operations, events and waits alone. Threads that start later begin at time zero; waits through a [`Monitor`] take no time.
+    pub fn modelled(cost: impl Fn(&str, &str) -> Duration + Send + Sync + 'static) -> Self {
+        Self { model: Some(Arc::new(model::Model::new(cost))), ..Self::default() }
+    }
+
+    /// All operations of [`HostDevice::modelled`] so far, with modelled times; empty for other host devices.
+    pub fn modelled_spans(&self) -> Vec<OpSpan> {
+        self.model.as_ref().map(|model| model.spans()).unwrap_or_default()
     }
 
     /// The violations that the seeded scheduler has found so far, in order; empty for other host devices.
@@ -189,7 +204,13 @@ unsafe impl Device for HostDevice {
     }
 
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
-        let info = StreamInfo { name: name.into(), id: next_stream_id(), timeline: self.timeline.clone() };
+        let info = StreamInfo {
+            name: name.into(),
+            id: next_stream_id(),
+            timeline: self.timeline.clone(),
+            #[cfg(any(test, feature = "testing"))]
+            model: self.model.clone(),
+        };
         #[cfg(any(test, feature = "testing"))]
         if let Some(scheduler) = &self.scheduler {
             return Ok(HostStream(Arc::new(scheduler.create_stream(info)?)));

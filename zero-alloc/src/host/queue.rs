@@ -1,6 +1,7 @@
 //! The queue of a stream: its interface, its items, and how an operation runs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{HostEvent, Timeline};
 use crate::device::{DeviceError, run_named};
@@ -34,6 +35,8 @@ pub(super) struct StreamInfo {
     pub(super) name: Arc<str>,
     pub(super) id: u64,
     pub(super) timeline: Option<Timeline>,
+    #[cfg(any(test, feature = "testing"))]
+    pub(super) model: Option<Arc<super::model::Model>>,
 }
 
 impl StreamInfo {
@@ -48,11 +51,29 @@ impl StreamInfo {
 
     /// An operation that is enqueued now.
     pub(super) fn enqueued(&self, label: &'static str) -> Enqueued {
-        Enqueued::new(label, self.timeline.as_ref())
+        let enqueued = Enqueued::new(label, self.timeline.as_ref());
+        #[cfg(any(test, feature = "testing"))]
+        if self.model.is_some() {
+            return Enqueued { at: super::model::now(), ..enqueued };
+        }
+        enqueued
+    }
+
+    /// Whether times are modelled.
+    pub(super) fn is_modelled(&self) -> bool {
+        #[cfg(any(test, feature = "testing"))]
+        return self.model.is_some();
+        #[cfg(not(any(test, feature = "testing")))]
+        false
     }
 
     /// Runs an operation; its error or panic names the stream and the operation.
-    pub(super) fn call(&self, enqueued: Enqueued, op: Op) -> Result<(), DeviceError> {
+    pub(super) fn call(&self, enqueued: Enqueued, op: Op, now: &mut Duration) -> Result<(), DeviceError> {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(model) = &self.model {
+            return model.run(&self.name, enqueued, now, || run_named(&self.name, enqueued.label, op));
+        }
+        let _ = now;
         self.timed(enqueued, || run_named(&self.name, enqueued.label, op))
     }
 

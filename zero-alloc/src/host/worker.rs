@@ -18,6 +18,8 @@ struct State {
     idle: bool,
     /// The error that poisoned the stream; up to date while the worker sleeps.
     failed: Option<DeviceError>,
+    /// The modelled time of the stream; up to date while the worker sleeps.
+    now: Duration,
 }
 
 struct Shared {
@@ -61,6 +63,7 @@ impl Queue for Worker {
     fn push(&self, item: Item) -> Result<(), DeviceError> {
         // Waiting for a reached event has no effect.
         let skipped = matches!(&item, Item::Wait(_, event) if event.result() == Some(Ok(())));
+        let skipped = skipped && !self.0.info.is_modelled();
         let mut state = self.0.state.lock();
         if state.end.is_some() {
             return Err(self.0.info.closed());
@@ -85,6 +88,7 @@ impl Queue for Worker {
             return end.clone();
         }
         if state.idle && state.items.is_empty() {
+            event.set_time(state.now);
             event.reach(state.failed.clone());
         } else {
             state.items.push_back(Item::Record(event.clone()));
@@ -102,6 +106,7 @@ impl Drop for Worker {
 /// The worker thread: runs items in order until the queue is closed and empty.
 fn work(shared: &Shared) {
     let mut failed: Option<DeviceError> = None;
+    let mut now = Duration::ZERO;
     let mut items = VecDeque::new();
     loop {
         {
@@ -109,6 +114,7 @@ fn work(shared: &Shared) {
             if state.items.is_empty() {
                 state.idle = true;
                 state.failed.clone_from(&failed);
+                state.now = now;
             }
             while state.items.is_empty() {
                 if state.end.is_some() {
@@ -120,24 +126,28 @@ fn work(shared: &Shared) {
             std::mem::swap(&mut state.items, &mut items);
         }
         for item in items.drain(..) {
-            run(shared, item, &mut failed);
+            run(shared, item, &mut failed, &mut now);
         }
     }
 }
 
-fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>) {
+fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>, now: &mut Duration) {
     match item {
         Item::Run(enqueued, op) => {
             if failed.is_none() {
-                *failed = shared.info.call(enqueued, op).err();
+                *failed = shared.info.call(enqueued, op, now).err();
             }
         }
-        Item::Record(event) => event.reach(failed.clone()),
+        Item::Record(event) => {
+            event.set_time(*now);
+            event.reach(failed.clone());
+        }
         Item::Wait(enqueued, event) => {
             let result = event.result().unwrap_or_else(|| {
                 // This wait ends, because the waits of the operations before the event have limits.
                 shared.info.timed(enqueued, || event.synchronize(Duration::MAX))
             });
+            *now = (*now).max(event.time());
             if let Err(e) = result {
                 failed.get_or_insert(e);
             }
@@ -155,7 +165,7 @@ mod loom_tests {
     use crate::timeline::Enqueued;
 
     fn shared() -> Arc<Shared> {
-        let info = StreamInfo { name: "model".into(), id: 0, timeline: None };
+        let info = StreamInfo { name: "model".into(), id: 0, timeline: None, model: None };
         Arc::new(Shared { info, state: Mutex::default(), arrived: Condvar::new() })
     }
 

@@ -196,7 +196,7 @@ fn work(scheduler: &Scheduler, index: usize) {
         };
         let label = enqueued.label;
         let current = Current::new(scheduler.clone(), index, label);
-        let result = current::with(current, || info.call(enqueued, op));
+        let result = current::with(current, || info.call(enqueued, op, &mut Duration::default()));
         let mut state = scheduler.0.state.lock();
         let violation = state.violations.iter().rev().find(|v| v.second == (Arc::clone(&info.name), label));
         let result = match (result, violation) {

@@ -1,0 +1,65 @@
+//! Modelled time: operations cost what a test says, and streams, events and waits of the host add that up, so that the
+//! times of a program follow from its order alone.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::timeline::{Enqueued, OpSpan};
+
+/// The costs of operations, and those that have run.
+pub(super) struct Model {
+    /// By the name of the stream and the label.
+    cost: Box<dyn Fn(&str, &str) -> Duration + Send + Sync>,
+    spans: Mutex<Vec<OpSpan>>,
+}
+
+impl Model {
+    pub(super) fn new(cost: impl Fn(&str, &str) -> Duration + Send + Sync + 'static) -> Self {
+        Self { cost: Box::new(cost), spans: Mutex::default() }
+    }
+
+    /// Runs an operation of a stream whose time is `now`.
+    pub(super) fn run<R>(
+        &self,
+        stream: &Arc<str>,
+        enqueued: Enqueued,
+        now: &mut Duration,
+        work: impl FnOnce() -> R,
+    ) -> R {
+        let start = (*now).max(enqueued.at);
+        *now = start + (self.cost)(stream, enqueued.label);
+        // What the operation enqueues begins when it ends.
+        passed(*now);
+        let result = work();
+        self.spans.lock().push(enqueued.span(stream, start, *now));
+        result
+    }
+
+    pub(super) fn spans(&self) -> Vec<OpSpan> {
+        self.spans.lock().clone()
+    }
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Model")
+    }
+}
+
+thread_local! {
+    /// The time of this thread: that of the latest point for which it has waited.
+    static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+/// The time of this thread.
+pub(super) fn now() -> Duration {
+    NOW.get()
+}
+
+/// This thread has waited for a point at `time`.
+pub(super) fn passed(time: Duration) {
+    NOW.set(NOW.get().max(time));
+}
