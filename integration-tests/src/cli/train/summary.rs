@@ -116,8 +116,8 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let kept = |home: &Home, bytes: u64| if matches!(home, Home::Nvme(_)) { 0 } else { bytes };
     let formula = StateBytes {
         params_bytes: kept(&offload.params, formula.params_bytes),
+        grads_bytes: kept(&offload.params, formula.grads_bytes),
         optimizer_bytes: kept(&offload.optimizer, formula.optimizer_bytes),
-        ..formula
     };
     let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
     let range = |of: Field<'_>| {

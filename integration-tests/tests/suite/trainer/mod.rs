@@ -7,6 +7,7 @@ mod groups;
 mod identical;
 mod model;
 mod offload;
+mod offload_time;
 mod overflow;
 mod overlap;
 mod pytorch;

@@ -1,0 +1,135 @@
+//! Offload in modelled time: what overlaps, exactly, whatever else the machine does.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use integration_tests::trainer::{Home, OffloadSettings, run_on_host_device};
+use zero_alloc::device::DType;
+use zero_alloc::host::{HostDevice, OpSpan};
+use zero_comm::threads::World;
+use zero_comm::{CommOptions, Communicator};
+
+use super::support::Case;
+use super::toy::Toy;
+
+/// As many blocks as GPT-2 1.5B has: the first unit of a step waits for its own transfers.
+const UNITS: usize = 48;
+const FORWARD: u32 = 10;
+const BACKWARD: u32 = 20;
+
+/// Milliseconds of the operations of a unit.
+#[derive(Clone, Copy, Debug, Default)]
+struct Costs {
+    adam: u32,
+    read: u32,
+    write: u32,
+    /// Reading the parameters of a unit for a gather.
+    gather: u32,
+    /// Reading or writing parameters or gradients of a unit beside the update.
+    other: u32,
+}
+
+fn cost(costs: Costs, stream: &str, label: &str) -> Duration {
+    let ms = match label {
+        "toy forward" => FORWARD,
+        "toy backward" => BACKWARD,
+        "adam" => costs.adam,
+        "swap read" if stream.ends_with("update read") => costs.read,
+        "swap write" if stream.ends_with("update write") => costs.write,
+        "swap read" if stream.ends_with("params gathers") => costs.gather,
+        "swap read" | "swap write" => costs.other,
+        _ => 0,
+    };
+    Duration::from_millis(ms.into())
+}
+
+/// All operations of a run on one rank.
+fn spans(case: &Case, costs: Costs) -> Vec<OpSpan> {
+    let device = HostDevice::modelled(move |stream, label| cost(costs, stream, label));
+    let comm = World::new(1, CommOptions::default()).unwrap().remove(0);
+    let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
+    let toy = Toy::new(&vec![vec![64]; UNITS], false);
+    let (settings, options) = (case.settings(), case.options(None));
+    // A thread of its own: its modelled time begins at zero.
+    std::thread::scope(|scope| {
+        let run = || run_on_host_device(device.clone(), comm, 1, &settings, &toy, &options, &mut |_| Ok(()));
+        scope.spawn(run).join().unwrap().unwrap()
+    });
+    let mut spans = device.modelled_spans();
+    spans.sort_by_key(|span| (span.start, span.end));
+    spans
+}
+
+/// The starts of the operations with this label, and the last end.
+fn of<'a>(spans: &'a [OpSpan], label: &'a str) -> impl Iterator<Item = &'a OpSpan> {
+    spans.iter().filter(move |span| span.label == label)
+}
+
+/// Milliseconds of the third step: from its first forward to that of the fourth.
+fn step_ms(spans: &[OpSpan]) -> u128 {
+    let firsts: Vec<_> = of(spans, "toy forward").step_by(UNITS).map(|span| span.start).collect();
+    (firsts[3] - firsts[2]).as_millis()
+}
+
+fn offload(dir: &Path, stage: u64, params: bool) -> Case {
+    let nvme = || Home::Nvme(dir.to_owned());
+    let params = if params { nvme() } else { Home::Device };
+    let offload = OffloadSettings { optimizer: nvme(), params, ..OffloadSettings::default() };
+    Case { stage, ranks: 1, steps: 5, dtype: DType::Bf16, offload, ..Case::default() }
+}
+
+/// A step costs at most 1.05 times the greatest of compute, update and transfers, each of which fits behind forward.
+#[test]
+fn forward_hides_the_update() {
+    let dir = tempfile::tempdir().unwrap();
+    let compute = UNITS as u32 * (FORWARD + BACKWARD);
+    for stage in 0..4 {
+        for costs in [
+            Costs { adam: 9, ..Costs::default() },
+            Costs { adam: 1, read: 10, write: 10, ..Costs::default() },
+            Costs { adam: 10, read: 9, write: 9, ..Costs::default() },
+            // The disk is slower than the update.
+            Costs { adam: 3, read: 9, write: 10, gather: 9, other: 9 },
+        ] {
+            let params = costs.other > 0;
+            if params && stage < 3 {
+                continue;
+            }
+            let ms = step_ms(&spans(&offload(dir.path(), stage, params), costs));
+            let most = compute.max(UNITS as u32 * costs.adam.max(costs.read).max(costs.write));
+            println!("stage {stage}, {costs:?}: {ms} ms, {most} at best");
+            assert!(ms as f64 <= 1.05 * f64::from(most), "stage {stage}, {costs:?}: {ms} ms, {most} at best");
+        }
+    }
+}
+
+/// The forward of the first unit starts before the last unit is updated, and statistics are computed during backward.
+#[test]
+fn next_forward_starts_before_the_last_update() {
+    let dir = tempfile::tempdir().unwrap();
+    for stage in 0..4 {
+        let spans = spans(&offload(dir.path(), stage, false), Costs { adam: 8, ..Costs::default() });
+        let updates: Vec<_> = of(&spans, "adam").collect();
+        let forwards: Vec<_> = of(&spans, "toy forward").collect();
+        let backwards: Vec<_> = of(&spans, "toy backward").collect();
+        for step in 0..4 {
+            let (first, last) = (updates[step * UNITS], updates[(step + 1) * UNITS - 1]);
+            let next = forwards[(step + 1) * UNITS];
+            assert!(first.end <= next.start && next.start < last.start, "stage {stage}, step {step}");
+        }
+        let statistics: Vec<_> = of(&spans, "grad_stats").collect();
+        let last_backward = backwards[UNITS - 1];
+        let early = statistics.iter().take(UNITS).filter(|span| span.start < last_backward.end).count();
+        assert_eq!(early, UNITS - 1, "stage {stage}: statistics during backward");
+    }
+}
+
+/// Without overlap a step is the sum of its parts: the test above can fail.
+#[test]
+fn without_overlap_the_update_is_exposed() {
+    let dir = tempfile::tempdir().unwrap();
+    let case = Case { overlap: false, ..offload(dir.path(), 2, false) };
+    let ms = step_ms(&spans(&case, Costs { adam: 9, ..Costs::default() }));
+    assert!(ms >= u128::from(UNITS as u32 * (FORWARD + BACKWARD + 9)), "{ms} ms");
+}
