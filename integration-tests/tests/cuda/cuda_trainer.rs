@@ -11,7 +11,8 @@ use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
-    OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions, run_on_cuda, run_on_threads,
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions, run_on_cuda,
+    run_on_threads,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
@@ -284,4 +285,34 @@ fn weights(dir: &Path) -> Vec<u32> {
         bits.extend(values.into_iter().map(f32::to_bits));
     }
     bits
+}
+
+/// Each kind of offload has the bits of the run that offloads nothing, with its gradients and parameters in pinned memory
+/// or in files.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn offload_changes_no_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let nvme = || Home::Nvme(dir.path().to_owned());
+    for (dtype, grad_accum_steps) in [(DType::Bf16, 2), (DType::F32, 1)] {
+        let plain = Settings { grad_accum_steps, ..settings(2, dtype) };
+        let (expected, _) = run(&plain, &options(3, None, None)).unwrap();
+        for (stage, optimizer, params) in [
+            (0, Home::Host, Home::Device),
+            (1, nvme(), Home::Device),
+            (2, Home::Host, Home::Device),
+            (3, Home::Host, Home::Device),
+            (3, Home::Host, Home::Host),
+            (3, nvme(), nvme()),
+        ] {
+            let what = format!("{dtype}, stage {stage}, optimizer {optimizer}, parameters {params}");
+            let offload = OffloadSettings { optimizer, params, ..OffloadSettings::default() };
+            let stage = ZeroStage::from_number(stage).unwrap();
+            let settings = Settings { stage, offload, ..plain.clone() };
+            let (steps, summary) = run(&settings, &options(3, None, None)).unwrap();
+            assert_eq!(bits(&steps), bits(&expected), "{what}");
+            let memory = summary.last.unwrap().memory;
+            assert_eq!((memory.optimizer_bytes, memory.grads_bytes), (0, 0), "{what}: on the device");
+        }
+    }
 }
