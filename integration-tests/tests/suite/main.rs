@@ -9,6 +9,7 @@ mod errors;
 mod launcher;
 #[cfg(target_os = "linux")]
 mod memory;
+mod offload_faults;
 #[path = "../common/oracle.rs"]
 mod oracle;
 mod outputs;

@@ -34,7 +34,7 @@ fn steps(dir: &Path) -> Vec<u64> {
     steps
 }
 
-fn lines(path: &Path) -> Vec<Value> {
+pub(crate) fn lines(path: &Path) -> Vec<Value> {
     fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
@@ -42,7 +42,7 @@ fn numbers(path: &Path) -> Vec<u64> {
     lines(path).iter().map(|line| line["step"].as_u64().unwrap()).collect()
 }
 
-fn losses(path: &Path) -> Vec<Value> {
+pub(crate) fn losses(path: &Path) -> Vec<Value> {
     lines(path).into_iter().map(|mut line| line["loss"].take()).collect()
 }
 

@@ -3,9 +3,10 @@
 use std::path::Path;
 
 use integration_tests::model::param_groups::GroupSettings;
-use integration_tests::trainer::{Home, OffloadSettings, StateFormat};
+use integration_tests::trainer::{Home, OffloadSettings, StateFormat, StepMetrics, run_on_threads};
 use proptest::prelude::*;
 use zero_alloc::device::DType;
+use zero_ckpt::Reader;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 
 use super::groups::mixed;
@@ -143,6 +144,47 @@ fn smaller_formats_follow_the_losses() {
             assert!(worst <= tolerance, "{home} {format:?}: losses differ by {worst}");
         }
     }
+}
+
+/// A scratch file that loses its contents in the middle of a run ends all ranks with an error that names the folder; the
+/// last checkpoint stays.
+#[test]
+fn truncated_file_is_an_error() {
+    let (dir, saves) = (folder(), folder());
+    for params in [Home::Device, Home::Nvme(dir.path().to_owned())] {
+        let offload =
+            OffloadSettings { optimizer: Home::Nvme(dir.path().to_owned()), params, ..OffloadSettings::default() };
+        let case = Case { steps: 50, offload, ..Case::default() };
+        let mut options = case.options(None);
+        let saved = saves.path().join(case.offload.params.to_string().replace('/', "_"));
+        options.checkpoint = Some((saved.clone(), 1));
+        let mut steps = 0;
+        let mut truncate = |_: &StepMetrics| {
+            steps += 1;
+            if steps == 3 {
+                truncate_files_in(dir.path());
+            }
+            Ok(())
+        };
+        let run = run_on_threads(2, 1, &case.settings(), &case.tiny(), &options, &mut truncate);
+        let error = run.unwrap_err().to_string();
+        assert!(error.contains(&dir.path().display().to_string()), "{error}");
+        assert!(error.contains("swap file"), "{error}");
+        // Step 2 or 3, by the moment at which a rank fails.
+        assert!((2..=4).contains(&Reader::open(&saved).unwrap().manifest().step));
+    }
+}
+
+/// Truncates all open files of this process that were in `dir`; they have no names.
+fn truncate_files_in(dir: &Path) {
+    let mut truncated = 0;
+    for fd in std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path()) {
+        if std::fs::read_link(&fd).is_ok_and(|file| file.starts_with(dir)) {
+            std::fs::File::options().write(true).open(&fd).unwrap().set_len(0).unwrap();
+            truncated += 1;
+        }
+    }
+    assert!(truncated > 0, "no open file in {}", dir.display());
 }
 
 proptest! {
