@@ -204,7 +204,7 @@ fn tiers_hold_what_is_placed_on_them() {
     assert_eq!((all.host.copies_bytes, all.host.total_bytes()), (0, Ok(3 * 4 * 12 + 6 * 5 * 2 + 20 + 13)));
     assert_eq!(all.nvme.total_bytes(), Ok(140));
     let grads = model.placement(Placement { grads: Tier::Nvme, ..Placement::DEVICE });
-    assert_eq!(grads.footprint(&state).unwrap().host.total_bytes(), Ok(3 * 4 * 2 + 13));
+    assert_eq!(grads.footprint(&state).unwrap().host.total_bytes(), Ok(2 * 6 * (2 + 2) + 13));
     let away = |stage, placement| MemoryModel::state_only(stage, Widths::MIXED_ADAM).placement(placement);
     let at = |stage, tier| away(stage, Placement::offload_optimizer(tier)).unit_shard_elems(4);
     for stage in ZeroStage::ALL {

@@ -85,6 +85,13 @@ pub(super) fn transfers(
         nvme.update[1] = nvme.update[1].saturating_add(params);
         nvme.compute[0] = gathered;
     }
+    if offload.grads_on_file().is_some() {
+        // Each micro-batch writes the sum, all but the first read it before, and the update reads it.
+        let sums = bytes(updated, widths.grad_bytes);
+        nvme.compute[0] = nvme.compute[0].saturating_add(sums.saturating_mul(accum - 1));
+        nvme.compute[1] = sums.saturating_mul(accum);
+        nvme.update[0] = nvme.update[0].saturating_add(sums);
+    }
 
     let numel = layout.numel_elems() as f64;
     let micro_tokens = request.micro_batch as f64 * request.seq_len as f64;
