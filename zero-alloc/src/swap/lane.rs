@@ -112,7 +112,7 @@ impl SwapLane {
     }
 
     /// Enqueues reading ranges of the file, each an offset in bytes and its destination, as one operation of
-    /// `stream`, named `swap read`. It has run when all are read; ranges must not overlap. The operation fails with a
+    /// `stream`, named `swap read`. It has run when all are read. Bytes of a destination in two ranges get the content of either. The operation fails with a
     /// [`SwapError`] as its [cause](DeviceError::cause).
     ///
     /// # Errors

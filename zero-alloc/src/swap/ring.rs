@@ -22,7 +22,9 @@ pub(super) struct Ring {
 impl Ring {
     /// A ring of requests to `file`, which outlives it.
     pub(super) fn new(file: &Inner) -> io::Result<Self> {
-        let ring = IoUring::new(file.options.queue_depth as u32)?;
+        let depth = file.options.queue_depth as u32;
+        // A completion need not interrupt the thread, which waits for it anyway. Since Linux 5.19.
+        let ring = IoUring::builder().setup_coop_taskrun().build(depth).or_else(|_| IoUring::new(depth))?;
         if !ring.params().is_feature_ext_arg() {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring before Linux 5.11 has no time limits"));
         }
