@@ -785,6 +785,17 @@ impl ShardedAdamW<HostDevice> {
         }
     }
 
+    /// Waits at most `limit` until all state is written to the file on NVMe.
+    ///
+    /// # Errors
+    /// A transfer failed, or the limit passed.
+    pub fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
+        match &self.state {
+            State::Resident(_) => Ok(()),
+            State::Tier(tier) => Ok(tier.wait_for_transfers(limit)?),
+        }
+    }
+
     /// What is slower than requested, and why, such as a file without direct I/O.
     pub fn notices(&self) -> Vec<String> {
         match &self.state {

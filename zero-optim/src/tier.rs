@@ -20,9 +20,10 @@ use std::ops::Range;
 #[cfg(target_os = "linux")]
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::{SwapFile, SwapLane, SwapOptions};
@@ -147,6 +148,9 @@ pub(crate) trait StateTier<D: Device>: Send {
     /// The length of its file, and what was read and written so far.
     fn file_use(&self) -> Option<[u64; 3]>;
 
+    /// Waits for transfers in flight.
+    fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError>;
+
     /// What is slower than requested, and why.
     fn notices(&self) -> Vec<String>;
 }
@@ -171,6 +175,10 @@ impl<D: Device> StateTier<D> for Away {
 
     fn file_use(&self) -> Option<[u64; 3]> {
         None
+    }
+
+    fn wait_for_transfers(&self, _: Duration) -> Result<(), DeviceError> {
+        Ok(())
     }
 
     fn notices(&self) -> Vec<String> {
@@ -532,6 +540,16 @@ impl StateTier<HostDevice> for Pieces {
                 let file = &transfers.file;
                 Some([file.bytes(), file.read_bytes(), file.written_bytes()])
             }
+        }
+    }
+
+    fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError> {
+        match &self.storage {
+            Storage::Memory(_) => Ok(()),
+            #[cfg(target_os = "linux")]
+            Storage::File(transfers) => [&transfers.reads, &transfers.writes]
+                .into_iter()
+                .try_for_each(|(stream, _)| stream.synchronize(limit)),
         }
     }
 

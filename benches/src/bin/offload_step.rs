@@ -1,0 +1,145 @@
+//! The pipelined update of optimizer state on NVMe beside what the disk allows: the same pieces read and written at the same
+//! time without an update, in turn, in one run. Usage: `offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]`.
+
+use std::error::Error;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::swap::{SwapFile, SwapOptions};
+use zero_alloc::{Pool, Purpose};
+use zero_kernels::host::HostKernels;
+use zero_optim::{
+    Divisor, GatheredStats, OffloadOptions, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW,
+    StateHome, UnitSlices,
+};
+
+const LIMIT: Duration = Duration::from_secs(600);
+/// Elements of a piece, and its bytes: an fp32 master and two moments each.
+const PIECE: usize = 1 << 22;
+const PIECE_BYTES: usize = 12 * PIECE;
+const BUFFERS: usize = 4;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut args = std::env::args().skip(1);
+    let dir = args.next().ok_or("usage: offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]")?;
+    let millions = args.next().map_or(Ok(128), |text| text.parse::<usize>())?;
+    let rounds = args.next().map_or(Ok(5), |text| text.parse::<usize>())?;
+    let pieces = (millions * 1_000_000).div_ceil(PIECE).max(1);
+    println!("{pieces} pieces of {PIECE} elements, {} MB read and as many written", pieces * PIECE_BYTES / 1_000_000);
+    let (mut step, mut disk) = (Step::new(Path::new(&dir), pieces)?, Disk::new(Path::new(&dir), pieces)?);
+    step.run()?;
+    disk.run()?;
+    let mut ratios = Vec::new();
+    for round in 1..=rounds {
+        let (disk, step) = (disk.run()?, step.run()?);
+        let rate = |time: Duration| (2 * pieces * PIECE_BYTES) as f64 / time.as_secs_f64() / 1e9;
+        println!("round {round}: disk {:.2} GB/s, step {:.2} GB/s", rate(disk), rate(step));
+        ratios.push(disk.as_secs_f64() / step.as_secs_f64());
+    }
+    ratios.sort_by(f64::total_cmp);
+    println!("the step has {:.2} of the disk's speed, the median of {rounds} rounds", ratios[rounds / 2]);
+    Ok(())
+}
+
+/// An optimizer with its state in a file, bf16 parameters and gradients.
+struct Step {
+    stream: HostStream,
+    optimizer: ShardedAdamW<HostDevice>,
+    grad: AnySlice,
+    param: AnySlice,
+}
+
+impl Step {
+    fn new(dir: &Path, pieces: usize) -> Result<Self, Box<dyn Error>> {
+        let device = HostDevice::new();
+        let (pool, stream) = (Pool::new(device.clone(), usize::MAX), device.create_stream("update")?);
+        let elems = pieces * PIECE;
+        let home = StateHome::Nvme { dir: dir.to_owned(), options: SwapOptions::default(), buffers: BUFFERS };
+        let optimizer = ShardedAdamW::offloaded(
+            &pool,
+            Arc::new(HostKernels::new(std::thread::available_parallelism()?.get())?),
+            &stream,
+            OptimizerConfig::default().sub_group_elems(PIECE),
+            DType::Bf16,
+            vec![Segment::shard("all", 0..elems)],
+            &ParamGroups::default(),
+            &OffloadOptions::default().home(home),
+        )?;
+        let buffer = |purpose| -> Result<AnySlice, Box<dyn Error>> {
+            let block = pool.allocate(elems, DType::Bf16, purpose, &stream)?;
+            // SAFETY: never freed; only the update's stream uses it.
+            let slice = unsafe { block.slice() };
+            std::mem::forget(block);
+            device.fill_zero(&stream, slice)?;
+            Ok(slice)
+        };
+        let (grad, param) = (buffer(Purpose::Grads)?, buffer(Purpose::Params)?);
+        Ok(Self { stream, optimizer, grad, param })
+    }
+
+    /// The time of an update, from the decision until all is written.
+    fn run(&mut self) -> Result<Duration, Box<dyn Error>> {
+        let Self { stream, optimizer, grad, param, .. } = self;
+        // SAFETY: written before this point of the stream.
+        let grad = unsafe { Reduced::new(*grad, stream.record()?) };
+        let stats = RankStats::new(&[], 0.0);
+        stream.synchronize(LIMIT)?;
+        let start = Instant::now();
+        optimizer.decide(stream, GatheredStats::new(&[stats], Divisor::MicroBatches(1)), LIMIT)?;
+        optimizer.enqueue_unit_update(stream, 0, &UnitSlices { grad: &grad, param: &[(*param, 0)] })?;
+        stream.synchronize(LIMIT)?;
+        optimizer.wait_for_transfers(LIMIT)?;
+        Ok(start.elapsed())
+    }
+}
+
+/// The same transfers without an update.
+struct Disk {
+    file: SwapFile,
+    reads: HostStream,
+    writes: HostStream,
+    buffers: Vec<AnySlice>,
+    pieces: usize,
+}
+
+impl Disk {
+    fn new(dir: &Path, pieces: usize) -> Result<Self, Box<dyn Error>> {
+        let device = HostDevice::new();
+        let pool = Pool::new(device.clone(), usize::MAX);
+        let (reads, writes) = (device.create_stream("reads")?, device.create_stream("writes")?);
+        let file = SwapFile::create(dir, (pieces * PIECE_BYTES) as u64, SwapOptions::default())?;
+        let buffer = |_| -> Result<AnySlice, Box<dyn Error>> {
+            let block = pool.allocate(PIECE_BYTES + SwapFile::ALIGN_BYTES, DType::U8, Purpose::Workspace, &reads)?;
+            // SAFETY: never freed; the two streams use it, ordered by events.
+            let slice = unsafe { block.slice() };
+            std::mem::forget(block);
+            let start = slice.as_ptr().addr().next_multiple_of(SwapFile::ALIGN_BYTES) - slice.as_ptr().addr();
+            Ok(slice.slice(start..start + PIECE_BYTES))
+        };
+        let buffers = (0..BUFFERS).map(buffer).collect::<Result<_, _>>()?;
+        Ok(Self { file, reads, writes, buffers, pieces })
+    }
+
+    fn run(&mut self) -> Result<Duration, Box<dyn Error>> {
+        let (read, write) = (self.file.lane()?, self.file.lane()?);
+        read.register(&self.buffers)?;
+        write.register(&self.buffers)?;
+        let mut free = vec![None; BUFFERS];
+        let start = Instant::now();
+        for piece in 0..self.pieces {
+            let (offset, slot) = ((piece * PIECE_BYTES) as u64, piece % BUFFERS);
+            if let Some(free) = &free[slot] {
+                self.reads.wait(free)?;
+            }
+            read.read(&self.reads, &[(offset, self.buffers[slot])])?;
+            self.writes.wait(&self.reads.record()?)?;
+            write.write(&self.writes, &[(offset, self.buffers[slot])])?;
+            free[slot] = Some(self.writes.record()?);
+        }
+        self.writes.synchronize(LIMIT)?;
+        Ok(start.elapsed())
+    }
+}
