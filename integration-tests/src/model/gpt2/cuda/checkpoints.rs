@@ -175,3 +175,58 @@ impl Drop for HostRows {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use zero_alloc::{Pool, Purpose};
+
+    use super::*;
+
+    const ROWS: usize = 7;
+    const ELEMS: usize = 64;
+
+    /// Passes that only copy, so that with random delays of the stand-in (`ZERO_STANDIN_DELAY_SEED`) every order of
+    /// operations that the events allow occurs: without any one of the waits the test fails.
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn rows_come_back_in_any_order_of_streams() {
+        let device = CudaDevice::open(0).unwrap();
+        let compute = device.create_stream("compute").unwrap();
+        let pool = Pool::new(device.clone(), 64 << 20);
+        let blocks = |n: usize| -> Vec<_> {
+            (0..n).map(|_| pool.allocate(ELEMS, DType::F32, Purpose::Activations, &compute).unwrap()).collect()
+        };
+        let (sources, seen, ring) = (blocks(ROWS), blocks(ROWS), blocks(RING));
+        // SAFETY: the blocks live to the end of the test, which drains both streams; events order the uses.
+        let slices = |blocks: &[zero_alloc::Block<CudaDevice>]| -> Vec<AnySlice> {
+            blocks.iter().map(|block| unsafe { block.slice() }).collect()
+        };
+        let (sources, seen, ring) = (slices(&sources), slices(&seen), slices(&ring));
+        let copies = device.create_stream("activations").unwrap();
+        let mut rows = Checkpoints::new(&device, copies.clone(), &ring, ROWS).unwrap();
+        for round in 0..40 {
+            let values = |row: usize| [(round * ROWS + row) as f32; ELEMS];
+            for row in 0..ROWS {
+                device.upload(&compute, bytemuck::cast_slice(&values(row)), sources[row], LIMIT).unwrap();
+            }
+            for row in 0..ROWS {
+                rows.before_write(&compute, row).unwrap();
+                device.copy(&compute, sources[row], ring[row % RING]).unwrap();
+                rows.after_write(&compute, row).unwrap();
+            }
+            for row in (0..ROWS).rev() {
+                rows.before_read(&compute, row).unwrap();
+                device.copy(&compute, ring[row % RING], seen[row]).unwrap();
+                rows.after_backward(&compute, row).unwrap();
+            }
+            for row in 0..ROWS {
+                let mut got = [0f32; ELEMS];
+                device.download(&compute, seen[row], bytemuck::cast_slice_mut(&mut got), LIMIT).unwrap();
+                assert_eq!(got, values(row), "round {round}, row {row}");
+            }
+        }
+        assert!(rows.load(&compute, ROWS - 1).unwrap_err().to_string().contains("run forward first"));
+        drop(rows);
+        copies.synchronize(LIMIT).unwrap();
+    }
+}
