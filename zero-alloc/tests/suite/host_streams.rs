@@ -134,7 +134,9 @@ fn blocks_carry_the_id_of_their_memory() {
         let block = pool.allocate(100, DType::F32, Purpose::Params, &stream).expect("room");
         let other = plain.allocate(100, DType::F32, Purpose::Params, &stream).expect("room");
         // SAFETY: the blocks live to the end of the test, and one stream does everything.
-        let (pinned, other) = unsafe { (block.slice(), other.slice()) };
+        let pinned = unsafe { block.slice() };
+        // SAFETY: as above.
+        let other = unsafe { other.slice() };
         assert_eq!((pinned.device(), other.device()), (DeviceId::PINNED, DeviceId::HOST));
         let values = [7u8; 400];
         device.upload(&stream, &values, pinned, LIMIT).expect("ran");
