@@ -404,8 +404,10 @@ impl Pieces {
                 Some(seed) => {
                     let first = state.start as u64;
                     stream.enqueue("round moments", move || {
-                        // SAFETY: host memory of the piece and of the buffer beside it, which only this stream uses now.
-                        let (wide, narrow) = unsafe { (wide.as_host(), narrow.as_host_mut()) };
+                        // SAFETY: host memory of the buffer beside the piece, which only this stream uses now.
+                        let wide = unsafe { wide.as_host() };
+                        // SAFETY: as above, of the piece itself.
+                        let narrow = unsafe { narrow.as_host_mut() };
                         round_stochastically(wide, narrow, seed.wrapping_mul(2).wrapping_add(kind as u64), first);
                         Ok(())
                     })?;

@@ -46,7 +46,7 @@ enum Kept<D: Device> {
         reduced: Vec<Option<Reduced<D>>>,
     },
     /// In host memory.
-    Host(HostSums<D>),
+    Host(Box<HostSums<D>>),
 }
 
 /// Sums over ranks in host memory.
@@ -64,7 +64,7 @@ enum Sums {
     /// In pinned memory: the range of each unit.
     Memory { block: Block<HostDevice>, units: Vec<Range<usize>> },
     /// In a scratch file: the elements of each unit.
-    File { file: UnitFile, lens: Vec<usize> },
+    File { file: Box<UnitFile>, lens: Vec<usize> },
 }
 
 impl Sums {
@@ -109,7 +109,7 @@ impl<D: Device> Gradients<D> {
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
         let kept = match optimizer.on_host() {
             Some(optimizer) if !rank.is_host() || rank.settings.offload.grads_on_file().is_some() => {
-                Kept::Host(HostSums::new(rank, optimizer)?)
+                Kept::Host(Box::new(HostSums::new(rank, optimizer)?))
             }
             _ => {
                 let storage = storage()?;
@@ -182,8 +182,11 @@ impl<D: Device> Gradients<D> {
     /// The sums of all units in a scratch file, if they are in one.
     pub(super) fn on_file(&mut self) -> Option<&mut UnitFile> {
         match &mut self.kept {
-            Kept::Host(HostSums { sums: Sums::File { file, .. }, .. }) => Some(file),
-            _ => None,
+            Kept::Host(sums) => match &mut sums.sums {
+                Sums::File { file, .. } => Some(file),
+                Sums::Memory { .. } => None,
+            },
+            Kept::Device { .. } => None,
         }
     }
 
@@ -235,7 +238,7 @@ impl<D: Device> HostSums<D> {
             Some(dir) => {
                 let file = UnitFile::new(rank, update, dir, ("gradients", settings.grad_dtype()), &lens)?;
                 optimizer.count(file.file.clone());
-                Sums::File { file, lens }
+                Sums::File { file: Box::new(file), lens }
             }
             None => {
                 let block = pinned(lens.iter().sum(), settings.grad_dtype())?;

@@ -38,7 +38,7 @@ use crate::error::TrainError;
 pub(super) enum Optimizer<D: Device> {
     /// On the device.
     Device {
-        optimizer: ShardedAdamW<D>,
+        optimizer: Box<ShardedAdamW<D>>,
         /// The parameters that it updates.
         params: Vec<AnySlice>,
     },
@@ -77,7 +77,7 @@ impl<D: Device> Optimizer<D> {
     ) -> Result<Self, TrainError> {
         match params {
             Some(params) if !rank.settings.offload.updates_on_host() => {
-                Ok(Self::Device { optimizer: optimizer_of(rank, segments)?, params })
+                Ok(Self::Device { optimizer: Box::new(optimizer_of(rank, segments)?), params })
             }
             params => Ok(Self::Host(Box::new(HostOptimizer::new(rank, segments, params)?))),
         }
@@ -339,7 +339,7 @@ impl<D: Device> HostOptimizer<D> {
         own.flags = u64::from_ne_bytes(flags);
         let gathered = RankExchange::of(rank).all_gather(bytemuck::bytes_of(&own))?;
         let ranks: Vec<RankStats> =
-            gathered.chunks_exact(size_of::<RankStats>()).map(|bytes| bytemuck::pod_read_unaligned(bytes)).collect();
+            gathered.chunks_exact(size_of::<RankStats>()).map(bytemuck::pod_read_unaligned).collect();
         let stats = GatheredStats::new(&ranks, Divisor::MicroBatches(rank.settings.grad_accum_steps));
         self.outcome = Some(self.optimizer.decide(&self.stream, stats, limit)?);
         self.upload_loss_scale(rank)
@@ -365,10 +365,11 @@ impl<D: Device> HostOptimizer<D> {
                 })
             };
             match (&mut on_file, &grads[unit]) {
-                // SAFETY: complete at this point of the stream, on which it is read.
-                (Some(file), _) => {
-                    file.read(unit, |grad| update(&unsafe { Reduced::new(grad, stream.record()?) }))?
-                }
+                (Some(file), _) => file.read(unit, |grad| {
+                    let done = stream.record()?;
+                    // SAFETY: complete at this point of the stream, on which it is read.
+                    update(&unsafe { Reduced::new(grad, done) })
+                })?,
                 (None, Some(grad)) => update(grad)?,
                 (None, None) => continue,
             }

@@ -9,10 +9,12 @@ use parking_lot::Mutex;
 
 use crate::timeline::{Enqueued, OpSpan};
 
+/// The cost of an operation, by the name of its stream and its label.
+type Cost = dyn Fn(&str, &str) -> Duration + Send + Sync;
+
 /// The costs of operations, and those that have run.
 pub(super) struct Model {
-    /// By the name of the stream and the label.
-    cost: Box<dyn Fn(&str, &str) -> Duration + Send + Sync>,
+    cost: Box<Cost>,
     spans: Mutex<Vec<OpSpan>>,
 }
 
