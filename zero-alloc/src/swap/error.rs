@@ -11,12 +11,12 @@ use crate::device::DeviceError;
 #[non_exhaustive]
 pub enum SwapError {
     /// The folder is missing or cannot hold files.
-    #[error("swap folder {}: {source}; name an existing folder on a local disk that this user may write to", dir.display())]
+    #[error("swap folder {}: {error}; name an existing folder on a local disk that this user may write to", dir.display())]
     Folder {
         /// The folder.
         dir: PathBuf,
         /// The system's error.
-        source: io::Error,
+        error: io::Error,
     },
     /// The disk has too little free space for the whole file.
     #[error(
@@ -42,14 +42,14 @@ pub enum SwapError {
         got: usize,
     },
     /// A call of the system failed.
-    #[error("swap file in {}: {call}: {source}; {advice}", dir.display())]
+    #[error("swap file in {}: {call}: {error}; {advice}", dir.display())]
     System {
         /// The folder.
         dir: PathBuf,
         /// The call.
         call: &'static str,
         /// The system's error.
-        source: io::Error,
+        error: io::Error,
         /// What to do.
         advice: &'static str,
     },
@@ -57,7 +57,7 @@ pub enum SwapError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A request failed.
-    #[error("{op} of {bytes} bytes at offset {offset} of the swap file in {}: {source}; {}", dir.display(), advice(source))]
+    #[error("{op} of {bytes} bytes at offset {offset} of the swap file in {}: {error}; {}", dir.display(), advice(error))]
     Transfer {
         /// The folder.
         dir: PathBuf,
@@ -68,7 +68,7 @@ pub enum SwapError {
         /// The length of the request.
         bytes: usize,
         /// The system's error.
-        source: io::Error,
+        error: io::Error,
     },
     /// A request took longer than the limit.
     #[error(

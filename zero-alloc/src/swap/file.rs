@@ -106,7 +106,7 @@ impl SwapFile {
         if options.limit.is_zero() {
             return Err(SwapError::Option { name: "limit", expected: "more than 0", got: 0 });
         }
-        let folder = |source| SwapError::Folder { dir: dir.into(), source };
+        let folder = |error| SwapError::Folder { dir: dir.into(), error };
         if !std::fs::metadata(dir).map_err(folder)?.is_dir() {
             return Err(folder(io::ErrorKind::NotADirectory.into()));
         }
@@ -187,12 +187,12 @@ impl Inner {
                 "the kernel refuses io_uring ({error}): {} threads a lane read and write the swap file instead, slower; allow io_uring_setup (a container's seccomp profile, sysctl kernel.io_uring_disabled)",
                 self.options.queue_depth
             )),
-            Err(source) => return Err(self.system("io_uring_setup", source)),
+            Err(error) => return Err(self.system("io_uring_setup", error)),
         }
         Ok(())
     }
 
-    pub(super) fn system(&self, call: &'static str, source: io::Error) -> SwapError {
+    pub(super) fn system(&self, call: &'static str, error: io::Error) -> SwapError {
         let advice = match call {
             "io_uring_setup" => {
                 "allow it (a container's seccomp profile, sysctl kernel.io_uring_disabled), or use SwapEngine::Auto"
@@ -200,7 +200,7 @@ impl Inner {
             "fallocate" => "name a folder on a local disk, and check ulimit -f",
             _ => "check ulimit -n and ulimit -u, or use a smaller queue depth",
         };
-        SwapError::System { dir: self.dir.clone(), call, source, advice }
+        SwapError::System { dir: self.dir.clone(), call, error, advice }
     }
 
     /// Reserves the space of the whole file; where the file system cannot, writes it once.

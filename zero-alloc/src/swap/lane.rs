@@ -44,9 +44,9 @@ impl Request {
         }
     }
 
-    fn failed(&self, file: &Inner, source: io::Error) -> SwapError {
+    fn failed(&self, file: &Inner, error: io::Error) -> SwapError {
         let Self { offset, bytes, .. } = *self;
-        SwapError::Transfer { dir: file.dir.clone(), op: self.op(), offset, bytes, source }
+        SwapError::Transfer { dir: file.dir.clone(), op: self.op(), offset, bytes, error }
     }
 
     fn late(&self, file: &Inner) -> SwapError {

@@ -297,11 +297,11 @@ fn failed_request_poisons_the_stream_with_its_place() {
             (libc::EINVAL, "SwapOptions::direct"),
         ] {
             let error = faulty_read(engine, &[(5, Fault::Errno(errno))]).1.expect_err("failed");
-            let Some(SwapError::Transfer { op: "read", offset: 40960, bytes: 8192, source, .. }) = error.cause()
+            let Some(SwapError::Transfer { op: "read", offset: 40960, bytes: 8192, error: system, .. }) = error.cause()
             else {
                 panic!("{error}")
             };
-            assert_eq!(source.raw_os_error(), Some(errno));
+            assert_eq!(system.raw_os_error(), Some(errno));
             assert!(error.to_string().contains("swap read on stream swap") && error.to_string().contains(advice));
         }
         let error = faulty_read(engine, &[(0, Fault::Short(0))]).1.expect_err("failed");
