@@ -197,8 +197,8 @@ mod tests {
             (0..n).map(|_| pool.allocate(ELEMS, DType::F32, Purpose::Activations, &compute).unwrap()).collect()
         };
         let (sources, seen, ring) = (blocks(ROWS), blocks(ROWS), blocks(RING));
-        // SAFETY: the blocks live to the end of the test, which drains both streams; events order the uses.
         let slices = |blocks: &[zero_alloc::Block<CudaDevice>]| -> Vec<AnySlice> {
+            // SAFETY: the blocks live to the end of the test, which drains both streams; events order the uses.
             blocks.iter().map(|block| unsafe { block.slice() }).collect()
         };
         let (sources, seen, ring) = (slices(&sources), slices(&seen), slices(&ring));
@@ -206,8 +206,8 @@ mod tests {
         let mut rows = Checkpoints::new(&device, copies.clone(), &ring, ROWS).unwrap();
         for round in 0..40 {
             let values = |row: usize| [(round * ROWS + row) as f32; ELEMS];
-            for row in 0..ROWS {
-                device.upload(&compute, bytemuck::cast_slice(&values(row)), sources[row], LIMIT).unwrap();
+            for (row, source) in sources.iter().enumerate() {
+                device.upload(&compute, bytemuck::cast_slice(&values(row)), *source, LIMIT).unwrap();
             }
             for row in 0..ROWS {
                 rows.before_write(&compute, row).unwrap();
@@ -219,9 +219,9 @@ mod tests {
                 device.copy(&compute, ring[row % RING], seen[row]).unwrap();
                 rows.after_backward(&compute, row).unwrap();
             }
-            for row in 0..ROWS {
+            for (row, seen) in seen.iter().enumerate() {
                 let mut got = [0f32; ELEMS];
-                device.download(&compute, seen[row], bytemuck::cast_slice_mut(&mut got), LIMIT).unwrap();
+                device.download(&compute, *seen, bytemuck::cast_slice_mut(&mut got), LIMIT).unwrap();
                 assert_eq!(got, values(row), "round {round}, row {row}");
             }
         }
