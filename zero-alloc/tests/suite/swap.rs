@@ -297,7 +297,8 @@ fn failed_request_poisons_the_stream_with_its_place() {
             (libc::EINVAL, "SwapOptions::direct"),
         ] {
             let error = faulty_read(engine, &[(5, Fault::Errno(errno))]).1.expect_err("failed");
-            let Some(SwapError::Transfer { op: "read", offset: 40960, bytes: 8192, error: system, .. }) = error.cause()
+            let Some(SwapError::Transfer { op: "read", offset: 40960, bytes: 8192, error: system, .. }) =
+                error.cause()
             else {
                 panic!("{error}")
             };

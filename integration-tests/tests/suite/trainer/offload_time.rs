@@ -46,11 +46,17 @@ fn cost(costs: Costs, stream: &str, label: &str) -> Duration {
 
 /// All operations of a run on one rank.
 fn spans(case: &Case, costs: Costs) -> Vec<OpSpan> {
+    spans_ahead(case, costs, usize::from(case.overlap))
+}
+
+/// [`spans`] with gathers of that many units ahead.
+fn spans_ahead(case: &Case, costs: Costs, ahead: usize) -> Vec<OpSpan> {
     let device = HostDevice::modelled(move |stream, label| cost(costs, stream, label));
     let comm = World::new(1, CommOptions::default()).unwrap().remove(0);
     let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
     let toy = Toy::new(&vec![vec![64]; UNITS], false);
-    let (settings, options) = (case.settings(), case.options(None));
+    let (mut settings, options) = (case.settings(), case.options(None));
+    settings.prefetch.ahead = ahead;
     // A thread of its own: its modelled time begins at zero.
     std::thread::scope(|scope| {
         let run = || run_on_host_device(device.clone(), comm, 1, &settings, &toy, &options, &mut |_| Ok(()));
@@ -132,4 +138,18 @@ fn without_overlap_the_update_is_exposed() {
     let case = Case { overlap: false, ..offload(dir.path(), 2, false) };
     let ms = step_ms(&spans(&case, Costs { adam: 9, ..Costs::default() }));
     assert!(ms >= u128::from(UNITS as u32 * (FORWARD + BACKWARD + 9)), "{ms} ms");
+}
+
+/// Reading parameters more than one unit ahead gains little: a disk that is slower than forward stays slower, and one that
+/// is faster needs no more.
+#[test]
+fn one_unit_ahead_is_enough() {
+    let dir = tempfile::tempdir().unwrap();
+    for gather in [5, 9, 12, 18, 30] {
+        let costs = Costs { gather, ..Costs::default() };
+        let ms = |ahead| step_ms(&spans_ahead(&offload(dir.path(), 3, true), costs, ahead));
+        let (one, two, four) = (ms(1), ms(2), ms(4));
+        println!("gathers of {gather} ms: {one}, {two} and {four} ms with 1, 2 and 4 units ahead");
+        assert!(one as f64 <= 1.05 * four as f64, "gathers of {gather} ms: {one} ms with one, {four} with four");
+    }
 }
