@@ -1,5 +1,5 @@
-//! The pipelined update of optimizer state on NVMe beside what the disk allows: the same pieces read and written at the same
-//! time without an update, in turn, in one run. Usage: `offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]`.
+//! The pipelined update of optimizer state on NVMe beside what the disk allows: as many bytes read and written at the same
+//! time, from memory that nothing else touches, in turn, in one run. Usage: `offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]`.
 
 use std::error::Error;
 use std::path::Path;
@@ -18,7 +18,7 @@ use zero_optim::{
 
 const LIMIT: Duration = Duration::from_secs(600);
 /// Elements of a piece, and its bytes: an fp32 master and two moments each.
-const PIECE: usize = 1 << 22;
+const PIECE: usize = 1 << 20;
 const PIECE_BYTES: usize = 12 * PIECE;
 const BUFFERS: usize = 4;
 
@@ -60,7 +60,7 @@ impl Step {
         let home = StateHome::Nvme { dir: dir.to_owned(), options: SwapOptions::default(), buffers: BUFFERS };
         let optimizer = ShardedAdamW::offloaded(
             &pool,
-            Arc::new(HostKernels::new(std::thread::available_parallelism()?.get())?),
+            Arc::new(HostKernels::new(std::thread::available_parallelism()?.get().div_ceil(4))?),
             &stream,
             OptimizerConfig::default().sub_group_elems(PIECE),
             DType::Bf16,
@@ -96,12 +96,12 @@ impl Step {
     }
 }
 
-/// The same transfers without an update.
+/// The same transfers without an update: reads and writes are independent of one another.
 struct Disk {
     file: SwapFile,
-    reads: HostStream,
-    writes: HostStream,
-    buffers: Vec<AnySlice>,
+    streams: [HostStream; 2],
+    /// The buffers of the reads and of the writes.
+    buffers: [Vec<AnySlice>; 2],
     pieces: usize,
 }
 
@@ -109,37 +109,33 @@ impl Disk {
     fn new(dir: &Path, pieces: usize) -> Result<Self, Box<dyn Error>> {
         let device = HostDevice::new();
         let pool = Pool::new(device.clone(), usize::MAX);
-        let (reads, writes) = (device.create_stream("reads")?, device.create_stream("writes")?);
+        let streams = [device.create_stream("reads")?, device.create_stream("writes")?];
         let file = SwapFile::create(dir, (pieces * PIECE_BYTES) as u64, SwapOptions::default())?;
-        let buffer = |_| -> Result<AnySlice, Box<dyn Error>> {
-            let block = pool.allocate(PIECE_BYTES + SwapFile::ALIGN_BYTES, DType::U8, Purpose::Workspace, &reads)?;
-            // SAFETY: never freed; the two streams use it, ordered by events.
+        let buffer = |stream: &HostStream| -> Result<AnySlice, Box<dyn Error>> {
+            let block = pool.allocate(PIECE_BYTES + SwapFile::ALIGN_BYTES, DType::U8, Purpose::Workspace, stream)?;
+            // SAFETY: never freed; only this stream uses it.
             let slice = unsafe { block.slice() };
             std::mem::forget(block);
             let start = slice.as_ptr().addr().next_multiple_of(SwapFile::ALIGN_BYTES) - slice.as_ptr().addr();
             Ok(slice.slice(start..start + PIECE_BYTES))
         };
-        let buffers = (0..BUFFERS).map(buffer).collect::<Result<_, _>>()?;
-        Ok(Self { file, reads, writes, buffers, pieces })
+        let of = |stream| (0..BUFFERS).map(|_| buffer(stream)).collect::<Result<Vec<_>, _>>();
+        let buffers = [of(&streams[0])?, of(&streams[1])?];
+        Ok(Self { file, streams, buffers, pieces })
     }
 
     fn run(&mut self) -> Result<Duration, Box<dyn Error>> {
-        let (read, write) = (self.file.lane()?, self.file.lane()?);
-        read.register(&self.buffers)?;
-        write.register(&self.buffers)?;
-        let mut free = vec![None; BUFFERS];
+        let lanes = [self.file.lane()?, self.file.lane()?];
+        for (lane, buffers) in lanes.iter().zip(&self.buffers) {
+            lane.register(buffers)?;
+        }
         let start = Instant::now();
         for piece in 0..self.pieces {
             let (offset, slot) = ((piece * PIECE_BYTES) as u64, piece % BUFFERS);
-            if let Some(free) = &free[slot] {
-                self.reads.wait(free)?;
-            }
-            read.read(&self.reads, &[(offset, self.buffers[slot])])?;
-            self.writes.wait(&self.reads.record()?)?;
-            write.write(&self.writes, &[(offset, self.buffers[slot])])?;
-            free[slot] = Some(self.writes.record()?);
+            lanes[0].read(&self.streams[0], &[(offset, self.buffers[0][slot])])?;
+            lanes[1].write(&self.streams[1], &[(offset, self.buffers[1][slot])])?;
         }
-        self.writes.synchronize(LIMIT)?;
+        self.streams.iter().try_for_each(|stream| stream.synchronize(LIMIT))?;
         Ok(start.elapsed())
     }
 }

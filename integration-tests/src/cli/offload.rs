@@ -9,7 +9,7 @@ use crate::config::DsConfig;
 use crate::trainer::{Home, OffloadSettings};
 
 /// Default elements of a sub-group of optimizer state that is offloaded.
-pub(super) const SUB_GROUP_ELEMS: usize = 1 << 22;
+pub(super) const SUB_GROUP_ELEMS: usize = 1 << 20;
 
 /// The least elements of one launch of the optimizer: 256 KiB of fp32. Smaller ones cost more than they update.
 pub(super) const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
@@ -289,7 +289,7 @@ mod tests {
         let [none, cpu] =
             [Home::Device, Home::Host].map(|optimizer| OffloadSettings { optimizer, ..OffloadSettings::default() });
         let of = |set| [&none, &cpu].map(|offload| sub_group_elems(set, offload));
-        assert_eq!(of(usize::MAX), [usize::MAX, 1 << 22]);
+        assert_eq!(of(usize::MAX), [usize::MAX, 1 << 20]);
         assert_eq!(of(1 << 30), [1 << 30; 2], "a larger one is honoured");
     }
 

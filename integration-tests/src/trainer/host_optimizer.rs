@@ -233,7 +233,7 @@ impl<D: Device> HostOptimizer<D> {
             )?,
             Some(state) => ShardedAdamW::offloaded(
                 &host.plain,
-                host.kernels.clone(),
+                host.nvme_kernels.clone(),
                 &stream,
                 config,
                 dtype,

@@ -12,7 +12,6 @@ use zero_ckpt::CkptError;
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
 use zero_kernels::cuda::CudaKernels;
-use zero_kernels::host::HostKernels;
 use zero_optim::OptimError;
 use zero_shard::Layout;
 
@@ -137,8 +136,8 @@ pub fn run_on_cuda(
             kernels.warm(compute, settings.limit)?;
             let (host, memory) =
                 (HostDevice::new().with_timeline(host_timeline), Arc::new(PinnedMemory::new(device)));
-            let of_host = Arc::new(HostKernels::new(if settings.offload.updates_on_host() { threads } else { 1 })?);
-            Ok((Arc::new(kernels), HostSide::new(&host, memory, Some(capture), of_host)?))
+            let threads = if settings.offload.updates_on_host() { threads } else { 1 };
+            Ok((Arc::new(kernels), HostSide::new(&host, memory, Some(capture), threads)?))
         })
     };
     run_caught(&comm, make, workload, options, &mut observe)
@@ -192,8 +191,8 @@ fn host_rank(
     let timeline = Timeline::new();
     let device = device.with_timeline(timeline.clone());
     Rank::new(device, timeline, comm, layout, workload.passes(), settings, |device, _| {
-        let kernels = Arc::new(HostKernels::new(threads)?);
-        Ok((kernels.clone(), HostSide::new(device, Arc::new(device.clone()), None, kernels)?))
+        let host = HostSide::new(device, Arc::new(device.clone()), None, threads)?;
+        Ok((host.kernels.clone(), host))
     })
 }
 

@@ -137,7 +137,7 @@ impl Default for OffloadSettings {
             optimizer: Home::Device,
             params: Home::Device,
             activations: false,
-            buffers: 3,
+            buffers: 4,
             queue_depth: 32,
             request_bytes: 1 << 20,
             format: StateFormat::default(),

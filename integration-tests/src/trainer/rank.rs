@@ -9,6 +9,7 @@ use zero_alloc::device::{DType, Device, DeviceKind, Memory, Stream};
 use zero_alloc::host::{HostDevice, Timeline};
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
+use zero_kernels::host::HostKernels;
 use zero_optim::OptimizerConfig;
 use zero_shard::{Layout, UnitLayout, Widths, ZeroStage};
 
@@ -71,6 +72,8 @@ pub(super) struct HostSide<D: Device> {
     pub(super) record: Option<Record<D>>,
     /// Operations of the host.
     pub(super) kernels: Arc<dyn Kernels<HostDevice>>,
+    /// Operations of the update of state on NVMe.
+    pub(super) nvme_kernels: Arc<dyn Kernels<HostDevice>>,
     /// Host memory of offloaded state.
     pub(super) plain: Pool<HostDevice>,
     /// Host memory for copies from and to the device.
@@ -83,11 +86,14 @@ impl<D: Device> HostSide<D> {
         host: &HostDevice,
         memory: Arc<dyn Memory>,
         record: Option<Record<D>>,
-        kernels: Arc<dyn Kernels<HostDevice>>,
+        threads: usize,
     ) -> Result<Self, TrainError> {
+        let kernels = Arc::new(HostKernels::new(threads)?);
+        // One thread updates as fast as several drives read and write; more take memory bandwidth from the transfers.
+        let nvme_kernels = Arc::new(HostKernels::new(threads.div_ceil(4))?);
         let plain = Pool::new(host.clone(), usize::MAX);
         let pinned = Pool::new(host.clone().with_memory(Arc::clone(&memory))?, usize::MAX);
-        Ok(Self { memory, record, kernels, plain, pinned })
+        Ok(Self { memory, record, kernels, nvme_kernels, plain, pinned })
     }
 }
 

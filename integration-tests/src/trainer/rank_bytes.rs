@@ -229,7 +229,7 @@ mod tests {
         let all = rank(ZeroStage::Three, &OffloadSettings { optimizer: nvme(), params: nvme(), ..none.clone() });
         assert_eq!(all.state, on_device.state - 16 * shard);
         // Parameters of one unit ahead and three more, gradients of two that leave and two in transfer.
-        assert_eq!(all.transfers, 3 * 2048 * 12 + 4 * largest * 2 + 4 * largest * 2);
+        assert_eq!(all.transfers, 4 * 2048 * 12 + 4 * largest * 2 + 4 * largest * 2);
     }
 
     #[test]

@@ -325,7 +325,7 @@ fn offload_is_taken_up() {
     assert!(out.contains(&line), "{out}");
     let offload = record(dir, "a", 2)["offload"].clone();
     assert_eq!((&offload["optimizer"], &offload["params"]), (&one.clone().into(), &one.clone().into()));
-    assert_eq!(record(dir, "a", 2)["communication"]["sub_group_elems"], 1 << 22);
+    assert_eq!(record(dir, "a", 2)["communication"]["sub_group_elems"], 1 << 20);
 
     let out = resume(dir, &["a", "--steps", "3", "--metrics", "rest"]);
     assert_eq!(differences(&out), ["steps 2 -> 3"], "{out}");

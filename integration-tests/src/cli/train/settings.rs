@@ -337,7 +337,7 @@ mod tests {
             format!(r#"{{"zero_optimization": {{"stage": 2, "offload_optimizer": {{"device": "cpu"}}{keys}}}}}"#)
         };
         let elems = |text: &str| of(&TrainArgs::default(), Some(text)).optimizer.sub_group_elems;
-        assert_eq!(elems(&file("")), 1 << 22);
+        assert_eq!(elems(&file("")), 1 << 20);
         assert_eq!(elems(&file(r#", "sub_group_size": 1e9"#)), 1_000_000_000);
         assert_eq!(elems(r#"{"zero_optimization": {"stage": 2}}"#), usize::MAX);
     }
