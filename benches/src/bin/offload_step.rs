@@ -1,5 +1,5 @@
 //! The pipelined update of optimizer state on NVMe beside what the disk allows: as many bytes read and written at the same
-//! time, from memory that nothing else touches, in turn, in one run. Usage: `offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]`.
+//! time by our store, from memory that nothing else touches, and by fio, in turn, in one run. Usage: `offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]`.
 
 use std::error::Error;
 use std::path::Path;
@@ -32,16 +32,46 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (mut step, mut disk) = (Step::new(Path::new(&dir), pieces)?, Disk::new(Path::new(&dir), pieces)?);
     step.run()?;
     disk.run()?;
-    let mut ratios = Vec::new();
+    fio(&dir, pieces * PIECE_BYTES)?;
+    let (mut ratios, mut of_fio) = (Vec::new(), Vec::new());
     for round in 1..=rounds {
-        let (disk, step) = (disk.run()?, step.run()?);
+        let (fio, disk, step) = (fio(&dir, pieces * PIECE_BYTES)?, disk.run()?, step.run()?);
         let rate = |time: Duration| (2 * pieces * PIECE_BYTES) as f64 / time.as_secs_f64() / 1e9;
-        println!("round {round}: disk {:.2} GB/s, step {:.2} GB/s", rate(disk), rate(step));
+        println!("round {round}: fio {:.2} GB/s, transfers {:.2}, step {:.2}", rate(fio), rate(disk), rate(step));
         ratios.push(disk.as_secs_f64() / step.as_secs_f64());
+        of_fio.push(fio.as_secs_f64() / step.as_secs_f64());
     }
-    ratios.sort_by(f64::total_cmp);
-    println!("the step has {:.2} of the disk's speed, the median of {rounds} rounds", ratios[rounds / 2]);
+    let median = |mut ratios: Vec<f64>| {
+        ratios.sort_by(f64::total_cmp);
+        ratios[rounds / 2]
+    };
+    println!("step / transfers {:.2}, step / fio {:.2}, medians of {rounds} rounds", median(ratios), median(of_fio));
     Ok(())
+}
+
+/// The time of one fio job that reads and one that writes at the same time.
+fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
+    let options = SwapOptions::default();
+    let all = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fixedbufs=1"].map(String::from);
+    let sizes = [
+        format!("--directory={dir}"),
+        format!("--bs={}", options.request_bytes),
+        format!("--iodepth={}", options.queue_depth),
+        format!("--size={bytes}"),
+    ];
+    let jobs = ["--name=offload_step_r", "--rw=read", "--name=offload_step_w", "--rw=write"].map(String::from);
+    // Options before the first name are those of both jobs only in a file, so they are repeated.
+    let [read, rw_read, write, rw_write] = jobs;
+    let job = |name, rw| [&[name, rw][..], &all[1..], &sizes].concat();
+    let args = [vec![all[0].clone()], job(read, rw_read), job(write, rw_write)].concat();
+    let out = std::process::Command::new("fio").args(args).output()?;
+    for file in ["offload_step_r.0.0", "offload_step_w.0.0"] {
+        std::fs::remove_file(Path::new(dir).join(file))?;
+    }
+    let out: serde_json::Value = serde_json::from_slice(&out.stdout)?;
+    let ms = |job: usize, what: &str| out["jobs"][job][what]["runtime"].as_u64();
+    let (read, write) = (ms(0, "read").ok_or("fio failed")?, ms(1, "write").ok_or("fio failed")?);
+    Ok(Duration::from_millis(read.max(write)))
 }
 
 /// An optimizer with its state in a file, bf16 parameters and gradients.
