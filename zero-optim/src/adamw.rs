@@ -796,7 +796,7 @@ impl ShardedAdamW<HostDevice> {
         }
     }
 
-    /// What is slower than requested, and why, such as a file without direct I/O.
+    /// The parts that are slower than requested, with the reason, such as a file without direct I/O.
     pub fn notices(&self) -> Vec<String> {
         match &self.state {
             State::Resident(_) => Vec::new(),

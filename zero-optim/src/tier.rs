@@ -41,7 +41,7 @@ const PIECE_ALIGN_BYTES: usize = 4096;
 /// The parts of a piece start at multiples of this one.
 const PART_ALIGN_BYTES: usize = 64;
 
-/// Where an optimizer of the host keeps its state.
+/// The place of the state of an optimizer of the host.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum StateHome {
@@ -65,7 +65,7 @@ pub enum StateHome {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct OffloadOptions {
-    /// Where the state is.
+    /// The place of the state.
     pub home: StateHome,
     /// Keeps the masters of bf16 parameters as 16-bit remainders: parameter and remainder together have the bits of an
     /// fp32 master. The parameter is the master rounded to nearest, ties away from zero; without remainders ties go to even.
@@ -76,7 +76,7 @@ pub struct OffloadOptions {
 }
 setters!(OffloadOptions { home: StateHome, remainder: bool, bf16_moments: bool });
 
-/// What a visit does with pieces.
+/// The access of a visit to pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     /// Reads them.
@@ -96,7 +96,7 @@ pub(crate) enum Masters {
     /// The parameters are the masters.
     Params,
     Fp32(DeviceSlice<f32>),
-    /// What the bf16 parameters lack.
+    /// The low bits of the masters, whose high bits are the bf16 parameters.
     Remainders(DeviceSlice<i16>),
 }
 
@@ -153,7 +153,7 @@ pub(crate) trait StateTier<D: Device>: Send {
     /// Waits for transfers in flight.
     fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError>;
 
-    /// What is slower than requested, and why.
+    /// The parts that are slower than requested, with the reason.
     fn notices(&self) -> Vec<String>;
 }
 

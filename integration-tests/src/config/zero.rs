@@ -29,11 +29,11 @@ pub struct ZeroOptimization {
     pub max_reuse_elems: u64,
     /// Whether saving also writes whole 16-bit weights.
     pub gather_16bit_weights_on_save: bool,
-    /// Where the optimizer state is kept.
+    /// The place of the optimizer state.
     pub offload_optimizer: Home,
     /// `offload_optimizer.buffer_count`: sub-groups of optimizer state in host memory at once.
     pub offload_optimizer_buffers: Option<u64>,
-    /// Where the parameters are kept at stage 3.
+    /// The place of the parameters at stage 3.
     pub offload_param: Home,
 }
 
@@ -174,7 +174,7 @@ pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroO
     Ok(zero)
 }
 
-/// Where the optimizer state is kept, and the number of buffers.
+/// The place of the optimizer state, and the number of buffers.
 fn read_offload_optimizer(
     zero: &mut Block,
     warnings: &mut Vec<String>,

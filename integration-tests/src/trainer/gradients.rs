@@ -37,7 +37,7 @@ pub(super) struct Gradients<D: Device> {
     compute: D::Stream,
 }
 
-/// Where the sums over ranks are kept.
+/// The place of the sums over ranks.
 enum Kept<D: Device> {
     /// On the device.
     Device {

@@ -2,7 +2,7 @@
 //!
 //! On the host a unit's gradient leaves the device as soon as it is complete, and its statistics are computed while backward
 //! goes on. After backward the host exchanges the statistics and decides, exactly as the device would: so clipping and loss
-//! scale are exact. Then it updates unit by unit in forward order on a stream of its own, and the next forward of a unit
+//! scale are exact. Then it updates unit by unit in forward order on a separate stream, and the next forward of a unit
 //! waits for that unit's update only:
 //!
 //! ```text

@@ -6,7 +6,7 @@
 //! | pinned memory | the device is a GPU | copied to the device's parameters, or at stage 3 with offload into the gathered unit |
 //! | a scratch file | `--offload-params nvme:DIR` | read into a slot, then copied into the gathered unit |
 //!
-//! Gathers from the file have a stream and slots of their own: one for each unit that is gathered ahead, and one more.
+//! Gathers from the file have a separate stream and slots: one for each unit that is gathered ahead, and one more.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -148,7 +148,7 @@ impl<D: Device> HostParams<D> {
         }
     }
 
-    /// What is slower than requested.
+    /// The parts of the settings that the system refused, such as direct I/O.
     pub(super) fn notices(&self) -> Vec<String> {
         match &self.place {
             Place::OnFile(on_file) => on_file.units.file.notices(),

@@ -1,4 +1,4 @@
-//! Where a run keeps its optimizer state, parameters and activation checkpoints.
+//! The places of a run's optimizer state, parameters and activation checkpoints.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use zero_alloc::swap::SwapOptions;
 use zero_comm::PrefetchOptions;
 use zero_shard::{Layout, Tier};
 
-/// Where a kind of state is kept. As text: `none`, `cpu` or `nvme:DIR`.
+/// The place of a kind of state. As text: `none`, `cpu` or `nvme:DIR`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Home {
@@ -70,7 +70,7 @@ impl From<Home> for String {
     }
 }
 
-/// What is offloaded, and how.
+/// The offload of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OffloadSettings {

@@ -40,7 +40,7 @@ pub struct Settings {
     pub groups: GroupSettings,
     /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
     pub graphs: bool,
-    /// What is kept off the device.
+    /// The offload.
     pub offload: OffloadSettings,
     /// The timeout of a collective.
     pub limit: Duration,

@@ -274,7 +274,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn thread_is_bound_to_cores() {
-        // In a thread of its own, so that no other thread of the tests is bound.
+        // In a new thread, so that no other thread of the tests is bound.
         let bound = std::thread::spawn(|| {
             let first = *affinity::get().unwrap().first().unwrap();
             affinity::set(&[first]).unwrap();

@@ -71,7 +71,7 @@ impl PinnedMemory {
         self.0.live_bytes.load(Ordering::Relaxed)
     }
 
-    /// What is slower than asked for, why, and what to do about it; empty if nothing is.
+    /// The parts that are slower than requested, with reason and remedy; empty if none is.
     pub fn notices(&self) -> Vec<String> {
         let refused = self.0.refused.lock().as_ref().map(|(bytes, message)| {
             format!(

@@ -33,7 +33,7 @@ impl Model {
     ) -> R {
         let start = (*now).max(enqueued.at);
         *now = start + (self.cost)(stream, enqueued.label);
-        // What the operation enqueues begins when it ends.
+        // Operations that it enqueues begin when it ends.
         passed(*now);
         let result = work();
         self.spans.lock().push(enqueued.span(stream, start, *now));

@@ -50,7 +50,7 @@ pub enum SwapError {
         call: &'static str,
         /// The system's error.
         error: io::Error,
-        /// What to do.
+        /// The remedy.
         advice: &'static str,
     },
     /// A buffer is not in host memory.
@@ -89,7 +89,7 @@ pub enum SwapError {
     },
 }
 
-/// What to do about a failed request.
+/// The remedy for a failed request.
 fn advice(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT) => {

@@ -76,7 +76,7 @@ pub(super) struct Inner {
     pub(super) written_bytes: AtomicU64,
     #[cfg(any(test, feature = "testing"))]
     pub(super) faults: super::fault::Faults,
-    /// Addresses that stand for the file's bytes in the seeded scheduler's checks; no memory has them.
+    /// Addresses of the file's bytes in the seeded scheduler's checks; no memory has them.
     #[cfg(any(test, feature = "testing"))]
     pub(super) shadow: usize,
 }
@@ -136,7 +136,7 @@ impl SwapFile {
         self.0.bytes
     }
 
-    /// What is slower than requested, and what to do about it: empty if everything is as requested.
+    /// The parts that are slower than requested, with a remedy; empty if none is.
     pub fn notices(&self) -> Vec<String> {
         self.0.notices.lock().clone()
     }

@@ -147,7 +147,7 @@ fn cuda_copies_work_without_pinning() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_binding_to_a_node_needs_a_device() {
-    // In a thread of its own, so that no other thread of the tests is bound.
+    // In a new thread, so that no other thread of the tests is bound.
     let bound = std::thread::spawn(|| (bind_to_node(&[0], 0, true), bind_to_node(&[1 << 20], 0, true)));
     let (bound, missing) = bound.join().expect("ran");
     assert!(bound.expect("the system answers").is_none_or(|cores| !cores.is_empty()));

@@ -205,7 +205,7 @@ fn one_lane_serves_two_streams() {
                 lane.read(stream, &[(at(*first as usize), to.slice())]).expect("enqueued");
             }
         }
-        // What is enqueued keeps the file open.
+        // Enqueued operations keep the file open.
         drop((file, lane));
         for (_, stream, from, to) in &mut halves {
             stream.synchronize(LIMIT).expect("transferred");

@@ -181,7 +181,7 @@ proptest! {
     }
 }
 
-/// What a step reads and writes: every piece once, masters and moments, in whole blocks of the disk.
+/// The bytes that a step reads and writes: every piece once, masters and moments, in whole blocks of the disk.
 #[test]
 fn bytes_of_a_step() {
     let dir = tempfile::tempdir().unwrap();

@@ -24,7 +24,7 @@ pub(super) struct Report {
     pub(super) offload: OffloadSettings,
     /// What a GPU is assumed to compute.
     pub(super) peak_tflops: f64,
-    /// What a drive is assumed to write in its life, in terabytes.
+    /// The assumed life of a drive: terabytes written.
     pub(super) drive_tbw: f64,
     pub(super) stages: Vec<Stage>,
     /// Distributions of stage 3 over several nodes; empty for one node.

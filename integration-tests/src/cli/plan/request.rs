@@ -47,7 +47,7 @@ pub(super) struct Request {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) checkpointing: bool,
-    /// What is kept off the device; see [`Request::settings`].
+    /// The offload; see [`Request::settings`].
     pub(super) offload: OffloadSettings,
     pub(super) bucket_elems: u64,
     /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
@@ -59,9 +59,9 @@ pub(super) struct Request {
     pub(super) persistence_threshold_elems: u64,
     pub(super) sub_group_elems: u64,
     pub(super) configured_stage: Option<ZeroStage>,
-    /// What a GPU computes.
+    /// The speed of a GPU.
     pub(super) peak_tflops: f64,
-    /// What a drive is rated to write in its life, in terabytes.
+    /// The rated life of a drive: terabytes written.
     pub(super) drive_tbw: f64,
 }
 

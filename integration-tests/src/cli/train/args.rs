@@ -94,7 +94,7 @@ pub struct TrainArgs {
     /// timeline of that step here
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
-    /// What is kept off the device.
+    /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
     /// Memory that the ranks of this process may use together, such as 8GiB: a run that needs more is refused before it

@@ -50,7 +50,7 @@ pub(super) struct RunRecord {
     pub(super) stage: u64,
     pub(super) activation_checkpointing: bool,
     pub(super) communication: CommunicationRecord,
-    /// What is kept off the device. Only 16-bit moments change the numbers.
+    /// The offload. Only 16-bit moments change the numbers.
     #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]
     pub(super) offload: OffloadSettings,
     /// The device that was requested.

@@ -46,7 +46,7 @@ pub(super) struct Base {
     pub(super) sub_group_elems: usize,
     /// Whether activations are recomputed in backward.
     pub(super) activation_checkpointing: bool,
-    /// What is kept off the device.
+    /// The offload.
     pub(super) offload: OffloadSettings,
     /// Rules of tensors.
     pub(super) groups: GroupSettings,

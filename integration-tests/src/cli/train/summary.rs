@@ -111,7 +111,7 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         |stage| settings.groups.resolve(&setup.layout).ok()?.state_bytes(&setup.layout, stage, &settings.widths());
     let (Some(formula), stage0) = (formula(settings.stage), formula(zero_shard::ZeroStage::Zero)) else { return };
     let stage0 = stage0.map(|state| state.total_bytes());
-    // What is in memory.
+    // The part in memory.
     let offload = &settings.offload;
     let kept = |home: &Home, bytes: u64| if matches!(home, Home::Nvme(_)) { 0 } else { bytes };
     let formula = StateBytes {

@@ -57,7 +57,7 @@ fn spans_ahead(case: &Case, costs: Costs, ahead: usize) -> Vec<OpSpan> {
     let toy = Toy::new(&vec![vec![64]; UNITS], false);
     let (mut settings, options) = (case.settings(), case.options(None));
     settings.prefetch.ahead = ahead;
-    // A thread of its own: its modelled time begins at zero.
+    // A new thread: its modelled time begins at zero.
     std::thread::scope(|scope| {
         let run = || run_on_host_device(device.clone(), comm, 1, &settings, &toy, &options, &mut |_| Ok(()));
         scope.spawn(run).join().unwrap().unwrap()
