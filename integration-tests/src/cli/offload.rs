@@ -14,14 +14,14 @@ pub(super) const SUB_GROUP_ELEMS: usize = 1 << 20;
 /// The least elements of one launch of the optimizer: 256 KiB of fp32. Smaller ones cost more than they update.
 pub(super) const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
 
-/// What is kept off the device.
+/// The offload.
 #[derive(Args, Clone, Debug, Default)]
 pub struct OffloadArgs {
-    /// Where the optimizer state is kept: none (on the compute device), cpu (in host memory) or nvme:DIR (in a scratch
+    /// Place of the optimizer state: none (on the compute device), cpu (in host memory) or nvme:DIR (in a scratch
     /// file in DIR). Off the device, the host updates the parameters; the numbers are the same [default: none]
     #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
     pub offload: Option<Home>,
-    /// Where the parameters are kept at stage 3, between their uses: none, cpu or nvme:DIR [default: none]
+    /// Place of the parameters between their uses, at stage 3: none, cpu or nvme:DIR [default: none]
     #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
     pub offload_params: Option<Home>,
     /// Keep the checkpoints of activations in host memory; requires --activation-checkpointing [default: false]
@@ -269,7 +269,7 @@ mod tests {
         assert!(resolve(&masters, None, &default, fp32).unwrap_err().contains("needs --dtype bf16"));
         let moments = flags(&|a| a.moments = Some(Moments::Bf16));
         assert!(resolve(&moments, None, &default, RUN).unwrap_err().contains("the optimizer is not offloaded"));
-        // What another stage, the file or the resumed run had is dropped.
+        // Settings of another stage, the file or the resumed run are dropped.
         let of_run = OffloadSettings { params: Home::Host, activations: true, ..default.clone() };
         let run = Offloaded { checkpointing: false, ..two };
         assert_eq!(resolve(&OffloadArgs::default(), None, &of_run, run), Ok(default));

@@ -57,16 +57,16 @@ pub struct PlanArgs {
     /// Keep only the input of each block and recompute its activations in backward
     #[arg(long)]
     pub activation_checkpointing: bool,
-    /// What is kept off the device.
+    /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
     /// Elements of a gradient bucket [default: 524288]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
     pub bucket_elems: Option<u64>,
-    /// What a GPU computes, in TFLOP/s, for the bandwidth that hides transfers; 70 is what ZeRO-Infinity assumes of a V100
+    /// Speed of a GPU in TFLOP/s, for the bandwidth that hides transfers; 70 is what ZeRO-Infinity assumes of a V100
     #[arg(long, value_name = "TFLOPS", default_value_t = 70.0, value_parser = parse_above_0)]
     pub peak_tflops: f64,
-    /// What a drive is rated to write in its life, in terabytes (TBW of its data sheet)
+    /// Terabytes that a drive is rated to write in its life (TBW of its data sheet)
     #[arg(long, value_name = "TB", default_value_t = 600.0, value_parser = parse_above_0)]
     pub drive_tbw: f64,
     /// Print JSON, with exact bytes

@@ -20,9 +20,9 @@ pub(super) struct Report {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) activation_checkpointing: bool,
-    /// What is kept off the GPU.
+    /// The offload.
     pub(super) offload: OffloadSettings,
-    /// What a GPU is assumed to compute.
+    /// The assumed speed of a GPU.
     pub(super) peak_tflops: f64,
     /// The assumed life of a drive: terabytes written.
     pub(super) drive_tbw: f64,
