@@ -1,6 +1,6 @@
 //! The trainer's speed and memory on one GPU, to compare with the PyTorch figures in README.md.
 //!
-//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]` trains a preset from random weights on random
+//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops] [offload]` trains a preset from random weights on random
 //! tokens on one rank, and prints one line of JSON: the median milliseconds of the steps after the fifth, tokens per
 //! second, and the pool's peak bytes. With `ops` it also prints the last step's time per operation; recording costs
 //! time, so published figures come from runs without it. With `graph` steps are replayed from a graph (stages 0 to
@@ -15,7 +15,9 @@ use integration_tests::data::{DataSource, Dataset};
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
-use integration_tests::trainer::{OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda};
+use integration_tests::trainer::{
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda,
+};
 use integration_tests::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
@@ -36,6 +38,7 @@ fn main() -> Result<(), AnyError> {
     let dtype = if flags.iter().any(|f| f == "fp32") { DType::F32 } else { DType::Bf16 };
     let ops = flags.iter().any(|f| f == "ops");
     let stage = ZeroStage::from_number(stage.parse()?).ok_or("stages are 0 to 3")?;
+    let optimizer = if flags.iter().any(|f| f == "offload") { Home::Host } else { Home::Device };
     let settings = Settings {
         stage,
         dtype,
@@ -46,7 +49,7 @@ fn main() -> Result<(), AnyError> {
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
         groups: GroupSettings::default(),
         graphs: flags.iter().any(|f| f == "graph"),
-        offload: OffloadSettings::default(),
+        offload: OffloadSettings { optimizer, ..OffloadSettings::default() },
         limit: Duration::from_secs(120),
     };
     let options = RunOptions {
