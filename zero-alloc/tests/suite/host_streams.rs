@@ -159,3 +159,36 @@ fn memory_of_another_device_is_refused() {
     let refused = HostDevice::new().with_memory(Arc::new(simulated)).map(drop);
     assert_eq!(refused, Err(DeviceError::AnotherDevice { what, expected, got }));
 }
+
+/// Modelled times follow from costs, order, events and the host's waits, on a thread whose time begins at zero.
+#[test]
+fn modelled_times_follow_the_order() {
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let ms = Duration::from_millis;
+            let device = HostDevice::modelled(move |stream, label| match (stream, label) {
+                (_, "copy") => ms(3),
+                ("slow", _) => ms(10),
+                _ => ms(1),
+            });
+            let (slow, fast) = (device.create_stream("slow").unwrap(), device.create_stream("fast").unwrap());
+            for label in ["copy", "work"] {
+                slow.enqueue(label, || Ok(())).unwrap();
+            }
+            fast.enqueue("before", || Ok(())).unwrap();
+            fast.wait(&slow.record().unwrap()).unwrap();
+            fast.enqueue("after", || Ok(())).unwrap();
+            fast.synchronize(LIMIT).unwrap();
+            // The host has waited for the time 14.
+            slow.enqueue("later", || Ok(())).unwrap();
+            slow.synchronize(LIMIT).unwrap();
+            let mut spans = device.modelled_spans();
+            spans.sort_by_key(|span| (span.start, span.end));
+            let spans: Vec<_> = spans.iter().map(|s| (s.label, s.start.as_millis(), s.end.as_millis())).collect();
+            assert_eq!(
+                spans,
+                [("before", 0, 1), ("copy", 0, 3), ("work", 3, 13), ("after", 13, 14), ("later", 14, 24)]
+            );
+        });
+    });
+}
