@@ -308,6 +308,9 @@ impl<D: Device> ShardedAdamW<D> {
         slices: &[(AnySlice, usize)],
         to_masters: bool,
     ) -> Result<(), OptimError> {
+        if self.param_dtype == DType::F32 {
+            return Ok(());
+        }
         let Self { state, groups, kernels, device, .. } = self;
         let copy = |slice: AnySlice, master: AnySlice| match to_masters {
             true => kernels.cast(stream, slice, master, 1.0),
@@ -322,7 +325,10 @@ impl<D: Device> ShardedAdamW<D> {
                     // Parameters with remainders are masters already.
                     State::Tier(tier) if tier.has_remainders() && !to_masters => {}
                     State::Tier(tier) => {
-                        let access = if to_masters { Access::Update { seed: None } } else { Access::Read };
+                        let access = match to_masters {
+                            true => Access::Update { seed: None },
+                            false => Access::Read(StateKind::Master),
+                        };
                         tier.visit(stream, range.clone(), access, &mut |piece| {
                             let (of_range, of_piece) = piece.overlap(&range);
                             match piece.masters {

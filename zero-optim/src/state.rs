@@ -76,7 +76,7 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             download(&self.device, stream, memory, &mut out[at], limit)?;
         }
-        self.visit_range(stream, range, Access::ReadOnly(range.kind), |device, at, values| match values {
+        self.visit_range(stream, range, Access::Read(range.kind), |device, at, values| match values {
             Values::Fp32(slice) => download(device, stream, slice.erase(), &mut out[at], limit),
             Values::Remainders(rest, elems) => {
                 let mut bits = vec![0u16; rest.len()];

@@ -71,7 +71,8 @@ pub struct OffloadOptions {
     /// fp32 master. The parameter is the master rounded to nearest, ties away from zero; without remainders ties go to even.
     pub remainder: bool,
     /// Keeps the moments in bf16, rounded stochastically: to nearest, a second moment would not fall, since a step
-    /// changes it by less than half a unit in the last place. The random bits follow from step and element.
+    /// changes it by less than half a unit in the last place. The random bits follow from the step and the place in this rank's state,
+    /// so a run has the same bits again, but other bits at another stage, with other ranks or other frozen elements.
     pub bf16_moments: bool,
 }
 setters!(OffloadOptions { home: StateHome, remainder: bool, bf16_moments: bool });
@@ -79,10 +80,8 @@ setters!(OffloadOptions { home: StateHome, remainder: bool, bf16_moments: bool }
 /// The access of a visit to pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Reads them.
-    Read,
-    /// Reads only the visited elements of one kind: pieces are those parts, whose other kinds have arbitrary values.
-    ReadOnly(StateKind),
+    /// Reads the visited elements of one kind: pieces are those parts, whose other kinds have arbitrary values.
+    Read(StateKind),
     /// Reads and writes them.
     Update {
         /// Selects the random bits of stochastic rounding; `None` rounds to nearest.
@@ -283,7 +282,7 @@ impl Pieces {
             moment: if options.bf16_moments { size_of::<bf16>() } else { size_of::<f32>() },
         };
         // A multiple of 2048 elements, so that full pieces have no padding.
-        let most = if sub_group_elems == usize::MAX { PIECE_ELEMS } else { sub_group_elems.max(1) };
+        let most = if sub_group_elems == usize::MAX { PIECE_ELEMS } else { sub_group_elems.clamp(1, usize::MAX / 2) };
         let most = most.next_multiple_of(PIECE_ALIGN_BYTES / size_of::<bf16>());
         let (mut pieces, mut bytes, mut largest) = (Vec::new(), 0, 0);
         for unit in &groups.pieces {
@@ -291,7 +290,7 @@ impl Pieces {
             let Some(first) = states.next() else { continue };
             let (start, end) = (first.start, states.next_back().unwrap_or(first).end);
             for start in (start..end).step_by(most) {
-                let state = start..end.min(start + most);
+                let state = start..end.min(start.saturating_add(most));
                 largest = largest.max(state.len());
                 pieces.push(Placed { state: state.clone(), at: bytes, written: None });
                 bytes += format.bytes(state.len());
@@ -502,7 +501,7 @@ impl StateTier<HostDevice> for Pieces {
             }
             let (of_piece, at) = (self.pieces[index].state.clone(), self.pieces[index].at);
             #[cfg(target_os = "linux")]
-            if let Access::ReadOnly(kind) = access
+            if let Access::Read(kind) = access
                 && self.is_on_file()
             {
                 let part = state.start.max(of_piece.start)..state.end.min(of_piece.end);

@@ -10,6 +10,7 @@
 //! update   | statistics     | decide | adam 0 | adam 1 | adam 2 | ...
 //! ```
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use zero_alloc::{Block, Purpose};
 use zero_ckpt::Reader;
 use zero_optim::{
     Divisor, GatheredStats, OffloadOptions, Progress, RankParams, RankStats, Segment, ShardedAdamW, StateHome,
-    StateRange, StepOutcome, UnitSlices,
+    StateKind, StateRange, StepOutcome, UnitSlices,
 };
 
 use super::exchange::RankExchange;
@@ -33,6 +34,9 @@ use super::stage::{StepInputs, optimizer_of};
 use super::state::unreadable;
 use super::unit_file::UnitFile;
 use crate::error::TrainError;
+
+/// Elements of the weights in host memory at a time while they are set: a unit may be larger than all other host memory.
+const CHUNK_ELEMS: usize = 4 << 20;
 
 /// The optimizer of a rank.
 pub(super) enum Optimizer<D: Device> {
@@ -104,7 +108,7 @@ impl<D: Device> Optimizer<D> {
         match self {
             // SAFETY: backward passes read it on the compute stream only, which is the optimizer's stream.
             Self::Device { optimizer, .. } => Ok(unsafe { optimizer.device_loss_scale() }?),
-            // SAFETY: backward passes read it on the compute stream, on which it is written; the drop records that stream.
+            // SAFETY: backward passes read it on the compute stream, on which it is written and which is its block's own.
             Self::Host(host) => Ok(unsafe { host.loss_scale.slice() }.typed()?),
         }
     }
@@ -132,54 +136,55 @@ impl<D: Device> Optimizer<D> {
         range: &StateRange,
         out: &mut [f32],
     ) -> Result<(), TrainError> {
-        let limit = rank.settings.host_limit();
+        let (limit, unit) = (rank.settings.host_limit(), range.unit);
         match self {
             Self::Device { optimizer, params } => {
-                Ok(optimizer.read_state(&rank.compute, range, &[(params[range.unit], 0)], out, limit)?)
+                Ok(optimizer.read_state(&rank.compute, range, &[(params[unit], 0)], out, limit)?)
             }
             Self::Host(host) => {
-                let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
-                params
-                    .lock()
-                    .read(range.unit, |param| Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?))
-            }
-        }
-    }
-
-    /// Writes a range of the state.
-    pub(super) fn write_state(
-        &mut self,
-        rank: &Rank<D>,
-        range: &StateRange,
-        values: &[f32],
-    ) -> Result<(), TrainError> {
-        let limit = rank.settings.host_limit();
-        match self {
-            Self::Device { optimizer, params } => {
-                Ok(optimizer.write_state(&rank.compute, range, &[(params[range.unit], 0)], values, limit)?)
-            }
-            Self::Host(host) => {
-                let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
-                params.lock().update(range.unit, false, |param| {
-                    Ok(optimizer.write_state(stream, range, &[(param, 0)], values, limit)?)
-                })
-            }
-        }
-    }
-
-    /// Enqueues writing the parameters from the masters.
-    pub(super) fn write_params(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        match self {
-            Self::Device { optimizer, params } => {
-                let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
-                Ok(optimizer.write_params(&rank.compute, &params)?)
-            }
-            Self::Host(host) => {
+                let reads = range.kind == StateKind::Master && host.masters_are_in_params(rank, unit);
                 let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
                 let mut params = params.lock();
-                (0..rank.units()).try_for_each(|unit| {
-                    params
-                        .update(unit, false, |param| Ok(optimizer.write_unit_params(stream, unit, &[(param, 0)])?))
+                if !reads {
+                    // The optimizer has the values.
+                    let param = params.unread(unit);
+                    return Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?);
+                }
+                params.read(unit, |param| Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?))
+            }
+        }
+    }
+
+    /// Sets the weights of `unit`, of which the rank has `elems` elements, in parts: `fill` returns those of a range.
+    pub(super) fn set_weights(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        elems: usize,
+        fill: &mut dyn FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let mut values = Vec::new();
+        let parts = (0..elems).step_by(CHUNK_ELEMS).map(|start| start..elems.min(start + CHUNK_ELEMS));
+        let range = |elems| StateRange { kind: StateKind::Master, unit, elems };
+        let limit = rank.settings.host_limit();
+        match self {
+            Self::Device { optimizer, params } => {
+                let (stream, param) = (&rank.compute, [(params[unit], 0)]);
+                for part in parts {
+                    fill(part.clone(), &mut values)?;
+                    optimizer.write_state(stream, &range(part), &param, &values, limit)?;
+                }
+                Ok(optimizer.write_unit_params(stream, unit, &param)?)
+            }
+            Self::Host(host) => {
+                let HostOptimizer { optimizer, stream, params, .. } = &mut **host;
+                params.lock().update(unit, false, |param| {
+                    let param = [(param, 0)];
+                    for part in parts {
+                        fill(part.clone(), &mut values)?;
+                        optimizer.write_state(stream, &range(part), &param, &values, limit)?;
+                    }
+                    Ok(optimizer.write_unit_params(stream, unit, &param)?)
                 })
             }
         }
@@ -233,7 +238,10 @@ impl<D: Device> HostOptimizer<D> {
             )?,
             Some(state) => ShardedAdamW::offloaded(
                 &host.plain,
-                host.nvme_kernels.clone(),
+                match options.optimizer {
+                    Home::Nvme(_) => host.nvme_kernels.clone(),
+                    _ => host.kernels.clone(),
+                },
                 &stream,
                 config,
                 dtype,
@@ -268,6 +276,12 @@ impl<D: Device> HostOptimizer<D> {
             device_streams,
             limit: settings.host_limit(),
         })
+    }
+
+    /// Whether masters of `unit`, or a part of them, are its parameters.
+    fn masters_are_in_params(&self, rank: &Rank<D>, unit: usize) -> bool {
+        let frozen = || self.optimizer.pieces(unit).iter().any(|piece| piece.state.is_none());
+        rank.settings.dtype == DType::F32 || rank.settings.offload.format.remainder || frozen()
     }
 
     /// Uploads the loss scale of the next backward. Blocks the host.

@@ -75,7 +75,7 @@ impl<D: Device> HostParams<D> {
             (_, on_device) => {
                 let block = rank.host.pinned.allocate(lens.iter().sum(), dtype, Purpose::Params, update)?;
                 // SAFETY: used by the update's stream and by copies of the device, ordered by events; the drop of this
-                // value records the first, and the streams of the second are drained before (`Flags`).
+                // value records the first, and the drop of `HostOptimizer`, which comes before, waits for all.
                 let all = unsafe { block.slice() };
                 rank.host.pinned.device().fill_zero(update, all)?;
                 let slices = cut(all, &lens);
@@ -124,6 +124,14 @@ impl<D: Device> HostParams<D> {
         match &mut self.place {
             Place::Direct(slices) | Place::Pinned { slices, .. } => run(slices[unit]),
             Place::OnFile(file) => file.units.read(unit, run),
+        }
+    }
+
+    /// Memory with the size of the parameters of `unit`, for calls that only check it.
+    pub(super) fn unread(&self, unit: usize) -> AnySlice {
+        match &self.place {
+            Place::Direct(slices) | Place::Pinned { slices, .. } => slices[unit],
+            Place::OnFile(file) => file.units.unread(unit),
         }
     }
 

@@ -15,9 +15,6 @@ use super::validation::Best;
 use super::workload::InitialWeights;
 use crate::error::TrainError;
 
-/// Elements of the weights in host memory at a time while they are set: a unit may be larger than all other host memory.
-const CHUNK_ELEMS: usize = 4 << 20;
-
 /// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the first forward.
 /// Padding is 0.
 pub(super) fn set_weights<D: Device>(
@@ -25,23 +22,20 @@ pub(super) fn set_weights<D: Device>(
     stage: &mut dyn Stage<D>,
     source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
-    let mut values = Vec::new();
     for (unit, placed) in rank.layout.units().iter().enumerate() {
         let held = rank.held(placed);
-        for start in held.clone().step_by(CHUNK_ELEMS) {
-            let end = held.end.min(start + CHUNK_ELEMS as u64);
+        let elems = (held.end - held.start) as usize;
+        stage.optimizer().set_weights(rank, unit, elems, &mut |part, values| {
+            let (start, end) = (held.start + part.start as u64, held.start + part.end as u64);
             values.clear();
-            values.resize((end - start) as usize, 0.0);
+            values.resize(part.len(), 0.0);
             for piece in placed.params_in(start..end)? {
                 let out = &mut values[(piece.in_flat.start - start) as usize..(piece.in_flat.end - start) as usize];
                 source(&placed.params[piece.param].name, piece.in_param, out)?;
             }
-            let elems = (start - held.start) as usize..(end - held.start) as usize;
-            let range = StateRange { kind: StateKind::Master, unit, elems };
-            stage.optimizer().write_state(rank, &range, &values)?;
-        }
+            Ok(())
+        })?;
     }
-    stage.optimizer().write_params(rank)?;
     stage.publish(rank)
 }
 

@@ -70,7 +70,8 @@ impl<D: Device> Storage<D> {
     }
 
     fn all(&self) -> AnySlice {
-        // SAFETY: only the rank's two streams use the storage, ordered by the stage's events; the drop records both.
+        // SAFETY: the rank's two streams use the storage, ordered by the stage's events; the drop records both. If the host
+        // updates, so does the optimizer's, which stages declare before their storages: its drop waits for that stream.
         unsafe { self.block.slice() }
     }
 

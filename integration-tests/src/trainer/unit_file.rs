@@ -21,6 +21,8 @@ pub(super) struct Slot<E> {
     pub(super) block: Block<HostDevice>,
     pub(super) memory: AnySlice,
     pub(super) free: Option<E>,
+    /// The unit whose last values it has.
+    holds: Option<usize>,
 }
 
 impl<E> Slot<E> {
@@ -31,7 +33,7 @@ impl<E> Slot<E> {
         // SAFETY: used by streams whose operations events order; the drop of its owner records or drains them.
         let all = unsafe { block.slice() };
         let start = all.as_ptr().addr().next_multiple_of(SwapFile::ALIGN_BYTES) - all.as_ptr().addr();
-        Ok(Self { block, memory: all.slice(start..start + bytes), free: None })
+        Ok(Self { block, memory: all.slice(start..start + bytes), free: None, holds: None })
     }
 }
 
@@ -114,6 +116,9 @@ impl UnitFile {
         let written = writes.record()?;
         self.slots[at].free = Some(written.clone());
         self.written[unit] = Some(written);
+        if enqueued.is_err() {
+            self.slots[at].holds = None;
+        }
         enqueued
     }
 
@@ -128,6 +133,11 @@ impl UnitFile {
         let result = run(typed);
         self.slots[at].free = Some(self.update.record()?);
         result
+    }
+
+    /// Memory with the size of `unit` and any values, for calls that only check it.
+    pub(super) fn unread(&self, unit: usize) -> AnySlice {
+        self.of(unit, self.slots[0].memory).2
     }
 
     /// Enqueues reading `unit` into `memory` on another stream. Returns the elements there.
@@ -147,8 +157,19 @@ impl UnitFile {
 
     /// The next slot, with the values of `unit` unless they are `overwritten`. The update's stream waits for them.
     fn slot(&mut self, unit: usize, overwritten: bool) -> Result<usize, DeviceError> {
+        let held = self.slots.iter().position(|slot| slot.holds == Some(unit));
+        if let (Some(at), false) = (held, overwritten) {
+            // An operation that writes waits until the last values are in the file.
+            let free = self.slots[at].free.take();
+            free.iter().try_for_each(|free| self.update.wait(free))?;
+            return Ok(at);
+        }
+        if let Some(stale) = held {
+            self.slots[stale].holds = None;
+        }
         let at = self.next;
         self.next = (at + 1) % self.slots.len();
+        self.slots[at].holds = None;
         let free = self.slots[at].free.take();
         if overwritten {
             free.iter().try_for_each(|free| self.update.wait(free))?;
@@ -157,6 +178,7 @@ impl UnitFile {
             self.read_into(&self.reads, unit, self.slots[at].memory)?;
             self.update.wait(&self.reads.0.record()?)?;
         }
+        self.slots[at].holds = Some(unit);
         Ok(at)
     }
 

@@ -1,6 +1,8 @@
 //! The file: its options, its creation, its counters.
 
+use std::collections::hash_map::RandomState;
 use std::fs::{File, OpenOptions};
+use std::hash::BuildHasher;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -274,9 +276,9 @@ fn unnamed(dir: &Path) -> io::Result<File> {
 fn unlinked(dir: &Path, options: &OpenOptions) -> io::Result<File> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let path = dir.join(format!(".zero-swap-{}-{number}", std::process::id()));
-    // A file of this name is left of a process with the same id that was killed between these two calls.
-    let _ = std::fs::remove_file(&path);
+    // Process ids are the same in several containers or machines, which may share the folder.
+    let random = RandomState::new().hash_one(number);
+    let path = dir.join(format!(".zero-swap-{}-{number}-{random:016x}", std::process::id()));
     let file = options.clone().create_new(true).open(&path)?;
     std::fs::remove_file(&path)?;
     Ok(file)

@@ -1,12 +1,18 @@
 //! Offload to host memory and to files changes no bit: losses, norms and the final state are those of the run without.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use integration_tests::model::param_groups::GroupSettings;
-use integration_tests::trainer::{Home, OffloadSettings, StateFormat, StepMetrics, run_on_threads};
+use integration_tests::trainer::{
+    Home, OffloadSettings, StateFormat, StepMetrics, run_on_host_device, run_on_threads,
+};
 use proptest::prelude::*;
 use zero_alloc::device::DType;
+use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
+use zero_comm::threads::World;
+use zero_comm::{CommOptions, Communicator};
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 
 use super::groups::mixed;
@@ -142,6 +148,36 @@ fn smaller_formats_follow_the_losses() {
             let worst = plain.iter().zip(&small).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
             println!("{home} {format:?}: {worst}");
             assert!(worst <= tolerance, "{home} {format:?}: losses differ by {worst}");
+        }
+    }
+}
+
+/// In any order that streams and events allow, no access is unordered: with gradients that are read by the host, parameters
+/// that it writes, and slots and pieces that are read and written beside it.
+#[test]
+fn no_wait_is_missing() {
+    let dir = folder();
+    let toy = Toy::new(&[vec![40, 3], vec![70], vec![9, 30], vec![5]], true);
+    for seed in 0..3 {
+        for stage in 0..4 {
+            for offload in kinds(stage, dir.path()) {
+                let case = Case {
+                    ranks: 1,
+                    stage,
+                    dtype: DType::Bf16,
+                    grad_accum: 2,
+                    bucket_elems: 20,
+                    offload,
+                    ..Case::default()
+                };
+                let device = HostDevice::seeded(seed);
+                let comm: Arc<dyn Communicator<HostDevice>> =
+                    Arc::new(World::new(1, CommOptions::default()).unwrap().remove(0));
+                let (settings, options) = (case.settings(), case.options(None));
+                let run = run_on_host_device(device.clone(), comm, 1, &settings, &toy, &options, &mut |_| Ok(()));
+                run.unwrap_or_else(|error| panic!("seed {seed}, {case:?}: {error}"));
+                assert!(device.violations().is_empty(), "seed {seed}, {case:?}: {:?}", device.violations());
+            }
         }
     }
 }
