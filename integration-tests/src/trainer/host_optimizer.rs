@@ -161,7 +161,7 @@ impl<D: Device> Optimizer<D> {
         rank: &Rank<D>,
         unit: usize,
         elems: usize,
-        fill: &mut dyn FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>,
+        mut fill: impl FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>,
     ) -> Result<(), TrainError> {
         let mut values = Vec::new();
         let parts = (0..elems).step_by(CHUNK_ELEMS).map(|start| start..elems.min(start + CHUNK_ELEMS));

@@ -25,7 +25,7 @@ pub(super) fn set_weights<D: Device>(
     for (unit, placed) in rank.layout.units().iter().enumerate() {
         let held = rank.held(placed);
         let elems = (held.end - held.start) as usize;
-        stage.optimizer().set_weights(rank, unit, elems, &mut |part, values| {
+        stage.optimizer().set_weights(rank, unit, elems, |part, values| {
             let (start, end) = (held.start + part.start as u64, held.start + part.end as u64);
             values.clear();
             values.resize(part.len(), 0.0);
