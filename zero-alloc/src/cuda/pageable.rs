@@ -21,7 +21,7 @@ pub(super) fn insert(start: usize, bytes: usize) {
     COUNT.store(ranges.len(), Ordering::Release);
 }
 
-/// Removes the range that starts at `start`; false if there is none.
+/// Removes the range that starts at `start`; returns whether there was one.
 pub(super) fn remove(start: usize) -> bool {
     if COUNT.load(Ordering::Acquire) == 0 {
         return false;

@@ -96,7 +96,7 @@ impl Ring {
         }
     }
 
-    /// The number of queued requests that the kernel has not accepted.
+    /// The number of queued requests that wait for the next submission.
     pub(super) fn unsubmitted(&mut self) -> usize {
         self.ring.submission().len()
     }

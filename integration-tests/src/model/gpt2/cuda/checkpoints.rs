@@ -30,7 +30,7 @@ struct Slot {
     row: AnySlice,
     /// The row that it has, or that a copy brings.
     holds: Option<usize>,
-    /// The completion of the copy to the host, if a write has not waited for it yet.
+    /// The completion of the copy to the host, until a write has waited for it.
     saved: Option<CudaEvent>,
     /// The completion of the copy from the host, if no use has waited for it yet.
     loaded: Option<CudaEvent>,
