@@ -16,20 +16,18 @@
 
 use std::borrow::Borrow;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, DeviceSlice, Event, Reduced, Stream};
-use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Reduced, Stream};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, RankStats, RemainderArgs, StepScalars};
+use zero_kernels::{GradStats, Kernels, RankStats, StepScalars};
 
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
-use crate::groups::{LaunchRules, ParamGroups, Piece, Resolved};
-use crate::segments::{Launch, Segment, UnitSlices, check_segments, launches};
-use crate::tier::{Access, Away, Masters, OffloadOptions, PieceState, Pieces, StateTier};
+use crate::groups::{ParamGroups, Piece, Resolved};
+use crate::segments::{Segment, UnitSlices, check_segments};
+use crate::tier::{Access, Masters, StateTier};
 use crate::{OptimError, StateKind};
 
 /// The gathered statistics of a step.
@@ -170,7 +168,7 @@ impl<D: Device> ShardedAdamW<D> {
 
     /// The optimizer with the state that `make` creates.
     #[expect(clippy::too_many_arguments, reason = "those of the constructors")]
-    fn with_state(
+    pub(crate) fn with_state(
         pool: &Pool<D>,
         kernels: Arc<dyn Kernels<D>>,
         stream: &D::Stream,
@@ -531,115 +529,6 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(self.step(stream, units, GatheredStats { ranks: &ranks, divisor: inputs.divisor }, limit)?)
     }
 
-    /// Enqueues the update, after the gradients. It reads the scalars from device memory in stream order.
-    pub(crate) fn enqueue_adam(&mut self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
-        self.enqueue_updates(stream, units.iter().enumerate())
-    }
-
-    fn enqueue_updates<'a>(
-        &mut self,
-        stream: &D::Stream,
-        units: impl Iterator<Item = (usize, &'a UnitSlices<'a, D>)>,
-    ) -> Result<(), OptimError> {
-        let mut slices = Vec::new();
-        for (i, unit) in units.filter(|(i, _)| !self.is_frozen(*i)) {
-            let grad = unit.grad.wait_on(stream)?;
-            slices.extend(unit.param.iter().flat_map(|&(param, at)| {
-                self.groups.trained(i, at..at + param.len()).map(move |(elems, state, rules)| {
-                    let param = param.slice(elems.start - at..elems.end - at);
-                    Launch { state, grad: grad.slice(elems), param, rules }
-                })
-            }));
-        }
-        let resident = match &self.state {
-            State::Tier(_) => return self.enqueue_pieces(stream, &slices),
-            State::Resident(resident) => resident,
-        };
-        let first_moment = view(&resident.first_moment).typed::<f32>()?;
-        let second_moment = view(&resident.second_moment).typed::<f32>()?;
-        let master = resident.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
-        let join = self.device.kind() == DeviceKind::Cuda;
-        let max_elems = self.controller.config().sub_group_elems;
-        for launch in launches(slices.into_iter(), join, max_elems) {
-            let state = launch.state.clone();
-            let piece = PieceState {
-                masters: master.map_or(Masters::Params, |master| Masters::Fp32(master.slice(state.clone()))),
-                first_moment: first_moment.slice(state.clone()),
-                second_moment: second_moment.slice(state.clone()),
-                state,
-            };
-            self.launch(stream, &launch, &piece)?;
-        }
-        Ok(())
-    }
-
-    /// Enqueues updates of state in a tier, piece by piece.
-    fn enqueue_pieces(&mut self, stream: &D::Stream, slices: &[Launch]) -> Result<(), OptimError> {
-        let seed = Some(self.controller.state().iteration);
-        // Slices of a piece share one visit.
-        let mut runs: Vec<Range<usize>> = Vec::new();
-        for slice in slices {
-            match runs.last_mut().filter(|last| last.end == slice.state.start) {
-                Some(last) => last.end = slice.state.end,
-                None => runs.push(slice.state.clone()),
-            }
-        }
-        for run in runs {
-            self.visit(stream, run, Access::Update { seed }, |optim, piece| {
-                let parts =
-                    slices.iter().filter(|s| s.state.start < piece.state.end && piece.state.start < s.state.end);
-                for slice in parts {
-                    let (of_slice, of_piece) = piece.overlap(&slice.state);
-                    let launch = Launch {
-                        state: slice.state.start + of_slice.start..slice.state.start + of_slice.end,
-                        grad: slice.grad.slice(of_slice.clone()),
-                        param: slice.param.slice(of_slice),
-                        rules: slice.rules,
-                    };
-                    optim.launch(stream, &launch, &piece.slice(of_piece))?;
-                }
-                Ok(())
-            })?;
-        }
-        Ok(())
-    }
-
-    /// Visits the pieces of a range of the state in a tier; state in memory of the device has none.
-    pub(crate) fn visit(
-        &mut self,
-        stream: &D::Stream,
-        range: Range<usize>,
-        access: Access,
-        mut run: impl FnMut(&Self, &PieceState) -> Result<(), OptimError>,
-    ) -> Result<(), OptimError> {
-        let State::Tier(tier) = &mut self.state else { return Ok(()) };
-        // The tier leaves `self` for the visit, whose operations need the rest.
-        let mut tier = std::mem::replace(tier, Box::new(Away));
-        let visited = tier.visit(stream, range, access, &mut |piece| run(self, piece));
-        self.state = State::Tier(tier);
-        visited
-    }
-
-    /// Enqueues one launch; `piece` is its state.
-    fn launch(&self, stream: &D::Stream, launch: &Launch, piece: &PieceState) -> Result<(), OptimError> {
-        let &Launch { grad, param, rules, .. } = launch;
-        let LaunchRules { scalars, weight_decay } = self.groups.launch_rules[rules];
-        let scalars = self.scalars_slice().slice(scalars..scalars + 1);
-        let hyper = AdamHyper { weight_decay, ..self.controller.config().hyper };
-        let PieceState { first_moment, second_moment, .. } = *piece;
-        let (master, param_out) = match piece.masters {
-            Masters::Fp32(master) => (master, Some(param)),
-            Masters::Params => (param.typed::<f32>()?, None),
-            Masters::Remainders(remainder) => {
-                let param = param.typed()?;
-                let args = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
-                return Ok(self.kernels.adam_remainder(stream, args)?);
-            }
-        };
-        let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
-        Ok(self.kernels.adam(stream, args)?)
-    }
-
     /// The state of one kind over the whole state storage, which [`Self::pieces`] maps to units; `None` for the masters
     /// of fp32 training, and for state in another format or on NVMe ([`Self::offloaded`]).
     ///
@@ -753,60 +642,6 @@ impl<D: Device> Drop for ShardedAdamW<D> {
         for block in self.state.blocks().chain([&mut self.stats, &mut self.stats_scratch, &mut self.scalars]) {
             // A closed stream runs no more work.
             let _ = block.record_use(&self.stream);
-        }
-    }
-}
-
-impl ShardedAdamW<HostDevice> {
-    /// As [`Self::with_groups`], for a host that updates in place of a device (ZeRO-Offload, arXiv 2101.06840): the state
-    /// is in host memory or on NVMe, in the format of `options`. Gradients and parameters are in host memory, which may be
-    /// pinned. On NVMe the update of a unit is a pipeline of transfers and launches, with the bits of the update in memory
-    /// unless the format rounds.
-    ///
-    /// # Errors
-    /// As [`Self::with_groups`], the format does not fit the parameters, or the file could not be made.
-    #[expect(clippy::too_many_arguments, reason = "those of the other constructors, and the options")]
-    pub fn offloaded(
-        pool: &Pool<HostDevice>,
-        kernels: Arc<dyn Kernels<HostDevice>>,
-        stream: &HostStream,
-        config: OptimizerConfig,
-        param_dtype: DType,
-        segments: Vec<Segment>,
-        groups: &ParamGroups,
-        options: &OffloadOptions,
-    ) -> Result<Self, OptimError> {
-        let of_pieces = Arc::clone(&kernels);
-        Self::with_state(pool, kernels, stream, config, param_dtype, segments, groups, |groups, config| {
-            let sizes = (param_dtype, config.sub_group_elems);
-            Ok(State::Tier(Box::new(Pieces::new(pool, of_pieces, stream, groups, sizes, options)?)))
-        })
-    }
-
-    /// The scratch file of state on NVMe: its length, and the bytes read and written so far.
-    pub fn file_use(&self) -> Option<[u64; 3]> {
-        match &self.state {
-            State::Resident(_) => None,
-            State::Tier(tier) => tier.file_use(),
-        }
-    }
-
-    /// Waits at most `limit` until all state is written to the file on NVMe.
-    ///
-    /// # Errors
-    /// A transfer failed, or the limit passed.
-    pub fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
-        match &self.state {
-            State::Resident(_) => Ok(()),
-            State::Tier(tier) => Ok(tier.wait_for_transfers(limit)?),
-        }
-    }
-
-    /// The parts that are slower than requested, with the reason, such as a file without direct I/O.
-    pub fn notices(&self) -> Vec<String> {
-        match &self.state {
-            State::Resident(_) => Vec::new(),
-            State::Tier(tier) => tier.notices(),
         }
     }
 }

@@ -13,10 +13,12 @@ mod groups;
 #[doc = include_str!("../GUIDE.md")]
 pub mod guide {}
 mod loss_scale;
+mod offloaded;
 mod schedule;
 mod segments;
 mod state;
 mod tier;
+mod update;
 
 pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
 #[cfg(feature = "ckpt")]

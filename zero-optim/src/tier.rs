@@ -146,14 +146,12 @@ pub(crate) trait StateTier<D: Device>: Send {
     /// Whether masters are kept as remainders.
     fn has_remainders(&self) -> bool;
 
-    /// The length of its file, and what was read and written so far.
-    fn file_use(&self) -> Option<[u64; 3]>;
+    /// Its file.
+    #[cfg(target_os = "linux")]
+    fn file(&self) -> Option<&SwapFile>;
 
     /// Waits for transfers in flight.
     fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError>;
-
-    /// The parts that are slower than requested, with the reason.
-    fn notices(&self) -> Vec<String>;
 }
 
 /// In place of a tier that is visited.
@@ -174,16 +172,13 @@ impl<D: Device> StateTier<D> for Away {
         false
     }
 
-    fn file_use(&self) -> Option<[u64; 3]> {
+    #[cfg(target_os = "linux")]
+    fn file(&self) -> Option<&SwapFile> {
         None
     }
 
     fn wait_for_transfers(&self, _: Duration) -> Result<(), DeviceError> {
         Ok(())
-    }
-
-    fn notices(&self) -> Vec<String> {
-        Vec::new()
     }
 }
 
@@ -538,14 +533,11 @@ impl StateTier<HostDevice> for Pieces {
         self.format.master == size_of::<i16>()
     }
 
-    fn file_use(&self) -> Option<[u64; 3]> {
+    #[cfg(target_os = "linux")]
+    fn file(&self) -> Option<&SwapFile> {
         match &self.storage {
             Storage::Memory(_) => None,
-            #[cfg(target_os = "linux")]
-            Storage::File(transfers) => {
-                let file = &transfers.file;
-                Some([file.bytes(), file.read_bytes(), file.written_bytes()])
-            }
+            Storage::File(transfers) => Some(&transfers.file),
         }
     }
 
@@ -556,14 +548,6 @@ impl StateTier<HostDevice> for Pieces {
             Storage::File(transfers) => [&transfers.reads, &transfers.writes]
                 .into_iter()
                 .try_for_each(|(stream, _)| stream.synchronize(limit)),
-        }
-    }
-
-    fn notices(&self) -> Vec<String> {
-        match &self.storage {
-            Storage::Memory(_) => Vec::new(),
-            #[cfg(target_os = "linux")]
-            Storage::File(transfers) => transfers.file.notices(),
         }
     }
 }

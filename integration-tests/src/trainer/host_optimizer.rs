@@ -251,7 +251,8 @@ impl<D: Device> HostOptimizer<D> {
             )?,
         };
         if index == 0 {
-            let mut notices = [optimizer.notices(), params.notices()].concat();
+            let files = [optimizer.file(), params.file()].into_iter().flatten();
+            let mut notices: Vec<_> = files.flat_map(SwapFile::notices).collect();
             notices.dedup();
             notices.iter().for_each(|notice| tracing::warn!("{notice}"));
         }
@@ -407,12 +408,18 @@ impl<D: Device> HostOptimizer<D> {
 
     /// The scratch files: their length, and what was read and written so far; `None` if there are none.
     pub(super) fn nvme(&self) -> Option<NvmeBytes> {
-        let files =
-            [self.optimizer.file_use(), self.params.lock().file_use(), self.grads_file.as_ref().map(file_use)];
-        let files = files.into_iter().flatten();
-        files
-            .reduce(|a, b| [a[0] + b[0], a[1] + b[1], a[2] + b[2]])
-            .map(|[file_bytes, read_bytes, written_bytes]| NvmeBytes { file_bytes, read_bytes, written_bytes })
+        let params = self.params.lock();
+        let files = [self.optimizer.file(), params.file(), self.grads_file.as_ref()];
+        let bytes = files.into_iter().flatten().map(|file| NvmeBytes {
+            file_bytes: file.bytes(),
+            read_bytes: file.read_bytes(),
+            written_bytes: file.written_bytes(),
+        });
+        bytes.reduce(|a, b| NvmeBytes {
+            file_bytes: a.file_bytes + b.file_bytes,
+            read_bytes: a.read_bytes + b.read_bytes,
+            written_bytes: a.written_bytes + b.written_bytes,
+        })
     }
 
     /// Takes note of the gradients' file.
@@ -428,11 +435,6 @@ impl<D: Device> Drop for HostOptimizer<D> {
         drain(&self.stream, self.limit);
         self.params.lock().drain();
     }
-}
-
-/// A file's length, and what was read and written so far.
-pub(super) fn file_use(file: &SwapFile) -> [u64; 3] {
-    [file.bytes(), file.read_bytes(), file.written_bytes()]
 }
 
 /// Waits for all work of `stream`. One that does not end, even though its communicator was aborted, ends the process: it

@@ -14,6 +14,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
+use zero_alloc::swap::SwapFile;
 use zero_alloc::{Block, Purpose};
 use zero_comm::ShardSource;
 use zero_optim::Segment;
@@ -148,19 +149,11 @@ impl<D: Device> HostParams<D> {
         }
     }
 
-    /// The file's length, and what was read and written so far.
-    pub(super) fn file_use(&self) -> Option<[u64; 3]> {
+    /// The file, if there is one.
+    pub(super) fn file(&self) -> Option<&SwapFile> {
         match &self.place {
-            Place::OnFile(on_file) => Some(on_file.units.file_use()),
+            Place::OnFile(on_file) => Some(&on_file.units.file),
             _ => None,
-        }
-    }
-
-    /// The parts of the settings that the system refused, such as direct I/O.
-    pub(super) fn notices(&self) -> Vec<String> {
-        match &self.place {
-            Place::OnFile(on_file) => on_file.units.file.notices(),
-            _ => Vec::new(),
         }
     }
 

@@ -9,7 +9,7 @@ use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::swap::{SwapFile, SwapLane};
 use zero_alloc::{Block, Purpose};
 
-use super::host_optimizer::{drain, file_use};
+use super::host_optimizer::drain;
 use super::rank::Rank;
 use crate::error::TrainError;
 
@@ -189,11 +189,6 @@ impl UnitFile {
         // SAFETY: initialised bytes of a slot, which is aligned for every dtype and has room; the rest as for `memory`.
         let typed = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), elems, self.dtype, memory.device()) };
         (at, memory.slice(0..bytes.next_multiple_of(SwapFile::ALIGN_BYTES)), typed)
-    }
-
-    /// The file's length, and what was read and written so far.
-    pub(super) fn file_use(&self) -> [u64; 3] {
-        file_use(&self.file)
     }
 
     /// Waits for the transfers.

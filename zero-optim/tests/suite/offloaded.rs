@@ -196,15 +196,15 @@ fn bytes_of_a_step() {
         // Reading the state waits for all writes.
         let read_all = |run: &mut Run| (0..4).for_each(|unit| drop(run.state(StateKind::FirstMoment, unit)));
         read_all(&mut run);
-        let before = run.optim.file_use().unwrap();
-        assert_eq!(before[0], expected);
+        let file = run.optim.file().unwrap().clone();
+        let before = [file.read_bytes(), file.written_bytes()];
+        assert_eq!(file.bytes(), expected);
         for step in 0..3 {
             inputs.step(&mut run, step);
         }
-        let [_, read, _] = run.optim.file_use().unwrap();
-        assert_eq!(read - before[1], 3 * expected);
+        assert_eq!(file.read_bytes() - before[0], 3 * expected);
         read_all(&mut run);
-        assert_eq!(run.optim.file_use().unwrap()[2] - before[2], 3 * expected);
+        assert_eq!(file.written_bytes() - before[1], 3 * expected);
     }
 }
 
