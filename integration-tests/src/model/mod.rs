@@ -24,6 +24,31 @@ pub struct Pass {
     pub grads: Vec<usize>,
 }
 
+/// The place of a unit's gradient in a backward pass.
+#[derive(Clone, Copy, Debug)]
+pub enum Grad {
+    /// fp32 sums, to which the pass adds.
+    Add(DeviceSlice<f32>),
+    /// The gradient in the dtype of communication, which the pass writes: every element of every tensor of the unit exactly
+    /// once, each an fp32 sum rounded once. Only if [`Model::writes_grad`] returns true for the pass and the unit.
+    Write(AnySlice),
+}
+
+impl Grad {
+    /// The sums to which a pass adds.
+    ///
+    /// # Errors
+    /// [`Self::Write`]: the pass cannot write a gradient. `what` names the pass.
+    pub fn sums(self, what: &str) -> Result<DeviceSlice<f32>, TrainError> {
+        match self {
+            Self::Add(sums) => Ok(sums),
+            Self::Write(_) => Err(TrainError::Usage(format!(
+                "{what}: this pass only adds to fp32 gradients; pass Grad::Add unless Model::writes_grad returns true"
+            ))),
+        }
+    }
+}
+
 /// A model on a device. All calls enqueue on `stream` and return.
 pub trait Model<D: Device>: Send {
     /// Sets the next micro-batch: token ids `[batch, seq]`, and the ids that follow them.
@@ -40,8 +65,8 @@ pub trait Model<D: Device>: Send {
     fn forward(&mut self, stream: &D::Stream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError>;
 
     /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`, `grads` the flat
-    /// gradients of its `grads`. Adds to `grads` the gradient of the micro-batch's mean loss times `loss_scale[0]`,
-    /// which is read in stream order. A gradient is zero before the first pass that adds to it.
+    /// gradients of its `grads`. Adds to them, or writes to them ([`Grad`]), the gradient of the micro-batch's mean loss
+    /// times `loss_scale[0]`, which is read in stream order. fp32 sums are zero before the first pass that adds to them.
     ///
     /// # Errors
     /// The stream failed.
@@ -50,9 +75,15 @@ pub trait Model<D: Device>: Send {
         stream: &D::Stream,
         pass: usize,
         params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
+        grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError>;
+
+    /// Whether the backward of `pass` can write the gradient of `unit`, instead of adding to it. No other pass adds to such
+    /// a gradient.
+    fn writes_grad(&self, _pass: usize, _unit: usize) -> bool {
+        false
+    }
 
     /// Adds the losses, in nats, of the first `tokens` tokens of the micro-batch to [`Model::loss`], after its
     /// forward. `params` are the flat parameters of the `forward_reads` of the last pass. Computes no gradient.

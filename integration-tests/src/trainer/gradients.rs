@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::{Block, Purpose};
 use zero_comm::{BucketOptions, Buckets, SumInto};
@@ -24,8 +24,8 @@ use super::rank::{Rank, complete_after, first_trained};
 use super::storage::Storage;
 use super::unit_file::UnitFile;
 use crate::error::TrainError;
-use crate::model::Pass;
 use crate::model::param_groups::ModelGroups;
+use crate::model::{Grad, Pass};
 
 /// The gradients of one rank.
 pub(super) struct Gradients<D: Device> {
@@ -125,14 +125,14 @@ impl<D: Device> Gradients<D> {
     }
 
     /// The flat gradients to which the backward of `pass` adds, set to zero if it is the first to add.
-    pub(super) fn of_pass(&self, rank: &Rank<D>, pass: usize) -> Result<Vec<DeviceSlice<f32>>, TrainError> {
+    pub(super) fn of_pass(&self, rank: &Rank<D>, pass: usize) -> Result<Vec<Grad>, TrainError> {
         let mut grads = Vec::new();
         for &unit in &rank.passes[pass].grads {
             let scratch = self.scratch(rank, unit);
             if !rank.passes[pass + 1..].iter().any(|later| later.grads.contains(&unit)) {
                 rank.pool.device().fill_zero(&rank.compute, scratch)?;
             }
-            grads.push(scratch.typed::<f32>()?.slice(0..rank.numel(unit)));
+            grads.push(Grad::Add(scratch.typed::<f32>()?.slice(0..rank.numel(unit))));
         }
         Ok(grads)
     }

@@ -10,7 +10,7 @@ use zero_alloc::host::{OpSpan, Timeline};
 
 use super::rank::Rank;
 use crate::error::TrainError;
-use crate::model::Model;
+use crate::model::{Grad, Model};
 
 /// Kinds of passes, by their position: the first, the last, all others.
 const KINDS: usize = 3;
@@ -85,10 +85,14 @@ impl<D: Device> Model<D> for Phased<'_, D> {
         stream: &D::Stream,
         pass: usize,
         params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
+        grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         self.run(BACKWARD, pass, |model| model.backward(stream, pass, params, grads, loss_scale))
+    }
+
+    fn writes_grad(&self, pass: usize, unit: usize) -> bool {
+        self.model.writes_grad(pass, unit)
     }
 
     fn add_losses(&mut self, stream: &D::Stream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {

@@ -6,10 +6,10 @@ use std::collections::HashMap;
 use half::bf16;
 use integration_tests::cuda::cross_entropy::stride_elems;
 use integration_tests::error::TrainError;
-use integration_tests::model::Model;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::cuda::CudaGpt2;
 use integration_tests::model::gpt2::{self, Gpt2Options};
+use integration_tests::model::{Grad, Model};
 use serde_json::Value;
 use zero_alloc::device::{DType, Device, DeviceError};
 use zero_kernels::host::AdamSlices;
@@ -143,7 +143,7 @@ fn any_shape_is_the_hosts() {
         }
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| on_gpu[u]).collect();
-            let adds: Vec<_> = pass.grads.iter().map(|&u| grads[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| Grad::Add(grads[u])).collect();
             model.backward(&gpu.stream, i, &reads, &adds, one).unwrap();
         }
         let mut loss = [0.0f64];

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use integration_tests::cuda::cross_entropy::stride_elems;
 use integration_tests::error::TrainError;
-use integration_tests::model::Model;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::cuda::CudaGpt2;
 use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
+use integration_tests::model::{Grad, Model};
 use integration_tests::ops::Threads;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element};
@@ -72,7 +72,7 @@ impl<'a> OnGpu<'a> {
     pub(crate) fn backward(&mut self) -> Result<(), TrainError> {
         for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| self.params[u]).collect();
-            let adds: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| Grad::Add(self.grads[u])).collect();
             self.model.backward(&self.gpu.stream, i, &reads, &adds, self.scale)?;
         }
         Ok(())
@@ -162,7 +162,7 @@ pub(crate) fn on_host<T: Element>(
         }
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
-            let adds: Vec<_> = pass.grads.iter().map(|&u| slices[u]).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| Grad::Add(slices[u])).collect();
             model.backward(&stream, i, &reads, &adds, slice(&mut scale)).unwrap();
         }
     }

@@ -24,7 +24,7 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
 
 use super::config::GptConfig;
-use super::{Model, Pass};
+use super::{Grad, Model, Pass};
 use crate::error::TrainError;
 use crate::ops::{Threads, attention, embedding};
 use buffers::{Activations, Buffers};
@@ -290,12 +290,13 @@ impl Model<HostDevice> for Gpt2 {
         stream: &HostStream,
         pass: usize,
         params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
+        grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = self.buffers.scratch;
+        let grads = &grads.iter().map(|grad| grad.sums("GPT-2's backward")).collect::<Result<Vec<_>, _>>()?;
         // SAFETY of the views below: the buffers are this model's, and the stream orders its passes.
         if pass == 0 {
             let tokens = Arc::clone(&self.inputs);

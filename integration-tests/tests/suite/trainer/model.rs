@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::support::{relative_error, tensors, tokens};
 use crate::place::data;
-use integration_tests::model::Model;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
+use integration_tests::model::{Grad, Model};
 use integration_tests::ops::Threads;
 use zero_alloc::Pool;
 use zero_alloc::device::{DType, Device, DeviceId, DeviceSlice, Stream};
@@ -44,7 +44,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
     let mut params: Vec<Vec<f32>> = units.iter().map(flat).collect();
     let params: Vec<_> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let mut grads: Vec<Vec<f32>> = params.iter().map(|p| vec![0.0; p.len()]).collect();
-    let grad_slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
+    let grad_slices: Vec<_> = grads.iter_mut().map(|g| Grad::Add(slice(g))).collect();
 
     let mut logits = vec![f32::NAN; BATCH * SEQ * config.vocab_size];
     let (tokens, mut half) = (tokens(), [0.5f64]);

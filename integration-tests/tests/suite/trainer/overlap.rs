@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use integration_tests::data::BatchAt;
 use integration_tests::error::TrainError;
-use integration_tests::model::{Model, Pass};
+use integration_tests::model::{Grad, Model, Pass};
 use integration_tests::trainer::{InitialWeights, Settings, Workload, run_as_rank};
 use integration_tests::workload::GptWorkload;
 use zero_alloc::Pool;
@@ -145,7 +145,7 @@ impl Model<HostDevice> for BlockedModel {
         stream: &HostStream,
         pass: usize,
         params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
+        grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         self.inner.backward(stream, pass, params, grads, loss_scale)?;

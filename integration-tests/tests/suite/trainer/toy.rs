@@ -8,7 +8,7 @@ use std::time::Duration;
 use half::bf16;
 use integration_tests::data::BatchAt;
 use integration_tests::error::TrainError;
-use integration_tests::model::{Model, Pass};
+use integration_tests::model::{Grad, Model, Pass};
 use integration_tests::trainer::{InitialWeights, Workload};
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
@@ -139,12 +139,13 @@ impl Model<HostDevice> for ToyModel {
         stream: &HostStream,
         pass: usize,
         params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
+        grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (kept, tokens) = (Arc::clone(&self.kept[pass]), Arc::clone(&self.tokens));
+        let grads = grads.iter().map(|grad| grad.sums("toy")).collect::<Result<Vec<_>, _>>()?;
         // SAFETY: used by a pass.
-        let (params, grads, loss) = (params.to_vec(), grads.to_vec(), unsafe { self.loss() });
+        let (params, loss) = (params.to_vec(), unsafe { self.loss() });
         stream.enqueue("toy backward", move || {
             let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?;
             assert_eq!(*kept.lock(), params.concat(), "backward reads what forward read");

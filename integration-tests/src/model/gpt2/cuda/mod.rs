@@ -40,7 +40,7 @@ use crate::cuda::matmul::{Matmul, Product};
 use crate::cuda::{OpError, OpKernels, embedding};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
-use crate::model::{Model, Pass};
+use crate::model::{Grad, Model, Pass};
 use batch::Batches;
 use buffers::Buffers;
 
@@ -148,9 +148,10 @@ impl CudaGpt2 {
         stream: &CudaStream,
         pass: usize,
         params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
+        grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
+        let grads = &grads.iter().map(|grad| grad.sums("GPT-2's backward")).collect::<Result<Vec<_>, _>>()?;
         let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
@@ -242,7 +243,7 @@ impl Model<CudaDevice> for CudaGpt2 {
         stream: &CudaStream,
         pass: usize,
         params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
+        grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let reads = pass.checked_sub(1);
