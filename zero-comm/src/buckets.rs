@@ -144,6 +144,32 @@ pub enum SumInto<D: Device> {
     Add(Reduced<D>),
 }
 
+/// A [`SumInto`] that the communication stream may write.
+struct Sum {
+    sum: AnySlice,
+    add: bool,
+    /// Whether the sum is this rank's shard.
+    scatter: bool,
+}
+
+impl Sum {
+    fn new<D: Device>(comm_stream: &D::Stream, into: SumInto<D>, scatter: bool) -> Result<Self, DeviceError> {
+        Ok(match into {
+            SumInto::Write(sum) => Self { sum, add: false, scatter },
+            SumInto::Add(earlier) => {
+                earlier.wait_for_readers(comm_stream)?;
+                Self { sum: earlier.wait_on(comm_stream)?, add: true, scatter }
+            }
+        })
+    }
+
+    fn reduced<D: Device>(&self, done: D::Event) -> Reduced<D> {
+        // SAFETY: the communication stream writes the sum before the event, and adds to it after the readers of the
+        // earlier sum. The maker of `sum` orders all other writes, and those of `SumInto::Write` after such readers.
+        unsafe { Reduced::new(self.sum, done) }
+    }
+}
+
 struct Shared<D: Device> {
     device: D,
     comm: Arc<dyn Communicator<D>>,
@@ -255,14 +281,8 @@ impl<D: Device> Buckets<D> {
         scatter: bool,
     ) -> Result<Reduced<D>, BucketError> {
         let Shared { comm, comm_stream, options, .. } = &*self.0;
-        let (sum, add) = match into {
-            SumInto::Write(sum) => (sum, false),
-            SumInto::Add(earlier) => {
-                earlier.wait_for_readers(comm_stream)?;
-                (earlier.wait_on(comm_stream)?, true)
-            }
-        };
-        let (ranks, len) = (comm.world_size(), sum.len());
+        let to = Sum::new(comm_stream, into, scatter)?;
+        let (ranks, len) = (comm.world_size(), to.sum.len());
         // An all-reduce has one segment; its cuts are those of a reduce-scatter.
         let segments = if scatter { ranks } else { 1 };
         let capacity_elems = options.capacity_elems / ranks * ranks;
@@ -279,29 +299,9 @@ impl<D: Device> Buckets<D> {
                     self.pack(kernels, parts, range(elems), filling.slice.slice(start..start + of_shard.len()))?;
                 }
             }
-            let sum = sum.slice(of_shard);
-            let in_flight = if scatter && !add && sum.dtype() == options.dtype {
-                filling.reduce_scatter_into(sum, ReduceOp::Sum)?
-            } else {
-                let in_flight = if scatter {
-                    filling.reduce_scatter(ReduceOp::Sum)?
-                } else {
-                    filling.all_reduce(ReduceOp::Sum)?
-                };
-                let reduced = if scatter { in_flight.own_segment() } else { in_flight.slice };
-                if add {
-                    kernels.accumulate(comm_stream, reduced, sum.typed()?)?;
-                } else {
-                    kernels.cast(comm_stream, reduced, sum, 1.0)?;
-                }
-                in_flight
-            };
-            done = Some(in_flight.finish()?.event);
+            done = Some(filling.sum(kernels, &to, of_shard)?);
         }
-        let done = done.map_or_else(|| comm_stream.record(), Ok)?;
-        // SAFETY: the communication stream writes the sum before the event, and adds to it after the readers of the
-        // earlier sum. The maker of `sum` orders all other writes, and those of `SumInto::Write` after such readers.
-        Ok(unsafe { Reduced::new(sum, done) })
+        Ok(to.reduced(done.map_or_else(|| comm_stream.record(), Ok)?))
     }
 
     /// Enqueues writing elements `range` of a unit to `bucket`, on the compute stream.
@@ -448,6 +448,57 @@ impl<D: Device> Filling<D> {
         let result = write(&mut copy);
         device.upload(compute, bytemuck::cast_slice(&copy), self.slice, limit)?;
         Ok(result)
+    }
+
+    /// Sums the bucket, to which producers wrote the gradient of a whole unit in the unit's order, over all ranks. Each
+    /// rank keeps its shard of the sum: `into` has `len / world_size` elements.
+    ///
+    /// # Errors
+    /// The length or the device of `into` does not match, or a stream returned an error.
+    pub fn reduce_unit(self, kernels: &dyn Kernels<D>, into: SumInto<D>) -> Result<Reduced<D>, BucketError> {
+        self.reduce(kernels, into, true)
+    }
+
+    /// As [`Self::reduce_unit`], but every rank keeps the whole sum: `into` has `len` elements.
+    ///
+    /// # Errors
+    /// As [`Self::reduce_unit`].
+    pub fn all_reduce_unit(self, kernels: &dyn Kernels<D>, into: SumInto<D>) -> Result<Reduced<D>, BucketError> {
+        self.reduce(kernels, into, false)
+    }
+
+    fn reduce(self, kernels: &dyn Kernels<D>, into: SumInto<D>, scatter: bool) -> Result<Reduced<D>, BucketError> {
+        let to = Sum::new(&self.shared.comm_stream, into, scatter)?;
+        let segments = if scatter { self.shared.comm.world_size() } else { 1 };
+        if to.sum.len() * segments != self.len() {
+            let (what, expected, got) = ("reduce_unit: into", self.len() / segments, to.sum.len());
+            return Err(KernelError::LengthMismatch { what, expected, got }.into());
+        }
+        let done = self.sum(kernels, &to, 0..to.sum.len())?;
+        Ok(to.reduced(done))
+    }
+
+    /// Enqueues the sum of the bucket over ranks and its storing in elements `of_sum` of `to`.
+    fn sum(self, kernels: &dyn Kernels<D>, to: &Sum, of_sum: Range<usize>) -> Result<D::Event, BucketError> {
+        let (sum, shared) = (to.sum.slice(of_sum), Arc::clone(&self.shared));
+        let Shared { comm_stream, options, .. } = &*shared;
+        let in_flight = if !to.add && sum.dtype() == options.dtype {
+            match to.scatter {
+                true => self.reduce_scatter_into(sum, ReduceOp::Sum)?,
+                false => self.launch(|comm, stream, slice| comm.all_reduce(stream, slice, sum, ReduceOp::Sum))?,
+            }
+        } else {
+            let in_flight =
+                if to.scatter { self.reduce_scatter(ReduceOp::Sum)? } else { self.all_reduce(ReduceOp::Sum)? };
+            let reduced = if to.scatter { in_flight.own_segment() } else { in_flight.slice };
+            if to.add {
+                kernels.accumulate(comm_stream, reduced, sum.typed()?)?;
+            } else {
+                kernels.cast(comm_stream, reduced, sum, 1.0)?;
+            }
+            in_flight
+        };
+        Ok(in_flight.finish()?.event)
     }
 
     fn launch(

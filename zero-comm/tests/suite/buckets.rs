@@ -6,6 +6,7 @@ use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
 use zero_comm::{BucketError, BucketOptions, Buckets, CommError, CommOptions, ReduceOp, SumInto};
+use zero_kernels::KernelError;
 use zero_kernels::host::HostKernels;
 
 #[derive(Clone, Copy, Debug)]
@@ -307,6 +308,46 @@ fn scattered_parts_give_the_plain_sum() {
         for (rank, kept) in kept.iter().enumerate() {
             let own = if scatter { rank * shard_elems..(rank + 1) * shard_elems } else { 0..elems };
             assert_eq!(kept, &expected[own], "capacity {capacity}, scatter {scatter}, {dtype}");
+        }
+    }
+}
+
+/// A unit that producers wrote to a bucket: its sum over ranks and micro-batches, as a shard or whole.
+#[test]
+fn filled_unit_is_reduced() {
+    let (n, shard_elems) = (3, 7);
+    for (scatter, micro_batches) in [(true, 1), (true, 2), (false, 1), (false, 2)] {
+        let kept = on_ranks(n, CommOptions::default(), |comm, streams| {
+            let kernels = HostKernels::new(1).unwrap();
+            let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(n * shard_elems, DType::F32));
+            let mut kept = vec![-1f32; if scatter { shard_elems } else { n * shard_elems }];
+            let mut grads: Vec<_> =
+                (0..micro_batches).map(|micro| gradient(comm.rank(), micro, n * shard_elems)).collect();
+            let mut into = SumInto::Write(view(&mut kept));
+            for grad in &mut grads {
+                let filling = buckets.begin(grad.len()).unwrap();
+                // SAFETY: used on the compute stream, before the launch.
+                copy(&streams.compute, view(grad), unsafe { filling.slice() });
+                into = SumInto::Add(match scatter {
+                    true => filling.reduce_unit(&kernels, into).unwrap(),
+                    false => filling.all_reduce_unit(&kernels, into).unwrap(),
+                });
+            }
+            streams.synchronize();
+            let short = buckets.begin(6).unwrap().reduce_unit(&kernels, SumInto::Write(view(&mut [0f32; 3])));
+            assert_eq!(
+                short.unwrap_err(),
+                KernelError::LengthMismatch { what: "reduce_unit: into", expected: 2, got: 3 }.into()
+            );
+            kept
+        });
+        for (rank, kept) in kept.iter().enumerate() {
+            let own = if scatter { rank * shard_elems..(rank + 1) * shard_elems } else { 0..n * shard_elems };
+            let sum = |i: usize| {
+                (0..micro_batches).flat_map(|micro| (0..n).map(move |rank| gradient(rank, micro, i + 1)[i])).sum()
+            };
+            let expected: Vec<f32> = own.map(sum).collect();
+            assert_eq!(kept, &expected, "scatter {scatter}, {micro_batches} micro-batches");
         }
     }
 }
