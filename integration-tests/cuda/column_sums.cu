@@ -3,8 +3,8 @@
 // column_sums: sums x [rows, n] in T into partials [gridDim.y, n] in fp32. A block owns 32 W neighbouring columns of
 // a chunk of rows, a lane W of them, a warp every WARPS-th row. Grid: (ceil(n / (32 W)), chunks). Reads rows n
 // sizeof(T) bytes.
-// sum_partials: adds partials [blocks, n] to out [n], or to `rest` from column `split` on. A lane owns a column, a
-// warp every WARPS-th partial. Grid: ceil(n / 32) blocks of WARPS warps.
+// sum_partials: sums partials [blocks, outputs n] over the blocks; the sums of columns i n..i n + n go to output i [n].
+// A lane owns a column, a warp every WARPS-th partial. Grid: ceil(outputs n / 32) blocks of WARPS warps.
 
 #define WARPS 8
 
@@ -54,16 +54,31 @@ __device__ __forceinline__ void column_sums(float *partials, const T *x, u32 row
 COLUMN_SUMS(STORAGE, 8)
 COLUMN_SUMS(STORAGE, 1)
 
-extern "C" __global__ __launch_bounds__(32 * WARPS) void sum_partials(float *out, float *rest, const float *partials,
-                                                                      u32 blocks, u32 n, u32 split) {
-    u32 col = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+// The kind of an output, byte i of `kinds` for output i: fp32 sums to which this one is added, or the type in which
+// it is stored, rounded once.
+#define SUM_ADD 0
+#define SUM_F32 1
+#define SUM_BF16 2
+#define SUM_F16 3
+
+__device__ __forceinline__ void store_sum(void *place, u32 kind, u32 i, float sum) {
+    if (kind == SUM_ADD) static_cast<float *>(place)[i] += sum;
+    if (kind == SUM_F32) static_cast<float *>(place)[i] = sum;
+    if (kind == SUM_BF16) static_cast<bf16 *>(place)[i] = narrow<bf16>(sum);
+    if (kind == SUM_F16) static_cast<f16 *>(place)[i] = narrow<f16>(sum);
+}
+
+extern "C" __global__ __launch_bounds__(32 * WARPS) void sum_partials(void *first, void *second, void *third,
+                                                                      u32 kinds, const float *partials, u32 blocks,
+                                                                      u32 outputs, u32 n) {
+    u32 col = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32, columns = outputs * n;
     float sum[1] = {};
-    if (col < n) {
+    if (col < columns) {
 #pragma unroll 8
-        for (u32 block = warp; block < blocks; block += WARPS) sum[0] += partials[(u64)block * n + col];
+        for (u32 block = warp; block < blocks; block += WARPS) sum[0] += partials[(u64)block * columns + col];
     }
     sum_over_warps<1>(sum);
-    if (warp != 0 || col >= n) return;
-    float *place = col < split ? out + col : rest + (col - split);
-    *place += sum[0];
+    if (warp != 0 || col >= columns) return;
+    u32 output = col / n;
+    store_sum(output == 0 ? first : output == 1 ? second : third, kinds >> 8 * output & 0xff, col % n, sum[0]);
 }

@@ -1,10 +1,11 @@
 //! Launches of column_sums.cu: the gradients of biases.
 
 use zero_alloc::cuda::CudaStream;
-use zero_alloc::device::{AnySlice, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+use zero_kernels::KernelError;
 
 use super::error::{OpError, check_len};
-use super::launch::{OpKernels, Shape, columns, size};
+use super::launch::{Arg, OpKernels, Shape, columns, size};
 
 /// Warps of a block (`WARPS` of the source).
 const WARPS: u32 = 8;
@@ -12,8 +13,49 @@ const WARPS: u32 = 8;
 const CHUNK_ROWS: usize = 128;
 /// Maximum number of chunks. The bits of the results depend on it.
 const MAX_CHUNKS: usize = 132;
+/// Maximum outputs of [`sum_partials`].
+const MAX_OUTPUTS: usize = 3;
 
-/// Elements of the workspace of [`add`].
+/// The place of a sum over rows, computed in fp32: the gradient of a bias or a gain.
+#[derive(Clone, Copy, Debug)]
+pub enum SumOut {
+    /// fp32 sums, to which the sum is added.
+    Add(DeviceSlice<f32>),
+    /// Elements in fp32, bf16 or fp16 that the sum overwrites, rounded once.
+    Write(AnySlice),
+}
+
+impl From<DeviceSlice<f32>> for SumOut {
+    fn from(sums: DeviceSlice<f32>) -> Self {
+        Self::Add(sums)
+    }
+}
+
+impl SumOut {
+    pub(super) fn len(self) -> usize {
+        match self {
+            Self::Add(sums) => sums.len(),
+            Self::Write(slice) => slice.len(),
+        }
+    }
+
+    /// The address, and the kind (`SUM_ADD` and so on in the source).
+    fn arg(self) -> Result<(Arg, u32), OpError> {
+        let slice = match self {
+            Self::Add(sums) => return Ok((sums.into(), 0)),
+            Self::Write(slice) => slice,
+        };
+        let kind = match slice.dtype() {
+            DType::F32 => 1,
+            DType::Bf16 => 2,
+            DType::F16 => 3,
+            dtype => return Err(KernelError::Unsupported { what: "column sums: result", dtype }.into()),
+        };
+        Ok((slice.into(), kind))
+    }
+}
+
+/// Elements of the workspace of [`sum_rows`].
 pub fn workspace_elems(rows: usize, n: usize) -> usize {
     chunks(rows) * n
 }
@@ -30,14 +72,15 @@ pub(super) fn part(what: &'static str, all: DeviceSlice<f32>, len: usize) -> Res
     Ok(all.slice(0..len))
 }
 
-/// `out[j] += sum over rows of x[i, j]`: x `[rows, n]` in the kernels' type, out `[n]`.
+/// Sums x `[rows, n]`, in the kernels' type, over its rows into `out` `[n]`, in an order that depends only on the
+/// sizes.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
-pub fn add(
+pub fn sum_rows(
     ops: &OpKernels,
     stream: &CudaStream,
-    out: DeviceSlice<f32>,
+    out: SumOut,
     x: AnySlice,
     workspace: DeviceSlice<f32>,
 ) -> Result<(), OpError> {
@@ -55,28 +98,41 @@ pub fn add(
     let shape = Shape { grid, block: 32 * WARPS, shared_bytes: 0 };
     // SAFETY: the parameters of column_sums, whose lengths were checked.
     unsafe { ops.launch(stream, "column sums", &format!("column_sums_{columns}"), shape, args) }?;
-    add_partials(ops, stream, [out, out.slice(n..n)], partials, chunks)
+    sum_partials(ops, stream, &[out], partials, chunks)
 }
 
-/// Adds `partials` `[blocks, n]` to `outs`, which together have n elements.
-pub(super) fn add_partials(
+/// Sums `partials` `[blocks, outs, n]` over the blocks into `outs`, up to three of n elements.
+pub(super) fn sum_partials(
     ops: &OpKernels,
     stream: &CudaStream,
-    outs: [DeviceSlice<f32>; 2],
+    outs: &[SumOut],
     partials: DeviceSlice<f32>,
     blocks: usize,
 ) -> Result<(), OpError> {
-    let n = outs[0].len() + outs[1].len();
-    check_len("column sums: partials", partials.len(), blocks * n)?;
+    let n = outs.first().map_or(0, |out| out.len());
+    if outs.len() > MAX_OUTPUTS {
+        return Err(OpError::Size { what: "column sums: results", got: outs.len(), takes: "up to 3" });
+    }
+    check_len("column sums: partials", partials.len(), blocks * outs.len() * n)?;
+    let (mut places, mut kinds) = ([Arg::from(0u64); MAX_OUTPUTS], 0);
+    for (i, out) in outs.iter().enumerate() {
+        check_len("column sums: result", out.len(), n)?;
+        let (place, kind) = out.arg()?;
+        places[i] = place;
+        kinds |= kind << (8 * i);
+    }
+    let columns = size("column sums: width", outs.len() * n)?;
     let args = [
-        outs[0].into(),
-        outs[1].into(),
+        places[0],
+        places[1],
+        places[2],
+        kinds.into(),
         partials.into(),
         size("column sums: blocks", blocks)?.into(),
-        size("column sums: width", n)?.into(),
-        size("column sums: width", outs[0].len())?.into(),
+        (outs.len() as u32).into(),
+        (n as u32).into(),
     ];
-    let shape = Shape::blocks(n.div_ceil(32).max(1) as u32, 32 * WARPS);
+    let shape = Shape::blocks(columns.div_ceil(32).max(1), 32 * WARPS);
     // SAFETY: the parameters of sum_partials, whose lengths were checked.
     unsafe { ops.launch(stream, "column sums", "sum_partials", shape, args) }
 }

@@ -6,7 +6,7 @@
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
-use super::column_sums;
+use super::column_sums::{self, SumOut};
 use super::error::{OpError, check_len};
 use super::launch::{OpKernels, Shape, columns, size};
 
@@ -69,7 +69,7 @@ pub fn forward(
     unsafe { ops.launch(stream, "layer norm", &format!("layer_norm_forward_{columns}"), shape, args) }
 }
 
-/// Adds the gradients of x, gain and bias to `dx`, `dgain` and `dbias`.
+/// Adds the gradient of x to `dx`, and puts those of gain and bias into `dgain` and `dbias`.
 ///
 /// # Errors
 /// Lengths, types or sizes do not fit, or the stream failed.
@@ -78,7 +78,7 @@ pub fn backward(
     ops: &OpKernels,
     stream: &CudaStream,
     dx: AnySlice,
-    [dgain, dbias]: [DeviceSlice<f32>; 2],
+    [dgain, dbias]: [SumOut; 2],
     dy: AnySlice,
     x: AnySlice,
     stats: DeviceSlice<f32>,
@@ -104,5 +104,5 @@ pub fn backward(
     let entry = format!("layer_norm_backward_{columns}");
     // SAFETY: the parameters of layer_norm_backward, whose lengths were checked.
     unsafe { ops.launch(stream, "layer norm backward", &entry, shape, args) }?;
-    column_sums::add_partials(ops, stream, [dgain, dbias], partials, blocks)
+    column_sums::sum_partials(ops, stream, &[dgain, dbias], partials, blocks)
 }

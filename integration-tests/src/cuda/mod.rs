@@ -24,6 +24,7 @@ pub mod layer_norm;
 pub mod matmul;
 mod sources;
 
+pub use column_sums::SumOut;
 pub use error::OpError;
 pub use launch::OpKernels;
 pub use sources::{KernelFile, kernel_files};

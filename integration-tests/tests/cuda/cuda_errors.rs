@@ -29,7 +29,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     assert!(matches!(norm(4104, 4).unwrap_err(), OpError::Size { got: 4104, .. }), "wide");
     norm(4096, 4).unwrap();
 
-    let error = column_sums::add(&ops, stream, gpu.zeros(8), bf16(16), gpu.zeros(7)).unwrap_err();
+    let error = column_sums::sum_rows(&ops, stream, gpu.zeros(8).into(), bf16(16), gpu.zeros(7)).unwrap_err();
     assert!(matches!(error, OpError::Length { expected: 8, got: 7, .. }), "{error}");
 
     let (targets, scale) = (gpu.words(&[1, 2]), Scale { loss_scale: gpu.double(1.0), tokens: 2 });

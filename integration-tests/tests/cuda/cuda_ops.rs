@@ -3,7 +3,7 @@
 use integration_tests::cuda::attention::{Attention, Shape};
 use integration_tests::cuda::cross_entropy::Scale;
 use integration_tests::cuda::embedding::{TokenLists, sort_tokens};
-use integration_tests::cuda::{column_sums, cross_entropy, embedding, gelu, layer_norm};
+use integration_tests::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu, layer_norm};
 use zero_alloc::device::DType;
 
 use crate::fp64;
@@ -34,7 +34,8 @@ fn layer_norms() {
             // The gradients are added to existing values.
             let (dgain, dbias) = (gpu.floats(&vec![1.0; n]), gpu.floats(&vec![-1.0; n]));
             let workspace = gpu.floats(&vec![f32::NAN; layer_norm::workspace_elems(rows, n)]);
-            layer_norm::backward(&ops, &gpu.stream, dx, [dgain, dbias], dy, x, stats, gain, workspace).unwrap();
+            layer_norm::backward(&ops, &gpu.stream, dx, [dgain.into(), dbias.into()], dy, x, stats, gain, workspace)
+                .unwrap();
             close(&gpu.get(dx), &want_dx, tolerance(dtype), &format!("{what}: dx"));
             let want: Vec<f64> = want_dgain.iter().map(|v| v + 1.0).collect();
             close(&gpu.get(dgain.erase()), &want, 2e-6, &format!("{what}: dgain"));
@@ -56,10 +57,23 @@ fn sums_over_rows() {
             for row in rounded(&x, dtype).chunks(n) {
                 want.iter_mut().zip(row).for_each(|(sum, v)| *sum += v);
             }
-            let (x, out) = (gpu.put(&x, dtype), gpu.floats(&out));
+            let (x, sums) = (gpu.put(&x, dtype), gpu.floats(&out));
             let workspace = gpu.floats(&vec![f32::NAN; column_sums::workspace_elems(rows, n)]);
-            column_sums::add(&ops, &gpu.stream, out, x, workspace).unwrap();
-            close(&gpu.get(out.erase()), &want, 2e-6, &format!("{dtype} {rows} x {n}"));
+            column_sums::sum_rows(&ops, &gpu.stream, SumOut::Add(sums), x, workspace).unwrap();
+            close(&gpu.get(sums.erase()), &want, 2e-6, &format!("{dtype} {rows} x {n}"));
+            // A written sum overwrites NaN, and is the added one before its start, rounded once.
+            want.iter_mut().zip(&out).for_each(|(sum, start)| *sum -= f64::from(*start));
+            let write = |to| {
+                let out = gpu.fresh(n, to);
+                column_sums::sum_rows(&ops, &gpu.stream, SumOut::Write(out), x, workspace).unwrap();
+                gpu.get(out)
+            };
+            let exact = write(DType::F32);
+            close(&exact, &want, 2e-6, &format!("{dtype} {rows} x {n}, written"));
+            for to in [DType::Bf16, DType::F16] {
+                let once: Vec<f32> = rounded(&exact, to).iter().map(|v| *v as f32).collect();
+                assert_eq!(write(to), once, "{dtype} to {to}");
+            }
         }
     }
 }

@@ -64,14 +64,14 @@ pub(super) fn backward(
     // Adds the gradients of a layer's weights and bias, from its input and the gradient of its output.
     let weights = |name: [&'static str; 2], x, dy| {
         ops.matmul.run(stream, &weight_gradient(grad(name[0]), x, dy, grad(name[1]).len()))?;
-        column_sums::add(kernels, stream, grad(name[1]), dy, s.partials)
+        column_sums::sum_rows(kernels, stream, grad(name[1]).into(), dy, s.partials)
     };
     // Recomputes a norm's output and statistics, with the same bits.
     let normed = |name: [&'static str; 2], x, stats| {
         layer_norm::forward(kernels, stream, s.normed, stats, x, get(name[0]), get(name[1]), eps)
     };
     let norm = |name: [&'static str; 2], x, stats| {
-        let own = [grad(name[0]), grad(name[1])];
+        let own = [grad(name[0]).into(), grad(name[1]).into()];
         layer_norm::backward(kernels, stream, s.dres, own, s.narrow, x, stats, get(name[0]), s.partials)
     };
 

@@ -105,7 +105,7 @@ pub(super) fn backward(
         ops.matmul.run(stream, &product)?;
     }
     ops.device.fill_zero(stream, s.dres)?;
-    let own = [p.grad(0, "ln_f.weight"), p.grad(0, "ln_f.bias")];
+    let own = [p.grad(0, "ln_f.weight").into(), p.grad(0, "ln_f.bias").into()];
     let gain = p.get(0, "ln_f.weight");
     layer_norm::backward(kernels, stream, s.dres, own, s.narrow, x, h.stats, gain, s.partials)
 }
