@@ -30,7 +30,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Element, Reduced, Stream};
 use zero_alloc::{AllocError, Block, Pool, Purpose};
-use zero_kernels::{KernelError, Kernels};
+use zero_kernels::{KernelError, Kernels, Segments};
 use zero_shard::bucket_pieces;
 
 use crate::{CommError, Communicator, ReduceOp};
@@ -291,44 +291,11 @@ impl<D: Device> Buckets<D> {
         let mut done = None;
         for piece in bucket_pieces(len as u64, segments as u64, capacity_elems as u64) {
             let (of_shard, filling) = (range(piece.in_shard.clone()), self.begin(piece.elems() as usize)?);
-            if of_shard.len() == len {
-                self.pack(kernels, parts, 0..segments * len, filling.slice)?;
-            } else {
-                for (segment, elems) in piece.segments().enumerate() {
-                    let start = segment * of_shard.len();
-                    self.pack(kernels, parts, range(elems), filling.slice.slice(start..start + of_shard.len()))?;
-                }
-            }
+            let part = Segments { start: of_shard.start, len: of_shard.len(), stride: len, count: segments };
+            kernels.pack(&self.0.compute, parts, part, filling.slice)?;
             done = Some(filling.sum(kernels, &to, of_shard)?);
         }
         Ok(to.reduced(done.map_or_else(|| comm_stream.record(), Ok)?))
-    }
-
-    /// Enqueues writing elements `range` of a unit to `bucket`, on the compute stream.
-    fn pack(
-        &self,
-        kernels: &dyn Kernels<D>,
-        parts: &[(AnySlice, usize)],
-        range: Range<usize>,
-        bucket: AnySlice,
-    ) -> Result<(), BucketError> {
-        let Shared { device, compute, .. } = &*self.0;
-        let to = |from: usize, to: usize| bucket.slice(from - range.start..to - range.start);
-        let mut end = range.start;
-        for &(part, at) in parts {
-            let (from, until) = (at.max(range.start), (at + part.len()).min(range.end));
-            if from < until {
-                if end < from {
-                    device.fill_zero(compute, to(end, from))?;
-                }
-                kernels.cast(compute, part.slice(from - at..until - at), to(from, until), 1.0)?;
-                end = until;
-            }
-        }
-        if end < range.end {
-            device.fill_zero(compute, to(end, range.end))?;
-        }
-        Ok(())
     }
 
     /// Makes `stream` wait for everything enqueued on the communication stream so far.

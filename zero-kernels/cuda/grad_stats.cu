@@ -1,9 +1,10 @@
 // Sum of squares in fp64 and count of non-finite elements, in two stages without atomics. The result does not depend
 // on the grid and has the bits of the host version; src/host/grad_stats.rs documents the order of the sum. Each
-// gradient element is read once; 12 bytes are written per 32768 elements.
+// gradient element is read once; 12 bytes are written per 32768 elements. A launch of each stage serves up to RANGES gradients;
+// `first` of a gradient is its first chunk.
 //
-// Stage 1, grad_stats_chunks_GRAD: one block per chunk, one warp per strip. Grid: ceil(len / CHUNK).
-// Stage 2, grad_stats_combine: one block adds the sums of the chunks.
+// Stage 1, grad_stats_chunks_GRAD: one block per chunk, one warp per strip. Grid: the sum of ceil(len / CHUNK).
+// Stage 2, grad_stats_combine: one block per gradient adds the sums of its chunks.
 
 #define STRIPS (THREADS / WARP)
 #define STRIP 4096
@@ -48,9 +49,12 @@ template <class G> __device__ __forceinline__ void add_squares(const G (&g)[GROU
 }
 
 template <class G>
-__device__ __forceinline__ void chunk_stats(const G *grad, u64 len, double *sums, u32 *bad) {
+__device__ __forceinline__ void chunk_stats(const Ranges &grads, double *sums, u32 *bad) {
+    u32 nth = range_of(grads, blockIdx.x);
+    const G *grad = (const G *)grads.of[nth].at;
+    u64 len = grads.of[nth].len;
     u32 strip = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    u64 start = (u64)blockIdx.x * CHUNK + strip * STRIP;
+    u64 start = (blockIdx.x - grads.of[nth].first) * CHUNK + strip * STRIP;
     double lanes[GROUP] = {};
     u32 count = 0;
     if (start + STRIP <= len && (u64)grad % 16 == 0) {
@@ -90,17 +94,21 @@ __device__ __forceinline__ void chunk_stats(const G *grad, u64 len, double *sums
 }
 
 #define CHUNK_STATS(G)                                                                                      \
-    extern "C" __global__ __launch_bounds__(THREADS) void grad_stats_chunks_##G(const G *grad, u64 len,     \
-                                                                                double *sums, u32 *bad) {   \
-        chunk_stats(grad, len, sums, bad);                                                                  \
+    extern "C" __global__ __launch_bounds__(THREADS) void grad_stats_chunks_##G(                            \
+        const __grid_constant__ Ranges grads, double *sums, u32 *bad) {                                     \
+        chunk_stats<G>(grads, sums, bad);                                                                   \
     }
 
 CHUNK_STATS(f32)
 CHUNK_STATS(bf16)
 CHUNK_STATS(f16)
 
-extern "C" __global__ __launch_bounds__(THREADS) void grad_stats_combine(const double *sums, const u32 *bad,
-                                                                         u64 chunks, GradStats *out) {
+extern "C" __global__ __launch_bounds__(THREADS) void grad_stats_combine(const __grid_constant__ Ranges grads,
+                                                                         const double *sums, const u32 *bad,
+                                                                         GradStats *out) {
+    sums += grads.of[blockIdx.x].first;
+    bad += grads.of[blockIdx.x].first;
+    u64 chunks = (grads.of[blockIdx.x].len + CHUNK - 1) / CHUNK;
     __shared__ double lane_sums[THREADS];
     __shared__ u64 lane_bad[THREADS];
     u32 lane = threadIdx.x;
@@ -129,5 +137,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void grad_stats_combine(const d
         }
         __syncthreads();
     }
-    if (lane == 0) *out = {lane_sums[0], lane_bad[0]};
+    if (lane == 0) out[blockIdx.x] = {lane_sums[0], lane_bad[0]};
 }

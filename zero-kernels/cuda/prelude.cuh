@@ -60,6 +60,29 @@ struct Span {
     u32 wide;
 };
 
+// Up to RANGES flat ranges of elements, passed by value, with the index of each one's first element, chunk or block.
+#define RANGES 128
+struct Range {
+    const void *at;
+    u64 len;
+    u64 first;
+};
+struct Ranges {
+    u64 count;
+    Range of[RANGES];
+};
+
+// The last range whose `first` is at most `index`; 0 if there is none. `first` does not decrease.
+__device__ __forceinline__ u32 range_of(const Ranges &ranges, u64 index) {
+    u32 low = 0, high = (u32)ranges.count;
+    while (low + 1 < high) {
+        u32 mid = (low + high) / 2;
+        if (ranges.of[mid].first <= index) low = mid;
+        else high = mid;
+    }
+    return low;
+}
+
 // The elements that a warp processes at once: the head, or up to TILE_ELEMS after it.
 struct Tile {
     u64 start;

@@ -28,8 +28,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         scalars: typed(&mut scalars),
         hyper,
     };
-    let mut scratch = vec![0f64; kernels.stats_scratch_elems(len)];
-    kernels.grad_stats(&stream, args.grad, typed(&mut scratch), typed(&mut stats))?;
+    let mut scratch = vec![0f64; kernels.stats_scratch_elems(&[len])];
+    kernels.grad_stats(&stream, &[args.grad], typed(&mut scratch), typed(&mut stats))?;
     kernels.adam(&stream, args)?;
     stream.synchronize(Duration::from_secs(10))?;
 

@@ -1,13 +1,21 @@
 //! The argument checks of every launch, on any device: lengths, device, alignment, overlap. Dtypes are checked when a
 //! kernel is selected.
 
-use zero_alloc::device::{AnySlice, DeviceError, DeviceId, DeviceSlice};
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 
 use crate::step::RankStats;
-use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, RemainderArgs};
+use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments};
 
 pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
     if expected == got { Ok(()) } else { Err(KernelError::LengthMismatch { what, expected, got }) }
+}
+
+/// Rejects dtypes that no kernel computes with.
+pub(crate) fn float(what: &'static str, dtype: DType) -> Result<(), KernelError> {
+    match dtype {
+        DType::F32 | DType::Bf16 | DType::F16 => Ok(()),
+        _ => Err(KernelError::Unsupported { what, dtype }),
+    }
 }
 
 /// The address range of an argument.
@@ -100,6 +108,26 @@ pub(crate) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice) -> Result<(),
     check_extents(device, &[Extent::any("cast: dst", dst)], &[Extent::any("cast: src", src)])
 }
 
+pub(crate) fn pack(
+    device: DeviceId,
+    parts: &[(AnySlice, usize)],
+    segments: Segments,
+    dst: AnySlice,
+) -> Result<(), KernelError> {
+    same_len("pack: dst", segments.elems().unwrap_or(usize::MAX), dst.len())?;
+    let mut free = 0;
+    for (index, (part, at)) in parts.iter().enumerate() {
+        if *at < free {
+            return Err(KernelError::PartOrder { index });
+        }
+        free = at.saturating_add(part.len());
+    }
+    parts.iter().try_for_each(|(part, _)| float("pack: part", part.dtype()))?;
+    float("pack: dst", dst.dtype())?;
+    let read: Vec<Extent> = parts.iter().map(|(part, _)| Extent::any("pack: part", *part)).collect();
+    check_extents(device, &[Extent::any("pack: dst", dst)], &read)
+}
+
 pub(crate) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
     same_len("accumulate: acc", grad.len(), acc.len())?;
     check_extents(device, &[Extent::typed("accumulate: acc", acc)], &[Extent::any("accumulate: grad", grad)])
@@ -107,15 +135,17 @@ pub(crate) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>
 
 pub(crate) fn grad_stats(
     device: DeviceId,
-    grad: AnySlice,
+    grads: &[AnySlice],
     scratch: DeviceSlice<f64>,
     scratch_elems: usize,
     out: DeviceSlice<GradStats>,
 ) -> Result<(), KernelError> {
     let written = [Extent::typed("grad_stats: out", out), Extent::typed("grad_stats: scratch", scratch)];
-    written[0].has(1)?;
+    grads.iter().try_for_each(|grad| float("grad_stats: grad", grad.dtype()))?;
+    written[0].has(grads.len())?;
     written[1].has_at_least(scratch_elems)?;
-    check_extents(device, &written, &[Extent::any("grad_stats: grad", grad)])
+    let read: Vec<Extent> = grads.iter().map(|grad| Extent::any("grad_stats: grad", *grad)).collect();
+    check_extents(device, &written, &read)
 }
 
 pub(crate) fn rank_stats(

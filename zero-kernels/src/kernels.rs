@@ -47,6 +47,12 @@ pub enum KernelError {
         /// The other argument.
         second: &'static str,
     },
+    /// A part of a unit starts before the end of the one before it.
+    #[error("pack: part {index} starts before the end of the part before it; pass parts in ascending order")]
+    PartOrder {
+        /// Position of the part.
+        index: usize,
+    },
     /// The host's threads could not be started.
     #[error("failed to start {threads} threads: {message}")]
     Threads {
@@ -225,6 +231,29 @@ pub struct AdvanceArgs {
     pub records: DeviceSlice<StepRecord>,
 }
 
+/// The elements of a unit that [`Kernels::pack`] writes: `count` segments of `len` elements, such as the same range of each
+/// rank's shard. Segment `q` starts at element `start + q * stride` of the unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segments {
+    /// Start of the first segment.
+    pub start: usize,
+    /// Elements of a segment.
+    pub len: usize,
+    /// Distance between the starts of two segments.
+    pub stride: usize,
+    /// Number of segments.
+    pub count: usize,
+}
+
+impl Segments {
+    /// The elements of all segments; `None` if a place overflows.
+    pub(crate) fn elems(&self) -> Option<usize> {
+        let last = self.count.saturating_sub(1).checked_mul(self.stride)?;
+        self.start.checked_add(last)?.checked_add(self.len)?;
+        self.len.checked_mul(self.count)
+    }
+}
+
 /// The operations of a ZeRO step, enqueued on streams of `D`. The call checks the arguments: lengths, dtypes,
 /// alignment, and that no written slice overlaps another argument. Empty ranges are allowed.
 ///
@@ -254,25 +283,39 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
     /// See [`KernelError`].
     fn cast(&self, stream: &D::Stream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError>;
 
+    /// Packs `segments` of a unit into `dst`, one behind the other, as [`Self::cast`] with scale 1. `parts` are slices of the
+    /// unit with their offsets in it, in ascending order; elements in no part are 0. On a GPU one launch packs up to 128 parts
+    /// of one dtype.
+    ///
+    /// # Errors
+    /// See [`KernelError`].
+    fn pack(
+        &self,
+        stream: &D::Stream,
+        parts: &[(AnySlice, usize)],
+        segments: Segments,
+        dst: AnySlice,
+    ) -> Result<(), KernelError>;
+
     /// `acc[i] += grad[i]` in fp32.
     ///
     /// # Errors
     /// See [`KernelError`].
     fn accumulate(&self, stream: &D::Stream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError>;
 
-    /// Elements of scratch that [`Self::grad_stats`] needs for gradients of up to `len` elements; 0 on the host.
-    fn stats_scratch_elems(&self, len: usize) -> usize;
+    /// Elements of scratch that [`Self::grad_stats`] needs for gradients of up to `lens` elements; 0 on the host.
+    fn stats_scratch_elems(&self, lens: &[usize]) -> usize;
 
-    /// Writes the statistics of `grad` to `out[0]`: the same bits for the same values, at any alignment and with any
-    /// number of threads. `scratch` has at least [`Self::stats_scratch_elems`] elements and is in use until the
-    /// launch has run.
+    /// Writes the statistics of each gradient to its element of `out`: the same bits for the same values, at any alignment,
+    /// with any number of threads, and alone or beside others. `scratch` has at least [`Self::stats_scratch_elems`] elements
+    /// and is in use until the launches have run. On a GPU two launches serve up to 128 gradients of one dtype.
     ///
     /// # Errors
     /// See [`KernelError`].
     fn grad_stats(
         &self,
         stream: &D::Stream,
-        grad: AnySlice,
+        grads: &[AnySlice],
         scratch: DeviceSlice<f64>,
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError>;

@@ -10,5 +10,7 @@ pub mod reference;
 pub mod step;
 
 pub use float::Float;
-pub use kernels::{AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, StepScalars};
+pub use kernels::{
+    AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments, StepScalars,
+};
 pub use step::RankStats;

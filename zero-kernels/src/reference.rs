@@ -6,7 +6,7 @@ use zero_alloc::device::DType;
 
 use crate::check::same_len;
 use crate::host::AdamSlices;
-use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
+use crate::{AdamHyper, Float, GradStats, KernelError, Segments, StepScalars};
 
 fn widen<T: Float>(x: T) -> f32 {
     let bytes = bytemuck::bytes_of(&x);
@@ -72,6 +72,24 @@ pub fn cast<S: Float, D: Float>(src: &[S], dst: &mut [D], scale: f32) -> Result<
     same_len("cast: dst", src.len(), dst.len())?;
     for i in 0..src.len() {
         dst[i] = narrow(widen(src[i]) * scale);
+    }
+    Ok(())
+}
+
+/// See [`Kernels::pack`](crate::Kernels::pack), of parts of one dtype.
+///
+/// # Errors
+/// `dst` does not have the length of the segments.
+pub fn pack<S: Float, D: Float>(
+    parts: &[(&[S], usize)],
+    segments: Segments,
+    dst: &mut [D],
+) -> Result<(), KernelError> {
+    same_len("pack: dst", segments.len * segments.count, dst.len())?;
+    for (i, dst) in dst.iter_mut().enumerate() {
+        let elem = segments.start + i / segments.len * segments.stride + i % segments.len;
+        let part = parts.iter().find(|(part, at)| (*at..at + part.len()).contains(&elem));
+        *dst = narrow(part.map_or(0.0, |(part, at)| widen(part[elem - at])));
     }
     Ok(())
 }

@@ -7,7 +7,7 @@
 //! | first_moment, second_moment | state elements, fp32 | `Optimizer` | always |
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
 //! | stats | 16 bytes per unit | `Workspace` | always |
-//! | stats_scratch | [`Kernels::stats_scratch_elems`] of the largest unit | `Workspace` | on a GPU |
+//! | stats_scratch | [`Kernels::stats_scratch_elems`] of all units | `Workspace` | on a GPU |
 //! | scalars | 32 bytes for each set of learning rate and betas | `Workspace` | always |
 //!
 //! The state elements are those of this rank's shards (stages 1 to 3) or of all units (stage 0), without frozen ones.
@@ -184,8 +184,8 @@ impl<D: Device> ShardedAdamW<D> {
         let mut controller = StepController::new(config)?;
         let groups = groups.resolve(controller.config(), &segments, check_segments(&segments)?)?;
         controller.set_rates(groups.rates.clone());
-        let largest = segments.iter().map(|s| s.own_shard.len()).max().unwrap_or(0);
-        let scratch_elems = kernels.stats_scratch_elems(largest);
+        let shards: Vec<usize> = segments.iter().map(|s| s.own_shard.len()).collect();
+        let scratch_elems = kernels.stats_scratch_elems(&shards);
         let state = make(&groups, controller.config())?;
         let optim = Self {
             state,
@@ -397,7 +397,13 @@ impl<D: Device> ShardedAdamW<D> {
     /// The gradients do not match the segments, or the stream failed.
     pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[impl Borrow<Reduced<D>>]) -> Result<(), OptimError> {
         self.check_grads(grads.iter().map(Borrow::borrow))?;
-        (0..).zip(grads).try_for_each(|(unit, grad)| self.enqueue_unit_stats(stream, unit, grad.borrow()))
+        self.enter(stream)?;
+        let shards: Vec<AnySlice> = (0..)
+            .zip(grads)
+            .map(|(unit, grad)| self.trained_shard(stream, unit, grad.borrow()))
+            .collect::<Result<_, _>>()?;
+        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
+        Ok(self.kernels.grad_stats(stream, &shards, scratch, stats)?)
     }
 
     /// [`Self::enqueue_stats`] of one unit: for an optimizer that works while backward does. Each unit's are enqueued once
@@ -411,13 +417,20 @@ impl<D: Device> ShardedAdamW<D> {
         unit: usize,
         grad: &Reduced<D>,
     ) -> Result<(), OptimError> {
-        let own_shard = self.segment(unit)?.own_shard.clone();
         self.check_grad(unit, grad)?;
         self.enter(stream)?;
-        if self.is_frozen(unit) {
-            return Ok(());
-        }
+        let shard = self.trained_shard(stream, unit, grad)?;
+        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
+        Ok(self.kernels.grad_stats(stream, &[shard], scratch, stats.slice(unit..unit + 1))?)
+    }
+
+    /// Makes `stream` wait for the gradient of a unit and set its frozen elements to zero. Returns this rank's shard of it,
+    /// without elements if the unit is frozen.
+    fn trained_shard(&self, stream: &D::Stream, unit: usize, grad: &Reduced<D>) -> Result<AnySlice, OptimError> {
         let slice = grad.wait_on(stream)?;
+        if self.is_frozen(unit) {
+            return Ok(slice.slice(0..0));
+        }
         let frozen: Vec<_> = self.pieces(unit).iter().filter(|piece| piece.state.is_none()).collect();
         if !frozen.is_empty() {
             grad.wait_for_readers(stream)?;
@@ -426,8 +439,7 @@ impl<D: Device> ShardedAdamW<D> {
             }
             grad.record_write(stream)?;
         }
-        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
-        Ok(self.kernels.grad_stats(stream, slice.slice(own_shard), scratch, stats.slice(unit..unit + 1))?)
+        Ok(slice.slice(self.segment(unit)?.own_shard.clone()))
     }
 
     /// Waits at most `limit` for the statistics and combines them with this rank's `loss`.

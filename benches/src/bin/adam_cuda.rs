@@ -107,7 +107,7 @@ struct Shard {
 impl Shard {
     fn new(device: &CudaDevice, stream: &CudaStream, kernels: &CudaKernels, elems: usize) -> Result<Self, AnyError> {
         let buffer = |bytes: usize| Buffer::new(device, bytes.max(1));
-        let scratch = kernels.stats_scratch_elems(elems) * 8;
+        let scratch = kernels.stats_scratch_elems(&[elems]) * 8;
         let shard = Self {
             device: device.clone(),
             stream: stream.clone(),
@@ -202,11 +202,11 @@ impl Shard {
 
     fn step(&self) -> Result<(), AnyError> {
         let stats: DeviceSlice<GradStats> = self.control(0);
-        let scratch = self.scratch.typed(self.kernels.stats_scratch_elems(self.elems));
+        let scratch = self.scratch.typed(self.kernels.stats_scratch_elems(&[self.elems]));
         let ranks: DeviceSlice<RankStats> = self.control(2);
         let records: DeviceSlice<StepRecord> = self.control(6);
         let grad = self.grad.typed::<bf16>(self.elems).erase();
-        self.kernels.grad_stats(&self.stream, grad, scratch, stats)?;
+        self.kernels.grad_stats(&self.stream, &[grad], scratch, stats)?;
         self.kernels.rank_stats(&self.stream, stats, self.control(1), self.control(7), ranks)?;
         let (config, rates, state) = (self.control(3), self.rates.typed(RATES), self.control(4));
         let advance = AdvanceArgs { ranks, config, rates, state, scalars: self.control(5), records };

@@ -10,7 +10,7 @@ use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
 use super::source::SOURCES;
 use super::{Functions, Loader};
 use crate::step::RankStats;
-use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs};
+use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments};
 
 /// The operations on one GPU's streams. A clone is another handle of the same kernels.
 ///
@@ -132,24 +132,37 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
         self.enqueue(stream, "cast", launch::cast(self.id(), src, dst, scale)?)
     }
 
+    fn pack(
+        &self,
+        stream: &CudaStream,
+        parts: &[(AnySlice, usize)],
+        segments: Segments,
+        dst: AnySlice,
+    ) -> Result<(), KernelError> {
+        let mut launches = launch::pack(self.id(), parts, segments, dst)?.into_iter();
+        launches.try_for_each(|launch| self.enqueue(stream, "pack", launch))
+    }
+
     fn accumulate(&self, stream: &CudaStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
         self.enqueue(stream, "accumulate", launch::accumulate(self.id(), grad, acc)?)
     }
 
-    fn stats_scratch_elems(&self, len: usize) -> usize {
-        launch::stats_scratch_elems(len)
+    fn stats_scratch_elems(&self, lens: &[usize]) -> usize {
+        launch::stats_scratch_elems(lens)
     }
 
     fn grad_stats(
         &self,
         stream: &CudaStream,
-        grad: AnySlice,
+        grads: &[AnySlice],
         scratch: DeviceSlice<f64>,
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError> {
-        let [chunks, combine] = launch::grad_stats(self.id(), grad, scratch, out)?;
-        self.enqueue(stream, "grad_stats", chunks)?;
-        self.enqueue(stream, "grad_stats_combine", combine)
+        for [chunks, combine] in launch::grad_stats(self.id(), grads, scratch, out)? {
+            self.enqueue(stream, "grad_stats", chunks)?;
+            self.enqueue(stream, "grad_stats_combine", combine)?;
+        }
+        Ok(())
     }
 
     fn rank_stats(

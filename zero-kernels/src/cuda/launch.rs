@@ -5,20 +5,66 @@ use std::ffi::c_void;
 
 use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
 
-use super::span::{Span, THREADS};
+use super::span::{Span, THREADS, grid};
 use crate::host::stats_order::CHUNK_ELEMS;
 use crate::kernels::AdamConstants;
 use crate::step::RankStats;
-use crate::{AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, RemainderArgs, check};
+use crate::{AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments, check};
+
+/// The most ranges of one launch (`RANGES` of cuda/prelude.cuh).
+pub(super) const RANGES: usize = 128;
+
+/// `Range` of cuda/prelude.cuh.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(C)]
+pub(super) struct Range {
+    address: u64,
+    len: u64,
+    first: u64,
+}
+
+/// `Ranges` of cuda/prelude.cuh.
+#[derive(Clone, Debug, PartialEq)]
+#[repr(C)]
+pub(super) struct Ranges {
+    count: u64,
+    of: [Range; RANGES],
+}
+
+impl Ranges {
+    /// At most [`RANGES`] slices, each with its `first`.
+    fn new(slices: impl IntoIterator<Item = (AnySlice, u64)>) -> Param {
+        let mut ranges = Self { count: 0, of: [Range::default(); RANGES] };
+        for (to, (slice, first)) in ranges.of.iter_mut().zip(slices) {
+            *to = Range { address: slice.as_ptr() as u64, len: slice.len() as u64, first };
+            ranges.count += 1;
+        }
+        Param::Ranges(Box::new(ranges))
+    }
+}
+
+/// `Segments` of cuda/pack.cu.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(super) struct PackSegments {
+    start: u64,
+    len: u64,
+    stride: u64,
+    count: u64,
+    from: u64,
+    until: u64,
+}
 
 /// A kernel's parameter.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) enum Param {
     Address(u64),
     U64(u64),
     F32(f32),
     Span(Span),
     Adam(AdamConstants),
+    Ranges(Box<Ranges>),
+    Segments(PackSegments),
 }
 
 impl Param {
@@ -29,6 +75,8 @@ impl Param {
             Self::F32(x) => std::ptr::from_mut(x).cast(),
             Self::Span(x) => std::ptr::from_mut(x).cast(),
             Self::Adam(x) => std::ptr::from_mut(x).cast(),
+            Self::Ranges(x) => std::ptr::from_mut(&mut **x).cast(),
+            Self::Segments(x) => std::ptr::from_mut(x).cast(),
         }
     }
 
@@ -38,6 +86,8 @@ impl Param {
             Self::F32(_) => 4,
             Self::Span(_) => size_of::<Span>(),
             Self::Adam(_) => size_of::<AdamConstants>(),
+            Self::Ranges(_) => size_of::<Ranges>(),
+            Self::Segments(_) => size_of::<PackSegments>(),
         }
     }
 }
@@ -130,6 +180,43 @@ pub(super) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice, scale: f32) -
     Ok(Launch::flat("cast.cu", entry, Span::of(&[src, dst]), vec![src.into(), dst.into(), Param::F32(scale)]))
 }
 
+/// Elements of a block of pack (`PACK_ELEMS` of cuda/pack.cu).
+const PACK_ELEMS: u64 = 2048;
+
+/// One launch for each [`RANGES`] parts of a dtype; the first also writes what is before its parts, each what is behind them.
+pub(super) fn pack(
+    device: DeviceId,
+    parts: &[(AnySlice, usize)],
+    segments: Segments,
+    dst: AnySlice,
+) -> Result<Vec<Launch>, KernelError> {
+    check::pack(device, parts, segments, dst)?;
+    let names = [entries!("pack_f32"), entries!("pack_bf16"), entries!("pack_f16")];
+    let to = index("pack: dst", dst.dtype())?;
+    let [start, len, stride, count] =
+        [segments.start, segments.len, segments.stride, segments.count].map(|n| n as u64);
+    let blocks = grid(len.div_ceil(PACK_ELEMS).saturating_mul(count));
+    let mut runs: Vec<&[(AnySlice, usize)]> = runs(parts, |(part, _)| part.dtype()).collect();
+    if runs.is_empty() {
+        runs.push(&[]);
+    }
+    let launch = |(nth, run): (usize, &&[(AnySlice, usize)])| {
+        let from = if nth == 0 { 0 } else { run[0].1 as u64 };
+        let until = runs.get(nth + 1).map_or(u64::MAX, |next| next[0].1 as u64);
+        let src = run.first().map_or(Ok(0), |(part, _)| index("pack: part", part.dtype()))?;
+        let segments = PackSegments { start, len, stride, count, from, until };
+        let ranges = Ranges::new(run.iter().map(|&(part, at)| (part, at as u64)));
+        let params = vec![ranges, dst.into(), Param::Segments(segments)];
+        Ok(Launch { source: "pack.cu", entry: names[src][to], blocks, threads: THREADS, params })
+    };
+    runs.iter().enumerate().map(launch).collect()
+}
+
+/// The items cut into runs of one dtype, each of at most [`RANGES`].
+fn runs<T>(items: &[T], dtype: impl Fn(&T) -> DType) -> impl Iterator<Item = &[T]> {
+    items.chunk_by(move |a, b| dtype(a) == dtype(b)).flat_map(|run| run.chunks(RANGES))
+}
+
 pub(super) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<Launch, KernelError> {
     check::accumulate(device, grad, acc)?;
     let entry = entries!("accumulate")[index("accumulate: grad", grad.dtype())?];
@@ -137,33 +224,48 @@ pub(super) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>
     Ok(Launch::flat("accumulate.cu", entry, span, vec![grad.into(), acc.into()]))
 }
 
-/// Blocks of the first stage of grad_stats for `len` elements, each with an fp64 sum and a 32-bit count in scratch.
-/// `None` beyond 2^31 (over 70 thousand billion elements).
-fn stats_chunks(len: usize) -> Option<u32> {
-    Some(i32::try_from(len.div_ceil(CHUNK_ELEMS)).ok()?.unsigned_abs())
+/// Chunks of gradients of these lengths: blocks of the first stage of grad_stats, each with an fp64 sum and a 32-bit count
+/// in scratch. `None` beyond 2^31 (over 70 thousand billion elements).
+fn stats_chunks(lens: impl IntoIterator<Item = usize>) -> Option<u32> {
+    let chunks = lens.into_iter().try_fold(0usize, |sum, len| sum.checked_add(len.div_ceil(CHUNK_ELEMS)))?;
+    Some(i32::try_from(chunks).ok()?.unsigned_abs())
 }
 
 /// See [`Kernels::stats_scratch_elems`](crate::Kernels::stats_scratch_elems).
-pub(super) fn stats_scratch_elems(len: usize) -> usize {
-    stats_chunks(len).map_or(usize::MAX, |chunks| (chunks as usize * (8 + 4)).div_ceil(8))
+pub(super) fn stats_scratch_elems(lens: &[usize]) -> usize {
+    stats_chunks(lens.iter().copied()).map_or(usize::MAX, |chunks| (chunks as usize * (8 + 4)).div_ceil(8))
 }
 
-/// The two stages; the first has no blocks if there are no elements.
+/// The two stages for each [`RANGES`] gradients of a dtype; the first has no blocks if there are no elements.
 pub(super) fn grad_stats(
     device: DeviceId,
-    grad: AnySlice,
+    grads: &[AnySlice],
     scratch: DeviceSlice<f64>,
     out: DeviceSlice<GradStats>,
-) -> Result<[Launch; 2], KernelError> {
-    let entry = entries!("grad_stats_chunks")[index("grad_stats: grad", grad.dtype())?];
-    check::grad_stats(device, grad, scratch, stats_scratch_elems(grad.len()), out)?;
-    // 0 is unreachable: the check above requires `usize::MAX` elements of scratch.
-    let chunks = stats_chunks(grad.len()).unwrap_or(0);
-    let counts = Param::Address(scratch.as_ptr() as u64 + u64::from(chunks) * 8);
-    let launch = |entry, blocks, params| Launch { source: "grad_stats.cu", entry, blocks, threads: THREADS, params };
-    let first = vec![grad.into(), Param::U64(grad.len() as u64), scratch.into(), counts];
-    let second = vec![scratch.into(), counts, Param::U64(chunks.into()), out.into()];
-    Ok([launch(entry, chunks, first), launch("grad_stats_combine", 1, second)])
+) -> Result<Vec<[Launch; 2]>, KernelError> {
+    let lens: Vec<usize> = grads.iter().map(|grad| grad.len()).collect();
+    check::grad_stats(device, grads, scratch, stats_scratch_elems(&lens), out)?;
+    let mut end = 0;
+    let stages = |run: &[AnySlice]| {
+        let entry = entries!("grad_stats_chunks")[index("grad_stats: grad", run[0].dtype())?];
+        let mut chunks = 0;
+        let ranges = Ranges::new(run.iter().map(|&grad| {
+            let first = chunks;
+            // 0 is unreachable: the check above requires `usize::MAX` elements of scratch.
+            chunks += stats_chunks([grad.len()]).unwrap_or(0);
+            (grad, first.into())
+        }));
+        let counts = Param::Address(scratch.as_ptr() as u64 + u64::from(chunks) * 8);
+        let launch =
+            |entry, blocks, params| Launch { source: "grad_stats.cu", entry, blocks, threads: THREADS, params };
+        let out_of_run = out.slice(end..end + run.len());
+        end += run.len();
+        let first = vec![ranges.clone(), scratch.into(), counts.clone()];
+        let second = vec![ranges, scratch.into(), counts, out_of_run.into()];
+        let blocks = run.len() as u32;
+        Ok([launch(entry, chunks, first), launch("grad_stats_combine", blocks, second)])
+    };
+    runs(grads, |grad| grad.dtype()).map(stages).collect()
 }
 
 pub(super) fn rank_stats(
@@ -230,17 +332,16 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
         launches.push(adam_remainder(device, &args)?);
         for dst in floats {
             launches.push(cast(device, grad, dst, 1.0)?);
+            let none = Segments { start: 0, len: 0, stride: 0, count: 0 };
+            launches.extend(pack(device, &[(grad, 0)], none, dst)?);
         }
         launches.push(accumulate(device, grad, flat)?);
-        let [chunks, _] = grad_stats(device, grad, scratch, stats)?;
-        launches.push(chunks);
+        launches.extend(grad_stats(device, &[grad], scratch, stats)?.into_iter().map(|[chunks, _]| chunks));
     }
-    let [_, combine] = grad_stats(device, floats[0], scratch, stats)?;
+    let combine = grad_stats(device, &floats[..1], scratch, stats)?.into_iter().map(|[_, combine]| combine);
     let (zero, ranks) = (slot(address, device, 4, 1), slot(address, device, 5, 1));
-    launches.extend([
-        combine,
-        rank_stats(device, slot(address, device, 3, 0), zero, slot(address, device, 4, 1), ranks)?,
-    ]);
+    launches.extend(combine);
+    launches.push(rank_stats(device, slot(address, device, 3, 0), zero, slot(address, device, 4, 1), ranks)?);
     // With no rates the step halts the run at once.
     let (config, rates, state) =
         (slot(address, device, 6, 1), slot(address, device, 0, 0), slot(address, device, 7, 1));
@@ -320,22 +421,70 @@ mod tests {
         assert_eq!(cast(DeviceId::HOST, src.erase(), dst.erase(), 1.0).unwrap().blocks, 0);
         assert_eq!(accumulate(DeviceId::HOST, dst.erase(), src).unwrap().blocks, 0);
         // The second stage writes the zero statistics.
-        let [chunks, combine] = grad_stats(DeviceId::HOST, src.erase(), doubles, at(0x3000, 1)).unwrap();
+        let launches = grad_stats(DeviceId::HOST, &[src.erase()], doubles, at(0x3000, 1)).unwrap();
+        let [[chunks, combine]] = &launches[..] else { panic!("{launches:?}") };
         assert_eq!((chunks.blocks, combine.entry, combine.blocks), (0, "grad_stats_combine", 1));
     }
 
     #[test]
     fn stats_scratch_has_sums_before_counts() {
-        let (grad, scratch): (DeviceSlice<f32>, _) = (at(0x10_0000, 70_000), at(0x1000, stats_scratch_elems(70_000)));
-        let [chunks, combine] = grad_stats(DeviceId::HOST, grad.erase(), scratch, at(0x100, 1)).unwrap();
+        let (grad, scratch): (DeviceSlice<f32>, _) =
+            (at(0x10_0000, 70_000), at(0x1000, stats_scratch_elems(&[70_000])));
+        let grads = [grad.erase()];
+        let launches = grad_stats(DeviceId::HOST, &grads, scratch, at(0x100, 1)).unwrap();
+        let [[chunks, combine]] = &launches[..] else { panic!("{launches:?}") };
         // 3 chunks: 24 bytes of sums, 12 of counts.
         assert_eq!(scratch.len(), 5);
         let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 24));
-        assert_eq!((chunks.blocks, &chunks.params[2..]), (3, &[sums, counts][..]));
-        assert_eq!(combine.params, [sums, counts, Param::U64(3), Param::Address(0x100)]);
-        let short = grad_stats(DeviceId::HOST, grad.erase(), scratch.slice(0..4), at(0x100, 1)).unwrap_err();
+        let ranges = Ranges::new([(grad.erase(), 0)]);
+        assert_eq!((chunks.blocks, &chunks.params), (3, &vec![ranges.clone(), sums.clone(), counts.clone()]));
+        assert_eq!(combine.params, [ranges, sums, counts, Param::Address(0x100)]);
+        let short = grad_stats(DeviceId::HOST, &grads, scratch.slice(0..4), at(0x100, 1)).unwrap_err();
         assert_eq!(short, KernelError::LengthMismatch { what: "grad_stats: scratch", expected: 5, got: 4 });
-        assert_eq!((stats_chunks(0), stats_chunks(32_769), stats_chunks(usize::MAX)), (Some(0), Some(2), None));
+        assert_eq!(
+            (stats_chunks([0]), stats_chunks([32_769, 1]), stats_chunks([usize::MAX])),
+            (Some(0), Some(3), None)
+        );
+        assert_eq!(stats_chunks([usize::MAX; 1 << 16]), None);
+    }
+
+    #[test]
+    fn many_gradients_share_two_launches() {
+        let grads: Vec<AnySlice> = (0..130)
+            .map(|i| match i < 129 {
+                true => at::<f32>(0x10_0000 + 0x1_0000 * i, 10_000).erase(),
+                false => at::<half::bf16>(0x8000_0000, 40_000).erase(),
+            })
+            .collect();
+        let launches = grad_stats(DeviceId::HOST, &grads, at(0x1_0000_0000, 1000), at(0x10, 130)).unwrap();
+        let found = |l: &[Launch; 2]| (l[0].entry, l[0].blocks, l[1].blocks, l[1].params[3].clone());
+        let found: Vec<_> = launches.iter().map(found).collect();
+        let out = |nth: u64| Param::Address(0x10 + 16 * nth);
+        let f32s = "grad_stats_chunks_f32";
+        assert_eq!(
+            found,
+            [(f32s, 128, 128, out(0)), (f32s, 1, 1, out(128)), ("grad_stats_chunks_bf16", 2, 1, out(129))]
+        );
+    }
+
+    #[test]
+    fn a_bucket_is_packed_by_one_launch() {
+        let segments = Segments { start: 100, len: 3000, stride: 10_000, count: 8 };
+        let (part, dst): (DeviceSlice<f32>, _) = (at(0x10_0000, 80_000), at::<half::bf16>(0x100, 24_000).erase());
+        let launches = pack(DeviceId::HOST, &[(part.erase(), 0)], segments, dst).unwrap();
+        let [launch] = &launches[..] else { panic!("{launches:?}") };
+        // Two blocks for each rank's segment.
+        assert_eq!((launch.entry, launch.blocks), ("pack_f32_bf16", 16));
+        let [start, len, stride, count] = [100, 3000, 10_000, 8];
+        let all = PackSegments { start, len, stride, count, from: 0, until: u64::MAX };
+        assert_eq!(launch.params[2], Param::Segments(all));
+        // A launch writes from its first part to that of the next.
+        let parts = [(part.slice(0..10).erase(), 5), (at::<half::f16>(0x200_0000, 4).erase(), 30)];
+        let launches = pack(DeviceId::HOST, &parts, segments, dst).unwrap();
+        let windows: Vec<_> = launches.iter().map(|l| (l.entry, l.params[2].clone())).collect();
+        let first = Param::Segments(PackSegments { until: 30, ..all });
+        let second = Param::Segments(PackSegments { from: 30, ..all });
+        assert_eq!(windows, [("pack_f32_bf16", first), ("pack_f16_bf16", second)]);
     }
 
     #[test]
@@ -352,7 +501,7 @@ mod tests {
         }
         entries.sort_unstable();
         entries.dedup();
-        assert_eq!(entries.len(), 12 + 3 + 9 + 3 + 4 + 2, "each kernel once");
+        assert_eq!(entries.len(), 12 + 3 + 9 + 9 + 3 + 4 + 2, "each kernel once");
         for source in super::super::source::SOURCES {
             assert!(!entries_of(source.name).unwrap().is_empty(), "{}", source.name);
         }

@@ -17,8 +17,8 @@ macro_rules! sources {
 }
 
 /// The sources of this crate.
-pub(super) const SOURCES: [Source; 6] =
-    sources!["adam.cu", "adam_remainder.cu", "cast.cu", "accumulate.cu", "grad_stats.cu", "step.cu"];
+pub(super) const SOURCES: [Source; 7] =
+    sources!["adam.cu", "adam_remainder.cu", "cast.cu", "pack.cu", "accumulate.cu", "grad_stats.cu", "step.cu"];
 
 impl Source {
     /// A source of another crate. This crate's prelude is prepended.

@@ -66,9 +66,13 @@ impl Span {
 
     /// Blocks of a launch: one warp per tile, up to the grid's limit; beyond it the kernels loop.
     pub fn blocks(&self) -> u32 {
-        let blocks = self.tiles().div_ceil(u64::from(THREADS) / WARP);
-        u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX as u32)
+        grid(self.tiles().div_ceil(u64::from(THREADS) / WARP))
     }
+}
+
+/// The number of blocks within the grid's limit.
+pub(super) fn grid(blocks: u64) -> u32 {
+    u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX as u32)
 }
 
 #[cfg(test)]
@@ -152,6 +156,7 @@ mod tests {
             ("GROUP", GROUP_ELEMS as usize),
             ("CHUNK", CHUNK_ELEMS),
             ("STRIP", STRIP_ELEMS),
+            ("RANGES", super::super::launch::RANGES),
         ] {
             assert!(text.contains(&format!("#define {name} {value}\n")), "{name}");
         }

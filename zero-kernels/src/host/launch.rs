@@ -4,11 +4,12 @@ use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 
+use super::pack::copies;
 use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
 use crate::step::{self, RankStats};
-use crate::{AdamArgs, AdvanceArgs, Float, GradStats, KernelError, Kernels, RemainderArgs, check};
+use crate::{AdamArgs, AdvanceArgs, Float, GradStats, KernelError, Kernels, RemainderArgs, Segments, check};
 
-/// The operations on host streams. adam, cast, accumulate and grad_stats are split over a fixed number of threads;
+/// The operations on host streams. adam, cast, pack, accumulate and grad_stats are split over a fixed number of threads;
 /// the others run on the stream's thread.
 #[derive(Clone, Debug)]
 pub struct HostKernels {
@@ -140,6 +141,38 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         }))
     }
 
+    fn pack(
+        &self,
+        stream: &HostStream,
+        parts: &[(AnySlice, usize)],
+        segments: Segments,
+        dst: AnySlice,
+    ) -> Result<(), KernelError> {
+        check::pack(DeviceId::HOST, parts, segments, dst)?;
+        if dst.is_empty() {
+            return Ok(());
+        }
+        let (workers, copies) = (self.workers.clone(), copies(parts, segments, dst));
+        with_float!("pack: dst", dst.dtype(), D => {
+            stream.enqueue("pack", move || {
+                copies.iter().try_for_each(|(src, dst)| {
+                    // SAFETY: `check` found host memory, disjoint from the parts; its maker promised validity and ordered
+                    // accesses.
+                    let dst = unsafe { dst.typed::<D>()?.as_host_mut() };
+                    let Some(src) = src else {
+                        dst.fill(D::from_f32(0.0));
+                        return Ok(());
+                    };
+                    with_float!("pack: part", src.dtype(), S => {
+                        // SAFETY: as for `dst`; nothing writes to it.
+                        workers.cast(unsafe { src.typed::<S>()?.as_host() }, dst, 1.0)
+                    })
+                }).map_err(failed)
+            })?;
+            Ok(())
+        })
+    }
+
     fn accumulate(&self, stream: &HostStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
         check::accumulate(DeviceId::HOST, grad, acc)?;
         let workers = self.workers.clone();
@@ -157,30 +190,32 @@ unsafe impl Kernels<HostDevice> for HostKernels {
     }
 
     /// Always 0: the host needs no scratch.
-    fn stats_scratch_elems(&self, _len: usize) -> usize {
+    fn stats_scratch_elems(&self, _lens: &[usize]) -> usize {
         0
     }
 
     fn grad_stats(
         &self,
         stream: &HostStream,
-        grad: AnySlice,
+        grads: &[AnySlice],
         scratch: DeviceSlice<f64>,
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError> {
-        check::grad_stats(DeviceId::HOST, grad, scratch, 0, out)?;
-        let workers = self.workers.clone();
-        with_float!("grad_stats: grad", grad.dtype(), G => {
-            let grad = grad.typed::<G>()?;
-            stream.enqueue("grad_stats", move || {
-                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
-                let stats = workers.grad_stats(unsafe { grad.as_host() });
-                // SAFETY: as above, and `check` found it disjoint from `grad`.
-                unsafe { out.as_host_mut() }.fill(stats);
-                Ok(())
-            })?;
+        check::grad_stats(DeviceId::HOST, grads, scratch, 0, out)?;
+        let (workers, grads) = (self.workers.clone(), grads.to_vec());
+        stream.enqueue("grad_stats", move || {
+            // SAFETY: `check` found host memory, disjoint from the gradients; its maker promised validity and ordered
+            // accesses.
+            for (grad, out) in grads.iter().zip(unsafe { out.as_host_mut() }) {
+                *out = with_float!("grad_stats: grad", grad.dtype(), G => {
+                    // SAFETY: as for `out`; nothing writes to it.
+                    Ok(workers.grad_stats(unsafe { grad.typed::<G>()?.as_host() }))
+                })
+                .map_err(failed)?;
+            }
             Ok(())
-        })
+        })?;
+        Ok(())
     }
 
     fn rank_stats(

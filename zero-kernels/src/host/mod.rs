@@ -14,6 +14,7 @@ mod adam;
 mod cast;
 mod grad_stats;
 mod launch;
+mod pack;
 mod remainder;
 mod workers;
 

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
-use zero_kernels::{Float, GradStats, host, reference};
+use zero_kernels::{Float, GradStats, Segments, host, reference};
 
 use crate::Rig;
 use crate::adam::from;
@@ -81,9 +81,9 @@ fn check_stats<D: Device, G: Float>(rig: &Rig<D>) {
     for (i, len) in rig.lengths().into_iter().chain(long.iter().copied()).enumerate() {
         let grad = values::<G>(len, 8, true);
         let on_grad = rig.buffer(&grad, from(i, 1));
-        let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(len), 0);
+        let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&[len]), 0);
         let out = rig.poisoned::<GradStats>(1, 0);
-        rig.kernels.grad_stats(&rig.stream, on_grad.any(), scratch.slice(), out.slice()).unwrap();
+        rig.kernels.grad_stats(&rig.stream, &[on_grad.any()], scratch.slice(), out.slice()).unwrap();
         let expected = host::grad_stats(&grad);
         let ours = out.read()[0];
         assert_eq!((ours.sum_sq.to_bits(), ours.nonfinite), (expected.sum_sq.to_bits(), expected.nonfinite), "{len}");
@@ -97,12 +97,97 @@ pub fn grad_stats_of_every_type<D: Device>(rig: &Rig<D>) {
     check_stats::<D, f16>(rig);
 }
 
+/// More gradients than a launch serves, empty ones among them, and of two dtypes: each has the bits that it has alone.
+pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
+    let count = if cfg!(miri) { 5 } else { 131 };
+    let values = values::<f32>(33_003, 9, true);
+    let narrow: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
+    let (wide, halves) = (rig.buffer(&values, 1), rig.buffer(&narrow, 3));
+    let range = |i: usize| match i {
+        1 => 0..if cfg!(miri) { 40 } else { 33_003 },
+        _ => i..i + (i * 37) % 200,
+    };
+    let is_wide = |i: usize| i + 2 < count;
+    let grads: Vec<_> = (0..count)
+        .map(|i| if is_wide(i) { wide.any().slice(range(i)) } else { halves.any().slice(range(i)) })
+        .collect();
+    let lens: Vec<usize> = (0..count).map(|i| range(i).len()).collect();
+    let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&lens), 0);
+    let out = rig.poisoned::<GradStats>(count, 0);
+    rig.kernels.grad_stats(&rig.stream, &grads, scratch.slice(), out.slice()).unwrap();
+    for (i, ours) in out.read().iter().enumerate() {
+        let expected =
+            if is_wide(i) { host::grad_stats(&values[range(i)]) } else { host::grad_stats(&narrow[range(i)]) };
+        assert_eq!((ours.sum_sq.to_bits(), ours.nonfinite), (expected.sum_sq.to_bits(), expected.nonfinite), "{i}");
+    }
+    scratch.read();
+    rig.kernels.grad_stats(&rig.stream, &[], scratch.slice(), out.slice().slice(0..0)).unwrap();
+}
+
+/// Segments of every alignment, across parts and gaps.
+fn check_pack<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
+    let most = if cfg!(miri) { 60 } else { 5000 };
+    let src = values::<S>(most, 11, true);
+    let on_device = rig.buffer(&src, 1);
+    // (start in the unit, start of its values, elements); the unit has gaps before, between and behind parts.
+    let parts = [(3, 7, 5), (8, 16, 0), (8, 15, most / 2), (most / 2 + 20, 31, 17)];
+    let one = [(0, 7, most - 7)];
+    for parts in [&parts[..], &one[..], &[]] {
+        let slices: Vec<_> =
+            parts.iter().map(|&(at, from, len)| (on_device.any().slice(from..from + len), at)).collect();
+        let plain: Vec<_> = parts.iter().map(|&(at, from, len)| (&src[from..from + len], at)).collect();
+        for (start, len, stride, count) in
+            [(0, most / 4, most / 4, 4), (8, most / 8, most / 4, 3), (5, 3, 7, 6), (0, 0, 9, 4), (2, most, 0, 1)]
+        {
+            let segments = Segments { start, len, stride, count };
+            let dst = rig.poisoned::<T>(len * count, start);
+            rig.kernels.pack(&rig.stream, &slices, segments, dst.any()).unwrap();
+            let mut expected = vec![T::from_f32(f32::NAN); len * count];
+            reference::pack(&plain, segments, &mut expected).unwrap();
+            assert_same(&format!("pack {} to {}: {segments:?}", S::DTYPE, T::DTYPE), &dst.read(), &expected);
+        }
+    }
+}
+
+pub fn pack_of_every_type<D: Device>(rig: &Rig<D>) {
+    check_pack::<D, f32, f32>(rig);
+    check_pack::<D, f32, bf16>(rig);
+    check_pack::<D, f32, f16>(rig);
+    check_pack::<D, bf16, f32>(rig);
+    check_pack::<D, bf16, bf16>(rig);
+    check_pack::<D, bf16, f16>(rig);
+    check_pack::<D, f16, f32>(rig);
+    check_pack::<D, f16, bf16>(rig);
+    check_pack::<D, f16, f16>(rig);
+}
+
+/// More parts than a launch has room for, and parts of several dtypes.
+pub fn pack_of_many_parts<D: Device>(rig: &Rig<D>) {
+    let count = if cfg!(miri) { 9 } else { 300 };
+    let values = values::<f32>(2 * count, 12, true);
+    let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
+    let (wide, narrow) = (rig.buffer(&values, 1), rig.buffer(&halves, 0));
+    let is_wide = |i: usize| i < 140 || i % 50 == 0;
+    let slice = |i: usize| if is_wide(i) { wide.any() } else { narrow.any() }.slice(2 * i..2 * i + 2);
+    // Two elements of every three.
+    let parts: Vec<_> = (0..count).map(|i| (slice(i), 3 * i + 1)).collect();
+    let dst = rig.poisoned::<f32>(3 * count, 0);
+    let segments = Segments { start: 1, len: count, stride: count, count: 3 };
+    rig.kernels.pack(&rig.stream, &parts, segments, dst.any()).unwrap();
+    let rounded = |elem: usize| match (elem / 3, elem % 3) {
+        (_, 2) => 0.0,
+        (i, j) if is_wide(i) => values[2 * i + j],
+        (i, j) => halves[2 * i + j].to_f32(),
+    };
+    assert_same("pack", &dst.read(), &(0..3 * count).map(rounded).collect::<Vec<_>>());
+}
+
 pub fn grad_stats_of_extremes<D: Device>(rig: &Rig<D>) {
     for value in [f32::MAX, f32::from_bits(1), f32::NAN] {
         let grad = rig.buffer(&[value; 33], 0);
-        let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(33), 0);
+        let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&[33]), 0);
         let out = rig.poisoned::<GradStats>(1, 0);
-        rig.kernels.grad_stats(&rig.stream, grad.any(), scratch.slice(), out.slice()).unwrap();
+        rig.kernels.grad_stats(&rig.stream, &[grad.any()], scratch.slice(), out.slice()).unwrap();
         assert_eq!(out.read()[0], host::grad_stats(&[value; 33]));
     }
 }

@@ -20,7 +20,7 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
     let (w, m, v) = (rig.buffer(&vec![1f32; n], 0), rig.buffer(&vec![0f32; n], 0), rig.buffer(&vec![0f32; n], 0));
     let (param, grad) = (rig.poisoned::<bf16>(n, 0), rig.buffer(&vec![bf16::from_f32(2.0); n], 0));
     let (total, stats) = (rig.buffer(&vec![0f32; n], 0), rig.poisoned::<GradStats>(1, 0));
-    let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(n), 0);
+    let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&[n]), 0);
     let hyper =
         AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled: true, bias_correction: true };
     let scalars = StepScalars::new(1, 0.5, &hyper, 0.25);
@@ -29,7 +29,7 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
     let (kernels, stream) = (&rig.kernels, &rig.stream);
     kernels.accumulate(stream, grad.any(), total.slice()).unwrap();
     kernels.accumulate(stream, grad.any(), total.slice()).unwrap();
-    kernels.grad_stats(stream, total.any(), scratch.slice(), stats.slice()).unwrap();
+    kernels.grad_stats(stream, &[total.any()], scratch.slice(), stats.slice()).unwrap();
     let args = AdamArgs {
         master: w.slice(),
         first_moment: m.slice(),

@@ -3,7 +3,7 @@
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, DeviceSlice, Element};
 use zero_kernels::step::{StepConfig, StepRecord, StepState};
-use zero_kernels::{AdamArgs, AdvanceArgs, GradStats, KernelError, RankStats, RemainderArgs, StepScalars};
+use zero_kernels::{AdamArgs, AdvanceArgs, GradStats, KernelError, RankStats, RemainderArgs, Segments, StepScalars};
 
 use crate::Rig;
 use crate::common::hyper;
@@ -126,16 +126,27 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
     assert_eq!(kernels.accumulate(stream, all, acc.slice(0..1)), length("accumulate: acc", 8, 1));
     assert_eq!(kernels.accumulate(stream, all, acc), overlap("accumulate: acc", "accumulate: grad"));
 
-    let (out, scratch) = (rig.poisoned::<GradStats>(2, 0), rig.poisoned::<f64>(kernels.stats_scratch_elems(8), 0));
+    let segments = Segments { start: 0, len: 2, stride: 4, count: 2 };
+    let pack = |parts: &[_], dst| kernels.pack(stream, parts, segments, dst);
+    let (part, bucket) = (all.slice(0..4), all.slice(4..8));
+    assert_eq!(pack(&[(part, 0)], all), length("pack: dst", 4, 8));
+    assert_eq!(pack(&[(part, 0)], all.slice(3..7)), overlap("pack: dst", "pack: part"));
+    assert_eq!(pack(&[(part, 0), (part, 3)], bucket), Err(KernelError::PartOrder { index: 1 }));
+    assert_eq!(pack(&[(doubles.any(), 0)], bucket), unsupported("pack: part", DType::F64));
+    assert_eq!(pack(&[(part, 0)], doubles.any().slice(0..4)), unsupported("pack: dst", DType::F64));
+    let endless = Segments { start: usize::MAX, ..segments };
+    assert_eq!(kernels.pack(stream, &[(part, 0)], endless, bucket), length("pack: dst", usize::MAX, 4));
+
+    let (out, scratch) = (rig.poisoned::<GradStats>(2, 0), rig.poisoned::<f64>(kernels.stats_scratch_elems(&[8]), 0));
     let (one, two, scratch) = (out.slice().slice(0..1), out.slice(), scratch.slice());
-    assert_eq!(kernels.grad_stats(stream, all, scratch, two), length("grad_stats: out", 1, 2));
-    let wide = kernels.grad_stats(stream, doubles.any(), scratch, one);
+    assert_eq!(kernels.grad_stats(stream, &[all], scratch, two), length("grad_stats: out", 1, 2));
+    let wide = kernels.grad_stats(stream, &[doubles.any()], scratch, one);
     assert_eq!(wide, unsupported("grad_stats: grad", DType::F64));
-    let shared = kernels.grad_stats(stream, all, scratch, cast(acc, 1));
+    let shared = kernels.grad_stats(stream, &[all], scratch, cast(acc, 1));
     assert_eq!(shared, overlap("grad_stats: out", "grad_stats: grad"));
-    let needed = kernels.stats_scratch_elems(8);
+    let needed = kernels.stats_scratch_elems(&[8]);
     if needed > 0 {
-        let short = kernels.grad_stats(stream, all, scratch.slice(0..needed - 1), one);
+        let short = kernels.grad_stats(stream, &[all], scratch.slice(0..needed - 1), one);
         assert_eq!(short, length("grad_stats: scratch", needed, needed - 1));
     }
     let other = elsewhere(floats.slice());
@@ -144,7 +155,7 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
     assert_eq!(kernels.cast(stream, all, grad, 1.0), on_other("cast: dst"));
     assert_eq!(kernels.accumulate(stream, grad, acc), on_other("accumulate: grad"));
     assert_eq!(kernels.accumulate(stream, all, other), on_other("accumulate: acc"));
-    assert_eq!(kernels.grad_stats(stream, grad, scratch, one), on_other("grad_stats: grad"));
+    assert_eq!(kernels.grad_stats(stream, &[grad], scratch, one), on_other("grad_stats: grad"));
     assert_eq!(floats.read(), [1.0; 8]);
 }
 
