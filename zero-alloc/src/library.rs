@@ -22,6 +22,16 @@ impl Search {
         self.paths_with(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
 
+    /// [`Search::paths`] for libraries that run on a driver of CUDA's `major` version: those whose names have a newer
+    /// major version come last, because such a driver cannot run them.
+    pub fn paths_for_driver(&self, major: Option<u32>) -> Vec<String> {
+        let mut paths = self.paths();
+        if let Some(major) = major {
+            paths.sort_by_key(|path| major_version(path).is_some_and(|library| library > major));
+        }
+        paths
+    }
+
     fn paths_with(&self, variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
         if let Some(path) = variable(self.variable) {
             return vec![path];
@@ -35,6 +45,14 @@ impl Search {
             }
         }
         paths
+    }
+}
+
+/// CUDA's major version in a library's name: 13 in `libx.so.13` and in `x64_130_0.dll`.
+fn major_version(path: &str) -> Option<u32> {
+    match path.rsplit_once(".so.") {
+        Some((_, version)) => version.split('.').next()?.parse().ok(),
+        None => path.split_once("64_")?.1.split('_').next()?.parse::<u32>().ok().map(|version| version / 10),
     }
 }
 
@@ -133,6 +151,18 @@ mod tests {
         assert_eq!(search.paths_with(|_| None), [&["libx.so.2", "libx.so"], &usual[..]].concat());
         let home = ["/cuda/lib64/libx.so.2", "/cuda/lib64/libx.so"];
         assert_eq!(search.paths_with(at_home), [&["libx.so.2", "libx.so"], &home[..], &usual[..]].concat());
+    }
+
+    #[test]
+    fn libraries_newer_than_the_driver_come_last() {
+        let search = Search { names: &["libx.so.13", "libx.so.12", "libx.so"], ..SEARCH };
+        let order = |major| search.paths_for_driver(major);
+        assert_eq!(order(Some(12)), ["libx.so.12", "libx.so", "libx.so.13"]);
+        for major in [None, Some(13), Some(14)] {
+            assert_eq!(order(major), search.paths());
+        }
+        let search = Search { names: &["x64_130_0.dll", "x64_120_0.dll"], ..SEARCH };
+        assert_eq!(search.paths_for_driver(Some(12)), ["x64_120_0.dll", "x64_130_0.dll"]);
     }
 
     #[test]

@@ -76,6 +76,15 @@ impl CudaDevice {
         Driver::get()?.count()
     }
 
+    /// The newest version of CUDA that the driver supports, major and minor: (13, 0). Libraries of a newer major version
+    /// do not run on it.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoDriver`], or the driver failed.
+    pub fn driver_version() -> Result<(u32, u32), DeviceError> {
+        Driver::get()?.version()
+    }
+
     /// Opens the GPU with this index, counted from 0. It shares the primary context with all users of CUDA's runtime
     /// in the process (PyTorch, NCCL).
     ///

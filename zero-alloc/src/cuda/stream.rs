@@ -132,6 +132,33 @@ impl CudaStream {
         })
     }
 
+    /// Runs `enqueue` and waits until the stream has run what it enqueued. Returns the time between on the device, with
+    /// a resolution of about half a microsecond. `op` is its name in errors.
+    ///
+    /// # Errors
+    /// The stream is being recorded, the limit has passed, `enqueue` failed, or the stream did.
+    pub fn time(
+        &self,
+        op: &'static str,
+        limit: Duration,
+        enqueue: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<Duration, DeviceError> {
+        self.refuse_in_capture(op)?;
+        let (start, end) = self.attempt(op, || {
+            let start = self.0.queue.record(true)?;
+            enqueue()?;
+            Ok((start, self.0.queue.record(true)?))
+        })?;
+        let reached = || end.query().map_err(|error| self.lost(error));
+        Deadline::after(limit).wait(|| format!("{op} on stream {}", self.0.name), reached)?;
+        Ok(Duration::from_secs_f64(f64::from(end.since_ms(&start)?.max(0.0)) / 1e3))
+    }
+
+    /// Whether operations are now recorded into a graph instead of run.
+    pub fn is_recorded(&self) -> bool {
+        self.capture_now().is_some()
+    }
+
     /// As [`CudaStream::labelled`], without the timeline.
     pub(super) fn attempt<R>(
         &self,

@@ -51,7 +51,7 @@ impl KernelCache {
     /// The user's folder: `ZERO_KERNEL_CACHE`, or `zero-kernels` in `XDG_CACHE_HOME` or in `HOME/.cache`. If none of
     /// these is set, kernels are not cached.
     pub fn of_user() -> Self {
-        Self { folder: user_folder(|name| std::env::var(name).ok().filter(|v| !v.is_empty())) }
+        Self { folder: user_folder("ZERO_KERNEL_CACHE", "zero-kernels") }
     }
 
     /// Returns the image of `source` for devices of `arch`, from disk or from `compiler`. A failure to write the file
@@ -71,10 +71,16 @@ impl KernelCache {
     }
 }
 
-fn user_folder(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
-    variable("ZERO_KERNEL_CACHE").map(PathBuf::from).or_else(|| {
+/// The user's folder for cached data: the value of the environment variable `own`, or `name` in `XDG_CACHE_HOME` or in
+/// `HOME/.cache`. `None` if none of these variables is set.
+pub fn user_folder(own: &str, name: &str) -> Option<PathBuf> {
+    user_folder_with(own, name, |variable| std::env::var(variable).ok().filter(|v| !v.is_empty()))
+}
+
+fn user_folder_with(own: &str, name: &str, variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
+    variable(own).map(PathBuf::from).or_else(|| {
         let cache = variable("XDG_CACHE_HOME").map(PathBuf::from);
-        Some(cache.or_else(|| Some(Path::new(&variable("HOME")?).join(".cache")))?.join("zero-kernels"))
+        Some(cache.or_else(|| Some(Path::new(&variable("HOME")?).join(".cache")))?.join(name))
     })
 }
 
@@ -214,7 +220,8 @@ mod tests {
     #[test]
     fn user_folder_follows_the_environment() {
         let folder = |set: &[(&str, &str)]| {
-            user_folder(|name| set.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+            let variable = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+            user_folder_with("ZERO_KERNEL_CACHE", "zero-kernels", variable)
         };
         let all = [("ZERO_KERNEL_CACHE", "/k"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/h")];
         assert_eq!(folder(&all), Some("/k".into()));

@@ -29,7 +29,7 @@ mod source;
 mod span;
 mod target;
 
-pub use cache::{Compile, KernelCache};
+pub use cache::{Compile, KernelCache, user_folder};
 pub use error::CudaError;
 pub use kernels::CudaKernels;
 #[doc(hidden)]

@@ -4,6 +4,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr;
 
+use zero_alloc::cuda::CudaDevice;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
 use super::{Arch, Compile, CudaError, Source, Target};
@@ -124,12 +125,14 @@ const SEARCH: Search = Search {
 };
 
 impl Nvrtc {
-    /// Loads the library at the path in `ZERO_NVRTC`, or by its usual names.
+    /// Loads the library at the path in `ZERO_NVRTC`, or by its usual names. Names of a newer major version than the
+    /// driver's come last: such a driver may refuse what they compile.
     ///
     /// # Errors
     /// There is no such library, or it is not NVRTC.
     pub fn find() -> Result<Self, CudaError> {
-        Self::find_among(&SEARCH.paths())
+        let driver = CudaDevice::driver_version().ok().map(|(major, _)| major);
+        Self::find_among(&SEARCH.paths_for_driver(driver))
     }
 
     /// Loads the first of `paths` that can be loaded.

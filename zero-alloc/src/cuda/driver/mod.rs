@@ -83,6 +83,15 @@ impl Driver {
         Ok(driver)
     }
 
+    /// The newest version of CUDA that the driver supports, major and minor.
+    pub(super) fn version(&self) -> Result<(u32, u32), DeviceError> {
+        let mut version = 0;
+        // SAFETY: writes one number; needs no initialised driver.
+        unsafe { call!(self, cuDriverGetVersion(&raw mut version)) }?;
+        let version = u32::try_from(version).unwrap_or(0);
+        Ok((version / 1000, version % 1000 / 10))
+    }
+
     /// The number of devices.
     pub(super) fn count(&self) -> Result<usize, DeviceError> {
         if self.init == NO_DEVICE {

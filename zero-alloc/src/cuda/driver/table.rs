@@ -51,6 +51,7 @@ macro_rules! table {
 
 table! {
     cuInit(c_uint);
+    cuDriverGetVersion(*mut c_int);
 
     cuDeviceGet(*mut sys::CUdevice, c_int);
     cuDeviceGetCount(*mut c_int);
