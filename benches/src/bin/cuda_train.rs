@@ -78,6 +78,7 @@ fn main() -> Result<(), AnyError> {
             dtype,
             activation_checkpointing: false,
             offload_activations: false,
+            matmul_timing: true,
         },
         threads: 1,
     };

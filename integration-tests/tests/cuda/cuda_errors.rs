@@ -2,7 +2,7 @@
 
 use integration_tests::cuda::attention::{Attention, Shape};
 use integration_tests::cuda::cross_entropy::Scale;
-use integration_tests::cuda::matmul::{Epilogue, Matmul, Matrix, Product, WORKSPACE_BYTES};
+use integration_tests::cuda::matmul::{Epilogue, Matmul, Matrix, Product};
 use integration_tests::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
 use zero_alloc::device::{DType, Stream};
 
@@ -51,7 +51,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
 #[ignore = "needs a CUDA device"]
 fn matrices_that_do_not_fit() {
     let gpu = Gpu::open();
-    let matmul = Matmul::new(&gpu.device, gpu.fresh(WORKSPACE_BYTES / 4, DType::F32)).unwrap();
+    let matmul = Matmul::new(&gpu.device, gpu.fresh(1 << 20, DType::F32)).unwrap();
     let matrix = |rows, cols| Matrix::new(gpu.fresh(rows * cols, DType::Bf16), cols);
     let good =
         Product { left: matrix(4, 8), right: matrix(8, 16), out: matrix(4, 16), add: None, epilogue: Epilogue::None };

@@ -1,14 +1,126 @@
 //! Products by cuBLASLt against fp64: transposition, strides, accumulation, biases and GELU.
 
+use std::path::{Path, PathBuf};
+
 use integration_tests::cuda::OpError;
-use integration_tests::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, WORKSPACE_BYTES};
+use integration_tests::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, Timing};
+use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::DType;
 
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 
 fn matmul(gpu: &Gpu) -> Matmul {
-    Matmul::new(&gpu.device, gpu.fresh(WORKSPACE_BYTES / 4, DType::F32)).unwrap()
+    Matmul::new(&gpu.device, gpu.fresh(1 << 20, DType::F32)).unwrap()
+}
+
+/// Products that choose the candidate with this index and keep the choice in `folder`.
+fn timed(gpu: &Gpu, folder: &Path, candidate: usize) -> Matmul {
+    matmul(gpu).with_timing(Some(Timing::at(folder, &gpu.pool).prefer(candidate)))
+}
+
+/// Computes `1 + left right` in fp32, in place, from the same values each time.
+fn added(gpu: &Gpu, matmul: &Matmul) -> Vec<u32> {
+    let (m, n, k) = (24, 40, 320);
+    let (left, right) = (gpu.put(&values(m * k, 1), DType::Bf16), gpu.put(&values(k * n, 2), DType::Bf16));
+    let sum = gpu.floats(&vec![1.0; m * n]).erase();
+    let (left, right, out) = (Matrix::new(left, k), Matrix::new(right, n), Matrix::new(sum, n));
+    let product = Product { left, right, out, add: Some(out), epilogue: Epilogue::None };
+    matmul.run(&gpu.stream, &product).unwrap();
+    gpu.get(sum).into_iter().map(f32::to_bits).collect()
+}
+
+/// The files of a folder.
+fn files(folder: &Path) -> Vec<(PathBuf, String)> {
+    let files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
+    files.map(|path| (path.clone(), std::fs::read_to_string(path).unwrap())).collect()
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn chosen_algorithm_is_used_and_kept() {
+    let gpu = Gpu::open();
+    let mut bits = Vec::new();
+    for candidate in 0..3 {
+        let folder = tempfile::tempdir().unwrap();
+        let chosen = added(&gpu, &timed(&gpu, folder.path(), candidate));
+        let kept = files(folder.path());
+        assert_eq!(kept.len(), 1);
+        assert!(kept[0].1.contains(gpu.device.name()) && kept[0].1.contains("[24, 320] x [320, 40], bf16 to fp32"));
+        // A later process uses the kept choice, although it would choose another one, and leaves the file as it is.
+        assert!(added(&gpu, &timed(&gpu, folder.path(), candidate + 1)) == chosen, "{candidate}");
+        assert_eq!(files(folder.path()), kept);
+        if candidate == 0 {
+            assert!(added(&gpu, &matmul(&gpu)) == chosen, "the library's first choice");
+        }
+        // A damaged file is measured anew and replaced.
+        std::fs::write(&kept[0].0, &kept[0].1[..100]).unwrap();
+        assert!(added(&gpu, &timed(&gpu, folder.path(), candidate)) == chosen, "{candidate}");
+        assert_eq!(files(folder.path()), kept);
+        bits.push(chosen);
+    }
+    // The stand-in's candidates differ in the order of their sums.
+    assert!(gpu.is_real() || (bits[0] != bits[1] && bits[1] != bits[2] && bits[0] != bits[2]));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn choice_that_cannot_be_kept_is_the_first() {
+    let gpu = Gpu::open();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    assert!(added(&gpu, &timed(&gpu, file.path(), 1)) == added(&gpu, &matmul(&gpu)));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn nothing_is_measured_in_a_recording() {
+    let gpu = Gpu::open();
+    let folder = tempfile::tempdir().unwrap();
+    let matmul = timed(&gpu, folder.path(), 1);
+    let y = gpu.fresh(64, DType::Bf16);
+    let matrix = |seed| Matrix::new(gpu.put(&values(64, seed), DType::Bf16), 8);
+    let (left, right, out) = (matrix(1), matrix(2), Matrix::new(y, 8));
+    let product = Product { left, right, out, add: None, epilogue: Epilogue::None };
+    let mut ran = Ok(());
+    let enqueue = || {
+        ran = matmul.run(&gpu.stream, &product);
+        Ok(())
+    };
+    drop(gpu.stream.capture(enqueue).unwrap());
+    ran.unwrap();
+    assert!(folder.path().read_dir().unwrap().next().is_none());
+}
+
+/// A product that reads nothing that it writes is measured on its own result.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn fused_or_apart_is_measured_and_kept() {
+    let gpu = Gpu::open();
+    let folder = tempfile::tempdir().unwrap();
+    let (m, n, k) = (56, 40, 24);
+    let (x, dy) = (gpu.put(&values(m * k, 1), DType::Bf16), gpu.put(&values(m * n, 2), DType::Bf16));
+    let (dw, db) = (gpu.fresh(k * n, DType::Bf16), gpu.fresh(n, DType::Bf16));
+    let (left, right, out) = (Matrix::new(x, k).t(), Matrix::new(dy, n), Matrix::new(dw, n));
+    let fused = Product { left, right, out, add: None, epilogue: Epilogue::BiasGradient(db) };
+    let plain = Product { epilogue: Epilogue::None, ..fused };
+    let mut runs = 0;
+    let mut faster = |matmul: &Matmul| {
+        let apart = |stream: &CudaStream| {
+            runs += 1;
+            matmul.run(stream, &plain)
+        };
+        (matmul.is_faster(&gpu.stream, &fused, apart).unwrap(), runs)
+    };
+    if !matmul(&gpu).supports(&fused).unwrap() {
+        return;
+    }
+    assert_eq!(faster(&matmul(&gpu)), (false, 0), "nothing is measured");
+    let first = timed(&gpu, folder.path(), 1);
+    let (answer, runs) = faster(&first);
+    assert!(answer && runs > 1);
+    assert_eq!(faster(&first), (true, runs), "known");
+    assert_eq!(faster(&timed(&gpu, folder.path(), 0)), (true, runs), "kept");
+    assert_eq!(faster(&timed(&gpu, tempfile::tempdir().unwrap().path(), 0)).0, false);
 }
 
 #[test]
@@ -102,6 +214,36 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
         let want: Vec<f64> = product.iter().zip(&seen).map(|(p, v)| p * fp64::gelu(*v)[1]).collect();
         matmul.run(&gpu.stream, &Product { epilogue: Epilogue::GeluBackward { input }, ..plain }).unwrap();
         close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: GELU backward"));
+    }
+}
+
+/// The gradients of a weight and of its bias.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn bias_gradient_beside_a_weight_gradient() {
+    let gpu = Gpu::open();
+    let matmul = matmul(&gpu);
+    let (m, n, k) = (56, 40, 24);
+    for (dtype, out) in [(DType::Bf16, DType::Bf16), (DType::F16, DType::F16), (DType::Bf16, DType::F32)] {
+        let (x, dy) = (values(m * k, 1), values(m * n, 2));
+        let (x64, dy64) = (rounded(&x, dtype), rounded(&dy, dtype));
+        let sums: Vec<f64> = (0..n).map(|j| dy64.iter().skip(j).step_by(n).sum()).collect();
+        let (dw, db) = (gpu.fresh(k * n, out), gpu.fresh(n, out));
+        let product = Product {
+            left: Matrix::new(gpu.put(&x, dtype), k).t(),
+            right: Matrix::new(gpu.put(&dy, dtype), n),
+            out: Matrix::new(dw, n),
+            add: None,
+            epilogue: Epilogue::BiasGradient(db),
+        };
+        if !matmul.supports(&product).unwrap() {
+            assert!(gpu.is_real(), "the stand-in supports it");
+            continue;
+        }
+        matmul.run(&gpu.stream, &product).unwrap();
+        let name = format!("{dtype} to {out}");
+        close(&gpu.get(dw), &fp64::matmul(&fp64::transpose(&x64, k), &dy64, m, n), tolerance(out), &name);
+        close(&gpu.get(db), &sums, tolerance(out), &name);
     }
 }
 

@@ -67,6 +67,7 @@ fn workload(dtype: DType) -> GptWorkload {
             dtype,
             activation_checkpointing: false,
             offload_activations: false,
+            matmul_timing: false,
         },
         threads: 1,
     }
@@ -253,6 +254,7 @@ fn offloaded_activations_change_no_bit() {
                 seq_len: 16,
                 activation_checkpointing: true,
                 offload_activations,
+                matmul_timing: false,
                 ..workload.options
             };
             let (comm, mut steps) = (Arc::new(Solo::new(device.clone())), Vec::new());

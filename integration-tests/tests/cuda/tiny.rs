@@ -34,7 +34,14 @@ pub(crate) fn weights() -> Vec<Vec<f32>> {
 }
 
 pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Options {
-    Gpt2Options { micro_batch: BATCH, seq_len: SEQ, dtype, activation_checkpointing, offload_activations: false }
+    Gpt2Options {
+        micro_batch: BATCH,
+        seq_len: SEQ,
+        dtype,
+        activation_checkpointing,
+        offload_activations: false,
+        matmul_timing: false,
+    }
 }
 
 /// The inputs and targets of micro-batch `micro`, counted over all steps.

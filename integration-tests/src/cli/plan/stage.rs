@@ -11,6 +11,7 @@ use zero_shard::{
 use super::request::Request;
 use super::transfers::{Transfers, Wear, transfers};
 use crate::cli::train::rank_overhead_bytes;
+use crate::cuda::matmul;
 use crate::model::gpt2::Gpt2Options;
 use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems};
 
@@ -51,6 +52,8 @@ pub(super) struct Gpu {
     pub(super) gathered_bytes: u64,
     pub(super) buckets_bytes: u64,
     pub(super) scratch_bytes: u64,
+    /// The part of `scratch_bytes` that only a GPU has: the workspace of matrix products.
+    pub(super) matmul_workspace_bytes: u64,
     pub(super) activations_bytes: u64,
     /// Buffers of transfers to and from host memory.
     pub(super) staging_bytes: u64,
@@ -118,6 +121,7 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
             gathered_bytes: gpu.gathered_bytes,
             buckets_bytes: gpu.buckets_bytes,
             scratch_bytes: gpu.scratch_bytes,
+            matmul_workspace_bytes: matmul_workspace_bytes(request),
             activations_bytes: gpu.activations_bytes,
             staging_bytes: gpu.staging_bytes,
             total_bytes,
@@ -169,7 +173,11 @@ fn memory_model(request: &Request, settings: &Settings, layout: &Layout) -> Resu
         .gathered_elems(gathered_elems(request, layout))
         .bucket_elems(settings.bucket_capacity_elems as u64)
         .buckets(2)
-        .scratch_bytes(scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64))
+        .scratch_bytes(
+            scratch_bytes(layout)?
+                .saturating_add(device_steps(request.gpus as usize).bytes(1) as u64)
+                .saturating_add(matmul_workspace_bytes(request)),
+        )
         .sub_group_elems(piece_elems(settings, layout))
         .sub_group_buffers(offload.buffers as u64)
         .unit_shard_elems(largest(layout, |u| {
@@ -182,6 +190,12 @@ fn memory_model(request: &Request, settings: &Settings, layout: &Layout) -> Resu
 
 fn activations(request: &Request, elem_bytes: u64) -> ActivationOptions {
     ActivationOptions::new(request.micro_batch, request.seq_len, elem_bytes).checkpointing(request.checkpointing)
+}
+
+/// The workspace of matrix products, for the largest weight of a block.
+fn matmul_workspace_bytes(request: &Request) -> u64 {
+    let shape = &request.model.shape;
+    matmul::workspace_bytes(shape.hidden.saturating_mul(shape.inner.max(shape.hidden.saturating_mul(3))))
 }
 
 /// The largest of a unit's sizes.
@@ -198,6 +212,7 @@ fn process_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Opt
         dtype: request.dtype,
         activation_checkpointing: request.checkpointing,
         offload_activations: false,
+        matmul_timing: false,
     };
     let activations = match &model.config {
         Some(config) => options.validate(config).ok().map(|()| options.activations_bytes(config))?,

@@ -33,6 +33,10 @@ pub struct TrainArgs {
     /// Allow more ranks than GPUs, for tests: ranks then share GPUs and timings are not meaningful (NCCL 2.30 or later)
     #[arg(long)]
     pub share_gpus: bool,
+    /// Use cuBLASLt's first choice of an algorithm for each matrix product, instead of measuring the candidates once and
+    /// keeping the fastest in ZERO_MATMUL_CACHE or ~/.cache/zero-matmul; as ZERO_MATMUL_TIMING=0
+    #[arg(long)]
+    pub no_matmul_timing: bool,
     /// Communication between ranks
     #[arg(long, value_enum, default_value_t)]
     pub comm: CommChoice,

@@ -81,6 +81,9 @@ impl RunSetup {
         if args.share_gpus && device.is_none() {
             notices.push("--share-gpus has no effect: this run uses no GPU".to_owned());
         }
+        if args.no_matmul_timing && device.is_none() {
+            notices.push("--no-matmul-timing has no effect: this run uses no GPU".to_owned());
+        }
         let source = data_source(args, recorded, folder.as_ref())?;
         let (data, held_out) = validation::open(args, &source)?;
         notices.extend(validation::notice(&data, held_out.as_ref()));
@@ -114,6 +117,7 @@ impl RunSetup {
             dtype: settings.dtype,
             activation_checkpointing: checkpoints_activations(args, file, &base),
             offload_activations: settings.offload.activations,
+            matmul_timing: !args.no_matmul_timing,
         };
         model_options.validate(&config).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };

@@ -7,6 +7,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use thiserror::Error;
+use zero_alloc::cuda::CudaDevice;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
 /// An error of cuBLASLt.
@@ -60,6 +61,7 @@ pub(super) struct Algorithm {
 pub(super) struct Calls {
     pub(super) create: unsafe extern "C" fn(*mut Raw) -> Status,
     pub(super) destroy: unsafe extern "C" fn(Raw) -> Status,
+    pub(super) version: unsafe extern "C" fn() -> usize,
     pub(super) status_string: unsafe extern "C" fn(Status) -> *const c_char,
     pub(super) desc_create: unsafe extern "C" fn(*mut Raw, c_int, c_int) -> Status,
     pub(super) desc_destroy: unsafe extern "C" fn(Raw) -> Status,
@@ -71,6 +73,10 @@ pub(super) struct Calls {
     pub(super) preference_set: unsafe extern "C" fn(Raw, c_int, *const c_void, usize) -> Status,
     pub(super) heuristic:
         unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut Algorithm, *mut c_int) -> Status,
+    pub(super) check_algorithm:
+        unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, *const c_void, *mut Algorithm) -> Status,
+    pub(super) algorithm_attribute:
+        unsafe extern "C" fn(*const c_void, c_int, *mut c_void, usize, *mut usize) -> Status,
     #[allow(clippy::type_complexity)]
     pub(super) matmul: unsafe extern "C" fn(
         Raw,
@@ -100,6 +106,7 @@ impl Calls {
             Ok(Self {
                 create: library.function("cublasLtCreate")?,
                 destroy: library.function("cublasLtDestroy")?,
+                version: library.function("cublasLtGetVersion")?,
                 status_string: library.function("cublasLtGetStatusString")?,
                 desc_create: library.function("cublasLtMatmulDescCreate")?,
                 desc_destroy: library.function("cublasLtMatmulDescDestroy")?,
@@ -110,6 +117,8 @@ impl Calls {
                 preference_destroy: library.function("cublasLtMatmulPreferenceDestroy")?,
                 preference_set: library.function("cublasLtMatmulPreferenceSetAttribute")?,
                 heuristic: library.function("cublasLtMatmulAlgoGetHeuristic")?,
+                check_algorithm: library.function("cublasLtMatmulAlgoCheck")?,
+                algorithm_attribute: library.function("cublasLtMatmulAlgoConfigGetAttribute")?,
                 matmul: library.function("cublasLtMatmul")?,
             })
         }
@@ -155,15 +164,20 @@ const SEARCH: Search = Search {
     in_toolkit: true,
 };
 
+/// The paths to try. Libraries of a newer major version than the driver's come last, because they need a newer driver.
+fn paths() -> Vec<String> {
+    SEARCH.paths_for_driver(CudaDevice::driver_version().ok().map(|(major, _)| major))
+}
+
 /// Checks that the library can be loaded; creates no handle.
 pub(super) fn is_there() -> Result<(), LibraryError> {
-    Calls::find_among(&SEARCH.paths()).map(drop)
+    Calls::find_among(&paths()).map(drop)
 }
 
 impl CublasLt {
     /// Loads the library and creates a handle for the context that is current on this thread.
     pub(super) fn find() -> Result<Arc<Self>, LibraryError> {
-        let calls = Calls::find_among(&SEARCH.paths())?;
+        let calls = Calls::find_among(&paths())?;
         let mut handle: Raw = ptr::null_mut();
         // SAFETY: writes one handle.
         let status = unsafe { (calls.create)(&raw mut handle) };

@@ -1,16 +1,23 @@
 //! Matrix products by cuBLASLt, with biases and GELU in the same pass over memory.
 //!
+//! The library proposes several algorithms for a shape, which differ in speed and in the order of their sums. The first is
+//! used, or with [`Timing`] the fastest.
+//!
 //! All matrices here are row-major. The library is column-major, so it computes the transposed product:
 //! `(x w)^T = w^T x^T`, where a row-major matrix is its own transpose in column-major order.
 
+mod kept;
 mod library;
 mod product;
+mod timing;
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use zero_alloc::Purpose;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceError, Memory};
 
@@ -19,6 +26,7 @@ use library::{Algorithm, CublasLt};
 use product::{Addresses, Attribute, Description, Layouts, MatrixLayout, data_type};
 
 pub use library::LibraryError;
+pub use timing::{FOLDER_VARIABLE, TIMING_VARIABLE, Timing};
 
 /// Checks that cuBLASLt can be loaded.
 ///
@@ -28,8 +36,18 @@ pub fn find_library() -> Result<(), LibraryError> {
     library::is_there()
 }
 
-/// Workspace limit of algorithms: NVIDIA's recommendation for its larger devices.
-pub const WORKSPACE_BYTES: usize = 32 << 20;
+/// The least workspace: NVIDIA's recommendation for its larger devices.
+const LEAST_WORKSPACE_BYTES: u64 = 32 << 20;
+/// The largest workspace.
+const MOST_WORKSPACE_BYTES: u64 = 256 << 20;
+/// Parts of the sums of a weight's gradient that fit the workspace. Each part is a matrix in fp32.
+const PARTS: u64 = 16;
+
+/// The workspace for products whose sums are worth splitting, the gradients of weights of at most `weight_elems` elements:
+/// 32 to 256 MiB. Large devices are filled only if several blocks compute parts of one sum, which they leave here.
+pub fn workspace_bytes(weight_elems: u64) -> u64 {
+    weight_elems.saturating_mul(4 * PARTS).clamp(LEAST_WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
+}
 
 /// A row-major matrix: rows of `cols` elements, `stride` elements apart.
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +107,10 @@ pub enum Epilogue {
         /// GELU's input, in the shape of the result.
         input: AnySlice,
     },
+    /// Also writes the sum of each column of the right factor, in the type of the result: beside the gradient of a
+    /// weight, `x^T dy`, the gradient of its bias. `n` elements, which the addend does not concern. Not every library
+    /// and type supports it: see [`Matmul::supports`].
+    BiasGradient(AnySlice),
 }
 
 impl Epilogue {
@@ -99,12 +121,14 @@ impl Epilogue {
             Self::Bias(_) => 4,
             Self::BiasGelu { .. } => 32 | 128 | 4,
             Self::GeluBackward { .. } => 64 | 128,
+            // Of the library's first factor, which is the right one here.
+            Self::BiasGradient(_) => 256,
         }
     }
 
     fn bias(self) -> Option<AnySlice> {
         match self {
-            Self::Bias(bias) | Self::BiasGelu { bias, .. } => Some(bias),
+            Self::Bias(bias) | Self::BiasGelu { bias, .. } | Self::BiasGradient(bias) => Some(bias),
             _ => None,
         }
     }
@@ -133,6 +157,22 @@ pub struct Product {
 }
 
 impl Product {
+    /// Whether the result shares memory with what the product reads.
+    fn reads_its_result(&self) -> bool {
+        let read = match self.epilogue {
+            Epilogue::Bias(read) | Epilogue::GeluBackward { input: read } => Some(read),
+            Epilogue::BiasGelu { bias, .. } => Some(bias),
+            Epilogue::None | Epilogue::BiasGradient(_) => None,
+        };
+        let range = |slice: AnySlice| {
+            let start = slice.as_ptr().addr();
+            start..start.saturating_add(slice.len_bytes())
+        };
+        let out = range(self.out.data);
+        let read = [Some(self.left.data), Some(self.right.data), self.add.map(|add| add.data), read];
+        read.into_iter().flatten().map(range).any(|read| read.start < out.end && out.start < read.end)
+    }
+
     /// The label in timelines: one for each kind of product.
     fn label(&self) -> &'static str {
         match (self.epilogue, self.add.is_some(), self.left.data.dtype() == self.out.data.dtype()) {
@@ -140,6 +180,7 @@ impl Product {
             (Epilogue::Bias(_), true, _) => "matmul + bias + residual",
             (Epilogue::BiasGelu { .. }, ..) => "matmul + bias, GELU",
             (Epilogue::GeluBackward { .. }, ..) => "matmul, GELU backward",
+            (Epilogue::BiasGradient(_), ..) => "matmul + bias gradient",
             (Epilogue::None, true, false) => "matmul onto fp32",
             (Epilogue::None, ..) => "matmul",
         }
@@ -161,10 +202,23 @@ struct Key {
     epilogue: u32,
 }
 
+impl Key {
+    /// The product in a user's terms.
+    fn text(&self) -> String {
+        let ([m, n, k], [from, to]) = (self.sizes, self.dtypes);
+        format!("[{m}, {k}] x [{k}, {n}], {from} to {to}")
+    }
+}
+
 struct Plan {
     description: Description,
     layouts: Layouts,
-    algorithm: Algorithm,
+    /// The library's proposals, best first.
+    candidates: Vec<Algorithm>,
+    /// The algorithm in use, once the product has run.
+    chosen: Option<Algorithm>,
+    /// The answer of [`Matmul::is_faster`], once it is known.
+    is_faster: Option<bool>,
 }
 
 /// Matrix products on a device; algorithms are chosen once for each shape.
@@ -172,7 +226,10 @@ pub struct Matmul {
     device: CudaDevice,
     library: Arc<CublasLt>,
     workspace: AnySlice,
-    plans: Mutex<HashMap<Key, Option<Plan>>>,
+    /// The card and the versions of driver and library, and the limit of the workspace: choices by time are for these.
+    identity: String,
+    timing: Option<Timing>,
+    plans: Mutex<HashMap<Key, Plan>>,
 }
 
 impl std::fmt::Debug for Matmul {
@@ -182,7 +239,7 @@ impl std::fmt::Debug for Matmul {
 }
 
 impl Matmul {
-    /// Loads the library. `workspace` (see [`WORKSPACE_BYTES`]) is aligned to 256 bytes; one stream at a time uses it.
+    /// Loads the library. `workspace` (see [`workspace_bytes`]) is aligned to 256 bytes; one stream at a time uses it.
     ///
     /// # Errors
     /// [`LibraryError::NotFound`], the library does not support this device, or the workspace is not aligned.
@@ -190,8 +247,19 @@ impl Matmul {
         check_len("matmul: workspace's address modulo 256", workspace.as_ptr().addr() % 256, 0)?;
         workspace.check_device("matmul: workspace", device.id())?;
         device.bind()?;
-        let (device, library) = (device.clone(), CublasLt::find()?);
-        Ok(Self { device, library, workspace: workspace.bytes(), plans: Mutex::default() })
+        let (device, library, workspace) = (device.clone(), CublasLt::find()?, workspace.bytes());
+        let ((major, minor), (driver, update)) = (device.arch(), CudaDevice::driver_version()?);
+        let (name, version, bytes) = (device.name(), library.version(), workspace.len());
+        let identity = format!(
+            "{name}, sm_{major}{minor}, driver {driver}.{update}, cuBLASLt {version}, at most {bytes} bytes of workspace"
+        );
+        Ok(Self { device, library, workspace, identity, timing: None, plans: Mutex::default() })
+    }
+
+    /// Chooses algorithms by time, or with `None` takes the library's first one, which is the default.
+    #[must_use]
+    pub fn with_timing(self, timing: Option<Timing>) -> Self {
+        Self { timing, ..self }
     }
 
     /// Whether the library can compute `product` as it is.
@@ -201,21 +269,19 @@ impl Matmul {
     pub fn supports(&self, product: &Product) -> Result<bool, OpError> {
         let key = check(product)?;
         let mut plans = self.plans.lock();
-        Ok(self.plan(&mut plans, key, product)?.is_some())
+        Ok(!self.plan(&mut plans, key, product)?.candidates.is_empty())
     }
 
-    /// Enqueues `product` on `stream`.
+    /// Enqueues `product` on `stream`. With [`Timing`] the first product of a shape that is not kept on disk is measured
+    /// before: the host waits for the stream, and what the product writes is written several times.
     ///
     /// # Errors
-    /// The matrices do not fit one another, the library has no algorithm, or the stream failed.
+    /// The matrices do not fit one another, the library has no algorithm, or the stream failed or did not end within
+    /// two minutes when the host waited for it.
     pub fn run(&self, stream: &CudaStream, product: &Product) -> Result<(), OpError> {
         let key = check(product)?;
         let mut plans = self.plans.lock();
-        let Some(plan) = self.plan(&mut plans, key, product)? else {
-            let [m, n, k] = key.sizes;
-            let product = format!("[{m}, {k}] x [{k}, {n}], {} to {}, {key:?}", key.dtypes[0], key.dtypes[1]);
-            return Err(LibraryError::NoAlgorithm { product }.into());
-        };
+        let plan = self.plan(&mut plans, key, product)?;
         plan.point_at(product, |slice| slice.as_ptr().addr() as u64)?;
         let Product { left, right, out, add, .. } = product;
         let id = self.device.id();
@@ -224,41 +290,165 @@ impl Matmul {
         for slice in matrices.chain(product.epilogue.bias()).chain(product.epilogue.gelu_input()) {
             slice.check_device(product.label(), id)?;
         }
-        // With beta = 0 the library does not read c.
-        let (c, beta) = add.as_ref().map_or((out, 0.0), |add| (add, 1.0));
-        let at = Addresses {
-            a: right.data.as_ptr().cast_const().cast(),
-            b: left.data.as_ptr().cast_const().cast(),
-            c: c.data.as_ptr().cast_const().cast(),
-            d: out.data.as_ptr().cast(),
+        let algorithm = match plan.chosen {
+            Some(chosen) => chosen,
+            None => self.choose(stream, key, product, plan)?,
         };
-        let workspace = self.workspace.as_ptr().cast();
-        let Plan { description, layouts, algorithm } = plan;
+        plan.chosen = Some(algorithm);
         let enqueue = || {
             // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid and that accesses
-            // are ordered by the stream; the workspace has the size limit given to the choice of the algorithm.
-            unsafe { self.library.matmul(stream, description, layouts, at, beta, algorithm, workspace) }
+            // are ordered by the stream.
+            unsafe { self.enqueue(stream, plan, product, out.data, &algorithm) }
                 .map_err(|e| DeviceError::Driver { call: "cublasLtMatmul", message: e.to_string() })
         };
         Ok(stream.labelled(product.label(), enqueue)?)
     }
 
-    fn plan<'a>(
+    /// Enqueues the product with its result in `out` and an algorithm that was chosen for the plan.
+    ///
+    /// # Safety
+    /// The slices of `product`, to which the plan points, and `out` are valid for the layouts of the plan until the
+    /// stream has run, which orders all conflicting accesses.
+    unsafe fn enqueue(
         &self,
-        plans: &'a mut HashMap<Key, Option<Plan>>,
-        key: Key,
+        stream: &CudaStream,
+        plan: &Plan,
         product: &Product,
-    ) -> Result<Option<&'a Plan>, OpError> {
-        // The library uses the context that is current on the calling thread.
-        self.device.bind()?;
-        let plan = match plans.entry(key) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(new) => new.insert(self.make_plan(&key, product)?),
+        out: AnySlice,
+        algorithm: &Algorithm,
+    ) -> Result<(), LibraryError> {
+        // With beta = 0 the library does not read c.
+        let (c, beta) = product.add.map_or((out, 0.0), |add| (add.data, 1.0));
+        let at = Addresses {
+            a: product.right.data.as_ptr().cast_const().cast(),
+            b: product.left.data.as_ptr().cast_const().cast(),
+            c: c.as_ptr().cast_const().cast(),
+            d: out.as_ptr().cast(),
         };
-        Ok(plan.as_ref())
+        let workspace = self.workspace.as_ptr().cast();
+        // SAFETY: the caller's promise; the workspace has the size limit given to the choice of the algorithm.
+        unsafe { self.library.matmul(stream, &plan.description, &plan.layouts, at, beta, algorithm, workspace) }
     }
 
-    fn make_plan(&self, key: &Key, product: &Product) -> Result<Option<Plan>, OpError> {
+    /// The algorithm for a product's shape.
+    fn choose(&self, stream: &CudaStream, key: Key, product: &Product, plan: &Plan) -> Result<Algorithm, OpError> {
+        let Some(&first) = plan.candidates.first() else {
+            return Err(LibraryError::NoAlgorithm { product: format!("{}, {key:?}", key.text()) }.into());
+        };
+        let Some(timing) = self.timing.as_ref().filter(|_| plan.candidates.len() > 1) else { return Ok(first) };
+        let accept = |choice: &str| {
+            self.library.accept(&plan.description, &plan.layouts, from_hex(choice)?, self.workspace.len())
+        };
+        let measure = || {
+            let Some(times) = self.measure(timing, stream, product, plan)? else { return Ok(None) };
+            let names = plan.candidates.iter().map(|algorithm| self.library.describe(algorithm));
+            let table = timing::table(&times, names);
+            Ok(timing::fastest(&times).map(|index| (table, to_hex(plan.candidates[index].data))))
+        };
+        let chosen = timing.choose(stream, &self.subject("", product, key), accept, measure)?;
+        Ok(chosen.unwrap_or(first))
+    }
+
+    /// All that a choice by time depends on.
+    fn subject(&self, question: &str, product: &Product, key: Key) -> String {
+        format!("{}\n{question}{}, {}; {key:?}", self.identity, product.label(), key.text())
+    }
+
+    /// The least time of each candidate. `None`: there is no memory for the result.
+    fn measure(
+        &self,
+        timing: &Timing,
+        stream: &CudaStream,
+        product: &Product,
+        plan: &Plan,
+    ) -> Result<Option<Vec<Option<Duration>>>, OpError> {
+        let out = product.out.data;
+        // A result that is read would change with each repetition.
+        let apart = if product.reads_its_result() {
+            match timing.pool.allocate(out.len(), out.dtype(), Purpose::Workspace, stream) {
+                Ok(block) => Some(block),
+                Err(error) => {
+                    tracing::warn!("no memory to measure a matrix product; it uses cuBLASLt's first choice: {error}");
+                    return Ok(None);
+                }
+            }
+        } else {
+            None
+        };
+        // SAFETY: used on the stream of the block only, which frees it in order.
+        let out = apart.as_ref().map_or(out, |block| unsafe { block.slice() });
+        let time = |index: usize| {
+            let mut enqueued = Ok(());
+            let enqueue = || {
+                // SAFETY: as in `run`; a block of the pool is valid for the layout of the result, since it has the length
+                // and type, and is aligned to 256 bytes.
+                enqueued = unsafe { self.enqueue(stream, plan, product, out, &plan.candidates[index]) };
+                Ok(())
+            };
+            let time = stream.time("matmul timing", timing::LIMIT, enqueue)?;
+            Ok(enqueued.is_ok().then_some(time))
+        };
+        timing.measure(plan.candidates.len(), time).map(Some)
+    }
+
+    /// Whether `fused` takes less time than `apart`, which enqueues other operations with the same results. Measured
+    /// once and kept like the choice of an algorithm; both run several times on `stream`, so repeating them must not
+    /// change their results. Without [`Timing`], and where the library does not support `fused`, the answer is no.
+    ///
+    /// # Errors
+    /// As for [`Matmul::run`], and those of `apart`.
+    pub fn is_faster(
+        &self,
+        stream: &CudaStream,
+        fused: &Product,
+        mut apart: impl FnMut(&CudaStream) -> Result<(), OpError>,
+    ) -> Result<bool, OpError> {
+        const ANSWERS: [&str; 2] = ["apart", "fused"];
+        let key = check(fused)?;
+        let Some(timing) = &self.timing else { return Ok(false) };
+        let known = {
+            let mut plans = self.plans.lock();
+            let plan = self.plan(&mut plans, key, fused)?;
+            if plan.candidates.is_empty() { Some(false) } else { plan.is_faster }
+        };
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let accept = |choice: &str| ANSWERS.iter().position(|answer| *answer == choice).map(|index| index == 1);
+        let measure = || {
+            let times = timing.measure(2, |index| {
+                let mut ran = Ok(());
+                let enqueue = || {
+                    ran = if index == 0 { apart(stream) } else { self.run(stream, fused) };
+                    Ok(())
+                };
+                let time = stream.time("matmul timing", timing::LIMIT, enqueue)?;
+                ran.map(|()| Some(time))
+            })?;
+            let table = timing::table(&times, ANSWERS.iter().map(|&answer| answer.to_owned()));
+            Ok(timing::fastest(&times).map(|index| (table, ANSWERS[index].to_owned())))
+        };
+        let subject = self.subject("fused or apart: ", fused, key);
+        let answer = timing.choose(stream, &subject, accept, measure)?.unwrap_or(false);
+        self.plan(&mut self.plans.lock(), key, fused)?.is_faster = Some(answer);
+        Ok(answer)
+    }
+
+    fn plan<'a>(
+        &self,
+        plans: &'a mut HashMap<Key, Plan>,
+        key: Key,
+        product: &Product,
+    ) -> Result<&'a mut Plan, OpError> {
+        // The library uses the context that is current on the calling thread.
+        self.device.bind()?;
+        Ok(match plans.entry(key) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(self.make_plan(&key, product)?),
+        })
+    }
+
+    fn make_plan(&self, key: &Key, product: &Product) -> Result<Plan, OpError> {
         let library = &self.library;
         let Product { left, right, out, add, epilogue } = product;
         let layout = |m: &Matrix, dtype: DType| {
@@ -280,11 +470,12 @@ impl Matmul {
         if epilogue.gelu_input().is_some() {
             description.set_wide(Attribute::AuxStride, out.cols as u64)?;
         }
-        let plan = Plan { description, layouts, algorithm: Algorithm::default() };
+        let plan = Plan { description, layouts, candidates: Vec::new(), chosen: None, is_faster: None };
         // The choice depends only on the alignment of an address, so this address has exactly the key's alignment.
         plan.point_at(product, |slice| alignment(slice).into())?;
-        let found = library.choose(&plan.description, &plan.layouts, key.alignments, self.workspace.len())?;
-        Ok(found.map(|algorithm| Plan { algorithm, ..plan }))
+        let candidates =
+            library.candidates(&plan.description, &plan.layouts, key.alignments, self.workspace.len())?;
+        Ok(Plan { candidates, ..plan })
     }
 }
 
@@ -299,6 +490,23 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// An algorithm's description as text.
+fn to_hex(data: [u64; 8]) -> String {
+    data.iter().map(|word| format!("{word:016x}")).collect()
+}
+
+/// The inverse of [`to_hex`].
+fn from_hex(text: &str) -> Option<[u64; 8]> {
+    if text.len() != 128 {
+        return None;
+    }
+    let mut data = [0; 8];
+    for (i, word) in data.iter_mut().enumerate() {
+        *word = u64::from_str_radix(text.get(i * 16..(i + 1) * 16)?, 16).ok()?;
+    }
+    Some(data)
 }
 
 /// Compares the sizes and types of a product's matrices.

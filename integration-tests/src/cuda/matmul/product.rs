@@ -131,18 +131,70 @@ const REDUCTION_COMPUTE_TYPE: u32 = 2;
 /// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of b, c and d follow.
 const PREFERENCE_ALIGNMENT: c_int = 5;
 
-/// Number of algorithms requested, because the first may not be usable.
-const CANDIDATES: usize = 8;
+/// Number of algorithms requested.
+const CANDIDATES: usize = 32;
+
+/// The attributes of an algorithm's configuration (`cublasLtMatmulAlgoConfigAttributes_t`) that describe it, with their
+/// sizes in bytes.
+const CONFIGURATION: [(&str, c_int, usize); 8] = [
+    ("id", 0, 4),
+    ("tile", 1, 4),
+    ("stages", 6, 4),
+    ("split-K", 2, 4),
+    ("reduction", 3, 4),
+    ("swizzle", 4, 4),
+    ("inner", 7, 2),
+    ("cluster", 8, 2),
+];
 
 impl CublasLt {
-    /// The library's first usable algorithm, if any, for matrices aligned to `alignments` bytes (a, b, c, d).
-    pub(super) fn choose(
+    /// The library's version, as a number.
+    pub(super) fn version(&self) -> usize {
+        // SAFETY: returns a number.
+        unsafe { (self.calls.version)() }
+    }
+
+    /// The numbers of an algorithm's configuration that the library names, such as its tile and the split of its sums.
+    pub(super) fn describe(&self, algorithm: &Algorithm) -> String {
+        let mut text = String::new();
+        for (name, number, bytes) in CONFIGURATION {
+            let (mut value, mut written) = ([0u8; 4], 0);
+            let (data, to) = ((&raw const algorithm.data).cast(), value.as_mut_ptr().cast());
+            // SAFETY: an algorithm of the library or one that it has checked; writes at most `bytes` bytes and a size.
+            let status = unsafe { (self.calls.algorithm_attribute)(data, number, to, bytes, &raw mut written) };
+            if status == 0 {
+                text += &format!("{name} {}, ", u32::from_le_bytes(value));
+            }
+        }
+        text + &format!("workspace {}", algorithm.workspace_bytes)
+    }
+
+    /// The algorithm with this description, if the library accepts it for the product and it needs at most
+    /// `workspace_bytes`.
+    pub(super) fn accept(
+        &self,
+        what: &Description,
+        layouts: &Layouts,
+        data: [u64; 8],
+        workspace_bytes: usize,
+    ) -> Option<Algorithm> {
+        let (a, b, c, d) = (layouts.a.0.raw, layouts.b.0.raw, layouts.c.0.raw, layouts.d.0.raw);
+        let (mut found, at) = (Algorithm::default(), (&raw const data).cast());
+        // SAFETY: live descriptors; the library checks the 64 bytes of an algorithm and writes one result.
+        let status = unsafe { (self.calls.check_algorithm)(self.handle, what.0.raw, a, b, c, d, at, &raw mut found) };
+        found.data = data;
+        (status == 0 && found.state == 0 && found.workspace_bytes <= workspace_bytes).then_some(found)
+    }
+
+    /// The library's usable algorithms for matrices aligned to `alignments` bytes (a, b, c, d), those first that it
+    /// estimates to be faster. The library has no attribute for beta: its estimate is the same with and without an addend.
+    pub(super) fn candidates(
         self: &Arc<Self>,
         what: &Description,
         layouts: &Layouts,
         alignments: [u32; 4],
         workspace_bytes: usize,
-    ) -> Result<Option<Algorithm>, LibraryError> {
+    ) -> Result<Vec<Algorithm>, LibraryError> {
         let calls = &self.calls;
         let mut raw: Raw = ptr::null_mut();
         // SAFETY: writes one descriptor.
@@ -167,9 +219,9 @@ impl CublasLt {
         let status = unsafe {
             (calls.heuristic)(self.handle, what.0.raw, a, b, c, d, raw, most, found.as_mut_ptr(), &raw mut count)
         };
-        // An error means that there is no algorithm. The results are sorted by estimated time.
+        // An error means that there is no algorithm.
         let count = if status == 0 { usize::try_from(count).unwrap_or(0) } else { 0 };
-        Ok(found.into_iter().take(count).find(|algorithm| algorithm.state == 0))
+        Ok(found.into_iter().take(count).filter(|algorithm| algorithm.state == 0).collect())
     }
 
     /// Enqueues the product on `stream`: `beta` times c is added.

@@ -47,6 +47,9 @@ pub struct Gpt2Options {
     /// Whether a GPU keeps those inputs in pinned host memory; needs `activation_checkpointing`. On the host it changes
     /// nothing, because the device's memory is the host's.
     pub offload_activations: bool,
+    /// Whether matrix products on a GPU choose their algorithm by time, with choices kept in the user's folder: see
+    /// [`Timing`](crate::cuda::matmul::Timing). Otherwise they use the library's first choice.
+    pub matmul_timing: bool,
 }
 
 impl Gpt2Options {

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use crate::choice::{Algorithm, Preference, WORKSPACE_BYTES};
+use crate::choice::{Algorithm, Preference};
 use crate::product::{Description, Layout, NOTHING, Product, is_supported};
 use crate::storage::Storage;
 
@@ -234,7 +234,20 @@ fn gelu_is_known() -> bool {
     std::env::var_os("ZERO_STANDIN_NO_GELU").is_none_or(|v| v != "1")
 }
 
-/// Returns one algorithm if the product is supported.
+/// The library's version: 13.0.0.
+#[unsafe(no_mangle)]
+pub extern "C" fn cublasLtGetVersion() -> usize {
+    130_000
+}
+
+impl HeuristicResult {
+    fn new(algorithm: Algorithm) -> Self {
+        let workspace_bytes = algorithm.workspace_bytes();
+        Self { algorithm, workspace_bytes, state: SUCCESS, waves: 1.0, reserved: [0; 4] }
+    }
+}
+
+/// Returns the algorithms of a supported product, at most as many as requested.
 ///
 /// # Safety
 /// Handles are null or live; `results` is valid for writing the requested number of results, `count` for a write.
@@ -262,18 +275,76 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     if asked < 1 || results.is_null() || count.is_null() {
         return INVALID_VALUE;
     }
-    let chosen = Algorithm::choose(preference, what);
-    let Some(algorithm) = chosen.filter(|_| is_supported(what, &layouts, gelu_is_known())) else {
-        // SAFETY: not null, so valid.
-        unsafe { count.write(0) };
-        return NOT_SUPPORTED;
+    let found = match is_supported(what, &layouts, gelu_is_known()) {
+        true => Algorithm::candidates(preference, what),
+        false => Vec::new(),
     };
-    let (workspace_bytes, state, waves) = (WORKSPACE_BYTES, SUCCESS, 1.0);
-    let only = HeuristicResult { algorithm, workspace_bytes, state, waves, reserved: [0; 4] };
-    // SAFETY: not null, so valid for at least one.
-    unsafe { results.write(only) };
+    let found = &found[..found.len().min(asked as usize)];
+    for (index, &algorithm) in found.iter().enumerate() {
+        // SAFETY: not null, so valid for as many as requested.
+        unsafe { results.wrapping_add(index).write(HeuristicResult::new(algorithm)) };
+    }
     // SAFETY: not null, so valid.
-    unsafe { count.write(1) };
+    unsafe { count.write(found.len() as c_int) };
+    if found.is_empty() { NOT_SUPPORTED } else { SUCCESS }
+}
+
+/// Checks an algorithm, which may come from a file, for a product.
+///
+/// # Safety
+/// Handles are null or live; `algorithm` is null or valid for reading, `result` is null or valid for a write.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn cublasLtMatmulAlgoCheck(
+    _handle: *mut c_void,
+    description: *mut c_void,
+    a: *mut c_void,
+    b: *mut c_void,
+    c: *mut c_void,
+    d: *mut c_void,
+    algorithm: *const c_void,
+    result: *mut HeuristicResult,
+) -> Status {
+    // SAFETY: the caller guarantees it.
+    let what = unsafe { description.cast::<Description>().as_ref() };
+    // SAFETY: the caller guarantees it.
+    let layouts = unsafe { layouts([a, b, c, d]) };
+    // SAFETY: the caller guarantees it.
+    let algorithm = unsafe { read::<Algorithm>(algorithm, size_of::<Algorithm>()) };
+    let (Some(what), Some(layouts), Some(algorithm)) = (what, layouts, algorithm) else { return INVALID_VALUE };
+    if result.is_null() {
+        return INVALID_VALUE;
+    }
+    if !algorithm.is_valid() || !is_supported(what, &layouts, gelu_is_known()) {
+        return NOT_SUPPORTED;
+    }
+    // SAFETY: not null, so valid.
+    unsafe { result.write(HeuristicResult::new(algorithm)) };
+    SUCCESS
+}
+
+/// Returns an attribute of an algorithm's configuration; those of 32 bits only.
+///
+/// # Safety
+/// `algorithm` is null or valid for reading, `value` null or valid for writing `size` bytes, `written` null or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cublasLtMatmulAlgoConfigGetAttribute(
+    algorithm: *const c_void,
+    attribute: c_int,
+    value: *mut c_void,
+    size: usize,
+    written: *mut usize,
+) -> Status {
+    // SAFETY: the caller guarantees it.
+    let algorithm = unsafe { read::<Algorithm>(algorithm, size_of::<Algorithm>()) };
+    let number = algorithm.filter(Algorithm::is_valid).and_then(|algorithm| algorithm.attribute(attribute));
+    let Some(number) = number.filter(|_| !value.is_null() && size >= size_of::<u32>()) else { return INVALID_VALUE };
+    // SAFETY: not null and large enough.
+    unsafe { value.cast::<u32>().write_unaligned(number) };
+    // SAFETY: the caller guarantees it.
+    if let Some(written) = unsafe { written.as_mut() } {
+        *written = size_of::<u32>();
+    }
     SUCCESS
 }
 

@@ -30,6 +30,8 @@ pub(crate) const BIAS: u32 = 4;
 pub(crate) const GELU: u32 = 32;
 pub(crate) const GELU_BACKWARD: u32 = 64;
 pub(crate) const AUX: u32 = 128;
+/// The sums of the rows of op(a) are written to the bias.
+pub(crate) const BIAS_GRADIENT: u32 = 256;
 
 /// The arguments of one `cublasLtMatmul`, copied, since the caller may change them after the call.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +51,7 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
     let ([m, k], [k_b, n]) = (op(a, what.transposed[0]), op(b, what.transposed[1]));
     let has_aux = what.epilogue & AUX != 0;
     let known = match what.epilogue {
-        NOTHING | BIAS => true,
+        NOTHING | BIAS | BIAS_GRADIENT => true,
         e if e == GELU | AUX | BIAS || e == GELU_BACKWARD | AUX => gelu,
         _ => false,
     };
@@ -78,15 +80,24 @@ impl Product {
         let left = unsafe { gather(self.at[0], &a, !self.what.transposed[0]) };
         // SAFETY: the caller guarantees it.
         let right = unsafe { gather(self.at[1], &b, self.what.transposed[1]) };
+        let parts = self.sums.parts();
+        // The parts of a sum of k terms are added in order.
+        let sum = |part: &dyn Fn(Range<usize>) -> f32| -> f32 {
+            let part = |i: usize| part(i * k / parts..(i + 1) * k / parts);
+            (0..parts).map(|i| if self.sums.rounds() { d.storage.round(part(i)) } else { part(i) }).sum()
+        };
+        if self.what.epilogue & BIAS_GRADIENT != 0 {
+            let ones = vec![1.0; k];
+            for i in 0..d.rows {
+                let x = sum(&|terms| dot(&left[i * k..][terms.clone()], &ones[terms]));
+                // SAFETY: the caller guarantees it.
+                unsafe { d.storage.write(self.what.bias, i, x) };
+            }
+        }
         for j in 0..d.cols {
             for i in 0..d.rows {
                 let (row, col) = (&left[i * k..][..k], &right[j * k..][..k]);
-                let part = |terms: Range<usize>| self.alpha * dot(&row[terms.clone()], &col[terms]);
-                let mut x = match self.sums {
-                    Sums::Whole => part(0..k),
-                    Sums::InParts => part(0..k / 2) + part(k / 2..k),
-                    Sums::InRoundedParts => d.storage.round(part(0..k / 2)) + d.storage.round(part(k / 2..k)),
-                };
+                let mut x = sum(&|terms| self.alpha * dot(&row[terms.clone()], &col[terms]));
                 // With beta 0 the library does not read c, which may be uninitialized.
                 if self.beta != 0.0 {
                     // SAFETY: the caller guarantees it.
@@ -204,6 +215,20 @@ mod tests {
         let want = [1229.0, 2242.0, 1233.0, 2248.0, 1237.0, 2254.0];
         assert_eq!([d[0], d[1], d[4], d[5], d[8], d[9]], want);
         assert!(d[2].is_nan() && d[3].is_nan(), "between columns nothing is written");
+    }
+
+    #[test]
+    fn bias_gradient_sums_rows_of_the_first_factor() {
+        // a = [1 3 5; 2 4 6]; beta does not concern its sums.
+        let (mut a, mut b, mut d) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, 0.0], [10.0; 2]);
+        let mut sums = [f32::NAN; 2];
+        let what = Description { epilogue: BIAS_GRADIENT, bias: address(&mut sums), ..PLAIN };
+        let layouts = [layout(2, 3, 2), layout(3, 1, 3), layout(2, 1, 2), layout(2, 1, 2)];
+        assert!(is_supported(&what, &layouts, false));
+        let at = [address(&mut a), address(&mut b), address(&mut d), address(&mut d)];
+        // SAFETY: arrays of this test, with the sizes of the layouts.
+        unsafe { Product { what, layouts, at, alpha: 1.0, beta: 1.0, sums: Sums::InFourParts }.run() };
+        assert_eq!((sums, d), ([9.0, 12.0], [11.0, 12.0]));
     }
 
     #[test]

@@ -35,6 +35,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
         dtype: DType::F32,
         activation_checkpointing,
         offload_activations: activation_checkpointing,
+        matmul_timing: false,
     };
     let mut model = Gpt2::new(config.clone(), options, &pool, &stream, Threads::new(threads).unwrap()).unwrap();
 

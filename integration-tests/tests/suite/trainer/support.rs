@@ -175,6 +175,7 @@ impl Case {
                 dtype: self.dtype,
                 activation_checkpointing: self.activation_checkpointing,
                 offload_activations: false,
+                matmul_timing: false,
             },
             threads: 1,
         }

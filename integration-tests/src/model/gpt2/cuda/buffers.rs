@@ -122,7 +122,8 @@ impl Buffers {
             partials: all.floats(partials),
         };
         let batch = allocate(batch::device_bytes(tokens), Purpose::Workspace)?;
-        let matmul_workspace = allocate(matmul::WORKSPACE_BYTES, Purpose::Workspace)?;
+        let matmul_bytes = matmul::workspace_bytes((c * width) as u64) as usize;
+        let matmul_workspace = allocate(matmul_bytes, Purpose::Workspace)?;
         let checkpoints = if ring.len() < rows {
             let name = stream.name().strip_suffix("compute").unwrap_or_default();
             let copies = pool.device().create_stream(&format!("{name}activations"))?;

@@ -36,7 +36,7 @@ use super::params::UnitParams;
 use super::{Gpt2Options, passes};
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::cross_entropy::stride_elems;
-use crate::cuda::matmul::{Matmul, Product};
+use crate::cuda::matmul::{Matmul, Product, Timing};
 use crate::cuda::{OpError, OpKernels, embedding};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
@@ -110,7 +110,8 @@ impl CudaGpt2 {
         let shape = Shape { batch, seq, heads: config.n_head, d: config.head_dim() };
         let attention = Attention::new(&kernels, shape)?;
         let buffers = Buffers::new(&config, &options, logits_bytes, pool, stream)?;
-        let matmul = Matmul::new(device, buffers.matmul_workspace)?;
+        let timing = if options.matmul_timing { Timing::of_user(pool) } else { None };
+        let matmul = Matmul::new(device, buffers.matmul_workspace)?.with_timing(timing);
         let params: Vec<_> = config.units().iter().map(UnitParams::new).collect();
         let batches = Batches::new(device, batch * seq, buffers.batch)?;
         let (passes, ops) = (passes(&config), Ops { kernels, matmul, attention, device: device.clone() });
