@@ -67,6 +67,28 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
 }
 
 impl Product {
+    /// Its sizes, epilogue, whether it adds to `c`, and the type of `d`.
+    pub(crate) fn name(&self) -> String {
+        let ([a, _, _, d], Description { transposed, epilogue, .. }) = (&self.layouts, &self.what);
+        let k = if transposed[0] { a.rows } else { a.cols };
+        let letter = |transposed: bool| if transposed { 'T' } else { 'N' };
+        let add = if self.beta == 0.0 { "" } else { " + C" };
+        let (ta, tb) = (letter(transposed[0]), letter(transposed[1]));
+        format!("{}x{}x{k} {ta}{tb} epilogue {epilogue}{add} to {:?}", d.rows, d.cols, d.storage)
+    }
+
+    /// Bytes loaded and stored if each matrix is used once, and floating-point operations.
+    pub(crate) fn work(&self) -> [u64; 3] {
+        let ([a, b, c, d], what) = (&self.layouts, &self.what);
+        let bytes = |l: &Layout| (l.rows * l.cols * l.storage.bytes()) as u64;
+        let k = if what.transposed[0] { a.rows } else { a.cols };
+        let aux = if what.epilogue & AUX == 0 { 0 } else { bytes(d) };
+        let (aux_loaded, aux_stored) = if what.epilogue & GELU_BACKWARD == 0 { (0, aux) } else { (aux, 0) };
+        let addend = if self.beta == 0.0 { 0 } else { bytes(c) };
+        let loaded = bytes(a) + bytes(b) + addend + aux_loaded;
+        [loaded, bytes(d) + aux_stored, 2 * (d.rows * d.cols * k) as u64]
+    }
+
     /// Computes the product.
     ///
     /// # Safety

@@ -29,7 +29,8 @@ impl Storage {
         }
     }
 
-    fn bytes(self) -> usize {
+    /// Bytes of an element.
+    pub(crate) fn bytes(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
     }
 

@@ -16,11 +16,19 @@
 //! | `ZERO_STANDIN_SHARING` | 0: allocations cannot be shared with other processes. By default they can, by file descriptor but not by fabric handle |
 //! | `ZERO_STANDIN_PINNED_BYTES` | host memory that may be registered at once; default unlimited |
 //! | `ZERO_STANDIN_LAUNCH_SECONDS` | time limit of one kernel; default 300 |
+//! | `ZERO_STANDIN_COUNTS` | a file: at the end of the process, the calls and bytes of all work are written there as CSV |
+//! | `ZERO_STANDIN_DRY` | 1: the dry mode, below |
+//!
+//! In the dry mode the device is as large as an H200 (132 multiprocessors, 140 GiB) and its memory is reserved addresses
+//! that read as zero until they are written. Of a large kernel four blocks run at its first launch, and the work of the
+//! others is estimated; large copies, fills, products and collectives do not run. So a run of any size takes seconds,
+//! its numbers are meaningless, and its counts are those of a real run.
 //!
 //! Limits: a block's memory accesses are sequentially consistent, unlike a GPU's; races are found only in shared
 //! memory and only between warps; times are meaningless.
 
 mod api;
+mod counts;
 mod driver;
 mod error;
 mod exec;

@@ -6,6 +6,9 @@ use std::time::Duration;
 /// Default memory of a device. Small in this crate's tests, which must not depend on the host's memory.
 pub(crate) const DEFAULT_MEMORY_BYTES: u64 = if cfg!(test) { 8 << 20 } else { 8 << 30 };
 
+/// Memory of a device in the dry mode: that of an H200.
+const DRY_MEMORY_BYTES: u64 = 140 << 30;
+
 /// Settings from the environment.
 #[derive(Debug)]
 pub(crate) struct Settings {
@@ -19,9 +22,19 @@ pub(crate) struct Settings {
     pub(crate) sharing: bool,
     /// Limit of registered host memory.
     pub(crate) pinned_bytes: Option<u64>,
+    /// Large operations are only counted.
+    pub(crate) dry: bool,
+    pub(crate) multiprocessors: u32,
+    /// The file for counts of the work.
+    pub(crate) counts: Option<String>,
 }
 
 impl Settings {
+    /// Whether the work of kernels is counted.
+    pub(crate) fn counts_work(&self) -> bool {
+        self.dry || self.counts.is_some()
+    }
+
     fn read(variable: impl Fn(&str) -> Option<String>) -> Self {
         let number = |name: &str| {
             let text = variable(name)?;
@@ -33,9 +46,14 @@ impl Settings {
         };
         // Every test of this crate uses its own device, because a failed context fails all users of the device.
         let devices = if cfg!(test) { 256 } else { 1 };
+        let dry = number("ZERO_STANDIN_DRY").is_some_and(|n| n > 0);
+        let memory_bytes = if dry { DRY_MEMORY_BYTES } else { DEFAULT_MEMORY_BYTES };
         Self {
+            dry,
+            multiprocessors: if dry { 132 } else { 2 },
+            counts: variable("ZERO_STANDIN_COUNTS"),
             devices: number("ZERO_STANDIN_DEVICES").and_then(|n| u32::try_from(n).ok()).unwrap_or(devices).max(1),
-            memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(DEFAULT_MEMORY_BYTES),
+            memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(memory_bytes),
             delay_seed: number("ZERO_STANDIN_DELAY_SEED"),
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
             trace: number("ZERO_STANDIN_TRACE").is_some_and(|n| n > 0),

@@ -1,6 +1,6 @@
 //! Functions of the driver: the stand-in for libcuda, which the process has loaded.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 use libloading::Library;
@@ -13,6 +13,8 @@ struct Driver {
     make_current: unsafe extern "C" fn(*mut c_void) -> c_int,
     is_capturing: unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int,
     tie: LaunchHostFunc,
+    is_dry: unsafe extern "C" fn() -> u32,
+    tally: unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char, u64, u64, u64) -> u32,
     range: unsafe extern "C" fn(*mut u64, *mut usize, u64) -> c_int,
     retain: unsafe extern "C" fn(*mut u64, u64) -> c_int,
     properties: unsafe extern "C" fn(*mut Properties, u64) -> c_int,
@@ -31,9 +33,9 @@ fn driver() -> Option<&'static Driver> {
         // SAFETY: the library is already loaded, so no initializer runs.
         let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
         let driver = Driver {
+            // SAFETY: the field has the stand-in's signature.
+            launch: *unsafe { library.get(b"standInLaunch\0") }.ok()?,
             // SAFETY: the field has the driver's signature.
-            launch: *unsafe { library.get(b"cuLaunchHostFunc\0") }.ok()?,
-            // SAFETY: as above.
             current: *unsafe { library.get(b"cuCtxGetCurrent\0") }.ok()?,
             // SAFETY: as above.
             make_current: *unsafe { library.get(b"cuCtxSetCurrent\0") }.ok()?,
@@ -41,6 +43,10 @@ fn driver() -> Option<&'static Driver> {
             is_capturing: *unsafe { library.get(b"cuStreamIsCapturing\0") }.ok()?,
             // SAFETY: the field has the stand-in's signature.
             tie: *unsafe { library.get(b"standInTieToCapture\0") }.ok()?,
+            // SAFETY: as above.
+            is_dry: *unsafe { library.get(b"standInIsDry\0") }.ok()?,
+            // SAFETY: as above.
+            tally: *unsafe { library.get(b"standInTally\0") }.ok()?,
             // SAFETY: the field has the driver's signature.
             range: *unsafe { library.get(b"cuMemGetAddressRange_v2\0") }.ok()?,
             // SAFETY: as above.
@@ -71,6 +77,20 @@ pub(crate) fn shareable_bytes(address: u64) -> Option<std::ops::Range<u64>> {
     // SAFETY: releases the handle that was retained above, once.
     unsafe { (driver.release)(handle) };
     (read && properties[1] & DESCRIPTOR != 0).then_some(start..start + bytes as u64)
+}
+
+/// Whether the driver is in the dry mode, in which large collectives do not run.
+pub(crate) fn is_dry() -> bool {
+    // SAFETY: the function has no conditions.
+    driver().is_some_and(|driver| unsafe { (driver.is_dry)() } == 1)
+}
+
+/// Counts a call that sends `bytes` when the stream gets there.
+pub(crate) fn tally(stream: Stream, name: &CStr, bytes: u64) {
+    if let Some(driver) = driver() {
+        // SAFETY: both strings are valid; a stream that does not exist is an error, which the collective returns too.
+        unsafe { (driver.tally)(stream.0, c"collective".as_ptr(), name.as_ptr(), bytes, bytes, 0) };
+    }
 }
 
 /// The context of a thread, for another thread.

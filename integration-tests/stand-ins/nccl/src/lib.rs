@@ -19,6 +19,8 @@
 //! - sums of 16-bit types are rounded at each rank and start at another rank for each part, as in a ring, so their
 //!   bits differ from the host's.
 //!
+//! In the driver's dry mode (`ZERO_STANDIN_DRY=1`) operations that send more than 4 KiB return without running.
+//!
 //! `ZERO_STANDIN_NCCL_ERROR_AT=RANK:SEQUENCE` makes that rank's communicator of the world report an asynchronous
 //! error in the collective of that number. The stand-in's times are meaningless.
 

@@ -1,5 +1,7 @@
 //! The computations of operations, on the bytes of all ranks.
 
+use std::ffi::CStr;
+
 use half::{bf16, f16};
 
 /// Memory of the device, which is memory of the host here.
@@ -80,7 +82,34 @@ pub(crate) fn width(dtype: i32) -> Option<usize> {
     }
 }
 
+impl Kind {
+    /// The name of the function.
+    pub(crate) fn name(self) -> &'static CStr {
+        match self {
+            Self::AllReduce => c"ncclAllReduce",
+            Self::Reduce => c"ncclReduce",
+            Self::ReduceScatter => c"ncclReduceScatter",
+            Self::AllGather => c"ncclAllGather",
+            Self::Broadcast => c"ncclBroadcast",
+            Self::Send => c"ncclSend",
+            Self::Receive => c"ncclRecv",
+        }
+    }
+}
+
 impl Part {
+    /// The bytes that a rank of a ring of `n` sends for this call.
+    pub(crate) fn sent_bytes(&self, n: usize) -> u64 {
+        let (bytes, others) = (self.bytes(self.count) as u64, n as u64 - 1);
+        match self.kind {
+            Kind::AllReduce => 2 * bytes * others / n as u64,
+            Kind::ReduceScatter | Kind::AllGather => bytes * others,
+            Kind::Reduce | Kind::Broadcast => bytes * others / n as u64,
+            Kind::Send => bytes,
+            Kind::Receive => 0,
+        }
+    }
+
     /// Sets `registered` for a collective of `n` ranks. `is` receives an address and a multiple of the count. A
     /// buffer that only the root uses is not counted as registered.
     pub(crate) fn note_registered(&mut self, is: impl Fn(At, usize) -> bool, n: usize) {

@@ -30,7 +30,7 @@ fn attribute(number: u32, ordinal: i32) -> Option<i32> {
         12 | 82 => 65536,
         13 | 36 => 1_000_000,
         // Multiprocessors.
-        16 => 2,
+        16 => settings().multiprocessors as i32,
         // A time limit of kernels, an integrated GPU, the compute mode, ECC.
         17 | 18 | 20 | 32 => 0,
         19 | 31 => 1,

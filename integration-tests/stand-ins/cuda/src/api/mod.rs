@@ -14,6 +14,7 @@ mod host_memory;
 mod memory;
 mod module;
 mod stream;
+mod stand_in;
 mod symbol;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -21,7 +22,7 @@ mod transfer;
 mod virtual_memory;
 
 pub use {
-    context::*, device::*, event::*, graph::*, host_memory::*, memory::*, module::*, stream::*, symbol::*,
+    context::*, device::*, event::*, graph::*, host_memory::*, memory::*, module::*, stand_in::*, stream::*, symbol::*,
     transfer::*, virtual_memory::*,
 };
 

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::device::{SHARED_BYTES, SHARED_OPTIN_BYTES};
 use super::{In, Out, Text, driver};
+use crate::counts;
 use crate::driver::device::{Device, current};
 use crate::driver::handles::{Handles, fresh_number};
 use crate::driver::op::Op;
@@ -14,7 +15,9 @@ use crate::error::{Failure, Outcome, say};
 use crate::exec::block::LaunchShape;
 use crate::exec::grid::run_grid;
 use crate::exec::program::Program;
+use crate::exec::sample::run_sample;
 use crate::ptx::module::{LoadError, Loaded, load};
+use crate::settings::settings;
 
 static MODULES: Handles<Loaded> = Handles::new();
 static FUNCTIONS: Handles<Function> = Handles::new();
@@ -226,6 +229,10 @@ driver! {
         let program = function.program.clone();
         let params = arguments(&program, &values)?;
         let shape = LaunchShape { grid, block, dynamic_bytes: dynamic as usize, params };
-        on.submit(Op::Kernel(Arc::new(move |registry| run_grid(&program, &shape, registry))))
+        let run = if settings().dry { run_sample } else { run_grid };
+        on.submit(Op::Kernel(Arc::new(move |registry| {
+            counts::add("kernel", &program.name, run(&program, &shape, registry)?);
+            Ok(())
+        })))
     }
 }

@@ -71,6 +71,6 @@ driver! {
             say!("cuLaunchHostFunc without a function");
             return Err(Failure::InvalidValue);
         };
-        on.submit(Op::Host { function, data })
+        on.submit(Op::Host { function, data, counted: true })
     }
 }

@@ -10,6 +10,7 @@ use std::sync::{Mutex, OnceLock};
 
 use super::handles::lock;
 use crate::error::say;
+use crate::settings::settings;
 
 /// New memory up to this size is filled with one bits, so that uninitialised reads do not return zeros.
 const FILLED_BYTES: usize = 64 << 20;
@@ -44,10 +45,11 @@ impl Mapping {
         }
     }
 
-    /// Readable and writable memory, filled with one bits up to [`FILLED_BYTES`].
+    /// Readable and writable memory, filled with one bits up to [`FILLED_BYTES`], except in the dry
+    /// mode.
     pub(crate) fn memory(bytes: usize) -> io::Result<Self> {
         let mapping = Self::anonymous(bytes, libc::PROT_READ | libc::PROT_WRITE)?;
-        if bytes <= FILLED_BYTES {
+        if bytes <= FILLED_BYTES && !settings().dry {
             // SAFETY: mapped above, writable, at least `bytes` long.
             unsafe { ptr::write_bytes(mapping.start as *mut u8, 0xff, bytes) };
         }
@@ -173,11 +175,14 @@ impl Physical {
         if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Fills the memory with one bits through its mapping at `address`.
+    /// Fills the memory with one bits through its mapping at `address`, except in the dry mode.
     ///
     /// # Safety
     /// The memory is mapped at `address`, and nothing else accesses it.
     pub(crate) unsafe fn fill(&self, address: u64) {
+        if settings().dry {
+            return;
+        }
         // SAFETY: mapped writable there, as the caller guarantees.
         unsafe { ptr::write_bytes(address as *mut u8, 0xff, self.bytes) };
     }

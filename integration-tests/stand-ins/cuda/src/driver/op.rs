@@ -8,7 +8,12 @@ use super::event::Ticket;
 use super::queue::{Random, in_host_function};
 use super::space::{self, Space};
 use super::{memory, space::Kind};
+use crate::counts::{self, Work};
 use crate::error::{Failure, Outcome};
+use crate::settings::settings;
+
+/// In the dry mode, copies and fills of more bytes are not run.
+const SMALL_BYTES: usize = 64 << 10;
 
 /// One end of a copy.
 #[derive(Clone, Debug)]
@@ -42,9 +47,17 @@ pub(crate) enum Op {
         count: usize,
     },
     Kernel(Arc<KernelRun>),
+    /// Work of a library that its stand-in does not run; counted only.
+    Tally {
+        kind: Arc<str>,
+        name: Arc<str>,
+        work: Work,
+    },
     Host {
         function: HostFunction,
         data: usize,
+        /// Not a stand-in's own.
+        counted: bool,
     },
     Free(u64),
     Record(Arc<Ticket>),
@@ -77,16 +90,36 @@ impl Place {
 pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
     random.delay();
     match op {
-        Op::Record(ticket) => return ticket.complete(),
-        Op::Wait(ticket) => return ticket.wait(),
+        Op::Record(ticket) => {
+            counts::add("event", "record", Work::default());
+            return ticket.complete();
+        }
+        Op::Wait(ticket) => {
+            counts::add("event", "wait", Work::default());
+            return ticket.wait();
+        }
         _ if device.check().is_err() => return,
         _ => {}
     }
     let done = match op {
-        Op::Copy { to, from, bytes } => copy(to, from, *bytes),
-        Op::Fill { to, pattern, width, count } => fill(*to, *pattern, *width, *count),
+        Op::Copy { to, from, bytes } => {
+            let work = Work { loaded: *bytes as u64, stored: *bytes as u64, operations: 0 };
+            counts::add("copy", direction(to, from), work);
+            copy(to, from, *bytes)
+        }
+        Op::Fill { to, pattern, width, count } => {
+            counts::add("fill", "memset", Work { stored: (width * count) as u64, ..Work::default() });
+            fill(*to, *pattern, *width, *count)
+        }
+        Op::Tally { kind, name, work } => {
+            counts::add(kind, name, *work);
+            Ok(())
+        }
         Op::Kernel(kernel) => kernel(&space::now()),
-        Op::Host { function, data } => {
+        Op::Host { function, data, counted } => {
+            if *counted {
+                counts::add("host function", "cuLaunchHostFunc", Work::default());
+            }
             // SAFETY: the caller of cuLaunchHostFunc guarantees that the function may be called with this argument.
             in_host_function(|| unsafe { function(*data as *mut libc::c_void) });
             Ok(())
@@ -103,10 +136,28 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
     }
 }
 
+/// The direction of a copy.
+fn direction(to: &Place, from: &Place) -> &'static str {
+    let space = space::now();
+    let on_device = |place: &Place| match place {
+        Place::Known(at) => space.find(*at).is_some_and(|(_, range)| range.kind != Kind::Pinned),
+        _ => false,
+    };
+    match (on_device(to), on_device(from)) {
+        (true, true) => "device to device",
+        (true, false) => "host to device",
+        (false, true) => "device to host",
+        (false, false) => "host to host",
+    }
+}
+
 fn copy(to: &Place, from: &Place, bytes: usize) -> Result<(), (Failure, String)> {
     let space = space::now();
     to.check(&space, bytes, "to")?;
     from.check(&space, bytes, "from")?;
+    if settings().dry && bytes > SMALL_BYTES {
+        return Ok(());
+    }
     let moved = match (to, from) {
         (Place::Known(to), Place::Known(from)) => {
             // SAFETY: both ranges are live, and `space` keeps them mapped; raw bytes have no invalid values.
@@ -180,6 +231,9 @@ fn fill(to: u64, pattern: u32, width: usize, count: usize) -> Result<(), (Failur
     if !space.holds(to, bytes as u64) {
         let what = format!("a fill of {bytes} bytes at {to:#x}, which is not all live memory");
         return Err((Failure::IllegalAddress, what));
+    }
+    if settings().dry && bytes > SMALL_BYTES {
+        return Ok(());
     }
     // SAFETY: live and kept mapped by `space`; the slice is of bytes and used only in this function. A conflicting
     // access meanwhile is a race of the program under test, whose result is arbitrary bytes.

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use super::program::{Done, Fault, Mask, Program, Reduction, Special, lanes};
 use super::races::{Access, Races};
+use super::traffic::Traffic;
 use super::warp::{Pause, Warp};
+use crate::counts::Work;
 use crate::driver::space::Space as Registry;
 use crate::error::Failure;
 use crate::ptx::types::Space;
@@ -48,6 +50,8 @@ pub(crate) struct BlockMemory {
     params_bytes: usize,
     arrivals: Vec<Arrival>,
     races: Option<Races>,
+    /// Present if work is counted.
+    traffic: Option<Traffic>,
 }
 
 /// Memory that is written through pointers, in units of 16 bytes.
@@ -69,7 +73,9 @@ impl BlockMemory {
         }
         let races = settings().find_races.then(|| Races::new(shared_bytes));
         let (shared, params_bytes) = (cells(shared_bytes), shape.params.len());
-        Self { registry, last: (1, 0), shared, shared_bytes, params, params_bytes, arrivals: Vec::new(), races }
+        let (last, arrivals) = ((1, 0), Vec::new());
+        let traffic = settings().counts_work().then(Traffic::default);
+        Self { registry, last, shared, shared_bytes, params, params_bytes, arrivals, races, traffic }
     }
 
     pub(crate) fn arrive(&mut self, arrival: Arrival) {
@@ -113,6 +119,9 @@ impl BlockMemory {
                         Some(span) => self.last = span,
                         None => return self.bad(Failure::IllegalAddress, lane, space, offset, bytes),
                     }
+                }
+                if let Some(traffic) = &mut self.traffic {
+                    traffic.note((warp.index, warp.steps), offset, bytes, access);
                 }
                 Some(offset as *mut u8)
             }
@@ -158,14 +167,14 @@ fn within(base: *const UnsafeCell<u128>, size: usize, offset: u64, bytes: usize)
     (end <= size as u64).then(|| base.cast::<u8>().cast_mut().wrapping_add(offset as usize))
 }
 
-/// Runs one block. After every turn of a warp, `check` may end it with a fault.
+/// Runs one block; returns its work if it is counted. After every turn of a warp, `check` may end it with a fault.
 pub(crate) fn run_block(
     program: &Program,
     shape: &LaunchShape,
     block: [u32; 3],
     registry: &Arc<Registry>,
     check: &dyn Fn() -> Done,
-) -> Done {
+) -> Done<Work> {
     let threads = shape.block.iter().product::<u32>() as usize;
     let mut memory = BlockMemory::new(program, shape, registry.clone());
     let mut warps: Vec<Warp> = (0..threads.div_ceil(32))
@@ -191,7 +200,8 @@ pub(crate) fn run_block(
         let released = release(&mut memory, &mut warps, &mut runs);
         if !ran && !released {
             if warps.iter().all(|warp| warp.live == 0) {
-                return Ok(());
+                let operations = warps.iter().map(|warp| warp.steps).sum();
+                return Ok(memory.traffic.map_or(Work::default(), |t| Work { operations, ..t.work }));
             }
             let what = format!("kernel {}: threads wait at a barrier to which the others never come", program.name);
             return Err(Box::new(Fault { failure: Failure::LaunchTimeout, what }));
@@ -262,8 +272,8 @@ fn value(special: Special, program: &Program, shape: &LaunchShape, block: [u32; 
         Special::Lane => lane as u32,
         Special::Warp => warp as u32,
         Special::Warps => shape.block.iter().product::<u32>().div_ceil(32),
-        Special::Multiprocessor => block[0] % 2,
-        Special::Multiprocessors => 2,
+        Special::Multiprocessor => block[0] % settings().multiprocessors,
+        Special::Multiprocessors => settings().multiprocessors,
         Special::Grid => 0,
         Special::LanesEqual => equal,
         Special::LanesLess => equal - 1,

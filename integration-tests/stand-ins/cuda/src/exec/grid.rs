@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::block::{LaunchShape, run_block};
 use super::program::{Done, Fault, Program, fault};
+use crate::counts::Work;
 use crate::driver::handles::lock;
 use crate::driver::space::Space;
 use crate::error::Failure;
@@ -14,15 +15,28 @@ use crate::settings::settings;
 /// Host threads per grid.
 const THREADS: u64 = 2;
 
-/// Runs all blocks. After the first fault no further block starts.
+/// Runs all blocks, and returns their work if it is counted.
 pub(crate) fn run_grid(
     program: &Program,
     shape: &LaunchShape,
     registry: &Arc<Space>,
-) -> Result<(), (Failure, String)> {
+) -> Result<Work, (Failure, String)> {
     let [x, y, z] = shape.grid.map(u64::from);
-    let (blocks, next, stop) = (x * y * z, AtomicU64::new(0), AtomicBool::new(false));
+    let block = |number| [number % x, number / x % y, number / (x * y)].map(|n| n as u32);
+    run_blocks(program, shape, registry, x * y * z, &block)
+}
+
+/// Runs the `blocks` blocks of a grid that `block` numbers. After the first fault no further block starts.
+pub(crate) fn run_blocks(
+    program: &Program,
+    shape: &LaunchShape,
+    registry: &Arc<Space>,
+    blocks: u64,
+    block: &(dyn Fn(u64) -> [u32; 3] + Sync),
+) -> Result<Work, (Failure, String)> {
+    let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     let first: Mutex<Option<Box<Fault>>> = Mutex::new(None);
+    let sum: Mutex<Work> = Mutex::default();
     let since = Instant::now();
     let check = || -> Done {
         if stop.load(Ordering::Relaxed) {
@@ -40,11 +54,17 @@ pub(crate) fn run_grid(
             if number >= blocks || stop.load(Ordering::Relaxed) {
                 return;
             }
-            let block = [number % x, number / x % y, number / (x * y)].map(|n| n as u32);
-            if let Err(mut fault) = run_block(program, shape, block, registry, &check) {
-                fault.what = format!("{}, block {block:?}", fault.what);
-                lock(&first).get_or_insert(fault);
-                stop.store(true, Ordering::Relaxed);
+            let block = block(number);
+            match run_block(program, shape, block, registry, &check) {
+                Ok(work) => {
+                    let mut sum = lock(&sum);
+                    *sum = sum.plus(work);
+                }
+                Err(mut fault) => {
+                    fault.what = format!("{}, block {block:?}", fault.what);
+                    lock(&first).get_or_insert(fault);
+                    stop.store(true, Ordering::Relaxed);
+                }
             }
         }
     };
@@ -57,7 +77,7 @@ pub(crate) fn run_grid(
         });
     }
     match lock(&first).take() {
-        None => Ok(()),
+        None => Ok(*lock(&sum)),
         Some(fault) => Err((fault.failure, fault.what)),
     }
 }
