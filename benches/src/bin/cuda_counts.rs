@@ -14,7 +14,8 @@ use std::process::{Command, Stdio};
 
 type AnyError = Box<dyn std::error::Error>;
 
-const USAGE: &str = "usage: cuda_counts MODEL BATCH SEQ RANKS STAGES [FLAGS OF zero train], such as gpt2-124m 32 1024 1 0,1,2,3";
+const USAGE: &str =
+    "usage: cuda_counts MODEL BATCH SEQ RANKS STAGES [FLAGS OF zero train], such as gpt2-124m 32 1024 1 0,1,2,3";
 
 /// Calls, loaded bytes, stored bytes, and operations.
 type Row = [i64; 4];

@@ -13,8 +13,8 @@ mod graph;
 mod host_memory;
 mod memory;
 mod module;
-mod stream;
 mod stand_in;
+mod stream;
 mod symbol;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -22,8 +22,8 @@ mod transfer;
 mod virtual_memory;
 
 pub use {
-    context::*, device::*, event::*, graph::*, host_memory::*, memory::*, module::*, stand_in::*, stream::*, symbol::*,
-    transfer::*, virtual_memory::*,
+    context::*, device::*, event::*, graph::*, host_memory::*, memory::*, module::*, stand_in::*, stream::*,
+    symbol::*, transfer::*, virtual_memory::*,
 };
 
 /// A result pointer, null or valid for writing one `T`, as the caller of a driver function guarantees.

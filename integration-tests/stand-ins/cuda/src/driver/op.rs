@@ -12,8 +12,10 @@ use crate::counts::{self, Work};
 use crate::error::{Failure, Outcome};
 use crate::settings::settings;
 
-/// In the dry mode, copies and fills of more bytes are not run.
+/// In the dry mode, copies and fills of more bytes are not run, and copies from the host (a batch) of more than
+/// [`SMALL_UPLOAD_BYTES`].
 const SMALL_BYTES: usize = 64 << 10;
+const SMALL_UPLOAD_BYTES: usize = 1 << 20;
 
 /// One end of a copy.
 #[derive(Clone, Debug)]
@@ -155,7 +157,8 @@ fn copy(to: &Place, from: &Place, bytes: usize) -> Result<(), (Failure, String)>
     let space = space::now();
     to.check(&space, bytes, "to")?;
     from.check(&space, bytes, "from")?;
-    if settings().dry && bytes > SMALL_BYTES {
+    let small = if direction(to, from) == "host to device" { SMALL_UPLOAD_BYTES } else { SMALL_BYTES };
+    if settings().dry && bytes > small {
         return Ok(());
     }
     let moved = match (to, from) {
