@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
 use zero_kernels::host::{join, split};
 
-use crate::adamw::{State, rest_bytes, view};
+use crate::adamw::rest_bytes;
 use crate::tier::{Access, Masters};
 use crate::{OptimError, ShardedAdamW};
 
@@ -127,7 +127,7 @@ impl<D: Device> ShardedAdamW<D> {
         })
     }
 
-    /// Calls `run` for each part of a range that a tier has, with the part's place in the range.
+    /// Calls `run` for each part of a range that the state has, with the part's place in the range.
     fn visit_range(
         &mut self,
         stream: &D::Stream,
@@ -136,15 +136,19 @@ impl<D: Device> ShardedAdamW<D> {
         mut run: impl FnMut(&D, Range<usize>, Values) -> Result<(), DeviceError>,
     ) -> Result<(), OptimError> {
         let StateRange { kind, unit, elems } = range;
-        let trained: Vec<_> = match &self.state {
-            State::Resident(_) => Vec::new(),
-            State::Tier(_) => self.groups.trained(*unit, elems.clone()).collect(),
-        };
-        for (of_unit, state, _) in trained {
-            // Parameters that are masters are in memory.
-            if *kind == StateKind::Master && self.param_dtype == DType::F32 {
-                continue;
+        // The masters of fp32 training are the parameters.
+        if *kind == StateKind::Master && self.param_dtype == DType::F32 {
+            return Ok(());
+        }
+        // Neighbouring trained elements have neighbouring state.
+        let mut runs: Vec<(Range<usize>, Range<usize>)> = Vec::new();
+        for (elems, state, _) in self.groups.trained(*unit, elems.clone()) {
+            match runs.last_mut().filter(|(last, _)| last.end == elems.start) {
+                Some((last, of_last)) => (last.end, of_last.end) = (elems.end, state.end),
+                None => runs.push((elems, state)),
             }
+        }
+        for (of_unit, state) in runs {
             self.visit(stream, state.clone(), access, |optim, piece| {
                 let (of_state, of_piece) = piece.overlap(&state);
                 let in_unit = of_unit.start + of_state.start..of_unit.start + of_state.end;
@@ -163,7 +167,7 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// The parts of the range that have memory, each with its place in the range.
+    /// The parts of the range that are in the parameter, each with its place in the range.
     fn state_parts(
         &self,
         range: &StateRange,
@@ -181,24 +185,7 @@ impl<D: Device> ShardedAdamW<D> {
             return Err(OptimError::SliceLen { unit: name(), what: kind.name(), expected: end - start, got: values });
         }
         self.check_params(segment, param)?;
-        let block = match (&self.state, kind) {
-            (State::Tier(_), _) => None,
-            (State::Resident(resident), StateKind::Master) => resident.master.as_ref(),
-            (State::Resident(resident), StateKind::FirstMoment) => Some(&resident.first_moment),
-            (State::Resident(resident), StateKind::SecondMoment) => Some(&resident.second_moment),
-        };
         let mut parts = Vec::new();
-        if let Some(block) = block {
-            // Neighbouring trained elements have neighbouring state.
-            let mut runs: Vec<(Range<usize>, Range<usize>)> = Vec::new();
-            for (elems, state, _) in self.groups.trained(*unit, elems.clone()) {
-                match runs.last_mut().filter(|(last, _)| last.end == elems.start) {
-                    Some((last, of_last)) => (last.end, of_last.end) = (elems.end, state.end),
-                    None => runs.push((elems, state)),
-                }
-            }
-            parts.extend(runs.into_iter().map(|(elems, state)| (elems, view(block).slice(state))));
-        }
         if *kind == StateKind::Master {
             let frozen = self.pieces(*unit).iter().filter(|piece| piece.state.is_none());
             let in_params: Vec<_> = match self.param_dtype {

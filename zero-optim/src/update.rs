@@ -5,7 +5,7 @@ use std::ops::Range;
 use zero_alloc::device::{Device, DeviceKind};
 use zero_kernels::{AdamArgs, AdamHyper, RemainderArgs};
 
-use crate::adamw::{State, view};
+use crate::adamw::State;
 use crate::groups::LaunchRules;
 use crate::segments::{Launch, UnitSlices, launches};
 use crate::tier::{Access, Away, Masters, PieceState};
@@ -36,19 +36,10 @@ impl<D: Device> ShardedAdamW<D> {
             State::Tier(_) => return self.enqueue_pieces(stream, &slices),
             State::Resident(resident) => resident,
         };
-        let first_moment = view(&resident.first_moment).typed::<f32>()?;
-        let second_moment = view(&resident.second_moment).typed::<f32>()?;
-        let master = resident.master.as_ref().map(|m| view(m).typed::<f32>()).transpose()?;
         let join = self.device.kind() == DeviceKind::Cuda;
         let max_elems = self.controller.config().sub_group_elems;
         for launch in launches(slices.into_iter(), join, max_elems) {
-            let state = launch.state.clone();
-            let piece = PieceState {
-                masters: master.map_or(Masters::Params, |master| Masters::Fp32(master.slice(state.clone()))),
-                first_moment: first_moment.slice(state.clone()),
-                second_moment: second_moment.slice(state.clone()),
-                state,
-            };
+            let piece = resident.piece(launch.state.clone())?;
             self.launch(stream, &launch, &piece)?;
         }
         Ok(())
@@ -85,7 +76,7 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Visits the pieces of a range of the state in a tier; state in memory of the device has none.
+    /// Visits the pieces of a range of the state; in memory of the device the range is one piece.
     pub(crate) fn visit(
         &mut self,
         stream: &D::Stream,
@@ -93,7 +84,13 @@ impl<D: Device> ShardedAdamW<D> {
         access: Access,
         mut run: impl FnMut(&Self, &PieceState) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
-        let State::Tier(tier) = &mut self.state else { return Ok(()) };
+        let tier = match &mut self.state {
+            State::Resident(resident) => {
+                let piece = resident.piece(range)?;
+                return run(self, &piece);
+            }
+            State::Tier(tier) => tier,
+        };
         // The tier leaves `self` for the visit, whose operations need the rest.
         let mut tier = std::mem::replace(tier, Box::new(Away));
         let visited = tier.visit(stream, range, access, &mut |piece| run(self, piece));

@@ -10,6 +10,8 @@
 //! attention matrix   without flash attention, which recomputes it tile by tile      1 a s s b
 //! ```
 //!
+//! A feed-forward that recomputes the output of its activation function keeps only the input: 1 sbf less.
+//!
 //! Dropout adds a mask, of one byte per element, for the outputs of attention and feed-forward and for the attention
 //! matrix, and a second copy of the matrix; with 2 bytes per element and f = 4 h the sum is the paper's
 //! sbh (34 + 5 a s / h).
@@ -86,6 +88,8 @@ pub struct ActivationOptions {
     pub flash_attention: bool,
     /// Whether there is dropout.
     pub dropout: bool,
+    /// Whether the output of the activation function, such as GELU, is recomputed in backward.
+    pub recompute_gelu: bool,
 }
 
 impl ActivationOptions {
@@ -100,10 +104,17 @@ impl ActivationOptions {
             checkpoint_shards: 1,
             flash_attention: true,
             dropout: false,
+            recompute_gelu: false,
         }
     }
 }
-setters!(ActivationOptions { checkpointing: bool, checkpoint_shards: u64, flash_attention: bool, dropout: bool });
+setters!(ActivationOptions {
+    checkpointing: bool,
+    checkpoint_shards: u64,
+    flash_attention: bool,
+    dropout: bool,
+    recompute_gelu: bool,
+});
 
 /// Bytes of activations on one rank when the backward pass begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -142,7 +153,8 @@ impl ActivationBytes {
                 mul(&[shape.heads, run.seq_len, tokens, each])?
             }
         };
-        let block = sum(WHAT, &[mul(&[8, input])?, mul(&[2, inner])?, masks, matrix])?;
+        let kept_inner = if run.recompute_gelu { 1 } else { 2 };
+        let block = sum(WHAT, &[mul(&[8, input])?, mul(&[kept_inner, inner])?, masks, matrix])?;
         let attention = if run.flash_attention { mul(&[4, shape.heads, tokens])? } else { 0 };
         let statistics = sum(WHAT, &[mul(&[2, 8, tokens])?, attention])?;
         let in_memory = if run.checkpointing { shape.layers.min(1) } else { shape.layers };

@@ -79,6 +79,7 @@ fn main() -> Result<(), AnyError> {
             activation_checkpointing: false,
             offload_activations: false,
             matmul_timing: true,
+            recompute_gelu: false,
         },
         threads: 1,
     };

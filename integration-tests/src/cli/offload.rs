@@ -27,8 +27,9 @@ pub struct OffloadArgs {
     /// Keep the checkpoints of activations in host memory; requires --activation-checkpointing [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub offload_activations: Option<bool>,
-    /// Master weights of an offloaded optimizer: fp32, or remainder, the 16 bits that a bf16 parameter lacks; a master
-    /// midway between two parameters then rounds away from zero and not to even [default: fp32]
+    /// Master weights: fp32, or remainder, the 16 bits that a bf16 parameter lacks, which saves 2 bytes a parameter. The
+    /// masters are the same; one exactly midway between two parameters then rounds away from zero and not to even
+    /// [default: fp32]
     #[arg(long, value_enum)]
     pub masters: Option<Masters>,
     /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the numbers slightly
@@ -123,14 +124,8 @@ pub(super) fn settings(
         now.activations = false;
     }
     let on_device = now.optimizer == Home::Device;
-    if now.format.remainder && (on_device || run.dtype != DType::Bf16) {
+    if now.format.remainder && run.dtype != DType::Bf16 {
         match args.masters {
-            Some(_) if on_device => {
-                return refuse(
-                    "--masters remainder",
-                    "the optimizer is not offloaded; add --offload cpu or nvme:DIR",
-                );
-            }
             Some(_) => {
                 let why = format!("it needs --dtype bf16, and this run is in {}", run.dtype);
                 return refuse("--masters remainder", &why);
@@ -235,10 +230,12 @@ mod tests {
         let now = resolve(&flags, Some(file), &default, RUN).unwrap();
         assert_eq!((now.optimizer.clone(), now.params.clone(), now.activations), (Home::Host, Home::Device, false));
         assert!(now.format.remainder && now.format.bf16_moments);
-        // Back on the device, which has neither format.
+        // Back on the device, which has fp32 moments only.
         let back = OffloadArgs { offload: Some(Home::Device), ..none };
         let now = resolve(&back, None, &OffloadSettings { params: Home::Device, ..now }, RUN).unwrap();
-        assert!(!now.is_any() && now.format == default.format, "{now:?}");
+        assert!(!now.is_any() && now.format.remainder && !now.format.bf16_moments, "{now:?}");
+        let fp32 = Offloaded { dtype: DType::F32, ..RUN };
+        assert_eq!(resolve(&OffloadArgs::default(), None, &now, fp32).unwrap().format, default.format);
     }
 
     #[test]
@@ -263,9 +260,8 @@ mod tests {
         let error = resolve(&activations, None, &default, plain).unwrap_err();
         assert!(error.contains("--offload-activations: ") && error.contains("--activation-checkpointing"), "{error}");
         let masters = flags(&|a| a.masters = Some(Masters::Remainder));
-        assert!(resolve(&masters, None, &default, RUN).unwrap_err().contains("the optimizer is not offloaded"));
+        assert!(resolve(&masters, None, &default, RUN).unwrap().format.remainder, "no offload is needed");
         let fp32 = Offloaded { dtype: DType::F32, ..RUN };
-        let masters = flags(&|a| (a.offload, a.masters) = (Some(Home::Host), Some(Masters::Remainder)));
         assert!(resolve(&masters, None, &default, fp32).unwrap_err().contains("needs --dtype bf16"));
         let moments = flags(&|a| a.moments = Some(Moments::Bf16));
         assert!(resolve(&moments, None, &default, RUN).unwrap_err().contains("the optimizer is not offloaded"));

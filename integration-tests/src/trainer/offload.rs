@@ -86,7 +86,7 @@ pub struct OffloadSettings {
     pub queue_depth: usize,
     /// Bytes of one request.
     pub request_bytes: usize,
-    /// The format of offloaded masters and moments.
+    /// The format of masters and moments. Moments in bf16 need an optimizer that is off the device.
     pub format: StateFormat,
 }
 
@@ -109,11 +109,12 @@ impl fmt::Display for OffloadSettings {
     }
 }
 
-/// The format of offloaded masters and moments.
+/// The format of masters and moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StateFormat {
-    /// bf16 parameters with a 16-bit remainder instead of fp32 masters.
+    /// bf16 parameters with a 16-bit remainder instead of fp32 masters: the same masters, but a parameter exactly midway
+    /// rounds away from zero.
     pub remainder: bool,
     /// Moments in bf16, rounded stochastically, instead of fp32.
     pub bf16_moments: bool,

@@ -1,5 +1,6 @@
 //! The memory of a rank on the host, computed before it starts.
 
+use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_optim::StateKind;
 use zero_shard::{Layout, Tier};
@@ -14,7 +15,7 @@ use crate::model::Pass;
 const PIECE_ALIGN_ELEMS: u64 = 2048;
 
 /// Bytes of one rank on the host at the peak of a step, by purpose.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RankBytes {
     /// Parameters, gradients and optimizer state.
     pub state: u64,
@@ -110,8 +111,8 @@ pub fn piece_elems(settings: &Settings, layout: &Layout) -> u64 {
     elems.checked_next_multiple_of(PIECE_ALIGN_ELEMS).unwrap_or(elems)
 }
 
-/// Moments of a sub-group in fp32, if they are kept in bf16.
-fn wide_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
+/// Bytes of the moments of a sub-group in fp32, if they are kept in bf16. `None`: more than 64 bits can count.
+pub fn wide_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
     let widens = settings.offload.updates_on_host() && settings.offload.format.bf16_moments;
     piece_elems(settings, layout).checked_mul(if widens { 2 * size_of::<f32>() as u64 } else { 0 })
 }

@@ -202,5 +202,9 @@ pub(super) fn optimizer_of<D: Device>(rank: &Rank<D>, segments: Vec<Segment>) ->
     let Rank { pool, kernels, compute, settings, .. } = rank;
     let shards_of = settings.stage.shards_optimizer().then_some(rank.comm.rank() as u64);
     let (config, groups) = (settings.optimizer.clone(), rank.groups.of(&rank.layout, shards_of)?);
-    Ok(ShardedAdamW::with_groups(pool, kernels.clone(), compute, config, settings.dtype, segments, &groups)?)
+    let new = match settings.offload.format.remainder {
+        true => ShardedAdamW::with_remainders,
+        false => ShardedAdamW::with_groups,
+    };
+    Ok(new(pool, kernels.clone(), compute, config, settings.dtype, segments, &groups)?)
 }

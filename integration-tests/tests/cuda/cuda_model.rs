@@ -4,13 +4,13 @@
 use std::collections::HashMap;
 
 use half::bf16;
-use integration_tests::cuda::cross_entropy::stride_elems;
 use integration_tests::error::TrainError;
 use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::cuda::CudaGpt2;
 use integration_tests::model::gpt2::{self, Gpt2Options};
 use integration_tests::model::{Grad, Model};
 use serde_json::Value;
+use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, DeviceError};
 use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
@@ -189,14 +189,67 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
     }
 }
 
+/// The forward has the bits of the run that keeps GELU's output. So has the backward in fp32, where no product computes GELU;
+/// in bf16 the recomputed output comes from a rounded input.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn recomputed_gelu_follows_the_kept_one() {
+    let gpu = Gpu::open();
+    for (dtype, tolerance) in [(DType::F32, 0.0), (DType::Bf16, 5e-3)] {
+        let mut kept = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
+        let again = Gpt2Options { recompute_gelu: true, ..options(dtype, false) };
+        let mut again = OnGpu::new(&gpu, again, WHOLE, &weights());
+        kept.step(0);
+        again.step(0);
+        assert_eq!(again.loss().to_bits(), kept.loss().to_bits(), "{dtype}");
+        let error = relative_error(&again.gradients().concat(), &kept.gradients().concat());
+        assert!(error <= tolerance, "{dtype}: gradients differ by {error:e}");
+    }
+}
+
+/// The bytes that `zero plan` and the default of `--recompute-gelu` count.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn model_requests_the_computed_bytes() {
+    let gpu = Gpu::open();
+    let config = GptConfig { n_layer: 5, ..config() };
+    let held = || {
+        let report = gpu.pool.report();
+        [Purpose::Activations, Purpose::Workspace].map(|purpose| report.of(purpose).live_bytes as u64)
+    };
+    let tiny = |dtype| [options(dtype, false), options(dtype, true)];
+    let mut all: Vec<Gpt2Options> = [DType::F32, DType::Bf16].into_iter().flat_map(tiny).collect();
+    all.extend(all.clone().into_iter().map(|options| Gpt2Options { recompute_gelu: true, ..options }));
+    all.push(Gpt2Options { offload_activations: true, ..options(DType::Bf16, true) });
+    all.push(Gpt2Options { micro_batch: 3, seq_len: 31, ..options(DType::Bf16, false) });
+    for options in all {
+        let before = held();
+        let model = CudaGpt2::new(config.clone(), options.clone(), &gpu.pool, &gpu.stream).unwrap();
+        let after = held();
+        let planned = options.gpu_bytes(&config);
+        assert_eq!(
+            [after[0] - before[0], after[1] - before[1]],
+            [planned.activations, planned.workspace],
+            "{options:?}"
+        );
+        drop(model);
+    }
+    let row = (BATCH * SEQ * config.n_embd * 2) as u64;
+    let [kept, offloaded] = [false, true].map(|offload_activations| {
+        Gpt2Options { offload_activations, ..options(DType::Bf16, true) }.gpu_bytes(&config)
+    });
+    // Six rows, three of them on the device.
+    assert_eq!((kept.host, offloaded.host), (0, 3 * row));
+    assert_eq!(kept.activations - offloaded.activations, 3 * row);
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn logits_in_parts_are_logits() {
     let gpu = Gpu::open();
     let mut whole = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
     // 50 of the 128 rows at a time.
-    let part = 50 * stride_elems(config().vocab_size) * 4;
-    let mut parts = OnGpu::new(&gpu, options(DType::F32, false), part, &weights());
+    let mut parts = OnGpu::new(&gpu, options(DType::F32, false), 50, &weights());
     whole.step(0);
     parts.step(0);
     assert_eq!(parts.loss().to_bits(), whole.loss().to_bits());

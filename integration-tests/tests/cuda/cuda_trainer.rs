@@ -11,8 +11,8 @@ use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions, run_on_cuda,
-    run_on_threads,
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics, ValidationOptions,
+    run_on_cuda, run_on_threads,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
@@ -68,6 +68,7 @@ fn workload(dtype: DType) -> GptWorkload {
             activation_checkpointing: false,
             offload_activations: false,
             matmul_timing: false,
+            recompute_gelu: false,
         },
         threads: 1,
     }
@@ -287,6 +288,57 @@ fn weights(dir: &Path) -> Vec<u32> {
         bits.extend(values.into_iter().map(f32::to_bits));
     }
     bits
+}
+
+/// Remainders on the device have the bits of those that the host updates, two bytes a parameter less than fp32 masters, and a
+/// checkpoint that resumes with fp32 masters.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn remainders_have_the_bits_of_the_hosts() {
+    let format = StateFormat { remainder: true, bf16_moments: false };
+    for (stage, graphs) in [(0, true), (3, false)] {
+        let run = |optimizer, format, steps, graphs, saved: &Path, resume| {
+            let offload = OffloadSettings { optimizer, format, ..OffloadSettings::default() };
+            let settings = Settings { offload, graphs, ..settings(stage, DType::Bf16) };
+            run(&settings, &options(steps, Some(saved), resume)).unwrap()
+        };
+        let [device, host, plain] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+        let (got, summary) = run(Home::Device, format, 4, graphs, device.path(), None);
+        let (want, _) = run(Home::Host, format, 4, false, host.path(), None);
+        assert_eq!(bits(&got), bits(&want), "stage {stage}");
+        assert!(weights(device.path()) == weights(host.path()), "stage {stage}: masters");
+        let held = summary.last.unwrap().memory;
+        assert_eq!(held.optimizer_bytes, 5 * held.params_bytes, "stage {stage}: 10 bytes of state, 2 of parameters");
+        let masters = weights(device.path());
+        let (rest, summary) = run(Home::Device, StateFormat::default(), 5, false, plain.path(), Some(device.path()));
+        assert_eq!((rest.len(), summary.resumed_at, masters.is_empty()), (1, 4, false));
+    }
+}
+
+/// `zero plan` counts the memory of a GPU: activations and state to the byte, and the total but for statistics and scalars.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn plan_is_the_memory_of_the_device() {
+    let format = StateFormat { remainder: true, bf16_moments: false };
+    for (flags, remainder) in [("", false), ("--masters remainder", true)] {
+        let shape = "--gpus 1 --dtype bf16 --micro-batch 4 --seq-len 32 --grad-accum 2 --bucket-elems 16384 --json";
+        let mut plan = crate::place::zero();
+        plan.arg("plan").arg("--model").arg(data("model")).args(shape.split(' ')).args(flags.split_whitespace());
+        let output = plan.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        for stage in 0..4 {
+            let mut settings = settings(stage, DType::Bf16);
+            settings.offload.format = if remainder { format } else { StateFormat::default() };
+            let memory = run(&settings, &options(2, None, None)).unwrap().1.last.unwrap().memory;
+            let planned = |key: &str| plan["stages"][stage as usize]["gpu"][key].as_u64().unwrap();
+            let keys = ["params_bytes", "grads_bytes", "optimizer_bytes", "activations_bytes"].map(planned);
+            let held = [memory.params_bytes, memory.grads_bytes, memory.optimizer_bytes, memory.activations_bytes];
+            assert_eq!(held, keys, "stage {stage} {flags}");
+            let (peak, total) = (memory.peak_bytes, planned("total_bytes"));
+            assert!(peak.abs_diff(total) < 64 << 10, "stage {stage} {flags}: {peak}, planned {total}");
+        }
+    }
 }
 
 /// Each kind of offload has the bits of the run that offloads nothing, with its gradients and parameters in pinned memory

@@ -41,6 +41,7 @@ pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Optio
         activation_checkpointing,
         offload_activations: false,
         matmul_timing: false,
+        recompute_gelu: false,
     }
 }
 
@@ -61,10 +62,10 @@ pub(crate) struct OnGpu<'a> {
 }
 
 impl<'a> OnGpu<'a> {
-    pub(crate) fn new(gpu: &'a Gpu, options: Gpt2Options, logits_bytes: usize, weights: &[Vec<f32>]) -> Self {
+    pub(crate) fn new(gpu: &'a Gpu, options: Gpt2Options, logits_rows: usize, weights: &[Vec<f32>]) -> Self {
         let params: Vec<_> = weights.iter().map(|w| gpu.put(w, options.dtype)).collect();
         let grads = weights.iter().map(|w| gpu.zeros(w.len())).collect();
-        let model = CudaGpt2::with_logits_bytes(config(), options, logits_bytes, &gpu.pool, &gpu.stream).unwrap();
+        let model = CudaGpt2::with_logits_rows(config(), options, logits_rows, &gpu.pool, &gpu.stream).unwrap();
         Self { gpu, model, params, grads, scale: gpu.double(1.0 / ACCUM as f64) }
     }
 

@@ -1,5 +1,5 @@
 //! `zero plan` predicts the memory and traffic that `zero train` measures on the host, to the byte: model state,
-//! buckets, gathered units, bytes sent, and in fp32 also activations and the peak.
+//! buckets, gathered units, activations, the peak and bytes sent. tests/cuda compares a GPU's.
 
 use std::path::Path;
 
@@ -101,14 +101,12 @@ fn compare(model: &str, run: &str) {
         );
         let moving = bytes(&planned["gpu"]["buckets_bytes"]) + bytes(&planned["gpu"]["gathered_bytes"]);
         assert_eq!(measured["buckets_bytes"], moving, "buckets and gathered units at stage {stage}: {run}");
-        if run.contains("fp32") {
-            // The host computes in fp32: with 16-bit parameters its activations are twice as wide, and it needs fp32
-            // copies of parameters.
-            assert_eq!(measured["activations_bytes"], planned["gpu"]["activations_bytes"], "stage {stage}: {run}");
-            // Statistics and sums of a few bytes per rank are not planned; the host has no workspace of products.
-            let (peak, gpu) = (bytes(&measured["peak_bytes"]), &planned["gpu"]);
-            let total = bytes(&gpu["total_bytes"]) - bytes(&gpu["matmul_workspace_bytes"]);
-            assert!((total..total + 1024).contains(&peak), "stage {stage}: {peak}, planned {total}: {run}");
-        }
+        let cores = &planned["on_cores"];
+        assert_eq!(measured["activations_bytes"], cores["activations"], "stage {stage}: {run}");
+        // Statistics and sums of a few bytes per rank are not planned.
+        let parts = ["state", "activations", "buckets", "gathered", "workspace"];
+        let total: u64 = parts.iter().map(|part| bytes(&cores[part])).sum();
+        let peak = bytes(&measured["peak_bytes"]);
+        assert!((total..total + 1024).contains(&peak), "stage {stage}: {peak}, planned {total}: {run}");
     }
 }

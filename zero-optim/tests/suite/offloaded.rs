@@ -1,4 +1,5 @@
-//! State in pieces, in memory and on NVMe: the bits of state in plain memory, in any order that the streams allow.
+//! State in pieces, in memory and on NVMe, and masters as remainders: the bits of fp32 state in plain memory, in any order
+//! that the streams allow.
 
 use std::sync::Arc;
 
@@ -32,8 +33,17 @@ struct Inputs {
     seed: u64,
 }
 
+/// The optimizer of a run.
+#[derive(Clone, Copy)]
+enum Form<'a> {
+    Plain,
+    /// In plain memory, with remainders.
+    Remainders,
+    Offloaded(&'a OffloadOptions),
+}
+
 impl Inputs {
-    fn run(&self, device: HostDevice, options: Option<&OffloadOptions>) -> Result<Run, OptimError> {
+    fn run(&self, device: HostDevice, form: Form<'_>) -> Result<Run, OptimError> {
         let stream = device.create_stream("update")?;
         let (pool, kernels) = (Pool::new(device.clone(), 1 << 30), Arc::new(HostKernels::new(1)?));
         let config = OptimizerConfig::default().max_grad_norm(0.5).sub_group_elems(2000);
@@ -52,9 +62,12 @@ impl Inputs {
         let groups = ParamGroups::new(rules, runs);
         let mut params: Vec<Buffer> =
             self.lens.iter().map(|&len| Buffer::new(&random.values(len), self.dtype)).collect();
-        let mut optim = match options {
-            None => ShardedAdamW::with_groups(&pool, kernels, &stream, config, self.dtype, segments, &groups)?,
-            Some(options) => {
+        let mut optim = match form {
+            Form::Plain => ShardedAdamW::with_groups(&pool, kernels, &stream, config, self.dtype, segments, &groups)?,
+            Form::Remainders => {
+                ShardedAdamW::with_remainders(&pool, kernels, &stream, config, self.dtype, segments, &groups)?
+            }
+            Form::Offloaded(options) => {
                 ShardedAdamW::offloaded(&pool, kernels, &stream, config, self.dtype, segments, &groups, options)?
             }
         };
@@ -140,23 +153,24 @@ proptest! {
     #[test]
     fn state_in_pieces_has_the_same_bits(
         inputs in inputs(),
-        on_file in any::<bool>(),
+        place in 0..3,
         buffers in 1usize..5,
         remainder in any::<bool>(),
         schedule in any::<u64>(),
     ) {
         let remainder = remainder && inputs.dtype == DType::Bf16;
         let dir = tempfile::tempdir().unwrap();
-        let home = if on_file { nvme(dir.path(), buffers) } else { StateHome::Memory };
+        let home = if place == 0 { nvme(dir.path(), buffers) } else { StateHome::Memory };
         let options = OffloadOptions::default().home(home).remainder(remainder);
-        let mut plain = inputs.run(HostDevice::new(), None).unwrap();
+        let form = if place == 2 && remainder { Form::Remainders } else { Form::Offloaded(&options) };
+        let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
         let device = HostDevice::seeded(schedule);
-        let mut pieces = inputs.run(device.clone(), Some(&options)).unwrap();
+        let mut pieces = inputs.run(device.clone(), form).unwrap();
         for step in 0..3 {
             inputs.step(&mut plain, step);
             inputs.step(&mut pieces, step);
         }
-        let mut copy = inputs.run(device.clone(), Some(&options)).unwrap();
+        let mut copy = inputs.run(device.clone(), form).unwrap();
         for unit in 0..inputs.lens.len() {
             for kind in StateKind::ALL {
                 let state = pieces.state(kind, unit);
@@ -189,7 +203,7 @@ fn bytes_of_a_step() {
     for (remainder, bf16_moments, bytes) in [(false, false, 12), (true, false, 10), (false, true, 8), (true, true, 6)]
     {
         let options = OffloadOptions::default().home(nvme(dir.path(), 3)).remainder(remainder);
-        let mut run = inputs.run(HostDevice::new(), Some(&options.bf16_moments(bf16_moments))).unwrap();
+        let mut run = inputs.run(HostDevice::new(), Form::Offloaded(&options.bf16_moments(bf16_moments))).unwrap();
         let blocks = |elems: usize| (elems * bytes).next_multiple_of(4096) as u64;
         let pieces = [2048, 2048, 2048, 100, 2048, 2048, 904];
         let expected: u64 = pieces.into_iter().map(blocks).sum();
@@ -213,9 +227,10 @@ fn bytes_of_a_step() {
 fn bf16_moments_are_not_biased() {
     let inputs = Inputs { lens: vec![20_000], dtype: DType::Bf16, groups: vec![0], seed: 3 };
     let options = OffloadOptions::default().bf16_moments(true);
+    let offloaded = Form::Offloaded(&options);
     let (mut plain, mut small) =
-        (inputs.run(HostDevice::new(), None).unwrap(), inputs.run(HostDevice::new(), Some(&options)).unwrap());
-    let mut again = inputs.run(HostDevice::new(), Some(&options)).unwrap();
+        (inputs.run(HostDevice::new(), Form::Plain).unwrap(), inputs.run(HostDevice::new(), offloaded).unwrap());
+    let mut again = inputs.run(HostDevice::new(), offloaded).unwrap();
     for step in 0..100 {
         for run in [&mut plain, &mut small, &mut again] {
             inputs.step(run, step);
@@ -238,7 +253,9 @@ fn bf16_moments_are_not_biased() {
 fn settings_that_do_not_fit_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let inputs = Inputs { lens: vec![10], dtype: DType::F16, groups: vec![0], seed: 0 };
-    let error = |options: OffloadOptions| inputs.run(HostDevice::new(), Some(&options)).err().unwrap().to_string();
+    let refused = |form: Form<'_>| inputs.run(HostDevice::new(), form).err().unwrap().to_string();
+    let error = |options: OffloadOptions| refused(Form::Offloaded(&options));
+    assert_eq!(refused(Form::Remainders), "masters as 16-bit remainders need parameters of bf16, got fp16");
     assert_eq!(
         error(OffloadOptions::default().remainder(true)),
         "masters as 16-bit remainders need parameters of bf16, got fp16"
@@ -255,7 +272,7 @@ fn failed_transfer_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let inputs = Inputs { lens: vec![9000, 3000], dtype: DType::Bf16, groups: vec![0], seed: 5 };
     let options = OffloadOptions::default().home(nvme(dir.path(), 2));
-    let mut run = inputs.run(HostDevice::new(), Some(&options)).unwrap();
+    let mut run = inputs.run(HostDevice::new(), Form::Offloaded(&options)).unwrap();
     let stream = run.stream.clone();
     stream.enqueue("unplugged", || Err(zero_alloc::device::DeviceError::Closed { stream: "disk".into() })).unwrap();
     let mut out = [0.0; 100];
@@ -263,4 +280,29 @@ fn failed_transfer_is_reported() {
     let range = StateRange { kind: StateKind::Master, unit: 0, elems: 0..100 };
     let error = run.optim.read_state(&stream, &range, &param, &mut out, LIMIT).unwrap_err();
     assert!(error.to_string().contains("unplugged"), "{error}");
+}
+
+/// Remainders in memory of the device: the parameters follow from bf16 weights alone, and each is its master rounded to
+/// nearest, ties away from zero.
+#[test]
+fn resident_remainders_split_the_masters() {
+    let inputs = Inputs { lens: vec![3000, 0, 700], dtype: DType::Bf16, groups: vec![0, 1, 2], seed: 7 };
+    let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
+    let mut split = inputs.run(HostDevice::new(), Form::Remainders).unwrap();
+    for step in 0..20 {
+        inputs.step(&mut plain, step);
+        inputs.step(&mut split, step);
+    }
+    for (unit, params) in split.params().into_iter().enumerate() {
+        let masters = split.state(StateKind::Master, unit);
+        assert_eq!(masters, plain.state(StateKind::Master, unit));
+        let rounded = masters.iter().map(|bits| bits.wrapping_add(0x8000) & 0xffff_0000);
+        assert!(params.into_iter().eq(rounded), "unit {unit}");
+    }
+    // fp32 weights have no place in a bf16 parameter.
+    let mut weights = Buffer::new(&[0.5; 3000], DType::F32);
+    let (mut none, mut last) = (Buffer::new(&[], DType::F32), Buffer::new(&[0.5; 700], DType::F32));
+    let slices = [&mut weights, &mut none, &mut last].map(|weights| [(weights.slice(), 0)]);
+    let error = split.optim.init_masters(&split.stream, &slices).unwrap_err();
+    assert!(matches!(error, OptimError::Remainders { dtype: DType::F32 }), "{error}");
 }

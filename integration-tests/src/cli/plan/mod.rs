@@ -1,5 +1,5 @@
 //! `zero plan`: memory and traffic of each stage on a given number of GPUs, the stages that fit, and changes that
-//! make one fit. The arithmetic is zero-shard's; activations are an estimate.
+//! make one fit. The arithmetic is zero-shard's; the activations of a GPT-2 are exact, others an estimate.
 
 mod advice;
 mod report;
@@ -18,7 +18,8 @@ use super::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use super::output::{print_note, print_text};
 use super::{CliError, OffloadArgs};
 use report::Report;
-use request::Request;
+pub(in crate::cli) use request::Request;
+pub(in crate::cli) use stage::evaluate;
 
 /// Show the memory and traffic of each ZeRO stage, and which stages fit
 #[derive(Args, Clone, Debug, Default)]
@@ -57,6 +58,10 @@ pub struct PlanArgs {
     /// Keep only the input of each block and recompute its activations in backward
     #[arg(long)]
     pub activation_checkpointing: bool,
+    /// Recompute GELU's output in backward in place of keeping it, on GPUs [default: where it does not fit otherwise, with
+    /// 1 GiB left for the CUDA context]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub recompute_gelu: Option<bool>,
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,

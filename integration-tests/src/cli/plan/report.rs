@@ -20,6 +20,8 @@ pub(super) struct Report {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) activation_checkpointing: bool,
+    /// As requested; each stage has what it plans with.
+    pub(super) recompute_gelu: Option<bool>,
     /// The offload.
     pub(super) offload: OffloadSettings,
     /// The assumed speed of a GPU.
@@ -78,6 +80,7 @@ impl Report {
             grad_accum: request.grad_accum,
             seq_len: request.seq_len,
             activation_checkpointing: request.checkpointing,
+            recompute_gelu: request.recompute_gelu,
             offload: request.offload.clone(),
             peak_tflops: request.peak_tflops,
             drive_tbw: request.drive_tbw,

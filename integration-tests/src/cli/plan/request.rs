@@ -14,9 +14,9 @@ use crate::cli::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
 use crate::config::DsConfig;
 use crate::model::Pass;
 use crate::model::config::GptConfig;
-use crate::model::gpt2::passes;
+use crate::model::gpt2::{Gpt2Options, passes};
 use crate::model::param_groups::GroupSettings;
-use crate::trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings, StateFormat};
+use crate::trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings};
 
 /// Default elements of a gradient bucket, as in the trainer.
 const BUCKET_ELEMS: u64 = 1 << 19;
@@ -37,7 +37,7 @@ pub(super) struct ModelSize {
 
 /// The run to plan.
 #[derive(Clone, Debug)]
-pub(super) struct Request {
+pub(in crate::cli) struct Request {
     pub(super) model: ModelSize,
     pub(super) gpus: u64,
     pub(super) nodes: u64,
@@ -47,6 +47,8 @@ pub(super) struct Request {
     pub(super) grad_accum: u64,
     pub(super) seq_len: u64,
     pub(super) checkpointing: bool,
+    /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
+    pub(super) recompute_gelu: Option<bool>,
     /// The offload; see [`Request::settings`].
     pub(super) offload: OffloadSettings,
     pub(super) bucket_elems: u64,
@@ -110,6 +112,7 @@ impl Request {
             grad_accum: batch.grad_accum,
             seq_len,
             checkpointing,
+            recompute_gelu: args.recompute_gelu,
             sub_group_elems: sub_group,
             offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
@@ -124,6 +127,58 @@ impl Request {
         Ok((request, notices))
     }
 
+    /// The request of a run of `settings` on GPUs with `gpu_memory_bytes` of memory each.
+    pub(in crate::cli) fn of_run(
+        config: &GptConfig,
+        options: &Gpt2Options,
+        settings: &Settings,
+        gpus: usize,
+        gpu_memory_bytes: u64,
+    ) -> Self {
+        let prefetch = &settings.prefetch;
+        Self {
+            model: ModelSize::of("model", config),
+            gpus: gpus as u64,
+            nodes: 1,
+            gpu_memory_bytes: Some(gpu_memory_bytes),
+            dtype: settings.dtype,
+            micro_batch: options.micro_batch as u64,
+            grad_accum: settings.grad_accum_steps as u64,
+            seq_len: options.seq_len as u64,
+            checkpointing: options.activation_checkpointing,
+            recompute_gelu: None,
+            offload: settings.offload.clone(),
+            bucket_elems: settings.bucket_capacity_elems as u64,
+            trims_bucket: false,
+            prefetch_elems: match prefetch.ahead {
+                0 => Some(0),
+                usize::MAX => Some(prefetch.ahead_elems as u64),
+                _ => None,
+            },
+            max_live_elems: prefetch.max_live_elems as u64,
+            persistence_threshold_elems: prefetch.persistence_threshold_elems as u64,
+            sub_group_elems: settings.optimizer.sub_group_elems as u64,
+            configured_stage: Some(settings.stage),
+            peak_tflops: 1.0,
+            drive_tbw: 1.0,
+        }
+    }
+
+    /// The options of the model; `None` if its shape is assumed.
+    pub(super) fn model_options(&self, recompute_gelu: bool) -> Option<(&GptConfig, Gpt2Options)> {
+        let config = self.model.config.as_ref()?;
+        let options = Gpt2Options {
+            micro_batch: usize::try_from(self.micro_batch).ok()?,
+            seq_len: usize::try_from(self.seq_len).ok()?,
+            dtype: self.dtype,
+            activation_checkpointing: self.checkpointing,
+            offload_activations: self.offload.activations,
+            matmul_timing: false,
+            recompute_gelu,
+        };
+        options.validate(config).ok().map(|()| (config, options))
+    }
+
     /// The trainer's settings at `stage`, for a model whose largest unit has `largest_unit` elements.
     pub(super) fn settings(&self, stage: ZeroStage, largest_unit: u64) -> Settings {
         let mut offload = self.offload.clone();
@@ -135,7 +190,7 @@ impl Request {
             offload.optimizer = Home::Host;
         }
         if offload.optimizer == Home::Device {
-            offload.format = StateFormat::default();
+            offload.format.bf16_moments = false;
         }
         let bucket_limit = if self.trims_bucket { largest_unit } else { u64::MAX };
         let prefetch = match self.prefetch_elems {

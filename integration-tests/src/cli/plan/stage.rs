@@ -1,4 +1,4 @@
-//! Memory and traffic of one stage, exact except for the activations.
+//! Memory and traffic of one stage, exact except for the activations of a model whose shape is assumed.
 
 use std::num::NonZero;
 
@@ -12,18 +12,23 @@ use super::request::Request;
 use super::transfers::{Transfers, Wear, transfers};
 use crate::cli::train::rank_overhead_bytes;
 use crate::cuda::matmul;
-use crate::model::gpt2::Gpt2Options;
-use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems};
+use crate::model::gpt2::GpuBytes;
+use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems, wide_moments};
+
+/// Memory of a GPU that is left for the CUDA context and its libraries by the default of `recompute_gelu`.
+const CONTEXT_BYTES: u64 = 1 << 30;
 
 /// Figures of one stage for one GPU.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Stage {
+pub(in crate::cli) struct Stage {
     pub(super) stage: u8,
     /// Whether the configuration file selects this stage.
     pub(super) configured: bool,
+    /// Whether GELU's output is recomputed in backward.
+    pub(in crate::cli) recompute_gelu: bool,
     /// Parameters, gradients and optimizer state on all devices.
     pub(super) states_bytes: u64,
-    pub(super) gpu: Gpu,
+    pub(in crate::cli) gpu: Gpu,
     /// Host memory for this GPU.
     pub(super) host_bytes: u64,
     pub(super) host: Host,
@@ -34,8 +39,10 @@ pub(super) struct Stage {
     pub(super) transfers: Vec<Transfers>,
     /// The wear of a drive, if anything is on NVMe.
     pub(super) wear: Option<Wear>,
-    /// Memory of one process whose ranks run on this machine's cores instead of GPUs, and save checkpoints. `None`: more
-    /// than 64 bits can count.
+    /// Memory of a rank that runs on this machine's cores instead of a GPU, and saves checkpoints. `None`: more than 64 bits
+    /// can count.
+    pub(super) on_cores: Option<RankBytes>,
+    /// Memory of one process with all of these ranks.
     pub(super) process_bytes: Option<u64>,
     pub(super) sent: Sent,
     /// Whether `gpu.total_bytes` fits the memory of the GPU; `None` if that is unknown.
@@ -45,7 +52,7 @@ pub(super) struct Stage {
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct Gpu {
+pub(in crate::cli) struct Gpu {
     pub(super) params_bytes: u64,
     pub(super) grads_bytes: u64,
     pub(super) optimizer_bytes: u64,
@@ -71,6 +78,8 @@ pub(super) struct Host {
     /// Buffers of transfers to and from NVMe.
     pub(super) staging_bytes: u64,
     pub(super) activations_bytes: u64,
+    /// Moments of a sub-group in fp32, if they are kept in bf16.
+    pub(super) workspace_bytes: u64,
 }
 
 /// Disk space for one GPU.
@@ -97,13 +106,30 @@ pub(super) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout
     GridLayout::new(&request.model.units, grid, sharding, request.model.options.clone())
 }
 
-/// Computes the figures of `stage`.
-pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, ShardError> {
+/// Computes the figures of `stage`. If the request does not say whether to recompute GELU's output, it is recomputed where
+/// the memory of the GPU is too small otherwise.
+pub(in crate::cli) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, ShardError> {
+    let kept = evaluate_with(request, stage, request.recompute_gelu.unwrap_or(false))?;
+    match request.gpu_memory_bytes {
+        Some(memory)
+            if request.recompute_gelu.is_none()
+                && !request.checkpointing
+                && kept.gpu.total_bytes.saturating_add(CONTEXT_BYTES) > memory =>
+        {
+            evaluate_with(request, stage, true)
+        }
+        _ => Ok(kept),
+    }
+}
+
+fn evaluate_with(request: &Request, stage: ZeroStage, recompute_gelu: bool) -> Result<Stage, ShardError> {
     let layout = layout(request, Sharding::Flat)?;
     let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
     let widths = settings.widths();
     let state = layout.state_bytes(stage, &widths)?;
-    let model = memory_model(request, &settings, layout.primary())?;
+    let model = memory_model(request, &settings, layout.primary(), recompute_gelu)?;
+    let on_cores = on_cores(request, &settings, layout.primary());
+    let workspace_bytes = wide_moments(&settings, layout.primary()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state)?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(request, &settings, layout.primary(), model.host_activations_bytes);
@@ -113,6 +139,7 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
     Ok(Stage {
         stage: stage.number(),
         configured: request.configured_stage == Some(stage),
+        recompute_gelu,
         states_bytes: state.total_bytes(),
         gpu: Gpu {
             params_bytes: gpu.state.params_bytes,
@@ -126,7 +153,7 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
             staging_bytes: gpu.staging_bytes,
             total_bytes,
         },
-        host_bytes: host.total_bytes()?,
+        host_bytes: host.total_bytes()?.saturating_add(workspace_bytes),
         host: Host {
             params_bytes: host.state.params_bytes,
             grads_bytes: host.state.grads_bytes,
@@ -134,12 +161,14 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
             copies_bytes: host.copies_bytes,
             staging_bytes: host.staging_bytes,
             activations_bytes: host.activations_bytes,
+            workspace_bytes,
         },
         nvme_bytes: nvme.total_bytes()?,
         nvme: Nvme { params_bytes: nvme.state.params_bytes, optimizer_bytes: nvme.state.optimizer_bytes },
         transfers,
         wear,
-        process_bytes: process_bytes(request, &settings, layout.primary()),
+        on_cores,
+        process_bytes: on_cores.and_then(|rank| process_bytes(request, &rank)),
         sent: Sent {
             reduce_scatter_bytes: traffic.rank.reduce_scatter_bytes,
             all_gather_bytes: traffic.rank.all_gather_bytes,
@@ -152,44 +181,51 @@ pub(super) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, Sha
     })
 }
 
-fn memory_model(request: &Request, settings: &Settings, layout: &Layout) -> Result<MemoryModel, ShardError> {
+fn memory_model(
+    request: &Request,
+    settings: &Settings,
+    layout: &Layout,
+    recompute_gelu: bool,
+) -> Result<MemoryModel, ShardError> {
     let (widths, offload) = (settings.widths(), &settings.offload);
     let mut placement = Placement::offload_optimizer(offload.optimizer.tier());
     placement.params = offload.params.tier();
     if offload.grads_on_file().is_some() {
         placement.grads = Tier::Nvme;
     }
-    let activations = ActivationBytes::estimate(&request.model.shape, &activations(request, widths.param_bytes))?;
-    // Two inputs of blocks are on the device: the one in use and the one in transfer.
-    let layers = request.model.shape.layers;
-    let on_device = activations.blocks_bytes / layers.max(1) * layers.min(2);
-    let host_activations = if offload.activations { activations.blocks_bytes } else { 0 };
-    let device_activations = match offload.activations {
-        true => activations.total_bytes() - activations.blocks_bytes + on_device,
-        false => activations.total_bytes(),
+    let of_model = match request.model_options(recompute_gelu) {
+        Some((config, options)) => options.gpu_bytes(config),
+        None => estimate(request, widths.param_bytes, recompute_gelu)?,
     };
+    let scratch = scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(gathered_elems(request, layout))
         .bucket_elems(settings.bucket_capacity_elems as u64)
         .buckets(2)
-        .scratch_bytes(
-            scratch_bytes(layout)?
-                .saturating_add(device_steps(request.gpus as usize).bytes(1) as u64)
-                .saturating_add(matmul_workspace_bytes(request)),
-        )
+        .scratch_bytes(scratch.saturating_add(of_model.workspace))
         .sub_group_elems(piece_elems(settings, layout))
         .sub_group_buffers(offload.buffers as u64)
         .unit_shard_elems(largest(layout, |u| {
             if settings.stage.shards_optimizer() { u.shard_elems } else { u.padded_elems }
         }))
         .param_buffers(OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3)
-        .activations_bytes(device_activations)
-        .host_activations_bytes(host_activations))
+        .activations_bytes(of_model.activations)
+        .host_activations_bytes(of_model.host))
 }
 
-fn activations(request: &Request, elem_bytes: u64) -> ActivationOptions {
-    ActivationOptions::new(request.micro_batch, request.seq_len, elem_bytes).checkpointing(request.checkpointing)
+/// The activations of a model whose shape is assumed.
+fn estimate(request: &Request, elem_bytes: u64, recompute_gelu: bool) -> Result<GpuBytes, ShardError> {
+    let options = ActivationOptions::new(request.micro_batch, request.seq_len, elem_bytes);
+    let options = options.checkpointing(request.checkpointing).recompute_gelu(recompute_gelu);
+    let activations = ActivationBytes::estimate(&request.model.shape, &options)?;
+    // Of the inputs of blocks and of the head, three are on the device.
+    let layers = request.model.shape.layers;
+    let host = match request.offload.activations {
+        true => activations.blocks_bytes / layers.max(1) * layers.saturating_sub(2),
+        false => 0,
+    };
+    Ok(GpuBytes { activations: activations.total_bytes() - host, workspace: matmul_workspace_bytes(request), host })
 }
 
 /// The workspace of matrix products, for the largest weight of a block.
@@ -203,23 +239,19 @@ fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
     layout.units().iter().map(size).max().unwrap_or(0)
 }
 
-/// The memory of a process whose ranks all run on this machine's cores and save checkpoints.
-fn process_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Option<u64> {
-    let model = &request.model;
-    let options = Gpt2Options {
-        micro_batch: request.micro_batch as usize,
-        seq_len: request.seq_len as usize,
-        dtype: request.dtype,
-        activation_checkpointing: request.checkpointing,
-        offload_activations: false,
-        matmul_timing: false,
-    };
-    let activations = match &model.config {
-        Some(config) => options.validate(config).ok().map(|()| options.activations_bytes(config))?,
+/// The memory of a rank that runs on this machine's cores and saves checkpoints.
+fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<RankBytes> {
+    let activations = match (request.model_options(false), &request.model.config) {
+        (Some((config, options)), _) => options.activations_bytes(config),
+        (None, Some(_)) => return None,
         // The host computes in fp32.
-        None => ActivationBytes::estimate(&model.shape, &activations(request, 4)).ok()?.total_bytes(),
+        (None, None) => estimate(request, 4, false).ok().and_then(|all| all.activations.checked_add(all.host))?,
     };
-    let rank = RankBytes::new(settings, layout, &model.passes, activations, true)?;
+    RankBytes::new(settings, layout, &request.model.passes, activations, true)
+}
+
+/// The memory of a process with all ranks.
+fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get) as u64;
     let overhead = rank_overhead_bytes((cores / request.gpus).max(1));
     rank.total().checked_add(overhead)?.checked_mul(request.gpus)

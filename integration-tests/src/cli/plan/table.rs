@@ -9,7 +9,7 @@ use super::stage::Stage;
 
 const NOTES: &str = "\
 Memory is for one GPU; sent is an upper bound for one GPU and step. Buckets include the flat gradient of a unit.
-Activations are an estimate. Leave about 1 GiB for the CUDA context and its libraries.
+Activations of a GPT-2 are exact, others an estimate. Leave about 1 GiB for the CUDA context and its libraries.
 ";
 
 /// The whole text, ending with a line break.
@@ -87,7 +87,8 @@ fn stages(report: &Report) -> String {
     let rows = report.stages.iter().map(|s| {
         let mut row = vec![format!("{}{}", s.stage, if s.configured { " (config)" } else { "" })];
         row.extend(shown().map(|(.., bytes)| show(bytes(s))));
-        row.extend(s.fits.map(|fits| if fits { "yes" } else { "no" }.to_owned()));
+        let how = if s.recompute_gelu { ", --recompute-gelu" } else { "" };
+        row.extend(s.fits.map(|fits| format!("{}{how}", if fits { "yes" } else { "no" })));
         row
     });
     grid(&[head].into_iter().chain(rows).collect::<Vec<_>>())

@@ -171,8 +171,8 @@ fn tiers_are_counted() {
         near(of(&cpu, stage, "host/optimizer_bytes"), 12.0 * own);
         near(of(&cpu, stage, "host/grads_bytes"), 2.0 * own);
         near(of(&cpu, stage, "host/copies_bytes"), 2.0 * own);
-        // Inputs of 12 blocks; two are on the GPU.
-        assert_eq!(of(&cpu, stage, "host/activations_bytes"), (12 * 128 * 768 * 2) as f64);
+        // Inputs of 12 blocks and of the head; three are on the GPU.
+        assert_eq!(of(&cpu, stage, "host/activations_bytes"), (10 * 128 * 768 * 2) as f64);
         assert_eq!((of(&cpu, stage, "gpu/optimizer_bytes"), of(&cpu, stage, "gpu/grads_bytes")), (0.0, 0.0));
         assert_eq!(of(&cpu, stage, "nvme_bytes"), 0.0);
         assert!(of(&cpu, stage, "gpu/staging_bytes") > 0.0);
@@ -188,6 +188,11 @@ fn tiers_are_counted() {
     assert!(of(&nvme, 3, "host/staging_bytes") > ((4 * 12) << 20) as f64);
     assert!(of(&nvme, 3, "process_bytes") < of(&cpu, 3, "process_bytes"));
     assert_eq!(nvme["offload"]["params"], "nvme:/d");
+    // Moments of 1 Mi elements in fp32.
+    let moments = json(&format!("{line} --offload cpu --offload-activations --moments bf16"));
+    assert_eq!(of(&moments, 2, "host/workspace_bytes"), f64::from(8 << 20));
+    let fewer = of(&cpu, 2, "host_bytes") - of(&moments, 2, "host_bytes");
+    assert_eq!(fewer, of(&cpu, 2, "host/optimizer_bytes") / 3.0 - f64::from(8 << 20));
     // The parameters of stage 3 alone: the host updates them.
     let params = json(&format!("{line} --offload-params cpu"));
     assert!(of(&params, 3, "host/optimizer_bytes") > 0.0 && of(&params, 2, "host/optimizer_bytes") == 0.0);
@@ -245,6 +250,33 @@ fn hiding_bandwidth_is_the_formula() {
     assert!(!text(line).contains("TFLOP"));
 }
 
+/// GELU's output is recomputed where the GPU's memory is too small otherwise, with 1 GiB for the context, or as requested.
+#[test]
+fn gelu_is_recomputed_where_it_must() {
+    let line = "--model gpt2-1.5b --gpus 1 --micro-batch 8";
+    let planned = |more: &str| {
+        let report = json(&format!("{line} {more}"));
+        let stage = &report["stages"][0];
+        (stage["recompute_gelu"].as_bool().unwrap(), stage["gpu"]["total_bytes"].as_u64().unwrap())
+    };
+    let (kept, most) = planned("");
+    let (again, least) = planned("--recompute-gelu");
+    assert_eq!((kept, again, most - least), (false, true, 48 * 8192 * 6400 * 2));
+    let with = |gpu_memory: u64| planned(&format!("--gpu-memory {}MiB", gpu_memory >> 20));
+    assert_eq!(with(most + (1025 << 20)), (false, most));
+    assert_eq!(with(most + (1023 << 20)), (true, least));
+    assert!(!planned("--gpu-memory 8GB --recompute-gelu=false").0);
+    assert!(!planned("--gpu-memory 8GB --activation-checkpointing").0, "it has no effect");
+    let shown = text(&format!("{line} --gpu-memory 44GB"));
+    assert!(shown.contains("yes, --recompute-gelu"), "{shown}");
+    // A shape that is assumed: 17 layers of width 4 x 2176.
+    let [kept, again] = ["false", "true"].map(|value| {
+        let report = json(&format!("--params 1e9 --gpus 1 --recompute-gelu={value}"));
+        report["stages"][0]["gpu"]["activations_bytes"].as_u64().unwrap()
+    });
+    assert_eq!(kept - again, 17 * 1024 * 4 * 2176 * 2);
+}
+
 #[test]
 fn wrong_use_is_an_error() {
     for (line, part) in [
@@ -259,7 +291,8 @@ fn wrong_use_is_an_error() {
         ("--model nano --gpus 1 --bucket-elems 0", "--bucket-elems 0: expected at least 1"),
         ("--params 1e9 --gpus 1 --seq-len 0", "--seq-len 0: expected at least 1"),
         ("--model nano --gpus 1 --offload-activations", "add --activation-checkpointing"),
-        ("--model nano --gpus 1 --masters remainder", "the optimizer is not offloaded"),
+        ("--model nano --gpus 1 --dtype fp32 --masters remainder", "it needs --dtype bf16"),
+        ("--model nano --gpus 1 --moments bf16", "the optimizer is not offloaded"),
         ("--params 1e18 --gpus 1 --seq-len 18446744073709551615", "64 bits"),
     ] {
         let error = usage_error(line);

@@ -108,6 +108,10 @@ pub struct TrainArgs {
     /// Keep only the input of each block and recompute its activations in backward [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub activation_checkpointing: Option<bool>,
+    /// Recompute GELU's output in backward in place of keeping it, on a GPU: less memory for 1 to 2% of the time. In 16-bit
+    /// types one gradient then has other low bits [default: where the memory of the GPU is too small otherwise, see zero plan]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub recompute_gelu: Option<bool>,
     /// Elements of a gradient bucket [default: 524288]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<usize>)]
     pub bucket_elems: Option<usize>,

@@ -10,7 +10,7 @@ use zero_comm::{CommError, CommOptions, Communicator, Solo};
 use super::args::TrainArgs;
 use super::backend;
 use super::resume::Resumed;
-use super::run_setup::RunSetup;
+use super::run_setup::{Gpu, RunSetup};
 use super::signals::{self, Signals};
 use super::{memory_check, observed, run_error};
 use crate::cli::CliError;
@@ -96,7 +96,9 @@ fn run_rank(
     }
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
-    let mut setup = RunSetup::new(args, resumed, world_size, Some(device.name().to_owned()))?;
+    let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64;
+    let gpu = Gpu { name: device.name().to_owned(), memory_bytes };
+    let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
     if let (Some(cores), None) = (cores, args.threads) {
         setup.workload.threads = cores;
     }

@@ -68,11 +68,9 @@ pub(super) fn check_host_of_gpus(setup: &RunSetup, ranks: usize, limit_bytes: Op
     if !setup.settings.offload.is_any() && limit_bytes.is_none() {
         return Ok(());
     }
-    let (config, options) = (&setup.workload.config, &setup.workload.options);
-    let input = options.micro_batch.saturating_mul(options.seq_len).saturating_mul(config.n_embd);
-    let checkpoints = input.saturating_mul(config.n_layer).saturating_mul(options.dtype.size_bytes());
+    let checkpoints = setup.workload.options.gpu_bytes(&setup.workload.config).host;
     let saves = setup.options.checkpoint.is_some();
-    let need = RankBytes::host_of_gpu(&setup.settings, &setup.layout, checkpoints as u64, saves);
+    let need = RankBytes::host_of_gpu(&setup.settings, &setup.layout, checkpoints, saves);
     checked(setup, 1, need, limit_bytes.map(of_flag).as_slice())?;
     checked(setup, ranks, need, &limits(Path::new("/")))
 }

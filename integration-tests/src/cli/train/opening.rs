@@ -19,7 +19,11 @@ pub(super) fn text(setup: &RunSetup) -> String {
     for notice in &setup.notices {
         line("note", notice.clone());
     }
-    let each = setup.device.clone().unwrap_or_else(|| counted(setup.workload.threads as u64, "thread"));
+    let each = setup
+        .device
+        .as_ref()
+        .map(|gpu| gpu.name.clone())
+        .unwrap_or_else(|| counted(setup.workload.threads as u64, "thread"));
     let ranks = counted(batch.ranks as u64, "rank");
     line(
         &model.name,
@@ -70,6 +74,11 @@ pub(super) fn text(setup: &RunSetup) -> String {
     line("loss scale", loss_scale(&optimizer.loss_scaling));
     if record.activation_checkpointing {
         line("activations", "recomputed in backward".to_owned());
+    } else if record.recompute_gelu {
+        line("activations", "the output of GELU is recomputed in backward".to_owned());
+    }
+    if record.offload.format.remainder && !record.offload.updates_on_host() {
+        line("masters", "bf16 parameters and 16-bit remainders".to_owned());
     }
     if record.offload.is_any() {
         line("offload", record.offload.to_string());

@@ -49,6 +49,9 @@ pub(super) struct RunRecord {
     /// The ZeRO stage.
     pub(super) stage: u64,
     pub(super) activation_checkpointing: bool,
+    /// Whether a GPU recomputes GELU's output in backward, which changes low bits in 16-bit types.
+    #[serde(default)]
+    pub(super) recompute_gelu: bool,
     pub(super) communication: CommunicationRecord,
     /// The offload. Only 16-bit moments change the numbers.
     #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]

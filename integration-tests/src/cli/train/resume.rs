@@ -227,6 +227,7 @@ impl Resumed {
             prefetch: record.communication.prefetch(),
             sub_group_elems: record.communication.sub_group_elems.unwrap_or(usize::MAX),
             activation_checkpointing: record.activation_checkpointing,
+            recompute_gelu: record.gpu.as_ref().map(|_| record.recompute_gelu),
             offload: record.offload.clone(),
             groups: record.param_groups.clone(),
         }

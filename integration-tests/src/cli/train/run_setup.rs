@@ -19,7 +19,7 @@ use super::validation::Rows;
 use super::{checks, metrics_file, observer, save_folder, unused_keys, validation};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::offload::resolve_folders;
-use crate::cli::{CliError, DTypeFlag};
+use crate::cli::{CliError, DTypeFlag, plan};
 use crate::config::DsConfig;
 use crate::data::{DataSource, is_token_file};
 use crate::hf::HfFolder;
@@ -27,11 +27,18 @@ use crate::model::gpt2::Gpt2Options;
 use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings};
 use crate::workload::{GptWorkload, Weights};
 
+/// The GPU of a rank.
+#[derive(Clone, Debug)]
+pub(super) struct Gpu {
+    pub(super) name: String,
+    pub(super) memory_bytes: u64,
+}
+
 /// The settings of a run that is ready to start.
 pub(super) struct RunSetup {
     pub(super) ranks: usize,
-    /// The name of the GPU; `None` on the host.
-    pub(super) device: Option<String>,
+    /// `None` on the host.
+    pub(super) device: Option<Gpu>,
     pub(super) settings: Settings,
     pub(super) workload: GptWorkload,
     pub(super) options: RunOptions,
@@ -48,13 +55,13 @@ pub(super) struct RunSetup {
 }
 
 impl RunSetup {
-    /// Builds and checks the settings for `ranks` ranks, on the GPU named `device` or on the host. Where neither a flag
+    /// Builds and checks the settings for `ranks` ranks, on the GPU `device` or on the host. Where neither a flag
     /// nor the configuration file gives a setting, it is that of the run that saved `resumed`, or the default.
     pub(super) fn new(
         args: &TrainArgs,
         resumed: Option<&Resumed>,
         ranks: usize,
-        device: Option<String>,
+        device: Option<Gpu>,
     ) -> Result<Self, CliError> {
         checks::numbers(args, ranks)?;
         let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
@@ -111,16 +118,28 @@ impl RunSetup {
         let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
         check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
         validation::check_data(args, &data, held_out.as_ref(), config.vocab_size, seq_len)?;
-        let model_options = Gpt2Options {
+        let mut model_options = Gpt2Options {
             micro_batch: batch.micro_batch as usize,
             seq_len,
             dtype: settings.dtype,
             activation_checkpointing: checkpoints_activations(args, file, &base),
             offload_activations: settings.offload.activations,
             matmul_timing: !args.no_matmul_timing,
+            recompute_gelu: false,
         };
         model_options.validate(&config).map_err(CliError::usage)?;
         let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
+        model_options.recompute_gelu = match (&device, args.recompute_gelu.or(base.recompute_gelu)) {
+            (None, _) => false,
+            (Some(_), Some(recompute)) => recompute && !model_options.activation_checkpointing,
+            (Some(gpu), None) => {
+                let request = plan::Request::of_run(&config, &model_options, &settings, ranks, gpu.memory_bytes);
+                plan::evaluate(&request, settings.stage).map_err(CliError::usage)?.recompute_gelu
+            }
+        };
+        if device.is_none() && args.recompute_gelu == Some(true) {
+            notices.push("--recompute-gelu has no effect: this run uses no GPU".to_owned());
+        }
 
         let checkpoint = match &args.checkpoint {
             _ if args.no_checkpoint => None,
@@ -174,10 +193,11 @@ impl RunSetup {
             steps,
             stage: settings.stage.number().into(),
             activation_checkpointing: model_options.activation_checkpointing,
+            recompute_gelu: model_options.recompute_gelu,
             communication: CommunicationRecord::of(&settings),
             offload: settings.offload.clone(),
             device: args.device,
-            gpu: device.clone(),
+            gpu: device.as_ref().map(|gpu| gpu.name.clone()),
             checkpoint_every,
             keep_last: args.keep_last,
             metrics: args.metrics.as_deref().map(absolute),

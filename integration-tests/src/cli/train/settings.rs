@@ -46,6 +46,8 @@ pub(super) struct Base {
     pub(super) sub_group_elems: usize,
     /// Whether activations are recomputed in backward.
     pub(super) activation_checkpointing: bool,
+    /// Whether a GPU recomputes GELU's output in backward. `None`: where its memory is too small otherwise.
+    pub(super) recompute_gelu: Option<bool>,
     /// The offload.
     pub(super) offload: OffloadSettings,
     /// Rules of tensors.
@@ -76,6 +78,7 @@ impl Default for Base {
             prefetch: PrefetchOptions::default(),
             sub_group_elems: usize::MAX,
             activation_checkpointing: false,
+            recompute_gelu: None,
             offload: OffloadSettings::default(),
             groups: GroupSettings::default(),
         }

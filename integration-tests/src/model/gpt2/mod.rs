@@ -50,6 +50,22 @@ pub struct Gpt2Options {
     /// Whether matrix products on a GPU choose their algorithm by time, with choices kept in the user's folder: see
     /// [`Timing`](crate::cuda::matmul::Timing). Otherwise they use the library's first choice.
     pub matmul_timing: bool,
+    /// Whether a GPU computes GELU's output again in backward, in place of `micro_batch` x `seq_len` x `n_inner` elements a
+    /// block. In 16-bit types the gradient of the MLP's second matrix then has other low bits, because cuBLASLt's
+    /// first output comes from an fp32 input and the second from the rounded one. With `activation_checkpointing` it
+    /// changes nothing, and on the host neither.
+    pub recompute_gelu: bool,
+}
+
+/// Bytes of a [`CudaGpt2`](cuda::CudaGpt2), as it requests them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuBytes {
+    /// Activations and their gradients on the device.
+    pub activations: u64,
+    /// The batch, the loss and the workspace of matrix products on the device.
+    pub workspace: u64,
+    /// Inputs of blocks in pinned host memory.
+    pub host: u64,
 }
 
 impl Gpt2Options {
@@ -83,6 +99,11 @@ impl Gpt2Options {
     /// The exact bytes of activations on the host. The options must be valid for the configuration.
     pub fn activations_bytes(&self, config: &GptConfig) -> u64 {
         buffers::activations_bytes(config, self)
+    }
+
+    /// The exact bytes on a GPU. The options must be valid for the configuration.
+    pub fn gpu_bytes(&self, config: &GptConfig) -> GpuBytes {
+        cuda::gpu_bytes(config, self)
     }
 }
 

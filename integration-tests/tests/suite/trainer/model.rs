@@ -36,6 +36,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
         activation_checkpointing,
         offload_activations: activation_checkpointing,
         matmul_timing: false,
+        recompute_gelu: false,
     };
     let mut model = Gpt2::new(config.clone(), options, &pool, &stream, Threads::new(threads).unwrap()).unwrap();
 

@@ -152,6 +152,29 @@ fn smaller_formats_follow_the_losses() {
     }
 }
 
+/// Remainders on the device have the bits of those in host memory, at every stage, and their checkpoints load into fp32
+/// masters and back.
+#[test]
+fn remainders_need_no_offload() {
+    let format = StateFormat { remainder: true, bf16_moments: false };
+    let on_device = OffloadSettings { format, ..OffloadSettings::default() };
+    let on_host = OffloadSettings { optimizer: Home::Host, ..on_device.clone() };
+    let base = Case { dtype: DType::Bf16, optimizer: small_pieces(), groups: mixed(), steps: 6, ..Case::default() };
+    let [device, host] = [on_device, on_host].map(|offload| Case { offload, ..base.clone() });
+    let half = |case: &Case, resume| Case { steps: 3, resume, ..case.clone() }.run_tiny();
+    let rest = |case: &Case, from: &super::support::Outcome| {
+        Case { resume: Some(from.dir.path().to_owned()), ..case.clone() }.run_tiny()
+    };
+    for stage in 0..4 {
+        let [plain, device, host] = [&base, &device, &host].map(|case| Case { stage, ..case.clone() });
+        let [saved, saved_device, saved_host] = [&plain, &device, &host].map(|case| half(case, None));
+        same(&saved_host, &saved_device, &format!("stage {stage}"));
+        same(&rest(&host, &saved_host), &rest(&device, &saved_device), &format!("stage {stage}, resumed"));
+        same(&rest(&host, &saved), &rest(&device, &saved), &format!("stage {stage}, from fp32 masters"));
+        same(&rest(&plain, &saved_host), &rest(&plain, &saved_device), &format!("stage {stage}, to fp32 masters"));
+    }
+}
+
 /// In any order that streams and events allow, no access is unordered: with gradients that are read by the host, parameters
 /// that it writes, and slots and pieces that are read and written beside it.
 #[test]

@@ -176,6 +176,7 @@ impl Case {
                 activation_checkpointing: self.activation_checkpointing,
                 offload_activations: false,
                 matmul_timing: false,
+                recompute_gelu: false,
             },
             threads: 1,
         }

@@ -50,7 +50,7 @@ pub(super) fn output(
 }
 
 /// Computes the block's backward and adds to the unit's gradient in `p`. `s.dres` is the gradient of the output on
-/// entry and of the input on return.
+/// entry and of the input on return. `a.act` may be in `s.wide`.
 pub(super) fn backward(
     ops: &Ops,
     stream: &CudaStream,

@@ -9,11 +9,18 @@ use super::checkpoints::{Checkpoints, RING};
 use crate::cuda::{column_sums, cross_entropy, layer_norm, matmul};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
-use crate::model::gpt2::Gpt2Options;
 use crate::model::gpt2::buffers::{Held, Layers};
+use crate::model::gpt2::{Gpt2Options, GpuBytes};
 
 /// Buffers that share a block start at multiples of this many bytes.
 const ALIGN_BYTES: usize = 256;
+/// Maximum bytes of logits in memory at once.
+const LOGITS_BYTES: usize = 256 << 20;
+/// At least so many elements of the gradient of the head's input are computed at once: a tile of 128 x 256 for each of the
+/// 132 multiprocessors of an H100 or H200. Fewer would leave some idle.
+const FILLING_ELEMS: usize = 132 * TILE_ROWS * 256;
+/// Rows of a tile.
+const TILE_ROWS: usize = 128;
 
 /// The activations of a block: `[M, C]` except for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the statistics
 /// `[M, 2]`, and `lse` `[batch, heads, seq]`.
@@ -27,6 +34,8 @@ pub(super) struct BlockSlices {
     pub(super) ln2_stats: DeviceSlice<f32>,
     /// GELU's input.
     pub(super) fc: AnySlice,
+    /// GELU's output. If it is not kept it is the start of [`ScratchSlices::wide`], which backward must not write before
+    /// its last read of this one.
     pub(super) act: AnySlice,
 }
 
@@ -65,31 +74,135 @@ pub(super) struct Buffers {
     _held: Held<CudaDevice>,
 }
 
+/// Elements and bytes of the allocations. M is the number of tokens, `act` the type of activations.
+struct Sizes {
+    /// `[M, C]`.
+    row: usize,
+    /// `[M, F]`.
+    act: usize,
+    /// `[M, max(F, 3 C)]`.
+    wide: usize,
+    /// `[batch, heads, seq]`.
+    heads: usize,
+    logits: usize,
+    partials: usize,
+    /// Inputs of blocks and of the head, and those of them on the device.
+    rows: usize,
+    ring: usize,
+    /// Blocks with separate activations.
+    blocks: usize,
+    /// Whether GELU's output is kept from forward to backward.
+    keeps_act: bool,
+    row_bytes: usize,
+    block_bytes: usize,
+    head_bytes: usize,
+    scratch_bytes: usize,
+    batch_bytes: usize,
+    matmul_bytes: usize,
+}
+
+impl Sizes {
+    /// With the logits of `logits_rows` tokens. The options must pass [`Gpt2Options::validate`], so that no size overflows.
+    fn new(config: &GptConfig, options: &Gpt2Options, logits_rows: usize) -> Self {
+        let (c, f, act) = (config.n_embd, config.n_inner, options.dtype);
+        let tokens = options.micro_batch * options.seq_len;
+        let (row, heads, width) = (tokens * c, tokens * config.n_head, f.max(3 * c));
+        let wide = tokens * width;
+        let logits = cross_entropy::stride_elems(config.vocab_size) * logits_rows.clamp(1, tokens);
+        let partials = layer_norm::workspace_elems(tokens, c).max(column_sums::workspace_elems(tokens, width));
+        let (again, rows) = (options.activation_checkpointing, config.n_layer + 1);
+        let keeps_act = !again && !options.recompute_gelu;
+        let fc = if keeps_act { 2 } else { 1 } * tokens * f;
+        Self {
+            row,
+            act: tokens * f,
+            wide,
+            heads,
+            logits,
+            partials,
+            rows,
+            ring: if options.offload_activations { RING.min(rows) } else { rows },
+            blocks: if again { 1 } else { config.n_layer },
+            keeps_act,
+            row_bytes: row * act.size_bytes(),
+            block_bytes: bytes(&[(5 * row + fc, act), (4 * tokens + heads, DType::F32)], 8),
+            head_bytes: bytes(&[(row, act), (2 * tokens, DType::F32)], 2),
+            scratch_bytes: bytes(&[(3 * row + wide + logits, act), (heads + tokens + partials, DType::F32)], 8),
+            batch_bytes: batch::device_bytes(tokens),
+            matmul_bytes: matmul::workspace_bytes((c * width) as u64) as usize,
+        }
+    }
+}
+
+/// The bytes that a model requests. The options must pass [`Gpt2Options::validate`].
+pub(in super::super) fn gpu_bytes(config: &GptConfig, options: &Gpt2Options) -> GpuBytes {
+    let sizes = Sizes::new(config, options, logits_rows(config, options));
+    let sum = |parts: &[(usize, usize)]| {
+        let sum = parts.iter().map(|&(count, bytes)| count as u128 * bytes as u128).sum::<u128>();
+        u64::try_from(sum).unwrap_or(u64::MAX)
+    };
+    let Sizes {
+        rows,
+        ring,
+        blocks,
+        row_bytes,
+        block_bytes,
+        head_bytes,
+        scratch_bytes,
+        batch_bytes,
+        matmul_bytes,
+        ..
+    } = sizes;
+    GpuBytes {
+        activations: sum(&[(ring, row_bytes), (blocks, block_bytes), (1, head_bytes), (1, scratch_bytes)]),
+        workspace: sum(&[(1, size_of::<f64>()), (1, batch_bytes), (1, matmul_bytes)]),
+        host: sum(&[(rows - ring, row_bytes)]),
+    }
+}
+
+/// The tokens whose logits are in memory at once: as many as fit [`LOGITS_BYTES`] or [`FILLING_ELEMS`] in parts of about
+/// equal size. It does not depend on the device, and so the bits of the gradient do not.
+pub(super) fn logits_rows(config: &GptConfig, options: &Gpt2Options) -> usize {
+    let tokens = options.micro_batch * options.seq_len;
+    let fit = LOGITS_BYTES / (cross_entropy::stride_elems(config.vocab_size) * options.dtype.size_bytes());
+    let parts = tokens.div_ceil(fit.max(FILLING_ELEMS.div_ceil(config.n_embd)));
+    tokens.div_ceil(parts).next_multiple_of(TILE_ROWS).min(tokens)
+}
+
 impl Buffers {
     pub(super) fn new(
         config: &GptConfig,
         options: &Gpt2Options,
-        logits_bytes: usize,
+        logits_rows: usize,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, TrainError> {
-        let (c, f, act) = (config.n_embd, config.n_inner, options.dtype);
+        let act = options.dtype;
         let tokens = options.micro_batch * options.seq_len;
-        let (row, heads) = (tokens * c, tokens * config.n_head);
+        let sizes = Sizes::new(config, options, logits_rows);
+        let Sizes { row, heads, rows, .. } = sizes;
         let mut held = Held::new(pool, stream);
         let loss = held.allocate(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;
         let mut allocate = |bytes: usize, purpose| held.allocate(bytes, DType::U8, purpose);
 
-        let distinct = if options.activation_checkpointing { 1 } else { config.n_layer };
-        let rows = config.n_layer + 1;
-        let ring = (0..if options.offload_activations { RING.min(rows) } else { rows })
-            .map(|_| Ok(Parts::new(allocate(row * act.size_bytes(), Purpose::Activations)?).take(row, act)))
+        let mut all = Parts::new(allocate(sizes.scratch_bytes, Purpose::Activations)?);
+        let scratch = ScratchSlices {
+            normed: all.take(row, act),
+            dres: all.take(row, act),
+            narrow: all.take(row, act),
+            wide: all.take(sizes.wide, act),
+            logits: all.take(sizes.logits, act),
+            delta: all.floats(heads),
+            losses: all.floats(tokens),
+            partials: all.floats(sizes.partials),
+        };
+        let ring = (0..sizes.ring)
+            .map(|_| Ok(Parts::new(allocate(sizes.row_bytes, Purpose::Activations)?).take(row, act)))
             .collect::<Result<Vec<_>, TrainError>>()?;
         let residual = (0..rows).map(|i| ring[i % ring.len()]).collect();
-        let parts = [(5 * row + 2 * tokens * f, act), (4 * tokens + heads, DType::F32)];
-        let blocks = (0..distinct)
+        let blocks = (0..sizes.blocks)
             .map(|_| {
-                let mut all = Parts::new(allocate(bytes(&parts, 8), Purpose::Activations)?);
+                let mut all = Parts::new(allocate(sizes.block_bytes, Purpose::Activations)?);
                 Ok(BlockSlices {
                     ln1_stats: all.floats(2 * tokens),
                     qkv: all.take(3 * row, act),
@@ -97,33 +210,15 @@ impl Buffers {
                     lse: all.floats(heads),
                     mid: all.take(row, act),
                     ln2_stats: all.floats(2 * tokens),
-                    fc: all.take(tokens * f, act),
-                    act: all.take(tokens * f, act),
+                    fc: all.take(sizes.act, act),
+                    act: if sizes.keeps_act { all.take(sizes.act, act) } else { scratch.wide.slice(0..sizes.act) },
                 })
             })
             .collect::<Result<_, TrainError>>()?;
-        let mut all = Parts::new(allocate(bytes(&[(row, act), (2 * tokens, DType::F32)], 2), Purpose::Activations)?);
+        let mut all = Parts::new(allocate(sizes.head_bytes, Purpose::Activations)?);
         let head = HeadSlices { out: all.take(row, act), stats: all.floats(2 * tokens) };
-
-        let wide = tokens * f.max(3 * c);
-        let logits = logits_elems(config, tokens, act, logits_bytes);
-        let width = f.max(3 * c);
-        let partials = layer_norm::workspace_elems(tokens, c).max(column_sums::workspace_elems(tokens, width));
-        let parts = [(3 * row + wide + logits, act), (heads + tokens + partials, DType::F32)];
-        let mut all = Parts::new(allocate(bytes(&parts, 8), Purpose::Activations)?);
-        let scratch = ScratchSlices {
-            normed: all.take(row, act),
-            dres: all.take(row, act),
-            narrow: all.take(row, act),
-            wide: all.take(wide, act),
-            logits: all.take(logits, act),
-            delta: all.floats(heads),
-            losses: all.floats(tokens),
-            partials: all.floats(partials),
-        };
-        let batch = allocate(batch::device_bytes(tokens), Purpose::Workspace)?;
-        let matmul_bytes = matmul::workspace_bytes((c * width) as u64) as usize;
-        let matmul_workspace = allocate(matmul_bytes, Purpose::Workspace)?;
+        let batch = allocate(sizes.batch_bytes, Purpose::Workspace)?;
+        let matmul_workspace = allocate(sizes.matmul_bytes, Purpose::Workspace)?;
         let checkpoints = if ring.len() < rows {
             let name = stream.name().strip_suffix("compute").unwrap_or_default();
             let copies = pool.device().create_stream(&format!("{name}activations"))?;
@@ -135,12 +230,6 @@ impl Buffers {
         let layers = Layers { residual, blocks };
         Ok(Self { layers, head, scratch, batch, matmul_workspace, loss, checkpoints, _held: held })
     }
-}
-
-/// Elements of the logits' buffer: the whole rows that fit `max_bytes`, at least one and at most one per token.
-fn logits_elems(config: &GptConfig, tokens: usize, act: DType, max_bytes: usize) -> usize {
-    let stride = cross_entropy::stride_elems(config.vocab_size);
-    stride * (max_bytes / act.size_bytes() / stride).clamp(1, tokens)
 }
 
 /// Bytes of a block with these contents, including the alignment of its `parts` parts.
@@ -173,5 +262,29 @@ impl Parts {
         let part = self.take(elems, DType::F32);
         // SAFETY: as in `take`.
         unsafe { DeviceSlice::from_raw_parts(part.as_ptr().cast(), elems, part.device()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logits_are_capped_where_rows_fill_the_device() {
+        let rows = |preset: &str, micro_batch, seq_len| {
+            let options = Gpt2Options {
+                micro_batch,
+                seq_len,
+                dtype: DType::Bf16,
+                activation_checkpointing: false,
+                offload_activations: false,
+                matmul_timing: false,
+                recompute_gelu: false,
+            };
+            logits_rows(&GptConfig::preset(preset).unwrap(), &options)
+        };
+        // Four parts of 206 MB. At width 768, 256 MiB are less than a tile for each multiprocessor: six parts of 554 MB.
+        assert_eq!((rows("gpt2-1.5b", 8, 1024), rows("gpt2-124m", 32, 1024)), (2048, 5504));
+        assert_eq!((rows("gpt2-1.5b", 1, 1024), rows("nano", 3, 33)), (1024, 99), "all at once");
     }
 }

@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward; offloaded, a ring of three for all |
 //! | `checkpoints` | M x C `act`, one a block except two, in pinned host memory | forward to backward; only if offloaded |
-//! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with checkpointing one for all |
+//! | `block[i]` | (5 C + 2 F) M `act`, statistics in fp32 | forward to backward; with checkpointing one for all. GELU's output, F M of it, is in `scratch` if it is recomputed |
 //! | `head` | M x C `act` | forward to backward of the head |
 //! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
@@ -37,17 +37,13 @@ use super::{Gpt2Options, passes};
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::matmul::{Matmul, Product, Timing};
-use crate::cuda::{OpError, OpKernels, embedding};
+use crate::cuda::{OpError, OpKernels, embedding, gelu};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
 use crate::model::{Grad, Model, Pass};
 use batch::Batches;
-use buffers::Buffers;
-
-/// Maximum bytes of logits in memory at once. At the sizes that one GPU trains, all logits fit.
-const LOGITS_BYTES: usize = 4 << 30;
-/// The logits use at most the device's memory divided by this.
-const LOGITS_PART: usize = 8;
+pub(super) use buffers::gpu_bytes;
+use buffers::{Buffers, logits_rows};
 
 /// A GPT-2 on a GPU.
 pub struct CudaGpt2 {
@@ -88,18 +84,20 @@ impl CudaGpt2 {
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, TrainError> {
-        let logits_bytes = LOGITS_BYTES.min(pool.device().memory_bytes()?.1 / LOGITS_PART);
-        Self::with_logits_bytes(config, options, logits_bytes, pool, stream)
+        options.validate(&config)?;
+        let logits = logits_rows(&config, &options);
+        Self::with_logits_rows(config, options, logits, pool, stream)
     }
 
-    /// [`Self::new`] with at most `logits_bytes` of logits in memory at once, but at least one row.
+    /// [`Self::new`] with the logits of `rows` tokens in memory at once, at least of one. The sum over tokens in the gradient
+    /// of the head's matrix is in parts of so many.
     ///
     /// # Errors
     /// As for [`Self::new`].
-    pub fn with_logits_bytes(
+    pub fn with_logits_rows(
         config: GptConfig,
         options: Gpt2Options,
-        logits_bytes: usize,
+        rows: usize,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, TrainError> {
@@ -109,7 +107,7 @@ impl CudaGpt2 {
         let Gpt2Options { micro_batch: batch, seq_len: seq, .. } = options;
         let shape = Shape { batch, seq, heads: config.n_head, d: config.head_dim() };
         let attention = Attention::new(&kernels, shape)?;
-        let buffers = Buffers::new(&config, &options, logits_bytes, pool, stream)?;
+        let buffers = Buffers::new(&config, &options, rows, pool, stream)?;
         let timing = if options.matmul_timing { Timing::of_user(pool) } else { None };
         let matmul = Matmul::new(device, buffers.matmul_workspace)?.with_timing(timing);
         let params: Vec<_> = config.units().iter().map(UnitParams::new).collect();
@@ -177,6 +175,8 @@ impl CudaGpt2 {
         } else {
             if self.options.activation_checkpointing {
                 block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
+            } else if self.options.recompute_gelu {
+                gelu::forward(&ops.kernels, stream, block.act, block.fc)?;
             }
             block::backward(ops, stream, scratch, &block, input, &flat, eps)?;
         }
