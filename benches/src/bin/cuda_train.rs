@@ -1,10 +1,10 @@
 //! The trainer's speed and memory on one GPU, to compare with the PyTorch figures in README.md.
 //!
-//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops] [offload]` trains a preset from random weights on random
+//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops] [offload] [remainder] [recompute-gelu]` trains a preset from random weights on random
 //! tokens on one rank, and prints one line of JSON: the median milliseconds of the steps after the fifth, tokens per
 //! second, and the pool's peak bytes. With `ops` it also prints the last step's time per operation; recording costs
 //! time, so published figures come from runs without it. With `graph` steps are replayed from a graph (stages 0 to
-//! 2).
+//! 2). `remainder` and `recompute-gelu` are `--masters remainder` and `--recompute-gelu` of `zero train`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +16,7 @@ use integration_tests::model::config::GptConfig;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda,
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics, run_on_cuda,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
@@ -27,7 +27,8 @@ use zero_shard::ZeroStage;
 
 type AnyError = Box<dyn std::error::Error>;
 
-const USAGE: &str = "usage: cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops]";
+const USAGE: &str = "usage: cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops] [offload] [remainder] \
+     [recompute-gelu]";
 /// Warm-up steps, which do not count.
 const WARM_STEPS: usize = 5;
 
@@ -39,6 +40,7 @@ fn main() -> Result<(), AnyError> {
     let ops = flags.iter().any(|f| f == "ops");
     let stage = ZeroStage::from_number(stage.parse()?).ok_or("stages are 0 to 3")?;
     let optimizer = if flags.iter().any(|f| f == "offload") { Home::Host } else { Home::Device };
+    let format = StateFormat { remainder: flags.iter().any(|f| f == "remainder"), ..StateFormat::default() };
     let settings = Settings {
         stage,
         dtype,
@@ -49,7 +51,7 @@ fn main() -> Result<(), AnyError> {
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
         groups: GroupSettings::default(),
         graphs: flags.iter().any(|f| f == "graph"),
-        offload: OffloadSettings { optimizer, ..OffloadSettings::default() },
+        offload: OffloadSettings { optimizer, format, ..OffloadSettings::default() },
         limit: Duration::from_secs(120),
     };
     let options = RunOptions {
@@ -79,7 +81,7 @@ fn main() -> Result<(), AnyError> {
             activation_checkpointing: false,
             offload_activations: false,
             matmul_timing: true,
-            recompute_gelu: false,
+            recompute_gelu: flags.iter().any(|f| f == "recompute-gelu"),
         },
         threads: 1,
     };

@@ -18,7 +18,7 @@ use zero_kernels::{AdamHyper, StepScalars, reference};
 use crate::gpu::{Gpu, LIMIT, values};
 use crate::oracle::{relative_error, tensors};
 use crate::place::data;
-use crate::tiny::{ACCUM, OnGpu, batch, by_name, config, on_host, options, weights};
+use crate::tiny::{ACCUM, BATCH, OnGpu, SEQ, batch, by_name, config, on_host, options, weights};
 
 /// All logits at once.
 const WHOLE: usize = usize::MAX;

@@ -96,10 +96,10 @@ fn fitting_stage_with_least_traffic_is_recommended() {
 
 #[test]
 fn changes_are_proposed_if_nothing_fits() {
-    let shown = text("--model gpt2-1.5b --gpus 2 --gpu-memory 16GB --micro-batch 8");
+    let shown = text("--model gpt2-1.5b --gpus 2 --gpu-memory 16GB --micro-batch 16");
     assert!(shown.contains("No stage fits"), "{shown}");
     assert!(
-        shown.contains("Stage 3 fits with --activation-checkpointing, --micro-batch 1 --grad-accum 8."),
+        shown.contains("Stage 3 fits with --activation-checkpointing, --micro-batch 1 --grad-accum 16."),
         "{shown}"
     );
     let shown = text("--params 7.5e9 --gpus 4 --gpu-memory 24GB");
