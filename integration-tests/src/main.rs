@@ -48,6 +48,8 @@ fn arguments() -> Vec<OsString> {
 
 fn main() -> ExitCode {
     heap::share();
+    // SAFETY: this is the only thread.
+    unsafe { zero_comm::nccl::set_environment() };
     let filter = tracing_subscriber::EnvFilter::try_from_env("ZERO_LOG").unwrap_or_else(|_| "warn".into());
     let terminal = std::io::stderr().is_terminal();
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);

@@ -18,6 +18,9 @@
 //! gradient of a unit: they cut it into pieces, each the same range of every rank's shard (`zero_shard::bucket_pieces`),
 //! pack each into a bucket and store its sum. A caller with other packing chooses the elements of each bucket itself.
 //!
+//! With one rank, no bucket is needed where the sum has the reduction's dtype or all parts have it: the compute stream then packs
+//! the gradient straight into its destination, with the same single rounding.
+//!
 //! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of several producers; a
 //! bucket that is overwritten before its last reader ends; an error path that omits either wait.
 
@@ -39,7 +42,7 @@ use crate::{CommError, Communicator, ReduceOp};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BucketError {
-    /// No buckets, or less than one element per rank in each.
+    /// No buckets for several ranks, or less than one element per rank in each.
     #[error(
         "{count} buckets of {capacity_elems} elements: {world_size} ranks need at least one bucket of {world_size} elements"
     )]
@@ -99,7 +102,7 @@ pub enum BucketError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BucketOptions {
-    /// Number of buckets; one is filled while the others are in flight. Default: 2.
+    /// Number of buckets; one is filled while the others are in flight. Default: 2. One rank may have none.
     pub count: usize,
     /// Capacity of each.
     pub capacity_elems: usize,
@@ -136,15 +139,15 @@ impl<D: Device> Bucket<D> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SumInto<D: Device> {
-    /// The sum replaces the elements: the first micro-batch of a step. The communication stream writes them after all work
-    /// on the compute stream; for other streams that read an earlier sum, the caller makes it wait
+    /// The sum replaces the elements: the first micro-batch of a step. They are written after all work on the compute
+    /// stream and on the communication stream, which the caller makes wait for other streams that read an earlier sum
     /// ([`Reduced::wait_for_readers`]).
     Write(AnySlice),
     /// The sum is added to that of earlier micro-batches, in fp32.
     Add(Reduced<D>),
 }
 
-/// A [`SumInto`] that the communication stream may write.
+/// A [`SumInto`] that may be written behind the work on the communication stream.
 struct Sum {
     sum: AnySlice,
     add: bool,
@@ -164,7 +167,7 @@ impl Sum {
     }
 
     fn reduced<D: Device>(&self, done: D::Event) -> Reduced<D> {
-        // SAFETY: the communication stream writes the sum before the event, and adds to it after the readers of the
+        // SAFETY: the sum is written before the event, behind the communication stream, which waits for the readers of the
         // earlier sum. The maker of `sum` orders all other writes, and those of `SumInto::Write` after such readers.
         unsafe { Reduced::new(self.sum, done) }
     }
@@ -203,7 +206,7 @@ impl<D: Device> Buckets<D> {
     ) -> Result<Self, BucketError> {
         let BucketOptions { count, capacity_elems, dtype, .. } = options;
         let world_size = comm.world_size();
-        if count == 0 || capacity_elems < world_size {
+        if count == 0 && world_size > 1 || capacity_elems < world_size {
             return Err(BucketError::TooSmall { count, capacity_elems, world_size });
         }
         let mut free = VecDeque::with_capacity(count);
@@ -287,6 +290,11 @@ impl<D: Device> Buckets<D> {
         let segments = if scatter { ranks } else { 1 };
         let capacity_elems = options.capacity_elems / ranks * ranks;
         check_parts(parts, segments * len)?;
+        let (narrow, exact) =
+            (to.sum.dtype() == options.dtype, |(part, _): &(AnySlice, usize)| part.dtype() == options.dtype);
+        if ranks == 1 && (narrow && !to.add || parts.iter().all(exact)) {
+            return self.store(kernels, parts, &to);
+        }
         let range = |range: Range<u64>| range.start as usize..range.end as usize;
         let mut done = None;
         for piece in bucket_pieces(len as u64, segments as u64, capacity_elems as u64) {
@@ -296,6 +304,29 @@ impl<D: Device> Buckets<D> {
             done = Some(filling.sum(kernels, &to, of_shard)?);
         }
         Ok(to.reduced(done.map_or_else(|| comm_stream.record(), Ok)?))
+    }
+
+    /// Stores the gradient of the only rank.
+    fn store(
+        &self,
+        kernels: &dyn Kernels<D>,
+        parts: &[(AnySlice, usize)],
+        to: &Sum,
+    ) -> Result<Reduced<D>, BucketError> {
+        let Shared { compute, comm_stream, .. } = &*self.0;
+        // The first wait makes the communication stream a part of a recording of the compute stream.
+        comm_stream.wait(&compute.record()?)?;
+        compute.wait(&comm_stream.record()?)?;
+        let len = to.sum.len();
+        if to.add {
+            let sum = to.sum.typed()?;
+            parts
+                .iter()
+                .try_for_each(|&(part, at)| kernels.accumulate(compute, part, sum.slice(at..at + part.len())))?;
+        } else {
+            kernels.pack(compute, parts, Segments { start: 0, len, stride: len, count: 1 }, to.sum)?;
+        }
+        Ok(to.reduced(compute.record()?))
     }
 
     /// Makes `stream` wait for everything enqueued on the communication stream so far.

@@ -104,7 +104,8 @@ impl<D: Device> Gradients<D> {
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
         let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
-        let options = BucketOptions::new(capacity, rank.settings.dtype).overlap(rank.settings.overlap);
+        let count = rank.settings.buckets(rank.comm.world_size(), rank.is_host());
+        let options = BucketOptions::new(capacity, rank.settings.dtype).count(count).overlap(rank.settings.overlap);
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
         let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
         let kept = match optimizer.on_host() {

@@ -57,6 +57,13 @@ impl Settings {
         if self.grad_accum_steps > 1 { DType::F32 } else { self.dtype }
     }
 
+    /// Gradient buckets of a rank. One rank needs none: it stores its gradients without them, unless they are rounded to the
+    /// dtype of communication and then summed in fp32 on the device.
+    pub fn buckets(&self, ranks: usize, on_host: bool) -> usize {
+        let sums_leave = self.offload.updates_on_host() && (!on_host || self.offload.grads_on_file().is_some());
+        if ranks == 1 && (sums_leave || self.grad_dtype() == self.dtype) { 0 } else { 2 }
+    }
+
     /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
         let widths = Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64);
@@ -137,7 +144,7 @@ impl<D: Device> Rank<D> {
     ) -> Result<Self, TrainError> {
         let index = comm.rank();
         let compute = device.create_stream(&format!("rank {index} compute"))?;
-        let comm_stream = device.create_stream(&format!("rank {index} comm"))?;
+        let comm_stream = device.create_urgent_stream(&format!("rank {index} comm"))?;
         let (kernels, host) = parts(&device, &compute)?;
         let pool = Pool::new(device, usize::MAX);
         let groups = settings.groups.resolve(&layout)?;

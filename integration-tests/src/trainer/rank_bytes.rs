@@ -46,7 +46,8 @@ impl RankBytes {
         let scratch = slots.iter().map(|&elems| elems as u64).sum::<u64>().checked_add(upcast)?;
         let rate_sets = groups.rate_sets(&settings.optimizer);
         let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
-        let buckets = (settings.bucket_capacity_elems as u64).max(layout.world_size());
+        let count = settings.buckets(layout.world_size() as usize, true) as u64;
+        let buckets = (settings.bucket_capacity_elems as u64).max(layout.world_size()).checked_mul(count)?;
         let gathered = if settings.stage.shards_params() { gathered_elems(settings, layout, passes) } else { 0 };
         let state = groups.state_bytes(layout, settings.stage, &widths)?;
         let in_memory = |tier: Tier, bytes: u64| if tier == Tier::Nvme { 0 } else { bytes };
@@ -58,7 +59,7 @@ impl RankBytes {
                 .checked_add(in_memory(settings.offload.params.tier(), state.grads_bytes))?
                 .checked_add(optimizer)?,
             activations,
-            buckets: buckets.checked_mul(2 * widths.comm_grad_bytes)?,
+            buckets: buckets.checked_mul(widths.comm_grad_bytes)?,
             gathered: gathered.checked_mul(widths.param_bytes)?,
             workspace: workspace.checked_add(wide_moments(settings, layout)?)?,
             transfers: transfers(settings, layout)?,

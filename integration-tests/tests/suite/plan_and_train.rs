@@ -32,9 +32,9 @@ fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
 #[test]
 fn plan_matches_training() {
     for run in [
-        "--dtype fp32 --micro-batch 2 --seq-len 64",
+        "--dtype fp32 --micro-batch 2 --seq-len 64 --bucket-elems 524288",
         "--dtype bf16 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000",
-        "--dtype fp32 --micro-batch 2 --seq-len 32 --activation-checkpointing",
+        "--dtype fp32 --micro-batch 2 --seq-len 32 --activation-checkpointing --bucket-elems 524288",
     ] {
         compare("nano", run);
     }

@@ -14,8 +14,8 @@ const CLOSED: [(&str, &str); 6] = [
     ("zero-alloc", "Search SpinPolicy"),
     (
         "zero-kernels",
-        "AdamArgs AdamHyper AdamSlices AdvanceArgs GradStats RankStats RemainderArgs RemainderSlices Span StepConfig \
-         StepRates StepRecord StepScalars StepState",
+        "AdamArgs AdamHyper AdamSlices AdvanceArgs GradStats RankStats RemainderArgs RemainderSlices Segments Span \
+         StepConfig StepRates StepRecord StepScalars StepState",
     ),
     ("zero-comm", "Group Link Traffic"),
     (

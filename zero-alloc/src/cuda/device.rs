@@ -268,6 +268,11 @@ unsafe impl Device for CudaDevice {
         self.stream_on(Queue::new(&self.shared.context)?, name)
     }
 
+    /// A stream of the greatest priority.
+    fn create_urgent_stream(&self, name: &str) -> Result<CudaStream, DeviceError> {
+        self.stream_on(Queue::urgent(&self.shared.context)?, name)
+    }
+
     /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory. What the system refused to pin
     /// is copied through a pinned buffer by a host operation of the stream.
     fn copy(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {

@@ -138,6 +138,15 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// The device has no stream left.
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError>;
 
+    /// Makes a stream whose operations start before waiting ones of other streams, such as for collectives beside compute, if
+    /// the device has priorities.
+    ///
+    /// # Errors
+    /// As [`Self::create_stream`].
+    fn create_urgent_stream(&self, name: &str) -> Result<Self::Stream, DeviceError> {
+        self.create_stream(name)
+    }
+
     /// Called by a pool when a block is allocated or freed, for back ends that check the order of accesses.
     fn note_block(&self, _note: BlockNote<'_, Self::Stream, Self::Event>) {}
 

@@ -223,6 +223,11 @@ unsafe impl<D: Device> Device for Faulty<D> {
         Ok(FaultyStream { inner: self.inner.create_stream(name)?, plan: Arc::clone(&self.plan) })
     }
 
+    fn create_urgent_stream(&self, name: &str) -> Result<Self::Stream, DeviceError> {
+        self.enter(Call::CreateStream)?;
+        Ok(FaultyStream { inner: self.inner.create_urgent_stream(name)?, plan: Arc::clone(&self.plan) })
+    }
+
     fn note_block(&self, note: BlockNote<'_, Self::Stream, D::Event>) {
         self.inner.note_block(match note {
             BlockNote::Allocated { ptr, bytes, purpose, stream } => {

@@ -26,7 +26,7 @@ use crate::{Collective, CommError, ReduceOp};
 /// Duration of polling without sleep. NCCL's proxy thread needs some tens of microseconds to enqueue a collective.
 const SPIN: Duration = Duration::from_micros(100);
 /// First and longest pause between polls after [`SPIN`].
-const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_millis(1)];
+const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_micros(100)];
 /// Limit of an abort's wait for another thread's library call, which is non-blocking.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
 /// Limit of finalizing a communicator. After it, the communicator is aborted.

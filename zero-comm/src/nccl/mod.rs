@@ -34,7 +34,10 @@
 //! enqueues.
 //!
 //! **Graphs.** A collective can be captured once one of its kind has run. During capture NCCL tries to open the
-//! peers' buffers for direct access; it cannot open pages of a pool, and `NCCL_GRAPH_REGISTER=0` avoids the attempt.
+//! peers' buffers for direct access. It cannot open pages of a pool, and each attempt leaks a reference to a page, whose
+//! memory is then not freed before the process ends. A program that captures collectives calls [`set_environment`] at the
+//! start of `main`, or is started with `NCCL_GRAPH_REGISTER=0`; a communicator cannot set the variable, because other
+//! threads may be reading the environment when it is made.
 //! NCCL releases a communicator only after all graphs with its collectives are destroyed, so drop graphs before
 //! communicators.
 //!
@@ -109,6 +112,24 @@ use handle::{Handle, Interrupt, Wait};
 use library::Nccl;
 use message::{Context, Place};
 use world::{Operation, Transport, World};
+
+/// Sets the environment variable `NCCL_GRAPH_REGISTER` to 0, unless it is set: the start of `main` in a program that captures
+/// collectives into graphs (see the [module](self)'s documentation). Child processes inherit it.
+///
+/// ```no_run
+/// // SAFETY: `main` has started no thread yet.
+/// unsafe { zero_comm::nccl::set_environment() };
+/// ```
+///
+/// # Safety
+/// As for [`std::env::set_var`]: no other thread reads or writes the environment meanwhile.
+pub unsafe fn set_environment() {
+    const NAME: &str = "NCCL_GRAPH_REGISTER";
+    if std::env::var_os(NAME).is_none() {
+        // SAFETY: the caller's promise.
+        unsafe { std::env::set_var(NAME, "0") };
+    }
+}
 
 /// The version of the NCCL library, such as `2.30.7`.
 ///

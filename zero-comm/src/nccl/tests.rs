@@ -24,6 +24,27 @@ use crate::split_request::SplitRequest;
 /// A limit that expires.
 const SHORT: Duration = Duration::from_millis(300);
 
+/// The body of a process of [`environment_is_set_unless_the_user_did`].
+#[test]
+#[ignore = "run by another test, as a process"]
+fn process_sets_its_environment() {
+    // SAFETY: this process runs only this test, and its main thread waits for it.
+    unsafe { super::set_environment() };
+    println!("value {}", std::env::var("NCCL_GRAPH_REGISTER").unwrap());
+}
+
+#[test]
+fn environment_is_set_unless_the_user_did() {
+    for (users, expected) in [(None, "value 0"), (Some("1"), "value 1")] {
+        let mut process = std::process::Command::new(std::env::current_exe().unwrap());
+        process.args(["--ignored", "--exact", "--nocapture", "nccl::tests::process_sets_its_environment"]);
+        process.env_remove("NCCL_GRAPH_REGISTER").envs(users.map(|value| ("NCCL_GRAPH_REGISTER", value)));
+        let output = process.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
 /// Runs `body` as each of `n` ranks.
 pub(super) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
     let port = free_port();

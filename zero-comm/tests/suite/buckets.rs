@@ -1,6 +1,7 @@
 //! Gradient buckets: results do not depend on capacity, count, overlap or delays; each hazard has a test.
 
 use crate::common::{Comm, LIMIT, Random, Streams, accumulate, copy, delay, on_ranks, view};
+use half::bf16;
 use proptest::prelude::*;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
@@ -310,6 +311,44 @@ fn scattered_parts_give_the_plain_sum() {
             assert_eq!(kept, &expected[own], "capacity {capacity}, scatter {scatter}, {dtype}");
         }
     }
+}
+
+/// One rank needs no bucket where the destination or all parts have the reduction's dtype; the bits are those of a bucket.
+#[test]
+fn one_rank_stores_its_gradient_without_bucket() {
+    on_ranks(1, CommOptions::default(), |comm, streams| {
+        let kernels = HostKernels::new(1).unwrap();
+        let mut grads: Vec<Vec<f32>> =
+            (0..2).map(|micro| gradient(0, micro, 20).into_iter().map(|x| x / 3.0 + x * 1e-4).collect()).collect();
+        let mut halves: Vec<Vec<bf16>> =
+            grads.iter().map(|grad| grad.iter().map(|&x| bf16::from_f32(x)).collect()).collect();
+        let mut sums = Vec::new();
+        for count in [0, 1] {
+            let (pool, buckets) = buckets(&comm, streams, BucketOptions::new(6, DType::Bf16).count(count));
+            assert_eq!(pool.report().of(Purpose::Buckets).live_bytes, count * 6 * 2);
+            // fp32 to bf16: elements 7..11 are in no part.
+            let mut rounded = vec![bf16::NAN; 20];
+            let grad = view(&mut grads[0]);
+            let parts = [(grad.slice(0..7), 0), (grad.slice(11..20), 11)];
+            let _reduced = buckets.reduce_unit(&kernels, &parts, SumInto::Write(view(&mut rounded))).unwrap();
+            // bf16 to fp32, over two micro-batches.
+            let mut sum = vec![f32::NAN; 20];
+            let mut into = SumInto::Write(view(&mut sum));
+            for half in &mut halves {
+                into = SumInto::Add(buckets.all_reduce_unit(&kernels, &[(view(half), 0)], into).unwrap());
+            }
+            // fp32 to fp32, rounded to bf16 between: needs a bucket.
+            let mut wide = vec![f32::NAN; 20];
+            let through = buckets.reduce_unit(&kernels, &[(grad, 0)], SumInto::Write(view(&mut wide)));
+            assert_eq!(through.is_ok(), count > 0, "{through:?}");
+            streams.synchronize();
+            let expected: Vec<f32> = halves[0].iter().zip(&halves[1]).map(|(a, b)| a.to_f32() + b.to_f32()).collect();
+            assert_eq!(sum, expected);
+            sums.push(rounded);
+        }
+        let expected = |i: usize| if (7..11).contains(&i) { bf16::ZERO } else { halves[0][i] };
+        assert_eq!(sums, vec![(0..20).map(expected).collect::<Vec<_>>(); 2]);
+    });
 }
 
 /// A unit that producers wrote to a bucket: its sum over ranks and micro-batches, as a shard or whole.

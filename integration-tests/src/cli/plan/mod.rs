@@ -65,7 +65,7 @@ pub struct PlanArgs {
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
-    /// Elements of a gradient bucket [default: 524288]
+    /// Elements of a gradient bucket [default: those of the largest unit]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
     pub bucket_elems: Option<u64>,
     /// Speed of a GPU in TFLOP/s, for the bandwidth that hides transfers; 70 is what ZeRO-Infinity assumes of a V100

@@ -18,9 +18,6 @@ use crate::model::gpt2::{Gpt2Options, passes};
 use crate::model::param_groups::GroupSettings;
 use crate::trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings};
 
-/// Default elements of a gradient bucket, as in the trainer.
-const BUCKET_ELEMS: u64 = 1 << 19;
-
 /// The sizes of a model.
 #[derive(Clone, Debug)]
 pub(super) struct ModelSize {
@@ -51,7 +48,8 @@ pub(in crate::cli) struct Request {
     pub(super) recompute_gelu: Option<bool>,
     /// The offload; see [`Request::settings`].
     pub(super) offload: OffloadSettings,
-    pub(super) bucket_elems: u64,
+    /// Elements of a gradient bucket; `None`: the trainer's default.
+    pub(super) bucket_elems: Option<u64>,
     /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
     pub(super) trims_bucket: bool,
     /// Elements that stage 3 gathers ahead of their use, at least one unit if not 0; `None`: one unit.
@@ -116,7 +114,7 @@ impl Request {
             sub_group_elems: sub_group,
             offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
-            bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)).unwrap_or(BUCKET_ELEMS),
+            bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)),
             prefetch_elems: zero.map(|z| if z.overlaps_at(3) { z.prefetch_bucket_elems } else { 0 }),
             max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
             persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
@@ -148,7 +146,7 @@ impl Request {
             checkpointing: options.activation_checkpointing,
             recompute_gelu: None,
             offload: settings.offload.clone(),
-            bucket_elems: settings.bucket_capacity_elems as u64,
+            bucket_elems: Some(settings.bucket_capacity_elems as u64),
             trims_bucket: false,
             prefetch_elems: match prefetch.ahead {
                 0 => Some(0),
@@ -179,7 +177,7 @@ impl Request {
         options.validate(config).ok().map(|()| (config, options))
     }
 
-    /// The trainer's settings at `stage`, for a model whose largest unit has `largest_unit` elements.
+    /// The trainer's settings at `stage` on GPUs, for a model whose largest unit has `largest_unit` elements.
     pub(super) fn settings(&self, stage: ZeroStage, largest_unit: u64) -> Settings {
         let mut offload = self.offload.clone();
         if !stage.shards_params() {
@@ -203,7 +201,8 @@ impl Request {
             stage,
             dtype: self.dtype,
             grad_accum_steps: self.grad_accum as usize,
-            bucket_capacity_elems: self.bucket_elems.min(bucket_limit).max(self.gpus) as usize,
+            bucket_capacity_elems: self.bucket_elems.unwrap_or(largest_unit).min(bucket_limit).max(self.gpus)
+                as usize,
             overlap: true,
             prefetch: prefetch
                 .max_live_elems(self.max_live_elems as usize)

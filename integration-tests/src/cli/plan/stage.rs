@@ -10,7 +10,7 @@ use zero_shard::{
 
 use super::request::Request;
 use super::transfers::{Transfers, Wear, transfers};
-use crate::cli::train::rank_overhead_bytes;
+use crate::cli::train::{BUCKET_ELEMS, rank_overhead_bytes};
 use crate::cuda::matmul;
 use crate::model::gpt2::GpuBytes;
 use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems, wide_moments};
@@ -202,7 +202,7 @@ fn memory_model(
         .placement(placement)
         .gathered_elems(gathered_elems(request, layout))
         .bucket_elems(settings.bucket_capacity_elems as u64)
-        .buckets(2)
+        .buckets(settings.buckets(request.gpus as usize, false) as u64)
         .scratch_bytes(scratch.saturating_add(of_model.workspace))
         .sub_group_elems(piece_elems(settings, layout))
         .sub_group_buffers(offload.buffers as u64)
@@ -247,7 +247,11 @@ fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<R
         // The host computes in fp32.
         (None, None) => estimate(request, 4, false).ok().and_then(|all| all.activations.checked_add(all.host))?,
     };
-    RankBytes::new(settings, layout, &request.model.passes, activations, true)
+    let mut settings = settings.clone();
+    if request.bucket_elems.is_none() {
+        settings.bucket_capacity_elems = BUCKET_ELEMS.max(request.gpus as usize);
+    }
+    RankBytes::new(&settings, layout, &request.model.passes, activations, true)
 }
 
 /// The memory of a process with all ranks.

@@ -112,7 +112,7 @@ pub struct TrainArgs {
     /// types one gradient then has other low bits [default: where the memory of the GPU is too small otherwise, see zero plan]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub recompute_gelu: Option<bool>,
-    /// Elements of a gradient bucket [default: 524288]
+    /// Elements of a gradient bucket [default: 524288; on GPUs those of the largest unit]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<usize>)]
     pub bucket_elems: Option<usize>,
     /// Do not overlap communication with compute [default: false]

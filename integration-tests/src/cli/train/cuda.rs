@@ -19,10 +19,8 @@ use crate::trainer::run_on_cuda;
 
 /// Time for the other ranks to detect that one has failed.
 const GRACE: Duration = Duration::from_secs(10);
-/// NCCL settings that let ranks share a GPU and limit the size of each rank's kernels.
+/// NCCL settings that let ranks share a GPU and limit the size of each rank's kernels; the user's values override them.
 const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "8")];
-/// NCCL settings for recorded steps. NCCL would map the buffers of other ranks, which a pool's pages do not support.
-const RECORDING: [(&str, &str); 1] = [("NCCL_GRAPH_REGISTER", "0")];
 
 /// Trains on `gpus` GPUs of this machine, or as one rank if a launcher started this process (`launched`).
 pub(super) fn run(
@@ -43,8 +41,8 @@ pub(super) fn run(
 fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(), CliError> {
     let program = std::env::current_exe()
         .map_err(|e| CliError::Failure(format!("failed to determine the path of this executable: {e}")))?;
-    let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
-    let variables = variables(args).filter(unset).map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let sharing = SHARING.into_iter().filter(|(name, _)| args.share_gpus && std::env::var_os(name).is_none());
+    let variables = sharing.map(|(name, value)| (name.to_owned(), value.to_owned()));
     let job = Job {
         ranks,
         program,
@@ -58,12 +56,6 @@ fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(
         JobError::Reported { report, .. } if report.code == 2 => CliError::usage(&error),
         _ => CliError::failure(error),
     })
-}
-
-/// NCCL settings for the ranks; variables that the user has set override them.
-fn variables(args: &TrainArgs) -> impl Iterator<Item = (&'static str, &'static str)> {
-    let sharing = SHARING.into_iter().filter(|_| args.share_gpus);
-    sharing.chain(RECORDING.into_iter().filter(|_| args.cuda_graph.unwrap_or(args.recorded_graphs)))
 }
 
 /// Trains as one rank; rank 0 prints.
@@ -158,22 +150,4 @@ fn is_own(rank: usize, failure: &CommError) -> bool {
 /// The failure of a rendezvous names the rank at fault.
 fn join_error(rank: usize, error: CommError) -> CliError {
     if is_own(rank, &error) { CliError::failure(error) } else { CliError::Echo(error.to_string()) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn flags_set_nccl_variables() {
-        let names = |share_gpus, cuda_graph| {
-            let args = TrainArgs { share_gpus, cuda_graph: Some(cuda_graph), ..TrainArgs::default() };
-            variables(&args).map(|(name, _)| name).collect::<Vec<_>>()
-        };
-        assert!(names(false, false).is_empty());
-        assert_eq!(names(false, true), ["NCCL_GRAPH_REGISTER"]);
-        let resumed = TrainArgs { recorded_graphs: true, ..TrainArgs::default() };
-        assert_eq!(variables(&resumed).count(), 1);
-        assert_eq!(names(true, true), ["NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_GRAPH_REGISTER"]);
-    }
 }

@@ -27,6 +27,7 @@ mod validation;
 
 pub use args::TrainArgs;
 pub(super) use memory_check::rank_overhead_bytes;
+pub(super) use settings::BUCKET_ELEMS;
 
 use super::CliError;
 use super::output::print_text;

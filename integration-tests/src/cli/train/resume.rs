@@ -222,7 +222,7 @@ impl Resumed {
             loss_scaling: optimizer.loss_scaling.clone(),
             micro_batch: record.batch.micro_batch,
             // A bucket has an element for each rank.
-            bucket_elems: record.communication.bucket_elems.max(ranks),
+            bucket_elems: Some(record.communication.bucket_elems.max(ranks)),
             overlap: record.communication.overlap,
             prefetch: record.communication.prefetch(),
             sub_group_elems: record.communication.sub_group_elems.unwrap_or(usize::MAX),

@@ -102,14 +102,19 @@ impl RunSetup {
         let weights = folder.map_or(Weights::Initial(seed), |folder| Weights::Folder(Box::new(folder)));
         let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
         let steps = args.steps.unwrap_or(1000);
-        let shape = RunShape { ranks, largest_unit, hidden: config.n_embd as u64, steps };
+        let shape = RunShape { ranks, largest_unit, on_gpus: device.is_some(), hidden: config.n_embd as u64, steps };
         let (mut settings, notes) = settings(args, file, &base, shape)?;
         notices.extend(notes);
         // A run that recorded graphs may continue on the host.
         settings.graphs &= device.is_some() || args.cuda_graph.is_some();
         check_graphs(&settings, device.is_some())?;
         resolve_folders(&mut settings.offload)?;
-        settings.groups.resolve(&layout).map_err(CliError::usage)?;
+        let groups = settings.groups.resolve(&layout).map_err(CliError::usage)?;
+        if device.is_some() && args.bucket_elems.is_none() {
+            let trained = layout.units().iter().enumerate().filter(|(unit, _)| !groups.is_frozen(*unit));
+            let largest = trained.map(|(_, unit)| unit.padded_elems as usize).max().unwrap_or(0);
+            settings.bucket_capacity_elems = settings.bucket_capacity_elems.min(largest).max(ranks);
+        }
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
         let batch = resumed.map_or_else(|| file.map(|f| f.batch).unwrap_or_default(), |resumed| resumed.batch(file));
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));

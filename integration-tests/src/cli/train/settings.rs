@@ -20,8 +20,8 @@ use crate::model::gpt2::passes;
 use crate::model::param_groups::GroupSettings;
 use crate::trainer::{AT_STAGE_3, OffloadSettings, Settings};
 
-/// Default elements of a gradient bucket for all models: 2 MiB in fp32.
-const BUCKET_ELEMS: usize = 1 << 19;
+/// Default elements of a gradient bucket on the host: 2 MiB in fp32. On GPUs a bucket has room for the largest unit.
+pub(in crate::cli) const BUCKET_ELEMS: usize = 1 << 19;
 
 /// The settings that apply where neither a flag nor the configuration file gives one, or where the file has `"auto"`:
 /// the defaults, or those of the checkpoint that the run resumes.
@@ -38,8 +38,8 @@ pub(super) struct Base {
     pub(super) loss_scaling: LossScaling,
     /// Sequences per micro-batch and rank.
     pub(super) micro_batch: u64,
-    /// Elements of a gradient bucket.
-    pub(super) bucket_elems: usize,
+    /// Elements of a gradient bucket. `None`: [`BUCKET_ELEMS`], on GPUs the largest trained unit.
+    pub(super) bucket_elems: Option<usize>,
     pub(super) overlap: bool,
     pub(super) prefetch: PrefetchOptions,
     /// Most elements of one launch of the optimizer.
@@ -73,7 +73,7 @@ impl Default for Base {
             max_grad_norm: None,
             loss_scaling: LossScaling::NONE,
             micro_batch: 4,
-            bucket_elems: BUCKET_ELEMS,
+            bucket_elems: None,
             overlap: true,
             prefetch: PrefetchOptions::default(),
             sub_group_elems: usize::MAX,
@@ -106,6 +106,8 @@ pub(super) struct RunShape {
     pub(super) ranks: usize,
     /// Elements of the largest unit, with padding.
     pub(super) largest_unit: u64,
+    /// Whether the ranks are on GPUs.
+    pub(super) on_gpus: bool,
     /// The hidden size of the model.
     pub(super) hidden: u64,
     /// The last step.
@@ -175,7 +177,8 @@ pub(super) fn settings(
     // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is reduced.
     let ranks = shape.ranks;
     let from_file = zero.map(|z| z.reduce_bucket_elems.min(shape.largest_unit).max(ranks as u64) as usize);
-    let bucket = args.bucket_elems.or(from_file).unwrap_or(base.bucket_elems);
+    let default = if shape.on_gpus { (shape.largest_unit as usize).max(ranks) } else { BUCKET_ELEMS };
+    let bucket = args.bucket_elems.or(from_file).or(base.bucket_elems).unwrap_or(default);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
@@ -314,7 +317,7 @@ mod tests {
     use crate::cli::OffloadArgs;
     use crate::trainer::Home;
 
-    const SHAPE: RunShape = RunShape { ranks: 2, largest_unit: 1000, hidden: 8, steps: 10 };
+    const SHAPE: RunShape = RunShape { ranks: 2, largest_unit: 1000, on_gpus: false, hidden: 8, steps: 10 };
 
     fn of(args: &TrainArgs, file: Option<&str>) -> Settings {
         let file = file.map(|text| DsConfig::parse(text).unwrap());
@@ -332,6 +335,23 @@ mod tests {
         assert!(!of(&resumed, None).graphs);
         let without = TrainArgs { recorded_graphs: true, stage: Some(2), ..TrainArgs::default() };
         assert!(of(&without, None).graphs);
+    }
+
+    #[test]
+    fn bucket_of_gpus_has_room_for_the_largest_unit() {
+        let file = DsConfig::parse(r#"{"zero_optimization": {"stage": 2, "reduce_bucket_size": 700}}"#).unwrap();
+        let flag = TrainArgs { bucket_elems: Some(500), ..TrainArgs::default() };
+        let recorded = Base { bucket_elems: Some(600), ..Base::default() };
+        let elems = |on_gpus, args: &TrainArgs, file, base: &Base| {
+            settings(args, file, base, RunShape { on_gpus, ..SHAPE }).unwrap().0.bucket_capacity_elems
+        };
+        let (none, base) = (TrainArgs::default(), Base::default());
+        assert_eq!((elems(true, &none, None, &base), elems(false, &none, None, &base)), (1000, 1 << 19));
+        for on_gpus in [true, false] {
+            assert_eq!(elems(on_gpus, &none, None, &recorded), 600);
+            assert_eq!(elems(on_gpus, &none, Some(&file), &base), 700);
+            assert_eq!(elems(on_gpus, &flag, Some(&file), &recorded), 500);
+        }
     }
 
     #[test]

@@ -31,9 +31,19 @@ unsafe impl Sync for Queue {}
 
 impl Queue {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        Self::with_priority(context, 0)
+    }
+
+    /// A stream of the greatest priority: the driver raises the number, of which the least is the greatest priority, to its
+    /// range.
+    pub(crate) fn urgent(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        Self::with_priority(context, c_int::MIN)
+    }
+
+    fn with_priority(context: &Arc<Context>, priority: c_int) -> Result<Self, DeviceError> {
         let (driver, mut raw) = (context.bind()?, std::ptr::null_mut());
         // SAFETY: writes one handle.
-        unsafe { call!(driver, cuStreamCreateWithPriority(&raw mut raw, NON_BLOCKING, 0)) }?;
+        unsafe { call!(driver, cuStreamCreateWithPriority(&raw mut raw, NON_BLOCKING, priority)) }?;
         Ok(Self { context: Arc::clone(context), raw, owned: true })
     }
 
@@ -280,6 +290,34 @@ impl Drop for Recording {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn cuda_urgent_streams_have_the_greatest_priority() {
+        // SAFETY: loading runs the library's initialisers; the name is the driver's.
+        let library = unsafe { libloading::Library::new("libcuda.so.1") }.expect("a driver");
+        // SAFETY: the driver's functions have these types.
+        let (priority, range) = unsafe {
+            (
+                library.get::<unsafe extern "C" fn(sys::CUstream, *mut c_int) -> c_int>(b"cuStreamGetPriority"),
+                library.get::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(b"cuCtxGetStreamPriorityRange"),
+            )
+        };
+        let (priority, range) = (priority.expect("found"), range.expect("found"));
+        let context = Arc::new(Context::primary(0).expect("a device"));
+        let (plain, urgent) = (Queue::new(&context).expect("a stream"), Queue::urgent(&context).expect("a stream"));
+        let priority = |queue: &Queue| {
+            let mut found = 1;
+            // SAFETY: the stream is live; writes one number.
+            assert_eq!(unsafe { priority(queue.raw, &raw mut found) }, 0);
+            found
+        };
+        let (mut least, mut greatest) = (1, 1);
+        // SAFETY: a context is current; writes two numbers.
+        assert_eq!(unsafe { range(&raw mut least, &raw mut greatest) }, 0);
+        assert_eq!((priority(&plain), priority(&urgent)), (0, greatest));
+        assert!(greatest < least);
+    }
 
     /// PyTorch records in global mode, in which potentially unsafe calls of all threads invalidate the recording.
     #[test]
