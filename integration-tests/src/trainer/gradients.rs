@@ -3,13 +3,13 @@
 //! | buffer | elements | lifetime |
 //! |---|---|---|
 //! | scratch slot | a unit's flat gradient in fp32 | from the first pass that adds to it until it is packed |
-//! | bucket | constant, in the dtype of communication | from packing, or from the pass that writes it, until the reduced piece is stored |
+//! | bucket | constant, in the dtype of communication | from packing, or the pass that writes it, until its sum is stored |
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
 //! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of a step overwrites the
-//! storage, later ones add in fp32. [`Place`] says where backward leaves the gradient. If the host updates and the device is a GPU, the storage is in pinned memory; with
-//! parameters on NVMe it is a scratch file. A reduced unit then leaves the device through one of two transfer buffers, and the
-//! host adds.
+//! storage, later ones add in fp32. [`Place`] says where backward leaves the gradient. If the host updates and the device
+//! is a GPU, the storage is in pinned memory; with parameters on NVMe it is a scratch file. A reduced unit then leaves the
+//! device through one of two transfer buffers, and the host adds.
 
 use std::ops::Range;
 
