@@ -9,8 +9,9 @@
 //! | 1, 2 | AΨ | Ψ | | (A+1)Ψ |
 //! | 3 | AΨ | 2AΨ | | 3AΨ |
 //!
-//! All stages reduce gradients after every micro-batch, which keeps the stages bit-identical. Stage 3 gathers each
-//! unit at most 2A times: a unit that stays gathered until its next use saves one gather.
+//! The table is of gradients that are reduced after every micro-batch, as stages 2 and 3 must. Stages 0 and 1 may sum
+//! micro-batches on each rank and reduce once: with A = 1, both send 2Ψ. Stage 3 gathers each unit at most 2A times: a
+//! unit that stays gathered until its next use saves one gather.
 
 use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};
@@ -65,8 +66,8 @@ impl StepTraffic {
 }
 
 impl Layout {
-    /// Bytes that each rank sends in a step of `grad_accum_steps` micro-batches, padding included: exact at stages 0
-    /// to 2, an upper bound at stage 3.
+    /// Bytes that each rank sends in a step of `grad_accum_steps` micro-batches whose gradients are each reduced, padding
+    /// included: exact at stages 0 to 2, an upper bound at stage 3.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.

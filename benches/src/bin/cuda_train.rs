@@ -45,6 +45,7 @@ fn main() -> Result<(), AnyError> {
         stage,
         dtype,
         grad_accum_steps: 1,
+        reduce_every_micro_batch: false,
         bucket_capacity_elems: 1 << 25,
         overlap: true,
         prefetch: PrefetchOptions::default(),

@@ -8,6 +8,8 @@ pub mod config;
 pub mod gpt2;
 pub mod param_groups;
 
+use std::ops::Range;
+
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use crate::error::TrainError;
@@ -35,6 +37,26 @@ pub enum Grad {
 }
 
 impl Grad {
+    /// The elements of `range`.
+    ///
+    /// # Panics
+    /// `range` is not within the gradient, as with a Rust slice.
+    #[must_use]
+    pub fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Self::Add(sums) => Self::Add(sums.slice(range)),
+            Self::Write(out) => Self::Write(out.slice(range)),
+        }
+    }
+
+    /// The elements: sums, or undefined before the pass.
+    pub fn elements(self) -> AnySlice {
+        match self {
+            Self::Add(sums) => sums.erase(),
+            Self::Write(out) => out,
+        }
+    }
+
     /// The sums to which a pass adds.
     ///
     /// # Errors

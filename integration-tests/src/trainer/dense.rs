@@ -1,7 +1,7 @@
 //! Stage 0: plain data parallelism, the baseline and the oracle of the other stages.
 //!
 //! Every rank holds the whole model state: 16 bytes a parameter. A unit's gradients are all-reduced as soon as its
-//! backward is done; then every rank updates all parameters in the same way.
+//! backward is done, by default in the last micro-batch only; then every rank updates all parameters in the same way.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::Device;
@@ -27,7 +27,7 @@ pub(super) struct Dense<D: Device> {
 }
 
 impl<D: Device> Dense<D> {
-    pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
+    pub(super) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let params = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
         let own = rank.comm.rank() as u64;
         let segments = rank.layout.units().iter().map(|u| {
@@ -36,7 +36,7 @@ impl<D: Device> Dense<D> {
             Segment::whole(&u.name, index(whole), index(shard))
         });
         let mut optimizer = Optimizer::new(rank, segments.collect(), Some(params.all_units()))?;
-        let grads = Gradients::new(rank, || Storage::gradients(rank, true), &mut optimizer)?;
+        let grads = Gradients::new(rank, model, || Storage::gradients(rank, true), &mut optimizer)?;
         Ok(Self { optimizer, params, grads })
     }
 }

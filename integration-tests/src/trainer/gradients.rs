@@ -3,38 +3,59 @@
 //! | buffer | elements | lifetime |
 //! |---|---|---|
 //! | scratch slot | a unit's flat gradient in fp32 | from the first pass that adds to it until it is packed |
-//! | bucket | constant, in the dtype of communication | from packing until the reduced piece is stored |
+//! | bucket | constant, in the dtype of communication | from packing, or the pass that writes it, until its sum is stored |
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
 //! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of a step overwrites the
-//! storage, later ones add in fp32. If the host updates and the device is a GPU, the storage is in pinned memory; with
-//! parameters on NVMe it is a scratch file. A reduced unit then leaves the device through one of two transfer buffers, and the
-//! host adds.
+//! storage, later ones add in fp32. [`Place`] says where backward leaves the gradient. If the host updates and the device
+//! is a GPU, the storage is in pinned memory; with parameters on NVMe it is a scratch file. A reduced unit then leaves the
+//! device through one of two transfer buffers, and the host adds.
 
 use std::ops::Range;
 
 use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::{Block, Purpose};
-use zero_comm::{BucketOptions, Buckets, SumInto};
+use zero_comm::{BucketOptions, Buckets, Filling, SumInto};
 use zero_shard::Layout;
 
 use super::host_optimizer::{HostOptimizer, Optimizer};
-use super::rank::{Rank, complete_after, first_trained};
+use super::rank::{Rank, Settings, complete_after, first_trained};
 use super::storage::Storage;
 use super::unit_file::UnitFile;
 use crate::error::TrainError;
 use crate::model::param_groups::ModelGroups;
-use crate::model::{Grad, Pass};
+use crate::model::{Grad, Model, Pass};
 
 /// The gradients of one rank.
 pub(super) struct Gradients<D: Device> {
     slots: Vec<Block<D>>,
-    /// The scratch slot of each unit.
-    slot_of: Vec<usize>,
+    places: Vec<Place>,
+    /// The gradient that the last pass wrote, until it is reduced.
+    written: Option<Written<D>>,
     buckets: Buckets<D>,
     kept: Kept<D>,
     compute: D::Stream,
+}
+
+/// The place of a unit's gradient in backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// fp32 in this scratch slot: passes add to it, and the last one's sum is packed into buckets.
+    Scratch(usize),
+    /// fp32 in the storage, where the micro-batches of a step are summed: the last one's sum is packed into buckets, or at
+    /// one rank is the result.
+    Storage,
+    /// The dtype of communication, written by one pass: to the bucket that reduces it, at one rank to its sum.
+    Written,
+}
+
+/// A gradient that a pass writes.
+enum Written<D: Device> {
+    /// To a bucket.
+    Bucket(Filling<D>),
+    /// To the place of the sum of this one rank.
+    Sum(AnySlice),
 }
 
 /// The place of the sums over ranks.
@@ -94,13 +115,15 @@ struct Leaving<D: Device> {
 }
 
 impl<D: Device> Gradients<D> {
-    /// Allocates scratch and buckets for gradients kept in `storage`.
+    /// Allocates scratch and buckets for gradients of `model`, kept in `storage`.
     pub(super) fn new(
         rank: &Rank<D>,
+        model: &dyn Model<D>,
         storage: impl FnOnce() -> Result<Storage<D>, TrainError>,
         optimizer: &mut Optimizer<D>,
     ) -> Result<Self, TrainError> {
-        let (slot_of, sizes) = scratch_slots(&rank.layout, &rank.passes, &rank.groups);
+        let writes = |pass, unit| model.writes_grad(pass, unit);
+        let (places, sizes) = places(&rank.settings, &rank.layout, &rank.passes, &rank.groups, &writes);
         let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
         let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
@@ -122,24 +145,68 @@ impl<D: Device> Gradients<D> {
                 Kept::Device { reduced: reduced.collect::<Result<_, TrainError>>()?, storage }
             }
         };
-        Ok(Self { slots, slot_of, buckets, kept, compute })
+        Ok(Self { slots, places, written: None, buckets, kept, compute })
     }
 
-    /// The flat gradients to which the backward of `pass` adds, set to zero if it is the first to add.
-    pub(super) fn of_pass(&self, rank: &Rank<D>, pass: usize) -> Result<Vec<Grad>, TrainError> {
+    /// The flat gradients that the backward of `pass` of a micro-batch writes, or to which it adds, set to zero if it is the
+    /// first to add. `micro` counts micro-batches from 0.
+    pub(super) fn of_pass(
+        &mut self,
+        rank: &Rank<D>,
+        pass: usize,
+        micro: usize,
+        optimizer: &mut Optimizer<D>,
+    ) -> Result<Vec<Grad>, TrainError> {
         let mut grads = Vec::new();
         for &unit in &rank.passes[pass].grads {
-            let scratch = self.scratch(rank, unit);
-            if !rank.passes[pass + 1..].iter().any(|later| later.grads.contains(&unit)) {
-                rank.pool.device().fill_zero(&rank.compute, scratch)?;
+            let numel = rank.numel(unit);
+            let Some(sums) = self.sums(rank, unit) else {
+                let whole = self.begin_write(rank, unit, optimizer)?;
+                if numel < whole.len() {
+                    rank.pool.device().fill_zero(&rank.compute, whole.slice(numel..whole.len()))?;
+                }
+                grads.push(Grad::Write(whole.slice(0..numel)));
+                continue;
+            };
+            let adds_first = !rank.passes[pass + 1..].iter().any(|later| later.grads.contains(&unit));
+            if adds_first && (micro == 0 || self.places[unit] != Place::Storage) {
+                rank.pool.device().fill_zero(&rank.compute, sums)?;
             }
-            grads.push(Grad::Add(scratch.typed::<f32>()?.slice(0..rank.numel(unit))));
+            grads.push(Grad::Add(sums.typed::<f32>()?.slice(0..numel)));
         }
         Ok(grads)
     }
 
-    /// Sums `unit` over all ranks; each rank keeps its shard of the sum, at stage 0 all of it. `micro` counts micro-batches
-    /// from 0. An optimizer on the host takes the sum of the last.
+    /// The place to which the compute stream writes the padded gradient of `unit`.
+    fn begin_write(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        optimizer: &mut Optimizer<D>,
+    ) -> Result<AnySlice, TrainError> {
+        if rank.comm.world_size() > 1 {
+            let filling = self.buckets.begin(rank.layout.units()[unit].padded_elems as usize)?;
+            // SAFETY: the pass uses it on the compute stream, before `reduce` launches it.
+            let slice = unsafe { filling.slice() };
+            self.written = Some(Written::Bucket(filling));
+            return Ok(slice);
+        }
+        let slice = match &mut self.kept {
+            Kept::Device { storage, .. } => {
+                if let Some(optimizer) = optimizer.on_host() {
+                    optimizer.wait_for_release(rank, &rank.compute, unit)?;
+                }
+                storage.own(unit)
+            }
+            Kept::Host(sums) => sums.next_buffer(rank, unit, &rank.compute)?,
+        };
+        self.written = Some(Written::Sum(slice));
+        Ok(slice)
+    }
+
+    /// Sums `unit`, whose backward of a micro-batch is complete, over all ranks; each rank keeps its shard of the sum, at
+    /// stage 0 all of it. `micro` counts micro-batches from 0; if they are summed in the storage, only the last reduces. An
+    /// optimizer on the host takes the sum of the last.
     pub(super) fn reduce(
         &mut self,
         rank: &Rank<D>,
@@ -147,17 +214,39 @@ impl<D: Device> Gradients<D> {
         micro: usize,
         optimizer: &mut Optimizer<D>,
     ) -> Result<(), TrainError> {
-        let (kernels, parts) = (&*rank.kernels, [(self.scratch(rank, unit), 0)]);
-        let (sharded, buckets) = (rank.settings.stage.shards_optimizer(), &self.buckets);
-        let sum = |into| match sharded {
-            true => buckets.reduce_unit(kernels, &parts, into),
-            false => buckets.all_reduce_unit(kernels, &parts, into),
-        };
         let last = micro + 1 == rank.settings.grad_accum_steps;
+        let in_storage = self.places[unit] == Place::Storage;
+        if in_storage && !last {
+            return Ok(());
+        }
+        let alone = in_storage && rank.comm.world_size() == 1;
+        let written = if alone { self.sums(rank, unit).map(Written::Sum) } else { self.written.take() };
+        let kernels = &*rank.kernels;
+        let parts = self.sums(rank, unit).map(|sums| (sums, 0));
+        let (sharded, buckets) = (rank.settings.stage.shards_optimizer(), &self.buckets);
+        if let Some(Written::Sum(sum)) = written {
+            // SAFETY: passes wrote it on the compute stream, which writes it again after its readers: the optimizer's work on
+            // that stream, or on the host, for whose end `begin_write` waits.
+            let sum = unsafe { Reduced::new(sum, rank.compute.record()?) };
+            return match (&mut self.kept, optimizer.on_host()) {
+                (Kept::Device { reduced, .. }, optimizer) => {
+                    let sum = reduced[unit].insert(sum);
+                    optimizer.map_or(Ok(()), |optimizer| optimizer.take_sum(rank, unit, sum))
+                }
+                (Kept::Host(sums), Some(optimizer)) => sums.take(rank, unit, micro, &sum, optimizer),
+                (Kept::Host(_), None) => Ok(()),
+            };
+        }
+        let sum = |into| match (written, sharded) {
+            (Some(Written::Bucket(bucket)), true) => bucket.reduce_unit(kernels, into),
+            (Some(Written::Bucket(bucket)), false) => bucket.all_reduce_unit(kernels, into),
+            (_, true) => buckets.reduce_unit(kernels, parts.as_slice(), into),
+            (_, false) => buckets.all_reduce_unit(kernels, parts.as_slice(), into),
+        };
         match (&mut self.kept, optimizer.on_host()) {
             (Kept::Device { storage, reduced }, mut optimizer) => {
                 let into = match reduced[unit].take() {
-                    Some(earlier) if micro > 0 => SumInto::Add(earlier),
+                    Some(earlier) if micro > 0 && !in_storage => SumInto::Add(earlier),
                     _ => {
                         if let Some(optimizer) = &mut optimizer {
                             optimizer.wait_for_release(rank, &rank.comm_stream, unit)?;
@@ -172,7 +261,7 @@ impl<D: Device> Gradients<D> {
                 }
             }
             (Kept::Host(sums), Some(optimizer)) => {
-                let slice = sums.next_buffer(rank, unit)?;
+                let slice = sums.next_buffer(rank, unit, &rank.comm_stream)?;
                 let reduced = sum(SumInto::Write(slice))?;
                 sums.take(rank, unit, micro, &reduced, optimizer)
             }
@@ -199,10 +288,17 @@ impl<D: Device> Gradients<D> {
         }
     }
 
-    fn scratch(&self, rank: &Rank<D>, unit: usize) -> AnySlice {
-        // SAFETY: only the compute stream uses the scratch, and the drop records that stream.
-        let slot = unsafe { self.slots[self.slot_of[unit]].slice() };
-        slot.slice(0..rank.layout.units()[unit].padded_elems as usize)
+    /// The padded fp32 gradient to which passes add; `None` if a pass writes it instead.
+    fn sums(&self, rank: &Rank<D>, unit: usize) -> Option<AnySlice> {
+        match (self.places[unit], &self.kept) {
+            (Place::Scratch(slot), _) => {
+                // SAFETY: only the compute stream uses the scratch, and the drop records that stream.
+                let slot = unsafe { self.slots[slot].slice() };
+                Some(slot.slice(0..rank.layout.units()[unit].padded_elems as usize))
+            }
+            (Place::Storage, Kept::Device { storage, .. }) => Some(storage.unit(unit)),
+            (Place::Storage | Place::Written, _) => None,
+        }
     }
 }
 
@@ -255,18 +351,18 @@ impl<D: Device> HostSums<D> {
         Ok(Self { leaving: [leaving()?, leaving()?], next: 0, sums, arrived, streams })
     }
 
-    /// The next transfer buffer. The communication stream waits until its last unit has left.
-    fn next_buffer(&mut self, rank: &Rank<D>, unit: usize) -> Result<AnySlice, TrainError> {
+    /// The next transfer buffer. `stream`, which writes it, waits until its last unit has left.
+    fn next_buffer(&mut self, rank: &Rank<D>, unit: usize, stream: &D::Stream) -> Result<AnySlice, TrainError> {
         self.next = (self.next + 1) % self.leaving.len();
         let Leaving { block, copied, added } = &mut self.leaving[self.next];
         if let Some(copied) = copied.take() {
-            rank.comm_stream.wait(&copied)?;
+            stream.wait(&copied)?;
         }
         if let Some(added) = added.take() {
-            rank.pool.device().wait_for_host(&rank.comm_stream, &added, rank.settings.host_limit())?;
+            rank.pool.device().wait_for_host(stream, &added, rank.settings.host_limit())?;
         }
-        // SAFETY: the communication stream, the copies' and, if the device is the host, the update's use it, ordered by
-        // events; the optimizer, which is dropped first, waits for them.
+        // SAFETY: the compute stream or the communication stream, the copies' and, if the device is the host, the update's
+        // use it, ordered by events; the optimizer, which is dropped first, waits for them.
         Ok(unsafe { block.slice() }.slice(0..self.sums.len(unit)))
     }
 
@@ -354,23 +450,49 @@ impl<D: Device> Drop for HostSums<D> {
     }
 }
 
-/// Assigns a slot to each unit to which the passes of a backward add; no other unit uses it between the unit's first and
-/// last pass. Returns the slot of each unit and the sizes of the slots.
-pub(super) fn scratch_slots(layout: &Layout, passes: &[Pass], groups: &ModelGroups) -> (Vec<usize>, Vec<usize>) {
-    let (mut slot_of, mut sizes, mut free) = (vec![0; layout.units().len()], Vec::<usize>::new(), Vec::new());
-    let mut placed = vec![false; layout.units().len()];
+/// The place of each unit's gradient in backward, and the sizes of the scratch slots; no other unit uses a slot between the
+/// unit's first and last pass. `writes(pass, unit)`: [`Model::writes_grad`].
+pub(super) fn places(
+    settings: &Settings,
+    layout: &Layout,
+    passes: &[Pass],
+    groups: &ModelGroups,
+    writes: &dyn Fn(usize, usize) -> bool,
+) -> (Vec<Place>, Vec<usize>) {
+    let units = layout.units();
+    let capacity_elems = settings.bucket_capacity_elems as u64;
+    let fits = |unit: usize| layout.world_size() == 1 || units[unit].padded_elems <= capacity_elems;
+    // One bucket at a time is written.
+    let is_written = |pass: usize, unit: usize| {
+        let alone =
+            passes.iter().filter(|pass| pass.grads.contains(&unit)).count() == 1 && passes[pass].grads == [unit];
+        alone && settings.grad_accum_steps == 1 && fits(unit) && writes(pass, unit)
+    };
+    let (mut places, mut sizes, mut free) = (vec![None; units.len()], Vec::<usize>::new(), Vec::new());
     for pass in (first_trained(passes, groups)..passes.len()).rev() {
         for &unit in &passes[pass].grads {
-            if !std::mem::replace(&mut placed[unit], true) {
-                slot_of[unit] = free.pop().unwrap_or_else(|| {
-                    sizes.push(0);
-                    sizes.len() - 1
-                });
-                let size = &mut sizes[slot_of[unit]];
-                *size = (*size).max(layout.units()[unit].padded_elems as usize);
+            if places[unit].is_some() {
+                continue;
             }
+            places[unit] = Some(match groups.is_frozen(unit) {
+                false if settings.sums_locally() => Place::Storage,
+                false if is_written(pass, unit) => Place::Written,
+                // The gradient of a frozen unit is computed, too, but has no storage.
+                _ => {
+                    let slot = free.pop().unwrap_or_else(|| {
+                        sizes.push(0);
+                        sizes.len() - 1
+                    });
+                    sizes[slot] = sizes[slot].max(units[unit].padded_elems as usize);
+                    Place::Scratch(slot)
+                }
+            });
         }
-        free.extend(complete_after(passes, pass).map(|unit| slot_of[unit]));
+        free.extend(complete_after(passes, pass).filter_map(|unit| match places[unit] {
+            Some(Place::Scratch(slot)) => Some(slot),
+            _ => None,
+        }));
     }
-    (slot_of, sizes)
+    // Units without a pass have no gradient.
+    (places.into_iter().map(|place| place.unwrap_or(Place::Storage)).collect(), sizes)
 }

@@ -39,7 +39,7 @@ pub use memory_trace::{MemoryPoint, MemoryTrace};
 pub use metrics::{CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics};
 pub use offload::{Home, OffloadSettings, StateFormat};
 pub use rank::Settings;
-pub use rank_bytes::{RankBytes, piece_elems, wide_moments};
+pub use rank_bytes::{RankBytes, piece_elems, scratch_elems, wide_moments};
 pub use recorder::AT_STAGE_3;
 pub use stage::device_steps;
 pub use state::TrainerState;

@@ -28,6 +28,9 @@ pub struct Settings {
     pub dtype: DType,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
+    /// Whether stages 0 and 1 reduce gradients after every micro-batch, as stages 2 and 3 do, with the same bits. If not, they
+    /// sum micro-batches on each rank and reduce once a step.
+    pub reduce_every_micro_batch: bool,
     /// Elements of a gradient bucket.
     pub bucket_capacity_elems: usize,
     /// Whether communication overlaps compute. If not, each waits for the other, and no unit is gathered ahead.
@@ -50,6 +53,18 @@ impl Settings {
     /// The timeout of the host's waits for a stream: longer than a collective's, whose error names the missing rank.
     pub fn host_limit(&self) -> Duration {
         self.limit.saturating_mul(2)
+    }
+
+    /// Whether each rank sums its micro-batches in fp32 and reduces the sum once a step. Stages 2 and 3 keep only a shard of
+    /// the sum, and with an optimizer on the host gradients leave the device after each micro-batch.
+    pub fn sums_locally(&self) -> bool {
+        let possible = !self.stage.shards_grads() && !self.offload.updates_on_host();
+        possible && self.grad_accum_steps > 1 && !self.reduce_every_micro_batch
+    }
+
+    /// Reductions of a unit's gradient in a step.
+    pub fn reductions(&self) -> u64 {
+        if self.sums_locally() { 1 } else { self.grad_accum_steps as u64 }
     }
 
     /// The dtype of stored gradients: fp32 if several micro-batches are summed.

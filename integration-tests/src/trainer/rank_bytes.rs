@@ -5,7 +5,7 @@ use zero_alloc::device::DType;
 use zero_optim::StateKind;
 use zero_shard::{Layout, Tier};
 
-use super::gradients::scratch_slots;
+use super::gradients::places;
 use super::offload::OffloadSettings;
 use super::rank::Settings;
 use super::stage::device_steps;
@@ -40,10 +40,10 @@ impl RankBytes {
         let widths = settings.widths();
         let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems);
         let groups = settings.groups.resolve(layout).ok()?;
-        let (_, slots) = scratch_slots(layout, passes, &groups);
         let upcast = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<u64>();
         let upcast = if settings.dtype == DType::F32 { 0 } else { passes.iter().map(upcast).max().unwrap_or(0) };
-        let scratch = slots.iter().map(|&elems| elems as u64).sum::<u64>().checked_add(upcast)?;
+        // The host's models add to fp32 gradients.
+        let scratch = scratch_elems(settings, layout, passes, &|_, _| false)?.checked_add(upcast)?;
         let rate_sets = groups.rate_sets(&settings.optimizer);
         let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
         let count = settings.buckets(layout.world_size() as usize, true) as u64;
@@ -99,6 +99,19 @@ impl RankBytes {
         let parts = [state, activations, buckets, gathered, workspace, transfers, staging];
         parts.into_iter().fold(0, u64::saturating_add)
     }
+}
+
+/// Elements of flat fp32 gradients of units in backward. `writes(pass, unit)`: whether the model's pass writes the gradient
+/// of the unit instead of adding to it. `None` if the sum does not fit 64 bits, or a rule of tensors has no match.
+pub fn scratch_elems(
+    settings: &Settings,
+    layout: &Layout,
+    passes: &[Pass],
+    writes: &dyn Fn(usize, usize) -> bool,
+) -> Option<u64> {
+    let groups = settings.groups.resolve(layout).ok()?;
+    let (_, slots) = places(settings, layout, passes, &groups, writes);
+    slots.iter().try_fold(0, |sum: u64, &elems| sum.checked_add(elems as u64))
 }
 
 /// Elements of the largest sub-group of optimizer state that is read from NVMe at once.
@@ -184,6 +197,7 @@ mod tests {
             stage,
             dtype: DType::Bf16,
             grad_accum_steps: 1,
+            reduce_every_micro_batch: false,
             bucket_capacity_elems: 1 << 16,
             overlap: true,
             prefetch: PrefetchOptions::default(),

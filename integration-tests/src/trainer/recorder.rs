@@ -37,10 +37,12 @@ pub(super) type Record<D> = fn(
 /// A part of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Part {
-    /// Forward and backward of the first micro-batch, whose gradients are written.
+    /// Forward and backward of the first micro-batch, whose gradients replace those of the last step.
     First,
     /// Forward and backward of a later micro-batch, whose gradients are added.
     Later,
+    /// Forward and backward of the last of several micro-batches, in which sums may be reduced.
+    Last,
     /// The decision to update or to skip.
     Decision,
     /// The update.
@@ -57,7 +59,7 @@ struct Recorded<D: Device> {
 pub(super) struct Recorder<'a, D: Device> {
     rank: &'a Rank<D>,
     record: Option<Record<D>>,
-    parts: [Option<Recorded<D>>; 4],
+    parts: [Option<Recorded<D>>; 5],
     warm: bool,
     /// Bytes that replays have sent.
     sent: Traffic,
@@ -74,7 +76,7 @@ impl<'a, D: Device> Recorder<'a, D> {
         if record.is_some() && rank.settings.stage == ZeroStage::Three {
             return Err(TrainError::Usage(AT_STAGE_3.to_owned()));
         }
-        Ok(Self { rank, record, parts: [const { None }; 4], warm: false, sent: Traffic::default() })
+        Ok(Self { rank, record, parts: [const { None }; 5], warm: false, sent: Traffic::default() })
     }
 
     /// Starts recording parts; called after two steps.
@@ -106,7 +108,7 @@ impl<'a, D: Device> Recorder<'a, D> {
         };
         compute.wait(&comm_stream.record()?)?;
         let in_phase = match part {
-            Part::First | Part::Later => phase::GRAPH,
+            Part::First | Part::Later | Part::Last => phase::GRAPH,
             Part::Decision => phase::DECISION,
             Part::Update => phase::OPTIMIZER,
         };

@@ -86,7 +86,7 @@ pub(super) fn run_rank<D: Device>(
 ) -> Result<RankSummary, TrainError> {
     let mut recorder = Recorder::new(rank)?;
     let mut model = workload.model(&rank.pool, &rank.compute)?;
-    let mut stage = create(rank)?;
+    let mut stage = create(rank, &*model)?;
     // Declared last: its drop drains the compute stream before the others free memory.
     let flags = Flags::new(rank)?;
     let _guard = AbortOnPanic(rank);
@@ -110,12 +110,12 @@ impl<D: Device> Drop for AbortOnPanic<'_, D> {
     }
 }
 
-fn create<D: Device>(rank: &Rank<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
+fn create<D: Device>(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
     Ok(match rank.settings.stage {
-        ZeroStage::Zero => Box::new(Dense::new(rank)?),
-        ZeroStage::One => Box::new(Stages1And2::stage_1(rank)?),
-        ZeroStage::Two => Box::new(Stages1And2::stage_2(rank)?),
-        ZeroStage::Three => Box::new(Stage3::new(rank)?),
+        ZeroStage::Zero => Box::new(Dense::new(rank, model)?),
+        ZeroStage::One => Box::new(Stages1And2::stage_1(rank, model)?),
+        ZeroStage::Two => Box::new(Stages1And2::stage_2(rank, model)?),
+        ZeroStage::Three => Box::new(Stage3::new(rank, model)?),
     })
 }
 

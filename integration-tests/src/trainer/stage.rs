@@ -32,7 +32,11 @@ impl<D: Device> MicroBatches<'_, '_, D> {
     ) -> Result<(), TrainError> {
         for micro in 0..rank.settings.grad_accum_steps {
             (self.load)(model, micro)?;
-            let part = if micro == 0 { Part::First } else { Part::Later };
+            let part = match micro {
+                0 => Part::First,
+                _ if micro + 1 == rank.settings.grad_accum_steps => Part::Last,
+                _ => Part::Later,
+            };
             self.recorder.run(part, || enqueue(model, micro))?;
         }
         Ok(())
@@ -98,7 +102,7 @@ pub(super) fn micro_batch_whole<D: Device>(
         model.forward(&rank.compute, i, &params(&pass.forward_reads)?)?;
     }
     for (i, pass) in rank.backward_passes() {
-        let (params, of_pass) = (params(&pass.backward_reads)?, grads.of_pass(rank, i)?);
+        let (params, of_pass) = (params(&pass.backward_reads)?, grads.of_pass(rank, i, micro, optimizer)?);
         model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
         rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
     }

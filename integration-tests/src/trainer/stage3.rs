@@ -35,7 +35,7 @@ pub(super) struct Stage3<D: Device> {
 }
 
 impl<D: Device> Stage3<D> {
-    pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
+    pub(super) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let on_device = match rank.settings.offload.params {
             Home::Device => true,
             Home::Host => rank.is_host(),
@@ -61,7 +61,7 @@ impl<D: Device> Stage3<D> {
             prefetcher.expect_order(order).map(|()| prefetcher)
         };
         let (forward_only, prefetcher) = (prefetcher(forward_uses(rank).collect())?, prefetcher(uses(rank))?);
-        let grads = Gradients::new(rank, || Storage::gradients(rank, false), &mut optimizer)?;
+        let grads = Gradients::new(rank, model, || Storage::gradients(rank, false), &mut optimizer)?;
         Ok(Self { prefetcher, forward_only, optimizer, _params: params, grads })
     }
 }
@@ -117,7 +117,8 @@ fn micro_batch<D: Device>(
             true => std::mem::take(&mut turning),
             false => unshard(step, &pass.backward_reads)?,
         };
-        let (params, of_pass) = (params(rank, &pass.backward_reads, &units), grads.of_pass(rank, i)?);
+        let (params, of_pass) =
+            (params(rank, &pass.backward_reads, &units), grads.of_pass(rank, i, micro, optimizer)?);
         model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
         reshard(step, units);
         rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;

@@ -3,8 +3,8 @@
 //!
 //! In mixed precision a rank holds 4 Ψ + 12 Ψ/N bytes at stage 1, 2 Ψ + 14 Ψ/N at stage 2. A unit's gradient is
 //! reduce-scattered as soon as its backward is done. Each rank then updates its shard from the sums over ranks, and
-//! the new parameters are all-gathered: 2 Ψ elements a step in all. Stage 1 allocates storage for whole gradients,
-//! but only this rank's shard of it is summed.
+//! the new parameters are all-gathered: 2 Ψ elements a step in all. With several micro-batches, stage 1
+//! sums them in its storage of whole gradients and reduces the last sum; stage 2 reduces each.
 
 use zero_alloc::device::{Device, Stream};
 
@@ -30,22 +30,23 @@ pub(super) struct Stages1And2<D: Device> {
 }
 
 impl<D: Device> Stages1And2<D> {
-    pub(super) fn stage_1(rank: &Rank<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, || Storage::gradients(rank, true))
+    pub(super) fn stage_1(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
+        Self::with_gradients_in(rank, model, || Storage::gradients(rank, true))
     }
 
-    pub(super) fn stage_2(rank: &Rank<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, || Storage::gradients(rank, false))
+    pub(super) fn stage_2(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
+        Self::with_gradients_in(rank, model, || Storage::gradients(rank, false))
     }
 
     fn with_gradients_in(
         rank: &Rank<D>,
+        model: &dyn Model<D>,
         grads: impl FnOnce() -> Result<Storage<D>, TrainError>,
     ) -> Result<Self, TrainError> {
         let mut params = WholeParams::new(rank)?;
         let mut optimizer = sharded_optimizer(rank, Some(params.own()))?;
         params.set_updates(optimizer.host_params());
-        Ok(Self { grads: Gradients::new(rank, grads, &mut optimizer)?, params, optimizer })
+        Ok(Self { grads: Gradients::new(rank, model, grads, &mut optimizer)?, params, optimizer })
     }
 }
 

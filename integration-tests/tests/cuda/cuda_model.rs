@@ -243,6 +243,31 @@ fn model_requests_the_computed_bytes() {
     assert_eq!(kept.activations - offloaded.activations, 3 * row);
 }
 
+/// Blocks write their gradients in 16 bits: every element, and as the rounded fp32 sums.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn written_gradients_are_rounded_sums() {
+    let gpu = Gpu::open();
+    for dtype in [DType::F32, DType::Bf16] {
+        let mut adds = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
+        adds.micro_batch(0);
+        let mut writes = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
+        writes.write_blocks(dtype);
+        writes.micro_batch(0);
+        for (unit, (sum, written)) in config().units().iter().zip(adds.gradients().iter().zip(writes.gradients())) {
+            let error = relative_error(&written, sum);
+            let limit = if dtype == DType::F32 { 1e-5 } else { 4e-3 };
+            assert!(error < limit, "{dtype}: gradient of {} differs by {error:e}", unit.name);
+        }
+    }
+    // Embedding and head only add.
+    let tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights());
+    let Grad::Add(sums) = tiny.grads[0] else { panic!("the embedding adds") };
+    let mut model = tiny.model;
+    let error = model.backward(&gpu.stream, 0, &[], &[Grad::Write(sums.erase())], gpu.double(1.0)).unwrap_err();
+    assert!(error.to_string().contains("writes_grad"), "{error}");
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn logits_in_parts_are_logits() {
@@ -276,7 +301,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
     let graph = graph.unwrap();
     // SAFETY: used on the stream of the passes.
     gpu.device.fill_zero(&stream, unsafe { tiny.model.loss() }.erase()).unwrap();
-    tiny.grads.iter().for_each(|g| gpu.device.fill_zero(&stream, g.erase()).unwrap());
+    tiny.grads.iter().for_each(|g| gpu.device.fill_zero(&stream, g.elements()).unwrap());
     for micro in 0..ACCUM {
         let (inputs, targets) = batch(micro);
         tiny.model.set_batch(&stream, &inputs, &targets).unwrap();

@@ -34,6 +34,8 @@ fn settings(stage: u64, dtype: DType) -> Settings {
         stage: ZeroStage::from_number(stage).unwrap(),
         dtype,
         grad_accum_steps: 2,
+        // All stages have the same bits.
+        reduce_every_micro_batch: true,
         bucket_capacity_elems: 1 << 14,
         overlap: true,
         prefetch: PrefetchOptions::default(),
@@ -142,6 +144,19 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
     }
+    // Micro-batches that are summed on the rank and reduced once.
+    let mut first = None;
+    for stage in 0..2 {
+        let settings = Settings { reduce_every_micro_batch: false, ..settings(stage, DType::F32) };
+        let (steps, _) = run(&settings, &options(3, None, None)).unwrap();
+        for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
+            let loss = want["loss"].as_f64().unwrap();
+            let loss_error = (got.loss - loss).abs() / loss;
+            assert!(loss_error < 1e-5, "stage {stage}, step {}: loss differs by {loss_error:e}", got.step);
+        }
+        let own = bits(&steps);
+        assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}, local sums");
+    }
 }
 
 #[test]
@@ -151,6 +166,31 @@ fn in_bf16_it_learns_as_the_host_does() {
     let mut first = None;
     for stage in 0..4 {
         let (steps, _) = on_gpu(stage, DType::Bf16, &options(8, None, None));
+        for (got, want) in steps.iter().zip(&host) {
+            let error = (got.loss - want.loss).abs() / want.loss;
+            assert!(error < 1e-3, "stage {stage}, step {}: loss {}, on the host {}", got.step, got.loss, want.loss);
+        }
+        let own = bits(&steps);
+        assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
+    }
+}
+
+/// One micro-batch a step: blocks write their gradients to the place of the sum. The bits are those of every stage, and of
+/// gradients that leave for the host.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn written_gradients_learn_as_the_host_does() {
+    let settings = |stage| Settings { grad_accum_steps: 1, ..settings(stage, DType::Bf16) };
+    let mut host = Vec::new();
+    let mut observe = |metrics: &StepMetrics| {
+        host.push(metrics.clone());
+        Ok(())
+    };
+    run_on_threads(1, 1, &settings(2), &workload(DType::Bf16), &options(4, None, None), &mut observe).unwrap();
+    let mut first = None;
+    for (stage, optimizer) in [(0, Home::Device), (1, Home::Device), (2, Home::Host), (3, Home::Device)] {
+        let offload = OffloadSettings { optimizer, ..OffloadSettings::default() };
+        let (steps, _) = run(&Settings { offload, ..settings(stage) }, &options(4, None, None)).unwrap();
         for (got, want) in steps.iter().zip(&host) {
             let error = (got.loss - want.loss).abs() / want.loss;
             assert!(error < 1e-3, "stage {stage}, step {}: loss {}, on the host {}", got.step, got.loss, want.loss);
@@ -186,6 +226,10 @@ fn recorded_steps_have_the_same_bits() {
     let scaling = DynamicScaling::default().initial_scale_power(22).window(2).hysteresis(1);
     for (stage, dtype) in [(0, DType::F32), (1, DType::F16), (2, DType::Bf16)] {
         let mut settings = settings(stage, dtype);
+        // Local sums have three kinds of micro-batches: the first, the last, and those between.
+        if stage == 0 {
+            (settings.reduce_every_micro_batch, settings.grad_accum_steps) = (false, 3);
+        }
         settings.optimizer.schedule = LrSchedule::LinearWarmup { warmup_steps: 20 };
         if dtype == DType::F16 {
             settings.optimizer.loss_scaling = LossScaling::Dynamic(scaling);

@@ -57,14 +57,14 @@ pub(crate) struct OnGpu<'a> {
     gpu: &'a Gpu,
     pub(crate) model: CudaGpt2,
     pub(crate) params: Vec<AnySlice>,
-    pub(crate) grads: Vec<DeviceSlice<f32>>,
+    pub(crate) grads: Vec<Grad>,
     scale: DeviceSlice<f64>,
 }
 
 impl<'a> OnGpu<'a> {
     pub(crate) fn new(gpu: &'a Gpu, options: Gpt2Options, logits_rows: usize, weights: &[Vec<f32>]) -> Self {
         let params: Vec<_> = weights.iter().map(|w| gpu.put(w, options.dtype)).collect();
-        let grads = weights.iter().map(|w| gpu.zeros(w.len())).collect();
+        let grads = weights.iter().map(|w| Grad::Add(gpu.zeros(w.len()))).collect();
         let model = CudaGpt2::with_logits_rows(config(), options, logits_rows, &gpu.pool, &gpu.stream).unwrap();
         Self { gpu, model, params, grads, scale: gpu.double(1.0 / ACCUM as f64) }
     }
@@ -80,7 +80,7 @@ impl<'a> OnGpu<'a> {
     pub(crate) fn backward(&mut self) -> Result<(), TrainError> {
         for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| self.params[u]).collect();
-            let adds: Vec<_> = pass.grads.iter().map(|&u| Grad::Add(self.grads[u])).collect();
+            let adds: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();
             self.model.backward(&self.gpu.stream, i, &reads, &adds, self.scale)?;
         }
         Ok(())
@@ -91,12 +91,23 @@ impl<'a> OnGpu<'a> {
         let (device, stream) = (&self.gpu.device, &self.gpu.stream);
         // SAFETY: used on the stream of the passes.
         device.fill_zero(stream, unsafe { self.model.loss() }.erase()).unwrap();
-        self.grads.iter().for_each(|g| device.fill_zero(stream, g.erase()).unwrap());
-        for micro in step * ACCUM..(step + 1) * ACCUM {
-            let (inputs, targets) = batch(micro);
-            self.model.set_batch(stream, &inputs, &targets).unwrap();
-            self.forward().unwrap();
-            self.backward().unwrap();
+        self.grads.iter().for_each(|g| device.fill_zero(stream, g.elements()).unwrap());
+        (step * ACCUM..(step + 1) * ACCUM).for_each(|micro| self.micro_batch(micro));
+    }
+
+    /// Computes the gradients of micro-batch `micro`, and adds its loss.
+    pub(crate) fn micro_batch(&mut self, micro: usize) {
+        let (inputs, targets) = batch(micro);
+        self.model.set_batch(&self.gpu.stream, &inputs, &targets).unwrap();
+        self.forward().unwrap();
+        self.backward().unwrap();
+    }
+
+    /// Makes blocks write their gradients in `dtype`, over elements that are not numbers.
+    pub(crate) fn write_blocks(&mut self, dtype: DType) {
+        for pass in 1..self.grads.len() - 1 {
+            assert!(self.model.writes_grad(pass, pass));
+            self.grads[pass] = Grad::Write(self.gpu.put(&vec![f32::NAN; self.grads[pass].elements().len()], dtype));
         }
     }
 
@@ -110,7 +121,7 @@ impl<'a> OnGpu<'a> {
     }
 
     pub(crate) fn gradients(&self) -> Vec<Vec<f32>> {
-        self.grads.iter().map(|g| self.gpu.get(g.erase())).collect()
+        self.grads.iter().map(|g| self.gpu.get(g.elements())).collect()
     }
 
     pub(crate) fn logits(&self) -> Vec<f32> {

@@ -32,9 +32,10 @@ fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
 #[test]
 fn plan_matches_training() {
     for run in [
-        "--dtype fp32 --micro-batch 2 --seq-len 64 --bucket-elems 524288",
+        // On a GPU passes write gradients to buckets that hold a unit, and no unit needs scratch. On the host it does.
+        "--dtype fp32 --micro-batch 2 --seq-len 64 --bucket-elems 1000",
         "--dtype bf16 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000",
-        "--dtype fp32 --micro-batch 2 --seq-len 32 --activation-checkpointing --bucket-elems 524288",
+        "--dtype fp32 --micro-batch 2 --seq-len 32 --grad-accum 3 --activation-checkpointing --bucket-elems 1000",
     ] {
         compare("nano", run);
     }

@@ -65,6 +65,9 @@ pub struct PlanArgs {
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
+    /// Reduce gradients after every micro-batch at stages 0 and 1, too
+    #[arg(long)]
+    pub reduce_every_micro_batch: bool,
     /// Elements of a gradient bucket [default: those of the largest unit]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
     pub bucket_elems: Option<u64>,

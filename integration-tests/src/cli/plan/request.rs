@@ -42,6 +42,8 @@ pub(in crate::cli) struct Request {
     pub(super) dtype: DType,
     pub(super) micro_batch: u64,
     pub(super) grad_accum: u64,
+    /// Whether stages 0 and 1 reduce gradients after every micro-batch.
+    pub(super) reduce_every_micro_batch: bool,
     pub(super) seq_len: u64,
     pub(super) checkpointing: bool,
     /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
@@ -108,6 +110,7 @@ impl Request {
             dtype,
             micro_batch: batch.micro_batch,
             grad_accum: batch.grad_accum,
+            reduce_every_micro_batch: args.reduce_every_micro_batch,
             seq_len,
             checkpointing,
             recompute_gelu: args.recompute_gelu,
@@ -201,6 +204,7 @@ impl Request {
             stage,
             dtype: self.dtype,
             grad_accum_steps: self.grad_accum as usize,
+            reduce_every_micro_batch: self.reduce_every_micro_batch,
             bucket_capacity_elems: self.bucket_elems.unwrap_or(largest_unit).min(bucket_limit).max(self.gpus)
                 as usize,
             overlap: true,

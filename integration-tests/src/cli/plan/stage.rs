@@ -13,7 +13,8 @@ use super::transfers::{Transfers, Wear, transfers};
 use crate::cli::train::{BUCKET_ELEMS, rank_overhead_bytes};
 use crate::cuda::matmul;
 use crate::model::gpt2::GpuBytes;
-use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems, wide_moments};
+use crate::model::gpt2::cuda::writes_grad;
+use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems, scratch_elems, wide_moments};
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of `recompute_gelu`.
 const CONTEXT_BYTES: u64 = 1 << 30;
@@ -133,7 +134,7 @@ fn evaluate_with(request: &Request, stage: ZeroStage, recompute_gelu: bool) -> R
     let footprint = model.footprint(&state)?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(request, &settings, layout.primary(), model.host_activations_bytes);
-    let traffic = layout.step_traffic(stage, &widths, request.grad_accum, Routing::TwoLevel)?;
+    let traffic = layout.step_traffic(stage, &widths, settings.reductions(), Routing::TwoLevel)?;
     let total_bytes = gpu.total_bytes()?;
     let largest_model = |memory| model.largest_model_elems(request.gpus, memory);
     Ok(Stage {
@@ -197,7 +198,8 @@ fn memory_model(
         Some((config, options)) => options.gpu_bytes(config),
         None => estimate(request, widths.param_bytes, recompute_gelu)?,
     };
-    let scratch = scratch_bytes(layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
+    let scratch =
+        scratch_bytes(request, settings, layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(gathered_elems(request, layout))
@@ -295,14 +297,10 @@ fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     live.max().unwrap_or(0)
 }
 
-/// Bytes of flat fp32 gradients. The gradient of a unit whose parameters are tied into another unit stays allocated
-/// beside that of the current unit.
-fn scratch_bytes(layout: &Layout) -> Result<u64, ShardError> {
-    let tied: Vec<usize> = layout.ties().map(|(_, _, id)| id.unit).collect();
-    let elems = |tied_ones: bool| {
-        let units = layout.units().iter().enumerate().filter(|(i, _)| tied.contains(i) == tied_ones);
-        units.map(|(_, u)| u.padded_elems).max().unwrap_or(0)
-    };
-    let bytes = elems(true).checked_add(elems(false)).and_then(|n| n.checked_mul(4));
+/// Bytes of flat fp32 gradients.
+fn scratch_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Result<u64, ShardError> {
+    let passes = &request.model.passes;
+    let elems = scratch_elems(settings, layout, passes, &|pass, _| writes_grad(passes.len(), pass));
+    let bytes = elems.and_then(|elems| elems.checked_mul(4));
     bytes.ok_or_else(|| ShardError::TooLarge { what: "gradients of a unit".to_owned() })
 }

@@ -54,6 +54,9 @@ pub(super) fn text(setup: &RunSetup) -> String {
             counted(batch.step_tokens, "token"),
         ),
     );
+    if setup.settings.sums_locally() {
+        line("gradients", "micro-batches are summed on each rank and reduced once a step".to_owned());
+    }
     let first = setup.first_step + 1;
     if first <= record.steps {
         let tokens = (record.steps - setup.first_step) as f64 * batch.step_tokens as f64;

@@ -114,9 +114,13 @@ pub(super) struct BatchRecord {
     pub(super) step_tokens: u64,
 }
 
-/// Sizes of communication and of launches. They change time and memory, not the numbers. A limit that is `None` does not apply.
+/// How a run communicates, and its sizes of launches. All but `reduce_every_micro_batch` change time and memory, not the
+/// numbers. A limit that is `None` does not apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CommunicationRecord {
+    /// Whether stages 0 and 1 reduced gradients after every micro-batch, as all runs without this field did.
+    #[serde(default = "always")]
+    pub(super) reduce_every_micro_batch: bool,
     /// Elements of a gradient bucket.
     pub(super) bucket_elems: usize,
     /// Whether communication overlaps with compute.
@@ -134,11 +138,16 @@ pub(super) struct CommunicationRecord {
     pub(super) cuda_graph: bool,
 }
 
+fn always() -> bool {
+    true
+}
+
 impl CommunicationRecord {
     pub(super) fn of(settings: &Settings) -> Self {
         let limit = |n: usize| (n != usize::MAX).then_some(n);
         let prefetch = &settings.prefetch;
         Self {
+            reduce_every_micro_batch: settings.reduce_every_micro_batch,
             bucket_elems: settings.bucket_capacity_elems,
             overlap: settings.overlap,
             gather_ahead: limit(prefetch.ahead),

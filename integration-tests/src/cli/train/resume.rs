@@ -221,6 +221,7 @@ impl Resumed {
             max_grad_norm: Some(optimizer.max_grad_norm),
             loss_scaling: optimizer.loss_scaling.clone(),
             micro_batch: record.batch.micro_batch,
+            reduce_every_micro_batch: record.communication.reduce_every_micro_batch,
             // A bucket has an element for each rank.
             bucket_elems: Some(record.communication.bucket_elems.max(ranks)),
             overlap: record.communication.overlap,

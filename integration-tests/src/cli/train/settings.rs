@@ -38,6 +38,8 @@ pub(super) struct Base {
     pub(super) loss_scaling: LossScaling,
     /// Sequences per micro-batch and rank.
     pub(super) micro_batch: u64,
+    /// Whether stages 0 and 1 reduce gradients after every micro-batch.
+    pub(super) reduce_every_micro_batch: bool,
     /// Elements of a gradient bucket. `None`: [`BUCKET_ELEMS`], on GPUs the largest trained unit.
     pub(super) bucket_elems: Option<usize>,
     pub(super) overlap: bool,
@@ -73,6 +75,7 @@ impl Default for Base {
             max_grad_norm: None,
             loss_scaling: LossScaling::NONE,
             micro_batch: 4,
+            reduce_every_micro_batch: false,
             bucket_elems: None,
             overlap: true,
             prefetch: PrefetchOptions::default(),
@@ -200,6 +203,7 @@ pub(super) fn settings(
         stage,
         dtype,
         grad_accum_steps: 1,
+        reduce_every_micro_batch: args.reduce_every_micro_batch.unwrap_or(base.reduce_every_micro_batch),
         bucket_capacity_elems: bucket,
         overlap,
         prefetch,

@@ -248,8 +248,8 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
 
 fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
     let settings = &setup.settings;
-    let accum = settings.grad_accum_steps as u64;
-    let Ok(formula) = setup.layout.step_traffic(settings.stage, &settings.widths(), accum) else { return };
+    let reductions = settings.reductions();
+    let Ok(formula) = setup.layout.step_traffic(settings.stage, &settings.widths(), reductions) else { return };
     let most = if settings.stage.shards_params() { "formula (at most)" } else { "formula" };
     let _ = writeln!(out, "\n{:<26} {:>12} {most:>12}", "sent by a rank in a step", "measured");
     let rows = [

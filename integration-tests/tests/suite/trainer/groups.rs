@@ -33,7 +33,9 @@ fn is_frozen(groups: &GroupSettings, name: &str) -> bool {
 fn stages_agree_to_the_bit() {
     for groups in [mixed(), upper()] {
         for (dtype, grad_accum, ranks) in [(DType::F32, 1, 2), (DType::Bf16, 2, 3), (DType::F16, 1, 1)] {
-            let base = Case { stage: 0, dtype, grad_accum, ranks, groups: groups.clone(), ..Case::default() };
+            let reduce_every_micro_batch = true;
+            let sizes = Case { dtype, grad_accum, reduce_every_micro_batch, ranks, ..Case::default() };
+            let base = Case { stage: 0, groups: groups.clone(), ..sizes };
             let reference = base.run_tiny();
             for stage in 1..4 {
                 for overlap in [true, false] {
@@ -41,6 +43,9 @@ fn stages_agree_to_the_bit() {
                     same(&reference, &case.run_tiny(), &format!("{case:?}"));
                 }
             }
+            // Local sums, with frozen units that have no storage.
+            let local = Case { reduce_every_micro_batch: false, ..base };
+            same(&local.run_tiny(), &Case { stage: 1, ..local }.run_tiny(), "local sums");
         }
     }
 }

@@ -40,9 +40,10 @@ fn kinds(stage: u64, dir: &Path) -> Vec<OffloadSettings> {
     sharded.map(|(optimizer, params)| OffloadSettings { optimizer, params, ..OffloadSettings::default() }).collect()
 }
 
-/// Compares all stages and kinds of offload with stage 0 without.
+/// Compares all stages and kinds of offload with stage 0 without, which must reduce every micro-batch, too.
 fn agree(base: &Case) {
     let dir = folder();
+    let base = &Case { reduce_every_micro_batch: true, ..base.clone() };
     let reference = Case { stage: 0, ..base.clone() }.run_tiny();
     assert!(reference.steps.iter().any(|s| !s.skipped), "nothing was trained");
     for stage in 0..4 {
@@ -262,7 +263,9 @@ proptest! {
     ) {
         let (toy, dir) = (Toy::new(&units, tied), folder());
         let dtype = if sixteen { DType::Bf16 } else { DType::F32 };
-        let base = Case { ranks, grad_accum, dtype, bucket_elems, stage: 0, overlap, ..Case::default() };
+        let reduce_every_micro_batch = true;
+        let sizes = Case { ranks, grad_accum, reduce_every_micro_batch, dtype, bucket_elems, ..Case::default() };
+        let base = Case { stage: 0, overlap, ..sizes };
         let reference = base.run(&toy);
         for stage in 0..4 {
             for offload in kinds(stage, dir.path()) {

@@ -24,6 +24,8 @@ pub(crate) struct Toy {
     pub(crate) panic_at: Option<usize>,
     /// Set by rank 0's model while its third forward runs.
     pub(crate) cancel: Option<Arc<AtomicBool>>,
+    /// Whether passes write gradients that no other pass adds to.
+    writes: bool,
 }
 
 impl Toy {
@@ -40,7 +42,13 @@ impl Toy {
             passes: (0..units.len()).map(pass).collect(),
             panic_at: None,
             cancel: None,
+            writes: false,
         }
+    }
+
+    /// The same, with passes that write gradients that no other pass adds to.
+    pub(crate) fn writing(self) -> Self {
+        Self { writes: true, ..self }
     }
 }
 
@@ -58,7 +66,10 @@ impl Workload<HostDevice> for Toy {
         let panic_at = self.panic_at.filter(|_| compute_is_of_rank_0(compute));
         let cancel = self.cancel.clone().filter(|_| compute_is_of_rank_0(compute));
         let kept = self.passes.iter().map(|_| Arc::default()).collect();
-        Ok(Box::new(ToyModel { loss, tokens: Arc::default(), kept, panic_at, cancel, forwards: 0 }))
+        let alone =
+            |pass: &Pass| self.passes.iter().filter(|other| other.grads.contains(&pass.grads[0])).count() == 1;
+        let writes = self.passes.iter().map(|pass| self.writes && alone(pass)).collect();
+        Ok(Box::new(ToyModel { loss, tokens: Arc::default(), kept, writes, panic_at, cancel, forwards: 0 }))
     }
 
     fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
@@ -96,6 +107,8 @@ struct ToyModel {
     loss: Block<HostDevice>,
     tokens: Arc<Vec<u32>>,
     kept: Vec<Arc<Mutex<Vec<f32>>>>,
+    /// Whether each pass writes the gradient of its own unit.
+    writes: Vec<bool>,
     panic_at: Option<usize>,
     cancel: Option<Arc<AtomicBool>>,
     forwards: usize,
@@ -109,6 +122,25 @@ fn values(slice: AnySlice) -> Result<Vec<f32>, DeviceError> {
         // SAFETY: as above.
         unsafe { slice.typed::<bf16>()?.as_host() }.iter().map(|x| x.to_f32()).collect()
     })
+}
+
+/// Adds `values` to a gradient, or writes them.
+fn store(grad: Grad, values: impl Iterator<Item = f32>) -> Result<(), DeviceError> {
+    // SAFETY of the views: the trainer passes distinct gradients that only this pass uses.
+    match grad {
+        // SAFETY: as above.
+        Grad::Add(sums) => unsafe { sums.as_host_mut() }.iter_mut().zip(values).for_each(|(sum, x)| *sum += x),
+        Grad::Write(out) if out.dtype() == DType::F32 => {
+            // SAFETY: as above.
+            unsafe { out.typed::<f32>()?.as_host_mut() }.iter_mut().zip(values).for_each(|(out, x)| *out = x);
+        }
+        Grad::Write(out) => {
+            // SAFETY: as above.
+            let out = unsafe { out.typed::<bf16>()?.as_host_mut() };
+            out.iter_mut().zip(values).for_each(|(out, x)| *out = bf16::from_f32(x));
+        }
+    }
+    Ok(())
 }
 
 impl Model<HostDevice> for ToyModel {
@@ -143,9 +175,8 @@ impl Model<HostDevice> for ToyModel {
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
         let (kept, tokens) = (Arc::clone(&self.kept[pass]), Arc::clone(&self.tokens));
-        let grads = grads.iter().map(|grad| grad.sums("toy")).collect::<Result<Vec<_>, _>>()?;
         // SAFETY: used by a pass.
-        let (params, loss) = (params.to_vec(), unsafe { self.loss() });
+        let (params, grads, loss) = (params.to_vec(), grads.to_vec(), unsafe { self.loss() });
         stream.enqueue("toy backward", move || {
             let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?;
             assert_eq!(*kept.lock(), params.concat(), "backward reads what forward read");
@@ -153,13 +184,10 @@ impl Model<HostDevice> for ToyModel {
             let loss_scale = unsafe { loss_scale.as_host() }[0] as f32;
             let mut sum = 0.0f64;
             for (param, grad) in params.iter().zip(grads) {
-                // SAFETY: the trainer passes distinct gradients that only this pass uses.
-                let grad = unsafe { grad.as_host_mut() };
-                for (i, (w, g)) in param.iter().zip(grad).enumerate() {
-                    let target = (tokens[i % tokens.len()] as f32 + i as f32) / 97.0;
-                    *g += loss_scale * (w - target);
-                    sum += 0.5 * f64::from(w - target).powi(2);
-                }
+                let target = |i: usize| (tokens[i % tokens.len()] as f32 + i as f32) / 97.0;
+                let own = param.iter().enumerate().map(|(i, w)| loss_scale * (w - target(i)));
+                store(grad, own)?;
+                sum += param.iter().enumerate().map(|(i, w)| 0.5 * f64::from(w - target(i)).powi(2)).sum::<f64>();
             }
             // SAFETY: the model holds the block, and only this stream uses it.
             let loss = unsafe { loss.as_host_mut() };
@@ -167,6 +195,10 @@ impl Model<HostDevice> for ToyModel {
             Ok(())
         })?;
         Ok(())
+    }
+
+    fn writes_grad(&self, pass: usize, unit: usize) -> bool {
+        self.writes[pass] && unit == pass
     }
 
     fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {

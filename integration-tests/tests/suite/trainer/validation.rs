@@ -61,7 +61,7 @@ fn ranks_and_micro_batch_do_not_change_the_loss() {
 /// Losses, weights and moments are those of a run without evaluations, and an evaluation has the same bits at each
 /// stage.
 fn changes_nothing(dtype: DType, grad_accum: usize, ranks: usize) {
-    let base = Case { dtype, grad_accum, ranks, steps: 5, ..Case::default() };
+    let base = Case { dtype, grad_accum, reduce_every_micro_batch: true, ranks, steps: 5, ..Case::default() };
     let plain = base.run_tiny();
     let mut first = None;
     for stage in 0..4 {
@@ -114,7 +114,7 @@ proptest! {
         windows in 1u64..9,
     ) {
         let toy = Toy::new(&units, tied);
-        let base = Case { ranks, grad_accum, stage: 0, ..Case::default() };
+        let base = Case { ranks, grad_accum, reduce_every_micro_batch: true, stage: 0, ..Case::default() };
         let plain = base.run(&toy);
         let mut first = None;
         for stage in 0..4 {

@@ -12,7 +12,7 @@ fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
     let (layout, settings) = (&outcome.layout, &outcome.settings);
     let widths = settings.widths();
     let held = layout.state_bytes(settings.stage, &widths).unwrap();
-    let sent = layout.step_traffic(settings.stage, &widths, settings.grad_accum_steps as u64).unwrap();
+    let sent = layout.step_traffic(settings.stage, &widths, settings.reductions()).unwrap();
     assert_eq!(outcome.summaries.len(), case.ranks);
     for summary in &outcome.summaries {
         let last = summary.last.as_ref().unwrap();
@@ -36,10 +36,36 @@ fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
 fn at_every_stage_and_world_size() {
     for ranks in [1, 2, 3, 4, 8, 16] {
         for stage in 0..4 {
-            for (dtype, grad_accum) in [(DType::F32, 1), (DType::Bf16, 1), (DType::Bf16, 2)] {
-                let case = Case { ranks, stage, dtype, grad_accum, steps: 3, ..Case::default() };
+            for (dtype, grad_accum, each) in
+                [(DType::F32, 1, false), (DType::Bf16, 1, false), (DType::Bf16, 2, false), (DType::Bf16, 2, true)]
+            {
+                let case = Case {
+                    ranks,
+                    stage,
+                    dtype,
+                    grad_accum,
+                    reduce_every_micro_batch: each,
+                    steps: 3,
+                    ..Case::default()
+                };
                 held_and_sent_are_the_formulas(&case, &case.run_tiny());
             }
+        }
+    }
+}
+
+/// 2Ψ elements a step at stages 0 and 1, however many micro-batches it has.
+#[test]
+fn local_sums_are_reduced_once() {
+    for stage in [0, 1] {
+        for (grad_accum, each, times) in [(1, false, 1), (4, false, 1), (4, true, 4)] {
+            let case = Case { stage, grad_accum, reduce_every_micro_batch: each, steps: 1, ..Case::default() };
+            let outcome = case.run_tiny();
+            let CommBytes { reduce_scatter, all_gather, all_reduce, .. } = outcome.steps[0].comm_bytes;
+            // Two ranks: each sends half of what it reduces, and half of what it gathers.
+            let half = outcome.layout.padded_elems() * 4 / 2;
+            let expected = if stage == 0 { (0, 0, 2 * times * half) } else { (times * half, half, 0) };
+            assert_eq!((reduce_scatter, all_gather, all_reduce), expected, "{case:?}");
         }
     }
 }

@@ -1,12 +1,13 @@
 //! A transformer block on CUDA: `x + attention(ln_1 x)`, then `mid + mlp(ln_2 mid)`, as in the host's block.rs.
 
 use zero_alloc::cuda::CudaStream;
-use zero_alloc::device::{AnySlice, DeviceSlice};
+use zero_alloc::device::AnySlice;
 
 use super::buffers::{BlockSlices, ScratchSlices};
 use super::{Flat, Ops};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::{OpError, column_sums, gelu, layer_norm};
+use crate::model::Grad;
 
 /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
 pub(super) fn forward(
@@ -49,8 +50,8 @@ pub(super) fn output(
     ops.matmul.run(stream, &linear(out, a.act, p.get(0, "mlp.c_proj.weight"), Some(a.mid), bias))
 }
 
-/// Computes the block's backward and adds to the unit's gradient in `p`. `s.dres` is the gradient of the output on
-/// entry and of the input on return. `a.act` may be in `s.wide`.
+/// Computes the block's backward and adds to the unit's gradient in `p`, or writes it. `s.dres` is the gradient of the
+/// output on entry and of the input on return. `a.act` may be in `s.wide`.
 pub(super) fn backward(
     ops: &Ops,
     stream: &CudaStream,
@@ -63,7 +64,7 @@ pub(super) fn backward(
     let (kernels, get, grad) = (&ops.kernels, |part| p.get(0, part), |part| p.grad(0, part));
     // Adds the gradients of a layer's weights and bias, from its input and the gradient of its output.
     let weights = |name: [&'static str; 2], x, dy| {
-        ops.matmul.run(stream, &weight_gradient(grad(name[0]), x, dy, grad(name[1]).len()))?;
+        ops.matmul.run(stream, &weight_gradient(grad(name[0]), x, dy, grad(name[1]).elements().len()))?;
         column_sums::sum_rows(kernels, stream, grad(name[1]).into(), dy, s.partials)
     };
     // Recomputes a norm's output and statistics, with the same bits.
@@ -123,9 +124,10 @@ fn input_gradient(dx: AnySlice, dy: AnySlice, w: AnySlice, n: usize) -> Product 
     Product { left: Matrix::new(dy, n), right, out, add: None, epilogue: Epilogue::None }
 }
 
-/// `dw += x^T dy`: x `[m, k]`, dy `[m, n]`, dw `[k, n]` in fp32.
-fn weight_gradient(dw: DeviceSlice<f32>, x: AnySlice, dy: AnySlice, n: usize) -> Product {
-    let (k, dw) = (dw.len() / n.max(1), dw.erase());
-    let out = Matrix::new(dw, n);
-    Product { left: Matrix::new(x, k).t(), right: Matrix::new(dy, n), out, add: Some(out), epilogue: Epilogue::None }
+/// `x^T dy`, added to `dw` or written to it: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
+fn weight_gradient(dw: Grad, x: AnySlice, dy: AnySlice, n: usize) -> Product {
+    let out = Matrix::new(dw.elements(), n);
+    let add = matches!(dw, Grad::Add(_)).then_some(out);
+    let left = Matrix::new(x, dw.elements().len() / n.max(1)).t();
+    Product { left, right: Matrix::new(dy, n), out, add, epilogue: Epilogue::None }
 }

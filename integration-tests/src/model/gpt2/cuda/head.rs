@@ -84,7 +84,7 @@ pub(super) fn backward(
     let kernels = &ops.kernels;
     let c = x.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
-    let (w, dw) = (p.params[read].slice(range.clone()), p.grads[read].slice(range));
+    let (w, dw) = (p.params[read].slice(range.clone()), p.grads[read].slice(range).elements());
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
     let scale = Scale { loss_scale, tokens: targets.len() };
@@ -99,7 +99,7 @@ pub(super) fn backward(
         let (right, out_matrix) = (Matrix::new(w, c), Matrix::new(dout, c));
         let product = Product { left: dlogits, right, out: out_matrix, add: None, epilogue: Epilogue::None };
         ops.matmul.run(stream, &product)?;
-        let sum = Matrix::new(dw.erase(), c);
+        let sum = Matrix::new(dw, c);
         let (left, right) = (dlogits.t(), Matrix::new(out, c));
         let product = Product { left, right, out: sum, add: Some(sum), epilogue: Epilogue::None };
         ops.matmul.run(stream, &product)?;

@@ -37,7 +37,7 @@ use super::{Gpt2Options, passes};
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::matmul::{Matmul, Product, Timing};
-use crate::cuda::{OpError, OpKernels, embedding, gelu};
+use crate::cuda::{OpError, OpKernels, SumOut, embedding, gelu};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
 use crate::model::{Grad, Model, Pass};
@@ -150,13 +150,16 @@ impl CudaGpt2 {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        let grads = &grads.iter().map(|grad| grad.sums("GPT-2's backward")).collect::<Result<Vec<_>, _>>()?;
+        if !writes_grad(self.passes.len(), pass) {
+            grads.iter().try_for_each(|grad| grad.sums("GPT-2's backward").map(drop))?;
+        }
         let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
-            let tables = [flat.grad(0, "wte"), flat.grad(0, "wpe")];
+            let sums = |table| flat.grad(0, table).sums("the embedding's backward");
+            let tables = [sums("wte")?, sums("wpe")?];
             embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();
@@ -194,7 +197,7 @@ struct Flat<'a> {
     units: &'a [UnitParams],
     reads: &'a [usize],
     params: &'a [AnySlice],
-    grads: &'a [DeviceSlice<f32>],
+    grads: &'a [Grad],
 }
 
 impl Flat<'_> {
@@ -204,7 +207,7 @@ impl Flat<'_> {
     }
 
     /// The gradient of the parameter of the `read`-th unit whose name contains `part`.
-    fn grad(&self, read: usize, part: &str) -> DeviceSlice<f32> {
+    fn grad(&self, read: usize, part: &str) -> Grad {
         self.grads[read].slice(self.units[self.reads[read]].range(part))
     }
 
@@ -218,6 +221,21 @@ impl Flat<'_> {
         let round = own.start..own.start + stride_elems(vocab) * c;
         (read, if round.end <= self.params[read].len() { round } else { own })
     }
+}
+
+impl From<Grad> for SumOut {
+    fn from(grad: Grad) -> Self {
+        match grad {
+            Grad::Add(sums) => Self::Add(sums),
+            Grad::Write(out) => Self::Write(out),
+        }
+    }
+}
+
+/// Whether a pass of a GPT-2 on a GPU with `passes` passes writes its gradient instead of adding to it: those of blocks do.
+/// The head adds the weight's gradient part by part, to that of the embedding if tied.
+pub fn writes_grad(passes: usize, pass: usize) -> bool {
+    (1..passes.saturating_sub(1)).contains(&pass)
 }
 
 impl Model<CudaDevice> for CudaGpt2 {
@@ -256,6 +274,10 @@ impl Model<CudaDevice> for CudaGpt2 {
             (Some(rows), Some(row)) => rows.after_backward(stream, row),
             _ => Ok(()),
         }
+    }
+
+    fn writes_grad(&self, pass: usize, _unit: usize) -> bool {
+        writes_grad(self.passes.len(), pass)
     }
 
     fn add_losses(&mut self, stream: &CudaStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
