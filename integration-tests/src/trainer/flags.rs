@@ -154,3 +154,81 @@ impl<D: Device> Drop for Flags<'_, D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use zero_alloc::cuda::{CudaDevice, PinnedMemory};
+    use zero_alloc::host::{HostDevice, Monitor, Timeline};
+    use zero_comm::Solo;
+    use zero_kernels::cuda::CudaKernels;
+    use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
+
+    use super::super::offload::OffloadSettings;
+    use super::super::rank::{HostSide, Settings};
+    use super::super::rank_bytes::tests::settings;
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn rank(device: &CudaDevice) -> Rank<CudaDevice> {
+        let units = [UnitSpec::new("unit", [ParamSpec::new("weight", [16])])];
+        let (layout, comm) = (Layout::new(&units, 1, 16).unwrap(), Solo::new(device.clone()));
+        let settings = Settings { limit: LIMIT, ..settings(ZeroStage::One, OffloadSettings::default()) };
+        let (device, comm) = (device.clone(), Arc::new(comm));
+        Rank::new(device, Timeline::new(), comm, Arc::new(layout), Vec::new(), &settings, |device, _| {
+            let memory = Arc::new(PinnedMemory::new(device));
+            let host = HostSide::new(&HostDevice::new(), memory, None, 1)?;
+            Ok((Arc::new(CudaKernels::new(device)?), host))
+        })
+        .unwrap()
+    }
+
+    /// The flags of three steps, which the device reads after a request.
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn cuda_request_counts_in_the_step_under_way() {
+        let device = CudaDevice::open(0).unwrap();
+        let rank = rank(&device);
+        let flags = Flags::new(&rank).unwrap();
+        let kept = rank.pool.allocate(3 * BYTES, DType::U8, Purpose::Workspace, &rank.compute).unwrap();
+        // SAFETY: used on the compute stream, which is drained before the block is dropped.
+        let kept = unsafe { kept.slice() };
+        for requested in [false, true] {
+            let (cancel, gate) = (Arc::<AtomicBool>::default(), Arc::new(Monitor::new(false)));
+            let held = Arc::clone(&gate);
+            let hold = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
+            rank.compute.enqueue_host("hold", hold).unwrap();
+            let enqueue = |(step, ready)| {
+                let enqueued = flags.enqueue(&cancel, ready).unwrap();
+                let copy = kept.slice(step * BYTES..(step + 1) * BYTES);
+                // SAFETY: the same memory as bytes, used on the compute stream.
+                let from = unsafe {
+                    AnySlice::from_raw_parts(enqueued.flags.as_ptr().cast(), BYTES, DType::U8, copy.device())
+                };
+                device.copy(&rank.compute, from, copy).unwrap();
+                enqueued
+            };
+            let steps = [true, false, true].into_iter().enumerate().map(enqueue).collect::<Vec<_>>();
+            cancel.store(requested, Ordering::Relaxed);
+            let words = flags.words().unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let (start, stops) =
+                        (Instant::now(), |word: &AtomicU64| word.load(Ordering::Relaxed) & STOP != 0);
+                    while requested && !words.iter().all(stops) && start.elapsed() < LIMIT {
+                        std::thread::yield_now();
+                    }
+                    gate.update(|open| *open = true);
+                });
+                flags.watch(&cancel, &steps[2]).unwrap();
+            });
+            let mut seen = [0; 3 * BYTES];
+            device.download(&rank.compute, kept, &mut seen, LIMIT).unwrap();
+            let stop = if requested { STOP } else { 0 };
+            let expected = [stop | READY, stop, stop | READY];
+            assert_eq!(seen.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect::<Vec<_>>(), expected);
+        }
+    }
+}
