@@ -138,7 +138,10 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
             in_host_function(|| unsafe { function(*data as *mut libc::c_void) });
             Ok(())
         }
-        Op::WaitValue { at, value, or_more } => wait_value(*at, *value, *or_more, device),
+        Op::WaitValue { at, value, or_more } => {
+            counts::add("event", "wait for a value", Work::default());
+            wait_value(*at, *value, *or_more, device)
+        }
         Op::WriteValue { at, value } => value_at(*at, |word| word.store(*value, Ordering::Release)),
         Op::Free(at) => memory::free(*at).map_err(|failure| (failure, format!("cuMemFreeAsync of {at:#x}"))),
         Op::Graph(graph) => {
