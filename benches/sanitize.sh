@@ -1,36 +1,56 @@
 #!/usr/bin/env bash
-# Runs the tests that need a CUDA device under NVIDIA's compute-sanitizer: invalid accesses and leaks, and in kernels
-# races, uninitialized reads and divergent barriers. Needs a GPU. Exits with 1 if a tool reports an error.
+# Runs tests that need a CUDA device under NVIDIA's compute-sanitizer: invalid accesses (memcheck), races in shared memory
+# (racecheck), uninitialized reads (initcheck) and divergent barriers (synccheck). Needs a GPU. Exits with 1 if a tool
+# reports an error or a program exceeds its limit. Leaks are counted by the tests of zero-alloc.
 #
-#   benches/sanitize.sh
-#   .gpu/run -- benches/sanitize.sh        # on a machine without Rust, packed by ../shared/tools/gpu-bundle
-#   TOOLS="memcheck" LIMIT_S=300 benches/sanitize.sh
+#   benches/sanitize.sh                        # the kernels of zero-kernels: at most ten minutes
+#   benches/sanitize.sh model                  # the kernels of the model: at most ten minutes
+#   benches/sanitize.sh rest                   # the other programs and tools: at most fifteen minutes
+#   .gpu/run -- benches/sanitize.sh model      # on a machine without Rust, packed by ../shared/tools/gpu-bundle
 set -euo pipefail
 cd "$(dirname "$0")/.."
-tools=${TOOLS:-memcheck racecheck initcheck synccheck} limit=${LIMIT_S:-600}
 
-# Prints the paths of test programs. Arguments: CRATE.TEST.
-programs() {
+# Prints the path of a test program, given as CRATE.TEST.
+program() {
     if command -v cargo >/dev/null; then
-        for name in "$@"; do
-            cargo test --release --no-run --message-format=json -p "${name%.*}" --test "${name#*.}" |
-                python3 -c 'import json, sys; print(*filter(None, (json.loads(l).get("executable") for l in sys.stdin)), sep="\n")'
-        done
+        cargo test --release --no-run --message-format=json -p "${1%.*}" --test "${1#*.}" |
+            python3 -c 'import json, sys; print(*filter(None, (json.loads(l).get("executable") for l in sys.stdin)), sep="\n")'
     else
-        packed=$(dirname "$(command -v adam_cuda)")/../tests
-        printf "$packed/%s.test\n" "$@"
+        echo "$(dirname "$(command -v adam_cuda)")/../tests/$1.test"
     fi
 }
 
 failed=0
+# check TOOL SECONDS CRATE.TEST [FILTER...]
 check() {
-    echo "== $*"
-    timeout "$limit" compute-sanitizer --error-exitcode 9 "$@" --ignored --test-threads=1 cuda || failed=1
+    local tool=$1 limit=$2 path
+    path=$(program "$3")
+    local options=(--tool "$tool" --error-exitcode 9)
+    # Tests provoke errors of the driver on purpose.
+    [[ $tool == memcheck ]] && options+=(--report-api-errors no)
+    shift 3
+    echo "== $tool $path $*"
+    timeout "$limit" compute-sanitizer "${options[@]}" "$path" --ignored --test-threads=1 "${@:-cuda}" ||
+        { echo "FAILED ($?): $tool $path $*"; failed=1; }
 }
-kernels=$(programs zero-kernels.launch zero-optim.on_device)
-for tool in $tools; do
-    for program in $kernels; do check --tool "$tool" "$program"; done
-done
-memory=$(programs zero-alloc.cuda zero-alloc.suite)
-for program in $memory; do check --tool memcheck --leak-check full "$program"; done
+
+case ${1:-kernels} in
+    kernels)
+        check memcheck 280 zero-kernels.launch
+        check racecheck 300 zero-kernels.launch ;;
+    model)
+        check memcheck 240 integration-tests.cuda cuda_ops::
+        check racecheck 300 integration-tests.cuda cuda_ops:: ;;
+    rest)
+        check initcheck 200 zero-kernels.launch
+        check synccheck 200 zero-kernels.launch
+        check memcheck 100 zero-optim.on_device
+        check racecheck 100 zero-optim.on_device
+        # A fault on purpose, in a child process; and thousands of allocations.
+        check memcheck 150 zero-alloc.cuda cuda --skip faults:: --skip leaks::
+        check memcheck 150 zero-alloc.suite ;;
+    *)
+        echo "usage: benches/sanitize.sh [kernels|model|rest]" >&2
+        exit 2 ;;
+esac
 exit $failed

@@ -2,6 +2,8 @@
 //! One suite, on the host and on CUDA.
 
 use std::sync::Arc;
+#[cfg(feature = "cuda")]
+use std::sync::LazyLock;
 use std::time::Duration;
 
 #[cfg(feature = "cuda")]
@@ -39,7 +41,9 @@ fn host() -> Rig<HostDevice> {
 
 #[cfg(feature = "cuda")]
 fn cuda() -> Rig<CudaDevice> {
-    let device = CudaDevice::open(0).unwrap();
+    // One for all tests: each new context takes a third of a second on a GPU.
+    static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
+    let device = DEVICE.clone();
     let (stream, kernels) = (device.create_stream("compute").unwrap(), CudaKernels::new(&device).unwrap());
     kernels.warm(&stream, LIMIT).unwrap();
     Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels), groups: ParamGroups::default() }

@@ -179,7 +179,7 @@ fn gathered_elems(settings: &Settings, layout: &Layout, passes: &[Pass]) -> u64 
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::time::Duration;
 
     use zero_comm::PrefetchOptions;
@@ -192,7 +192,7 @@ mod tests {
     use crate::model::param_groups::GroupSettings;
     use crate::trainer::{Home, SHARD_ALIGN_ELEMS, StateFormat};
 
-    fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
+    pub(in crate::trainer) fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
         Settings {
             stage,
             dtype: DType::Bf16,

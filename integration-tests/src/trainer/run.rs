@@ -292,7 +292,12 @@ impl<D: Device> Runner<'_, D> {
         rank.timeline.set_phase(phase::DECISION);
         let staging_bytes = saver.as_ref().map_or(0, |saver| saver.staging_bytes());
         let ready = saver.as_mut().is_some_and(|saver| saver.ready());
-        let inputs = StepInputs { loss, flags: flags.enqueue(&options.cancel, ready)? };
+        let enqueued = flags.enqueue(&options.cancel, ready)?;
+        if stage.optimizer().on_host().is_some() {
+            // The host decides, so it waits for the flags here.
+            flags.watch(&options.cancel, &enqueued)?;
+        }
+        let inputs = StepInputs { loss, flags: enqueued.flags };
         recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
         if let Optimizer::Device { optimizer, .. } = stage.optimizer() {
             optimizer.expect_outcome(&rank.compute)?;
@@ -305,6 +310,7 @@ impl<D: Device> Runner<'_, D> {
         }
         // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2 the gather after
         // the update overlaps the next step's forward.
+        flags.watch(&options.cancel, &enqueued)?;
         let outcome = stage::outcome(rank, stage)?;
         // A collective of a graph does not fail its stream when it is aborted, so its failure is checked here.
         if let Some(failure) = rank.comm.failure() {

@@ -16,7 +16,7 @@ use integration_tests::trainer::{
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
-use zero_alloc::cuda::{CudaDevice, PinnedMemory};
+use zero_alloc::cuda::PinnedMemory;
 use zero_alloc::device::DType;
 use zero_ckpt::Reader;
 use zero_comm::{PrefetchOptions, Solo};
@@ -24,6 +24,7 @@ use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::ZeroStage;
 
+use crate::gpu::device;
 use crate::place::data;
 
 const SEQ: usize = 32;
@@ -96,7 +97,7 @@ fn on_gpu(stage: u64, dtype: DType, options: &RunOptions) -> (Vec<StepMetrics>, 
 }
 
 fn run(settings: &Settings, options: &RunOptions) -> Result<(Vec<StepMetrics>, RankSummary), TrainError> {
-    let device = CudaDevice::open(0).unwrap();
+    let device = device();
     let comm = Arc::new(Solo::new(device.clone()));
     let mut steps = Vec::new();
     let mut observe = |metrics: &StepMetrics| {
@@ -290,7 +291,7 @@ fn evaluations_change_nothing() {
 fn offloaded_activations_change_no_bit() {
     for (stage, dtype) in [(1, DType::F32), (3, DType::Bf16)] {
         let [kept, offloaded] = [false, true].map(|offload_activations| {
-            let device = CudaDevice::open(0).unwrap();
+            let device = device();
             let mut workload = workload(dtype);
             workload.config.n_layer = 6;
             workload.weights = Weights::Initial(3);

@@ -1,5 +1,6 @@
 //! A device for the tests, with uploads and downloads of arrays.
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use half::{bf16, f16};
@@ -12,6 +13,12 @@ use zero_kernels::cuda::Loader;
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
+/// The first GPU, one for all tests: each new context takes a third of a second on a GPU.
+pub(crate) fn device() -> CudaDevice {
+    static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
+    DEVICE.clone()
+}
+
 /// The first device, with a stream and a pool. It owns the arrays of a test.
 pub(crate) struct Gpu {
     pub(crate) device: CudaDevice,
@@ -22,7 +29,7 @@ pub(crate) struct Gpu {
 
 impl Gpu {
     pub(crate) fn open() -> Self {
-        let device = CudaDevice::open(0).unwrap();
+        let device = device();
         let stream = device.create_stream("test").unwrap();
         Self { pool: Pool::new(device.clone(), usize::MAX), device, stream, held: Default::default() }
     }

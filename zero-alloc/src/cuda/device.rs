@@ -13,10 +13,11 @@ use super::pageable;
 use super::pinned::Pins;
 use super::poll::Deadline;
 use super::staging::Staging;
-use super::{CudaEvent, CudaStream, Module};
+use super::{CudaEvent, CudaStream, Module, host_wait};
 use crate::device::{
     AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, VirtualMemory, check_copy, same_len,
 };
+use crate::host::HostEvent;
 use crate::planner::CostModel;
 use crate::timeline::Timeline;
 
@@ -274,7 +275,8 @@ unsafe impl Device for CudaDevice {
     }
 
     /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory. What the system refused to pin
-    /// is copied through a pinned buffer by a host operation of the stream.
+    /// is copied through a pinned buffer by a host operation of the stream. While one aligned `u64` of pinned memory is
+    /// copied, the host may store to it as `AtomicU64`; the copy has the old value or the new one.
     fn copy(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
         stream.check_device("copy, stream", self.id())?;
@@ -294,6 +296,13 @@ unsafe impl Device for CudaDevice {
         dst.check_device("fill_zero", self.id())?;
         stream.check_device("fill_zero, stream", self.id())?;
         stream.labelled("fill_zero", || stream.queue().fill_zero(dst))
+    }
+
+    /// No operation of the host runs in the stream, except if the device cannot wait for memory or 512 such waits are
+    /// pending. The limit counts while a thread waits for the device.
+    fn wait_for_host(&self, stream: &CudaStream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
+        stream.check_device("wait_for_host, stream", self.id())?;
+        host_wait::wait(stream, event, limit)
     }
 
     fn upload(&self, stream: &CudaStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {

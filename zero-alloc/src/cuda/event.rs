@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::driver::Point;
+use super::host_wait;
 use super::poll::Deadline;
 use super::sticky::Sticky;
 use super::stream::Capture;
@@ -73,6 +74,7 @@ unsafe impl Event for CudaEvent {
         if event.done.load(Ordering::Acquire) {
             return Ok(true);
         }
+        host_wait::expire();
         let (sticky, position) = &event.sticky;
         let done = match &event.capture {
             Some(capture) => capture.is_reached(),

@@ -17,6 +17,7 @@ mod device;
 mod driver;
 mod event;
 mod graph;
+mod host_wait;
 pub mod interop;
 mod module;
 mod numa;

@@ -5,13 +5,15 @@
 
 use std::time::{Duration, Instant};
 
+use super::host_wait;
 use crate::TimeLimit;
 use crate::device::DeviceError;
 
 /// The time during which the host yields between polls instead of sleeping.
 const SPIN: Duration = Duration::from_micros(50);
 const LEAST_SLEEP: Duration = Duration::from_micros(10);
-const MOST_SLEEP: Duration = Duration::from_micros(500);
+/// The host notices the end of a step's work, and enqueues more, at most this much later.
+const MOST_SLEEP: Duration = Duration::from_micros(100);
 
 /// The limit of a wait.
 #[derive(Debug)]
@@ -34,6 +36,7 @@ impl Deadline {
         let start = Instant::now();
         let mut sleep = LEAST_SLEEP;
         loop {
+            host_wait::expire();
             // The clock is read first, so that readiness at the limit counts.
             let has_passed = self.0.has_passed();
             if ready()? {

@@ -8,20 +8,20 @@
 //! streams use in turn: host operations copy between it and the memory, so that the host does not wait.
 //!
 //! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer whose copy exceeded
-//! its limit becomes free when the point is reached; if it is still in flight on drop, it is leaked.
+//! its limit becomes free when the point is reached; if it is still in flight on drop, it is leaked. The buffers of a
+//! dropped device stay with its context, for the next device.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
 use super::CudaStream;
-use super::driver::{Context, Point};
+use super::driver::{BUFFER_BYTES, Context, Point};
 use super::poll::Deadline;
 use crate::device::{AnySlice, DType, DeviceError, DeviceId, Stream};
 
-/// Large enough to make the cost of starting a copy negligible.
-const BUFFER_BYTES: usize = 4 << 20;
 /// The host fills or empties one buffer while the other is in flight.
 const IN_FLIGHT: usize = 2;
 
@@ -40,7 +40,7 @@ unsafe impl Send for Buffer {}
 
 impl Buffer {
     fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
-        let ptr = context.allocate_pinned(BUFFER_BYTES)?;
+        let ptr = context.take_buffer()?;
         Ok(Self { context: Arc::clone(context), ptr, busy: None, lost: false })
     }
 
@@ -78,8 +78,8 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // Otherwise a copy still uses it, and it is leaked.
         if self.is_free() {
-            // SAFETY: allocated by `new`, freed once; its point is reached.
-            unsafe { self.context.deallocate_pinned(self.ptr) };
+            // SAFETY: taken by `new`, returned once; its point is reached.
+            unsafe { self.context.return_buffer(self.ptr) };
         }
     }
 }
@@ -210,6 +210,14 @@ impl Staging {
 /// Enqueues a copy between slices of host memory of the same length, by a thread of the driver.
 fn copy_on_host(stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
     stream.queue().call_host(Box::new(move || {
+        let word = |slice: AnySlice| slice.as_ptr().cast::<AtomicU64>();
+        if src.len_bytes() == size_of::<AtomicU64>() && word(src).is_aligned() && word(dst).is_aligned() {
+            // SAFETY: as below; the host may store to it as an atomic.
+            let value = unsafe { &*word(src) }.load(Ordering::Relaxed);
+            // SAFETY: as below.
+            unsafe { word(dst).cast::<u64>().write(value) };
+            return;
+        }
         // SAFETY: host memory by the ids of the slices or because it is a buffer of this module, of equal lengths and
         // apart (`check_copy`); the makers of the slices promised validity and order while the operation runs.
         unsafe { dst.as_ptr().copy_from_nonoverlapping(src.as_ptr(), src.len_bytes()) };

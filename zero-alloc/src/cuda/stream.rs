@@ -91,6 +91,14 @@ impl CudaStream {
         &self.0.queue
     }
 
+    pub(super) fn shared_name(&self) -> &Arc<str> {
+        &self.0.name
+    }
+
+    pub(super) fn sticky(&self) -> &Arc<Sticky> {
+        &self.0.sticky
+    }
+
     /// Checks that the stream is of the context with the id `device`, for operations `what` of that context.
     ///
     /// # Errors

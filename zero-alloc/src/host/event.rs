@@ -7,6 +7,8 @@ use std::time::Duration;
 use super::Monitor;
 use super::seeded::Mark;
 use crate::device::{DeviceError, Event};
+#[cfg(feature = "cuda")]
+use crate::primitive::Mutex;
 
 struct Point {
     stream: Arc<str>,
@@ -17,7 +19,13 @@ struct Point {
     mark: Option<Mark>,
     /// In modelled time, in nanoseconds.
     time: AtomicU64,
+    #[cfg(feature = "cuda")]
+    waiters: Mutex<Vec<Waiter>>,
 }
+
+/// A function that is called with the result.
+#[cfg(feature = "cuda")]
+type Waiter = Box<dyn FnOnce(Result<(), DeviceError>) + Send>;
 
 /// A point in a [`HostStream`](super::HostStream).
 #[derive(Clone)]
@@ -37,6 +45,8 @@ impl HostEvent {
             reached: Monitor::new(()),
             mark,
             time: AtomicU64::new(0),
+            #[cfg(feature = "cuda")]
+            waiters: Mutex::default(),
         }))
     }
 
@@ -59,6 +69,38 @@ impl HostEvent {
     pub(super) fn reach(&self, failed: Option<DeviceError>) {
         let _ = self.0.result.set(failed.map_or(Ok(()), Err));
         self.0.reached.update(|()| ());
+        #[cfg(feature = "cuda")]
+        if let Some(result) = self.result() {
+            // `then` looks for the result under this lock.
+            let waiters = std::mem::take(&mut *self.0.waiters.lock());
+            waiters.into_iter().for_each(|waiter| waiter(result.clone()));
+        }
+    }
+
+    /// Calls `waiter` with the result when the point is reached, on the thread that reaches it; or now, if it is reached.
+    /// Drops it if the point will not be reached. `waiter` must not block.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn then(&self, waiter: impl FnOnce(Result<(), DeviceError>) + Send + 'static) {
+        let mut waiters = self.0.waiters.lock();
+        match self.result() {
+            Some(result) => {
+                drop(waiters);
+                waiter(result);
+            }
+            None => waiters.push(Box::new(waiter)),
+        }
+    }
+
+    /// Whether the seeded scheduler reaches the point, when a thread waits for it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_seeded(&self) -> bool {
+        self.0.mark.is_some()
+    }
+
+    /// The name of its stream.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn stream(&self) -> &str {
+        &self.0.stream
     }
 
     /// The result, once the point is reached.

@@ -4,10 +4,11 @@
 use std::process::Command;
 
 use zero_alloc::Pool;
+use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Event, Memory, Stream};
 
 use crate::kernels::{launch, scale_add};
-use crate::{LIMIT, floats, open, slice};
+use crate::{LIMIT, floats, slice};
 
 const IN_CHILD: &str = "ZERO_ALLOC_TEST_FAULT";
 
@@ -36,7 +37,8 @@ fn cuda_kernel_fault_is_sticky() {
         run_in_child("faults::cuda_kernel_fault_is_sticky", &[]);
         return;
     }
-    let device = open();
+    // Its own, so that its drop is the last.
+    let device = CudaDevice::open(0).expect("a CUDA device");
     let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);

@@ -1,12 +1,12 @@
 //! Pools and devices leak no device memory.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::{Pool, Purpose};
 
-use crate::{LIMIT, open};
+use crate::{LIMIT, assert_free, open};
 
 /// Allocates, frees, stitches and compacts `rounds` times, with a new pool every 100 rounds.
 fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
@@ -36,19 +36,10 @@ fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
     }
 }
 
-/// Returns the free bytes once they reach `enough`, or when the limit passes. It waits because another thread frees a
-/// pool whose last operations have not run.
-fn free_at_rest(device: &CudaDevice, enough: usize) -> usize {
-    let start = Instant::now();
-    loop {
-        let free = device.memory_bytes().expect("a number").0;
-        // Without a target, wait for a second.
-        let limit = if enough == usize::MAX { Duration::from_secs(1) } else { LIMIT };
-        if free >= enough || start.elapsed() > limit {
-            return free;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
+/// The free bytes, after a second for pools that another thread frees when their last operations have run.
+fn free_at_rest(device: &CudaDevice) -> usize {
+    std::thread::sleep(Duration::from_secs(1));
+    device.memory_bytes().expect("a number").0
 }
 
 fn device_page(device: &CudaDevice) -> usize {
@@ -63,10 +54,9 @@ fn pools_leak_no_cuda_memory() {
         let stream = device.create_stream("compute").expect("a stream");
         // The driver allocates its own memory in the first rounds.
         churn(&device, &stream, 200);
-        let before = free_at_rest(&device, usize::MAX);
+        let before = free_at_rest(&device);
         churn(&device, &stream, 10_000);
-        let after = free_at_rest(&device, before);
-        assert!(after >= before, "{} bytes are gone: {device:?}", before - after);
+        assert_free(&device, before);
     }
 }
 
@@ -75,7 +65,7 @@ fn pools_leak_no_cuda_memory() {
 fn devices_leak_no_cuda_memory() {
     let rounds = |n: usize| {
         for _ in 0..n {
-            let device = open();
+            let device = CudaDevice::open(0).expect("a CUDA device");
             let stream = device.create_stream("compute").expect("a stream");
             let pool = Pool::new(device.clone(), 8 << 20);
             let block = pool.allocate(1 << 20, DType::U8, Purpose::Params, &stream).expect("room");
@@ -83,11 +73,10 @@ fn devices_leak_no_cuda_memory() {
             device.upload(&stream, &vec![1; 1 << 20], unsafe { block.slice() }, LIMIT).expect("uploaded");
         }
     };
-    // This device keeps the primary context.
+    // This device keeps the driver's context.
     let device = open();
     rounds(2);
-    let before = free_at_rest(&device, usize::MAX);
+    let before = free_at_rest(&device);
     rounds(20);
-    let after = free_at_rest(&device, before);
-    assert!(after >= before, "{} bytes are gone", before - after);
+    assert_free(&device, before);
 }

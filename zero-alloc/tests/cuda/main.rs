@@ -6,6 +6,7 @@
 mod faults;
 mod graphs;
 mod handles;
+mod host_waits;
 mod kernels;
 mod leaks;
 mod limits;
@@ -13,7 +14,8 @@ mod pinned;
 mod shareable;
 mod timelines;
 
-use std::time::Duration;
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device};
@@ -21,8 +23,27 @@ use zero_alloc::{Block, Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
+/// Drivers round sizes and keep some memory for themselves. Less than what a test would leak.
+const SLACK_BYTES: usize = 4 << 20;
+
+/// The first GPU, one for all tests: each new context takes a third of a second on a GPU.
 fn open() -> CudaDevice {
-    CudaDevice::open(0).expect("a CUDA device")
+    static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).expect("a CUDA device"));
+    DEVICE.clone()
+}
+
+/// Waits until `bytes` of the device are free again, or a few less; otherwise fails. Memory may be freed late, by another
+/// thread that waits for the streams of a dropped pool, and by the driver.
+fn assert_free(device: &CudaDevice, bytes: usize) {
+    let (start, mut free) = (Instant::now(), 0);
+    while start.elapsed() < LIMIT {
+        free = device.memory_bytes().expect("a number").0;
+        if free + SLACK_BYTES >= bytes {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{} bytes are gone: {device:?}", bytes - free);
 }
 
 /// A block of `len` floats, all `value`.

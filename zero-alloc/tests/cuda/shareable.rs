@@ -3,7 +3,7 @@
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Memory};
 use zero_alloc::{AllocError, Pool, Purpose};
 
-use crate::{floats, open, read, slice};
+use crate::{assert_free, floats, open, read, slice};
 
 /// The error of `shareable_allocation` for this memory.
 fn refusal(memory: AnySlice) -> String {
@@ -30,12 +30,7 @@ fn shareable_cuda_budget_is_one_allocation() {
     let report = pool.report();
     assert_eq!((report.reserved_bytes, report.backing_allocations), (bytes, 1));
     drop((x, y, pool));
-    // Another thread frees the pool if its streams are still running.
-    let back = || device.memory_bytes().expect("a number").0 >= free;
-    assert!((0..60_000).any(|_| back() || {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-        false
-    }));
+    assert_free(&device, free);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
+#[cfg(feature = "cuda")]
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use bytemuck::Pod;
@@ -16,6 +18,10 @@ use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 
 pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// The first GPU, one for all tests: each new context takes a third of a second on a GPU.
+#[cfg(feature = "cuda")]
+static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
 
 /// A device to run the suite on.
 pub struct Rig<D: Device> {
@@ -33,7 +39,7 @@ impl Rig<HostDevice> {
 
     #[cfg(feature = "cuda")]
     pub fn pinned() -> Self {
-        let memory = Arc::new(PinnedMemory::new(&CudaDevice::open(0).unwrap()));
+        let memory = Arc::new(PinnedMemory::new(&DEVICE));
         Self::of(HostDevice::new().with_memory(memory).unwrap())
     }
 
@@ -47,7 +53,7 @@ impl Rig<HostDevice> {
 #[cfg(feature = "cuda")]
 impl Rig<CudaDevice> {
     pub fn cuda() -> Self {
-        let device = CudaDevice::open(0).unwrap();
+        let device = DEVICE.clone();
         let stream = device.create_stream("compute").unwrap();
         let kernels = Arc::new(CudaKernels::new(&device).unwrap());
         // The stand-in interprets PTX, which is slow.

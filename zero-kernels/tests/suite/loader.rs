@@ -1,7 +1,7 @@
 //! Compiling, caching and loading of kernels, and the errors of each.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
@@ -47,7 +47,9 @@ struct Setup {
 }
 
 fn setup(instead: Option<Result<Vec<u8>, CudaError>>) -> Setup {
-    let device = CudaDevice::open(0).unwrap();
+    // One for all tests: each new context takes a third of a second on a GPU.
+    static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
+    let device = DEVICE.clone();
     let (folder, compiled) = (tempfile::tempdir().unwrap(), Arc::<AtomicU32>::default());
     let compiler = Counting { nvrtc: Nvrtc::find().unwrap(), compiled: Arc::clone(&compiled), instead };
     let loader = Loader::with_compiler(&device, Box::new(compiler), KernelCache::at(folder.path())).unwrap();

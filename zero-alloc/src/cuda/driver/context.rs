@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ffi::{CStr, c_int};
+use std::ptr::NonNull;
 
 use cudarc::driver::sys;
 use parking_lot::Mutex;
 
 use super::Driver;
+use super::words::Words;
 use crate::device::{DeviceError, DeviceId, DeviceKind};
 
 /// The id of the memory of this context: equal for all handles of one context. A context that the driver creates at
@@ -26,6 +28,12 @@ pub(super) struct Spare(pub(super) sys::CUevent);
 // SAFETY: any thread may use any handle.
 unsafe impl Send for Spare {}
 
+/// An unused buffer of pinned host memory.
+pub(super) struct SpareBuffer(pub(super) NonNull<u8>);
+
+// SAFETY: any thread may use the memory; it has one owner.
+unsafe impl Send for SpareBuffer {}
+
 /// A device and a context on it.
 pub(crate) struct Context {
     driver: &'static Driver,
@@ -36,6 +44,11 @@ pub(crate) struct Context {
     retained: bool,
     /// Unused events, without and with timing.
     pub(super) spare: [Mutex<Vec<Spare>>; 2],
+    /// Freed with the context: freeing pinned memory may wait for the whole device, so that a host thread which drops a
+    /// device while work is pending would stall.
+    pub(super) spare_buffers: Mutex<Vec<SpareBuffer>>,
+    /// `None` if streams of the device cannot wait for words.
+    pub(super) words: Option<Words>,
 }
 
 // SAFETY: any thread may use any handle.
@@ -53,7 +66,9 @@ impl Context {
         unsafe { call!(driver, cuDeviceGet(&raw mut device, ordinal)) }?;
         // SAFETY: writes one handle; the device is the driver's.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut raw, device)) }?;
-        Ok(Self { driver, raw, id: id_of(raw)?, device, retained: true, spare: Default::default() })
+        let mut context = Self::new(driver, raw, device, true)?;
+        context.words = Words::new(&context)?;
+        Ok(context)
     }
 
     /// A context of a framework.
@@ -62,12 +77,22 @@ impl Context {
     /// `raw` is a context that outlives the result.
     pub(crate) unsafe fn foreign(raw: sys::CUcontext) -> Result<Self, DeviceError> {
         let driver = Driver::started()?;
-        let mut context =
-            Self { driver, raw, id: id_of(raw)?, device: 0, retained: false, spare: Default::default() };
+        let mut context = Self::new(driver, raw, 0, false)?;
         context.bind()?;
         // SAFETY: writes one number.
         unsafe { call!(driver, cuCtxGetDevice(&raw mut context.device)) }?;
+        context.words = Words::new(&context)?;
         Ok(context)
+    }
+
+    fn new(
+        driver: &'static Driver,
+        raw: sys::CUcontext,
+        device: sys::CUdevice,
+        retained: bool,
+    ) -> Result<Self, DeviceError> {
+        let (spare, spare_buffers) = Default::default();
+        Ok(Self { driver, raw, id: id_of(raw)?, device, retained, spare, spare_buffers, words: None })
     }
 
     pub(crate) fn raw(&self) -> sys::CUcontext {
@@ -128,6 +153,14 @@ impl Drop for Context {
         for spare in self.spare.iter_mut().flat_map(|spare| spare.get_mut().drain(..)) {
             // SAFETY: an event of this context without another user.
             unsafe { (self.driver.table.cuEventDestroy_v2)(spare.0) };
+        }
+        for buffer in self.spare_buffers.get_mut().drain(..) {
+            // SAFETY: allocated by `take_buffer`, and its last user has returned it.
+            unsafe { (self.driver.table.cuMemFreeHost)(buffer.0.as_ptr().cast()) };
+        }
+        if let Some(page) = self.words.as_mut().and_then(Words::page) {
+            // SAFETY: allocated by `Words::new`; no stream waits for a word any more.
+            unsafe { (self.driver.table.cuMemFreeHost)(page.as_ptr().cast()) };
         }
         if self.retained {
             // SAFETY: retained once by `primary`; everything made in it is dropped, since it keeps this alive.

@@ -7,15 +7,19 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
+use super::context::SpareBuffer;
 use super::{Context, PINNING_REFUSED};
 use crate::device::{DeviceError, Page, VirtualMemory};
+
+/// The size of a pinned buffer: large enough to make the cost of starting a copy negligible.
+pub(crate) const BUFFER_BYTES: usize = 4 << 20;
 
 /// A device address that the driver wrote.
 pub(super) fn address(call: &'static str, raw: sys::CUdeviceptr) -> Result<NonNull<u8>, DeviceError> {
     non_null(call, std::ptr::with_exposed_provenance_mut(raw as usize))
 }
 
-fn non_null(call: &'static str, ptr: *mut u8) -> Result<NonNull<u8>, DeviceError> {
+pub(super) fn non_null(call: &'static str, ptr: *mut u8) -> Result<NonNull<u8>, DeviceError> {
     NonNull::new(ptr).ok_or_else(|| DeviceError::Driver { call, message: "it returned a null address".into() })
 }
 
@@ -41,22 +45,24 @@ impl Context {
         }
     }
 
-    /// Allocates host memory that the device accesses directly. Flags 0: the host would read write-combined memory
-    /// slowly.
-    pub(crate) fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
+    /// [`BUFFER_BYTES`] of host memory that the device accesses directly: an unused buffer of the context, or a new one.
+    pub(crate) fn take_buffer(&self) -> Result<NonNull<u8>, DeviceError> {
+        if let Some(SpareBuffer(ptr)) = self.spare_buffers.lock().pop() {
+            return Ok(ptr);
+        }
         let (driver, mut ptr) = (self.bind()?, std::ptr::null_mut());
+        // Flags 0: the host would read write-combined memory slowly.
         // SAFETY: writes one address.
-        unsafe { call_memory!(driver, bytes, cuMemHostAlloc(&raw mut ptr, bytes.max(1), 0)) }?;
+        unsafe { call_memory!(driver, BUFFER_BYTES, cuMemHostAlloc(&raw mut ptr, BUFFER_BYTES, 0)) }?;
         non_null("cuMemHostAlloc", ptr.cast())
     }
 
+    /// Keeps a buffer for later use.
+    ///
     /// # Safety
-    /// `ptr` came from [`Context::allocate_pinned`], nothing uses it, and it is freed once.
-    pub(crate) unsafe fn deallocate_pinned(&self, ptr: NonNull<u8>) {
-        if let Ok(driver) = self.bind() {
-            // SAFETY: the caller's promise.
-            unsafe { (driver.table.cuMemFreeHost)(ptr.as_ptr().cast()) };
-        }
+    /// `ptr` came from [`Context::take_buffer`] of this context, nothing uses it, and it is returned once.
+    pub(crate) unsafe fn return_buffer(&self, ptr: NonNull<u8>) {
+        self.spare_buffers.lock().push(SpareBuffer(ptr));
     }
 
     /// Page-locks host memory for the copies of all devices. Returns the driver's message if the system refuses.

@@ -24,6 +24,7 @@ mod module;
 mod queue;
 mod shareable;
 mod table;
+mod words;
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
@@ -35,7 +36,7 @@ use crate::device::DeviceError;
 use crate::library::{Library, MissingFunction};
 
 pub(super) use context::Context;
-pub(super) use memory::Pages;
+pub(super) use memory::{BUFFER_BYTES, Pages};
 pub(super) use module::{Code, Entry};
 pub(super) use queue::{Point, Queue, Recording};
 pub(super) use shareable::Shareable;

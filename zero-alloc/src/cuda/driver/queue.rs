@@ -67,6 +67,10 @@ impl Queue {
         self.context.id()
     }
 
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     pub(crate) fn raw(&self) -> sys::CUstream {
         self.raw
     }

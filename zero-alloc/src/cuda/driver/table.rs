@@ -91,6 +91,8 @@ table! {
     cuStreamGetCtx(sys::CUstream, *mut sys::CUcontext);
     cuStreamWaitEvent(sys::CUstream, sys::CUevent, c_uint);
     cuStreamQuery(sys::CUstream);
+    cuStreamWaitValue64_v2(sys::CUstream, sys::CUdeviceptr, sys::cuuint64_t, c_uint);
+    cuStreamWriteValue64_v2(sys::CUstream, sys::CUdeviceptr, sys::cuuint64_t, c_uint);
     cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
     cuStreamIsCapturing(sys::CUstream, *mut sys::CUstreamCaptureStatus);
     cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);

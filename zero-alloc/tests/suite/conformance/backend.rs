@@ -102,10 +102,15 @@ pub(crate) use cuda::Cuda;
 
 #[cfg(feature = "cuda")]
 mod cuda {
+    use std::sync::LazyLock;
+
     use zero_alloc::cuda::{CudaDevice, CudaStream};
     use zero_alloc::device::{DeviceError, Stream};
 
     use super::Backend;
+
+    /// One for all tests: each new context takes a third of a second on a GPU.
+    static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).expect("a CUDA device"));
 
     /// The first GPU, with each kind of memory.
     pub(crate) enum Cuda {
@@ -118,7 +123,7 @@ mod cuda {
         type Device = CudaDevice;
 
         fn device(&self) -> CudaDevice {
-            let device = CudaDevice::open(0).expect("a CUDA device");
+            let device = DEVICE.clone();
             match self {
                 Self::Pages => device,
                 Self::Backings => device.with_backings(),

@@ -115,7 +115,8 @@ pub(crate) fn operations_outlive_their_handles<B: Backend>(backend: &B) {
     let monitor = B::hold(&stream);
     let done = stream.record().expect("recorded");
     drop(stream);
-    drop(device);
+    // First, because the drop of a device may wait for it.
     open(&monitor);
+    drop(device);
     done.synchronize(LIMIT).expect("reached");
 }

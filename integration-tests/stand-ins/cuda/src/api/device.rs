@@ -48,6 +48,8 @@ fn attribute(number: u32, ordinal: i32) -> Option<i32> {
         // Managed memory, pageable access and related features.
         83 | 86 | 88 | 89 | 90 | 95 | 98 | 100 | 101 => 0,
         91 | 99 => 1,
+        // Waits of streams for 64-bit values.
+        93 | 122 => 1,
         97 => SHARED_OPTIN_BYTES,
         // Virtual memory management, and sharing by file descriptor.
         102 => 1,

@@ -6,6 +6,7 @@ use crate::driver::capture::forbid_while_capturing;
 use crate::driver::device::current;
 use crate::driver::event::EVENTS;
 use crate::driver::op::{HostFunction, Op};
+use crate::driver::space;
 use crate::driver::stream::{create, destroy, stream};
 use crate::error::{Failure, Outcome, say};
 
@@ -17,6 +18,19 @@ fn make(found: &Out<usize>, flags: u32, priority: i32) -> Outcome {
         return Err(Failure::InvalidValue);
     }
     found.put(create(current()?, flags, priority)?)
+}
+
+/// `CU_STREAM_WAIT_VALUE_GEQ` and `CU_STREAM_WAIT_VALUE_EQ`.
+const GEQ: u32 = 0;
+const EQ: u32 = 1;
+
+/// Values are aligned, and in memory that the device can access.
+fn check_value(address: u64) -> Outcome {
+    if address % 8 != 0 || !space::now().holds(address, 8) {
+        say!("a 64-bit value at {address:#x}, which is not aligned or not live memory");
+        return Err(Failure::InvalidValue);
+    }
+    Ok(())
 }
 
 driver! {
@@ -62,6 +76,26 @@ driver! {
     cuStreamSynchronize(on: usize) {
         current()?;
         stream(on)?.synchronize()
+    }
+
+    cuStreamWaitValue64_v2(on: usize, address: u64, value: u64, flags: u32) {
+        let on = stream(on)?;
+        current()?;
+        check_value(address)?;
+        match flags {
+            GEQ | EQ => on.submit(Op::WaitValue { at: address, value, or_more: flags == GEQ }),
+            _ => Err(Failure::NotSupported),
+        }
+    }
+
+    cuStreamWriteValue64_v2(on: usize, address: u64, value: u64, flags: u32) {
+        let on = stream(on)?;
+        current()?;
+        check_value(address)?;
+        if flags != 0 {
+            return Err(Failure::NotSupported);
+        }
+        on.submit(Op::WriteValue { at: address, value })
     }
 
     cuLaunchHostFunc(on: usize, function: Option<HostFunction>, data: usize) {

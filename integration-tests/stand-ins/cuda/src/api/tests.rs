@@ -1,7 +1,7 @@
 //! The guarantees and errors of the driver API, tested on the stand-in.
 
 use std::ffi::{CStr, c_char, c_void};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -486,4 +486,29 @@ fn a_host_function_that_calls_the_driver_is_refused() {
     ok!(cuStreamSynchronize(stream));
     assert_eq!(CODE.load(Ordering::Acquire), Failure::NotPermitted as u32);
     fails!(InvalidValue, cuLaunchHostFunc(stream, None, 0));
+}
+
+#[test]
+fn a_stream_waits_for_a_value_in_pinned_memory() {
+    own_device();
+    let (stream, mut page, address) = (new_stream(), 0, allocate(4));
+    ok!(cuMemHostAlloc((&mut page).into(), 4096, 0));
+    // SAFETY: pinned memory of this test, freed at its end.
+    let words = unsafe { std::slice::from_raw_parts(page as *const AtomicU64, 2) };
+    for (flags, released) in [(0, 8), (1, 7)] {
+        words.iter().for_each(|word| word.store(3, Ordering::Release));
+        ok!(cuStreamWaitValue64_v2(stream, page, 7, flags));
+        ok!(cuMemsetD32Async(address, flags + 1, 1, stream));
+        ok!(cuStreamWriteValue64_v2(stream, page + 8, 9, 0));
+        std::thread::sleep(Duration::from_millis(5));
+        fails!(NotReady, cuStreamQuery(stream));
+        assert_eq!(words[1].load(Ordering::Acquire), 3);
+        words[0].store(released, Ordering::Release);
+        assert_eq!(download(stream, address, 4), [flags as u8 + 1, 0, 0, 0]);
+        assert_eq!(words[1].load(Ordering::Acquire), 9);
+    }
+    fails!(InvalidValue, cuStreamWaitValue64_v2(stream, page + 4, 7, 0));
+    fails!(NotSupported, cuStreamWaitValue64_v2(stream, page, 7, 2));
+    fails!(InvalidValue, cuStreamWriteValue64_v2(stream, 64, 7, 0));
+    ok!(cuMemFreeHost(page));
 }

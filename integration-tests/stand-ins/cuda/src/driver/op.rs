@@ -1,6 +1,8 @@
 //! Operations of a stream, and their execution.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::capture::Graph;
 use super::device::Device;
@@ -60,6 +62,16 @@ pub(crate) enum Op {
         data: usize,
         /// Not a stand-in's own.
         counted: bool,
+    },
+    /// Waits until the 64-bit value at `at` equals `value`, or is not less, as a signed difference, if `or_more`.
+    WaitValue {
+        at: u64,
+        value: u64,
+        or_more: bool,
+    },
+    WriteValue {
+        at: u64,
+        value: u64,
     },
     Free(u64),
     Record(Arc<Ticket>),
@@ -126,6 +138,11 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
             in_host_function(|| unsafe { function(*data as *mut libc::c_void) });
             Ok(())
         }
+        Op::WaitValue { at, value, or_more } => {
+            counts::add("event", "wait for a value", Work::default());
+            wait_value(*at, *value, *or_more, device)
+        }
+        Op::WriteValue { at, value } => value_at(*at, |word| word.store(*value, Ordering::Release)),
         Op::Free(at) => memory::free(*at).map_err(|failure| (failure, format!("cuMemFreeAsync of {at:#x}"))),
         Op::Graph(graph) => {
             graph.run(device, random);
@@ -224,6 +241,28 @@ fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
                 return Ok(());
             }
         }
+    }
+    Ok(())
+}
+
+/// Calls `access` with a live 64-bit value.
+fn value_at<T>(at: u64, access: impl FnOnce(&AtomicU64) -> T) -> Result<T, (Failure, String)> {
+    let space = space::now();
+    if !space.holds(at, size_of::<u64>() as u64) {
+        return Err((Failure::IllegalAddress, format!("a value at {at:#x}, which is not all live memory")));
+    }
+    // SAFETY: live, kept mapped by `space`, and aligned, which the call checked.
+    Ok(access(unsafe { &*(at as *const AtomicU64) }))
+}
+
+/// Waits for a value, or until the context fails.
+fn wait_value(at: u64, value: u64, or_more: bool, device: &'static Device) -> Result<(), (Failure, String)> {
+    while device.check().is_ok() {
+        let now = value_at(at, |word| word.load(Ordering::Acquire))?;
+        if now == value || or_more && now.wrapping_sub(value) as i64 > 0 {
+            break;
+        }
+        std::thread::sleep(Duration::from_micros(20));
     }
     Ok(())
 }

@@ -1,0 +1,110 @@
+//! Waits of streams for events of the host.
+//!
+//! The stream waits for a word of pinned memory, which the thread of the host that reaches the event writes. A host
+//! operation of the stream would do, too, but one thread of the driver runs those of all streams, and one that waits holds
+//! up the others.
+//!
+//! A wait ends at its limit even if the event is never reached: whoever waits for the device calls [`expire`].
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::CudaStream;
+use super::driver::Context;
+use super::sticky::Sticky;
+use crate::TimeLimit;
+use crate::device::{DeviceError, Event, Stream, run_named};
+use crate::host::HostEvent;
+
+const LABEL: &str = "wait for the host";
+
+/// Waits with a limit that are not known to have ended.
+static PENDING: Mutex<Vec<(TimeLimit, Weak<HostWait>)>> = Mutex::new(Vec::new());
+/// Their number.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// A wait of a stream, which ends at the latest when this is dropped: then the event will not be reached.
+struct HostWait {
+    context: Arc<Context>,
+    word: usize,
+    stream: Arc<str>,
+    event: String,
+    sticky: Arc<Sticky>,
+    position: u64,
+    over: AtomicBool,
+}
+
+impl HostWait {
+    /// Lets the stream go on. A failure poisons it first.
+    fn end(&self, result: Result<(), DeviceError>) {
+        if self.over.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let Err(error) = run_named(&self.stream, LABEL, || result) {
+            self.sticky.fail(&self.stream, LABEL, self.position, error);
+        }
+        self.context.release_word(self.word);
+    }
+}
+
+impl Drop for HostWait {
+    fn drop(&mut self) {
+        self.end(Err(DeviceError::Closed { stream: self.event.clone() }));
+    }
+}
+
+/// Makes later operations of `stream` wait for `event`, at most `limit`.
+pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
+    stream.refuse_in_capture("wait_for_host")?;
+    if event.is_done() == Ok(true) {
+        return stream.check();
+    }
+    let context = stream.queue().context();
+    let word = if event.is_seeded() { None } else { context.take_word() };
+    let Some(word) = word else {
+        let event = event.clone();
+        return stream.enqueue_host(LABEL, move || event.synchronize(limit));
+    };
+    let (stream_name, sticky) = (stream.shared_name(), stream.sticky());
+    let wait = Arc::new(HostWait {
+        context: Arc::clone(context),
+        word,
+        stream: Arc::clone(stream_name),
+        event: event.stream().to_owned(),
+        sticky: Arc::clone(sticky),
+        position: sticky.position(),
+        over: AtomicBool::new(false),
+    });
+    // If only a part is enqueued, the drop releases the word.
+    stream.labelled(LABEL, || stream.queue().wait_for_word(word))?;
+    let mut pending = PENDING.lock();
+    pending.push((TimeLimit::new(limit), Arc::downgrade(&wait)));
+    COUNT.store(pending.len(), Ordering::Relaxed);
+    drop(pending);
+    event.then(move |result| wait.end(result));
+    Ok(())
+}
+
+/// Ends the waits whose limit has passed. One load if there is no wait.
+pub(super) fn expire() {
+    if COUNT.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    let mut expired = Vec::new();
+    let mut pending = PENDING.lock();
+    pending.retain_mut(|(limit, wait)| {
+        let passed = limit.has_passed();
+        if passed {
+            expired.extend(wait.upgrade().map(|wait| (limit.limit(), wait)));
+        }
+        !passed && wait.strong_count() > 0
+    });
+    COUNT.store(pending.len(), Ordering::Relaxed);
+    drop(pending);
+    for (limit, wait) in expired {
+        wait.end(Err(DeviceError::TimedOut { what: format!("stream {}", wait.event), limit }));
+    }
+}
