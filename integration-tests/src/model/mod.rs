@@ -8,6 +8,8 @@ pub mod config;
 pub mod gpt2;
 pub mod param_groups;
 
+use std::ops::Range;
+
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use crate::error::TrainError;
@@ -35,6 +37,23 @@ pub enum Grad {
 }
 
 impl Grad {
+    /// Number of elements.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(self) -> usize {
+        match self {
+            Self::Add(sums) => sums.len(),
+            Self::Write(grad) => grad.len(),
+        }
+    }
+
+    /// The part `range` of the gradient.
+    pub fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Self::Add(sums) => Self::Add(sums.slice(range)),
+            Self::Write(grad) => Self::Write(grad.slice(range)),
+        }
+    }
+
     /// The sums to which a pass adds.
     ///
     /// # Errors

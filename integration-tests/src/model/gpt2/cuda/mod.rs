@@ -12,8 +12,7 @@
 //! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
-//! Backward recomputes the outputs of layer norms, which costs a hundredth of a step and saves an eighth of the
-//! activations.
+//! The backward of a layer norm computes its output again, so that an eighth of the activations is not kept.
 //!
 //! A pass enqueues kernels and products without allocating. The host waits only for a batch's pinned memory, if the
 //! device is several micro-batches behind.
@@ -37,7 +36,7 @@ use super::{Gpt2Options, passes};
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::matmul::{Matmul, Product, Timing};
-use crate::cuda::{OpError, OpKernels, embedding, gelu};
+use crate::cuda::{OpError, OpKernels, SumOut, embedding, gelu};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
 use crate::model::{Grad, Model, Pass};
@@ -150,13 +149,12 @@ impl CudaGpt2 {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        let grads = &grads.iter().map(|grad| grad.sums("GPT-2's backward")).collect::<Result<Vec<_>, _>>()?;
         let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
-            let tables = [flat.grad(0, "wte"), flat.grad(0, "wpe")];
+            let tables = [flat.sums(0, "wte")?, flat.sums(0, "wpe")?];
             embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();
@@ -178,7 +176,7 @@ impl CudaGpt2 {
             } else if self.options.recompute_gelu {
                 gelu::forward(&ops.kernels, stream, block.act, block.fc)?;
             }
-            block::backward(ops, stream, scratch, &block, input, &flat, eps)?;
+            block::backward(ops, stream, scratch, &block, input, &flat)?;
         }
         Ok(())
     }
@@ -188,13 +186,22 @@ impl CudaGpt2 {
     }
 }
 
+impl From<Grad> for SumOut {
+    fn from(grad: Grad) -> Self {
+        match grad {
+            Grad::Add(sums) => Self::Add(sums),
+            Grad::Write(grad) => Self::Write(grad),
+        }
+    }
+}
+
 /// The flat parameters of a pass, and its flat gradients, by the units that it reads.
 #[derive(Clone, Copy)]
 struct Flat<'a> {
     units: &'a [UnitParams],
     reads: &'a [usize],
     params: &'a [AnySlice],
-    grads: &'a [DeviceSlice<f32>],
+    grads: &'a [Grad],
 }
 
 impl Flat<'_> {
@@ -204,8 +211,13 @@ impl Flat<'_> {
     }
 
     /// The gradient of the parameter of the `read`-th unit whose name contains `part`.
-    fn grad(&self, read: usize, part: &str) -> DeviceSlice<f32> {
+    fn grad(&self, read: usize, part: &str) -> Grad {
         self.grads[read].slice(self.units[self.reads[read]].range(part))
+    }
+
+    /// The same, for the units of several passes.
+    fn sums(&self, read: usize, part: &str) -> Result<DeviceSlice<f32>, TrainError> {
+        self.grad(read, part).sums("GPT-2's embedding and head")
     }
 
     /// The unit and range of the head's matrix `[vocab, c]`; if tied, the embedding's. If the flat parameter is
@@ -263,6 +275,11 @@ impl Model<CudaDevice> for CudaGpt2 {
         let Buffers { head, scratch, loss, .. } = &self.buffers;
         head::losses(ops, stream, scratch, head, self.batches.targets(), &flat, self.config.vocab_size)?;
         Ok(crate::cuda::cross_entropy::add_sum(&ops.kernels, stream, *loss, scratch.losses.slice(0..tokens))?)
+    }
+
+    /// A block's unit is the gradient of its pass alone.
+    fn writes_grad(&self, pass: usize, _unit: usize) -> bool {
+        0 < pass && pass + 1 < self.passes.len()
     }
 
     unsafe fn loss(&self) -> DeviceSlice<f64> {
