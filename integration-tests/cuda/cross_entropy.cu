@@ -4,10 +4,11 @@
 // columns is 0, so that matrix products can use whole rows.
 //
 // cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times loss_scale[0]
-// / tokens, or stay as they are if loss_scale is null. One block per row; rows are aligned to 16 bytes. The first sweep computes the maximum and the sum
-// (running maximum, rescaled sum: Milakov and Gimelshein, arXiv 1805.02867). The second sweep reads the row from the
-// level-2 cache, which must hold the rows of all running blocks: hence two large blocks per multiprocessor, not four
-// small ones. Moves 2 rows vocab sizeof(T) bytes of memory. Grid: rows.
+// / tokens, or stay as they are if loss_scale is null. One block per row; rows are aligned to 16 bytes. The first sweep
+// computes the maximum and the sum (running maximum, rescaled sum: Milakov and Gimelshein, arXiv 1805.02867). The
+// second sweep goes backwards. It reads the end of the row from the level-1 cache and the rest from the level-2 cache,
+// which must hold the rows of all running blocks: hence two large blocks per multiprocessor, not four small ones. Moves
+// 2 rows vocab sizeof(T) bytes of memory. Grid: rows.
 // add_losses: loss += sum of losses / divisor in fp64, in an order that depends only on `rows`. Grid: one block.
 
 #define CE_THREADS 1024
@@ -72,7 +73,10 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
     if (threadIdx.x == 0) losses[blockIdx.x] = (seen.max - at_target) + logf(seen.sum);
     if (!gradient) return;
     float factor = scale / seen.sum, off = -seen.max * LOG2_E;
-    for (u32 col = threadIdx.x * 8; col < whole; col += CE_THREADS * 8) {
+    // Backwards: the first sweep read the end last, so that the nearest caches have it.
+    for (u32 step = (whole + CE_THREADS * 8 - 1) / (CE_THREADS * 8); step-- > 0;) {
+        u32 col = (step * CE_THREADS + threadIdx.x) * 8;
+        if (col >= whole) continue;
         float x[8];
         load_columns<8>(row + col, x);
 #pragma unroll

@@ -1,118 +1,180 @@
 // Layer normalisation over the last axis, with gain and bias. Host version: src/ops/layer_norm.rs.
 //
 // Shapes: x, y, dx, dy [rows, n] and gain, bias [n] in T; stats [rows, 2] fp32 hold mean and 1/std; partials
-// [blocks, 2 n] fp32. A thread owns W columns (8: n is a multiple of 8; else 1), so n <= 4096 (W = 8) or 1024 (W =
-// 1). Block: ceil(n / W) threads, rounded up to a warp. Grid: any; a block computes every gridDim-th batch of BATCH
-// rows.
+// [blocks, sums, n] fp32.
 //
-// forward reads x and writes y and stats: 2 rows n sizeof(T) bytes.
-// backward adds to dx and writes each block's sums for gain and bias to partials: reads dy, x, dx, writes dx: 4 rows
-// n sizeof(T) bytes. sum_partials (column_sums.cu) then adds the partials in order, without atomics, so that the bits
-// depend only on the grid.
+// A warp computes a row, so rows need no barrier. A lane owns W neighbouring columns (8: n is a multiple of 8; else 1)
+// of each of CHUNKS chunks of 32 W columns, so n <= 32 W CHUNKS. There is a variant for each width of GPT-2 and one up
+// to 4096 (W = 8), and one up to 1024 (W = 1): LAYER_NORM below, repeated in src/cuda/layer_norm.rs.
+//
+// forward reads x and writes y and stats: 2 rows n sizeof(T) bytes. Grid: a warp for each row.
+// backward adds to dx and, unless `normed` is null, writes y again, with the bits of forward: reads dy, x, dx, writes
+// dx and normed: 5 rows n sizeof(T) bytes. It also sums over rows, for the gradients of gain and bias and, if `sums` is
+// 3, of dx as it was: the gradient of a bias that was added to x. Each warp sums its rows in shared memory (blockDim.x
+// / 32 * sums * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums the blocks. All in a
+// fixed order, without atomics, so that the bits depend only on the grid, which depends only on the sizes. Grid: any.
 
-#define BATCH 4
-#define MAX_WARPS 32
+// The first column of this lane in chunk `i`.
+template <int W> __device__ __forceinline__ u32 column(int i) { return (i * 32 + threadIdx.x % 32) * W; }
 
-template <class T, int W>
+template <class T, int W, int CHUNKS>
 __device__ __forceinline__ void layer_norm_forward(T *y, float *stats, const T *x, const T *gain, const T *bias,
                                                    u32 rows, u32 n, float eps) {
-    __shared__ float sums[2][MAX_WARPS][BATCH];
-    u32 col = threadIdx.x * W;
-    bool owns = col < n;
-    float g[W] = {}, b[W] = {};
-    if (owns) load_columns<W>(gain + col, g), load_columns<W>(bias + col, b);
-    for (u32 first = blockIdx.x * BATCH; first < rows; first += gridDim.x * BATCH) {
-        float v[BATCH][W] = {}, sum[BATCH] = {};
+    u64 row = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= rows) return;
+    x += row * n, y += row * n;
+    float v[CHUNKS][W] = {}, sum = 0.0f, square = 0.0f;
 #pragma unroll
-        for (int r = 0; r < BATCH; r++)
-            if (owns && first + r < rows) load_columns<W>(x + (u64)(first + r) * n + col, v[r]);
+    for (int i = 0; i < CHUNKS; i++)
+        if (column<W>(i) < n) load_columns<W>(x + column<W>(i), v[i]);
 #pragma unroll
-        for (int r = 0; r < BATCH; r++)
+    for (int i = 0; i < CHUNKS; i++)
 #pragma unroll
-            for (int i = 0; i < W; i++) sum[r] += v[r][i];
-        block_sum<BATCH>(sum, sums[0]);
-        float mean[BATCH], square[BATCH] = {};
+        for (int k = 0; k < W; k++) sum += v[i][k];
+    float mean = warp_sum(sum) / n;
 #pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            mean[r] = sum[r] / n;
+    for (int i = 0; i < CHUNKS; i++)
 #pragma unroll
-            for (int i = 0; i < W; i++) {
-                v[r][i] -= mean[r];
-                if (owns) square[r] = __fmaf_rn(v[r][i], v[r][i], square[r]);
-            }
+        for (int k = 0; k < W; k++) {
+            v[i][k] -= mean;
+            if (column<W>(i) < n) square = __fmaf_rn(v[i][k], v[i][k], square);
         }
-        block_sum<BATCH>(square, sums[1]);
+    float rstd = 1.0f / sqrtf(warp_sum(square) / n + eps);
+    if (threadIdx.x % 32 == 0) stats[2 * row] = mean, stats[2 * row + 1] = rstd;
 #pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            u32 row = first + r;
-            if (row >= rows) break;
-            float rstd = 1.0f / sqrtf(square[r] / n + eps);
-            if (threadIdx.x == 0) stats[2 * (u64)row] = mean[r], stats[2 * (u64)row + 1] = rstd;
-            if (!owns) continue;
+    for (int i = 0; i < CHUNKS; i++) {
+        u32 col = column<W>(i);
+        if (col >= n) continue;
+        float g[W], b[W];
+        load_columns<W>(gain + col, g), load_columns<W>(bias + col, b);
 #pragma unroll
-            for (int i = 0; i < W; i++) v[r][i] = __fmaf_rn(v[r][i] * rstd, g[i], b[i]);
-            store_columns<W>(y + (u64)row * n + col, v[r]);
-        }
+        for (int k = 0; k < W; k++) v[i][k] = __fmaf_rn(v[i][k] * rstd, g[k], b[k]);
+        store_columns<W>(y + col, v[i]);
     }
+}
+
+// Adds to this lane's columns of a chunk of sums. A chunk of 256 columns is stored as the first four of every lane,
+// then the last four, so that neighbouring lanes access neighbouring 16 bytes.
+template <int W> __device__ __forceinline__ void add_to_chunk(float *chunk, const float (&x)[W]) {
+    u32 lane = threadIdx.x % 32;
+    if constexpr (W == 8) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float4 *place = reinterpret_cast<float4 *>(chunk + 128 * half) + lane, sum = *place;
+            sum.x += x[4 * half], sum.y += x[4 * half + 1], sum.z += x[4 * half + 2], sum.w += x[4 * half + 3];
+            *place = sum;
+        }
+    } else {
+        chunk[lane] += x[0];
+    }
+}
+// The place of a column in the chunks of add_to_chunk.
+template <int W> __device__ __forceinline__ u32 place_in_chunks(u32 col) {
+    return W == 8 ? col / 256 * 256 + col % 8 / 4 * 128 + col % 256 / 8 * 4 + col % 4 : col;
 }
 
 // With h = (x - mean) rstd and g = dy gain: dx += rstd (g - mean(g) - h mean(g h)).
-template <class T, int W>
-__device__ __forceinline__ void layer_norm_backward(T *dx, float *partials, const T *dy, const T *x,
-                                                    const float *stats, const T *gain, u32 rows, u32 n) {
-    __shared__ float sums[2][MAX_WARPS][2 * BATCH];
-    u32 col = threadIdx.x * W, parity = 0;
-    bool owns = col < n;
-    float scale[W] = {}, dgain[W] = {}, dbias[W] = {};
-    if (owns) load_columns<W>(gain + col, scale);
-    for (u32 first = blockIdx.x * BATCH; first < rows; first += gridDim.x * BATCH, parity ^= 1) {
-        float h[BATCH][W] = {}, g[BATCH][W] = {}, rstd[BATCH] = {}, sum[2 * BATCH] = {};
+template <class T, int W, int CHUNKS>
+__device__ __forceinline__ void layer_norm_backward(T *dx, float *partials, T *normed, const T *dy, const T *x,
+                                                    const float *stats, const T *gain, const T *bias, u32 rows, u32 n,
+                                                    u32 sums) {
+    extern __shared__ float4 shared[];
+    // Rows wider than this are read twice, the second time from a cache, because registers do not hold them.
+    constexpr bool KEEP = CHUNKS * W <= 64;
+    constexpr int KEPT = KEEP ? CHUNKS : 1;
+    u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, padded = (n + 32 * W - 1) / (32 * W) * (32 * W);
+    float *all = reinterpret_cast<float *>(shared), *own = all + warp * sums * padded;
+    for (u32 i = threadIdx.x % 32; i < sums * padded; i += 32) own[i] = 0.0f;
+    __syncwarp();
+    for (u64 row = (u64)blockIdx.x * warps + warp; row < rows; row += (u64)gridDim.x * warps) {
+        const T *x_row = x + row * n, *dy_row = dy + row * n;
+        T *dx_row = dx + row * n;
+        float h[KEPT][W], g[KEPT][W], sum_g = 0.0f, sum_gh = 0.0f;
+        Columns<T, W> d[KEPT];
+        if constexpr (KEEP) {
 #pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            u64 row = first + r;
-            if (!owns || row >= rows) continue;
-            load_columns<W>(x + row * n + col, h[r]);
-            load_columns<W>(dy + row * n + col, g[r]);
-            float mean = stats[2 * row];
-            rstd[r] = stats[2 * row + 1];
-#pragma unroll
-            for (int i = 0; i < W; i++) {
-                h[r][i] = (h[r][i] - mean) * rstd[r];
-                dgain[i] = __fmaf_rn(g[r][i], h[r][i], dgain[i]);
-                dbias[i] += g[r][i];
-                g[r][i] *= scale[i];
-                sum[2 * r] += g[r][i];
-                sum[2 * r + 1] = __fmaf_rn(g[r][i], h[r][i], sum[2 * r + 1]);
+            for (int i = 0; i < CHUNKS; i++) {
+                u32 col = column<W>(i);
+                if (col >= n) continue;
+                load_columns<W>(x_row + col, h[i]), load_columns<W>(dy_row + col, g[i]), d[i].load(dx_row + col);
             }
         }
-        block_sum<2 * BATCH>(sum, sums[parity]);
+        float mean = stats[2 * row], rstd = stats[2 * row + 1];
 #pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            u64 row = first + r;
-            if (!owns || row >= rows) continue;
-            float mean_g = sum[2 * r] / n, mean_gh = sum[2 * r + 1] / n, d[W];
-            load_columns<W>(dx + row * n + col, d);
+        for (int i = 0; i < CHUNKS; i++) {
+            u32 col = column<W>(i), at = KEEP ? i : 0;
+            if (col >= n) continue;
+            if constexpr (!KEEP)
+                load_columns<W>(x_row + col, h[at]), load_columns<W>(dy_row + col, g[at]), d[at].load(dx_row + col);
+            float *chunk = own + i * 32 * W, scale[W], dgain[W];
+            load_columns<W>(gain + col, scale);
+            add_to_chunk<W>(chunk + padded, g[at]);
 #pragma unroll
-            for (int i = 0; i < W; i++)
-                d[i] = __fmaf_rn(rstd[r], g[r][i] - mean_g - h[r][i] * mean_gh, d[i]);
-            store_columns<W>(dx + row * n + col, d);
+            for (int k = 0; k < W; k++) {
+                h[at][k] = (h[at][k] - mean) * rstd;
+                dgain[k] = g[at][k] * h[at][k];
+                g[at][k] *= scale[k];
+                sum_g += g[at][k];
+                sum_gh = __fmaf_rn(g[at][k], h[at][k], sum_gh);
+            }
+            add_to_chunk<W>(chunk, dgain);
+            if (sums == 3) {
+                float before[W];
+                d[at].widen_to(before);
+                add_to_chunk<W>(chunk + 2 * padded, before);
+            }
+            if (normed) {
+                float y[W], b[W];
+                load_columns<W>(bias + col, b);
+#pragma unroll
+                for (int k = 0; k < W; k++) y[k] = __fmaf_rn(h[at][k], scale[k], b[k]);
+                store_columns<W>(normed + row * n + col, y);
+            }
+        }
+        float mean_g = warp_sum(sum_g) / n, mean_gh = warp_sum(sum_gh) / n;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            u32 col = column<W>(i), at = KEEP ? i : 0;
+            if (col >= n) continue;
+            float after[W];
+            if constexpr (!KEEP) {
+                float scale[W];
+                load_columns<W>(x_row + col, h[0]), load_columns<W>(dy_row + col, g[0]), d[0].load(dx_row + col);
+                load_columns<W>(gain + col, scale);
+#pragma unroll
+                for (int k = 0; k < W; k++) h[0][k] = (h[0][k] - mean) * rstd, g[0][k] *= scale[k];
+            }
+            d[at].widen_to(after);
+#pragma unroll
+            for (int k = 0; k < W; k++)
+                after[k] = __fmaf_rn(rstd, g[at][k] - mean_g - h[at][k] * mean_gh, after[k]);
+            store_columns<W>(dx_row + col, after);
         }
     }
-    if (!owns) return;
-    float *own = partials + (u64)blockIdx.x * 2 * n + col;
-#pragma unroll
-    for (int i = 0; i < W; i++) own[i] = dgain[i], own[n + i] = dbias[i];
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < sums * n; i += blockDim.x) {
+        const float *place = all + i / n * padded + place_in_chunks<W>(i % n);
+        float sum = place[0];
+        for (u32 w = 1; w < warps; w++) sum += place[w * sums * padded];
+        partials[(u64)blockIdx.x * sums * n + i] = sum;
+    }
 }
 
-#define LAYER_NORM(T, W)                                                                                           \
-    extern "C" __global__ __launch_bounds__(W == 8 ? 512 : 1024) void layer_norm_forward_##W(                      \
-        T *y, float *stats, const T *x, const T *gain, const T *bias, u32 rows, u32 n, float eps) {                \
-        layer_norm_forward<T, W>(y, stats, x, gain, bias, rows, n, eps);                                           \
-    }                                                                                                              \
-    extern "C" __global__ __launch_bounds__(W == 8 ? 512 : 1024) void layer_norm_backward_##W(                     \
-        T *dx, float *partials, const T *dy, const T *x, const float *stats, const T *gain, u32 rows, u32 n) {     \
-        layer_norm_backward<T, W>(dx, partials, dy, x, stats, gain, rows, n);                                      \
+#define LAYER_NORM(T, W, CHUNKS, WARPS)                                                                              \
+    extern "C" __global__ __launch_bounds__(128) void layer_norm_forward_##W##_##CHUNKS(                             \
+        T *y, float *stats, const T *x, const T *gain, const T *bias, u32 rows, u32 n, float eps) {                  \
+        layer_norm_forward<T, W, CHUNKS>(y, stats, x, gain, bias, rows, n, eps);                                     \
+    }                                                                                                                \
+    extern "C" __global__ __launch_bounds__(32 * WARPS) void layer_norm_backward_##W##_##CHUNKS(                     \
+        T *dx, float *partials, T *normed, const T *dy, const T *x, const float *stats, const T *gain,               \
+        const T *bias, u32 rows, u32 n, u32 sums) {                                                                  \
+        layer_norm_backward<T, W, CHUNKS>(dx, partials, normed, dy, x, stats, gain, bias, rows, n, sums);            \
     }
 
-LAYER_NORM(STORAGE, 8)
-LAYER_NORM(STORAGE, 1)
+// Columns of a lane, its chunks, and the warps of a block of the backward pass: those whose three sums fit 48 KiB.
+LAYER_NORM(STORAGE, 8, 3, 4)
+LAYER_NORM(STORAGE, 8, 4, 4)
+LAYER_NORM(STORAGE, 8, 5, 2)
+LAYER_NORM(STORAGE, 8, 7, 2)
+LAYER_NORM(STORAGE, 8, 16, 1)
+LAYER_NORM(STORAGE, 1, 32, 4)

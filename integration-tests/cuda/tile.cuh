@@ -114,10 +114,10 @@ template <class T, int N> DEVICE void left_of_sums(u32 (&a)[4], const float (&c)
 
 // Stores a warp's 16 rows of sums, times `factor` of the lane's two rows. They pass through the warp's rows of a tile
 // in shared memory, which no other warp may still read. Row r of the tile is stored to row `first` + r of `out` if
-// that is less than `rows`.
+// that is less than `rows`. If `sum` is not null, the stored rows of the lane's chunk, lane % (D / 8), are added to it.
 template <int D, class T>
 DEVICE void store_rows(T *out, u32 stride, u32 first, u32 rows, T *tile, u32 row, const float (&c)[D / 8][4],
-                       const float (&factor)[2]) {
+                       const float (&factor)[2], float *sum = nullptr) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
@@ -131,8 +131,37 @@ DEVICE void store_rows(T *out, u32 stride, u32 first, u32 rows, T *tile, u32 row
 #pragma unroll
     for (u32 i = lane; i < 16 * (D / 8); i += 32) {
         u32 r = row + i / (D / 8), chunk = i % (D / 8);
-        if (first + r < rows)
-            *reinterpret_cast<uint4 *>(out + (u64)(first + r) * stride + chunk * 8) =
-                *reinterpret_cast<const uint4 *>(tile + place_in_tile<D>(r, chunk));
+        if (first + r >= rows) continue;
+        uint4 stored = *reinterpret_cast<const uint4 *>(tile + place_in_tile<D>(r, chunk));
+        *reinterpret_cast<uint4 *>(out + (u64)(first + r) * stride + chunk * 8) = stored;
+        if (!sum) continue;
+        T elems[8];
+        unpack(stored, &elems->bits);
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum[e] += widen(elems[e]);
+    }
+}
+
+// Adds up the sums of store_rows over the lanes of each chunk, then over the block's warps in order, and writes D sums
+// to `out`. They pass through each warp's rows of the tile of store_rows.
+template <int D, int ROW_TILES, int WARPS, class T> DEVICE void store_sums(float *out, T *tile, float (&sum)[8]) {
+    constexpr u32 CHUNKS = D / 8;
+    u32 lane = threadIdx.x % 32;
+    auto of_warp = [&](u32 warp) { return reinterpret_cast<float *>(tile + warp * 16 * ROW_TILES * D); };
+#pragma unroll
+    for (u32 lanes = CHUNKS; lanes < 32; lanes *= 2)
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum[e] += __shfl_xor_sync(ALL_LANES, sum[e], lanes);
+    __syncwarp();
+    if (lane < CHUNKS) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) of_warp(threadIdx.x / 32)[8 * lane + e] = sum[e];
+    }
+    __syncthreads();
+    for (u32 col = threadIdx.x; col < D; col += 32 * WARPS) {
+        float total = of_warp(0)[col];
+#pragma unroll
+        for (u32 warp = 1; warp < WARPS; warp++) total += of_warp(warp)[col];
+        out[col] = total;
     }
 }

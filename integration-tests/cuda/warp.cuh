@@ -1,5 +1,5 @@
-// Helpers of the transformer's kernels, in addition to zero-kernels' prelude: sums over warps and blocks, and the
-// columns of a thread.
+// Helpers of the transformer's kernels, in addition to zero-kernels' prelude: sums over warps, and the columns
+// of a thread.
 //
 // Each file is compiled once for every type of storage, STORAGE: f32, bf16 or f16. Arithmetic is always in fp32. The
 // order of every sum depends only on the sizes.
@@ -47,21 +47,22 @@ template <int W, class T> __device__ __forceinline__ void store_columns(T *p, co
     }
 }
 
-// Sums N values over the block, whose size is a multiple of 32 and at most 1024. The next call must not use the same
-// `lane_sums`, which a thread may still be reading: callers in a loop alternate between two.
-template <int N> __device__ __forceinline__ void block_sum(float (&x)[N], float (*lane_sums)[N]) {
-    u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+// W neighbouring elements of a row for a later use. 16-bit elements stay packed until then, in half of the registers.
+template <class T, int W, bool PACKED = W == 8 && sizeof(T) == 2> struct Columns {
+    float x[W];
+    __device__ __forceinline__ void load(const T *p) { load_columns<W>(p, x); }
+    __device__ __forceinline__ void widen_to(float (&y)[W]) const {
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] = warp_sum(x[i]);
-    if (threadIdx.x % 32 == 0) {
-#pragma unroll
-        for (int i = 0; i < N; i++) lane_sums[warp][i] = x[i];
+        for (int i = 0; i < W; i++) y[i] = x[i];
     }
-    __syncthreads();
+};
+template <class T> struct Columns<T, 8, true> {
+    uint4 x;
+    __device__ __forceinline__ void load(const T *p) { x = *reinterpret_cast<const uint4 *>(p); }
+    __device__ __forceinline__ void widen_to(float (&y)[8]) const {
+        T raw[8];
+        unpack(x, &raw->bits);
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] = 0.0f;
-    for (u32 w = 0; w < warps; w++) {
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] += lane_sums[w][i];
+        for (int i = 0; i < 8; i++) y[i] = widen(raw[i]);
     }
-}
+};

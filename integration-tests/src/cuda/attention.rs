@@ -9,6 +9,7 @@ use std::f32::consts::LOG2_E;
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
+use super::column_sums::{self, SumOut};
 use super::error::{OpError, check_len};
 use super::launch::{OpKernels, Shape as Launch, THREADS, size};
 pub use crate::ops::attention::Shape;
@@ -17,6 +18,13 @@ pub use crate::ops::attention::Shape;
 const PLAIN_TILE: usize = 32;
 /// Bytes of an element of attention.cu.
 const ELEM_BYTES: usize = 2;
+/// Rows of a block of the backward kernels of attention.cu.
+const BACKWARD_ROWS: usize = 128;
+
+/// Maximum elements of the workspace of [`Attention::backward`] for qkv `[batch, seq, width]`.
+pub fn workspace_elems(batch: usize, seq: usize, width: usize) -> usize {
+    (batch * seq.div_ceil(BACKWARD_ROWS) * width).max(column_sums::workspace_elems(batch * seq, width))
+}
 
 /// The kernels for a shape, with their grids.
 #[derive(Clone, Debug)]
@@ -45,17 +53,27 @@ struct Kernel {
 /// Rows that a block owns, its warps, and the rows of a tile that it iterates over: the numbers at the end of
 /// attention.cu.
 struct Tiles {
+    /// The start of the kernels' names.
+    family: &'static str,
     d: usize,
     forward: [usize; 3],
     dq: [usize; 3],
     dkv: [usize; 3],
 }
 
+/// For a shape the first entry of its head dimension is used whose file `OpKernels` loads on the device's architecture:
+/// kernels for newer devices come before those that they replace.
 const FLASH: [Tiles; 3] = [
-    Tiles { d: 32, forward: [128, 4, 64], dq: [128, 4, 32], dkv: [128, 4, 32] },
-    Tiles { d: 64, forward: [128, 4, 64], dq: [128, 4, 32], dkv: [128, 4, 32] },
-    Tiles { d: 128, forward: [128, 8, 64], dq: [128, 8, 32], dkv: [128, 8, 16] },
+    Tiles { family: "flash", d: 32, forward: [128, 4, 64], dq: [BACKWARD_ROWS, 4, 32], dkv: [BACKWARD_ROWS, 4, 32] },
+    Tiles { family: "flash", d: 64, forward: [128, 4, 64], dq: [BACKWARD_ROWS, 4, 32], dkv: [BACKWARD_ROWS, 4, 32] },
+    Tiles { family: "flash", d: 128, forward: [128, 8, 64], dq: [BACKWARD_ROWS, 8, 32], dkv: [BACKWARD_ROWS, 8, 16] },
 ];
+
+impl Tiles {
+    fn entry(&self, name: &str) -> String {
+        format!("{}_{name}_{}", self.family, self.d)
+    }
+}
 
 impl Attention {
     /// Chooses the kernels for `shape`: those on tensor cores if `ops` has them for this head dimension.
@@ -63,7 +81,8 @@ impl Attention {
     /// # Errors
     /// No kernel supports the shape, or the device has too little shared memory.
     pub fn new(ops: &OpKernels, shape: Shape) -> Result<Self, OpError> {
-        let flash = FLASH.iter().find(|t| t.d == shape.d && ops.function(&format!("flash_forward_{}", t.d)).is_ok());
+        let loaded = |t: &Tiles| ops.function(&t.entry("forward")).is_ok();
+        let flash = FLASH.iter().find(|t| t.d == shape.d && loaded(t));
         flash.map_or_else(|| Self::plain(ops, shape), |tiles| Self::flash(ops, shape, tiles))
     }
 
@@ -91,7 +110,7 @@ impl Attention {
         // two tiles in two stages.
         let kernel = |name: &str, [rows, warps, others]: [usize; 3], own: usize| {
             let shared = (own * rows + 4 * others) * shape.d * ELEM_BYTES;
-            Kernel::new(ops, shape, format!("flash_{name}_{}", shape.d), rows, 32 * warps as u32, shared)
+            Kernel::new(ops, shape, tiles.entry(name), rows, 32 * warps as u32, shared)
         };
         let forward = kernel("forward", tiles.forward, 1)?;
         let (dq, dkv) = (kernel("backward_dq", tiles.dq, 2)?, kernel("backward_dkv", tiles.dkv, 2)?);
@@ -142,7 +161,8 @@ impl Attention {
         }
     }
 
-    /// Writes the gradient of qkv to `dqkv`; `delta` is scratch.
+    /// Writes the gradient of qkv to `dqkv`, and sums it over batch and sequence into `dbias` `[3, heads, d]`, the gradient
+    /// of the bias that was added to qkv; `delta` is scratch. The order of every sum depends only on the sizes.
     ///
     /// # Errors
     /// Lengths or types do not fit, or the stream failed.
@@ -152,15 +172,20 @@ impl Attention {
         ops: &OpKernels,
         stream: &CudaStream,
         dqkv: AnySlice,
+        dbias: SumOut,
         dout: AnySlice,
         qkv: AnySlice,
         out: AnySlice,
         lse: DeviceSlice<f32>,
         delta: DeviceSlice<f32>,
+        workspace: DeviceSlice<f32>,
     ) -> Result<(), OpError> {
         check_len("attention: lse", lse.len(), self.rows())?;
         check_len("attention: delta", delta.len(), self.rows())?;
+        let width = 3 * self.shape.heads * self.shape.d;
+        check_len("attention: dbias", dbias.len(), width)?;
         let (seq, heads, d) = self.sizes()?;
+        let stored = dqkv;
         let dqkv = ops.stored("attention: dqkv", dqkv, 3 * self.elems())?;
         let dout = ops.stored("attention: dout", dout, self.elems())?;
         let qkv = ops.stored("attention: qkv", qkv, 3 * self.elems())?;
@@ -168,23 +193,28 @@ impl Attention {
         let (lse, delta) = (lse.into(), delta.into());
         let (seq, heads, d) = (seq.into(), heads.into(), d.into());
         let (scale, slope) = ((self.slope() * LOG2_E).into(), self.slope().into());
-        let (op, dq, dkv) = ("attention backward", &self.dq, &self.dkv);
+        let (dq, dkv) = (&self.dq, &self.dkv);
+        let (dq_op, dkv_op) = ("attention backward dq", "attention backward dkv");
         match self.kind {
             Kind::Flash => {
-                let args = [dqkv, delta, dout, qkv, out, lse, seq, heads, scale, slope];
+                let blocks = self.shape.batch * dq.launch.grid[0] as usize;
+                let partials = column_sums::part("attention: workspace", workspace, blocks * width)?;
+                let args = [dqkv, partials.into(), delta, dout, qkv, out, lse, seq, heads, scale, slope];
                 // SAFETY: the parameters of flash_backward_dq, whose lengths were checked.
-                unsafe { ops.launch(stream, op, &dq.entry, dq.launch, args) }?;
-                let args = [dqkv, dout, qkv, lse, delta, seq, heads, scale, slope];
-                // SAFETY: the parameters of flash_backward_dkv, whose lengths were checked.
-                unsafe { ops.launch(stream, op, &dkv.entry, dkv.launch, args) }
+                unsafe { ops.launch(stream, dq_op, &dq.entry, dq.launch, args) }?;
+                let args = [dqkv, partials.into(), dout, qkv, lse, delta, seq, heads, scale, slope];
+                // SAFETY: the parameters of flash_backward_dkv, whose lengths were checked; as many tiles as dq has.
+                unsafe { ops.launch(stream, dkv_op, &dkv.entry, dkv.launch, args) }?;
+                column_sums::sum_partials(ops, stream, &[dbias], partials, blocks)
             }
             Kind::Plain => {
                 let args = [dqkv, delta, dout, qkv, out, lse, seq, heads, d, scale, slope];
                 // SAFETY: the parameters of plain_backward_dq, whose lengths were checked.
-                unsafe { ops.launch(stream, op, &dq.entry, dq.launch, args) }?;
+                unsafe { ops.launch(stream, dq_op, &dq.entry, dq.launch, args) }?;
                 let args = [dqkv, dout, qkv, lse, delta, seq, heads, d, scale, slope];
                 // SAFETY: the parameters of plain_backward_dkv, whose lengths were checked.
-                unsafe { ops.launch(stream, op, &dkv.entry, dkv.launch, args) }
+                unsafe { ops.launch(stream, dkv_op, &dkv.entry, dkv.launch, args) }?;
+                column_sums::sum_rows(ops, stream, dbias, stored, workspace)
             }
         }
     }

@@ -40,7 +40,20 @@ macro_rules! files {
                 "layer_norm.cu",
                 0,
                 ["warp.cuh"],
-                ["layer_norm_forward_8", "layer_norm_forward_1", "layer_norm_backward_8", "layer_norm_backward_1"]
+                [
+                    "layer_norm_forward_8_3",
+                    "layer_norm_backward_8_3",
+                    "layer_norm_forward_8_4",
+                    "layer_norm_backward_8_4",
+                    "layer_norm_forward_8_5",
+                    "layer_norm_backward_8_5",
+                    "layer_norm_forward_8_7",
+                    "layer_norm_backward_8_7",
+                    "layer_norm_forward_8_16",
+                    "layer_norm_backward_8_16",
+                    "layer_norm_forward_1_32",
+                    "layer_norm_backward_1_32"
+                ]
             ),
             file!($storage, "column_sums.cu", 0, ["warp.cuh"], ["column_sums_8", "column_sums_1", "sum_partials"]),
             file!($storage, "gelu.cu", 0, ["warp.cuh"], ["gelu_forward", "gelu_backward"]),

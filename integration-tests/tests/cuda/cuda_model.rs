@@ -108,6 +108,44 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
+fn blocks_write_their_gradients() {
+    let gpu = Gpu::open();
+    let weights = weights();
+    let (inputs, targets) = batch(0);
+    let mut tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights);
+    tiny.model.set_batch(&gpu.stream, &inputs, &targets).unwrap();
+    tiny.forward().unwrap();
+    tiny.backward().unwrap();
+    let sums = tiny.gradients();
+    let (passes, scale) = (gpt2::passes(&config()), gpu.double(1.0 / ACCUM as f64));
+    for (dtype, limit) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
+        tiny.forward().unwrap();
+        for (i, pass) in passes.iter().enumerate().rev() {
+            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| tiny.params[u]).collect();
+            let grads: Vec<_> = pass
+                .grads
+                .iter()
+                .map(|&unit| match tiny.model.writes_grad(i, unit) {
+                    true => Grad::Write(gpu.fresh(weights[unit].len(), dtype)),
+                    false => Grad::Add(gpu.zeros(weights[unit].len())),
+                })
+                .collect();
+            tiny.model.backward(&gpu.stream, i, &reads, &grads, scale).unwrap();
+            for (&unit, grad) in pass.grads.iter().zip(&grads) {
+                let Grad::Write(written) = *grad else { continue };
+                // NaN is within no limit, so every element was written.
+                let error = relative_error(&gpu.get(written), &sums[unit]);
+                assert!(error < limit, "unit {unit} in {dtype} differs by {error:e}");
+            }
+        }
+    }
+    let wrote =
+        passes.iter().enumerate().filter(|(i, pass)| pass.grads.iter().any(|&u| tiny.model.writes_grad(*i, u)));
+    assert_eq!(wrote.count(), config().n_layer);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
 fn any_shape_is_the_hosts() {
     let gpu = Gpu::open();
     let base = GptConfig { n_layer: 1, n_positions: 60, ..config() };

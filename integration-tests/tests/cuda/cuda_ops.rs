@@ -1,48 +1,71 @@
 //! Each kernel, forward and backward, against fp64 on the same inputs.
 
-use integration_tests::cuda::attention::{Attention, Shape};
+use integration_tests::cuda::attention::{self, Attention, Shape};
 use integration_tests::cuda::cross_entropy::Scale;
 use integration_tests::cuda::embedding::{TokenLists, sort_tokens};
-use integration_tests::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu, layer_norm};
-use zero_alloc::device::DType;
+use integration_tests::cuda::layer_norm::{self, Output, Sums};
+use integration_tests::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu};
+use zero_alloc::device::{AnySlice, DType};
 
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
+
+fn check_layer_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
+    let ops = gpu.kernels(dtype);
+    let what = format!("{dtype} {rows} x {n}");
+    let (x, dy) = (values(rows * n, 1), values(rows * n, 2));
+    let (gain, bias, dx) = (values(n, 3), values(n, 4), values(rows * n, 5));
+    let r = |v: &[f32]| rounded(v, dtype);
+    let [want_y, mut want_dx, want_dgain, want_dbias] = fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
+    want_dx.iter_mut().zip(r(&dx)).for_each(|(want, start)| *want += start);
+    let column_sum = |j: usize| r(&dx).iter().skip(j).step_by(n).sum::<f64>();
+    let want_residual: Vec<f64> = (0..n).map(column_sum).collect();
+
+    let start = dx;
+    let (x, dy) = (gpu.put(&x, dtype), gpu.put(&dy, dtype));
+    let (gain, bias, y) = (gpu.put(&gain, dtype), gpu.put(&bias, dtype), gpu.fresh(rows * n, dtype));
+    let stats = gpu.floats(&vec![f32::NAN; 2 * rows]);
+    layer_norm::forward(&ops, &gpu.stream, y, stats, x, gain, bias, 1e-5).unwrap();
+    close(&gpu.get(y), &want_y, tolerance(dtype), &format!("{what}: y"));
+
+    // All sums are added to existing values, or the first two written.
+    for all in [true, false] {
+        let fresh = || gpu.fresh(n, DType::F32);
+        let [dgain, dbias, residual] =
+            if all { [1.0, -1.0, 0.5].map(|v| gpu.floats(&vec![v; n]).erase()) } else { [fresh(), fresh(), fresh()] };
+        let out = |slice: AnySlice| if all { SumOut::Add(slice.typed().unwrap()) } else { SumOut::Write(slice) };
+        let sums = Sums { gain: out(dgain), bias: out(dbias), residual: all.then_some(out(residual)) };
+        let again = gpu.fresh(rows * n, dtype);
+        let output = all.then_some(Output { y: again, bias });
+        let workspace = gpu.floats(&vec![f32::NAN; layer_norm::workspace_elems(rows, n)]);
+        let dx = gpu.put(&start, dtype);
+        layer_norm::backward(&ops, &gpu.stream, dx, sums, output, dy, x, stats, gain, workspace).unwrap();
+        close(&gpu.get(dx), &want_dx, tolerance(dtype), &format!("{what}: dx"));
+        let off = |by: f64, want: &[f64]| want.iter().map(|v| v + if all { by } else { 0.0 }).collect::<Vec<_>>();
+        close(&gpu.get(dgain), &off(1.0, &want_dgain), 2e-6, &format!("{what}: dgain"));
+        close(&gpu.get(dbias), &off(-1.0, &want_dbias), 2e-6, &format!("{what}: dbias"));
+        if all {
+            close(&gpu.get(residual), &off(0.5, &want_residual), 2e-6, &format!("{what}: sums of dx"));
+            assert_eq!(gpu.get(again), gpu.get(y), "{what}: y again");
+        }
+    }
+}
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn layer_norms() {
     let gpu = Gpu::open();
     for dtype in FLOATS {
-        let ops = gpu.kernels(dtype);
-        // A width of one thread, odd widths, one of several warps, and more rows than the blocks compute at once.
+        // One chunk of columns, odd widths, several chunks, a partial chunk, and more rows than the blocks have warps.
         for (rows, n) in [(5, 8), (3, 13), (9, 776), (1, 40), (2200, 8)] {
-            let what = format!("{dtype} {rows} x {n}");
-            let (x, dy) = (values(rows * n, 1), values(rows * n, 2));
-            let (gain, bias, dx) = (values(n, 3), values(n, 4), values(rows * n, 5));
-            let r = |v: &[f32]| rounded(v, dtype);
-            let [want_y, mut want_dx, want_dgain, want_dbias] =
-                fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
-            want_dx.iter_mut().zip(r(&dx)).for_each(|(want, start)| *want += start);
-
-            let (x, dy, dx) = (gpu.put(&x, dtype), gpu.put(&dy, dtype), gpu.put(&dx, dtype));
-            let (gain, bias, y) = (gpu.put(&gain, dtype), gpu.put(&bias, dtype), gpu.fresh(rows * n, dtype));
-            let stats = gpu.floats(&vec![f32::NAN; 2 * rows]);
-            layer_norm::forward(&ops, &gpu.stream, y, stats, x, gain, bias, 1e-5).unwrap();
-            close(&gpu.get(y), &want_y, tolerance(dtype), &format!("{what}: y"));
-
-            // The gradients are added to existing values.
-            let (dgain, dbias) = (gpu.floats(&vec![1.0; n]), gpu.floats(&vec![-1.0; n]));
-            let workspace = gpu.floats(&vec![f32::NAN; layer_norm::workspace_elems(rows, n)]);
-            layer_norm::backward(&ops, &gpu.stream, dx, [dgain.into(), dbias.into()], dy, x, stats, gain, workspace)
-                .unwrap();
-            close(&gpu.get(dx), &want_dx, tolerance(dtype), &format!("{what}: dx"));
-            let want: Vec<f64> = want_dgain.iter().map(|v| v + 1.0).collect();
-            close(&gpu.get(dgain.erase()), &want, 2e-6, &format!("{what}: dgain"));
-            let want: Vec<f64> = want_dbias.iter().map(|v| v - 1.0).collect();
-            close(&gpu.get(dbias.erase()), &want, 2e-6, &format!("{what}: dbias"));
+            check_layer_norm(&gpu, dtype, rows, n);
         }
     }
+    // The first and the last width of each kernel.
+    for n in [768, 1024, 1032, 1280, 1288, 1792, 1800, 4096, 1023] {
+        check_layer_norm(&gpu, DType::Bf16, 5, n);
+    }
+    check_layer_norm(&gpu, DType::F32, 3, 4096);
 }
 
 #[test]
@@ -214,9 +237,16 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let tolerance = tolerance(dtype);
     close(&gpu.get(out), &want, tolerance, &format!("{what}: out"));
     let dqkv = gpu.fresh(3 * elems, dtype);
-    attention.backward(&ops, &gpu.stream, dqkv, dout, qkv, out, lse, delta).unwrap();
-    let got = gpu.get(dqkv);
     let c = shape.heads * shape.d;
+    let dbias = gpu.zeros(3 * c);
+    let workspace = gpu.floats(&vec![f32::NAN; attention::workspace_elems(shape.batch, shape.seq, 3 * c)]);
+    let sums = SumOut::Add(dbias);
+    attention.backward(&ops, &gpu.stream, dqkv, sums, dout, qkv, out, lse, delta, workspace).unwrap();
+    let got = gpu.get(dqkv);
+    // The sums are those of the stored elements.
+    let column_sum = |j: usize| got.iter().skip(j).step_by(3 * c).map(|v| f64::from(*v)).sum::<f64>();
+    let want_dbias: Vec<f64> = (0..3 * c).map(column_sum).collect();
+    close(&gpu.get(dbias.erase()), &want_dbias, 4e-6, &format!("{what}: dbias"));
     for (part, name) in ["dq", "dk", "dv"].iter().enumerate() {
         let pick = |i: usize| i / c % 3 == part;
         let got: Vec<f32> = got.iter().enumerate().filter(|(i, _)| pick(*i)).map(|(_, v)| *v).collect();

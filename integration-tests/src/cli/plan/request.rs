@@ -149,6 +149,7 @@ impl Request {
             checkpointing: options.activation_checkpointing,
             recompute_gelu: None,
             offload: settings.offload.clone(),
+            reduce_every_micro_batch: settings.reduce_every_micro_batch,
             bucket_elems: Some(settings.bucket_capacity_elems as u64),
             trims_bucket: false,
             prefetch_elems: match prefetch.ahead {

@@ -5,8 +5,9 @@ use zero_alloc::device::AnySlice;
 
 use super::buffers::{BlockSlices, ScratchSlices};
 use super::{Flat, Ops};
+use crate::cuda::layer_norm::{self, Output, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
-use crate::cuda::{OpError, column_sums, gelu, layer_norm};
+use crate::cuda::{OpError, column_sums, gelu};
 use crate::model::Grad;
 
 /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
@@ -50,8 +51,12 @@ pub(super) fn output(
     ops.matmul.run(stream, &linear(out, a.act, p.get(0, "mlp.c_proj.weight"), Some(a.mid), bias))
 }
 
-/// Computes the block's backward and adds to the unit's gradient in `p`, or writes it. `s.dres` is the gradient of the
+/// Computes the block's backward, which adds to or writes the unit's gradient in `p`. `s.dres` is the gradient of the
 /// output on entry and of the input on return. `a.act` may be in `s.wide`.
+///
+/// The biases of the two layers whose output is added to the residual stream have as gradient the sums over rows of
+/// `s.dres`, which the backward of the next layer norm reads. That backward also computes the norm's output again, for
+/// the gradient of the weights behind it.
 pub(super) fn backward(
     ops: &Ops,
     stream: &CudaStream,
@@ -59,26 +64,20 @@ pub(super) fn backward(
     a: &BlockSlices,
     x: AnySlice,
     p: &Flat<'_>,
-    eps: f32,
 ) -> Result<(), OpError> {
     let (kernels, get, grad) = (&ops.kernels, |part| p.get(0, part), |part| p.grad(0, part));
-    // Adds the gradients of a layer's weights and bias, from its input and the gradient of its output.
-    let weights = |name: [&'static str; 2], x, dy| {
-        ops.matmul.run(stream, &weight_gradient(grad(name[0]), x, dy, grad(name[1]).elements().len()))?;
-        column_sums::sum_rows(kernels, stream, grad(name[1]).into(), dy, s.partials)
-    };
-    // Recomputes a norm's output and statistics, with the same bits.
-    let normed = |name: [&'static str; 2], x, stats| {
-        layer_norm::forward(kernels, stream, s.normed, stats, x, get(name[0]), get(name[1]), eps)
-    };
-    let norm = |name: [&'static str; 2], x, stats| {
-        let own = [grad(name[0]).into(), grad(name[1]).into()];
-        layer_norm::backward(kernels, stream, s.dres, own, s.narrow, x, stats, get(name[0]), s.partials)
+    let weights = |name, x, dy, n| ops.matmul.run(stream, &weight_gradient(grad(name), x, dy, n));
+    // Reads the gradient of the norm's output from `s.narrow` and writes the output to `s.normed`.
+    let norm = |[gain, bias]: [&'static str; 2], residual, x, stats| {
+        let residual = Some(grad(residual).into());
+        let sums = Sums { gain: grad(gain).into(), bias: grad(bias).into(), residual };
+        let output = Some(Output { y: s.normed, bias: get(bias) });
+        layer_norm::backward(kernels, stream, s.dres, sums, output, s.narrow, x, stats, get(gain), s.partials)
     };
 
     let (c, f) = (get("ln_1.weight").len(), get("c_fc.bias").len());
     let dfc = s.wide.slice(0..a.fc.len());
-    weights(["mlp.c_proj.weight", "mlp.c_proj.bias"], a.act, s.dres)?;
+    weights("mlp.c_proj.weight", a.act, s.dres, c)?;
     let product = input_gradient(dfc, s.dres, get("mlp.c_proj.weight"), c);
     let fused = Product { epilogue: Epilogue::GeluBackward { input: a.fc }, ..product };
     if ops.fuses_gelu(&fused)? {
@@ -87,19 +86,42 @@ pub(super) fn backward(
         ops.matmul.run(stream, &product)?;
         gelu::backward(kernels, stream, dfc, a.fc)?;
     }
-    normed(["ln_2.weight", "ln_2.bias"], a.mid, a.ln2_stats)?;
-    weights(["c_fc.weight", "c_fc.bias"], s.normed, dfc)?;
     ops.matmul.run(stream, &input_gradient(s.narrow, dfc, get("c_fc.weight"), f))?;
-    norm(["ln_2.weight", "ln_2.bias"], a.mid, a.ln2_stats)?;
+    norm(["ln_2.weight", "ln_2.bias"], "mlp.c_proj.bias", a.mid, a.ln2_stats)?;
+    fc_gradients(ops, stream, s, dfc, [grad("c_fc.weight"), grad("c_fc.bias")])?;
 
     let dqkv = s.wide.slice(0..a.qkv.len());
-    weights(["attn.c_proj.weight", "attn.c_proj.bias"], a.attended, s.dres)?;
+    weights("attn.c_proj.weight", a.attended, s.dres, c)?;
     ops.matmul.run(stream, &input_gradient(s.narrow, s.dres, get("attn.c_proj.weight"), c))?;
-    ops.attention.backward(kernels, stream, dqkv, s.narrow, a.qkv, a.attended, a.lse, s.delta)?;
-    normed(["ln_1.weight", "ln_1.bias"], x, a.ln1_stats)?;
-    weights(["c_attn.weight", "c_attn.bias"], s.normed, dqkv)?;
+    let dbias = grad("c_attn.bias").into();
+    ops.attention.backward(kernels, stream, dqkv, dbias, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials)?;
     ops.matmul.run(stream, &input_gradient(s.narrow, dqkv, get("c_attn.weight"), 3 * c))?;
-    norm(["ln_1.weight", "ln_1.bias"], x, a.ln1_stats)
+    norm(["ln_1.weight", "ln_1.bias"], "attn.c_proj.bias", x, a.ln1_stats)?;
+    weights("c_attn.weight", s.normed, dqkv, 3 * c)
+}
+
+/// Computes the gradients of the MLP's first weight and bias from `s.normed` and the gradient of GELU's input.
+fn fc_gradients(
+    ops: &Ops,
+    stream: &CudaStream,
+    s: &ScratchSlices,
+    dfc: AnySlice,
+    [weight, bias]: [Grad; 2],
+) -> Result<(), OpError> {
+    let n = bias.elements().len();
+    let product = weight_gradient(weight, s.normed, dfc, n);
+    let apart = |stream: &CudaStream| {
+        ops.matmul.run(stream, &product)?;
+        column_sums::sum_rows(&ops.kernels, stream, bias.into(), dfc, s.partials)
+    };
+    // Only what is written can be computed several times to compare.
+    if let Grad::Write(bias) = bias {
+        let fused = Product { epilogue: Epilogue::BiasGradient(bias), ..product };
+        if ops.matmul.is_faster(stream, &fused, apart)? {
+            return ops.matmul.run(stream, &fused);
+        }
+    }
+    apart(stream)
 }
 
 /// `y = epilogue(x w + add)`: w `[k, n]`, n the length of the epilogue's bias.
@@ -124,10 +146,13 @@ fn input_gradient(dx: AnySlice, dy: AnySlice, w: AnySlice, n: usize) -> Product 
     Product { left: Matrix::new(dy, n), right, out, add: None, epilogue: Epilogue::None }
 }
 
-/// `x^T dy`, added to `dw` or written to it: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
+/// `dw += x^T dy` or `dw = x^T dy`: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
 fn weight_gradient(dw: Grad, x: AnySlice, dy: AnySlice, n: usize) -> Product {
-    let out = Matrix::new(dw.elements(), n);
-    let add = matches!(dw, Grad::Add(_)).then_some(out);
-    let left = Matrix::new(x, dw.elements().len() / n.max(1)).t();
-    Product { left, right: Matrix::new(dy, n), out, add, epilogue: Epilogue::None }
+    let (out, adds) = match dw {
+        Grad::Add(sums) => (sums.erase(), true),
+        Grad::Write(grad) => (grad, false),
+    };
+    let (k, out) = (out.len() / n.max(1), Matrix::new(out, n));
+    let add = adds.then_some(out);
+    Product { left: Matrix::new(x, k).t(), right: Matrix::new(dy, n), out, add, epilogue: Epilogue::None }
 }

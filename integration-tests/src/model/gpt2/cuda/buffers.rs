@@ -6,7 +6,7 @@ use zero_alloc::{Pool, Purpose};
 
 use super::batch;
 use super::checkpoints::{Checkpoints, RING};
-use crate::cuda::{column_sums, cross_entropy, layer_norm, matmul};
+use crate::cuda::{attention, column_sums, cross_entropy, layer_norm, matmul};
 use crate::error::TrainError;
 use crate::model::config::GptConfig;
 use crate::model::gpt2::buffers::{Held, Layers};
@@ -109,7 +109,9 @@ impl Sizes {
         let (row, heads, width) = (tokens * c, tokens * config.n_head, f.max(3 * c));
         let wide = tokens * width;
         let logits = cross_entropy::stride_elems(config.vocab_size) * logits_rows.clamp(1, tokens);
-        let partials = layer_norm::workspace_elems(tokens, c).max(column_sums::workspace_elems(tokens, width));
+        let partials = layer_norm::workspace_elems(tokens, c)
+            .max(attention::workspace_elems(options.micro_batch, options.seq_len, 3 * c))
+            .max(column_sums::workspace_elems(tokens, f));
         let (again, rows) = (options.activation_checkpointing, config.n_layer + 1);
         let keeps_act = !again && !options.recompute_gelu;
         let fc = if keeps_act { 2 } else { 1 } * tokens * f;

@@ -8,9 +8,11 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use super::buffers::{HeadSlices, ScratchSlices};
 use super::{Flat, Ops};
+use crate::cuda::OpError;
 use crate::cuda::cross_entropy::{self, Scale};
+use crate::cuda::layer_norm::{self, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
-use crate::cuda::{OpError, layer_norm};
+use crate::error::TrainError;
 
 /// `h.out = ln_f(x)`.
 pub(super) fn forward(
@@ -80,11 +82,11 @@ pub(super) fn backward(
     p: &Flat<'_>,
     vocab: usize,
     loss_scale: DeviceSlice<f64>,
-) -> Result<(), OpError> {
+) -> Result<(), TrainError> {
     let kernels = &ops.kernels;
     let c = x.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
-    let (w, dw) = (p.params[read].slice(range.clone()), p.grads[read].slice(range).elements());
+    let (w, dw) = (p.params[read].slice(range.clone()), p.grads[read].slice(range).sums("GPT-2's head")?);
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
     let scale = Scale { loss_scale, tokens: targets.len() };
@@ -99,13 +101,13 @@ pub(super) fn backward(
         let (right, out_matrix) = (Matrix::new(w, c), Matrix::new(dout, c));
         let product = Product { left: dlogits, right, out: out_matrix, add: None, epilogue: Epilogue::None };
         ops.matmul.run(stream, &product)?;
-        let sum = Matrix::new(dw, c);
+        let sum = Matrix::new(dw.erase(), c);
         let (left, right) = (dlogits.t(), Matrix::new(out, c));
         let product = Product { left, right, out: sum, add: Some(sum), epilogue: Epilogue::None };
         ops.matmul.run(stream, &product)?;
     }
     ops.device.fill_zero(stream, s.dres)?;
-    let own = [p.grad(0, "ln_f.weight").into(), p.grad(0, "ln_f.bias").into()];
+    let sums = Sums { gain: p.grad(0, "ln_f.weight").into(), bias: p.grad(0, "ln_f.bias").into(), residual: None };
     let gain = p.get(0, "ln_f.weight");
-    layer_norm::backward(kernels, stream, s.dres, own, s.narrow, x, h.stats, gain, s.partials)
+    Ok(layer_norm::backward(kernels, stream, s.dres, sums, None, s.narrow, x, h.stats, gain, s.partials)?)
 }

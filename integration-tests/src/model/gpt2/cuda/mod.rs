@@ -12,8 +12,7 @@
 //! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
-//! Backward recomputes the outputs of layer norms, which costs a hundredth of a step and saves an eighth of the
-//! activations.
+//! The backward of a layer norm computes its output again, so that an eighth of the activations is not kept.
 //!
 //! A pass enqueues kernels and products without allocating. The host waits only for a batch's pinned memory, if the
 //! device is several micro-batches behind.
@@ -150,16 +149,12 @@ impl CudaGpt2 {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        if !writes_grad(self.passes.len(), pass) {
-            grads.iter().try_for_each(|grad| grad.sums("GPT-2's backward").map(drop))?;
-        }
         let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
-            let sums = |table| flat.grad(0, table).sums("the embedding's backward");
-            let tables = [sums("wte")?, sums("wpe")?];
+            let tables = [flat.sums(0, "wte")?, flat.sums(0, "wpe")?];
             embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();
@@ -181,13 +176,22 @@ impl CudaGpt2 {
             } else if self.options.recompute_gelu {
                 gelu::forward(&ops.kernels, stream, block.act, block.fc)?;
             }
-            block::backward(ops, stream, scratch, &block, input, &flat, eps)?;
+            block::backward(ops, stream, scratch, &block, input, &flat)?;
         }
         Ok(())
     }
 
     fn flat<'a>(&'a self, pass: usize, params: &'a [AnySlice]) -> Flat<'a> {
         Flat { units: &self.params, reads: &self.passes[pass].forward_reads, params, grads: &[] }
+    }
+}
+
+impl From<Grad> for SumOut {
+    fn from(grad: Grad) -> Self {
+        match grad {
+            Grad::Add(sums) => Self::Add(sums),
+            Grad::Write(grad) => Self::Write(grad),
+        }
     }
 }
 
@@ -211,6 +215,11 @@ impl Flat<'_> {
         self.grads[read].slice(self.units[self.reads[read]].range(part))
     }
 
+    /// The same, for the units of several passes.
+    fn sums(&self, read: usize, part: &str) -> Result<DeviceSlice<f32>, TrainError> {
+        self.grad(read, part).sums("GPT-2's embedding and head")
+    }
+
     /// The unit and range of the head's matrix `[vocab, c]`; if tied, the embedding's. If the flat parameter is
     /// long enough, the range is extended to `stride_elems(vocab)` rows, because products of round sizes are faster.
     /// The logits of the added rows are ignored and their gradient is 0. For GPT-2's 50257 tokens these are 47 rows
@@ -220,15 +229,6 @@ impl Flat<'_> {
         let own = self.units[self.reads[read]].range(part);
         let round = own.start..own.start + stride_elems(vocab) * c;
         (read, if round.end <= self.params[read].len() { round } else { own })
-    }
-}
-
-impl From<Grad> for SumOut {
-    fn from(grad: Grad) -> Self {
-        match grad {
-            Grad::Add(sums) => Self::Add(sums),
-            Grad::Write(out) => Self::Write(out),
-        }
     }
 }
 
