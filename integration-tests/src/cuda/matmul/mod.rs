@@ -277,7 +277,7 @@ impl Matmul {
     ///
     /// # Errors
     /// The matrices do not fit one another, the library has no algorithm, or the stream failed or did not end within
-    /// two minutes when the host waited for it.
+    /// ten minutes when the host waited for it.
     pub fn run(&self, stream: &CudaStream, product: &Product) -> Result<(), OpError> {
         let key = check(product)?;
         let mut plans = self.plans.lock();
@@ -377,6 +377,7 @@ impl Matmul {
         };
         // SAFETY: used on the stream of the block only, which frees it in order.
         let out = apart.as_ref().map_or(out, |block| unsafe { block.slice() });
+        out.check_device("matmul timing: the pool", self.device.id())?;
         let time = |index: usize| {
             let mut enqueued = Ok(());
             let enqueue = || {
