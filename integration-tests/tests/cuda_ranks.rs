@@ -4,7 +4,8 @@
 #[path = "common/place.rs"]
 mod place;
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -90,6 +91,38 @@ fn cuda_ranks_follow_the_host() {
                 assert_eq!(host["memory"][key], cuda["memory"][key], "stage {stage}");
             }
         }
+    }
+}
+
+/// The ranks of a machine choose the algorithms of matrix products together, and later runs use the same.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_keep_the_choices_of_products() {
+    let dir = temp();
+    let choices = dir.path().join("choices");
+    let files = || -> BTreeMap<PathBuf, String> {
+        let files = std::fs::read_dir(&choices).unwrap().map(|file| file.unwrap().path());
+        files.map(|path| (path.clone(), std::fs::read_to_string(path).unwrap())).collect()
+    };
+    let train = |more: &[&str]| {
+        let args = ["--device", "cuda", "--share-gpus", "--ranks", "2", "--stage", "3"];
+        let mut command = zero(dir.path(), &[&args[..], more].concat());
+        command.env("ZERO_MATMUL_CACHE", &choices).env_remove("ZERO_MATMUL_TIMING");
+        run(command)
+    };
+    train(&["--no-matmul-timing", "--metrics", "off"]);
+    assert!(!choices.exists());
+    let said = train(&["--metrics", "first"]);
+    assert!(!said.contains("measured anew") && !said.contains("cannot be kept"), "{said}");
+    let kept = files();
+    assert!(kept.len() > 5 && kept.values().all(|text| text.contains("\nchoice ")), "{kept:?}");
+    train(&["--metrics", "second"]);
+    assert_eq!(files(), kept);
+    let [off, first, second] = ["off", "first", "second"].map(|file| steps(dir.path(), file));
+    for ((off, first), second) in off.iter().zip(&first).zip(&second) {
+        assert_eq!((&first["loss"], &first["grad_norm"]), (&second["loss"], &second["grad_norm"]));
+        let (off, first) = (off["loss"].as_f64().unwrap(), first["loss"].as_f64().unwrap());
+        assert!((off - first).abs() <= 1e-4 * off.abs(), "{off} and {first}");
     }
 }
 

@@ -277,7 +277,7 @@ impl Matmul {
     ///
     /// # Errors
     /// The matrices do not fit one another, the library has no algorithm, or the stream failed or did not end within
-    /// two minutes when the host waited for it.
+    /// ten minutes when the host waited for it.
     pub fn run(&self, stream: &CudaStream, product: &Product) -> Result<(), OpError> {
         let key = check(product)?;
         let mut plans = self.plans.lock();
@@ -337,7 +337,9 @@ impl Matmul {
         };
         let Some(timing) = self.timing.as_ref().filter(|_| plan.candidates.len() > 1) else { return Ok(first) };
         let accept = |choice: &str| {
-            self.library.accept(&plan.description, &plan.layouts, from_hex(choice)?, self.workspace.len())
+            let data = from_hex(choice)?;
+            let proposed = plan.candidates.iter().find(|candidate| candidate.data == data).copied();
+            proposed.or_else(|| self.library.accept(&plan.description, &plan.layouts, data, self.workspace.len()))
         };
         let measure = || {
             let Some(times) = self.measure(timing, stream, product, plan)? else { return Ok(None) };
@@ -377,6 +379,7 @@ impl Matmul {
         };
         // SAFETY: used on the stream of the block only, which frees it in order.
         let out = apart.as_ref().map_or(out, |block| unsafe { block.slice() });
+        out.check_device("matmul timing: the pool", self.device.id())?;
         let time = |index: usize| {
             let mut enqueued = Ok(());
             let enqueue = || {
@@ -559,4 +562,54 @@ fn check(product: &Product) -> Result<Key, OpError> {
         adds: add.is_some(),
         epilogue: epilogue.code(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use zero_alloc::Pool;
+    use zero_alloc::device::Device;
+
+    use super::*;
+
+    #[test]
+    fn algorithm_is_kept_as_text() {
+        let data = [0, 1, u64::MAX, 3, 4, 5, 6, 0x0123_4567_89ab_cdef];
+        assert_eq!(from_hex(&to_hex(data)), Some(data));
+        assert_eq!(from_hex(&to_hex(data)[1..]), None);
+        assert_eq!(from_hex(&"x".repeat(128)), None);
+    }
+
+    #[test]
+    fn workspace_follows_the_largest_weight() {
+        assert_eq!(workspace_bytes(384 * 1536), 36 << 20);
+        assert_eq!([1, 768 * 3072, 1600 * 6400, u64::MAX].map(|n| workspace_bytes(n) >> 20), [32, 144, 256, 256]);
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn library_checks_kept_algorithms() {
+        let device = CudaDevice::open(0).unwrap();
+        let stream = device.create_stream("test").unwrap();
+        let pool = Pool::new(device.clone(), usize::MAX);
+        let block = |len, dtype| pool.allocate(len, dtype, Purpose::Workspace, &stream).unwrap();
+        let (workspace, x) = (block(1 << 20, DType::U8), block(64 * 64, DType::Bf16));
+        // SAFETY: the block lives to the end of the test, and nothing runs.
+        let x = Matrix::new(unsafe { x.slice() }, 64);
+        // SAFETY: as above.
+        let matmul = Matmul::new(&device, unsafe { workspace.slice() }).unwrap();
+        let product = Product { left: x, right: x, out: x, add: None, epilogue: Epilogue::None };
+        let (mut plans, key) = (matmul.plans.lock(), check(&product).unwrap());
+        let plan = matmul.plan(&mut plans, key, &product).unwrap();
+        let accept = |data, bytes| matmul.library.accept(&plan.description, &plan.layouts, data, bytes);
+        assert!(!plan.candidates.is_empty());
+        for candidate in &plan.candidates {
+            let bytes = candidate.workspace_bytes;
+            let accepted = accept(candidate.data, bytes).unwrap();
+            assert_eq!((accepted.data, accepted.workspace_bytes), (candidate.data, bytes));
+            assert!(bytes == 0 || accept(candidate.data, bytes - 1).is_none());
+        }
+        if device.name().contains("stand-in") {
+            assert!(accept([0; 8], 1 << 20).is_none());
+        }
+    }
 }

@@ -16,8 +16,9 @@ pub const TIMING_VARIABLE: &str = "ZERO_MATMUL_TIMING";
 /// The variable with the folder of choices.
 pub const FOLDER_VARIABLE: &str = "ZERO_MATMUL_CACHE";
 
-/// The limit of a wait for the device, or for another process that measures.
-pub(super) const LIMIT: Duration = Duration::from_secs(120);
+/// The limit of a wait for the device, or for another process that measures. The device may wait for ranks that still
+/// compile their kernels.
+pub(super) const LIMIT: Duration = Duration::from_secs(600);
 /// Times of each candidate that count. One more, before them, loads the kernels.
 const ROUNDS: usize = 4;
 /// After the first round only candidates within this factor of the fastest are measured again.
@@ -30,6 +31,8 @@ const SAME: f64 = 1.01;
 /// on by all processes, so that the bits of a product stay the same on a machine. Ranks on one machine share the
 /// folder and so the choices; ranks on different machines may choose differently, which changes bits, but no rank's
 /// copy of the parameters: gradients are summed after the products.
+///
+/// The files select machine code: keep the folder as safe from others as the program itself.
 ///
 /// Products that add to their result are measured on a temporary block of the pool, of the size of the result.
 #[derive(Debug)]
