@@ -11,7 +11,8 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::linear::{gemm, mat, mat_mut};
-use super::math;
+use super::transpose::transpose;
+use super::{math, with_scratch};
 
 const BLOCK: usize = 64;
 
@@ -40,6 +41,14 @@ impl Shape {
         [0, 1, 2].map(|i| all.subcols(i * c + h * self.d, self.d))
     }
 
+    /// Writes the query, key or value (`part` 0, 1, 2) of a head to `out` `[d, seq]`; task is `b * heads + h`. faer packs it
+    /// for every block of rows: fast only along its columns.
+    fn transposed(self, out: &mut [f32], qkv: &[f32], task: usize, part: usize) {
+        let c = self.heads * self.d;
+        let first = task / self.heads * self.seq * 3 * c + part * c + task % self.heads * self.d;
+        transpose(out, &qkv[first..], 3 * c, self.seq);
+    }
+
     /// Splits `[batch * seq, parts * heads * d]` into `[seq, d]` tiles. The tile of batch b, part i, head h has index
     /// `(b * parts + i) * heads + h`.
     fn tiles(self, data: &mut [f32], parts: usize) -> Vec<MatMut<'_, f32>> {
@@ -60,21 +69,30 @@ impl Shape {
 
 /// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass.
 pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], shape: Shape) {
-    let Shape { seq, heads, .. } = shape;
+    let Shape { seq, heads, d, .. } = shape;
     let tiles = shape.tiles(out, 1);
     (tiles, lse.par_chunks_mut(seq)).into_par_iter().enumerate().for_each(|(task, (mut out, lse))| {
-        let [q, k, v] = shape.qkv(qkv, task / heads, task % heads);
-        let mut probs = vec![0.0; BLOCK.min(seq) * seq];
-        for start in (0..seq).step_by(BLOCK) {
-            let rows = BLOCK.min(seq - start);
-            let cols = start + rows;
-            let probs = &mut probs[..rows * cols];
-            let q = q.subrows(start, rows);
-            gemm(mat_mut(probs, rows, cols), Accum::Replace, q, k.subrows(0, cols).transpose(), shape.scale());
-            softmax_rows(probs, &mut lse[start..cols], start);
-            let out = out.rb_mut().subrows_mut(start, rows);
-            gemm(out, Accum::Replace, mat(probs, rows, cols), v.subrows(0, cols), 1.0);
-        }
+        let [q, _, v] = shape.qkv(qkv, task / heads, task % heads);
+        with_scratch(seq * (d + BLOCK), |scratch| {
+            let (k, probs) = scratch.split_at_mut(seq * d);
+            shape.transposed(k, qkv, task, 1);
+            let k = mat(k, d, seq);
+            for start in (0..seq).step_by(BLOCK) {
+                let rows = BLOCK.min(seq - start);
+                let cols = start + rows;
+                let probs = &mut probs[..rows * cols];
+                gemm(
+                    mat_mut(probs, rows, cols),
+                    Accum::Replace,
+                    q.subrows(start, rows),
+                    k.subcols(0, cols),
+                    shape.scale(),
+                );
+                softmax_rows(probs, &mut lse[start..cols], start);
+                let out = out.rb_mut().subrows_mut(start, rows);
+                gemm(out, Accum::Replace, mat(probs, rows, cols), v.subrows(0, cols), 1.0);
+            }
+        });
     });
 }
 
@@ -87,33 +105,43 @@ pub fn backward(dqkv: &mut [f32], dout: &[f32], qkv: &[f32], out: &[f32], lse: &
         let (b, h) = (task / heads, task % heads);
         let mut take = |part: usize| tiles[(b * 3 + part) * heads + h].take();
         if let (Some(dq), Some(dk), Some(dv)) = (take(0), take(1), take(2)) {
-            tasks.push((b, h, dq, dk, dv));
+            tasks.push((task, dq, dk, dv));
         }
     }
-    let whole = |x| mat(x, batch * seq, heads * d);
-    tasks.into_par_iter().for_each(|(b, h, mut dq, mut dk, mut dv)| {
-        let [q, k, v] = shape.qkv(qkv, b, h);
-        let [out, dout] = [out, dout].map(|x| whole(x).subrows(b * seq, seq).subcols(h * d, d));
-        let lse = &lse[(b * heads + h) * seq..][..seq];
-        let mut probs = vec![0.0; BLOCK.min(seq) * seq];
-        let mut dprobs = probs.clone();
+    tasks.into_par_iter().for_each(|(task, mut dq, mut dk, mut dv)| {
+        let (b, h) = (task / heads, task % heads);
+        let [q, k, _] = shape.qkv(qkv, b, h);
+        let (all_dout, dout) = (dout, mat(dout, batch * seq, heads * d).subrows(b * seq, seq).subcols(h * d, d));
+        let lse = &lse[task * seq..][..seq];
         dk.fill(0.0);
         dv.fill(0.0);
-        for start in (0..seq).step_by(BLOCK) {
-            let rows = BLOCK.min(seq - start);
-            let cols = start + rows;
-            let (probs, dprobs) = (&mut probs[..rows * cols], &mut dprobs[..rows * cols]);
-            let [q, out, dout] = [q, out, dout].map(|x| x.subrows(start, rows));
-            let [k, v] = [k, v].map(|x| x.subrows(0, cols));
-            gemm(mat_mut(probs, rows, cols), Accum::Replace, q, k.transpose(), shape.scale());
-            gemm(mat_mut(dprobs, rows, cols), Accum::Replace, dout, v.transpose(), 1.0);
-            let deltas: Vec<f32> = (0..rows).map(|i| (0..d).map(|j| out[(i, j)] * dout[(i, j)]).sum()).collect();
-            softmax_backward_rows(probs, dprobs, &lse[start..cols], &deltas, start, shape.scale());
-            let (probs, dprobs) = (mat(probs, rows, cols), mat(dprobs, rows, cols));
-            gemm(dq.rb_mut().subrows_mut(start, rows), Accum::Replace, dprobs, k, 1.0);
-            gemm(dk.rb_mut().subrows_mut(0, cols), Accum::Add, dprobs.transpose(), q, 1.0);
-            gemm(dv.rb_mut().subrows_mut(0, cols), Accum::Add, probs.transpose(), dout, 1.0);
-        }
+        with_scratch(seq * (2 * d + 3 * BLOCK), |scratch| {
+            let (kt, scratch) = scratch.split_at_mut(seq * d);
+            let (vt, scratch) = scratch.split_at_mut(seq * d);
+            let (probs, scratch) = scratch.split_at_mut(seq * BLOCK);
+            let (dprobs, turned) = scratch.split_at_mut(seq * BLOCK);
+            shape.transposed(kt, qkv, task, 1);
+            shape.transposed(vt, qkv, task, 2);
+            let (kt, vt) = (mat(kt, d, seq), mat(vt, d, seq));
+            for start in (0..seq).step_by(BLOCK) {
+                let rows = BLOCK.min(seq - start);
+                let cols = start + rows;
+                let [probs, dprobs, turned] =
+                    [&mut *probs, &mut *dprobs, &mut *turned].map(|x| &mut x[..rows * cols]);
+                let [q, dout] = [q, dout].map(|x| x.subrows(start, rows));
+                gemm(mat_mut(probs, rows, cols), Accum::Replace, q, kt.subcols(0, cols), shape.scale());
+                gemm(mat_mut(dprobs, rows, cols), Accum::Replace, dout, vt.subcols(0, cols), 1.0);
+                let first = ((b * seq + start) * heads + h) * d;
+                let outputs = [&out[first..], &all_dout[first..]];
+                softmax_backward_rows(probs, dprobs, &lse[start..cols], outputs, shape, start);
+                let dq = dq.rb_mut().subrows_mut(start, rows);
+                gemm(dq, Accum::Replace, mat(dprobs, rows, cols), k.subrows(0, cols), shape.scale());
+                transpose(turned, dprobs, cols, rows);
+                gemm(dk.rb_mut().subrows_mut(0, cols), Accum::Add, mat(turned, cols, rows), q, shape.scale());
+                transpose(turned, probs, cols, rows);
+                gemm(dv.rb_mut().subrows_mut(0, cols), Accum::Add, mat(turned, cols, rows), dout, 1.0);
+            }
+        });
     });
 }
 
@@ -124,10 +152,7 @@ fn softmax_rows(scores: &mut [f32], lse: &mut [f32], start: usize) {
     for (i, (row, lse)) in scores.chunks_exact_mut(cols).zip(lse).enumerate() {
         let (seen, hidden) = row.split_at_mut(start + i + 1);
         let max = math::max(seen);
-        for x in seen.iter_mut() {
-            *x = math::exp(*x - max);
-        }
-        let sum = math::sum_by(seen.len(), |j| seen[j]);
+        let sum = math::exp_and_sum(seen, max);
         let factor = 1.0 / sum;
         for x in seen.iter_mut() {
             *x *= factor;
@@ -137,17 +162,26 @@ fn softmax_rows(scores: &mut [f32], lse: &mut [f32], start: usize) {
     }
 }
 
-/// Converts scores to probabilities with their log-sum-exp, and `dp` to the gradient of the scores before scaling:
-/// ds = p (dp - delta) scale.
+/// Converts scores to probabilities with their log-sum-exp, and `dp` to the gradient of the scaled scores:
+/// ds = p (dp - delta), delta the product of a row of the output and of its gradient; `outputs`, the whole tensors from the first row's element on.
 #[multiversion(targets = "simd")]
-fn softmax_backward_rows(p: &mut [f32], dp: &mut [f32], lse: &[f32], deltas: &[f32], start: usize, scale: f32) {
+fn softmax_backward_rows(
+    p: &mut [f32],
+    dp: &mut [f32],
+    lse: &[f32],
+    outputs: [&[f32]; 2],
+    shape: Shape,
+    start: usize,
+) {
     let cols = p.len() / lse.len();
-    let rows = p.chunks_exact_mut(cols).zip(dp.chunks_exact_mut(cols)).zip(lse.iter().zip(deltas));
-    for (i, ((p, dp), (&lse, &delta))) in rows.enumerate() {
+    let rows = p.chunks_exact_mut(cols).zip(dp.chunks_exact_mut(cols)).zip(lse);
+    for (i, ((p, dp), &lse)) in rows.enumerate() {
+        let [out, dout] = outputs.map(|x| &x[i * shape.heads * shape.d..][..shape.d]);
+        let delta = math::sum_of([out, dout], |[out, dout]| out * dout);
         let seen = start + i + 1;
         for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
             *p = math::exp(*p - lse);
-            *dp = *p * (*dp - delta) * scale;
+            *dp = *p * (*dp - delta);
         }
         p[seen..].fill(0.0);
         dp[seen..].fill(0.0);

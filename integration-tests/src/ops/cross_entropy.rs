@@ -40,10 +40,7 @@ fn losses_of(logits: &mut [f32], targets: &[u32], vocab: usize) -> f64 {
 fn exponentials(row: &mut [f32], target: u32) -> (f64, f32) {
     let max = math::max(row);
     let at_target = row[target as usize];
-    for x in row.iter_mut() {
-        *x = math::exp(*x - max);
-    }
-    let sum = math::sum_by(row.len(), |i| row[i]);
+    let sum = math::exp_and_sum(row, max);
     (f64::from(sum).ln() + f64::from(max) - f64::from(at_target), sum)
 }
 

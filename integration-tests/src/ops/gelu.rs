@@ -7,12 +7,18 @@ use rayon::prelude::*;
 use super::{math, rows_per_thread};
 
 const TWO_SQRT_2_OVER_PI: f32 = std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::SQRT_2;
-const CUBIC: f32 = 0.044_715;
+const CUBIC: f32 = TWO_SQRT_2_OVER_PI * 0.044_715;
 
-/// `y = gelu(x)`, elementwise.
-pub fn forward(y: &mut [f32], x: &[f32]) {
-    let n = rows_per_thread(y.len());
-    (y.par_chunks_mut(n), x.par_chunks(n)).into_par_iter().for_each(|(y, x)| forward_chunk(y, x));
+/// e^(-2u)
+#[inline(always)]
+fn exp_minus_2u(x: f32) -> f32 {
+    math::exp(x * (x * x).mul_add(-CUBIC, -TWO_SQRT_2_OVER_PI))
+}
+
+/// `x += bias` and `y = gelu(x)`: x and y `[rows, n]`, bias `[n]`.
+pub fn forward(y: &mut [f32], x: &mut [f32], bias: &[f32]) {
+    let n = rows_per_thread(y.len() / bias.len()) * bias.len();
+    (y.par_chunks_mut(n), x.par_chunks_mut(n)).into_par_iter().for_each(|(y, x)| forward_rows(y, x, bias));
 }
 
 /// `dy *= gelu'(x)`, elementwise: on return `dy` is the gradient of x.
@@ -21,23 +27,21 @@ pub fn backward(dy: &mut [f32], x: &[f32]) {
     (dy.par_chunks_mut(n), x.par_chunks(n)).into_par_iter().for_each(|(dy, x)| backward_chunk(dy, x));
 }
 
-#[inline(always)]
-fn sigmoid(z: f32) -> f32 {
-    1.0 / (1.0 + math::exp(-z))
-}
-
 #[multiversion(targets = "simd")]
-fn forward_chunk(y: &mut [f32], x: &[f32]) {
-    for (y, &x) in y.iter_mut().zip(x) {
-        *y = x * sigmoid(TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
+fn forward_rows(y: &mut [f32], x: &mut [f32], bias: &[f32]) {
+    for (y, x) in y.chunks_exact_mut(bias.len()).zip(x.chunks_exact_mut(bias.len())) {
+        for ((y, x), &b) in y.iter_mut().zip(x).zip(bias) {
+            *x += b;
+            *y = *x / (1.0 + exp_minus_2u(*x));
+        }
     }
 }
 
 #[multiversion(targets = "simd")]
 fn backward_chunk(dy: &mut [f32], x: &[f32]) {
     for (dy, &x) in dy.iter_mut().zip(x) {
-        let s = sigmoid(TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
-        let slope = TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x);
-        *dy *= s + x * s * (1.0 - s) * slope;
+        let s = 1.0 / (1.0 + exp_minus_2u(x));
+        let slope = (x * x).mul_add(3.0 * CUBIC, TWO_SQRT_2_OVER_PI);
+        *dy *= (x * slope).mul_add(s * (1.0 - s), s);
     }
 }

@@ -48,13 +48,14 @@ pub fn backward(
 #[multiversion(targets = "simd")]
 fn forward_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], gain: &[f32], bias: &[f32], eps: f32) {
     let n = gain.len();
+    let bias = &bias[..n];
     for ((y, stats), x) in y.chunks_exact_mut(n).zip(stats.chunks_exact_mut(2)).zip(x.chunks_exact(n)) {
-        let mean = math::sum_by(n, |i| x[i]) / n as f32;
-        let var = math::sum_by(n, |i| (x[i] - mean) * (x[i] - mean)) / n as f32;
+        let mean = math::sum_of([x], |[x]| x) / n as f32;
+        let var = math::sum_of([x], |[x]| (x - mean) * (x - mean)) / n as f32;
         let rstd = 1.0 / (var + eps).sqrt();
         stats.copy_from_slice(&[mean, rstd]);
         for i in 0..n {
-            y[i] = (x[i] - mean) * rstd * gain[i] + bias[i];
+            y[i] = ((x[i] - mean) * rstd).mul_add(gain[i], bias[i]);
         }
     }
 }
@@ -64,11 +65,12 @@ fn forward_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], gain: &[f32], bias:
 fn backward_rows(dx: &mut [f32], part: &mut [f32], dy: &[f32], x: &[f32], stats: &[f32], gain: &[f32]) {
     let n = gain.len();
     let (dgain, dbias) = part.split_at_mut(n);
+    let dbias = &mut dbias[..n];
     let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n)).zip(stats.chunks_exact(2));
     for (((dx, dy), x), stats) in rows {
         let (mean, rstd) = (stats[0], stats[1]);
-        let mean_g = math::sum_by(n, |i| dy[i] * gain[i]) / n as f32;
-        let mean_gh = math::sum_by(n, |i| dy[i] * gain[i] * ((x[i] - mean) * rstd)) / n as f32;
+        let mean_g = math::sum_of([dy, gain], |[dy, gain]| dy * gain) / n as f32;
+        let mean_gh = math::sum_of([dy, gain, x], |[dy, gain, x]| dy * gain * ((x - mean) * rstd)) / n as f32;
         for i in 0..n {
             let h = (x[i] - mean) * rstd;
             dx[i] += rstd * (dy[i] * gain[i] - mean_g - h * mean_gh);

@@ -13,7 +13,9 @@ pub mod linear;
 mod math;
 #[cfg(test)]
 mod tests;
+mod transpose;
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 /// The threads of one rank.
@@ -39,4 +41,18 @@ impl Threads {
 /// Rows per thread if `rows` rows are split evenly over the threads of the current pool.
 pub(crate) fn rows_per_thread(rows: usize) -> usize {
     rows.div_ceil(rayon::current_num_threads()).max(1)
+}
+
+/// Calls `work` with `len` elements of the calling thread's scratch memory, which has any values. It stays allocated.
+fn with_scratch<R>(len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
+    thread_local! {
+        static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    }
+    let mut scratch = SCRATCH.take();
+    if scratch.len() < len {
+        scratch = vec![0.0; len];
+    }
+    let result = work(&mut scratch[..len]);
+    SCRATCH.set(scratch);
+    result
 }

@@ -193,8 +193,8 @@ proptest! {
             linear::forward(&mut y, &x, &w, &bias);
             let want: Vec<_> = product.iter().enumerate().map(|(i, &v)| v + bias[i % n].into()).collect();
             check(&y, &want, "forward");
-            let mut residual = dy.clone();
-            linear::forward_residual(&mut residual, &x, &w, &bias);
+            let mut residual = vec![f32::NAN; m * n];
+            linear::forward_residual(&mut residual, &dy, &x, &w, &bias);
             let sums = matmul_onto(&dy, &x64, &w64, k, n).into_iter().enumerate();
             check(&residual, &sums.map(|(i, v)| v + bias[i % n].into()).collect::<Vec<_>>(), "residual");
 
@@ -244,12 +244,14 @@ proptest! {
     }
 
     #[test]
-    fn gelus(n in 1usize..200, threads in 1usize..4, seed in any::<u64>()) {
-        let x: Vec<f32> = values(n, seed).iter().map(|v| v * 6.0).collect();
-        let dy = values(n, seed ^ 1);
+    fn gelus(m in 1usize..4, n in 1usize..100, threads in 1usize..4, seed in any::<u64>()) {
+        let (mut x, bias): (Vec<f32>, _) = (values(m * n, seed).iter().map(|v| v * 6.0).collect(), values(n, seed ^ 2));
+        let dy = values(m * n, seed ^ 1);
         on(threads, || {
-            let mut y = vec![f32::NAN; n];
-            gelu::forward(&mut y, &x);
+            let sums: Vec<f32> = x.iter().enumerate().map(|(i, x)| x + bias[i % n]).collect();
+            let mut y = vec![f32::NAN; m * n];
+            gelu::forward(&mut y, &mut x, &bias);
+            assert_eq!(x, sums);
             let mut dx = dy.clone();
             gelu::backward(&mut dx, &x);
             let one = Bounded::from(1.0);

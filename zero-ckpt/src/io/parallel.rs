@@ -1,6 +1,6 @@
 //! Parallel, page-aligned transfer between memory and files, with a checksum per block.
 //!
-//! Buffers of this module: each thread owns one [`PageBuffer`] of at most [`CHUNK_BYTES`] for the duration of a call;
+//! Buffers of this module: each thread owns one [`PageBuffer`] of at most [`WRITE_BYTES`] for the duration of a call;
 //! no other buffer is allocated, for any size of the state. A page-aligned source is written without a copy.
 
 use std::fs::File;
@@ -18,8 +18,12 @@ use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 /// Threads of one transfer.
 const THREADS: u64 = 4;
 
-/// Bytes that a thread transfers at a time; a multiple of [`BLOCK_BYTES`].
-const CHUNK_BYTES: u64 = 4 << 20;
+/// Bytes that a thread writes at a time; a multiple of [`BLOCK_BYTES`].
+const WRITE_BYTES: u64 = 4 << 20;
+
+/// Bytes that a thread reads at a time; a multiple of [`BLOCK_BYTES`]. The fresh pages of larger buffers cost more than
+/// their fewer requests save.
+const READ_BYTES: u64 = 1 << 20;
 
 /// The number of threads for a transfer of `bytes`.
 pub(crate) fn threads_for(bytes: u64) -> usize {
@@ -92,13 +96,13 @@ impl Source for Slices<'_> {
 pub(crate) fn write(file: &File, offset: u64, source: &dyn Source) -> io::Result<Vec<u64>> {
     let len = source.len();
     let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES)).map(|_| AtomicU64::new(0)).collect();
-    in_parallel(chunks(0..len), threads_for(len), |range, buffer| {
+    in_parallel(chunks(0..len, WRITE_BYTES), threads_for(len), |range, buffer| {
         let n = (range.end - range.start) as usize;
         let aligned = |b: &&[u8]| b.as_ptr().addr().is_multiple_of(PAGE_BYTES) && n.is_multiple_of(PAGE_BYTES);
         let bytes = match source.contiguous(&range).filter(aligned) {
             Some(bytes) => bytes,
             None => {
-                let whole = buffer.get_or_insert_with(|| PageBuffer::new(CHUNK_BYTES.min(len) as usize)).whole();
+                let whole = buffer.get_or_insert_with(|| PageBuffer::new(WRITE_BYTES.min(len) as usize)).whole();
                 source.fill(range.start, &mut whole[..n])?;
                 let padded = n.next_multiple_of(PAGE_BYTES);
                 whole[n..padded].fill(0);
@@ -147,11 +151,15 @@ fn disable_direct(file: &File) -> bool {
         .is_ok_and(|flags| flags.intersects(DIRECT) && rustix::fs::fcntl_setfl(file, flags - DIRECT).is_ok())
 }
 
-/// Splits a range at multiples of [`CHUNK_BYTES`], so that no block is read twice.
-pub(crate) fn chunks(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+/// Splits a range to read at multiples of [`READ_BYTES`], so that no block is read twice.
+pub(crate) fn chunks_to_read(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    chunks(range, READ_BYTES)
+}
+
+fn chunks(range: Range<u64>, chunk_bytes: u64) -> impl Iterator<Item = Range<u64>> {
     let mut at = range.start;
     std::iter::from_fn(move || {
-        let end = range.end.min((at / CHUNK_BYTES + 1) * CHUNK_BYTES);
+        let end = range.end.min((at / chunk_bytes + 1) * chunk_bytes);
         (at < range.end).then(|| std::mem::replace(&mut at, end)..end)
     })
 }
@@ -212,9 +220,9 @@ mod tests {
 
     #[test]
     fn chunks_are_aligned_and_cover_the_range() {
-        let found: Vec<_> = chunks(5..2 * CHUNK_BYTES + 1).collect();
-        assert_eq!(found, [5..CHUNK_BYTES, CHUNK_BYTES..2 * CHUNK_BYTES, 2 * CHUNK_BYTES..2 * CHUNK_BYTES + 1]);
-        assert_eq!(chunks(7..7).count(), 0);
+        let found: Vec<_> = chunks_to_read(5..2 * READ_BYTES + 1).collect();
+        assert_eq!(found, [5..READ_BYTES, READ_BYTES..2 * READ_BYTES, 2 * READ_BYTES..2 * READ_BYTES + 1]);
+        assert_eq!(chunks_to_read(7..7).count(), 0);
     }
 
     #[test]

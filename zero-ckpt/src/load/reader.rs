@@ -16,7 +16,7 @@ use crate::format::manifest::{DocumentRecord, MANIFEST_NAME, Manifest};
 use crate::format::tensor_folder::check_range;
 use crate::io::counts;
 use crate::io::dir::Dir;
-use crate::io::parallel::{chunks, in_parallel, threads_for};
+use crate::io::parallel::{chunks_to_read, in_parallel, threads_for};
 use crate::load::shard_file::{ShardFile, open_checked};
 use crate::{CkptError, ModelSpec, StateDtype, View};
 
@@ -208,8 +208,12 @@ impl Reader {
         in_parallel(reads.into_iter().flat_map(Read::chunks), threads, |(range, read), buffer| {
             let shard = self.file(read.file)?;
             let file = shard.open_state(&self.dir, !short, || self.may_keep())?;
-            read.dtype.widen(shard.read(&file, &range, buffer)?, read.out);
-            Ok(())
+            let mut rest = read.out;
+            shard.read(&file, &range, buffer, |bytes| {
+                let (out, later) = std::mem::take(&mut rest).split_at_mut(bytes.len() / read.dtype.bytes() as usize);
+                read.dtype.widen(bytes, out);
+                rest = later;
+            })
         })
     }
 
@@ -266,7 +270,7 @@ impl<'o> Read<'o> {
         let Self { file, start, dtype, out } = self;
         let end = start + out.len() as u64 * dtype.bytes();
         let mut rest = out;
-        chunks(start..end).map(move |range| {
+        chunks_to_read(start..end).map(move |range| {
             let n = (range.end - range.start) / dtype.bytes();
             let (out, later) = std::mem::take(&mut rest).split_at_mut(n as usize);
             rest = later;

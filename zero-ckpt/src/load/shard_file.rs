@@ -12,7 +12,7 @@ use crate::format::manifest::Manifest;
 use crate::io::counts;
 use crate::io::dir::Dir;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
-use crate::io::parallel::{chunks, in_parallel, read_at, threads_for};
+use crate::io::parallel::{chunks_to_read, in_parallel, read_at, threads_for};
 
 /// The front of a shard file, checked against the manifest.
 #[derive(Debug)]
@@ -86,14 +86,16 @@ impl ShardFile {
         self.kept = Default::default();
     }
 
-    /// Reads the blocks that hold `range` of the state into `buffer`, verifies them, and returns the bytes of the
-    /// range. The range must be within the state and not empty; a buffer that is too small is replaced.
-    pub(crate) fn read<'b>(
+    /// Reads the blocks that hold `range` of the state into `buffer`. Verifies one after the other, and passes its bytes
+    /// of the range to `verified` while they are in cache. The range must be within the state and not empty; a buffer
+    /// that is too small is replaced.
+    pub(crate) fn read(
         &self,
         file: &File,
         range: &Range<u64>,
-        buffer: &'b mut Option<PageBuffer>,
-    ) -> Result<&'b [u8], CkptError> {
+        buffer: &mut Option<PageBuffer>,
+        mut verified: impl FnMut(&[u8]),
+    ) -> Result<(), CkptError> {
         let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
         let end = range.end.next_multiple_of(BLOCK_BYTES).min(self.layout.state_bytes());
         let n = (end - start) as usize;
@@ -110,14 +112,18 @@ impl ShardFile {
                 let range = self.state_start + at..self.state_start + at + bytes.len() as u64;
                 return Err(CkptError::Corrupt { path: self.path.clone(), range, expected, got });
             }
+            let (first, last) = (range.start.saturating_sub(at), bytes.len().min((range.end - at) as usize));
+            verified(&bytes[first as usize..last]);
         }
-        Ok(&buffer[(range.start - start) as usize..(range.end - start) as usize])
+        Ok(())
     }
 
     /// Reads and verifies all of the state.
     pub(crate) fn verify(&self, dir: &Dir) -> Result<(), CkptError> {
         let (file, bytes) = (self.open_state(dir, true, || false)?, self.layout.state_bytes());
-        in_parallel(chunks(0..bytes), threads_for(bytes), |range, buffer| self.read(&file, &range, buffer).map(drop))
+        in_parallel(chunks_to_read(0..bytes), threads_for(bytes), |range, buffer| {
+            self.read(&file, &range, buffer, |_| {})
+        })
     }
 }
 

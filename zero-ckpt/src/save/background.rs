@@ -25,8 +25,14 @@ use super::assemble::check_pieces;
 use crate::format::blocks::{FileLayout, file_order, shard_pieces};
 use crate::format::runs::runs;
 use crate::io::page_buffer::PageBuffer;
-use crate::io::parallel::Slices;
+use crate::io::parallel::{Slices, Source as _, in_parallel};
 use crate::{CkptError, Exchange, SaveMeta, ShardData, StateSpec, Store};
+
+/// Bytes that a thread of [`BackgroundStore::begin_copy`] copies at a time.
+const COPY_BYTES: usize = 32 << 20;
+
+/// Threads of a copy.
+const MAX_COPY_THREADS: usize = 4;
 
 /// Waits until the copies into the staging buffer are complete; called on the save thread. It is a no-op for host
 /// memory and waits for an event for a device.
@@ -153,9 +159,17 @@ impl BackgroundStore {
             if !same {
                 return Err("the shard has other states, another layout or another rank than the store".into());
             }
-            for (slice, part) in slices.into_iter().zip(shard.source().parts()) {
-                slice.bytes.copy_from_slice(part);
-            }
+            let source = shard.source();
+            let pieces = slices
+                .into_iter()
+                .zip(source.parts())
+                .flat_map(|(slice, &part)| slice.bytes.chunks_mut(COPY_BYTES).zip(part.chunks(COPY_BYTES)));
+            // One core does not reach the memory's bandwidth.
+            let threads = (source.len() as usize).div_ceil(COPY_BYTES).min(MAX_COPY_THREADS);
+            in_parallel(pieces, threads, |(to, from), _| {
+                to.copy_from_slice(from);
+                Ok::<_, String>(())
+            })?;
             Ok(Box::new(|| Ok(())))
         })
     }

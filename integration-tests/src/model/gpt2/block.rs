@@ -10,17 +10,16 @@ pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], p: &Flat<'_>, shape: att
     layer_norm::forward(a.ln1, a.ln1_stats, x, get("ln_1.weight"), get("ln_1.bias"), eps);
     linear::forward(a.qkv, a.ln1, get("c_attn.weight"), get("c_attn.bias"));
     attention::forward(a.attended, a.lse, a.qkv, shape);
-    a.mid.copy_from_slice(x);
-    linear::forward_residual(a.mid, a.attended, get("attn.c_proj.weight"), get("attn.c_proj.bias"));
+    linear::forward_residual(a.mid, x, a.attended, get("attn.c_proj.weight"), get("attn.c_proj.bias"));
     layer_norm::forward(a.ln2, a.ln2_stats, a.mid, get("ln_2.weight"), get("ln_2.bias"), eps);
-    linear::forward(a.fc, a.ln2, get("c_fc.weight"), get("c_fc.bias"));
-    gelu::forward(a.act, a.fc);
+    let bias = get("c_fc.bias");
+    linear::product(a.fc, a.ln2, get("c_fc.weight"), bias.len());
+    gelu::forward(a.act, a.fc, bias);
 }
 
 /// Computes the block's output `[M, C]`.
 pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, p: &Flat<'_>) {
-    out.copy_from_slice(a.mid);
-    linear::forward_residual(out, a.act, p.get(0, "mlp.c_proj.weight"), p.get(0, "mlp.c_proj.bias"));
+    linear::forward_residual(out, a.mid, a.act, p.get(0, "mlp.c_proj.weight"), p.get(0, "mlp.c_proj.bias"));
 }
 
 /// Computes the block's backward and adds to `grad`, the unit's gradient. `s.dres` is the gradient of the output on
