@@ -12,7 +12,7 @@ const LANES: usize = 16;
 pub(super) fn exp(x: f32) -> f32 {
     // 1.5 * 2^23 + 127: a sum with it is rounded to an integer, whose low bits are k + 127.
     const ROUND: f32 = 12_583_039.0;
-    const LN2_HIGH: f32 = 0.693_147_2;
+    const LN2_HIGH: f32 = std::f32::consts::LN_2;
     const LN2_LOW: f32 = -1.904_654_3e-9;
     // A NaN stays a NaN.
     let x = x.clamp(-88.0, 89.0);

@@ -33,7 +33,7 @@ pub(super) struct Ranges {
 
 impl Ranges {
     /// At most [`RANGES`] slices, each with its `first`.
-    fn new(slices: impl IntoIterator<Item = (AnySlice, u64)>) -> Param {
+    fn param(slices: impl IntoIterator<Item = (AnySlice, u64)>) -> Param {
         let mut ranges = Self { count: 0, of: [Range::default(); RANGES] };
         for (to, (slice, first)) in ranges.of.iter_mut().zip(slices) {
             *to = Range { address: slice.as_ptr() as u64, len: slice.len() as u64, first };
@@ -205,7 +205,7 @@ pub(super) fn pack(
         let until = runs.get(nth + 1).map_or(u64::MAX, |next| next[0].1 as u64);
         let src = run.first().map_or(Ok(0), |(part, _)| index("pack: part", part.dtype()))?;
         let segments = PackSegments { start, len, stride, count, from, until };
-        let ranges = Ranges::new(run.iter().map(|&(part, at)| (part, at as u64)));
+        let ranges = Ranges::param(run.iter().map(|&(part, at)| (part, at as u64)));
         let params = vec![ranges, dst.into(), Param::Segments(segments)];
         Ok(Launch { source: "pack.cu", entry: names[src][to], blocks, threads: THREADS, params })
     };
@@ -249,7 +249,7 @@ pub(super) fn grad_stats(
     let stages = |run: &[AnySlice]| {
         let entry = entries!("grad_stats_chunks")[index("grad_stats: grad", run[0].dtype())?];
         let mut chunks = 0;
-        let ranges = Ranges::new(run.iter().map(|&grad| {
+        let ranges = Ranges::param(run.iter().map(|&grad| {
             let first = chunks;
             // 0 is unreachable: the check above requires `usize::MAX` elements of scratch.
             chunks += stats_chunks([grad.len()]).unwrap_or(0);
@@ -436,7 +436,7 @@ mod tests {
         // 3 chunks: 24 bytes of sums, 12 of counts.
         assert_eq!(scratch.len(), 5);
         let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 24));
-        let ranges = Ranges::new([(grad.erase(), 0)]);
+        let ranges = Ranges::param([(grad.erase(), 0)]);
         assert_eq!((chunks.blocks, &chunks.params), (3, &vec![ranges.clone(), sums.clone(), counts.clone()]));
         assert_eq!(combine.params, [ranges, sums, counts, Param::Address(0x100)]);
         let short = grad_stats(DeviceId::HOST, &grads, scratch.slice(0..4), at(0x100, 1)).unwrap_err();

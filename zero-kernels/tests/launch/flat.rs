@@ -167,7 +167,7 @@ pub fn pack_of_many_parts<D: Device>(rig: &Rig<D>) {
     let values = values::<f32>(2 * count, 12, true);
     let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
     let (wide, narrow) = (rig.buffer(&values, 1), rig.buffer(&halves, 0));
-    let is_wide = |i: usize| i < 140 || i % 50 == 0;
+    let is_wide = |i: usize| i < 140 || i.is_multiple_of(50);
     let slice = |i: usize| if is_wide(i) { wide.any() } else { narrow.any() }.slice(2 * i..2 * i + 2);
     // Two elements of every three.
     let parts: Vec<_> = (0..count).map(|i| (slice(i), 3 * i + 1)).collect();

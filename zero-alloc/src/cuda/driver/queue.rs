@@ -300,12 +300,13 @@ mod tests {
     fn cuda_urgent_streams_have_the_greatest_priority() {
         // SAFETY: loading runs the library's initialisers; the name is the driver's.
         let library = unsafe { libloading::Library::new("libcuda.so.1") }.expect("a driver");
-        // SAFETY: the driver's functions have these types.
-        let (priority, range) = unsafe {
-            (
-                library.get::<unsafe extern "C" fn(sys::CUstream, *mut c_int) -> c_int>(b"cuStreamGetPriority"),
-                library.get::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(b"cuCtxGetStreamPriorityRange"),
-            )
+        // SAFETY: the driver's function has this type.
+        let priority = unsafe {
+            library.get::<unsafe extern "C" fn(sys::CUstream, *mut c_int) -> c_int>(b"cuStreamGetPriority")
+        };
+        // SAFETY: the driver's function has this type.
+        let range = unsafe {
+            library.get::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(b"cuCtxGetStreamPriorityRange")
         };
         let (priority, range) = (priority.expect("found"), range.expect("found"));
         let context = Arc::new(Context::primary(0).expect("a device"));

@@ -26,7 +26,7 @@ const EQ: u32 = 1;
 
 /// Values are aligned, and in memory that the device can access.
 fn check_value(address: u64) -> Outcome {
-    if address % 8 != 0 || !space::now().holds(address, 8) {
+    if !address.is_multiple_of(8) || !space::now().holds(address, 8) {
         say!("a 64-bit value at {address:#x}, which is not aligned or not live memory");
         return Err(Failure::InvalidValue);
     }
