@@ -193,7 +193,7 @@ impl<D: Device> fmt::Debug for Buckets<D> {
 
 impl<D: Device> Buckets<D> {
     /// Allocates the buckets; later operations allocate no device memory. `compute` is the first producer's stream,
-    /// `comm_stream` that of the collectives.
+    /// `comm_stream` that of the collectives ([`Device::create_urgent_stream`]).
     ///
     /// # Errors
     /// No buckets, less than one element per rank, or the allocation failed.
