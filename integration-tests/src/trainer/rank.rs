@@ -72,11 +72,12 @@ impl Settings {
         if self.grad_accum_steps > 1 { DType::F32 } else { self.dtype }
     }
 
-    /// Gradient buckets of a rank. One rank needs none: it stores its gradients without them, unless they are rounded to the
-    /// dtype of communication and then summed in fp32 on the device.
+    /// Gradient buckets of a rank. One rank needs none: it stores its gradients without them, unless each micro-batch's are
+    /// rounded to the dtype of communication and then summed in fp32 on the device.
     pub fn buckets(&self, ranks: usize, on_host: bool) -> usize {
         let sums_leave = self.offload.updates_on_host() && (!on_host || self.offload.grads_on_file().is_some());
-        if ranks == 1 && (sums_leave || self.grad_dtype() == self.dtype) { 0 } else { 2 }
+        let stored = sums_leave || self.sums_locally() || self.grad_dtype() == self.dtype;
+        if ranks == 1 && stored { 0 } else { 2 }
     }
 
     /// Bytes per element, for the memory formulas.
