@@ -5,8 +5,8 @@
 //! `integration-tests/stand-ins/with-stand-ins target/release/cuda_counts gpt2-1.5b 8 1024 8 1,2,3`.
 //!
 //! It runs `zero train` (`$ZERO`, or `zero` beside this program or in `PATH`) on the stand-ins' dry mode for two steps and
-//! for three, and prints the difference, on rank 0, as Markdown: a column a stage. Bytes of kernels are sectors of 32
-//! bytes, also those that a GPU's caches serve; those of products count each matrix once.
+//! for three, and prints the difference, on rank 0, as Markdown: a column a stage. Bytes of kernels are the
+//! distinct sectors of 32 bytes that each block loads and stores; those of products count each matrix once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

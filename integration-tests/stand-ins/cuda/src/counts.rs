@@ -12,7 +12,7 @@ use crate::settings::settings;
 /// The work of one operation or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Work {
-    /// Bytes loaded from memory, in whole sectors for kernels.
+    /// Bytes loaded from memory; for kernels the distinct sectors of each block.
     pub(crate) loaded: u64,
     /// Bytes stored to memory.
     pub(crate) stored: u64,

@@ -121,7 +121,7 @@ impl BlockMemory {
                     }
                 }
                 if let Some(traffic) = &mut self.traffic {
-                    traffic.note((warp.index, warp.steps), offset, bytes, access);
+                    traffic.note(offset, bytes, access);
                 }
                 Some(offset as *mut u8)
             }
@@ -201,7 +201,7 @@ pub(crate) fn run_block(
         if !ran && !released {
             if warps.iter().all(|warp| warp.live == 0) {
                 let operations = warps.iter().map(|warp| warp.steps).sum();
-                return Ok(memory.traffic.map_or(Work::default(), |t| Work { operations, ..t.work }));
+                return Ok(memory.traffic.map_or(Work::default(), |traffic| traffic.work(operations)));
             }
             let what = format!("kernel {}: threads wait at a barrier to which the others never come", program.name);
             return Err(Box::new(Fault { failure: Failure::LaunchTimeout, what }));

@@ -1,5 +1,7 @@
-//! The traffic of a block with global memory, in sectors of 32 bytes as profilers count it: the lanes of one
-//! instruction of a warp load or store a sector once.
+//! The traffic of a block with global memory: the distinct sectors of 32 bytes that it loads and stores. So a block's
+//! repeated accesses count once, as if a cache served the others.
+
+use std::collections::HashSet;
 
 use super::races::Access;
 use crate::counts::Work;
@@ -9,32 +11,32 @@ const SECTOR_BYTES: u64 = 32;
 /// Sectors that a block has loaded and stored.
 #[derive(Debug, Default)]
 pub(crate) struct Traffic {
-    /// The current instruction: warp and step.
-    instruction: (usize, u64),
-    /// Its sectors so far.
-    sectors: Vec<u64>,
-    pub(crate) work: Work,
+    loaded: HashSet<u64>,
+    stored: HashSet<u64>,
+    /// The sector of the last access, which neighbouring lanes share.
+    last: Option<(u64, Access)>,
 }
 
 impl Traffic {
-    /// Notes an access of a lane, in an instruction that all lanes run before the next one.
-    pub(crate) fn note(&mut self, instruction: (usize, u64), address: u64, bytes: usize, access: Access) {
-        if self.instruction != instruction {
-            self.instruction = instruction;
-            self.sectors.clear();
-        }
+    /// Notes an access of a lane.
+    pub(crate) fn note(&mut self, address: u64, bytes: usize, access: Access) {
         for sector in address / SECTOR_BYTES..(address + bytes as u64).div_ceil(SECTOR_BYTES) {
-            if self.sectors.iter().rev().any(|&seen| seen == sector) {
+            if self.last.replace((sector, access)) == Some((sector, access)) {
                 continue;
             }
-            self.sectors.push(sector);
             if access != Access::Write {
-                self.work.loaded += SECTOR_BYTES;
+                self.loaded.insert(sector);
             }
             if access != Access::Read {
-                self.work.stored += SECTOR_BYTES;
+                self.stored.insert(sector);
             }
         }
+    }
+
+    /// The bytes so far, and `operations`.
+    pub(crate) fn work(&self, operations: u64) -> Work {
+        let bytes = |sectors: &HashSet<u64>| sectors.len() as u64 * SECTOR_BYTES;
+        Work { loaded: bytes(&self.loaded), stored: bytes(&self.stored), operations }
     }
 }
 
@@ -43,19 +45,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lanes_of_an_instruction_share_sectors() {
+    fn sectors_count_once_a_block() {
         let mut traffic = Traffic::default();
-        for lane in 0..32 {
-            traffic.note((0, 1), 4096 + 4 * lane, 4, Access::Read);
-            traffic.note((0, 2), 4096, 4, Access::Read);
+        for _ in 0..2 {
+            (0..32).for_each(|lane| traffic.note(4096 + 4 * lane, 4, Access::Read));
+            (0..32).for_each(|lane| traffic.note(4096 + 64 * lane, 8, Access::Write));
         }
-        // Instructions alternate above, so the second one's sector is counted for each lane.
-        assert_eq!(traffic.work, Work { loaded: 32 * 32 * 2, ..Work::default() });
-        let mut traffic = Traffic::default();
-        (0..32).for_each(|lane| traffic.note((0, 1), 4096 + 4 * lane, 4, Access::Read));
-        (0..32).for_each(|_| traffic.note((0, 2), 4096, 4, Access::Read));
-        (0..32).for_each(|lane| traffic.note((0, 3), 4096 + 64 * lane, 8, Access::Write));
-        traffic.note((1, 3), 4096 + 28, 4, Access::Atomic);
-        assert_eq!(traffic.work, Work { loaded: 128 + 32 + 32, stored: 32 * 32 + 32, operations: 0 });
+        traffic.note(8192 + 28, 4, Access::Atomic);
+        assert_eq!(traffic.work(7), Work { loaded: 128 + 32, stored: 32 * 32 + 32, operations: 7 });
     }
 }

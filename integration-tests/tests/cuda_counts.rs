@@ -1,0 +1,173 @@
+//! The work of a training step, counted by the stand-ins for the libraries of a GPU machine: launches, copies, matrix
+//! products and collectives, with their bytes. Large models run in the stand-ins' dry mode. On a GPU these tests are
+//! skipped.
+
+#[path = "common/place.rs"]
+mod place;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Stdio;
+
+use serde_json::Value;
+use tempfile::TempDir;
+use zero_alloc::cuda::CudaDevice;
+use zero_alloc::device::Device;
+
+/// Calls, loaded bytes, stored bytes, and operations, by kind and name.
+type Counts = BTreeMap<(String, String), [u64; 4]>;
+
+/// Whether the device is not the stand-in, which alone counts.
+fn skipped() -> bool {
+    let name = CudaDevice::open(0).unwrap().name().to_owned();
+    let skipped = !name.contains("stand-in");
+    if skipped {
+        println!("skipped: {name} does not count its work");
+    }
+    skipped
+}
+
+/// Rank 0's counts of a run, and the metrics of its last step.
+fn train(dir: &Path, dry: bool, ranks: &str, args: &[&str]) -> (Counts, Value) {
+    let mut command = place::zero();
+    command.args(["train", "--device", "cuda", "--dtype", "bf16", "--no-checkpoint", "--no-matmul-timing"]);
+    command.args(["--metrics", "metrics", "--ranks", ranks]).args(args).current_dir(dir).stdin(Stdio::null());
+    command.env("ZERO_STANDIN_DEVICES", ranks).env("ZERO_STANDIN_COUNTS", "counts");
+    if dry {
+        command.env("ZERO_STANDIN_DRY", "1");
+    }
+    for old in ["metrics", "counts"] {
+        let _absent = std::fs::remove_file(dir.join(old));
+    }
+    let output = command.output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{args:?}: {}\n{out}{err}", output.status);
+    let metrics = std::fs::read_to_string(dir.join("metrics")).unwrap();
+    (parse(dir), serde_json::from_str(metrics.lines().last().unwrap()).unwrap())
+}
+
+fn parse(dir: &Path) -> Counts {
+    let text = std::fs::read_to_string(dir.join("counts")).unwrap();
+    let row = |line: &str| {
+        let [kind, name, numbers @ ..] = &line.split(',').collect::<Vec<_>>()[..] else { panic!("{line}") };
+        let numbers: Vec<u64> = numbers.iter().map(|n| n.parse().unwrap()).collect();
+        (((*kind).to_owned(), (*name).to_owned()), numbers.try_into().unwrap())
+    };
+    text.lines().skip(1).map(row).collect()
+}
+
+/// The third step's counts of GPT-2 124M in the dry mode, and its metrics.
+fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
+    let dir = TempDir::new().unwrap();
+    let tokens: Vec<u8> = (0..400_000u32).flat_map(|i| ((i * 7919 % 50_257) as u16).to_le_bytes()).collect();
+    std::fs::write(dir.path().join("tokens.bin"), tokens).unwrap();
+    let sizes = ["--model", "gpt2-124m", "--data", "tokens.bin", "--seq-len", "1024", "--micro-batch", batch];
+    let run = |steps| train(dir.path(), true, ranks, &[&sizes[..], &["--stage", stage, "--steps", steps]].concat());
+    let ((two, _), (mut three, metrics)) = (run("2"), run("3"));
+    for (key, row) in &mut three {
+        let old = two.get(key).copied().unwrap_or_default();
+        *row = std::array::from_fn(|i| row[i] - old[i]);
+    }
+    three.retain(|_, row| row[0] > 0);
+    (three, metrics)
+}
+
+/// The sum of all rows of `kind` whose names start with `name`.
+fn sum(counts: &Counts, kind: &str, name: &str) -> [u64; 4] {
+    let rows = counts.iter().filter(|((of, n), _)| of == kind && n.starts_with(name));
+    rows.fold([0; 4], |sum, (_, row)| std::array::from_fn(|i| sum[i] + row[i]))
+}
+
+/// Parameters of GPT-2 124M, and its units: two embeddings with the head, 12 blocks, the last layer norm.
+const PARAMS: u64 = 124_439_808;
+const UNITS: u64 = 14;
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_dry_run_counts_the_work_of_a_full_run() {
+    if skipped() {
+        return;
+    }
+    let (model, tokens) = (place::data("model"), place::data("tokens.u16.bin"));
+    let [model, tokens] = [&model, &tokens].map(|path| path.to_str().unwrap());
+    let sizes = ["--model", model, "--data", tokens, "--seq-len", "32", "--micro-batch", "2", "--steps", "3"];
+    for (ranks, stage) in [("1", "0"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")] {
+        let dir = TempDir::new().unwrap();
+        let args = [&sizes[..], &["--stage", stage]].concat();
+        let [full, dry] = [false, true].map(|dry| {
+            let mut counts = train(dir.path(), dry, ranks, &args).0;
+            // The number of events depends on what has completed.
+            counts.retain(|(kind, _), _| kind != "event");
+            counts
+        });
+        assert!(sum(&full, "product", "")[0] > 0 && sum(&full, "kernel", "")[1] > 0, "{full:?}");
+        for (key, row) in &full {
+            let (row, dry) = (&mut row.clone(), &mut dry.get(key).copied().unwrap_or_default());
+            if key.1.starts_with("embedding_tokens") {
+                // Its bytes depend on the tokens; the dry mode takes those of the first batch.
+                (row[1..].fill(0), dry[1..].fill(0));
+            }
+            assert_eq!(dry, row, "{ranks} ranks, stage {stage}: {key:?}");
+        }
+        assert_eq!(full.len(), dry.len(), "{ranks} ranks, stage {stage}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_step_of_one_rank_has_few_launches() {
+    if skipped() {
+        return;
+    }
+    for stage in ["0", "1", "2", "3"] {
+        let (step, _) = step_of_124m(stage, "1", "32");
+        assert_eq!(sum(&step, "collective", "")[0], 0, "stage {stage}");
+        // Four a block forward, and twice as many backward; three for each part of the logits.
+        let products = sum(&step, "product", "");
+        let of_head = products[0] - 12 * 12;
+        assert!(of_head > 0 && of_head.is_multiple_of(3), "stage {stage}: {of_head}");
+        assert_eq!(products[3] / 1_000_000_000, 24_286, "stage {stage}: GFLOP");
+        let launches = sum(&step, "kernel", "")[0];
+        assert!(launches <= MOST_LAUNCHES, "stage {stage}: {launches} launches: {step:#?}");
+        let kernels = sum(&step, "kernel", "");
+        let moved = (kernels[1] + kernels[2]) / 1_000_000_000;
+        assert!(moved <= MOST_GB, "stage {stage}: {moved} GB of kernels: {step:#?}");
+        // The step's outcome. Nothing waits for the host to run a function.
+        assert_eq!(sum(&step, "copy", "device to host")[0], 1, "stage {stage}");
+        assert_eq!(sum(&step, "host function", "")[0], 0, "stage {stage}");
+        // One rank reduces its gradients where they are; stage 3 gathers units by copies.
+        assert_eq!(sum(&step, "copy", "device to device")[0] > 0, stage == "3", "stage {stage}");
+    }
+}
+
+/// Kernel launches of the step above, and the bytes that they move.
+const MOST_LAUNCHES: u64 = 164;
+const MOST_GB: u64 = 45;
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_send_each_unit_once() {
+    if skipped() {
+        return;
+    }
+    // Gathers: the updated parameters, at stage 3 all units in forward and all but the last again in backward; and the
+    // statistics of the step.
+    for (stage, reduced, gathered, psis) in
+        [("1", UNITS, UNITS + 1, 2), ("2", UNITS, UNITS + 1, 2), ("3", UNITS, 2 * UNITS, 3)]
+    {
+        let (step, metrics) = step_of_124m(stage, "4", "8");
+        let (scatter, gather) =
+            (sum(&step, "collective", "ncclReduceScatter"), sum(&step, "collective", "ncclAllGather"));
+        assert_eq!(scatter[0], reduced, "stage {stage}: reduce-scatters");
+        assert_eq!(gather[0], gathered, "stage {stage}: all-gathers");
+        assert_eq!(sum(&step, "collective", "")[0], reduced + gathered, "stage {stage}");
+        let sent = &metrics["comm_bytes"];
+        assert_eq!(scatter[1], sent["reduce_scatter"].as_u64().unwrap(), "stage {stage}");
+        // Without the gather of statistics.
+        assert!(gather[1] - sent["all_gather"].as_u64().unwrap() < 4096, "stage {stage}");
+        // Of each pass over the parameters a rank of four sends three quarters; padding is below 1%.
+        let law = psis * 2 * PARAMS * 3 / 4;
+        let sent = scatter[1] + gather[1];
+        assert!(sent.abs_diff(law) < law / 100, "stage {stage}: {sent} bytes, and not {law}");
+    }
+}
