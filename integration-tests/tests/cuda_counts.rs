@@ -12,7 +12,6 @@ use std::process::Stdio;
 use serde_json::Value;
 use tempfile::TempDir;
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::Device;
 
 /// Calls, loaded bytes, stored bytes, and operations, by kind and name.
 type Counts = BTreeMap<(String, String), [u64; 4]>;
@@ -105,7 +104,8 @@ fn cuda_dry_run_counts_the_work_of_a_full_run() {
             let (row, dry) = (&mut row.clone(), &mut dry.get(key).copied().unwrap_or_default());
             if key.1.starts_with("embedding_tokens") {
                 // Its bytes depend on the tokens; the dry mode takes those of the first batch.
-                (row[1..].fill(0), dry[1..].fill(0));
+                row[1..].fill(0);
+                dry[1..].fill(0);
             }
             assert_eq!(dry, row, "{ranks} ranks, stage {stage}: {key:?}");
         }
