@@ -12,7 +12,6 @@ use std::process::Stdio;
 use serde_json::Value;
 use tempfile::TempDir;
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::Device;
 
 /// Calls, loaded bytes, stored bytes, and operations, by kind and name.
 type Counts = BTreeMap<(String, String), [u64; 4]>;
