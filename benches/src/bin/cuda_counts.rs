@@ -92,7 +92,7 @@ fn parse(text: &str) -> Result<Counts, AnyError> {
     Ok(counts)
 }
 
-/// What `more` has beyond `less`, without rows of zeros.
+/// The counts of `more` beyond those of `less`, without rows of zeros.
 fn difference(more: &Counts, less: &Counts) -> Counts {
     let rest = |(key, row): (&(String, String), &Row)| {
         let old = less.get(key).copied().unwrap_or_default();

@@ -87,7 +87,7 @@ pub(super) struct Locked {
 }
 
 impl Locked {
-    /// What the file contains now.
+    /// The present contents of the file.
     pub(super) fn read(&mut self) -> io::Result<Contents> {
         read(&mut self.file, &self.subject)
     }

@@ -16,7 +16,7 @@ use crate::model::gpt2::{Gpt2Options, GpuBytes};
 const ALIGN_BYTES: usize = 256;
 /// Maximum bytes of logits in memory at once.
 const LOGITS_BYTES: usize = 256 << 20;
-/// At least so many elements of the gradient of the head's input are computed at once: a tile of 128 x 256 for each of the
+/// Minimum elements of the gradient of the head's input that are computed at once: a tile of 128 x 256 for each of the
 /// 132 multiprocessors of an H100 or H200. Fewer would leave some idle.
 const FILLING_ELEMS: usize = 132 * TILE_ROWS * 256;
 /// Rows of a tile.

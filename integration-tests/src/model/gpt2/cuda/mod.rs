@@ -88,8 +88,8 @@ impl CudaGpt2 {
         Self::with_logits_rows(config, options, logits, pool, stream)
     }
 
-    /// [`Self::new`] with the logits of `rows` tokens in memory at once, at least of one. The sum over tokens in the gradient
-    /// of the head's matrix is in parts of so many.
+    /// [`Self::new`] with the logits of `rows` tokens in memory at once, at least of one. The gradient of the head's
+    /// matrix is summed over tokens in parts of `rows`.
     ///
     /// # Errors
     /// As for [`Self::new`].
