@@ -56,9 +56,10 @@ impl Settings {
     }
 
     /// Whether each rank sums its micro-batches in fp32 and reduces the sum once a step. Stages 2 and 3 keep only a shard of
-    /// the sum, and with an optimizer on the host gradients leave the device after each micro-batch.
+    /// the sum, with an optimizer on the host gradients leave the device after each micro-batch, and the sum of many micro-batches
+    /// could overflow fp16 in the collective, where each of them does not.
     pub fn sums_locally(&self) -> bool {
-        let possible = !self.stage.shards_grads() && !self.offload.updates_on_host();
+        let possible = !self.stage.shards_grads() && !self.offload.updates_on_host() && self.dtype != DType::F16;
         possible && self.grad_accum_steps > 1 && !self.reduce_every_micro_batch
     }
 

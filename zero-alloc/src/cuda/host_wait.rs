@@ -59,8 +59,9 @@ impl Drop for HostWait {
 /// Makes later operations of `stream` wait for `event`, at most `limit`.
 pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
     stream.refuse_in_capture("wait_for_host")?;
+    stream.check()?;
     if event.is_done() == Ok(true) {
-        return stream.check();
+        return Ok(());
     }
     let context = stream.queue().context();
     let word = if event.is_seeded() { None } else { context.take_word() };

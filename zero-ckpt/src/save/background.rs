@@ -160,6 +160,9 @@ impl BackgroundStore {
                 return Err("the shard has other states, another layout or another rank than the store".into());
             }
             let source = shard.source();
+            if slices.iter().zip(source.parts()).any(|(slice, part)| slice.bytes.len() != part.len()) {
+                return Err("internal error: the shard has other bytes than the staging buffer".into());
+            }
             let pieces = slices
                 .into_iter()
                 .zip(source.parts())

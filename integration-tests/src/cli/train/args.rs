@@ -113,7 +113,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub recompute_gelu: Option<bool>,
     /// Reduce gradients over ranks after every micro-batch at stages 0 and 1, with the bits of stages 2 and 3, instead of
-    /// summing micro-batches on each rank and reducing once a step [default: false]
+    /// summing micro-batches on each rank and reducing once a step; always in fp16 and with an offloaded optimizer
+    /// [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub reduce_every_micro_batch: Option<bool>,
     /// Elements of a gradient bucket [default: 524288; on GPUs those of the largest unit]
