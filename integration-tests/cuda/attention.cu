@@ -327,6 +327,8 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
             copy_word(&tops[stage][threadIdx.x], lse + head.row + from);
             copy_word(&deltas[stage][threadIdx.x], delta + head.row + from);
         }
+        // With 16 queries half a warp copies, and the matrix loads that follow need a whole one.
+        __syncwarp();
         copies_are_one_group();
     };
     copy_tile<D, ROWS, WARPS>(keys, k, first, seq, head.qkv_stride);

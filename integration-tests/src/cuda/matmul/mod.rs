@@ -394,7 +394,7 @@ impl Matmul {
         timing.measure(plan.candidates.len(), time).map(Some)
     }
 
-    /// Whether `fused` takes less time than `apart`, which enqueues other operations with the same results. Measured
+    /// Whether `fused` takes less time than `apart`, which enqueues other operations with the same results but for rounding. Measured
     /// once and kept like the choice of an algorithm; both run several times on `stream`, so repeating them must not
     /// change their results. Without [`Timing`], and where the library does not support `fused`, the answer is no.
     ///
