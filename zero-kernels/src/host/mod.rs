@@ -15,6 +15,7 @@ mod cast;
 mod grad_stats;
 mod launch;
 mod pack;
+mod prefetch;
 mod remainder;
 mod workers;
 

@@ -8,6 +8,7 @@ use half::bf16;
 use multiversion::multiversion;
 
 use super::adam::{Coefficients, element};
+use super::prefetch::{blocks, prefetch};
 use super::same_len;
 use crate::{AdamHyper, Float, KernelError, StepScalars};
 
@@ -81,11 +82,18 @@ fn update<G: Float, const DECOUPLED: bool>(
     let n = param.len();
     let (remainder, first_moment) = (&mut remainder[..n], &mut first_moment[..n]);
     let (second_moment, grad) = (&mut second_moment[..n], &grad[..n]);
-    for i in 0..n {
-        let w = join(param[i], remainder[i]);
-        let (w, m, v) = element::<DECOUPLED>(&c, w, first_moment[i], second_moment[i], grad[i].to_f32());
-        (param[i], remainder[i]) = split(w);
-        first_moment[i] = m;
-        second_moment[i] = v;
+    for block in blocks(n) {
+        prefetch(param, &block);
+        prefetch(remainder, &block);
+        prefetch(first_moment, &block);
+        prefetch(second_moment, &block);
+        prefetch(grad, &block);
+        for i in block {
+            let w = join(param[i], remainder[i]);
+            let (w, m, v) = element::<DECOUPLED>(&c, w, first_moment[i], second_moment[i], grad[i].to_f32());
+            (param[i], remainder[i]) = split(w);
+            first_moment[i] = m;
+            second_moment[i] = v;
+        }
     }
 }
