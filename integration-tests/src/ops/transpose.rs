@@ -14,10 +14,10 @@ pub(super) fn transpose(out: &mut [f32], x: &[f32], stride: usize, rows: usize) 
     for first in (0..in_lines).step_by(LINE) {
         let lines: [&[[f32; TILE]]; LINE] = std::array::from_fn(|a| x[(first + a) * stride..][..cols].as_chunks().0);
         for (j, columns) in out.chunks_exact_mut(TILE * rows).enumerate() {
-            for part in (0..LINE).step_by(TILE) {
-                let tile = transposed([0, 1, 2, 3].map(|a| lines[part + a][j]));
+            for (part, [a, b, c, d]) in lines.as_chunks().0.iter().enumerate() {
+                let tile = transposed([a[j], b[j], c[j], d[j]]);
                 for (b, column) in tile.iter().enumerate() {
-                    columns[b * rows + first + part..][..TILE].copy_from_slice(column);
+                    columns[b * rows + first + part * TILE..][..TILE].copy_from_slice(column);
                 }
             }
         }
@@ -44,16 +44,15 @@ fn transposed(tile: Tile) -> Tile {
 #[target_feature(enable = "sse")]
 fn transposed_sse(tile: Tile) -> Tile {
     use std::arch::x86_64::{__m128, _mm_movehl_ps, _mm_movelh_ps, _mm_unpackhi_ps, _mm_unpacklo_ps};
-    let [a, b, c, d] = tile.map(bytemuck::cast::<_, __m128>);
+    let [a, b, c, d]: [__m128; TILE] = bytemuck::cast(tile);
     let (low_ab, low_cd) = (_mm_unpacklo_ps(a, b), _mm_unpacklo_ps(c, d));
     let (high_ab, high_cd) = (_mm_unpackhi_ps(a, b), _mm_unpackhi_ps(c, d));
-    let columns = [
+    bytemuck::cast([
         _mm_movelh_ps(low_ab, low_cd),
         _mm_movehl_ps(low_cd, low_ab),
         _mm_movelh_ps(high_ab, high_cd),
         _mm_movehl_ps(high_cd, high_ab),
-    ];
-    columns.map(bytemuck::cast)
+    ])
 }
 
 #[cfg(not(target_arch = "x86_64"))]

@@ -43,8 +43,8 @@ pub(super) struct Gradients<D: Device> {
 pub(super) enum Place {
     /// fp32 in this scratch slot: passes add to it, and the last one's sum is packed into buckets.
     Scratch(usize),
-    /// fp32 in the storage, where the micro-batches of a step are summed: the last one's sum is packed into buckets, or at
-    /// one rank is the result.
+    /// fp32 in the storage, to which all passes of a step add: the sum is packed into buckets, or at one rank is the
+    /// result.
     Storage,
     /// The dtype of communication, written by one pass: to the bucket that reduces it, at one rank to its sum.
     Written,
@@ -321,7 +321,8 @@ impl<D: Device> HostSums<D> {
         let lens: Vec<usize> = (0..rank.units()).map(len).collect();
         let largest = lens.iter().copied().max().unwrap_or(0);
         let leaving = || {
-            let block = rank.pool.allocate(largest, settings.dtype, Purpose::Buckets, &rank.comm_stream)?;
+            let block = rank.pool.allocate(largest, settings.dtype, Purpose::Buckets, &rank.compute)?;
+            rank.comm_stream.wait(&rank.compute.record()?)?;
             Ok::<_, TrainError>(Leaving { block, copied: None, added: None })
         };
         let update = &optimizer.stream().clone();
@@ -425,9 +426,11 @@ impl<D: Device> HostSums<D> {
             }
         }
         let added = update.record()?;
-        match &mut self.arrived {
-            Some(arrived) => arrived[next].1 = Some(added),
-            None => self.leaving[next].added = Some(added),
+        match (&mut self.arrived, copy) {
+            (Some(arrived), _) => arrived[next].1 = Some(added),
+            (None, None) => self.leaving[next].added = Some(added),
+            // The copy is the sum: the host reads nothing on the device.
+            (None, Some(_)) => {}
         }
         Ok(())
     }
@@ -462,6 +465,10 @@ pub(super) fn places(
     let units = layout.units();
     let capacity_elems = settings.bucket_capacity_elems as u64;
     let fits = |unit: usize| layout.world_size() == 1 || units[unit].padded_elems <= capacity_elems;
+    // At one rank an fp32 sum is the result.
+    let is_result = layout.world_size() == 1
+        && (settings.dtype, settings.grad_accum_steps) == (DType::F32, 1)
+        && !settings.offload.updates_on_host();
     // One bucket at a time is written.
     let is_written = |pass: usize, unit: usize| {
         let alone =
@@ -477,6 +484,7 @@ pub(super) fn places(
             places[unit] = Some(match groups.is_frozen(unit) {
                 false if settings.sums_locally() => Place::Storage,
                 false if is_written(pass, unit) => Place::Written,
+                false if is_result => Place::Storage,
                 // The gradient of a frozen unit is computed, too, but has no storage.
                 _ => {
                     let slot = free.pop().unwrap_or_else(|| {
