@@ -4,10 +4,12 @@
 //! operation of the stream would do, too, but one thread of the driver runs those of all streams, and one that waits holds
 //! up the others.
 //!
-//! A wait ends at its limit even if the event is never reached: whoever waits for the device calls [`expire`].
+//! A wait ends at its limit even if the event is never reached: whoever waits for the device calls [`expire`], and so does
+//! a thread while there are waits, since all others may be blocked in the driver.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, LazyLock, Weak};
+use std::thread::{self, Thread};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -25,6 +27,23 @@ const LABEL: &str = "wait for the host";
 static PENDING: Mutex<Vec<(TimeLimit, Weak<HostWait>)>> = Mutex::new(Vec::new());
 /// Their number.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// The time between two calls of [`expire`] by the thread.
+const PERIOD: Duration = Duration::from_millis(100);
+/// The thread, started by the first wait; `None` if the system has refused it.
+static THREAD: LazyLock<Option<Thread>> = LazyLock::new(|| {
+    let work = || loop {
+        match COUNT.load(Ordering::Relaxed) {
+            0 => thread::park(),
+            _ => {
+                expire();
+                thread::park_timeout(PERIOD);
+            }
+        }
+    };
+    let spawned = thread::Builder::new().name("zero-alloc limits".to_owned()).spawn(work);
+    spawned.ok().map(|handle| handle.thread().clone())
+});
 
 /// A wait of a stream, which ends at the latest when this is dropped: then the event will not be reached.
 struct HostWait {
@@ -84,7 +103,11 @@ pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> R
     let mut pending = PENDING.lock();
     pending.push((TimeLimit::new(limit), Arc::downgrade(&wait)));
     COUNT.store(pending.len(), Ordering::Relaxed);
+    let is_first = pending.len() == 1;
     drop(pending);
+    if let (true, Some(thread)) = (is_first, &*THREAD) {
+        thread.unpark();
+    }
     event.then(move |result| wait.end(result));
     Ok(())
 }

@@ -140,8 +140,9 @@ impl CudaStream {
         })
     }
 
-    /// Runs `enqueue` and waits until the stream has run what it enqueued. Returns the time between on the device, with
-    /// a resolution of about half a microsecond. `op` is its name in errors.
+    /// Runs `enqueue` twice, waits until the stream has run both, and returns the time of the second on the device, with a
+    /// resolution of about half a microsecond. While the device runs the first, the host enqueues the second, so that the
+    /// host's time does not count. `op` is the name in errors.
     ///
     /// # Errors
     /// The stream is being recorded, the limit has passed, `enqueue` failed, or the stream did.
@@ -149,10 +150,11 @@ impl CudaStream {
         &self,
         op: &'static str,
         limit: Duration,
-        enqueue: impl FnOnce() -> Result<(), DeviceError>,
+        mut enqueue: impl FnMut() -> Result<(), DeviceError>,
     ) -> Result<Duration, DeviceError> {
         self.refuse_in_capture(op)?;
         let (start, end) = self.attempt(op, || {
+            enqueue()?;
             let start = self.0.queue.record(true)?;
             enqueue()?;
             Ok((start, self.0.queue.record(true)?))

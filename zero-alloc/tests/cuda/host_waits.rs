@@ -1,6 +1,6 @@
 //! Streams that wait for events of the host.
 
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use zero_alloc::Pool;
@@ -114,6 +114,25 @@ fn cuda_wait_for_the_host_has_a_limit() {
     assert!(error.contains("wait for the host") && error.contains("stream adam took longer than 20ms"), "{error}");
     release.send(()).expect("held");
     host.synchronize(LIMIT).expect("ran");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_wait_ends_at_its_limit_while_no_thread_polls() {
+    let device = open();
+    let compute = device.create_stream("compute").expect("a stream");
+    let (host, release) = held(Ok(()));
+    device.wait_for_host(&compute, &host.record().expect("recorded"), Duration::from_millis(20)).expect("enqueued");
+    let (reached, over) = channel::<()>();
+    let after = move || {
+        let _ = reached.send(());
+        Ok(())
+    };
+    compute.enqueue_host("after", after).expect("enqueued");
+    // Sent by the operation, or dropped with it.
+    assert_ne!(over.recv_timeout(LIMIT), Err(RecvTimeoutError::Timeout));
+    assert!(compute.synchronize(LIMIT).expect_err("the host is late").to_string().contains("longer than 20ms"));
+    drop(release);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Times of operations, measured on the device.
 
+use std::time::Duration;
+
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{Device, DeviceError, Stream};
@@ -40,7 +42,7 @@ fn cuda_timeline_shows_operations() {
     // No operation has ended, and reading the timeline does not wait.
     assert!(timeline.spans().is_empty(), "{:?}", timeline.spans());
     gate.wait_until(LIMIT, || "the device".into(), |(runs, _)| runs.then_some(())).expect("it runs");
-    let held_for = std::time::Duration::from_millis(30);
+    let held_for = Duration::from_millis(30);
     std::thread::sleep(held_for);
     gate.update(|(_, open)| *open = true);
     b.synchronize(LIMIT).expect("ran");
@@ -52,10 +54,30 @@ fn cuda_timeline_shows_operations() {
         (find(&spans, "hold"), find(&spans, "wait"), find(&spans, "adam"), find(&spans, "fill_zero"));
     assert_eq!([&*hold.stream, &*wait.stream, &*adam.stream, &*zero.stream], ["a", "b", "b", "b"]);
     // Above the resolution of the device's clock.
-    let slack = std::time::Duration::from_millis(1);
+    let slack = Duration::from_millis(1);
     assert!(hold.end - hold.start + slack > held_for && hold.end < wait.end + slack, "{spans:?}");
     assert!(wait.end <= adam.start && adam.start < adam.end && adam.end <= zero.start, "{spans:?}");
     assert!(timeline.take().is_empty());
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_time_is_that_of_the_second_run() {
+    let device = open();
+    let stream = device.create_stream("a").expect("a stream");
+    let mut naps = [Duration::ZERO, Duration::from_millis(2)].into_iter();
+    let enqueue = || {
+        let nap = naps.next().expect("two runs");
+        let op = move || {
+            std::thread::sleep(nap);
+            Ok(())
+        };
+        stream.enqueue_host("nap", op)
+    };
+    let time = stream.time("timing", LIMIT, enqueue).expect("ran");
+    assert!(time > Duration::from_millis(1) && naps.next().is_none(), "{time:?}");
+    let failed = || Err(DeviceError::Driver { call: "mine", message: "no".into() });
+    assert!(stream.time("timing", LIMIT, failed).is_err());
 }
 
 #[test]
@@ -84,7 +106,7 @@ fn cuda_times_stay_exact_for_seconds() {
     let mut known = Vec::new();
     // Milliseconds in fp32 would be too coarse if all were counted from the first.
     for _ in 0..3 {
-        std::thread::sleep(std::time::Duration::from_millis(1_100));
+        std::thread::sleep(Duration::from_millis(1_100));
         let before = timeline.now();
         device.fill_zero(&stream, slice(&x)).expect("enqueued");
         stream.synchronize(LIMIT).expect("ran");
@@ -93,7 +115,7 @@ fn cuda_times_stay_exact_for_seconds() {
     let spans: Vec<_> = timeline.take().into_iter().filter(|span| span.label == "fill_zero").collect();
     assert_eq!(spans.len(), known.len());
     // On a busy host the clocks are related imprecisely; a wrong anchor would be off by a second.
-    let slack = std::time::Duration::from_millis(500);
+    let slack = Duration::from_millis(500);
     for (span, (before, after)) in spans.iter().zip(known) {
         assert!(before < span.start + slack && span.end < after + slack, "{before:?} {span:?} {after:?}");
     }
