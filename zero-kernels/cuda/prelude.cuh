@@ -72,7 +72,7 @@ struct Ranges {
     Range of[RANGES];
 };
 
-// The last range whose `first` is at most `index`; 0 if there is none. They ascend by `first`.
+// The last range with `first` <= `index`, or 0. The ranges ascend by `first`.
 __device__ __forceinline__ u32 range_of(const Ranges &ranges, u64 index) {
     u32 low = 0, high = (u32)ranges.count;
     while (low + 1 < high) {

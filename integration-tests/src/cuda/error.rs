@@ -48,6 +48,17 @@ pub enum OpError {
         /// The type of storage.
         dtype: DType,
     },
+    /// Another process measures a matrix product and does not end.
+    #[error(
+        "another process has locked {path}, the choice of a matrix product, for more than {limit:?}: end it, or set \
+         ZERO_MATMUL_CACHE to another folder"
+    )]
+    ChoiceLocked {
+        /// The locked file.
+        path: String,
+        /// The limit of the wait.
+        limit: std::time::Duration,
+    },
     /// An error of cuBLASLt.
     #[error(transparent)]
     Library(#[from] LibraryError),

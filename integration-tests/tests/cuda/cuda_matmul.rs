@@ -1,9 +1,11 @@
 //! Products by cuBLASLt against fp64: transposition, strides, accumulation, biases and GELU.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use integration_tests::cuda::OpError;
 use integration_tests::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, Timing};
+use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::DType;
 
@@ -21,13 +23,17 @@ fn timed(gpu: &Gpu, folder: &Path, candidate: usize) -> Matmul {
 
 /// Computes `1 + left right` in fp32, in place, from the same values each time.
 fn added(gpu: &Gpu, matmul: &Matmul) -> Vec<u32> {
+    try_added(gpu, matmul).unwrap()
+}
+
+fn try_added(gpu: &Gpu, matmul: &Matmul) -> Result<Vec<u32>, OpError> {
     let (m, n, k) = (24, 40, 320);
     let (left, right) = (gpu.put(&values(m * k, 1), DType::Bf16), gpu.put(&values(k * n, 2), DType::Bf16));
     let sum = gpu.floats(&vec![1.0; m * n]).erase();
     let (left, right, out) = (Matrix::new(left, k), Matrix::new(right, n), Matrix::new(sum, n));
     let product = Product { left, right, out, add: Some(out), epilogue: Epilogue::None };
-    matmul.run(&gpu.stream, &product).unwrap();
-    gpu.get(sum).into_iter().map(f32::to_bits).collect()
+    matmul.run(&gpu.stream, &product)?;
+    Ok(gpu.get(sum).into_iter().map(f32::to_bits).collect())
 }
 
 /// The files of a folder.
@@ -73,6 +79,38 @@ fn choice_that_cannot_be_kept_is_the_first() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
+fn choice_without_memory_to_measure_is_the_first_and_kept() {
+    let gpu = Gpu::open();
+    let folder = tempfile::tempdir().unwrap();
+    let full = Pool::new(gpu.device.clone(), 0);
+    let unmeasured = matmul(&gpu).with_timing(Some(Timing::at(folder.path(), &full).prefer(1)));
+    let first = added(&gpu, &matmul(&gpu));
+    assert!(added(&gpu, &unmeasured) == first);
+    let kept = files(folder.path());
+    assert!(kept.len() == 1 && kept[0].1.contains("no memory"), "{kept:?}");
+    assert!(added(&gpu, &timed(&gpu, folder.path(), 1)) == first, "also with memory");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn wait_for_a_locked_choice_has_a_limit() {
+    let gpu = Gpu::open();
+    let folder = tempfile::tempdir().unwrap();
+    let chosen = added(&gpu, &timed(&gpu, folder.path(), 1));
+    let path = files(folder.path()).remove(0).0;
+    let measuring = std::fs::File::create(&path).unwrap();
+    measuring.lock().unwrap();
+    let limit = Duration::from_millis(20);
+    let late = matmul(&gpu).with_timing(Some(Timing::at(folder.path(), &gpu.pool).prefer(1).lock_limit(limit)));
+    let error = try_added(&gpu, &late).unwrap_err();
+    assert!(matches!(&error, OpError::ChoiceLocked { limit: got, .. } if *got == limit), "{error}");
+    assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+    drop(measuring);
+    assert!(added(&gpu, &late) == chosen, "free again");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
 fn nothing_is_measured_in_a_recording() {
     let gpu = Gpu::open();
     let folder = tempfile::tempdir().unwrap();
@@ -89,6 +127,8 @@ fn nothing_is_measured_in_a_recording() {
     drop(gpu.stream.capture(enqueue).unwrap());
     ran.unwrap();
     assert!(folder.path().read_dir().unwrap().next().is_none());
+    matmul.run(&gpu.stream, &product).unwrap();
+    assert_eq!(files(folder.path()).len(), 1, "measured by the next run");
 }
 
 /// A product that reads nothing that it writes is measured on its own result.

@@ -88,7 +88,9 @@ fn run_rank(
     }
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
-    let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64;
+    let sharers = world_size.div_ceil(gpus.max(1)) as u64;
+    let memory_bytes =
+        device.memory_bytes().map_err(CliError::failure)?.1 as u64 / if args.share_gpus { sharers } else { 1 };
     let gpu = Gpu { name: device.name().to_owned(), memory_bytes };
     let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
     if let (Some(cores), None) = (cores, args.threads) {

@@ -139,11 +139,13 @@ impl RunSetup {
             (Some(_), Some(recompute)) => recompute && !model_options.activation_checkpointing,
             (Some(gpu), None) => {
                 let request = plan::Request::of_run(&config, &model_options, &settings, ranks, gpu.memory_bytes);
-                plan::evaluate(&request, settings.stage).map_err(CliError::usage)?.recompute_gelu
+                plan::evaluate(&request, settings.stage).is_ok_and(|plan| plan.recompute_gelu)
             }
         };
-        if device.is_none() && args.recompute_gelu == Some(true) {
-            notices.push("--recompute-gelu has no effect: this run uses no GPU".to_owned());
+        if args.recompute_gelu == Some(true) && !model_options.recompute_gelu {
+            let why =
+                if device.is_none() { "this run uses no GPU" } else { "checkpointed blocks are recomputed whole" };
+            notices.push(format!("--recompute-gelu has no effect: {why}"));
         }
 
         let checkpoint = match &args.checkpoint {

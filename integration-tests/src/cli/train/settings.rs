@@ -181,7 +181,9 @@ pub(super) fn settings(
     let ranks = shape.ranks;
     let from_file = zero.map(|z| z.reduce_bucket_elems.min(shape.largest_unit).max(ranks as u64) as usize);
     let default = if shape.on_gpus { (shape.largest_unit as usize).max(ranks) } else { BUCKET_ELEMS };
-    let bucket = args.bucket_elems.or(from_file).or(base.bucket_elems).unwrap_or(default);
+    // Runs on the host record its default, and so did older versions on GPUs; a bucket changes no bits.
+    let recorded = base.bucket_elems.filter(|&elems| !shape.on_gpus || elems != BUCKET_ELEMS);
+    let bucket = args.bucket_elems.or(from_file).or(recorded).unwrap_or(default);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
@@ -351,6 +353,8 @@ mod tests {
         };
         let (none, base) = (TrainArgs::default(), Base::default());
         assert_eq!((elems(true, &none, None, &base), elems(false, &none, None, &base)), (1000, 1 << 19));
+        let hosts = Base { bucket_elems: Some(1 << 19), ..Base::default() };
+        assert_eq!((elems(true, &none, None, &hosts), elems(false, &none, None, &hosts)), (1000, 1 << 19));
         for on_gpus in [true, false] {
             assert_eq!(elems(on_gpus, &none, None, &recorded), 600);
             assert_eq!(elems(on_gpus, &none, Some(&file), &base), 700);

@@ -294,7 +294,10 @@ impl Matmul {
             Some(chosen) => chosen,
             None => self.choose(stream, key, product, plan)?,
         };
-        plan.chosen = Some(algorithm);
+        // While a graph is recorded nothing is measured; later products of this shape may be.
+        if !stream.is_recorded() {
+            plan.chosen = Some(algorithm);
+        }
         let enqueue = || {
             // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid and that accesses
             // are ordered by the stream.
@@ -342,7 +345,10 @@ impl Matmul {
             proposed.or_else(|| self.library.accept(&plan.description, &plan.layouts, data, self.workspace.len()))
         };
         let measure = || {
-            let Some(times) = self.measure(timing, stream, product, plan)? else { return Ok(None) };
+            let Some(times) = self.measure(timing, stream, product, plan)? else {
+                // Kept as well: what memory is free must not decide the bits of later runs.
+                return Ok(Some(("not measured: no memory for the result\n".to_owned(), to_hex(first.data))));
+            };
             let names = plan.candidates.iter().map(|algorithm| self.library.describe(algorithm));
             let table = timing::table(&times, names);
             Ok(timing::fastest(&times).map(|index| (table, to_hex(plan.candidates[index].data))))
@@ -370,7 +376,10 @@ impl Matmul {
             match timing.pool.allocate(out.len(), out.dtype(), Purpose::Workspace, stream) {
                 Ok(block) => Some(block),
                 Err(error) => {
-                    tracing::warn!("no memory to measure a matrix product; it uses cuBLASLt's first choice: {error}");
+                    tracing::warn!(
+                        "no memory to measure the matrix product {}; cuBLASLt's first choice is kept for it: {error}",
+                        product.label()
+                    );
                     return Ok(None);
                 }
             }
@@ -394,9 +403,9 @@ impl Matmul {
         timing.measure(plan.candidates.len(), time).map(Some)
     }
 
-    /// Whether `fused` takes less time than `apart`, which enqueues other operations with the same results but for rounding. Measured
-    /// once and kept like the choice of an algorithm; both run several times on `stream`, so repeating them must not
-    /// change their results. Without [`Timing`], and where the library does not support `fused`, the answer is no.
+    /// Whether `fused` takes less time than `apart`, which enqueues other operations with the same results but for
+    /// rounding. Measured once and kept like the choice of an algorithm; both run several times on `stream`, so repeating
+    /// them must not change their results. Without [`Timing`], and where the library does not support `fused`, the answer is no.
     ///
     /// # Errors
     /// As for [`Matmul::run`], and those of `apart`.
@@ -433,7 +442,9 @@ impl Matmul {
         };
         let subject = self.subject("fused or apart: ", fused, key);
         let answer = timing.choose(stream, &subject, accept, measure)?.unwrap_or(false);
-        self.plan(&mut self.plans.lock(), key, fused)?.is_faster = Some(answer);
+        if !stream.is_recorded() {
+            self.plan(&mut self.plans.lock(), key, fused)?.is_faster = Some(answer);
+        }
         Ok(answer)
     }
 

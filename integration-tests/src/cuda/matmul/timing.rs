@@ -19,7 +19,7 @@ pub const FOLDER_VARIABLE: &str = "ZERO_MATMUL_CACHE";
 /// The limit of a wait for the device, or for another process that measures. The device may wait for ranks that still
 /// compile their kernels.
 pub(super) const LIMIT: Duration = Duration::from_secs(600);
-/// Times of each candidate that count. One more, before them, loads the kernels.
+/// Times of each candidate, each of the second of two runs.
 const ROUNDS: usize = 4;
 /// After the first round only candidates within this factor of the fastest are measured again.
 const FACTOR: f64 = 1.25;
@@ -41,6 +41,7 @@ pub struct Timing {
     pub(super) pool: Pool<CudaDevice>,
     /// A choice could not be written. Other ranks may measure what was not kept, so this process measures no more.
     unwritable: AtomicBool,
+    lock_limit: Duration,
     /// For tests: the candidate that counts as the fastest.
     fastest: Option<usize>,
 }
@@ -57,7 +58,13 @@ impl Timing {
     /// Keeps choices in `folder`, which is created when needed.
     pub fn at(folder: impl Into<PathBuf>, pool: &Pool<CudaDevice>) -> Self {
         let choices = Choices::at(&folder.into());
-        Self { choices, pool: pool.clone(), unwritable: AtomicBool::new(false), fastest: None }
+        Self { choices, pool: pool.clone(), unwritable: AtomicBool::new(false), lock_limit: LIMIT, fastest: None }
+    }
+
+    /// The limit of a wait for another process that measures the same product; 600 s by default.
+    #[must_use]
+    pub fn lock_limit(self, lock_limit: Duration) -> Self {
+        Self { lock_limit, ..self }
     }
 
     /// The candidate with this index counts as the fastest, whatever its time: for tests, whose results must not depend on
@@ -94,8 +101,11 @@ impl Timing {
             self.unwritable.store(true, Ordering::Relaxed);
             Ok(None)
         };
-        let mut locked = match self.choices.lock(subject, LIMIT) {
+        let mut locked = match self.choices.lock(subject, self.lock_limit) {
             Ok(locked) => locked,
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                return Err(OpError::ChoiceLocked { path, limit: self.lock_limit });
+            }
             Err(error) => return not_kept(error),
         };
         match locked.read() {
@@ -121,10 +131,7 @@ impl Timing {
         count: usize,
         mut time: impl FnMut(usize) -> Result<Option<Duration>, OpError>,
     ) -> Result<Vec<Option<Duration>>, OpError> {
-        let mut least: Vec<Option<Duration>> = vec![None; count];
-        for (index, least) in least.iter_mut().enumerate() {
-            *least = time(index)?.map(|_| Duration::MAX);
-        }
+        let mut least = vec![Some(Duration::MAX); count];
         for round in 0..ROUNDS {
             let best = least.iter().flatten().min().copied().unwrap_or_default();
             for (index, least) in least.iter_mut().enumerate() {

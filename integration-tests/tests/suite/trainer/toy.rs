@@ -107,7 +107,7 @@ struct ToyModel {
     loss: Block<HostDevice>,
     tokens: Arc<Vec<u32>>,
     kept: Vec<Arc<Mutex<Vec<f32>>>>,
-    /// Whether each pass writes the gradient of its own unit.
+    /// Whether each pass writes the gradient of the unit with its index.
     writes: Vec<bool>,
     panic_at: Option<usize>,
     cancel: Option<Arc<AtomicBool>>,
