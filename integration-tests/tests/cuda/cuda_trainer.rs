@@ -27,8 +27,9 @@ use zero_shard::ZeroStage;
 use crate::gpu::device;
 use crate::place::data;
 
-const SEQ: usize = 32;
-const BATCH: usize = 4;
+/// Micro-batches of PyTorch's run, and sequences of smaller ones, which the stand-ins run in a few seconds.
+const TORCH: [usize; 2] = [4, 32];
+const SMALL: [usize; 2] = [2, 16];
 
 fn settings(stage: u64, dtype: DType) -> Settings {
     Settings {
@@ -58,15 +59,15 @@ fn settings(stage: u64, dtype: DType) -> Settings {
     }
 }
 
-fn workload(dtype: DType) -> GptWorkload {
+fn workload(dtype: DType, options: &RunOptions) -> GptWorkload {
     let folder = HfFolder::open(&data("model")).unwrap();
     GptWorkload {
         config: folder.config().clone(),
         weights: Weights::Folder(Box::new(folder)),
         data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
         options: Gpt2Options {
-            micro_batch: BATCH,
-            seq_len: SEQ,
+            micro_batch: options.micro_batch,
+            seq_len: options.seq_len,
             dtype,
             activation_checkpointing: false,
             offload_activations: false,
@@ -80,8 +81,8 @@ fn workload(dtype: DType) -> GptWorkload {
 fn options(steps: u64, checkpoint: Option<&Path>, resume: Option<&Path>) -> RunOptions {
     RunOptions {
         steps,
-        micro_batch: BATCH,
-        seq_len: SEQ,
+        micro_batch: SMALL[0],
+        seq_len: SMALL[1],
         seed: 7,
         checkpoint: checkpoint.map(|dir| (dir.to_owned(), 0)),
         keep_last: None,
@@ -104,7 +105,7 @@ fn run(settings: &Settings, options: &RunOptions) -> Result<(Vec<StepMetrics>, R
         steps.push(metrics.clone());
         Ok(())
     };
-    let workload = workload(settings.dtype);
+    let workload = workload(settings.dtype, options);
     let summary = run_on_cuda(&device, comm, true, settings, &workload, options, &mut observe)?;
     Ok((steps, summary))
 }
@@ -115,7 +116,7 @@ fn on_host(stage: u64, dtype: DType, options: &RunOptions) -> Vec<StepMetrics> {
         steps.push(metrics.clone());
         Ok(())
     };
-    run_on_threads(1, 1, &settings(stage, dtype), &workload(dtype), options, &mut observe).unwrap();
+    run_on_threads(1, 1, &settings(stage, dtype), &workload(dtype, options), options, &mut observe).unwrap();
     steps
 }
 
@@ -127,9 +128,10 @@ fn bits(steps: &[StepMetrics]) -> Vec<(u64, Option<u64>)> {
 #[ignore = "needs a CUDA device"]
 fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
     let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
+    let torch = |steps| RunOptions { micro_batch: TORCH[0], seq_len: TORCH[1], ..options(steps, None, None) };
     let mut first = None;
     for stage in 0..4 {
-        let (steps, summary) = on_gpu(stage, DType::F32, &options(8, None, None));
+        let (steps, summary) = on_gpu(stage, DType::F32, &torch(8));
         for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
             let (loss, norm) = (want["loss"].as_f64().unwrap(), want["grad_norm"].as_f64().unwrap());
             let loss_error = (got.loss - loss).abs() / loss;
@@ -153,7 +155,7 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
     let mut first = None;
     for stage in 0..2 {
         let settings = Settings { reduce_every_micro_batch: false, ..settings(stage, DType::F32) };
-        let (steps, _) = run(&settings, &options(3, None, None)).unwrap();
+        let (steps, _) = run(&settings, &torch(3)).unwrap();
         for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
             let loss = want["loss"].as_f64().unwrap();
             let loss_error = (got.loss - loss).abs() / loss;
@@ -191,11 +193,12 @@ fn written_gradients_learn_as_the_host_does() {
         host.push(metrics.clone());
         Ok(())
     };
-    run_on_threads(1, 1, &settings(2), &workload(DType::Bf16), &options(4, None, None), &mut observe).unwrap();
+    let steps = options(4, None, None);
+    run_on_threads(1, 1, &settings(2), &workload(DType::Bf16, &steps), &steps, &mut observe).unwrap();
     let mut first = None;
     for (stage, optimizer) in [(0, Home::Device), (1, Home::Device), (2, Home::Host), (3, Home::Device)] {
         let offload = OffloadSettings { optimizer, ..OffloadSettings::default() };
-        let (steps, _) = run(&Settings { offload, ..settings(stage) }, &options(4, None, None)).unwrap();
+        let (steps, _) = run(&Settings { offload, ..settings(stage) }, &steps).unwrap();
         for (got, want) in steps.iter().zip(&host) {
             let error = (got.loss - want.loss).abs() / want.loss;
             assert!(error < 1e-3, "stage {stage}, step {}: loss {}, on the host {}", got.step, got.loss, want.loss);
@@ -275,11 +278,12 @@ fn evaluations_change_nothing() {
     let losses = |steps: &[StepMetrics]| steps.iter().filter_map(|s| Some(s.validation?.loss)).collect::<Vec<f64>>();
     let host = losses(&on_host(2, DType::F32, &evaluating));
     assert_eq!(host.len(), 3);
+    let want = bits(&on_gpu(2, DType::F32, &plain).0);
     let mut first = None;
     for (stage, graphs) in [(0, false), (1, true), (2, true), (3, false)] {
         let settings = Settings { graphs, ..settings(stage, DType::F32) };
-        let (want, got) = (run(&settings, &plain).unwrap().0, run(&settings, &evaluating).unwrap().0);
-        assert_eq!(bits(&got), bits(&want), "stage {stage}, graphs {graphs}");
+        let got = run(&settings, &evaluating).unwrap().0;
+        assert_eq!(bits(&got), want, "stage {stage}, graphs {graphs}");
         let own = losses(&got);
         assert_eq!(&own, first.get_or_insert_with(|| own.clone()), "stage {stage}, graphs {graphs}");
         for (got, want) in own.iter().zip(&host) {
@@ -288,7 +292,6 @@ fn evaluations_change_nothing() {
     }
 }
 
-/// The bits of the weights in the newest checkpoint.
 /// Six blocks: the inputs of four are on the host.
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -296,25 +299,19 @@ fn offloaded_activations_change_no_bit() {
     for (stage, dtype) in [(1, DType::F32), (3, DType::Bf16)] {
         let [kept, offloaded] = [false, true].map(|offload_activations| {
             let device = device();
-            let mut workload = workload(dtype);
+            let two_steps = options(2, None, None);
+            let mut workload = workload(dtype, &two_steps);
             workload.config.n_layer = 6;
             workload.weights = Weights::Initial(3);
-            workload.options = Gpt2Options {
-                micro_batch: 2,
-                seq_len: 16,
-                activation_checkpointing: true,
-                offload_activations,
-                matmul_timing: false,
-                ..workload.options
-            };
+            workload.options =
+                Gpt2Options { activation_checkpointing: true, offload_activations, ..workload.options };
             let (comm, mut steps) = (Arc::new(Solo::new(device.clone())), Vec::new());
             let mut observe = |metrics: &StepMetrics| {
                 steps.push(metrics.clone());
                 Ok(())
             };
-            let options = RunOptions { micro_batch: 2, seq_len: 16, ..options(2, None, None) };
-            let summary =
-                run_on_cuda(&device, comm, true, &settings(stage, dtype), &workload, &options, &mut observe).unwrap();
+            let settings = settings(stage, dtype);
+            let summary = run_on_cuda(&device, comm, true, &settings, &workload, &two_steps, &mut observe).unwrap();
             let copies = summary.last_spans.iter().filter(|s| s.label == "copy" && s.stream.ends_with("activations"));
             // Four copies each way in each of two micro-batches.
             assert_eq!(copies.count(), if offload_activations { 16 } else { 0 }, "stage {stage}");
@@ -323,11 +320,12 @@ fn offloaded_activations_change_no_bit() {
             (bits(&steps), activations)
         });
         assert_eq!(kept.0, offloaded.0, "stage {stage}");
-        let row = 2 * 16 * 64 * dtype.size_bytes() as u64;
+        let row = (SMALL[0] * SMALL[1] * 64) as u64 * dtype.size_bytes() as u64;
         assert_eq!(kept.1 - offloaded.1, 4 * row, "stage {stage}");
     }
 }
 
+/// The bits of the weights in the newest checkpoint.
 fn weights(dir: &Path) -> Vec<u32> {
     let reader = Reader::open(dir).unwrap();
     let mut bits = Vec::new();
@@ -370,7 +368,7 @@ fn remainders_have_the_bits_of_the_hosts() {
 fn plan_is_the_memory_of_the_device() {
     let format = StateFormat { remainder: true, bf16_moments: false };
     for (flags, remainder) in [("", false), ("--masters remainder", true)] {
-        let shape = "--gpus 1 --dtype bf16 --micro-batch 4 --seq-len 32 --grad-accum 2 --bucket-elems 16384 --json";
+        let shape = "--gpus 1 --dtype bf16 --micro-batch 2 --seq-len 16 --grad-accum 2 --bucket-elems 16384 --json";
         let mut plan = crate::place::zero();
         plan.arg("plan").arg("--model").arg(data("model")).args(shape.split(' ')).args(flags.split_whitespace());
         let output = plan.output().unwrap();
