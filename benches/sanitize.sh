@@ -5,7 +5,8 @@
 #
 #   benches/sanitize.sh                        # the kernels of zero-kernels: at most ten minutes
 #   benches/sanitize.sh model                  # the kernels of the model: at most ten minutes
-#   benches/sanitize.sh rest                   # the other programs and tools: at most fifteen minutes
+#   benches/sanitize.sh tools                  # the kernels of zero-kernels under initcheck and synccheck: at most seven minutes
+#   benches/sanitize.sh rest                   # the other programs: at most nine minutes
 #   .gpu/run -- benches/sanitize.sh model      # on a machine without Rust, packed by ../shared/tools/gpu-bundle
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -41,16 +42,17 @@ case ${1:-kernels} in
     model)
         check memcheck 240 integration-tests.cuda cuda_ops::
         check racecheck 300 integration-tests.cuda cuda_ops:: ;;
-    rest)
+    tools)
         check initcheck 200 zero-kernels.launch
-        check synccheck 200 zero-kernels.launch
+        check synccheck 200 zero-kernels.launch ;;
+    rest)
         check memcheck 100 zero-optim.on_device
         check racecheck 100 zero-optim.on_device
         # A fault on purpose, in a child process; and thousands of allocations.
         check memcheck 150 zero-alloc.cuda cuda --skip faults:: --skip leaks::
         check memcheck 150 zero-alloc.suite ;;
     *)
-        echo "usage: benches/sanitize.sh [kernels|model|rest]" >&2
+        echo "usage: benches/sanitize.sh [kernels|model|tools|rest]" >&2
         exit 2 ;;
 esac
 exit $failed

@@ -5,7 +5,7 @@
     python3 benches/peers/adam_cuda.py [--elems 1,16,256,512,1024] [--rounds 9]
 
 Needs `pip install torch` and an otherwise idle GPU. `--elems` in units of 2^20 parameters. For each size and round: our
-copy, update, whole step (norm, check, clip, update) and whole step in a graph; then torch's fused AdamW on fp32, and
+copy, update, whole step (norm, check, clip, update), whole step in a graph, and with remainders for masters; then torch's fused AdamW on fp32, and
 torch's mixed pipeline (upcast the bf16 gradient, norm, clip, fused AdamW on fp32, downcast to bf16), plain and in a graph.
 The ratio is the median over rounds of torch's time over ours: above 1, ours is faster.
 """
@@ -79,12 +79,15 @@ def peers(elems):
 # The subject of adam_cuda to compare with each of torch's.
 COMPARED = {"torch fused AdamW, fp32": "adam", "torch pipeline": "step", "torch pipeline, graph": "graph"}
 
+# Subjects of adam_cuda, with their bytes a parameter.
+BYTES = {"copy": 28, "adam": 28, "step": 30, "graph": 30, "remainder": 28}
+
 print(torch.cuda.get_device_name(), "torch", torch.__version__)
 for elems in (int(float(m) * 2**20) for m in args.elems.split(",")):
     theirs = peers(elems)
-    times = {name: [] for name in ["copy", "adam", "step", "graph", *theirs]}
+    times = {name: [] for name in [*BYTES, *theirs]}
     for _ in range(args.rounds):
-        for kind in ("copy", "adam", "step", "graph"):
+        for kind in BYTES:
             times[kind].append(ours(kind, elems))
         for name, step in theirs.items():
             times[name].append(timed(step))
@@ -96,7 +99,7 @@ for elems in (int(float(m) * 2**20) for m in args.elems.split(",")):
             tail = f"; of ours ({COMPARED[name]}): {statistics.median(a / b for a, b in zip(t, mine)):.2f} x"
         elif name != "copy":
             share = statistics.median(c / a for c, a in zip(times["copy"], t))
-            tail = f"; {28 if name == 'adam' else 30} B per parameter, {share * (1 if name == 'adam' else 30 / 28):.3f} of the copy"
+            tail = f"; {BYTES[name]} B per parameter, {share * BYTES[name] / BYTES['copy']:.3f} of the copy"
         print(f"  {name:26} {statistics.median(t):9.4f} ms (best {min(t):9.4f}){tail}", flush=True)
     del theirs, times
     torch.cuda.empty_cache()

@@ -61,7 +61,7 @@ fn launch(n: usize, case: &str, more: &[(&str, &str)]) -> (Vec<Output>, Duration
         command.env(rank::CASE, case).env("RANK", rank.to_string()).env("WORLD_SIZE", n.to_string());
         command.env("LOCAL_RANK", rank.to_string()).env("MASTER_ADDR", "127.0.0.1");
         command.env("MASTER_PORT", port.to_string()).env("RUST_BACKTRACE", "0");
-        command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_MAX_CTAS", "8");
+        command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_MAX_CTAS", "8").env("NCCL_GRAPH_REGISTER", "0");
         command.envs(more.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let children: Vec<Child> = (0..n).map(spawn).collect();

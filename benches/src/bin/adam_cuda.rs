@@ -5,7 +5,8 @@
 //! cargo run --release -p benches --bin adam_cuda -- --serve         for benches/peers/adam_cuda.py
 //! ```
 //!
-//! Gradients and parameters are bf16, masters and moments fp32: 28 bytes per parameter. Each figure is a median over
+//! Gradients and parameters are bf16, masters and moments fp32: 28 bytes per parameter; with 16-bit remainders in place of
+//! masters 26. Each figure is a median over
 //! rounds. In a round the subjects run in turn, each repeated for a tenth of a second, and the host waits only at the
 //! end. `--serve` reads lines `KIND ELEMS` and prints milliseconds per step for each, measured once.
 
@@ -18,7 +19,9 @@ use zero_alloc::cuda::{CudaDevice, CudaStream, Graph};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
-use zero_kernels::{AdamArgs, AdamHyper, AdvanceArgs, Float, GradStats, Kernels, RankStats, StepScalars};
+use zero_kernels::{
+    AdamArgs, AdamHyper, AdvanceArgs, Float, GradStats, Kernels, RankStats, RemainderArgs, StepScalars,
+};
 
 type AnyError = Box<dyn std::error::Error>;
 
@@ -29,6 +32,8 @@ const HYPER: AdamHyper =
 const ADAM_BYTES: usize = 28;
 /// The norm reads the gradient a second time.
 const STEP_BYTES: usize = 30;
+/// The same without masters: parameter and remainder read and written.
+const REMAINDER_BYTES: usize = 28;
 /// Length of the table of learning rates.
 const RATES: usize = 1 << 20;
 const ROUNDS: usize = 9;
@@ -75,10 +80,12 @@ enum Kind {
     Step,
     /// `Step`, recorded into a graph once and replayed.
     Graph,
+    /// `Step` with remainders in place of masters.
+    Remainder,
 }
 
 impl Kind {
-    const ALL: [Self; 4] = [Self::Copy, Self::Adam, Self::Step, Self::Graph];
+    const ALL: [Self; 5] = [Self::Copy, Self::Adam, Self::Step, Self::Graph, Self::Remainder];
 
     fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| format!("{kind:?}").eq_ignore_ascii_case(name))
@@ -96,6 +103,7 @@ struct Shard {
     second_moment: Buffer,
     grad: Buffer,
     param: Buffer,
+    remainder: Buffer,
     scratch: Buffer,
     /// Gradient statistics, loss, rank statistics, config, state, scalars, record and flags, 256 bytes each.
     control: Buffer,
@@ -118,6 +126,7 @@ impl Shard {
             second_moment: buffer(4 * elems)?,
             grad: buffer(2 * elems)?,
             param: buffer(2 * elems)?,
+            remainder: buffer(2 * elems)?,
             scratch: buffer(scratch)?,
             control: buffer(8 * 256)?,
             rates: buffer(size_of::<StepRates>() * RATES)?,
@@ -128,6 +137,9 @@ impl Shard {
         shard.fill(&shard.first_moment, |x| x * 1e-3)?;
         shard.fill(&shard.second_moment, |x| x * x * 1e-6)?;
         shard.fill(&shard.grad, |x| bf16::from_f32(x * 1e-3))?;
+        shard.fill(&shard.param, bf16::from_f32)?;
+        // The bits of any 16-bit type will do.
+        shard.fill(&shard.remainder, bf16::from_f32)?;
         shard.reset()?;
         Ok(shard)
     }
@@ -200,7 +212,21 @@ impl Shard {
         Ok(self.kernels.adam(&self.stream, args)?)
     }
 
-    fn step(&self) -> Result<(), AnyError> {
+    fn adam_remainder(&self) -> Result<(), AnyError> {
+        let args = RemainderArgs {
+            param: self.param.typed(self.elems),
+            remainder: self.remainder.typed(self.elems),
+            first_moment: self.first_moment.typed(self.elems),
+            second_moment: self.second_moment.typed(self.elems),
+            grad: self.grad.typed::<bf16>(self.elems).erase(),
+            scalars: self.control(5),
+            hyper: HYPER,
+        };
+        Ok(self.kernels.adam_remainder(&self.stream, args)?)
+    }
+
+    /// All that decides a step, on the device.
+    fn decide(&self) -> Result<(), AnyError> {
         let stats: DeviceSlice<GradStats> = self.control(0);
         let scratch = self.scratch.typed(self.kernels.stats_scratch_elems(&[self.elems]));
         let ranks: DeviceSlice<RankStats> = self.control(2);
@@ -210,7 +236,11 @@ impl Shard {
         self.kernels.rank_stats(&self.stream, stats, self.control(1), self.control(7), ranks)?;
         let (config, rates, state) = (self.control(3), self.rates.typed(RATES), self.control(4));
         let advance = AdvanceArgs { ranks, config, rates, state, scalars: self.control(5), records };
-        self.kernels.advance_step(&self.stream, advance)?;
+        Ok(self.kernels.advance_step(&self.stream, advance)?)
+    }
+
+    fn step(&self) -> Result<(), AnyError> {
+        self.decide()?;
         self.adam()
     }
 
@@ -227,6 +257,10 @@ impl Shard {
             }
             Kind::Adam => self.adam()?,
             Kind::Step => self.step()?,
+            Kind::Remainder => {
+                self.decide()?;
+                self.adam_remainder()?;
+            }
             Kind::Graph => {
                 if self.graph.is_none() {
                     let driver_error = |e: AnyError| DeviceError::Driver { call: "a step", message: e.to_string() };
@@ -273,7 +307,7 @@ impl Shard {
         let mut now = [0u8; size_of::<StepState>()];
         self.device.download(&self.stream, bytes, &mut now, LIMIT)?;
         let now: StepState = bytemuck::pod_read_unaligned(&now);
-        let expected = if matches!(kind, Kind::Step | Kind::Graph) { steps } else { 0 };
+        let expected = if matches!(kind, Kind::Step | Kind::Graph | Kind::Remainder) { steps } else { 0 };
         if (now.halted, now.skipped_steps, now.adam_steps) != (StepState::RUNNING, 0, expected) {
             return Err(format!("{kind:?}: expected {expected} steps, the device has {now:?}").into());
         }
@@ -288,16 +322,17 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 fn table(sizes: &[usize], shard: impl Fn(usize) -> Result<Shard, AnyError>, fast: bool) -> Result<(), AnyError> {
     let (rounds, at_least) = if fast { (1, Duration::ZERO) } else { (ROUNDS, Duration::from_millis(100)) };
-    println!("{:>12} {:>16} {:>28} {:>28} {:>28}", "parameters", "copy", "adam", "whole step", "step in a graph");
+    let columns = ["adam", "whole step", "step in a graph", "step with remainders"];
+    println!("{:>12} {:>16}{}", "parameters", "copy", columns.map(|name| format!(" {name:>28}")).concat());
     for &elems in sizes {
         let mut shard = shard(elems)?;
-        let mut times: [Vec<f64>; 4] = Default::default();
+        let mut times: [Vec<f64>; 5] = Default::default();
         for _ in 0..rounds {
             for (kind, times) in Kind::ALL.into_iter().zip(&mut times) {
                 times.push(shard.time(kind, at_least)?);
             }
         }
-        let [copy, adam, step, graph] = times;
+        let [copy, adam, step, graph, remainder] = times;
         let of_copy = |times: &[f64], bytes: usize| {
             let ratios = copy.iter().zip(times).map(|(c, t)| (bytes as f64 / t) / (ADAM_BYTES as f64 / c));
             median(ratios.collect())
@@ -309,11 +344,12 @@ fn table(sizes: &[usize], shard: impl Fn(usize) -> Result<Shard, AnyError>, fast
         };
         let copied = median(copy.clone());
         println!(
-            "{elems:>12} {copied:6.3} {:4.0} GB/s {:>28} {:>28} {:>28}",
+            "{elems:>12} {copied:6.3} {:4.0} GB/s {:>28} {:>28} {:>28} {:>28}",
             gb(copied, ADAM_BYTES),
             column(&adam, ADAM_BYTES),
             column(&step, STEP_BYTES),
-            column(&graph, STEP_BYTES)
+            column(&graph, STEP_BYTES),
+            column(&remainder, REMAINDER_BYTES)
         );
     }
     println!("(the third figure of a column: bytes a second as a share of the copy's, median over {rounds} rounds)");
@@ -325,7 +361,7 @@ fn serve(shard: impl Fn(usize) -> Result<Shard, AnyError>) -> Result<(), AnyErro
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let (kind, elems) = line.trim().split_once(' ').ok_or("expected: KIND ELEMS")?;
-        let kind = Kind::named(kind).ok_or("KIND is copy, adam, step or graph")?;
+        let kind = Kind::named(kind).ok_or("KIND is copy, adam, step, graph or remainder")?;
         let elems = elems.parse()?;
         if current.as_ref().is_none_or(|s| s.elems != elems) {
             drop(current.take()); // frees the memory before the next allocation

@@ -141,8 +141,8 @@ impl CudaStream {
     }
 
     /// Runs `enqueue` twice, waits until the stream has run both, and returns the time of the second on the device, with a
-    /// resolution of about half a microsecond. While the device runs the first, the host enqueues the second, so that the
-    /// host's time does not count. `op` is the name in errors.
+    /// resolution of about half a microsecond. While the device runs the first, the host enqueues the second: the host's
+    /// time counts only as far as it is longer than a run. `op` is the name in errors.
     ///
     /// # Errors
     /// The stream is being recorded, the limit has passed, `enqueue` failed, or the stream did.

@@ -1,7 +1,7 @@
 //! Tests of features that only CUDA has: modules, graphs, pinned memory, foreign handles, device times, leaks. Tests
 //! of the device contract are in `suite/conformance`.
 //!
-//! They need a device (`cargo gpu-test`) or the stand-in driver of `integration-tests/stand-ins`.
+//! They need a device (`cargo gpu-test cuda`) or the stand-in driver of `integration-tests/stand-ins`.
 
 mod faults;
 mod graphs;

@@ -88,9 +88,8 @@ fn run_rank(
     }
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
-    let sharers = world_size.div_ceil(gpus.max(1)) as u64;
-    let memory_bytes =
-        device.memory_bytes().map_err(CliError::failure)?.1 as u64 / if args.share_gpus { sharers } else { 1 };
+    let sharers = if args.share_gpus { ranks_here(launched, local_rank, gpus).div_ceil(gpus) as u64 } else { 1 };
+    let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64 / sharers;
     let gpu = Gpu { name: device.name().to_owned(), memory_bytes };
     let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
     if let (Some(cores), None) = (cores, args.threads) {
@@ -119,11 +118,14 @@ fn run_rank(
     })
 }
 
+/// The ranks of this machine; of several machines each GPU is assumed to have one.
+fn ranks_here(launched: Option<&Ranks>, local_rank: usize, gpus: usize) -> usize {
+    launched.map_or(1, |l| if l.one_machine { l.world_size } else { gpus }).max(local_rank + 1)
+}
+
 /// Binds this process to its share of the cores near its GPU, if there are several NUMA nodes. Returns their number.
 fn bind(launched: Option<&Ranks>, local_rank: usize, gpus: usize) -> Result<Option<usize>, CliError> {
-    // Over several machines, each GPU is assumed to have one rank.
-    let ranks = launched.map_or(1, |l| if l.one_machine { l.world_size } else { gpus }).max(local_rank + 1);
-    let ordinals: Vec<_> = (0..ranks).map(|rank| rank % gpus).collect();
+    let ordinals: Vec<_> = (0..ranks_here(launched, local_rank, gpus)).map(|rank| rank % gpus).collect();
     let divide = launched.is_none_or(|l| l.launcher == Launcher::Torchrun);
     let cores = bind_to_node(&ordinals, local_rank, divide).map_err(CliError::failure)?;
     Ok(cores.map(|cores| cores.len()))

@@ -139,7 +139,11 @@ impl RunSetup {
             (Some(_), Some(recompute)) => recompute && !model_options.activation_checkpointing,
             (Some(gpu), None) => {
                 let request = plan::Request::of_run(&config, &model_options, &settings, ranks, gpu.memory_bytes);
-                plan::evaluate(&request, settings.stage).is_ok_and(|plan| plan.recompute_gelu)
+                plan::evaluate(&request, settings.stage).map(|plan| plan.recompute_gelu).unwrap_or_else(|error| {
+                    notices
+                        .push(format!("GELU's output is kept, since this run's memory cannot be planned: {error}"));
+                    false
+                })
             }
         };
         if args.recompute_gelu == Some(true) && !model_options.recompute_gelu {

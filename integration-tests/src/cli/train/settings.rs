@@ -181,9 +181,16 @@ pub(super) fn settings(
     let ranks = shape.ranks;
     let from_file = zero.map(|z| z.reduce_bucket_elems.min(shape.largest_unit).max(ranks as u64) as usize);
     let default = if shape.on_gpus { (shape.largest_unit as usize).max(ranks) } else { BUCKET_ELEMS };
-    // Runs on the host record its default, and so did older versions on GPUs; a bucket changes no bits.
+    let chosen = args.bucket_elems.or(from_file);
+    // Runs on the host record its default, and so did older versions on GPUs, where it is slow.
     let recorded = base.bucket_elems.filter(|&elems| !shape.on_gpus || elems != BUCKET_ELEMS);
-    let bucket = args.bucket_elems.or(from_file).or(recorded).unwrap_or(default);
+    if chosen.or(recorded).is_none() && base.bucket_elems.is_some() && default != BUCKET_ELEMS {
+        notices.push(format!(
+            "the recorded run has buckets of {BUCKET_ELEMS} elements, the default of a host; on a GPU they have {default}: \
+             pass --bucket-elems {BUCKET_ELEMS} to keep them"
+        ));
+    }
+    let bucket = chosen.or(recorded).unwrap_or(default);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"

@@ -345,7 +345,7 @@ impl Matmul {
             proposed.or_else(|| self.library.accept(&plan.description, &plan.layouts, data, self.workspace.len()))
         };
         let measure = || {
-            let Some(times) = self.measure(timing, stream, product, plan)? else {
+            let Some(times) = self.measure(timing, stream, product, plan, key)? else {
                 // Kept as well: what memory is free must not decide the bits of later runs.
                 return Ok(Some(("not measured: no memory for the result\n".to_owned(), to_hex(first.data))));
             };
@@ -369,6 +369,7 @@ impl Matmul {
         stream: &CudaStream,
         product: &Product,
         plan: &Plan,
+        key: Key,
     ) -> Result<Option<Vec<Option<Duration>>>, OpError> {
         let out = product.out.data;
         // A result that is read would change with each repetition.
@@ -377,8 +378,10 @@ impl Matmul {
                 Ok(block) => Some(block),
                 Err(error) => {
                     tracing::warn!(
-                        "no memory to measure the matrix product {}; cuBLASLt's first choice is kept for it: {error}",
-                        product.label()
+                        "no memory to measure the matrix product {}; cuBLASLt's first choice is kept for it in {}, \
+                         until the file is deleted: {error}",
+                        product.label(),
+                        timing.path(&self.subject("", product, key)),
                     );
                     return Ok(None);
                 }

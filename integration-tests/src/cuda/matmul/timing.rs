@@ -92,7 +92,7 @@ impl Timing {
         if stream.is_recorded() || self.unwritable.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let path = self.choices.path(subject).display().to_string();
+        let path = self.path(subject);
         let not_kept = |error: std::io::Error| {
             tracing::warn!(
                 "the choice of a matrix product cannot be kept in {path} ({error}): this process uses the first \
@@ -122,6 +122,11 @@ impl Timing {
             Ok(()) => Ok(accept(&choice)),
             Err(error) => not_kept(error),
         }
+    }
+
+    /// The file of a choice.
+    pub(super) fn path(&self, subject: &str) -> String {
+        self.choices.path(subject).display().to_string()
     }
 
     /// Measures `count` candidates in turn and returns the least time of each. `time` returns `None` if a candidate does

@@ -1,6 +1,6 @@
 //! The conformance suite of back ends, run for the host and for each kind of CUDA memory.
 //!
-//! The CUDA tests need a device: `cargo gpu-test`.
+//! The CUDA tests need a device: `cargo gpu-test cuda`.
 
 mod arena;
 mod backend;
