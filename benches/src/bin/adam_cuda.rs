@@ -5,10 +5,10 @@
 //! cargo run --release -p benches --bin adam_cuda -- --serve         for benches/peers/adam_cuda.py
 //! ```
 //!
-//! Gradients and parameters are bf16, masters and moments fp32: 28 bytes per parameter; with 16-bit remainders in place of
-//! masters 26. Each figure is a median over
-//! rounds. In a round the subjects run in turn, each repeated for a tenth of a second, and the host waits only at the
-//! end. `--serve` reads lines `KIND ELEMS` and prints milliseconds per step for each, measured once.
+//! Gradients and parameters are bf16, masters and moments fp32: 28 bytes per parameter; 26 with 16-bit remainders in place
+//! of masters. Each figure is a median over rounds. In a round the subjects run in turn, each repeated for a tenth of a
+//! second, and the host waits only at the end. `--serve` reads lines `KIND ELEMS` and prints milliseconds per step for
+//! each, measured once.
 
 use std::io::{BufRead, Write};
 use std::ptr::NonNull;

@@ -105,7 +105,7 @@ fn wait_for_a_locked_choice_has_a_limit() {
     let error = try_added(&gpu, &late).unwrap_err();
     assert!(matches!(&error, OpError::ChoiceLocked { limit: got, .. } if *got == limit), "{error}");
     assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
-    drop(measuring);
+    measuring.unlock().unwrap();
     assert!(added(&gpu, &late) == chosen, "free again");
 }
 
