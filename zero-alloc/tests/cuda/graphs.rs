@@ -65,7 +65,7 @@ fn cuda_graph_spans_streams() {
     assert_eq!(read(&device, &a, &x), [50.0; 300]);
     // After the recording both streams work as before.
     let inside = inside.expect("recorded");
-    // What b enqueued before the recording, an event of ours, may still run.
+    // An event that b enqueued before the recording may still be ahead.
     inside.synchronize(LIMIT).expect("the recording is over");
     b.wait(&inside).expect("nothing to wait for");
     b.synchronize(LIMIT).expect("sound");

@@ -2,7 +2,6 @@
 
 use multiversion::multiversion;
 
-use super::prefetch::{blocks, prefetch};
 use super::same_len;
 use crate::{Float, KernelError};
 
@@ -21,11 +20,7 @@ pub fn accumulate<G: Float>(grad: &[G], acc: &mut [f32]) -> Result<(), KernelErr
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
 fn run<G: Float>(grad: &[G], acc: &mut [f32]) {
-    for block in blocks(acc.len()) {
-        prefetch(grad, &block);
-        prefetch(acc, &block);
-        for (a, g) in acc[block.clone()].iter_mut().zip(&grad[block]) {
-            *a += g.to_f32();
-        }
+    for (a, g) in acc.iter_mut().zip(grad) {
+        *a += g.to_f32();
     }
 }
