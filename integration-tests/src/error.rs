@@ -7,7 +7,7 @@ use zero_alloc::swap::SwapError;
 use zero_ckpt::CkptError;
 use zero_comm::{BucketError, CommError, PrefetchError};
 use zero_kernels::KernelError;
-use zero_optim::{CheckpointError, OptimError};
+use zero_optim::{AgreementError, CheckpointError, OptimError};
 use zero_shard::ShardError;
 
 use crate::cuda::OpError;
@@ -81,6 +81,24 @@ pub enum TrainError {
     /// The threads of a rank.
     #[error("failed to start the threads of a rank: {0}; try a lower --threads")]
     Threads(#[from] rayon::ThreadPoolBuildError),
+    /// Two ranks that hold the same parameters hold different ones.
+    #[error(
+        "step {step}: rank {rank} holds other parameters than rank {reference}, unit {unit} first: a card, its memory or a link \
+         is faulty; check the machines of both, and resume from the newest checkpoint"
+    )]
+    Replicas {
+        /// The step after which they were compared.
+        step: u64,
+        /// The lowest rank outside of the largest group with equal parameters.
+        rank: usize,
+        /// The lowest rank of that group.
+        reference: usize,
+        /// The first unit that differs.
+        unit: String,
+    },
+    /// The comparison of the ranks.
+    #[error(transparent)]
+    Agreement(#[from] AgreementError),
     /// The gradients stopped being finite.
     #[error(
         "step {step}: {skipped} steps in a row were skipped because their gradients were not finite: training \

@@ -152,18 +152,41 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
     }
 }
 
+/// Starts a rank for each of `flags`, as another launcher does.
+fn launched(dir: &Path, flags: &[&[&str]]) -> Vec<Output> {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let start = |(rank, more): (usize, &&[&str])| {
+        let mut command = zero(dir, &[&["--device", "cuda", "--share-gpus"], *more].concat());
+        let (rank, ranks) = (rank.to_string(), flags.len().to_string());
+        command.env("RANK", &rank).env("LOCAL_RANK", &rank).env("WORLD_SIZE", ranks).env("MASTER_PORT", &port);
+        command.env("MASTER_ADDR", "127.0.0.1").env("NCCL_MULTI_RANK_GPU_ENABLE", "1").spawn().unwrap()
+    };
+    let ranks: Vec<Child> = flags.iter().enumerate().map(start).collect();
+    ranks.into_iter().map(finish).collect()
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_of_other_settings_are_refused() {
+    let same: &[&str] = &["--no-checkpoint", "--metrics", "m"];
+    let other: &[&str] = &["--no-checkpoint", "--metrics", "m", "--weight-decay", "0.5"];
+    for (flags, named) in [(&[same, other][..], "rank 1"), (&[other, same, same], "rank 0")] {
+        let dir = temp();
+        for output in launched(dir.path(), flags) {
+            let said = text(&output);
+            assert_eq!(output.status.code(), Some(2), "{said}");
+            assert!(said.contains(&format!("{named} has other settings than rank")), "{said}");
+            assert!(said.contains("--weight-decay (optimizer.hyper.weight_decay) is 0.5"), "{said}");
+        }
+        assert!(!dir.path().join("m").exists(), "a step ran");
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_of_another_launcher_join_it() {
     let dir = temp();
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
-    let start = |rank: usize| {
-        let mut command = zero(dir.path(), &["--device", "cuda", "--share-gpus"]);
-        let rank = rank.to_string();
-        command.env("RANK", &rank).env("LOCAL_RANK", &rank).env("WORLD_SIZE", "2").env("MASTER_PORT", &port);
-        command.env("MASTER_ADDR", "127.0.0.1").env("NCCL_MULTI_RANK_GPU_ENABLE", "1").spawn().unwrap()
-    };
-    let outputs = [start(0), start(1)].map(finish);
+    let outputs = launched(dir.path(), &[&[], &[]]);
     assert!(outputs.iter().all(|o| o.status.success()), "{}{}", text(&outputs[0]), text(&outputs[1]));
     assert!(text(&outputs[0]).contains("held by"), "{}", text(&outputs[0]));
     assert!(outputs[1].stdout.is_empty(), "{}", text(&outputs[1]));

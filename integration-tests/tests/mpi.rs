@@ -2,6 +2,8 @@
 //!
 //! Run with `cargo test -p integration-tests --features mpi --test mpi`. Without `mpirun` it prints SKIPPED and passes.
 
+#[path = "mpi/agreement.rs"]
+mod agreement;
 #[path = "common/place.rs"]
 mod place;
 

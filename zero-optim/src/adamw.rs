@@ -169,7 +169,7 @@ impl<D: Device> State<D> {
     }
 
     /// Whether masters are kept as remainders.
-    fn has_remainders(&self) -> bool {
+    pub(crate) fn has_remainders(&self) -> bool {
         match self {
             Self::Resident(resident) => matches!(resident.masters, MasterBlock::Remainders(_)),
             Self::Tier(tier) => tier.has_remainders(),

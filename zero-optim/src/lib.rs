@@ -4,6 +4,7 @@
 mod setters;
 
 mod adamw;
+mod agreement;
 #[cfg(feature = "ckpt")]
 mod checkpoint;
 mod controller;
@@ -21,6 +22,7 @@ mod tier;
 mod update;
 
 pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
+pub use agreement::{AgreementError, RankSettings, agree};
 #[cfg(feature = "ckpt")]
 pub use checkpoint::{CheckpointError, RankParams};
 pub use controller::{Divisor, OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome};

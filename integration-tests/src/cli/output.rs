@@ -24,7 +24,8 @@ pub(super) fn print_text(text: impl AsRef<str>) -> Result<(), CliError> {
 
 /// Writes a line to standard error; failures are ignored.
 pub(super) fn print_note(line: impl std::fmt::Display) {
-    let _ = writeln!(stderr(), "{line}");
+    // One write, so that the lines of several processes do not mix.
+    let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 /// A number of things: `1 rank`, `1,000 steps`.

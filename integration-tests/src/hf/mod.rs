@@ -15,8 +15,10 @@ use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crc_fast::{CrcAlgorithm, Digest};
 use thiserror::Error;
 use zero_ckpt::{CkptError, MANIFEST_NAME, Reader, Resolved, StateDtype, TensorFolder, has_checkpoints, resolve};
 
@@ -240,6 +242,65 @@ impl HfFolder {
             }
             Source::Checkpoint(reader) => Ok(reader.read_param(MASTER, name, range, out)?),
         }
+    }
+}
+
+/// Elements of a part of the weights that one rank hashes.
+const HASHED_ELEMS: u64 = 1 << 20;
+
+impl HfFolder {
+    /// Equal for folders of the same files on the same machine, and for the same checkpoint anywhere. Folders with other
+    /// identities may have equal weights too.
+    pub fn identity(&self) -> u64 {
+        let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+        match &self.source {
+            Source::Checkpoint(reader) => digest.update(&reader.selection().crc64.to_le_bytes()),
+            Source::Files { weights, .. } => {
+                // Another one after each boot. Without it, no other process is known to be on this machine.
+                let boot = fs::read("/proc/sys/kernel/random/boot_id");
+                digest.update(&boot.unwrap_or_else(|_| std::process::id().to_le_bytes().to_vec()));
+                for metadata in weights.files().filter_map(|file| fs::metadata(file).ok()) {
+                    let numbers = [metadata.dev(), metadata.ino(), metadata.len()];
+                    digest.update(bytemuck::cast_slice(&numbers));
+                    digest.update(bytemuck::cast_slice(&[metadata.mtime(), metadata.mtime_nsec()]));
+                }
+            }
+        }
+        digest.finalize()
+    }
+
+    /// The checksum of part `part` of `parts` of the weights, as fp32 in the order of the model; their exclusive or is that
+    /// of all weights. A checkpoint was verified when it was opened: its manifest has the checksums of its files.
+    ///
+    /// # Errors
+    /// A failed read.
+    pub fn checksum(&self, part: usize, parts: usize) -> Result<u64, HfError> {
+        let weights = match &self.source {
+            Source::Checkpoint(reader) if part == 0 => return Ok(reader.selection().crc64),
+            Source::Checkpoint(_) => return Ok(0),
+            Source::Files { .. } => self.config.units().into_iter().flat_map(|unit| unit.params),
+        };
+        let mut values = Vec::new();
+        let mut checksum = 0;
+        let mut index: u64 = 0;
+        for param in weights {
+            let elems: u64 = param.shape.iter().product();
+            for start in (0..elems).step_by(HASHED_ELEMS as usize) {
+                let own = index % parts as u64 == part as u64;
+                index += 1;
+                if !own {
+                    continue;
+                }
+                let end = elems.min(start + HASHED_ELEMS);
+                values.resize((end - start) as usize, 0.0_f32);
+                self.read(&param.name, start..end, &mut values)?;
+                let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+                digest.update(&index.to_le_bytes());
+                digest.update(bytemuck::cast_slice(&values));
+                checksum ^= digest.finalize();
+            }
+        }
+        Ok(checksum)
     }
 }
 

@@ -4,7 +4,7 @@
 //! backward is done, by default in the last micro-batch only; then every rank updates all parameters in the same way.
 
 use zero_alloc::Purpose;
-use zero_alloc::device::Device;
+use zero_alloc::device::{AnySlice, Device};
 use zero_optim::Segment;
 
 use super::gradients::Gradients;
@@ -66,9 +66,14 @@ impl<D: Device> Stage<D> for Dense<D> {
     }
 
     fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+        self.whole_params(rank)?;
+        evaluate_whole(rank, model, tokens, |units| self.params.of(rank, units))
+    }
+
+    fn whole_params(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
         let all: Vec<usize> = (0..rank.units()).collect();
         deliver(rank, self.optimizer.host_params().as_ref(), &all)?;
-        evaluate_whole(rank, model, tokens, |units| self.params.of(rank, units))
+        Ok(self.params.of(rank, &all))
     }
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {

@@ -36,7 +36,10 @@ impl<'a, D: Device> RankExchange<'a, D> {
     }
 
     /// Sends `message` to all ranks and returns the messages of all ranks, in rank order.
-    fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+    ///
+    /// # Errors
+    /// The communicator failed.
+    pub fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         self.comm.exchange(self.pool, self.stream, message, self.host_limit)
     }
 

@@ -172,6 +172,11 @@ fn caught<D: Device>(
             comm.abort(&message);
             return Err(Failure { rank: rank as usize, message, echo: false });
         }
+        // All ranks return it.
+        Ok(Err(error @ TrainError::Replicas { rank, .. })) => {
+            comm.abort(&error.to_string());
+            return Err(Failure { rank, message: error.to_string(), echo: false });
+        }
         Ok(Err(error)) => (error.to_string(), false),
         Err(panic) => (format!("panicked: {}", panic_message(&*panic)), false),
     };

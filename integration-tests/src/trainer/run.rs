@@ -22,6 +22,7 @@ use super::metrics::{CommBytes, MemoryBytes, NvmeBytes, StepMetrics};
 use super::phase::{self, Phased, run_in};
 use super::rank::Rank;
 use super::recorder::{Part, Recorder};
+use super::replicas;
 use super::saver::Saver;
 use super::stage::{self, MicroBatches, Stage, StepInputs};
 use super::stage3::Stage3;
@@ -220,6 +221,9 @@ impl<D: Device> Runner<'_, D> {
             }
             let old_best = evaluations.best;
             let is_best = evaluations.is_best(summary.step, validation, saves);
+            if options.check_replicas.is_due(summary.step, saver.is_some() && (saves || is_best)) {
+                run_in(rank, phase::CHECKPOINT, || replicas::check(rank, stage, summary.step))?;
+            }
             if let (true, Some(saver)) = (saves || is_best, &mut saver) {
                 let superseded = old_best.filter(|_| is_best);
                 run_in(rank, phase::CHECKPOINT, || self.save(stage, saver, &before, evaluations.best, superseded))?;

@@ -58,6 +58,12 @@ pub(super) trait Stage<D: Device>: Send {
     /// loss. Called between steps and never recorded; changes no state of the stage.
     fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError>;
 
+    /// The parameters of each unit, without padding, that every rank holds whole: none at stage 3. The compute stream waits
+    /// for them. Called between steps and never recorded.
+    fn whole_params(&mut self, _rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
+        Ok(Vec::new())
+    }
+
     /// Enqueues the decision of the step (skip or update, clipping), the same on all ranks. The host does not wait.
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError>;
 

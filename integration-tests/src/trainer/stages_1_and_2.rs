@@ -6,7 +6,7 @@
 //! the new parameters are all-gathered: 2 Ψ elements a step in all. With several micro-batches, stage 1
 //! sums them in its storage of whole gradients and reduces the last sum; stage 2 reduces each.
 
-use zero_alloc::device::{Device, Stream};
+use zero_alloc::device::{AnySlice, Device, Stream};
 
 use super::gradients::Gradients;
 use super::host_optimizer::Optimizer;
@@ -64,10 +64,16 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
     }
 
     fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
-        self.params.gather_updated(rank, 0..rank.units())?;
+        self.whole_params(rank)?;
+        evaluate_whole(rank, model, tokens, |units| self.params.gathered(rank, units))
+    }
+
+    fn whole_params(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
+        let all: Vec<usize> = (0..rank.units()).collect();
+        self.params.gather_updated(rank, all.iter().copied())?;
         // Not the events of the gathers: the next step waits for those, and a recorded gather's cannot be waited for.
         rank.compute.wait(&rank.comm_stream.record()?)?;
-        evaluate_whole(rank, model, tokens, |units| self.params.gathered(rank, units))
+        Ok(self.params.gathered(rank, &all))
     }
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {

@@ -14,6 +14,7 @@ use zero_shard::UnitSpec;
 
 use super::memory_trace::MemoryTrace;
 use super::metrics::{NvmeBytes, StepMetrics};
+use super::replicas::ReplicaChecks;
 use super::validation::{Best, ValidationOptions};
 use crate::data::BatchAt;
 use crate::error::TrainError;
@@ -71,6 +72,8 @@ pub struct RunOptions {
     pub checkpoint: Option<(PathBuf, u64)>,
     /// Number of checkpoints to keep; `None` keeps all.
     pub keep_last: Option<usize>,
+    /// When the parameters that all ranks hold are compared.
+    pub check_replicas: ReplicaChecks,
     /// Evaluations on other data.
     pub validation: Option<ValidationOptions>,
     /// Checkpoint to resume from.

@@ -107,6 +107,11 @@ impl TensorFolder {
         Ok(())
     }
 
+    /// The files with tensors.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|file| file.path.as_path())
+    }
+
     /// The file that lists the tensors: the index, or the only file.
     pub fn path(&self) -> &Path {
         &self.path

@@ -7,6 +7,7 @@ use zero_alloc::cuda::{CudaDevice, bind_to_node};
 use zero_comm::nccl::{Launcher, NcclCommunicator, Ranks};
 use zero_comm::{CommError, CommOptions, Communicator, Solo};
 
+use super::agreement::StartExchange;
 use super::args::TrainArgs;
 use super::backend;
 use super::resume::Resumed;
@@ -80,29 +81,35 @@ fn run_rank(
             _ => Ok(Arc::new(Solo::new(device.clone()))),
         }
     };
-    let (mut comm, mut found) = (None, None);
+    let agree_on_start = |comm: &Arc<dyn Communicator<CudaDevice>>| {
+        StartExchange::new(&**comm, device.clone(), args.time_limit)?.agree_on_start(args, Ok(()))
+    };
+    let mut connected = None;
+    let mut found = None;
     if args.resume.is_some() && resumed.is_none() {
-        let connected = connect()?;
-        found = Resumed::open_on_ranks(args, &*connected, device.clone())?;
-        comm = Some(connected);
+        let comm = connect()?;
+        agree_on_start(&comm)?;
+        found = Resumed::open_on_ranks(args, &StartExchange::new(&*comm, device.clone(), args.time_limit)?)?;
+        connected = Some(comm);
     }
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
-    let sharers = if args.share_gpus { ranks_here(launched, local_rank, gpus).div_ceil(gpus) as u64 } else { 1 };
-    let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64 / sharers;
-    let gpu = Gpu { name: device.name().to_owned(), memory_bytes };
-    let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
-    if let (Some(cores), None) = (cores, args.threads) {
-        setup.workload.threads = cores;
-    }
+    let setup = setup_of_rank(args, resumed, &device, launched, gpus, cores);
+
+    let (comm, setup) = match connected {
+        Some(comm) => (comm, setup),
+        None => {
+            // A rank that cannot start ends here: its launcher ends the others, which wait for it to connect.
+            let setup = setup?;
+            let comm = connect()?;
+            agree_on_start(&comm)?;
+            (comm, Ok(setup))
+        }
+    };
+    let mut setup = StartExchange::new(&*comm, device.clone(), args.time_limit)?.agree_on_setup(setup)?;
+
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
-    memory_check::check_host_of_gpus(&setup, world_size.min(gpus), args.memory_limit)?;
-    // The note is printed by rank 0, whether or not that rank shares its GPU.
-    if args.share_gpus && world_size > gpus {
-        setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());
-    }
-    let comm = comm.map_or_else(connect, Ok)?;
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
     observed(&setup, &signals, rank == 0, |observe| {
         let comm_of_run = Arc::clone(&comm);
@@ -116,6 +123,32 @@ fn run_rank(
             None => run_error(error),
         })
     })
+}
+
+/// The settings of a rank on `device`, one of `gpus` GPUs of this machine, with `cores` cores of its own.
+fn setup_of_rank(
+    args: &TrainArgs,
+    resumed: Option<&Resumed>,
+    device: &CudaDevice,
+    launched: Option<&Ranks>,
+    gpus: usize,
+    cores: Option<usize>,
+) -> Result<RunSetup, CliError> {
+    let (world_size, local_rank) = launched.map_or((1, 0), |ranks| (ranks.world_size, ranks.local_rank));
+    let sharers = if args.share_gpus { ranks_here(launched, local_rank, gpus).div_ceil(gpus) as u64 } else { 1 };
+    let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64 / sharers;
+    let gpu = Gpu { name: device.name().to_owned(), memory_bytes };
+
+    let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
+    if let (Some(cores), None) = (cores, args.threads) {
+        setup.workload.threads = cores;
+    }
+    memory_check::check_host_of_gpus(&setup, world_size.min(gpus), args.memory_limit)?;
+    // The note is printed by rank 0, whether or not that rank shares its GPU.
+    if args.share_gpus && world_size > gpus {
+        setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());
+    }
+    Ok(setup)
 }
 
 /// The ranks of this machine; of several machines each GPU is assumed to have one.

@@ -1,5 +1,6 @@
 //! `zero train`: from flags to a run, and from its results to text.
 
+mod agreement;
 mod args;
 mod backend;
 mod checks;

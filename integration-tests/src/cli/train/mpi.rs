@@ -67,6 +67,17 @@ pub(super) fn run(_args: &TrainArgs, _resumed: Option<&Resumed>) -> Result<(), C
     Err(not_built())
 }
 
+/// Checks that `--ranks` is the number of processes that `mpirun` started.
+#[cfg(feature = "mpi")]
+fn check_ranks(args: &TrainArgs, started: usize) -> Result<(), CliError> {
+    match args.ranks {
+        Some(flag) if flag != started => {
+            Err(CliError::Usage(format!("--ranks {flag}: mpirun started {started} ranks")))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Trains as one rank; rank 0 prints.
 #[cfg(feature = "mpi")]
 pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), CliError> {
@@ -76,6 +87,7 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use zero_comm::mpi::MpiWorld;
     use zero_comm::{CommOptions, Communicator};
 
+    use super::agreement::StartExchange;
     use super::run_setup::RunSetup;
     use super::signals::Signals;
     use super::{memory_check, observed, run_error};
@@ -85,17 +97,22 @@ pub(super) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
         .map_err(CliError::failure)?;
     let comm = world.comm();
     let (rank, ranks) = (comm.rank(), comm.world_size());
-    if let Some(flag) = args.ranks.filter(|flag| *flag != ranks) {
-        return Err(CliError::Usage(format!("--ranks {flag}: mpirun started {ranks} ranks")));
-    }
+    let start = StartExchange::new(&*comm, HostDevice::new(), args.time_limit)?;
+    start.agree_on_start(args, check_ranks(args, ranks))?;
+
     let found = match resumed {
-        None => Resumed::open_on_ranks(args, &*comm, HostDevice::new())?,
+        None => Resumed::open_on_ranks(args, &start)?,
         Some(_) => None,
     };
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
-    let mut setup = RunSetup::new(args, resumed, ranks, None)?;
-    memory_check::check(&setup, 1, args.memory_limit)?;
+    let setup = RunSetup::new(args, resumed, ranks, None).and_then(|setup| {
+        memory_check::check(&setup, 1, args.memory_limit)?;
+        Ok(setup)
+    });
+    let mut setup = start.agree_on_setup(setup)?;
+    drop(start);
+
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);

@@ -63,6 +63,9 @@ pub(super) struct RunRecord {
     /// Interval of checkpoints in steps; 0 saves only at the end.
     pub(super) checkpoint_every: u64,
     pub(super) keep_last: Option<usize>,
+    /// The flag `--check-replicas`: the interval in steps, or 0 for no comparison; by default before each checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) check_replicas: Option<u64>,
     /// The absolute path of the metrics file, for information: it is a file of one machine.
     pub(super) metrics: Option<String>,
     /// Evaluations on other data.

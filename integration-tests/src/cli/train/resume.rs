@@ -6,22 +6,20 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use zero_alloc::Pool;
 use zero_alloc::device::{DType, Device};
 use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, Selection, has_checkpoints, resolve};
-use zero_comm::Communicator;
 use zero_shard::Layout;
 
+use super::agreement::StartExchange;
 use super::args::{DeviceChoice, TrainArgs};
 use super::record::{RUN_JSON, RunRecord, compare, new_run_id};
 use super::settings::Base;
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::{BatchKeys, DsConfig};
 use crate::model::config::GptConfig;
-use crate::trainer::{RankExchange, TrainerState};
+use crate::trainer::TrainerState;
 
 /// The environment variable in which the launcher passes the checkpoint to its ranks, as JSON.
 const SELECTED_VARIABLE: &str = "ZERO_SELECTED_CHECKPOINT";
@@ -73,31 +71,28 @@ impl Resumed {
         Self::new(reader, notices).map(Some)
     }
 
-    /// Opens the checkpoint of `--resume` on all ranks of `comm`; rank 0 finds it.
+    /// Opens the checkpoint of `--resume` on all ranks; rank 0 finds it.
     ///
     /// # Errors
     /// As [`Resumed::open`], on all ranks; or a failed exchange.
     pub(super) fn open_on_ranks<D: Device>(
         args: &TrainArgs,
-        comm: &dyn Communicator<D>,
-        device: D,
+        start: &StartExchange<'_, D>,
     ) -> Result<Option<Self>, CliError> {
         let Some(dir) = &args.resume else { return Ok(None) };
-        let stream = device.create_stream("resume").map_err(CliError::failure)?;
-        let (pool, limit) = (Pool::new(device, usize::MAX), Duration::from_secs(args.time_limit).saturating_mul(2));
         let mut notices = Vec::new();
         let find = || {
             let found = find(dir, args.resume_exact).map_err(NotOpened::Here)?;
             notices = found.1;
             Ok(found.0)
         };
-        let exchange = &mut RankExchange::new(comm, &pool, &stream, limit);
-        let reader = Reader::open_on_ranks(dir, comm.rank() as u64, exchange, find).map_err(|error| match error {
+        let opened = Reader::open_on_ranks(dir, start.rank() as u64, &mut start.messages(), find);
+        let reader = opened.map_err(|error| match error {
             NotOpened::Here(error) => error,
             // The error of rank 0, which all ranks receive.
             NotOpened::Checkpoint(error @ CkptError::Rank { .. }) => CliError::usage(error),
             NotOpened::Checkpoint(error) => {
-                comm.abort(&error.to_string());
+                start.abort(&error.to_string());
                 CliError::failure(error)
             }
         })?;
@@ -195,6 +190,7 @@ impl Resumed {
         filled.seq_len.get_or_insert(record.batch.seq_len);
         filled.checkpoint_every.get_or_insert(record.checkpoint_every);
         filled.keep_last = filled.keep_last.or(record.keep_last);
+        filled.check_replicas = filled.check_replicas.or(record.check_replicas);
         record.validation.iter().for_each(|validation| validation.fill(&mut filled));
         // A run that used a GPU may continue on a machine without one.
         if args.device == DeviceChoice::Auto && record.device == DeviceChoice::Cpu {

@@ -5,8 +5,10 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use zero_optim::RankSettings;
 use zero_shard::Layout;
 
+use super::agreement::{self, Unrecorded, tokenizer_checksum};
 use super::args::TrainArgs;
 use super::record::{
     BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id,
@@ -24,7 +26,7 @@ use crate::config::DsConfig;
 use crate::data::{DataSource, is_token_file};
 use crate::hf::HfFolder;
 use crate::model::gpt2::Gpt2Options;
-use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings};
+use crate::trainer::{ReplicaChecks, RunOptions, SHARD_ALIGN_ELEMS, Settings};
 use crate::workload::{GptWorkload, Weights};
 
 /// The GPU of a rank.
@@ -46,6 +48,8 @@ pub(super) struct RunSetup {
     pub(super) model_name: String,
     /// The content of `run.json`.
     pub(super) record: RunRecord,
+    /// The settings that must be equal on all ranks.
+    pub(super) agreed: RankSettings,
     /// The completed steps at the start.
     pub(super) first_step: u64,
     pub(super) metrics: Option<PathBuf>,
@@ -211,10 +215,20 @@ impl RunSetup {
             gpu: device.as_ref().map(|gpu| gpu.name.clone()),
             checkpoint_every,
             keep_last: args.keep_last,
+            check_replicas: args.check_replicas,
             metrics: args.metrics.as_deref().map(absolute),
             validation: validation_record,
             auto: file.map(|f| resolved_autos(f, &settings, &batch, shape)).unwrap_or_default().into_iter().collect(),
         };
+        let in_order = source.path.as_deref().is_some_and(|path| path.is_file() && is_token_file(path));
+        let unrecorded = Unrecorded {
+            in_order,
+            tokenizer: source.tokenizer.as_deref().filter(|_| !in_order).map(tokenizer_checksum).transpose()?,
+            loads_weights: matches!(weights, Weights::Folder(_)),
+            recompute_gelu: args.recompute_gelu.or(base.recompute_gelu),
+            saves: checkpoint.is_some(),
+        };
+        let agreed = agreement::settings(&record, &unrecorded);
         notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
         let breakdown = args.breakdown || file.is_some_and(|file| file.wall_clock_breakdown);
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
@@ -228,6 +242,11 @@ impl RunSetup {
                 seed,
                 checkpoint: checkpoint.map(|dir| (dir, checkpoint_every)),
                 keep_last: args.keep_last,
+                check_replicas: match args.check_replicas {
+                    None => ReplicaChecks::AtSaves,
+                    Some(0) => ReplicaChecks::Never,
+                    Some(steps) => ReplicaChecks::Every(steps),
+                },
                 validation,
                 resume: args.resume.clone(),
                 cancel: Arc::default(),
@@ -248,6 +267,7 @@ impl RunSetup {
             layout,
             model_name,
             record,
+            agreed,
             first_step: resumed.map_or(0, Resumed::step),
             metrics: args.metrics.clone(),
             report: args.report.clone(),

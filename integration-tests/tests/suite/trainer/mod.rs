@@ -11,6 +11,7 @@ mod offload_time;
 mod overflow;
 mod overlap;
 mod pytorch;
+mod replicas;
 mod resume;
 mod support;
 mod timeline;
