@@ -20,6 +20,7 @@ use zero_alloc::Pool;
 use zero_alloc::device::Device;
 use zero_comm::Communicator;
 use zero_optim::{AgreementError, RankSettings, agree};
+use zero_shard::Layout;
 
 use super::args::TrainArgs;
 use super::record::{PROGRAM, RunRecord};
@@ -46,13 +47,14 @@ const OF_ONE_RANK: [&str; 11] = [
 
 /// The settings of a run in the order in which they are compared, with their flags. A name stands for all below it, unless a
 /// longer one is listed too. A setting that others are derived from comes before them.
-const ORDER: [(&str, &str); 46] = [
+const ORDER: [(&str, &str); 47] = [
     ("program", ""),
     ("format", ""),
     ("batch.ranks", "--ranks"),
     ("stage", "--stage"),
     ("dtype", "--dtype"),
     ("model", "--model"),
+    ("layout", "--model or --ranks"),
     ("seed", "--seed"),
     ("steps", "--steps"),
     ("batch.micro_batch", "--micro-batch"),
@@ -101,6 +103,8 @@ pub(super) struct Unrecorded {
     pub(super) in_order: bool,
     /// The checksum of the tokenizer's files, if a tokenizer made the tokens.
     pub(super) tokenizer: Option<u64>,
+    /// The checksum of the sharding of all units.
+    pub(super) layout: u64,
     /// Whether the weights are those of a folder.
     pub(super) loads_weights: bool,
     /// The flag `--recompute-gelu`; by default the memory of each GPU decides.
@@ -116,6 +120,7 @@ pub(super) fn settings(record: &RunRecord, unrecorded: &Unrecorded) -> RankSetti
     document["data"]["order"] = Value::from(if unrecorded.in_order { "consecutive" } else { "random" });
     document["data"]["tokenizer"] = unrecorded.tokenizer.map_or(Value::Null, checksum);
     document["model"]["source"] = Value::from(if unrecorded.loads_weights { "a folder" } else { "initial weights" });
+    document["layout"] = checksum(unrecorded.layout);
     document["recompute_gelu"] = unrecorded.recompute_gelu.map_or(Value::Null, Value::Bool);
     document["checkpoint"] = Value::Bool(unrecorded.saves);
     let homes = [("optimizer", &record.offload.optimizer), ("params", &record.offload.params)];
@@ -273,6 +278,11 @@ impl<'a, D: Device> StartExchange<'a, D> {
     }
 }
 
+/// The checksum of a layout.
+pub(super) fn layout_checksum(layout: &Layout) -> u64 {
+    crc_fast::checksum(CrcAlgorithm::Crc64Nvme, format!("{:?}", layout.units()).as_bytes())
+}
+
 /// The names of a tokenizer's files in a folder.
 const TOKENIZER_FILES: [&str; 5] = ["tokenizer.json", "vocab.json", "merges.txt", "encoder.json", "vocab.bpe"];
 
@@ -294,4 +304,42 @@ pub(super) fn tokenizer_checksum(path: &Path) -> Result<u64, CliError> {
         digest.update(&bytes);
     }
     Ok(digest.finalize())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn longest_name_decides_the_place() {
+        assert_eq!(label("optimizer.lr"), "--lr (optimizer.lr)");
+        assert_eq!(label("optimizer.hyper.decoupled"), "optimizer.hyper.decoupled");
+        assert_eq!(label("data.fingerprint"), "--data (data.fingerprint)");
+        assert_eq!(label("checkpoint"), "--checkpoint or --no-checkpoint (checkpoint)");
+        assert_eq!(label("a setting of a later version"), "a setting of a later version");
+        // What others are derived from comes first.
+        assert!(place("model.config.n_embd") < place("layout"));
+        assert!(place("batch.micro_batch") < place("batch.step_tokens"));
+        assert!(place("validation.split") < place("data.tokens") && place("data.tokens") < place("data.fingerprint"));
+        assert!(place("checkpoint_every") > place("checkpoint"));
+    }
+
+    #[test]
+    fn tokenizer_is_its_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        write("vocab.json", "{}");
+        write("merges.txt", "a b");
+        let checksum = |name: &str| tokenizer_checksum(&dir.path().join(name)).unwrap();
+        let folder = checksum("");
+        assert_eq!(
+            [checksum("vocab.json"), checksum("merges.txt")],
+            [folder; 2],
+            "half of a tokenizer means both files"
+        );
+        write("merges.txt", "a c");
+        assert_ne!(checksum(""), folder);
+        write("alone.json", "{}");
+        assert_ne!(checksum("alone.json"), checksum(""));
+    }
 }

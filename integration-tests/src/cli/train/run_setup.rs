@@ -8,7 +8,7 @@ use std::sync::Arc;
 use zero_optim::RankSettings;
 use zero_shard::Layout;
 
-use super::agreement::{self, Unrecorded, tokenizer_checksum};
+use super::agreement::{self, Unrecorded, layout_checksum, tokenizer_checksum};
 use super::args::TrainArgs;
 use super::record::{
     BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id,
@@ -224,6 +224,7 @@ impl RunSetup {
         let unrecorded = Unrecorded {
             in_order,
             tokenizer: source.tokenizer.as_deref().filter(|_| !in_order).map(tokenizer_checksum).transpose()?,
+            layout: layout_checksum(&layout),
             loads_weights: matches!(weights, Weights::Folder(_)),
             recompute_gelu: args.recompute_gelu.or(base.recompute_gelu),
             saves: checkpoint.is_some(),
