@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::{SwapFile, SwapLane, SwapOptions};
@@ -151,10 +151,11 @@ pub(crate) trait StateTier<D: Device>: Send {
     fn file(&self) -> Option<&SwapFile>;
 
     /// Waits for transfers in flight.
-    fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError>;
+    fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError>;
 }
 
-/// In place of a tier that is visited.
+/// In place of a tier that is visited. It stays if the visit panics, which drops the tier: some units are then updated and
+/// others are not, so every later use is an error.
 pub(crate) struct Away;
 
 impl<D: Device> StateTier<D> for Away {
@@ -165,7 +166,7 @@ impl<D: Device> StateTier<D> for Away {
         _: Access,
         _: &mut dyn FnMut(&PieceState) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
-        Ok(())
+        Err(OptimError::StateLost)
     }
 
     fn has_remainders(&self) -> bool {
@@ -177,8 +178,8 @@ impl<D: Device> StateTier<D> for Away {
         None
     }
 
-    fn wait_for_transfers(&self, _: Duration) -> Result<(), DeviceError> {
-        Ok(())
+    fn wait_for_transfers(&self, _: Duration) -> Result<(), OptimError> {
+        Err(OptimError::StateLost)
     }
 }
 
@@ -541,13 +542,16 @@ impl StateTier<HostDevice> for Pieces {
         }
     }
 
-    fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError> {
+    fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
         match &self.storage {
             Storage::Memory(_) => Ok(()),
             #[cfg(target_os = "linux")]
-            Storage::File(transfers) => [&transfers.reads, &transfers.writes]
-                .into_iter()
-                .try_for_each(|(stream, _)| stream.synchronize(limit)),
+            Storage::File(transfers) => {
+                for (stream, _) in [&transfers.reads, &transfers.writes] {
+                    stream.synchronize(limit)?;
+                }
+                Ok(())
+            }
         }
     }
 }
