@@ -28,7 +28,7 @@ mod linux {
     use std::process::Command;
     use std::time::{Duration, Instant};
 
-    use zero_alloc::device::{AnySlice, DType, Device, Stream};
+    use zero_alloc::device::{AnySlice, Device, Stream};
     use zero_alloc::host::{HostDevice, HostStream};
     use zero_alloc::swap::{SwapBuffer, SwapEngine, SwapFile, SwapLane, SwapOptions};
     use zero_alloc::{Pool, Purpose};

@@ -356,7 +356,7 @@ fn registration_is_optional() {
             let notices = file.notices();
             assert!(notices.iter().any(|notice| notice.contains("raise ulimit -l")), "{notices:?}");
         }
-        lane.register(&[from.0.clone()]);
+        lane.register(std::slice::from_ref(&from.0));
         // In place of the first.
         lane.register(&[to.0.clone(), from.0.clone()]);
         lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
@@ -378,23 +378,20 @@ fn registered_memory_outlives_its_other_handles() {
         pool.trim(LIMIT);
 
         // Were the registered memory unmapped, this would have its address, but not its pages.
-        let mut buffer = allocate();
-        // SAFETY: the buffer outlives the operations.
-        let slice = unsafe { buffer.slice() };
-        // SAFETY: initialised memory of the buffer; the stream is waited for before each use.
-        let bytes = |_: &mut SwapBuffer| unsafe { std::slice::from_raw_parts_mut(slice.as_ptr(), slice.len_bytes()) };
-        bytes(&mut buffer).fill(7);
-        lane.write(&stream, &[(0, slice)]).expect("enqueued");
+        let mut buffer = Buffer(allocate());
+        buffer.bytes().fill(7);
+        lane.write(&stream, &[(0, buffer.slice())]).expect("enqueued");
         stream.synchronize(LIMIT).expect("written");
-        bytes(&mut buffer).fill(0);
-        lane.read(&stream, &[(0, slice)]).expect("enqueued");
+        buffer.bytes().fill(0);
+        lane.read(&stream, &[(0, buffer.slice())]).expect("enqueued");
         stream.synchronize(LIMIT).expect("read");
-        assert!(bytes(&mut buffer).iter().all(|&byte| byte == 7), "{engine:?}");
+        assert!(buffer.bytes().iter().all(|&byte| byte == 7), "{engine:?}");
 
-        // The lane's handle was the last.
+        // The lane's handle was the last, if the kernel accepted the memory.
         drop(buffer);
+        let refused = file.notices().iter().any(|notice| notice.contains("refuses to register"));
         let live = |pool: &Pool<HostDevice>| pool.report().total.live_bytes;
-        assert_eq!(live(&pool) > 0, engine == SwapEngine::IoUring);
+        assert_eq!(live(&pool) > 0, engine == SwapEngine::IoUring && !refused);
         drop(lane);
         assert_eq!(live(&pool), 0);
     }
@@ -464,7 +461,7 @@ fn lane_beyond_the_limit_of_locked_memory_uses_threads() {
         let notices = auto.notices();
         assert!(notices[0].contains("4 threads a lane") && notices[0].contains("raise ulimit -l"), "{notices:?}");
         let (from, mut to) = (Buffer::filled(16, 7), Buffer::new(16));
-        lane.register(&[from.0.clone()]);
+        lane.register(std::slice::from_ref(&from.0));
         lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
         lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
         stream.synchronize(LIMIT).expect("transferred");
