@@ -39,6 +39,10 @@ const OTHER_LEN: usize = 4000;
 /// The time limit of collectives in the tests of faults.
 const FAULT_LIMIT: Duration = Duration::from_secs(3);
 
+/// A bound of tags that repeats them every [`TAG_PERIOD`] collectives.
+const SMALL_TAG_BOUND: i32 = 768 * TAG_PERIOD as i32;
+const TAG_PERIOD: usize = 3;
+
 /// A hash of sums that depend on the order of additions.
 fn digest(comm: &Comm, streams: &Streams) -> u64 {
     let rank = comm.rank() as u64;
@@ -123,9 +127,37 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
     Ok(ended?)
 }
 
+/// Calls on two streams while rank 0's first call is late: those a period later have its tags.
+fn reuse_tags(comm: &Comm, streams: &Streams) {
+    let (rank, n) = (comm.rank(), comm.world_size());
+    let mut values: Vec<_> = (0..4 * TAG_PERIOD).map(|call| vec![(rank + call) as f32; 100]).collect();
+    if rank == 0 {
+        // Enough for the other stream to pass the first call, if nothing held it.
+        let late = || {
+            std::thread::sleep(Duration::from_millis(300));
+            Ok(())
+        };
+        streams.compute.enqueue("late", late).unwrap();
+    }
+    for (call, values) in values.iter_mut().enumerate() {
+        let stream = if call == 0 { &streams.compute } else { &streams.comm };
+        let buffer = view(values);
+        comm.all_reduce(stream, buffer, buffer, ReduceOp::Max).unwrap();
+    }
+    streams.synchronize();
+    for (call, values) in values.iter().enumerate() {
+        let expected = (n - 1 + call) as f32;
+        assert!(values.iter().all(|&v| v == expected), "call {call}: expected {expected}, got {}", values[0]);
+    }
+}
+
 fn rank_main(what: &str) -> ExitCode {
-    let limit = if what == "conformance" || what == "digest" { LIMIT } else { FAULT_LIMIT };
-    let world = MpiWorld::init(CommOptions::default().limit(limit)).unwrap();
+    let limit = if matches!(what, "conformance" | "digest" | "tags") { LIMIT } else { FAULT_LIMIT };
+    let options = CommOptions::default().limit(limit);
+    let world = match what {
+        "tags" => MpiWorld::init_with_tags_up_to(options, SMALL_TAG_BOUND).unwrap(),
+        _ => MpiWorld::init(options).unwrap(),
+    };
     let comm: Comm = world.comm();
     let streams = Streams::new(comm.rank());
     let (rank, n) = (comm.rank(), comm.world_size());
@@ -142,6 +174,12 @@ fn rank_main(what: &str) -> ExitCode {
             }
             streams.synchronize();
             assert!(values.iter().flatten().all(|&v| v == (n - 1) as f32));
+            println!("rank {rank} conforms");
+        }
+        "tags" => {
+            let plan = Plan::default().seed(n as u64).cases(20);
+            check(&HostDevice::new(), &*comm, &streams.comm, plan).unwrap();
+            reuse_tags(&comm, &streams);
             println!("rank {rank} conforms");
         }
         // Runs until scripts/two-hosts cuts the link. Writes the error to a file, since the connection to mpirun is
@@ -253,6 +291,10 @@ fn main() -> ExitCode {
         expect(output.status.success() && out.matches("conforms").count() == n, "conformance", &output);
         println!("ok: conformance on {n} processes");
     }
+    let (output, _) = launch(3, "tags", false);
+    let out = String::from_utf8_lossy(&output.stdout);
+    expect(output.status.success() && out.matches("conforms").count() == 3, "tags", &output);
+    println!("ok: conformance with tags up to {SMALL_TAG_BOUND}");
     for n in [2, 4] {
         let over_threads = common::on_ranks(n, CommOptions::default(), |comm, streams| digest(&comm, streams));
         let (output, _) = launch(n, "digest", false);

@@ -197,6 +197,11 @@ pub enum OptimError {
         /// The dtype of the parameters.
         dtype: DType,
     },
+    /// An update panicked in the middle of the state, which is lost.
+    #[error(
+        "the optimizer's state was lost when an earlier update panicked: create the optimizer again and resume from a checkpoint"
+    )]
+    StateLost,
     /// The scratch file of state on NVMe could not be made or used.
     #[error("{0}")]
     Swap(Cause),

@@ -57,7 +57,7 @@ impl ShardedAdamW<HostDevice> {
     pub fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
         match &self.state {
             State::Resident(_) => Ok(()),
-            State::Tier(tier) => Ok(tier.wait_for_transfers(limit)?),
+            State::Tier(tier) => tier.wait_for_transfers(limit),
         }
     }
 }

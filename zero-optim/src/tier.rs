@@ -23,10 +23,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 #[cfg(target_os = "linux")]
-use zero_alloc::swap::{SwapFile, SwapLane, SwapOptions};
+use zero_alloc::swap::{SwapBuffer, SwapFile, SwapLane, SwapOptions};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;
 
@@ -151,10 +151,11 @@ pub(crate) trait StateTier<D: Device>: Send {
     fn file(&self) -> Option<&SwapFile>;
 
     /// Waits for transfers in flight.
-    fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError>;
+    fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError>;
 }
 
-/// In place of a tier that is visited.
+/// In place of a tier that is visited. It stays if the visit panics, which drops the tier: some units are then updated and
+/// others are not, so every later use is an error.
 pub(crate) struct Away;
 
 impl<D: Device> StateTier<D> for Away {
@@ -165,7 +166,7 @@ impl<D: Device> StateTier<D> for Away {
         _: Access,
         _: &mut dyn FnMut(&PieceState) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
-        Ok(())
+        Err(OptimError::StateLost)
     }
 
     fn has_remainders(&self) -> bool {
@@ -177,8 +178,8 @@ impl<D: Device> StateTier<D> for Away {
         None
     }
 
-    fn wait_for_transfers(&self, _: Duration) -> Result<(), DeviceError> {
-        Ok(())
+    fn wait_for_transfers(&self, _: Duration) -> Result<(), OptimError> {
+        Err(OptimError::StateLost)
     }
 }
 
@@ -237,9 +238,7 @@ struct Transfers {
 
 #[cfg(target_os = "linux")]
 struct Buffer {
-    block: Block<HostDevice>,
-    /// Its aligned bytes.
-    bytes: AnySlice,
+    memory: SwapBuffer,
     /// After it the buffer may be overwritten.
     free: Option<HostEvent>,
 }
@@ -435,16 +434,13 @@ impl Transfers {
         };
         let (reads, writes) = (lane("read")?, lane("write")?);
         let buffer = |_| {
-            let block = pool.allocate(piece_bytes + PIECE_ALIGN_BYTES, DType::U8, Purpose::Workspace, &reads.0)?;
-            // SAFETY: the operations of visits use it, ordered by events; the drop records their streams.
-            let all = unsafe { block.slice() };
-            let start = all.as_ptr().addr().next_multiple_of(PIECE_ALIGN_BYTES) - all.as_ptr().addr();
-            Ok(Buffer { block, bytes: all.slice(start..start + piece_bytes), free: None })
+            let memory = SwapBuffer::allocate(pool, piece_bytes, Purpose::Workspace, &reads.0)?;
+            Ok(Buffer { memory, free: None })
         };
         let buffers = (0..buffers).map(buffer).collect::<Result<Vec<_>, OptimError>>()?;
-        let slices: Vec<AnySlice> = buffers.iter().map(|buffer| buffer.bytes).collect();
-        reads.1.register(&slices)?;
-        writes.1.register(&slices)?;
+        let registered: Vec<SwapBuffer> = buffers.iter().map(|buffer| buffer.memory.clone()).collect();
+        reads.1.register(&registered);
+        writes.1.register(&registered);
         Ok(Self { file, reads, writes, buffers, next: 0 })
     }
 
@@ -461,7 +457,8 @@ impl Transfers {
         for before in buffer.free.iter().chain(&piece.written) {
             reads.wait(before)?;
         }
-        let bytes = buffer.bytes.slice(0..range.len());
+        // SAFETY: the operations of visits use it, ordered by events; the drop records their streams.
+        let bytes = unsafe { buffer.memory.slice() }.slice(0..range.len());
         lane.read(reads, &[((piece.at + range.start) as u64, bytes)])?;
         let read = reads.record()?;
         stream.wait(&read)?;
@@ -541,13 +538,16 @@ impl StateTier<HostDevice> for Pieces {
         }
     }
 
-    fn wait_for_transfers(&self, limit: Duration) -> Result<(), DeviceError> {
+    fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
         match &self.storage {
             Storage::Memory(_) => Ok(()),
             #[cfg(target_os = "linux")]
-            Storage::File(transfers) => [&transfers.reads, &transfers.writes]
-                .into_iter()
-                .try_for_each(|(stream, _)| stream.synchronize(limit)),
+            Storage::File(transfers) => {
+                for (stream, _) in [&transfers.reads, &transfers.writes] {
+                    stream.synchronize(limit)?;
+                }
+                Ok(())
+            }
         }
     }
 }
@@ -564,9 +564,9 @@ impl Drop for Pieces {
             }
             #[cfg(target_os = "linux")]
             Storage::File(transfers) => {
-                for buffer in &mut transfers.buffers {
+                for buffer in &transfers.buffers {
                     for stream in [&self.stream, &transfers.reads.0, &transfers.writes.0] {
-                        let _closed = buffer.block.record_use(stream);
+                        let _closed = buffer.memory.record_use(stream);
                     }
                 }
             }

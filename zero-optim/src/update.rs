@@ -91,7 +91,7 @@ impl<D: Device> ShardedAdamW<D> {
             }
             State::Tier(tier) => tier,
         };
-        // The tier leaves `self` for the visit, whose operations need the rest.
+        // The tier leaves `self` for the visit, whose operations need the rest. After a panic `Away` stays.
         let mut tier = std::mem::replace(tier, Box::new(Away));
         let visited = tier.visit(stream, range, access, &mut |piece| run(self, piece));
         self.state = State::Tier(tier);

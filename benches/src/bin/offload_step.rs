@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_alloc::swap::{SwapFile, SwapOptions};
+use zero_alloc::swap::{SwapBuffer, SwapFile, SwapOptions};
 use zero_alloc::{Pool, Purpose};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
@@ -131,7 +131,7 @@ struct Disk {
     file: SwapFile,
     streams: [HostStream; 2],
     /// The buffers of the reads and of the writes.
-    buffers: [Vec<AnySlice>; 2],
+    buffers: [Vec<SwapBuffer>; 2],
     pieces: usize,
 }
 
@@ -141,14 +141,7 @@ impl Disk {
         let pool = Pool::new(device.clone(), usize::MAX);
         let streams = [device.create_stream("reads")?, device.create_stream("writes")?];
         let file = SwapFile::create(dir, (pieces * PIECE_BYTES) as u64, SwapOptions::default())?;
-        let buffer = |stream: &HostStream| -> Result<AnySlice, Box<dyn Error>> {
-            let block = pool.allocate(PIECE_BYTES + SwapFile::ALIGN_BYTES, DType::U8, Purpose::Workspace, stream)?;
-            // SAFETY: never freed; only this stream uses it.
-            let slice = unsafe { block.slice() };
-            std::mem::forget(block);
-            let start = slice.as_ptr().addr().next_multiple_of(SwapFile::ALIGN_BYTES) - slice.as_ptr().addr();
-            Ok(slice.slice(start..start + PIECE_BYTES))
-        };
+        let buffer = |stream| SwapBuffer::allocate(&pool, PIECE_BYTES, Purpose::Workspace, stream);
         let of = |stream| (0..BUFFERS).map(|_| buffer(stream)).collect::<Result<Vec<_>, _>>();
         let buffers = [of(&streams[0])?, of(&streams[1])?];
         Ok(Self { file, streams, buffers, pieces })
@@ -157,13 +150,17 @@ impl Disk {
     fn run(&mut self) -> Result<Duration, Box<dyn Error>> {
         let lanes = [self.file.lane()?, self.file.lane()?];
         for (lane, buffers) in lanes.iter().zip(&self.buffers) {
-            lane.register(buffers)?;
+            lane.register(buffers);
         }
         let start = Instant::now();
         for piece in 0..self.pieces {
             let (offset, slot) = ((piece * PIECE_BYTES) as u64, piece % BUFFERS);
-            lanes[0].read(&self.streams[0], &[(offset, self.buffers[0][slot])])?;
-            lanes[1].write(&self.streams[1], &[(offset, self.buffers[1][slot])])?;
+            // SAFETY: only this stream uses it; `run` waits for the stream.
+            let to = unsafe { self.buffers[0][slot].slice() };
+            // SAFETY: as above.
+            let from = unsafe { self.buffers[1][slot].slice() };
+            lanes[0].read(&self.streams[0], &[(offset, to)])?;
+            lanes[1].write(&self.streams[1], &[(offset, from)])?;
         }
         self.streams.iter().try_for_each(|stream| stream.synchronize(LIMIT))?;
         Ok(start.elapsed())

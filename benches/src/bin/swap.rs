@@ -28,9 +28,9 @@ mod linux {
     use std::process::Command;
     use std::time::{Duration, Instant};
 
-    use zero_alloc::device::{AnySlice, DType, Device, Stream};
+    use zero_alloc::device::{AnySlice, Device, Stream};
     use zero_alloc::host::{HostDevice, HostStream};
-    use zero_alloc::swap::{SwapEngine, SwapFile, SwapLane, SwapOptions};
+    use zero_alloc::swap::{SwapBuffer, SwapEngine, SwapFile, SwapLane, SwapOptions};
     use zero_alloc::{Pool, Purpose};
 
     const LIMIT: Duration = Duration::from_secs(600);
@@ -49,9 +49,9 @@ mod linux {
         let device = HostDevice::new();
         let stream = device.create_stream("swap")?;
         let pool = Pool::new(device, 2 * PIECE_BYTES);
-        let block = pool.allocate(PIECE_BYTES, DType::U8, Purpose::Workspace, &stream)?;
-        // SAFETY: the block outlives the operations, which one stream orders.
-        let piece = unsafe { block.slice() };
+        let buffer = SwapBuffer::allocate(&pool, PIECE_BYTES, Purpose::Workspace, &stream)?;
+        // SAFETY: the buffer outlives the operations, which one stream orders.
+        let piece = unsafe { buffer.slice() };
 
         println!("requests       op     {}   each / fio", NAMES.map(|n| format!("{n:>9}")).join(""));
         for (request_bytes, depth) in CASES {
@@ -62,7 +62,7 @@ mod linux {
             for file in files {
                 let file = file?;
                 let lane = file.lane()?;
-                lane.register(&[piece])?;
+                lane.register(std::slice::from_ref(&buffer));
                 file.notices().iter().for_each(|notice| println!("{notice}"));
                 lanes.push(lane);
             }

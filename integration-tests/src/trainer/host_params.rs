@@ -188,7 +188,7 @@ impl<D: Device> OnFile<D> {
         let ahead = OffloadSettings::units_ahead(&rank.settings.prefetch, &rank.layout) + 1;
         let slots = (0..ahead).map(|_| Slot::new(rank, update, units.slot_bytes()));
         let slots = slots.collect::<Result<Vec<Slot<D::Event>>, TrainError>>()?;
-        gathers.1.register(&slots.iter().map(|slot| slot.memory).collect::<Vec<_>>())?;
+        gathers.1.register(&slots.iter().map(|slot| slot.buffer.clone()).collect::<Vec<_>>());
         Ok(Self { units, gathers, slots, next: 0 })
     }
 
@@ -226,7 +226,7 @@ impl<D: Device> Drop for HostParams<D> {
             Place::OnFile(file) => {
                 let OnFile { gathers, slots, .. } = &mut **file;
                 for slot in slots {
-                    let _closed = slot.block.record_use(&gathers.0);
+                    let _closed = slot.buffer.record_use(&gathers.0);
                 }
             }
         }

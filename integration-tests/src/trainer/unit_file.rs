@@ -4,10 +4,10 @@
 use std::path::Path;
 use std::time::Duration;
 
+use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
-use zero_alloc::host::{HostDevice, HostEvent, HostStream};
-use zero_alloc::swap::{SwapFile, SwapLane};
-use zero_alloc::{Block, Purpose};
+use zero_alloc::host::{HostEvent, HostStream};
+use zero_alloc::swap::{SwapBuffer, SwapFile, SwapLane};
 
 use super::host_optimizer::drain;
 use super::rank::Rank;
@@ -18,7 +18,7 @@ pub(super) type Transfers = (HostStream, SwapLane);
 
 /// Aligned host memory for one unit. `E`: the event after which it may be overwritten.
 pub(super) struct Slot<E> {
-    pub(super) block: Block<HostDevice>,
+    pub(super) buffer: SwapBuffer,
     pub(super) memory: AnySlice,
     pub(super) free: Option<E>,
     /// The unit whose last values it has.
@@ -28,12 +28,10 @@ pub(super) struct Slot<E> {
 impl<E> Slot<E> {
     /// `bytes` bytes, pinned if the device is a GPU.
     pub(super) fn new<D: Device>(rank: &Rank<D>, stream: &HostStream, bytes: usize) -> Result<Self, TrainError> {
-        let block =
-            rank.host.pinned.allocate(bytes + SwapFile::ALIGN_BYTES, DType::U8, Purpose::Workspace, stream)?;
+        let buffer = SwapBuffer::allocate(&rank.host.pinned, bytes, Purpose::Workspace, stream)?;
         // SAFETY: used by streams whose operations events order; the drop of its owner records or drains them.
-        let all = unsafe { block.slice() };
-        let start = all.as_ptr().addr().next_multiple_of(SwapFile::ALIGN_BYTES) - all.as_ptr().addr();
-        Ok(Self { block, memory: all.slice(start..start + bytes), free: None, holds: None })
+        let memory = unsafe { buffer.slice() };
+        Ok(Self { buffer, memory, free: None, holds: None })
     }
 }
 
@@ -86,7 +84,7 @@ impl UnitFile {
         let (reads, writes) = (transfers("reads")?, transfers("writes")?);
         let slots = [Slot::new(rank, update, largest)?, Slot::new(rank, update, largest)?];
         for (_, lane) in [&reads, &writes] {
-            lane.register(&slots.each_ref().map(|slot| slot.memory))?;
+            lane.register(&slots.each_ref().map(|slot| slot.buffer.clone()));
         }
         let written = vec![None; lens.len()];
         Ok(Self { file, dtype, extents, written, reads, writes, slots, next: 0, update: update.clone() })
@@ -202,7 +200,7 @@ impl Drop for UnitFile {
         for slot in &mut self.slots {
             for stream in [&self.update, &self.reads.0, &self.writes.0] {
                 // A closed stream runs no more work.
-                let _closed = slot.block.record_use(stream);
+                let _closed = slot.buffer.record_use(stream);
             }
         }
     }

@@ -298,8 +298,8 @@ unsafe impl Device for CudaDevice {
         stream.labelled("fill_zero", || stream.queue().fill_zero(dst))
     }
 
-    /// No operation of the host runs in the stream, except if the device cannot wait for memory or 512 such waits are
-    /// pending. The limit counts while a thread waits for the device.
+    /// The stream waits for memory of the host. If the device has no such waits or 512 are pending, the calling thread waits
+    /// instead, at most `limit`. The limit of a wait in the stream counts while a thread waits for the device.
     fn wait_for_host(&self, stream: &CudaStream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
         stream.check_device("wait_for_host, stream", self.id())?;
         host_wait::wait(stream, event, limit)

@@ -1,8 +1,11 @@
 //! Waits of streams for events of the host.
 //!
-//! The stream waits for a word of pinned memory, which the thread of the host that reaches the event writes. A host
-//! operation of the stream would do, too, but one thread of the driver runs those of all streams, and one that waits holds
-//! up the others.
+//! The stream waits for a word of pinned memory, which the thread of the host that reaches the event writes. Without a
+//! word (the device has no such waits, too many are pending, or the event is of the seeded scheduler) the calling thread
+//! waits before it enqueues more.
+//!
+//! Why no host operation of the stream waits: one thread of the driver may run those of all streams. The event may be behind
+//! work of the device that is itself behind a host operation, which would then never run.
 //!
 //! A wait ends at its limit even if the event is never reached: whoever waits for the device calls [`expire`], and so does
 //! a thread while there are waits, since all others may be blocked in the driver.
@@ -18,7 +21,7 @@ use super::CudaStream;
 use super::driver::Context;
 use super::sticky::Sticky;
 use crate::TimeLimit;
-use crate::device::{DeviceError, Event, Stream, run_named};
+use crate::device::{DeviceError, Event, run_named};
 use crate::host::HostEvent;
 
 const LABEL: &str = "wait for the host";
@@ -85,8 +88,8 @@ pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> R
     let context = stream.queue().context();
     let word = if event.is_seeded() { None } else { context.take_word() };
     let Some(word) = word else {
-        let event = event.clone();
-        return stream.enqueue_host(LABEL, move || event.synchronize(limit));
+        wait_here(stream, event, limit);
+        return Ok(());
     };
     let (stream_name, sticky) = (stream.shared_name(), stream.sticky());
     let wait = Arc::new(HostWait {
@@ -110,6 +113,15 @@ pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> R
     }
     event.then(move |result| wait.end(result));
     Ok(())
+}
+
+/// Waits on the calling thread. A failure poisons the stream, as that of a wait in the stream does.
+fn wait_here(stream: &CudaStream, event: &HostEvent, limit: Duration) {
+    let (stream_name, sticky) = (stream.shared_name(), stream.sticky());
+    let position = sticky.position();
+    if let Err(error) = run_named(stream_name, LABEL, || event.synchronize(limit)) {
+        sticky.fail(stream_name, LABEL, position, error);
+    }
 }
 
 /// Ends the waits whose limit has passed. One load if there is no wait.

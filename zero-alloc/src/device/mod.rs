@@ -186,6 +186,8 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// Makes work that is enqueued on `stream` from now on wait for `event` of a stream of the host, at most `limit`.
     /// Work before the event must not wait for later work of this device.
     ///
+    /// The default waits in a function of the host: a device that runs those of all streams on one thread overrides it.
+    ///
     /// # Errors
     /// The stream is closed or poisoned, or runs no functions of the host.
     fn wait_for_host(&self, stream: &Self::Stream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {

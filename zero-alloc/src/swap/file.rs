@@ -144,7 +144,7 @@ impl SwapFile {
     }
 
     /// Makes a lane. A lane has its own queue of requests: its operations run one after another, those of different
-    /// lanes at the same time.
+    /// lanes at the same time. With [`SwapEngine::Auto`] it uses threads if the kernel refuses it io_uring.
     ///
     /// # Errors
     /// The system is out of threads, descriptors or memory.
@@ -185,13 +185,23 @@ impl Inner {
         }
         match Ring::new(self) {
             Ok(_) => self.uring = true,
-            Err(error) if self.options.engine == SwapEngine::Auto => self.notice(format!(
-                "the kernel refuses io_uring ({error}): {} threads a lane read and write the swap file instead, slower; allow io_uring_setup (a container's seccomp profile, sysctl kernel.io_uring_disabled)",
-                self.options.queue_depth
-            )),
+            Err(error) if self.options.engine == SwapEngine::Auto => self.notice_threads(&error),
             Err(error) => return Err(self.system("io_uring_setup", error)),
         }
         Ok(())
+    }
+
+    /// Adds the notice that threads replace io_uring.
+    pub(super) fn notice_threads(&self, error: &io::Error) {
+        let remedy = match error.raw_os_error() {
+            Some(libc::ENOMEM) => "raise ulimit -l (locked memory), or use a smaller queue depth",
+            Some(libc::EMFILE | libc::ENFILE) => "raise ulimit -n (open files)",
+            _ => "allow io_uring_setup (a container's seccomp profile, sysctl kernel.io_uring_disabled)",
+        };
+        self.notice(format!(
+            "the kernel refuses io_uring ({error}): {} threads a lane read and write the swap file instead, slower; {remedy}",
+            self.options.queue_depth
+        ));
     }
 
     pub(super) fn system(&self, call: &'static str, error: io::Error) -> SwapError {
@@ -200,7 +210,7 @@ impl Inner {
                 "allow it (a container's seccomp profile, sysctl kernel.io_uring_disabled), or use SwapEngine::Auto"
             }
             "fallocate" => "name a folder on a local disk, and check ulimit -f",
-            _ => "check ulimit -n and ulimit -u, or use a smaller queue depth",
+            _ => "check ulimit -l, ulimit -n and ulimit -u, or use a smaller queue depth",
         };
         SwapError::System { dir: self.dir.clone(), call, error, advice }
     }

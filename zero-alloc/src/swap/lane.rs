@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::file::Inner;
 use super::queue::Queue;
-use super::{SwapError, SwapFile};
+use super::{SwapBuffer, SwapError, SwapFile};
 use crate::TimeLimit;
 use crate::device::{AnySlice, Cause, DeviceError, DeviceId, Stream};
 use crate::host::HostStream;
@@ -91,24 +91,17 @@ impl SwapLane {
     }
 
     /// Registers buffers with the kernel, in place of those registered before: transfers within one of them cost
-    /// less. Their memory must stay mapped at its address while the lane lives. Where the kernel refuses (a limit of
-    /// locked memory), a notice says so and transfers work without.
-    ///
-    /// # Errors
-    /// A buffer is not host memory.
-    pub fn register(&self, buffers: &[AnySlice]) -> Result<(), SwapError> {
-        for buffer in buffers {
-            buffer.check_device("register swap buffers", DeviceId::HOST)?;
-        }
+    /// less. The lane keeps them until others replace them or it is dropped. Where the kernel refuses (a limit of locked
+    /// memory), a notice says so and transfers work without.
+    pub fn register(&self, buffers: &[SwapBuffer]) {
         let Lane { file, queue } = &*self.0;
-        let Some(queue) = &mut *queue.lock() else { return Ok(()) };
-        if let Err(error) = queue.register(buffers.iter().map(|buffer| (buffer.as_ptr(), buffer.len_bytes()))) {
-            let bytes: usize = buffers.iter().map(|buffer| buffer.len_bytes()).sum();
+        let Some(queue) = &mut *queue.lock() else { return };
+        if let Err(error) = queue.register(buffers) {
+            let bytes: usize = buffers.iter().map(|buffer| buffer.place().1).sum();
             file.notice(format!(
                 "the kernel refuses to register {bytes} bytes of swap buffers ({error}): transfers cost more time of the processor; raise ulimit -l"
             ));
         }
-        Ok(())
     }
 
     /// Enqueues reading ranges of the file, each an offset in bytes and its destination, as one operation of

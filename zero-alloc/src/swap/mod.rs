@@ -29,6 +29,7 @@
 //! # }
 //! ```
 
+mod buffer;
 mod error;
 #[cfg(any(test, feature = "testing"))]
 mod fault;
@@ -38,6 +39,7 @@ mod queue;
 mod ring;
 mod threads;
 
+pub use buffer::SwapBuffer;
 pub use error::SwapError;
 #[cfg(any(test, feature = "testing"))]
 pub use fault::Fault;

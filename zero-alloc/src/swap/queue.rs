@@ -8,6 +8,7 @@ use super::file::Inner;
 use super::lane::Request;
 use super::ring::Ring;
 use super::threads::Threads;
+use super::{SwapBuffer, SwapEngine};
 
 enum Engine {
     Ring(Box<Ring>),
@@ -23,10 +24,17 @@ pub(super) struct Queue {
 
 impl Queue {
     pub(super) fn new(file: &Arc<Inner>) -> io::Result<Self> {
-        let engine = if file.uring {
-            Engine::Ring(Box::new(Ring::new(file)?))
-        } else {
-            Engine::Threads(Threads::new(Arc::clone(file))?)
+        let ring = match file.uring.then(|| Ring::new(file)).transpose() {
+            // Another ring worked; now a limit is reached, such as that of locked memory.
+            Err(error) if file.options.engine == SwapEngine::Auto => {
+                file.notice_threads(&error);
+                None
+            }
+            ring => ring?,
+        };
+        let engine = match ring {
+            Some(ring) => Engine::Ring(Box::new(ring)),
+            None => Engine::Threads(Threads::new(Arc::clone(file))?),
         };
         Ok(Self {
             engine,
@@ -36,7 +44,7 @@ impl Queue {
     }
 
     /// Registers buffers with the kernel, which threads do not need.
-    pub(super) fn register(&mut self, buffers: impl Iterator<Item = (*mut u8, usize)>) -> io::Result<()> {
+    pub(super) fn register(&mut self, buffers: &[SwapBuffer]) -> io::Result<()> {
         match &mut self.engine {
             Engine::Ring(ring) => ring.register(buffers),
             Engine::Threads(_) => Ok(()),

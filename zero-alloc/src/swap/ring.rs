@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use io_uring::{IoUring, opcode, types};
 
+use super::SwapBuffer;
 use super::file::Inner;
 use super::lane::Request;
 
@@ -15,8 +16,10 @@ const MAX_BUFFER_BYTES: usize = 1 << 30;
 pub(super) struct Ring {
     ring: IoUring,
     fd: RawFd,
-    /// Registered buffers, by their index: address and length in bytes.
-    buffers: Vec<(usize, usize)>,
+    /// Registered pieces of buffers, by their index: address and length in bytes.
+    pieces: Vec<(usize, usize)>,
+    /// The buffers of the pieces. Dropped after `ring`, whose end takes back their registration.
+    buffers: Vec<SwapBuffer>,
 }
 
 impl Ring {
@@ -28,18 +31,17 @@ impl Ring {
         if !ring.params().is_feature_ext_arg() {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring before Linux 5.11 has no time limits"));
         }
-        Ok(Self { ring, fd: file.file.as_raw_fd(), buffers: Vec::new() })
+        Ok(Self { ring, fd: file.file.as_raw_fd(), pieces: Vec::new(), buffers: Vec::new() })
     }
 
     /// Registers buffers in place of those registered before. No request is in flight.
-    pub(super) fn register(&mut self, buffers: impl Iterator<Item = (*mut u8, usize)>) -> io::Result<()> {
-        if !std::mem::take(&mut self.buffers).is_empty() {
+    pub(super) fn register(&mut self, buffers: &[SwapBuffer]) -> io::Result<()> {
+        if !std::mem::take(&mut self.pieces).is_empty() {
             self.ring.submitter().unregister_buffers()?;
         }
-        let pieces = buffers.flat_map(|(start, bytes)| {
-            (0..bytes)
-                .step_by(MAX_BUFFER_BYTES)
-                .map(move |at| (start.addr() + at, (bytes - at).min(MAX_BUFFER_BYTES)))
+        self.buffers.clear();
+        let pieces = buffers.iter().map(SwapBuffer::place).flat_map(|(start, bytes)| {
+            (0..bytes).step_by(MAX_BUFFER_BYTES).map(move |at| (start + at, (bytes - at).min(MAX_BUFFER_BYTES)))
         });
         let mut pieces: Vec<_> = pieces.collect();
         pieces.sort_unstable();
@@ -50,18 +52,18 @@ impl Ring {
             .iter()
             .map(|&(start, iov_len)| libc::iovec { iov_base: std::ptr::without_provenance_mut(start), iov_len })
             .collect();
-        // SAFETY: by the promise of the slices' maker the memory is mapped now. The kernel pins its pages and accesses
-        // them only for requests, so that unmapping the memory too early leaves it pages that nothing else uses.
+        // SAFETY: the handles in `self.buffers` keep the memory mapped at its address while it is registered.
         unsafe { self.ring.submitter().register_buffers(&system) }?;
-        self.buffers = pieces;
+        self.pieces = pieces;
+        self.buffers = buffers.to_vec();
         Ok(())
     }
 
     /// The index of the registered buffer that contains the request's memory.
     fn buffer(&self, request: &Request) -> Option<u16> {
         let at = request.address.0.addr();
-        let index = self.buffers.partition_point(|&(start, _)| start <= at).checked_sub(1)?;
-        let (start, bytes) = self.buffers[index];
+        let index = self.pieces.partition_point(|&(start, _)| start <= at).checked_sub(1)?;
+        let (start, bytes) = self.pieces[index];
         (at + request.bytes <= start + bytes).then_some(index as u16)
     }
 

@@ -63,15 +63,26 @@ fn cuda_stream_waits_for_the_host() {
 #[ignore = "needs a CUDA device"]
 fn cuda_waits_beyond_the_words_work() {
     let device = open();
-    let compute = device.create_stream("compute").expect("a stream");
-    let (host, release) = held(Ok(()));
+    let names = ["compute", "copies", "busy"];
+    let [compute, copies, busy] = names.map(|name| device.create_stream(name).expect("a stream"));
+    // The event is behind two host operations of another stream. Should a wait occupy the driver's thread while the first
+    // runs, the second never does.
+    let nap = || {
+        std::thread::sleep(Duration::from_millis(100));
+        Ok(())
+    };
+    busy.enqueue_host("nap", nap).expect("enqueued");
+    busy.enqueue_host("after the nap", || Ok(())).expect("enqueued");
+    let host = HostDevice::new().create_stream("adam").expect("a stream");
+    device.host_waits(&host, &busy.record().expect("recorded"), LIMIT).expect("enqueued");
     let event = host.record().expect("recorded");
     for _ in 0..600 {
         device.wait_for_host(&compute, &event, LIMIT).expect("enqueued");
     }
-    assert!(compute.synchronize(Duration::from_millis(20)).is_err());
-    release.send(()).expect("held");
+    device.wait_for_host(&copies, &event, LIMIT).expect("enqueued");
     compute.synchronize(LIMIT).expect("ran");
+    copies.synchronize(LIMIT).expect("ran");
+    assert_eq!(event.is_done(), Ok(true));
     // A reached event is not waited for.
     device.wait_for_host(&compute, &event, Duration::ZERO).expect("nothing to wait for");
     compute.synchronize(LIMIT).expect("sound");

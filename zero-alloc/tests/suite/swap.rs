@@ -4,24 +4,34 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::ptr::NonNull;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use tempfile::TempDir;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Stream};
 use zero_alloc::host::{HostDevice, HostStream, ViolationKind};
-use zero_alloc::swap::{Fault, SwapEngine, SwapError, SwapFile, SwapOptions};
+use zero_alloc::swap::{Fault, SwapBuffer, SwapEngine, SwapError, SwapFile, SwapOptions};
+use zero_alloc::{Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const PAGE: usize = SwapFile::ALIGN_BYTES;
 
 /// Pages of host memory.
-struct Buffer(NonNull<u8>, usize);
+struct Buffer(SwapBuffer);
+
+/// The pool of all buffers, and the stream that they are allocated on, which runs nothing.
+static MEMORY: LazyLock<(Pool<HostDevice>, HostStream)> =
+    LazyLock::new(|| (Pool::new(HostDevice::new(), 1 << 30), stream("buffers")));
 
 impl Buffer {
+    /// Each byte is 0.
     fn new(pages: usize) -> Self {
-        Self(HostDevice::new().allocate(pages * PAGE).expect("memory"), pages * PAGE)
+        let (pool, stream) = &*MEMORY;
+        let buffer = SwapBuffer::allocate(pool, pages * PAGE, Purpose::Workspace, stream);
+        let mut buffer = Self(buffer.expect("memory"));
+        buffer.bytes().fill(0);
+        buffer
     }
 
     /// Each 8 bytes hold `seed` plus their index.
@@ -34,24 +44,23 @@ impl Buffer {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: mapped and zeroed; the tests wait for operations before they look.
-        unsafe { std::slice::from_raw_parts_mut(self.0.as_ptr(), self.1) }
+        let slice = self.slice();
+        // SAFETY: initialised memory of the buffer; the tests wait for operations before they look.
+        unsafe { std::slice::from_raw_parts_mut(slice.as_ptr(), slice.len_bytes()) }
     }
 
     fn slice(&self) -> AnySlice {
         // SAFETY: the buffer outlives the operations, because each test waits for its streams.
-        unsafe { AnySlice::from_raw_parts(self.0.as_ptr(), self.1, DType::U8, DeviceId::HOST) }
+        unsafe { self.0.slice() }
     }
 
     fn pages(&self, first: usize, count: usize) -> AnySlice {
         self.slice().slice(first * PAGE..(first + count) * PAGE)
     }
-}
 
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        // SAFETY: allocated with these bytes, and no longer used.
-        unsafe { HostDevice::new().deallocate(self.0, self.1) };
+    /// Pages to register.
+    fn part(&self, first: usize, count: usize) -> SwapBuffer {
+        self.0.part(first * PAGE..(first + count) * PAGE)
     }
 }
 
@@ -131,7 +140,7 @@ proptest! {
             if registered {
                 // Some transfers lie within, some outside, some are both.
                 for lane in &lanes {
-                    lane.register(&[buffer.pages(8, 16), buffer.pages(30, 3)]).expect("host memory");
+                    lane.register(&[buffer.part(8, 16), buffer.part(30, 3)]);
                 }
             }
             let mut model = vec![0; PAGES * PAGE];
@@ -231,9 +240,8 @@ fn invalid_ranges_are_refused_by_number() {
     }
     let device = DeviceId::new(DeviceKind::Simulated).expect("an id");
     // SAFETY: refused before anything accesses it.
-    let other = unsafe { AnySlice::from_raw_parts(buffer.0.as_ptr(), PAGE, DType::U8, device) };
+    let other = unsafe { AnySlice::from_raw_parts(buffer.slice().as_ptr(), PAGE, DType::U8, device) };
     assert!(matches!(lane.write(&stream, &[(0, other)]), Err(DeviceError::AnotherDevice { .. })));
-    assert!(lane.register(&[other]).is_err());
     stream.synchronize(LIMIT).expect("nothing was enqueued");
 }
 
@@ -343,17 +351,49 @@ fn registration_is_optional() {
         let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
         let (from, mut to) = (Buffer::filled(16, 3), Buffer::new(16));
         // More buffers than the kernel registers.
-        lane.register(&vec![from.slice(); 20_000]).expect("a notice, no error");
+        lane.register(&vec![from.0.clone(); 20_000]);
         if engine == SwapEngine::IoUring {
             let notices = file.notices();
             assert!(notices.iter().any(|notice| notice.contains("raise ulimit -l")), "{notices:?}");
         }
-        lane.register(&[from.slice()]).expect("host memory");
-        lane.register(&[to.slice(), from.slice()]).expect("in place of the first");
+        lane.register(std::slice::from_ref(&from.0));
+        // In place of the first.
+        lane.register(&[to.0.clone(), from.0.clone()]);
         lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
         lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
         stream.synchronize(LIMIT).expect("transferred");
         assert!(to.bytes() == Buffer::filled(16, 3).bytes());
+    }
+}
+
+#[test]
+fn registered_memory_outlives_its_other_handles() {
+    for engine in engines() {
+        let dir = folder();
+        let file = file(dir.path(), 256, options(engine));
+        let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
+        let pool = Pool::new(HostDevice::new(), 1 << 30);
+        let allocate = || SwapBuffer::allocate(&pool, 256 * PAGE, Purpose::Workspace, &stream).expect("memory");
+        lane.register(&[allocate()]);
+        pool.trim(LIMIT);
+
+        // Were the registered memory unmapped, this would have its address, but not its pages.
+        let mut buffer = Buffer(allocate());
+        buffer.bytes().fill(7);
+        lane.write(&stream, &[(0, buffer.slice())]).expect("enqueued");
+        stream.synchronize(LIMIT).expect("written");
+        buffer.bytes().fill(0);
+        lane.read(&stream, &[(0, buffer.slice())]).expect("enqueued");
+        stream.synchronize(LIMIT).expect("read");
+        assert!(buffer.bytes().iter().all(|&byte| byte == 7), "{engine:?}");
+
+        // The lane's handle was the last, if the kernel accepted the memory.
+        drop(buffer);
+        let refused = file.notices().iter().any(|notice| notice.contains("refuses to register"));
+        let live = |pool: &Pool<HostDevice>| pool.report().total.live_bytes;
+        assert_eq!(live(&pool) > 0, engine == SwapEngine::IoUring && !refused);
+        drop(lane);
+        assert_eq!(live(&pool), 0);
     }
 }
 
@@ -366,8 +406,8 @@ fn file_system_in_memory_is_named() {
     assert!(notices.iter().any(|notice| notice.contains("is a file system in memory")), "{notices:?}");
 }
 
-/// Makes `io_uring_setup` fail with EPERM for this thread and those that it starts, as containers do.
-fn refuse_io_uring() {
+/// Makes `io_uring_setup` fail with `errno` for this thread and those that it starts, as containers and limits do.
+fn refuse_io_uring(errno: i32) {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
@@ -375,7 +415,7 @@ fn refuse_io_uring() {
     let mut filter = [
         op(LOAD, 0, 0, 0), // the number of the call
         op(IF_EQUAL, 0, 1, libc::SYS_io_uring_setup as u32),
-        op(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        op(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
         op(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
@@ -388,7 +428,7 @@ fn refuse_io_uring() {
 #[test]
 fn refused_io_uring_is_replaced_and_named() {
     let refused = std::thread::spawn(|| {
-        refuse_io_uring();
+        refuse_io_uring(libc::EPERM);
         let dir = folder();
         let error = SwapFile::create(dir.path(), 0, SwapOptions::default().engine(SwapEngine::IoUring));
         assert!(error.expect_err("refused").to_string().contains("io_uring_setup: Operation not permitted"));
@@ -403,6 +443,31 @@ fn refused_io_uring_is_replaced_and_named() {
         assert!(to.bytes() == Buffer::filled(16, 7).bytes());
     });
     refused.join().expect("no panic");
+}
+
+#[test]
+fn lane_beyond_the_limit_of_locked_memory_uses_threads() {
+    if engines().len() < 2 {
+        return eprintln!("NOT TESTED: no io_uring here");
+    }
+    let limited = std::thread::spawn(|| {
+        let dir = folder();
+        let [auto, ring_only] = [SwapEngine::Auto, SwapEngine::IoUring].map(|e| file(dir.path(), 16, options(e)));
+        refuse_io_uring(libc::ENOMEM);
+        let error = ring_only.lane().expect_err("no rings but io_uring's").to_string();
+        assert!(error.contains("make a lane") && error.contains("ulimit -l"), "{error}");
+
+        let (lane, stream) = (auto.lane().expect("threads"), stream("swap"));
+        let notices = auto.notices();
+        assert!(notices[0].contains("4 threads a lane") && notices[0].contains("raise ulimit -l"), "{notices:?}");
+        let (from, mut to) = (Buffer::filled(16, 7), Buffer::new(16));
+        lane.register(std::slice::from_ref(&from.0));
+        lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
+        lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
+        stream.synchronize(LIMIT).expect("transferred");
+        assert!(to.bytes() == Buffer::filled(16, 7).bytes());
+    });
+    limited.join().expect("no panic");
 }
 
 #[test]

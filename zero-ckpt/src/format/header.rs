@@ -28,9 +28,13 @@ pub struct TensorEntry {
 }
 
 impl TensorEntry {
-    /// Number of elements. Parsing checked that it fits.
+    /// Number of elements; `u64::MAX` if there are more, which parsing rejects.
     pub fn elems(&self) -> u64 {
-        self.shape.iter().product()
+        // Without elements, whatever the product of the other extents.
+        if self.shape.contains(&0) {
+            return 0;
+        }
+        elems_of(&self.shape).unwrap_or(u64::MAX)
     }
 }
 
@@ -138,14 +142,16 @@ fn dtype_bits(dtype: &str) -> Option<u64> {
     })
 }
 
+/// The product of the extents, from the left as the reference implementation takes it; `None` if it exceeds 64 bits.
+fn elems_of(shape: &[u64]) -> Option<u64> {
+    shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))
+}
+
 fn check_size(tensor: &TensorEntry) -> Result<(), String> {
     let name = &tensor.name;
     let bits =
         dtype_bits(&tensor.dtype).ok_or_else(|| format!("tensor {name:?}: unknown dtype {:?}", tensor.dtype))?;
-    let bits = tensor
-        .shape
-        .iter()
-        .try_fold(1u64, |n, &d| n.checked_mul(d))
+    let bits = elems_of(&tensor.shape)
         .and_then(|n| n.checked_mul(bits))
         .ok_or_else(|| format!("tensor {name:?}: the size of shape {:?} exceeds 64 bits", tensor.shape))?;
     if !bits.is_multiple_of(8) {
@@ -227,6 +233,16 @@ mod tests {
     }
 
     #[test]
+    fn elements_of_any_shape_are_counted() {
+        let big = 1 << 40;
+        for (shape, elems) in
+            [(&[big, big, 0][..], 0), (&[0, big, big], 0), (&[big, big], u64::MAX), (&[], 1), (&[2, 3], 6)]
+        {
+            assert_eq!(entry("x", shape, 0..0).elems(), elems, "{shape:?}");
+        }
+    }
+
+    #[test]
     fn each_broken_rule_is_named() {
         let tensor = |shape: &str, offsets: &str| {
             format!(r#"{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}"#)
@@ -242,6 +258,7 @@ mod tests {
             (tensor("[1]", "[4,0]"), "ends before it starts"),
             (tensor("[-1]", "[0,4]"), "invalid value"),
             (tensor("[4294967296,4294967296]", "[0,4]"), "exceeds"),
+            (tensor("[1099511627776,1099511627776,0]", "[0,0]"), "exceeds"),
             (tensor("[1]", "[0,4]").replace("F32", "F33"), "unknown dtype"),
             (tensor("[1]", "[0,4]").replace("F32", "F4"), "not whole bytes"),
             (tensor("[1]", "[0,4]").replace("\"shape\"", "\"shade\""), "unknown field"),

@@ -19,8 +19,10 @@ mod notice;
 mod operation;
 mod raw;
 mod staging;
+mod tags;
 mod world;
 
+use std::ffi::c_int;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -35,8 +37,9 @@ use crate::call::{Checked, Group};
 use crate::split_request::{SplitRequest, members};
 use crate::{CommError, CommOptions, Communicator, Traffic};
 use notice::Notice;
-use operation::{MAX_CONTEXT, Members, Operation};
+use operation::{Members, Operation};
 use raw::{MpiError, Raw};
+use tags::{MAX_CONTEXT, Pending};
 use world::World;
 
 /// An initialized MPI; dropping it finalizes MPI. Keep it on the main thread until all streams are synchronized.
@@ -62,16 +65,30 @@ impl MpiWorld {
     /// # Errors
     /// MPI was initialized before, does not allow calls from several threads, or a call failed.
     pub fn init(options: CommOptions) -> Result<Self, CommError> {
+        Self::init_within(options, c_int::MAX)
+    }
+
+    /// As [`MpiWorld::init`], with tags of at most `max_tag`, the same on all ranks: for tests of libraries whose
+    /// `MPI_TAG_UB` is small.
+    ///
+    /// # Errors
+    /// As [`MpiWorld::init`], or `max_tag` is less than 767.
+    #[cfg(feature = "testing")]
+    pub fn init_with_tags_up_to(options: CommOptions, max_tag: c_int) -> Result<Self, CommError> {
+        Self::init_within(options, max_tag)
+    }
+
+    fn init_within(options: CommOptions, max_tag: c_int) -> Result<Self, CommError> {
         let error = |message: &str| CommError::BackEnd { back_end: "mpi", message: message.to_owned() };
         let (universe, threading) = ::mpi::initialize_with_threading(Threading::Serialized)
             .ok_or_else(|| error("MPI was initialized before in this process"))?;
         if threading < Threading::Serialized {
             return Err(error("this MPI library allows calls from one thread only"));
         }
-        let raw = Raw::new(&universe).map_err(back_end)?;
+        let raw = Raw::new(&universe, max_tag).map_err(back_end)?;
         let members = Members { context: 0, rank: raw.rank, world_ranks: (0..raw.size).collect() };
         let world = Arc::new(World::new(raw, options.limit));
-        let comm = Arc::new(MpiComm { world: Arc::clone(&world), members, enqueued: Mutex::default() });
+        let comm = Arc::new(MpiComm::new(Arc::clone(&world), members));
         Ok(Self { universe: Some(universe), world, comm })
     }
 
@@ -106,6 +123,7 @@ pub struct MpiComm {
     world: Arc<World>,
     members: Members,
     enqueued: Mutex<Enqueued>,
+    pending: Pending,
 }
 
 impl fmt::Debug for MpiComm {
@@ -115,10 +133,16 @@ impl fmt::Debug for MpiComm {
 }
 
 impl MpiComm {
+    fn new(world: Arc<World>, members: Members) -> Self {
+        Self { world, members, enqueued: Mutex::default(), pending: Pending::default() }
+    }
+
     fn operation(&self, enqueued: &mut Enqueued, checked: Checked, stream: &str) -> Operation {
         let (world, members, sequence) = (Arc::clone(&self.world), self.members.clone(), enqueued.sequence);
+        let pending = self.pending.clone();
         enqueued.sequence += 1;
-        Operation { world, members, sequence, checked, stream: stream.to_owned(), begun: false }
+        pending.insert(sequence);
+        Operation { world, members, sequence, checked, stream: stream.to_owned(), begun: false, pending }
     }
 }
 
@@ -181,8 +205,7 @@ unsafe impl Communicator<HostDevice> for MpiComm {
         let rank = members.iter().position(|&rank| rank == self.members.rank).unwrap_or(0);
         let world_ranks = members.into_iter().map(|rank| self.members.world_ranks[rank]).collect();
         let members = Members { context, rank, world_ranks };
-        let child = Self { world: Arc::clone(&self.world), members, enqueued: Mutex::default() };
-        Ok(Some(Arc::new(child)))
+        Ok(Some(Arc::new(Self::new(Arc::clone(&self.world), members))))
     }
 
     fn traffic(&self) -> Traffic {

@@ -8,27 +8,25 @@
 //! - all_gather, all_to_all: one transfer per pair; all_reduce: reduce_scatter, then all_gather;
 //! - broadcast: the root scatters, then all ranks gather.
 //!
-//! [`Traffic`](crate::Traffic) counts these bytes. Tags contain the communicator, the sequence number and the phase,
+//! [`Traffic`](crate::Traffic) counts these bytes. Tags differ by communicator, sequence number and phase ([`tags`](super::tags)),
 //! so collectives of different streams can be in flight at the same time.
 
-use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
+use zero_alloc::TimeLimit;
 use zero_alloc::device::{AnySlice, DType, DeviceId};
 
 use super::notice::Notice;
 use super::raw::{MpiError, Request};
 use super::staging::Staging;
-use super::world::{Interrupt, World};
+use super::tags::{Pending, Phase};
+use super::world::{Interrupt, Pause, World};
 use crate::call::{Call, Checked};
 use crate::comm_dtype::CommDType;
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, CommError, ReduceOp};
-
-/// The greatest context that fits in a tag.
-pub(super) const MAX_CONTEXT: u32 = 0xff;
 
 /// A communicator's identity and members.
 #[derive(Clone)]
@@ -48,10 +46,13 @@ pub(super) struct Operation {
     pub(super) checked: Checked,
     pub(super) stream: String,
     pub(super) begun: bool,
+    /// Those of the communicator, with this one until it is dropped.
+    pub(super) pending: Pending,
 }
 
 impl Drop for Operation {
     fn drop(&mut self) {
+        self.pending.remove(self.sequence);
         let (sequence, call, rank) = (self.sequence, self.call(), self.members.rank);
         if !self.begun {
             let stream = std::mem::take(&mut self.stream);
@@ -60,14 +61,6 @@ impl Drop for Operation {
             self.fail(rank, CommError::Panicked { sequence, call, rank });
         }
     }
-}
-
-/// The phases of a collective, which are part of its tags.
-#[derive(Clone, Copy)]
-enum Phase {
-    Compare,
-    Scatter,
-    Gather,
 }
 
 /// The bytes to send to a peer or to receive from it.
@@ -102,12 +95,24 @@ impl Operation {
         self.world.fail(error, &notice)
     }
 
-    fn tag(&self, phase: Phase) -> c_int {
-        // 8 bits of communicator, 20 of sequence number, 2 of phase: less than 2^30, which is within the tag limit
-        // (`MPI_TAG_UB`) of the MPI libraries used on clusters.
-        ((self.members.context & MAX_CONTEXT) as c_int) << 22
-            | ((self.sequence as c_int & 0xf_ffff) << 2)
-            | phase as c_int
+    /// Waits until the collective that had the same tags has ended on this rank.
+    fn wait_for_tags(&self) -> Result<(), CommError> {
+        let Some(previous) = self.world.raw.tags.previous(self.sequence) else { return Ok(()) };
+        let mut time = TimeLimit::new(self.world.limit);
+        let mut pause = Pause::default();
+
+        while self.pending.contains(previous) {
+            if let Some(error) = self.world.poll() {
+                return Err(error);
+            }
+            if time.elapsed() >= self.world.limit {
+                let (sequence, call) = (self.sequence, self.call());
+                let (rank, limit) = (self.members.rank, self.world.limit);
+                return Err(self.fail(rank, CommError::Stalled { sequence, call, rank, limit, done: previous }));
+            }
+            pause.sleep(false);
+        }
+        Ok(())
     }
 
     /// Sends and receives the parts of one phase, and waits for all of them.
@@ -179,7 +184,7 @@ impl Operation {
         parts: impl Iterator<Item = (bool, usize, (*mut u8, usize))>,
         requests: &mut Vec<Request>,
     ) -> Result<(), (usize, MpiError)> {
-        let tag = self.tag(phase);
+        let tag = self.world.raw.tags.of(self.members.context, self.sequence, phase);
         for (receives, peer, (at, bytes)) in parts {
             let peer = self.members.world_ranks[peer];
             // SAFETY: the caller's promise.
@@ -224,6 +229,7 @@ impl Operation {
         if let Some(error) = self.world.failure() {
             return Err(error);
         }
+        self.wait_for_tags()?;
         self.compare()?;
         let (Checked { call, send, recv, .. }, rank) = (&self.checked, self.members.rank);
         let (send, recv, own) = (*send, *recv, call.segments.range(rank, self.n()));

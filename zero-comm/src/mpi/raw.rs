@@ -14,6 +14,8 @@ use ::mpi::environment::Universe;
 use ::mpi::ffi;
 use parking_lot::Mutex;
 
+use super::tags::Tags;
+
 /// A failed MPI call: its name and MPI's error text.
 #[derive(Clone, Debug)]
 pub(super) struct MpiError {
@@ -42,6 +44,9 @@ pub(super) struct Raw {
     notices: ffi::MPI_Comm,
     pub(super) rank: usize,
     pub(super) size: usize,
+    pub(super) tags: Tags,
+    /// The greatest tag that MPI accepts.
+    tag_bound: c_int,
     /// Whether calls may still be made.
     usable: Mutex<bool>,
 }
@@ -89,12 +94,33 @@ fn duplicate(comm: ffi::MPI_Comm) -> Result<ffi::MPI_Comm, MpiError> {
     Ok(copy)
 }
 
+/// The greatest tag that every MPI library accepts.
+const GUARANTEED_TAG_BOUND: c_int = 32_767;
+
+/// The greatest tag that this MPI library accepts, the same on all ranks. `world` is the communicator of all processes,
+/// the one that has the attribute.
+fn tag_bound(world: ffi::MPI_Comm) -> Result<c_int, MpiError> {
+    let mut value: *const c_int = std::ptr::null();
+    let mut found: c_int = 0;
+    let key = ffi::MPI_TAG_UB as c_int;
+    // SAFETY: MPI is initialized, `world` is a valid communicator, and the pointers are valid for writes; the value of
+    // this attribute is a pointer.
+    let code = unsafe { ffi::MPI_Comm_get_attr(world, key, (&raw mut value).cast(), &mut found) };
+    check("MPI_Comm_get_attr", code)?;
+    if found == 0 || value.is_null() {
+        return Ok(GUARANTEED_TAG_BOUND);
+    }
+    // SAFETY: by the standard, the attribute is the address of an integer that MPI owns.
+    Ok(unsafe { value.read() })
+}
+
 /// Maximum bytes of one transfer; MPI's counts are of type `int`.
 pub(super) const MAX_BYTES: usize = 1 << 30;
 
 impl Raw {
-    /// Duplicates the communicator of all processes. All processes call it.
-    pub(super) fn new(_initialized: &Universe) -> Result<Self, MpiError> {
+    /// Duplicates the communicator of all processes. All processes call it, with the same `max_tag`, which tags do not
+    /// exceed even if MPI accepts greater ones.
+    pub(super) fn new(_initialized: &Universe, max_tag: c_int) -> Result<Self, MpiError> {
         // SAFETY: reads a constant that the library initializes when it is loaded.
         let world = unsafe { ffi::RSMPI_COMM_WORLD };
         let (data, notices) = (duplicate(world)?, duplicate(world)?);
@@ -104,7 +130,14 @@ impl Raw {
         // SAFETY: as above.
         check("MPI_Comm_size", unsafe { ffi::MPI_Comm_size(data, &mut size) })?;
         let (rank, size) = (usize::try_from(rank).unwrap_or(0), usize::try_from(size).unwrap_or(1));
-        Ok(Self { data, notices, rank, size, usable: Mutex::new(true) })
+        let tag_bound = tag_bound(world)?.min(max_tag);
+        let tags = Tags::within(tag_bound).ok_or_else(|| {
+            let least = Tags::MIN_BOUND;
+            let message =
+                format!("tags end at {tag_bound}, and at least {least} is needed; use an MPI library that follows the standard");
+            MpiError { call: "MPI_TAG_UB", message }
+        })?;
+        Ok(Self { data, notices, rank, size, tags, tag_bound, usable: Mutex::new(true) })
     }
 
     /// Finalizes MPI, which waits for the other processes. No call is made afterwards.
@@ -133,6 +166,11 @@ impl Raw {
         tag: c_int,
     ) -> Result<Request, MpiError> {
         let (buffer, count, rank) = (buffer.cast::<c_void>(), len as c_int, peer as c_int);
+        if tag > self.tag_bound {
+            // As MPI answers, also where a test lowers the bound.
+            let message = format!("tag {tag} exceeds the greatest, {}", self.tag_bound);
+            return Err(MpiError { call: "MPI_TAG_UB", message });
+        }
         self.call(|| {
             let mut handle = null_request();
             if receives {

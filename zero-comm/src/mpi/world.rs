@@ -217,10 +217,10 @@ impl Waits {
 
 /// The pause between polls: yields while transfers progress, then sleeps for up to half a millisecond.
 #[derive(Default)]
-struct Pause(u32);
+pub(super) struct Pause(u32);
 
 impl Pause {
-    fn sleep(&mut self, progress: bool) {
+    pub(super) fn sleep(&mut self, progress: bool) {
         self.0 = if progress { 0 } else { self.0 + 1 };
         match self.0 {
             0..30 => std::thread::yield_now(),

@@ -1,14 +1,18 @@
 //! State in pieces, in memory and on NVMe, and masters as remainders: the bits of fp32 state in plain memory, in any order
 //! that the streams allow.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 use zero_alloc::Pool;
-use zero_alloc::device::{DType, Device, Reduced, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::swap::SwapOptions;
 use zero_kernels::host::HostKernels;
+use zero_kernels::step::RankStats;
+use zero_kernels::{AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments};
 use zero_optim::{
     Divisor, GatheredStats, GroupRules, OffloadOptions, OptimError, OptimizerConfig, ParamGroups, Segment,
     ShardedAdamW, StateHome, StateKind, StateRange, UnitSlices,
@@ -44,8 +48,17 @@ enum Form<'a> {
 
 impl Inputs {
     fn run(&self, device: HostDevice, form: Form<'_>) -> Result<Run, OptimError> {
+        self.run_with(device, form, Arc::new(HostKernels::new(1)?))
+    }
+
+    fn run_with(
+        &self,
+        device: HostDevice,
+        form: Form<'_>,
+        kernels: Arc<dyn Kernels<HostDevice>>,
+    ) -> Result<Run, OptimError> {
         let stream = device.create_stream("update")?;
-        let (pool, kernels) = (Pool::new(device.clone(), 1 << 30), Arc::new(HostKernels::new(1)?));
+        let pool = Pool::new(device.clone(), 1 << 30);
         let config = OptimizerConfig::default().max_grad_norm(0.5).sub_group_elems(2000);
         let (mut segments, mut end, mut random) = (Vec::new(), 0, Random(self.seed));
         for (u, len) in self.lens.iter().enumerate() {
@@ -280,6 +293,97 @@ fn failed_transfer_is_reported() {
     let range = StateRange { kind: StateKind::Master, unit: 0, elems: 0..100 };
     let error = run.optim.read_state(&stream, &range, &param, &mut out, LIMIT).unwrap_err();
     assert!(error.to_string().contains("unplugged"), "{error}");
+}
+
+/// Kernels whose update panics once it is armed.
+struct Panics {
+    kernels: HostKernels,
+    armed: AtomicBool,
+}
+
+// SAFETY: the operations are those of `kernels`, or none.
+unsafe impl Kernels<HostDevice> for Panics {
+    fn adam(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
+        assert!(!self.armed.swap(false, Ordering::Relaxed), "on purpose");
+        self.kernels.adam(stream, args)
+    }
+
+    fn adam_remainder(&self, stream: &HostStream, args: RemainderArgs) -> Result<(), KernelError> {
+        self.kernels.adam_remainder(stream, args)
+    }
+
+    fn cast(&self, stream: &HostStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
+        self.kernels.cast(stream, src, dst, scale)
+    }
+
+    fn pack(
+        &self,
+        stream: &HostStream,
+        parts: &[(AnySlice, usize)],
+        segments: Segments,
+        dst: AnySlice,
+    ) -> Result<(), KernelError> {
+        self.kernels.pack(stream, parts, segments, dst)
+    }
+
+    fn accumulate(&self, stream: &HostStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
+        self.kernels.accumulate(stream, grad, acc)
+    }
+
+    fn stats_scratch_elems(&self, lens: &[usize]) -> usize {
+        self.kernels.stats_scratch_elems(lens)
+    }
+
+    fn grad_stats(
+        &self,
+        stream: &HostStream,
+        grads: &[AnySlice],
+        scratch: DeviceSlice<f64>,
+        out: DeviceSlice<GradStats>,
+    ) -> Result<(), KernelError> {
+        self.kernels.grad_stats(stream, grads, scratch, out)
+    }
+
+    fn rank_stats(
+        &self,
+        stream: &HostStream,
+        units: DeviceSlice<GradStats>,
+        loss: DeviceSlice<f64>,
+        flags: DeviceSlice<u64>,
+        out: DeviceSlice<RankStats>,
+    ) -> Result<(), KernelError> {
+        self.kernels.rank_stats(stream, units, loss, flags, out)
+    }
+
+    fn advance_step(&self, stream: &HostStream, args: AdvanceArgs) -> Result<(), KernelError> {
+        self.kernels.advance_step(stream, args)
+    }
+}
+
+#[test]
+fn panicked_update_fails_later_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let inputs = Inputs { lens: vec![9000, 3000], dtype: DType::Bf16, groups: vec![0], seed: 5 };
+    for home in [StateHome::Memory, nvme(dir.path(), 2)] {
+        let options = OffloadOptions::default().home(home);
+        let kernels = Arc::new(Panics { kernels: HostKernels::new(1).unwrap(), armed: AtomicBool::new(false) });
+        let mut run = inputs.run_with(HostDevice::new(), Form::Offloaded(&options), kernels.clone()).unwrap();
+        inputs.step(&mut run, 0);
+
+        kernels.armed.store(true, Ordering::Relaxed);
+        let panicked = catch_unwind(AssertUnwindSafe(|| inputs.step(&mut run, 1)));
+        assert_eq!(panicked.unwrap_err().downcast_ref(), Some(&"on purpose"));
+
+        let later = catch_unwind(AssertUnwindSafe(|| inputs.step(&mut run, 2)));
+        let error = later.expect_err("the state is lost");
+        assert!(error.downcast_ref::<String>().unwrap().contains("StateLost"));
+        assert_eq!(run.optim.wait_for_transfers(LIMIT), Err(OptimError::StateLost));
+        let param = [(run.params[0].slice(), 0)];
+        let range = StateRange { kind: StateKind::Master, unit: 0, elems: 0..100 };
+        let read = run.optim.read_state(&run.stream, &range, &param, &mut [0.0; 100], LIMIT);
+        assert_eq!(read, Err(OptimError::StateLost));
+        run.stream.synchronize(LIMIT).unwrap();
+    }
 }
 
 /// Remainders in memory of the device: the parameters follow from bf16 weights alone, and each is its master rounded to

@@ -16,8 +16,49 @@ use zero_alloc::device::{AnySlice, DType as ZeroDType, DeviceId};
 
 use crate::reducer::Reducer;
 
-/// The receiver of the gradients, once a `ZeroAdamW` exists.
-pub(crate) type Sink = Arc<Mutex<Option<Reducer>>>;
+/// The receiver of the gradients of a [`ShardedVars`].
+#[derive(Default)]
+pub(crate) enum Receiver {
+    /// There is no `ZeroAdamW`.
+    #[default]
+    None,
+    /// A `ZeroAdamW` is being created.
+    Claimed,
+    /// The reducer of the only `ZeroAdamW`, whose memory it writes to.
+    Reducer(Box<Reducer>),
+}
+
+pub(crate) type Sink = Arc<Mutex<Receiver>>;
+
+/// The right of a `ZeroAdamW` that is being created to set the receiver. Dropping it makes way for another.
+pub(crate) struct Claim(Sink);
+
+impl Claim {
+    /// `None` if there is another `ZeroAdamW`.
+    pub(crate) fn of(sink: &Sink) -> Option<Self> {
+        let mut receiver = sink.lock();
+        if !matches!(*receiver, Receiver::None) {
+            return None;
+        }
+        *receiver = Receiver::Claimed;
+        Some(Self(Arc::clone(sink)))
+    }
+
+    /// Sets the receiver, which its optimizer removes when it is dropped.
+    pub(crate) fn keep(self, reducer: Reducer) -> Sink {
+        *self.0.lock() = Receiver::Reducer(Box::new(reducer));
+        Arc::clone(&self.0)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut receiver = self.0.lock();
+        if matches!(*receiver, Receiver::Claimed) {
+            *receiver = Receiver::None;
+        }
+    }
+}
 
 /// A trained parameter.
 #[derive(Clone)]
@@ -134,8 +175,8 @@ impl CustomOp1 for GradientHook {
 
     fn bwd(&self, _anchor: &Tensor, _param: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         match &mut *self.sink.lock() {
-            Some(reducer) => reducer.gradient(self.param, grad)?,
-            None => bail!("backward of sharded parameters without a ZeroAdamW"),
+            Receiver::Reducer(reducer) => reducer.gradient(self.param, grad)?,
+            Receiver::None | Receiver::Claimed => bail!("backward of sharded parameters without a ZeroAdamW"),
         }
         Ok(None)
     }

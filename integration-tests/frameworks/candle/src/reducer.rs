@@ -8,6 +8,7 @@
 
 use std::error::Error;
 use std::sync::Arc;
+use std::thread::{self, ThreadId};
 
 use candle_core::{Result, Tensor, bail};
 use zero_alloc::device::{AnySlice, Reduced};
@@ -65,12 +66,15 @@ pub(crate) struct Reducer {
     pub(crate) waiting: Vec<Vec<Option<Tensor>>>,
     /// Micro-batches of this step before this one.
     pub(crate) micro_batches: usize,
+    /// The thread of the backward that runs; candle calls the hooks on it.
+    pub(crate) backward: Option<ThreadId>,
     pub(crate) report: BackwardReport,
 }
 
 impl Reducer {
-    /// Starts a backward.
+    /// Starts a backward on this thread.
     pub(crate) fn begin(&mut self) {
+        self.backward = Some(thread::current().id());
         self.report = BackwardReport::default();
         self.waiting = self.layout.units().iter().map(|unit| vec![None; unit.params.len()]).collect();
     }
@@ -79,6 +83,14 @@ impl Reducer {
     pub(crate) fn gradient(&mut self, param: usize, grad: &Tensor) -> Result<()> {
         let ParamId { unit, param } = self.places[param];
         let (elems, layout) = (grad.elem_count() as u64, &self.layout.units()[unit]);
+        if self.backward != Some(thread::current().id()) {
+            bail!(
+                "a gradient of {} from a backward that its ZeroAdamW did not start: the loss of another ZeroAdamW, of \
+                 another thread or of a plain Tensor::backward depends on it; call ZeroAdamW::backward of the optimizer \
+                 that has this parameter, with a loss of no other",
+                layout.params[param].name
+            );
+        }
         if !grad.is_contiguous() {
             self.report.copied_elems += elems;
         }

@@ -18,7 +18,7 @@ use zero_kernels::host::HostKernels;
 use zero_optim::{Divisor, OptimizerConfig, Segment, ShardedAdamW, StepInputs, StepOutcome, UnitSlices};
 use zero_shard::{Layout, ParamId, ParamSpec, UnitSpec, ZeroStage};
 
-use crate::hooks::{ShardedVars, Sink, with_locked};
+use crate::hooks::{Claim, Receiver, ShardedVars, Sink, with_locked};
 use crate::reducer::{BackwardReport, Failure, Reducer, candle_error};
 
 /// Address space of the pool; memory is used as it is needed.
@@ -118,7 +118,7 @@ impl std::fmt::Debug for ZeroAdamW {
 impl Drop for ZeroAdamW {
     fn drop(&mut self) {
         // The hooks in the model live on. The buckets record their uses themselves.
-        *self.sink.lock() = None;
+        *self.sink.lock() = Receiver::None;
         for stream in [&self.compute, &self.comm_stream] {
             // Recording fails only on a closed stream, which no longer uses the block.
             let _closed = self.grads.record_use(stream);
@@ -152,8 +152,8 @@ impl ZeroAdamW {
     /// to the others, because candle's initial values are random and differ.
     ///
     /// # Errors
-    /// The stage is not 1 or 2, no parameter is trained, a setting is out of range, an allocation failed, or the
-    /// ranks' models differ.
+    /// The stage is not 1 or 2, no parameter is trained, the parameters have another `ZeroAdamW`, a setting is out of range, an
+    /// allocation failed, or the ranks' models differ.
     pub fn new(comm: Arc<dyn Communicator<HostDevice>>, vars: &ShardedVars, config: ZeroConfig) -> Result<Self> {
         Self::create(comm, vars, config).map_err(candle_error)
     }
@@ -169,9 +169,17 @@ impl ZeroAdamW {
             stage => return Err(format!("stage {} is not supported, only 1 and 2", stage.number()).into()),
         };
         let (params, sink) = vars.finish_loading();
-        if params.is_empty() {
+        let Some(first) = params.first() else {
             return Err("no parameter is trained; load the model with ShardedVars::var_builder first".into());
-        }
+        };
+        // Why before anything else: the other optimizer must stay as it is. Its reducer's sums are in its memory.
+        let claim = Claim::of(&sink).ok_or_else(|| {
+            let others = params.len() - 1;
+            format!(
+                "{} and {others} other parameters already have a ZeroAdamW; drop it before another is made",
+                first.name
+            )
+        })?;
         let (units, places) = units_of(&params, config.unit_of);
         let layout = Arc::new(Layout::new(&units, comm.world_size() as u64, 1)?);
         let rank = comm.rank() as u64;
@@ -219,9 +227,10 @@ impl ZeroAdamW {
             reduced: layout.units().iter().map(|_| None).collect(),
             waiting: Vec::new(),
             micro_batches: 0,
+            backward: None,
             report: BackwardReport::default(),
         };
-        *sink.lock() = Some(reducer);
+        let sink = claim.keep(reducer);
         let params = params.into_iter().map(|param| param.tensor).collect();
         let (loss, copied_params, limit) = (0.0, 0, config.limit);
         let mut zero = Self {
@@ -250,7 +259,8 @@ impl ZeroAdamW {
     /// backward. Several calls before a step add up, as micro-batches.
     ///
     /// # Errors
-    /// candle failed, a parameter got no gradient, or a reduction was not enqueued; the other ranks then fail, too.
+    /// candle failed, a parameter got no gradient, `loss` depends on parameters of another `ZeroAdamW`, or a reduction was not
+    /// enqueued; the other ranks then fail, too.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         let result = self.try_backward(loss);
         self.abort_on_error(&result);
@@ -264,7 +274,12 @@ impl ZeroAdamW {
             Ok(())
         })?;
         // Not under the lock, which the hooks take.
-        let store = loss.backward()?;
+        let store = loss.backward();
+        self.with_reducer(|reducer| {
+            reducer.backward = None;
+            Ok(())
+        })?;
+        let store = store?;
         let kept = self.params.iter().filter(|param| store.get(param).is_some()).count();
         self.with_reducer(|reducer| {
             reducer.report.kept_by_candle = kept;
@@ -369,8 +384,10 @@ impl ZeroAdamW {
 
     fn with_reducer<R>(&self, run: impl FnOnce(&mut Reducer) -> Result<R>) -> Result<R> {
         match &mut *self.sink.lock() {
-            Some(reducer) => run(reducer),
-            None => bail!("another ZeroAdamW of these parameters was dropped"),
+            Receiver::Reducer(reducer) => run(reducer),
+            Receiver::None | Receiver::Claimed => {
+                bail!("the receiver of the gradients of these parameters is missing")
+            }
         }
     }
 

@@ -15,9 +15,16 @@
 //! Processes that need a choice at the same time measure one after the other: the first locks the file, measures and
 //! writes; the others wait for the lock and then read. Ranks reach the first use of a product after the same
 //! collectives, so the rank that measures needs nothing from those that wait for the same file.
+//!
+//! A new choice is written to a temporary file, which replaces the old one when its bytes are on the disk: readers without the
+//! lock and crashes see one or the other, whole. Whoever waited for the lock of the old file then locks the new one.
+//!
+//! A choice selects machine code, and the folder may be one that others can write to. So a file is used only if it is a
+//! regular file of this user or of root, and symbolic links are refused.
 
-use std::fs::{File, TryLockError};
-use std::io::{self, Read, Seek, Write};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -55,7 +62,7 @@ impl Choices {
 
     /// The choice of `subject`, if it is kept.
     pub(super) fn find(&self, subject: &str) -> Option<String> {
-        match read(&mut File::open(self.path(subject)).ok()?, subject) {
+        match read(&self.path(subject), subject) {
             Ok(Contents::Choice(choice)) => Some(choice),
             _ => None,
         }
@@ -64,17 +71,25 @@ impl Choices {
     /// Locks the file of `subject` for this process, after others have released it.
     ///
     /// # Errors
-    /// The file cannot be created or locked, or the limit has passed ([`io::ErrorKind::WouldBlock`]).
+    /// The file cannot be created or locked, is a symbolic link or another user's, or the limit has passed
+    /// ([`io::ErrorKind::WouldBlock`]).
     pub(super) fn lock(&self, subject: &str, limit: Duration) -> io::Result<Locked> {
         std::fs::create_dir_all(&self.0)?;
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(self.path(subject))?;
+        let path = self.path(subject);
         let start = Instant::now();
         loop {
-            match file.try_lock() {
-                Ok(()) => return Ok(Locked { file, subject: subject.to_owned() }),
-                Err(TryLockError::WouldBlock) if start.elapsed() < limit => std::thread::sleep(POLL),
-                Err(error) => return Err(error.into()),
+            let file = open(&path, File::options().read(true).write(true).create(true).truncate(false))?;
+            while let Err(error) = file.try_lock() {
+                match error {
+                    TryLockError::WouldBlock if start.elapsed() < limit => std::thread::sleep(POLL),
+                    error => return Err(error.into()),
+                }
             }
+            let locked = Locked { file, path: path.clone(), subject: subject.to_owned() };
+            if locked.is_current()? {
+                return Ok(locked);
+            }
+            // Another process has replaced the file meanwhile.
         }
     }
 }
@@ -83,21 +98,39 @@ impl Choices {
 #[derive(Debug)]
 pub(super) struct Locked {
     file: File,
+    path: PathBuf,
     subject: String,
 }
 
 impl Locked {
     /// The present contents of the file.
-    pub(super) fn read(&mut self) -> io::Result<Contents> {
-        read(&mut self.file, &self.subject)
+    pub(super) fn read(&self) -> io::Result<Contents> {
+        read(&self.path, &self.subject)
     }
 
-    /// Replaces the contents. A reader without the lock sees either a whole file or a checksum that does not match.
-    pub(super) fn write(&mut self, table: &str, choice: &str) -> io::Result<()> {
+    /// Replaces the file by one with this choice, on the disk when this returns, and releases the lock.
+    pub(super) fn write(self, table: &str, choice: &str) -> io::Result<()> {
         let body = format!("{FIRST}\n{}\n{table}choice {choice}\n", self.subject);
-        self.file.set_len(0)?;
-        self.file.rewind()?;
-        self.file.write_all(format!("{body}checksum {:016x}\n", hash(&body)).as_bytes())
+        let text = format!("{body}checksum {:016x}\n", hash(&body));
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+
+        // Readable by all, as the file of a plain `File::create`.
+        let permissions = std::fs::Permissions::from_mode(0o644);
+        let mut new = tempfile::Builder::new().prefix(".choice-").permissions(permissions).tempfile_in(folder)?;
+        new.write_all(text.as_bytes())?;
+        new.as_file().sync_all()?;
+        new.persist(&self.path)?;
+        File::open(folder)?.sync_all()
+    }
+
+    /// Whether the locked file is still the one at the path.
+    fn is_current(&self) -> io::Result<bool> {
+        let locked = self.file.metadata()?;
+        match std::fs::symlink_metadata(&self.path) {
+            Ok(now) => Ok((now.dev(), now.ino()) == (locked.dev(), locked.ino())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -108,9 +141,34 @@ impl Drop for Locked {
     }
 }
 
-fn read(file: &mut File, subject: &str) -> io::Result<Contents> {
+/// Opens a regular file that is no symbolic link and that this user or root owns. Never waits, as for a writer of a pipe.
+fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let file = match options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path) {
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            return Err(io::Error::other("it is a symbolic link, which is not followed"));
+        }
+        opened => opened?,
+    };
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    let user = rustix::process::geteuid().as_raw();
+    if !is_trusted(metadata.uid(), user) {
+        let message = format!("it belongs to user {}, and this program runs as user {user}", metadata.uid());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+    }
+    Ok(file)
+}
+
+/// Whether files of `owner` may select machine code of a program of `user`.
+fn is_trusted(owner: u32, user: u32) -> bool {
+    owner == user || owner == 0
+}
+
+fn read(path: &Path, subject: &str) -> io::Result<Contents> {
     let mut bytes = Vec::new();
-    file.rewind()?;
+    let file = open(path, File::options().read(true))?;
     file.take(MAX_BYTES).read_to_end(&mut bytes)?;
     if bytes.is_empty() {
         return Ok(Contents::Nothing);
@@ -146,11 +204,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(&folder.path().join("made/when/needed"));
         assert_eq!(choices.find(SUBJECT), None);
-        let mut locked = choices.lock(SUBJECT, Duration::ZERO).unwrap();
-        assert_eq!(locked.read().unwrap(), Contents::Nothing);
-        locked.write("  1.0 us  tile 3\n", "abc").unwrap();
-        locked.write("  1.0 us  t\n", "ab").unwrap();
-        assert_eq!(locked.read().unwrap(), Contents::Choice("ab".into()));
+        let lock = || choices.lock(SUBJECT, Duration::ZERO).unwrap();
+        assert_eq!(lock().read().unwrap(), Contents::Nothing);
+        lock().write("  1.0 us  tile 3\n", "abc").unwrap();
+        lock().write("  1.0 us  t\n", "ab").unwrap();
+        assert_eq!(lock().read().unwrap(), Contents::Choice("ab".into()));
         assert_eq!(choices.find(SUBJECT).as_deref(), Some("ab"));
         assert_eq!(choices.find("a card\nanother product"), None);
         let text = std::fs::read_to_string(choices.path(SUBJECT)).unwrap();
@@ -176,7 +234,7 @@ mod tests {
         for bytes in damaged {
             std::fs::write(&path, bytes).unwrap();
             assert_eq!(choices.find(SUBJECT), None);
-            let mut locked = choices.lock(SUBJECT, Duration::ZERO).unwrap();
+            let locked = choices.lock(SUBJECT, Duration::ZERO).unwrap();
             assert_eq!(locked.read().unwrap(), Contents::Damaged);
             locked.write("", "abc").unwrap();
             assert_eq!(std::fs::read(&path).unwrap(), good);
@@ -187,15 +245,76 @@ mod tests {
     fn one_process_at_a_time_has_the_lock() {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
-        let mut first = choices.lock(SUBJECT, Duration::ZERO).unwrap();
+        let first = choices.lock(SUBJECT, Duration::ZERO).unwrap();
         assert_eq!(choices.lock(SUBJECT, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::WouldBlock);
         drop(choices.lock("another subject", Duration::ZERO).unwrap());
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| choices.lock(SUBJECT, Duration::from_secs(300)).unwrap().read().unwrap());
             first.write("", "abc").unwrap();
-            drop(first);
             assert_eq!(waits.join().unwrap(), Contents::Choice("abc".into()));
         });
+    }
+
+    #[test]
+    fn links_are_neither_read_nor_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let choices = Choices::at(folder.path());
+        let path = choices.path(SUBJECT);
+        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "abc").unwrap();
+        let target = folder.path().join("another file");
+        std::fs::rename(&path, &target).unwrap();
+        let contents = std::fs::read(&target).unwrap();
+
+        std::os::unix::fs::symlink(&target, &path).unwrap();
+        assert_eq!(choices.find(SUBJECT), None);
+        let error = choices.lock(SUBJECT, Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("symbolic link"), "{error}");
+        assert_eq!(std::fs::read(&target).unwrap(), contents);
+        assert!(path.is_symlink());
+    }
+
+    #[test]
+    fn pipes_are_refused_without_a_wait() {
+        let folder = tempfile::tempdir().unwrap();
+        let choices = Choices::at(folder.path());
+        let path = choices.path(SUBJECT);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        assert_eq!(choices.find(SUBJECT), None);
+        let error = choices.lock(SUBJECT, Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("not a regular file"), "{error}");
+    }
+
+    #[test]
+    fn files_of_other_users_are_refused() {
+        assert!(is_trusted(1000, 1000) && is_trusted(0, 1000));
+        assert!(!is_trusted(1001, 1000) && !is_trusted(1000, 0));
+        let folder = tempfile::tempdir().unwrap();
+        let choices = Choices::at(folder.path());
+        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "abc").unwrap();
+        if std::os::unix::fs::chown(choices.path(SUBJECT), Some(12345), None).is_err() {
+            return eprintln!("NOT TESTED with a file: only root can give one away");
+        }
+        assert_eq!(choices.find(SUBJECT), None);
+        let error = choices.lock(SUBJECT, Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("belongs to user 12345"), "{error}");
+    }
+
+    #[test]
+    fn open_file_stays_whole_when_it_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let choices = Choices::at(folder.path());
+        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "abc").unwrap();
+        let path = choices.path(SUBJECT);
+        let before = std::fs::read_to_string(&path).unwrap();
+        let mut open = File::open(&path).unwrap();
+
+        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "another").unwrap();
+        let mut seen = String::new();
+        open.read_to_string(&mut seen).unwrap();
+        assert_eq!(seen, before);
+        assert_eq!(choices.find(SUBJECT).as_deref(), Some("another"));
+        let left = std::fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(left, 1, "no temporary file");
     }
 
     #[test]

@@ -32,7 +32,8 @@ const SAME: f64 = 1.01;
 /// folder and so the choices; ranks on different machines may choose differently, which changes bits, but no rank's
 /// copy of the parameters: gradients are summed after the products.
 ///
-/// The files select machine code: keep the folder as safe from others as the program itself.
+/// The files select machine code: keep the folder as safe from others as the program itself. Symbolic links, and files of
+/// other users than this one and root, are refused.
 ///
 /// Products that add to their result are measured on a temporary block of the pool, of the size of the result.
 #[derive(Debug)]
@@ -96,12 +97,12 @@ impl Timing {
         let not_kept = |error: std::io::Error| {
             tracing::warn!(
                 "the choice of a matrix product cannot be kept in {path} ({error}): this process uses the first \
-                 algorithm that cuBLASLt proposes; set {FOLDER_VARIABLE} to a folder that can be written"
+                 algorithm that cuBLASLt proposes; set {FOLDER_VARIABLE} to a folder of this user that can be written"
             );
             self.unwritable.store(true, Ordering::Relaxed);
             Ok(None)
         };
-        let mut locked = match self.choices.lock(subject, self.lock_limit) {
+        let locked = match self.choices.lock(subject, self.lock_limit) {
             Ok(locked) => locked,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                 return Err(OpError::ChoiceLocked { path, limit: self.lock_limit });

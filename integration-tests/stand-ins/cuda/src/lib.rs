@@ -14,6 +14,8 @@
 //! | `ZERO_STANDIN_RACES` | 1: a race of two warps in shared memory fails the launch |
 //! | `ZERO_STANDIN_TRACE` | 1: print the name and code of every call to stderr |
 //! | `ZERO_STANDIN_SHARING` | 0: allocations cannot be shared with other processes. By default they can, by file descriptor but not by fabric handle |
+//! | `ZERO_STANDIN_ONE_HOST_THREAD` | 1: one thread runs the host functions of all streams, in the order in which streams reach them, as the driver does under WSL2. By default each stream has its own |
+//! | `ZERO_STANDIN_MEMORY_WAITS` | 0: streams cannot wait for values in memory |
 //! | `ZERO_STANDIN_PINNED_BYTES` | host memory that may be registered at once; default unlimited |
 //! | `ZERO_STANDIN_LAUNCH_SECONDS` | time limit of one kernel; default 300 |
 //! | `ZERO_STANDIN_COUNTS` | a file: at the end of the process, the calls and bytes of all work are written there as CSV |

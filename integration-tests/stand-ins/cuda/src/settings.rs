@@ -20,6 +20,10 @@ pub(crate) struct Settings {
     pub(crate) trace: bool,
     /// Whether allocations can be shared with other processes.
     pub(crate) sharing: bool,
+    /// Whether one thread runs the host functions of all streams, as under WSL2.
+    pub(crate) one_host_thread: bool,
+    /// Whether streams can wait for values in memory.
+    pub(crate) memory_waits: bool,
     /// Limit of registered host memory.
     pub(crate) pinned_bytes: Option<u64>,
     /// Large operations are only counted.
@@ -58,6 +62,8 @@ impl Settings {
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
             trace: number("ZERO_STANDIN_TRACE").is_some_and(|n| n > 0),
             sharing: number("ZERO_STANDIN_SHARING").is_none_or(|n| n > 0),
+            one_host_thread: number("ZERO_STANDIN_ONE_HOST_THREAD").is_some_and(|n| n > 0),
+            memory_waits: number("ZERO_STANDIN_MEMORY_WAITS").is_none_or(|n| n > 0),
             pinned_bytes: number("ZERO_STANDIN_PINNED_BYTES"),
             // Always on in tests of this crate.
             find_races: cfg!(test) || number("ZERO_STANDIN_RACES").is_some_and(|n| n > 0),

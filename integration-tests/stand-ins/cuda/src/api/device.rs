@@ -49,7 +49,7 @@ fn attribute(number: u32, ordinal: i32) -> Option<i32> {
         83 | 86 | 88 | 89 | 90 | 95 | 98 | 100 | 101 => 0,
         91 | 99 => 1,
         // Waits of streams for 64-bit values.
-        93 | 122 => 1,
+        93 | 122 => i32::from(settings().memory_waits),
         97 => SHARED_OPTIN_BYTES,
         // Virtual memory management, and sharing by file descriptor.
         102 => 1,

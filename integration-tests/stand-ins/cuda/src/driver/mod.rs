@@ -4,6 +4,7 @@ pub(crate) mod capture;
 pub(crate) mod device;
 pub(crate) mod event;
 pub(crate) mod handles;
+pub(crate) mod host_thread;
 pub(crate) mod mapping;
 pub(crate) mod memory;
 pub(crate) mod op;

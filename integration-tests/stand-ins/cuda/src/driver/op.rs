@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::capture::Graph;
 use super::device::Device;
 use super::event::Ticket;
+use super::host_thread;
 use super::queue::{Random, in_host_function};
 use super::space::{self, Space};
 use super::{memory, space::Kind};
@@ -131,11 +132,15 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
         }
         Op::Kernel(kernel) => kernel(&space::now()),
         Op::Host { function, data, counted } => {
+            let (function, data) = (*function, *data);
+            // SAFETY: the caller of cuLaunchHostFunc guarantees that the function may be called with this argument.
+            let call = move || in_host_function(|| unsafe { function(data as *mut libc::c_void) });
             if *counted {
                 counts::add("host function", "cuLaunchHostFunc", Work::default());
+                host_thread::run(call);
+            } else {
+                call();
             }
-            // SAFETY: the caller of cuLaunchHostFunc guarantees that the function may be called with this argument.
-            in_host_function(|| unsafe { function(*data as *mut libc::c_void) });
             Ok(())
         }
         Op::WaitValue { at, value, or_more } => {
