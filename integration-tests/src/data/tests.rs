@@ -134,7 +134,7 @@ fn folder_concatenates_its_text_files() {
     assert_eq!(data.len_tokens(), 12);
     let (inputs, _) = batch(&data, BatchAt { micro_batch: 1, seq_len: 11, ..AT });
     assert_eq!(inputs, b"hello\nworld".map(u32::from));
-    let expected = format!("{}: 2 text files (1 others skipped), 12 bytes, read as bytes", files.0.path().display());
+    let expected = format!("{}: 2 text files (1 left out), 12 bytes, read as bytes", files.0.path().display());
     assert_eq!(data.describe(), expected);
 }
 

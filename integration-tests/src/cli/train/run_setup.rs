@@ -21,7 +21,7 @@ use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::offload::resolve_folders;
 use crate::cli::{CliError, DTypeFlag, plan};
 use crate::config::DsConfig;
-use crate::data::{DataSource, is_token_file};
+use crate::data::{DataSource, FolderFiles, is_token_file};
 use crate::hf::HfFolder;
 use crate::model::gpt2::Gpt2Options;
 use crate::trainer::{RunOptions, SHARD_ALIGN_ELEMS, Settings};
@@ -93,7 +93,7 @@ impl RunSetup {
         }
         let source = data_source(args, recorded, folder.as_ref())?;
         let (data, held_out) = validation::open(args, &source)?;
-        notices.extend(validation::notice(&data, held_out.as_ref()));
+        notices.extend(validation::notices(&data, held_out.as_ref()));
         let initial = match (recorded, &folder) {
             (Some(recorded), _) => recorded.model.weights.clone(),
             (None, Some(folder)) => absolute(folder.path()),
@@ -185,7 +185,7 @@ impl RunSetup {
             },
             data: DataRecord {
                 path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
-                default: source.path.is_none(),
+                default: source.path.is_none() || source.files == FolderFiles::AsDefault,
                 tokenizer: source.tokenizer.as_deref().map(absolute),
                 fingerprint: format!("{:016x}", data.fingerprint()),
                 tokens: data.len_tokens(),
@@ -299,7 +299,7 @@ fn data_source(
     }
     let tokenizer = args.tokenizer.clone().or_else(|| folder.and_then(HfFolder::tokenizer));
     let Some(recorded) = recorded.map(|record| &record.data) else {
-        return Ok(DataSource { path: args.data.clone(), tokenizer });
+        return Ok(DataSource { path: args.data.clone(), tokenizer, files: FolderFiles::All });
     };
     let path = match &args.data {
         Some(path) => Some(path.clone()),
@@ -323,7 +323,9 @@ fn data_source(
         }
         (tokenizer, _) => tokenizer,
     };
-    Ok(DataSource { path, tokenizer })
+    let is_default = recorded.default && args.data.is_none();
+    let files = if is_default { FolderFiles::AsDefault } else { FolderFiles::All };
+    Ok(DataSource { path, tokenizer, files })
 }
 
 /// The absolute path, for a record that is read in another current folder.
