@@ -62,7 +62,7 @@ fn heading(report: &Report) -> String {
         let (decimal, binary) = (memory / 1_000_000_000, HumanBytes(memory));
         let _ = writeln!(
             text,
-            "{decimal} GB is read as {} bytes ({binary}); a card sold as {decimal} GB has about {decimal} GiB: \
+            "{decimal}GB is read as {} bytes ({binary}); a card sold as {decimal}GB has about {decimal} GiB: \
              --gpu-memory {decimal}GiB",
             HumanCount(memory)
         );
