@@ -27,6 +27,9 @@ pub struct Breakdown {
     pub units: UnitsMs,
     /// Time in which the communication stream was busy, hidden behind compute or not.
     pub comm: CommMs,
+    /// The host's update of offloaded state and its reads from files, hidden behind compute or not, in milliseconds.
+    #[serde(default)]
+    pub update_ms: f64,
     /// Model FLOPs per second of all ranks, in units of 10^12.
     pub tflops: f64,
     /// Model FLOPs utilization; null if the peak rate of the device is not known.
@@ -199,7 +202,7 @@ type Work = (Duration, Duration, Part);
 /// The names of a rank's tracks in the timeline.
 pub(super) struct Tracks<'a> {
     pub(super) compute: &'a str,
-    /// The host's update of offloaded state.
+    /// The host's update of offloaded state; the track of what it reads has this name and `read`.
     pub(super) update: &'a str,
     pub(super) comm: &'a str,
     pub(super) host: &'a str,
@@ -209,12 +212,13 @@ impl Breakdown {
     /// The breakdown of the time `wall`.
     pub(super) fn of(spans: &[OpSpan], tracks: &Tracks<'_>, wall: Range<Duration>) -> Self {
         let layers = [
-            layer(spans, tracks.compute, &wall, Part::of_compute),
-            layer(spans, tracks.update, &wall, Part::of_update),
-            layer(spans, tracks.comm, &wall, Part::of_comm),
-            layer(spans, tracks.host, &wall, Part::of_host),
+            layer(spans, &[tracks.compute], &wall, Part::of_compute),
+            layer(spans, &[tracks.update, &format!("{} read", tracks.update)], &wall, Part::of_update),
+            layer(spans, &[tracks.comm], &wall, Part::of_comm),
+            layer(spans, &[tracks.host], &wall, Part::of_host),
         ];
         let times = partition(&layers, wall.clone());
+        let update = layers[1].iter().map(|(start, end, _)| *end - *start).sum();
         let comm = |part| layers[2].iter().filter(|work| work.2 == part).map(|(start, end, _)| *end - *start).sum();
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let units = [0, 1, 2].map(|kind| PassMs {
@@ -245,16 +249,17 @@ impl Breakdown {
                 gather_ms: ms(comm(Part::Gather)),
                 control_ms: ms(comm(Part::Control)),
             },
+            update_ms: ms(update),
             tflops: 0.0,
             mfu: None,
         }
     }
 }
 
-/// The work on one track within `wall`, in order and disjoint. A track runs one operation at a time; measured on a
+/// The work on some tracks within `wall`, in order and disjoint. A track runs one operation at a time; measured on a
 /// device, neighbours may overlap by the resolution of its clock.
-fn layer(spans: &[OpSpan], track: &str, wall: &Range<Duration>, part: fn(&OpSpan) -> Part) -> Vec<Work> {
-    let on_track = spans.iter().filter(|span| &*span.stream == track && span.label != "wait");
+fn layer(spans: &[OpSpan], tracks: &[&str], wall: &Range<Duration>, part: fn(&OpSpan) -> Part) -> Vec<Work> {
+    let on_track = spans.iter().filter(|span| tracks.contains(&&*span.stream) && span.label != "wait");
     let mut works: Vec<Work> = on_track.map(|s| (s.start.max(wall.start), s.end.min(wall.end), part(s))).collect();
     works.sort_by_key(|(start, end, _)| (*start, *end));
     let mut reached = wall.start;
@@ -350,7 +355,9 @@ mod tests {
             span("compute", phase::BACKWARD[0], "backward", 0, 10),
             span("update", phase::GRADIENTS, "statistics", 5, 12),
             span("comm", phase::DECISION, "all_gather", 12, 13),
-            span("update", phase::OPTIMIZER, "adam", 13, 33),
+            span("update read", phase::OPTIMIZER, "swap read", 13, 20),
+            span("update", phase::OPTIMIZER, "wait", 13, 17),
+            span("update", phase::OPTIMIZER, "adam", 17, 33),
             span("comm", phase::OPTIMIZER, "all_gather", 30, 40),
             span("compute", phase::FORWARD[0], "forward", 25, 28),
         ];
@@ -365,6 +372,7 @@ mod tests {
         };
         assert_eq!(breakdown.parts, expected);
         assert_eq!(breakdown.comm, CommMs { reduce_ms: 0.0, gather_ms: 10.0, control_ms: 1.0 });
+        assert_eq!(breakdown.update_ms, 27.0);
     }
 
     proptest! {
@@ -389,10 +397,10 @@ mod tests {
                 .collect();
             let wall = wall(from, from + length);
             let layers = [
-                layer(&spans, "compute", &wall, Part::of_compute),
-                layer(&spans, "update", &wall, Part::of_update),
-                layer(&spans, "comm", &wall, Part::of_comm),
-                layer(&spans, "host", &wall, Part::of_host),
+                layer(&spans, &["compute"], &wall, Part::of_compute),
+                layer(&spans, &["update"], &wall, Part::of_update),
+                layer(&spans, &["comm"], &wall, Part::of_comm),
+                layer(&spans, &["host"], &wall, Part::of_host),
             ];
             let times = partition(&layers, wall.clone());
             prop_assert_eq!(times.0.iter().sum::<Duration>(), wall.end - wall.start, "exactly");
