@@ -46,7 +46,8 @@ pub enum DataError {
     },
     /// A file or folder of a data folder could not be read: on one machine of several the data would differ.
     #[error(
-        "{}: failed to read: {source}; a run reads all of a data folder: make this readable, or move it out of the folder",
+        "{}: failed to read: {source}; a run reads all of a data folder: make this readable, move it out of the folder, or \
+         pass other --data",
         path.display()
     )]
     Unreadable {

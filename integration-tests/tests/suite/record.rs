@@ -96,6 +96,56 @@ fn resume_needs_no_flag() {
     }
 }
 
+/// Neither `--metrics` nor `--report` is repeated, and the report is that of the whole run.
+#[test]
+fn resume_continues_metrics_and_report() {
+    let dir = temp();
+    let dir = dir.path();
+    std::fs::create_dir(dir.join("elsewhere")).unwrap();
+    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m", "--report", "r"]));
+    let out = resume(&dir.join("elsewhere"), &["../c", "--steps", "5"]);
+    assert_eq!(differences(&out), ["steps 3 -> 5"], "{out}");
+    for (name, path) in [("metrics", "m"), ("report", "r")] {
+        let line = format!("\n{name}: {}\n", dir.join(path).canonicalize().unwrap().display());
+        assert!(out.contains(&line), "{line} is not in: {out}");
+    }
+    let steps = |text: &str| -> Vec<u64> {
+        text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap()).collect()
+    };
+    let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
+    assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
+    let drawn = |name: &str| -> Vec<u64> {
+        let summary: Value = serde_json::from_str(&read(name)).unwrap();
+        summary["steps"].as_array().unwrap().iter().map(|step| step["step"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(drawn("r/summary.json"), [1, 2, 3, 4, 5]);
+
+    // A flag wins, and a run that saves elsewhere is a new one, which leaves the files of this one alone.
+    let out = resume(dir, &["c", "--steps", "6", "--checkpoint", "d"]);
+    assert!(out.contains("note: no metrics: ") && out.contains("note: no report: "), "{out}");
+    assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
+    resume(dir, &["c", "--steps", "6", "--metrics", "n", "--report", "s"]);
+    assert_eq!((steps(&read("n")), drawn("s/summary.json")), (vec![6], vec![6]));
+}
+
+/// A record may be from elsewhere: its paths are used only where the run itself has written.
+#[test]
+fn foreign_files_of_a_record_are_kept() {
+    let dir = temp();
+    let dir = dir.path();
+    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m", "--report", "r"]));
+    std::fs::write(dir.join("m"), "notes\n").unwrap();
+    std::fs::write(dir.join("r/run.json"), "{\"run\": \"another\"}").unwrap();
+    std::fs::write(dir.join("r/summary.txt"), "mine").unwrap();
+    let out = resume(dir, &["c", "--steps", "4"]);
+    for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
+        let line = out.lines().find(|line| line.starts_with(&format!("note: no {what}: "))).unwrap_or_default();
+        assert!(line.ends_with(&format!("pass {flag}")), "{out}");
+    }
+    assert_eq!(std::fs::read(dir.join("m")).unwrap(), b"notes\n");
+    assert_eq!(std::fs::read(dir.join("r/summary.txt")).unwrap(), b"mine");
+}
+
 #[test]
 fn changed_settings_are_printed() {
     let dir = temp();
@@ -240,7 +290,7 @@ fn readme_line_resumes_at_another_stage() {
     train(dir, &["--steps", "2", "--checkpoint", "runs/a", "--metrics", "a.jsonl"]);
     let out = resume(dir, &["runs/a", "--ranks", "3", "--stage", "1", "--steps", "4"]);
     assert!(out.contains("ZeRO stage 1, 3 ranks"), "{out}");
-    assert!(out.contains("a.jsonl: continue it with --metrics"), "{out}");
+    assert_eq!(curve(dir, "a.jsonl").len(), 4);
     assert_eq!(record(dir, "runs/a", 4)["batch"]["ranks"], 3);
 }
 
@@ -346,7 +396,7 @@ fn offload_is_taken_up() {
     assert_eq!(record(dir, "a", 5).get("offload"), None);
     std::fs::remove_dir(dir.join("two")).unwrap();
     let gone = zero(dir, &["train", "--resume", "a/step-00000004", "--steps", "5", "--checkpoint", "b"]);
-    fails(&gone, 2, &["--offload nvme:/", "/two", "create the folder"]);
+    fails(&gone, 2, &["scratch files in /", "/two", "no folder of yours on this machine: pass --offload nvme:DIR"]);
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! launcher it is rank 0, which broadcasts the checkpoint once the ranks are connected.
 
 use std::fmt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,12 +17,13 @@ use zero_comm::Communicator;
 use zero_shard::Layout;
 
 use super::args::{DeviceChoice, TrainArgs};
-use super::record::{RUN_JSON, RunRecord, compare, new_run_id};
+use super::record::{RUN_JSON, RunRecord, compare, new_run_id, read_small};
 use super::settings::Base;
+use super::{metrics_file, observer};
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::{BatchKeys, DsConfig};
 use crate::model::config::GptConfig;
-use crate::trainer::{RankExchange, TrainerState};
+use crate::trainer::{Home, OffloadSettings, RankExchange, TrainerState};
 
 /// The environment variable in which the launcher passes the checkpoint to its ranks, as JSON.
 const SELECTED_VARIABLE: &str = "ZERO_SELECTED_CHECKPOINT";
@@ -175,8 +177,16 @@ impl Resumed {
         }
         let changed = self.record.as_ref().map(|record| record.differences(now)).unwrap_or_default();
         notices.extend(changed.into_iter().map(|change| format!("differs from the checkpoint: {change}")));
-        if let Some(file) = self.record.as_ref().and_then(|r| r.metrics.as_ref()).filter(|_| now.metrics.is_none()) {
-            notices.push(format!("no metrics are written; the resumed run wrote {file}: continue it with --metrics"));
+        let outputs = |record: &RunRecord| {
+            [("metrics", "--metrics", record.metrics.clone()), ("report", "--report", record.report.clone())]
+        };
+        let was = self.record.iter().flat_map(outputs);
+        for ((what, flag, old), (_, _, new)) in was.zip(outputs(now)) {
+            if let (Some(old), None) = (old, new) {
+                notices.push(format!(
+                    "no {what}: {old} of the resumed run is not of that run on this machine, or this is a new run: pass {flag}"
+                ));
+            }
         }
         notices
     }
@@ -195,12 +205,59 @@ impl Resumed {
         filled.seq_len.get_or_insert(record.batch.seq_len);
         filled.checkpoint_every.get_or_insert(record.checkpoint_every);
         filled.keep_last = filled.keep_last.or(record.keep_last);
+        self.fill_outputs(record, &mut filled);
         record.validation.iter().for_each(|validation| validation.fill(&mut filled));
         // A run that used a GPU may continue on a machine without one.
         if args.device == DeviceChoice::Auto && record.device == DeviceChoice::Cpu {
             filled.device = DeviceChoice::Cpu;
         }
         filled
+    }
+
+    /// Sets the metrics file and the report that the run goes on writing, if it continues as itself. Paths of a record are
+    /// not trusted, since the checkpoint may be from elsewhere: only what the recorded run has written is written again.
+    fn fill_outputs(&self, record: &RunRecord, args: &mut TrainArgs) {
+        let folder = args.checkpoint.as_deref().filter(|_| !args.no_checkpoint);
+        if self.run_ids(folder).0 != record.run {
+            return;
+        }
+        let runs = record.runs();
+        let own = |path: &Option<String>, is_own: fn(&Path, &[&str]) -> bool| {
+            path.as_ref().map(PathBuf::from).filter(|path| is_own(path, &runs))
+        };
+        if args.metrics.is_none() {
+            args.metrics = own(&record.metrics, metrics_file::is_of_runs);
+        }
+        if args.report.is_none() {
+            args.report = own(&record.report, observer::is_report_of);
+        }
+    }
+
+    /// Checks the folders of scratch files that the record has and no flag names. A scratch file has no name and changes
+    /// nothing in its folder, but the folder may be that of another machine or user.
+    ///
+    /// # Errors
+    /// Exit code 2: the folder does not exist, or belongs to another user.
+    pub(super) fn check_scratch(&self, args: &TrainArgs, offload: &OffloadSettings) -> Result<(), CliError> {
+        let Some(record) = &self.record else { return Ok(()) };
+        let (flags, recorded) = (&args.offload, &record.offload);
+        let homes = [
+            ("--offload", flags.offload.is_some(), &recorded.optimizer, &offload.optimizer),
+            ("--offload-params", flags.offload_params.is_some(), &recorded.params, &offload.params),
+        ];
+        for (flag, is_named, recorded, now) in homes {
+            let Home::Nvme(dir) = recorded else { continue };
+            let is_own =
+                || dir.metadata().is_ok_and(|m| m.is_dir() && m.uid() == rustix::process::geteuid().as_raw());
+            if !is_named && recorded == now && !is_own() {
+                return Err(CliError::Usage(format!(
+                    "the resumed run had scratch files in {}, which is no folder of yours on this machine: pass \
+                     {flag} nvme:DIR, or {flag} none",
+                    dir.display()
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The settings that a configuration file may override.
@@ -301,10 +358,10 @@ pub(super) fn is_deferred(args: &TrainArgs, ranks: usize) -> bool {
 /// the ranks need the device to connect, after which rank 0 verifies the checkpoint.
 pub(super) fn recorded_device(args: &TrainArgs) -> Option<DeviceChoice> {
     let dir = args.resume.as_ref().filter(|_| args.device == DeviceChoice::Auto)?;
-    let latest = std::fs::read_to_string(dir.join("latest")).ok();
+    let latest = read_small(&dir.join("latest")).and_then(|bytes| String::from_utf8(bytes).ok());
     let latest = latest.as_deref().and_then(|line| line.split(' ').next()).filter(|name| !name.contains('/'));
     let checkpoint = latest.map_or_else(|| dir.clone(), |name| dir.join(name));
-    let document = serde_json::from_slice(&std::fs::read(checkpoint.join(RUN_JSON)).ok()?).ok()?;
+    let document = serde_json::from_slice(&read_small(&checkpoint.join(RUN_JSON))?).ok()?;
     RunRecord::parse(document).ok().map(|record| record.device)
 }
 

@@ -16,7 +16,7 @@ use super::settings::{
     RunShape, check_graphs, checkpoints_activations, raise_live_limit, resolved_autos, settings, stage,
 };
 use super::validation::Rows;
-use super::{checks, metrics_file, observer, save_folder, unused_keys, validation};
+use super::{checks, memory_check, metrics_file, observer, save_folder, unused_keys, validation};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::offload::resolve_folders;
 use crate::cli::{CliError, DTypeFlag, plan};
@@ -108,6 +108,7 @@ impl RunSetup {
         // A run that recorded graphs may continue on the host.
         settings.graphs &= device.is_some() || args.cuda_graph.is_some();
         check_graphs(&settings, device.is_some())?;
+        resumed.map_or(Ok(()), |resumed| resumed.check_scratch(args, &settings.offload))?;
         resolve_folders(&mut settings.offload)?;
         let groups = settings.groups.resolve(&layout).map_err(CliError::usage)?;
         if device.is_some() && args.bucket_elems.is_none() {
@@ -212,6 +213,7 @@ impl RunSetup {
             checkpoint_every,
             keep_last: args.keep_last,
             metrics: args.metrics.as_deref().map(absolute),
+            report: args.report.as_deref().map(absolute),
             validation: validation_record,
             auto: file.map(|f| resolved_autos(f, &settings, &batch, shape)).unwrap_or_default().into_iter().collect(),
         };
@@ -253,6 +255,7 @@ impl RunSetup {
             report: args.report.clone(),
             notices,
         };
+        setup.notices.extend(memory_check::offload_notice(&setup));
         setup.check_outputs()?;
         Ok(setup)
     }
